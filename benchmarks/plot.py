@@ -1,0 +1,133 @@
+"""The figures of a run, from its JSON alone: PNG and SVG beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .providers import COPY, NAMES, label
+from .records import Measurement, Run, read
+from .table import device_figures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito), the product's the strongest.
+COLOURS = dict(zip(NAMES, ("#d55e00", "#999999", "#56b4e9", "#009e73", "#cc79a7"), strict=True))
+PANEL_INCHES = (6.4, 4.2)
+
+
+def plot(path: Path) -> list[Path]:
+    """Draw the run in a JSON file; returns the files written, of the same name with .png and .svg.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the file is no run of this format, or has nothing to draw.
+    """
+    run = read(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    panels = _panels(run)
+    if not panels:
+        raise ValueError(f"{path}: nothing to draw")
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, draw in zip(axes, panels, strict=False):
+        draw(axis)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    seen = run.environment
+    figure.suptitle(
+        f"{run.op} on {seen.gpu} ({seen.date[:10]}): liger-aot {seen.liger_aot}, torch {seen.torch}, "
+        f"triton {seen.triton}, Liger {seen.liger_kernel}, QuACK {seen.quack}",
+        fontsize=10,
+    )
+    handles = [Patch(color=COLOURS.get(name), label=label(name)) for name in _providers(run.measurements)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    written = []
+    # No dates and no random ids: the same JSON gives the same files.
+    with matplotlib.rc_context({"svg.hashsalt": run.op, "svg.fonttype": "none"}):
+        for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+            target = path.with_suffix(suffix)
+            figure.savefig(target, dpi=120, metadata=metadata)
+            written.append(target)
+    return written
+
+
+def _panels(run: Run) -> list[Callable[[Axes], None]]:
+    panels: list[Callable[[Axes], None]] = []
+    for direction, dtype in device_figures(run):
+        panels.append(partial(_curves, run=run, direction=direction, dtype=dtype))
+    for prefix, field, title in (
+        ("host_", "host_us", "host time a small call, us"),
+        ("cold_", "median_ms", "first call in a fresh process, ms"),
+    ):
+        found = [m for m in run.measurements if m.direction.startswith(prefix) and m.status == "ok"]
+        if found:
+            panels.append(partial(_bars, found=found, field=field, title=title))
+    return panels
+
+
+def _curves(axis: Axes, run: Run, direction: str, dtype: str) -> None:
+    """Fraction of the copy over row length; a cross on the axis where a provider failed."""
+    found = run.select(direction=direction, dtype=dtype)
+    copies = [m.bandwidth_gb_s for m in found if m.provider == COPY and m.bandwidth_gb_s is not None]
+    for name in _providers(found):
+        own = [m for m in found if m.provider == name]
+        good = [m for m in own if m.status == "ok"]
+        style: dict[str, Any] = {"color": COLOURS.get(name), "zorder": 3 if name == NAMES[0] else 2}
+        axis.plot(
+            [m.shape[-1] for m in good],
+            [m.fraction for m in good],
+            marker="o",
+            markersize=4,
+            linewidth=2.2 if name == NAMES[0] else 1.3,
+            **style,
+        )
+        failed = [m.shape[-1] for m in own if m.status == "error"]
+        axis.plot(failed, [0.02] * len(failed), marker="x", linestyle="none", **style)
+    axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axis.set_xscale("log", base=2)
+    axis.set_ylim(0, 1.15)
+    axis.set_xlabel("row length n")
+    axis.set_ylabel(f"fraction of copy ({min(copies):.0f}-{max(copies):.0f} GB/s)")
+    axis.set_title(f"{direction}, {dtype}")
+    axis.grid(alpha=0.3)
+
+
+def _bars(axis: Axes, found: list[Measurement], field: str, title: str) -> None:
+    """A group of horizontal bars for each direction, one bar a provider, on a logarithmic axis."""
+    places, values, colours, ticks = [], [], [], {}
+    place = 0.0
+    for direction in dict.fromkeys(m.direction for m in found):
+        group = [
+            m for name in _providers(found) for m in found if (m.direction, m.provider) == (direction, name)
+        ]
+        ticks[direction.partition("_")[2].replace("_", " ")] = place + (len(group) - 1) / 2
+        for m in group:
+            places.append(place)
+            values.append(float(getattr(m, field)))
+            colours.append(COLOURS.get(m.provider))
+            place += 1
+        place += 0.8
+    bars = axis.barh(places, values, 0.95, color=colours)
+    axis.bar_label(bars, [f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values], fontsize=7, padding=2)
+    axis.set_xscale("log")
+    # Under a tenth of a microsecond or millisecond is nothing: it must not stretch the axis.
+    axis.set_xlim(0.1, 3 * max(values))
+    axis.set_yticks(list(ticks.values()), list(ticks))
+    axis.invert_yaxis()
+    axis.set_title(title)
+
+
+def _providers(found: Sequence[Measurement]) -> list[str]:
+    """Providers that occur, the product first and the others in their usual order."""
+    occurring = dict.fromkeys(m.provider for m in found if m.provider != COPY)
+    return sorted(occurring, key=lambda name: NAMES.index(name) if name in NAMES else len(NAMES))

@@ -1,0 +1,168 @@
+"""From cases and providers to measurements: the loops of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import ceiling, measure
+from .entry import Entry
+from .measure import Call
+from .providers import COPY, first_line
+from .records import Measurement
+from .workload import TOLERANCE, Case, Problem, rotated_sets
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is sampled: rounds of all providers in turn, device milliseconds in each, host repeats, and
+    fresh processes of the cold start."""
+
+    rounds: int
+    min_ms: float
+    host_calls: int
+    host_repeats: int
+    processes: int
+
+
+FULL = Effort(rounds=5, min_ms=15.0, host_calls=100, host_repeats=25, processes=5)
+QUICK = Effort(rounds=2, min_ms=10.0, host_calls=100, host_repeats=5, processes=1)
+
+# A large call is some launches long: few enough calls that the launch queue does not fill.
+LARGE_CALLS = 16
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A provider that gave a right result on a case: what to time, and what is known of it already."""
+
+    calls: Sequence[Call]
+    host_us: float
+    relative_error: float
+
+
+def device_measurements(
+    op: str, entry: Entry, case: Case, providers: Sequence[str], device: torch.device, effort: Effort
+) -> list[Measurement]:
+    """Every provider on one case, in turns with a copy of as many bytes."""
+    moved = entry.moved_bytes(case)
+    sets = rotated_sets(moved, torch.cuda.get_device_properties(device).L2_cache_size)
+    subject = _Subject(op, case.direction, case.dtype_name, (case.rows, case.n))
+    with torch.set_grad_enabled("backward" in case.direction):
+        problem = entry.problem(case, device, sets, seed=case.n)
+        prepared = {name: _attempt(partial(_prepare, problem, name, case)) for name in providers}
+        ready = {name: one for name, one in prepared.items() if isinstance(one, Ready)}
+        subjects = {name: one.calls for name, one in ready.items()}
+        subjects[COPY] = ceiling.copy_calls(moved, device, sets, seed=case.n)
+        samples = measure.time_interleaved(subjects, rounds=effort.rounds, min_ms=effort.min_ms)
+
+    made = [subject.failure(name, one) for name, one in prepared.items() if isinstance(one, str)]
+    timings = {name: measure.summarize(times) for name, times in samples.items()}
+    copy_ms = timings[COPY].median_ms
+    for name, timing in timings.items():
+        known = ready.get(name)
+        if known is not None and known.host_us / 1e3 >= timing.median_ms:
+            reason = f"host bound: {known.host_us:.0f} us a call on the host, {timing.median_ms:.4f} ms timed"
+            made.append(subject.failure(name, reason))
+            continue
+        made.append(
+            subject.measurement(
+                name,
+                median_ms=timing.median_ms,
+                p20_ms=timing.p20_ms,
+                p80_ms=timing.p80_ms,
+                samples=timing.samples,
+                bytes=moved,
+                bandwidth_gb_s=measure.gigabytes_per_second(moved, timing.median_ms),
+                fraction=copy_ms / timing.median_ms,
+                host_us=known.host_us if known is not None else None,
+                relative_error=known.relative_error if known is not None else None,
+            )
+        )
+    return made
+
+
+def host_measurements(
+    op: str, entry: Entry, providers: Sequence[str], device: torch.device, effort: Effort
+) -> list[Measurement]:
+    """What small calls cost the host, by provider and direction."""
+    x = entry.small_inputs(device)[0]
+    shape, dtype = tuple(x.shape), str(x.dtype).removeprefix("torch.")
+    made = []
+    for provider in providers:
+        calls = _attempt(partial(entry.host_calls, provider, device))
+        if isinstance(calls, str):
+            made.append(_Subject(op, "host_forward", dtype, shape).failure(provider, calls))
+            continue
+        for direction, run in calls.items():
+            subject = _Subject(op, direction, dtype, shape)
+            time_it = partial(measure.time_host, run, calls=effort.host_calls, repeats=effort.host_repeats)
+            with torch.set_grad_enabled("backward" in direction):
+                host_us = _attempt(time_it)
+            if isinstance(host_us, str):
+                made.append(subject.failure(provider, host_us))
+            else:
+                made.append(subject.measurement(provider, host_us=host_us))
+    return made
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What several providers are measured on: the fields their measurements share."""
+
+    op: str
+    direction: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def measurement(self, provider: str, **values: Any) -> Measurement:
+        return Measurement(self.op, self.direction, self.dtype, self.shape, provider, **values)
+
+    def failure(self, provider: str, reason: str) -> Measurement:
+        return self.measurement(provider, status="error", reason=reason)
+
+
+def _attempt(make: Callable[[], T]) -> T | str:
+    """What `make` returns, or why it failed: a peer that cannot do a case is a result, not the run's end."""
+    try:
+        return make()
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _prepare(problem: Problem, provider: str, case: Case) -> Ready:
+    """Compile, check against fp64, and time the host side of one provider.
+
+    Raises:
+        ArithmeticError: the result is wrong.
+    """
+    calls = problem.calls(provider)
+    _poison(_results(calls[0]))
+    error = problem.check(_results(calls[0]))
+    if not error <= TOLERANCE[case.dtype]:
+        raise ArithmeticError(f"relative error {error:.2g} against fp64")
+    host_us = measure.time_host(calls[0].run, calls=LARGE_CALLS, repeats=5)
+    return Ready(calls, host_us, error)
+
+
+def _results(call: Call) -> tuple[Tensor, ...]:
+    if call.restore is not None:
+        call.restore()
+    results = call.run()
+    if not isinstance(results, tuple):
+        raise TypeError(f"a call returned {type(results).__name__}, not a tuple of tensors")
+    return results
+
+
+def _poison(results: tuple[Tensor, ...]) -> None:
+    """Fill memory that was just a result with NaN and let it go: the allocator hands the same blocks to the
+    next call of these sizes, so an element that call does not write shows in its check."""
+    for result in results:
+        result.detach().fill_(float("nan"))

@@ -1,0 +1,76 @@
+"""One run of one op: all its sections, saved as they are made, then drawn and printed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from . import cold_start, environment, records, runner, table
+from .entry import load
+from .plot import plot
+from .providers import absence
+from .records import Environment, Measurement, Run
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+class Recorder:
+    """Collects measurements and keeps the file up to date, so that a run cut short keeps what it had."""
+
+    def __init__(self, op: str, path: Path, environment: Environment) -> None:
+        self.run = Run(op, environment, ())
+        self.path = path
+        self._start = time.monotonic()
+
+    def add(self, title: str, measurements: Iterable[Measurement]) -> None:
+        """Record what an iterator measures, then save."""
+        made = tuple(measurements)
+        self.run = Run(self.run.op, self.run.environment, self.run.measurements + made)
+        records.write(self.path, self.run)
+        failed = [m.provider for m in made if m.status == "error"]
+        note = f"; failed: {', '.join(failed)}" if failed else ""
+        print(f"[{time.monotonic() - self._start:6.1f} s] {title}: {len(made)} records{note}", flush=True)
+
+
+def measure(
+    op: str,
+    *,
+    sections: Sequence[str],
+    providers: Sequence[str],
+    quick: bool,
+    results: Path | None,
+    command: str,
+    commit: str | None,
+) -> None:
+    """Measure an op on GPU 0 and write OP.json, OP.png and OP.svg into `results` (or the GPU's own folder).
+
+    Sections are "forward", "backward", "host" and "cold"; a file there from before is replaced whole.
+    """
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    absent = {name: reason for name in providers if (reason := absence(name)) is not None}
+    present = [name for name in providers if name not in absent]
+    seen = environment.observe(device, command=command, commit=commit, absent=absent)
+    folder = results or RESULTS / environment.folder_name(seen.gpu)
+    recorder = Recorder(op, folder / f"{op}.json", seen)
+    effort = runner.QUICK if quick else runner.FULL
+    entry = load(op)
+
+    if "host" in sections:
+        recorder.add("host", runner.host_measurements(op, entry, present, device, effort))
+    for case in entry.cases(quick):
+        if case.direction in sections:
+            title = f"{case.direction} {case.dtype_name} {case.rows} x {case.n}"
+            recorder.add(title, runner.device_measurements(op, entry, case, present, device, effort))
+            torch.cuda.empty_cache()
+    if "cold" in sections:
+        recorder.add("cold", cold_start.measurements(op, present, effort.processes))
+
+    print(f"\n{table.render(recorder.run)}\n\n{recorder.path}")
+    try:
+        plot(recorder.path)
+    except ImportError as error:
+        print(f"not drawn: {error}; `python -m benchmarks plot {recorder.path}` draws it where matplotlib is")

@@ -1,0 +1,96 @@
+"""What an op's benchmark hands to the harness and to the tuner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .measure import Call
+
+CHECKED_ROWS = 64
+
+# Largest ‖out - reference‖ / ‖reference‖ of a result worth timing. The 16-bit ones leave room for providers
+# that round intermediate values to the input's dtype; a wrong kernel is off by far more.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of a figure: `direction` on a [rows, n] problem of `dtype`."""
+
+    direction: str
+    dtype: torch.dtype
+    rows: int
+    n: int
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its inputs on the device, the same for every provider.
+
+    `calls(provider)` gives one Call for each input set; what such a call returns for the first set goes to
+    `check`, which gives its largest relative error against fp64.
+    """
+
+    calls: Callable[[str], Sequence[Call]]
+    check: Callable[[tuple[Tensor, ...]], float]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kernel on one large fresh input, as the tuner runs it.
+
+    Attributes:
+        run: calls the kernel's raw path of the op given, once, and returns its result tensors.
+        bytes: what one call has to move through device memory, each input read and each output written once.
+        reference: the results in fp64, on a subset of the rows where a result has rows.
+        select: picks that subset from what `run` returned.
+        rows, n: the shape of the problem.
+    """
+
+    run: Callable[[Any], tuple[Tensor, ...]]
+    bytes: int
+    reference: Callable[[], tuple[Tensor, ...]]
+    select: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+    rows: int
+    n: int
+
+
+def checked_rows(rows: int, device: torch.device, seed: int) -> Tensor:
+    """Which rows a check looks at: the first, the last and random ones between; int64, ascending."""
+    if rows <= CHECKED_ROWS:
+        return torch.arange(rows, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    middle = torch.randperm(rows - 2, generator=generator)[: CHECKED_ROWS - 2] + 1
+    ends = torch.tensor([0, rows - 1])
+    return torch.cat([ends, middle]).sort().values.to(device)
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    """‖result - reference‖ / ‖reference‖ in fp64; infinite where the result is not finite."""
+    difference = (result.double() - reference).norm() / reference.norm()
+    return float(difference) if bool(difference.isfinite()) else float("inf")
+
+
+def largest_error(results: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+    """The largest relative error of several results; shapes must agree."""
+    if len(results) != len(references):
+        raise ValueError(f"{len(results)} results, {len(references)} references")
+    for result, reference in zip(results, references, strict=True):
+        if result.shape != reference.shape:
+            raise ValueError(f"a result is {tuple(result.shape)}, its reference {tuple(reference.shape)}")
+    return max(relative_error(a, b) for a, b in zip(results, references, strict=True))
+
+
+def rotated_sets(moved_bytes: int, l2_bytes: int) -> int:
+    """How many input sets to rotate through, so that nothing a call reads is left in the L2 cache from the
+    last call on the same set: four caches' worth passes between two uses, and at least one other call."""
+    return max(2, -(-4 * l2_bytes // moved_bytes))

@@ -1,0 +1,134 @@
+"""python -m build_tools plan|build|audit|tune|wheel"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from build_tools.audit import report
+from build_tools.build import Tree, build_pack, compile_and_audit, make_plans
+from build_tools.declaration import declared_ops
+from build_tools.detect import parse_archs
+from build_tools.errors import BuildError
+from build_tools.paths import CACHE, KERNELS, PACKS, PROFILES
+from build_tools.plan import Plan
+from build_tools.wheel import build_wheel
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        run: int = options.run(options)
+        return run
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m build_tools", description="Compile Liger's kernels ahead of time. No GPU is needed but to tune."
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--arch", default="all", help="comma list of architectures, 'all' or 'none' (default: all)")
+    common.add_argument("--kernel", default="", metavar="OPS", help="comma list of ops (default: every one)")
+    common.add_argument("--profiles", type=Path, default=PROFILES, help="folder of profiles")
+    common.add_argument("--cache", type=Path, default=CACHE, help="folder of compiled kernels to reuse")
+    common.add_argument("--packs", type=Path, default=PACKS, help="folder to write packs to")
+    common.add_argument("--workers", type=int, help="compiler processes (default: one a core)")
+    common.add_argument("--quiet", action="store_true", help="no progress bar")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser("plan", parents=[common], help="print what would be compiled")
+    command.set_defaults(run=_plan)
+    command = commands.add_parser("build", parents=[common], help="compile, audit and pack")
+    command.set_defaults(run=_build)
+    command = commands.add_parser("audit", parents=[common], help="compile and print the audit's table; write no pack")
+    command.add_argument("--assembly", type=Path, metavar="DIR", help="also write PTX or AMD assembly there")
+    command.set_defaults(run=_audit)
+    command = commands.add_parser("tune", help="measure candidate rows on this machine's GPU and write the winners")
+    command.add_argument("--arch", required=True, help="the profile to tune; this machine's GPU must be one it serves")
+    command.add_argument("--kernel", required=True, help="the kernel whose table to tune")
+    command.add_argument("--candidates", type=Path, required=True, metavar="TOML", help="candidate rows by problem size")
+    command.add_argument("--elements", type=int, default=1 << 27, help="elements of a problem (default: 2^27)")
+    command.add_argument("--write", action="store_true", help="write the winners into the profile")
+    command.add_argument("--report", type=Path, help="write every measurement there, as JSON")
+    command.add_argument("--workers", type=int, help="compiler processes (default: one a core)")
+    command.set_defaults(run=_tune)
+    command = commands.add_parser("wheel", parents=[common], help="build the wheel with these architectures' packs")
+    command.add_argument("--out", type=Path, default=Path("dist"), help="folder for the wheel (default: dist)")
+    command.set_defaults(run=_wheel)
+    return parser
+
+
+def _tree(options: argparse.Namespace) -> Tree:
+    return Tree(options.profiles, KERNELS, options.packs, options.cache)
+
+
+def _ops(options: argparse.Namespace) -> tuple[str, ...]:
+    names = tuple(n.strip() for n in options.kernel.split(",") if n.strip())
+    if unknown := [n for n in names if n not in declared_ops()]:
+        raise BuildError(f"unknown op {unknown[0]!r}: there are {', '.join(declared_ops())}")
+    return names
+
+
+def _plan(options: argparse.Namespace) -> int:
+    tree = _tree(options)
+    for arch in parse_archs(options.arch, tree.profiles):
+        _, plans = make_plans(arch, _ops(options), tree)
+        for plan in plans:
+            print(describe(plan))
+    return 0
+
+
+def describe(plan: Plan) -> str:
+    """A plan as text: every dispatch table, then the count of binaries."""
+    lines = [f"{plan.arch} {plan.op}: {len(plan.variants)} binaries"]
+    for name, kernel in plan.kernels.items():
+        for key, entries in kernel.tables.items():
+            lines.append(f"  {name} {key}")
+            for bound, variant in entries:
+                shown = variant.removeprefix(f"{name}-").replace("-" + key.replace("/", "-"), "")
+                lines.append(f"    n <= {bound}: {shown}" if bound else f"    any n: {shown}")
+    return "\n".join(lines)
+
+
+def _build(options: argparse.Namespace) -> int:
+    tree = _tree(options)
+    for arch in parse_archs(options.arch, tree.profiles):
+        audited = build_pack(arch, _ops(options), tree, workers=options.workers, progress=not options.quiet)
+        size = sum(len(a.compiled.image) for a in audited.values())
+        print(f"{arch}: {len(audited)} binaries, {size / 1e6:.2f} MB, audited, in {tree.packs / arch}")
+    return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    tree = _tree(options)
+    for arch in parse_archs(options.arch, tree.profiles):
+        profile, plans = make_plans(arch, _ops(options), tree)
+        audited = compile_and_audit(profile, plans, tree, workers=options.workers, progress=not options.quiet)
+        print(f"{arch}:\n{report(audited.values())}")
+        if options.assembly:
+            suffix = "ptx" if profile.arch.backend == "cuda" else "s"
+            folder = options.assembly / arch
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, one in audited.items():
+                (folder / f"{name}.{suffix}").write_text(one.compiled.assembly)
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from build_tools.tune import tune  # needs torch and a GPU, which nothing else here does
+
+    return tune(options)
+
+
+def _wheel(options: argparse.Namespace) -> int:
+    build_wheel(parse_archs(options.arch), options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

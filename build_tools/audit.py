@@ -1,0 +1,113 @@
+"""No binary enters a pack unless it is what the plan, the profile and the manifest say it is.
+
+Every fact here is read back from the binary's own bytes; what Triton claims is only compared with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from build_tools.binary import BinaryFacts, inspect
+from build_tools.compile import Compiled
+from build_tools.elf import BinaryFormatError
+from build_tools.errors import AuditError
+from build_tools.plan import Variant
+from build_tools.profile import Arch
+
+BYTES = {"i32": 4, "fp32": 4, "i64": 8}
+SCRATCH_POINTERS = 2  # Triton appends global and profile scratch to every kernel's parameters
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A variant, its binary, what the binary says of itself, and how many of it a multiprocessor holds at once."""
+
+    variant: Variant
+    compiled: Compiled
+    facts: BinaryFacts
+    threads: int
+    resident: int
+
+
+def audit(variant: Variant, compiled: Compiled, arch: Arch) -> Audited:
+    """Read the binary back; AuditError says every way in which it breaks the profile."""
+    try:
+        facts = inspect(compiled.image)
+    except BinaryFormatError as error:
+        raise AuditError(f"{arch.name}: {variant.name}: {error}") from None
+    threads = compiled.num_warps * arch.warp_size
+    audited = Audited(variant, compiled, facts, threads, _resident(facts, threads, compiled.shared, arch))
+    if problems := list(_problems(audited, arch)):
+        raise AuditError(f"{arch.name}: {variant.name}: {'; '.join(problems)}")
+    return audited
+
+
+def parameter_layout(types: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of each parameter, naturally aligned, the scratch pointers last."""
+    layout: list[tuple[int, int]] = []
+    end = 0
+    for kind in (*types, *("*i8",) * SCRATCH_POINTERS):
+        size = 8 if kind.startswith("*") else BYTES[kind]
+        start = -(-end // size) * size
+        layout.append((start, size))
+        end = start + size
+    return tuple(layout)
+
+
+def report(audited: Iterable[Audited]) -> str:
+    """The audit's table, one line a binary."""
+    head = f"{'binary':<78} {'bytes':>7} {'threads':>7} {'regs':>5} {'local':>5} {'shared':>7} {'params':>6} {'res.':>4}"
+    lines = [
+        f"{a.variant.name:<78} {len(a.compiled.image):>7} {a.threads:>7} {a.facts.registers:>5} "
+        f"{a.facts.local_bytes:>5} {a.compiled.shared:>7} {a.facts.parameter_bytes:>6} {a.resident:>4}"
+        for a in audited
+    ]
+    return "\n".join([head, *lines])
+
+
+def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:
+    """Blocks that fit on one multiprocessor by threads, registers and shared memory."""
+    warps = threads // arch.warp_size
+    granule = 8  # registers a thread are given out in eights
+    per_warp = max(granule, -(-facts.registers // granule) * granule) * arch.warp_size
+    fits = [
+        arch.blocks_per_multiprocessor,
+        arch.threads_per_multiprocessor // threads,
+        arch.registers_per_multiprocessor // (per_warp * warps),
+    ]
+    if used := shared + facts.static_shared:
+        reserved = arch.shared_per_multiprocessor - arch.shared_per_block  # what the system keeps of each block's
+        fits.append(arch.shared_per_multiprocessor // (used + reserved))
+    return min(fits)
+
+
+def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
+    variant, compiled, facts = audited.variant, audited.compiled, audited.facts
+    if facts.arch != arch.machine:
+        yield f"machine code for {facts.arch}, expected {arch.machine}"
+    if facts.kernel != compiled.symbol:
+        yield f"holds kernel {facts.kernel}, expected {compiled.symbol}"
+    if facts.wave_size != arch.warp_size:
+        yield f"waves of {facts.wave_size} lanes, expected {arch.warp_size}"
+    if compiled.num_ctas != 1:
+        yield f"asks for clusters of {compiled.num_ctas} blocks, which the launcher does not make"
+    if compiled.scratch:
+        yield f"asks for {compiled.scratch} bytes of global scratch, which the launcher does not give"
+    if audited.threads > arch.threads_per_block or audited.threads > facts.max_threads:
+        allowed = min(arch.threads_per_block, facts.max_threads)
+        yield f"{audited.threads} threads a block, allowed are {allowed}"
+    if facts.registers > arch.registers_per_thread:
+        yield f"{facts.registers} registers a thread, {arch.name} has {arch.registers_per_thread}"
+    if compiled.shared + facts.static_shared > arch.shared_per_block:
+        yield f"{compiled.shared + facts.static_shared} bytes of shared memory, a block has {arch.shared_per_block}"
+    if (facts.local_bytes or facts.spilled_registers) and not variant.form.may_spill:
+        yield f"spills: {facts.spilled_registers} registers, {facts.local_bytes} bytes of local memory a thread"
+    expected = parameter_layout(variant.arguments.values())
+    if facts.parameters != expected:
+        yield f"parameters (offset, size) {facts.parameters}, expected {expected}"
+    if audited.resident < 1:
+        yield "not one block fits on a multiprocessor"
+    wanted = variant.host.get("programs_per_multiprocessor", 1)
+    if variant.cooperative and audited.resident < wanted:
+        yield f"cooperative with {wanted} programs a multiprocessor, {audited.resident} are resident at once"

@@ -1,0 +1,138 @@
+"""What the audit asks of one compiled kernel, the same for cubin and hsaco."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+from build_tools import cubin, hsaco
+from build_tools.cubin import Cubin, CubinKernel
+from build_tools.elf import BinaryFormatError, Elf
+from build_tools.hsaco import CodeObject, KernelDescriptor, metadata_field
+
+_CUDA_WARP_SIZE = 32
+_CUDA_MAX_THREADS = 1024  # a block of a kernel that declares no bound, every compute capability since 2.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BinaryFacts:
+    """The facts of a binary that holds one kernel.
+
+    `kind` is "cubin" or "hsaco". `arch` is "sm_80", "sm_90a", "gfx90a", "gfx942", with ":sramecc+" or
+    ":xnack-" behind it where the code needs a feature set one way. `format_version` is the ELF ABI version
+    (cubin) or the code object version (hsaco).
+
+    `registers` are the vector registers per thread that the code uses, accumulator registers included;
+    `scalar_registers` are per wave, zero on CUDA. `local_bytes` is stack or scratch per thread, not zero if
+    registers are spilled to memory. On CUDA nothing else tells of that: `spilled_registers` is zero there.
+    `static_shared` is in bytes per block or workgroup and leaves dynamic shared memory out.
+
+    `parameters` are (offset, size) in bytes of what the caller passes, `parameter_bytes` is the length of the
+    block that holds them.
+    """
+
+    kind: str
+    arch: str
+    kernel: str
+    format_version: int
+    registers: int
+    accumulator_registers: int
+    scalar_registers: int
+    spilled_registers: int
+    local_bytes: int
+    static_shared: int
+    max_threads: int
+    wave_size: int
+    parameters: tuple[tuple[int, int], ...]
+    parameter_bytes: int
+
+
+def inspect(image: bytes) -> BinaryFacts:
+    """Read a cubin or hsaco of exactly one kernel. Raises BinaryFormatError for anything else."""
+    machine = Elf(image).machine
+    if machine == cubin.EM_CUDA:
+        facts = _cubin_facts(Cubin(image))
+    elif machine == hsaco.EM_AMDGPU:
+        facts = _hsaco_facts(CodeObject(image))
+    else:
+        raise BinaryFormatError(f"neither cubin nor hsaco: ELF machine {machine}")
+    end = 0
+    for offset, size in facts.parameters:
+        if offset < end or size == 0 or offset + size > facts.parameter_bytes:
+            raise BinaryFormatError(
+                f"kernel {facts.kernel!r}: the parameter of {size} bytes at {offset} overlaps another, is "
+                f"empty or ends past the {facts.parameter_bytes} bytes of its block"
+            )
+        end = offset + size
+    return facts
+
+
+def _cubin_facts(binary: Cubin) -> BinaryFacts:
+    kernel: CubinKernel = _single(list(binary.kernels.values()))
+    return BinaryFacts(
+        kind="cubin",
+        arch=binary.arch,
+        kernel=kernel.name,
+        format_version=binary.abi_version,
+        registers=kernel.registers,
+        accumulator_registers=0,
+        scalar_registers=0,
+        # ptxas prints what it spilled but does not store it; it shows in local_bytes, where it goes.
+        spilled_registers=0,
+        local_bytes=kernel.stack_bytes + kernel.local_bytes,
+        static_shared=kernel.static_shared_bytes,
+        max_threads=prod(kernel.required_threads or kernel.max_threads or (_CUDA_MAX_THREADS,)),
+        wave_size=_CUDA_WARP_SIZE,
+        parameters=tuple((parameter.offset, parameter.size) for parameter in kernel.parameters),
+        parameter_bytes=kernel.parameter_bytes,
+    )
+
+
+def _hsaco_facts(binary: CodeObject) -> BinaryFacts:
+    kernel: KernelDescriptor = _single(list(binary.kernels.values()))
+
+    def count(key: str) -> int:
+        return metadata_field(kernel.metadata, key, int, kernel.name)
+
+    if metadata_field(kernel.metadata, ".uses_dynamic_stack", bool, kernel.name):
+        raise BinaryFormatError(f"kernel {kernel.name!r}: its stack grows at run time")
+    parameters = tuple(
+        (
+            metadata_field(argument, ".offset", int, kernel.name),
+            metadata_field(argument, ".size", int, kernel.name),
+        )
+        for argument in metadata_field(kernel.metadata, ".args", list, kernel.name)
+        if not metadata_field(argument, ".value_kind", str, kernel.name).startswith("hidden_")
+    )
+    parameter_bytes = max((offset + size for offset, size in parameters), default=0)
+    if parameter_bytes > kernel.kernarg_bytes:
+        raise BinaryFormatError(
+            f"kernel {kernel.name!r}: its arguments end at {parameter_bytes} of {kernel.kernarg_bytes} bytes"
+        )
+    settings = {"on": "+", "off": "-"}
+    features = (("sramecc", binary.sramecc), ("xnack", binary.xnack))  # in the order of a target id
+    return BinaryFacts(
+        kind="hsaco",
+        arch=binary.arch + "".join(f":{name}{settings[it]}" for name, it in features if it in settings),
+        kernel=kernel.name,
+        format_version=binary.code_object_version,
+        registers=count(".vgpr_count"),
+        accumulator_registers=count(".agpr_count"),
+        scalar_registers=count(".sgpr_count"),
+        spilled_registers=count(".vgpr_spill_count") + count(".sgpr_spill_count"),
+        local_bytes=kernel.private_segment_bytes,
+        static_shared=kernel.group_segment_bytes,
+        max_threads=count(".max_flat_workgroup_size"),
+        wave_size=count(".wavefront_size"),
+        parameters=parameters,
+        parameter_bytes=parameter_bytes,
+    )
+
+
+def _single(kernels: list[T]) -> T:
+    if len(kernels) != 1:
+        raise BinaryFormatError(f"the binary holds {len(kernels)} kernels instead of one")
+    return kernels[0]

@@ -1,0 +1,69 @@
+"""The way of a kernel, whole: profile -> plan -> compile -> audit -> pack."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from build_tools.audit import Audited, audit
+from build_tools.compile import Compiled, compile_variants, ptxas_version
+from build_tools.declaration import declared_ops, read_declaration
+from build_tools.errors import BuildError
+from build_tools.pack import write_pack
+from build_tools.paths import CACHE, KERNELS, PACKS, PROFILES, ROOT
+from build_tools.plan import Plan, plan
+from build_tools.profile import Profile, read_profile
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where a build reads and writes."""
+
+    profiles: Path = PROFILES
+    kernels: Path = KERNELS
+    packs: Path = PACKS
+    cache: Path = CACHE
+
+
+def project_version() -> str:
+    """The version that the host package states: a pack must be of the same."""
+    text = (ROOT / "python" / "liger_aot" / "_version.py").read_text()
+    version: str = ast.literal_eval(text.rpartition("=")[2].strip())
+    return version
+
+
+def make_plans(arch: str, ops: Sequence[str] = (), tree: Tree | None = None) -> tuple[Profile, list[Plan]]:
+    """Plans of ``ops`` (none: all that are declared) for ``arch``."""
+    tree = tree or Tree()
+    profile = read_profile(arch, tree.profiles)
+    names = ops or declared_ops(tree.kernels)
+    plans = [plan(read_declaration(op, tree.kernels), profile) for op in names]
+    declared = {k for op in declared_ops(tree.kernels) for k in read_declaration(op, tree.kernels).kernels}
+    if stray := sorted(set(profile.tables) - declared):
+        raise BuildError(f"{profile.path.name}: [kernel.{stray[0]}]: no op declares this kernel")
+    return profile, plans
+
+
+def compile_and_audit(
+    profile: Profile, plans: Sequence[Plan], tree: Tree | None = None, *, workers: int | None = None, progress: bool = True
+) -> dict[str, Audited]:
+    """Compile every variant of ``plans`` and read each binary back."""
+    variants = [v for p in plans for v in p.variants]
+    compiled: dict[str, Compiled] = compile_variants(
+        variants, profile, cache=(tree or Tree()).cache, workers=workers, progress=progress
+    )
+    return {v.name: audit(v, compiled[v.name], profile.arch) for v in variants}
+
+
+def build_pack(
+    arch: str, ops: Sequence[str] = (), tree: Tree | None = None, *, workers: int | None = None, progress: bool = True
+) -> dict[str, Audited]:
+    """Build the pack of ``arch`` under ``tree.packs``; the audit's facts by variant name."""
+    tree = tree or Tree()
+    profile, plans = make_plans(arch, ops, tree)
+    audited = compile_and_audit(profile, plans, tree, workers=workers, progress=progress)
+    compiler = f"ptxas {ptxas_version()}" if profile.arch.backend == "cuda" else f"llvm of triton {profile.toolchain.triton}"
+    write_pack(tree.packs / arch, profile, plans, audited, project_version(), compiler)
+    return audited

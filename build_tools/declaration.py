@@ -1,0 +1,163 @@
+"""A kernel's declaration, read from its source without importing it: planning needs no Triton."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from build_tools.errors import DeclarationError
+from build_tools.paths import KERNELS
+
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # Triton's names and bytes an element
+SCALARS = {"i32": "i", "i64": "l", "fp32": "f"}  # Triton's names and the launcher's letters
+POINTEES = {*DTYPES, "i32", "i64"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to compute a kernel: a device function and the numbers a profile gives it."""
+
+    name: str
+    function: str
+    constants: tuple[str, ...]
+    defaults: Mapping[str, int | bool]  # constants that a profile's row may leave out
+    covers: tuple[str | int, ...]  # longest row: the product of these numbers and constants; empty: any
+    requires: Mapping[str, tuple[Any, ...]]  # axis -> values it is written for
+    staged: tuple[str, ...]  # arguments whose tiles a STAGES-deep pipeline keeps in shared memory
+    cooperative: str | None  # the constant that, above 1, makes programs wait for each other
+    may_spill: str | None  # the reason, where a binary of this form may use local memory
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    arguments: Mapping[str, str]  # name -> "*dtype-or-axis" or a scalar type, in launch order
+    axes: Mapping[str, tuple[str, ...]]
+    aligned: tuple[str, ...]  # arguments that the aligned variant assumes divisible by 16
+    forms: Mapping[str, Form]
+
+    def signature(self) -> str:
+        """The launcher's letters, one an argument."""
+        return "".join("p" if t.startswith("*") else SCALARS[t] for t in self.arguments.values())
+
+
+@dataclass(frozen=True)
+class Declaration:
+    op: str
+    path: Path
+    kernels: Mapping[str, Kernel]
+
+
+def declared_ops(folder: Path = KERNELS) -> tuple[str, ...]:
+    """Names of the ops that ``folder`` declares."""
+    return tuple(sorted(p.stem for p in folder.glob("*.py") if _literal(p) is not None))
+
+
+def read_declaration(op: str, folder: Path = KERNELS) -> Declaration:
+    """The declaration of ``op``; DeclarationError when there is none or it is wrong."""
+    path = folder / f"{op}.py"
+    if not path.is_file() or (raw := _literal(path)) is None:
+        raise DeclarationError(f"no op {op!r}: there are {', '.join(declared_ops(folder))}")
+    fields = _Fields(f"{path.name}: DECLARATION", raw)
+    if fields.take("op") != op:
+        raise DeclarationError(f"{path.name}: DECLARATION['op'] is {raw['op']!r}, the file is named {op}")
+    functions = _functions(path)
+    kernels = {
+        name: _kernel(f"{path.name}: kernel {name}", name, body, functions)
+        for name, body in fields.take("kernels").items()
+    }
+    fields.finish()
+    return Declaration(op, path, kernels)
+
+
+class _Fields:
+    """A dict whose every key must be asked for."""
+
+    def __init__(self, where: str, raw: dict[str, Any]) -> None:
+        self.where, self.left = where, dict(raw)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        if key not in self.left and default is None:
+            raise DeclarationError(f"{self.where}: {key!r} is missing")
+        return self.left.pop(key, default)
+
+    def finish(self) -> None:
+        if self.left:
+            raise DeclarationError(f"{self.where}: unknown {', '.join(map(repr, self.left))}")
+
+
+def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, list[str]]) -> Kernel:
+    fields = _Fields(where, raw)
+    arguments: dict[str, str] = fields.take("arguments")
+    axes = {axis: tuple(values) for axis, values in fields.take("axes").items()}
+    for argument, kind in arguments.items():
+        known = kind.startswith("*") and (kind[1:] in POINTEES or kind[1:] in axes)
+        if not known and kind not in SCALARS:
+            raise DeclarationError(f"{where}: argument {argument}: unknown type {kind!r}")
+    for axis, values in axes.items():
+        for value in values:
+            if value not in DTYPES and value not in axes:
+                raise DeclarationError(f"{where}: axis {axis}: {value!r} is no dtype and no other axis")
+    aligned = tuple(fields.take("aligned"))
+    if unknown := [a for a in aligned if a not in arguments]:
+        raise DeclarationError(f"{where}: aligned: no argument {unknown[0]!r}")
+    forms = {}
+    for form, body in fields.take("forms").items():
+        forms[form] = _form(f"{where}: form {form}", form, body)
+        expected = [*arguments, *forms[form].constants]
+        found = functions.get(forms[form].function)
+        if found != expected:
+            raise DeclarationError(
+                f"{where}: form {form}: function {forms[form].function} takes {found}, "
+                f"the declaration says {expected}"
+            )
+    fields.finish()
+    return Kernel(name, arguments, axes, aligned, forms)
+
+
+def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
+    fields = _Fields(where, raw)
+    form = Form(
+        name=name,
+        function=fields.take("function"),
+        constants=tuple(fields.take("constants")),
+        defaults=fields.take("defaults", {}),
+        covers=tuple(fields.take("covers", ())),
+        requires={axis: tuple(values) for axis, values in fields.take("requires", {}).items()},
+        staged=tuple(fields.take("staged", ())),
+        cooperative=fields.left.pop("cooperative", None),
+        may_spill=fields.left.pop("may_spill", None),
+    )
+    fields.finish()
+    for factor in (*form.covers, *((form.cooperative,) if form.cooperative else ())):
+        if isinstance(factor, str) and factor not in form.constants:
+            raise DeclarationError(f"{where}: {factor!r} is none of its constants")
+    return form
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def _literal(path: Path) -> dict[str, Any] | None:
+    for node in _tree(path).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["DECLARATION"]:
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError as error:
+                raise DeclarationError(f"{path.name}: DECLARATION must be a literal: {error}") from None
+            if not isinstance(value, dict):
+                raise DeclarationError(f"{path.name}: DECLARATION must be a dict")
+            return value
+    return None
+
+
+def _functions(path: Path) -> dict[str, list[str]]:
+    """Names of the parameters of every function of the file."""
+    found = (node for node in _tree(path).body if isinstance(node, ast.FunctionDef))
+    return {node.name: [a.arg for a in node.args.args] for node in found}

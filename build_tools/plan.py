@@ -1,0 +1,190 @@
+"""Declaration x profile -> variants. Pure: no GPU, no Triton, nothing written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from build_tools.declaration import DTYPES, Declaration, Form, Kernel
+from build_tools.errors import ProfileError
+from build_tools.profile import Profile, Row
+
+ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One binary to make."""
+
+    name: str
+    op: str
+    kernel: str
+    function: str
+    form: Form
+    axes: Mapping[str, str]
+    aligned: bool
+    arguments: Mapping[str, str]  # name -> Triton type, dtypes filled in
+    hinted: tuple[str, ...]  # arguments divisible by ALIGNMENT
+    constants: Mapping[str, int | bool]
+    options: Mapping[str, int]
+    host: Mapping[str, int]
+    where: str  # the profile's row, for messages
+
+    @property
+    def cooperative(self) -> bool:
+        """Whether its programs wait for each other."""
+        return self.form.cooperative is not None and self.constants[self.form.cooperative] > 1
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    kernel: Kernel
+    tables: Mapping[str, tuple[tuple[int | None, str], ...]]  # dispatch key -> (max_n, variant name), ascending
+    variants: Mapping[str, Variant]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is to be compiled of one op for one architecture."""
+
+    op: str
+    arch: str
+    kernels: Mapping[str, KernelPlan]
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        return tuple(v for k in self.kernels.values() for v in k.variants.values())
+
+
+def plan(declaration: Declaration, profile: Profile) -> Plan:
+    """Every variant that the profile's tables ask for; ProfileError names the row that can't be met."""
+    kernels = {name: _plan_kernel(declaration.op, k, profile) for name, k in declaration.kernels.items()}
+    return Plan(declaration.op, profile.arch.name, kernels)
+
+
+def dispatch_key(axes: Mapping[str, str], aligned: bool) -> str:
+    return "/".join((*axes.values(), "aligned" if aligned else "generic"))
+
+
+def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
+    rows = profile.table(kernel.name).rows
+    for row in rows:
+        _check_row(kernel, row, profile)
+    tables: dict[str, tuple[tuple[int | None, str], ...]] = {}
+    variants: dict[str, Variant] = {}
+    used: set[str] = set()
+    for axes in _combinations(kernel.axes):
+        for aligned in (True, False):
+            entries: list[tuple[int | None, str]] = []
+            for row in rows:
+                form = kernel.forms[row.form]
+                if not (_matches(row.when, axes, aligned) and _matches(form.requires, axes, aligned)):
+                    continue
+                if entries and entries[-1][0] is None:
+                    break  # everything is held already
+                if entries and row.max_n is not None and row.max_n <= (entries[-1][0] or 0):
+                    raise ProfileError(
+                        f"{row.where}: max_n = {row.max_n} comes after {entries[-1][0]}: it is never reached"
+                    )
+                variant = _variant(op, kernel, form, row, axes, aligned, profile)
+                entries.append((row.max_n, variant.name))
+                variants[variant.name] = variant
+                used.add(row.where)
+            key = dispatch_key(axes, aligned)
+            if not entries or entries[-1][0] is not None:
+                largest = entries[-1][0] if entries else 0
+                raise ProfileError(
+                    f"{profile.path.name}: [kernel.{kernel.name}]: no row holds {key} past n = {largest}"
+                )
+            tables[key] = tuple(entries)
+    if unused := [row.where for row in rows if row.where not in used]:
+        raise ProfileError(f"{unused[0]}: no variant uses this row")
+    return KernelPlan(kernel, tables, variants)
+
+
+def _check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
+    if row.form not in kernel.forms:
+        raise ProfileError(f"{row.where}: unknown form {row.form!r}; {kernel.name} has {', '.join(kernel.forms)}")
+    form = kernel.forms[row.form]
+    for axis, values in row.when.items():
+        allowed = (True, False) if axis == "aligned" else kernel.axes.get(axis)
+        if allowed is None:
+            raise ProfileError(f"{row.where}: unknown key {axis!r}")
+        if bad := [v for v in values if v not in allowed and v not in DTYPES]:
+            raise ProfileError(f"{row.where}: {axis}: {bad[0]!r} is not one of {', '.join(map(str, allowed))}")
+    if unknown := [c.lower() for c in row.constants if c not in form.constants]:
+        raise ProfileError(f"{row.where}: unknown key {unknown[0]!r} for form {form.name!r}")
+    constants = {**form.defaults, **row.constants}
+    if missing := [c.lower() for c in form.constants if c not in constants]:
+        raise ProfileError(f"{row.where}: {missing[0]!r} is missing for form {form.name!r}")
+    if form.covers:
+        covered = math.prod(constants[f] if isinstance(f, str) else f for f in form.covers)
+        if row.max_n is None or row.max_n > covered:
+            raise ProfileError(f"{row.where}: max_n = {row.max_n}, but form {form.name!r} covers {covered}")
+    if form.staged:
+        _check_staged(form, constants, row, kernel, profile)
+
+
+def _check_staged(
+    form: Form, constants: Mapping[str, int | bool], row: Row, kernel: Kernel, profile: Profile
+) -> None:
+    """The tiles that a pipeline keeps in shared memory, at the widest dtype the row serves."""
+    dtypes = row.when.get("dtype", kernel.axes.get("dtype", ()))
+    width = max(DTYPES[d] for d in dtypes)
+    tile = constants.get("ROWS", 1) * constants["BLOCK"] * width
+    shared = (constants["STAGES"] - 1) * len(form.staged) * tile
+    if shared > profile.arch.shared_per_block:
+        raise ProfileError(
+            f"{row.where}: {constants['STAGES']} stages of {len(form.staged)} tiles of {tile} bytes need {shared} "
+            f"bytes of shared memory; {profile.arch.name} has {profile.arch.shared_per_block} a block"
+        )
+
+
+def _combinations(axes: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, str]]:
+    """Every distinct choice of dtypes; an axis may take the value of an earlier one."""
+    seen: set[tuple[str, ...]] = set()
+    for values in product(*axes.values()):
+        chosen: dict[str, str] = {}
+        for axis, value in zip(axes, values, strict=True):
+            chosen[axis] = chosen.get(value, value)
+        if tuple(chosen.values()) not in seen:
+            seen.add(tuple(chosen.values()))
+            yield chosen
+
+
+def _matches(when: Mapping[str, tuple[Any, ...]], axes: Mapping[str, str], aligned: bool) -> bool:
+    for axis, values in when.items():
+        have = aligned if axis == "aligned" else axes[axis]
+        if have not in values and not any(isinstance(v, str) and axes.get(v) == have for v in values):
+            return False
+    return True
+
+
+def _variant(
+    op: str, kernel: Kernel, form: Form, row: Row, axes: Mapping[str, str], aligned: bool, profile: Profile
+) -> Variant:
+    constants = {c: {**form.defaults, **row.constants}[c] for c in form.constants}
+    numbers = [f"{k.lower()}{int(v)}" for k, v in constants.items() if v != form.defaults.get(k)]
+    numbers += [f"{k.replace('num_', '')}{v}" for k, v in row.options.items()]
+    numbers += [f"programs{v}" for v in row.host.values()]
+    name = "-".join((kernel.name, form.name, dispatch_key(axes, aligned).replace("/", "-"), *numbers))
+    return Variant(
+        name=name,
+        op=op,
+        kernel=kernel.name,
+        function=form.function,
+        form=form,
+        axes=dict(axes),
+        aligned=aligned,
+        arguments={
+            a: "*" + axes.get(t[1:], t[1:]) if t.startswith("*") else t for a, t in kernel.arguments.items()
+        },
+        hinted=kernel.aligned if aligned else (),
+        constants=constants,
+        options=row.options,
+        host=row.host,
+        where=row.where,
+    )

@@ -1,0 +1,202 @@
+"""An architecture profile: one TOML file read into frozen dataclasses, every key known, every number checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from build_tools.errors import ProfileError
+from build_tools.paths import PROFILES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from setuptools.compat.py310 import tomllib
+
+BACKENDS = ("cuda", "hip")
+# Launch numbers that are not constants of the device function: compile options, and what the host reads.
+OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")
+HOST_NUMBERS = ("programs_per_multiprocessor",)
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What the chip can do. Bytes, threads and registers; a register is 32 bits wide."""
+
+    name: str
+    backend: str
+    target: str  # what Triton is told: "90", "gfx942"
+    machine: str  # what its binaries must say they are: "sm_90a", "gfx942"
+    serves: tuple[str, ...]  # compute capabilities ("9.0") or gfx names, most wanted first
+    warp_size: int
+    threads_per_block: int
+    threads_per_multiprocessor: int
+    blocks_per_multiprocessor: int
+    registers_per_thread: int
+    registers_per_multiprocessor: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    triton: str
+    options: Mapping[str, bool | int | str]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How many unit roundoffs of its dtype a result may lie off the fp64 reference for each rounding in its way."""
+
+    why: str
+    roundoffs: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a launch table: used for problems up to ``max_n`` whose axes match ``when``."""
+
+    max_n: int | None
+    form: str
+    when: Mapping[str, tuple[Any, ...]]
+    constants: Mapping[str, int | bool]
+    options: Mapping[str, int]
+    host: Mapping[str, int]
+    where: str  # file, table and row, for messages
+
+
+@dataclass(frozen=True)
+class Table:
+    provenance: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    path: Path
+    arch: Arch
+    toolchain: Toolchain
+    tolerance: Tolerance
+    tables: Mapping[str, Table]
+    sha256: str
+
+    def table(self, kernel: str) -> Table:
+        if kernel not in self.tables:
+            raise ProfileError(f"{self.path.name}: table [kernel.{kernel}] is missing")
+        return self.tables[kernel]
+
+
+def profile_names(folder: Path = PROFILES) -> tuple[str, ...]:
+    return tuple(sorted(p.stem for p in folder.glob("*.toml")))
+
+
+def read_profile(name: str, folder: Path = PROFILES) -> Profile:
+    """Read ``<folder>/<name>.toml``; ProfileError names the file, table and row that is wrong."""
+    path = folder / f"{name}.toml"
+    if not path.is_file():
+        raise ProfileError(f"no architecture {name!r}: there are {', '.join(profile_names(folder))}")
+    text = path.read_bytes()
+    try:
+        raw = tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path.name}: {error}") from None
+    _known(path.name, raw, {"arch", "toolchain", "tolerance", "kernel"}, required=True)
+    arch = _arch(path.name, raw["arch"])
+    if arch.name != name:
+        raise ProfileError(f"{path.name}: [arch]: name is {arch.name!r}, the file is named {name}")
+    toolchain = _known(f"{path.name}: [toolchain]", raw["toolchain"], {"triton", "options"}, required=True)
+    tolerance = dict(raw["tolerance"])
+    why = tolerance.pop("why", "")
+    if not why or not tolerance or not all(isinstance(v, float) and v > 0 for v in tolerance.values()):
+        raise ProfileError(f"{path.name}: [tolerance]: needs 'why' and a positive float for each dtype")
+    tables = {k: _table(path.name, k, body, arch) for k, body in raw["kernel"].items()}
+    return Profile(
+        path,
+        arch,
+        Toolchain(toolchain["triton"], toolchain["options"]),
+        Tolerance(why, tolerance),
+        tables,
+        sha256(text).hexdigest(),
+    )
+
+
+def _known(where: str, raw: Any, keys: set[str], required: bool = False) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise ProfileError(f"{where}: expected a table, found {raw!r}")
+    if unknown := sorted(set(raw) - keys):
+        raise ProfileError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(keys))}")
+    if required and (missing := sorted(keys - set(raw))):
+        raise ProfileError(f"{where}: {missing[0]!r} is missing")
+    return raw
+
+
+def _arch(file: str, raw: Any) -> Arch:
+    where = f"{file}: [arch]"
+    _known(where, raw, {f.name for f in fields(Arch)}, required=True)
+    for field in fields(Arch):
+        value = raw[field.name]
+        if field.type == "int" and not (type(value) is int and value > 0):
+            raise ProfileError(f"{where}: {field.name} must be a positive integer, found {value!r}")
+        if field.type == "str" and not isinstance(value, str):
+            raise ProfileError(f"{where}: {field.name} must be a string, found {value!r}")
+    serves = raw["serves"]
+    if not isinstance(serves, list) or not serves or not all(isinstance(s, str) for s in serves):
+        raise ProfileError(f"{where}: serves must be a list of strings, found {serves!r}")
+    if raw["backend"] not in BACKENDS:
+        raise ProfileError(f"{where}: backend must be one of {', '.join(BACKENDS)}, found {raw['backend']!r}")
+    return Arch(**{**raw, "serves": tuple(serves)})
+
+
+def _table(file: str, kernel: str, raw: Any, arch: Arch) -> Table:
+    where = f"{file}: [kernel.{kernel}]"
+    _known(where, raw, {"provenance", "rows"}, required=True)
+    if not isinstance(raw["provenance"], str) or not raw["provenance"].strip():
+        raise ProfileError(f"{where}: provenance must say where the numbers were measured")
+    if not isinstance(raw["rows"], list) or not raw["rows"]:
+        raise ProfileError(f"{where}: rows must be a list of at least one row")
+    rows = tuple(_row(f"{where} row {i + 1}", row, arch) for i, row in enumerate(raw["rows"]))
+    return Table(raw["provenance"].strip(), rows)
+
+
+def _row(where: str, raw: Any, arch: Arch) -> Row:
+    """Split a row into its parts. Which constants and axes exist is the declaration's to say (``plan``): here a lower
+    case name is a constant where its value is a number or bool, an axis where it is a string or list."""
+    if not isinstance(raw, dict):
+        raise ProfileError(f"{where}: expected a table, found {raw!r}")
+    left = dict(raw)
+    max_n, form = left.pop("max_n", None), left.pop("form", None)
+    if not isinstance(form, str):
+        raise ProfileError(f"{where}: 'form' is missing")
+    if max_n is not None and not (type(max_n) is int and max_n > 0):
+        raise ProfileError(f"{where}: max_n must be a positive integer, found {max_n!r}")
+    options = {key: left.pop(key) for key in OPTIONS if key in left}
+    host = {key: left.pop(key) for key in HOST_NUMBERS if key in left}
+    for key, value in {**options, **host}.items():
+        if type(value) is not int or value <= 0:
+            raise ProfileError(f"{where}: {key} must be a positive integer, found {value!r}")
+    warps = options.get("num_warps")
+    if warps is None:
+        raise ProfileError(f"{where}: 'num_warps' is missing")
+    if warps & (warps - 1):
+        raise ProfileError(f"{where}: num_warps must be a power of two, found {warps}")
+    if warps * arch.warp_size > arch.threads_per_block:
+        raise ProfileError(
+            f"{where}: {warps} warps of {arch.warp_size} lanes are {warps * arch.warp_size} threads; "
+            f"{arch.name} takes {arch.threads_per_block} a block"
+        )
+    when: dict[str, tuple[Any, ...]] = {}
+    constants: dict[str, int | bool] = {}
+    for key, value in left.items():
+        if key == "aligned" and isinstance(value, bool):
+            when[key] = (value,)
+        elif isinstance(value, (str, list)):
+            when[key] = tuple(value) if isinstance(value, list) else (value,)
+        elif isinstance(value, int):
+            constants[key.upper()] = value
+        else:
+            raise ProfileError(f"{where}: {key}: unexpected value {value!r}")
+    return Row(max_n, form, when, constants, options, host, where)

@@ -1,0 +1,41 @@
+"""One fp32 value a program, handed to neighbour programs through global memory.
+
+Value and flag travel in one 64-bit word, so that no ordering between two stores is needed. The words must be zero
+when the kernel starts. Waiting for a neighbour is only safe when it is sure to run: the launch must be cooperative,
+which makes the driver keep all programs of the grid resident or refuse the launch. PTX only.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def post(pointer, value):
+    """Publish ``value`` at ``pointer`` (int64)."""
+    tl.store(pointer, (value.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | 1)
+
+
+@triton.jit
+def poll(pointers):
+    """Read words without waiting. Inline, because the software pipeliner would prefetch an ordinary load, volatile or
+    not, rows too early."""
+    return tl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.u64 $0, [$1];",
+        "=l,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def missing(words):
+    """True while any of ``words`` was not posted."""
+    return tl.min(words & 0xFFFFFFFF, 0) == 0
+
+
+@triton.jit
+def total(words):
+    """Sum of the posted values, in the order of the programs: the same in every program."""
+    return tl.sum(((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True), 0)

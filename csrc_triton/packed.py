@@ -1,0 +1,53 @@
+"""16-bit elements two to a 32-bit register.
+
+The compiler gives every 16-bit element of a tensor a register of its own, and it keeps fp32 copies made before a
+reduction alive across it. Long rows run out of registers that way. ``repack`` ends the life of the copies;
+the pair functions work on rows that were loaded as int32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def repack(x):
+    """Identity on a 16-bit tensor that the compiler can't see through: what follows converts it again, from packed
+    registers, instead of keeping the fp32 copies. PTX only."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def reload_pair(x):
+    """``repack`` for an int32 tensor of pairs. PTX only."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@triton.jit
+def even(pair, dtype: tl.constexpr):
+    """The even (low) element of each int32 pair, as fp32."""
+    if dtype == tl.bfloat16:
+        return (pair << 16).to(tl.float32, bitcast=True)
+    else:
+        return pair.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def odd(pair, dtype: tl.constexpr):
+    """The odd (high) element of each int32 pair, as fp32."""
+    if dtype == tl.bfloat16:
+        return (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (pair >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def pair_up(low, high, dtype: tl.constexpr):
+    """Round two fp32 tensors to ``dtype`` and pack them as int32 pairs. One instruction an element pair; PTX only."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )

@@ -1,0 +1,371 @@
+"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * (offset + weight) over rows of n_cols.
+
+All forms of a kernel take the same arguments; a profile picks the form and its numbers by row length. Statistics are
+fp32. Row offsets are int64. ``n_cols`` is a run-time argument: a row that is not a power of two is masked, and the mask
+does not change inside a loop.
+
+Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.exchange import missing, poll, post, total
+from csrc_triton.packed import even, odd, pair_up, reload_pair, repack
+
+DECLARATION = {
+    "op": "rmsnorm",
+    "kernels": {
+        "rmsnorm_forward": {
+            "arguments": {
+                "Y": "*dtype",
+                "X": "*dtype",
+                "W": "*weight",
+                "RSTD": "*fp32",
+                "y_stride": "i64",
+                "x_stride": "i64",
+                "n_rows": "i64",
+                "n_cols": "i32",
+                "eps": "fp32",
+                "offset": "fp32",
+                "has_weight": "i32",
+                "round_first": "i32",
+                "store_rstd": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16", "fp32"], "weight": ["dtype", "fp32"]},
+            "aligned": ["Y", "X", "W", "y_stride", "x_stride", "n_cols"],
+            "forms": {
+                "tile": {
+                    "function": "forward_tile",
+                    "constants": ["ROWS", "BLOCK", "REPACK"],
+                    "defaults": {"REPACK": False},
+                    "covers": ["BLOCK"],
+                },
+                "long": {
+                    "function": "forward_long",
+                    "constants": ["BLOCK", "KEEP", "REVERSE", "REPACK"],
+                    "defaults": {"KEEP": 0, "REVERSE": True, "REPACK": False},
+                },
+            },
+        },
+        "rmsnorm_backward": {
+            "arguments": {
+                "DX": "*dtype",
+                "DY": "*dtype",
+                "X": "*dtype",
+                "W": "*weight",
+                "RSTD": "*fp32",
+                "PARTIALS": "*fp32",
+                "WORDS": "*i64",
+                "dx_stride": "i64",
+                "dy_stride": "i64",
+                "x_stride": "i64",
+                "n_rows": "i64",
+                "n_cols": "i32",
+                "offset": "fp32",
+                "has_weight": "i32",
+                "store_dx": "i32",
+                "store_partials": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16", "fp32"], "weight": ["dtype", "fp32"]},
+            "aligned": ["DX", "DY", "X", "W", "PARTIALS", "dx_stride", "dy_stride", "x_stride", "n_cols"],
+            "forms": {
+                "tile": {
+                    "function": "backward_tile",
+                    "constants": ["ROWS", "BLOCK", "STAGES"],
+                    "covers": ["BLOCK"],
+                    "staged": ["DY", "X"],
+                },
+                "row": {
+                    "function": "backward_row",
+                    "constants": ["BLOCK", "STAGES"],
+                    "covers": ["BLOCK"],
+                    "staged": ["DY", "X"],
+                },
+                "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
+                "pairs": {
+                    "function": "backward_pairs",
+                    "constants": ["SPLIT", "BLOCK", "STAGES"],
+                    "covers": [2, "SPLIT", "BLOCK"],
+                    "requires": {"dtype": ["bf16", "fp16"], "weight": ["dtype"], "aligned": [True]},
+                    "cooperative": "SPLIT",
+                },
+            },
+        },
+    },
+}
+
+
+@triton.jit
+def forward_tile(
+    Y, X, W, RSTD, y_stride, x_stride, n_rows, n_cols, eps, offset, has_weight, round_first, store_rstd,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, REPACK: tl.constexpr,
+):  # fmt: skip
+    """ROWS whole rows a program, held in registers; n_cols <= BLOCK."""
+    dtype: tl.constexpr = X.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    in_row = cols < n_cols
+    mask = (rows < n_rows)[:, None] & in_row[None, :]
+    x = tl.load(X + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+    w = tl.load(W + cols, mask=in_row & (has_weight != 0), other=0.0).to(tl.float32) + offset
+    xf = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(xf * xf, 1) / n_cols + eps)
+    tl.store(RSTD + rows, rstd, mask=(rows < n_rows) & (store_rstd != 0))
+    if REPACK:
+        xf = repack(x).to(tl.float32)
+    y = xf * rstd[:, None]
+    if round_first != 0:
+        y = y.to(dtype).to(tl.float32)
+    tl.store(Y + rows[:, None] * y_stride + cols[None, :], (y * w[None, :]).to(dtype), mask=mask)
+
+
+@triton.jit
+def scale_block(Y, x, W, cols, mask, rstd, offset, has_weight, round_first, dtype: tl.constexpr):
+    """One block of a row, x in fp32: normalise, scale, store."""
+    w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0).to(tl.float32) + offset
+    y = x * rstd
+    if round_first != 0:
+        y = y.to(dtype).to(tl.float32)
+    tl.store(Y + cols, (y * w).to(dtype), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def forward_long(
+    Y, X, W, RSTD, y_stride, x_stride, n_rows, n_cols, eps, offset, has_weight, round_first, store_rstd,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr, REPACK: tl.constexpr,
+):  # fmt: skip
+    """One row of any length a program. It is read twice, the second time from the first-level cache, so that registers
+    stay free for a second program; only KEEP columns are held, asked for before the first reduction."""
+    dtype: tl.constexpr = X.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    X += row * x_stride
+    Y += row * y_stride
+    block = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(tl.maximum(n_cols - KEEP, 0), BLOCK)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, blocks):
+        cols = KEEP + i * BLOCK + block
+        x = tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        squares += x * x
+    if KEEP > 0:
+        kept_cols = tl.arange(0, KEEP)
+        kept_mask = kept_cols < n_cols
+        kept = tl.load(X + kept_cols, mask=kept_mask, other=0.0, eviction_policy="evict_first")
+        xf = kept.to(tl.float32)
+        square_sum = tl.sum(squares, 0) + tl.sum(xf * xf, 0)
+    else:
+        square_sum = tl.sum(squares, 0)
+    rstd = tl.rsqrt(square_sum / n_cols + eps)
+    if store_rstd != 0:
+        tl.store(RSTD + row, rstd)
+    for i in range(0, blocks):
+        if REVERSE:  # what was read last is the likeliest to be in the cache still
+            cols = KEEP + (blocks - 1 - i) * BLOCK + block
+        else:
+            cols = KEEP + i * BLOCK + block
+        mask = cols < n_cols
+        x = tl.load(X + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        scale_block(Y, x, W, cols, mask, rstd, offset, has_weight, round_first, dtype)
+    if KEEP > 0:
+        if REPACK:
+            xf = repack(kept).to(tl.float32)
+        scale_block(Y, xf, W, kept_cols, kept_mask, rstd, offset, has_weight, round_first, dtype)
+
+
+@triton.jit
+def backward_tile(
+    DX, DY, X, W, RSTD, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, offset,
+    has_weight, store_dx, store_partials,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Persistent programs, ROWS short rows a step; the next steps' loads are in flight meanwhile."""
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    in_row = cols < n_cols
+    w = tl.load(W + cols, mask=in_row & (has_weight != 0), other=0.0).to(tl.float32) + offset
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for step in tl.range(program, tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = step * ROWS + tl.arange(0, ROWS)
+        mask = (rows < n_rows)[:, None] & in_row[None, :]
+        x = tl.load(X + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(DY + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(RSTD + rows, mask=rows < n_rows, other=0.0)
+        c = tl.sum(x * (w[None, :] * dy), 1) / n_cols
+        a = dy * rstd[:, None]
+        dx = w[None, :] * a - x * (c * rstd * rstd * rstd)[:, None]
+        tl.store(
+            DX + rows[:, None] * dx_stride + cols[None, :],
+            dx.to(DX.dtype.element_ty),
+            mask=mask & (store_dx != 0),
+        )
+        dw += a * x
+    tl.store(PARTIALS + program * n_cols + cols, tl.sum(dw, 0), mask=in_row & (store_partials != 0))
+
+
+@triton.jit
+def backward_row(
+    DX, DY, X, W, RSTD, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, offset,
+    has_weight, store_dx, store_partials,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``backward_tile`` with one row a step, 1-D: a [1, BLOCK] tile with a masked row runs at half the speed."""
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0).to(tl.float32) + offset
+    dw = tl.zeros([BLOCK], tl.float32)
+    for row in tl.range(program, n_rows, tl.num_programs(0), num_stages=STAGES):
+        x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(DY + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(RSTD + row)
+        c = tl.sum(x * (w * dy), 0) / n_cols
+        a = dy * rstd
+        dx = w * a - x * (c * rstd * rstd * rstd)
+        tl.store(DX + row * dx_stride + cols, dx.to(DX.dtype.element_ty), mask=mask & (store_dx != 0))
+        dw += a * x
+    tl.store(PARTIALS + program * n_cols + cols, dw, mask=mask & (store_partials != 0))
+
+
+@triton.jit
+def backward_long(
+    DX, DY, X, W, RSTD, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, offset,
+    has_weight, store_dx, store_partials,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of any length, ROWS a step, read twice: for the dot product, then for dx. The program's row of partials is
+    added to in memory, by the one program that owns it."""
+    program = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCK)
+    for step in range(program, tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        rows = step * ROWS + tl.arange(0, ROWS)
+        in_rows = (rows < n_rows)[:, None]
+        dot = tl.zeros([ROWS, BLOCK], tl.float32)
+        for first in range(0, n_cols, BLOCK):
+            cols = first + block
+            mask = in_rows & (cols < n_cols)[None, :]
+            x_at = X + rows[:, None] * x_stride + cols[None, :]
+            dy_at = DY + rows[:, None] * dy_stride + cols[None, :]
+            x = tl.load(x_at, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            dy = tl.load(dy_at, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            w = tl.load(W + cols, mask=(cols < n_cols) & (has_weight != 0), other=0.0).to(tl.float32) + offset
+            dot += x * (w[None, :] * dy)
+        rstd = tl.load(RSTD + rows, mask=rows < n_rows, other=0.0)
+        c = tl.sum(dot, 1) / n_cols * rstd * rstd * rstd
+        for first in range(0, n_cols, BLOCK):
+            cols = first + block
+            in_row = cols < n_cols
+            mask = in_rows & in_row[None, :]
+            x_at = X + rows[:, None] * x_stride + cols[None, :]
+            dy_at = DY + rows[:, None] * dy_stride + cols[None, :]
+            x = tl.load(x_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            dy = tl.load(dy_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            w = tl.load(W + cols, mask=in_row & (has_weight != 0), other=0.0).to(tl.float32) + offset
+            a = dy * rstd[:, None]
+            dx = (w[None, :] * a - x * c[:, None]).to(DX.dtype.element_ty)
+            tl.store(DX + rows[:, None] * dx_stride + cols[None, :], dx, mask=mask & (store_dx != 0))
+            partial_mask = in_row & (store_partials != 0)
+            partial_at = PARTIALS + program * n_cols + cols
+            before = tl.load(partial_at, mask=partial_mask & (step != program), other=0.0)
+            tl.store(partial_at, before + tl.sum(a * x, 0), mask=partial_mask)
+        tl.debug_barrier()  # the next step reads the partials, perhaps in other threads
+
+
+@triton.jit
+def pair_dot(x, dy, w, offset, dtype: tl.constexpr):
+    """Sum of x * dy * (w + offset). The offset is multiplied out: w + offset would be hoisted, in fp32 registers."""
+    p = even(x, dtype) * even(dy, dtype)
+    q = odd(x, dtype) * odd(dy, dtype)
+    return tl.sum((p * even(w, dtype) + p * offset) + (q * odd(w, dtype) + q * offset), 0)
+
+
+@triton.jit
+def pair_finish(x, dy, w, dw_even, dw_odd, c, rstd, offset, DX, mask, dtype: tl.constexpr):
+    """Store one row's dx and return the two sums of dw with the row added; c holds rstd^3 and 1/n already."""
+    a = even(dy, dtype) * rstd
+    x_half = even(x, dtype)
+    dx_even = even(w, dtype) * a + offset * a - x_half * c
+    dw_even += a * x_half
+    a = odd(dy, dtype) * rstd
+    x_half = odd(x, dtype)
+    dx_odd = odd(w, dtype) * a + offset * a - x_half * c
+    dw_odd += a * x_half
+    tl.store(DX, pair_up(dx_even, dx_odd, dtype), mask=mask)
+    return dw_even, dw_odd
+
+
+@triton.jit
+def backward_pairs(
+    DX, DY, X, W, RSTD, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, offset,
+    has_weight, store_dx, store_partials,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Long rows of 16-bit elements, two to a register; BLOCK pairs a program, SPLIT programs a row.
+
+    The SPLIT programs walk the rows together and exchange their parts of each row's dot product through
+    WORDS[n_rows, SPLIT] (zeroed). A row is finished one step late: the neighbours' words of the previous row are asked
+    for before the dot product of this one, so that the exchange costs no time. Waiting needs a cooperative launch."""
+    dtype: tl.constexpr = X.dtype.element_ty
+    pairs: tl.constexpr = tl.pointer_type(tl.int32)
+    group = (tl.program_id(0) // SPLIT).to(tl.int64)
+    groups = (tl.num_programs(0) // SPLIT).to(tl.int64)
+    part = tl.program_id(0) % SPLIT
+    part_pairs = tl.cdiv(n_cols // 2, SPLIT * 8) * 8  # whole 16-byte vectors
+    block = tl.arange(0, BLOCK)
+    cols = part * part_pairs + block
+    mask = (block < part_pairs) & (cols < n_cols // 2)
+    dx_mask = mask & (store_dx != 0)
+    w = tl.load(W.to(pairs, bitcast=True) + cols, mask=mask & (has_weight != 0), other=0)
+    dw_even = tl.zeros([BLOCK], tl.float32)
+    dw_odd = tl.zeros([BLOCK], tl.float32)
+    if SPLIT == 1:
+        for row in tl.range(group, n_rows, groups, num_stages=STAGES):
+            x = tl.load((X + row * x_stride).to(pairs, bitcast=True) + cols, mask=mask, other=0)
+            dy = tl.load((DY + row * dy_stride).to(pairs, bitcast=True) + cols, mask=mask, other=0)
+            rstd = tl.load(RSTD + row)
+            c = pair_dot(x, dy, w, offset, dtype) / n_cols * rstd * rstd * rstd
+            x = reload_pair(x)
+            dy = reload_pair(dy)
+            DX_row = (DX + row * dx_stride).to(pairs, bitcast=True) + cols
+            dw_even, dw_odd = pair_finish(
+                x, dy, reload_pair(w), dw_even, dw_odd, c, rstd, offset, DX_row, dx_mask, dtype
+            )
+    else:
+        lane = tl.arange(0, SPLIT)
+        last_x = tl.zeros([BLOCK], tl.int32)
+        last_dy = tl.zeros([BLOCK], tl.int32)
+        last_rstd = 0.0
+        for row in tl.range(group, n_rows, groups, num_stages=STAGES):
+            last_row = tl.maximum(row - groups, group)
+            words_at = WORDS + last_row * SPLIT + lane
+            words = poll(words_at)
+            x = tl.load((X + row * x_stride).to(pairs, bitcast=True) + cols, mask=mask, other=0)
+            dy = tl.load((DY + row * dy_stride).to(pairs, bitcast=True) + cols, mask=mask, other=0)
+            rstd = tl.load(RSTD + row)
+            post(WORDS + row * SPLIT + part, pair_dot(x, dy, w, offset, dtype))
+            if row >= groups:  # the `while` must sit inside an `if`: directly in the loop it turns pipelining off
+                while missing(words):
+                    words = poll(words_at)
+                c = total(words) / n_cols * last_rstd * last_rstd * last_rstd
+                DX_row = (DX + last_row * dx_stride).to(pairs, bitcast=True) + cols
+                dw_even, dw_odd = pair_finish(
+                    last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset, DX_row, dx_mask, dtype
+                )
+            last_x = x
+            last_dy = dy
+            last_rstd = rstd
+        steps = (n_rows - group + groups - 1) // groups
+        if steps > 0:
+            last_row = group + (steps - 1) * groups
+            words_at = WORDS + last_row * SPLIT + lane
+            words = poll(words_at)
+            while missing(words):
+                words = poll(words_at)
+            c = total(words) / n_cols * last_rstd * last_rstd * last_rstd
+            DX_row = (DX + last_row * dx_stride).to(pairs, bitcast=True) + cols
+            dw_even, dw_odd = pair_finish(
+                last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset, DX_row, dx_mask, dtype
+            )
+    partials = PARTIALS + group * n_cols + cols.to(tl.int64) * 2
+    tl.store(partials, dw_even, mask=mask & (store_partials != 0))
+    tl.store(partials + 1, dw_odd, mask=mask & (store_partials != 0))

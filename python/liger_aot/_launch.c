@@ -1,0 +1,71 @@
+/* liger_aot._launch: loads ahead-of-time compiled kernels into a CUDA or HIP driver and launches them.
+ *
+ * Built for the limited API of Python 3.10, so that one binary serves every later version. Its parts:
+ *   _native/driver.h, driver.c, cuda.c, hip.c   the driver, without Python
+ *   _native/driver_object.c                     the type Driver
+ *   _native/kernel_object.c, arguments.c        the type Kernel and what it packs
+ *   _native/tensor_rows.c                       reading a tensor through DLPack
+ * This file is the module itself. There is no global state: what there is lives in the module, under the GIL. */
+#include "_native/module.h"
+
+static ModuleState *state_of(PyObject *module) { return PyModule_GetState(module); }
+
+static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **kept) {
+    *kept = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (*kept == NULL) return -1;
+    return PyModule_AddObjectRef(module, name, *kept);
+}
+
+static int module_execute(PyObject *module) {
+    ModuleState *state = state_of(module);
+    if (add_type(module, &driver_type_spec, "Driver", &state->driver_type) < 0) return -1;
+    return add_type(module, &kernel_type_spec, "Kernel", &state->kernel_type);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+    ModuleState *state = state_of(module);
+    Py_VISIT(state->driver_type);
+    Py_VISIT(state->kernel_type);
+    for (int i = 0; i < TENSOR_TYPES; i++) Py_VISIT(state->tensor_types[i]);
+    return 0;
+}
+
+static int module_clear(PyObject *module) {
+    ModuleState *state = state_of(module);
+    Py_CLEAR(state->driver_type);
+    Py_CLEAR(state->kernel_type);
+    for (int i = 0; i < TENSOR_TYPES; i++) Py_CLEAR(state->tensor_types[i]);
+    return 0;
+}
+
+static void module_free(void *module) { (void)module_clear(module); }
+
+PyDoc_STRVAR(tensor_rows_doc,
+             "tensor_rows(tensor)\n--\n\n"
+             "A tensor as rows of contiguous elements, read through torch's DLPack exchange API:\n"
+             "(address, device_type, device_index, dtype_code, dtype_bits, rows, columns, row_stride).\n"
+             "None where it is not such a tensor, or torch (before 2.10) has no such API.");
+
+static PyMethodDef module_methods[] = {
+    {"tensor_rows", tensor_rows, METH_O, tensor_rows_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_execute},
+    {0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "liger_aot._launch",
+    .m_doc = "Loads ahead-of-time compiled kernels into a CUDA or HIP driver and launches them.",
+    .m_size = sizeof(ModuleState),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__launch(void) { return PyModuleDef_Init(&module_definition); }

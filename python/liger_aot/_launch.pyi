@@ -1,0 +1,124 @@
+"""Loads ahead-of-time compiled kernels into a CUDA or HIP driver and launches them (a C extension).
+
+Safe to use from any number of threads. Values are checked strictly: an int is an `int`, not a numpy scalar.
+"""
+
+from typing import Any, final
+
+@final
+class Driver:
+    """An opened and initialised GPU driver.
+
+    Args:
+        backend: "cuda" or "hip".
+        library: name or path of the driver library, as for dlopen ("libcuda.so.1"). For HIP, the path of the
+            libamdhip64 that torch has mapped: a second copy in one process would not know torch's streams.
+
+    Raises:
+        liger_aot.errors.DriverNotFound: the library cannot be opened or lacks a function (CUDA needs 12.0).
+        liger_aot.errors.DriverError: the driver does not initialise.
+        ValueError: another backend.
+    """
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def library(self) -> str: ...
+    @property
+    def version(self) -> int:
+        """What cuDriverGetVersion or hipRuntimeGetVersion says: 12040 is CUDA 12.4."""
+
+    @property
+    def device_count(self) -> int:
+        """The devices that this process sees."""
+
+    def __new__(cls, backend: str, library: str) -> Driver: ...
+    def load(
+        self,
+        image: bytes,
+        name: str,
+        /,
+        *,
+        threads: int,
+        shared: int,
+        signature: str,
+        cooperative: bool = False,
+    ) -> Kernel:
+        """Load one kernel of a compiled image: a cubin, PTX text or an hsaco.
+
+        CUDA reads the image here, once for all devices. HIP reads it when a device first needs it, so that
+        `Kernel.prepare` is what finds a damaged hsaco. Neither is told how long the image is: check a hash
+        before.
+
+        Args:
+            threads: threads a block, 1 to 1024.
+            shared: bytes of dynamic shared memory a block.
+            signature: one letter an argument: p pointer, i int32, l int64, f float32; at most 64. Triton's
+                two scratch pointers follow by themselves, as null.
+            cooperative: launch so that all blocks are resident at once, or not at all.
+
+        Raises:
+            liger_aot.errors.DriverError: the driver refuses the image or has no kernel of that name in it.
+            TypeError, ValueError: an argument is of the wrong type or out of range.
+        """
+
+@final
+class Kernel:
+    """One kernel of a loaded image; `Driver.load` makes them.
+
+    It is unloaded when freed, so it must outlive its launches and every graph that captured one.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def shared(self) -> int: ...
+    @property
+    def signature(self) -> str: ...
+    @property
+    def cooperative(self) -> bool: ...
+    def prepare(self, device: int, /) -> None:
+        """Do now what the first launch on `device` would do (load, opt in to shared memory), once.
+
+        Needed before a stream capture, where loading is not allowed.
+
+        Raises:
+            liger_aot.errors.DriverError: the driver refuses; the next call tries again.
+            ValueError: no such device.
+        """
+
+    def launch(
+        self, device: int, stream: int, grid_x: int, grid_y: int, grid_z: int, /, *args: int | float | None
+    ) -> None:
+        """Launch on a stream of `device`, whatever device is current, and leave the current one as it was.
+
+        Args:
+            stream: the stream's address, 0 for the default stream.
+            grid_x: blocks, 0 to 2**31 - 1; on HIP also fewer than 2**32 threads.
+            grid_y, grid_z: blocks, 0 to 65535. A zero in the grid launches nothing.
+            args: one value a letter of the signature: an address or None for p, an int for i and l, a float
+                or int for f, which is rounded to float32 (beyond its range, to an infinity).
+
+        Raises:
+            liger_aot.errors.DriverError: the driver refuses, or reports the failure of earlier work.
+            TypeError: the number of arguments or the type of one; names its position, counted from 1.
+            OverflowError: a number does not fit its type; names its position.
+            ValueError: no such device, or a grid out of range.
+        """
+
+def tensor_rows(tensor: Any, /) -> tuple[int, int, int, int, int, int, int, int] | None:
+    """A torch tensor as rows of contiguous elements, read through torch's DLPack exchange API (torch 2.10).
+
+    Takes exact torch.Tensor and torch.nn.Parameter objects with plain storage. Torch's lazy negation and
+    conjugation bits do not show in what it returns.
+
+    Returns:
+        (address, device_type, device_index, dtype_code, dtype_bits, rows, columns, row_stride), or None where
+        the tensor is not such rows: the last dimension is not contiguous, the others do not have one common
+        stride (sizes of 1 do not count), it is a scalar, has no plain storage or is of another type; or torch
+        is older. The types are DLPack's: device 1 CPU, 2 CUDA, 10 ROCm; dtype 0 int, 1 unsigned, 2 float,
+        4 bfloat16, 6 bool. `columns` is the last size, `rows` the product of the others, `row_stride` in
+        elements; it is `columns` where there is but one row, or no element.
+    """

@@ -1,0 +1,195 @@
+/* The CUDA driver API. One cuLibraryLoadData serves every GPU of the process (CUDA 12.0 and later, R525). */
+#include "driver.h"
+
+#define DEINITIALIZED 4
+#define INVALID_CONTEXT 201
+#define MAX_DYNAMIC_SHARED_SIZE_BYTES 8
+#define SHARED_WITHOUT_OPT_IN (48u * 1024)
+
+typedef struct {
+    int (*init)(unsigned flags);
+    int (*driver_version)(int *version);
+    int (*device_count)(int *count);
+    int (*device_get)(int *device, int ordinal);
+    int (*error_name)(int code, const char **name);
+    int (*error_text)(int code, const char **text);
+    int (*context_retain)(void **context, int device);
+    int (*context_release)(int device);
+    int (*context_push)(void *context);
+    int (*context_pop)(void **context);
+    int (*context_device)(int *device);
+    int (*library_load)(void **library, const void *image, void *jit_options, void **jit_values, unsigned jit_count,
+                        void *options, void **values, unsigned count);
+    int (*library_kernel)(void **kernel, void *library, const char *name);
+    int (*library_unload)(void *library);
+    int (*kernel_set_attribute)(int attribute, int value, void *kernel, int device);
+    int (*kernel_function)(void **function, void *kernel);
+    int (*function_load)(void *function); /* CUDA 12.4 */
+    LaunchFunction launch;
+    LaunchCooperativeFunction launch_cooperative;
+} CudaFunctions;
+
+#define AT(member) offsetof(CudaFunctions, member)
+static const Symbol SYMBOLS[] = {
+    {"cuInit", AT(init), 0},
+    {"cuDriverGetVersion", AT(driver_version), 0},
+    {"cuDeviceGetCount", AT(device_count), 0},
+    {"cuDeviceGet", AT(device_get), 0},
+    {"cuGetErrorName", AT(error_name), 0},
+    {"cuGetErrorString", AT(error_text), 0},
+    {"cuDevicePrimaryCtxRetain", AT(context_retain), 0},
+    {"cuDevicePrimaryCtxRelease_v2", AT(context_release), 0},
+    {"cuCtxPushCurrent_v2", AT(context_push), 0},
+    {"cuCtxPopCurrent_v2", AT(context_pop), 0},
+    {"cuCtxGetDevice", AT(context_device), 0},
+    {"cuLibraryLoadData", AT(library_load), 0},
+    {"cuLibraryGetKernel", AT(library_kernel), 0},
+    {"cuLibraryUnload", AT(library_unload), 0},
+    {"cuKernelSetAttribute", AT(kernel_set_attribute), 0},
+    {"cuKernelGetFunction", AT(kernel_function), 0},
+    {"cuFuncLoad", AT(function_load), 1},
+    {"cuLaunchKernel", AT(launch), 0},
+    {"cuLaunchCooperativeKernel", AT(launch_cooperative), 0},
+};
+
+static const CudaFunctions *cuda_functions(const DriverLibrary *driver) { return driver->functions; }
+
+static Outcome outcome(const char *call, int code) { return code == 0 ? SUCCEEDED : (Outcome){call, code}; }
+
+/* ---- Driver and devices ---- */
+
+static Outcome cuda_start(DriverLibrary *driver) {
+    const CudaFunctions *cuda = cuda_functions(driver);
+    int code = cuda->init(0);
+    if (code != 0) return outcome("cuInit", code);
+    code = cuda->driver_version(&driver->version);
+    if (code != 0) return outcome("cuDriverGetVersion", code);
+    return outcome("cuDeviceGetCount", cuda->device_count(&driver->device_count));
+}
+
+static Outcome cuda_list_devices(DriverLibrary *driver) {
+    for (int i = 0; i < driver->device_count; i++) {
+        int code = cuda_functions(driver)->device_get(&driver->devices[i].handle, i);
+        if (code != 0) return outcome("cuDeviceGet", code);
+    }
+    return SUCCEEDED;
+}
+
+/* The framework holds primary contexts of its own: releasing ours destroys nothing that is in use. */
+static void cuda_stop(DriverLibrary *driver) {
+    for (int i = 0; i < driver->device_count; i++) {
+        if (atomic_load(&driver->devices[i].context) != NULL)
+            cuda_functions(driver)->context_release(driver->devices[i].handle);
+    }
+}
+
+static Outcome retain_context(DriverLibrary *driver, int device) {
+    Device *gpu = &driver->devices[device];
+    Outcome result = SUCCEEDED;
+    pthread_mutex_lock(&driver->retaining);
+    if (atomic_load(&gpu->context) == NULL) {
+        void *context = NULL;
+        result = outcome("cuDevicePrimaryCtxRetain", cuda_functions(driver)->context_retain(&context, gpu->handle));
+        if (result.call == NULL) atomic_store_explicit(&gpu->context, context, memory_order_release);
+    }
+    pthread_mutex_unlock(&driver->retaining);
+    return result;
+}
+
+static Outcome push_context(const DriverLibrary *driver, int device) {
+    void *context = atomic_load_explicit(&driver->devices[device].context, memory_order_acquire);
+    return outcome("cuCtxPushCurrent", cuda_functions(driver)->context_push(context));
+}
+
+/* Undoes push_context; an earlier failure is the one worth telling. */
+static Outcome pop_context(const DriverLibrary *driver, Outcome so_far) {
+    void *popped;
+    Outcome result = outcome("cuCtxPopCurrent", cuda_functions(driver)->context_pop(&popped));
+    return so_far.call != NULL ? so_far : result;
+}
+
+/* ---- Kernels ---- */
+
+/* The driver copies the image, and a library handle belongs to no context. */
+static Outcome cuda_load(const DriverLibrary *driver, Code *code) {
+    const CudaFunctions *cuda = cuda_functions(driver);
+    int result = cuda->library_load(&code->library, code->image, NULL, NULL, 0, NULL, NULL, 0);
+    if (result != 0) return outcome("cuLibraryLoadData", result);
+    return outcome("cuLibraryGetKernel", cuda->library_kernel(&code->kernel, code->library, code->name));
+}
+
+/* The driver loads kernels lazily, which would break a stream capture: asking for the function here loads it. */
+static Outcome load_function(const DriverLibrary *driver, const Code *code) {
+    const CudaFunctions *cuda = cuda_functions(driver);
+    void *function = NULL;
+    int result = cuda->kernel_function(&function, code->kernel);
+    if (result != 0) return outcome("cuKernelGetFunction", result);
+    if (cuda->function_load == NULL) return SUCCEEDED;
+    return outcome("cuFuncLoad", cuda->function_load(function));
+}
+
+static Outcome cuda_prepare(DriverLibrary *driver, Code *code, int device) {
+    if (code->shared > SHARED_WITHOUT_OPT_IN) {
+        int result = cuda_functions(driver)->kernel_set_attribute(MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)code->shared,
+                                                                  code->kernel, driver->devices[device].handle);
+        if (result != 0) return outcome("cuKernelSetAttribute", result);
+    }
+    Outcome result = retain_context(driver, device);
+    if (result.call != NULL) return result;
+    result = push_context(driver, device);
+    if (result.call != NULL) return result;
+    result = pop_context(driver, load_function(driver, code));
+    /* What is launched is the kernel, not the function: it is right in any context of the device. */
+    if (result.call == NULL)
+        atomic_store_explicit(&code->devices[device].function, code->kernel, memory_order_release);
+    return result;
+}
+
+static Outcome launch_here(const CudaFunctions *cuda, const Code *code, const Launch *launch) {
+    if (code->cooperative)
+        return outcome("cuLaunchCooperativeKernel",
+                       call_launch_cooperative(cuda->launch_cooperative, code, code->kernel, launch));
+    return outcome("cuLaunchKernel", call_launch(cuda->launch, code, code->kernel, launch));
+}
+
+/* A thread may have another device's context current, or none (a thread that has not used the GPU yet). */
+static Outcome cuda_launch(const DriverLibrary *driver, const Code *code, int device, const Launch *launch) {
+    const CudaFunctions *cuda = cuda_functions(driver);
+    int current = -1;
+    int result = cuda->context_device(&current);
+    if (result != 0 && result != INVALID_CONTEXT) return outcome("cuCtxGetDevice", result);
+    if (result == 0 && current == driver->devices[device].handle) return launch_here(cuda, code, launch);
+
+    Outcome pushed = push_context(driver, device);
+    if (pushed.call != NULL) return pushed;
+    return pop_context(driver, launch_here(cuda, code, launch));
+}
+
+static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {
+    if (code->library == NULL) return SUCCEEDED;
+    return outcome("cuLibraryUnload", cuda_functions(driver)->library_unload(code->library));
+}
+
+/* ---- Errors ---- */
+
+static void cuda_describe(const DriverLibrary *driver, int code, const char **name, const char **text) {
+    const CudaFunctions *cuda = cuda_functions(driver);
+    if (cuda->error_name(code, name) != 0 || *name == NULL) *name = "unknown error";
+    if (cuda->error_text(code, text) != 0 || *text == NULL) *text = "the driver has no text for it";
+}
+
+const Backend cuda_backend = {
+    .name = "cuda",
+    .symbols = SYMBOLS,
+    .symbol_count = sizeof SYMBOLS / sizeof SYMBOLS[0],
+    .functions_size = sizeof(CudaFunctions),
+    .already_deinitialized = DEINITIALIZED,
+    .start = cuda_start,
+    .list_devices = cuda_list_devices,
+    .stop = cuda_stop,
+    .load = cuda_load,
+    .prepare = cuda_prepare,
+    .launch = cuda_launch,
+    .unload = cuda_unload,
+    .describe = cuda_describe,
+};

@@ -1,0 +1,167 @@
+/* The type Driver: an opened driver library, and the errors that come from one. */
+#include "module.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <structmember.h>
+
+/* ---- Errors ---- */
+
+/* Imported when needed: importing liger_aot must not depend on the order of its modules. A new reference. */
+static PyObject *error_class(const char *name) {
+    PyObject *errors = PyImport_ImportModule("liger_aot.errors");
+    if (errors == NULL) return NULL;
+    PyObject *class = PyObject_GetAttrString(errors, name);
+    Py_DECREF(errors);
+    return class;
+}
+
+static void raise_not_found(const char *backend, const char *reason) {
+    PyObject *class = error_class("DriverNotFound");
+    if (class == NULL) return;
+    PyErr_Format(class, "cannot use the %s driver library: %s", backend, reason);
+    Py_DECREF(class);
+}
+
+void raise_driver_error(const DriverObject *driver, Outcome outcome, const char *doing) {
+    if (outcome.call == OUT_OF_MEMORY) {
+        PyErr_NoMemory();
+        return;
+    }
+    const char *name, *text;
+    driver->library.backend->describe(&driver->library, outcome.code, &name, &text);
+
+    PyObject *class = error_class("DriverError");
+    PyObject *message = NULL, *fields = NULL, *error = NULL;
+    if (class == NULL) goto done;
+    message = Py_BuildValue("(N)", PyUnicode_FromFormat("%s failed with %d (%s: %s) while %s", outcome.call,
+                                                        outcome.code, name, text, doing));
+    if (message == NULL) goto done;
+    fields = Py_BuildValue("{s:s,s:i,s:s}", "call", outcome.call, "code", outcome.code, "name", name);
+    if (fields == NULL) goto done;
+    error = PyObject_Call(class, message, fields);
+    if (error != NULL) PyErr_SetObject(class, error);
+done:
+    Py_XDECREF(error);
+    Py_XDECREF(fields);
+    Py_XDECREF(message);
+    Py_XDECREF(class);
+}
+
+int interpreter_is_finalising(void) {
+    PyObject *function = PySys_GetObject("is_finalizing"); /* borrowed; NULL once sys itself has been cleared */
+    if (function == NULL) return 1;
+    PyObject *answer = PyObject_CallNoArgs(function);
+    int finalising = answer == NULL || PyObject_IsTrue(answer) != 0;
+    PyErr_Clear();
+    Py_XDECREF(answer);
+    return finalising;
+}
+
+/* ---- Making and freeing ---- */
+
+static const Backend *find_backend(const char *name) {
+    if (strcmp(name, "cuda") == 0) return &cuda_backend;
+    if (strcmp(name, "hip") == 0) return &hip_backend;
+    PyErr_Format(PyExc_ValueError, "backend must be \"cuda\" or \"hip\", not \"%s\"", name);
+    return NULL;
+}
+
+/* Opening maps a large library and initialising it can take a second: other threads run meanwhile. */
+static int open_and_start(DriverObject *self, const Backend *backend, const char *path) {
+    char reason[512], doing[64];
+    int opened;
+    Outcome outcome = SUCCEEDED;
+    Py_BEGIN_ALLOW_THREADS
+    opened = driver_open(&self->library, backend, path, reason, sizeof reason);
+    if (opened == 0) outcome = driver_start(&self->library);
+    Py_END_ALLOW_THREADS
+    if (opened < 0) {
+        raise_not_found(backend->name, reason);
+        return -1;
+    }
+    if (outcome.call == NULL) return 0;
+    snprintf(doing, sizeof doing, "starting the %s driver", backend->name);
+    raise_driver_error(self, outcome, doing);
+    return -1;
+}
+
+static PyObject *driver_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"backend", "library", NULL};
+    const char *backend_name, *path;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "ss:Driver", names, &backend_name, &path)) return NULL;
+    const Backend *backend = find_backend(backend_name);
+    if (backend == NULL) return NULL;
+
+    DriverObject *self = (DriverObject *)PyType_GenericAlloc(type, 0);
+    if (self == NULL) return NULL;
+    pthread_mutex_init(&self->library.retaining, NULL); /* default attributes: cannot fail on Linux */
+    self->backend_name = PyUnicode_FromString(backend_name);
+    self->library_name = PyUnicode_FromString(path);
+    if (self->backend_name == NULL || self->library_name == NULL || open_and_start(self, backend, path) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void driver_dealloc(PyObject *object) {
+    DriverObject *self = (DriverObject *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject *error_type, *error, *traceback; /* an error may be on its way past this object */
+    PyErr_Fetch(&error_type, &error, &traceback);
+    int release = !interpreter_is_finalising();
+    Py_BEGIN_ALLOW_THREADS
+    driver_close(&self->library, release);
+    Py_END_ALLOW_THREADS
+    PyErr_Restore(error_type, error, traceback);
+    pthread_mutex_destroy(&self->library.retaining);
+    Py_XDECREF(self->backend_name);
+    Py_XDECREF(self->library_name);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+/* ---- Methods ---- */
+
+static PyObject *driver_load(PyObject *self, PyObject *args, PyObject *keywords) {
+    ModuleState *state = PyType_GetModuleState(Py_TYPE(self)); /* the type cannot be subclassed: it is ours */
+    if (state == NULL) return NULL;
+    return kernel_new((PyTypeObject *)state->kernel_type, (DriverObject *)self, args, keywords);
+}
+
+PyDoc_STRVAR(driver_doc,
+             "Driver(backend, library)\n--\n\n"
+             "An opened GPU driver: backend \"cuda\" or \"hip\", library the name or path to open.");
+PyDoc_STRVAR(load_doc,
+             "load($self, image, name, /, *, threads, shared, signature, cooperative=False)\n--\n\n"
+             "The kernel `name` of a compiled image, as a Kernel.");
+
+static PyMethodDef driver_methods[] = {
+    {"load", (PyCFunction)(void (*)(void))driver_load, METH_VARARGS | METH_KEYWORDS, load_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef driver_members[] = {
+    {"backend", T_OBJECT_EX, offsetof(DriverObject, backend_name), READONLY, "\"cuda\" or \"hip\""},
+    {"library", T_OBJECT_EX, offsetof(DriverObject, library_name), READONLY, "the library as it was asked for"},
+    {"version", T_INT, offsetof(DriverObject, library.version), READONLY, "the driver's version number"},
+    {"device_count", T_INT, offsetof(DriverObject, library.device_count), READONLY, "devices this process sees"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot driver_slots[] = {
+    {Py_tp_doc, (void *)driver_doc},
+    {Py_tp_new, driver_new},
+    {Py_tp_dealloc, driver_dealloc},
+    {Py_tp_methods, driver_methods},
+    {Py_tp_members, driver_members},
+    {0, NULL},
+};
+
+PyType_Spec driver_type_spec = {
+    .name = "liger_aot._launch.Driver",
+    .basicsize = sizeof(DriverObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = driver_slots,
+};

@@ -1,0 +1,280 @@
+/* The type Kernel: one kernel of a loaded image, and its launch. */
+#include "arguments.h"
+#include "module.h"
+
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+#include <structmember.h>
+
+#define MAX_THREADS 1024
+#define MAX_GRID_X 0x7fffffffu
+#define MAX_GRID_YZ 65535u
+
+/* launch(device, stream, grid_x, grid_y, grid_z, *arguments) */
+enum { DEVICE, STREAM, GRID, FIRST_ARGUMENT = GRID + 3 };
+
+/* Triton's global_scratch and profile_scratch, at the end of every kernel's parameters. */
+#define SCRATCH_POINTERS 2
+
+typedef struct {
+    PyObject_HEAD
+    DriverObject *driver;
+    PyObject *name;
+    PyObject *signature;
+    PyObject *image; /* HIP reads it when a device first needs it; NULL once CUDA has its copy */
+    Code code;
+    unsigned grid_limits[3];
+    int argument_count;
+    char letters[MAX_ARGUMENTS + 1];
+    char cooperative;
+} KernelObject;
+
+/* ---- Making and freeing ---- */
+
+/* HIP counts the threads of a grid axis in 32 bits, where CUDA counts blocks. */
+static void set_grid_limits(KernelObject *self, unsigned threads) {
+    unsigned blocks = UINT_MAX / threads;
+    self->grid_limits[0] = self->driver->library.backend == &hip_backend && blocks < MAX_GRID_X ? blocks : MAX_GRID_X;
+    self->grid_limits[1] = MAX_GRID_YZ;
+    self->grid_limits[2] = MAX_GRID_YZ;
+}
+
+static int check_block(int threads, int shared) {
+    if (threads < 1 || threads > MAX_THREADS) {
+        PyErr_Format(PyExc_ValueError, "threads is %d, outside 1 to %d", threads, MAX_THREADS);
+        return -1;
+    }
+    if (shared < 0) {
+        PyErr_Format(PyExc_ValueError, "shared is %d bytes, less than none", shared);
+        return -1;
+    }
+    return 0;
+}
+
+/* The text of a string, which lives as long as that; NULL with an error set, also for a NUL inside. */
+static const char *text_of(PyObject *string, const char *what) {
+    Py_ssize_t size;
+    const char *text = PyUnicode_AsUTF8AndSize(string, &size);
+    if (text == NULL || strlen(text) == (size_t)size) return text;
+    PyErr_Format(PyExc_ValueError, "%s %R has a null character", what, string);
+    return NULL;
+}
+
+/* Reads the arguments of Driver.load into a new kernel. Returns 0, or -1 with an error set. */
+static int read_load_arguments(KernelObject *self, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"", "", "threads", "shared", "signature", "cooperative", NULL};
+    PyObject *image, *name, *signature = NULL;
+    int threads = INT_MIN, shared = INT_MIN, cooperative = 0; /* INT_MIN: not given */
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "SU|$iiUp:load", names, &image, &name, &threads, &shared,
+                                     &signature, &cooperative))
+        return -1;
+    if (threads == INT_MIN || shared == INT_MIN || signature == NULL) {
+        PyErr_SetString(PyExc_TypeError, "load() needs the keyword arguments threads, shared and signature");
+        return -1;
+    }
+    if (check_block(threads, shared) < 0) return -1;
+    const char *letters = text_of(signature, "signature");
+    if (letters == NULL || check_signature(letters) < 0) return -1;
+    self->code.name = text_of(name, "name");
+    if (self->code.name == NULL) return -1;
+    self->code.image = PyBytes_AsString(image); /* followed by a NUL, which marks the end of PTX */
+    if (self->code.image == NULL) return -1;
+
+    Py_INCREF(image);
+    self->image = image;
+    Py_INCREF(name);
+    self->name = name;
+    Py_INCREF(signature);
+    self->signature = signature;
+    self->argument_count = (int)strlen(letters);
+    memcpy(self->letters, letters, (size_t)self->argument_count + 1);
+    self->code.threads = (unsigned)threads;
+    self->code.shared = (unsigned)shared;
+    self->code.cooperative = cooperative;
+    self->cooperative = (char)cooperative;
+    set_grid_limits(self, self->code.threads);
+    return 0;
+}
+
+/* Sets the error of a failed outcome, with the kernel and what it was asked to do. */
+static void raise_kernel_error(const KernelObject *self, Outcome outcome, const char *doing) {
+    char text[512];
+    snprintf(text, sizeof text, "%s (kernel %.200s: %u threads, %u bytes of shared memory)", doing, self->code.name,
+             self->code.threads, self->code.shared);
+    raise_driver_error(self->driver, outcome, text);
+}
+
+static int load_code(KernelObject *self) {
+    Outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = code_load(&self->driver->library, &self->code);
+    Py_END_ALLOW_THREADS
+    if (outcome.call != NULL) {
+        raise_kernel_error(self, outcome, "loading the image");
+        return -1;
+    }
+    if (self->code.library != NULL) { /* the driver has a copy, which serves all devices */
+        self->code.image = NULL;
+        Py_CLEAR(self->image);
+    }
+    return 0;
+}
+
+PyObject *kernel_new(PyTypeObject *type, DriverObject *driver, PyObject *args, PyObject *keywords) {
+    KernelObject *self = (KernelObject *)PyType_GenericAlloc(type, 0);
+    if (self == NULL) return NULL;
+    pthread_mutex_init(&self->code.preparing, NULL); /* default attributes: cannot fail on Linux */
+    Py_INCREF(driver);
+    self->driver = driver;
+    if (read_load_arguments(self, args, keywords) < 0 || load_code(self) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* Unloading may wait for the device, and a callback there may wait for the GIL. */
+static void unload_code(KernelObject *self) {
+    Outcome outcome;
+    const Backend *backend = self->driver->library.backend;
+    int release = !interpreter_is_finalising();
+    Py_BEGIN_ALLOW_THREADS
+    outcome = code_unload(&self->driver->library, &self->code, release);
+    Py_END_ALLOW_THREADS
+    if (outcome.call == NULL || outcome.code == backend->already_deinitialized) return;
+    raise_kernel_error(self, outcome, "unloading");
+    PyErr_WriteUnraisable(self->name);
+}
+
+static void kernel_dealloc(PyObject *object) {
+    KernelObject *self = (KernelObject *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject *error_type, *error, *traceback; /* an error may be on its way past this object */
+    PyErr_Fetch(&error_type, &error, &traceback);
+    unload_code(self);
+    PyErr_Restore(error_type, error, traceback);
+    pthread_mutex_destroy(&self->code.preparing);
+    Py_XDECREF(self->image);
+    Py_XDECREF(self->name);
+    Py_XDECREF(self->signature);
+    Py_DECREF(self->driver);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+/* ---- Launching ---- */
+
+/* Makes the kernel ready on a device. Loading can take long: other threads run meanwhile. */
+static int prepare(KernelObject *self, int device) {
+    char doing[64];
+    Outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = code_prepare(&self->driver->library, &self->code, device);
+    Py_END_ALLOW_THREADS
+    if (outcome.call == NULL) return 0;
+    snprintf(doing, sizeof doing, "preparing device %d", device);
+    raise_kernel_error(self, outcome, doing);
+    return -1;
+}
+
+static PyObject *kernel_prepare(PyObject *object, PyObject *value) {
+    KernelObject *self = (KernelObject *)object;
+    int device;
+    if (read_device(value, self->driver->library.device_count, &device) < 0) return NULL;
+    if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static int check_count(const KernelObject *self, Py_ssize_t given) {
+    if (given == FIRST_ARGUMENT + self->argument_count) return 0;
+    PyErr_Format(PyExc_TypeError,
+                 "kernel %U takes %d arguments (signature \"%s\") after device, stream and three grid sizes, not %zd",
+                 self->name, self->argument_count, self->letters, given - FIRST_ARGUMENT);
+    return -1;
+}
+
+static int pack_arguments(const KernelObject *self, PyObject *const *values, Slot *slots, void **parameters) {
+    for (int i = 0; i < self->argument_count; i++) {
+        if (pack_argument(self->letters[i], values[i], &slots[i]) < 0) {
+            argument_error(self->name, self->letters, i, values[i]);
+            return -1;
+        }
+        parameters[i] = &slots[i];
+    }
+    return 0;
+}
+
+/* The GIL is released although a launch is short: it blocks when the device's queue is full, and what empties the
+ * queue may be waiting for the GIL. */
+static int launch(const KernelObject *self, int device, const Launch *request) {
+    char doing[128];
+    Outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = self->driver->library.backend->launch(&self->driver->library, &self->code, device, request);
+    Py_END_ALLOW_THREADS
+    if (outcome.call == NULL) return 0;
+    snprintf(doing, sizeof doing, "launching a grid of %u x %u x %u on device %d", request->grid[0],
+             request->grid[1], request->grid[2], device);
+    raise_kernel_error(self, outcome, doing);
+    return -1;
+}
+
+static PyObject *kernel_launch(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    KernelObject *self = (KernelObject *)object;
+    Slot slots[MAX_ARGUMENTS], null = {.pointer = 0};
+    void *parameters[MAX_ARGUMENTS + SCRATCH_POINTERS];
+    Launch request = {.parameters = parameters};
+    int device;
+    if (check_count(self, count) < 0) return NULL;
+    if (read_device(args[DEVICE], self->driver->library.device_count, &device) < 0) return NULL;
+    if (read_stream(args[STREAM], &request.stream) < 0) return NULL;
+    if (read_grid(args + GRID, self->grid_limits, request.grid) < 0) return NULL;
+    if (pack_arguments(self, args + FIRST_ARGUMENT, slots, parameters) < 0) return NULL;
+    for (int i = 0; i < SCRATCH_POINTERS; i++) parameters[self->argument_count + i] = &null;
+
+    if (request.grid[0] == 0 || request.grid[1] == 0 || request.grid[2] == 0) Py_RETURN_NONE;
+    if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
+    if (launch(self, device, &request) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ---- The type ---- */
+
+PyDoc_STRVAR(kernel_doc, "One kernel of a loaded image; Driver.load makes them. Unloads it when freed.");
+PyDoc_STRVAR(prepare_doc,
+             "prepare($self, device, /)\n--\n\n"
+             "Do now what the first launch on `device` would do, once.");
+PyDoc_STRVAR(launch_doc,
+             "launch($self, device, stream, grid_x, grid_y, grid_z, /, *args)\n--\n\n"
+             "Launch on a stream of `device`. The kernel must outlive the launch, and any graph it is captured in.");
+
+static PyMethodDef kernel_methods[] = {
+    {"launch", (PyCFunction)(void (*)(void))kernel_launch, METH_FASTCALL, launch_doc},
+    {"prepare", kernel_prepare, METH_O, prepare_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef kernel_members[] = {
+    {"name", T_OBJECT_EX, offsetof(KernelObject, name), READONLY, "the kernel's name in its image"},
+    {"threads", T_UINT, offsetof(KernelObject, code.threads), READONLY, "threads a block"},
+    {"shared", T_UINT, offsetof(KernelObject, code.shared), READONLY, "bytes of dynamic shared memory"},
+    {"signature", T_OBJECT_EX, offsetof(KernelObject, signature), READONLY, "one letter an argument: p, i, l, f"},
+    {"cooperative", T_BOOL, offsetof(KernelObject, cooperative), READONLY, "launched cooperatively"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot kernel_slots[] = {
+    {Py_tp_doc, (void *)kernel_doc},
+    {Py_tp_dealloc, kernel_dealloc},
+    {Py_tp_methods, kernel_methods},
+    {Py_tp_members, kernel_members},
+    {0, NULL},
+};
+
+PyType_Spec kernel_type_spec = {
+    .name = "liger_aot._launch.Kernel",
+    .basicsize = sizeof(KernelObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = kernel_slots,
+};

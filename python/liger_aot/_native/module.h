@@ -1,0 +1,50 @@
+/* The parts of the extension module `liger_aot._launch`: its state, its types and what they share. */
+#ifndef LIGER_AOT_MODULE_H
+#define LIGER_AOT_MODULE_H
+
+#define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030A0000
+#endif
+#include <Python.h>
+
+#include "driver.h"
+
+#pragma GCC visibility push(hidden)
+
+/* The tensor types whose DLPack exchange API is known: torch.Tensor and torch.nn.Parameter. */
+#define TENSOR_TYPES 2
+
+struct ExchangeApi;
+
+typedef struct {
+    PyObject *driver_type;
+    PyObject *kernel_type;
+    PyObject *tensor_types[TENSOR_TYPES]; /* both NULL until torch is imported */
+    const struct ExchangeApi *tensor_apis[TENSOR_TYPES];
+} ModuleState;
+
+typedef struct {
+    PyObject_HEAD
+    DriverLibrary library;
+    PyObject *backend_name;
+    PyObject *library_name;
+} DriverObject;
+
+extern PyType_Spec driver_type_spec;
+extern PyType_Spec kernel_type_spec;
+
+/* Loads a kernel; the arguments are those of Driver.load. A new reference, or NULL with an error set. */
+PyObject *kernel_new(PyTypeObject *type, DriverObject *driver, PyObject *args, PyObject *keywords);
+
+/* Sets liger_aot.errors.DriverError for a failed outcome; `doing` says what it was part of. */
+void raise_driver_error(const DriverObject *driver, Outcome outcome, const char *doing);
+
+/* True once the interpreter is shutting down: the driver may be gone by then, so nothing is given back to it. */
+int interpreter_is_finalising(void);
+
+/* The module's tensor_rows(tensor). */
+PyObject *tensor_rows(PyObject *module, PyObject *tensor);
+
+#pragma GCC visibility pop
+#endif

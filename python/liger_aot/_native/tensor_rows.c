@@ -1,0 +1,176 @@
+/* Reading a torch tensor as rows, through the C table that DLPack 1.2 defines for it and torch 2.10 introduced. It
+ * needs no header of torch, and answers in one call what data_ptr(), device, dtype, shape and stride() do in five. */
+#include "module.h"
+
+#include <stdint.h>
+
+/* ---- DLPack, major version 1: the part that is read here ---- */
+
+typedef struct {
+    int32_t type;
+    int32_t index;
+} DlDevice;
+
+typedef struct {
+    uint8_t code;
+    uint8_t bits;
+    uint16_t lanes;
+} DlType;
+
+typedef struct {
+    void *data;
+    DlDevice device;
+    int32_t dimensions;
+    DlType type;
+    int64_t *sizes;
+    int64_t *strides; /* in elements */
+    uint64_t byte_offset;
+} DlTensor;
+
+typedef struct ExchangeApi {
+    uint32_t major;
+    uint32_t minor;
+    const struct ExchangeApi *older; /* the same for an earlier major version, or NULL */
+    void *allocate;
+    void *export_managed;
+    void *import_managed;
+    int (*describe)(void *tensor, DlTensor *described); /* may be NULL */
+    void *current_stream;
+} ExchangeApi;
+
+#define CAPSULE_NAME "dlpack_exchange_api"
+#define MAJOR_VERSION 1
+
+/* ---- Finding the table of a tensor type ---- */
+
+/* The table of one type, or NULL without an error: then it has none that is understood here. */
+static const ExchangeApi *api_of_type(PyObject *type) {
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    const ExchangeApi *api = capsule != NULL ? PyCapsule_GetPointer(capsule, CAPSULE_NAME) : NULL;
+    Py_XDECREF(capsule); /* the table itself lives as long as the process */
+    PyErr_Clear();
+    while (api != NULL && api->major != MAJOR_VERSION) api = api->older;
+    return api != NULL && api->describe != NULL ? api : NULL;
+}
+
+/* module.path[0].path[1]...: a new reference, or NULL with an error set. */
+static PyObject *attribute_at(PyObject *module, const char *const *path) {
+    PyObject *found = module;
+    Py_INCREF(found);
+    for (; found != NULL && *path != NULL; path++) {
+        PyObject *next = PyObject_GetAttrString(found, *path);
+        Py_DECREF(found);
+        found = next;
+    }
+    return found;
+}
+
+/* Fills the module's cache from torch, if some code has imported that: a tensor cannot come from anywhere else.
+ * Leaves the cache empty while torch is not, or not fully, imported. */
+static void find_tensor_types(ModuleState *state) {
+    static const char *const paths[TENSOR_TYPES][3] = {{"Tensor", NULL}, {"nn", "Parameter", NULL}};
+    PyObject *types[TENSOR_TYPES] = {NULL};
+    const ExchangeApi *apis[TENSOR_TYPES] = {NULL};
+    PyObject *name = PyUnicode_FromString("torch");
+    PyObject *torch = name != NULL ? PyImport_GetModule(name) : NULL;
+    int found = torch != NULL;
+    for (int i = 0; found && i < TENSOR_TYPES; i++) {
+        found = (types[i] = attribute_at(torch, paths[i])) != NULL;
+        if (found) apis[i] = api_of_type(types[i]);
+    }
+    PyErr_Clear();
+    /* Looking up attributes may have let another thread come first. */
+    int keep = found && state->tensor_types[0] == NULL;
+    for (int i = 0; i < TENSOR_TYPES; i++) {
+        if (keep) {
+            state->tensor_types[i] = types[i];
+            state->tensor_apis[i] = apis[i];
+        } else {
+            Py_XDECREF(types[i]);
+        }
+    }
+    Py_XDECREF(torch);
+    Py_XDECREF(name);
+}
+
+/* Exact types only: a subclass inherits the table but may hold its data elsewhere, or nowhere (a fake tensor). */
+static const ExchangeApi *find_api(ModuleState *state, PyObject *tensor) {
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    if (state->tensor_types[0] == NULL) find_tensor_types(state);
+    for (int i = 0; i < TENSOR_TYPES; i++)
+        if (type == state->tensor_types[i]) return state->tensor_apis[i];
+    return NULL;
+}
+
+/* ---- Rows ---- */
+
+typedef struct {
+    int64_t rows;
+    int64_t columns;
+    int64_t stride;
+} Rows;
+
+/* Collapses all dimensions but the last into one of constant stride. Returns 1, or 0 where that cannot be. */
+static int collapse(const DlTensor *tensor, Rows *rows) {
+    int last = tensor->dimensions - 1;
+    if (last < 0) return 0;
+    rows->columns = tensor->sizes[last];
+    rows->rows = 1;
+    for (int i = 0; i < last; i++) rows->rows *= tensor->sizes[i];
+    rows->stride = rows->columns;
+    if (rows->rows == 0 || rows->columns == 0) return 1; /* no element, so no stride counts */
+    if (rows->columns > 1 && tensor->strides[last] != 1) return 0;
+    if (rows->rows == 1) return 1;
+
+    int64_t expected = -1; /* the stride that continues the dimensions inside this one */
+    for (int i = last - 1; i >= 0; i--) {
+        if (tensor->sizes[i] == 1) continue;
+        if (expected < 0) rows->stride = tensor->strides[i];
+        else if (tensor->strides[i] != expected) return 0;
+        expected = tensor->strides[i] * tensor->sizes[i];
+    }
+    return 1;
+}
+
+/* Stores a number in a new tuple, which takes the reference. */
+static int put(PyObject *tuple, Py_ssize_t index, PyObject *number) {
+    return number == NULL ? -1 : PyTuple_SetItem(tuple, index, number);
+}
+
+static PyObject *as_tuple(const DlTensor *tensor, const Rows *rows) {
+    PyObject *tuple = PyTuple_New(8);
+    if (tuple == NULL) return NULL;
+    uint64_t address = (uint64_t)(uintptr_t)tensor->data + tensor->byte_offset;
+    if (put(tuple, 0, PyLong_FromUnsignedLongLong(address)) < 0 ||
+        put(tuple, 1, PyLong_FromLong(tensor->device.type)) < 0 ||
+        put(tuple, 2, PyLong_FromLong(tensor->device.index)) < 0 ||
+        put(tuple, 3, PyLong_FromLong(tensor->type.code)) < 0 ||
+        put(tuple, 4, PyLong_FromLong(tensor->type.bits)) < 0 ||
+        put(tuple, 5, PyLong_FromLongLong(rows->rows)) < 0 ||
+        put(tuple, 6, PyLong_FromLongLong(rows->columns)) < 0 ||
+        put(tuple, 7, PyLong_FromLongLong(rows->stride)) < 0) {
+        Py_DECREF(tuple);
+        return NULL;
+    }
+    return tuple;
+}
+
+/* Torch raises for a tensor without plain storage (sparse, meta, inside vmap); a functional wrapper has address 0. */
+static int describe(const ExchangeApi *api, PyObject *tensor, DlTensor *described) {
+    if (api->describe(tensor, described) == 0) return 1;
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_BufferError)) return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+PyObject *tensor_rows(PyObject *module, PyObject *tensor) {
+    const ExchangeApi *api = find_api(PyModule_GetState(module), tensor);
+    if (api == NULL) Py_RETURN_NONE;
+    DlTensor described;
+    Rows rows;
+    int known = describe(api, tensor, &described);
+    if (known < 0) return NULL;
+    if (!known || described.type.lanes != 1 || !collapse(&described, &rows)) Py_RETURN_NONE;
+    if (described.data == NULL && rows.rows > 0 && rows.columns > 0) Py_RETURN_NONE;
+    return as_tuple(&described, &rows);
+}

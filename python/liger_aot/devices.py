@@ -1,0 +1,63 @@
+"""GPUs as torch sees them, and the driver library that serves them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_aot.errors import DriverNotFound
+from liger_aot.packs import Device
+
+CUDA_LIBRARY = "libcuda.so.1"
+HIP_LIBRARY = "libamdhip64.so"
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU of this process."""
+
+    index: int
+    device: Device
+    multiprocessors: int
+    shared_per_block: int  # bytes a block may opt in to
+
+
+def backend() -> str:
+    """The backend of the installed torch; a CPU build counts as cuda, which then has no GPU."""
+    return "hip" if torch.version.hip else "cuda"
+
+
+@lru_cache(maxsize=64)
+def gpu(index: int) -> GPU:
+    """The GPU that torch calls ``cuda:index``."""
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        # features such as ":sramecc+:xnack-" don't choose the binary
+        target = properties.gcnArchName.partition(":")[0]
+    else:
+        target = f"{properties.major}.{properties.minor}"
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return GPU(index, Device(backend(), target, properties.name), properties.multi_processor_count, shared)
+
+
+@lru_cache(maxsize=1)
+def driver() -> Any:
+    """The launcher, opened on the driver library that torch uses."""
+    from liger_aot import _launch
+
+    if backend() == "hip":
+        return _launch.Driver("hip", _mapped(HIP_LIBRARY))
+    return _launch.Driver("cuda", CUDA_LIBRARY)
+
+
+def _mapped(library: str) -> str:
+    """The path of a library that this process has loaded already: a second copy would not know torch's memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if library in path.rpartition("/")[2]:
+            return path
+    raise DriverNotFound(f"torch has not loaded {library}: is this torch a ROCm build?")

@@ -1,0 +1,67 @@
+"""Every error that liger-aot raises by a name of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class LigerAOTError(Exception):
+    """The base of all of them."""
+
+
+class DriverError(LigerAOTError, RuntimeError):
+    """A call into the GPU driver failed.
+
+    Attributes:
+        call: the driver's function, such as "cuLaunchKernel".
+        code: what it returned, a CUresult or hipError_t.
+        name: the driver's own name for that code, such as "CUDA_ERROR_INVALID_IMAGE".
+    """
+
+    def __init__(self, message: str, *, call: str, code: int, name: str) -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code
+        self.name = name
+
+
+class DriverNotFound(LigerAOTError, RuntimeError):
+    """The GPU driver's library cannot be opened, or lacks a function that the launcher needs."""
+
+
+class UnknownOp(LigerAOTError, ValueError):
+    """There is no op of this name."""
+
+
+class PackNotFound(LigerAOTError, RuntimeError):
+    """No installed pack serves this device or architecture, or the pack does not carry the op."""
+
+
+class PackDamaged(LigerAOTError, RuntimeError):
+    """A pack's file is missing, unreadable, or not what the manifest says."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}. Reinstall the pack: pip install --force-reinstall liger-aot")
+        self.path, self.problem = path, problem
+
+
+class PackTooNew(LigerAOTError, RuntimeError):
+    """A pack was written by a newer liger-aot than the one that reads it."""
+
+    def __init__(self, path: Path, found: int, known: int) -> None:
+        super().__init__(
+            f"{path}: format {found}, this liger-aot reads up to {known}. Upgrade it: pip install -U liger-aot"
+        )
+        self.path, self.found, self.known = path, found, known
+
+
+class UnsupportedDevice(LigerAOTError, ValueError):
+    """A tensor lies on a device that has neither binaries nor the CPU reference."""
+
+
+class ArgumentError(LigerAOTError, ValueError):
+    """An argument's value, shape, device or layout is not allowed."""
+
+
+class ArgumentTypeError(LigerAOTError, TypeError):
+    """An argument's type or dtype is not allowed."""

@@ -1,0 +1,40 @@
+"""``load(name)``: an op by its name, one object a process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from os import listdir
+from pathlib import Path
+from typing import Any
+
+from liger_aot.errors import UnknownOp
+
+
+@lru_cache(maxsize=1)
+def ops() -> tuple[str, ...]:
+    """Names of the ops that ``load`` takes."""
+    files = listdir(Path(__file__).parent / "ops")
+    return tuple(sorted(f[:-3] for f in files if f.endswith(".py") and not f.startswith("_")))
+
+
+def archs() -> tuple[str, ...]:
+    """Architectures of the installed packs."""
+    from liger_aot.packs import installed_packs
+
+    return tuple(pack.arch for pack in installed_packs())
+
+
+@lru_cache(maxsize=256)
+def load(name: str) -> Any:
+    """The op ``name``: a callable with ``preload``, documented in ``help(liger_aot.load(name))``.
+
+    Nothing is compiled and no file is written. Binaries load on first use on each device; ``preload`` loads them all.
+    Loading itself needs no GPU: CPU tensors take the op's plain-torch reference.
+
+    Raises:
+        UnknownOp: there is no such op; the message lists those there are.
+    """
+    if name not in ops():
+        raise UnknownOp(f"no op {name!r}: there are {', '.join(ops())}")
+    return import_module(f"liger_aot.ops.{name}").OP()

@@ -1,0 +1,228 @@
+"""What a pack says of itself: ``manifest.json`` and one ``<op>.json`` an op, read into dataclasses.
+
+The files are checked before anything in them is believed: types, sizes, names that could leave the pack's folder, the
+format's version, the sha256 of every file that is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from liger_aot.errors import PackDamaged, PackTooNew
+
+FORMAT = 1
+LARGEST_FILE = 64 << 20  # bytes; a binary of ours is a few tens of kilobytes
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One binary of a pack and what a launch of it needs."""
+
+    name: str
+    path: Path
+    sha256: str
+    symbol: str
+    threads: int
+    shared: int  # bytes of dynamic shared memory
+    cooperative: bool
+    signature: str  # the launcher's letters
+    form: str
+    num_warps: int
+    registers: int
+    local_bytes: int
+    resident: int  # blocks a multiprocessor holds at once
+    numbers: Mapping[str, int]  # the profile's launch numbers
+    row: str  # the profile's row it comes from
+
+    def read(self) -> bytes:
+        """The binary; PackDamaged unless it is the one the manifest was written for."""
+        return _checked(self.path, self.sha256)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel's dispatch tables: key ("bf16/bf16/aligned") -> ascending (max_n or None, variant name)."""
+
+    name: str
+    arguments: tuple[str, ...]
+    signature: str
+    axes: tuple[str, ...]
+    alignment: int
+    tables: Mapping[str, tuple[tuple[int | None, str], ...]]
+
+
+class OpManifest:
+    """One op's part of a pack."""
+
+    def __init__(self, path: Path, digest: str, folder: Path, suffix: str) -> None:
+        self.path, self._folder, self._suffix = path, folder, suffix
+        raw = _object(path, _parse(path, _checked(path, digest)))
+        _check_format(path, raw)
+        self._variants = _object(path, raw.get("variants"), "variants")
+        kernels = _object(path, raw.get("kernels"), "kernels")
+        self.kernels = {name: self._kernel(name, _object(path, body, name)) for name, body in kernels.items()}
+        self._owner = {
+            variant: kernel
+            for kernel in self.kernels.values()
+            for entries in kernel.tables.values()
+            for _, variant in entries
+        }
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(self._owner)
+
+    def variant(self, name: str) -> Variant:
+        kernel = self._owner[name]
+        raw = _object(self.path, self._variants.get(name), name)
+        where = f"{name}."
+        numbers = _object(self.path, raw.get("numbers"), where + "numbers")
+        return Variant(
+            name=name,
+            path=self._folder / f"{_safe(self.path, name)}.{self._suffix}",
+            sha256=_typed(self.path, raw, "sha256", str, where),
+            symbol=_typed(self.path, raw, "symbol", str, where),
+            threads=_count(self.path, raw, "threads", where),
+            shared=_count(self.path, raw, "shared", where),
+            cooperative=_typed(self.path, raw, "cooperative", bool, where),
+            signature=kernel.signature,
+            form=_typed(self.path, raw, "form", str, where),
+            num_warps=_count(self.path, raw, "num_warps", where),
+            registers=_count(self.path, raw, "registers", where),
+            local_bytes=_count(self.path, raw, "local_bytes", where),
+            resident=_count(self.path, raw, "resident", where),
+            numbers={key: _count(self.path, numbers, key, where) for key in numbers},
+            row=_typed(self.path, raw, "row", str, where),
+        )
+
+    def _kernel(self, name: str, raw: dict[str, Any]) -> Kernel:
+        signature = _typed(self.path, raw, "signature", str, f"{name}.")
+        if set(signature) - set("pilf"):
+            raise PackDamaged(self.path, f"{name}.signature is {signature!r}")
+        tables = _object(self.path, raw.get("tables"), f"{name}.tables")
+        return Kernel(
+            name=name,
+            arguments=tuple(_strings(self.path, raw, "arguments", name)),
+            signature=signature,
+            axes=tuple(_strings(self.path, raw, "axes", name)),
+            alignment=_count(self.path, raw, "alignment", f"{name}."),
+            tables={key: self._table(f"{name}.tables.{key}", entries) for key, entries in tables.items()},
+        )
+
+    def _table(self, where: str, raw: Any) -> tuple[tuple[int | None, str], ...]:
+        if not isinstance(raw, list) or not raw:
+            raise PackDamaged(self.path, f"{where} is not a list of entries")
+        last = 0
+        for i, entry in enumerate(raw):
+            if not (isinstance(entry, list) and len(entry) == 2 and entry[1] in self._variants):
+                raise PackDamaged(self.path, f"{where}: {entry!r} is no entry")
+            if entry[0] is None and i == len(raw) - 1:
+                continue
+            if type(entry[0]) is not int or entry[0] <= last:
+                raise PackDamaged(self.path, f"{where}: bounds do not rise at {entry!r}")
+            last = entry[0]
+        return tuple((bound, variant) for bound, variant in raw)
+
+
+class Pack:
+    """One architecture's folder of binaries."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "manifest.json"
+        raw = _object(self.path, _parse(self.path, _read(self.path)))
+        _check_format(self.path, raw)
+        self.arch = _safe(self.path, _typed(self.path, raw, "arch", str))
+        self.backend = _typed(self.path, raw, "backend", str)
+        self.serves = tuple(_strings(self.path, raw, "serves"))
+        self.version = _typed(self.path, raw, "version", str)
+        self.toolchain: Mapping[str, Any] = _object(self.path, raw.get("toolchain"), "toolchain")
+        self.tolerance: Mapping[str, Any] = _object(self.path, raw.get("tolerance"), "tolerance")
+        self._suffix = _safe(self.path, _typed(self.path, raw, "binary", str))
+        self._ops = _object(self.path, raw.get("ops"), "ops")
+        for op in self._ops:
+            _safe(self.path, op)
+
+    @cached_property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(sorted(self._ops))
+
+    def op(self, name: str) -> OpManifest:
+        entry = _object(self.path, self._ops.get(name), f"ops.{name}")
+        digest = _typed(self.path, entry, "sha256", str, f"ops.{name}.")
+        return OpManifest(self.folder / f"{name}.json", digest, self.folder / name, self._suffix)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise PackDamaged(path, error.strerror or str(error)) from None
+    if len(data) > LARGEST_FILE:
+        raise PackDamaged(path, f"larger than {LARGEST_FILE} bytes")
+    return data
+
+
+def _checked(path: Path, digest: str) -> bytes:
+    data = _read(path)
+    if (found := sha256(data).hexdigest()) != digest:
+        raise PackDamaged(path, f"sha256 is {found}, the manifest says {digest}")
+    return data
+
+
+def _parse(path: Path, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise PackDamaged(path, f"not JSON: {error}") from None
+
+
+def _check_format(path: Path, raw: dict[str, Any]) -> None:
+    found = _count(path, raw, "format")
+    if found > FORMAT:
+        raise PackTooNew(path, found, FORMAT)
+    if found != FORMAT:
+        raise PackDamaged(path, f"format {found}, this loader reads {FORMAT}")
+
+
+def _object(path: Path, value: Any, where: str = "the file") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise PackDamaged(path, f"{where} is not an object")
+    return value
+
+
+def _typed(path: Path, raw: Mapping[str, Any], key: str, kind: type, where: str = "") -> Any:
+    value = raw.get(key)
+    if type(value) is not kind:
+        raise PackDamaged(path, f"{where}{key} is {value!r}, expected {kind.__name__}")
+    return value
+
+
+def _count(path: Path, raw: Mapping[str, Any], key: str, where: str = "") -> int:
+    value: int = _typed(path, raw, key, int, where)
+    if not 0 <= value < 1 << 31:
+        raise PackDamaged(path, f"{where}{key} is {value}")
+    return value
+
+
+def _strings(path: Path, raw: Mapping[str, Any], key: str, where: str = "") -> Sequence[str]:
+    value = raw.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise PackDamaged(path, f"{where} {key} is {value!r}, expected a list of strings")
+    return value
+
+
+def _safe(path: Path, name: str) -> str:
+    """A name that stays inside its folder."""
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise PackDamaged(path, f"unsafe name {name!r}")
+    return name

@@ -1,0 +1,121 @@
+"""What every op has: its runtimes, preload, and the checks and arithmetic that ops share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
+from liger_aot.runtime import DTYPE_NAMES, OpOn, Runtimes
+
+# The direct path reads memory: subclasses (fake, distributed, quantised tensors) go through torch's dispatcher.
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Problem(NamedTuple):
+    """One kernel's dispatch for a call: what ``explain`` looks up without a GPU."""
+
+    kernel: str
+    dtypes: tuple[torch.dtype, ...]
+    aligned: bool
+    n: int
+
+
+class Op:
+    """A callable op. Subclasses add ``__call__`` and the raw, non-differentiable functions behind it.
+
+    Args:
+        runtimes: the op's kernels by device; by default those of the installed packs.
+    """
+
+    name: ClassVar[str]
+    uses: ClassVar[tuple[str, ...]] = ()  # other ops that this one launches
+
+    def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
+        names = (self.name, *self.uses)
+        self._runtimes = dict(runtimes) if runtimes is not None else {n: Runtimes(n) for n in names}
+        self._own = self._runtimes[self.name]
+
+    def __repr__(self) -> str:
+        return f"<liger_aot op {self.name}>"
+
+    def preload(self, device: torch.device | int | str | None = None) -> None:
+        """Load every binary of the op onto ``device`` (default: torch's current GPU), before a CUDA graph capture or a
+        first request. Nothing to do on the CPU.
+
+        Raises:
+            PackNotFound: no installed pack serves the device.
+            UnsupportedDevice: the device is neither a GPU nor the CPU.
+        """
+        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        if where.type == "cpu":
+            return
+        if where.type != "cuda":
+            raise UnsupportedDevice(f"{self.name}.preload: device {where} is neither a GPU nor the CPU")
+        index = torch.cuda.current_device() if where.index is None else where.index
+        for runtimes in self._runtimes.values():
+            bound = runtimes.on(index)
+            assert bound is not None  # only the CPU has none
+            bound.preload()
+
+    def problems(
+        self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> tuple[Problem, ...]:
+        """The kernels that a call with contiguous, aligned tensors of ``shape`` would run.
+
+        Args:
+            shape: the first argument's shape.
+            dtype: its dtype.
+            dtypes: dtypes of further arguments by name, where they differ from ``dtype``.
+        """
+        raise NotImplementedError
+
+
+def check_tensor(op: str, argument: str, value: Any) -> None:
+    """ArgumentTypeError unless ``value`` is a tensor of a dtype that binaries are built for."""
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(f"{op}: {argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in DTYPE_NAMES:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
+        got = str(value.dtype).removeprefix("torch.")
+        raise ArgumentTypeError(f"{op}: {argument} must be {allowed}, got {got}")
+
+
+def check_same_device(op: str, argument: str, value: Tensor, first: str, like: Tensor) -> None:
+    if value.device != like.device:
+        raise ArgumentError(f"{op}: {argument} is on {value.device}, {first} on {like.device}: both must be on one")
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """``x`` as rows of its last dimension: a view where one stride spans the rows, else a copy.
+
+    Returns:
+        the tensor that holds the rows' memory, and the distance of its rows in elements.
+    """
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1 and rows.shape[1] > 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+
+
+def row_stride(x: Tensor) -> int | None:
+    """The distance of the rows of ``x`` in elements where it can be used as it lies, else None."""
+    if x.is_contiguous():
+        return x.shape[-1]
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return None
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return None
+    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+
+
+def persistent_programs(on: OpOn, per_multiprocessor: int, steps: int) -> int:
+    """Programs that fill the GPU, but no more than there are steps."""
+    return max(1, min(per_multiprocessor * on.multiprocessors, steps))

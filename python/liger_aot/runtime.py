@@ -1,0 +1,178 @@
+"""One op's kernels on one device: dispatch tables bound to loaded binaries.
+
+A ``Driver`` has one verb, ``load``; what it returns has the other, ``launch``. The GPU driver is the C launcher; tests
+bring drivers that run the same host code on Triton's interpreter or execute the binaries in software.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+
+from liger_aot.errors import ArgumentTypeError, PackNotFound, UnsupportedDevice
+from liger_aot.manifest import OpManifest, Variant
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class Launchable(Protocol):
+    """A binary on its device."""
+
+    def launch(self, device: int, stream: int, x: int, y: int, z: int, /, *arguments: Any) -> None: ...
+
+    def prepare(self, device: int, /) -> None: ...
+
+
+class Driver(Protocol):
+    """What turns a variant into something that can be launched."""
+
+    def load(self, variant: Variant) -> Launchable: ...
+
+    def stream(self, device: int) -> int: ...
+
+
+class Loaded:
+    """A variant that is ready to launch, with its launch numbers as attributes the hot path reads."""
+
+    __slots__ = ("kernel", "launch", "numbers", "variant")
+
+    def __init__(self, variant: Variant, kernel: Launchable) -> None:
+        self.variant = variant
+        self.kernel = kernel
+        self.launch = kernel.launch
+        self.numbers = variant.numbers
+
+
+class KernelOn:
+    """One kernel on one device: (dtypes, aligned) and a size choose the variant."""
+
+    def __init__(self, name: str, manifest: OpManifest, load: Callable[[str], Loaded]) -> None:
+        self.name = name
+        self._load = load
+        self._tables: dict[tuple[Any, ...], tuple[list[int], list[str], list[Loaded | None]]] = {}
+        for key, entries in manifest.kernels[name].tables.items():
+            *axes, alignment = key.split("/")
+            bounds = [bound for bound, _ in entries if bound is not None]
+            names = [variant for _, variant in entries]
+            found: list[Loaded | None] = [None] * len(names)
+            self._tables[(*(_DTYPES[a] for a in axes), alignment == "aligned")] = (bounds, names, found)
+
+    def __call__(self, key: tuple[Any, ...], n: int) -> Loaded:
+        """The variant for a problem of size ``n``; ``key`` holds the axes' torch dtypes and whether all is aligned."""
+        try:
+            bounds, names, found = self._tables[key]
+        except KeyError:
+            raise ArgumentTypeError(self._refusal(key)) from None
+        i = bisect_left(bounds, n)
+        loaded = found[i]
+        if loaded is None:
+            loaded = found[i] = self._load(names[i])
+        return loaded
+
+    def _refusal(self, key: tuple[Any, ...]) -> str:
+        allowed = sorted({tuple(DTYPE_NAMES[d] for d in k[:-1]) for k in self._tables})
+        asked = ", ".join(str(d).removeprefix("torch.") for d in key[:-1])
+        return f"{self.name} is not built for dtypes ({asked}); it is for {', '.join(map(str, allowed))}"
+
+
+class OpOn:
+    """One op on one device. Binaries load on first use, once, whatever the threads."""
+
+    def __init__(self, manifest: OpManifest, driver: Driver, device: int, multiprocessors: int) -> None:
+        self.device = device
+        self.multiprocessors = multiprocessors
+        self._manifest = manifest
+        self._driver = driver
+        self._lock = Lock()
+        self._loaded: dict[str, Loaded] = {}
+        self._kernels = {name: KernelOn(name, manifest, self._load) for name in manifest.kernels}
+        self.stream = driver.stream
+
+    def kernel(self, name: str) -> KernelOn:
+        return self._kernels[name]
+
+    def preload(self) -> None:
+        """Load every binary onto the device, so that no later call loads one."""
+        for name in self._manifest.variants:
+            self._load(name).kernel.prepare(self.device)
+
+    def _load(self, name: str) -> Loaded:
+        with self._lock:
+            if name not in self._loaded:
+                variant = self._manifest.variant(name)
+                self._loaded[name] = Loaded(variant, self._driver.load(variant))
+            return self._loaded[name]
+
+
+class GPUDriver:
+    """Binaries on real GPUs, through the C launcher."""
+
+    def __init__(self, shared_per_block: int) -> None:
+        from liger_aot.devices import driver
+
+        self._driver = driver()
+        self._shared_per_block = shared_per_block
+        self.stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    def load(self, variant: Variant) -> Launchable:
+        if variant.shared > self._shared_per_block:
+            raise PackNotFound(
+                f"{variant.name} needs {variant.shared} bytes of shared memory a block, this GPU gives "
+                f"{self._shared_per_block}: a pack built for it is needed"
+            )
+        kernel: Launchable = self._driver.load(
+            variant.read(),
+            variant.symbol,
+            threads=variant.threads,
+            shared=variant.shared,
+            signature=variant.signature,
+            cooperative=variant.cooperative,
+        )
+        return kernel
+
+
+class Runtimes:
+    """One op on every device of the process, bound on first use. ``on(-1)`` is the CPU: None, the reference."""
+
+    def __init__(self, op: str, bound: Mapping[int, OpOn | None] | None = None) -> None:
+        self.op = op
+        self._bound: dict[int, OpOn | None] = {-1: None} if bound is None else dict(bound)
+        self._lock = Lock()
+
+    def on(self, index: int) -> OpOn | None:
+        """The op on ``cuda:index``; PackNotFound when no installed pack serves that GPU."""
+        try:
+            return self._bound[index]
+        except KeyError:
+            return self._bind(index)
+
+    def of(self, tensor: torch.Tensor, argument: str) -> OpOn | None:
+        """The op where ``tensor`` lies; None means the reference."""
+        if tensor.is_cuda:
+            return self.on(tensor.get_device())
+        if tensor.device.type not in ("cpu", "meta"):
+            raise UnsupportedDevice(
+                f"{self.op}: {argument} is on {tensor.device}; there are binaries for CUDA and ROCm GPUs, and a "
+                "reference for the CPU"
+            )
+        return self._bound[-1]
+
+    def _bind(self, index: int) -> OpOn:
+        from liger_aot.devices import gpu
+        from liger_aot.packs import pack_for
+
+        with self._lock:
+            bound = self._bound.get(index)
+            if bound is None:
+                found = gpu(index)
+                pack = pack_for(found.device)
+                if self.op not in pack.ops:
+                    raise PackNotFound(f"pack {pack.arch} carries no {self.op}; it has {', '.join(pack.ops)}")
+                bound = OpOn(pack.op(self.op), GPUDriver(found.shared_per_block), index, found.multiprocessors)
+                self._bound[index] = bound
+            return bound

@@ -1,0 +1,39 @@
+"""The build, thin: what to build is build_tools' to say. Metadata is in pyproject.toml."""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from build_tools.wheel import EPOCH, add_packs, launcher_sources
+
+os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
+
+
+class BuildWithPacks(build_py):
+    """Python files, then the packs beside them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            add_packs(Path(self.build_lib))
+
+
+setup(
+    cmdclass={"build_py": BuildWithPacks},
+    ext_modules=[
+        Extension(
+            "liger_aot._launch",
+            launcher_sources(),
+            define_macros=[("Py_LIMITED_API", "0x030A0000")],
+            extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
+            libraries=["dl"],
+            py_limited_api=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

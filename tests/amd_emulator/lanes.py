@@ -1,0 +1,203 @@
+"""How vector instructions read and write lanes: DPP, SDWA, halves of registers (op_sel), clamp."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from .arithmetic import clamp_to_one
+from .decode import Instruction
+from .errors import EmulatorError
+from .operand import BITS, DTYPES, Operand, Reader, Value, expect, modify, raw_reader, reader
+from .wave import LANE, LANES, Wave
+
+_DPP_CONTROLS = (
+    "quad_perm",
+    *(f"row_{kind}" for kind in ("shl", "shr", "ror", "bcast", "newbcast", "mirror", "half_mirror")),
+    *(f"wave_{kind}" for kind in ("shl", "shr", "rol", "ror")),
+)
+DPP_MODIFIERS = (*_DPP_CONTROLS, "row_mask", "bank_mask", "bound_ctrl")
+SDWA_MODIFIERS = ("dst_sel", "dst_unused", "src0_sel", "src1_sel")
+# selector -> (first bit, bits)
+_SELECT = {
+    **{f"BYTE_{i}": (8 * i, 8) for i in range(4)},
+    **{f"WORD_{i}": (16 * i, 16) for i in range(2)},
+    "DWORD": (0, 32),
+}
+Writer = Callable[[Wave, Value], None]
+
+
+def dpp_sources(control: str, value: str) -> tuple[np.ndarray, np.ndarray]:
+    """The lane that each lane reads, and whether there is one (else the lane number means nothing)."""
+    row, lane_in_row = LANE & ~15, LANE & 15
+    everywhere = np.ones(LANES, np.bool_)
+    if control == "quad_perm":
+        picks = np.array([int(pick) for pick in value.strip("[]").split(",")])
+        return (LANE & ~3) + picks[LANE & 3], everywhere
+    if control == "row_mirror":
+        return row + 15 - lane_in_row, everywhere
+    if control == "row_half_mirror":
+        return row + (lane_in_row ^ 7), everywhere
+    amount = int(value)
+    if control == "row_shl":
+        return np.minimum(LANE + amount, 63), lane_in_row + amount < 16
+    if control == "row_shr":
+        return np.maximum(LANE - amount, 0), lane_in_row >= amount
+    if control == "row_ror":
+        return row + (lane_in_row - amount & 15), everywhere
+    if control == "row_newbcast":
+        return row + amount, everywhere
+    if control == "row_bcast" and amount == 15:
+        return np.maximum(row - 1, 0), row > 0
+    if control == "row_bcast" and amount == 31:
+        return np.full(LANES, 31), LANE > 31
+    if control.startswith("wave_") and amount == 1:
+        step = 1 if control.endswith("l") else -1
+        wraps = control.startswith("wave_ro")
+        source = LANE + step
+        return source & 63, everywhere if wraps else (source & 63) == source
+    raise EmulatorError(f"unknown DPP control {control}:{value}")
+
+
+def _dpp(instruction: Instruction) -> tuple[np.ndarray, np.ndarray] | None:
+    for control in _DPP_CONTROLS:
+        if control in instruction.modifiers:
+            return dpp_sources(control, instruction.modifiers[control])
+    return None
+
+
+def source(instruction: Instruction, position: int, slot: int, name: str) -> Reader:
+    """Read operand number `position` as type `name`; `slot` is its number among the sources."""
+    operand = Operand.parse(instruction.operands[position])
+    if instruction.sdwa and slot < 2:
+        return _sdwa_source(operand, instruction.modifiers.get(f"src{slot}_sel", "DWORD"), name)
+    if operand.sign_extend:
+        raise EmulatorError("sext() outside SDWA")
+    dpp = _dpp(instruction)
+    if dpp and slot == 0:
+        return modify(_dpp_source(operand, dpp, name, "bound_ctrl" in instruction.modifiers), operand, name)
+    high = BITS[name] == 16 and bool(instruction.bits("op_sel", 0, slot + 1)[slot])
+    return reader(operand, name, high)
+
+
+def _dpp_source(operand: Operand, dpp: tuple[np.ndarray, np.ndarray], name: str, zero: bool) -> Reader:
+    lane, exists = dpp
+    if operand.kind != "vector":
+        raise EmulatorError("DPP on an operand that is not a vector register")
+    read = raw_reader(operand, name)
+    if not zero:  # lanes without a source are not written at all
+        return lambda wave: read(wave)[lane]
+    nothing = DTYPES[name](0)
+    return lambda wave: np.where(exists & wave.lanes[lane], read(wave)[lane], nothing)
+
+
+def _sdwa_source(operand: Operand, selector: str, name: str) -> Reader:
+    if BITS[name] == 64:
+        raise EmulatorError("SDWA on a 64-bit operand")
+    first, bits = _SELECT[selector]
+    read = raw_reader(operand.unmodified(), "b32")
+    dtype, sign = DTYPES[name], np.uint32(1 << bits - 1)
+    mask, shift, sign_extend = np.uint32((1 << bits) - 1), np.uint32(first), operand.sign_extend
+    narrow = BITS[name] == 16
+
+    def select(wave: Wave) -> Value:
+        value = read(wave) >> shift & mask
+        if sign_extend:
+            value = (value ^ sign) - sign
+        return value.astype(np.uint16).view(dtype) if narrow else value.view(dtype)
+
+    return modify(select, operand, name)
+
+
+def written_lanes(instruction: Instruction) -> Callable[[Wave], np.ndarray] | None:
+    """The lanes that a DPP instruction writes; None where that is EXEC."""
+    dpp = _dpp(instruction)
+    if dpp is None:
+        return None
+    lane, exists = dpp
+    rows, banks = instruction.integer("row_mask", 15), instruction.integer("bank_mask", 15)
+    enabled = (rows >> (LANE >> 4) & banks >> ((LANE & 15) >> 2) & 1).astype(np.bool_)
+    if "bound_ctrl" in instruction.modifiers:
+        return lambda wave: wave.lanes & enabled
+    enabled = enabled & exists
+    return lambda wave: wave.lanes & enabled & wave.lanes[lane]
+
+
+def destination(instruction: Instruction, name: str, keep_high: bool = False) -> Writer:
+    """Write a result of type `name` to the first operand, in the lanes that the instruction writes.
+
+    A 16-bit result clears the high half of its register, or keeps it if `keep_high`.
+    """
+    write = _plain_destination(instruction, name, keep_high)
+    if "clamp" not in instruction.modifiers:
+        return write
+    if name[0] != "f":
+        raise EmulatorError("clamp on an integer result")
+    return lambda wave, value: write(wave, clamp_to_one(value))
+
+
+def _plain_destination(instruction: Instruction, name: str, keep_high: bool) -> Writer:
+    operand, bits = Operand.parse(instruction.operands[0]), BITS[name]
+    register = expect(operand, "vector", max(1, bits // 32))
+    lanes = written_lanes(instruction)
+    if bits == 64:
+        if lanes or instruction.sdwa:
+            raise EmulatorError("DPP or SDWA on a 64-bit result")
+        return lambda wave, value: wave.set_vectors(register, pair(value))
+    if bits == 16 or instruction.sdwa:
+        return _partial_destination(instruction, register, bits, keep_high)
+    if lanes:
+        return lambda wave, value: np.copyto(wave.vectors[register], value.view(np.uint32), where=lanes(wave))
+    if name == "f32":
+        return _float_destination(register)
+    return lambda wave, value: wave.set_vector(register, value.view(np.uint32))
+
+
+def _float_destination(register: int) -> Writer:
+    def write(wave: Wave, value: Value) -> None:
+        if wave.all_lanes:
+            wave.floats[register] = value
+        else:
+            np.copyto(wave.floats[register], value, where=wave.lanes)
+
+    return write
+
+
+def pair(value: Value) -> np.ndarray:
+    """64-bit values as uint32 of shape (2, 64), low words first."""
+    return np.ascontiguousarray(np.broadcast_to(value, LANES)).view(np.uint32).reshape(LANES, 2).T
+
+
+def _partial_destination(instruction: Instruction, register: int, bits: int, keep_high: bool) -> Writer:
+    """Place a result in some bits of the register; the others are zeroed or kept."""
+    first, width, keeps = 0, 32, False
+    if instruction.sdwa:
+        first, width = _SELECT[instruction.modifiers.get("dst_sel", "DWORD")]
+        unused = instruction.modifiers.get("dst_unused", "UNUSED_PAD")
+        if unused not in ("UNUSED_PAD", "UNUSED_PRESERVE"):
+            raise EmulatorError(f"dst_unused:{unused} is not implemented")
+        keeps = unused == "UNUSED_PRESERVE"
+    else:
+        sources = len(instruction.operands) - 1
+        selected = instruction.bits("op_sel", 0, sources + 1)[sources]
+        keeps = keep_high or bool(selected)
+        first, width = 16 * selected, 16 if keeps else 32
+    lanes = written_lanes(instruction)
+    pattern = np.uint16 if bits == 16 else np.uint32
+    shift, mask = np.uint32(first), np.uint32((1 << width) - 1)
+    kept = ~(mask << shift)
+
+    def write(wave: Wave, value: Value) -> None:
+        placed = (value.view(pattern).astype(np.uint32) & mask) << shift
+        if keeps:
+            placed = placed | wave.vectors[register] & kept
+        np.copyto(wave.vectors[register], placed, where=wave.lanes if lanes is None else lanes(wave))
+
+    return write
+
+
+def keeps_high_half(name: str) -> bool:
+    """Whether a 16-bit instruction keeps the high half of its result register: those of three operands do."""
+    return bool(re.match(r"v_(fma|fmac|mad|med3|min3|max3|div_fixup)_[fui]16$", name))

@@ -1,0 +1,224 @@
+"""One kernel of a code object, and launching it over a grid."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from build_tools.hsaco import CodeObject, KernelDescriptor
+
+from . import matrix, memory_access, scalar, vector
+from .decode import Instruction, disassemble
+from .errors import EmulatorError
+from .local_memory import LocalMemory
+from .memory import Memory
+from .scalar import END, Step
+from .wave import LANE, LANES, MASK32, POISON, Wave
+
+MAX_THREADS = 1024
+MAX_LOCAL_BYTES = 65536
+_PRELOAD_SKIP = 256  # bytes of code that load what a device with kernarg preload already has in registers
+# Fields of rsrc1: 32-bit and 16/64-bit rounding to nearest, denormals kept, NaN clamps to 0, IEEE NaNs.
+_FLOAT_MODE, _EXPECTED_FLOAT_MODE = 0xFF << 12, 0xF0 << 12
+_DX10_CLAMP = 1 << 21
+
+
+class WorkGroup:
+    """What the waves of a workgroup share."""
+
+    def __init__(self, memory: Memory, code_address: int, local_bytes: int) -> None:
+        self.memory = memory
+        self.code_address = code_address
+        self.local = LocalMemory(local_bytes)
+
+
+class Program:
+    """The kernel named `kernel` of the code object `image`, which must be for `arch` ("gfx90a", "gfx942")."""
+
+    def __init__(self, image: bytes, arch: str, kernel: str) -> None:
+        code = CodeObject(image)
+        if code.arch != arch:
+            raise EmulatorError(f"the code object is for {code.arch}, not {arch}")
+        self.arch = arch
+        self.descriptor: KernelDescriptor = code.kernels[kernel]
+        self._check_descriptor()
+        self._image = bytearray(max(address + size for address, _, size in code.segments))
+        for address, data, _ in code.segments:
+            self._image[address : address + len(data)] = data
+        self.instructions: list[Instruction] = disassemble(image, arch)
+        self._index_of = {instruction.address: i for i, instruction in enumerate(self.instructions)}
+        # Instructions are translated when they are first reached.
+        self._steps: list[Step] = [self._translation(i) for i in range(len(self.instructions))]
+
+    def _check_descriptor(self) -> None:
+        descriptor = self.descriptor
+        if descriptor.private_segment_bytes:
+            raise EmulatorError(f"{descriptor.name} uses scratch memory, which is not implemented")
+        if descriptor.rsrc1 & _FLOAT_MODE != _EXPECTED_FLOAT_MODE or not descriptor.rsrc1 & _DX10_CLAMP:
+            raise EmulatorError(f"{descriptor.name} asks for a floating-point mode that is not implemented")
+
+    def _translation(self, index: int) -> Step:
+        def translate_and_run(wave: Wave) -> int | None:
+            step = build_step(self.instructions[index], self.arch)
+            self._steps[index] = step
+            return step(wave)
+
+        return translate_and_run
+
+    def launch(
+        self,
+        memory: Memory,
+        grid: tuple[int, int, int],
+        arguments: Sequence[int | float | bytes],
+        threads: int,
+        shared: int,
+        max_instructions: int = 50_000_000,
+    ) -> int:
+        """Run the kernel; returns the number of instructions that its waves executed.
+
+        `arguments` are in kernarg order, pointers being addresses from `memory`; those left out at the end,
+        Triton's scratch pointers, are null. `threads` is the block size in work-items, a multiple of 64;
+        `shared` the bytes of dynamic LDS. Workgroups run one after the other, so they can't wait for each
+        other. Raises EmulatorError, for more than `max_instructions` too.
+        """
+        descriptor = self.descriptor
+        if threads % LANES or not 0 < threads <= MAX_THREADS:
+            raise EmulatorError(f"a block of {threads} work-items is not possible")
+        local_bytes = descriptor.group_segment_bytes + shared
+        if local_bytes > MAX_LOCAL_BYTES:
+            raise EmulatorError(f"{local_bytes} bytes of LDS, a workgroup has {MAX_LOCAL_BYTES}")
+        kernarg = pack_arguments(descriptor, arguments)
+        executed = 0
+        with (
+            np.errstate(all="ignore"),
+            memory.holding(bytes(self._image), "the code object") as code_address,
+            memory.holding(kernarg, "the kernel's arguments") as kernarg_address,
+        ):
+            registers, entry = self._user_registers(kernarg_address, kernarg)
+            for z, y, x in np.ndindex(grid[::-1]):
+                group = WorkGroup(memory, code_address, local_bytes)
+                waves = [self._wave(group, i, registers, (x, y, z), entry) for i in range(threads // LANES)]
+                executed += self._run(group, waves, (x, y, z), max_instructions - executed)
+        return executed
+
+    def _user_registers(self, kernarg_address: int, kernarg: bytes) -> tuple[list[int], int]:
+        """The scalar registers that the packet processor sets, in the order of LLVM's AMDGPU usage guide, and
+        the index of the first instruction. What the emulator can't give is poison."""
+        # Private segment buffer, dispatch and queue pointers, kernarg, dispatch id, scratch, scratch size.
+        sizes = (4, 2, 2, 2, 2, 2, 1)
+        registers: list[int] = []
+        for bit, size in enumerate(sizes):
+            if self.descriptor.properties >> bit & 1:
+                is_kernarg = bit == 3
+                registers += (
+                    [kernarg_address & MASK32, kernarg_address >> 32] if is_kernarg else [POISON] * size
+                )
+        count, first = self.descriptor.kernarg_preload & 0x7F, self.descriptor.kernarg_preload >> 7
+        entry = self.descriptor.entry_address
+        if count:
+            registers += struct.unpack_from(f"<{count}I", kernarg + bytes(4 * count), 4 * first)
+            entry += _PRELOAD_SKIP
+        return registers, self._index(entry)
+
+    def _wave(
+        self, group: WorkGroup, index: int, registers: list[int], position: tuple[int, int, int], entry: int
+    ) -> Wave:
+        wave = Wave(group, index)
+        wave.pc = entry
+        wave.scalars[: len(registers)] = registers
+        next_register = max(len(registers), self.descriptor.rsrc2 >> 1 & 0x1F)
+        for bit, coordinate in zip((7, 8, 9), position, strict=True):
+            if self.descriptor.rsrc2 >> bit & 1:
+                wave.scalars[next_register] = coordinate
+                next_register += 1
+        wave.vectors[0] = LANE + LANES * index
+        return wave
+
+    def _index(self, address: int) -> int:
+        if address not in self._index_of:
+            raise EmulatorError(f"jump to {address:#x}, where no instruction starts")
+        return self._index_of[address]
+
+    def _run(self, group: WorkGroup, waves: list[Wave], position: tuple[int, int, int], limit: int) -> int:
+        """Run each wave to the next barrier or to its end, until all have ended."""
+        executed = 0
+        while running := [wave for wave in waves if not wave.done]:
+            for wave in running:
+                executed += self._advance(wave, position, limit - executed)
+            ended = sum(wave.done for wave in running)
+            if 0 < ended < len(running):
+                raise EmulatorError(
+                    f"workgroup {position}: {ended} waves ended while others wait at a barrier"
+                )
+            group.local.barrier()
+        return executed
+
+    def _advance(self, wave: Wave, position: tuple[int, int, int], limit: int) -> int:
+        steps, pc, executed = self._steps, wave.pc, 0
+        try:
+            while True:
+                executed += 1
+                target = steps[pc](wave)
+                if target is None:
+                    pc += 1
+                elif target >= 0:
+                    pc = self._index(target)
+                    if executed > limit:
+                        raise EmulatorError("too many instructions: an endless loop?")
+                else:
+                    wave.pc, wave.done = pc + 1, target == END
+                    return executed
+        except EmulatorError as error:
+            where = f"workgroup {position}, wave {wave.index}"
+            if pc >= len(steps):
+                raise EmulatorError(f"{where}: ran past the end of the code") from error
+            instruction = self.instructions[pc]
+            raise EmulatorError(f"{where}, {instruction.address:#x} {instruction.text}: {error}") from error
+
+
+_FAMILIES: dict[str, Callable[[Instruction], Step]] = {
+    "s": scalar.build,
+    "v": vector.build,
+    "global": memory_access.build,
+    "flat": memory_access.build,
+    "buffer": memory_access.build,
+    "ds": memory_access.build_local,
+}
+
+
+def build_step(instruction: Instruction, arch: str) -> Step:
+    """The closure that executes an instruction; EmulatorError if it is not implemented."""
+    if instruction.name.startswith("v_mfma_"):
+        return matrix.build(instruction, arch)
+    family = instruction.name.partition("_")[0]
+    if family not in _FAMILIES:
+        raise EmulatorError("unknown instruction")
+    return _FAMILIES[family](instruction)
+
+
+def pack_arguments(descriptor: KernelDescriptor, arguments: Sequence[int | float | bytes]) -> bytes:
+    """The kernarg segment, by the offsets and sizes in the metadata; missing ones at the end are 0."""
+    fields = [
+        field
+        for field in descriptor.metadata.get(".args", ())
+        if not field[".value_kind"].startswith("hidden_")
+    ]
+    if len(arguments) > len(fields):
+        raise EmulatorError(f"{len(arguments)} arguments for {len(fields)} parameters of {descriptor.name}")
+    packed = bytearray(descriptor.kernarg_bytes)
+    for position, (field, value) in enumerate(zip(fields, arguments, strict=False)):
+        size = field[".size"]
+        if isinstance(value, float):
+            data = struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], value)
+        elif isinstance(value, bytes):
+            data = value
+        else:
+            data = int(value).to_bytes(size, "little", signed=value < 0)
+        if len(data) != size:
+            raise EmulatorError(
+                f"argument {position} of {descriptor.name} has {len(data)} bytes instead of {size}"
+            )
+        packed[field[".offset"] : field[".offset"] + size] = data
+    return bytes(packed)

@@ -1,0 +1,369 @@
+"""Scalar instructions: arithmetic, comparisons, EXEC masks, branches and constant loads.
+
+Scalar registers are Python ints, so an operation is a function on ints; what it sets SCC to is part of its
+table.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import struct
+from collections.abc import Callable
+
+from .decode import Instruction
+from .errors import EmulatorError
+from .operand import Operand, expect
+from .wave import EXEC, MASK32, MASK64, VCC, Wave
+
+# What a step returns instead of None (go on) or an address (branch).
+BARRIER, END = -1, -2
+Step = Callable[[Wave], "int | None"]
+Read = Callable[[Wave], int]
+
+# These wait, hint or write caches back: the emulator has no pipeline and no caches.
+_NO_EFFECT = frozenset(
+    {"s_nop", "s_waitcnt", "s_setprio", "s_sleep", "s_icache_inv"}
+    | {"s_dcache_inv", "s_dcache_inv_vol", "s_dcache_wb", "s_dcache_wb_vol"}
+)
+_COMPARE = {
+    "eq": operator.eq,
+    "lg": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+_BRANCH: dict[str, Callable[[Wave], bool]] = {
+    "s_branch": lambda wave: True,
+    "s_cbranch_scc0": lambda wave: not wave.scc,
+    "s_cbranch_scc1": lambda wave: bool(wave.scc),
+    "s_cbranch_vccz": lambda wave: wave.scalar64(VCC) == 0,
+    "s_cbranch_vccnz": lambda wave: wave.scalar64(VCC) != 0,
+    "s_cbranch_execz": lambda wave: wave.scalar64(EXEC) == 0,
+    "s_cbranch_execnz": lambda wave: wave.scalar64(EXEC) != 0,
+}
+_LOGIC: dict[str, Callable[[int, int], int]] = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "andn1": lambda a, b: ~a & b,
+    "andn2": lambda a, b: a & ~b,
+    "orn1": lambda a, b: ~a | b,
+    "orn2": lambda a, b: a | ~b,
+    "nand": lambda a, b: ~(a & b),
+    "nor": lambda a, b: ~(a | b),
+    "xnor": lambda a, b: ~(a ^ b),
+}
+
+
+def signed(value: int, bits: int) -> int:
+    """The two's complement meaning of the low bits of a value."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> bits - 1 else value
+
+
+def _bit_field(value: int, control: int, bits: int, sign: bool) -> int:
+    """Extract control[22:16] bits of a value from bit control[5:0] (32-bit: [4:0])."""
+    width = control >> 16 & 0x7F
+    field = value >> (control & bits - 1) & (1 << width) - 1
+    return signed(field, width) if sign and width else field
+
+
+def _bit_length(value: int, bits: int, sign: bool) -> int:
+    """flbit: leading zeros, or for a signed value copies of the sign bit; -1 if there is nothing else."""
+    if sign and value >> bits - 1:
+        value = ~value & (1 << bits) - 1
+    return bits - value.bit_length() if value else -1
+
+
+# op -> (function of (a, width in bits), SCC is set to result != 0, width of the result: None for that of a)
+_UNARY: dict[str, tuple[Callable[[int, int], int], bool, int | None]] = {
+    "mov": (lambda a, bits: a, False, None),
+    "not": (lambda a, bits: ~a, True, None),
+    "brev": (lambda a, bits: int(f"{a:0{bits}b}"[::-1], 2), False, None),
+    "abs": (lambda a, bits: abs(signed(a, bits)), True, None),
+    "wqm": (lambda a, bits: sum(0xF << i for i in range(0, bits, 4) if a >> i & 0xF), True, None),
+    "bcnt0_i32": (lambda a, bits: bits - a.bit_count(), True, 32),
+    "bcnt1_i32": (lambda a, bits: a.bit_count(), True, 32),
+    "ff0_i32": (lambda a, bits: (~a & a + 1).bit_length() - 1 if a != (1 << bits) - 1 else -1, False, 32),
+    "ff1_i32": (lambda a, bits: (a & -a).bit_length() - 1, False, 32),
+    "flbit_i32": (lambda a, bits: _bit_length(a, bits, sign=False), False, 32),
+}
+# op -> (function of (a, b, width in bits), SCC is set to result != 0, width of b: None for that of a)
+_BINARY: dict[str, tuple[Callable[[int, int, int], int], bool, int | None]] = {
+    **{op: (lambda a, b, bits, f=f: f(a, b), True, None) for op, f in _LOGIC.items()},  # type: ignore[misc]
+    "lshl": (lambda a, b, bits: a << (b & bits - 1), True, 32),
+    "lshr": (lambda a, b, bits: a >> (b & bits - 1), True, 32),
+    "ashr": (lambda a, b, bits: signed(a, bits) >> (b & bits - 1), True, 32),
+    "bfm": (lambda a, b, bits: (1 << (a & bits - 1)) - 1 << (b & bits - 1), False, 32),
+    "mul": (lambda a, b, bits: a * b, False, None),
+}
+# Whole names, 32 bits: (function, SCC is set to result != 0)
+_NAMED: dict[str, tuple[Callable[..., int], bool]] = {
+    "s_mul_hi_u32": (lambda a, b: a * b >> 32, False),
+    "s_mul_hi_i32": (lambda a, b: signed(a, 32) * signed(b, 32) >> 32, False),
+    "s_sext_i32_i8": (lambda a: signed(a, 8), False),
+    "s_sext_i32_i16": (lambda a: signed(a, 16), False),
+    "s_flbit_i32": (lambda a: _bit_length(a, 32, sign=True), False),
+    "s_pack_ll_b32_b16": (lambda a, b: a & 0xFFFF | (b & 0xFFFF) << 16, False),
+    "s_pack_lh_b32_b16": (lambda a, b: a & 0xFFFF | b & 0xFFFF0000, False),
+    "s_pack_hh_b32_b16": (lambda a, b: a >> 16 | b & 0xFFFF0000, False),
+    "s_absdiff_i32": (lambda a, b: abs(signed(a, 32) - signed(b, 32)), True),
+}
+
+
+def build(instruction: Instruction) -> Step:
+    """The step that executes a scalar instruction."""
+    name = instruction.name
+    if name in _NO_EFFECT:
+        return lambda wave: None
+    if name in ("s_endpgm", "s_barrier"):
+        signal = END if name == "s_endpgm" else BARRIER
+        return lambda wave: signal
+    if name in _BRANCH:
+        instruction.expect(1)
+        taken = _BRANCH[name]
+        target = instruction.address + 4 + 4 * signed(int(instruction.operands[0], 0), 16)
+        return lambda wave: target if taken(wave) else None
+    if name.startswith("s_load_dword"):
+        return _load(instruction)
+    instruction.allow()
+    operands = [Operand.parse(text) for text in instruction.operands]
+    if name in ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64"):
+        return _program_counter(instruction, operands)
+    if match := re.fullmatch(r"s_(mov|add|mul|cmov|cmp)k_(?:(\w\w)_)?([iu])32", name):
+        return _short_constant(operands, match[1], match[2], signed_constant=match[3] == "i")
+    if match := re.fullmatch(r"s_cmp_(\w\w)_([iu])(32|64)", name):
+        instruction.expect(2)
+        return _compare(operands, _COMPARE[match[1]], int(match[3]), match[2] == "i")
+    if match := re.fullmatch(r"s_bitcmp([01])_b(32|64)", name):
+        instruction.expect(2)
+        return _bit_compare(operands, int(match[1]), int(match[2]))
+    return _arithmetic(instruction, operands)
+
+
+def _arithmetic(instruction: Instruction, operands: list[Operand]) -> Step:
+    """Instructions with a destination and one or two sources."""
+    name = instruction.name
+    if name in _NAMED:
+        function, sets_scc = _NAMED[name]
+        instruction.expect(1 + function.__code__.co_argcount)
+        return _assign(operands, function, 32, 32, sets_scc, [32] * (len(operands) - 1))
+    match = re.fullmatch(r"s_(\w+?)_([iub])(32|64)", name)
+    if not match:
+        raise EmulatorError("unknown scalar instruction")
+    op, sign, bits = match[1], match[2] == "i", int(match[3])
+    if op.endswith("_saveexec") and op.removesuffix("_saveexec") in _LOGIC and bits == 64:
+        instruction.expect(2)
+        return _save_exec(operands, _LOGIC[op.removesuffix("_saveexec")])
+    if op in _UNARY:
+        instruction.expect(2)
+        unary, sets_scc, width = _UNARY[op]
+        return _assign(operands, lambda a: unary(a, bits), bits, width or bits, sets_scc, [bits])
+    instruction.expect(3) if op != "cmov" else instruction.expect(2)
+    if op in _BINARY:
+        binary, sets_scc, width = _BINARY[op]
+        first = 32 if op == "bfm" else bits
+        return _assign(
+            operands, lambda a, b: binary(a, b, bits), bits, bits, sets_scc, [first, width or bits]
+        )
+    if op == "bfe":
+        return _assign(operands, lambda a, b: _bit_field(a, b, bits, sign), bits, bits, True, [bits, 32])
+    if op in ("add", "sub", "addc", "subb") and bits == 32:
+        return _add(operands, op, overflow=sign)
+    if op in ("min", "max") and bits == 32:
+        return _extremum(operands, min if op == "min" else max, sign)
+    if op in ("cselect", "cmov"):
+        return _select(operands, bits)
+    if (shift := re.fullmatch(r"lshl([1-4])_add", op)) and bits == 32:
+        return _shift_add(operands, int(shift[1]))
+    raise EmulatorError("unknown scalar instruction")
+
+
+def _read_bits(operand: Operand, bits: int, sign: bool) -> Read:
+    if operand.kind == "scalar":
+        register = expect(operand, "scalar", bits // 32)
+        if bits == 64:
+            return lambda wave: wave.scalar64(register)
+        return lambda wave: wave.scalars[register]
+    if operand.kind == "scc":
+        return lambda wave: wave.scc
+    constant = operand.constant_bits(f"{'i' if sign else 'b'}{bits}")
+    return lambda wave: constant
+
+
+def _read(operand: Operand, bits: int, sign: bool = False) -> Read:
+    if operand != operand.unmodified():
+        raise EmulatorError("modifier on a scalar operand")
+    read = _read_bits(operand, bits, sign)
+    return (lambda wave: signed(read(wave), bits)) if sign else read
+
+
+def _write(operand: Operand, bits: int) -> Callable[[Wave, int], None]:
+    register = expect(operand, "scalar", bits // 32)
+    if bits == 64:
+        return lambda wave, value: wave.set_scalar64(register, value)
+    return lambda wave, value: wave.set_scalar(register, value)
+
+
+def _assign(
+    operands: list[Operand],
+    function: Callable[..., int],
+    bits: int,
+    result_bits: int,
+    sets_scc: bool,
+    source_bits: list[int],
+) -> Step:
+    sources = [_read(operand, width) for operand, width in zip(operands[1:], source_bits, strict=True)]
+    write, mask = _write(operands[0], result_bits), (1 << result_bits) - 1
+
+    def step(wave: Wave) -> None:
+        result = function(*[source(wave) for source in sources]) & mask
+        if sets_scc:
+            wave.scc = int(result != 0)
+        write(wave, result)
+
+    return step
+
+
+def _add(operands: list[Operand], op: str, overflow: bool) -> Step:
+    """SCC is the carry or borrow; for the signed forms it is the overflow."""
+    write, a, b = _write(operands[0], 32), _read(operands[1], 32), _read(operands[2], 32)
+    sign, carries = -1 if op.startswith("sub") else 1, op in ("addc", "subb")
+
+    def step(wave: Wave) -> None:
+        x, y, carry = a(wave), b(wave), wave.scc if carries else 0
+        if overflow:
+            exact = signed(x, 32) + sign * signed(y, 32)
+            wave.scc = int(not -(1 << 31) <= exact < 1 << 31)
+        else:
+            exact = x + sign * (y + carry)
+            wave.scc = int(not 0 <= exact <= MASK32)
+        write(wave, exact)
+
+    return step
+
+
+def _extremum(operands: list[Operand], choose: Callable[[int, int], int], sign: bool) -> Step:
+    """SCC says that the first operand was taken: for min it must be smaller, for max greater."""
+    write, a, b = _write(operands[0], 32), _read(operands[1], 32, sign), _read(operands[2], 32, sign)
+
+    def step(wave: Wave) -> None:
+        x, y = a(wave), b(wave)
+        result = choose(x, y)
+        wave.scc = int(result == x and x != y)
+        write(wave, result)
+
+    return step
+
+
+def _select(operands: list[Operand], bits: int) -> Step:
+    """cselect takes the first source if SCC, else the second; cmov leaves the destination instead."""
+    write, taken = _write(operands[0], bits), _read(operands[1], bits)
+    other = _read(operands[2] if len(operands) > 2 else operands[0], bits)
+    return lambda wave: write(wave, taken(wave) if wave.scc else other(wave))
+
+
+def _shift_add(operands: list[Operand], shift: int) -> Step:
+    write, a, b = _write(operands[0], 32), _read(operands[1], 32), _read(operands[2], 32)
+
+    def step(wave: Wave) -> None:
+        result = (a(wave) << shift) + b(wave)
+        wave.scc = int(result > MASK32)
+        write(wave, result)
+
+    return step
+
+
+def _compare(operands: list[Operand], compare: Callable[[int, int], bool], bits: int, sign: bool) -> Step:
+    a, b = _read(operands[0], bits, sign), _read(operands[1], bits, sign)
+
+    def step(wave: Wave) -> None:
+        wave.scc = int(compare(a(wave), b(wave)))
+
+    return step
+
+
+def _bit_compare(operands: list[Operand], wanted: int, bits: int) -> Step:
+    a, b = _read(operands[0], bits), _read(operands[1], 32)
+
+    def step(wave: Wave) -> None:
+        wave.scc = int(a(wave) >> (b(wave) & bits - 1) & 1 == wanted)
+
+    return step
+
+
+def _short_constant(operands: list[Operand], op: str, condition: str | None, signed_constant: bool) -> Step:
+    """SOPK: a register and a 16-bit constant, sign-extended except for unsigned comparisons."""
+    if len(operands) != 2 or operands[1].kind != "integer" or (op == "cmp") != (condition in _COMPARE):
+        raise EmulatorError("unknown scalar instruction")
+    raw = int(operands[1].value) & 0xFFFF
+    value = signed(raw, 16) if signed_constant else raw
+    constant = Operand("integer", value=value & MASK32)
+    destination = operands[0]
+    if op == "cmp":
+        return _compare([destination, constant], _COMPARE[str(condition)], 32, signed_constant)
+    if op == "add":
+        return _add([destination, destination, constant], "add", overflow=True)
+    if op == "cmov":
+        return _select([destination, constant], 32)
+    if op == "mul":
+        return _assign([destination, destination, constant], operator.mul, 32, 32, False, [32, 32])
+    return _assign([destination, constant], lambda a: a, 32, 32, False, [32])
+
+
+def _save_exec(operands: list[Operand], function: Callable[[int, int], int]) -> Step:
+    write, source = _write(operands[0], 64), _read(operands[1], 64)
+
+    def step(wave: Wave) -> None:
+        old = wave.scalar64(EXEC)
+        new = function(source(wave), old) & MASK64
+        write(wave, old)
+        wave.set_exec(new)
+        wave.scc = int(new != 0)
+
+    return step
+
+
+def _program_counter(instruction: Instruction, operands: list[Operand]) -> Step:
+    """Addresses in registers are device addresses; a step's address is one in the code object."""
+    after = instruction.address + instruction.size
+    if instruction.name == "s_getpc_b64":
+        instruction.expect(1)
+        write = _write(operands[0], 64)
+        return lambda wave: write(wave, wave.group.code_address + after)
+    target = _read(operands[-1], 64)
+    if instruction.name == "s_setpc_b64":
+        instruction.expect(1)
+        return lambda wave: target(wave) - wave.group.code_address
+    instruction.expect(2)
+    save = _write(operands[0], 64)
+
+    def swap(wave: Wave) -> int:
+        address = target(wave) - wave.group.code_address
+        save(wave, wave.group.code_address + after)
+        return address
+
+    return swap
+
+
+def _load(instruction: Instruction) -> Step:
+    instruction.expect(3)
+    instruction.allow("offset", "glc")
+    match = re.fullmatch(r"s_load_dword(?:x(2|4|8|16))?", instruction.name)
+    if not match:
+        raise EmulatorError("unknown scalar load")
+    count = int(match[1] or 1)
+    destination, base, offset = (Operand.parse(text) for text in instruction.operands)
+    first = expect(destination, "scalar", count)
+    pair = expect(base, "scalar", 2)
+    constant = instruction.integer("offset") + (int(offset.value) if offset.kind == "integer" else 0)
+    variable = _read(offset, 32) if offset.kind == "scalar" else None
+
+    def step(wave: Wave) -> None:
+        address = wave.scalar64(pair) + constant + (variable(wave) if variable else 0)
+        data = wave.group.memory.read(address, 4 * count)
+        wave.scalars[first : first + count] = struct.unpack(f"<{count}I", data)
+
+    return step

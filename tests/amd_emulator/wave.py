@@ -1,0 +1,84 @@
+"""The state of one wave: registers, the EXEC mask, the program counter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .program import WorkGroup
+
+LANES = 64
+LANE = np.arange(LANES)
+MASK32, MASK64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+# Numbers of special registers in the scalar register file.
+VCC, M0, EXEC = 106, 124, 126
+FIRST_ACCUMULATOR = 256
+# What registers hold before they are written: a large negative number as an integer, and as a float too.
+POISON = 0xDEADBEEF
+
+
+def lanes_of(mask: int) -> np.ndarray:
+    """A 64-bit mask as one bool a lane."""
+    return np.unpackbits(np.frombuffer(mask.to_bytes(8, "little"), np.uint8), bitorder="little").view(
+        np.bool_
+    )
+
+
+def mask_of(lanes: np.ndarray) -> int:
+    """One bool a lane as a 64-bit mask."""
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
+
+
+class Wave:
+    """64 lanes in lockstep.
+
+    `scalars` holds Python ints of 32 bits; `vectors` is uint32 of shape (512, 64), VGPRs then AGPRs; `lanes`
+    is EXEC as bools, and `all_lanes` says that it is full. `floats` is `vectors` seen as float32.
+    """
+
+    __slots__ = ("all_lanes", "done", "floats", "group", "index", "lanes", "pc", "scalars", "scc", "vectors")
+
+    def __init__(self, group: WorkGroup | None, index: int) -> None:
+        self.group: Any = group
+        self.index = index
+        self.scalars = [POISON] * 128
+        self.vectors = np.full((2 * FIRST_ACCUMULATOR, LANES), POISON, np.uint32)
+        self.floats = self.vectors.view(np.float32)
+        self.scc = 0
+        self.pc = 0
+        self.done = False
+        self.set_exec(MASK64)
+
+    def set_exec(self, mask: int) -> None:
+        self.scalars[EXEC], self.scalars[EXEC + 1] = mask & MASK32, mask >> 32
+        self.all_lanes = mask == MASK64
+        self.lanes = lanes_of(mask)
+
+    def scalar64(self, register: int) -> int:
+        return self.scalars[register] | self.scalars[register + 1] << 32
+
+    def set_scalar(self, register: int, value: int) -> None:
+        self.scalars[register] = value & MASK32
+        if register in (EXEC, EXEC + 1):
+            self.set_exec(self.scalar64(EXEC))
+
+    def set_scalar64(self, register: int, value: int) -> None:
+        self.scalars[register], self.scalars[register + 1] = value & MASK32, value >> 32 & MASK32
+        if register == EXEC:
+            self.set_exec(value & MASK64)
+
+    def set_vector(self, register: int, bits: Any) -> None:
+        """Write uint32 values, one a lane or one for all, to the active lanes of a vector register."""
+        if self.all_lanes:
+            self.vectors[register] = bits
+        else:
+            np.copyto(self.vectors[register], bits, where=self.lanes)
+
+    def set_vectors(self, register: int, rows: np.ndarray) -> None:
+        """Write uint32 of shape (n, 64) to the active lanes of n vector registers."""
+        if self.all_lanes:
+            self.vectors[register : register + len(rows)] = rows
+        else:
+            np.copyto(self.vectors[register : register + len(rows)], rows, where=self.lanes)

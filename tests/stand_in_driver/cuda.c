@@ -1,0 +1,138 @@
+/* The stand-in's libcuda. */
+#include "driver.h"
+
+#include <stddef.h>
+
+/* A handle is not its ordinal, though in the real driver it is: nothing says that it must be. */
+enum { FIRST_HANDLE = 100 };
+
+#define ENTER(device)                           \
+    do {                                        \
+        int code = note_call(__func__, device); \
+        if (code != SUCCESS) return code;       \
+    } while (0)
+
+int cuInit(unsigned flags) {
+    ENTER(NO_DEVICE);
+    return flags == 0 ? SUCCESS : INVALID_VALUE;
+}
+
+int cuDriverGetVersion(int *version) {
+    ENTER(NO_DEVICE);
+    *version = 12040;
+    return SUCCESS;
+}
+
+int cuDeviceGetCount(int *count) {
+    ENTER(NO_DEVICE);
+    *count = DEVICES;
+    return SUCCESS;
+}
+
+int cuDeviceGet(int *handle, int ordinal) {
+    ENTER(ordinal);
+    *handle = ordinal + FIRST_HANDLE;
+    return SUCCESS;
+}
+
+int cuGetErrorName(int code, const char **name) {
+    *name = name_of(code, "CUDA_ERROR_");
+    return *name != NULL ? SUCCESS : INVALID_VALUE;
+}
+
+int cuGetErrorString(int code, const char **text) {
+    *text = NULL;
+    if (code == INVALID_IMAGE) *text = "device kernel image is invalid";
+    if (code == NOT_FOUND) *text = "named symbol not found";
+    return *text != NULL ? SUCCESS : INVALID_VALUE;
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int handle) {
+    ENTER(handle - FIRST_HANDLE);
+    __atomic_add_fetch(&retained[handle - FIRST_HANDLE], 1, __ATOMIC_SEQ_CST);
+    *context = (void *)(uintptr_t)handle;
+    return SUCCESS;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int handle) {
+    ENTER(handle - FIRST_HANDLE);
+    __atomic_sub_fetch(&retained[handle - FIRST_HANDLE], 1, __ATOMIC_SEQ_CST);
+    return SUCCESS;
+}
+
+int cuCtxPushCurrent_v2(void *context) {
+    ENTER((int)(uintptr_t)context - FIRST_HANDLE);
+    contexts[++context_depth] = (int)(uintptr_t)context - FIRST_HANDLE;
+    return SUCCESS;
+}
+
+int cuCtxPopCurrent_v2(void **context) {
+    ENTER(contexts[context_depth]);
+    if (context_depth == 0) return INVALID_CONTEXT;
+    *context = (void *)(uintptr_t)(contexts[context_depth--] + FIRST_HANDLE);
+    return SUCCESS;
+}
+
+int cuCtxGetDevice(int *handle) {
+    ENTER(contexts[context_depth]);
+    if (contexts[context_depth] == NO_DEVICE) return INVALID_CONTEXT;
+    *handle = contexts[context_depth] + FIRST_HANDLE;
+    return SUCCESS;
+}
+
+int cuLibraryLoadData(void **library, const void *image, void *jit_options, void **jit_values, unsigned jit_count,
+                      void *options, void **values, unsigned count) {
+    ENTER(NO_DEVICE);
+    if (jit_options || jit_values || jit_count || options || values || count) return INVALID_VALUE;
+    return load_image(library, image);
+}
+
+int cuLibraryGetKernel(void **kernel, void *library, const char *name) {
+    ENTER(NO_DEVICE);
+    return find_kernel(kernel, library, name, NO_DEVICE);
+}
+
+int cuLibraryUnload(void *library) {
+    ENTER(NO_DEVICE);
+    return unload(library);
+}
+
+int cuKernelSetAttribute(int attribute, int value, void *kernel, int handle) {
+    ENTER(handle - FIRST_HANDLE);
+    if (attribute != 8 || value > 227 * 1024) return INVALID_VALUE;
+    ((Kernel *)kernel)->shared_limit[handle - FIRST_HANDLE] = value;
+    return SUCCESS;
+}
+
+int cuKernelGetFunction(void **function, void *kernel) {
+    ENTER(contexts[context_depth]);
+    if (contexts[context_depth] == NO_DEVICE) return INVALID_CONTEXT;
+    *function = (char *)kernel + 1;
+    return SUCCESS;
+}
+
+int cuFuncLoad(void *function) {
+    ENTER(contexts[context_depth]);
+    return ((uintptr_t)function & 1) != 0 ? SUCCESS : INVALID_HANDLE;
+}
+
+static int cuda_launch(void *kernel_or_null, const uint32_t dimensions[7], int cooperative, void *stream,
+                       void **parameters) {
+    Kernel *kernel = kernel_or_null;
+    int device = contexts[context_depth];
+    if (kernel == NULL) return INVALID_HANDLE;
+    if (device == NO_DEVICE) return INVALID_CONTEXT;
+    if (dimensions[6] > 48 * 1024 && (int)dimensions[6] > kernel->shared_limit[device]) return INVALID_VALUE;
+    record_launch(kernel, dimensions, device, cooperative, stream, parameters);
+    return SUCCESS;
+}
+
+int cuLaunchKernel(LAUNCH_ARGUMENTS, void **extra) {
+    ENTER(contexts[context_depth]);
+    return extra != NULL ? INVALID_VALUE : cuda_launch(kernel, DIMENSIONS, 0, stream, parameters);
+}
+
+int cuLaunchCooperativeKernel(LAUNCH_ARGUMENTS) {
+    ENTER(contexts[context_depth]);
+    return cuda_launch(kernel, DIMENSIONS, 1, stream, parameters);
+}

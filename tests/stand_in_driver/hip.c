@@ -1,0 +1,94 @@
+/* The stand-in's libamdhip64. A failure is also the thread's last error, until somebody asks for it. */
+#include "driver.h"
+
+#include <stddef.h>
+
+static int hip_result(int code) {
+    if (code != SUCCESS) last_error = code;
+    return code;
+}
+
+#define HIP_ENTER()                                   \
+    do {                                              \
+        int code = note_call(__func__, hip_device);   \
+        if (code != SUCCESS) return hip_result(code); \
+    } while (0)
+
+int hipInit(unsigned flags) {
+    HIP_ENTER();
+    return hip_result(flags == 0 ? SUCCESS : INVALID_VALUE);
+}
+
+int hipRuntimeGetVersion(int *version) {
+    HIP_ENTER();
+    *version = 60342134;
+    return SUCCESS;
+}
+
+int hipGetDeviceCount(int *count) {
+    HIP_ENTER();
+    *count = DEVICES;
+    return SUCCESS;
+}
+
+int hipGetDevice(int *device) {
+    HIP_ENTER();
+    *device = hip_device;
+    return SUCCESS;
+}
+
+int hipSetDevice(int device) {
+    HIP_ENTER();
+    if (device < 0 || device >= DEVICES) return hip_result(INVALID_VALUE);
+    hip_device = device;
+    return SUCCESS;
+}
+
+int hipGetLastError(void) {
+    int code = last_error;
+    last_error = SUCCESS;
+    return code;
+}
+
+const char *hipGetErrorName(int code) {
+    const char *name = name_of(code, "hipError");
+    return name != NULL ? name : "hipErrorUnknown";
+}
+
+const char *hipGetErrorString(int code) {
+    return code == INVALID_IMAGE ? "device kernel image is invalid" : "unknown error";
+}
+
+int hipModuleLoadData(void **module, const void *image) {
+    HIP_ENTER();
+    return hip_result(load_image(module, image));
+}
+
+int hipModuleGetFunction(void **function, void *module, const char *name) {
+    HIP_ENTER();
+    return hip_result(find_kernel(function, module, name, hip_device));
+}
+
+int hipModuleUnload(void *module) {
+    HIP_ENTER();
+    return hip_result(unload(module));
+}
+
+static int hip_launch(void *function, const uint32_t dimensions[7], int cooperative, void *stream,
+                      void **parameters) {
+    Kernel *kernel = function;
+    if (kernel == NULL || kernel->device != hip_device) return hip_result(INVALID_HANDLE);
+    if ((uint64_t)dimensions[0] * dimensions[3] > UINT32_MAX) return hip_result(INVALID_VALUE);
+    record_launch(kernel, dimensions, hip_device, cooperative, stream, parameters);
+    return SUCCESS;
+}
+
+int hipModuleLaunchKernel(LAUNCH_ARGUMENTS, void **extra) {
+    HIP_ENTER();
+    return extra != NULL ? hip_result(INVALID_VALUE) : hip_launch(kernel, DIMENSIONS, 0, stream, parameters);
+}
+
+int hipModuleLaunchCooperativeKernel(LAUNCH_ARGUMENTS) {
+    HIP_ENTER();
+    return hip_launch(kernel, DIMENSIONS, 1, stream, parameters);
+}

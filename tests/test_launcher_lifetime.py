@@ -1,0 +1,270 @@
+"""The native launcher over time: threads, leaks, the end of the interpreter, and what one launch costs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stand_in import ROOT, StandIn, build_launcher, build_stand_in, image, import_launcher
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("launcher")
+    return build_launcher(folder), build_stand_in(folder)
+
+
+@pytest.fixture(scope="module")
+def native(built: tuple[Path, Path]) -> Any:
+    return import_launcher(built[0])
+
+
+@pytest.fixture(scope="module")
+def loaded_stand_in(built: tuple[Path, Path]) -> StandIn:
+    return StandIn(built[1])
+
+
+@pytest.fixture
+def stand_in(loaded_stand_in: StandIn) -> Iterator[StandIn]:
+    loaded_stand_in.reset()
+    yield loaded_stand_in
+    loaded_stand_in.reset()
+
+
+@pytest.fixture(params=["cuda", "hip"])
+def driver(request: pytest.FixtureRequest, native: Any, stand_in: StandIn) -> Any:
+    return native.Driver(request.param, stand_in.path)
+
+
+def load(driver: Any, signature: str) -> Any:
+    return driver.load(image(f"kernel={signature}"), "kernel", threads=128, shared=0, signature=signature)
+
+
+# ---- Threads ----
+
+
+def test_sixteen_threads_launch_a_fresh_kernel_at_once(driver: Any, stand_in: StandIn) -> None:
+    threads, launches = 16, 200
+    kernel = load(driver, "ilpf")
+    start = threading.Barrier(threads)
+
+    def work(thread: int) -> None:
+        start.wait()
+        for i in range(launches):
+            kernel.launch((thread + i) % 2, thread, i + 1, 1, 1, thread, -i, 2**40 + i, thread / 2)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+
+    seen = Counter((launch.stream, launch.grid[0] - 1) for launch in stand_in.launches())
+    assert seen == Counter((thread, i) for thread in range(threads) for i in range(launches))
+    for launch in stand_in.launches():
+        thread, i = launch.stream, launch.grid[0] - 1
+        assert launch.device == (thread + i) % 2
+        assert launch.unpack("ilpf") == (thread, -i, 2**40 + i, thread / 2, 0, 0)
+    prepared = {"cuda": "cuKernelGetFunction", "hip": "hipModuleGetFunction"}[driver.backend]
+    assert sorted(stand_in.calls(prepared)) == [f"{prepared}@0", f"{prepared}@1"]
+
+
+@pytest.mark.parametrize("blocking", ["launch", "prepare"])
+def test_other_threads_run_while_the_driver_blocks(driver: Any, stand_in: StandIn, blocking: str) -> None:
+    kernel = load(driver, "i")
+    calls = {
+        "launch": {"cuda": "cuLaunchKernel", "hip": "hipModuleLaunchKernel"},
+        "prepare": {"cuda": "cuKernelGetFunction", "hip": "hipModuleLoadData"},
+    }
+    held = calls[blocking][driver.backend]
+    stand_in.hold(held)
+    worker = threading.Thread(target=kernel.launch, args=(0, 0, 1, 1, 1, 1))
+    worker.start()
+    deadline = time.monotonic() + 4
+    while not stand_in.calls(held):
+        assert time.monotonic() < deadline, "the driver was never asked"
+        time.sleep(0.001)
+    assert worker.is_alive() and stand_in.launch_count == 0
+    stand_in.hold(None)
+    worker.join(timeout=4)
+    assert not worker.is_alive() and stand_in.launch_count == 1
+
+
+# ---- Leaks ----
+
+
+def blocks_grown(action: Any, times: int) -> int:
+    """How many memory blocks of Python's are left over after doing something many times."""
+    for _ in range(500):
+        action()
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(times):
+        action()
+    gc.collect()
+    return sys.getallocatedblocks() - before
+
+
+def test_ten_thousand_loads_leave_nothing(driver: Any, stand_in: StandIn) -> None:
+    stand_in.log_calls(False)
+    before = stand_in.live_libraries
+
+    def cycle() -> None:
+        kernel = load(driver, "pp")
+        kernel.prepare(0)
+        kernel.prepare(1)
+
+    references = sys.getrefcount(driver), sys.getrefcount(type(driver))
+    assert blocks_grown(cycle, 10_000) < 100
+    assert stand_in.live_libraries == before
+    assert (sys.getrefcount(driver), sys.getrefcount(type(driver))) == references
+
+
+def test_failed_loads_leave_nothing(driver: Any, stand_in: StandIn) -> None:
+    stand_in.log_calls(False)
+    before = stand_in.live_libraries
+
+    def refused(data: bytes, name: str, signature: str) -> None:
+        try:
+            driver.load(data, name, threads=32, shared=0, signature=signature).prepare(1)
+        except (RuntimeError, ValueError):
+            return
+        raise AssertionError("nothing was refused")
+
+    assert blocks_grown(lambda: refused(b"damaged", "kernel", "p"), 2000) < 100
+    assert blocks_grown(lambda: refused(image("kernel=p"), "other", "p"), 2000) < 100
+    assert blocks_grown(lambda: refused(image("kernel=p"), "kernel", "x"), 2000) < 100
+    assert stand_in.live_libraries == before
+
+
+def test_launches_leave_nothing(driver: Any, stand_in: StandIn) -> None:
+    stand_in.log_calls(False)
+    kernel = load(driver, "pilf")
+
+    def refused() -> None:
+        try:
+            kernel.launch(0, 0, 1, 1, 1, 2**40, 2**20, 2**50, "no float")
+        except TypeError:
+            return
+        raise AssertionError("nothing was refused")
+
+    assert blocks_grown(lambda: kernel.launch(1, 2**40, 2**20, 1, 1, 2**40, 2**20, 2**50, 0.5), 10_000) < 100
+    assert blocks_grown(refused, 2000) < 100
+
+
+def test_a_driver_gives_its_contexts_back(native: Any, stand_in: StandIn) -> None:
+    kernels = [load(native.Driver("cuda", stand_in.path), "i") for _ in range(3)]
+    before = stand_in.retained(1)
+    for kernel in kernels:
+        for _ in range(2):
+            kernel.prepare(1)
+    assert stand_in.retained(1) == before + 3
+    del kernel
+    kernels.clear()
+    assert stand_in.retained(1) == before
+
+
+def test_the_image_is_kept_for_as_long_as_a_driver_may_read_it(driver: Any) -> None:
+    data = image("kernel=i")
+    before = sys.getrefcount(data)
+    kernel = driver.load(data, "kernel", threads=32, shared=0, signature="i")
+    assert sys.getrefcount(data) - before == {"cuda": 0, "hip": 1}[driver.backend]  # CUDA has a copy
+    del kernel
+    assert sys.getrefcount(data) == before
+
+
+# ---- Unloading ----
+
+
+@pytest.mark.parametrize(("code", "reported"), [(4, False), (1, True)])
+def test_a_failed_unload_is_reported_unless_the_driver_is_gone(
+    driver: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, code: int, reported: bool
+) -> None:
+    told: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_value))
+    kernel = load(driver, "i")
+    kernel.prepare(0)
+    call = {"cuda": "cuLibraryUnload", "hip": "hipModuleUnload"}[driver.backend]
+    stand_in.fail(call, code)
+    del kernel
+    assert [f"{call} failed with 1" in str(error) for error in told] == ([True] if reported else [])
+
+
+def test_unloading_keeps_an_exception_on_its_way(driver: Any, stand_in: StandIn) -> None:
+    def fail() -> None:
+        kernel = load(driver, "i")
+        kernel.prepare(0)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        fail()
+    before = stand_in.live_libraries
+    caught.value.__traceback__ = None
+    del caught
+    gc.collect()
+    assert stand_in.live_libraries == before - 1
+
+
+@pytest.mark.parametrize("backend", ["cuda", "hip"])
+def test_the_interpreter_ends_cleanly_with_live_kernels(built: tuple[Path, Path], backend: str) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, threading
+        from pathlib import Path
+        from tests.stand_in import image, import_launcher
+        driver = import_launcher(Path(sys.argv[1])).Driver(sys.argv[3], sys.argv[2])
+        def load():
+            kernel = driver.load(image("kernel=i"), "kernel", threads=32, shared=0, signature="i")
+            kernel.launch(1, 0, 1, 1, 1, 7)
+            return kernel
+        in_module, freed = load(), load()
+        sys.kept_in_sys = load()
+        class Cycle: pass
+        cycle = Cycle()
+        cycle.itself, cycle.kernel = cycle, load()
+        del freed, cycle
+        threading.Thread(target=lambda: [load() for _ in range(3)]).start()
+        def run_for_ever(kernel=load()):
+            while True:
+                kernel.launch(1, 0, 1, 1, 1, 7)
+        threading.Thread(target=run_for_ever, daemon=True).start()
+        """
+    )
+    environment = os.environ | {"STAND_IN_REPORT": "1", "PYTHONPATH": str(ROOT), "PYTHONDEVMODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, built), backend],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    # What was freed is unloaded; what lives to the end is left to the driver, which may be gone by then.
+    assert done.stdout == "live libraries 4\n"
+
+
+# ---- Cost ----
+
+
+def test_the_cost_of_a_launch(driver: Any, stand_in: StandIn) -> None:
+    """Five pointers and five scalars; the stand-in's own part is a lock and a copy, some 0.05 us."""
+    stand_in.log_calls(False)
+    kernel = load(driver, "pppppiillf")
+    launch, pointers = kernel.launch, tuple(0x7F00_0000_0000 + i * 4096 for i in range(5))
+    count, best = 20_000, float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(count):
+            launch(0, 0, 4096, 1, 1, *pointers, 4096, 4096, 1, 2**33, 1e-6)
+        best = min(best, (time.perf_counter() - start) / count)
+    print(f"\n{driver.backend}: {best * 1e6:.2f} us a launch with 10 arguments")
+    assert best < 5e-6

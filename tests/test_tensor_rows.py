@@ -1,0 +1,176 @@
+"""Reading tensors through torch's DLPack exchange API, against what torch says in Python."""
+
+from __future__ import annotations
+
+import sys
+import time
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.stand_in import build_launcher, import_launcher
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="torch before 2.10 has no DLPack exchange API",
+)
+
+CPU = 1
+
+
+@pytest.fixture(scope="module")
+def launcher_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_launcher(tmp_path_factory.mktemp("launcher"))
+
+
+@pytest.fixture(scope="module")
+def tensor_rows(launcher_path: Path) -> Any:
+    return import_launcher(launcher_path).tensor_rows
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "bits"),
+    [
+        (torch.float32, 2, 32),
+        (torch.float64, 2, 64),
+        (torch.float16, 2, 16),
+        (torch.bfloat16, 4, 16),
+        (torch.int32, 0, 32),
+        (torch.int64, 0, 64),
+        (torch.uint8, 1, 8),
+        (torch.bool, 6, 8),
+    ],
+)
+def test_what_a_tensor_is(tensor_rows: Any, dtype: torch.dtype, code: int, bits: int) -> None:
+    x = torch.zeros(6, 10, dtype=dtype)[2:]
+    assert tensor_rows(x) == (x.data_ptr(), CPU, 0, code, bits, 4, 10, 10)
+
+
+def base() -> torch.Tensor:
+    return torch.zeros(4, 6, 8, 10)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stride"),
+    [
+        (base(), 10),
+        (base()[..., :7], 10),
+        (base()[:, :, ::2], 20),
+        (base()[:, :, 3], 80),
+        (base()[:, 3], None),
+        (base()[1, 2, 3], 10),
+        (base()[1, 2, 3, :0], 0),
+        (base().transpose(0, 1), None),
+        (base().transpose(2, 3), None),
+        (base()[..., ::2], None),
+        (base()[..., 3:4], 10),
+        (base()[..., 3], None),
+        (base()[:, :1, 2:3], 480),
+        (base()[1:2, :, 2:3], 80),
+        (base()[:1, :1, :1], 10),
+        (base().transpose(0, 1)[:, :1], 10),
+        (base().transpose(0, 1)[:, :1, ::2], 20),
+        (base().transpose(0, 1)[:, :1, :7], None),
+        (base()[:0], 10),
+        (base()[:, :0, ::3, ::2], 5),
+        (base()[..., :0], 0),
+        (base().transpose(0, 1)[..., :0], 0),
+        (torch.zeros(10).expand(4, 6, 10), 0),
+        (torch.zeros(4, 1, 10).expand(4, 6, 10), None),
+        (torch.zeros(1, 10).expand(1, 10), 10),
+        (torch.zeros(4, 1).expand(4, 8), None),
+        (torch.zeros(12, 5).as_strided((3, 4, 5), (4, 1, 1)), 1),
+        (torch.tensor(1.0), None),
+    ],
+    ids=lambda value: str((tuple(value.shape), value.stride())) if isinstance(value, torch.Tensor) else None,
+)
+def test_rows(tensor_rows: Any, tensor: torch.Tensor, stride: int | None) -> None:
+    result = tensor_rows(tensor)
+    if stride is None:
+        assert result is None
+        return
+    *_, rows, columns, row_stride = result
+    assert (rows, columns) == (prod(tensor.shape[:-1]), tensor.shape[-1])
+    assert row_stride == (stride if rows > 1 else columns)
+
+
+def test_permuted_and_sliced_views(tensor_rows: Any) -> None:
+    """Every element of `x` holds its own offset: a view's values tell whether it is rows, and which."""
+    x = torch.arange(3 * 4 * 5 * 6).reshape(3, 4, 5, 6)
+    slices = [slice(None), slice(1, 2), slice(None, None, 2), slice(0, 0)]
+    results = {True: 0, False: 0}
+    for order in ((0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2), (0, 1, 3, 2)):
+        for cut in range(4**4):
+            view = x.permute(order)[tuple(slices[cut // 4**axis % 4] for axis in range(4))]
+            rows, columns = prod(view.shape[:-1]), view.shape[-1]
+            offsets = view.reshape(rows, columns)
+            steps = offsets[:, :1].diff(dim=0).unique()
+            are_rows = view.numel() == 0 or (bool((offsets.diff(dim=1) == 1).all()) and len(steps) <= 1)
+            result = tensor_rows(view)
+            assert (result is not None) == are_rows
+            results[are_rows] += 1
+            if are_rows and view.numel() > 0:
+                stride = int(steps[0]) if rows > 1 else columns
+                assert result == (view.data_ptr(), CPU, 0, 0, 64, rows, columns, stride)
+    assert min(results.values()) > 200
+
+
+def test_parameters_and_gradients(tensor_rows: Any) -> None:
+    x = torch.zeros(3, 5, requires_grad=True)
+    parameter = torch.nn.Parameter(torch.zeros(7, 9))
+    assert tensor_rows(x)[5:] == (3, 5, 5)
+    assert tensor_rows(parameter)[0] == parameter.data_ptr() and tensor_rows(parameter)[5:] == (7, 9, 9)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        3,
+        None,
+        [[1.0]],
+        torch.zeros(2, 3).as_subclass(Subclass),
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(2, 3).to_sparse(),
+        torch._to_functional_tensor(torch.zeros(2, 3)),
+    ],
+    ids=["int", "None", "list", "subclass", "meta", "sparse", "functional"],
+)
+def test_what_has_no_plain_storage_is_left_to_the_caller(tensor_rows: Any, other: Any) -> None:
+    assert tensor_rows(other) is None
+
+
+def test_inside_vmap(tensor_rows: Any) -> None:
+    seen: list[Any] = []
+    torch.func.vmap(lambda row: seen.append(tensor_rows(row)) or row)(torch.zeros(2, 3))
+    assert seen == [None]
+
+
+def test_torch_may_come_after_the_launcher(launcher_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor_rows = import_launcher(launcher_path).tensor_rows
+    x = torch.zeros(2, 3)
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "torch")
+        assert tensor_rows(x) is None
+    assert tensor_rows(x) == (x.data_ptr(), CPU, 0, 2, 32, 2, 3, 3)
+
+
+def test_it_leaves_nothing_and_is_fast(tensor_rows: Any) -> None:
+    x = torch.zeros(4, 8, 4096)
+    count, best = 50_000, float("inf")
+    tensor_rows(x)
+    references, blocks = sys.getrefcount(x), sys.getallocatedblocks()
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(count):
+            tensor_rows(x)
+        best = min(best, (time.perf_counter() - start) / count)
+    assert sys.getrefcount(x) == references and sys.getallocatedblocks() - blocks < 100
+    print(f"\ntensor_rows: {best * 1e9:.0f} ns")
+    assert best < 5e-6
