@@ -77,7 +77,7 @@ class CodeObject:
         machine = self.elf.flags & 0xFF
         if machine not in _ARCHS:
             known = ", ".join(f"{arch} ({number:#x})" for number, arch in _ARCHS.items())
-            raise BinaryFormatError(f"AMD GPU machine {machine:#x} is not supported, which are: {known}")
+            raise BinaryFormatError(f"AMD GPU machine {machine:#x} is not supported; supported are {known}")
         self.arch = _ARCHS[machine]
         self.xnack = _FEATURE[self.elf.flags >> 8 & 3]
         self.sramecc = _FEATURE[self.elf.flags >> 10 & 3]
@@ -114,12 +114,11 @@ class CodeObject:
         ]
         if len(notes) != 1:
             raise BinaryFormatError(f"there are {len(notes)} AMDGPU metadata notes instead of one")
-        metadata = msgpack.decode(notes[0].description)
+        metadata: Mapping[str, Any] = msgpack.decode(notes[0].description)
         target = metadata_field(metadata, "amdhsa.target", str, "metadata")
         if target.partition("--")[2].partition(":")[0] != self.arch:
             raise BinaryFormatError(f"the metadata's target is {target!r}, the ELF flags say {self.arch}")
-        checked: Mapping[str, Any] = metadata
-        return checked
+        return metadata
 
     @cached_property
     def _symbols(self) -> Mapping[tuple[str, int], Symbol]:
@@ -145,10 +144,9 @@ class CodeObject:
         name = metadata_field(metadata, ".name", str, "kernel metadata")
         address = self._symbol(metadata_field(metadata, ".symbol", str, name), elf.STT_OBJECT).value
         raw = self.read(address, _DESCRIPTOR.size)
-        group, private, kernarg, entry_offset, rsrc3, rsrc1, rsrc2, properties, preload = _DESCRIPTOR.unpack(
-            raw
-        )
-        if raw != _DESCRIPTOR.pack(*_DESCRIPTOR.unpack(raw)):
+        fields = _DESCRIPTOR.unpack(raw)
+        group, private, kernarg, entry_offset, rsrc3, rsrc1, rsrc2, properties, preload = fields
+        if raw != _DESCRIPTOR.pack(*fields):
             raise BinaryFormatError(f"kernel {name!r}: reserved bytes of its descriptor are not zero")
         for key, value in (
             (".group_segment_fixed_size", group),

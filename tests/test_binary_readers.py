@@ -124,9 +124,6 @@ def tool_output(tool: str, image: bytes, folder: Path, *flags: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-# Real kernels
-
-
 @pytest.mark.parametrize("num_warps", (1, 4, 16))
 @pytest.mark.parametrize("arch", TARGETS)
 def test_row_kernel(compiler: Compiler, arch: str, num_warps: int) -> None:
@@ -194,19 +191,14 @@ PTX = """
 .visible .entry bounded(.param .u64 x, .param .u32 n, .param .align 16 .b8 block[48])
 .maxntid 128, 2
 {{
-  .shared .align 4 .b8 tile[512];
-  .local .align 4 .b8 buffer[32];
+  .shared .align 4 .b8 tile[512]; .local .align 4 .b8 buffer[32];
   .reg .u64 a, l, i; .reg .u32 t;
-  ld.param.u64 a, [x];
-  mov.u32 t, %tid.x;
-  mul.wide.u32 i, t, 4;
+  ld.param.u64 a, [x]; mov.u32 t, %tid.x; mul.wide.u32 i, t, 4;
   mov.u64 l, buffer; add.u64 l, l, i;
   st.local.u32 [l], t; membar.cta; ld.local.u32 t, [l+8];
   st.shared.u32 [tile+4], t;
   bar.sync 0; bar.sync 3, 64;
-  ld.shared.u32 t, [tile+8];
-  st.global.u32 [a], t;
-  ret;
+  ld.shared.u32 t, [tile+8]; st.global.u32 [a], t; ret;
 }}
 .visible .entry empty() {{ ret; }}
 """
@@ -284,8 +276,7 @@ def test_registers_granted_past_those_in_use(compiler: Compiler, waves: int) -> 
 
 
 def test_loaded_image(compiler: Compiler) -> None:
-    built = compiler.row("gfx942", 1024, num_warps=4)
-    code = CodeObject(built.image)
+    code = CodeObject(compiler.row("gfx942", 1024, num_warps=4).image)
     kernel = code.kernels["row_kernel"]
     assert (code.arch, code.xnack, code.sramecc, code.code_object_version) == ("gfx942", "any", "any", 5)
     assert code.read(kernel.entry_address, kernel.code_size)[-4:] != bytes(4)

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.stand_in import StandIn, build_launcher, build_stand_in, image, import_launcher
+from tests.stand_in import StandIn, build_stand_in, image
 
-BACKENDS = ("cuda", "hip")
+pytest_plugins = ("tests.launcher_fixtures",)
+
 LAUNCH = {"cuda": "cuLaunchKernel", "hip": "hipModuleLaunchKernel"}
 SCRATCH = (0, 0)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("launcher")
-    return build_launcher(folder), build_stand_in(folder)
-
-
-@pytest.fixture(scope="module")
-def native(built: tuple[Path, Path]) -> Any:
-    return import_launcher(built[0])
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +21,6 @@ def errors(native: Any) -> Any:
     import liger_aot.errors
 
     return liger_aot.errors
-
-
-@pytest.fixture(scope="module")
-def loaded_stand_in(built: tuple[Path, Path]) -> StandIn:
-    return StandIn(built[1])
-
-
-@pytest.fixture
-def stand_in(loaded_stand_in: StandIn) -> Iterator[StandIn]:
-    loaded_stand_in.reset()
-    yield loaded_stand_in
-    loaded_stand_in.reset()
-
-
-@pytest.fixture(params=BACKENDS)
-def driver(request: pytest.FixtureRequest, native: Any, stand_in: StandIn) -> Any:
-    return native.Driver(request.param, stand_in.path)
 
 
 def load(driver: Any, signature: str, *, threads: int = 128, shared: int = 0, **options: Any) -> Any:

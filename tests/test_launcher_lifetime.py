@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -10,42 +11,15 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.stand_in import ROOT, StandIn, build_launcher, build_stand_in, image, import_launcher
+from tests.stand_in import ROOT, StandIn, image
 
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("launcher")
-    return build_launcher(folder), build_stand_in(folder)
-
-
-@pytest.fixture(scope="module")
-def native(built: tuple[Path, Path]) -> Any:
-    return import_launcher(built[0])
-
-
-@pytest.fixture(scope="module")
-def loaded_stand_in(built: tuple[Path, Path]) -> StandIn:
-    return StandIn(built[1])
-
-
-@pytest.fixture
-def stand_in(loaded_stand_in: StandIn) -> Iterator[StandIn]:
-    loaded_stand_in.reset()
-    yield loaded_stand_in
-    loaded_stand_in.reset()
-
-
-@pytest.fixture(params=["cuda", "hip"])
-def driver(request: pytest.FixtureRequest, native: Any, stand_in: StandIn) -> Any:
-    return native.Driver(request.param, stand_in.path)
+pytest_plugins = ("tests.launcher_fixtures",)
 
 
 def load(driver: Any, signature: str) -> Any:
@@ -58,15 +32,21 @@ def load(driver: Any, signature: str) -> Any:
 def test_sixteen_threads_launch_a_fresh_kernel_at_once(driver: Any, stand_in: StandIn) -> None:
     threads, launches = 16, 200
     kernel = load(driver, "ilpf")
-    start = threading.Barrier(threads)
+    prepared = {"cuda": "cuKernelGetFunction", "hip": "hipModuleGetFunction"}[driver.backend]
+    start = threading.Barrier(threads + 1)
 
     def work(thread: int) -> None:
         start.wait()
         for i in range(launches):
             kernel.launch((thread + i) % 2, thread, i + 1, 1, 1, thread, -i, 2**40 + i, thread / 2)
 
+    stand_in.hold(prepared)  # the first to come blocks in the driver, so that the others wait for it
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, range(threads)))
+        done = pool.map(work, range(threads))
+        start.wait()
+        time.sleep(0.1)
+        stand_in.hold(None)
+        list(done)
 
     seen = Counter((launch.stream, launch.grid[0] - 1) for launch in stand_in.launches())
     assert seen == Counter((thread, i) for thread in range(threads) for i in range(launches))
@@ -74,7 +54,6 @@ def test_sixteen_threads_launch_a_fresh_kernel_at_once(driver: Any, stand_in: St
         thread, i = launch.stream, launch.grid[0] - 1
         assert launch.device == (thread + i) % 2
         assert launch.unpack("ilpf") == (thread, -i, 2**40 + i, thread / 2, 0, 0)
-    prepared = {"cuda": "cuKernelGetFunction", "hip": "hipModuleGetFunction"}[driver.backend]
     assert sorted(stand_in.calls(prepared)) == [f"{prepared}@0", f"{prepared}@1"]
 
 
@@ -114,6 +93,21 @@ def blocks_grown(action: Any, times: int) -> int:
     return sys.getallocatedblocks() - before
 
 
+class MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2: ten sizes, of which the eighth is the bytes in use."""
+
+    _fields_ = (("before", ctypes.c_size_t * 7), ("in_use", ctypes.c_size_t), ("after", ctypes.c_size_t * 2))
+
+
+def heap_bytes() -> int:
+    """What C code has allocated and not freed; 0 where the C library cannot tell (before glibc 2.33)."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = MallInfo
+    return int(mallinfo().in_use)
+
+
 def test_ten_thousand_loads_leave_nothing(driver: Any, stand_in: StandIn) -> None:
     stand_in.log_calls(False)
     before = stand_in.live_libraries
@@ -124,7 +118,10 @@ def test_ten_thousand_loads_leave_nothing(driver: Any, stand_in: StandIn) -> Non
         kernel.prepare(1)
 
     references = sys.getrefcount(driver), sys.getrefcount(type(driver))
+    cycle()
+    heap = heap_bytes()
     assert blocks_grown(cycle, 10_000) < 100
+    assert heap_bytes() - heap < 10_000 * 8
     assert stand_in.live_libraries == before
     assert (sys.getrefcount(driver), sys.getrefcount(type(driver))) == references
 
@@ -162,15 +159,15 @@ def test_launches_leave_nothing(driver: Any, stand_in: StandIn) -> None:
 
 
 def test_a_driver_gives_its_contexts_back(native: Any, stand_in: StandIn) -> None:
-    kernels = [load(native.Driver("cuda", stand_in.path), "i") for _ in range(3)]
     before = stand_in.retained(1)
-    for kernel in kernels:
-        for _ in range(2):
+    for count in (1, 2):
+        driver = native.Driver("cuda", stand_in.path)
+        kernels = [load(driver, "i") for _ in range(3)]
+        for kernel in kernels:
             kernel.prepare(1)
-    assert stand_in.retained(1) == before + 3
-    del kernel
-    kernels.clear()
-    assert stand_in.retained(1) == before
+        assert stand_in.retained(1) == before + 1, f"driver {count} holds one context for its three kernels"
+        del driver, kernel, kernels
+        assert stand_in.retained(1) == before
 
 
 def test_the_image_is_kept_for_as_long_as_a_driver_may_read_it(driver: Any) -> None:
@@ -215,7 +212,9 @@ def test_unloading_keeps_an_exception_on_its_way(driver: Any, stand_in: StandIn)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "hip"])
-def test_the_interpreter_ends_cleanly_with_live_kernels(built: tuple[Path, Path], backend: str) -> None:
+def test_the_interpreter_ends_cleanly_with_live_kernels(
+    launcher_path: Path, stand_in: StandIn, backend: str
+) -> None:
     script = textwrap.dedent(
         """
         import sys, threading
@@ -241,7 +240,7 @@ def test_the_interpreter_ends_cleanly_with_live_kernels(built: tuple[Path, Path]
     )
     environment = os.environ | {"STAND_IN_REPORT": "1", "PYTHONPATH": str(ROOT), "PYTHONDEVMODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, built), backend],
+        [sys.executable, "-c", script, str(launcher_path), stand_in.path, backend],
         capture_output=True,
         text=True,
         env=environment,

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stand_in import build_launcher, import_launcher
+from tests.stand_in import import_launcher
+
+pytest_plugins = ("tests.launcher_fixtures",)
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
@@ -22,13 +24,8 @@ CPU = 1
 
 
 @pytest.fixture(scope="module")
-def launcher_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_launcher(tmp_path_factory.mktemp("launcher"))
-
-
-@pytest.fixture(scope="module")
-def tensor_rows(launcher_path: Path) -> Any:
-    return import_launcher(launcher_path).tensor_rows
+def tensor_rows(native: Any) -> Any:
+    return native.tensor_rows
 
 
 @pytest.mark.parametrize(

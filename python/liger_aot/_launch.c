@@ -41,7 +41,7 @@ static int module_clear(PyObject *module) {
 static void module_free(void *module) { (void)module_clear(module); }
 
 PyDoc_STRVAR(tensor_rows_doc,
-             "tensor_rows(tensor)\n--\n\n"
+             "tensor_rows($module, tensor, /)\n--\n\n"
              "A tensor as rows of contiguous elements, read through torch's DLPack exchange API:\n"
              "(address, device_type, device_index, dtype_code, dtype_bits, rows, columns, row_stride).\n"
              "None where it is not such a tensor, or torch (before 2.10) has no such API.");

@@ -70,6 +70,11 @@ def fma_f16(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     return (np.asarray(a, F64) * np.asarray(b, F64) + np.asarray(c, F64)).astype(F16)
 
 
+def mad_f32(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+    """v_mad and v_mac: the product is rounded too, and denormals are flushed whatever the mode."""
+    return _flush(_flush(_flush(a) * _flush(b)) + _flush(c))
+
+
 FMA = {"f16": fma_f16, "f32": fma_f32, "f64": fma_f64}
 
 
@@ -150,6 +155,11 @@ def _multiply_high(wide: Any, dtype: Any) -> Callable[[Lanes, Lanes], Lanes]:
     return lambda a, b: (a.astype(wide) * b.astype(wide) >> wide(32)).astype(dtype)
 
 
+def _saturating(function: Callable[[Lanes, Lanes], Lanes], dtype: Any) -> Callable[[Lanes, Lanes], Lanes]:
+    limits = np.iinfo(dtype)
+    return lambda a, b: np.clip(function(a.astype(I64), b.astype(I64)), limits.min, limits.max).astype(dtype)
+
+
 def _low24(a: Lanes) -> Lanes:
     if a.dtype == U32:
         return a & U32(0xFFFFFF)
@@ -194,7 +204,7 @@ def _turns(function: Callable[[Lanes], Lanes]) -> Callable[[Lanes], Lanes]:
 
 
 def _ldexp(a: Lanes, exponent: Lanes) -> Lanes:
-    return np.ldexp(a.astype(F64), np.clip(exponent, -400, 400).astype(I32)).astype(a.dtype)
+    return np.ldexp(a.astype(F64), exponent.astype(I32)).astype(a.dtype)
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -295,6 +305,8 @@ def _define_float_arithmetic() -> None:
         _define(f"v_frexp_mant_{name}", name, name, lambda a: np.frexp(a)[0])
     _define("v_rcp_iflag_f32", "f32", "f32", OPERATIONS["v_rcp_f32"].function)
     _define("v_fmaak_f32 v_fmamk_f32", "f32", "f32 f32 f32", fma_f32)
+    _define("v_mad_f32 v_madak_f32 v_madmk_f32", "f32", "f32 f32 f32", mad_f32)
+    _define("v_ldexp_f64", "f64", "f64 i32", _ldexp)
     _define("v_ldexp_f32", "f32", "f32 i32", _ldexp)
     _define("v_ldexp_f16", "f16", "f16 i16", _ldexp)
     _define("v_sin_f32", "f32", "f32", _turns(np.sin))
@@ -329,6 +341,17 @@ def _define_conversions() -> None:
     pack_truncated = lambda a, b: pack(round_towards_zero_f16(a), round_towards_zero_f16(b))  # noqa: E731
     _define("v_cvt_pkrtz_f16_f32", "b32", "f32 f32", pack_truncated)
 
+
+# Integer instructions with the clamp modifier, which limits the exact result to the type's range.
+SATURATING = {
+    f"v_{op}_{name}": _saturating(function, DTYPES[name])
+    for name in ("u16", "u32", "i32")
+    for op, function in {
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "subrev": lambda a, b: b - a,
+    }.items()
+}
 
 _define_moves_and_logic()
 _define_integer_arithmetic()

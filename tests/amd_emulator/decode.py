@@ -121,7 +121,7 @@ def _probe(tool: str) -> str | None:
     return None if "amdgcn" in shown else f"{tool} was built without the AMDGPU target"
 
 
-def _find_tool() -> tuple[str | None, str]:
+def find_tool() -> tuple[str | None, str]:
     """(the tool, "") or (None, the reason why there is none)."""
     override = os.environ.get(TOOL_VARIABLE)
     reasons = []
@@ -138,12 +138,12 @@ def _find_tool() -> tuple[str | None, str]:
 
 def missing_tool() -> str | None:
     """Why code objects cannot be disassembled here, or None if they can."""
-    return _find_tool()[1] or None
+    return find_tool()[1] or None
 
 
 def disassemble(image: bytes, arch: str) -> list[Instruction]:
     """Every instruction in the code object `image`, in address order; `arch` is e.g. "gfx942"."""
-    tool, reason = _find_tool()
+    tool, reason = find_tool()
     if tool is None:
         raise EmulatorError(reason)
     command = [tool, "-d", f"--mcpu={arch}", "-"]

@@ -128,13 +128,12 @@ def written_lanes(instruction: Instruction) -> Callable[[Wave], np.ndarray] | No
 def destination(instruction: Instruction, name: str, keep_high: bool = False) -> Writer:
     """Write a result of type `name` to the first operand, in the lanes that the instruction writes.
 
-    A 16-bit result clears the high half of its register, or keeps it if `keep_high`.
+    The clamp modifier of floats is applied here, that of integers is part of their function. A 16-bit result
+    clears the high half of its register, or keeps it if `keep_high`.
     """
     write = _plain_destination(instruction, name, keep_high)
-    if "clamp" not in instruction.modifiers:
+    if "clamp" not in instruction.modifiers or name[0] != "f":
         return write
-    if name[0] != "f":
-        raise EmulatorError("clamp on an integer result")
     return lambda wave, value: write(wave, clamp_to_one(value))
 
 

@@ -89,7 +89,7 @@ class Program:
         local_bytes = descriptor.group_segment_bytes + shared
         if local_bytes > MAX_LOCAL_BYTES:
             raise EmulatorError(f"{local_bytes} bytes of LDS, a workgroup has {MAX_LOCAL_BYTES}")
-        kernarg = pack_arguments(descriptor, arguments)
+        kernarg = pack_arguments(descriptor, arguments, grid, threads)
         executed = 0
         with (
             np.errstate(all="ignore"),
@@ -198,27 +198,44 @@ def build_step(instruction: Instruction, arch: str) -> Step:
     return _FAMILIES[family](instruction)
 
 
-def pack_arguments(descriptor: KernelDescriptor, arguments: Sequence[int | float | bytes]) -> bytes:
-    """The kernarg segment, by the offsets and sizes in the metadata; missing ones at the end are 0."""
-    fields = [
-        field
-        for field in descriptor.metadata.get(".args", ())
-        if not field[".value_kind"].startswith("hidden_")
-    ]
-    if len(arguments) > len(fields):
-        raise EmulatorError(f"{len(arguments)} arguments for {len(fields)} parameters of {descriptor.name}")
-    packed = bytearray(descriptor.kernarg_bytes)
-    for position, (field, value) in enumerate(zip(fields, arguments, strict=False)):
-        size = field[".size"]
-        if isinstance(value, float):
-            data = struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], value)
-        elif isinstance(value, bytes):
-            data = value
+def pack_arguments(
+    descriptor: KernelDescriptor,
+    arguments: Sequence[int | float | bytes],
+    grid: tuple[int, int, int],
+    threads: int,
+) -> bytes:
+    """The kernarg segment, by the offsets and sizes in the metadata; missing ones at the end are 0.
+
+    The runtime appends hidden arguments, of which those that describe the launch are filled in. What is left,
+    for instance the address of the host's printf buffer, is poison.
+    """
+    launch = {"hidden_grid_dims": 3}
+    for axis, blocks, size in zip("xyz", grid, (threads, 1, 1), strict=True):
+        launch |= {f"hidden_block_count_{axis}": blocks, f"hidden_group_size_{axis}": size}
+        launch |= {f"hidden_remainder_{axis}": 0, f"hidden_global_offset_{axis}": 0}
+    words = -(-descriptor.kernarg_bytes // 4)
+    packed = bytearray(struct.pack(f"<{words}I", *[POISON] * words)[: descriptor.kernarg_bytes])
+    given = list(arguments)
+    for field in descriptor.metadata.get(".args", ()):
+        start, size, kind = field[".offset"], field[".size"], field[".value_kind"]
+        if not kind.startswith("hidden_"):
+            value: int | float | bytes = given.pop(0) if given else 0
+        elif kind in launch:
+            value = launch[kind]
         else:
-            data = int(value).to_bytes(size, "little", signed=value < 0)
-        if len(data) != size:
-            raise EmulatorError(
-                f"argument {position} of {descriptor.name} has {len(data)} bytes instead of {size}"
-            )
-        packed[field[".offset"] : field[".offset"] + size] = data
+            continue
+        packed[start : start + size] = _argument_bytes(
+            value, size, f"{kind} at byte {start} of {descriptor.name}"
+        )
+    if given:
+        raise EmulatorError(f"{descriptor.name} has {len(given)} arguments too many")
     return bytes(packed)
+
+
+def _argument_bytes(value: int | float | bytes, size: int, what: str) -> bytes:
+    if isinstance(value, float):
+        return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], value)
+    data = value if isinstance(value, bytes) else int(value).to_bytes(size, "little", signed=value < 0)
+    if len(data) != size:
+        raise EmulatorError(f"{what}: {len(data)} bytes instead of {size}")
+    return data

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from . import division
-from .arithmetic import FMA, OPERATIONS
+from .arithmetic import FMA, OPERATIONS, SATURATING, mad_f32
 from .decode import Instruction
 from .errors import EmulatorError
 from .lanes import DPP_MODIFIERS, SDWA_MODIFIERS, destination, keeps_high_half, source
@@ -51,15 +51,20 @@ def build(instruction: Instruction) -> Step:
     instruction.allow("clamp", "op_sel", *DPP_MODIFIERS, *SDWA_MODIFIERS)
     if (match := re.fullmatch(r"v_cmp(x?)_(\w+)_([fiu])(16|32|64)", name)) and match[2] in _COMPARE:
         return _compare(instruction, _COMPARE[match[2]], match[3] + match[4], bool(match[1]))
-    if match := re.fullmatch(r"v_fmac_(f16|f32|f64)", name):
-        return _multiply_accumulate(instruction, match[1])
+    if name in _ACCUMULATE:
+        return _multiply_accumulate(instruction, *_ACCUMULATE[name])
     if name not in OPERATIONS:
         raise EmulatorError("unknown vector instruction")
     operation = OPERATIONS[name]
     instruction.expect(1 + len(operation.sources))
     sources = [source(instruction, 1 + i, i, kind) for i, kind in enumerate(operation.sources)]
     write = destination(instruction, operation.result, keeps_high_half(name))
-    return _apply(operation.function, sources, write)
+    function = operation.function
+    if "clamp" in instruction.modifiers and operation.result[0] != "f":
+        if name not in SATURATING:
+            raise EmulatorError("clamp on an integer result is not implemented here")
+        function = SATURATING[name]
+    return _apply(function, sources, write)
 
 
 def _apply(
@@ -75,13 +80,13 @@ def _apply(
     return lambda wave: write(wave, function(first(wave), second(wave), third(wave)))
 
 
-def _multiply_accumulate(instruction: Instruction, name: str) -> Step:
-    """v_fmac: the destination is the addend."""
+def _multiply_accumulate(instruction: Instruction, name: str, function: Callable[..., object]) -> Step:
+    """The destination is the addend."""
     instruction.expect(3)
     sources = [source(instruction, 1 + i, i, name) for i in range(2)]
     addend = Operand.parse(instruction.operands[0])
     sources.append(raw_reader(addend, name))
-    return _apply(FMA[name], sources, destination(instruction, name, keep_high=True))
+    return _apply(function, sources, destination(instruction, name, keep_high=True))
 
 
 def _compare(
@@ -262,6 +267,10 @@ def _masked_bit_count(instruction: Instruction) -> Step:
     return lambda wave: write(wave, np.bitwise_count(a(wave) & lower).astype(np.uint32) + b(wave))
 
 
+_ACCUMULATE = {
+    **{f"v_fmac_{name}": (name, function) for name, function in FMA.items()},
+    "v_mac_f32": ("f32", mad_f32),
+}
 _SPECIAL: dict[str, Callable[[Instruction], Step]] = {
     "v_nop": lambda instruction: lambda wave: None,
     "v_cndmask_b32": _conditional_move,

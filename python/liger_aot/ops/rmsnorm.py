@@ -220,7 +220,7 @@ def reference_backward(
     dx = (scaled * rstd - xw * c).to(x.dtype)
     if weight is None:
         return dx, None
-    dweight = (dyw * xw * rstd).reshape(-1, x.shape[-1]).sum(0)
+    dweight = (dyw * xw * rstd).sum(tuple(range(x.dim() - 1)))
     return dx, dweight.to(weight.dtype)
 
 

@@ -1,0 +1,74 @@
+"""Executing a few lines of assembly on one wave, for the tests of single instructions."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .decode import Instruction, disassemble, find_tool, parse
+from .memory import Memory
+from .program import WorkGroup, build_step
+from .wave import LANES, MASK64, Wave
+
+
+@functools.cache
+def _assembler() -> str | None:
+    """The llvm-mc beside the disassembler, if there is one."""
+    tool = find_tool()[0]
+    return shutil.which(tool.replace("objdump", "mc")) if tool else None
+
+
+@functools.cache
+def decode(lines: tuple[str, ...], arch: str) -> list[Instruction]:
+    """Assemble and disassemble the lines, so that the encodings and the way of printing them are real ones.
+
+    Without an assembler the text is parsed as it stands.
+    """
+    assembler = _assembler()
+    if assembler is None:
+        return [parse(line, 4 * i) for i, line in enumerate(lines)]
+    command = [assembler, "-triple=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-filetype=obj", "-o", "-"]
+    result = subprocess.run(command, input="\n".join(lines).encode(), capture_output=True, check=False)
+    if result.returncode:
+        raise AssertionError(result.stderr.decode())
+    return disassemble(result.stdout, arch)
+
+
+def bits(values: Any, dtype: Any) -> np.ndarray:
+    """Values, one a lane or one for all, as the uint32 rows of a register or a register pair."""
+    lanes = np.ascontiguousarray(np.broadcast_to(np.asarray(values, dtype), LANES))
+    if lanes.dtype.itemsize == 8:
+        return lanes.view(np.uint32).reshape(LANES, 2).T
+    return lanes.view(f"u{lanes.dtype.itemsize}").astype(np.uint32)[None]
+
+
+def new_wave(index: int = 0, group: WorkGroup | None = None, local_bytes: int = 0) -> Wave:
+    return Wave(group or WorkGroup(Memory(), 0, local_bytes), index)
+
+
+def execute(
+    *lines: str,
+    arch: str = "gfx942",
+    wave: Wave | None = None,
+    vectors: Mapping[int, np.ndarray] | None = None,
+    scalars: Mapping[int, int] | None = None,
+    scc: int = 0,
+    lanes: int = MASK64,
+) -> Wave:
+    """Run straight-line code; `vectors` are uint32 rows (see `bits`) by first register, `lanes` is EXEC."""
+    wave = wave or new_wave()
+    for register, rows in (vectors or {}).items():
+        wave.vectors[register : register + len(rows)] = rows
+    for register, value in (scalars or {}).items():
+        wave.scalars[register] = value & 0xFFFFFFFF
+    wave.scc = scc
+    wave.set_exec(lanes)
+    with np.errstate(all="ignore"):
+        for instruction in decode(lines, arch):
+            build_step(instruction, arch)(wave)
+    return wave

@@ -1,0 +1,63 @@
+"""Which drivers this process can run the op tests on, and the packs they run.
+
+A process started with TRITON_INTERPRET=1 runs the interpreter's tests and nothing else: Triton decides at import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from build_tools.paths import PACKS
+from liger_aot.manifest import Pack
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    keep = [item for item in items if (item.get_closest_marker("interpreter") is not None) == INTERPRETING]
+    if len(keep) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+    items[:] = keep
+    for item in items:
+        if item.get_closest_marker("gpu") and (reason := no_gpu()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def no_gpu() -> str | None:
+    """Why the GPU tests can't run here, or None."""
+    if not torch.cuda.is_available():
+        return "no GPU here"
+    from liger_aot.devices import gpu
+    from liger_aot.errors import LigerAOTError
+    from liger_aot.packs import pack_for
+
+    try:
+        pack_for(gpu(0).device)
+    except LigerAOTError as error:
+        return str(error)
+    return None
+
+
+def built_pack(arch: str) -> Pack:
+    """The pack that ``make packs`` built."""
+    if not (PACKS / arch / "manifest.json").is_file():
+        pytest.skip(f"no pack of {arch} under build/packs: run make packs")
+    return Pack(PACKS / arch)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that torch.empty returns holds NaN, so that what is never written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)

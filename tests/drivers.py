@@ -1,0 +1,211 @@
+"""Drivers that run an op's own host code without a GPU: on Triton's interpreter, and on the AMD emulator.
+
+Both work on CPU tensors: an op whose runtimes are bound to one of them launches there instead of taking its reference.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from threading import local
+from typing import Any
+
+import numpy as np
+import torch
+
+from build_tools.declaration import read_declaration
+from liger_aot.manifest import OpManifest, Pack, Variant
+from liger_aot.op import Op
+from liger_aot.runtime import OpOn, Runtimes
+
+MULTIPROCESSORS = 2  # few, so that persistent programs have several steps
+
+
+def bound_op(op_class: type[Op], pack: Pack, driver: Callable[[str, Pack], Any]) -> Op:
+    """``op_class`` with CPU tensors bound to ``driver(op name, pack)`` over the pack's dispatch tables."""
+    runtimes = {}
+    for name in (op_class.name, *op_class.uses):
+        on = OpOn(pack.op(name), driver(name, pack), -1, MULTIPROCESSORS)
+        runtimes[name] = Runtimes(name, {-1: on})
+    return op_class(runtimes)
+
+
+@dataclass(frozen=True)
+class Launchable:
+    run: Callable[..., None]
+
+    def launch(self, device: int, stream: int, x: int, y: int, z: int, /, *arguments: Any) -> None:
+        self.run((x, y, z), arguments)
+
+    def prepare(self, device: int, /) -> None:
+        pass
+
+
+class InterpreterDriver:
+    """Device functions on Triton's interpreter; the process must have started with TRITON_INTERPRET=1."""
+
+    def __init__(self, op: str, pack: Pack) -> None:
+        self._kernels = read_declaration(op).kernels
+        self._module = import_module(f"csrc_triton.{op}")
+        self._manifest: OpManifest = pack.op(op)
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def load(self, variant: Variant) -> Launchable:
+        kernel_name, form_name, *_ = variant.name.split("-")
+        kernel = self._kernels[kernel_name]
+        form = kernel.forms[form_name]
+        function = getattr(self._module, form.function)
+        key = next(k for k, e in self._manifest.kernels[kernel_name].tables.items() if variant.name in {v for _, v in e})
+        axes = dict(zip(kernel.axes, key.split("/"), strict=False))
+        types = [t.replace(t[1:], axes.get(t[1:], t[1:])) if t[0] == "*" else t for t in kernel.arguments.values()]
+        constants = {name: _constant(form, name, variant.numbers[name.lower()]) for name in form.constants}
+
+        def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+            _interpret(function, grid, types, list(kernel.arguments), arguments, constants, variant.cooperative)
+
+        return Launchable(run)
+
+
+def _constant(form: Any, name: str, value: int) -> int | bool:
+    return bool(value) if isinstance(form.defaults.get(name), bool) else value
+
+
+def _interpret(
+    function: Any,
+    grid: tuple[int, int, int],
+    types: list[str],
+    names: list[str],
+    arguments: tuple[Any, ...],
+    constants: dict[str, int | bool],
+    concurrent: bool,
+) -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    _teach_inline_assembly()
+    numpy_types = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
+    bound: dict[str, Any] = {name: tl.constexpr(value) for name, value in constants.items()}
+    for name, kind, value in zip(names, types, arguments, strict=True):
+        ty = tl.str_to_ty(kind, None)
+        data = np.array([value or 0], dtype=np.uint64 if kind[0] == "*" else numpy_types[kind])
+        bound[name] = tl.tensor(interpreter.TensorHandle(data, ty), ty)
+    body = function.rewrite()
+    scope = interpreter._patch_lang(function.fn)
+    interpreter.interpreter_builder.set_grid_dim(*grid)
+
+    def program(x: int) -> None:
+        interpreter.interpreter_builder.set_grid_idx(x, 0, 0)
+        body(**bound)
+
+    assert grid[1:] == (1, 1)
+    try:
+        if concurrent:  # programs that wait for each other must all be under way
+            with ThreadPoolExecutor(grid[0]) as pool:
+                list(pool.map(program, range(grid[0])))
+        else:
+            for x in range(grid[0]):
+                program(x)
+    finally:
+        scope.restore()
+
+
+def _teach_inline_assembly() -> None:
+    """The interpreter knows no PTX: these are the instructions that csrc_triton uses. Program ids become per thread."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _interpreter
+
+    if isinstance(getattr(InterpreterBuilder, "grid_idx", None), property):
+        return
+    where = local()
+    InterpreterBuilder.grid_idx = property(
+        lambda self: where.index, lambda self, index: setattr(where, "index", index)
+    )
+
+    def assemble(
+        self: Any, text: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int
+    ) -> Any:
+        (ty,) = types
+        data = [v.data for v in values]
+        operation = text.split()[0]
+        if operation == "mov.b32":
+            result = data[0].copy()
+        elif operation == "ld.relaxed.gpu.global.u64":
+            mask = np.ones_like(data[0], dtype=bool)
+            result = _interpreter.load(data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64))
+        elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
+            dtype = torch.bfloat16 if "bf16" in operation else torch.float16
+            halves = [torch.from_numpy(d.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16) for d in data]
+            result = (halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << 16).view(np.int32)
+        else:
+            raise NotImplementedError(text)
+        handle = TensorHandle(result, ty.scalar)
+        return _Results([handle])
+
+    class _Results(list):  # type: ignore[type-arg]
+        def get_result(self, index: int) -> Any:
+            return self[index]
+
+    interpreter.InterpreterBuilder.create_inline_asm = assemble
+
+
+class EmulatorDriver:
+    """The pack's own machine code, executed in software. Every live CPU tensor's storage is the device's memory."""
+
+    def __init__(self, op: str, pack: Pack) -> None:
+        self._arch = pack.arch
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def load(self, variant: Variant) -> Launchable:
+        from tests.amd_emulator import Memory, Program
+
+        program = Program(variant.read(), self._arch, variant.symbol)
+
+        def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+            memory = Memory()
+            mapped = _map_storages(memory)
+            values = [
+                _translate(value or 0, mapped) if letter == "p" else float(value) if letter == "f" else int(value)
+                for letter, value in zip(variant.signature, arguments, strict=True)
+            ]
+            program.launch(memory, grid, values, variant.threads, variant.shared)
+
+        return Launchable(run)
+
+
+def _map_storages(memory: Any) -> list[tuple[int, int, int]]:
+    """(host address, bytes, device address) of every storage that a live tensor holds."""
+    import ctypes
+
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu" and thing.numel():
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
+    mapped = []
+    for address, size in found.items():
+        buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        mapped.append((address, size, memory.add(buffer, f"storage at {address:#x}")))
+    return mapped
+
+
+def _translate(address: int, mapped: list[tuple[int, int, int]]) -> int:
+    if not address:
+        return 0
+    for start, size, device in mapped:
+        if start <= address < start + size:
+            return device + address - start
+    raise AssertionError(f"no live tensor holds {address:#x}")
+
+
+def packs_folder() -> Path:
+    from build_tools.paths import PACKS
+
+    return PACKS

@@ -1,0 +1,91 @@
+"""RMSNorm against fp64, whatever runs it: cases and the one check that all drivers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
+from tests.tolerances import worst
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int
+    n: int
+    dtype: torch.dtype
+    weight: torch.dtype | None = None
+    casting_mode: str = "llama"
+    offset: float = 0.0
+    eps: float = 1e-6
+    shift: int = 0  # elements that x, dy and out start after an aligned address
+    gap: int = 0  # elements between rows
+
+    def __str__(self) -> str:
+        weight = "none" if self.weight is None else str(self.weight).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.rows}x{self.n}-{dtype}-{weight}-{self.casting_mode}-{self.offset}-+{self.shift}-gap{self.gap}"
+
+
+def make_rows(case: Case, generator: torch.Generator) -> Tensor:
+    """(rows, n) random values as the case lays them out in memory, the rest of which is NaN."""
+    stride = case.n + case.gap
+    buffer = torch.full((case.rows * stride + case.shift,), torch.nan, dtype=case.dtype, device=generator.device)
+    rows = buffer.as_strided((case.rows, case.n), (stride, 1), case.shift)
+    rows.copy_(torch.randn((case.rows, case.n), generator=generator, device=generator.device))
+    return rows
+
+
+def check(op: RMSNorm, case: Case, allowed: Mapping[str, float], seed: int, *, forward_only: bool = False) -> None:
+    """Forward and backward of ``op`` on fresh random inputs; asserts that every error is within what is allowed."""
+    device = op_device(op)
+    generator = torch.Generator(device).manual_seed(seed)
+    x, dy = make_rows(case, generator), make_rows(case, generator)
+    x *= 10 ** torch.empty((case.rows, 1), device=device).uniform_(-2, 2, generator=generator)
+    weight = None
+    if case.weight is not None:
+        weight = torch.randn(case.n, generator=generator, device=device).to(case.weight)
+    settings = {"eps": case.eps, "offset": case.offset, "casting_mode": case.casting_mode}
+    y, rstd = op.forward(x, weight, **settings)
+    wide = None if weight is None else weight.double()
+    exact_y, exact_rstd = reference(x.double(), wide, eps=case.eps, offset=case.offset)
+    twice = case.casting_mode == "llama" and weight is not None and case.dtype != torch.float32
+    assert rstd is not None
+    errors = {
+        "y": worst(y, exact_y, allowed, roundings=2 if twice else 1),
+        "rstd": worst(rstd, exact_rstd, allowed),
+    }
+    if not forward_only:
+        dx, dweight = op.backward(dy, x, weight, rstd, offset=case.offset)
+        exact_dx, exact_dweight = reference_backward(dy.double(), x.double(), wide, exact_rstd, offset=case.offset)
+        scale = exact_rstd[:, None]
+        scaled = dy.double() if wide is None else dy.double() * (case.offset + wide)
+        mean = (x.double() * scaled).abs().mean(1, keepdim=True)
+        magnitude = (scaled * scale).abs() + x.double().abs() * mean * scale**3
+        errors["dx"] = worst(dx, exact_dx, allowed, magnitude=magnitude)
+        if weight is not None:
+            terms = (dy.double() * x.double() * scale).abs().sum(0)
+            errors["dweight"] = worst(dweight, exact_dweight, allowed, magnitude=terms)
+    assert max(errors.values()) <= 1, f"seed {seed}: {errors}"
+
+
+def op_device(op: RMSNorm) -> torch.device:
+    """Where the op's tensors live: the CPU for bound drivers, else the GPU."""
+    return torch.device("cpu" if op._own._bound.get(-1) is not None else "cuda")
+
+
+def sizes_of(entries: tuple[tuple[int | None, str], ...], aligned: bool) -> list[int]:
+    """One size for each row of a dispatch table: inside the row's range, not a power of two."""
+    sizes, low = [], 0
+    for bound, _ in entries:
+        high = bound if bound is not None else 2 * low + 64
+        n = low + max(1, (high - low) * 5 // 8)
+        n = max(16, n // 16 * 16) if aligned else n | 1
+        sizes.append(min(n, high))
+        low = high
+    return sizes

@@ -1,0 +1,218 @@
+"""RMSNorm without a GPU: the reference, bad input, the interpreter, and the AMD binaries on the emulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import liger_aot
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
+from tests import amd_emulator
+from tests.conftest import built_pack
+from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.rmsnorm_cases import DTYPES, Case, check, sizes_of
+from tests.tolerances import worst
+
+BF16, FP16, FP32 = DTYPES
+# Beyond this a case takes the emulator more than a second or two.
+LONGEST_EMULATED = 20000
+
+
+def weights_of(dtype: torch.dtype) -> list[torch.dtype]:
+    return [dtype] if dtype == FP32 else [dtype, FP32]
+
+
+def table_cases(arch: str, longest: int) -> list[Case]:
+    """A case for every row of both kernels' dispatch tables, for every dtype, aligned and generic."""
+    pack = built_pack(arch).op("rmsnorm")
+    cases: dict[Case, None] = {}
+    names = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+    for kernel in pack.kernels.values():
+        for key, entries in kernel.tables.items():
+            dtype, weight, alignment = key.split("/")
+            aligned = alignment == "aligned"
+            for n in sizes_of(entries, aligned):
+                if n <= longest:
+                    cases[Case(5 if n < 3000 else 3, n, names[dtype], names[weight], shift=0 if aligned else 1)] = None
+    return list(cases)
+
+
+EDGE_CASES = [
+    Case(1, 1, BF16, BF16),
+    Case(7, 1, FP32, None),
+    Case(3, 2, FP16, FP32, "gemma", 1.0),
+    Case(4, 17, BF16, None, "none"),
+    Case(5, 48, BF16, BF16, "gemma", 1.0, gap=16),
+    Case(5, 48, FP32, FP32, offset=0.5, gap=3),
+    Case(2, 64, FP16, FP16, eps=0.1, shift=8),
+    Case(9, 1000, BF16, FP32, "llama", 1.0, shift=3, gap=5),
+    Case(600, 32, BF16, BF16),
+]
+
+
+def driven(arch: str, driver: type) -> RMSNorm:
+    op = bound_op(RMSNorm, built_pack(arch), driver)
+    assert isinstance(op, RMSNorm)
+    return op
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+@pytest.mark.usefixtures("poisoned")
+def test_interpreter(arch: str) -> None:
+    """Every row of the tables, every dtype, both variants; programs that wait for each other run as threads."""
+    allowed = dict(built_pack(arch).tolerance)
+    allowed["bf16"] *= 2  # Triton 3.6's interpreter truncates fp32 to bf16 instead of rounding it
+    op = driven(arch, InterpreterDriver)
+    for seed, case in enumerate(EDGE_CASES + table_cases(arch, 140_000)):
+        check(op, case, allowed, seed)
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
+@pytest.mark.usefixtures("poisoned")
+def test_amd_binaries(arch: str) -> None:
+    """The pack's own machine code, executed in software."""
+    allowed = built_pack(arch).tolerance
+    op = driven(arch, EmulatorDriver)
+    for seed, case in enumerate(EDGE_CASES + table_cases(arch, LONGEST_EMULATED)):
+        check(op, case, allowed, seed)
+
+
+@pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_is_the_formula(dtype: torch.dtype, casting_mode: str) -> None:
+    x = torch.randn(6, 50).to(dtype)
+    weight = torch.randn(50).to(dtype)
+    y, rstd = reference(x, weight, eps=1e-5, offset=1.0, casting_mode=casting_mode)
+    rms = x.double().square().mean(-1, keepdim=True).add(1e-5).sqrt()
+    exact = x.double() / rms * (1.0 + weight.double())
+    allowed = {"bf16": 1.05, "fp16": 1.05, "fp32": 32.0}
+    assert worst(y, exact, allowed, roundings=2 if casting_mode == "llama" else 1) <= 1
+    assert worst(rstd, 1 / rms[:, 0], allowed) <= 1
+    assert y.dtype == dtype
+
+
+def test_reference_backward_is_the_derivative() -> None:
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(12, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(5, 12, dtype=torch.float64)
+    y, rstd = reference(x, weight, offset=0.3)
+    exact = torch.autograd.grad(y, (x, weight), dy)
+    got = reference_backward(dy, x.detach(), weight.detach(), rstd.detach(), offset=0.3)
+    for value, wanted in zip(got, exact, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_cpu_tensors_take_the_reference() -> None:
+    op = liger_aot.load("rmsnorm")
+    x = torch.randn(2, 3, 40, dtype=BF16, requires_grad=True)
+    weight = torch.randn(40, dtype=FP32, requires_grad=True)
+    y = op(x, weight, eps=1e-5)
+    assert torch.equal(y, reference(x, weight, eps=1e-5)[0])
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == BF16 and x.grad.shape == x.shape
+    assert weight.grad is not None and weight.grad.dtype == FP32
+    with torch.no_grad():
+        out = torch.empty_like(x)
+        assert op(x, weight, eps=1e-5, out=out) is out
+        assert torch.equal(out, y)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0, 0), (2, 0, 8)])
+def test_empty(shape: tuple[int, ...]) -> None:
+    op = liger_aot.load("rmsnorm")
+    x = torch.empty(shape, requires_grad=True)
+    weight = torch.ones(shape[-1], requires_grad=True)
+    y = op(x, weight)
+    assert y.shape == shape
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+    assert weight.grad is not None and torch.equal(weight.grad, torch.zeros(shape[-1]))
+
+
+def test_frozen_arguments_get_no_gradient() -> None:
+    op = liger_aot.load("rmsnorm")
+    x, weight = torch.randn(3, 8), torch.randn(8, requires_grad=True)
+    op(x, weight).sum().backward()
+    assert weight.grad is not None
+    x2 = torch.randn(3, 8, requires_grad=True)
+    op(x2, weight.detach()).sum().backward()
+    assert x2.grad is not None
+
+
+X = torch.ones(2, 8)
+BAD = {
+    "x is no tensor": (([1.0],), {}, ArgumentTypeError, "x must be a torch.Tensor, got list"),
+    "x of a wrong dtype": ((X.int(),), {}, ArgumentTypeError, "x must be bfloat16, float16, float32, got int32"),
+    "x a scalar": ((torch.tensor(1.0),), {}, ArgumentError, "at least one dimension"),
+    "weight is no tensor": ((X, 3.0), {}, ArgumentTypeError, "weight must be a torch.Tensor, got float"),
+    "weight too long": ((X, torch.ones(9)), {}, ArgumentError, r"shape \(8,\).*got shape \(9,\)"),
+    "weight 2-D": ((X, torch.ones(8, 1)), {}, ArgumentError, "weight must be contiguous of shape"),
+    "weight strided": ((X, torch.ones(16)[::2]), {}, ArgumentError, "weight must be contiguous"),
+    "weight of another dtype": ((X, torch.ones(8, dtype=FP16)), {}, ArgumentTypeError, "x's dtype.*or float32"),
+    "weight elsewhere": ((X, torch.ones(8, device="meta")), {}, ArgumentError, "weight is on meta, x on cpu"),
+    "unknown mode": ((X,), {"casting_mode": "mistral"}, ArgumentError, "one of llama, gemma, none; got 'mistral'"),
+    "out of another shape": ((X,), {"out": torch.ones(2, 9)}, ArgumentError, "out must be of x's shape"),
+    "out of another dtype": ((X,), {"out": torch.ones(2, 8, dtype=BF16)}, ArgumentError, "out must be of x's shape"),
+    "out with a gradient": (
+        (torch.ones(2, 8, requires_grad=True),),
+        {"out": torch.ones(2, 8)},
+        ArgumentError,
+        "a gradient is needed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    arguments, settings, error, text = BAD[name]
+    with pytest.raises(error, match=text):
+        liger_aot.load("rmsnorm")(*arguments, **settings)
+
+
+def test_overlapping_out() -> None:
+    op = liger_aot.load("rmsnorm")
+    buffer = torch.randn(2 * 16)
+    with pytest.raises(ArgumentError, match="out overlaps x"):
+        op(buffer[:16].view(2, 8), out=buffer[4:20].view(2, 8))
+    both = torch.randn(4, 16)
+    left, right = both[:, :8], both[:, 8:]
+    expected = op(left)
+    assert torch.equal(op(left, out=right), expected), "columns beside each other don't overlap"
+    assert torch.equal(op(left, out=left), expected), "x itself is allowed"
+
+
+def test_compile_is_one_graph() -> None:
+    op = liger_aot.load("rmsnorm")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(24))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return op(x * 2, self.weight, eps=1e-5) + 1
+
+    model, x = Model(), torch.randn(3, 5, 24, requires_grad=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for run in (model, compiled):
+        run(x).square().sum().backward()
+    expected = torch.autograd.grad(model(x).square().sum(), (x, model.weight))
+    got = torch.autograd.grad(compiled(x).square().sum(), (x, model.weight))
+    for value, wanted in zip(got, expected, strict=True):
+        assert torch.equal(value, wanted)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_registration() -> None:
+    x, weight = torch.randn(3, 24, requires_grad=True), torch.randn(24, requires_grad=True)
+    liger_aot.load("rmsnorm")
+    torch.library.opcheck(torch.ops.liger_aot.rmsnorm_forward.default, (x, weight, 1e-6, 0.0, "llama", True))
+    y, rstd = torch.ops.liger_aot.rmsnorm_forward(x.detach(), weight.detach(), 1e-6, 0.0, "llama", True)
+    arguments = (y, x.detach(), weight.detach(), rstd, 0.0, True, True)
+    torch.library.opcheck(torch.ops.liger_aot.rmsnorm_backward.default, arguments)
+    out = (x.detach(), weight.detach(), 1e-6, 0.0, "llama", torch.empty(3, 24))
+    torch.library.opcheck(torch.ops.liger_aot.rmsnorm_out.default, out)

@@ -1,0 +1,45 @@
+"""How far a result may lie off its fp64 reference: the profile's count of unit roundoffs, times their size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# Half the distance of 1.0 to the next number: the largest relative error of one rounding.
+UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+# Absolute error of a rounding among the subnormals; bf16 and fp32 may be flushed to zero below their least normal.
+LEAST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-25, torch.float32: 2.0**-126}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def worst(
+    got: Tensor,
+    exact: Tensor,
+    allowed: Mapping[str, float],
+    *,
+    roundings: int = 1,
+    magnitude: Tensor | None = None,
+) -> float:
+    """The largest error of ``got`` as a fraction of what is allowed; NaN counts as infinite.
+
+    Args:
+        got: the result.
+        exact: its reference in float64.
+        allowed: unit roundoffs by dtype name, from the profile.
+        roundings: to got's dtype on the way.
+        magnitude: sum of the absolute values of the terms that were added in fp32; default ``exact.abs()``.
+    """
+    assert got.shape == exact.shape and exact.dtype == torch.float64
+    if not got.numel():
+        return 0.0
+    size = exact.abs()
+    terms = size if magnitude is None else magnitude
+    limit = (
+        allowed[NAMES[got.dtype]] * roundings * UNIT_ROUNDOFF[got.dtype] * size
+        + allowed["fp32"] * UNIT_ROUNDOFF[torch.float32] * terms
+        + LEAST[got.dtype]
+    )
+    ratio = (got.double() - exact).abs() / limit
+    return float(torch.where(torch.isnan(ratio), torch.inf, ratio).max())
