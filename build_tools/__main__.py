@@ -29,10 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m build_tools", description="Compile Liger's kernels ahead of time. No GPU is needed but to tune."
+        prog="python -m build_tools",
+        description="Compile Liger's kernels ahead of time. No GPU is needed but to tune.",
     )
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--arch", default="all", help="comma list of architectures, 'all' or 'none' (default: all)")
+    common.add_argument(
+        "--arch", default="all", help="comma list of architectures, 'all' or 'none' (default: all)"
+    )
     common.add_argument("--kernel", default="", metavar="OPS", help="comma list of ops (default: every one)")
     common.add_argument("--profiles", type=Path, default=PROFILES, help="folder of profiles")
     common.add_argument("--cache", type=Path, default=CACHE, help="folder of compiled kernels to reuse")
@@ -45,20 +48,34 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_plan)
     command = commands.add_parser("build", parents=[common], help="compile, audit and pack")
     command.set_defaults(run=_build)
-    command = commands.add_parser("audit", parents=[common], help="compile and print the audit's table; write no pack")
+    command = commands.add_parser(
+        "audit", parents=[common], help="compile and print the audit's table; write no pack"
+    )
     command.add_argument("--assembly", type=Path, metavar="DIR", help="also write PTX or AMD assembly there")
     command.set_defaults(run=_audit)
-    command = commands.add_parser("tune", help="measure candidate rows on this machine's GPU and write the winners")
-    command.add_argument("--arch", required=True, help="the profile to tune; this machine's GPU must be one it serves")
+    command = commands.add_parser(
+        "tune", help="measure candidate rows on this machine's GPU and write the winners"
+    )
+    command.add_argument(
+        "--arch", required=True, help="the profile to tune; this machine's GPU must be one it serves"
+    )
     command.add_argument("--kernel", required=True, help="the kernel whose table to tune")
-    command.add_argument("--candidates", type=Path, required=True, metavar="TOML", help="candidate rows by problem size")
-    command.add_argument("--elements", type=int, default=1 << 27, help="elements of a problem (default: 2^27)")
+    command.add_argument(
+        "--candidates", type=Path, required=True, metavar="TOML", help="candidate rows by problem size"
+    )
+    command.add_argument(
+        "--elements", type=int, default=1 << 27, help="elements of a problem (default: 2^27)"
+    )
     command.add_argument("--write", action="store_true", help="write the winners into the profile")
     command.add_argument("--report", type=Path, help="write every measurement there, as JSON")
     command.add_argument("--workers", type=int, help="compiler processes (default: one a core)")
     command.set_defaults(run=_tune)
-    command = commands.add_parser("wheel", parents=[common], help="build the wheel with these architectures' packs")
-    command.add_argument("--out", type=Path, default=Path("dist"), help="folder for the wheel (default: dist)")
+    command = commands.add_parser(
+        "wheel", parents=[common], help="build the wheel with these architectures' packs"
+    )
+    command.add_argument(
+        "--out", type=Path, default=Path("dist"), help="folder for the wheel (default: dist)"
+    )
     command.set_defaults(run=_wheel)
     return parser
 

@@ -77,7 +77,9 @@ def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:
         arch.registers_per_multiprocessor // (per_warp * warps),
     ]
     if used := shared + facts.static_shared:
-        reserved = arch.shared_per_multiprocessor - arch.shared_per_block  # what the system keeps of each block's
+        reserved = (
+            arch.shared_per_multiprocessor - arch.shared_per_block
+        )  # what the system keeps of each block's
         fits.append(arch.shared_per_multiprocessor // (used + reserved))
     return min(fits)
 

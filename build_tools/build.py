@@ -47,7 +47,12 @@ def make_plans(arch: str, ops: Sequence[str] = (), tree: Tree | None = None) -> 
 
 
 def compile_and_audit(
-    profile: Profile, plans: Sequence[Plan], tree: Tree | None = None, *, workers: int | None = None, progress: bool = True
+    profile: Profile,
+    plans: Sequence[Plan],
+    tree: Tree | None = None,
+    *,
+    workers: int | None = None,
+    progress: bool = True,
 ) -> dict[str, Audited]:
     """Compile every variant of ``plans`` and read each binary back."""
     variants = [v for p in plans for v in p.variants]
@@ -58,12 +63,21 @@ def compile_and_audit(
 
 
 def build_pack(
-    arch: str, ops: Sequence[str] = (), tree: Tree | None = None, *, workers: int | None = None, progress: bool = True
+    arch: str,
+    ops: Sequence[str] = (),
+    tree: Tree | None = None,
+    *,
+    workers: int | None = None,
+    progress: bool = True,
 ) -> dict[str, Audited]:
     """Build the pack of ``arch`` under ``tree.packs``; the audit's facts by variant name."""
     tree = tree or Tree()
     profile, plans = make_plans(arch, ops, tree)
     audited = compile_and_audit(profile, plans, tree, workers=workers, progress=progress)
-    compiler = f"ptxas {ptxas_version()}" if profile.arch.backend == "cuda" else f"llvm of triton {profile.toolchain.triton}"
+    compiler = (
+        f"ptxas {ptxas_version()}"
+        if profile.arch.backend == "cuda"
+        else f"llvm of triton {profile.toolchain.triton}"
+    )
     write_pack(tree.packs / arch, profile, plans, audited, project_version(), compiler)
     return audited

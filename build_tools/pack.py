@@ -21,7 +21,12 @@ FORMAT = 1
 
 
 def write_pack(
-    folder: Path, profile: Profile, plans: Sequence[Plan], audited: Mapping[str, Audited], version: str, compiler: str
+    folder: Path,
+    profile: Profile,
+    plans: Sequence[Plan],
+    audited: Mapping[str, Audited],
+    version: str,
+    compiler: str,
 ) -> None:
     """Replace ``folder`` with the pack of one architecture; a failure leaves what was there."""
     arch = profile.arch

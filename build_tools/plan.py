@@ -42,7 +42,9 @@ class Variant:
 @dataclass(frozen=True)
 class KernelPlan:
     kernel: Kernel
-    tables: Mapping[str, tuple[tuple[int | None, str], ...]]  # dispatch key -> (max_n, variant name), ascending
+    tables: Mapping[
+        str, tuple[tuple[int | None, str], ...]
+    ]  # dispatch key -> (max_n, variant name), ascending
     variants: Mapping[str, Variant]
 
 
@@ -107,14 +109,18 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
 
 def _check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
     if row.form not in kernel.forms:
-        raise ProfileError(f"{row.where}: unknown form {row.form!r}; {kernel.name} has {', '.join(kernel.forms)}")
+        raise ProfileError(
+            f"{row.where}: unknown form {row.form!r}; {kernel.name} has {', '.join(kernel.forms)}"
+        )
     form = kernel.forms[row.form]
     for axis, values in row.when.items():
         allowed = (True, False) if axis == "aligned" else kernel.axes.get(axis)
         if allowed is None:
             raise ProfileError(f"{row.where}: unknown key {axis!r}")
         if bad := [v for v in values if v not in allowed and v not in DTYPES]:
-            raise ProfileError(f"{row.where}: {axis}: {bad[0]!r} is not one of {', '.join(map(str, allowed))}")
+            raise ProfileError(
+                f"{row.where}: {axis}: {bad[0]!r} is not one of {', '.join(map(str, allowed))}"
+            )
     if unknown := [c.lower() for c in row.constants if c not in form.constants]:
         raise ProfileError(f"{row.where}: unknown key {unknown[0]!r} for form {form.name!r}")
     constants = {**form.defaults, **row.constants}

@@ -15,7 +15,9 @@ from build_tools.errors import BuildError
 from build_tools.paths import PACKS, ROOT
 
 NAMESPACE = "liger_aot_packs"
-EPOCH = "315532800"  # 1980-01-01, the earliest time a zip file knows: the same bytes whenever a wheel is built
+EPOCH = (
+    "315532800"  # 1980-01-01, the earliest time a zip file knows: the same bytes whenever a wheel is built
+)
 
 
 def add_packs(build_lib: Path) -> tuple[str, ...]:
@@ -38,6 +40,16 @@ def build_wheel(archs: Sequence[str], out: Path) -> None:
     """Build the wheel with the packs of ``archs`` into ``out``, in this environment (no build isolation)."""
     environment = {**os.environ, VARIABLE: ",".join(archs) or "none"}
     environment.setdefault("SOURCE_DATE_EPOCH", EPOCH)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        str(ROOT),
+    ]
     if subprocess.run(command, env=environment).returncode:
         raise BuildError("pip wheel failed: its output is above")

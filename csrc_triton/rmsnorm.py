@@ -144,7 +144,7 @@ def forward_long(
     block = tl.arange(0, BLOCK)
     blocks = tl.cdiv(tl.maximum(n_cols - KEEP, 0), BLOCK)
     squares = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, blocks):
+    for i in range(blocks):
         cols = KEEP + i * BLOCK + block
         x = tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last").to(tl.float32)
         squares += x * x
@@ -159,7 +159,7 @@ def forward_long(
     rstd = tl.rsqrt(square_sum / n_cols + eps)
     if store_rstd != 0:
         tl.store(RSTD + row, rstd)
-    for i in range(0, blocks):
+    for i in range(blocks):
         if REVERSE:  # what was read last is the likeliest to be in the cache still
             cols = KEEP + (blocks - 1 - i) * BLOCK + block
         else:
@@ -343,7 +343,9 @@ def backward_pairs(
             dy = tl.load((DY + row * dy_stride).to(pairs, bitcast=True) + cols, mask=mask, other=0)
             rstd = tl.load(RSTD + row)
             post(WORDS + row * SPLIT + part, pair_dot(x, dy, w, offset, dtype))
-            if row >= groups:  # the `while` must sit inside an `if`: directly in the loop it turns pipelining off
+            if (
+                row >= groups
+            ):  # the `while` must sit inside an `if`: directly in the loop it turns pipelining off
                 while missing(words):
                     words = poll(words_at)
                 c = total(words) / n_cols * last_rstd * last_rstd * last_rstd

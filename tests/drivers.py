@@ -61,13 +61,21 @@ class InterpreterDriver:
         kernel = self._kernels[kernel_name]
         form = kernel.forms[form_name]
         function = getattr(self._module, form.function)
-        key = next(k for k, e in self._manifest.kernels[kernel_name].tables.items() if variant.name in {v for _, v in e})
+        key = next(
+            k
+            for k, e in self._manifest.kernels[kernel_name].tables.items()
+            if variant.name in {v for _, v in e}
+        )
         axes = dict(zip(kernel.axes, key.split("/"), strict=False))
-        types = [t.replace(t[1:], axes.get(t[1:], t[1:])) if t[0] == "*" else t for t in kernel.arguments.values()]
+        types = [
+            t.replace(t[1:], axes.get(t[1:], t[1:])) if t[0] == "*" else t for t in kernel.arguments.values()
+        ]
         constants = {name: _constant(form, name, variant.numbers[name.lower()]) for name in form.constants}
 
         def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-            _interpret(function, grid, types, list(kernel.arguments), arguments, constants, variant.cooperative)
+            _interpret(
+                function, grid, types, list(kernel.arguments), arguments, constants, variant.cooperative
+            )
 
         return Launchable(run)
 
@@ -137,10 +145,14 @@ def _teach_inline_assembly() -> None:
             result = data[0].copy()
         elif operation == "ld.relaxed.gpu.global.u64":
             mask = np.ones_like(data[0], dtype=bool)
-            result = _interpreter.load(data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64))
+            result = _interpreter.load(
+                data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64)
+            )
         elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
             dtype = torch.bfloat16 if "bf16" in operation else torch.float16
-            halves = [torch.from_numpy(d.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16) for d in data]
+            halves = [
+                torch.from_numpy(d.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16) for d in data
+            ]
             result = (halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << 16).view(np.int32)
         else:
             raise NotImplementedError(text)
@@ -172,7 +184,11 @@ class EmulatorDriver:
             memory = Memory()
             mapped = _map_storages(memory)
             values = [
-                _translate(value or 0, mapped) if letter == "p" else float(value) if letter == "f" else int(value)
+                _translate(value or 0, mapped)
+                if letter == "p"
+                else float(value)
+                if letter == "f"
+                else int(value)
                 for letter, value in zip(variant.signature, arguments, strict=True)
             ]
             program.launch(memory, grid, values, variant.threads, variant.shared)

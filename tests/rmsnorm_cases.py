@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_aot.manifest import OpManifest
 from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
 from tests.tolerances import worst
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = BF16, FP16, FP32 = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,17 @@ class Case:
 def make_rows(case: Case, generator: torch.Generator) -> Tensor:
     """(rows, n) random values as the case lays them out in memory, the rest of which is NaN."""
     stride = case.n + case.gap
-    buffer = torch.full((case.rows * stride + case.shift,), torch.nan, dtype=case.dtype, device=generator.device)
+    buffer = torch.full(
+        (case.rows * stride + case.shift,), torch.nan, dtype=case.dtype, device=generator.device
+    )
     rows = buffer.as_strided((case.rows, case.n), (stride, 1), case.shift)
     rows.copy_(torch.randn((case.rows, case.n), generator=generator, device=generator.device))
     return rows
 
 
-def check(op: RMSNorm, case: Case, allowed: Mapping[str, float], seed: int, *, forward_only: bool = False) -> None:
+def check(
+    op: RMSNorm, case: Case, allowed: Mapping[str, float], seed: int, *, forward_only: bool = False
+) -> None:
     """Forward and backward of ``op`` on fresh random inputs; asserts that every error is within what is allowed."""
     device = op_device(op)
     generator = torch.Generator(device).manual_seed(seed)
@@ -56,20 +61,23 @@ def check(op: RMSNorm, case: Case, allowed: Mapping[str, float], seed: int, *, f
     exact_y, exact_rstd = reference(x.double(), wide, eps=case.eps, offset=case.offset)
     twice = case.casting_mode == "llama" and weight is not None and case.dtype != torch.float32
     assert rstd is not None
+    scale = 1.0 if wide is None else 1 + (case.offset + wide).abs()
     errors = {
-        "y": worst(y, exact_y, allowed, roundings=2 if twice else 1),
+        "y": worst(y, exact_y, allowed, roundings=2 if twice else 1, scale=scale),
         "rstd": worst(rstd, exact_rstd, allowed),
     }
     if not forward_only:
         dx, dweight = op.backward(dy, x, weight, rstd, offset=case.offset)
-        exact_dx, exact_dweight = reference_backward(dy.double(), x.double(), wide, exact_rstd, offset=case.offset)
-        scale = exact_rstd[:, None]
+        exact_dx, exact_dweight = reference_backward(
+            dy.double(), x.double(), wide, exact_rstd, offset=case.offset
+        )
+        row_scale = exact_rstd[:, None]
         scaled = dy.double() if wide is None else dy.double() * (case.offset + wide)
         mean = (x.double() * scaled).abs().mean(1, keepdim=True)
-        magnitude = (scaled * scale).abs() + x.double().abs() * mean * scale**3
+        magnitude = (scaled * row_scale).abs() + x.double().abs() * mean * row_scale**3
         errors["dx"] = worst(dx, exact_dx, allowed, magnitude=magnitude)
         if weight is not None:
-            terms = (dy.double() * x.double() * scale).abs().sum(0)
+            terms = (dy.double() * x.double() * row_scale).abs().sum(0)
             errors["dweight"] = worst(dweight, exact_dweight, allowed, magnitude=terms)
     assert max(errors.values()) <= 1, f"seed {seed}: {errors}"
 
@@ -77,6 +85,33 @@ def check(op: RMSNorm, case: Case, allowed: Mapping[str, float], seed: int, *, f
 def op_device(op: RMSNorm) -> torch.device:
     """Where the op's tensors live: the CPU for bound drivers, else the GPU."""
     return torch.device("cpu" if op._own._bound.get(-1) is not None else "cuda")
+
+
+EDGES = [
+    Case(1, 1, BF16, BF16),
+    Case(7, 1, FP32, None),
+    Case(3, 2, FP16, FP32, "gemma", 1.0),
+    Case(4, 17, BF16, None, "none"),
+    Case(5, 48, BF16, BF16, "gemma", 1.0, gap=16),
+    Case(5, 48, FP32, FP32, offset=0.5, gap=3),
+    Case(2, 64, FP16, FP16, eps=0.1, shift=8),
+    Case(9, 1000, BF16, FP32, "llama", 1.0, shift=3, gap=5),
+    Case(600, 32, BF16, BF16),
+]
+
+
+def table_cases(manifest: OpManifest, longest: int, rows: int = 3) -> list[Case]:
+    """A case for every row of both kernels' dispatch tables, for every dtype, aligned and generic."""
+    cases: dict[Case, None] = {}
+    names = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+    for kernel in manifest.kernels.values():
+        for key, entries in kernel.tables.items():
+            dtype, weight, alignment = key.split("/")
+            aligned = alignment == "aligned"
+            for n in sizes_of(entries, aligned):
+                if n <= longest:
+                    cases[Case(rows, n, names[dtype], names[weight], shift=0 if aligned else 1)] = None
+    return list(cases)
 
 
 def sizes_of(entries: tuple[tuple[int | None, str], ...], aligned: bool) -> list[int]:

@@ -11,44 +11,11 @@ from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
 from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
-from tests.rmsnorm_cases import DTYPES, Case, check, sizes_of
+from tests.rmsnorm_cases import BF16, DTYPES, EDGES, FP16, FP32, check, table_cases
 from tests.tolerances import worst
 
-BF16, FP16, FP32 = DTYPES
 # Beyond this a case takes the emulator more than a second or two.
 LONGEST_EMULATED = 20000
-
-
-def weights_of(dtype: torch.dtype) -> list[torch.dtype]:
-    return [dtype] if dtype == FP32 else [dtype, FP32]
-
-
-def table_cases(arch: str, longest: int) -> list[Case]:
-    """A case for every row of both kernels' dispatch tables, for every dtype, aligned and generic."""
-    pack = built_pack(arch).op("rmsnorm")
-    cases: dict[Case, None] = {}
-    names = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
-    for kernel in pack.kernels.values():
-        for key, entries in kernel.tables.items():
-            dtype, weight, alignment = key.split("/")
-            aligned = alignment == "aligned"
-            for n in sizes_of(entries, aligned):
-                if n <= longest:
-                    cases[Case(5 if n < 3000 else 3, n, names[dtype], names[weight], shift=0 if aligned else 1)] = None
-    return list(cases)
-
-
-EDGE_CASES = [
-    Case(1, 1, BF16, BF16),
-    Case(7, 1, FP32, None),
-    Case(3, 2, FP16, FP32, "gemma", 1.0),
-    Case(4, 17, BF16, None, "none"),
-    Case(5, 48, BF16, BF16, "gemma", 1.0, gap=16),
-    Case(5, 48, FP32, FP32, offset=0.5, gap=3),
-    Case(2, 64, FP16, FP16, eps=0.1, shift=8),
-    Case(9, 1000, BF16, FP32, "llama", 1.0, shift=3, gap=5),
-    Case(600, 32, BF16, BF16),
-]
 
 
 def driven(arch: str, driver: type) -> RMSNorm:
@@ -65,7 +32,7 @@ def test_interpreter(arch: str) -> None:
     allowed = dict(built_pack(arch).tolerance)
     allowed["bf16"] *= 2  # Triton 3.6's interpreter truncates fp32 to bf16 instead of rounding it
     op = driven(arch, InterpreterDriver)
-    for seed, case in enumerate(EDGE_CASES + table_cases(arch, 140_000)):
+    for seed, case in enumerate(EDGES + table_cases(built_pack(arch).op("rmsnorm"), 140_000)):
         check(op, case, allowed, seed)
 
 
@@ -76,7 +43,7 @@ def test_amd_binaries(arch: str) -> None:
     """The pack's own machine code, executed in software."""
     allowed = built_pack(arch).tolerance
     op = driven(arch, EmulatorDriver)
-    for seed, case in enumerate(EDGE_CASES + table_cases(arch, LONGEST_EMULATED)):
+    for seed, case in enumerate(EDGES + table_cases(built_pack(arch).op("rmsnorm"), LONGEST_EMULATED)):
         check(op, case, allowed, seed)
 
 
@@ -145,17 +112,37 @@ def test_frozen_arguments_get_no_gradient() -> None:
 X = torch.ones(2, 8)
 BAD = {
     "x is no tensor": (([1.0],), {}, ArgumentTypeError, "x must be a torch.Tensor, got list"),
-    "x of a wrong dtype": ((X.int(),), {}, ArgumentTypeError, "x must be bfloat16, float16, float32, got int32"),
+    "x of a wrong dtype": (
+        (X.int(),),
+        {},
+        ArgumentTypeError,
+        "x must be bfloat16, float16, float32, got int32",
+    ),
     "x a scalar": ((torch.tensor(1.0),), {}, ArgumentError, "at least one dimension"),
     "weight is no tensor": ((X, 3.0), {}, ArgumentTypeError, "weight must be a torch.Tensor, got float"),
     "weight too long": ((X, torch.ones(9)), {}, ArgumentError, r"shape \(8,\).*got shape \(9,\)"),
     "weight 2-D": ((X, torch.ones(8, 1)), {}, ArgumentError, "weight must be contiguous of shape"),
     "weight strided": ((X, torch.ones(16)[::2]), {}, ArgumentError, "weight must be contiguous"),
-    "weight of another dtype": ((X, torch.ones(8, dtype=FP16)), {}, ArgumentTypeError, "x's dtype.*or float32"),
+    "weight of another dtype": (
+        (X, torch.ones(8, dtype=FP16)),
+        {},
+        ArgumentTypeError,
+        "x's dtype.*or float32",
+    ),
     "weight elsewhere": ((X, torch.ones(8, device="meta")), {}, ArgumentError, "weight is on meta, x on cpu"),
-    "unknown mode": ((X,), {"casting_mode": "mistral"}, ArgumentError, "one of llama, gemma, none; got 'mistral'"),
+    "unknown mode": (
+        (X,),
+        {"casting_mode": "mistral"},
+        ArgumentError,
+        "one of llama, gemma, none; got 'mistral'",
+    ),
     "out of another shape": ((X,), {"out": torch.ones(2, 9)}, ArgumentError, "out must be of x's shape"),
-    "out of another dtype": ((X,), {"out": torch.ones(2, 8, dtype=BF16)}, ArgumentError, "out must be of x's shape"),
+    "out of another dtype": (
+        (X,),
+        {"out": torch.ones(2, 8, dtype=BF16)},
+        ArgumentError,
+        "out must be of x's shape",
+    ),
     "out with a gradient": (
         (torch.ones(2, 8, requires_grad=True),),
         {"out": torch.ones(2, 8)},

@@ -21,6 +21,7 @@ def worst(
     *,
     roundings: int = 1,
     magnitude: Tensor | None = None,
+    scale: Tensor | float = 1.0,
 ) -> float:
     """The largest error of ``got`` as a fraction of what is allowed; NaN counts as infinite.
 
@@ -30,6 +31,7 @@ def worst(
         allowed: unit roundoffs by dtype name, from the profile.
         roundings: to got's dtype on the way.
         magnitude: sum of the absolute values of the terms that were added in fp32; default ``exact.abs()``.
+        scale: what an intermediate that was rounded to got's dtype was multiplied by: its subnormals' errors grow.
     """
     assert got.shape == exact.shape and exact.dtype == torch.float64
     if not got.numel():
@@ -39,7 +41,7 @@ def worst(
     limit = (
         allowed[NAMES[got.dtype]] * roundings * UNIT_ROUNDOFF[got.dtype] * size
         + allowed["fp32"] * UNIT_ROUNDOFF[torch.float32] * terms
-        + LEAST[got.dtype]
+        + LEAST[got.dtype] * scale
     )
     ratio = (got.double() - exact).abs() / limit
     return float(torch.where(torch.isnan(ratio), torch.inf, ratio).max())

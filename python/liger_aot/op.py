@@ -86,7 +86,9 @@ def check_tensor(op: str, argument: str, value: Any) -> None:
 
 def check_same_device(op: str, argument: str, value: Tensor, first: str, like: Tensor) -> None:
     if value.device != like.device:
-        raise ArgumentError(f"{op}: {argument} is on {value.device}, {first} on {like.device}: both must be on one")
+        raise ArgumentError(
+            f"{op}: {argument} is on {value.device}, {first} on {like.device}: both must be on one"
+        )
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -91,4 +91,6 @@ def _remedy(device: Device) -> str:
         arch = "sm90"
     else:
         return "liger-aot is built for compute capabilities 8.x and 9.0, gfx90a and gfx942; add a profile to build more"
-    return f'Install it: pip install "liger-aot[{arch}]", or from source: LIGER_AOT_ARCHS={arch} pip install .'
+    return (
+        f'Install it: pip install "liger-aot[{arch}]", or from source: LIGER_AOT_ARCHS={arch} pip install .'
+    )

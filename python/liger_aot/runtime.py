@@ -60,7 +60,8 @@ class KernelOn:
             bounds = [bound for bound, _ in entries if bound is not None]
             names = [variant for _, variant in entries]
             found: list[Loaded | None] = [None] * len(names)
-            self._tables[(*(_DTYPES[a] for a in axes), alignment == "aligned")] = (bounds, names, found)
+            dtypes = tuple(_DTYPES[a] for a in axes)
+            self._tables[(*dtypes, alignment == "aligned")] = (bounds, names, found)
 
     def __call__(self, key: tuple[Any, ...], n: int) -> Loaded:
         """The variant for a problem of size ``n``; ``key`` holds the axes' torch dtypes and whether all is aligned."""
@@ -173,6 +174,8 @@ class Runtimes:
                 pack = pack_for(found.device)
                 if self.op not in pack.ops:
                     raise PackNotFound(f"pack {pack.arch} carries no {self.op}; it has {', '.join(pack.ops)}")
-                bound = OpOn(pack.op(self.op), GPUDriver(found.shared_per_block), index, found.multiprocessors)
+                bound = OpOn(
+                    pack.op(self.op), GPUDriver(found.shared_per_block), index, found.multiprocessors
+                )
                 self._bound[index] = bound
             return bound

@@ -1,7 +1,7 @@
 """The three steps of an exact division: scale away from overflow and denormals, multiply-add, repair.
 
-The compiler refines a reciprocal between them; the ranges are those of the instruction set manual's pseudo-
-code.
+The compiler refines a reciprocal between them. The ranges are those of the instruction set manual's pseudo-code,
+read so that LLVM's division is correctly rounded for all operands.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from .arithmetic import FMA, Lanes
 
 @dataclass(frozen=True)
 class _Format:
-    scale: int  # the exponent that v_div_scale adds
+    scale: int  # the exponent that v_div_scale adds or takes, and v_div_fmas gives back
     far: int  # how far apart exponents may be before the quotient is near the largest number
     tiny: int  # biased exponents up to this may give denormals in the refinement
-    after: int  # the exponent that v_div_fmas adds for scaled operands
     underflow: int  # quotients below this power of two are zero
 
 
 _FORMATS = {
-    np.dtype(np.float32): _Format(64, 96, 23, 32, -150),
-    np.dtype(np.float64): _Format(128, 768, 53, 64, -1075),
+    np.dtype(np.float32): _Format(64, 96, 23, -150),
+    np.dtype(np.float64): _Format(128, 768, 53, -1075),
 }
 
 
@@ -72,7 +71,7 @@ def scale(value: Lanes, denominator: Lanes, numerator: Lanes) -> tuple[Lanes, La
         np.full_like(value, np.nan),
         np.where(is_denominator, up, value),
         up,
-        np.where(is_denominator, up, value),
+        np.where(is_denominator, down, value),
         down,
         np.where(is_numerator, up, value),
         up,
@@ -82,9 +81,18 @@ def scale(value: Lanes, denominator: Lanes, numerator: Lanes) -> tuple[Lanes, La
 
 
 def multiply_add(a: Lanes, b: Lanes, c: Lanes, scaled: Lanes) -> Lanes:
-    """v_div_fmas: a * b + c, times 2^32 (2^64 for doubles) in the lanes that v_div_scale flagged."""
-    result = FMA[a.dtype.name.replace("float", "f")](a, b, c)
-    return np.where(scaled, np.ldexp(result, _FORMATS[a.dtype].after), result)
+    """v_div_fmas: a * b + c, scaled back in the lanes that v_div_scale flagged.
+
+    There the quotient was made smaller if it is large by itself (c, which is near it, is above 1) and larger if
+    it is small. f32 is rounded once, after the scaling.
+    """
+    form = _FORMATS[a.dtype]
+    back = np.where(np.abs(c) >= 2, form.scale, -form.scale)
+    if a.dtype == np.float64:
+        total = FMA["f64"](a, b, c)
+        return np.where(scaled, np.ldexp(total, back), total)
+    exact = a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)
+    return np.where(scaled, np.ldexp(exact, back).astype(np.float32), FMA["f32"](a, b, c))
 
 
 def fix_up(quotient: Lanes, denominator: Lanes, numerator: Lanes) -> Lanes:
@@ -104,4 +112,6 @@ def fix_up(quotient: Lanes, denominator: Lanes, numerator: Lanes) -> Lanes:
         _exponent(numerator) - _exponent(denominator) < form.underflow,
     ]
     results = [numerator + denominator, dtype.type(np.nan), infinity, zero, zero]
-    return np.select(conditions, np.broadcast_arrays(*results), np.copysign(quotient, sign))
+    # A quotient far past the largest number is NaN by now: the refinement met infinities.
+    repaired = np.where(np.isnan(quotient), infinity, np.copysign(quotient, sign))
+    return np.select(conditions, np.broadcast_arrays(*results), repaired)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import struct
 import subprocess
 from collections.abc import Mapping
 from typing import Any
@@ -72,3 +73,20 @@ def execute(
         for instruction in decode(lines, arch):
             build_step(instruction, arch)(wave)
     return wave
+
+
+def f32(value: float) -> int:
+    """The bit pattern of a float."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def f16(value: float) -> int:
+    """The bit pattern of a half."""
+    return int(struct.unpack("<H", struct.pack("<e", value))[0])
+
+
+def result(wave: Wave, dtype: Any = np.uint32, register: int = 0) -> np.ndarray:
+    """A vector register, or a pair of them, as values of a 32-bit or 64-bit dtype."""
+    if np.dtype(dtype).itemsize == 8:
+        return wave.vectors[register : register + 2].T.copy().view(dtype)[:, 0]
+    return wave.vectors[register].view(dtype)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_aot.loader import load
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.loader import load
 from liger_aot.op import (
     PLAIN,
     Op,
@@ -81,10 +81,13 @@ class RMSNorm(Op):
         if torch.compiler.is_compiling() or type(x) not in PLAIN:
             return _through_torch(x, weight, eps, offset, casting_mode, out)
         if torch.is_grad_enabled() and (
-            getattr(x, "requires_grad", False) or (weight is not None and getattr(weight, "requires_grad", False))
+            getattr(x, "requires_grad", False)
+            or (weight is not None and getattr(weight, "requires_grad", False))
         ):
             if out is not None:
-                raise ArgumentError("rmsnorm: out is given, but a gradient is needed: use torch.no_grad() or no out")
+                raise ArgumentError(
+                    "rmsnorm: out is given, but a gradient is needed: use torch.no_grad() or no out"
+                )
             y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting_mode, self)
             return y
         return self.forward(
@@ -119,7 +122,9 @@ class RMSNorm(Op):
         x, x_stride = as_rows(x)
         y_stride = n if out is None else row_stride(out)
         if y_stride is None:
-            raise ArgumentError(f"rmsnorm: out has strides {y.stride()}: its rows must be contiguous and evenly spaced")
+            raise ArgumentError(
+                f"rmsnorm: out has strides {y.stride()}: its rows must be contiguous and evenly spaced"
+            )
         rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if store_rstd else None
         x_ptr, y_ptr = x.data_ptr(), y.data_ptr()
         w_ptr = 0 if weight is None else weight.data_ptr()
@@ -196,7 +201,12 @@ class RMSNorm(Op):
 
 
 def reference(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
     """The forward in plain torch: y, and 1 / rms of each row. Float64 input is computed in float64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -253,14 +263,18 @@ def _check(x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
         check_tensor("rmsnorm", "weight", weight)
         check_same_device("rmsnorm", "weight", weight, "x", x)
         if weight.dtype != x.dtype and weight.dtype != torch.float32:
-            raise ArgumentTypeError(f"rmsnorm: weight must be of x's dtype {x.dtype} or float32, got {weight.dtype}")
+            raise ArgumentTypeError(
+                f"rmsnorm: weight must be of x's dtype {x.dtype} or float32, got {weight.dtype}"
+            )
         if weight.dim() != 1 or weight.shape[0] != x.shape[-1] or not weight.is_contiguous():
             raise ArgumentError(
                 f"rmsnorm: weight must be contiguous of shape ({x.shape[-1]},), the last dimension of x; got shape "
                 f"{tuple(weight.shape)} with strides {weight.stride()}"
             )
     if casting_mode not in ROUND_FIRST:
-        raise ArgumentError(f"rmsnorm: casting_mode must be one of {', '.join(ROUND_FIRST)}; got {casting_mode!r}")
+        raise ArgumentError(
+            f"rmsnorm: casting_mode must be one of {', '.join(ROUND_FIRST)}; got {casting_mode!r}"
+        )
 
 
 def _check_out(out: Tensor, x: Tensor, weight: Tensor | None) -> None:
@@ -273,7 +287,9 @@ def _check_out(out: Tensor, x: Tensor, weight: Tensor | None) -> None:
     if out is not x:
         for argument, value in (("x", x), ("weight", weight)):
             if value is not None and _overlap(out, value) and not _same_elements(out, value):
-                raise ArgumentError(f"rmsnorm: out overlaps {argument}; it may be x itself or memory of its own")
+                raise ArgumentError(
+                    f"rmsnorm: out overlaps {argument}; it may be x itself or memory of its own"
+                )
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -324,7 +340,13 @@ def _backward_grid(on: OpOn, numbers: Mapping[str, int], rows: int) -> tuple[int
 
 
 def _reference_into(
-    y: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, store_rstd: bool
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+    store_rstd: bool,
 ) -> tuple[Tensor, Tensor | None]:
     with torch.no_grad():
         result, rstd = reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
@@ -333,11 +355,16 @@ def _reference_into(
 
 
 def _reference_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dweight: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    need_dx: bool,
+    need_dweight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     dx, dweight = reference_backward(dy, x, weight, rstd, offset=offset)
     return dx if need_dx else None, dweight if need_dweight else None
-
 
 
 def _through_torch(
@@ -372,7 +399,13 @@ def _fake_forward(
 
 
 def _library_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dweight: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    need_dx: bool,
+    need_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = load("rmsnorm").backward(
         dy, x, weight, rstd, offset=offset, need_dx=need_dx, need_dweight=need_dweight
@@ -381,7 +414,13 @@ def _library_backward(
 
 
 def _fake_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dweight: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    need_dx: bool,
+    need_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
     return dx, x.new_empty(0) if weight is None or not need_dweight else torch.empty_like(weight)
@@ -390,7 +429,9 @@ def _fake_backward(
 def _library_out(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor
 ) -> None:
-    load("rmsnorm").forward(x, weight, eps=eps, offset=offset, casting_mode=casting_mode, out=out, store_rstd=False)
+    load("rmsnorm").forward(
+        x, weight, eps=eps, offset=offset, casting_mode=casting_mode, out=out, store_rstd=False
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
