@@ -137,7 +137,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from build_tools.tune import tune  # needs torch and a GPU, which nothing else here does
+    from build_tools.tune import tune  # needs a GPU, which nothing else here does
 
     return tune(options)
 

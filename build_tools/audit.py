@@ -57,13 +57,13 @@ def parameter_layout(types: Iterable[str]) -> tuple[tuple[int, int], ...]:
 
 def report(audited: Iterable[Audited]) -> str:
     """The audit's table, one line a binary."""
-    head = f"{'binary':<78} {'bytes':>7} {'threads':>7} {'regs':>5} {'local':>5} {'shared':>7} {'params':>6} {'res.':>4}"
+    titles = f"{'bytes':>7} {'threads':>7} {'regs':>5} {'local':>5} {'shared':>7} {'params':>6} {'res.':>4}"
     lines = [
         f"{a.variant.name:<78} {len(a.compiled.image):>7} {a.threads:>7} {a.facts.registers:>5} "
         f"{a.facts.local_bytes:>5} {a.compiled.shared:>7} {a.facts.parameter_bytes:>6} {a.resident:>4}"
         for a in audited
     ]
-    return "\n".join([head, *lines])
+    return "\n".join([f"{'binary':<78} {titles}", *lines])
 
 
 def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:

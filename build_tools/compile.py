@@ -19,13 +19,14 @@ from hashlib import sha256
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from build_tools.errors import BuildError, CompileError
 from build_tools.paths import CACHE, KERNELS, ROOT
 from build_tools.plan import ALIGNMENT, Variant
 from build_tools.profile import Profile
 
+T = TypeVar("T")
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 
 
@@ -66,20 +67,34 @@ def compile_variants(
     progress: bool = True,
 ) -> dict[str, Compiled]:
     """Compile, or take from the cache, every variant; CompileError at the first that fails."""
+    made: dict[str, Compiled] = {}
+    for name, outcome in try_variants(variants, profile, cache=cache, workers=workers, progress=progress):
+        if isinstance(outcome, str):
+            raise CompileError(outcome)
+        made[name] = outcome
+    return made
+
+
+def try_variants(
+    variants: Sequence[Variant],
+    profile: Profile,
+    *,
+    cache: Path = CACHE,
+    workers: int | None = None,
+    progress: bool = True,
+) -> Iterator[tuple[str, Compiled | str]]:
+    """Every variant's name with its binary, or with the compiler's message."""
     check_toolchain(profile)
     cache.mkdir(parents=True, exist_ok=True)
-    made: dict[str, Compiled] = {}
     missing: list[tuple[Job, Path]] = []
     for variant in variants:
         job = _job(variant, profile)
         entry = cache / _key(job)
         if (found := _read(entry, job.variant)) is not None:
-            made[job.variant] = found
+            yield job.variant, found
         else:
             missing.append((job, entry))
-    for compiled in _bar(_compile_all(missing, workers), len(missing), profile.arch.name, progress):
-        made[compiled.variant] = compiled
-    return {v.name: made[v.name] for v in variants}
+    yield from _bar(_compile_all(missing, workers), len(missing), profile.arch.name, progress)
 
 
 def check_toolchain(profile: Profile) -> None:
@@ -128,36 +143,38 @@ def sources(op: str, folder: Path = KERNELS) -> tuple[Path, ...]:
         found.append(path)
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("csrc_triton."):
-                queue.append(folder / f"{str(node.module).partition('.')[2]}.py")
+                queue += [folder / f"{str(node.module).partition('.')[2]}.py"]
     return tuple(sorted(found))
 
 
-def _compile_all(missing: list[tuple[Job, Path]], workers: int | None) -> Iterator[Compiled]:
+def _compile_all(
+    missing: list[tuple[Job, Path]], workers: int | None
+) -> Iterator[tuple[str, Compiled | str]]:
     if not missing:
         return
     count = min(workers or len(os.sched_getaffinity(0)), len(missing))
     scratch = tempfile.mkdtemp(prefix="liger-aot-")
     pool = ProcessPoolExecutor(count, get_context("spawn"), _start_worker, (scratch,))
     try:
-        futures = {pool.submit(_compile, job): entry for job, entry in missing}
+        futures = {pool.submit(_compile, job): (job.variant, entry) for job, entry in missing}
         for future in as_completed(futures):
             outcome = future.result()
-            if isinstance(outcome, str):
-                raise CompileError(outcome)
-            _write(futures[future], outcome)
-            yield outcome
+            name, entry = futures[future]
+            if isinstance(outcome, Compiled):
+                _write(entry, outcome)
+            yield name, outcome
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _bar(items: Iterable[Compiled], total: int, arch: str, progress: bool) -> Iterable[Compiled]:
+def _bar(items: Iterable[T], total: int, arch: str, progress: bool) -> Iterable[T]:
     if not progress or not total:
         return items
     from tqdm import tqdm
 
     quiet = 0.1 if sys.stderr.isatty() else 10.0  # a log wants few lines
-    bar: Iterable[Compiled] = tqdm(
+    bar: Iterable[T] = tqdm(
         items, total=total, desc=f"compile {arch}", unit="kernel", mininterval=quiet, maxinterval=2 * quiet
     )
     return bar

@@ -25,7 +25,8 @@ class Form:
     function: str
     constants: tuple[str, ...]
     defaults: Mapping[str, int | bool]  # constants that a profile's row may leave out
-    covers: tuple[str | int, ...]  # longest row: the product of these numbers and constants; empty: any
+    covers: str | None  # the longest row, a sum of products of constants; None: any
+    any_length: str | None  # a constant that, at 0, lifts that bound
     requires: Mapping[str, tuple[Any, ...]]  # axis -> values it is written for
     staged: tuple[str, ...]  # arguments whose tiles a STAGES-deep pipeline keeps in shared memory
     cooperative: str | None  # the constant that, above 1, makes programs wait for each other
@@ -68,7 +69,7 @@ def read_declaration(op: str, folder: Path = KERNELS) -> Declaration:
     functions = _functions(path)
     kernels = {
         name: _kernel(f"{path.name}: kernel {name}", name, body, functions)
-        for name, body in fields.take("kernels").items()
+        for name, body in fields.table("kernels").items()
     }
     fields.finish()
     return Declaration(op, path, kernels)
@@ -77,13 +78,21 @@ def read_declaration(op: str, folder: Path = KERNELS) -> Declaration:
 class _Fields:
     """A dict whose every key must be asked for."""
 
-    def __init__(self, where: str, raw: dict[str, Any]) -> None:
+    def __init__(self, where: str, raw: Any) -> None:
+        if not isinstance(raw, dict):
+            raise DeclarationError(f"{where}: expected a dict, found {raw!r}")
         self.where, self.left = where, dict(raw)
 
     def take(self, key: str, default: Any = None) -> Any:
         if key not in self.left and default is None:
             raise DeclarationError(f"{self.where}: {key!r} is missing")
         return self.left.pop(key, default)
+
+    def table(self, key: str, default: Any = None) -> dict[str, Any]:
+        value = self.take(key, default)
+        if not isinstance(value, dict):
+            raise DeclarationError(f"{self.where}: {key} must be a dict, found {value!r}")
+        return value
 
     def finish(self) -> None:
         if self.left:
@@ -92,8 +101,8 @@ class _Fields:
 
 def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, list[str]]) -> Kernel:
     fields = _Fields(where, raw)
-    arguments: dict[str, str] = fields.take("arguments")
-    axes = {axis: tuple(values) for axis, values in fields.take("axes").items()}
+    arguments: dict[str, str] = fields.table("arguments")
+    axes = {axis: tuple(values) for axis, values in fields.table("axes").items()}
     for argument, kind in arguments.items():
         known = kind.startswith("*") and (kind[1:] in POINTEES or kind[1:] in axes)
         if not known and kind not in SCALARS:
@@ -106,8 +115,12 @@ def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, lis
     if unknown := [a for a in aligned if a not in arguments]:
         raise DeclarationError(f"{where}: aligned: no argument {unknown[0]!r}")
     forms = {}
-    for form, body in fields.take("forms").items():
+    for form, body in fields.table("forms").items():
         forms[form] = _form(f"{where}: form {form}", form, body)
+        if unknown := [a for a in forms[form].requires if a not in axes and a != "aligned"]:
+            raise DeclarationError(f"{where}: form {form}: requires: no axis {unknown[0]!r}")
+        if unknown := [a for a in forms[form].staged if not arguments.get(a, "").startswith("*")]:
+            raise DeclarationError(f"{where}: form {form}: staged: no pointer {unknown[0]!r}")
         expected = [*arguments, *forms[form].constants]
         found = functions.get(forms[form].function)
         if found != expected:
@@ -125,18 +138,43 @@ def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
         name=name,
         function=fields.take("function"),
         constants=tuple(fields.take("constants")),
-        defaults=fields.take("defaults", {}),
-        covers=tuple(fields.take("covers", ())),
-        requires={axis: tuple(values) for axis, values in fields.take("requires", {}).items()},
+        defaults=fields.table("defaults", {}),
+        covers=fields.left.pop("covers", None),
+        any_length=fields.left.pop("any_length", None),
+        requires={axis: tuple(values) for axis, values in fields.table("requires", {}).items()},
         staged=tuple(fields.take("staged", ())),
         cooperative=fields.left.pop("cooperative", None),
         may_spill=fields.left.pop("may_spill", None),
     )
     fields.finish()
-    for factor in (*form.covers, *((form.cooperative,) if form.cooperative else ())):
-        if isinstance(factor, str) and factor not in form.constants:
-            raise DeclarationError(f"{where}: {factor!r} is none of its constants")
+    named = {*_names(where, form.covers), *filter(None, (form.cooperative, form.any_length)), *form.defaults}
+    if form.staged:
+        named |= {"BLOCK", "STAGES"}  # what a plan computes the pipeline's shared memory from
+    if unknown := sorted(named - set(form.constants)):
+        raise DeclarationError(f"{where}: {unknown[0]!r} is none of its constants")
     return form
+
+
+def _names(where: str, expression: str | None) -> set[str]:
+    """Names in a sum of products of names and integers; anything else is refused."""
+    if expression is None:
+        return set()
+    allowed = (ast.Expression, ast.BinOp, ast.Add, ast.Mult, ast.Name, ast.Load, ast.Constant)
+    try:
+        nodes = list(ast.walk(ast.parse(expression, mode="eval")))
+    except (SyntaxError, TypeError):
+        nodes = [ast.Pass()]
+    if not all(isinstance(n, allowed) and type(getattr(n, "value", 0)) is int for n in nodes):
+        raise DeclarationError(f"{where}: covers: {expression!r} is no sum of products")
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def longest_row(form: Form, constants: Mapping[str, int | bool]) -> int | None:
+    """The longest row that ``form`` covers with these numbers; None: any."""
+    if form.covers is None or (form.any_length and not constants[form.any_length]):
+        return None
+    length: int = eval(form.covers, {"__builtins__": {}}, dict(constants))  # checked by _names
+    return length
 
 
 @cache

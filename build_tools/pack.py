@@ -35,7 +35,7 @@ def write_pack(
     fresh.mkdir(parents=True)
     ops: dict[str, Any] = {}
     for plan in plans:
-        text = _json(_op_manifest(plan, audited))
+        text = _json(op_manifest(plan, audited))
         (fresh / f"{plan.op}.json").write_bytes(text)
         ops[plan.op] = {"sha256": sha256(text).hexdigest(), "binaries": len(plan.variants)}
         (fresh / plan.op).mkdir()
@@ -60,7 +60,8 @@ def write_pack(
     fresh.rename(folder)
 
 
-def _op_manifest(plan: Plan, audited: Mapping[str, Audited]) -> dict[str, Any]:
+def op_manifest(plan: Plan, audited: Mapping[str, Audited]) -> dict[str, Any]:
+    """One op's part of a pack: its dispatch tables and what a launch of each binary needs."""
     kernels = {
         name: {
             "arguments": list(k.kernel.arguments),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from build_tools.declaration import DTYPES, Declaration, Form, Kernel
+from build_tools.declaration import DTYPES, Declaration, Form, Kernel, longest_row
 from build_tools.errors import ProfileError
 from build_tools.profile import Profile, Row
 
@@ -74,24 +73,22 @@ def dispatch_key(axes: Mapping[str, str], aligned: bool) -> str:
 def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
     rows = profile.table(kernel.name).rows
     for row in rows:
-        _check_row(kernel, row, profile)
+        check_row(kernel, row, profile)
     tables: dict[str, tuple[tuple[int | None, str], ...]] = {}
     variants: dict[str, Variant] = {}
     used: set[str] = set()
-    for axes in _combinations(kernel.axes):
+    for axes in combinations(kernel.axes):
         for aligned in (True, False):
             entries: list[tuple[int | None, str]] = []
             for row in rows:
                 form = kernel.forms[row.form]
-                if not (_matches(row.when, axes, aligned) and _matches(form.requires, axes, aligned)):
+                if not (matches(row.when, axes, aligned) and matches(form.requires, axes, aligned)):
                     continue
                 if entries and entries[-1][0] is None:
                     break  # everything is held already
                 if entries and row.max_n is not None and row.max_n <= (entries[-1][0] or 0):
-                    raise ProfileError(
-                        f"{row.where}: max_n = {row.max_n} comes after {entries[-1][0]}: it is never reached"
-                    )
-                variant = _variant(op, kernel, form, row, axes, aligned, profile)
+                    continue  # an earlier row holds all of it, for these dtypes
+                variant = make_variant(op, kernel, row, axes, aligned)
                 entries.append((row.max_n, variant.name))
                 variants[variant.name] = variant
                 used.add(row.where)
@@ -103,11 +100,12 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
                 )
             tables[key] = tuple(entries)
     if unused := [row.where for row in rows if row.where not in used]:
-        raise ProfileError(f"{unused[0]}: no variant uses this row")
+        raise ProfileError(f"{unused[0]}: never reached: earlier rows hold all that it would")
     return KernelPlan(kernel, tables, variants)
 
 
-def _check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
+def check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
+    """ProfileError where a row asks for what the kernel or the architecture does not have."""
     if row.form not in kernel.forms:
         raise ProfileError(
             f"{row.where}: unknown form {row.form!r}; {kernel.name} has {', '.join(kernel.forms)}"
@@ -126,10 +124,9 @@ def _check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
     constants = {**form.defaults, **row.constants}
     if missing := [c.lower() for c in form.constants if c not in constants]:
         raise ProfileError(f"{row.where}: {missing[0]!r} is missing for form {form.name!r}")
-    if form.covers:
-        covered = math.prod(constants[f] if isinstance(f, str) else f for f in form.covers)
-        if row.max_n is None or row.max_n > covered:
-            raise ProfileError(f"{row.where}: max_n = {row.max_n}, but form {form.name!r} covers {covered}")
+    covered = longest_row(form, constants)
+    if covered is not None and (row.max_n is None or row.max_n > covered):
+        raise ProfileError(f"{row.where}: max_n = {row.max_n}, but form {form.name!r} covers {covered}")
     if form.staged:
         _check_staged(form, constants, row, kernel, profile)
 
@@ -149,7 +146,7 @@ def _check_staged(
         )
 
 
-def _combinations(axes: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, str]]:
+def combinations(axes: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, str]]:
     """Every distinct choice of dtypes; an axis may take the value of an earlier one."""
     seen: set[tuple[str, ...]] = set()
     for values in product(*axes.values()):
@@ -161,7 +158,8 @@ def _combinations(axes: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, str
             yield chosen
 
 
-def _matches(when: Mapping[str, tuple[Any, ...]], axes: Mapping[str, str], aligned: bool) -> bool:
+def matches(when: Mapping[str, tuple[Any, ...]], axes: Mapping[str, str], aligned: bool) -> bool:
+    """Whether a row's or form's conditions hold for a choice of dtypes and alignment."""
     for axis, values in when.items():
         have = aligned if axis == "aligned" else axes[axis]
         if have not in values and not any(isinstance(v, str) and axes.get(v) == have for v in values):
@@ -169,9 +167,9 @@ def _matches(when: Mapping[str, tuple[Any, ...]], axes: Mapping[str, str], align
     return True
 
 
-def _variant(
-    op: str, kernel: Kernel, form: Form, row: Row, axes: Mapping[str, str], aligned: bool, profile: Profile
-) -> Variant:
+def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, str], aligned: bool) -> Variant:
+    """The binary that a row asks for at one choice of dtypes and alignment."""
+    form = kernel.forms[row.form]
     constants = {c: {**form.defaults, **row.constants}[c] for c in form.constants}
     numbers = [f"{k.lower()}{int(v)}" for k, v in constants.items() if v != form.defaults.get(k)]
     numbers += [f"{k.replace('num_', '')}{v}" for k, v in row.options.items()]

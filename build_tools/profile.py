@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from build_tools.declaration import DTYPES
 from build_tools.errors import ProfileError
 from build_tools.paths import PROFILES
 
@@ -108,17 +109,16 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     arch = _arch(path.name, raw["arch"])
     if arch.name != name:
         raise ProfileError(f"{path.name}: [arch]: name is {arch.name!r}, the file is named {name}")
-    toolchain = _known(f"{path.name}: [toolchain]", raw["toolchain"], {"triton", "options"}, required=True)
-    tolerance = dict(raw["tolerance"])
-    why = tolerance.pop("why", "")
-    if not why or not tolerance or not all(isinstance(v, float) and v > 0 for v in tolerance.values()):
-        raise ProfileError(f"{path.name}: [tolerance]: needs 'why' and a positive float for each dtype")
+    toolchain = _toolchain(f"{path.name}: [toolchain]", raw["toolchain"])
+    tolerance = _tolerance(f"{path.name}: [tolerance]", raw["tolerance"])
+    if not isinstance(raw["kernel"], dict):
+        raise ProfileError(f"{path.name}: [kernel]: expected a table, found {raw['kernel']!r}")
     tables = {k: _table(path.name, k, body, arch) for k, body in raw["kernel"].items()}
     return Profile(
         path,
         arch,
-        Toolchain(toolchain["triton"], toolchain["options"]),
-        Tolerance(why, tolerance),
+        toolchain,
+        tolerance,
         tables,
         sha256(text).hexdigest(),
     )
@@ -151,6 +151,25 @@ def _arch(file: str, raw: Any) -> Arch:
     return Arch(**{**raw, "serves": tuple(serves)})
 
 
+def _toolchain(where: str, raw: Any) -> Toolchain:
+    _known(where, raw, {"triton", "options"}, required=True)
+    if not isinstance(raw["triton"], str):
+        raise ProfileError(f"{where}: triton must be a string, found {raw['triton']!r}")
+    if not isinstance(raw["options"], dict):
+        raise ProfileError(f"{where}: options: expected a table, found {raw['options']!r}")
+    return Toolchain(raw["triton"], raw["options"])
+
+
+def _tolerance(where: str, raw: Any) -> Tolerance:
+    roundoffs = dict(_known(where, raw, {"why", *DTYPES}, required=True))
+    why = roundoffs.pop("why")
+    if not isinstance(why, str) or not why.strip():
+        raise ProfileError(f"{where}: why must say where the numbers come from")
+    if wrong := [d for d, v in roundoffs.items() if not (isinstance(v, float) and v > 0)]:
+        raise ProfileError(f"{where}: {wrong[0]} must be a positive float, found {roundoffs[wrong[0]]!r}")
+    return Tolerance(why, roundoffs)
+
+
 def _table(file: str, kernel: str, raw: Any, arch: Arch) -> Table:
     where = f"{file}: [kernel.{kernel}]"
     _known(where, raw, {"provenance", "rows"}, required=True)
@@ -158,11 +177,11 @@ def _table(file: str, kernel: str, raw: Any, arch: Arch) -> Table:
         raise ProfileError(f"{where}: provenance must say where the numbers were measured")
     if not isinstance(raw["rows"], list) or not raw["rows"]:
         raise ProfileError(f"{where}: rows must be a list of at least one row")
-    rows = tuple(_row(f"{where} row {i + 1}", row, arch) for i, row in enumerate(raw["rows"]))
+    rows = tuple(read_row(f"{where} row {i + 1}", row, arch) for i, row in enumerate(raw["rows"]))
     return Table(raw["provenance"].strip(), rows)
 
 
-def _row(where: str, raw: Any, arch: Arch) -> Row:
+def read_row(where: str, raw: Any, arch: Arch) -> Row:
     """Split a row into its parts. Which constants and axes exist is the declaration's to say (``plan``): here a lower
     case name is a constant where its value is a number or bool, an axis where it is a string or list."""
     if not isinstance(raw, dict):
@@ -195,7 +214,7 @@ def _row(where: str, raw: Any, arch: Arch) -> Row:
             when[key] = (value,)
         elif isinstance(value, (str, list)):
             when[key] = tuple(value) if isinstance(value, list) else (value,)
-        elif isinstance(value, int):
+        elif isinstance(value, int) and value >= 0:
             constants[key.upper()] = value
         else:
             raise ProfileError(f"{where}: {key}: unexpected value {value!r}")

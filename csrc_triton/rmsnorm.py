@@ -39,12 +39,14 @@ DECLARATION = {
                     "function": "forward_tile",
                     "constants": ["ROWS", "BLOCK", "REPACK"],
                     "defaults": {"REPACK": False},
-                    "covers": ["BLOCK"],
+                    "covers": "BLOCK",
                 },
                 "long": {
                     "function": "forward_long",
-                    "constants": ["BLOCK", "KEEP", "REVERSE", "REPACK"],
-                    "defaults": {"KEEP": 0, "REVERSE": True, "REPACK": False},
+                    "constants": ["BLOCK", "BLOCKS", "KEEP", "REVERSE", "REPACK"],
+                    "defaults": {"BLOCKS": 0, "KEEP": 0, "REVERSE": True, "REPACK": False},
+                    "covers": "KEEP + BLOCKS * BLOCK",
+                    "any_length": "BLOCKS",
                 },
             },
         },
@@ -73,20 +75,20 @@ DECLARATION = {
                 "tile": {
                     "function": "backward_tile",
                     "constants": ["ROWS", "BLOCK", "STAGES"],
-                    "covers": ["BLOCK"],
+                    "covers": "BLOCK",
                     "staged": ["DY", "X"],
                 },
                 "row": {
                     "function": "backward_row",
                     "constants": ["BLOCK", "STAGES"],
-                    "covers": ["BLOCK"],
+                    "covers": "BLOCK",
                     "staged": ["DY", "X"],
                 },
                 "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
                 "pairs": {
                     "function": "backward_pairs",
                     "constants": ["SPLIT", "BLOCK", "STAGES"],
-                    "covers": [2, "SPLIT", "BLOCK"],
+                    "covers": "2 * SPLIT * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "weight": ["dtype"], "aligned": [True]},
                     "cooperative": "SPLIT",
                 },
@@ -133,16 +135,20 @@ def scale_block(Y, x, W, cols, mask, rstd, offset, has_weight, round_first, dtyp
 @triton.jit
 def forward_long(
     Y, X, W, RSTD, y_stride, x_stride, n_rows, n_cols, eps, offset, has_weight, round_first, store_rstd,
-    BLOCK: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr, REPACK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr, REPACK: tl.constexpr,
 ):  # fmt: skip
     """One row of any length a program. It is read twice, the second time from the first-level cache, so that registers
-    stay free for a second program; only KEEP columns are held, asked for before the first reduction."""
+    stay free for a second program; only KEEP columns are held, asked for before the first reduction. BLOCKS, where it
+    is known, unrolls the loops, so that the blocks' loads are in flight together."""
     dtype: tl.constexpr = X.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     X += row * x_stride
     Y += row * y_stride
     block = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(tl.maximum(n_cols - KEEP, 0), BLOCK)
+    if BLOCKS > 0:
+        blocks = BLOCKS
+    else:
+        blocks = tl.cdiv(tl.maximum(n_cols - KEEP, 0), BLOCK)
     squares = tl.zeros([BLOCK], tl.float32)
     for i in range(blocks):
         cols = KEEP + i * BLOCK + block

@@ -84,7 +84,7 @@ def check(
 
 def op_device(op: RMSNorm) -> torch.device:
     """Where the op's tensors live: the CPU for bound drivers, else the GPU."""
-    return torch.device("cpu" if op._own._bound.get(-1) is not None else "cuda")
+    return torch.device("cpu" if op._own.find(1, 0) is not None else "cuda")
 
 
 EDGES = [

@@ -5,16 +5,21 @@ rmsnorm = liger_aot.load("rmsnorm")
 y = rmsnorm(x, weight, eps=1e-6)
 """
 
+from typing import TYPE_CHECKING
+
 from liger_aot._version import __version__
 from liger_aot.errors import LigerAOTError
 from liger_aot.loader import archs, load, ops
+
+if TYPE_CHECKING:
+    from liger_aot.explanation import explain
 
 __all__ = ["LigerAOTError", "__version__", "archs", "explain", "load", "ops"]
 
 
 def __getattr__(name: str) -> object:
     if name == "explain":  # deferred: a serving process does not need it
-        from liger_aot.explain import explain
+        from liger_aot.explanation import explain
 
         return explain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

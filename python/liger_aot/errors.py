@@ -41,7 +41,10 @@ class PackDamaged(LigerAOTError, RuntimeError):
     """A pack's file is missing, unreadable, or not what the manifest says."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}. Reinstall the pack: pip install --force-reinstall liger-aot")
+        super().__init__(
+            f"{path}: {problem}. Reinstall the package that holds it: pip install --force-reinstall --no-deps "
+            "liger-aot-<architecture>, or liger-aot where it was built from source"
+        )
         self.path, self.problem = path, problem
 
 

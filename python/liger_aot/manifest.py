@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 from liger_aot.errors import PackDamaged, PackTooNew
 
 FORMAT = 1
 LARGEST_FILE = 64 << 20  # bytes; a binary of ours is a few tens of kilobytes
+DTYPES = ("bf16", "fp16", "fp32")  # what a dispatch key's axes may say
+MOST_THREADS = 1024  # a block, on every architecture
+MOST_ARGUMENTS = 64  # what the launcher takes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$]*")
+_KEY = re.compile(rf"(?:(?:{'|'.join(DTYPES)})/)*(?:aligned|generic)")
+_short = Repr()  # bounds the depth as well: a value from a damaged file may be nested beyond what repr() takes
+_short.maxstring = 100
+_shown = _short.repr
 
 
 @dataclass(frozen=True)
@@ -80,17 +89,28 @@ class OpManifest:
     def variants(self) -> tuple[str, ...]:
         return tuple(self._owner)
 
+    def binary(self, name: str) -> Path:
+        """Where the binary of a variant lies."""
+        return self._folder / f"{_safe(self.path, name)}.{self._suffix}"
+
     def variant(self, name: str) -> Variant:
+        """One of ``variants``; PackDamaged where what is said of it can't be."""
         kernel = self._owner[name]
         raw = _object(self.path, self._variants.get(name), name)
         where = f"{name}."
+        symbol = _typed(self.path, raw, "symbol", str, where)
+        if not _SYMBOL.fullmatch(symbol):
+            raise PackDamaged(self.path, f"{where}symbol is {_shown(symbol)}")
+        threads = _count(self.path, raw, "threads", where)
+        if not 1 <= threads <= MOST_THREADS:
+            raise PackDamaged(self.path, f"{where}threads is {threads}, a block has 1 to {MOST_THREADS}")
         numbers = _object(self.path, raw.get("numbers"), where + "numbers")
         return Variant(
             name=name,
-            path=self._folder / f"{_safe(self.path, name)}.{self._suffix}",
+            path=self.binary(name),
             sha256=_typed(self.path, raw, "sha256", str, where),
-            symbol=_typed(self.path, raw, "symbol", str, where),
-            threads=_count(self.path, raw, "threads", where),
+            symbol=symbol,
+            threads=threads,
             shared=_count(self.path, raw, "shared", where),
             cooperative=_typed(self.path, raw, "cooperative", bool, where),
             signature=kernel.signature,
@@ -105,14 +125,21 @@ class OpManifest:
 
     def _kernel(self, name: str, raw: dict[str, Any]) -> Kernel:
         signature = _typed(self.path, raw, "signature", str, f"{name}.")
-        if set(signature) - set("pilf"):
-            raise PackDamaged(self.path, f"{name}.signature is {signature!r}")
+        arguments = tuple(_strings(self.path, raw, "arguments", f"{name}."))
+        if set(signature) - set("pilf") or len(signature) != len(arguments) or len(arguments) > MOST_ARGUMENTS:
+            raise PackDamaged(
+                self.path, f"{name}.signature is {_shown(signature)} for {len(arguments)} arguments"
+            )
+        axes = tuple(_strings(self.path, raw, "axes", f"{name}."))
         tables = _object(self.path, raw.get("tables"), f"{name}.tables")
+        for key in tables:
+            if not _KEY.fullmatch(key) or key.count("/") != len(axes):
+                raise PackDamaged(self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}")
         return Kernel(
             name=name,
-            arguments=tuple(_strings(self.path, raw, "arguments", name)),
+            arguments=arguments,
             signature=signature,
-            axes=tuple(_strings(self.path, raw, "axes", name)),
+            axes=axes,
             alignment=_count(self.path, raw, "alignment", f"{name}."),
             tables={key: self._table(f"{name}.tables.{key}", entries) for key, entries in tables.items()},
         )
@@ -122,13 +149,16 @@ class OpManifest:
             raise PackDamaged(self.path, f"{where} is not a list of entries")
         last = 0
         for i, entry in enumerate(raw):
-            if not (isinstance(entry, list) and len(entry) == 2 and entry[1] in self._variants):
-                raise PackDamaged(self.path, f"{where}: {entry!r} is no entry")
+            pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
+            if not pair or entry[1] not in self._variants:
+                raise PackDamaged(self.path, f"{where}: {_shown(entry)} is no entry")
             if entry[0] is None and i == len(raw) - 1:
                 continue
             if type(entry[0]) is not int or entry[0] <= last:
-                raise PackDamaged(self.path, f"{where}: bounds do not rise at {entry!r}")
+                raise PackDamaged(self.path, f"{where}: bounds do not rise at {_shown(entry)}")
             last = entry[0]
+        if raw[-1][0] is not None:
+            raise PackDamaged(self.path, f"{where}: no entry for n past {_shown(last)}")
         return tuple((bound, variant) for bound, variant in raw)
 
 
@@ -203,26 +233,26 @@ def _object(path: Path, value: Any, where: str = "the file") -> dict[str, Any]:
 def _typed(path: Path, raw: Mapping[str, Any], key: str, kind: type, where: str = "") -> Any:
     value = raw.get(key)
     if type(value) is not kind:
-        raise PackDamaged(path, f"{where}{key} is {value!r}, expected {kind.__name__}")
+        raise PackDamaged(path, f"{where}{key} is {_shown(value)}, expected {kind.__name__}")
     return value
 
 
 def _count(path: Path, raw: Mapping[str, Any], key: str, where: str = "") -> int:
     value: int = _typed(path, raw, key, int, where)
     if not 0 <= value < 1 << 31:
-        raise PackDamaged(path, f"{where}{key} is {value}")
+        raise PackDamaged(path, f"{where}{key} is {_shown(value)}")
     return value
 
 
 def _strings(path: Path, raw: Mapping[str, Any], key: str, where: str = "") -> Sequence[str]:
     value = raw.get(key)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise PackDamaged(path, f"{where} {key} is {value!r}, expected a list of strings")
+        raise PackDamaged(path, f"{where}{key} is {_shown(value)}, expected a list of strings")
     return value
 
 
 def _safe(path: Path, name: str) -> str:
     """A name that stays inside its folder."""
     if not _NAME.fullmatch(name) or ".." in name:
-        raise PackDamaged(path, f"unsafe name {name!r}")
+        raise PackDamaged(path, f"unsafe name {_shown(name)}")
     return name

@@ -12,7 +12,8 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
 from liger_aot.runtime import DTYPE_NAMES, OpOn, Runtimes
 
 # The direct path reads memory: subclasses (fake, distributed, quantised tensors) go through torch's dispatcher.
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+PLAIN_OR_NONE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 class Problem(NamedTuple):
@@ -57,9 +58,7 @@ class Op:
             raise UnsupportedDevice(f"{self.name}.preload: device {where} is neither a GPU nor the CPU")
         index = torch.cuda.current_device() if where.index is None else where.index
         for runtimes in self._runtimes.values():
-            bound = runtimes.on(index)
-            assert bound is not None  # only the CPU has none
-            bound.preload()
+            runtimes.on(index).preload()
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
@@ -89,33 +88,6 @@ def check_same_device(op: str, argument: str, value: Tensor, first: str, like: T
         raise ArgumentError(
             f"{op}: {argument} is on {value.device}, {first} on {like.device}: both must be on one"
         )
-
-
-def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """``x`` as rows of its last dimension: a view where one stride spans the rows, else a copy.
-
-    Returns:
-        the tensor that holds the rows' memory, and the distance of its rows in elements.
-    """
-    if x.is_contiguous():
-        return x, x.shape[-1]
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(1) != 1 and rows.shape[1] > 1:
-        rows = rows.contiguous()
-    return rows, rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
-
-
-def row_stride(x: Tensor) -> int | None:
-    """The distance of the rows of ``x`` in elements where it can be used as it lies, else None."""
-    if x.is_contiguous():
-        return x.shape[-1]
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        return None
-    try:
-        rows = x.view(-1, x.shape[-1])
-    except RuntimeError:
-        return None
-    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
 
 def persistent_programs(on: OpOn, per_multiprocessor: int, steps: int) -> int:

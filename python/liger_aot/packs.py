@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from liger_aot._version import __version__
-from liger_aot.errors import PackNotFound
+from liger_aot.errors import LigerAOTError, PackNotFound
 from liger_aot.manifest import Pack
 
 NAMESPACE = "liger_aot_packs"
@@ -30,66 +30,124 @@ class Device:
         return f"{self.name} ({kind}{self.target})"
 
 
-def pack_folders() -> tuple[Path, ...]:
-    """Folders that hold one pack each, without reading them."""
+def pack_roots() -> tuple[Path, ...]:
+    """Folders that are searched for packs, first come first."""
     if override := os.environ.get(OVERRIDE):
         roots: Iterable[str] = override.split(os.pathsep)
     else:
         spec = find_spec(NAMESPACE)
         roots = (spec.submodule_search_locations or ()) if spec else ()
-    found = {p.parent for root in roots for p in Path(root).glob("*/manifest.json")}
-    return tuple(sorted(found, key=lambda p: p.name))
+    return tuple(Path(root) for root in roots if root)
+
+
+def pack_folders() -> tuple[Path, ...]:
+    """Folders that hold one pack each, by name, without reading them. Of two of one name the first root's counts."""
+    found: dict[str, Path] = {}
+    for root in pack_roots():
+        try:
+            folders = [Path(entry) for entry in os.scandir(root) if entry.is_dir()]
+        except OSError:  # not there, as is common along a search path
+            continue
+        for folder in folders:
+            if not folder.name.startswith((".", "_")):
+                found.setdefault(folder.name, folder)
+    return tuple(found[name] for name in sorted(found))
+
+
+def open_pack(folder: Path) -> Pack:
+    """The pack in ``folder``; PackDamaged, PackTooNew or PackNotFound where it can't be used."""
+    pack = Pack(folder)
+    if pack.version != __version__:
+        raise PackNotFound(
+            f"{folder}: pack {pack.arch} is of version {pack.version}, liger-aot of {__version__}: "
+            f'install the same version of both: pip install "liger-aot[{pack.arch}]=={__version__}"'
+        )
+    return pack
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The packs that can be used, and the folders that can't with what is wrong."""
+
+    packs: tuple[Pack, ...]
+    unusable: Mapping[Path, str]
 
 
 @lru_cache(maxsize=1)
+def installed() -> Installed:
+    """Every installed pack. One that can't be used doesn't keep the others from their work."""
+    packs: list[Pack] = []
+    unusable: dict[Path, str] = {}
+    for folder in pack_folders():
+        try:
+            packs.append(open_pack(folder))
+        except LigerAOTError as error:
+            unusable[folder] = str(error)
+    return Installed(tuple(packs), unusable)
+
+
 def installed_packs() -> tuple[Pack, ...]:
-    """Every installed pack of this version; PackDamaged or PackNotFound where one can't be used."""
-    packs = tuple(Pack(folder) for folder in pack_folders())
-    for pack in packs:
-        if pack.version != __version__:
-            raise PackNotFound(
-                f"{pack.folder}: pack {pack.arch} is of version {pack.version}, liger-aot of {__version__}: "
-                f'install the same version of both: pip install "liger-aot[{pack.arch}]=={__version__}"'
-            )
-    return packs
+    """The installed packs that can be used."""
+    return installed().packs
 
 
 def pack_for(device: Device) -> Pack:
-    """The pack that names the device's architecture earliest; PackNotFound says what is there and what to do."""
+    """The pack that names the device's architecture earliest.
+
+    Raises:
+        PackNotFound: no installed pack serves the device; says what is there and what to do.
+        PackDamaged, PackTooNew: the pack of the device's own architecture can't be used. No other takes its place.
+    """
     serving = [
         (pack.serves.index(device.target), pack.arch, pack)
         for pack in installed_packs()
         if pack.backend == device.backend and device.target in pack.serves
     ]
+    own = "sm" + device.target.replace(".", "") if device.backend == "cuda" else device.target
+    for folder in installed().unusable:
+        if folder.name == own or (not serving and folder.name == _released(device)):
+            open_pack(folder)  # raises anew: an error that is kept would keep its frames' tensors
     if serving:
         return min(serving, key=lambda s: s[:2])[2]
-    raise PackNotFound(f"no installed pack serves {device}: {_installed()}. {_remedy(device)}")
+    raise PackNotFound(f"no installed pack serves {device}: {describe()}. {_remedy(device)}")
 
 
 def pack_of(arch: str) -> Pack:
-    """The installed pack of an architecture by name."""
+    """The installed pack of an architecture by name; raises as ``pack_for`` does."""
     for pack in installed_packs():
         if pack.arch == arch:
             return pack
-    raise PackNotFound(f"no pack {arch!r} is installed: {_installed()}")
+    for folder in installed().unusable:
+        if folder.name == arch:
+            open_pack(folder)
+    raise PackNotFound(f"no pack {arch!r} is installed: {describe()}")
 
 
-def _installed() -> str:
-    packs = installed_packs()
-    if not packs:
-        return "none is installed"
-    return "installed are " + ", ".join(f"{p.arch} (for {', '.join(p.serves)})" for p in packs)
+def describe() -> str:
+    """What is installed, for a message."""
+    parts = [f"{p.arch} (for {', '.join(p.serves)})" for p in installed_packs()]
+    parts += [f"{folder.name} (unusable: liger-aot verify says why)" for folder in installed().unusable]
+    if parts:
+        return "installed are " + ", ".join(parts)
+    if override := os.environ.get(OVERRIDE):
+        return f"none is installed in {OVERRIDE}={override}"
+    return "none is installed"
+
+
+def _released(device: Device) -> str | None:
+    """The pack that is made for a device, by the rule that names packs: sm80 serves 8.x, gfx names serve themselves."""
+    if device.backend == "hip" and device.target in ("gfx90a", "gfx942"):
+        return device.target
+    if device.backend == "cuda" and device.target.startswith("8."):
+        return "sm80"
+    if device.backend == "cuda" and device.target == "9.0":
+        return "sm90"
+    return None
 
 
 def _remedy(device: Device) -> str:
-    """What to install, by the rule that names packs: sm80 serves 8.x, sm90 serves 9.0, gfx names serve themselves."""
-    if device.backend == "hip" and device.target in ("gfx90a", "gfx942"):
-        arch = device.target
-    elif device.backend == "cuda" and device.target.startswith("8."):
-        arch = "sm80"
-    elif device.backend == "cuda" and device.target == "9.0":
-        arch = "sm90"
-    else:
+    arch = _released(device)
+    if arch is None:
         return "liger-aot is built for compute capabilities 8.x and 9.0, gfx90a and gfx942; add a profile to build more"
     return (
         f'Install it: pip install "liger-aot[{arch}]", or from source: LIGER_AOT_ARCHS={arch} pip install .'

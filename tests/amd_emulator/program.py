@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,9 @@ _PRELOAD_SKIP = 256  # bytes of code that load what a device with kernarg preloa
 # Fields of rsrc1: 32-bit and 16/64-bit rounding to nearest, denormals kept, NaN clamps to 0, IEEE NaNs.
 _FLOAT_MODE, _EXPECTED_FLOAT_MODE = 0xFF << 12, 0xF0 << 12
 _DX10_CLAMP = 1 << 21
+
+
+_REGISTER = re.compile(r"\b([vas])\[?(\d+)(?::(\d+))?")
 
 
 class WorkGroup:
@@ -50,7 +54,10 @@ class Program:
         self.instructions: list[Instruction] = disassemble(image, arch)
         self._index_of = {instruction.address: i for i, instruction in enumerate(self.instructions)}
         # Instructions are translated when they are first reached.
+        self.reached: list[Instruction] = []
         self._steps: list[Step] = [self._translation(i) for i in range(len(self.instructions))]
+        self._steps.append(_past_the_end)
+        self._registers = _allocated_registers(self.descriptor)
 
     def _check_descriptor(self) -> None:
         descriptor = self.descriptor
@@ -61,11 +68,21 @@ class Program:
 
     def _translation(self, index: int) -> Step:
         def translate_and_run(wave: Wave) -> int | None:
-            step = build_step(self.instructions[index], self.arch)
-            self._steps[index] = step
+            instruction = self.instructions[index]
+            self._check_registers(instruction)
+            step = self._steps[index] = build_step(instruction, self.arch)
+            self.reached.append(instruction)
             return step(wave)
 
         return translate_and_run
+
+    def _check_registers(self, instruction: Instruction) -> None:
+        for operand in instruction.operands:
+            for file, first, last in _REGISTER.findall(operand):
+                if int(last or first) >= self._registers[file]:
+                    raise EmulatorError(
+                        f"{operand}, but {self._registers[file]} {file} registers are allocated"
+                    )
 
     def launch(
         self,
@@ -172,8 +189,8 @@ class Program:
                     return executed
         except EmulatorError as error:
             where = f"workgroup {position}, wave {wave.index}"
-            if pc >= len(steps):
-                raise EmulatorError(f"{where}: ran past the end of the code") from error
+            if pc == len(self.instructions):
+                raise EmulatorError(f"{where}: {error}") from error
             instruction = self.instructions[pc]
             raise EmulatorError(f"{where}, {instruction.address:#x} {instruction.text}: {error}") from error
 
@@ -196,6 +213,18 @@ def build_step(instruction: Instruction, arch: str) -> Step:
     if family not in _FAMILIES:
         raise EmulatorError("unknown instruction")
     return _FAMILIES[family](instruction)
+
+
+def _past_the_end(wave: Wave) -> int | None:
+    raise EmulatorError("ran past the end of the code")
+
+
+def _allocated_registers(descriptor: KernelDescriptor) -> dict[str, int]:
+    """Vector, accumulation and scalar registers of a wave, by the granules of gfx90a and gfx942."""
+    vectors = 8 * ((descriptor.rsrc1 & 0x3F) + 1)
+    accumulation_from = 4 * ((descriptor.rsrc3 & 0x3F) + 1)
+    scalars = 8 * ((descriptor.rsrc1 >> 6 & 0xF) + 1)
+    return {"v": accumulation_from, "a": max(vectors - accumulation_from, 0), "s": scalars}
 
 
 def pack_arguments(

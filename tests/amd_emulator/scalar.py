@@ -22,7 +22,7 @@ Step = Callable[[Wave], "int | None"]
 Read = Callable[[Wave], int]
 
 # These wait, hint or write caches back: the emulator has no pipeline and no caches.
-_NO_EFFECT = frozenset(
+NO_EFFECT = frozenset(
     {"s_nop", "s_waitcnt", "s_setprio", "s_sleep", "s_icache_inv"}
     | {"s_dcache_inv", "s_dcache_inv_vol", "s_dcache_wb", "s_dcache_wb_vol"}
 )
@@ -116,7 +116,7 @@ _NAMED: dict[str, tuple[Callable[..., int], bool]] = {
 def build(instruction: Instruction) -> Step:
     """The step that executes a scalar instruction."""
     name = instruction.name
-    if name in _NO_EFFECT:
+    if name in NO_EFFECT:
         return lambda wave: None
     if name in ("s_endpgm", "s_barrier"):
         signal = END if name == "s_endpgm" else BARRIER

@@ -1,1 +1,1 @@
-"""One module an op: its checks, outputs, grid and autograd, and its plain-torch reference. Each names its class ``OP``."""
+"""One module an op: checks, outputs, grid, autograd, and its plain-torch reference. Each names its class ``OP``."""

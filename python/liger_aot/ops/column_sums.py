@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Op, Problem, check_tensor
-from liger_aot.runtime import DTYPE_NAMES
+from liger_aot.runtime import DTYPE_NAMES, OpOn
 
 
 class ColumnSums(Op):
@@ -23,8 +23,8 @@ class ColumnSums(Op):
         (n,) tensor. Deterministic: the same partials give the same bits.
 
     Raises:
-        ArgumentTypeError: ``partials`` is no fp32 tensor, or ``dtype`` is not one of the three.
-        ArgumentError: ``partials`` is not 2-D and contiguous.
+        ArgumentTypeError: ``partials`` is no tensor of a supported dtype.
+        ArgumentError: ``partials`` is not fp32, 2-D and contiguous, or ``dtype`` is not one of the three.
     """
 
     name = "column_sums"
@@ -32,16 +32,10 @@ class ColumnSums(Op):
     def __call__(self, partials: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         self._check(partials, dtype)
         on = self._own.of(partials, "partials")
-        if on is None:
+        if on is None or not partials.numel():
             return reference(partials, dtype)
-        parts, n = partials.shape
-        out = torch.empty(n, dtype=dtype, device=partials.device)
-        if n == 0:
-            return out
-        out_ptr, partials_ptr = out.data_ptr(), partials.data_ptr()
-        loaded = on.kernel("column_sums")((dtype, not (out_ptr | partials_ptr | n) & 15), n)
-        blocks = -(-n // loaded.numbers["block"])
-        loaded.launch(on.device, on.stream(on.device), blocks, 1, 1, out_ptr, partials_ptr, parts, n)
+        out = torch.empty(partials.shape[1], dtype=dtype, device=partials.device)
+        launch(on, out, partials, *partials.shape)
         return out
 
     def _check(self, partials: Tensor, dtype: torch.dtype) -> None:
@@ -61,6 +55,14 @@ class ColumnSums(Op):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         return (Problem("column_sums", ((dtypes or {}).get("out", dtype),), shape[-1] % 16 == 0, shape[-1]),)
+
+
+def launch(on: OpOn, out: Tensor, partials: Tensor, parts: int, n: int) -> None:
+    """out[n] = the column sums of partials[parts, n], unchecked."""
+    out_at, partials_at = out.data_ptr(), partials.data_ptr()
+    loaded = on.kernels["column_sums"]((out.dtype, not (out_at | partials_at | n) & 15), n)
+    device = on.device
+    loaded.launch(device, on.stream(device), -(-n // loaded.block), 1, 1, out_at, partials_at, parts, n)
 
 
 def reference(partials: Tensor, dtype: torch.dtype) -> Tensor:

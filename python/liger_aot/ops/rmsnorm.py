@@ -13,31 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.layout import Rows, overlap, rows_of
 from liger_aot.loader import load
 from liger_aot.op import (
     PLAIN,
+    PLAIN_OR_NONE,
     Op,
     Problem,
-    as_rows,
     check_same_device,
     check_tensor,
     persistent_programs,
-    row_stride,
 )
-from liger_aot.runtime import OpOn
+from liger_aot.ops import column_sums
+from liger_aot.runtime import OpOn, Runtimes
 from liger_aot.torch_library import define
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
 ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
+OUT_WITH_GRADIENT = "rmsnorm: out is given, but a gradient is needed: use torch.no_grad() or no out"
 
 
 class RMSNorm(Op):
     """``rmsnorm(x, weight=None, *, eps=1e-6, offset=0.0, casting_mode="llama", out=None) -> Tensor``
 
-    Differentiable in ``x`` and ``weight``; works under torch.compile and, after ``preload``, in CUDA graphs. CPU tensors
-    take the plain-torch reference.
+    Differentiable in ``x`` and ``weight``; works under torch.compile and, after ``preload``, in CUDA graphs. CPU
+    tensors take the plain-torch reference.
 
     Args:
         x: (..., n) bfloat16, float16 or float32. Rows may have any stride; a last dimension that is not contiguous, or
@@ -62,11 +65,9 @@ class RMSNorm(Op):
     name = "rmsnorm"
     uses = ("column_sums",)
 
-    def __init__(self, runtimes: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
         super().__init__(runtimes)
-        from liger_aot.ops.column_sums import ColumnSums
-
-        self._column_sums = ColumnSums({"column_sums": self._runtimes["column_sums"]})
+        self._column_sums = self._runtimes["column_sums"]
 
     def __call__(
         self,
@@ -78,21 +79,14 @@ class RMSNorm(Op):
         casting_mode: str = "llama",
         out: Tensor | None = None,
     ) -> Tensor:
-        if torch.compiler.is_compiling() or type(x) not in PLAIN:
+        if is_compiling() or type(x) not in PLAIN or type(weight) not in PLAIN_OR_NONE:
             return _through_torch(x, weight, eps, offset, casting_mode, out)
-        if torch.is_grad_enabled() and (
-            getattr(x, "requires_grad", False)
-            or (weight is not None and getattr(weight, "requires_grad", False))
-        ):
+        if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
             if out is not None:
-                raise ArgumentError(
-                    "rmsnorm: out is given, but a gradient is needed: use torch.no_grad() or no out"
-                )
-            y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting_mode, self)
+                raise ArgumentError(OUT_WITH_GRADIENT)
+            y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting_mode, self)  # type: ignore[no-untyped-call]
             return y
-        return self.forward(
-            x, weight, eps=eps, offset=offset, casting_mode=casting_mode, out=out, store_rstd=False
-        )[0]
+        return self._forward(x, weight, eps, offset, casting_mode, out, False)[0]
 
     def forward(
         self,
@@ -110,33 +104,7 @@ class RMSNorm(Op):
         Returns:
             y, and 1 / rms of each row as float32 (rows,) where ``store_rstd``, else None.
         """
-        _check(x, weight, casting_mode)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        if out is not None:
-            _check_out(out, x, weight)
-        on = self._own.on(x.get_device()) if x.is_cuda else self._own.of(x, "x")
-        n = x.shape[-1]
-        if on is None or not x.numel():
-            return _reference_into(y, x, weight, eps, offset, casting_mode, store_rstd)
-        rows = x.numel() // n
-        x, x_stride = as_rows(x)
-        y_stride = n if out is None else row_stride(out)
-        if y_stride is None:
-            raise ArgumentError(
-                f"rmsnorm: out has strides {y.stride()}: its rows must be contiguous and evenly spaced"
-            )
-        rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if store_rstd else None
-        x_ptr, y_ptr = x.data_ptr(), y.data_ptr()
-        w_ptr = 0 if weight is None else weight.data_ptr()
-        w_dtype = x.dtype if weight is None else weight.dtype
-        aligned = not (x_ptr | y_ptr | w_ptr | x_stride | y_stride | n) & 15
-        loaded = on.kernel("rmsnorm_forward")((x.dtype, w_dtype, aligned), n)
-        loaded.launch(
-            on.device, on.stream(on.device), -(-rows // loaded.numbers.get("rows", 1)), 1, 1,
-            y_ptr, x_ptr, w_ptr, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
-            eps, offset if w_ptr else 1.0, 1 if w_ptr else 0, ROUND_FIRST[casting_mode], store_rstd,
-        )  # fmt: skip
-        return y, rstd
+        return self._forward(x, weight, eps, offset, casting_mode, out, store_rstd)
 
     def backward(
         self,
@@ -160,33 +128,148 @@ class RMSNorm(Op):
             dx of x's shape and dtype; dweight (n,) of weight's dtype: summed in float32 over all rows in a fixed order,
             rounded once.
         """
-        need_dweight = need_dweight and weight is not None
         _check_backward(dy, x, weight, rstd)
-        on = self._own.of(x, "x")
-        n = x.shape[-1]
-        if on is None or not x.numel():
-            return _reference_backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
-        if not (need_dx or need_dweight):
-            return None, None
-        rows = x.numel() // n
-        x, x_stride = as_rows(x)
-        dy, dy_stride = as_rows(dy)
-        x_ptr, dy_ptr, dx_ptr = x.data_ptr(), dy.data_ptr(), 0 if dx is None else dx.data_ptr()
-        w_ptr = 0 if weight is None else weight.data_ptr()
-        w_dtype = x.dtype if weight is None else weight.dtype
-        aligned = not (x_ptr | dy_ptr | dx_ptr | w_ptr | x_stride | dy_stride | n) & 15
-        loaded = on.kernel("rmsnorm_backward")((x.dtype, w_dtype, aligned), n)
+        return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight and weight is not None)
+
+    # The two functions below are the hot path: a small call's cost is theirs. What does not fit their conditions
+    # (errors, the CPU, empty tensors, layouts that need a copy, a device's first call) is sorted out in _prepare_*.
+
+    def _forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        casting_mode: str,
+        out: Tensor | None,
+        store_rstd: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        in_x, in_w = rows_of(x), None if weight is None else rows_of(weight)
+        on = None if in_x is None else self._own.find(in_x[1], in_x[2])
+        round_first = ROUND_FIRST.get(casting_mode)
+        if in_x is None or on is None or round_first is None or not _fits(in_x, in_w, weight):
+            return self._prepare_forward(x, weight, eps, offset, casting_mode, out, store_rstd)
+        x_at, _, _, _, _, rows, n, x_stride = in_x
+        if out is None:
+            y = (
+                torch.empty_like(x)
+                if x_stride == n
+                else torch.empty_like(x, memory_format=torch.contiguous_format)
+            )
+            y_at, y_stride = y.data_ptr(), n
+        else:
+            y, in_y = out, rows_of(out)
+            if in_y is None or in_y[1:7] != in_x[1:7] or out.shape != x.shape or not _apart(in_y, in_x, in_w):
+                in_y = _check_out(out, x, weight)
+            y_at, y_stride = in_y[0], in_y[7]
+        if weight is None or in_w is None:
+            w_at, w_dtype, offset = 0, x.dtype, 1.0  # a weight of zeros
+        else:
+            w_at, w_dtype = in_w[0], weight.dtype
+        rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if store_rstd else None
+        aligned = not (x_at | y_at | w_at | x_stride | y_stride | n) & 15
+        loaded = on.kernels["rmsnorm_forward"]((x.dtype, w_dtype, aligned), n)
+        device = on.device
+        loaded.launch(
+            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
+            y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
+            eps, offset, w_at != 0, round_first, store_rstd,
+        )  # fmt: skip
+        return y, rstd
+
+    def _backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        rstd: Tensor,
+        offset: float,
+        need_dx: bool,
+        need_dweight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        in_x, in_dy = rows_of(x), rows_of(dy)
+        on = None if in_x is None else self._own.find(in_x[1], in_x[2])
+        if (
+            in_x is None
+            or in_dy is None
+            or on is None
+            or not in_x[5] * in_x[6]
+            or not (need_dx or need_dweight)
+        ):
+            return self._prepare_backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
+        x_at, kind, index, _, _, rows, n, x_stride = in_x
+        dy_at, dy_stride = in_dy[0], in_dy[7]
+        dx, dx_at = None, 0
+        if need_dx:
+            dx = (
+                torch.empty_like(x)
+                if x_stride == n
+                else torch.empty_like(x, memory_format=torch.contiguous_format)
+            )
+            dx_at = dx.data_ptr()
+        if weight is None:
+            w_at, w_dtype, offset = 0, x.dtype, 1.0
+        else:
+            w_at, w_dtype = weight.data_ptr(), weight.dtype
+        aligned = not (x_at | dy_at | dx_at | w_at | x_stride | dy_stride | n) & 15
+        loaded = on.kernels["rmsnorm_backward"]((x.dtype, w_dtype, aligned), n)
         programs, groups, split = _backward_grid(on, loaded.numbers, rows)
         partials = torch.empty((groups, n), dtype=torch.float32, device=x.device) if need_dweight else None
         words = torch.zeros((rows, split), dtype=torch.int64, device=x.device) if split > 1 else None
+        device = on.device
         loaded.launch(
-            on.device, on.stream(on.device), programs, 1, 1,
-            dx_ptr, dy_ptr, x_ptr, w_ptr, rstd.data_ptr(),
+            device, on.stream(device), programs, 1, 1,
+            dx_at, dy_at, x_at, w_at, rstd.data_ptr(),
             None if partials is None else partials.data_ptr(), None if words is None else words.data_ptr(),
-            n, dy_stride, x_stride, rows, n, offset if w_ptr else 1.0, 1 if w_ptr else 0, need_dx, need_dweight,
+            n, dy_stride, x_stride, rows, n, offset, w_at != 0, need_dx, need_dweight,
         )  # fmt: skip
-        return dx, None if partials is None else self._column_sums(partials, w_dtype)
+        if partials is None or weight is None:
+            return dx, None
+        dweight = torch.empty_like(weight)
+        sums = self._column_sums.find(kind, index) or self._column_sums.on(index)
+        column_sums.launch(sums, dweight, partials, groups, n)
+        return dx, dweight
+
+    def _prepare_forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        casting_mode: str,
+        out: Tensor | None,
+        store_rstd: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        _check(x, weight, casting_mode)
+        if self._own.of(x, "x") is None or not x.numel():
+            if out is not None:
+                _check_out(out, x, weight)
+            with torch.no_grad():
+                y, rstd = reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
+                y = y if out is None else out.copy_(y)
+            return y, rstd if store_rstd else None
+        if rows_of(x) is None:
+            x = x.contiguous()
+        return self._forward(x, weight, eps, offset, casting_mode, out, store_rstd)
+
+    def _prepare_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        rstd: Tensor,
+        offset: float,
+        need_dx: bool,
+        need_dweight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not (need_dx or need_dweight):
+            return None, None
+        if self._own.of(x, "x") is None or not x.numel():
+            dx, dweight = reference_backward(dy, x, weight, rstd, offset=offset)
+            return dx if need_dx else None, dweight if need_dweight else None
+        x = x if rows_of(x) else x.contiguous()
+        dy = dy if rows_of(dy) else dy.contiguous()
+        return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
@@ -239,20 +322,25 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, op: RMSNorm
     ) -> Tensor:
-        y, rstd = op.forward(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
+        y, rstd = op._forward(x, weight, eps, offset, casting_mode, None, True)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset, ctx.op = offset, op
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _backward_once(ctx, dy)
         x, weight, rstd = ctx.saved_tensors
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        dx, dweight = ctx.op.backward(
-            dy, x, weight, rstd, offset=ctx.offset, need_dx=need_dx, need_dweight=need_dweight
-        )
+        dx, dweight = ctx.op._backward(dy, x, weight, rstd, ctx.offset, need_dx, need_dweight)
         return dx, dweight, None, None, None, None
+
+
+@once_differentiable
+def _backward_once(ctx: Any, dy: Tensor) -> Any:
+    """Where a graph of the gradient is asked for: it may not be differentiated again."""
+    return _RMSNorm.backward(ctx, dy)
 
 
 def _check(x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
@@ -277,40 +365,41 @@ def _check(x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
         )
 
 
-def _check_out(out: Tensor, x: Tensor, weight: Tensor | None) -> None:
+def _fits(in_x: Rows, in_w: Rows | None, weight: Tensor | None) -> bool:
+    """Whether a kernel can take x and weight as they are; rows may not be empty."""
+    if not in_x[5] * in_x[6]:
+        return False
+    if weight is None:
+        return True
+    return in_w is not None and in_w[1:3] == in_x[1:3] and in_w[6] == in_x[6] and weight.dim() == 1
+
+
+def _apart(in_y: Rows, in_x: Rows, in_w: Rows | None) -> bool:
+    """Whether y's memory begins after x ends or the other way round, and likewise for the weight."""
+    y_at, x_at, rows, n, size = in_y[0], in_x[0], in_x[5] - 1, in_x[6], in_x[4] >> 3
+    y_end = y_at + (rows * in_y[7] + n) * size
+    if in_w is not None and y_at < in_w[0] + n * (in_w[4] >> 3) and in_w[0] < y_end:
+        return False
+    return y_at >= x_at + (rows * in_x[7] + n) * size or x_at >= y_end
+
+
+def _check_out(out: Tensor, x: Tensor, weight: Tensor | None) -> Rows:
+    """out's memory, once it is known to be what the kernel may write."""
     check_tensor("rmsnorm", "out", out)
     check_same_device("rmsnorm", "out", out, "x", x)
     if out.shape != x.shape or out.dtype != x.dtype:
         raise ArgumentError(
-            f"rmsnorm: out must be of x's shape {tuple(x.shape)} and dtype {x.dtype}; got {tuple(out.shape)}, {out.dtype}"
+            f"rmsnorm: out must be of x's shape {tuple(x.shape)} and dtype {x.dtype}; "
+            f"got {tuple(out.shape)}, {out.dtype}"
         )
-    if out is not x:
-        for argument, value in (("x", x), ("weight", weight)):
-            if value is not None and _overlap(out, value) and not _same_elements(out, value):
-                raise ArgumentError(
-                    f"rmsnorm: out overlaps {argument}; it may be x itself or memory of its own"
-                )
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges meet. Interleaved columns of one buffer count as meeting only if a row's columns do."""
-    a_first, b_first = a.data_ptr(), b.data_ptr()
-    if a_first >= _end(b) or b_first >= _end(a) or not a.numel() or not b.numel():
-        return False
-    stride, b_stride = row_stride(a), row_stride(b)
-    if stride is None or stride != b_stride or a.element_size() != b.element_size():
-        return True
-    distance = ((b_first - a_first) // a.element_size()) % stride
-    return distance < a.shape[-1] or distance + b.shape[-1] > stride
-
-
-def _end(x: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr() + (last + 1) * x.element_size()
-
-
-def _same_elements(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    for argument, value in (("x", x), ("weight", weight)):
+        if value is not None and overlap(out, value):
+            raise ArgumentError(f"rmsnorm: out overlaps {argument}; it may be x itself or memory of its own")
+    if (in_out := rows_of(out)) is None:
+        raise ArgumentError(
+            f"rmsnorm: out has strides {out.stride()}: its rows must be contiguous and evenly spaced"
+        )
+    return in_out
 
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> None:
@@ -339,34 +428,6 @@ def _backward_grid(on: OpOn, numbers: Mapping[str, int], rows: int) -> tuple[int
     return groups * split, groups, split
 
 
-def _reference_into(
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    casting_mode: str,
-    store_rstd: bool,
-) -> tuple[Tensor, Tensor | None]:
-    with torch.no_grad():
-        result, rstd = reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
-        y.copy_(result)
-    return y, rstd if store_rstd else None
-
-
-def _reference_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    dx, dweight = reference_backward(dy, x, weight, rstd, offset=offset)
-    return dx if need_dx else None, dweight if need_dweight else None
-
-
 def _through_torch(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None
 ) -> Tensor:
@@ -377,7 +438,7 @@ def _through_torch(
         y: Tensor = torch.ops.liger_aot.rmsnorm_forward(x, weight, eps, offset, casting_mode, grad)[0]
         return y
     if grad:
-        raise ArgumentError("rmsnorm: out is given, but a gradient is needed: use torch.no_grad() or no out")
+        raise ArgumentError(OUT_WITH_GRADIENT)
     torch.ops.liger_aot.rmsnorm_out(x, weight, eps, offset, casting_mode, out)
     return out
 

@@ -1,0 +1,3 @@
+from liger_aot.cli import main
+
+raise SystemExit(main())

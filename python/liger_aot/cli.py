@@ -1,0 +1,139 @@
+"""``liger-aot``: what is installed, what a call would run, and whether all is as it was built."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from liger_aot._version import __version__
+from liger_aot.errors import ArgumentError, LigerAOTError, PackDamaged, PackNotFound
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code. Errors are one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path or a GPU's name may not fit the terminal's encoding
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        options = _parser().parse_args(arguments)
+        code: int = options.run(options)
+    except LigerAOTError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="liger-aot", description="Liger's Triton kernels, compiled ahead of time.")
+    parser.add_argument("--version", action="version", version=f"liger-aot {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    text = "ops, and the binaries that each installed architecture has of them"
+    command = commands.add_parser("list", help=text, description=f"List {text}.")
+    command.set_defaults(run=_list)
+
+    text = "which binaries a call takes, and why"
+    command = commands.add_parser("explain", help=text, description=f"Say {text}. Needs no GPU.")
+    command.add_argument("op", metavar="OP", help="an op that 'liger-aot list' shows")
+    command.add_argument("--shape", required=True, type=_shape, help="the first argument's, such as 8192,4096")
+    command.add_argument("--dtype", required=True, help="the first argument's: bf16, fp16 or fp32")
+    command.add_argument(
+        "--dtypes", type=_dtypes, help="of further arguments, where they differ, such as weight=fp32"
+    )
+    command.add_argument("--arch", help="an installed architecture such as sm90; default: all of them")
+    command.set_defaults(run=_explain)
+
+    text = "torch, the GPU driver, the packs, and which pack each GPU takes"
+    command = commands.add_parser(
+        "doctor",
+        help=text,
+        description=f"Report {text}. Exit code 0 if every GPU has a pack, or there is no GPU; else 1.",
+    )
+    command.set_defaults(run=_doctor)
+
+    text = "every file of the installed packs against its sha256"
+    command = commands.add_parser(
+        "verify", help=text, description=f"Check {text}. Exit code 0 if all are as they were built; else 1."
+    )
+    command.set_defaults(run=_verify)
+    return parser
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 8192,4096") from None
+
+
+def _dtypes(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(name and equals and dtype for name, equals, dtype in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list such as weight=fp32")
+    return {name: dtype for name, _, dtype in pairs}
+
+
+def _list(options: argparse.Namespace) -> int:
+    from liger_aot.explanation import columns
+    from liger_aot.loader import ops
+    from liger_aot.packs import installed
+
+    found = installed()
+    rows = [["op", *(pack.arch for pack in found.packs)]]
+    damaged = list(found.unusable.values())
+    for op in ops():
+        row = [op]
+        for pack in found.packs:
+            try:
+                row.append(str(len(pack.op(op).variants)) if op in pack.ops else "-")
+            except PackDamaged as error:
+                row.append("damaged")
+                damaged.append(str(error))
+        rows.append(row)
+    print(columns(rows))
+    if damaged:
+        more = f" (and {len(damaged) - 1} more: see liger-aot verify)" if len(damaged) > 1 else ""
+        raise PackNotFound(damaged[0] + more)
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from liger_aot.explanation import explain, table
+
+    choices = explain(
+        options.op, arch=options.arch, shape=options.shape, dtype=options.dtype, dtypes=options.dtypes
+    )
+    print(table(choices), *choices, sep="\n")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from liger_aot.doctor import examine
+
+    report = examine()
+    print(report)
+    return 0 if report.healthy else 1
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from liger_aot.packs import describe, pack_folders
+    from liger_aot.verify import verify
+
+    folders = pack_folders()
+    if not folders:
+        raise PackNotFound(f"nothing to verify: {describe()}")
+    faults = verify()
+    for fault in faults:
+        print(fault)
+    if faults:
+        raise PackNotFound(f"{len(faults)} of the packs' files are not as they were built; reinstall their packages")
+    print("as they were built:", ", ".join(folder.name for folder in folders))
+    return 0

@@ -1,0 +1,78 @@
+"""How a tensor lies in memory, as kernels take it: rows of contiguous elements, a fixed distance apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+# address, DLPack device type and index, DLPack dtype code and bits, rows, columns, row stride in elements
+Rows = tuple[int, int, int, int, int, int, int, int]
+
+CPU, CUDA, ROCM = 1, 2, 10
+_DTYPE = {torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16)}
+
+
+def python_rows(x: Tensor) -> Rows | None:
+    """``_launch.tensor_rows`` for a torch without the exchange API that it reads."""
+    code_bits = _DTYPE.get(x.dtype)
+    if x.dim() == 0 or code_bits is None or x.device.type not in ("cpu", "cuda") or not x.is_contiguous():
+        stride = None if code_bits is None or x.dim() == 0 else _row_stride(x)
+        if stride is None or code_bits is None:
+            return None
+    else:
+        stride = x.shape[-1]
+    n = x.shape[-1]
+    kind = CPU if x.device.type == "cpu" else ROCM if torch.version.hip else CUDA
+    index = x.get_device() if kind != CPU else 0
+    return x.data_ptr(), kind, index, *code_bits, x.shape[:-1].numel(), n, stride
+
+
+def _row_stride(x: Tensor) -> int | None:
+    """The one stride that spans all rows, or None. Dimensions of size 1 don't count."""
+    if x.device.type not in ("cpu", "cuda") or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        return None
+    outer = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    if not outer or not x.numel():
+        return x.shape[-1]
+    if any(a[1] != b[0] * b[1] for a, b in pairwise(outer)):
+        return None
+    return outer[-1][1]
+
+
+def _choose() -> Callable[[Tensor], Rows | None]:
+    try:
+        from liger_aot._launch import tensor_rows
+    except ImportError:  # the source tree, not built: the CPU reference works all the same
+        return python_rows
+    return tensor_rows if tensor_rows(torch.empty(1)) is not None else python_rows
+
+
+rows_of = _choose()
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share an element or may: the ranges of their addresses meet, unless they are columns that
+    lie beside each other in one buffer, or exactly the same elements."""
+    if not a.numel() or not b.numel() or a.data_ptr() >= _end(b) or b.data_ptr() >= _end(a):
+        return False
+    if (
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+    ):
+        return False
+    rows_a, rows_b = rows_of(a), rows_of(b)
+    if rows_a is None or rows_b is None or rows_a[7] != rows_b[7] or a.dtype != b.dtype:
+        return True
+    stride = rows_a[7]
+    distance = ((rows_b[0] - rows_a[0]) // a.element_size()) % stride
+    return distance < rows_a[6] or distance + rows_b[6] > stride
+
+
+def _end(x: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() + (last + 1) * x.element_size()
