@@ -1,6 +1,7 @@
 """The build, thin: what to build is build_tools' to say. Metadata is in pyproject.toml."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from build_tools.errors import BuildError
 from build_tools.wheel import EPOCH, add_packs, launcher_sources
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
@@ -18,9 +20,14 @@ class BuildWithPacks(build_py):
     """Python files, then the packs beside them."""
 
     def run(self) -> None:
+        if self.editable_mode:
+            return super().run()
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # else files that the tree has lost stay in the wheel
         super().run()
-        if not self.editable_mode:
+        try:
             add_packs(Path(self.build_lib))
+        except BuildError as error:
+            raise SystemExit(f"error: {error}") from None
 
 
 setup(

@@ -71,10 +71,12 @@ def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:
     warps = threads // arch.warp_size
     granule = 8  # registers a thread are given out in eights
     per_warp = max(granule, -(-facts.registers // granule) * granule) * arch.warp_size
+    schedulers = 4  # each has a quarter of the registers, and warps don't straddle them
+    warps_held = arch.registers_per_multiprocessor // schedulers // per_warp * schedulers
     fits = [
         arch.blocks_per_multiprocessor,
         arch.threads_per_multiprocessor // threads,
-        arch.registers_per_multiprocessor // (per_warp * warps),
+        warps_held // warps,
     ]
     if used := shared + facts.static_shared:
         reserved = (

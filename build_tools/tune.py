@@ -225,7 +225,7 @@ class _Session:
         """The candidate at every choice of dtypes that its row would serve, the measured one first."""
         kernel = self._kernel.kernel
         try:
-            row = read_row(where, {**candidate, "max_n": max(problem.sizes)}, self._profile.arch)
+            row = read_row(where, {**candidate, "max_n": max(problem.sizes), "dtype": list(problem.dtypes)}, self._profile.arch)
             check_row(kernel, row, self._profile)
         except ProfileError as error:
             return str(error)

@@ -21,8 +21,7 @@ EPOCH = (
 
 
 def add_packs(build_lib: Path) -> tuple[str, ...]:
-    """Build the chosen architectures' packs and copy them to ``build_lib``, which holds no others afterwards."""
-    shutil.rmtree(build_lib / NAMESPACE, ignore_errors=True)
+    """Build the chosen architectures' packs and copy them to ``build_lib``."""
     archs = chosen_archs()
     for arch in archs:
         build_pack(arch)

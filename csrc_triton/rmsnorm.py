@@ -43,8 +43,8 @@ DECLARATION = {
                 },
                 "long": {
                     "function": "forward_long",
-                    "constants": ["BLOCK", "BLOCKS", "KEEP", "REVERSE", "REPACK"],
-                    "defaults": {"BLOCKS": 0, "KEEP": 0, "REVERSE": True, "REPACK": False},
+                    "constants": ["BLOCK", "BLOCKS", "KEEP", "REVERSE", "REPACK", "BYPASS"],
+                    "defaults": {"BLOCKS": 0, "KEEP": 0, "REVERSE": True, "REPACK": False, "BYPASS": False},
                     "covers": "KEEP + BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
                 },
@@ -91,6 +91,7 @@ DECLARATION = {
                     "covers": "2 * SPLIT * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "weight": ["dtype"], "aligned": [True]},
                     "cooperative": "SPLIT",
+                    "may_spill": "six programs of 168 registers hide the exchange better than four that spill nothing",
                 },
             },
         },
@@ -123,9 +124,15 @@ def forward_tile(
 
 
 @triton.jit
-def scale_block(Y, x, W, cols, mask, rstd, offset, has_weight, round_first, dtype: tl.constexpr):
+def scale_block(
+    Y, x, W, cols, mask, rstd, offset, has_weight, round_first, dtype: tl.constexpr, BYPASS: tl.constexpr
+):  # fmt: skip
     """One block of a row, x in fp32: normalise, scale, store."""
-    w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0).to(tl.float32) + offset
+    if BYPASS:
+        w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0, cache_modifier=".cg")
+    else:
+        w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0)
+    w = w.to(tl.float32) + offset
     y = x * rstd
     if round_first != 0:
         y = y.to(dtype).to(tl.float32)
@@ -136,10 +143,12 @@ def scale_block(Y, x, W, cols, mask, rstd, offset, has_weight, round_first, dtyp
 def forward_long(
     Y, X, W, RSTD, y_stride, x_stride, n_rows, n_cols, eps, offset, has_weight, round_first, store_rstd,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr, REPACK: tl.constexpr,
+    BYPASS: tl.constexpr,
 ):  # fmt: skip
     """One row of any length a program. It is read twice, the second time from the first-level cache, so that registers
     stay free for a second program; only KEEP columns are held, asked for before the first reduction. BLOCKS, where it
-    is known, unrolls the loops, so that the blocks' loads are in flight together."""
+    is known, unrolls the loops, so that the blocks' loads are in flight together. BYPASS keeps the weight out of the
+    first-level cache, which then holds more of the row."""
     dtype: tl.constexpr = X.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     X += row * x_stride
@@ -172,11 +181,11 @@ def forward_long(
             cols = KEEP + i * BLOCK + block
         mask = cols < n_cols
         x = tl.load(X + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        scale_block(Y, x, W, cols, mask, rstd, offset, has_weight, round_first, dtype)
+        scale_block(Y, x, W, cols, mask, rstd, offset, has_weight, round_first, dtype, BYPASS)
     if KEEP > 0:
         if REPACK:
             xf = repack(kept).to(tl.float32)
-        scale_block(Y, xf, W, kept_cols, kept_mask, rstd, offset, has_weight, round_first, dtype)
+        scale_block(Y, xf, W, kept_cols, kept_mask, rstd, offset, has_weight, round_first, dtype, BYPASS)
 
 
 @triton.jit

@@ -128,11 +128,6 @@ MISTAKES = {
         4,
         "max_n = None, but",
     ),
-    "blocks too few": (
-        {"block = 1024, num_warps = 8": "block = 1024, blocks = 9, num_warps = 8"},
-        4,
-        "max_n = None, but form 'long' covers 9216",
-    ),
     "a tile without bound": ({"max_n = 512, ": ""}, 1, "max_n = None, but form 'tile' covers 512"),
     "too much shared memory": (
         {"stages = 2": "stages = 6"},

@@ -6,10 +6,13 @@ import argparse
 import io
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from liger_aot._version import __version__
-from liger_aot.errors import ArgumentError, LigerAOTError, PackDamaged, PackNotFound
+from liger_aot.errors import ArgumentError, LigerAOTError, PackNotFound
+
+if TYPE_CHECKING:
+    from liger_aot.manifest import Pack
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "which binaries a call takes, and why"
     command = commands.add_parser("explain", help=text, description=f"Say {text}. Needs no GPU.")
     command.add_argument("op", metavar="OP", help="an op that 'liger-aot list' shows")
-    command.add_argument("--shape", required=True, type=_shape, help="the first argument's, such as 8192,4096")
+    command.add_argument(
+        "--shape", required=True, type=_shape, help="the first argument's, such as 8192,4096"
+    )
     command.add_argument("--dtype", required=True, help="the first argument's: bf16, fp16 or fp32")
     command.add_argument(
         "--dtypes", type=_dtypes, help="of further arguments, where they differ, such as weight=fp32"
@@ -84,34 +89,42 @@ def _dtypes(text: str) -> dict[str, str]:
 def _list(options: argparse.Namespace) -> int:
     from liger_aot.explanation import columns
     from liger_aot.loader import ops
-    from liger_aot.packs import installed
+    from liger_aot.packs import describe, installed
 
     found = installed()
-    rows = [["op", *(pack.arch for pack in found.packs)]]
     damaged = list(found.unusable.values())
-    for op in ops():
-        row = [op]
-        for pack in found.packs:
-            try:
-                row.append(str(len(pack.op(op).variants)) if op in pack.ops else "-")
-            except PackDamaged as error:
-                row.append("damaged")
-                damaged.append(str(error))
-        rows.append(row)
-    print(columns(rows))
+    rows = [[op, *(_binaries(pack, op, damaged) for pack in found.packs)] for op in ops()]
+    print(columns([["op", *(pack.arch for pack in found.packs)], *rows]))
+    if not found.packs:
+        print(f"No binaries: {describe()}. On the CPU, ops run their plain-torch reference.")
     if damaged:
         more = f" (and {len(damaged) - 1} more: see liger-aot verify)" if len(damaged) > 1 else ""
         raise PackNotFound(damaged[0] + more)
     return 0
 
 
+def _binaries(pack: Pack, op: str, damaged: list[str]) -> str:
+    """How many of ``op`` are in ``pack``; what keeps them from being read is added to ``damaged``."""
+    if op not in pack.ops:
+        return "-"
+    try:
+        return str(len(pack.op(op).variants))
+    except LigerAOTError as error:
+        damaged.append(str(error))
+        return "damaged"
+
+
 def _explain(options: argparse.Namespace) -> int:
     from liger_aot.explanation import explain, table
+    from liger_aot.packs import installed
 
     choices = explain(
         options.op, arch=options.arch, shape=options.shape, dtype=options.dtype, dtypes=options.dtypes
     )
     print(table(choices), *choices, sep="\n")
+    if options.arch is None:
+        for problem in installed().unusable.values():
+            print("left out:", problem, file=sys.stderr)
     return 0
 
 
@@ -134,6 +147,8 @@ def _verify(options: argparse.Namespace) -> int:
     for fault in faults:
         print(fault)
     if faults:
-        raise PackNotFound(f"{len(faults)} of the packs' files are not as they were built; reinstall their packages")
+        raise PackNotFound(
+            f"{len(faults)} of the packs' files are not as they were built; reinstall their packages"
+        )
     print("as they were built:", ", ".join(folder.name for folder in folders))
     return 0

@@ -6,13 +6,15 @@ import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from liger_aot._version import __version__
+from liger_aot.errors import DriverNotFound
 from liger_aot.loader import ops
+from liger_aot.manifest import Pack
 from liger_aot.packs import describe, installed, pack_for
 
 Body = Callable[[], "tuple[list[str], bool]"]
+NO_GPU = "none: ops run their plain-torch reference on the CPU"
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,22 @@ class Report:
 
     sections: tuple[Section, ...]
     healthy: bool
+    verdict: str
 
     def __str__(self) -> str:
-        verdict = "All is well." if self.healthy else "Not ready: see the lines that say what to do."
-        return "\n".join((*map(str, self.sections), verdict))
+        return "\n".join((*map(str, self.sections), self.verdict))
 
 
 def examine() -> Report:
     """The report. Never raises: a section that fails says so and why."""
     torch_, packs = _section("torch", _torch), _section("packs", _packs)
     driver, gpus = _section("GPU driver", _driver), _section("GPUs", _gpus)
-    return Report(
-        (_section("liger-aot", _versions), torch_, driver, packs, gpus),
-        gpus.ok and (driver.ok or gpus.lines == (NO_GPU,)),
-    )
-
-
-NO_GPU = "none: ops run their plain-torch reference on the CPU"
+    sections = (_section("liger-aot", _versions), torch_, driver, packs, gpus)
+    if gpus.ok and gpus.lines[0] == NO_GPU:
+        return Report(sections, True, "Ready on the CPU.")
+    if gpus.ok and driver.ok:
+        return Report(sections, True, "Ready: every GPU has its pack.")
+    return Report(sections, False, "Not ready: the lines above say what is missing.")
 
 
 def _section(title: str, body: Body) -> Section:
@@ -83,7 +84,14 @@ def _torch() -> tuple[list[str], bool]:
 def _driver() -> tuple[list[str], bool]:
     from liger_aot.devices import driver
 
-    found = driver()
+    try:
+        found = driver()
+    except DriverNotFound as error:
+        return [str(error), "it comes with the GPU's driver: in a container, start it with the GPUs"], False
+    except ImportError as error:
+        return [
+            f"{error}: liger-aot was installed without its launcher; install its wheel, or build it"
+        ], False
     return [f"{found.library}, {found.backend} {_driver_version(found.backend, found.version)}"], True
 
 
@@ -108,8 +116,6 @@ def _packs() -> tuple[list[str], bool]:
 def _gpus() -> tuple[list[str], bool]:
     import torch
 
-    from liger_aot.devices import gpu
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         hidden = _seen_by_driver()
@@ -117,18 +123,21 @@ def _gpus() -> tuple[list[str], bool]:
             return [NO_GPU], True
         advice = "install a torch that is built for them, or see its warnings above"
         return [f"torch sees none, the driver sees {hidden}: {advice}"], False
-    lines, ok = [], True
-    for index in range(count):
-        try:
-            found = gpu(index)
-            wanting = _wanting(found)
-            line = f"{found.device} takes pack {pack_for(found.device).arch}"
-            lines.append(f"cuda:{index}: {line}{'; ' if wanting else ''}{'; '.join(wanting)}")
-            ok = ok and not wanting
-        except Exception as error:  # the other GPUs are reported all the same
-            lines.append(f"cuda:{index}: {error}")
-            ok = False
-    return lines, ok
+    served = [_served(index) for index in range(count)]
+    return [f"cuda:{index}: {line}" for index, (line, _) in enumerate(served)], all(ok for _, ok in served)
+
+
+def _served(index: int) -> tuple[str, bool]:
+    """How the packs serve one GPU. A failure is an answer too: the other GPUs are reported all the same."""
+    from liger_aot.devices import gpu
+
+    try:
+        found = gpu(index)
+        pack = pack_for(found.device)
+        wanting = _wanting(pack, found.shared_per_block)
+    except Exception as error:
+        return str(error) or type(error).__name__, False
+    return "; ".join((f"{found.device} takes pack {pack.arch}", *wanting)), not wanting
 
 
 def _seen_by_driver() -> int:
@@ -141,18 +150,17 @@ def _seen_by_driver() -> int:
         return 0
 
 
-def _wanting(found: Any) -> list[str]:
-    """What the pack of a GPU lacks for it."""
-    pack = pack_for(found.device)
+def _wanting(pack: Pack, shared_per_block: int) -> list[str]:
+    """What a pack lacks for a GPU."""
     wanting = []
     if missing := [op for op in ops() if op not in pack.ops]:
         wanting.append(f"it lacks {', '.join(missing)}: install liger-aot and its pack at the same version")
     for op in pack.ops:
         manifest = pack.op(op)
         shared = [manifest.variant(name).shared for name in manifest.variants]
-        if too_large := [size for size in shared if size > found.shared_per_block]:
+        if too_large := [size for size in shared if size > shared_per_block]:
             wanting.append(
                 f"{len(too_large)} of {len(shared)} binaries of {op} need up to {max(too_large)} bytes of shared "
-                f"memory a block, this GPU has {found.shared_per_block}"
+                f"memory a block, this GPU has {shared_per_block}"
             )
     return wanting

@@ -89,21 +89,22 @@ def explain(
 
 def table(choices: Iterable[Choice]) -> str:
     """The choices as a table for a terminal, one a line."""
-    title = "arch kernel form warps groups threads registers shared local blocks/multiprocessor launch numbers"
-    rows = [[*title.split()[:-2], "launch numbers"]]
+    facts = ["warps", "groups", "threads", "registers", "shared", "local", "blocks/multiprocessor"]
+    rows = [["arch", "kernel", "form", *facts, "launch numbers"]]
     for c in choices:
         numbers = ", ".join(f"{key} {value}" for key, value in c.numbers.items() if key != "warp_groups")
         groups = "-" if c.warp_groups is None else c.warp_groups
         form = c.variant.removeprefix(f"{c.kernel}-").partition("-")[0]
-        facts = (c.num_warps, groups, c.threads, c.registers, c.shared, c.local_bytes, c.resident)
-        rows.append([c.arch, c.kernel, form, *map(str, facts), numbers])
+        values = (c.num_warps, groups, c.threads, c.registers, c.shared, c.local_bytes, c.resident)
+        rows.append([c.arch, c.kernel, form, *map(str, values), numbers])
     return columns(rows)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as lines of aligned columns; numbers are aligned at their right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numeric = [all(cell.isdigit() or cell == "-" for cell in column[1:]) for column in zip(*rows, strict=True)]
+    by_column = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in by_column]
+    numeric = [all(cell.isdigit() or cell == "-" for cell in column[1:]) for column in by_column]
     lines = []
     for row in rows:
         cells = zip(row, widths, numeric, strict=True)
@@ -112,10 +113,12 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(shape, str) or not isinstance(shape, Sequence) or any(type(size) is not int for size in shape):
+    if not isinstance(shape, Sequence) or any(type(size) is not int for size in shape):
         raise ArgumentTypeError(f"shape must be a sequence of integers, got {shape!r}")
     if not shape or min(shape) < 1:
-        raise ArgumentError(f"shape must have sizes of 1 or more, got {tuple(shape)}: an empty tensor launches nothing")
+        raise ArgumentError(
+            f"shape must have sizes of 1 or more, got {tuple(shape)}: an empty tensor launches nothing"
+        )
     return tuple(shape)
 
 
@@ -125,7 +128,9 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
     for dtype, short in DTYPE_NAMES.items():
         if given == dtype or given in (short, str(dtype), str(dtype).removeprefix("torch.")):
             return dtype
-    raise ArgumentTypeError(f"no op is built for dtype {given!r}; there are {', '.join(DTYPE_NAMES.values())}")
+    raise ArgumentTypeError(
+        f"no op is built for dtype {given!r}; there are {', '.join(DTYPE_NAMES.values())}"
+    )
 
 
 def _check_arguments(
@@ -137,7 +142,9 @@ def _check_arguments(
     axes.discard("dtype")
     for argument in given:
         if argument not in axes:
-            raise ArgumentError(f"dtypes: no argument {argument!r}; there are: {', '.join(sorted(axes)) or 'none'}")
+            raise ArgumentError(
+                f"dtypes: no argument {argument!r}; there are: {', '.join(sorted(axes)) or 'none'}"
+            )
 
 
 def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) -> Choice:
@@ -163,12 +170,12 @@ def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) ->
         local_bytes=variant.local_bytes,
         resident=variant.resident,
         numbers=variant.numbers,
-        why=f"The key {key} and n = {problem.n}, {held}, choose {variant.row}.",
+        why=f"For {key}, n = {problem.n} {held}: {variant.row}.",
     )
 
 
 def _held(arch: str, kernel: Kernel, key: str, n: int) -> tuple[str, str]:
-    """The variant for ``n``, and in words the bounds that it lies between."""
+    """The variant for ``n``, and in words the bound that holds it."""
     if key not in kernel.tables:
         raise ArgumentTypeError(
             f"{kernel.name} of {arch} is not built for {key}; it is for {', '.join(sorted(kernel.tables))}"
@@ -177,7 +184,7 @@ def _held(arch: str, kernel: Kernel, key: str, n: int) -> tuple[str, str]:
     bounds = [bound for bound, _ in entries if bound is not None]
     i = bisect_left(bounds, n)
     if i == len(bounds):
-        held = f"past {bounds[-1]}" if bounds else "where every n is served alike"
+        held = f"is past the last bound, {bounds[-1]}" if bounds else "is served as every n"
     else:
-        held = f"from {bounds[i - 1] + 1 if i else 1} to {bounds[i]}"
+        held = f"is held by the bound {bounds[i]} ({bounds[i - 1] + 1 if i else 1} to {bounds[i]})"
     return entries[i][1], held

@@ -26,9 +26,11 @@ MOST_ARGUMENTS = 64  # what the launcher takes
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$]*")
 _KEY = re.compile(rf"(?:(?:{'|'.join(DTYPES)})/)*(?:aligned|generic)")
-_short = Repr()  # bounds the depth as well: a value from a damaged file may be nested beyond what repr() takes
+_short = Repr()
 _short.maxstring = 100
-_shown = _short.repr
+_shown = (
+    _short.repr
+)  # a value for a message; bounds the depth too: a damaged file may nest deeper than repr() goes
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class OpManifest:
     def _kernel(self, name: str, raw: dict[str, Any]) -> Kernel:
         signature = _typed(self.path, raw, "signature", str, f"{name}.")
         arguments = tuple(_strings(self.path, raw, "arguments", f"{name}."))
-        if set(signature) - set("pilf") or len(signature) != len(arguments) or len(arguments) > MOST_ARGUMENTS:
+        fits = len(signature) == len(arguments) <= MOST_ARGUMENTS
+        if set(signature) - set("pilf") or not fits:
             raise PackDamaged(
                 self.path, f"{name}.signature is {_shown(signature)} for {len(arguments)} arguments"
             )
@@ -134,7 +137,9 @@ class OpManifest:
         tables = _object(self.path, raw.get("tables"), f"{name}.tables")
         for key in tables:
             if not _KEY.fullmatch(key) or key.count("/") != len(axes):
-                raise PackDamaged(self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}")
+                raise PackDamaged(
+                    self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}"
+                )
         return Kernel(
             name=name,
             arguments=arguments,

@@ -76,14 +76,18 @@ class Installed:
 @lru_cache(maxsize=1)
 def installed() -> Installed:
     """Every installed pack. One that can't be used doesn't keep the others from their work."""
-    packs: list[Pack] = []
-    unusable: dict[Path, str] = {}
-    for folder in pack_folders():
-        try:
-            packs.append(open_pack(folder))
-        except LigerAOTError as error:
-            unusable[folder] = str(error)
-    return Installed(tuple(packs), unusable)
+    found = {folder: _pack_or_problem(folder) for folder in pack_folders()}
+    return Installed(
+        tuple(pack for pack in found.values() if isinstance(pack, Pack)),
+        {folder: problem for folder, problem in found.items() if isinstance(problem, str)},
+    )
+
+
+def _pack_or_problem(folder: Path) -> Pack | str:
+    try:
+        return open_pack(folder)
+    except LigerAOTError as error:
+        return str(error)
 
 
 def installed_packs() -> tuple[Pack, ...]:

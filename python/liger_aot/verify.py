@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liger_aot.errors import LigerAOTError, PackDamaged
-from liger_aot.manifest import Pack
 from liger_aot.packs import open_pack, pack_folders
 
 

@@ -1,5 +1,4 @@
-"""Local memory (LDS) of a workgroup, which knows for each byte who wrote and who read it since the last
-barrier.
+"""Local memory (LDS) of a workgroup, which knows who wrote and read each byte since the last barrier.
 
 Between two barriers a byte may not be written by one wave and touched by another: on hardware the result
 would depend on which comes first. Writing the value that is already there is allowed (Triton lets several
@@ -7,8 +6,6 @@ waves store the same element). Reading bytes that nobody wrote is an error.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -44,7 +41,8 @@ class LocalMemory:
         active = self._check(wave, addresses, size, "read")
         if size < 4:
             result = np.zeros((1, LANES), np.uint32)
-            for byte, offsets in self._bytes(addresses[active], size):
+            for byte in range(size):
+                offsets = addresses[active] + byte
                 self._note_read(wave, offsets, offsets, self._writer, self._reader, 1)
                 result[0, active] |= self._data[offsets].astype(np.uint32) << np.uint32(8 * byte)
             return result
@@ -59,7 +57,8 @@ class LocalMemory:
         """Write the low `size` bytes of `data` (uint32, shape (words, 64)) in each active lane."""
         active = self._check(wave, addresses, size, "write")
         if size < 4:
-            for byte, offsets in self._bytes(addresses[active], size):
+            for byte in range(size):
+                offsets = addresses[active] + byte
                 values = (data[0, active] >> np.uint32(8 * byte)).astype(np.uint8)
                 self._note_write(wave, offsets, offsets, values, self._data, self._writer, self._reader, 1)
             return
@@ -78,11 +77,6 @@ class LocalMemory:
                 "out of bounds or not aligned"
             )
         return active
-
-    @staticmethod
-    def _bytes(addresses: np.ndarray, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        for byte in range(size):
-            yield byte, addresses + byte
 
     def _note_read(
         self,

@@ -146,14 +146,11 @@ def _load(what: str, data: Operand, address: Address) -> Step:
     register = expect(data, "vector", max(1, size // 4))
 
     def step(wave: Wave) -> None:
-        values = _extend(wave.group.memory.load(*_order(address(wave), size)), size, signed)
+        addresses, lanes = address(wave)
+        values = _extend(wave.group.memory.load(addresses, size, lanes), size, signed)
         wave.set_vectors(register, _to_half(values, half) if half else values)
 
     return step
-
-
-def _order(access: tuple[np.ndarray, np.ndarray], size: int) -> tuple[np.ndarray, int, np.ndarray]:
-    return access[0], size, access[1]
 
 
 def _parse_store(what: str) -> tuple[int, bool]:

@@ -1,6 +1,4 @@
-"""Packed instructions: two 16-bit or two 32-bit operations a lane, mixed-precision multiply-add, dot
-products.
-"""
+"""Packed instructions: two operations a lane; mixed-precision multiply-add and dot products."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ _PRELOAD_SKIP = 256  # bytes of code that load what a device with kernarg preloa
 # Fields of rsrc1: 32-bit and 16/64-bit rounding to nearest, denormals kept, NaN clamps to 0, IEEE NaNs.
 _FLOAT_MODE, _EXPECTED_FLOAT_MODE = 0xFF << 12, 0xF0 << 12
 _DX10_CLAMP = 1 << 21
-
-
 _REGISTER = re.compile(r"\b([vas])\[?(\d+)(?::(\d+))?")
 
 

@@ -1,6 +1,4 @@
-"""Vector instructions: those of the table in arithmetic.py, and comparisons, carries, division and lane
-moves.
-"""
+"""Vector instructions: those of arithmetic.py, and comparisons, carries, division, moves between lanes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,48 @@
+"""What tests do to copies of packs, and the command that inspects them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import liger_aot
+
+ARCHS = ("gfx90a", "gfx942", "sm80", "sm90")
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Rewrite a JSON file, and what its pack's manifest says of it."""
+    document = json.loads(path.read_bytes())
+    change(document)
+    path.write_bytes(json.dumps(document).encode())
+    if path.name != "manifest.json":
+        believe(path)
+
+
+def believe(path: Path) -> None:
+    """Let the manifest say that an op's file is as it lies there."""
+    digest = sha256(path.read_bytes()).hexdigest()
+    edit(path.parent / "manifest.json", lambda m: m["ops"][path.stem].update(sha256=digest))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit of a byte; ``at`` may count from the end."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m liger_aot``; ``path`` comes before all else that can be imported."""
+    package = Path(liger_aot.__file__).parents[1]
+    folders = [str(package)] if path is None else [str(path), str(package)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    return subprocess.run(
+        [sys.executable, "-m", "liger_aot", *arguments], capture_output=True, text=True, env=environment
+    )

@@ -1,0 +1,359 @@
+"""explain, list, doctor and verify, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import liger_aot
+from liger_aot.cli import main
+from liger_aot.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    PackDamaged,
+    PackNotFound,
+    UnknownOp,
+)
+from liger_aot.explanation import Choice, table
+from liger_aot.manifest import OpManifest
+from liger_aot.packs import pack_of
+from liger_aot.runtime import DTYPE_NAMES, KernelOn, Loaded
+from liger_aot.verify import verify
+from tests.pack_edits import ARCHS, command, edit, flip
+
+pytest_plugins = ("tests.pack_fixtures",)
+
+DTYPE_KEYS = [("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32")]
+
+
+# ---- explain ----
+
+
+def entry(pack: Path, kernel: str, key: str, n: int) -> tuple[str, dict[str, Any]]:
+    """The variant that the pack's own text gives, read from the first entry on."""
+    document = json.loads((pack / "rmsnorm.json").read_bytes())
+    for bound, name in document["kernels"][kernel]["tables"][key]:
+        if bound is None or n <= bound:
+            return name, document["variants"][name]
+    raise AssertionError(f"{kernel}: no entry holds {n}")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("x", "weight"), DTYPE_KEYS)
+def test_explain_says_what_the_pack_says(built: Path, arch: str, x: str, weight: str) -> None:
+    for n in (1, 16, 128, 144, 1024, 1025, 4096, 4097, 8192, 65536, 65552, 1 << 20):
+        choices = liger_aot.explain("rmsnorm", arch=arch, shape=(3, n), dtype=x, dtypes={"weight": weight})
+        assert [c.kernel for c in choices] == ["rmsnorm_forward", "rmsnorm_backward"]
+        key = f"{x}/{weight}/{'generic' if n % 16 else 'aligned'}"
+        for choice in choices:
+            name, facts = entry(built / arch, choice.kernel, key, n)
+            assert (choice.op, choice.arch, choice.variant) == ("rmsnorm", arch, name)
+            for field in (
+                "num_warps",
+                "threads",
+                "registers",
+                "shared",
+                "local_bytes",
+                "resident",
+                "numbers",
+            ):
+                assert getattr(choice, field) == facts[field], field
+            assert key in choice.why and f"n = {n} " in choice.why and facts["row"] in choice.why
+
+
+def unloaded(manifest: OpManifest) -> Callable[[str], Loaded]:
+    """Binaries as the dispatch wants them, without a device to load them onto."""
+    launchable: Any = SimpleNamespace(launch=None)
+    return lambda name: Loaded(manifest.variant(name), launchable)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_explain_agrees_with_the_dispatch(built: Path, arch: str) -> None:
+    for name in liger_aot.op_names():
+        op = liger_aot.load(name)
+        manifest = pack_of(arch).op(name)
+        dispatch = {kernel: KernelOn(kernel, manifest, unloaded(manifest)) for kernel in manifest.kernels}
+        bounds = {b for k in manifest.kernels.values() for t in k.tables.values() for b, _ in t if b}
+        sizes = {size for b in bounds for size in (b - 16, b - 1, b, b + 1, b + 16) if size > 0}
+        for dtype in DTYPE_NAMES:
+            for n in (1, *sorted(sizes)):
+                problems = [p for p in op.problems((2, n), dtype) if p.kernel in dispatch]
+                assert problems, f"no kernel of {name} itself"
+                choices = {c.kernel: c for c in liger_aot.explain(name, arch=arch, shape=(2, n), dtype=dtype)}
+                for problem in problems:
+                    chosen = dispatch[problem.kernel]((*problem.dtypes, problem.aligned), problem.n).variant
+                    assert choices[problem.kernel].variant == chosen.name
+
+
+def test_explain_covers_every_installed_architecture(built: Path) -> None:
+    choices = liger_aot.explain("column_sums", shape=(528, 8192), dtype=torch.bfloat16)
+    assert [c.arch for c in choices] == list(ARCHS)
+    assert len(set(choices)) == len(ARCHS), "choices are values: they can be in a set"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_dtypes_have_their_usual_names(built: Path, dtype: Any) -> None:
+    (choice,) = liger_aot.explain("column_sums", arch="sm90", shape=(4, 64), dtype=dtype)
+    assert "bf16/aligned" in choice.why
+
+
+def test_bounds_in_words(built: Path) -> None:
+    def why(n: int) -> str:
+        (choice,) = liger_aot.explain("column_sums", arch="sm80", shape=(4, n), dtype="fp32")
+        return choice.why
+
+    document = json.loads((built / "sm80" / "column_sums.json").read_bytes())
+    first = document["kernels"]["column_sums"]["tables"]["fp32/aligned"][0][0]
+    assert f"is held by the bound {first} (1 to {first}): sm80.toml: [kernel.column_sums] row 1" in why(first)
+    assert f"is past the last bound, {first}: sm80.toml: [kernel.column_sums] row 2" in why(first + 16)
+
+
+def test_warp_groups_are_those_of_the_profile(copies: Callable[..., Path]) -> None:
+    path = copies("sm90") / "sm90" / "column_sums.json"
+
+    def give(document: Any) -> None:
+        for variant in document["variants"].values():
+            variant["numbers"]["warp_groups"] = 3
+
+    (choice,) = liger_aot.explain("column_sums", shape=(4, 64), dtype="fp32")
+    assert choice.warp_groups is None
+    edit(path, give)
+    liger_aot.packs.installed.cache_clear()
+    (choice,) = liger_aot.explain("column_sums", shape=(4, 64), dtype="fp32")
+    assert choice.warp_groups == 3
+    cells = dict(zip(*(line.split()[:11] for line in table([choice]).splitlines()), strict=True))
+    assert (cells["groups"], cells["warps"]) == ("3", str(choice.num_warps))
+
+
+def test_the_table_holds_every_fact() -> None:
+    choice = Choice(
+        op="o",
+        kernel="k",
+        arch="sm80",
+        variant="k-tile-bf16-aligned-rows4-warps8",
+        num_warps=8,
+        warp_groups=None,
+        threads=256,
+        registers=77,
+        shared=1056,
+        local_bytes=16,
+        resident=3,
+        numbers={"rows": 4},
+        why="For a reason.",
+    )
+    head, row = table([choice]).splitlines()
+    assert head.split()[:3] == ["arch", "kernel", "form"]
+    assert row.split() == ["sm80", "k", "tile", "8", "-", "256", "77", "1056", "16", "3", "rows", "4"]
+    assert str(choice) == "sm80 k: k-tile-bf16-aligned-rows4-warps8. For a reason."
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"name": "rmsnrom"}, UnknownOp, "no op 'rmsnrom': there are column_sums"),
+        ({"arch": "sm70"}, PackNotFound, "no pack 'sm70' is installed: installed are gfx90a"),
+        ({"dtype": "int8"}, ArgumentTypeError, "no op is built for dtype 'int8'; there are bf16, fp16, fp32"),
+        ({"dtype": torch.float64}, ArgumentTypeError, "no op is built for dtype torch.float64"),
+        ({"dtype": None}, ArgumentTypeError, "no op is built for dtype None"),
+        ({"dtypes": {"weight": "fp64"}}, ArgumentTypeError, "no op is built for dtype 'fp64'"),
+        (
+            {"dtypes": {"weight": "fp16"}},
+            ArgumentTypeError,
+            "is not built for bf16/fp16/aligned; it is for bf16",
+        ),
+        ({"dtypes": {"wieght": "fp32"}}, ArgumentError, "no argument 'wieght'; there are: weight"),
+        ({"shape": ()}, ArgumentError, "sizes of 1 or more"),
+        ({"shape": (4, 0)}, ArgumentError, "an empty tensor launches nothing"),
+        ({"shape": (4, -1)}, ArgumentError, "sizes of 1 or more"),
+        ({"shape": 4096}, ArgumentTypeError, "a sequence of integers, got 4096"),
+        ({"shape": "4096"}, ArgumentTypeError, "a sequence of integers, got '4096'"),
+        ({"shape": (4.0, 64)}, ArgumentTypeError, "a sequence of integers"),
+        ({"shape": (True, 64)}, ArgumentTypeError, "a sequence of integers"),
+    ],
+)
+def test_what_explain_refuses(
+    built: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments: dict[str, Any] = {"name": "rmsnorm", "shape": (8, 4096), "dtype": "bf16", **change}
+    with pytest.raises(error, match=message.replace("(", r"\(")):
+        liger_aot.explain(arguments.pop("name"), **arguments)
+
+
+def test_explain_without_packs(tmp_path: Path, install: Callable[..., None]) -> None:
+    install(tmp_path)
+    with pytest.raises(PackNotFound, match=f"carries rmsnorm: none is installed in .*{tmp_path.name}"):
+        liger_aot.explain("rmsnorm", shape=(8, 64), dtype="bf16")
+
+
+def test_explain_of_a_pack_without_the_op(copies: Callable[..., Path]) -> None:
+    edit(copies("sm80", "sm90") / "sm80" / "manifest.json", lambda m: m["ops"].pop("rmsnorm"))
+    assert {c.arch for c in liger_aot.explain("rmsnorm", shape=(8, 64), dtype="bf16")} == {"sm90"}
+    with pytest.raises(PackNotFound, match="pack sm80 carries no rmsnorm; it has column_sums"):
+        liger_aot.explain("rmsnorm", arch="sm80", shape=(8, 64), dtype="bf16")
+
+
+def test_no_module_takes_a_public_name() -> None:
+    """Importing a submodule sets it as the package's attribute, over a function of that name."""
+    liger_aot.load("rmsnorm")
+    assert "liger_aot.ops" in sys.modules and "liger_aot.explanation" in sys.modules
+    for name in liger_aot.__all__:
+        value = getattr(liger_aot, name)
+        assert isinstance(value, str) or callable(value), name
+    with pytest.raises(AttributeError, match="has no attribute 'explane'"):
+        liger_aot.explane  # type: ignore[attr-defined]  # noqa: B018
+
+
+# ---- verify ----
+
+
+def test_verify_finds_nothing_wrong_with_what_was_built(built: Path) -> None:
+    assert verify() == []
+
+
+def test_verify_goes_on_after_every_fault(copies: Callable[..., Path]) -> None:
+    root = copies(*ARCHS)
+    sm80, sm90, gfx90a = root / "sm80", root / "sm90", root / "gfx90a"
+    binaries = sorted((sm80 / "rmsnorm").iterdir())
+    flip(binaries[0], 100)
+    flip(binaries[1], -1)
+    binaries[2].unlink()
+    binaries[3].write_bytes(binaries[3].read_bytes()[:-1])
+    (sm80 / "rmsnorm" / "extra.cubin").write_bytes(b"")
+    (sm80 / "column_sums.json").unlink()
+    (sm80 / "column_sums.json.orig").write_bytes(b"{}")
+    flip(sm90 / "rmsnorm.json", 5000)
+    (gfx90a / "manifest.json").unlink()
+    edit(root / "gfx942" / "manifest.json", lambda m: m.update(version="0.0.9"))
+    faults = {str(f.path.relative_to(root)): f.problem for f in verify()}
+    assert next(iter(faults)) == "gfx90a/manifest.json", "in order of the packs' names"
+    assert faults.pop("gfx90a/manifest.json") == "No such file or directory"
+    assert "is of version 0.0.9, liger-aot of" in faults.pop("gfx942")
+    assert faults.pop("sm80/column_sums.json") == "No such file or directory"
+    assert faults.pop("sm80/column_sums.json.orig") == "not in the manifest"
+    assert faults.pop("sm80/rmsnorm/extra.cubin") == "not in the manifest"
+    assert faults.pop(f"sm80/rmsnorm/{binaries[2].name}") == "No such file or directory"
+    for binary in (binaries[0], binaries[1], binaries[3]):
+        assert faults.pop(f"sm80/rmsnorm/{binary.name}").startswith("sha256 is ")
+    assert faults.pop("sm90/rmsnorm.json").startswith("sha256 is ")
+    assert faults == {}, "what a damaged manifest names is not called extra"
+
+
+# ---- the command ----
+
+
+def test_list(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["op", *ARCHS]
+    for op, *counts in rows:
+        folders = [built / arch / op for arch in ARCHS]
+        assert counts == [str(len(list(f.iterdir()))) for f in folders]
+    assert [row[0] for row in rows] == list(liger_aot.op_names())
+
+
+def test_list_of_packs_that_are_partly_damaged(
+    copies: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = copies("gfx942", "sm80", "sm90")
+    flip(root / "sm80" / "rmsnorm.json", 9)
+    (root / "sm90" / "manifest.json").write_bytes(b"")
+    edit(root / "gfx942" / "manifest.json", lambda m: m["ops"].pop("rmsnorm"))
+    assert main(["list"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0].split() == ["op", "gfx942", "sm80"]
+    assert ["rmsnorm", "-", "damaged"] in [line.split() for line in printed.out.splitlines()]
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert "sm90/manifest.json: not JSON" in printed.err and "and 1 more" in printed.err
+
+
+def test_list_and_verify_without_packs(
+    tmp_path: Path, install: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path)
+    assert main(["list"]) == 0
+    assert "No binaries: none is installed in LIGER_AOT_PACKS=" in capsys.readouterr().out
+    assert main(["verify"]) == 1
+    assert capsys.readouterr().err.startswith("error: nothing to verify: none is installed")
+
+
+def test_explain_command(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", "rmsnorm", "--shape", "8192,4096", "--dtype", "bf16"]
+    assert main([*arguments, "--arch", "sm90", "--dtypes", "weight=fp32"]) == 0
+    out = capsys.readouterr().out
+    choices = liger_aot.explain(
+        "rmsnorm", arch="sm90", shape=(8192, 4096), dtype="bf16", dtypes={"weight": "fp32"}
+    )
+    assert out.splitlines() == [*table(choices).splitlines(), *map(str, choices)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{arch} " in out for arch in ARCHS), "no architecture named: all of them"
+
+
+def test_explain_command_names_what_it_leaves_out(
+    copies: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copies("sm80", "sm90") / "sm80" / "manifest.json").write_bytes(b"[]")
+    arguments = ["explain", "rmsnorm", "--shape", "8192,4096", "--dtype", "bf16"]
+    assert main(arguments) == 0
+    assert "left out: " in capsys.readouterr().err
+    with pytest.raises(PackDamaged, match="the file is not an object"):
+        liger_aot.explain("rmsnorm", arch="sm80", shape=(8, 64), dtype="bf16")
+
+
+def test_verify_command(copies: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    root = copies("sm80", "sm90")
+    assert main(["verify"]) == 0
+    assert capsys.readouterr().out == "as they were built: sm80, sm90\n"
+    flip(root / "sm80" / "rmsnorm.json", 9)
+    assert main(["verify"]) == 1
+    printed = capsys.readouterr()
+    assert "rmsnorm.json: sha256 is" in printed.out and printed.err.startswith("error: 1 of the packs' files")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND; see liger-aot --help"),
+        (["lst"], "invalid choice: 'lst'"),
+        (["explain", "rmsnorm", "--dtype", "bf16"], "required: --shape; see liger-aot explain --help"),
+        (["explain", "rmsnorm", "--shape", "8x", "--dtype", "bf16"], "'8x' is no list of sizes such as 8192,4096"),
+        (["explain", "rmsnorm", "--shape", "8,", "--dtype", "bf16"], "'8,' is no list of sizes"),
+        (["explain", "rmsnorm", "--shape", "8,0", "--dtype", "bf16"], "an empty tensor launches nothing"),
+        (["explain", "nothing", "--shape", "8", "--dtype", "bf16"], "no op 'nothing': there are"),
+        (["explain", "rmsnorm", "--shape", "8", "--dtype", "int8"], "no op is built for dtype 'int8'"),
+        (["explain", "rmsnorm", "--shape", "8", "--dtype", "bf16", "--dtypes", "w"], "'w' is no list such as"),
+        (["explain", "rmsnorm", "--shape", "8", "--dtype", "bf16", "--arch", "sm1"], "no pack 'sm1' is installed"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(
+    built: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("error: ") and message in printed.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["list", "--help"], ["explain", "--help"], ["doctor", "--help"]]
+)
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: liger-aot") and "  -h, --help" in out
+
+
+def test_the_module_is_the_command(built: Path) -> None:
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"liger-aot {liger_aot.__version__}\n")
+    done = command("list", "and more")
+    assert done.returncode == 1 and done.stderr.startswith("error: unrecognized arguments: and more")
