@@ -22,7 +22,9 @@ class BuildWithPacks(build_py):
     def run(self) -> None:
         if self.editable_mode:
             return super().run()
-        shutil.rmtree(self.build_lib, ignore_errors=True)  # else files that the tree has lost stay in the wheel
+        shutil.rmtree(
+            self.build_lib, ignore_errors=True
+        )  # else files that the tree has lost stay in the wheel
         super().run()
         try:
             add_packs(Path(self.build_lib))

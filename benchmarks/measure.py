@@ -131,7 +131,8 @@ def _calls_in(min_ms: float, calls: Sequence[Call]) -> int:
     end.record()
     torch.cuda.synchronize()
     each = start.elapsed_time(end) / LEAD_CALLS
-    return min(MAX_CALLS, max(MIN_CALLS, math.ceil(min_ms / each)))
+    wanted: int = math.ceil(min_ms / each)
+    return min(MAX_CALLS, max(MIN_CALLS, wanted))
 
 
 def _queue(calls: Sequence[Call], count: int) -> None:

@@ -30,6 +30,7 @@ class Form:
     requires: Mapping[str, tuple[Any, ...]]  # axis -> values it is written for
     staged: tuple[str, ...]  # arguments whose tiles a STAGES-deep pipeline keeps in shared memory
     cooperative: str | None  # the constant that, above 1, makes programs wait for each other
+    contiguous: bool  # whether rows must follow each other without a gap
     may_spill: str | None  # the reason, where a binary of this form may use local memory
 
 
@@ -144,6 +145,7 @@ def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
         requires={axis: tuple(values) for axis, values in fields.table("requires", {}).items()},
         staged=tuple(fields.take("staged", ())),
         cooperative=fields.left.pop("cooperative", None),
+        contiguous=fields.left.pop("contiguous", False),
         may_spill=fields.left.pop("may_spill", None),
     )
     fields.finish()

@@ -86,6 +86,7 @@ def _variant(audited: Audited) -> dict[str, Any]:
         "threads": audited.threads,
         "shared": compiled.shared,
         "cooperative": variant.cooperative,
+        "contiguous": variant.form.contiguous,
         "form": variant.form.name,
         "num_warps": compiled.num_warps,
         "numbers": {**{k.lower(): int(v) for k, v in variant.constants.items()}, **variant.host},

@@ -9,7 +9,7 @@ from typing import Any
 
 from build_tools.declaration import DTYPES, Declaration, Form, Kernel, longest_row
 from build_tools.errors import ProfileError
-from build_tools.profile import Profile, Row
+from build_tools.profile import HOST_NUMBERS, Profile, Row
 
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
 
@@ -89,6 +89,8 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
                 if entries and row.max_n is not None and row.max_n <= (entries[-1][0] or 0):
                     continue  # an earlier row holds all of it, for these dtypes
                 variant = make_variant(op, kernel, row, axes, aligned)
+                if variant.constants.get("EXACT"):
+                    _check_exact(variant, row, entries[-1][0] if entries else 0)
                 entries.append((row.max_n, variant.name))
                 variants[variant.name] = variant
                 used.add(row.where)
@@ -102,6 +104,16 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
     if unused := [row.where for row in rows if row.where not in used]:
         raise ProfileError(f"{unused[0]}: never reached: earlier rows hold all that it would")
     return KernelPlan(kernel, tables, variants)
+
+
+def _check_exact(variant: Variant, row: Row, last: int | None) -> None:
+    """An unmasked row may only meet the one length that it covers: the row before must hold all shorter ones."""
+    longest = longest_row(variant.form, variant.constants) or 0
+    if not variant.aligned or row.max_n != longest or (last or 0) < longest - ALIGNMENT:
+        raise ProfileError(
+            f"{row.where}: exact covers n = {longest} alone: it needs max_n = {longest}, aligned = true, and a row "
+            f"before it with max_n = {longest - ALIGNMENT}; that has {last}"
+        )
 
 
 def check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
@@ -173,7 +185,7 @@ def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, str], ali
     constants = {c: {**form.defaults, **row.constants}[c] for c in form.constants}
     numbers = [f"{k.lower()}{int(v)}" for k, v in constants.items() if v != form.defaults.get(k)]
     numbers += [f"{k.replace('num_', '')}{v}" for k, v in row.options.items()]
-    numbers += [f"programs{v}" for v in row.host.values()]
+    numbers += [f"{HOST_NUMBERS[k]}{v}" for k, v in row.host.items()]
     name = "-".join((kernel.name, form.name, dispatch_key(axes, aligned).replace("/", "-"), *numbers))
     return Variant(
         name=name,

@@ -19,9 +19,13 @@ else:
     from setuptools.compat.py310 import tomllib
 
 BACKENDS = ("cuda", "hip")
-# Launch numbers that are not constants of the device function: compile options, and what the host reads.
+# Launch numbers that are not constants of the device function: compile options, and what the host reads, with the word
+# that stands for it in a variant's name.
 OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")
-HOST_NUMBERS = ("programs_per_multiprocessor",)
+HOST_NUMBERS = {
+    "programs_per_multiprocessor": "programs",
+    "lone_rows": "lone",  # up to so many rows, one program that writes the final sums beats two launches
+}
 
 
 @dataclass(frozen=True)

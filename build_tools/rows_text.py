@@ -35,7 +35,7 @@ class Winner:
 
 
 def write_rows(path: Path, kernel: str, winners: Sequence[Winner], provenance: str) -> None:
-    """Put the winners into ``[kernel.<kernel>]``, in place of rows for the same dtypes that they make unreachable."""
+    """Put the winners into ``[kernel.<kernel>]``, in place of rows with the same bound and dtypes."""
     text = path.read_text()
     section = re.search(rf"^\[kernel\.{kernel}\]\n.*?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     if section is None:
@@ -63,13 +63,13 @@ def _parse(path: Path, line: str) -> dict[str, Any]:
 
 
 def _replaced(row: Mapping[str, Any], winners: Sequence[Winner]) -> bool:
-    """Whether winners for the same dtypes reach at least as far as an aligned row."""
+    """Whether winners hold all of an aligned row's dtypes at its very bound."""
     if row.get("aligned") is False:
         return False
     dtypes = row.get("dtype", ["bf16", "fp16", "fp32"])
-    wanted = set([dtypes] if isinstance(dtypes, str) else dtypes)
-    far = [set(w.dtypes) for w in winners if w.max_n is None or w.max_n >= row.get("max_n", float("inf"))]
-    return bool(far) and wanted <= set().union(*far)
+    wanted = {dtypes} if isinstance(dtypes, str) else set(dtypes)
+    same = [set(w.dtypes) for w in winners if w.max_n == row.get("max_n")]
+    return bool(same) and wanted <= set().union(*same)
 
 
 def _order(row: Mapping[str, Any]) -> tuple[bool, float]:

@@ -225,18 +225,22 @@ class _Session:
         """The candidate at every choice of dtypes that its row would serve, the measured one first."""
         kernel = self._kernel.kernel
         try:
-            row = read_row(where, {**candidate, "max_n": max(problem.sizes), "dtype": list(problem.dtypes)}, self._profile.arch)
+            row = read_row(
+                where,
+                {**candidate, "max_n": max(problem.sizes), "dtype": list(problem.dtypes)},
+                self._profile.arch,
+            )
             check_row(kernel, row, self._profile)
         except ProfileError as error:
             return str(error)
         first = next(iter(kernel.axes))
-        served = [
+        choices = [
             axes
             for axes in combinations(kernel.axes)
             if axes[first] in problem.dtypes and matches(kernel.forms[row.form].requires, axes, True)
         ]
-        served.sort(key=lambda axes: list(axes.values()) != [problem.dtypes[0]] * len(axes))
-        return tuple(make_variant(self._op, kernel, row, axes, True) for axes in served)
+        choices.sort(key=lambda axes: list(axes.values()) != [problem.dtypes[0]] * len(axes))
+        return tuple(make_variant(self._op, kernel, row, axes, True) for axes in choices)
 
     def _make(self, variants: Iterator[Variant]) -> dict[str, Any]:
         """Audited binaries by name; a string where the audit refused one."""

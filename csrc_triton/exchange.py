@@ -36,6 +36,7 @@ def missing(words):
 
 
 @triton.jit
-def total(words):
-    """Sum of the posted values, in the order of the programs: the same in every program."""
-    return tl.sum(((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True), 0)
+def total(words, lane, count: tl.constexpr):
+    """Sum of the first ``count`` posted values, in the order of the programs: the same in every program."""
+    values = ((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.sum(tl.where(lane < count, values, 0.0), 0)

@@ -22,11 +22,11 @@ from packaging.requirements import Requirement
 
 def make_environment(folder: Path, wheel: Path) -> Path:
     """Make ``folder`` anew, with torch and ``wheel``; the path of its Python."""
-    venv.create(folder, clear=True, with_pip=True, symlinks=True)
+    venv.create(folder, clear=True, symlinks=True)
     python = folder / "bin" / "python"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / "lib" / version / "site-packages"
-    for package in with_requirements("torch", "numpy"):  # torch complains where there is no numpy
+    for package in with_requirements("torch", "numpy", "pip"):  # without numpy torch warns
         link(package, site)
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run(

@@ -203,8 +203,12 @@ def _map_storages(memory: Any) -> list[tuple[int, int, int]]:
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu" and thing.numel():
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
+            try:
+                storage = thing.untyped_storage()
+                address, size = storage.data_ptr(), storage.nbytes()
+            except RuntimeError:  # left over from a trace of torch.compile's: it has no memory
+                continue
+            found[address] = max(size, found.get(address, 0))
     mapped = []
     for address, size in found.items():
         buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))

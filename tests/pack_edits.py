@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import liger_aot
+from liger_aot.manifest import Pack
 
 ARCHS = ("gfx90a", "gfx942", "sm80", "sm90")
 
@@ -36,6 +37,20 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(bytes(data))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def read_all(pack: Pack) -> int:
+    """Bytes of all binaries of a pack; raises at what is damaged."""
+    manifests = [pack.op(op) for op in pack.ops]
+    return sum(len(m.variant(name).read()) for m in manifests for name in m.variants)
+
+
+def first_binary(root: Path, op: str = "column_sums") -> Path:
+    return min((root / op).iterdir())
 
 
 def command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:

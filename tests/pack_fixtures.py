@@ -48,3 +48,8 @@ def built(install: Callable[..., None]) -> Path:
         built_pack(arch)  # skips where it is not built
     install(PACKS)
     return PACKS
+
+
+@pytest.fixture
+def sm80(copies: Callable[..., Path]) -> Path:
+    return copies("sm80") / "sm80"

@@ -41,6 +41,8 @@ class PackDamaged(LigerAOTError, RuntimeError):
     """A pack's file is missing, unreadable, or not what the manifest says."""
 
     def __init__(self, path: Path, problem: str) -> None:
+        if len(problem) > 400:  # it may quote what is in the file
+            problem = f"{problem[:397]}..."
         super().__init__(
             f"{path}: {problem}. Reinstall the package that holds it: pip install --force-reinstall --no-deps "
             "liger-aot-<architecture>, or liger-aot where it was built from source"

@@ -23,7 +23,7 @@ LARGEST_FILE = 64 << 20  # bytes; a binary of ours is a few tens of kilobytes
 DTYPES = ("bf16", "fp16", "fp32")  # what a dispatch key's axes may say
 MOST_THREADS = 1024  # a block, on every architecture
 MOST_ARGUMENTS = 64  # what the launcher takes
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$]*")
 _KEY = re.compile(rf"(?:(?:{'|'.join(DTYPES)})/)*(?:aligned|generic)")
 _short = Repr()
@@ -44,6 +44,7 @@ class Variant:
     threads: int
     shared: int  # bytes of dynamic shared memory
     cooperative: bool
+    contiguous: bool  # whether rows must follow each other without a gap
     signature: str  # the launcher's letters
     form: str
     num_warps: int
@@ -115,6 +116,7 @@ class OpManifest:
             threads=threads,
             shared=_count(self.path, raw, "shared", where),
             cooperative=_typed(self.path, raw, "cooperative", bool, where),
+            contiguous=_typed(self.path, raw, "contiguous", bool, where),
             signature=kernel.signature,
             form=_typed(self.path, raw, "form", str, where),
             num_warps=_count(self.path, raw, "num_warps", where),
@@ -216,7 +218,7 @@ def _checked(path: Path, digest: str) -> bytes:
 
 def _parse(path: Path, data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise PackDamaged(path, f"not JSON: {error}") from None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
-from liger_aot.runtime import DTYPE_NAMES, OpOn, Runtimes
+from liger_aot.runtime import DTYPE_NAMES, Runtimes
 
 # The direct path reads memory: subclasses (fake, distributed, quantised tensors) go through torch's dispatcher.
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -88,8 +88,3 @@ def check_same_device(op: str, argument: str, value: Tensor, first: str, like: T
         raise ArgumentError(
             f"{op}: {argument} is on {value.device}, {first} on {like.device}: both must be on one"
         )
-
-
-def persistent_programs(on: OpOn, per_multiprocessor: int, steps: int) -> int:
-    """Programs that fill the GPU, but no more than there are steps."""
-    return max(1, min(per_multiprocessor * on.multiprocessors, steps))

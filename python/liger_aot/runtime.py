@@ -17,6 +17,7 @@ from liger_aot.errors import ArgumentTypeError, PackNotFound, UnsupportedDevice
 from liger_aot.layout import CPU, CUDA, ROCM
 from liger_aot.manifest import OpManifest, Variant
 
+REMEMBERED = 1024  # sizes a kernel keeps the variant of
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -40,7 +41,7 @@ class Driver(Protocol):
 class Loaded:
     """A variant that is ready to launch, with its launch numbers as attributes the hot path reads."""
 
-    __slots__ = ("block", "kernel", "launch", "numbers", "rows", "variant")
+    __slots__ = ("block", "contiguous", "kernel", "launch", "numbers", "rows", "variant")
 
     def __init__(self, variant: Variant, kernel: Launchable) -> None:
         self.variant = variant
@@ -49,6 +50,7 @@ class Loaded:
         self.numbers = variant.numbers
         self.rows = variant.numbers.get("rows", 1)
         self.block = variant.numbers.get("block", 1)
+        self.contiguous = variant.contiguous
 
 
 class KernelOn:
@@ -57,6 +59,7 @@ class KernelOn:
     def __init__(self, name: str, manifest: OpManifest, load: Callable[[str], Loaded]) -> None:
         self.name = name
         self._load = load
+        self.recent: dict[tuple[Any, ...], Loaded] = {}  # (*key, n) -> what was found before
         self._tables: dict[tuple[Any, ...], tuple[list[int], list[str], list[Loaded | None]]] = {}
         for key, entries in manifest.kernels[name].tables.items():
             *axes, alignment = key.split("/")
@@ -77,6 +80,10 @@ class KernelOn:
         loaded = found[i]
         if loaded is None:
             loaded = found[i] = self._load(names[i])
+        if len(self.recent) >= REMEMBERED:
+            self.recent.clear()
+        recent_key = (*key, n)
+        self.recent[recent_key] = loaded
         return loaded
 
     def _refusal(self, key: tuple[Any, ...]) -> str:
@@ -97,6 +104,7 @@ class OpOn:
         self._loaded: dict[str, Loaded] = {}
         self.kernels = {name: KernelOn(name, manifest, self._load) for name in manifest.kernels}
         self.stream = driver.stream
+        self.plans: dict[Any, Any] = {}  # what the op's host code worked out for a problem and keeps
 
     def preload(self) -> None:
         """Load every binary onto the device, so that no later call loads one."""
@@ -149,16 +157,16 @@ class Runtimes:
 
     def __init__(self, op: str, bound: Mapping[int, OpOn] | None = None) -> None:
         self.op = op
-        self._bound: dict[int, OpOn] = dict(bound or {})
+        self.bound: dict[int, OpOn] = dict(bound or {})
         self._lock = Lock()
 
     def find(self, kind: int, index: int) -> OpOn | None:
         """The op on a device (a DLPack type and index) it was bound to before; None says nothing: ask ``of``."""
-        return self._bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (twice as fast)
+        return self.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
 
     def on(self, index: int) -> OpOn:
         """The op on ``cuda:index``; PackNotFound when no installed pack serves that GPU."""
-        return self._bound.get(index) or self._bind(index)
+        return self.bound.get(index) or self._bind(index)
 
     def of(self, tensor: torch.Tensor, argument: str) -> OpOn | None:
         """The op where ``tensor`` lies; None means the reference."""
@@ -169,14 +177,14 @@ class Runtimes:
                 f"{self.op}: {argument} is on {tensor.device}; there are binaries for CUDA and ROCm GPUs, and a "
                 "reference for the CPU"
             )
-        return self._bound.get(-CPU)
+        return self.bound.get(-CPU)
 
     def _bind(self, index: int) -> OpOn:
         from liger_aot.devices import gpu
         from liger_aot.packs import pack_for
 
         with self._lock:
-            bound = self._bound.get(index)
+            bound = self.bound.get(index)
             if bound is None:
                 found = gpu(index)
                 pack = pack_for(found.device)
@@ -185,5 +193,5 @@ class Runtimes:
                 bound = OpOn(
                     pack.op(self.op), GPUDriver(found.shared_per_block), index, found.multiprocessors
                 )
-                self._bound[index] = bound
+                self.bound[index] = bound
             return bound

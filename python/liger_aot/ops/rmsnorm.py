@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.layout import Rows, overlap, rows_of
+from liger_aot.layout import CUDA, ROCM, Rows, overlap, rows_of
 from liger_aot.loader import load
 from liger_aot.op import (
     PLAIN,
@@ -25,10 +25,9 @@ from liger_aot.op import (
     Problem,
     check_same_device,
     check_tensor,
-    persistent_programs,
 )
 from liger_aot.ops import column_sums
-from liger_aot.runtime import OpOn, Runtimes
+from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
 from liger_aot.torch_library import define
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
@@ -145,11 +144,21 @@ class RMSNorm(Op):
         store_rstd: bool,
     ) -> tuple[Tensor, Tensor | None]:
         in_x, in_w = rows_of(x), None if weight is None else rows_of(weight)
-        on = None if in_x is None else self._own.find(in_x[1], in_x[2])
         round_first = ROUND_FIRST.get(casting_mode)
-        if in_x is None or on is None or round_first is None or not _fits(in_x, in_w, weight):
+        if in_x is None or round_first is None:
             return self._prepare_forward(x, weight, eps, offset, casting_mode, out, store_rstd)
-        x_at, _, _, _, _, rows, n, x_stride = in_x
+        x_at, kind, index, _, _, rows, n, x_stride = in_x
+        dtype = x.dtype
+        on = self._own.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
+        if weight is None:
+            w_at, w_dtype, offset, fits = 0, dtype, 1.0, True  # as a weight of zeros
+        elif in_w is None:
+            fits = False
+        else:
+            w_at, w_dtype = in_w[0], weight.dtype
+            fits = in_w[6] == n and in_w[2] == index and in_w[1] == kind and weight.dim() == 1
+        if on is None or not fits or not rows * n:
+            return self._prepare_forward(x, weight, eps, offset, casting_mode, out, store_rstd)
         if out is None:
             y = (
                 torch.empty_like(x)
@@ -162,13 +171,10 @@ class RMSNorm(Op):
             if in_y is None or in_y[1:7] != in_x[1:7] or out.shape != x.shape or not _apart(in_y, in_x, in_w):
                 in_y = _check_out(out, x, weight)
             y_at, y_stride = in_y[0], in_y[7]
-        if weight is None or in_w is None:
-            w_at, w_dtype, offset = 0, x.dtype, 1.0  # a weight of zeros
-        else:
-            w_at, w_dtype = in_w[0], weight.dtype
-        rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if store_rstd else None
+        rstd = x.new_empty(rows, dtype=torch.float32) if store_rstd else None
+        kernel = on.kernels["rmsnorm_forward"]
         aligned = not (x_at | y_at | w_at | x_stride | y_stride | n) & 15
-        loaded = on.kernels["rmsnorm_forward"]((x.dtype, w_dtype, aligned), n)
+        loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
         device = on.device
         loaded.launch(
             device, on.stream(device), -(-rows // loaded.rows), 1, 1,
@@ -188,18 +194,16 @@ class RMSNorm(Op):
         need_dweight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         in_x, in_dy = rows_of(x), rows_of(dy)
-        on = None if in_x is None else self._own.find(in_x[1], in_x[2])
-        if (
-            in_x is None
-            or in_dy is None
-            or on is None
-            or not in_x[5] * in_x[6]
-            or not (need_dx or need_dweight)
-        ):
+        if in_x is None or in_dy is None or not (need_dx or need_dweight):
             return self._prepare_backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
         x_at, kind, index, _, _, rows, n, x_stride = in_x
+        dtype = x.dtype
+        on = self._own.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
+        if on is None or not rows * n:
+            return self._prepare_backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
         dy_at, dy_stride = in_dy[0], in_dy[7]
-        dx, dx_at = None, 0
+        dx = dweight = partials = words = None
+        dx_at = dw_at = 0
         if need_dx:
             dx = (
                 torch.empty_like(x)
@@ -208,26 +212,35 @@ class RMSNorm(Op):
             )
             dx_at = dx.data_ptr()
         if weight is None:
-            w_at, w_dtype, offset = 0, x.dtype, 1.0
+            w_at, w_dtype, offset = 0, dtype, 1.0
         else:
             w_at, w_dtype = weight.data_ptr(), weight.dtype
-        aligned = not (x_at | dy_at | dx_at | w_at | x_stride | dy_stride | n) & 15
-        loaded = on.kernels["rmsnorm_backward"]((x.dtype, w_dtype, aligned), n)
-        programs, groups, split = _backward_grid(on, loaded.numbers, rows)
-        partials = torch.empty((groups, n), dtype=torch.float32, device=x.device) if need_dweight else None
-        words = torch.zeros((rows, split), dtype=torch.int64, device=x.device) if split > 1 else None
+            if need_dweight:
+                dweight = torch.empty_like(weight)
+                dw_at = dweight.data_ptr()
+        kernel = on.kernels["rmsnorm_backward"]
+        aligned = not (x_at | dy_at | dx_at | w_at | dw_at | x_stride | dy_stride | n) & 15
+        loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
+        if loaded.contiguous and not x_stride == dy_stride == n:
+            return self._backward(
+                dy.contiguous(), x.contiguous(), weight, rstd, offset, need_dx, need_dweight
+            )
+        programs, groups, split = on.plans.get((loaded, rows)) or _backward_grid(on, loaded, rows)
+        two_levels = need_dweight and groups > 1
+        if two_levels:
+            partials = x.new_empty((groups, n), dtype=torch.float32)
+        if split > 1:
+            words = x.new_zeros((rows, split), dtype=torch.int64)
         device = on.device
         loaded.launch(
             device, on.stream(device), programs, 1, 1,
-            dx_at, dy_at, x_at, w_at, rstd.data_ptr(),
+            dx_at, dy_at, x_at, w_at, rstd.data_ptr(), dw_at,
             None if partials is None else partials.data_ptr(), None if words is None else words.data_ptr(),
-            n, dy_stride, x_stride, rows, n, offset, w_at != 0, need_dx, need_dweight,
+            n, dy_stride, x_stride, rows, n, offset, w_at != 0, need_dx, two_levels, need_dweight and not two_levels,
         )  # fmt: skip
-        if partials is None or weight is None:
-            return dx, None
-        dweight = torch.empty_like(weight)
-        sums = self._column_sums.find(kind, index) or self._column_sums.on(index)
-        column_sums.launch(sums, dweight, partials, groups, n)
+        if partials is not None and dweight is not None:
+            sums = self._column_sums.find(kind, index) or self._column_sums.on(index)
+            column_sums.launch(sums, dweight, partials, groups, n)
         return dx, dweight
 
     def _prepare_forward(
@@ -324,7 +337,7 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Tensor:
         y, rstd = op._forward(x, weight, eps, offset, casting_mode, None, True)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.offset, ctx.op = offset, op
+        ctx.offset_op = offset, op
         return y
 
     @staticmethod
@@ -332,8 +345,9 @@ class _RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return _backward_once(ctx, dy)
         x, weight, rstd = ctx.saved_tensors
-        need_dx, need_dweight = ctx.needs_input_grad[:2]
-        dx, dweight = ctx.op._backward(dy, x, weight, rstd, ctx.offset, need_dx, need_dweight)
+        offset, op = ctx.offset_op
+        need_dx, need_dweight, *_ = ctx.needs_input_grad
+        dx, dweight = op._backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
         return dx, dweight, None, None, None, None
 
 
@@ -363,15 +377,6 @@ def _check(x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
         raise ArgumentError(
             f"rmsnorm: casting_mode must be one of {', '.join(ROUND_FIRST)}; got {casting_mode!r}"
         )
-
-
-def _fits(in_x: Rows, in_w: Rows | None, weight: Tensor | None) -> bool:
-    """Whether a kernel can take x and weight as they are; rows may not be empty."""
-    if not in_x[5] * in_x[6]:
-        return False
-    if weight is None:
-        return True
-    return in_w is not None and in_w[1:3] == in_x[1:3] and in_w[6] == in_x[6] and weight.dim() == 1
 
 
 def _apart(in_y: Rows, in_x: Rows, in_w: Rows | None) -> bool:
@@ -420,12 +425,21 @@ def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) 
         )
 
 
-def _backward_grid(on: OpOn, numbers: Mapping[str, int], rows: int) -> tuple[int, int, int]:
-    """(programs, groups of them that share rows, programs a group)."""
+def _backward_grid(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
+    """(programs, groups of them that share rows, programs a group). One group writes the weight's gradient itself."""
+    numbers = loaded.numbers
     split = numbers.get("split", 1)
-    steps = -(-rows // numbers.get("rows", 1)) * split
-    groups = max(1, persistent_programs(on, numbers["programs_per_multiprocessor"], steps) // split)
-    return groups * split, groups, split
+    if rows <= numbers.get("lone_rows", 0):
+        groups = 1
+    else:
+        steps = -(-rows // loaded.rows)
+        groups = max(1, min(numbers["programs_per_multiprocessor"] * on.multiprocessors // split, steps))
+        if groups == 1 and "lone_rows" not in numbers:
+            groups = 2  # its form can't write the final sums: the second group has no rows
+    if len(on.plans) >= REMEMBERED:
+        on.plans.clear()
+    on.plans[(loaded, rows)] = found = (groups * split, groups, split)
+    return found
 
 
 def _through_torch(

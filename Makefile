@@ -1,0 +1,62 @@
+# Every target does its own set-up: python3 (3.10 or newer, with venv), gcc and make are all that must be there.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARCHS ?= all
+
+RUN := .venv/bin/python
+READY := .venv/.ready
+LAUNCHER := $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
+PARALLEL := -n auto --maxprocesses 8
+
+.DEFAULT_GOAL := help
+.PHONY: help venv packs wheel demo lint test test-fast golden clean
+
+help:  ## this text
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@echo
+	@echo 'ARCHS=sm90,gfx942 chooses architectures for packs, wheel and demo (default: all).'
+	@echo 'Where there is no torch, TORCH=... is installed into .venv (default: $(TORCH)).'
+
+venv: $(READY)  ## .venv: the torch that is here or else one from the index, Triton, the tools, the launcher
+
+$(READY): pyproject.toml setup.py .ci/venv $(LAUNCHER)
+	@.ci/venv '$(PYTHON)' '$(TORCH)'
+	@touch $@
+
+packs: venv  ## compile, audit and pack the kernels: build/packs (what is compiled already is kept)
+	@$(RUN) -m build_tools build --arch $(ARCHS)
+
+wheel: packs  ## the wheel with the packs: dist
+	@mkdir -p dist && rm -f dist/*.whl
+	@$(RUN) -m build_tools wheel --arch $(ARCHS) --out dist > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	@ls dist/*.whl
+
+demo: wheel  ## install the wheel where there is no Triton and no compiler, and run RMSNorm
+	@$(RUN) -m examples.fresh_environment build/demo-venv dist/*.whl
+	@cd build/demo-venv && PATH="$$PWD/bin" python '$(CURDIR)/examples/demo.py'
+
+lint: venv  ## ruff and mypy
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+
+# Triton's interpreter needs a process of its own; tests on a GPU must not run beside each other.
+test: ARCHS := all
+test: packs  ## all tests
+	@.ci/llvm
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter $(PARALLEL)
+	LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m gpu
+	$(RUN) -m pytest -q -m 'not gpu' $(PARALLEL)
+
+test-fast: venv  ## the tests that take no more than a few seconds each
+	$(RUN) -m pytest -q -m 'not slow and not gpu'
+
+golden: venv  ## write the golden plans anew, after a profile or a declaration has changed
+	@$(RUN) -c 'from build_tools.profile import profile_names; print(*profile_names(), sep="\n")' \
+	| while read -r arch; do $(RUN) -m build_tools plan --arch "$$arch" > "tests/golden/plan_$$arch.txt"; done
+	-@git --no-pager diff --stat -- tests/golden
+
+clean:  ## remove what was built, but for .venv
+	rm -rf build dist python/liger_aot.egg-info $(READY)
+	find python -name '*.so' -delete

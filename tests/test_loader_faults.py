@@ -1,0 +1,300 @@
+"""Packs whose files are damaged, unreadable, of another version, or say what cannot be: all is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import liger_aot
+from liger_aot import packs
+from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, PackTooNew
+from liger_aot.manifest import FORMAT, LARGEST_FILE, Pack
+from liger_aot.packs import Device, pack_for, pack_of
+from tests.pack_edits import believe, cut, edit, first_binary, flip, read_all
+
+pytest_plugins = ("tests.pack_fixtures",)
+
+H200 = Device("cuda", "9.0", "NVIDIA H200")
+A100 = Device("cuda", "8.0", "NVIDIA A100")
+L4 = Device("cuda", "8.9", "NVIDIA L4")
+NOBODY = 65534
+
+
+# ---- Damage, by the file it is in ----
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def too_large(path: Path) -> None:
+    os.truncate(path, LARGEST_FILE + 1)
+
+
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (lambda path: flip(path, 0), "sha256 is|not JSON"),
+    (lambda path: flip(path, path.stat().st_size // 2), "sha256 is"),
+    (lambda path: flip(path, -1), "sha256 is"),
+    (cut, "sha256 is|not JSON"),
+    (empty, "sha256 is|not JSON"),
+    (Path.unlink, "No such file or directory"),
+    (as_folder, "Is a directory"),
+    (too_large, f"larger than {LARGEST_FILE} bytes"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+@pytest.mark.parametrize("part", ["column_sums.json", "binary"])
+def test_damage_is_found_where_it_is(
+    sm80: Path, part: str, damage: Callable[[Path], None], message: str
+) -> None:
+    path = first_binary(sm80) if part == "binary" else sm80 / part
+    damage(path)
+    pack = pack_of("sm80")
+    with pytest.raises(PackDamaged, match=message) as caught:
+        read_all(pack)
+    assert caught.value.path == path and str(path) in str(caught.value)
+    assert "Reinstall" in str(caught.value) and "\n" not in str(caught.value)
+    manifest = pack.op("rmsnorm")
+    assert all(manifest.variant(name).read() for name in manifest.variants), "the pack's other op goes on"
+
+
+@pytest.mark.parametrize(("damage", "message"), [d for d in DAMAGE if d[1] != "sha256 is"])
+def test_a_damaged_manifest(sm80: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(sm80 / "manifest.json")
+    for device in (A100, L4):
+        with pytest.raises(PackDamaged, match=message) as caught:
+            pack_for(device)
+        assert caught.value.path == sm80 / "manifest.json"
+    with pytest.raises(PackDamaged, match=message):
+        pack_of("sm80")
+    with pytest.raises(PackNotFound, match=r"installed are sm80 \(unusable: liger-aot verify says why\)"):
+        pack_for(H200)
+
+
+def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path) -> None:
+    """No hash is over manifest.json itself: what is read by it is the same binaries, or an error."""
+
+    def hashes(pack: Pack, op: str) -> list[str]:
+        manifest = pack.op(op)
+        return [manifest.variant(name).sha256 for name in manifest.variants]
+
+    path = sm80 / "manifest.json"
+    whole = path.read_bytes()
+    expected = hashes(Pack(sm80), "column_sums")
+    refused = 0
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            assert hashes(packs.open_pack(sm80), "column_sums") == expected
+        except LigerAOTError:
+            refused += 1
+    assert refused > 4 * len(whole)
+
+
+def test_an_unreadable_file_is_named(sm80: Path) -> None:
+    """Mode 000, read by a user who is not root."""
+    binary = first_binary(sm80)
+    for path in (binary, sm80 / "column_sums.json", sm80 / "manifest.json", sm80):
+        mode = path.stat().st_mode
+        path.chmod(0)
+        said = as_nobody(sm80.parent, lambda: read_all(packs.open_pack(Path("sm80"))))
+        path.chmod(mode)
+        expected = path.relative_to(sm80.parent) if path != sm80 else Path("sm80/manifest.json")
+        assert said.startswith(f"PackDamaged: {expected}: Permission denied. Reinstall")
+    assert as_nobody(sm80.parent, lambda: read_all(packs.open_pack(Path("sm80")))) == "no error"
+
+
+def as_nobody(folder: Path, action: Callable[[], object]) -> str:
+    """The error of ``action``, run in ``folder`` by a user to whom file modes apply."""
+    reading, writing = os.pipe()
+    folder.chmod(0o755)
+    child = os.fork()
+    if child == 0:
+        said = "no error"
+        try:
+            os.chdir(folder)  # what is above it need not be open to that user
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            action()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+# ---- Formats, versions and names ----
+
+
+@pytest.mark.parametrize("part", ["manifest.json", "column_sums.json"])
+@pytest.mark.parametrize(
+    ("found", "error", "message"),
+    [
+        (FORMAT + 1, PackTooNew, f"format {FORMAT + 1}, this liger-aot reads up to {FORMAT}. Upgrade"),
+        (FORMAT - 1, PackDamaged, f"format {FORMAT - 1}, this loader reads {FORMAT}"),
+        ("1", PackDamaged, "format is '1', expected int"),
+        (1.0, PackDamaged, "format is 1.0, expected int"),
+        (True, PackDamaged, "format is True, expected int"),
+        (None, PackDamaged, "format is None, expected int"),
+        (-1, PackDamaged, "format is -1"),
+        (10**400, PackDamaged, r"format is 10+\.\.\.0+"),
+    ],
+)  # fmt: skip
+def test_formats(sm80: Path, part: str, found: Any, error: type[Exception], message: str) -> None:
+    edit(sm80 / part, lambda document: document.update(format=found))
+    with pytest.raises(error, match=message):
+        pack_for(A100).op("column_sums")
+
+
+def test_a_newer_format_is_told_before_what_else_is_strange(sm80: Path) -> None:
+    (sm80 / "manifest.json").write_text(json.dumps({"format": FORMAT + 1, "architecture": ["sm80"]}))
+    with pytest.raises(PackTooNew, match="Upgrade"):
+        pack_for(A100)
+
+
+def test_another_version(sm80: Path) -> None:
+    edit(sm80 / "manifest.json", lambda m: m.update(version="0.0.9"))
+    message = (
+        rf'is of version 0\.0\.9, liger-aot of .*pip install "liger-aot\[sm80\]=={liger_aot.__version__}"'
+    )
+    for attempt in (lambda: pack_for(A100), lambda: pack_for(L4), lambda: pack_of("sm80")):
+        with pytest.raises(PackNotFound, match=message):
+            attempt()
+
+
+OUTSIDE = [
+    "../x",
+    "/etc/passwd",
+    "a/b",
+    "..",
+    ".",
+    "",
+    ".hidden",
+    "a\0b",
+    "a\\b",
+    "a b",
+    "a\n",
+    "\ud800",
+    "x..y",
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_names_cannot_leave_the_pack(sm80: Path, name: str) -> None:
+    """In every place that a path is made from: the op's name, the binary's and its suffix, the architecture's."""
+    original = (sm80 / "manifest.json").read_bytes()
+    changes: list[Callable[[Any], Any]] = [
+        lambda m: m["ops"].update({name: m["ops"]["column_sums"]}),
+        lambda m: m.update(binary=name),
+        lambda m: m.update(arch=name),
+    ]
+    for change in changes:
+        edit(sm80 / "manifest.json", change)
+        with pytest.raises(PackDamaged, match="unsafe name"):
+            Pack(sm80)
+        (sm80 / "manifest.json").write_bytes(original)
+
+    def rename(document: Any) -> None:
+        (kernel,) = document["kernels"].values()
+        kernel["tables"]["bf16/aligned"] = [[None, name]]
+        document["variants"][name] = next(iter(document["variants"].values()))
+
+    edit(sm80 / "column_sums.json", rename)
+    manifest = Pack(sm80).op("column_sums")
+    with pytest.raises(PackDamaged, match="unsafe name"):
+        manifest.variant(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("symbol", "a\0b", "symbol is"),
+        ("symbol", "", "symbol is"),
+        ("threads", 0, "threads is 0, a block has 1 to 1024"),
+        ("threads", 2048, "threads is 2048"),
+        ("threads", "128", "threads is '128', expected int"),
+        ("shared", -1, "shared is -1"),
+        ("shared", 1 << 31, "shared is 2147483648"),
+        ("shared", 1e3, "shared is 1000.0, expected int"),
+        ("cooperative", 0, "cooperative is 0, expected bool"),
+        ("contiguous", 1, "contiguous is 1, expected bool"),
+        ("numbers", [], "numbers is not an object"),
+        ("numbers", {"block": "32"}, "block is '32', expected int"),
+        ("sha256", None, "sha256 is None, expected str"),
+        ("sha256", "0" * 64, "the manifest says 0000"),
+    ],
+)
+def test_facts_of_a_binary_that_cannot_be(sm80: Path, field: str, value: Any, message: str) -> None:
+    edit(sm80 / "column_sums.json", lambda d: [v.update({field: value}) for v in d["variants"].values()])
+    manifest = pack_for(A100).op("column_sums")
+    with pytest.raises(PackDamaged, match=message):
+        manifest.variant(manifest.variants[0]).read()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("signature", "ppiq", "signature is 'ppiq' for 4 arguments"),
+        ("signature", "ppi", "signature is 'ppi' for 4 arguments"),
+        ("arguments", ["a", 1], "arguments is"),
+        ("axes", "out", "axes is 'out', expected a list of strings"),
+        ("axes", [], "'bf16/aligned' is no key for axes"),
+        ("tables", {"bf17/aligned": []}, "'bf17/aligned' is no key"),
+        ("tables", {"bf16/sometimes": []}, "'bf16/sometimes' is no key"),
+        ("tables", {"bf16/aligned": []}, "bf16/aligned is not a list of entries"),
+        ("tables", {"bf16/aligned": [[None, []]]}, "is no entry"),
+        ("tables", {"bf16/aligned": [[None, "missing"]]}, "is no entry"),
+        ("tables", {"bf16/aligned": [[None, "V"], [None, "V"]]}, "bounds do not rise"),
+        ("tables", {"bf16/aligned": [[8, "V"], [8, "V"], [None, "V"]]}, "bounds do not rise"),
+        ("tables", {"bf16/aligned": [[8, "V"]]}, "no entry for n past 8"),
+    ],
+)
+def test_dispatch_tables_that_cannot_be(sm80: Path, field: str, value: Any, message: str) -> None:
+    def change(document: Any) -> None:
+        name = next(iter(document["variants"]))
+        document["kernels"]["column_sums"][field] = json.loads(
+            json.dumps(value).replace('"V"', json.dumps(name))
+        )
+
+    edit(sm80 / "column_sums.json", change)
+    with pytest.raises(PackDamaged, match=message):
+        pack_for(A100).op("column_sums")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe{\0}\0", "not JSON"),  # UTF-16 is not what is written
+        (b"[" * 100_000, "not JSON"),
+        (b"9" * 5000, "not JSON"),
+        (b"[]", "the file is not an object"),
+        (b"{}", "format is None"),
+        (b'{"format": 1}', "variants is not an object"),
+    ],
+)
+def test_text_that_is_no_manifest(sm80: Path, text: bytes, message: str) -> None:
+    """The hash fits, and is not believed for that."""
+    (sm80 / "column_sums.json").write_bytes(text)
+    believe(sm80 / "column_sums.json")
+    with pytest.raises(PackDamaged, match=message):
+        pack_for(A100).op("column_sums")
