@@ -49,8 +49,8 @@ test: packs  ## all tests
 	LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m gpu
 	$(RUN) -m pytest -q -m 'not gpu' $(PARALLEL)
 
-test-fast: venv  ## the tests that take no more than a few seconds each
-	$(RUN) -m pytest -q -m 'not slow and not gpu'
+test-fast: packs  ## the tests that take no more than a few seconds each
+	$(RUN) -m pytest -q -m 'not slow and not gpu' $(PARALLEL)
 
 golden: venv  ## write the golden plans anew, after a profile or a declaration has changed
 	@$(RUN) -c 'from build_tools.profile import profile_names; print(*profile_names(), sep="\n")' \

@@ -35,11 +35,11 @@ def audit(variant: Variant, compiled: Compiled, arch: Arch) -> Audited:
     try:
         facts = inspect(compiled.image)
     except BinaryFormatError as error:
-        raise AuditError(f"{arch.name}: {variant.name}: {error}") from None
+        raise AuditError(f"{arch.name}: {variant.name} ({variant.where}): {error}") from None
     threads = compiled.num_warps * arch.warp_size
     audited = Audited(variant, compiled, facts, threads, _resident(facts, threads, compiled.shared, arch))
     if problems := list(_problems(audited, arch)):
-        raise AuditError(f"{arch.name}: {variant.name}: {'; '.join(problems)}")
+        raise AuditError(f"{arch.name}: {variant.name} ({variant.where}): {'; '.join(problems)}")
     return audited
 
 

@@ -1,5 +1,5 @@
 """Device code. One file an op: its Triton functions, and DECLARATION, a literal that says how they are compiled.
 
 DECLARATION is read with ``ast.literal_eval``, so that planning never imports Triton. Files without one
-(``packed``, ``exchange``) hold device code that several ops share.
+hold device code that ops import.
 """

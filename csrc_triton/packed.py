@@ -17,12 +17,6 @@ def repack(x):
 
 
 @triton.jit
-def reload_pair(x):
-    """``repack`` for an int32 tensor of pairs. PTX only."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
-
-
-@triton.jit
 def even(pair, dtype: tl.constexpr):
     """The even (low) element of each int32 pair, as fp32."""
     if dtype == tl.bfloat16:

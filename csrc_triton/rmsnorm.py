@@ -10,8 +10,8 @@ Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
 import triton
 import triton.language as tl
 
-from csrc_triton.exchange import missing, poll, post, total
-from csrc_triton.packed import even, odd, pair_up, reload_pair, repack
+from csrc_triton.packed import repack
+from csrc_triton.rmsnorm_pairs import walk_rows
 
 DECLARATION = {
     "op": "rmsnorm",
@@ -113,7 +113,7 @@ DECLARATION = {
                     "covers": "2 * SPLIT * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "weight": ["dtype"], "aligned": [True]},
                     "cooperative": "SPLIT",
-                    "may_spill": "six programs of 168 registers hide the exchange better than four that spill nothing",
+                    "may_spill": "168 registers let half as many programs again hide the exchange",
                 },
             },
         },
@@ -148,7 +148,7 @@ def forward_tile(
 @triton.jit
 def scale_block(
     Y, x, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype: tl.constexpr,
-    BYPASS: tl.constexpr, EXACT: tl.constexpr,
+    BYPASS: tl.constexpr, EXACT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """One block of a row, x in fp32: normalise, scale, store."""
     if EXACT:
@@ -159,10 +159,12 @@ def scale_block(
         w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0, cache_modifier=".cg")
     else:
         w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0)
-    w = w.to(tl.float32) + offset
+    w = w.to(tl.float32)
+    if OFFSET:
+        w += offset
     y = x * rstd
-    if round_first != 0:
-        y = y.to(dtype).to(tl.float32)
+    # a select, not a branch: the loads of the next block must be free to move up past this
+    y = tl.where(round_first != 0, y.to(dtype).to(tl.float32), y)
     if EXACT:
         tl.store(Y + cols, (y * w).to(dtype), eviction_policy="evict_first")
     else:
@@ -175,6 +177,29 @@ def load_block(X, cols, n_cols, EVICT: tl.constexpr, EXACT: tl.constexpr):
         return tl.load(X + cols, eviction_policy=EVICT)
     else:
         return tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def scale_row(
+    Y, X, W, kept, blocks, n_cols, rstd, offset, has_weight, round_first, dtype: tl.constexpr,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr, BYPASS: tl.constexpr, EXACT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """The second read of a row, and the KEEP columns that were kept, in fp32."""
+    for i in range(blocks):
+        if REVERSE:  # what was read last is the likeliest to be in the cache still
+            cols = KEEP + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+        else:
+            cols = KEEP + i * BLOCK + tl.arange(0, BLOCK)
+        x = load_block(X, cols, n_cols, "evict_first", EXACT).to(tl.float32)
+        scale_block(
+            Y, x, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype, BYPASS, EXACT, OFFSET
+        )
+    if KEEP > 0:
+        cols = tl.arange(0, KEEP)
+        scale_block(
+            Y, kept, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype, BYPASS, EXACT, OFFSET
+        )
 
 
 @triton.jit
@@ -211,17 +236,26 @@ def forward_long(
     rstd = tl.rsqrt(square_sum / n_cols + eps)
     if store_rstd != 0:
         tl.store(RSTD + row, rstd)
-    for i in range(blocks):
-        if REVERSE:  # what was read last is the likeliest to be in the cache still
-            cols = KEEP + (blocks - 1 - i) * BLOCK + block
+    if KEEP == 0:
+        xf = rstd  # nothing is kept: any value will do
+    elif REPACK:
+        xf = repack(kept).to(tl.float32)
+    if EXACT:  # adding an offset that is zero costs the longest rows 0.15 of the copy
+        if offset == 0.0:
+            scale_row(
+                Y, X, W, xf, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
+                BLOCK, KEEP, REVERSE, BYPASS, EXACT, False,
+            )  # fmt: skip
         else:
-            cols = KEEP + i * BLOCK + block
-        x = load_block(X, cols, n_cols, "evict_first", EXACT).to(tl.float32)
-        scale_block(Y, x, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype, BYPASS, EXACT)
-    if KEEP > 0:
-        if REPACK:
-            xf = repack(kept).to(tl.float32)
-        scale_block(Y, xf, W, kept_cols, n_cols, rstd, offset, has_weight, round_first, dtype, BYPASS, EXACT)
+            scale_row(
+                Y, X, W, xf, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
+                BLOCK, KEEP, REVERSE, BYPASS, EXACT, True,
+            )  # fmt: skip
+    else:
+        scale_row(
+            Y, X, W, xf, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
+            BLOCK, KEEP, REVERSE, BYPASS, EXACT, True,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -330,37 +364,6 @@ def backward_long(
 
 
 @triton.jit
-def pair_dot(x, dy, w, offset, dtype: tl.constexpr):
-    """Sum of x * dy * (w + offset). The offset is multiplied out: w + offset would be hoisted, in fp32 registers."""
-    p = even(x, dtype) * even(dy, dtype)
-    q = odd(x, dtype) * odd(dy, dtype)
-    return tl.sum((p * even(w, dtype) + p * offset) + (q * odd(w, dtype) + q * offset), 0)
-
-
-@triton.jit
-def pair_finish(x, dy, w, dw_even, dw_odd, c, rstd, offset, DX, mask, dtype: tl.constexpr):
-    """Store one row's dx and return the two sums of dw with the row added; c holds rstd^3 and 1/n already."""
-    a = even(dy, dtype) * rstd
-    x_half = even(x, dtype)
-    dx_even = even(w, dtype) * a + offset * a - x_half * c
-    dw_even += a * x_half
-    a = odd(dy, dtype) * rstd
-    x_half = odd(x, dtype)
-    dx_odd = odd(w, dtype) * a + offset * a - x_half * c
-    dw_odd += a * x_half
-    tl.store(DX, pair_up(dx_even, dx_odd, dtype), mask=mask)
-    return dw_even, dw_odd
-
-
-@triton.jit
-def load_pairs(pointer, mask, EXACT: tl.constexpr):
-    if EXACT:
-        return tl.load(pointer)
-    else:
-        return tl.load(pointer, mask=mask, other=0)
-
-
-@triton.jit
 def backward_pairs(
     DX, DY, X, W, RSTD, DW, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, offset,
     has_weight, store_dx, store_partials, store_dw,
@@ -395,66 +398,22 @@ def backward_pairs(
         dx_mask = mask & (store_dx != 0)
         w_mask = mask & (has_weight != 0)
     w = tl.load(W.to(pairs, bitcast=True) + cols, mask=w_mask, other=0)
-    dw_even = tl.zeros([BLOCK], tl.float32)
-    dw_odd = tl.zeros([BLOCK], tl.float32)
-    if SPLIT == 1:
-        for row in tl.range(group, n_rows, groups, num_stages=STAGES):
-            x = load_pairs(X_at + row * n, mask, EXACT)
-            dy = load_pairs(DY_at + row * n, mask, EXACT)
-            rstd = tl.load(RSTD + row)
-            c = pair_dot(x, dy, w, offset, dtype) / (2 * n) * rstd * rstd * rstd
-            dw_even, dw_odd = pair_finish(
-                reload_pair(x), reload_pair(dy), reload_pair(w), dw_even, dw_odd, c, rstd, offset,
-                DX_at + row * n, dx_mask, dtype,
+    if EXACT:  # registers again: an offset that is zero is left out
+        if offset == 0.0:
+            dw_even, dw_odd = walk_rows(
+                X_at, DY_at, DX_at, RSTD, WORDS, w, mask, dx_mask, n, group, groups, part, n_rows, offset, dtype,
+                SPLIT, BLOCK, STAGES, EXACT, False,
+            )  # fmt: skip
+        else:
+            dw_even, dw_odd = walk_rows(
+                X_at, DY_at, DX_at, RSTD, WORDS, w, mask, dx_mask, n, group, groups, part, n_rows, offset, dtype,
+                SPLIT, BLOCK, STAGES, EXACT, True,
             )  # fmt: skip
     else:
-        lane = tl.arange(0, triton.next_power_of_2(SPLIT))
-        words_of = WORDS + tl.minimum(lane, SPLIT - 1)
-        last_x = tl.zeros([BLOCK], tl.int32)
-        last_dy = tl.zeros([BLOCK], tl.int32)
-        last_rstd = 0.0
-        for row in tl.range(group, n_rows, groups, num_stages=STAGES):
-            last_row = tl.maximum(row - groups, group)
-            words_at = words_of + last_row * SPLIT
-            words = poll(words_at)
-            x = load_pairs(X_at + row * n, mask, EXACT)
-            dy = load_pairs(DY_at + row * n, mask, EXACT)
-            rstd = tl.load(RSTD + row)
-            post(WORDS + row * SPLIT + part, pair_dot(x, dy, w, offset, dtype))
-            if (
-                row >= groups
-            ):  # the `while` must sit inside an `if`: directly in the loop it turns pipelining off
-                while missing(words):
-                    words = poll(words_at)
-                c = total(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
-                dw_even, dw_odd = pair_finish(
-                    last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset,
-                    DX_at + last_row * n, dx_mask, dtype,
-                )  # fmt: skip
-            last_x = x
-            last_dy = dy
-            last_rstd = rstd
-        steps = (n_rows - group + groups - 1) // groups
-        if steps > 0:
-            last_row = group + (steps - 1) * groups
-            words_at = words_of + last_row * SPLIT
-            words = poll(words_at)
-            while missing(words):
-                words = poll(words_at)
-            c = total(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
-            dw_even, dw_odd = pair_finish(
-                last_x,
-                last_dy,
-                w,
-                dw_even,
-                dw_odd,
-                c,
-                last_rstd,
-                offset,
-                DX_at + last_row * n,
-                dx_mask,
-                dtype,
-            )
+        dw_even, dw_odd = walk_rows(
+            X_at, DY_at, DX_at, RSTD, WORDS, w, mask, dx_mask, n, group, groups, part, n_rows, offset, dtype,
+            SPLIT, BLOCK, STAGES, EXACT, True,
+        )  # fmt: skip
     partials = PARTIALS + group * n_cols + cols.to(tl.int64) * 2
     tl.store(partials, dw_even, mask=mask & (store_partials != 0))
     tl.store(partials + 1, dw_odd, mask=mask & (store_partials != 0))

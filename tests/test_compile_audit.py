@@ -171,8 +171,9 @@ def test_every_problem_is_told_at_once(made: Made) -> None:
 def test_spills_are_refused_without_a_reason(tmp_path: Path, arch: str) -> None:
     variant, profile = one_variant(tmp_path, arch, SPILLING)
     compiled = compile_one(variant, profile, tmp_path / "cache")
+    where = rf"{variant.name} \({arch}.toml: \[kernel.column_sums\] row 1\)"
     with pytest.raises(
-        AuditError, match=rf"^{arch}: {variant.name}: spills: \d+ registers, [1-9]\d* bytes of local"
+        AuditError, match=rf"^{arch}: {where}: spills: \d+ registers, [1-9]\d* bytes of local"
     ):
         audit(variant, compiled, profile.arch)
     allowed = replace(variant, form=replace(variant.form, may_spill="a test wants it"))

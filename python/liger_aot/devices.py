@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +15,10 @@ CUDA_LIBRARY = "libcuda.so.1"
 HIP_LIBRARY = "libamdhip64.so"
 
 
-@dataclass(frozen=True)
-class GPU:
+class GPU(NamedTuple):
     """One GPU of this process."""
 
-    index: int
+    ordinal: int
     device: Device
     multiprocessors: int
     shared_per_block: int  # bytes a block may opt in to

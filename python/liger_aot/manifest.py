@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, NamedTuple
 
 from liger_aot.errors import PackDamaged, PackTooNew
 
@@ -33,8 +32,8 @@ _shown = (
 )  # a value for a message; bounds the depth too: a damaged file may nest deeper than repr() goes
 
 
-@dataclass(frozen=True)
-class Variant:
+# Named tuples, not dataclasses: those take a millisecond to create, which a process pays before its first result.
+class Variant(NamedTuple):
     """One binary of a pack and what a launch of it needs."""
 
     name: str
@@ -59,8 +58,7 @@ class Variant:
         return _checked(self.path, self.sha256)
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One kernel's dispatch tables: key ("bf16/bf16/aligned") -> ascending (max_n or None, variant name)."""
 
     name: str

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from liger_aot._version import __version__
 from liger_aot.errors import LigerAOTError, PackNotFound
@@ -17,8 +17,7 @@ NAMESPACE = "liger_aot_packs"
 OVERRIDE = "LIGER_AOT_PACKS"  # folders of packs, separated like PATH, searched instead of the installed ones
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """What decides which pack a GPU takes."""
 
     backend: str  # "cuda" or "hip"
@@ -65,8 +64,7 @@ def open_pack(folder: Path) -> Pack:
     return pack
 
 
-@dataclass(frozen=True)
-class Installed:
+class Installed(NamedTuple):
     """The packs that can be used, and the folders that can't with what is wrong."""
 
     packs: tuple[Pack, ...]
