@@ -148,23 +148,31 @@ def forward_tile(
 @triton.jit
 def scale_block(
     Y, x, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype: tl.constexpr,
-    BYPASS: tl.constexpr, EXACT: tl.constexpr, OFFSET: tl.constexpr,
+    BYPASS: tl.constexpr, EXACT: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """One block of a row, x in fp32: normalise, scale, store."""
+    """One block of a row, x in fp32: normalise, scale, store. MODE is "llama" (a weight, no offset, rounded first),
+    "gemma" (a weight, not rounded first) or "any": what is known here costs nothing per element."""
     if EXACT:
         mask = cols >= 0
     else:
         mask = cols < n_cols
-    if BYPASS:
-        w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0, cache_modifier=".cg")
+    w_mask = mask
+    if MODE == "any":
+        w_mask = mask & (has_weight != 0)
+    if EXACT and MODE != "any":
+        w = tl.load(W + cols, cache_modifier=".cg" if BYPASS else "")
     else:
-        w = tl.load(W + cols, mask=mask & (has_weight != 0), other=0.0)
+        w = tl.load(W + cols, mask=w_mask, other=0.0, cache_modifier=".cg" if BYPASS else "")
     w = w.to(tl.float32)
-    if OFFSET:
+    if MODE != "llama":
         w += offset
     y = x * rstd
-    # a select, not a branch: the loads of the next block must be free to move up past this
-    y = tl.where(round_first != 0, y.to(dtype).to(tl.float32), y)
+    if MODE == "llama":
+        y = y.to(dtype).to(tl.float32)
+    elif (
+        MODE == "any"
+    ):  # a select, not a branch: the loads of the next block must be free to move up past this
+        y = tl.where(round_first != 0, y.to(dtype).to(tl.float32), y)
     if EXACT:
         tl.store(Y + cols, (y * w).to(dtype), eviction_policy="evict_first")
     else:
@@ -182,23 +190,25 @@ def load_block(X, cols, n_cols, EVICT: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit
 def scale_row(
     Y, X, W, kept, blocks, n_cols, rstd, offset, has_weight, round_first, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr, BYPASS: tl.constexpr, EXACT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr, REPACK: tl.constexpr, BYPASS: tl.constexpr,
+    EXACT: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """The second read of a row, and the KEEP columns that were kept, in fp32."""
+    """The second read of a row, then the KEEP columns that were kept: unpacked last, their registers are few till
+    then."""
     for i in range(blocks):
         if REVERSE:  # what was read last is the likeliest to be in the cache still
             cols = KEEP + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         else:
             cols = KEEP + i * BLOCK + tl.arange(0, BLOCK)
         x = load_block(X, cols, n_cols, "evict_first", EXACT).to(tl.float32)
-        scale_block(
-            Y, x, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype, BYPASS, EXACT, OFFSET
-        )
+        scale_block(Y, x, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype, BYPASS, EXACT, MODE)
     if KEEP > 0:
         cols = tl.arange(0, KEEP)
+        if REPACK:
+            kept = repack(kept)
+        kept = kept.to(tl.float32)
         scale_block(
-            Y, kept, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype, BYPASS, EXACT, OFFSET
+            Y, kept, W, cols, n_cols, rstd, offset, has_weight, round_first, dtype, BYPASS, EXACT, MODE
         )
 
 
@@ -237,24 +247,27 @@ def forward_long(
     if store_rstd != 0:
         tl.store(RSTD + row, rstd)
     if KEEP == 0:
-        xf = rstd  # nothing is kept: any value will do
-    elif REPACK:
-        xf = repack(kept).to(tl.float32)
-    if EXACT:  # adding an offset that is zero costs the longest rows 0.15 of the copy
-        if offset == 0.0:
+        kept = rstd  # nothing is kept: any value will do
+    if EXACT:  # the longest rows have no instruction to spare: one addition of zero costs 0.15 of the copy
+        if (has_weight != 0) & (round_first != 0) & (offset == 0.0):
             scale_row(
-                Y, X, W, xf, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
-                BLOCK, KEEP, REVERSE, BYPASS, EXACT, False,
+                Y, X, W, kept, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
+                BLOCK, KEEP, REVERSE, REPACK, BYPASS, EXACT, "llama",
+            )  # fmt: skip
+        elif (has_weight != 0) & (round_first == 0):
+            scale_row(
+                Y, X, W, kept, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
+                BLOCK, KEEP, REVERSE, REPACK, BYPASS, EXACT, "gemma",
             )  # fmt: skip
         else:
             scale_row(
-                Y, X, W, xf, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
-                BLOCK, KEEP, REVERSE, BYPASS, EXACT, True,
+                Y, X, W, kept, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
+                BLOCK, KEEP, REVERSE, REPACK, BYPASS, EXACT, "any",
             )  # fmt: skip
     else:
         scale_row(
-            Y, X, W, xf, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
-            BLOCK, KEEP, REVERSE, BYPASS, EXACT, True,
+            Y, X, W, kept, blocks, n_cols, rstd, offset, has_weight, round_first, dtype,
+            BLOCK, KEEP, REVERSE, REPACK, BYPASS, EXACT, "any",
         )  # fmt: skip
 
 

@@ -49,7 +49,8 @@ class RMSNorm(Op):
         offset: added to the weight (1.0 for Gemma); without effect where there is no weight.
         casting_mode: "llama" rounds x / rms to x's dtype before the weight is applied, "gemma" and "none" round once,
             at the end. Statistics are float32 in all of them.
-        out: where to write the result: x's shape, dtype and device; ``x`` itself is allowed. Not with gradients.
+        out: where to write the result: of x's dtype and device, with as many rows of n; ``x`` itself is allowed. Not
+            with gradients.
 
     Returns:
         a contiguous tensor of x's shape and dtype, or ``out``.
@@ -168,7 +169,7 @@ class RMSNorm(Op):
             y_at, y_stride = y.data_ptr(), n
         else:
             y, in_y = out, rows_of(out)
-            if in_y is None or in_y[1:7] != in_x[1:7] or out.shape != x.shape or not _apart(in_y, in_x, in_w):
+            if in_y is None or in_y[1:7] != in_x[1:7] or not _apart(in_y, in_x, in_w):
                 in_y = _check_out(out, x, weight)
             y_at, y_stride = in_y[0], in_y[7]
         rstd = x.new_empty(rows, dtype=torch.float32) if store_rstd else None
@@ -259,7 +260,7 @@ class RMSNorm(Op):
                 _check_out(out, x, weight)
             with torch.no_grad():
                 y, rstd = reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
-                y = y if out is None else out.copy_(y)
+                y = y if out is None else out.copy_(y.view(out.shape))
             return y, rstd if store_rstd else None
         if rows_of(x) is None:
             x = x.contiguous()
@@ -392,9 +393,9 @@ def _check_out(out: Tensor, x: Tensor, weight: Tensor | None) -> Rows:
     """out's memory, once it is known to be what the kernel may write."""
     check_tensor("rmsnorm", "out", out)
     check_same_device("rmsnorm", "out", out, "x", x)
-    if out.shape != x.shape or out.dtype != x.dtype:
+    if out.dtype != x.dtype or out.dim() == 0 or out.shape[-1] != x.shape[-1] or out.numel() != x.numel():
         raise ArgumentError(
-            f"rmsnorm: out must be of x's shape {tuple(x.shape)} and dtype {x.dtype}; "
+            f"rmsnorm: out must be of x's dtype {x.dtype} with as many rows as {tuple(x.shape)}; "
             f"got {tuple(out.shape)}, {out.dtype}"
         )
     for argument, value in (("x", x), ("weight", weight)):
