@@ -237,7 +237,9 @@ class _Session:
         choices = [
             axes
             for axes in combinations(kernel.axes)
-            if axes[first] in problem.dtypes and matches(kernel.forms[row.form].requires, axes, True)
+            if axes[first] in problem.dtypes
+            and matches(row.when, axes, True)
+            and matches(kernel.forms[row.form].requires, axes, True)
         ]
         choices.sort(key=lambda axes: list(axes.values()) != [problem.dtypes[0]] * len(axes))
         return tuple(make_variant(self._op, kernel, row, axes, True) for axes in choices)
