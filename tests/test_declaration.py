@@ -11,7 +11,7 @@ import pytest
 from build_tools.declaration import declared_ops, longest_row, read_declaration
 from build_tools.errors import DeclarationError
 from build_tools.paths import KERNELS, ROOT
-from liger_aot.loader import ops
+from liger_aot.ops import names as ops
 from tests.small_op import DECLARATION, edited, write_op
 
 

@@ -76,7 +76,7 @@ def unloaded(manifest: OpManifest) -> Callable[[str], Loaded]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_explain_agrees_with_the_dispatch(built: Path, arch: str) -> None:
-    for name in liger_aot.op_names():
+    for name in liger_aot.ops():
         op = liger_aot.load(name)
         manifest = pack_of(arch).op(name)
         dispatch = {kernel: KernelOn(kernel, manifest, unloaded(manifest)) for kernel in manifest.kernels}
@@ -255,7 +255,7 @@ def test_list(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for op, *counts in rows:
         folders = [built / arch / op for arch in ARCHS]
         assert counts == [str(len(list(f.iterdir()))) for f in folders]
-    assert [row[0] for row in rows] == list(liger_aot.op_names())
+    assert [row[0] for row in rows] == list(liger_aot.ops())
 
 
 def test_list_of_packs_that_are_partly_damaged(

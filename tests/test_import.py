@@ -98,7 +98,7 @@ def test_the_inspection_needs_no_torch(tmp_path: Path) -> None:
 import json, sys
 before = set(sys.modules)
 import liger_aot
-liger_aot.op_names(), liger_aot.archs()
+liger_aot.ops(), liger_aot.archs()
 from liger_aot.verify import verify
 verify()
 print(json.dumps(sorted(set(sys.modules) - before)))

@@ -7,15 +7,15 @@ y = rmsnorm(x, weight, eps=1e-6)
 
 from typing import TYPE_CHECKING
 
+from liger_aot import ops
 from liger_aot._version import __version__
 from liger_aot.errors import LigerAOTError
 from liger_aot.loader import archs, load
-from liger_aot.loader import ops as op_names  # liger_aot.ops is the package that load() imports from
 
 if TYPE_CHECKING:
     from liger_aot.explanation import explain
 
-__all__ = ["LigerAOTError", "__version__", "archs", "explain", "load", "op_names"]
+__all__ = ["LigerAOTError", "__version__", "archs", "explain", "load", "ops"]
 
 
 def __getattr__(name: str) -> object:

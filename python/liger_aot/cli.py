@@ -88,7 +88,7 @@ def _dtypes(text: str) -> dict[str, str]:
 
 def _list(options: argparse.Namespace) -> int:
     from liger_aot.explanation import columns
-    from liger_aot.loader import ops
+    from liger_aot.ops import names as ops
     from liger_aot.packs import describe, installed
 
     found = installed()

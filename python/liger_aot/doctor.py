@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from liger_aot._version import __version__
 from liger_aot.errors import DriverNotFound
-from liger_aot.loader import ops
 from liger_aot.manifest import Pack
+from liger_aot.ops import names as ops
 from liger_aot.packs import describe, installed, pack_for
 
 Body = Callable[[], "tuple[list[str], bool]"]

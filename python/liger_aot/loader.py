@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib import import_module
-from os import listdir
-from pathlib import Path
 from typing import Any
 
 from liger_aot.errors import UnknownOp
-
-
-@lru_cache(maxsize=1)
-def ops() -> tuple[str, ...]:
-    """Names of the ops that ``load`` takes."""
-    files = listdir(Path(__file__).parent / "ops")
-    return tuple(sorted(f[:-3] for f in files if f.endswith(".py") and not f.startswith("_")))
+from liger_aot.ops import names
 
 
 def archs() -> tuple[str, ...]:
@@ -35,6 +27,6 @@ def load(name: str) -> Any:
     Raises:
         UnknownOp: there is no such op; the message lists those there are.
     """
-    if name not in ops():
-        raise UnknownOp(f"no op {name!r}: there are {', '.join(ops())}")
+    if name not in names():
+        raise UnknownOp(f"no op {name!r}: there are {', '.join(names())}")
     return import_module(f"liger_aot.ops.{name}").OP()
