@@ -8,6 +8,7 @@ import torch
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
+from liger_aot.torch_library import register_all
 from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
@@ -197,7 +198,7 @@ def test_compile_is_one_graph() -> None:
 
 def test_registration() -> None:
     x, weight = torch.randn(3, 24, requires_grad=True), torch.randn(24, requires_grad=True)
-    liger_aot.load("rmsnorm")
+    register_all()
     torch.library.opcheck(torch.ops.liger_aot.rmsnorm_forward.default, (x, weight, 1e-6, 0.0, "llama", True))
     y, rstd = torch.ops.liger_aot.rmsnorm_forward(x.detach(), weight.detach(), 1e-6, 0.0, "llama", True)
     arguments = (y, x.detach(), weight.detach(), rstd, 0.0, True, True)

@@ -53,6 +53,16 @@ def _choose() -> Callable[[Tensor], Rows | None]:
 rows_of = _choose()
 
 
+def apart(out: Rows, x: Rows, weight: Rows | None) -> bool:
+    """Whether out's memory ends before x and the weight begin or starts after they end. False says nothing: ask
+    ``overlap``."""
+    out_at, x_at, last, n, size = out[0], x[0], x[5] - 1, x[6], x[4] >> 3
+    out_end = out_at + (last * out[7] + n) * size
+    if weight is not None and out_at < weight[0] + n * (weight[4] >> 3) and weight[0] < out_end:
+        return False
+    return out_at >= x_at + (last * x[7] + n) * size or x_at >= out_end
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share an element or may: the ranges of their addresses meet, unless they are columns that
     lie beside each other in one buffer, or exactly the same elements."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
+from liger_aot.layout import Rows, overlap, rows_of
 from liger_aot.runtime import DTYPE_NAMES, Runtimes
 
 # The direct path reads memory: subclasses (fake, distributed, quantised tensors) go through torch's dispatcher.
@@ -88,3 +89,22 @@ def check_same_device(op: str, argument: str, value: Tensor, first: str, like: T
         raise ArgumentError(
             f"{op}: {argument} is on {value.device}, {first} on {like.device}: both must be on one"
         )
+
+
+def check_out(op: str, out: Tensor, x: Tensor, **others: Tensor | None) -> Rows:
+    """out's memory, once it is known to be what a kernel may write while it reads ``x`` and ``others``."""
+    check_tensor(op, "out", out)
+    check_same_device(op, "out", out, "x", x)
+    if out.dtype != x.dtype or out.dim() == 0 or out.shape[-1] != x.shape[-1] or out.numel() != x.numel():
+        raise ArgumentError(
+            f"{op}: out must be of x's dtype {x.dtype} with as many rows as {tuple(x.shape)}; "
+            f"got {tuple(out.shape)}, {out.dtype}"
+        )
+    for argument, value in (("x", x), *others.items()):
+        if value is not None and overlap(out, value):
+            raise ArgumentError(f"{op}: out overlaps {argument}; it may be x itself or memory of its own")
+    if (rows := rows_of(out)) is None:
+        raise ArgumentError(
+            f"{op}: out has strides {out.stride()}: its rows must be contiguous and evenly spaced"
+        )
+    return rows

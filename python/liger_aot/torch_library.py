@@ -1,11 +1,15 @@
 """Registration with torch.library: how torch.compile, torch.export and tensor subclasses see an op.
 
-Eager calls on plain tensors don't come this way: the dispatcher costs several times a launch.
+Eager calls on plain tensors don't come this way: the dispatcher costs several times a launch. An op's registration
+(``ops/_<op>_torch.py``) is imported when it is first needed; a program that loads one that torch.export saved calls
+``register_all`` before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -38,3 +42,12 @@ def define(
         torch.library.register_autograd(
             f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library
         )
+
+
+def register_all() -> None:
+    """Register every op of the package with torch.library."""
+    from liger_aot.ops import names
+
+    for name in names():
+        if find_spec(module := f"liger_aot.ops._{name}_torch"):
+            import_module(module)

@@ -16,19 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.layout import CUDA, ROCM, Rows, overlap, rows_of
-from liger_aot.loader import load
-from liger_aot.op import (
-    PLAIN,
-    PLAIN_OR_NONE,
-    Op,
-    Problem,
-    check_same_device,
-    check_tensor,
-)
+from liger_aot.layout import CUDA, ROCM, apart, rows_of
+from liger_aot.op import PLAIN, PLAIN_OR_NONE, Op, Problem, check_out, check_same_device, check_tensor
 from liger_aot.ops import column_sums
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
-from liger_aot.torch_library import define
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
 ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
@@ -86,25 +77,7 @@ class RMSNorm(Op):
                 raise ArgumentError(OUT_WITH_GRADIENT)
             y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting_mode, self)  # type: ignore[no-untyped-call]
             return y
-        return self._forward(x, weight, eps, offset, casting_mode, out, False)[0]
-
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None = None,
-        *,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        out: Tensor | None = None,
-        store_rstd: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The forward alone, no autograd: arguments as in the op.
-
-        Returns:
-            y, and 1 / rms of each row as float32 (rows,) where ``store_rstd``, else None.
-        """
-        return self._forward(x, weight, eps, offset, casting_mode, out, store_rstd)
+        return self.forward(x, weight, eps, offset, casting_mode, out, False)[0]
 
     def backward(
         self,
@@ -134,16 +107,21 @@ class RMSNorm(Op):
     # The two functions below are the hot path: a small call's cost is theirs. What does not fit their conditions
     # (errors, the CPU, empty tensors, layouts that need a copy, a device's first call) is sorted out in _prepare_*.
 
-    def _forward(
+    def forward(
         self,
         x: Tensor,
-        weight: Tensor | None,
-        eps: float,
-        offset: float,
-        casting_mode: str,
-        out: Tensor | None,
-        store_rstd: bool,
+        weight: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        out: Tensor | None = None,
+        store_rstd: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
+        """The forward alone, no autograd: arguments as in the op.
+
+        Returns:
+            y, and 1 / rms of each row as float32 (rows,) where ``store_rstd``, else None.
+        """
         in_x, in_w = rows_of(x), None if weight is None else rows_of(weight)
         round_first = ROUND_FIRST.get(casting_mode)
         if in_x is None or round_first is None:
@@ -169,8 +147,8 @@ class RMSNorm(Op):
             y_at, y_stride = y.data_ptr(), n
         else:
             y, in_y = out, rows_of(out)
-            if in_y is None or in_y[1:7] != in_x[1:7] or not _apart(in_y, in_x, in_w):
-                in_y = _check_out(out, x, weight)
+            if in_y is None or in_y[1:7] != in_x[1:7] or not apart(in_y, in_x, in_w):
+                in_y = check_out(self.name, out, x, weight=weight)
             y_at, y_stride = in_y[0], in_y[7]
         rstd = x.new_empty(rows, dtype=torch.float32) if store_rstd else None
         kernel = on.kernels["rmsnorm_forward"]
@@ -185,15 +163,9 @@ class RMSNorm(Op):
         return y, rstd
 
     def _backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        rstd: Tensor,
-        offset: float,
-        need_dx: bool,
+        self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
         need_dweight: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         in_x, in_dy = rows_of(x), rows_of(dy)
         if in_x is None or in_dy is None or not (need_dx or need_dweight):
             return self._prepare_backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
@@ -245,37 +217,25 @@ class RMSNorm(Op):
         return dx, dweight
 
     def _prepare_forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        eps: float,
-        offset: float,
-        casting_mode: str,
-        out: Tensor | None,
+        self, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None,
         store_rstd: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         _check(x, weight, casting_mode)
         if self._own.of(x, "x") is None or not x.numel():
             if out is not None:
-                _check_out(out, x, weight)
+                check_out(self.name, out, x, weight=weight)
             with torch.no_grad():
                 y, rstd = reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
                 y = y if out is None else out.copy_(y.view(out.shape))
             return y, rstd if store_rstd else None
         if rows_of(x) is None:
             x = x.contiguous()
-        return self._forward(x, weight, eps, offset, casting_mode, out, store_rstd)
+        return self.forward(x, weight, eps, offset, casting_mode, out, store_rstd)
 
     def _prepare_backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        rstd: Tensor,
-        offset: float,
-        need_dx: bool,
+        self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
         need_dweight: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         if not (need_dx or need_dweight):
             return None, None
         if self._own.of(x, "x") is None or not x.numel():
@@ -336,7 +296,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, op: RMSNorm
     ) -> Tensor:
-        y, rstd = op._forward(x, weight, eps, offset, casting_mode, None, True)
+        y, rstd = op.forward(x, weight, eps, offset, casting_mode, None, True)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset_op = offset, op
         return y
@@ -380,34 +340,6 @@ def _check(x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
         )
 
 
-def _apart(in_y: Rows, in_x: Rows, in_w: Rows | None) -> bool:
-    """Whether y's memory begins after x ends or the other way round, and likewise for the weight."""
-    y_at, x_at, rows, n, size = in_y[0], in_x[0], in_x[5] - 1, in_x[6], in_x[4] >> 3
-    y_end = y_at + (rows * in_y[7] + n) * size
-    if in_w is not None and y_at < in_w[0] + n * (in_w[4] >> 3) and in_w[0] < y_end:
-        return False
-    return y_at >= x_at + (rows * in_x[7] + n) * size or x_at >= y_end
-
-
-def _check_out(out: Tensor, x: Tensor, weight: Tensor | None) -> Rows:
-    """out's memory, once it is known to be what the kernel may write."""
-    check_tensor("rmsnorm", "out", out)
-    check_same_device("rmsnorm", "out", out, "x", x)
-    if out.dtype != x.dtype or out.dim() == 0 or out.shape[-1] != x.shape[-1] or out.numel() != x.numel():
-        raise ArgumentError(
-            f"rmsnorm: out must be of x's dtype {x.dtype} with as many rows as {tuple(x.shape)}; "
-            f"got {tuple(out.shape)}, {out.dtype}"
-        )
-    for argument, value in (("x", x), ("weight", weight)):
-        if value is not None and overlap(out, value):
-            raise ArgumentError(f"rmsnorm: out overlaps {argument}; it may be x itself or memory of its own")
-    if (in_out := rows_of(out)) is None:
-        raise ArgumentError(
-            f"rmsnorm: out has strides {out.stride()}: its rows must be contiguous and evenly spaced"
-        )
-    return in_out
-
-
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> None:
     _check(x, weight, "none")
     check_tensor("rmsnorm backward", "dy", dy)
@@ -447,6 +379,8 @@ def _through_torch(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None
 ) -> Tensor:
     """The way of torch.compile and of tensor subclasses."""
+    from liger_aot.ops import _rmsnorm_torch  # noqa: F401 (registers the ops, which only this way needs)
+
     _check(x, weight, casting_mode)
     grad = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
     if out is None:
@@ -456,93 +390,6 @@ def _through_torch(
         raise ArgumentError(OUT_WITH_GRADIENT)
     torch.ops.liger_aot.rmsnorm_out(x, weight, eps, offset, casting_mode, out)
     return out
-
-
-def _library_forward(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, store_rstd: bool
-) -> tuple[Tensor, Tensor]:
-    y, rstd = load("rmsnorm").forward(
-        x, weight, eps=eps, offset=offset, casting_mode=casting_mode, store_rstd=store_rstd
-    )
-    return y, x.new_empty(0, dtype=torch.float32) if rstd is None else rstd
-
-
-def _fake_forward(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, store_rstd: bool
-) -> tuple[Tensor, Tensor]:
-    rows = x.shape[:-1].numel() if store_rstd else 0
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(rows, dtype=torch.float32)
-
-
-def _library_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = load("rmsnorm").backward(
-        dy, x, weight, rstd, offset=offset, need_dx=need_dx, need_dweight=need_dweight
-    )
-    return x.new_empty(0) if dx is None else dx, x.new_empty(0) if dweight is None else dweight
-
-
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
-    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
-    return dx, x.new_empty(0) if weight is None or not need_dweight else torch.empty_like(weight)
-
-
-def _library_out(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor
-) -> None:
-    load("rmsnorm").forward(
-        x, weight, eps=eps, offset=offset, casting_mode=casting_mode, out=out, store_rstd=False
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, offset, _, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.offset = offset
-    ctx.mark_non_differentiable(output[1])
-
-
-def _autograd_backward(ctx: Any, dy: Tensor, _: Any) -> Any:
-    x, weight, rstd = ctx.saved_tensors
-    need_dx, need_dweight = ctx.needs_input_grad[:2]
-    dx, dweight = torch.ops.liger_aot.rmsnorm_backward(dy, x, weight, rstd, ctx.offset, need_dx, need_dweight)
-    return dx if need_dx else None, dweight if need_dweight else None, None, None, None, None
-
-
-define(
-    "rmsnorm_forward(Tensor x, Tensor? weight, float eps, float offset, str casting_mode, bool store_rstd)"
-    " -> (Tensor, Tensor)",
-    _library_forward,
-    _fake_forward,
-    backward=_autograd_backward,
-    setup_context=_setup_context,
-)
-define(
-    "rmsnorm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, bool need_dx,"
-    " bool need_dweight) -> (Tensor, Tensor)",
-    _library_backward,
-    _fake_backward,
-)
-define(
-    "rmsnorm_out(Tensor x, Tensor? weight, float eps, float offset, str casting_mode, Tensor(a!) out) -> ()",
-    _library_out,
-    lambda x, weight, eps, offset, casting_mode, out: None,
-)
 
 
 OP = RMSNorm
