@@ -44,10 +44,21 @@ def define(
         )
 
 
+def register(op: str) -> bool:
+    """Register one op, if it wasn't yet. Its name is a constant to dynamo, and so is the answer: the import runs while
+    a graph is traced and leaves nothing in it."""
+    import_module(f"liger_aot.ops._{op}_torch")
+    return True
+
+
+# What torch.compiler.assume_constant_result sets; that imports all of dynamo, which takes seconds.
+register._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def register_all() -> None:
     """Register every op of the package with torch.library."""
     from liger_aot.ops import names
 
     for name in names():
-        if find_spec(module := f"liger_aot.ops._{name}_torch"):
-            import_module(module)
+        if find_spec(f"liger_aot.ops._{name}_torch"):
+            register(name)

@@ -20,6 +20,7 @@ from liger_aot.layout import CUDA, ROCM, apart, rows_of
 from liger_aot.op import PLAIN, PLAIN_OR_NONE, Op, Problem, check_out, check_same_device, check_tensor
 from liger_aot.ops import column_sums
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
+from liger_aot.torch_library import register
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
 ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
@@ -379,8 +380,7 @@ def _through_torch(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None
 ) -> Tensor:
     """The way of torch.compile and of tensor subclasses."""
-    from liger_aot.ops import _rmsnorm_torch  # noqa: F401 (registers the ops, which only this way needs)
-
+    register("rmsnorm")
     _check(x, weight, casting_mode)
     grad = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
     if out is None:
