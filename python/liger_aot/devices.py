@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,13 +15,14 @@ CUDA_LIBRARY = "libcuda.so.1"
 HIP_LIBRARY = "libamdhip64.so"
 
 
-class GPU(NamedTuple):
-    """One GPU of this process."""
+class GPU:
+    """The GPU that torch calls ``cuda:<ordinal>``; ``shared_per_block`` is what a block may opt in to, in bytes."""
 
-    ordinal: int
-    device: Device
-    multiprocessors: int
-    shared_per_block: int  # bytes a block may opt in to
+    __slots__ = ("device", "multiprocessors", "ordinal", "shared_per_block")
+
+    def __init__(self, ordinal: int, device: Device, multiprocessors: int, shared_per_block: int) -> None:
+        self.ordinal, self.device = ordinal, device
+        self.multiprocessors, self.shared_per_block = multiprocessors, shared_per_block
 
 
 def backend() -> str:

@@ -33,7 +33,8 @@ _shown = (
 )  # a value for a message, cut in depth too: a damaged file may nest deeper than repr() goes
 
 
-# Named tuples, not dataclasses: those take a millisecond to create, which a process pays before its first result.
+# Named tuples here and slots elsewhere, not dataclasses: those take up to a millisecond each to create, which every
+# process pays before its first result.
 class Variant(NamedTuple):
     """One binary of a pack and what a launch of it needs."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 PLAIN_OR_NONE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-class Problem(NamedTuple):
-    """One kernel's dispatch for a call: what ``explain`` looks up without a GPU."""
+class Problem:
+    """One kernel's dispatch for a call, by its axes' dtypes, alignment and size: what ``explain`` looks up without a
+    GPU."""
 
-    kernel: str
-    dtypes: tuple[torch.dtype, ...]
-    aligned: bool
-    n: int
+    __slots__ = ("aligned", "dtypes", "kernel", "n")
+
+    def __init__(self, kernel: str, dtypes: tuple[torch.dtype, ...], aligned: bool, n: int) -> None:
+        self.kernel, self.dtypes, self.aligned, self.n = kernel, dtypes, aligned, n
 
 
 class Op:

@@ -64,11 +64,13 @@ def open_pack(folder: Path) -> Pack:
     return pack
 
 
-class Installed(NamedTuple):
+class Installed:
     """The packs that can be used, and the folders that can't with what is wrong."""
 
-    packs: tuple[Pack, ...]
-    unusable: Mapping[Path, str]
+    __slots__ = ("packs", "unusable")
+
+    def __init__(self, packs: tuple[Pack, ...], unusable: Mapping[Path, str]) -> None:
+        self.packs, self.unusable = packs, unusable
 
 
 @lru_cache(maxsize=1)
