@@ -185,6 +185,26 @@ def test_streams_and_threads() -> None:
         assert all(pool.map(work, range(16)))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("n", [1000, 4096, 32768])
+def test_another_gpu_than_the_current_one(n: int) -> None:
+    for current, where in ((0, 1), (1, 0)):
+        torch.cuda.set_device(current)
+        x = torch.randn(300, n, dtype=BF16, device=f"cuda:{where}", requires_grad=True)
+        weight = torch.randn(n, dtype=BF16, device=f"cuda:{where}", requires_grad=True)
+        y = op()(x, weight)
+        got = (y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y)))
+        wide = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+        exact = reference(*wide)[0]
+        wanted = (exact, *torch.autograd.grad(exact, wide, torch.ones_like(exact)))
+        for value, reference_value in zip(got, wanted, strict=True):
+            assert (
+                value.detach().double() - reference_value.detach()
+            ).norm() / reference_value.norm() < 2**-7
+        assert torch.cuda.current_device() == current and y.get_device() == where
+    torch.cuda.set_device(0)
+
+
 def test_bad_input() -> None:
     x = torch.randn(2, 64, device="cuda")
     with pytest.raises(ArgumentError, match="weight is on cpu, x on cuda:0"):
