@@ -35,7 +35,8 @@ class RMSNorm(Op):
 
     Args:
         x: (..., n) bfloat16, float16 or float32. Rows may have any stride; a last dimension that is not contiguous, or
-            rows that no single stride spans, are copied first.
+            rows that no single stride spans, are copied first; so are, in the backward of the longest rows, rows with
+            gaps between them.
         weight: (n,) of x's dtype or float32, or None.
         eps: added to the mean of squares.
         offset: added to the weight (1.0 for Gemma); without effect where there is no weight.
