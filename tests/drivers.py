@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from threading import local
 from typing import Any
 
@@ -223,9 +222,3 @@ def _translate(address: int, mapped: list[tuple[int, int, int]]) -> int:
         if start <= address < start + size:
             return device + address - start
     raise AssertionError(f"no live tensor holds {address:#x}")
-
-
-def packs_folder() -> Path:
-    from build_tools.paths import PACKS
-
-    return PACKS

@@ -97,6 +97,9 @@ EDGES = [
     Case(2, 64, FP16, FP16, eps=0.1, shift=8),
     Case(9, 1000, BF16, FP32, "llama", 1.0, shift=3, gap=5),
     Case(600, 32, BF16, BF16),
+    Case(1, 9008, FP32, FP32),  # one step for one program, in a form that only writes partials
+    Case(1, 5001, BF16, BF16, shift=1),
+    Case(1, 8192, BF16, BF16),
 ]
 
 

@@ -92,6 +92,15 @@ def check_same_device(op: str, argument: str, value: Tensor, first: str, like: T
         )
 
 
+def as_rows(op: str, argument: str, x: Tensor) -> Tensor:
+    """``x``, or a contiguous copy where its rows don't lie evenly; ArgumentTypeError for what has no memory to read."""
+    if rows_of(x) is None and rows_of(x := x.contiguous()) is None:
+        raise ArgumentTypeError(
+            f"{op}: {argument} is a {type(x).__name__} that has no memory of its own to read"
+        )
+    return x
+
+
 def check_out(op: str, out: Tensor, x: Tensor, **others: Tensor | None) -> Rows:
     """out's memory, once it is known to be what a kernel may write while it reads ``x`` and ``others``."""
     check_tensor(op, "out", out)

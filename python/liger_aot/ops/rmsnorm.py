@@ -17,7 +17,16 @@ from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.layout import CUDA, ROCM, apart, rows_of
-from liger_aot.op import PLAIN, PLAIN_OR_NONE, Op, Problem, check_out, check_same_device, check_tensor
+from liger_aot.op import (
+    PLAIN,
+    PLAIN_OR_NONE,
+    Op,
+    Problem,
+    as_rows,
+    check_out,
+    check_same_device,
+    check_tensor,
+)
 from liger_aot.ops import column_sums
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
 from liger_aot.torch_library import register
@@ -201,7 +210,7 @@ class RMSNorm(Op):
                 dy.contiguous(), x.contiguous(), weight, rstd, offset, need_dx, need_dweight
             )
         programs, groups, split = on.plans.get((loaded, rows)) or _backward_grid(on, loaded, rows)
-        two_levels = need_dweight and groups > 1
+        two_levels = need_dweight and (groups > 1 or not loaded.writes_sums)
         if two_levels:
             partials = x.new_empty((groups, n), dtype=torch.float32)
         if split > 1:
@@ -230,9 +239,9 @@ class RMSNorm(Op):
                 y, rstd = reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
                 y = y if out is None else out.copy_(y.view(out.shape))
             return y, rstd if store_rstd else None
-        if rows_of(x) is None:
-            x = x.contiguous()
-        return self.forward(x, weight, eps, offset, casting_mode, out, store_rstd)
+        if weight is not None:
+            as_rows(self.name, "weight", weight)
+        return self.forward(as_rows(self.name, "x", x), weight, eps, offset, casting_mode, out, store_rstd)
 
     def _prepare_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
@@ -243,8 +252,7 @@ class RMSNorm(Op):
         if self._own.of(x, "x") is None or not x.numel():
             dx, dweight = reference_backward(dy, x, weight, rstd, offset=offset)
             return dx if need_dx else None, dweight if need_dweight else None
-        x = x if rows_of(x) else x.contiguous()
-        dy = dy if rows_of(dy) else dy.contiguous()
+        x, dy = as_rows(self.name, "x", x), as_rows(self.name, "dy", dy)
         return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
 
     def problems(
@@ -361,7 +369,7 @@ def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) 
 
 
 def _backward_grid(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
-    """(programs, groups of them that share rows, programs a group). One group writes the weight's gradient itself."""
+    """(programs, groups of them that share rows, programs a group). Every group has a row: it writes its partials."""
     numbers = loaded.numbers
     split = numbers.get("split", 1)
     if rows <= numbers.get("lone_rows", 0):
@@ -369,8 +377,6 @@ def _backward_grid(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
     else:
         steps = -(-rows // loaded.rows)
         groups = max(1, min(numbers["programs_per_multiprocessor"] * on.multiprocessors // split, steps))
-        if groups == 1 and "lone_rows" not in numbers:
-            groups = 2  # its form can't write the final sums: the second group has no rows
     if len(on.plans) >= REMEMBERED:
         on.plans.clear()
     on.plans[(loaded, rows)] = found = (groups * split, groups, split)
