@@ -201,7 +201,5 @@ def test_registration() -> None:
     register_all()
     torch.library.opcheck(torch.ops.liger_aot.rmsnorm_forward.default, (x, weight, 1e-6, 0.0, "llama", True))
     y, rstd = torch.ops.liger_aot.rmsnorm_forward(x.detach(), weight.detach(), 1e-6, 0.0, "llama", True)
-    arguments = (y, x.detach(), weight.detach(), rstd, 0.0, True, True)
+    arguments = ([y], [x.detach(), weight.detach(), rstd], 1e-6, 0.0, "llama", [True, True])
     torch.library.opcheck(torch.ops.liger_aot.rmsnorm_backward.default, arguments)
-    out = (x.detach(), weight.detach(), 1e-6, 0.0, "llama", torch.empty(3, 24))
-    torch.library.opcheck(torch.ops.liger_aot.rmsnorm_out.default, out)

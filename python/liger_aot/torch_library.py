@@ -1,53 +1,40 @@
 """Registration with torch.library: how torch.compile, torch.export and tensor subclasses see an op.
 
-Eager calls on plain tensors don't come this way: the dispatcher costs several times a launch. An op's registration
-(``ops/_<op>_torch.py``) is imported when it is first needed; a program that loads one that torch.export saved calls
-``register_all`` before.
+Eager calls on plain tensors don't come this way: the dispatcher costs several times a launch. An op is registered when
+it is first needed; a program that loads one that torch.export saved calls ``register_all`` before.
+
+An op named ``f`` becomes ``liger_aot::f_forward``, which gives all of its results, and ``liger_aot::f_backward``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from liger_aot.differentiable import DifferentiableOp, Tensors
 
 NAMESPACE = "liger_aot"
 _library = torch.library.Library(NAMESPACE, "DEF")
-
-
-def define(
-    schema: str,
-    implementation: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., None] | None = None,
-) -> None:
-    """Define ``liger_aot::<schema>``.
-
-    Args:
-        schema: name, arguments and results in torch's schema language.
-        implementation: for every backend; the op's host code chooses by the tensors' device.
-        fake: gives results of the right shape, dtype and device without touching memory.
-        backward, setup_context: as for ``torch.library.register_autograd``.
-    """
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    _library.impl(name, fake, "Meta")  # register_fake does the same and reads source files: 1 ms an op
-    if backward is not None:
-        torch.library.register_autograd(
-            f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library
-        )
+_registered: set[str] = set()
+_lock = Lock()
 
 
 def register(op: str) -> bool:
-    """Register one op, if it wasn't yet. Its name is a constant to dynamo, and so is the answer: the import runs while
-    a graph is traced and leaves nothing in it."""
-    import_module(f"liger_aot.ops._{op}_torch")
+    """Register one op, if it wasn't yet. Its name is a constant to dynamo, and so is the answer: this runs while a
+    graph is traced and leaves nothing in it."""
+    with _lock:
+        if op not in _registered:
+            from liger_aot.differentiable import DifferentiableOp
+            from liger_aot.loader import load
+
+            if isinstance(found := load(op), DifferentiableOp):
+                _define(found)
+            _registered.add(op)
     return True
 
 
@@ -60,5 +47,72 @@ def register_all() -> None:
     from liger_aot.ops import names
 
     for name in names():
-        if find_spec(f"liger_aot.ops._{name}_torch"):
-            register(name)
+        register(name)
+
+
+def _define(op: DifferentiableOp) -> None:
+    count = len(op.tensors)
+    arguments = [f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}" for name in op.tensors]
+    forward, backward = f"{op.name}_forward", f"{op.name}_backward"
+    results = ", ".join(["Tensor"] * op.results)
+    _library.define(f"{forward}({', '.join((*arguments, *op.settings, 'bool keep'))}) -> ({results})")
+    read = ("Tensor?[] grads", "Tensor?[] saved", *op.settings, "bool[] needed")
+    _library.define(f"{backward}({', '.join(read)}) -> Tensor[]")
+
+    def unpacked(results: Sequence[Tensor]) -> Any:
+        return results[0] if op.results == 1 else tuple(results)
+
+    def run_forward(*arguments: Any) -> Any:
+        tensors, (*settings, keep) = arguments[:count], arguments[count:]
+        found = op.run_forward(tensors, tuple(settings), keep, None)
+        first = found[0]
+        assert first is not None
+        return unpacked([first.new_empty(0) if r is None else r for r in found])
+
+    def fake_forward(*arguments: Any) -> Any:
+        *inputs, keep = arguments
+        found = op.reference(*inputs)
+        return unpacked([r.new_empty(r.shape if keep or i < op.outputs else 0) for i, r in enumerate(found)])
+
+    def listed(found: Tensors, needed: Sequence[bool], like: Tensors) -> list[Tensor]:
+        """The gradients that are needed; one that does not exist is a tensor of no elements."""
+        first = next(t for t in like if t is not None)
+        return [first.new_empty(0) if g is None else g for g, need in zip(found, needed, strict=True) if need]
+
+    def run_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:
+        *settings, needed = arguments
+        return listed(op.run_backward(tuple(grads), tuple(saved), tuple(settings), needed), needed, grads)
+
+    def fake_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:
+        *settings, needed = arguments
+        found = op.reference_backward(tuple(grads), tuple(saved), *settings)
+        return [g.new_empty(g.shape) for g in listed(found, needed, grads)]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = (output,) if op.results == 1 else tuple(output)
+        ctx.save_for_backward(*op.saved(inputs[:count], results))
+        ctx.settings = inputs[count:-1]
+        ctx.shapes = [None if t is None else t.shape for t in inputs[:count]]
+        ctx.mark_non_differentiable(*results[op.outputs :])
+        ctx.set_materialize_grads(False)
+
+    def autograd(ctx: Any, *grads: Any) -> Any:
+        rest = (None,) * (len(op.settings) + 1)
+        grads = grads[: op.outputs]
+        needed = [
+            need and shape is not None for need, shape in zip(ctx.needs_input_grad, ctx.shapes, strict=False)
+        ]
+        if not any(needed) or all(g is None for g in grads):
+            return (None,) * count + rest
+        call = getattr(torch.ops.liger_aot, backward)
+        found = iter(call(grads, ctx.saved_tensors, *ctx.settings, needed))
+        made = [next(found) if need else None for need in needed]
+        shapes = zip(made, ctx.shapes, strict=True)
+        return tuple(g if g is not None and g.shape == shape else None for g, shape in shapes) + rest
+
+    for name, run, fake in ((forward, run_forward, fake_forward), (backward, run_backward, fake_backward)):
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        _library.impl(name, fake, "Meta")  # register_fake does the same and reads source files: 1 ms an op
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{forward}", autograd, setup_context=setup_context, lib=_library
+    )

@@ -12,31 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.compiler import is_compiling
 
+from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.grid import persistent
 from liger_aot.layout import CUDA, ROCM, apart, rows_of
-from liger_aot.op import (
-    PLAIN,
-    PLAIN_OR_NONE,
-    Op,
-    Problem,
-    as_rows,
-    check_out,
-    check_same_device,
-    check_tensor,
-)
+from liger_aot.op import Problem, as_rows, check_out, check_same_device, check_tensor
 from liger_aot.ops import column_sums
-from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
-from liger_aot.torch_library import register
+from liger_aot.runtime import Runtimes
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
 ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
-OUT_WITH_GRADIENT = "rmsnorm: out is given, but a gradient is needed: use torch.no_grad() or no out"
 
 
-class RMSNorm(Op):
+class RMSNorm(DifferentiableOp):
     """``rmsnorm(x, weight=None, *, eps=1e-6, offset=0.0, casting_mode="llama", out=None) -> Tensor``
 
     Differentiable in ``x`` and ``weight``; works under torch.compile and, after ``preload``, in CUDA graphs. CPU
@@ -66,6 +55,9 @@ class RMSNorm(Op):
 
     name = "rmsnorm"
     uses = ("column_sums",)
+    tensors = ("x", "weight?")
+    settings = ("float eps", "float offset", "str casting_mode")
+    results = 2  # y, rstd
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
         super().__init__(runtimes)
@@ -81,14 +73,42 @@ class RMSNorm(Op):
         casting_mode: str = "llama",
         out: Tensor | None = None,
     ) -> Tensor:
-        if is_compiling() or type(x) not in PLAIN or type(weight) not in PLAIN_OR_NONE:
-            return _through_torch(x, weight, eps, offset, casting_mode, out)
-        if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-            if out is not None:
-                raise ArgumentError(OUT_WITH_GRADIENT)
-            y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting_mode, self)  # type: ignore[no-untyped-call]
-            return y
-        return self.forward(x, weight, eps, offset, casting_mode, out, False)[0]
+        settings = (eps, offset, casting_mode)
+        y: Tensor = self.differentiable((x, weight), settings, None if out is None else (out,))
+        return y
+
+    def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
+        x, weight = tensors
+        _check(x, weight, settings[2])
+
+    def run_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        x, weight = tensors
+        eps, offset, casting_mode = settings
+        return self.forward(x, weight, eps, offset, casting_mode, None if out is None else out[0], keep)
+
+    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
+        return *tensors, results[1]
+
+    def run_backward(
+        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
+    ) -> Tensors:
+        (dy,), (x, weight, rstd) = grads, saved
+        return self._backward(dy, x, weight, rstd, settings[1], *needed)
+
+    @staticmethod
+    def reference(
+        x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+    ) -> tuple[Tensor, Tensor]:
+        return reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
+
+    @staticmethod
+    def reference_backward(
+        grads: Tensors, saved: Tensors, eps: float, offset: float, casting_mode: str
+    ) -> Tensors:
+        (dy,), (x, weight, rstd) = grads, saved
+        return reference_backward(dy, x, weight, rstd, offset=offset)
 
     def backward(
         self,
@@ -209,7 +229,7 @@ class RMSNorm(Op):
             return self._backward(
                 dy.contiguous(), x.contiguous(), weight, rstd, offset, need_dx, need_dweight
             )
-        programs, groups, split = on.plans.get((loaded, rows)) or _backward_grid(on, loaded, rows)
+        programs, groups, split = persistent(on, loaded, rows)
         two_levels = need_dweight and (groups > 1 or not loaded.writes_sums)
         if two_levels:
             partials = x.new_empty((groups, n), dtype=torch.float32)
@@ -301,33 +321,6 @@ def reference_backward(
     return dx, dweight.to(weight.dtype)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, op: RMSNorm
-    ) -> Tensor:
-        y, rstd = op.forward(x, weight, eps, offset, casting_mode, None, True)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.offset_op = offset, op
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            return _backward_once(ctx, dy)
-        x, weight, rstd = ctx.saved_tensors
-        offset, op = ctx.offset_op
-        need_dx, need_dweight, *_ = ctx.needs_input_grad
-        dx, dweight = op._backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
-        return dx, dweight, None, None, None, None
-
-
-@once_differentiable
-def _backward_once(ctx: Any, dy: Tensor) -> Any:
-    """Where a graph of the gradient is asked for: it may not be differentiated again."""
-    return _RMSNorm.backward(ctx, dy)
-
-
 def _check(x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
     check_tensor("rmsnorm", "x", x)
     if x.dim() == 0:
@@ -366,37 +359,6 @@ def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) 
             f"rmsnorm backward: rstd must be contiguous float32 with {rows} elements, one a row; got {rstd.dtype} with "
             f"{rstd.numel()}"
         )
-
-
-def _backward_grid(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
-    """(programs, groups of them that share rows, programs a group). Every group has a row: it writes its partials."""
-    numbers = loaded.numbers
-    split = numbers.get("split", 1)
-    if rows <= numbers.get("lone_rows", 0):
-        groups = 1
-    else:
-        steps = -(-rows // loaded.rows)
-        groups = max(1, min(numbers["programs_per_multiprocessor"] * on.multiprocessors // split, steps))
-    if len(on.plans) >= REMEMBERED:
-        on.plans.clear()
-    on.plans[(loaded, rows)] = found = (groups * split, groups, split)
-    return found
-
-
-def _through_torch(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None
-) -> Tensor:
-    """The way of torch.compile and of tensor subclasses."""
-    register("rmsnorm")
-    _check(x, weight, casting_mode)
-    grad = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
-    if out is None:
-        y: Tensor = torch.ops.liger_aot.rmsnorm_forward(x, weight, eps, offset, casting_mode, grad)[0]
-        return y
-    if grad:
-        raise ArgumentError(OUT_WITH_GRADIENT)
-    torch.ops.liger_aot.rmsnorm_out(x, weight, eps, offset, casting_mode, out)
-    return out
 
 
 OP = RMSNorm

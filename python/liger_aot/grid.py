@@ -1,0 +1,26 @@
+"""How many programs a launch takes."""
+
+from __future__ import annotations
+
+from liger_aot.runtime import REMEMBERED, Loaded, OpOn
+
+
+def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
+    """(programs, groups of them that share rows, programs a group) of a kernel whose programs walk the rows.
+
+    Every group has at least one row: each writes its partial sums.
+    """
+    known: tuple[int, int, int] | None = on.plans.get((loaded, rows))
+    if known is not None:
+        return known
+    numbers = loaded.numbers
+    split = numbers.get("split", 1)
+    if rows <= numbers.get("lone_rows", 0):
+        groups = 1
+    else:
+        steps = -(-rows // loaded.rows)
+        groups = max(1, min(numbers["programs_per_multiprocessor"] * on.multiprocessors // split, steps))
+    if len(on.plans) >= REMEMBERED:
+        on.plans.clear()
+    on.plans[(loaded, rows)] = found = (groups * split, groups, split)
+    return found
