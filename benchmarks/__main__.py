@@ -1,5 +1,6 @@
-"""The command line: `python -m benchmarks OP ...` measures ops on this machine's GPU, and
-`python -m benchmarks plot FILE ...` draws kept results again."""
+"""The command line: `python -m benchmarks OP ...` measures ops on this machine's GPU (`all`: every one),
+`python -m benchmarks plot FILE ...` draws kept results again, and `python -m benchmarks summary FILE ...` compares
+ours in them with the best peer."""
 
 from __future__ import annotations
 
@@ -15,9 +16,12 @@ SECTIONS = ("forward", "backward", "host", "cold")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit status (2 for a wrong call or a machine that cannot run it)."""
+    """Run the command line; returns the exit status: 1 where ours failed somewhere, 2 for a wrong call or a machine
+    that cannot run it."""
     if arguments[:1] == ["plot"]:
         return _plot(arguments[1:])
+    if arguments[:1] == ["summary"]:
+        return _summary(arguments[1:])
     return _measure(arguments)
 
 
@@ -36,19 +40,42 @@ def _plot(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _summary(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks summary", description="Ours against the best peer."
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a run's JSON")
+    files = parser.parse_args(arguments).files
+    from . import records, summary
+
+    try:
+        print(summary.render([records.read(file) for file in files]))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return 0
+
+
 def _measure(arguments: Sequence[str]) -> int:
-    from . import entry
+    from . import entry, runner
 
     parser = argparse.ArgumentParser("python -m benchmarks", description="Measure ops on this GPU.")
-    parser.add_argument("ops", nargs="+", metavar="OP", help=f"one of: {', '.join(entry.names())}")
+    parser.add_argument("ops", nargs="+", metavar="OP", help=f"all, or: {', '.join(entry.names())}")
     parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
-    parser.add_argument("--quick", action="store_true", help="few points and few samples")
-    parser.add_argument("--only", action="append", choices=SECTIONS, help="this part (may be repeated)")
+    parser.add_argument(
+        "--effort", choices=runner.EFFORTS, default="full", help="of points and samples (default: full)"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=SECTIONS,
+        help="this part (may be repeated)",
+    )
     parser.add_argument("--providers", default=",".join(NAMES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
     providers = options.providers.split(",")
-    unknown = [name for name in options.ops if name not in entry.names()]
+    ops = entry.names() if options.ops == ["all"] else options.ops
+    unknown = [name for name in ops if name not in entry.names()]
     if unknown:
         parser.error(f"no benchmark for {', '.join(unknown)}: there is one for {', '.join(entry.names())}")
     strangers = [name for name in providers if name not in NAMES]
@@ -59,20 +86,23 @@ def _measure(arguments: Sequence[str]) -> int:
 
     if not torch.cuda.is_available():
         parser.error("a GPU is needed, and torch sees none here (plot needs none)")
-    from . import session
+    from . import session, summary
 
     command = shlex.join(["python", "-m", "benchmarks", *arguments])
-    for op in options.ops:
+    runs = [
         session.measure(
             op,
-            sections=options.only or SECTIONS,
+            sections=options.only,
             providers=providers,
-            quick=options.quick,
+            effort=options.effort,
             results=options.out,
             command=command,
             commit=options.commit,
         )
-    return 0
+        for op in ops
+    ]
+    print(f"\n{summary.render(runs)}")
+    return int(any(run.select(provider=NAMES[0], status="error") for run in runs))
 
 
 if __name__ == "__main__":

@@ -49,18 +49,13 @@ def gigabytes_per_second(moved_bytes: int, milliseconds: float) -> float:
     return moved_bytes / milliseconds / 1e6
 
 
-def time_device(calls: Sequence[Call], *, min_ms: float = 20.0) -> list[float]:
-    """Device milliseconds of each of many calls, by a pair of events around each.
+def time_device(calls: Sequence[Call], count: int) -> list[float]:
+    """Device milliseconds of each of `count` calls, by a pair of events around each.
 
     The calls are queued without a wait between them, so the device never idles as long as one call takes the
     device longer than the host: the caller compares with `time_host`. The calls given are taken in turn; give
     one for each input set (see `rotated_sets`).
-
-    Args:
-        calls: at least one.
-        min_ms: the least device time to sample, within 10 to 200 calls.
     """
-    count = _calls_in(min_ms, calls)
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
     ]
@@ -83,11 +78,15 @@ def time_interleaved(
 
     Clocks, temperature and neighbours drift over seconds; what is compared with each other is timed within
     the same fraction of a second.
+
+    Args:
+        min_ms: the least device time to sample of a subject in a round, within 10 to 200 calls.
     """
+    counts = {name: _calls_in(min_ms, calls) for name, calls in subjects.items()}
     samples: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, calls in subjects.items():
-            samples[name] += time_device(calls, min_ms=min_ms)
+            samples[name] += time_device(calls, counts[name])
     return samples
 
 

@@ -64,7 +64,16 @@ def plot(path: Path) -> list[Path]:
 def _panels(run: Run) -> list[Callable[[Axes], None]]:
     panels: list[Callable[[Axes], None]] = []
     for direction, dtype in device_figures(run):
-        panels.append(partial(_curves, run=run, direction=direction, dtype=dtype))
+        found = run.select(direction=direction, dtype=dtype)
+        by_variant = {
+            v: [m for m in found if m.variant == v] for v in dict.fromkeys(m.variant for m in found)
+        }
+        if all(_swept(of_one) for of_one in by_variant.values()):
+            for variant, of_one in by_variant.items():
+                title = ", ".join(filter(None, (direction, variant, dtype)))
+                panels.append(partial(_curves, found=of_one, title=title))
+        else:
+            panels.append(partial(_points, found=found, title=f"{direction}, {dtype}"))
     for prefix, field, title in (
         ("host_", "host_us", "host time a small call, us"),
         ("cold_", "median_ms", "first call in a fresh process, ms"),
@@ -75,30 +84,49 @@ def _panels(run: Run) -> list[Callable[[Axes], None]]:
     return panels
 
 
-def _curves(axis: Axes, run: Run, direction: str, dtype: str) -> None:
+def _swept(found: list[Measurement]) -> bool:
+    """Whether row length is all that differs between several problems."""
+    lengths = [m.shape[-1] for m in found if m.provider == COPY]
+    return len(lengths) > 1 and len(set(lengths)) == len(lengths)
+
+
+def _curves(axis: Axes, found: list[Measurement], title: str) -> None:
     """Fraction of the copy over row length; a cross on the axis where a provider failed."""
-    found = run.select(direction=direction, dtype=dtype)
+    _fractions(axis, found, title, lambda m: m.shape[-1], linestyle="-")
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("row length n")
+
+
+def _points(axis: Axes, found: list[Measurement], title: str) -> None:
+    """Fraction of the copy at each of several unlike problems."""
+    problems = list(dict.fromkeys(m.point for m in found))
+    _fractions(axis, found, title, lambda m: problems.index(m.point), linestyle="none")
+    axis.set_xticks(range(len(problems)), problems, rotation=20, ha="right", fontsize=7)
+
+
+def _fractions(
+    axis: Axes, found: list[Measurement], title: str, place: Callable[[Measurement], int], linestyle: str
+) -> None:
     copies = [m.bandwidth_gb_s for m in found if m.provider == COPY and m.bandwidth_gb_s is not None]
     for name in _providers(found):
         own = [m for m in found if m.provider == name]
-        good = [m for m in own if m.status == "ok"]
+        good = [(place(m), m.fraction) for m in own if m.fraction is not None]
         style: dict[str, Any] = {"color": COLOURS.get(name), "zorder": 3 if name == NAMES[0] else 2}
         axis.plot(
-            [m.shape[-1] for m in good],
-            [m.fraction for m in good],
+            [x for x, _ in good],
+            [fraction for _, fraction in good],
             marker="o",
             markersize=4,
             linewidth=2.2 if name == NAMES[0] else 1.3,
+            linestyle=linestyle,
             **style,
         )
-        failed = [m.shape[-1] for m in own if m.status == "error"]
+        failed = [place(m) for m in own if m.status == "error"]
         axis.plot(failed, [0.02] * len(failed), marker="x", linestyle="none", **style)
     axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-    axis.set_xscale("log", base=2)
     axis.set_ylim(0, 1.15)
-    axis.set_xlabel("row length n")
     axis.set_ylabel(f"fraction of copy ({min(copies):.0f}-{max(copies):.0f} GB/s)")
-    axis.set_title(f"{direction}, {dtype}")
+    axis.set_title(title)
     axis.grid(alpha=0.3)
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
+# Format 1 knew no variants; its files are kept results and are still read.
+_ADDED_SINCE_1 = {"variant": ""}
 STATUSES = ("ok", "error")
 
 
@@ -37,7 +39,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One op, direction, dtype, shape and provider.
+    """One op, direction, dtype, shape, variant and provider.
 
     Device directions ("forward", "backward") give milliseconds of device time a call, the bytes the call
     has to move, the bandwidth that makes, and its fraction of a copy of as many bytes timed in the same
@@ -61,13 +63,20 @@ class Measurement:
     fraction: float | None = None
     host_us: float | None = None
     relative_error: float | None = None
+    variant: str = ""
 
     def __post_init__(self) -> None:
         problem = _problem(self)
         if problem:
             raise ValueError(
-                f"{self.op} {self.direction} {self.dtype} {self.shape} {self.provider}: {problem}"
+                f"{self.op} {self.direction} {self.dtype} {self.point} {self.provider}: {problem}"
             )
+
+    @property
+    def point(self) -> str:
+        """Which problem, in a table's words: the row length of (rows, n), any other shape whole."""
+        shape = str(self.shape[-1]) if len(self.shape) == 2 else "x".join(map(str, self.shape))
+        return f"{self.variant} {shape}".strip()
 
 
 @dataclass(frozen=True)
@@ -141,11 +150,13 @@ def read(path: Path) -> Run:
     """
     try:
         data = json.loads(path.read_text())
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"not a benchmark file of format {FORMAT}")
+        if not isinstance(data, dict) or data.get("format") not in (1, FORMAT):
+            raise ValueError(f"not a benchmark file of format {FORMAT} or 1")
+        added = _ADDED_SINCE_1 if data["format"] == 1 else {}
         environment = _build(Environment, data.get("environment"))
         measurements = tuple(
-            _build(Measurement, {**item, "shape": tuple(item["shape"])}) for item in data["measurements"]
+            _build(Measurement, {**item, **added, "shape": tuple(item["shape"])})
+            for item in data["measurements"]
         )
         return Run(str(data["op"]), environment, measurements)
     except (ValueError, KeyError, TypeError) as error:

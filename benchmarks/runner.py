@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import ceiling, measure
-from .entry import Entry
 from .measure import Call
+from .op_entry import OpEntry
 from .providers import COPY, first_line
 from .records import Measurement
 from .workload import TOLERANCE, Case, Problem, rotated_sets
@@ -22,9 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is sampled: rounds of all providers in turn, device milliseconds in each, host repeats, and
-    fresh processes of the cold start."""
+    """How much is measured: points of each kind (None: all), rounds of all providers in turn, device milliseconds in
+    each, host repeats, and fresh processes of the cold start."""
 
+    points: int | None
     rounds: int
     min_ms: float
     host_calls: int
@@ -32,11 +33,14 @@ class Effort:
     processes: int
 
 
-FULL = Effort(rounds=5, min_ms=15.0, host_calls=100, host_repeats=25, processes=5)
-QUICK = Effort(rounds=2, min_ms=10.0, host_calls=100, host_repeats=5, processes=1)
+EFFORTS = {
+    "full": Effort(points=None, rounds=5, min_ms=15.0, host_calls=100, host_repeats=25, processes=5),
+    "short": Effort(points=3, rounds=3, min_ms=10.0, host_calls=100, host_repeats=10, processes=3),
+    "quick": Effort(points=1, rounds=2, min_ms=10.0, host_calls=100, host_repeats=5, processes=1),
+}
 
 # A large call is some launches long: few enough calls that the launch queue does not fill.
-LARGE_CALLS = 16
+LARGE_CALLS = 8
 
 
 @dataclass(frozen=True)
@@ -49,19 +53,33 @@ class Ready:
 
 
 def device_measurements(
-    op: str, entry: Entry, case: Case, providers: Sequence[str], device: torch.device, effort: Effort
+    op: str, entry: OpEntry, case: Case, providers: Sequence[str], device: torch.device, effort: Effort
 ) -> list[Measurement]:
-    """Every provider on one case, in turns with a copy of as many bytes."""
+    """Every provider that has the case, in turns with a copy of as many bytes. What keeps all of them from being
+    measured (too little memory for the inputs) is a failure of each."""
+    subject = _Subject(op, case.direction, case.dtype_name, case.shape, case.variant)
+    offering = [name for name in providers if entry.offers(name, case.variant)]
+    with torch.set_grad_enabled("backward" in case.direction):
+        made = _attempt(partial(_measured, subject, entry, case, offering, device, effort))
+    return [subject.failure(name, made) for name in offering] if isinstance(made, str) else made
+
+
+def _measured(
+    subject: _Subject,
+    entry: OpEntry,
+    case: Case,
+    providers: Sequence[str],
+    device: torch.device,
+    effort: Effort,
+) -> list[Measurement]:
     moved = entry.moved_bytes(case)
     sets = rotated_sets(moved, torch.cuda.get_device_properties(device).L2_cache_size)
-    subject = _Subject(op, case.direction, case.dtype_name, (case.rows, case.n))
-    with torch.set_grad_enabled("backward" in case.direction):
-        problem = entry.problem(case, device, sets, seed=case.n)
-        prepared = {name: _attempt(partial(_prepare, problem, name, case)) for name in providers}
-        ready = {name: one for name, one in prepared.items() if isinstance(one, Ready)}
-        subjects = {name: one.calls for name, one in ready.items()}
-        subjects[COPY] = ceiling.copy_calls(moved, device, sets, seed=case.n)
-        samples = measure.time_interleaved(subjects, rounds=effort.rounds, min_ms=effort.min_ms)
+    problem = entry.problem(case, device, sets, seed=case.shape[-1])
+    prepared = {name: _attempt(partial(_prepare, problem, name, case)) for name in providers}
+    ready = {name: one for name, one in prepared.items() if isinstance(one, Ready)}
+    subjects = {name: one.calls for name, one in ready.items()}
+    subjects[COPY] = ceiling.copy_calls(moved, device, sets, seed=case.shape[-1])
+    samples = measure.time_interleaved(subjects, rounds=effort.rounds, min_ms=effort.min_ms)
 
     made = [subject.failure(name, one) for name, one in prepared.items() if isinstance(one, str)]
     timings = {name: measure.summarize(times) for name, times in samples.items()}
@@ -90,13 +108,13 @@ def device_measurements(
 
 
 def host_measurements(
-    op: str, entry: Entry, providers: Sequence[str], device: torch.device, effort: Effort
+    op: str, entry: OpEntry, providers: Sequence[str], device: torch.device, effort: Effort
 ) -> list[Measurement]:
     """What small calls cost the host, by provider and direction."""
-    x = entry.small_inputs(device)[0]
+    x = next(x for x in entry.small_inputs(device) if x.is_floating_point())
     shape, dtype = tuple(x.shape), str(x.dtype).removeprefix("torch.")
     made = []
-    for provider in providers:
+    for provider in [name for name in providers if name in entry.providers]:
         calls = _attempt(partial(entry.host_calls, provider, device))
         if isinstance(calls, str):
             made.append(_Subject(op, "host_forward", dtype, shape).failure(provider, calls))
@@ -121,9 +139,12 @@ class _Subject:
     direction: str
     dtype: str
     shape: tuple[int, ...]
+    variant: str = ""
 
     def measurement(self, provider: str, **values: Any) -> Measurement:
-        return Measurement(self.op, self.direction, self.dtype, self.shape, provider, **values)
+        return Measurement(
+            self.op, self.direction, self.dtype, self.shape, provider, variant=self.variant, **values
+        )
 
     def failure(self, provider: str, reason: str) -> Measurement:
         return self.measurement(provider, status="error", reason=reason)
@@ -163,6 +184,7 @@ def _results(call: Call) -> tuple[Tensor, ...]:
 
 def _poison(results: tuple[Tensor, ...]) -> None:
     """Fill memory that was just a result with NaN and let it go: the allocator hands the same blocks to the
-    next call of these sizes, so an element that call does not write shows in its check."""
+    next call of these sizes, so an element that call does not write shows in its check. Past autograd's eyes: a
+    peer's result may be what it has saved and has overwritten."""
     for result in results:
-        result.detach().fill_(float("nan"))
+        result.data.fill_(float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 
 from . import cold_start, environment, records, runner, table
 from .entry import load
+from .op_entry import OpEntry
 from .plot import plot
-from .providers import absence
+from .providers import absence, first_line
 from .records import Environment, Measurement, Run
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -38,16 +40,18 @@ class Recorder:
 def measure(
     op: str,
     *,
-    sections: Sequence[str],
+    sections: Sequence[str] | None,
     providers: Sequence[str],
-    quick: bool,
+    effort: str,
     results: Path | None,
     command: str,
     commit: str | None,
-) -> None:
+) -> Run:
     """Measure an op on GPU 0 and write OP.json, OP.png and OP.svg into `results` (or the GPU's own folder).
 
-    Sections are "forward", "backward", "host" and "cold"; a file there from before is replaced whole.
+    Sections are "forward", "backward", "host" and "cold", by default those that the op's entry names; a file there
+    from before is replaced whole. What goes wrong is recorded as an error of all providers: the next op is measured
+    all the same.
     """
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -56,21 +60,43 @@ def measure(
     seen = environment.observe(device, command=command, commit=commit, absent=absent)
     folder = results or RESULTS / environment.folder_name(seen.gpu)
     recorder = Recorder(op, folder / f"{op}.json", seen)
-    effort = runner.QUICK if quick else runner.FULL
-    entry = load(op)
+    try:
+        _sections(recorder, load(op), sections, present, device, runner.EFFORTS[effort])
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        failures = [
+            Measurement(op, "forward", "bfloat16", (), name, status="error", reason=reason)
+            for name in present
+        ]
+        recorder.add("stopped", failures)
 
-    if "host" in sections:
-        recorder.add("host", runner.host_measurements(op, entry, present, device, effort))
-    for case in entry.cases(quick):
-        if case.direction in sections:
-            title = f"{case.direction} {case.dtype_name} {case.rows} x {case.n}"
-            recorder.add(title, runner.device_measurements(op, entry, case, present, device, effort))
-            torch.cuda.empty_cache()
-    if "cold" in sections:
-        recorder.add("cold", cold_start.measurements(op, present, effort.processes))
-
-    print(f"\n{table.render(recorder.run)}\n\n{recorder.path}")
+    print(f"\n{table.render(recorder.run)}\n\n{recorder.path}", flush=True)
     try:
         plot(recorder.path)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         print(f"not drawn: {error}; `python -m benchmarks plot {recorder.path}` draws it where matplotlib is")
+    return recorder.run
+
+
+def _sections(
+    recorder: Recorder,
+    entry: OpEntry,
+    asked: Sequence[str] | None,
+    providers: Sequence[str],
+    device: torch.device,
+    effort: runner.Effort,
+) -> None:
+    op = entry.op
+    sections = entry.sections if asked is None else asked
+    if "host" in sections:
+        recorder.add("host", runner.host_measurements(op, entry, providers, device, effort))
+    for case in entry.cases(effort.points):
+        if case.direction in sections:
+            shape = " x ".join(map(str, case.shape))
+            title = " ".join((case.direction, case.dtype_name, case.variant, shape))
+            recorder.add(title, runner.device_measurements(op, entry, case, providers, device, effort))
+            torch.cuda.empty_cache()
+    if "cold" in sections:
+        offering = [name for name in providers if name in entry.providers]
+        recorder.add("cold", cold_start.measurements(op, offering, effort.processes))

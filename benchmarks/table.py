@@ -1,4 +1,4 @@
-"""A run as short tables: rows of n, columns of providers."""
+"""A run as short tables: rows of problems, columns of providers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def render(run: Run) -> str:
     for direction, dtype in device_figures(run):
         found = run.select(direction=direction, dtype=dtype)
         title = f"{run.op} {direction} {dtype}: fraction of the copy of as many bytes"
-        parts.append(_table(title, "n", found, _row_length, _fraction, copy_column=True))
+        parts.append(_table(title, "n", found, lambda m: m.point, _fraction, copy_column=True))
     host = [m for m in run.measurements if m.direction.startswith("host_")]
     if host:
         parts.append(_table(f"{run.op}, host us a small call", "", host, _direction, _host))
@@ -23,7 +23,7 @@ def render(run: Run) -> str:
         parts.append(_table(f"{run.op}, ms in a fresh process", "", cold, _direction, _milliseconds))
     parts += [f"{name} is absent: {reason}" for name, reason in run.environment.absent.items()]
     failures = {(m.provider, m.reason): m for m in run.measurements if m.status == "error"}
-    parts += [f"{m.provider} failed ({m.direction} {m.shape}): {m.reason}" for m in failures.values()]
+    parts += [f"{m.provider} failed ({m.direction} {m.point}): {m.reason}" for m in failures.values()]
     return "\n\n".join(parts)
 
 
@@ -61,10 +61,6 @@ def _cell(m: Measurement | None, text: Callable[[Measurement], str]) -> str:
     if m is None:
         return "-"
     return "error" if m.status == "error" else text(m)
-
-
-def _row_length(m: Measurement) -> str:
-    return str(m.shape[-1])
 
 
 def _direction(m: Measurement) -> str:

@@ -20,12 +20,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """One point of a figure: `direction` on a [rows, n] problem of `dtype`."""
+    """One point of a figure: `direction` on a problem of `dtype`. The entry says what its `shape` means ((rows, n)
+    where nothing else is said) and which variants it has, "" being the usual one."""
 
     direction: str
     dtype: torch.dtype
-    rows: int
-    n: int
+    shape: tuple[int, ...]
+    variant: str = ""
 
     @property
     def dtype_name(self) -> str:
@@ -53,15 +54,14 @@ class Workload:
         bytes: what one call has to move through device memory, each input read and each output written once.
         reference: the results in fp64, on a subset of the rows where a result has rows.
         select: picks that subset from what `run` returned.
-        rows, n: the shape of the problem.
+        shape: the problem's, as in Case.
     """
 
     run: Callable[[Any], tuple[Tensor, ...]]
     bytes: int
     reference: Callable[[], tuple[Tensor, ...]]
     select: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-    rows: int
-    n: int
+    shape: tuple[int, ...]
 
 
 def checked_rows(rows: int, device: torch.device, seed: int) -> Tensor:
@@ -76,7 +76,7 @@ def checked_rows(rows: int, device: torch.device, seed: int) -> Tensor:
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
     """‖result - reference‖ / ‖reference‖ in fp64; infinite where the result is not finite."""
-    difference = (result.double() - reference).norm() / reference.norm()
+    difference = (result.detach().double() - reference).norm() / reference.norm()
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
 

@@ -59,9 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--arch", required=True, help="the profile to tune; this machine's GPU must be one it serves"
     )
-    command.add_argument("--kernel", required=True, help="the kernel whose table to tune")
     command.add_argument(
-        "--candidates", type=Path, required=True, metavar="TOML", help="candidate rows by problem size"
+        "--kernel", required=True, help="the kernels whose tables to tune, separated by commas"
+    )
+    command.add_argument(
+        "--candidates",
+        type=Path,
+        required=True,
+        metavar="TOML",
+        help="candidate rows by problem size, or a folder of ARCH-KERNEL.toml",
     )
     command.add_argument(
         "--elements", type=int, default=1 << 27, help="elements of a problem (default: 2^27)"

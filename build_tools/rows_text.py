@@ -44,8 +44,8 @@ def write_rows(path: Path, kernel: str, winners: Sequence[Winner], provenance: s
     if body is None:
         raise ProfileError(f"{path.name}: [kernel.{kernel}]: rows must stand one a line")
     lines = [(_parse(path, line), line) for line in body[1].splitlines() if line.strip().startswith("{")]
-    kept = [(row, line) for row, line in lines if not _replaced(row, winners)]
-    lines = kept + [(_parse(path, w.line()), w.line()) for w in winners]
+    kept = [(row, line) for item in lines for row, line in _narrowed(*item, winners)]
+    lines = [(_parse(path, w.line()), w.line()) for w in winners] + kept
     lines.sort(key=lambda item: _order(item[0]))
     rows = "\n".join(line for _, line in lines)
     fresh = f'[kernel.{kernel}]\nprovenance = """\n{provenance}"""\nrows = [\n{rows}\n]\n\n'
@@ -62,14 +62,18 @@ def _parse(path: Path, line: str) -> dict[str, Any]:
     return row
 
 
-def _replaced(row: Mapping[str, Any], winners: Sequence[Winner]) -> bool:
-    """Whether winners hold all of an aligned row's dtypes at its very bound."""
-    if row.get("aligned") is False:
-        return False
+def _narrowed(row: dict[str, Any], line: str, winners: Sequence[Winner]) -> list[tuple[dict[str, Any], str]]:
+    """What is left of a row beside winners at its very bound: it keeps the dtypes that they don't hold."""
     dtypes = row.get("dtype", ["bf16", "fp16", "fp32"])
-    wanted = {dtypes} if isinstance(dtypes, str) else set(dtypes)
-    same = [set(w.dtypes) for w in winners if w.max_n == row.get("max_n")]
-    return bool(same) and wanted <= set().union(*same)
+    wanted = [dtypes] if isinstance(dtypes, str) else dtypes
+    held = {d for w in winners if w.max_n == row.get("max_n") for d in w.dtypes}
+    left = [d for d in wanted if d not in held]
+    if row.get("aligned") is False or left == wanted:
+        return [(row, line)]
+    if not left:
+        return []
+    row = {**row, "dtype": left}
+    return [(row, f"  {{ {', '.join(f'{k} = {_value(v)}' for k, v in row.items())} }},")]
 
 
 def _order(row: Mapping[str, Any]) -> tuple[bool, float]:

@@ -8,8 +8,9 @@ Candidates come from a TOML file of problems:
     dtypes = ["bf16", "fp16"]   # the row's filter; the first is measured
     candidates = [{ form = "row", block = 4096, stages = [2, 3], num_warps = [4, 8] }]
 
-A list of numbers is tried in every combination. Every candidate's results are compared with fp64 before it is timed:
-num_warps must not change the answer. A candidate counts only if its binaries pass the audit for every dtype of the row.
+They lie under arch_profiles/candidates, one file a kernel. A list of numbers is tried in every combination. Every
+candidate's results are compared with fp64 before it is timed: num_warps must not change the answer. A candidate counts
+only if its binaries pass the audit for every dtype of the row.
 """
 
 from __future__ import annotations
@@ -77,10 +78,23 @@ class Measured:
 
 def tune(options: argparse.Namespace) -> int:
     """The command. Needs a GPU that the profile serves, torch, and an installed or source liger_aot."""
-    profile, plans = make_plans(options.arch)
-    op, plan = _owner(options.kernel, plans)
-    problems = read_problems(options.candidates)
-    session = _Session(options.kernel, op, plan, plans, profile, options.elements, options.workers)
+    report: dict[str, list[Any]] = {}
+    for kernel in options.kernel.split(","):
+        folder = options.candidates
+        file = folder / f"{options.arch}-{kernel}.toml" if folder.is_dir() else folder
+        measured = _tune_kernel(kernel, file, options)
+        report[kernel] = [asdict(one) for one in measured]
+        if options.report:
+            options.report.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _tune_kernel(kernel: str, candidates: Path, options: argparse.Namespace) -> list[Measured]:
+    op = _owner(kernel)
+    uses = import_module(f"liger_aot.ops.{op}").OP.uses
+    profile, plans = make_plans(options.arch, (op, *uses))
+    problems = read_problems(candidates)
+    session = _Session(kernel, plans, profile, options.elements, options.workers)
     results: list[Measured] = []
     winners: list[Winner] = []
     for problem in problems:
@@ -89,10 +103,10 @@ def tune(options: argparse.Namespace) -> int:
         winner = best(problem, measured)
         winners.append(winner)
         print(
-            f"n <= {problem.max_n or 'any'} {'/'.join(problem.dtypes)}: {winner.comment}: {dict(winner.candidate)}"
+            f"{kernel} n <= {problem.max_n or 'any'} {'/'.join(problem.dtypes)}: {winner.comment}: "
+            f"{dict(winner.candidate)}",
+            flush=True,
         )
-    if options.report:
-        options.report.write_text(json.dumps([asdict(m) for m in results], indent=1) + "\n")
     if options.write:
         import torch
         import triton
@@ -102,9 +116,9 @@ def tune(options: argparse.Namespace) -> int:
             f"{options.elements} elements, fraction of the copy of as many bytes in the same run; "
             "rows with no comment were not part of it"
         )
-        write_rows(profile.path, options.kernel, winners, provenance)
+        write_rows(profile.path, kernel, winners, provenance)
         print(f"written to {profile.path}")
-    return 0
+    return results
 
 
 def read_problems(path: Path) -> tuple[Problem, ...]:
@@ -145,12 +159,12 @@ def _expand(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(entry, values, strict=True))
 
 
-def _owner(kernel: str, plans: Sequence[Plan]) -> tuple[str, Plan]:
-    for plan in plans:
-        if kernel in plan.kernels:
-            return plan.op, plan
-    known = ", ".join(k for op in declared_ops() for k in read_declaration(op).kernels)
-    raise BuildError(f"unknown kernel {kernel!r}: there are {known}")
+def _owner(kernel: str) -> str:
+    """The op that declares a kernel."""
+    declared = {k: op for op in declared_ops() for k in read_declaration(op).kernels}
+    if kernel not in declared:
+        raise BuildError(f"unknown kernel {kernel!r}: there are {', '.join(declared)}")
+    return declared[kernel]
 
 
 class _Session:
@@ -159,8 +173,6 @@ class _Session:
     def __init__(
         self,
         kernel: str,
-        op: str,
-        plan: Plan,
         plans: Sequence[Plan],
         profile: Profile,
         elements: int,
@@ -177,10 +189,10 @@ class _Session:
             raise BuildError(
                 f"profile {profile.arch.name} serves {', '.join(profile.arch.serves)}, this GPU is {here}"
             )
-        self._kernel_name, self._op, self._profile, self._plans = kernel, op, profile, plans
-        self._kernel: KernelPlan = plan.kernels[kernel]
+        self._kernel_name, self._op, self._profile, self._plans = kernel, plans[0].op, profile, plans
+        self._kernel: KernelPlan = plans[0].kernels[kernel]
         self._elements, self._workers = elements, workers
-        self._entry = import_module(f"benchmarks.{op}")
+        self._entry = import_module(f"benchmarks.{self._op}")
         self._base = self._make(v for p in plans for v in p.variants)
 
     def measure(self, problem: Problem) -> list[Measured]:
@@ -300,20 +312,18 @@ def _bind(
     key = dispatch_key(chosen.variant.axes, chosen.variant.aligned)
     here = gpu(0)
     runtimes = {}
-    op_class = import_module(f"liger_aot.ops.{op}").OP
     for plan in plans:
-        if plan.op in (op, *op_class.uses):
-            manifest = _manifest(plan, audited, folder, chosen if plan.op == op else None, key)
-            bound = OpOn(manifest, GPUDriver(here.shared_per_block), 0, here.multiprocessors)
-            runtimes[plan.op] = Runtimes(plan.op, {0: bound})
+        manifest = _manifest(plan, audited, folder, chosen if plan.op == op else None, key)
+        bound = OpOn(manifest, GPUDriver(here.shared_per_block), 0, here.multiprocessors)
+        runtimes[plan.op] = Runtimes(plan.op, {0: bound})
+    op_class = import_module(f"liger_aot.ops.{op}").OP
     return op_class(runtimes)
 
 
 def _manifest(
     plan: Plan, audited: Mapping[str, Audited], folder: Path, chosen: Audited | None, key: str
 ) -> Any:
-    from build_tools.compile import BINARY
-    from build_tools.pack import op_manifest
+    from build_tools.pack import op_manifest, stored, suffix
     from liger_aot.manifest import OpManifest
 
     kernels = dict(plan.kernels)
@@ -329,7 +339,7 @@ def _manifest(
     path.write_bytes(text)
     binaries = folder / plan.op
     binaries.mkdir()
-    suffix = "cubin" if chosen is None else BINARY["hip" if chosen.facts.kind == "hsaco" else "cuda"]
+    ending = suffix("hip" if chosen is not None and chosen.facts.kind == "hsaco" else "cuda")
     for variant in changed.variants:
-        (binaries / f"{variant.name}.{suffix}").write_bytes(audited[variant.name].compiled.image)
-    return OpManifest(path, sha256(text).hexdigest(), binaries, suffix)
+        (binaries / f"{variant.name}.{ending}").write_bytes(stored(audited[variant.name].compiled.image))
+    return OpManifest(path, sha256(text).hexdigest(), binaries, ending)

@@ -1,4 +1,7 @@
-"""The walk of RMSNorm's backward over long rows, shared by several programs a row; see ``rmsnorm.backward_pairs``."""
+"""The walk of RMSNorm's backward over long rows, shared by several programs a row; see ``rmsnorm.backward_pairs``.
+
+With ADD a further gradient of x is added to dx, which is then what ``fused_add_rmsnorm`` needs.
+"""
 
 import triton
 import triton.language as tl
@@ -20,20 +23,25 @@ def pair_dot(x, dy, w, offset, dtype: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def pair_finish(
-    x, dy, w, dw_even, dw_odd, c, rstd, offset, DX, mask, dtype: tl.constexpr, OFFSET: tl.constexpr
-):
+    x, dy, w, dw_even, dw_odd, c, rstd, offset, DX, mask, dtype: tl.constexpr, OFFSET: tl.constexpr,
+    add=None, ADD: tl.constexpr = False,
+):  # fmt: skip
     """Store one row's dx and return the two sums of dw with the row added; c holds rstd^3 and 1/n already."""
     a = even(dy, dtype) * rstd
     x_half = even(x, dtype)
     dx_even = even(w, dtype) * a - x_half * c
     if OFFSET:
         dx_even += offset * a
+    if ADD:
+        dx_even += even(add, dtype)
     dw_even += a * x_half
     a = odd(dy, dtype) * rstd
     x_half = odd(x, dtype)
     dx_odd = odd(w, dtype) * a - x_half * c
     if OFFSET:
         dx_odd += offset * a
+    if ADD:
+        dx_odd += odd(add, dtype)
     dw_odd += a * x_half
     tl.store(DX, pair_up(dx_even, dx_odd, dtype), mask=mask)
     return dw_even, dw_odd
@@ -48,9 +56,18 @@ def load_pairs(pointer, mask, EXACT: tl.constexpr):
 
 
 @triton.jit
+def load_added(pointer, offset, mask, ADD: tl.constexpr):
+    if ADD:
+        return tl.load(pointer + offset, mask=mask, other=0)
+    else:
+        return 0
+
+
+@triton.jit
 def walk_rows(
     X_at, DY_at, DX_at, RSTD, WORDS, w, mask, dx_mask, n, group, groups, part, n_rows, offset, dtype: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, OFFSET: tl.constexpr,
+    ADD_at=None, add_mask=None, ADD: tl.constexpr = False,
 ):  # fmt: skip
     """A program's part of every row of its group: dx is stored, the two sums of dw are returned."""
     dw_even = tl.zeros([BLOCK], tl.float32)
@@ -68,13 +85,14 @@ def walk_rows(
         dy = load_pairs(DY_at + row * n, mask, EXACT)
         rstd = tl.load(RSTD + row)
         post(WORDS + row * SPLIT + part, pair_dot(x, dy, w, offset, dtype, OFFSET))
+        add = load_added(ADD_at, last_row * n, add_mask, ADD)
         if row >= groups:  # the `while` must sit inside an `if`: directly in the loop it turns pipelining off
             while missing(words):
                 words = poll(words_at)
             c = total(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
             dw_even, dw_odd = pair_finish(
                 last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset,
-                DX_at + last_row * n, dx_mask, dtype, OFFSET,
+                DX_at + last_row * n, dx_mask, dtype, OFFSET, add, ADD,
             )  # fmt: skip
         last_x = x
         last_dy = dy
@@ -87,8 +105,9 @@ def walk_rows(
         while missing(words):
             words = poll(words_at)
         c = total(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
+        add = load_added(ADD_at, last_row * n, add_mask, ADD)
         dw_even, dw_odd = pair_finish(
             last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset,
-            DX_at + last_row * n, dx_mask, dtype, OFFSET,
+            DX_at + last_row * n, dx_mask, dtype, OFFSET, add, ADD,
         )  # fmt: skip
     return dw_even, dw_odd

@@ -86,7 +86,5 @@ def backward(
     silu = gate * sigmoid
     dgate = dy * up * (silu * (1.0 - sigmoid) + sigmoid)
     dtype: tl.constexpr = DGATE.dtype.element_ty
-    tl.store(
-        DGATE + (row * dgate_stride + first) + cols, dgate.to(dtype), mask=mask & (store_dgate != 0)
-    )
+    tl.store(DGATE + (row * dgate_stride + first) + cols, dgate.to(dtype), mask=mask & (store_dgate != 0))
     tl.store(DUP + (row * dup_stride + first) + cols, (dy * silu).to(dtype), mask=mask & (store_dup != 0))

@@ -5,26 +5,29 @@ Both work on CPU tensors: an op whose runtimes are bound to one of them launches
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from threading import local
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from build_tools.declaration import read_declaration
+from build_tools.declaration import Kernel, read_declaration
 from liger_aot.manifest import OpManifest, Pack, Variant
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
 
+AnyOp = TypeVar("AnyOp", bound=Op)
 MULTIPROCESSORS = 2  # few, so that persistent programs have several steps
 
 
-def bound_op(op_class: type[Op], pack: Pack, driver: Callable[[str, Pack], Any]) -> Op:
+def bound_op(op_class: type[AnyOp], pack: Pack, driver: Callable[[str, Pack], Any]) -> AnyOp:
     """``op_class`` with CPU tensors bound to ``driver(op name, pack)`` over the pack's dispatch tables."""
     runtimes = {}
     for name in (op_class.name, *op_class.uses):
@@ -72,11 +75,19 @@ class InterpreterDriver:
         constants = {name: _constant(form, name, variant.numbers[name.lower()]) for name in form.constants}
 
         def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+            _check_alignment(kernel, variant, arguments)
             _interpret(
                 function, grid, types, list(kernel.arguments), arguments, constants, variant.cooperative
             )
 
         return Launchable(run)
+
+
+def _check_alignment(kernel: Kernel, variant: Variant, arguments: tuple[Any, ...]) -> None:
+    """What the compiler was promised of an aligned variant's arguments; these drivers would not notice otherwise."""
+    if "aligned" in variant.name.split("-"):
+        for name, value in zip(kernel.arguments, arguments, strict=True):
+            assert name not in kernel.aligned or not (value or 0) % 16, f"{variant.name}: {name} is {value}"
 
 
 def _constant(form: Any, name: str, value: int) -> int | bool:
@@ -166,10 +177,12 @@ def _teach_inline_assembly() -> None:
 
 
 class EmulatorDriver:
-    """The pack's own machine code, executed in software. Every live CPU tensor's storage is the device's memory."""
+    """The pack's own machine code, executed in software. The device's memory is the storages of the CPU tensors that
+    it is given: an access beside them is a fault."""
 
     def __init__(self, op: str, pack: Pack) -> None:
         self._arch = pack.arch
+        self._kernels = read_declaration(op).kernels
 
     def stream(self, device: int) -> int:
         return 0
@@ -178,10 +191,15 @@ class EmulatorDriver:
         from tests.amd_emulator import Memory, Program
 
         program = Program(variant.read(), self._arch, variant.symbol)
+        kernel = self._kernels[variant.name.split("-")[0]]
 
         def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+            _check_alignment(kernel, variant, arguments)
             memory = Memory()
-            mapped = _map_storages(memory)
+            letters = zip(variant.signature, arguments, strict=True)
+            mapped = _map_storages(
+                memory, [address for letter, address in letters if letter == "p" and address]
+            )
             values = [
                 _translate(value or 0, mapped)
                 if letter == "p"
@@ -195,24 +213,46 @@ class EmulatorDriver:
         return Launchable(run)
 
 
-def _map_storages(memory: Any) -> list[tuple[int, int, int]]:
-    """(host address, bytes, device address) of every storage that a live tensor holds."""
-    import ctypes
+_known: dict[int, weakref.ref[torch.Tensor]] = {}  # CPU tensors met so far, by id
 
+
+def _map_storages(memory: Any, addresses: list[int]) -> list[tuple[int, int, int]]:
+    """(host address, bytes, device address) of the storages that hold ``addresses``.
+
+    Tensors are found among all objects of the process; the young ones are looked at first, as there are few.
+    """
     found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu" and thing.numel():
-            try:
-                storage = thing.untyped_storage()
-                address, size = storage.data_ptr(), storage.nbytes()
-            except RuntimeError:  # left over from a trace of torch.compile's: it has no memory
-                continue
-            found[address] = max(size, found.get(address, 0))
+    for generation in (0, 1, 2):
+        for thing in gc.get_objects(generation):
+            if type(thing) is torch.Tensor or type(thing) is torch.nn.Parameter:
+                _known[id(thing)] = weakref.ref(thing)
+        found = _storages()
+        if all(any(start <= a < start + size for start, size in found.items()) for a in addresses):
+            break
     mapped = []
-    for address, size in found.items():
-        buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-        mapped.append((address, size, memory.add(buffer, f"storage at {address:#x}")))
+    for start, size in found.items():
+        if any(start <= a < start + size for a in addresses):
+            buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start))
+            mapped.append((start, size, memory.add(buffer, f"storage at {start:#x}")))
     return mapped
+
+
+def _storages() -> dict[int, int]:
+    """Address -> bytes of every storage that a known living tensor holds."""
+    found: dict[int, int] = {}
+    for key, reference in list(_known.items()):
+        thing = reference()
+        if thing is None or thing.device.type != "cpu":
+            del _known[key]
+            continue
+        try:
+            storage = thing.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # left over from a trace of torch.compile's: it has no memory
+            continue
+        if size:
+            found[address] = max(size, found.get(address, 0))
+    return found
 
 
 def _translate(address: int, mapped: list[tuple[int, int, int]]) -> int:

@@ -123,7 +123,7 @@ def sizes_of(entries: tuple[tuple[int | None, str], ...], aligned: bool) -> list
     for bound, _ in entries:
         high = bound if bound is not None else 2 * low + 64
         n = low + max(1, (high - low) * 5 // 8)
-        n = max(16, n // 16 * 16) if aligned else n | 1
+        n = -(-n // 16) * 16 if aligned else n | 1
         sizes.append(min(n, high))
         low = high
     return sizes

@@ -18,7 +18,6 @@ from benchmarks import (
     providers,
     records,
     session,
-    table,
     workload,
 )
 from benchmarks.__main__ import main
@@ -47,7 +46,9 @@ ENVIRONMENT = Environment(
 )
 
 
-def device_measurement(provider: str, n: int, median_ms: float, direction: str = "forward") -> Measurement:
+def device_measurement(
+    provider: str, n: int, median_ms: float, direction: str = "forward", variant: str = ""
+) -> Measurement:
     moved = 2**30
     return Measurement(
         op="rmsnorm",
@@ -64,6 +65,7 @@ def device_measurement(provider: str, n: int, median_ms: float, direction: str =
         fraction=0.25 / median_ms,
         host_us=12.5,
         relative_error=2e-3,
+        variant=variant,
     )
 
 
@@ -144,7 +146,7 @@ def test_a_measurement_that_contradicts_itself_is_refused(change: dict[str, obje
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data.update(format=99), "format 1"),
+        (lambda data: data.update(format=99), "format 2 or 1"),
         (lambda data: data["measurements"][0].pop("fraction"), "fraction"),
         (lambda data: data["measurements"][0].update(speed=1), "speed"),
         (lambda data: data["measurements"][0].update(median_ms="0.25"), "rmsnorm.json"),
@@ -161,6 +163,24 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage, message: str)
     with pytest.raises(ValueError, match=message) as caught:
         records.read(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_file_from_before_variants_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rmsnorm.json"
+    records.write(path, sample_run())
+    data = json.loads(path.read_text())
+    data["format"] = 1
+    for item in data["measurements"]:
+        del item["variant"]
+    path.write_text(json.dumps(data))
+    assert records.read(path) == sample_run()
+
+
+def test_a_point_is_named_by_its_length_or_shape_and_variant() -> None:
+    one = device_measurement("torch", 1024, 0.4)
+    assert one.point == "1024"
+    assert dataclasses.replace(one, variant="packed").point == "packed 1024"
+    assert dataclasses.replace(one, shape=(4, 64, 8, 8)).point == "4x64x8x8"
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
@@ -201,6 +221,29 @@ def test_rotated_sets_pass_four_caches_between_two_uses() -> None:
     assert (workload.rotated_sets(2**20 + 1, l2)) * (2**20 + 1) >= 4 * l2
 
 
+def test_an_op_that_cannot_be_measured_is_recorded_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def broken(op: str) -> None:
+        raise ImportError(f"no {op} in the pack")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(session.environment, "observe", lambda *_, **__: ENVIRONMENT)
+    monkeypatch.setattr(session, "load", broken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = ["rmsnorm", "swiglu", "--out", str(tmp_path), "--providers", "liger_aot,torch"]
+    assert main(arguments) == 1
+    for op in ("rmsnorm", "swiglu"):
+        run = records.read(tmp_path / f"{op}.json")
+        assert [(m.provider, m.status) for m in run.measurements] == [
+            ("liger_aot", "error"),
+            ("torch", "error"),
+        ]
+        assert all(f"no {op} in the pack" in str(m.reason) for m in run.measurements)
+    printed = capsys.readouterr().out
+    assert sum(line.endswith("FAILED") for line in printed.splitlines()) == 2
+
+
 def test_host_time_counts_each_call() -> None:
     made = []
     microseconds = measure.time_host(lambda: made.append(0), calls=7, repeats=5, synchronize=lambda: None)
@@ -228,29 +271,6 @@ def test_a_cold_start_that_fails_is_a_record() -> None:
     assert failed.reason and "Traceback" not in failed.reason
 
 
-# Tables and plots ------------------------------------------------------------------------------------------
-
-
-def test_table_has_a_row_for_each_length_and_says_what_failed() -> None:
-    text = table.render(sample_run())
-    row = next(line.split() for line in text.splitlines() if line.split()[:1] == ["131072"])
-    assert row == ["131072", "0.962", "0.625", "error", "4295"]
-    assert "liger failed" in text and "quack is absent: ModuleNotFoundError" in text
-    assert any(line.split() == ["forward", "9.5", "10.5"] for line in text.splitlines())
-    assert any(line.split() == ["total", "9.5", "10.5"] for line in text.splitlines())
-
-
-def test_plot_is_drawn_from_the_file_alone(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib draws the figures and is not installed")
-    path = tmp_path / "rmsnorm.json"
-    records.write(path, sample_run())
-    assert main(["plot", str(path)]) == 0
-    png, svg = path.with_suffix(".png").read_bytes(), path.with_suffix(".svg").read_bytes()
-    assert png.startswith(b"\x89PNG") and b"liger-aot" in svg and b"first call in a fresh process" in svg
-    assert main(["plot", str(path)]) == 0
-    assert (path.with_suffix(".png").read_bytes(), path.with_suffix(".svg").read_bytes()) == (png, svg)
-
-
 # The command line ------------------------------------------------------------------------------------------
 
 
@@ -271,11 +291,13 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rmsnorn"], "no benchmark for rmsnorn: there is one for rmsnorm"),
+        (["rmsnorn"], "no benchmark for rmsnorn: there is one for "),
         (["rmsnorm", "--providers", "liger_aot,apex"], "no provider apex"),
         (["rmsnorm", "--only", "sideways"], "invalid choice"),
+        (["rmsnorm", "--effort", "some"], "invalid choice"),
         ([], "required"),
         (["plot", "nowhere.json"], "nowhere.json"),
+        (["summary", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(arguments: list[str], message: str, capsys) -> None:
@@ -288,6 +310,7 @@ def test_a_wrong_call_says_what_is_wrong(arguments: list[str], message: str, cap
 def test_an_op_is_found_by_its_file() -> None:
     assert "rmsnorm" in entry.names()
     assert not {"measure", "table", "__main__"} & set(entry.names())
+    assert [entry.load(name).op for name in entry.names()] == entry.names()
     with pytest.raises(ValueError, match="rmsnorm"):
         entry.load("measure")
 

@@ -289,7 +289,7 @@ def test_dispatch_tables_that_cannot_be(sm80: Path, field: str, value: Any, mess
         (b"9" * 5000, "not JSON"),
         (b"[]", "the file is not an object"),
         (b"{}", "format is None"),
-        (b'{"format": 1}', "variants is not an object"),
+        (b'{"format": %d}' % FORMAT, "variants is not an object"),
     ],
 )
 def test_text_that_is_no_manifest(sm80: Path, text: bytes, message: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import liger_aot
+from build_tools.pack import stored
 from liger_aot import devices, packs
 from liger_aot.errors import DriverNotFound, PackDamaged, PackNotFound, UnknownOp
 from liger_aot.ops.column_sums import ColumnSums
@@ -142,11 +143,11 @@ def stand_in_gpu(
 
     def convert(document: Any) -> None:
         for name, variant in document["variants"].items():
-            binary = image(f"{variant['symbol']}=ppii")
-            (sm80 / "column_sums" / f"{name}.cubin").write_bytes(binary)
+            binary = stored(image(f"{variant['symbol']}=ppii"))
+            (sm80 / "column_sums" / f"{name}.cubin.gz").write_bytes(binary)
             variant["sha256"] = sha256(binary).hexdigest()
 
-    edit(sm80 / "manifest.json", lambda m: m["ops"].pop("rmsnorm"))
+    edit(sm80 / "manifest.json", lambda m: m.update(ops={"column_sums": m["ops"]["column_sums"]}))
     edit(sm80 / "column_sums.json", convert)
     monkeypatch.setattr(devices, "gpu", lambda index: devices.GPU(index, A100, 108, 166912))
     monkeypatch.setattr(devices, "driver", lambda: native.Driver("cuda", stand_in.path))

@@ -24,7 +24,8 @@ from build_tools.profile import profile_names
 from examples.fresh_environment import make_environment
 
 pytestmark = pytest.mark.slow
-LARGEST_PACK = 1_000_000  # bytes of an architecture inside the wheel, compressed
+LARGEST_PACK = 3_000_000  # bytes of an architecture inside the wheel, compressed
+LARGEST_INSTALLED = 8_000_000  # and as it is installed
 PARTS = (
     "arch_profiles",
     "build_tools",
@@ -148,14 +149,17 @@ def test_contents(full_wheel: Path) -> None:
 
 
 def test_size_of_packs(full_wheel: Path) -> None:
-    sizes: dict[str, int] = {}
+    packed: dict[str, int] = {}
+    installed: dict[str, int] = {}
     with ZipFile(full_wheel) as archive:
         for entry in archive.infolist():
             if entry.filename.startswith("liger_aot_packs/"):
                 arch = entry.filename.split("/")[1]
-                sizes[arch] = sizes.get(arch, 0) + entry.compress_size
-    assert set(sizes) == set(profile_names())
-    assert max(sizes.values()) <= LARGEST_PACK, sizes
+                packed[arch] = packed.get(arch, 0) + entry.compress_size
+                installed[arch] = installed.get(arch, 0) + entry.file_size
+    assert set(packed) == set(profile_names())
+    assert max(packed.values()) <= LARGEST_PACK, packed
+    assert max(installed.values()) <= LARGEST_INSTALLED, installed
 
 
 def test_only_the_packs_asked_for(tree: Path, full_wheel: Path, host_wheel: Path) -> None:
@@ -240,7 +244,7 @@ def test_demo(installed: Installed) -> None:
 
 def test_a_damaged_file_is_found(full_wheel: Path, tmp_path: Path) -> None:
     installed = Installed(tmp_path, full_wheel)
-    binary = next(installed.folder.rglob("liger_aot_packs/gfx942/rmsnorm/*.hsaco"))
+    binary = next(installed.folder.rglob("liger_aot_packs/gfx942/rmsnorm/*.hsaco.gz"))
     binary.write_bytes(binary.read_bytes()[:-1] + b"?")
     assert binary.name in installed.run("liger-aot", "verify", exit_code=1)
 

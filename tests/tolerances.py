@@ -12,6 +12,8 @@ UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32
 # Absolute error of a rounding among the subnormals; bf16 and fp32 may be flushed to zero below their least normal.
 LEAST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-25, torch.float32: 2.0**-126}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Of the plain-torch references on the CPU: fp32 sums in another order, one rounding at the end.
+REFERENCE = {"bf16": 1.05, "fp16": 1.05, "fp32": 32.0}
 
 
 def worst(

@@ -13,14 +13,19 @@ from liger_aot.errors import LigerAOTError
 from liger_aot.loader import archs, load
 
 if TYPE_CHECKING:
+    from liger_aot import nn
     from liger_aot.explanation import explain
 
-__all__ = ["LigerAOTError", "__version__", "archs", "explain", "load", "ops"]
+__all__ = ["LigerAOTError", "__version__", "archs", "explain", "load", "nn", "ops"]
 
 
-def __getattr__(name: str) -> object:
-    if name == "explain":  # deferred: a serving process does not need it
+def __getattr__(name: str) -> object:  # deferred: a serving process does not need them
+    if name == "explain":
         from liger_aot.explanation import explain
 
         return explain
+    if name == "nn":
+        from importlib import import_module
+
+        return import_module("liger_aot.nn")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

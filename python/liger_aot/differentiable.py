@@ -6,7 +6,7 @@ in an op's own file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,9 +33,13 @@ class DifferentiableOp(Op):
     settings: ClassVar[tuple[str, ...]] = ()  # the others, in torch's schema language: "float eps"
     outputs: ClassVar[int] = 1  # how many of the results the caller gets
     results: ClassVar[int] = 1  # the outputs, then what only the backward needs
-    overwrites: ClassVar[
-        tuple[str, ...]
-    ] = ()  # arguments that may be overwritten although they need a gradient
+    overwrites: ClassVar[tuple[str, ...]] = ()  # may be overwritten although they need a gradient
+    same_gradient: ClassVar[
+        Mapping[str, str]
+    ] = {}  # argument -> an earlier one whose gradient is also its own
+    contiguous: ClassVar[bool] = (
+        True  # whether all results are; else they lie in memory as the references' do
+    )
 
     # ---- what a subclass gives ------------------------------------------------------------------------------
 
@@ -94,7 +98,7 @@ class DifferentiableOp(Op):
         """
         if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
             return _through_torch(self, tensors, settings, out)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        if torch.is_grad_enabled() and needs_gradient(tensors):
             if out is not None:
                 self.check(tensors, settings)
                 check_writable(self, tensors, out)
@@ -110,7 +114,7 @@ class DifferentiableOp(Op):
         self.check(tensors, settings)
         if self.on_reference(tensors):
             with torch.no_grad():
-                results: Tensors = self.reference(*tensors, *settings)
+                results = self.laid_out(self.reference(*tensors, *settings))
             if out is not None:
                 copied = (
                     to.copy_(r.view(to.shape)) for to, r in zip(out, results, strict=False) if r is not None
@@ -131,14 +135,25 @@ class DifferentiableOp(Op):
             return (None,) * len(needed)
         if self.on_reference(saved):
             with torch.no_grad():
-                found = self.reference_backward(grads, saved, *settings)
+                found = self.laid_out(self.reference_backward(grads, saved, *settings))
             return tuple(g if need else None for g, need in zip(found, needed, strict=True))
         return self.run_backward(_readable(grads), _readable(saved), settings, needed)
+
+    def laid_out(self, results: Tensors) -> Tensors:
+        """The reference's results as a kernel's lie in memory."""
+        return tuple(r.contiguous() if self.contiguous and r is not None else r for r in results)
 
     def on_reference(self, tensors: Tensors) -> bool:
         """Whether a call with these tensors is the plain-torch reference's: on the CPU, or with nothing to compute."""
         first: Tensor = next(t for t in tensors if t is not None)
         return self._own.of(first, self.tensors[0].rstrip("?")) is None or not first.numel()
+
+
+def needs_gradient(tensors: Tensors) -> bool:
+    for t in tensors:  # noqa: SIM110 (half the time of any(), on every call)
+        if t is not None and t.requires_grad:
+            return True
+    return False
 
 
 def check_writable(op: DifferentiableOp, tensors: Tensors, out: Sequence[Tensor]) -> None:
@@ -184,9 +199,10 @@ class _Function(torch.autograd.Function):
             return _backward_once(ctx, *grads)
         op: DifferentiableOp = ctx.op
         needed = ctx.needs_input_grad[3:]
-        if not any(g is not None for g in grads):
-            return (None,) * (3 + len(needed))
-        return None, None, None, *op.run_backward(grads, ctx.saved_tensors, ctx.settings, needed)
+        for g in grads:
+            if g is not None:
+                return None, None, None, *op.run_backward(grads, ctx.saved_tensors, ctx.settings, needed)
+        return (None,) * (3 + len(needed))
 
 
 @once_differentiable
@@ -201,7 +217,7 @@ def _through_torch(
     """The way of torch.compile and of tensor subclasses: what is written in place is copied there."""
     register(op.name)
     op.check(tensors, settings)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    keep = torch.is_grad_enabled() and needs_gradient(tensors)
     if out is not None and keep:
         check_writable(op, tensors, out)
     results = getattr(torch.ops.liger_aot, f"{op.name}_forward")(*tensors, *settings, keep)

@@ -93,11 +93,12 @@ class GatedActivation(DifferentiableOp):
         dy_at, n, dy_stride = in_dy[0], in_dy[6], in_dy[7]
         dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
         dgate_at, size = dgate.data_ptr(), dgate.element_size()
+        need = needed
         if in_up is None:
             dup, need = None, (True, True)
             up_at, up_stride, dup_at, dx_stride = gate_at + n * size, gate_stride, dgate_at + n * size, 2 * n
         else:
-            dup, need = torch.empty_like(up, memory_format=torch.contiguous_format), needed
+            dup = torch.empty_like(up, memory_format=torch.contiguous_format)
             up_at, up_stride, dup_at, dx_stride = in_up[0], in_up[7], dup.data_ptr(), n
             if gate_stride == up_stride == dy_stride == n:
                 rows, n = 1, rows * n

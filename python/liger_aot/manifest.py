@@ -7,6 +7,7 @@ format's version, the sha256 of every file that is read.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from liger_aot.errors import PackDamaged, PackTooNew
 
-FORMAT = 1
+FORMAT = 2
 LARGEST_FILE = 64 << 20  # bytes; a binary of ours is a few tens of kilobytes
 DTYPES = ("bf16", "fp16", "fp32")  # what a dispatch key's axes may say
 MOST_THREADS = 1024  # a block, on every architecture
@@ -57,7 +58,7 @@ class Variant(NamedTuple):
 
     def read(self) -> bytes:
         """The binary; PackDamaged unless it is the one the manifest was written for."""
-        return _checked(self.path, self.sha256)
+        return _unpacked(self.path, _checked(self.path, self.sha256))
 
 
 class Kernel(NamedTuple):
@@ -219,6 +220,18 @@ def _checked(path: Path, digest: str) -> bytes:
     if (found := sha256(data).hexdigest()) != digest:
         raise PackDamaged(path, f"sha256 is {found}, the manifest says {digest}")
     return data
+
+
+def _unpacked(path: Path, data: bytes) -> bytes:
+    """What a gzip file holds."""
+    reader = zlib.decompressobj(wbits=31)
+    try:
+        image = reader.decompress(data, LARGEST_FILE)
+    except zlib.error as error:
+        raise PackDamaged(path, f"not gzip: {error}") from None
+    if not reader.eof:
+        raise PackDamaged(path, f"cut short, or holds more than {LARGEST_FILE} bytes")
+    return image
 
 
 def _parse(path: Path, data: bytes) -> Any:

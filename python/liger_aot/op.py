@@ -45,6 +45,12 @@ class Op:
     def __repr__(self) -> str:
         return f"<liger_aot op {self.name}>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An op holds binaries on devices: a pickle or deep copy of a module that has one means the process's own."""
+        from liger_aot.loader import load
+
+        return load, (self.name,)
+
     def preload(self, device: torch.device | int | str | None = None) -> None:
         """Load every binary of the op onto ``device`` (default: torch's current GPU), before a CUDA graph capture or a
         first request. Nothing to do on the CPU.

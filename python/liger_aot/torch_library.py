@@ -54,6 +54,8 @@ def _define(op: DifferentiableOp) -> None:
     count = len(op.tensors)
     arguments = [f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}" for name in op.tensors]
     forward, backward = f"{op.name}_forward", f"{op.name}_backward"
+    index = {name.rstrip("?"): i for i, name in enumerate(op.tensors)}
+    same = [(index[other], index[first]) for other, first in op.same_gradient.items()]
     results = ", ".join(["Tensor"] * op.results)
     _library.define(f"{forward}({', '.join((*arguments, *op.settings, 'bool keep'))}) -> ({results})")
     read = ("Tensor?[] grads", "Tensor?[] saved", *op.settings, "bool[] needed")
@@ -71,13 +73,22 @@ def _define(op: DifferentiableOp) -> None:
 
     def fake_forward(*arguments: Any) -> Any:
         *inputs, keep = arguments
-        found = op.reference(*inputs)
-        return unpacked([r.new_empty(r.shape if keep or i < op.outputs else 0) for i, r in enumerate(found)])
+        found = op.laid_out(op.reference(*inputs))
+        return unpacked(
+            [torch.empty_like(r) if keep or i < op.outputs else r.new_empty(0) for i, r in enumerate(found)]
+        )
 
     def listed(found: Tensors, needed: Sequence[bool], like: Tensors) -> list[Tensor]:
-        """The gradients that are needed; one that does not exist is a tensor of no elements."""
+        """The gradients that are needed; one that does not exist is a tensor of no elements. None may be another one or
+        an argument: graphs are rewritten in that belief."""
         first = next(t for t in like if t is not None)
-        return [first.new_empty(0) if g is None else g for g, need in zip(found, needed, strict=True) if need]
+        made: list[Tensor] = []
+        for g, need in zip(found, needed, strict=True):
+            if need:
+                g = first.new_empty(0) if g is None else g
+                taken = any(g is t for t in (*like, *made))
+                made.append(g.clone(memory_format=torch.contiguous_format) if taken else g)
+        return made
 
     def run_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:
         *settings, needed = arguments
@@ -85,8 +96,8 @@ def _define(op: DifferentiableOp) -> None:
 
     def fake_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:
         *settings, needed = arguments
-        found = op.reference_backward(tuple(grads), tuple(saved), *settings)
-        return [g.new_empty(g.shape) for g in listed(found, needed, grads)]
+        found = op.laid_out(op.reference_backward(tuple(grads), tuple(saved), *settings))
+        return [torch.empty_like(g) for g in listed(found, needed, grads)]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         results = (output,) if op.results == 1 else tuple(output)
@@ -104,9 +115,16 @@ def _define(op: DifferentiableOp) -> None:
         ]
         if not any(needed) or all(g is None for g in grads):
             return (None,) * count + rest
+        asked = list(needed)  # a gradient that two arguments have is asked for once
+        for other, first in same:
+            asked[first] = asked[first] or asked[other]
+            asked[other] = False
         call = getattr(torch.ops.liger_aot, backward)
-        found = iter(call(grads, ctx.saved_tensors, *ctx.settings, needed))
-        made = [next(found) if need else None for need in needed]
+        found = iter(call(grads, ctx.saved_tensors, *ctx.settings, asked))
+        made = [next(found) if ask else None for ask in asked]
+        for other, first in same:
+            made[other] = made[first] if needed[other] else None
+        made = [g if need else None for g, need in zip(made, needed, strict=True)]
         shapes = zip(made, ctx.shapes, strict=True)
         return tuple(g if g is not None and g.shape == shape else None for g, shape in shapes) + rest
 

@@ -317,7 +317,7 @@ def reference_backward(
     dx = (scaled * rstd - xw * c).to(x.dtype)
     if weight is None:
         return dx, None
-    dweight = (dyw * xw * rstd).sum(tuple(range(x.dim() - 1)))
+    dweight = (dyw * xw * rstd).reshape(x.shape[:-1].numel(), x.shape[-1]).sum(0)
     return dx, dweight.to(weight.dtype)
 
 

@@ -1,0 +1,141 @@
+"""Log-softmax over rows: y = x - max - log(sum of exp(x - max)), and its backward."""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.softmax_gradient import gradient_blocks, gradient_long, gradient_row, gradient_tile
+from csrc_triton.softmax_statistics import (
+    LOG2_E,
+    normalize_blocks,
+    normalize_long,
+    normalize_row,
+    normalize_tile,
+)
+
+DECLARATION = {
+    "op": "log_softmax",
+    "kernels": {
+        "log_softmax_forward": {
+            "arguments": {
+                "Y": "*dtype",
+                "X": "*dtype",
+                "y_stride": "i64",
+                "x_stride": "i64",
+                "n_rows": "i64",
+                "n_cols": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
+            "aligned": ["Y", "X", "y_stride", "x_stride", "n_cols"],
+            "forms": {
+                "tile": {"function": "forward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
+                "row": {"function": "forward_row", "constants": ["BLOCK"], "covers": "BLOCK"},
+                "blocks": {
+                    "function": "forward_blocks",
+                    "constants": ["BLOCK", "BLOCKS", "HOLD", "STREAM"],
+                    "defaults": {"HOLD": True, "STREAM": False},
+                    "covers": "BLOCKS * BLOCK",
+                },
+                "long": {
+                    "function": "forward_long",
+                    "constants": ["BLOCK", "KEEP", "EARLY", "HOLD", "STREAM", "ACROSS", "REPACK"],
+                    "defaults": {
+                        "EARLY": False,
+                        "HOLD": True,
+                        "STREAM": False,
+                        "ACROSS": False,
+                        "REPACK": False,
+                    },
+                },
+            },
+        },
+        "log_softmax_backward": {
+            "arguments": {
+                "DX": "*dtype",
+                "DY": "*dtype",
+                "Y": "*dtype",
+                "dx_stride": "i64",
+                "dy_stride": "i64",
+                "y_stride": "i64",
+                "n_rows": "i64",
+                "n_cols": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
+            "aligned": ["DX", "DY", "Y", "dx_stride", "dy_stride", "y_stride", "n_cols"],
+            "forms": {
+                "tile": {"function": "backward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
+                "row": {
+                    "function": "backward_row",
+                    "constants": ["BLOCK", "REPACK"],
+                    "defaults": {"REPACK": False},
+                    "covers": "BLOCK",
+                },
+                "blocks": {
+                    "function": "backward_blocks",
+                    "constants": ["BLOCK", "BLOCKS"],
+                    "covers": "BLOCKS * BLOCK",
+                },
+                "long": {
+                    "function": "backward_long",
+                    "constants": ["BLOCK", "REPACK"],
+                    "defaults": {"REPACK": False},
+                },
+            },
+        },
+    },
+}
+
+
+@triton.jit
+def forward_tile(Y, X, y_stride, x_stride, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    normalize_tile(Y, X, y_stride, x_stride, n_rows, n_cols, LOG2_E, ROWS, BLOCK, True)
+
+
+@triton.jit
+def forward_row(Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr):
+    normalize_row(Y, X, y_stride, x_stride, n_cols, LOG2_E, BLOCK, True)
+
+
+@triton.jit
+def forward_blocks(
+    Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HOLD: tl.constexpr,
+    STREAM: tl.constexpr,
+):  # fmt: skip
+    normalize_blocks(Y, X, y_stride, x_stride, n_cols, LOG2_E, BLOCK, BLOCKS, HOLD, STREAM, True)
+
+
+@triton.jit
+def forward_long(
+    Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    HOLD: tl.constexpr, STREAM: tl.constexpr, ACROSS: tl.constexpr, REPACK: tl.constexpr,
+):  # fmt: skip
+    normalize_long(
+        Y, X, y_stride, x_stride, n_cols, LOG2_E, BLOCK, KEEP, EARLY, HOLD, STREAM, ACROSS, REPACK, True
+    )
+
+
+@triton.jit
+def backward_tile(
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    gradient_tile(DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, ROWS, BLOCK, "log_softmax")
+
+
+@triton.jit
+def backward_row(
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, REPACK: tl.constexpr
+):  # fmt: skip
+    gradient_row(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, 1.0, BLOCK, REPACK, "log_softmax")
+
+
+@triton.jit
+def backward_blocks(
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    gradient_blocks(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, 1.0, BLOCK, BLOCKS, "log_softmax")
+
+
+@triton.jit
+def backward_long(
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, REPACK: tl.constexpr
+):  # fmt: skip
+    gradient_long(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, 1.0, BLOCK, REPACK, "log_softmax")

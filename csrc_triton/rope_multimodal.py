@@ -1,0 +1,145 @@
+"""Multimodal RoPE: halves as in RoPE, with tables of three planes (time, height, width), each for a section of the
+columns.
+
+Wang et al., Qwen2-VL (2024).
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.rotate import copy_columns, elements, rotate_halves, rows_of_program
+
+DECLARATION = {
+    "op": "rope_multimodal",
+    "kernels": {
+        "rope_multimodal": {
+            "arguments": {
+                "Q_OUT": "*dtype",
+                "K_OUT": "*dtype",
+                "Q": "*dtype",
+                "K": "*dtype",
+                "COS": "*table",
+                "SIN": "*table",
+                "q_rows": "i32",
+                "q_mid": "i32",
+                "q_mid_inverse": "i64",
+                "q_mid_shift": "i32",
+                "q_fast": "i32",
+                "q_fast_inverse": "i64",
+                "q_fast_shift": "i32",
+                "q_out_slow_stride": "i64",
+                "q_out_mid_stride": "i64",
+                "q_out_fast_stride": "i64",
+                "q_slow_stride": "i64",
+                "q_mid_stride": "i64",
+                "q_fast_stride": "i64",
+                "k_rows": "i32",
+                "k_mid": "i32",
+                "k_mid_inverse": "i64",
+                "k_mid_shift": "i32",
+                "k_fast": "i32",
+                "k_fast_inverse": "i64",
+                "k_fast_shift": "i32",
+                "k_out_slow_stride": "i64",
+                "k_out_mid_stride": "i64",
+                "k_out_fast_stride": "i64",
+                "k_slow_stride": "i64",
+                "k_mid_stride": "i64",
+                "k_fast_stride": "i64",
+                "q_programs": "i32",
+                "index_slow": "i32",
+                "index_mid": "i32",
+                "index_fast": "i32",
+                "cos_stride": "i64",
+                "sin_stride": "i64",
+                "cos_plane": "i64",
+                "sin_plane": "i64",
+                "section_1_bytes": "i32",
+                "section_2_bytes": "i32",
+                "half_bytes": "i32",
+                "end_bytes": "i32",
+                "sign": "fp32",
+            },
+            "axes": {"dtype": ["bf16", "fp16", "fp32"], "table": ["dtype", "fp32"]},
+            "aligned": [
+                "Q_OUT",
+                "K_OUT",
+                "Q",
+                "K",
+                "COS",
+                "SIN",
+                "q_out_slow_stride",
+                "q_out_mid_stride",
+                "q_out_fast_stride",
+                "q_slow_stride",
+                "q_mid_stride",
+                "q_fast_stride",
+                "k_out_slow_stride",
+                "k_out_mid_stride",
+                "k_out_fast_stride",
+                "k_slow_stride",
+                "k_mid_stride",
+                "k_fast_stride",
+                "cos_stride",
+                "sin_stride",
+                "cos_plane",
+                "sin_plane",
+                "section_1_bytes",
+                "section_2_bytes",
+                "half_bytes",
+                "end_bytes",
+            ],
+            "forms": {
+                "rows": {
+                    "function": "halves",
+                    "constants": ["ROWS", "BLOCK", "BLOCKS"],
+                    "defaults": {"BLOCKS": 0},
+                    "covers": "BLOCK * BLOCKS",
+                    "any_length": "BLOCKS",
+                },
+            },
+        },
+    },
+}
+
+
+@triton.jit
+def halves(
+    Q_OUT, K_OUT, Q, K, COS, SIN,
+    q_rows, q_mid, q_mid_inverse, q_mid_shift, q_fast, q_fast_inverse, q_fast_shift,
+    q_out_slow_stride, q_out_mid_stride, q_out_fast_stride, q_slow_stride, q_mid_stride, q_fast_stride,
+    k_rows, k_mid, k_mid_inverse, k_mid_shift, k_fast, k_fast_inverse, k_fast_shift,
+    k_out_slow_stride, k_out_mid_stride, k_out_fast_stride, k_slow_stride, k_mid_stride, k_fast_stride,
+    q_programs, index_slow, index_mid, index_fast,
+    cos_stride, sin_stride, cos_plane, sin_plane, section_1_bytes, section_2_bytes, half_bytes, end_bytes, sign,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    out, x, out_at, x_at, inside, index = rows_of_program(
+        Q_OUT, K_OUT, Q, K,
+        q_rows, q_mid, q_mid_inverse, q_mid_shift, q_fast, q_fast_inverse, q_fast_shift,
+        q_out_slow_stride, q_out_mid_stride, q_out_fast_stride, q_slow_stride, q_mid_stride, q_fast_stride,
+        k_rows, k_mid, k_mid_inverse, k_mid_shift, k_fast, k_fast_inverse, k_fast_shift,
+        k_out_slow_stride, k_out_mid_stride, k_out_fast_stride, k_slow_stride, k_mid_stride, k_fast_stride,
+        q_programs, index_slow, index_mid, index_fast,
+        ROWS,
+    )  # fmt: skip
+    cos_at = elements(index.to(tl.int64) * cos_stride, COS)
+    sin_at = elements(index.to(tl.int64) * sin_stride, SIN)
+    half = elements(half_bytes, x)
+    section_1 = elements(section_1_bytes, x)
+    section_2 = elements(section_2_bytes, x)
+    cos_plane = elements(cos_plane, COS)
+    sin_plane = elements(sin_plane, SIN)
+    if BLOCKS:
+        for block in tl.static_range(BLOCKS):
+            rotate_halves(
+                out, x, COS, SIN, out_at, x_at, cos_at, sin_at, half, sign, inside, inside, block * BLOCK,
+                cos_plane, sin_plane, section_1, section_2, BLOCK, True,
+            )  # fmt: skip
+    else:
+        for first in range(0, half, BLOCK):
+            rotate_halves(
+                out, x, COS, SIN, out_at, x_at, cos_at, sin_at, half, sign, inside, inside, first,
+                cos_plane, sin_plane, section_1, section_2, BLOCK, True,
+            )  # fmt: skip
+    copy_columns(out, x, out_at, x_at, 2 * half, elements(end_bytes, x), inside, BLOCK)
