@@ -1,8 +1,9 @@
 """DyT: y = weight * tanh(alpha * x) + bias over rows of n_cols; alpha is one number for all.
 
-No row depends on another nor on itself as a whole: programs take tiles of ROWS x BLOCK, whatever n_cols is. In the
-backward a program keeps to its columns and walks the rows, so that the sums over rows stay in its registers and the
-partial sums are few; ``sums`` is their second level.
+No row depends on another nor on itself as a whole: programs take tiles of ROWS x BLOCK, whatever n_cols is, or keep to
+their columns and walk the rows. In the backward all do, so that the sums over rows stay in their registers and the
+partial sums are few; ``sums`` is their second level. Alpha, weight and bias are of x's dtype or fp32, a run-time kind
+(``norm_vectors``).
 
 Zhu, Chen, He, LeCun and Liu, Transformers without Normalization (2025).
 """
@@ -20,20 +21,24 @@ DECLARATION = {
             "arguments": {
                 "Y": "*dtype",
                 "X": "*dtype",
-                "ALPHA": "*weight",
-                "W": "*weight",
-                "B": "*weight",
+                "ALPHA": "*dtype",
+                "W": "*dtype",
+                "B": "*dtype",
                 "y_stride": "i64",
                 "x_stride": "i64",
                 "n_rows": "i64",
                 "n_cols": "i32",
                 "blocks": "i32",
-                "has_weight": "i32",
-                "has_bias": "i32",
+                "alpha_kind": "i32",
+                "w_kind": "i32",
+                "b_kind": "i32",
             },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"], "weight": ["dtype", "fp32"]},
+            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["Y", "X", "W", "B", "y_stride", "x_stride", "n_cols"],
-            "forms": {"tile": {"function": "forward", "constants": ["ROWS", "BLOCK"]}},
+            "forms": {
+                "tile": {"function": "forward_tile", "constants": ["ROWS", "BLOCK"]},
+                "row": {"function": "forward_row", "constants": ["BLOCK", "STAGES"], "staged": ["X"]},
+            },
         },
         "dyt_backward": {
             "arguments": {
@@ -148,8 +153,8 @@ def tanh_and_slope(u):
 
 
 @triton.jit
-def forward(
-    Y, X, ALPHA, W, B, y_stride, x_stride, n_rows, n_cols, blocks, has_weight, has_bias,
+def forward_tile(
+    Y, X, ALPHA, W, B, y_stride, x_stride, n_rows, n_cols, blocks, alpha_kind, w_kind, b_kind,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of BLOCK columns a program, ``blocks`` programs side by side."""
@@ -159,14 +164,34 @@ def forward(
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
     in_row = cols < n_cols
     mask = (rows < n_rows - first)[:, None] & in_row[None, :]
-    alpha = tl.load(ALPHA).to(tl.float32)
-    w = tl.load(W + cols, mask=in_row & (has_weight != 0), other=1.0).to(tl.float32)
-    b = tl.load(B + cols, mask=in_row & (has_bias != 0), other=0.0).to(tl.float32)
+    unit = units(load_vector(ALPHA, 0, alpha_kind != 0, alpha_kind))
+    w = load_vector(W, cols, in_row, w_kind) + (w_kind == 0)
+    b = load_vector(B, cols, in_row, b_kind)
     x_at = X + first * x_stride + rows[:, None] * x_stride + cols[None, :]
     x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
-    y = tanh_of(x * units(alpha)) * w[None, :] + b[None, :]
+    y = tanh_of(x * unit) * w[None, :] + b[None, :]
     y_at = Y + first * y_stride + rows[:, None] * y_stride + cols[None, :]
     tl.store(y_at, y.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_row(
+    Y, X, ALPHA, W, B, y_stride, x_stride, n_rows, n_cols, blocks, alpha_kind, w_kind, b_kind,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A group of ``blocks`` programs side by side walks the rows, with weight and bias in registers; the next rows'
+    loads are in flight meanwhile."""
+    program = tl.program_id(0)
+    cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    unit = units(load_vector(ALPHA, 0, alpha_kind != 0, alpha_kind))
+    w = load_vector(W, cols, mask, w_kind) + (w_kind == 0)
+    b = load_vector(B, cols, mask, b_kind)
+    group = (program // blocks).to(tl.int64)
+    for row in tl.range(group, n_rows, tl.num_programs(0) // blocks, num_stages=STAGES):
+        x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        y = tanh_of(x * unit) * w + b
+        tl.store(Y + row * y_stride + cols, y.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

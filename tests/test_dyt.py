@@ -30,6 +30,7 @@ class TestDyT(OpTests):
         Case((40, 144), BF16, weight=FP32),
         Case((3, 2064), FP16, gap=5, weight=FP32),
         Case((3, 1040), BF16, weight=FP32),
+        Case((70, 528), BF16),
         Case((9, 1000), FP32, shift=3, gap=5),
         Case((1040,), BF16),
         Case((5, 64), BF16, without=("weight",)),

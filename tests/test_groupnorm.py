@@ -152,8 +152,10 @@ class TestGroupNorm(OpTests):
         """n is what lies together in memory: a group's channels, its elements (forward), or a channel's places."""
         if kernel.endswith("last"):
             shape, last = (1, 2 * n, 5), True
-        elif n > 1 << 20:  # rows of one image, whose programs share groups, as there are few
+        elif n > 1 << 30:  # the row for groups that programs share, as there are few
             shape, last = ((1, 4, 48) if kernel.endswith("forward") else (1, 6, 80)), False
+        elif n > 1 << 20:  # the row for all others has no bound of its own
+            shape, last = ((rows, 4, 4096) if kernel.endswith("forward") else (rows, 6, 1040)), False
         elif kernel.endswith("forward"):
             shape, last = ((rows, 4, n // 2) if n % 2 == 0 else (rows, 2, n)), False
         else:

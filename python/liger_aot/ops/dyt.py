@@ -104,14 +104,16 @@ class DyT(DifferentiableOp):
         y_at = y.data_ptr()
         aligned = not (y_at | x_at | (w_at or 0) | (b_at or 0) | x_stride | n) & 15
         kernel = on.kernels["dyt_forward"]
-        loaded = kernel.recent.get((dtype, weight_dtype, aligned, n)) or kernel(
-            (dtype, weight_dtype, aligned), n
-        )
+        loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
         blocks = -(-n // loaded.block)
-        device = on.device
+        groups, resident = -(-rows // loaded.rows), loaded.numbers.get("programs_per_multiprocessor")
+        if resident:
+            groups = max(1, min(resident * on.multiprocessors // blocks, groups))
+        device, kind = on.device, 1 if weight_dtype == dtype else 2  # as norm_vectors has it
         loaded.launch(
-            device, on.stream(device), -(-rows // loaded.rows) * blocks, 1, 1,
-            y_at, x_at, in_alpha[0], w_at, b_at, n, x_stride, rows, n, blocks, w_at is not None, b_at is not None,
+            device, on.stream(device), groups * blocks, 1, 1,
+            y_at, x_at, in_alpha[0], w_at, b_at, n, x_stride, rows, n, blocks,
+            kind, 0 if w_at is None else kind, 0 if b_at is None else kind,
         )  # fmt: skip
         return (y,)
 
@@ -210,7 +212,7 @@ class DyT(DifferentiableOp):
         weight = (dtypes or {}).get("weight", dtype)
         aligned = n % 16 == 0
         return (
-            Problem("dyt_forward", (dtype, weight), aligned, n),
+            Problem("dyt_forward", (dtype,), aligned, n),
             Problem("dyt_backward", (dtype,), aligned, n),
             Problem("dyt_sums", (weight,), aligned, n),
         )
