@@ -33,4 +33,3 @@ class DyT(OpEntry):
 
 
 ENTRY = DyT()
-workload = ENTRY.workload

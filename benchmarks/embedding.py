@@ -53,4 +53,3 @@ class Embedding(OpEntry):
 
 
 ENTRY = Embedding()
-workload = ENTRY.workload

@@ -51,4 +51,3 @@ def _formula(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 
 
 ENTRY = FusedAddRMSNorm()
-workload = ENTRY.workload

@@ -58,4 +58,3 @@ def _packed(gate_up: Tensor, approximate: str) -> Tensor:
 
 
 ENTRY = GeGLU()
-workload = ENTRY.workload

@@ -57,4 +57,3 @@ class GroupNorm(OpEntry):
 
 
 ENTRY = GroupNorm()
-workload = ENTRY.workload

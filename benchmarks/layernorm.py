@@ -37,4 +37,3 @@ class LayerNorm(OpEntry):
 
 
 ENTRY = LayerNorm()
-workload = ENTRY.workload

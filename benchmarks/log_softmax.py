@@ -18,4 +18,3 @@ class LogSoftmax(OpEntry):
 
 
 ENTRY = LogSoftmax()
-workload = ENTRY.workload

@@ -55,4 +55,3 @@ def _modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 ENTRY = ModulatedRMSNorm()
-workload = ENTRY.workload

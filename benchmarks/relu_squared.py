@@ -22,4 +22,3 @@ class ReLUSquared(OpEntry):
 
 
 ENTRY = ReLUSquared()
-workload = ENTRY.workload

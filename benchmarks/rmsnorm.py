@@ -74,4 +74,3 @@ class RMSNorm(OpEntry):
 
 
 ENTRY = RMSNorm()
-workload = ENTRY.workload

@@ -114,4 +114,3 @@ def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 ENTRY = RoPE()
-workload = ENTRY.workload

@@ -44,4 +44,3 @@ def _rotated(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 ENTRY = RoPELlama4()
-workload = ENTRY.workload

@@ -57,4 +57,3 @@ def _by_section(rows: Tensor, parts: list[int]) -> Tensor:
 
 
 ENTRY = RoPEMultimodal()
-workload = ENTRY.workload

@@ -25,4 +25,3 @@ class Softmax(OpEntry):
 
 
 ENTRY = Softmax()
-workload = ENTRY.workload

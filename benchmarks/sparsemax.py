@@ -45,4 +45,3 @@ def _sparsemax(x: Tensor) -> Tensor:
 
 
 ENTRY = Sparsemax()
-workload = ENTRY.workload

@@ -45,4 +45,3 @@ def _packed(gate_up: Tensor) -> Tensor:
 
 
 ENTRY = SwiGLU()
-workload = ENTRY.workload

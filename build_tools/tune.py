@@ -182,6 +182,7 @@ class _Session:
 
         if not torch.cuda.is_available():
             raise BuildError("tune measures on a GPU, and there is none here")
+        from benchmarks.entry import load as load_benchmark
         from liger_aot.devices import gpu
 
         here = gpu(0).device
@@ -192,7 +193,7 @@ class _Session:
         self._kernel_name, self._op, self._profile, self._plans = kernel, plans[0].op, profile, plans
         self._kernel: KernelPlan = plans[0].kernels[kernel]
         self._elements, self._workers = elements, workers
-        self._entry = import_module(f"benchmarks.{self._op}")
+        self._entry = load_benchmark(self._op)
         self._base = self._make(v for p in plans for v in p.variants)
 
     def measure(self, problem: Problem) -> list[Measured]:

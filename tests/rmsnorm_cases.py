@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_aot.manifest import OpManifest
 from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
+from tests.op_cases import sizes_of
 from tests.tolerances import worst
 
 DTYPES = BF16, FP16, FP32 = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,15 +116,3 @@ def table_cases(manifest: OpManifest, longest: int, rows: int = 3) -> list[Case]
                 if n <= longest:
                     cases[Case(rows, n, names[dtype], names[weight], shift=0 if aligned else 1)] = None
     return list(cases)
-
-
-def sizes_of(entries: tuple[tuple[int | None, str], ...], aligned: bool) -> list[int]:
-    """One size for each row of a dispatch table: inside the row's range, not a power of two."""
-    sizes, low = [], 0
-    for bound, _ in entries:
-        high = bound if bound is not None else 2 * low + 64
-        n = low + max(1, (high - low) * 5 // 8)
-        n = -(-n // 16) * 16 if aligned else n | 1
-        sizes.append(min(n, high))
-        low = high
-    return sizes

@@ -249,7 +249,7 @@ def test_workload_sizes(kernel: str, n: int, elements: int) -> None:
 
 
 def test_workload_gives_what_only_a_backward_needs() -> None:
-    load = rmsnorm.workload("rmsnorm_forward", 32, BF16, 3200, CPU, seed=1)
+    load = rmsnorm.ENTRY.workload("rmsnorm_forward", 32, BF16, 3200, CPU, seed=1)
     y, rstd = load.run(liger_aot.load("rmsnorm"))
     assert y.shape == (100, 32) and rstd.shape == (100,) and rstd.dtype == FP32
     assert [one.shape for one in load.reference()] == [(64, 32), (64, 1)]
@@ -257,7 +257,7 @@ def test_workload_gives_what_only_a_backward_needs() -> None:
 
 def test_workload_inputs_depend_on_the_seed_alone() -> None:
     def first(seed: int) -> torch.Tensor:
-        load = rmsnorm.workload("rmsnorm_forward", 32, BF16, 3200, CPU, seed)
+        load = rmsnorm.ENTRY.workload("rmsnorm_forward", 32, BF16, 3200, CPU, seed)
         return load.run(liger_aot.load("rmsnorm"))[0]
 
     assert torch.equal(first(5), first(5))
@@ -266,9 +266,9 @@ def test_workload_inputs_depend_on_the_seed_alone() -> None:
 
 def test_workload_refuses_what_it_cannot_make() -> None:
     with pytest.raises(ValueError, match="rmsnorm_sideways"):
-        rmsnorm.workload("rmsnorm_sideways", 32, BF16, 3200, CPU, 0)
+        rmsnorm.ENTRY.workload("rmsnorm_sideways", 32, BF16, 3200, CPU, 0)
     with pytest.raises(ValueError, match="row of 4096"):
-        rmsnorm.workload("rmsnorm_forward", 4096, BF16, 100, CPU, 0)
+        rmsnorm.ENTRY.workload("rmsnorm_forward", 4096, BF16, 100, CPU, 0)
 
 
 # Providers -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.layout import rows_of
-from liger_aot.op import Problem, check_same_device, check_tensor
+from liger_aot.op import Problem, check_rows, check_same_device, check_tensor
 
 
 class GatedActivation(DifferentiableOp):
@@ -22,9 +22,7 @@ class GatedActivation(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         gate, up = tensors
-        check_tensor(self.name, "gate", gate)
-        if gate.dim() == 0:
-            raise ArgumentError(f"{self.name}: gate must have at least one dimension, got a scalar")
+        check_rows(self.name, "gate", gate)
         if up is None:
             if gate.shape[-1] % 2:
                 raise ArgumentError(

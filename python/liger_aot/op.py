@@ -98,6 +98,33 @@ def check_same_device(op: str, argument: str, value: Tensor, first: str, like: T
         )
 
 
+def check_rows(op: str, argument: str, value: Any) -> None:
+    """Raise unless ``value`` is a tensor of rows: of a dtype that binaries are built for, and no scalar."""
+    check_tensor(op, argument, value)
+    if value.dim() == 0:
+        raise ArgumentError(f"{op}: {argument} must have at least one dimension, got a scalar")
+
+
+def check_vector_dtype(op: str, argument: str, value: Tensor, x: Tensor) -> None:
+    """Of what is scaled or shifted by: a tensor on x's device, of its dtype or float32."""
+    check_tensor(op, argument, value)
+    check_same_device(op, argument, value, "x", x)
+    if value.dtype != x.dtype and value.dtype != torch.float32:
+        raise ArgumentTypeError(
+            f"{op}: {argument} must be of x's dtype {x.dtype} or float32, got {value.dtype}"
+        )
+
+
+def check_vector(op: str, argument: str, value: Tensor, x: Tensor, n: int, of: str) -> None:
+    """Raise unless ``value`` holds n elements of x's dtype or float32, where x is; ``of`` says what n is."""
+    check_vector_dtype(op, argument, value, x)
+    if value.dim() != 1 or value.shape[0] != n or not value.is_contiguous():
+        raise ArgumentError(
+            f"{op}: {argument} must be contiguous of shape ({n},), {of}; got shape {tuple(value.shape)} with strides "
+            f"{value.stride()}"
+        )
+
+
 def as_rows(op: str, argument: str, x: Tensor) -> Tensor:
     """``x``, or a contiguous copy where its rows don't lie evenly; ArgumentTypeError for what has no memory to read."""
     if rows_of(x) is None and rows_of(x := x.contiguous()) is None:

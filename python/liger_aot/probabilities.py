@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from liger_aot.differentiable import DifferentiableOp, Tensors
-from liger_aot.errors import ArgumentError
 from liger_aot.layout import rows_of
-from liger_aot.op import Problem, check_tensor
+from liger_aot.op import Problem, check_rows
 
 
 class RowProbabilities(DifferentiableOp):
@@ -30,9 +29,7 @@ class RowProbabilities(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         (x,) = tensors
-        check_tensor(self.name, "x", x)
-        if x.dim() == 0:
-            raise ArgumentError(f"{self.name}: x must have at least one dimension, got a scalar")
+        check_rows(self.name, "x", x)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None

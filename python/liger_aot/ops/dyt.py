@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.layout import Rows, rows_of
-from liger_aot.op import Problem, check_same_device, check_tensor
+from liger_aot.op import Problem, check_rows, check_same_device, check_tensor
 
 
 class DyT(DifferentiableOp):
@@ -50,9 +50,7 @@ class DyT(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, alpha, weight, bias = tensors
-        check_tensor(self.name, "x", x)
-        if x.dim() == 0:
-            raise ArgumentError("dyt: x must have at least one dimension, got a scalar")
+        check_rows(self.name, "x", x)
         check_tensor(self.name, "alpha", alpha)
         check_same_device(self.name, "alpha", alpha, "x", x)
         if alpha.numel() != 1:

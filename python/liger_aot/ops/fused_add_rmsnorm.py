@@ -20,10 +20,10 @@ from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.grid import persistent
 from liger_aot.layout import Rows, apart, overlap, rows_of
-from liger_aot.norms import ABSENT, WIDE, check_casting_mode, check_weight, check_x, kind_of
-from liger_aot.op import Problem, check_same_device, check_tensor
+from liger_aot.norms import ABSENT, WIDE, kind_of
+from liger_aot.op import Problem, check_rows, check_same_device, check_tensor
 from liger_aot.ops import column_sums, rmsnorm
-from liger_aot.ops.rmsnorm import ROUND_FIRST
+from liger_aot.ops.rmsnorm import ROUND_FIRST, check_norm
 from liger_aot.runtime import Runtimes
 
 ANY_LENGTH = 1 << 31  # a size that no row of a table but its last one, for any length, holds
@@ -96,7 +96,7 @@ class FusedAddRMSNorm(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, residual, weight = tensors
-        check_x(self.name, x)
+        check_rows(self.name, "x", x)
         check_tensor(self.name, "residual", residual)
         check_same_device(self.name, "residual", residual, "x", x)
         if residual.shape != x.shape or residual.dtype != x.dtype:
@@ -104,8 +104,7 @@ class FusedAddRMSNorm(DifferentiableOp):
                 f"{self.name}: residual must be of x's shape {tuple(x.shape)} and dtype {x.dtype}; got "
                 f"{tuple(residual.shape)}, {residual.dtype}"
             )
-        check_weight(self.name, weight, x)
-        check_casting_mode(self.name, settings[2])
+        check_norm(self.name, x, weight, settings[2])
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None

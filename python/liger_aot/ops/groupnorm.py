@@ -16,9 +16,9 @@ from torch import Tensor
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.layout import Rows, rows_of
-from liger_aot.op import Problem, check_tensor
+from liger_aot.op import Problem, check_tensor, check_vector
 from liger_aot.ops import column_sums
-from liger_aot.ops.layernorm import check_vector, vectors_of
+from liger_aot.ops.layernorm import vectors_of
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
 
 LONGEST = (1 << 31) - 1  # takes a table's last row

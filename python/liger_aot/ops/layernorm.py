@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from liger_aot.differentiable import DifferentiableOp, Tensors
-from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.errors import ArgumentTypeError
 from liger_aot.grid import persistent
 from liger_aot.layout import CUDA, ROCM, Rows, rows_of
-from liger_aot.op import Problem, check_same_device, check_tensor
+from liger_aot.op import Problem, check_rows, check_vector
 from liger_aot.ops import column_sums
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
 
@@ -67,9 +67,7 @@ class LayerNorm(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, weight, bias = tensors
-        check_tensor(self.name, "x", x)
-        if x.dim() == 0:
-            raise ArgumentError(f"{self.name}: x must have at least one dimension, got a scalar")
+        check_rows(self.name, "x", x)
         for name, vector in (("weight", weight), ("bias", bias)):
             if vector is not None:
                 check_vector(self.name, name, vector, x, x.shape[-1], "the last dimension of x")
@@ -203,19 +201,6 @@ class LayerNorm(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         n = shape[-1]
         return tuple(Problem(f"layernorm_{way}", (dtype,), n % 16 == 0, n) for way in ("forward", "backward"))
-
-
-def check_vector(op: str, name: str, vector: Tensor, x: Tensor, n: int, of: str) -> None:
-    """Raise unless ``vector`` holds n elements of x's dtype or float32, where x is."""
-    check_tensor(op, name, vector)
-    check_same_device(op, name, vector, "x", x)
-    if vector.dtype != x.dtype and vector.dtype != torch.float32:
-        raise ArgumentTypeError(f"{op}: {name} must be of x's dtype {x.dtype} or float32, got {vector.dtype}")
-    if vector.dim() != 1 or vector.shape[0] != n or not vector.is_contiguous():
-        raise ArgumentError(
-            f"{op}: {name} must be contiguous of shape ({n},), {of}; got shape {tuple(vector.shape)} with strides "
-            f"{vector.stride()}"
-        )
 
 
 def vectors_of(

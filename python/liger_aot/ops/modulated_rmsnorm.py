@@ -19,19 +19,10 @@ from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.grid import persistent
 from liger_aot.layout import Rows, rows_of
-from liger_aot.norms import (
-    ABSENT,
-    NARROW,
-    WIDE,
-    check_casting_mode,
-    check_vector_dtype,
-    check_weight,
-    check_x,
-    kind_of,
-)
-from liger_aot.op import Problem
+from liger_aot.norms import ABSENT, NARROW, WIDE, kind_of
+from liger_aot.op import Problem, check_rows, check_vector_dtype
 from liger_aot.ops import column_sums
-from liger_aot.ops.rmsnorm import ROUND_FIRST
+from liger_aot.ops.rmsnorm import ROUND_FIRST, check_norm
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
 
 MOST_WAVES = 8  # of programs that one after another take a multiprocessor's place
@@ -99,7 +90,7 @@ class ModulatedRMSNorm(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, scale, shift, weight = tensors
-        check_x(self.name, x)
+        check_rows(self.name, "x", x)
         check_vector_dtype(self.name, "scale", scale, x)
         self._check_groups("scale", scale, x, settings[3])
         if shift is not None:
@@ -110,8 +101,7 @@ class ModulatedRMSNorm(DifferentiableOp):
                     f"{self.name}: shift must be of scale's dtype {scale.dtype} with as many rows as "
                     f"{tuple(scale.shape)}; got {tuple(shift.shape)}, {shift.dtype}"
                 )
-        check_weight(self.name, weight, x)
-        check_casting_mode(self.name, settings[2])
+        check_norm(self.name, x, weight, settings[2])
 
     def _check_groups(self, argument: str, value: Tensor, x: Tensor, tokens_per_group: int | None) -> None:
         if value.dim() == 0 or value.shape[-1] != x.shape[-1]:

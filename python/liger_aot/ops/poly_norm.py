@@ -18,7 +18,7 @@ from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.grid import persistent
 from liger_aot.layout import rows_of
-from liger_aot.op import Problem, check_same_device, check_tensor
+from liger_aot.op import Problem, check_rows, check_same_device, check_tensor
 
 
 class PolyNorm(DifferentiableOp):
@@ -55,9 +55,7 @@ class PolyNorm(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, weight, bias = tensors
-        check_tensor(self.name, "x", x)
-        if x.dim() == 0:
-            raise ArgumentError("poly_norm: x must have at least one dimension, got a scalar")
+        check_rows(self.name, "x", x)
         for name, value in (("weight", weight), ("bias", bias)):
             check_tensor(self.name, name, value)
             check_same_device(self.name, name, value, "x", x)

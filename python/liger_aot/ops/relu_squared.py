@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from liger_aot.differentiable import DifferentiableOp, Tensors
-from liger_aot.errors import ArgumentError
 from liger_aot.layout import rows_of
-from liger_aot.op import Problem, check_tensor
+from liger_aot.op import Problem, check_rows
 
 
 class ReLUSquared(DifferentiableOp):
@@ -44,9 +43,7 @@ class ReLUSquared(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         (x,) = tensors
-        check_tensor(self.name, "x", x)
-        if x.dim() == 0:
-            raise ArgumentError("relu_squared: x must have at least one dimension, got a scalar")
+        check_rows(self.name, "x", x)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None

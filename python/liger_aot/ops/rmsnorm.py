@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from liger_aot.differentiable import DifferentiableOp, Tensors
-from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.errors import ArgumentError
 from liger_aot.grid import persistent
 from liger_aot.layout import CUDA, ROCM, apart, rows_of
-from liger_aot.op import Problem, as_rows, check_out, check_same_device, check_tensor
+from liger_aot.op import (
+    Problem,
+    as_rows,
+    check_out,
+    check_rows,
+    check_same_device,
+    check_tensor,
+    check_vector,
+)
 from liger_aot.ops import column_sums
 from liger_aot.runtime import Runtimes
 
@@ -79,7 +87,7 @@ class RMSNorm(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, weight = tensors
-        _check(x, weight, settings[2])
+        check_norm("rmsnorm", x, weight, settings[2])
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -251,7 +259,7 @@ class RMSNorm(DifferentiableOp):
         self, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None,
         store_rstd: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        _check(x, weight, casting_mode)
+        check_norm("rmsnorm", x, weight, casting_mode)
         if self._own.of(x, "x") is None or not x.numel():
             if out is not None:
                 check_out(self.name, out, x, weight=weight)
@@ -321,30 +329,19 @@ def reference_backward(
     return dx, dweight.to(weight.dtype)
 
 
-def _check(x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
-    check_tensor("rmsnorm", "x", x)
-    if x.dim() == 0:
-        raise ArgumentError("rmsnorm: x must have at least one dimension, got a scalar")
+def check_norm(op: str, x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
+    """What RMSNorm and its relatives ask of the arguments they share."""
+    check_rows(op, "x", x)
     if weight is not None:
-        check_tensor("rmsnorm", "weight", weight)
-        check_same_device("rmsnorm", "weight", weight, "x", x)
-        if weight.dtype != x.dtype and weight.dtype != torch.float32:
-            raise ArgumentTypeError(
-                f"rmsnorm: weight must be of x's dtype {x.dtype} or float32, got {weight.dtype}"
-            )
-        if weight.dim() != 1 or weight.shape[0] != x.shape[-1] or not weight.is_contiguous():
-            raise ArgumentError(
-                f"rmsnorm: weight must be contiguous of shape ({x.shape[-1]},), the last dimension of x; got shape "
-                f"{tuple(weight.shape)} with strides {weight.stride()}"
-            )
+        check_vector(op, "weight", weight, x, x.shape[-1], "the last dimension of x")
     if casting_mode not in ROUND_FIRST:
         raise ArgumentError(
-            f"rmsnorm: casting_mode must be one of {', '.join(ROUND_FIRST)}; got {casting_mode!r}"
+            f"{op}: casting_mode must be one of {', '.join(ROUND_FIRST)}; got {casting_mode!r}"
         )
 
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> None:
-    _check(x, weight, "none")
+    check_norm("rmsnorm", x, weight, "none")
     check_tensor("rmsnorm backward", "dy", dy)
     check_same_device("rmsnorm backward", "dy", dy, "x", x)
     check_same_device("rmsnorm backward", "rstd", rstd, "x", x)
