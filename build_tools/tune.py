@@ -324,7 +324,7 @@ def _bind(
 def _manifest(
     plan: Plan, audited: Mapping[str, Audited], folder: Path, chosen: Audited | None, key: str
 ) -> Any:
-    from build_tools.pack import op_manifest, stored, suffix
+    from build_tools.pack import suffix, write_op
     from liger_aot.manifest import OpManifest
 
     kernels = dict(plan.kernels)
@@ -335,12 +335,7 @@ def _manifest(
             kernel.kernel, tables, {chosen.variant.name: chosen.variant}
         )
     changed = Plan(plan.op, plan.arch, kernels)
-    text = json.dumps(op_manifest(changed, audited)).encode()
-    path = folder / f"{plan.op}.json"
-    path.write_bytes(text)
-    binaries = folder / plan.op
-    binaries.mkdir()
     ending = suffix("hip" if chosen is not None and chosen.facts.kind == "hsaco" else "cuda")
-    for variant in changed.variants:
-        (binaries / f"{variant.name}.{ending}").write_bytes(stored(audited[variant.name].compiled.image))
-    return OpManifest(path, sha256(text).hexdigest(), binaries, ending)
+    text = write_op(folder, changed, audited, ending)
+    path = folder / f"{plan.op}.json"
+    return OpManifest(path, sha256(text).hexdigest(), folder / plan.op, ending)
