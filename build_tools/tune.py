@@ -195,6 +195,9 @@ class _Session:
         self._elements, self._workers = elements, workers
         self._entry = load_benchmark(self._op)
         self._base = self._make(v for p in plans for v in p.variants)
+        for variant in (v for p in plans for v in p.variants if v.kernel != kernel):
+            if isinstance(refused := self._base[variant.name], str):
+                raise BuildError(f"{variant.where}, a kernel that {kernel} needs beside it: {refused}")
 
     def measure(self, problem: Problem) -> list[Measured]:
         made = [
