@@ -18,7 +18,7 @@ from build_tools.compile import BINARY
 from build_tools.plan import ALIGNMENT, Plan
 from build_tools.profile import Profile
 
-FORMAT = 2
+FORMAT = 3
 
 
 def write_pack(
@@ -103,8 +103,15 @@ def _variant(audited: Audited) -> dict[str, Any]:
         "registers": facts.registers,
         "local_bytes": facts.local_bytes,
         "resident": audited.resident,
+        "maps": _maps(audited),
         "row": variant.where,
     }
+
+
+def _maps(audited: Audited) -> dict[str, Any]:
+    """What a tensor map must be encoded with, by argument."""
+    named = [n for n, kind in audited.variant.arguments.items() if kind.startswith("tensordesc<")]
+    return dict(zip(named, audited.compiled.maps, strict=True))
 
 
 def _json(value: Any) -> bytes:
