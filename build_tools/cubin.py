@@ -64,8 +64,9 @@ class CubinKernel:
 
     `stack_bytes` counts the kernel and all it calls; spilled registers live there, so it is never zero where
     one is spilled. `local_bytes` is local memory outside the stack. `static_shared_bytes` leaves out what the
-    system reserves. `required_threads` and `max_threads` are (x, y, z) of a block, None where not declared. `parameter_offset` is where
-    the parameter block starts in the constant bank, which alignments over 16 bytes count from.
+    system reserves. `required_threads` and `max_threads` are (x, y, z) of a block, None where not declared.
+    `parameter_offset` is where the parameter block starts in the constant bank, which alignments over 16
+    bytes count from.
     """
 
     name: str

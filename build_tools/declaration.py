@@ -122,7 +122,7 @@ class _Fields:
 
 def _likened(file: str, kernels: dict[str, Any]) -> dict[str, Any]:
     """Every kernel whole: one that says ``like`` another has its fields where it gives none."""
-    whole = {}
+    whole: dict[str, Any] = {}
     for name, body in kernels.items():
         if isinstance(body, dict) and "like" in body:
             if not isinstance(model := whole.get(body["like"]), dict):

@@ -1,7 +1,7 @@
 """Which matrix instructions a kernel's machine code has, and the register budgets that it asks for.
 
-Opcodes were found by comparing binaries of ptxas 12.8 with what `nvdisasm -hex` prints of them; the AMD encoding is that
-of the MI200 and MI300 instruction set manuals (VOP3P-MAI).
+Opcodes were found by comparing binaries of ptxas 12.8 with what `nvdisasm -hex` prints of them; the AMD encoding is
+that of the MI200 and MI300 instruction set manuals (VOP3P-MAI).
 """
 
 from __future__ import annotations

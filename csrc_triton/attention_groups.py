@@ -1,10 +1,10 @@
 """Attention forward by warp groups (Gluon, Hopper): the device code that ``flash_attention`` bakes.
 
-A producer warp moves Q, K and V with TMA; GROUPS consumer groups of four warps own 64 query rows each and multiply with
-wgmma. After FlashAttention-3 (Shah et al., 2024), with these choices:
+A producer warp moves Q, K and V with TMA; GROUPS consumer groups of four warps own 64 query rows each and multiply
+with wgmma. After FlashAttention-3 (Shah et al., 2024), with these choices:
 
-- Persistent: a block takes tiles (64 GROUPS rows of one head) from a counter. Masked tiles go longest first, in sections
-  of heads whose K and V fit into L2 together. The producer loads the next tile while the consumers finish this one.
+- Persistent: a block takes tiles (64 GROUPS rows of one head) from a counter. Masked tiles go longest first, in
+  sections of heads whose K and V fit into L2 together. The producer loads the next tile while the consumers finish this one.
 - Keys are walked downwards from the last visible block: only a tile's first blocks carry a mask, and with a left bound
   its last ones. A group skips, but acknowledges, the blocks that only its neighbours see.
 - P stays packed (two 16-bit values a register) from one step to the next; left to the compiler, a carried tensor of
@@ -18,7 +18,6 @@ wgmma. After FlashAttention-3 (Shah et al., 2024), with these choices:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -318,7 +317,9 @@ def scaled(acc, by):
 
 
 @gluon.jit
-def step(b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, l, MASKED: gl.constexpr, g: gl.constexpr, z):
+def step(
+    b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, MASKED: gl.constexpr, g: gl.constexpr, z
+):
     """Block b's scores and softmax while block b - 1's product with V runs."""
     slot = b % z.STAGES
     before = (b - 1) % z.STAGES
@@ -337,11 +338,11 @@ def step(b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, l, MASKED: gl.con
     new_m = gl.maximum(m, gl.max(s, 1) * scale)
     e = gl.exp2(s * scale - gl.expand_dims(new_m, 1))
     alpha = gl.exp2(m - new_m)
-    l = scaled(l, alpha) + row_parts(e)
+    sums = scaled(sums, alpha) + row_parts(e)
     acc, acc2 = wait_values(acc, acc2, z)
     mbarrier.arrive(v.free.index(before), count=1)
     p = pack(e, v.first.dtype)
     acc = scaled(acc, alpha)
     if z.D2 > 0:
         acc2 = scaled(acc2, alpha)
-    return p, acc, acc2, new_m, l
+    return p, acc, acc2, new_m, sums

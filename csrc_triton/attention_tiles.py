@@ -1,4 +1,4 @@
-"""Attention forward in plain Triton: one program walks the keys that a tile of rows of Q sees. After FlashAttention-2."""
+"""Attention forward in plain Triton: a program walks the keys that a tile of rows of Q sees. After FlashAttention-2."""
 
 import triton
 import triton.language as tl
@@ -32,7 +32,7 @@ def tile_step(
     acc,
     acc2,
     m,
-    l,
+    sums,
     MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D1: tl.constexpr,
@@ -44,7 +44,7 @@ def tile_step(
     columns = tl.arange(0, D1)
     s = tl.dot(q, tl.trans(load_rows(K, keys, k_row, columns, dim, len_k, MASKED)))
     if D2 > 0:
-        columns2 = D1 + tl.arange(0, D2)
+        columns2 = tl.arange(0, D2) + D1
         s = tl.dot(q2, tl.trans(load_rows(K, keys, k_row, columns2, dim, len_k, MASKED)), s)
     if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
         s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
@@ -54,11 +54,11 @@ def tile_step(
     new_m = tl.maximum(m, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - new_m[:, None])
     alpha = tl.exp2(m - new_m)
-    l = l * alpha + tl.sum(p, 1)
+    sums = sums * alpha + tl.sum(p, 1)
     p = p.to(q.dtype)
     v = load_rows(V, keys, v_row, columns, dim, len_k, MASKED)
     acc = tl.dot(p, v, acc * alpha[:, None])
     if D2 > 0:
-        v = load_rows(V, keys, v_row, D1 + tl.arange(0, D2), dim, len_k, MASKED)
+        v = load_rows(V, keys, v_row, tl.arange(0, D2) + D1, dim, len_k, MASKED)
         acc2 = tl.dot(p, v, acc2 * alpha[:, None])
-    return acc, acc2, new_m, l
+    return acc, acc2, new_m, sums

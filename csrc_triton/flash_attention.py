@@ -1,4 +1,4 @@
-"""Flash attention forward: O = softmax(Q K^T scale) V by blocks of keys, and the log of each row's sum (LSE).
+"""Flash attention forward: Y = softmax(Q K^T scale) V by blocks of keys, and the log of each row's sum (LSE).
 
 ``forward_groups`` is for GPUs with TMA and wgmma: see ``attention_groups``. ``forward_tiles`` is for all others.
 """
@@ -25,7 +25,7 @@ DECLARATION = {
                 "Q": "dtype[1, 1, 64, BOX]",
                 "K": "dtype[1, 1, BLOCK_N, BOX]",
                 "V": "dtype[1, 1, BLOCK_N, BOX]",
-                "O": "dtype[1, 1, 64, BOX]",
+                "Y": "dtype[1, 1, 64, BOX]",
                 "LSE": "*fp32",
                 "SINKS": "*fp32",
                 "COUNT": "*i32",
@@ -85,15 +85,15 @@ DECLARATION = {
             "always_aligned": True,
             "matrix": True,
             "arguments": {
-                "O": "*dtype",
+                "Y": "*dtype",
                 "Q": "*dtype",
                 "K": "*dtype",
                 "V": "*dtype",
                 "LSE": "*fp32",
                 "SINKS": "*fp32",
-                "o_batch": "i64",
-                "o_head": "i32",
-                "o_row": "i32",
+                "y_batch": "i64",
+                "y_head": "i32",
+                "y_row": "i32",
                 "q_batch": "i64",
                 "q_head": "i32",
                 "q_row": "i32",
@@ -116,7 +116,7 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [
-                "O", "Q", "K", "V", "o_batch", "o_head", "o_row", "q_batch", "q_head", "q_row",
+                "Y", "Q", "K", "V", "y_batch", "y_head", "y_row", "q_batch", "q_head", "q_row",
                 "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "dim",
             ],
             "forms": {
@@ -135,7 +135,7 @@ def forward_groups(
     Q,
     K,
     V,
-    O,
+    Y,
     LSE,
     SINKS,
     COUNT,
@@ -166,25 +166,27 @@ def forward_groups(
 ):
     """WARP_GROUPS consumer groups of REGISTERS registers a thread, and a producer warp.
 
-    Q, K, V, O are tensor maps over (batch, head, row, column) with boxes of 64 or BLOCK_N rows and BOX columns. scale is
-    times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two zeros,
-    which the last block leaves as zeros again. O leaves through buffers of OUT columns.
+    Q, K, V, Y are tensor maps over (batch, head, row, column) with boxes of 64 or BLOCK_N rows and BOX columns. scale
+    is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two
+    zeros, which the last block leaves as zeros again. Y leaves through buffers of OUT columns.
     """
     z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS)
-    work = Work(tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left)
+    work = Work(
+        tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left
+    )
     q = ring(Q, WARP_GROUPS, 1, z)
     k = ring(K, STAGES, WARP_GROUPS, z)
     v = ring(V, STAGES, WARP_GROUPS, z)
     board = board_ring(WARP_GROUPS)
-    out = gl.allocate_shared_memory(O.dtype, [WARP_GROUPS, 1, 1, 64, OUT], O.layout)
+    out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
     if WARP_GROUPS == 3:
         gl.warp_specialize(
             [
-                (consume, (z, work, q, k, v, board, out.index(0), O, LSE, lse_stride, SINKS, scale, cap, 0)),
-                (consume, (z, work, q, k, v, board, out.index(1), O, LSE, lse_stride, SINKS, scale, cap, 1)),
-                (consume, (z, work, q, k, v, board, out.index(2), O, LSE, lse_stride, SINKS, scale, cap, 2)),
+                (consume, (z, work, q, k, v, board, out.index(0), Y, LSE, lse_stride, SINKS, scale, cap, 0)),
+                (consume, (z, work, q, k, v, board, out.index(1), Y, LSE, lse_stride, SINKS, scale, cap, 1)),
+                (consume, (z, work, q, k, v, board, out.index(2), Y, LSE, lse_stride, SINKS, scale, cap, 2)),
                 (produce, (z, work, Q, K, V, q, k, v, board, COUNT)),
             ],
             [4, 4, 1],
@@ -193,8 +195,8 @@ def forward_groups(
     else:
         gl.warp_specialize(
             [
-                (consume, (z, work, q, k, v, board, out.index(0), O, LSE, lse_stride, SINKS, scale, cap, 0)),
-                (consume, (z, work, q, k, v, board, out.index(1), O, LSE, lse_stride, SINKS, scale, cap, 1)),
+                (consume, (z, work, q, k, v, board, out.index(0), Y, LSE, lse_stride, SINKS, scale, cap, 0)),
+                (consume, (z, work, q, k, v, board, out.index(1), Y, LSE, lse_stride, SINKS, scale, cap, 1)),
                 (produce, (z, work, Q, K, V, q, k, v, board, COUNT)),
             ],
             [4, 1],
@@ -204,15 +206,15 @@ def forward_groups(
 
 @triton.jit
 def forward_tiles(
-    O,
+    Y,
     Q,
     K,
     V,
     LSE,
     SINKS,
-    o_batch,
-    o_head,
-    o_row,
+    y_batch,
+    y_head,
+    y_row,
     q_batch,
     q_head,
     q_row,
@@ -244,7 +246,7 @@ def forward_tiles(
     batch = (both // heads).to(tl.int64)
     head = both % heads
     Q += batch * q_batch + head.to(tl.int64) * q_head
-    O += batch * o_batch + head.to(tl.int64) * o_head
+    Y += batch * y_batch + head.to(tl.int64) * y_head
     K += batch * k_batch + (head // ratio).to(tl.int64) * k_head
     V += batch * v_batch + (head // ratio).to(tl.int64) * v_head
     row = tile * BLOCK_M
@@ -255,11 +257,11 @@ def forward_tiles(
     acc = tl.zeros([BLOCK_M, D1], tl.float32)
     acc2 = acc
     if D2 > 0:
-        columns2 = D1 + tl.arange(0, D2)
+        columns2 = tl.arange(0, D2) + D1
         q2 = load_rows(Q, rows, q_row, columns2, dim, len_q, True)
         acc2 = tl.zeros([BLOCK_M, D2], tl.float32)
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite: a row that sees no key gives no NaN
-    l = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M], tl.float32)
 
     # the first key that each row sees, the one behind the last; blocks that no row or every row sees whole
     low = rows + left
@@ -271,29 +273,29 @@ def forward_tiles(
     lower = tl.minimum(tl.cdiv(tl.maximum(row + BLOCK_M - 1 + left, 0), BLOCK_N), whole)
     lower = tl.maximum(lower, first)
     for j in tl.range(lower, whole, num_stages=STAGES):
-        acc, acc2, m, l = tile_step(
-            j * BLOCK_N, K, V, k_row, v_row, q, q2, low, high, scale, cap, dim, len_k, acc, acc2, m, l, False,
+        acc, acc2, m, sums = tile_step(
+            j * BLOCK_N, K, V, k_row, v_row, q, q2, low, high, scale, cap, dim, len_k, acc, acc2, m, sums, False,
             BLOCK_N, D1, D2,
         )  # fmt: skip
     gap = whole - lower
     for i in tl.range(first, last - gap, num_stages=STAGES):
         j = i + tl.where(i >= lower, gap, 0)
-        acc, acc2, m, l = tile_step(
-            j * BLOCK_N, K, V, k_row, v_row, q, q2, low, high, scale, cap, dim, len_k, acc, acc2, m, l, True,
+        acc, acc2, m, sums = tile_step(
+            j * BLOCK_N, K, V, k_row, v_row, q, q2, low, high, scale, cap, dim, len_k, acc, acc2, m, sums, True,
             BLOCK_N, D1, D2,
         )  # fmt: skip
 
     sink = tl.load(SINKS + head, mask=SINKS.to(tl.int64) != 0, other=float("-inf")) * 1.4426950408889634
     new_m = tl.maximum(m, sink)
     by = tl.exp2(m - new_m)
-    l = l * by + tl.exp2(sink - new_m)
+    sums = sums * by + tl.exp2(sink - new_m)
     at = LSE + both.to(tl.int64) * len_q + rows
-    tl.store(at, (new_m + tl.log2(l)) * 0.6931471805599453, mask=rows < len_q)
-    by = tl.where(l > 0, by / l, 0.0)
-    to = O + rows.to(tl.int64)[:, None] * o_row
+    tl.store(at, (new_m + tl.log2(sums)) * 0.6931471805599453, mask=rows < len_q)
+    by = tl.where(sums > 0, by / sums, 0.0)
+    to = Y + rows.to(tl.int64)[:, None] * y_row
     keep = rows[:, None] < len_q
-    out = (acc * by[:, None]).to(O.dtype.element_ty)
+    out = (acc * by[:, None]).to(Y.dtype.element_ty)
     tl.store(to + columns[None, :], out, mask=keep & (columns[None, :] < dim))
     if D2 > 0:
-        out = (acc2 * by[:, None]).to(O.dtype.element_ty)
+        out = (acc2 * by[:, None]).to(Y.dtype.element_ty)
         tl.store(to + columns2[None, :], out, mask=keep & (columns2[None, :] < dim))

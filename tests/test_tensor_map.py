@@ -1,4 +1,4 @@
-"""Tensor maps through the native launcher, against the stand-in driver: what is encoded, and what a launch passes on."""
+"""Tensor maps through the native launcher, on the stand-in driver: what is encoded, and what a launch passes on."""
 
 from __future__ import annotations
 

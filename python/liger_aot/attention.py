@@ -79,7 +79,9 @@ class Maps:
 
     __slots__ = ("_encode", "_known", "_rest")
 
-    def __init__(self, encode: Callable[..., Any], loaded: Loaded, argument: str, t: Tensor, layout: str) -> None:
+    def __init__(
+        self, encode: Callable[..., Any], loaded: Loaded, argument: str, t: Tensor, layout: str
+    ) -> None:
         """For tensors like ``t``: over (batch, head, row, column), as the kernels see them."""
         order = (0, 2, 1, 3) if layout == "bshd" else (0, 1, 2, 3)
         box, swizzle = loaded.variant.maps[argument]
@@ -157,7 +159,7 @@ class GroupsPlan:
         )
         assert on.tensor_map is not None
         o = torch.empty(q.shape, dtype=q.dtype, device="meta")
-        named = (("Q", q), ("K", k), ("V", v), ("O", o))
+        named = (("Q", q), ("K", k), ("V", v), ("Y", o))
         self._maps = tuple(Maps(on.tensor_map, loaded, name, t, settings.layout).at for name, t in named)
         self._lse_shape = (shape.batch, shape.heads, shape.len_q)
         self._counters = on.plans.setdefault("counters", Counters(q.device))
@@ -234,8 +236,8 @@ def _checked_tiles(shape: Shape, tiles_a_head: int) -> int:
     tiles = tiles_a_head * shape.batch * shape.heads
     if tiles >= 1 << 31 or max(shape.len_q, shape.len_k) >= LONGEST:
         raise ArgumentError(
-            f"flash_attention: {shape.batch} x {shape.heads} heads of {shape.len_q} rows and {shape.len_k} keys are too "
-            f"many: lengths must be below {LONGEST}, tiles of rows below 2^31"
+            f"flash_attention: {shape.batch} x {shape.heads} heads of {shape.len_q} rows and {shape.len_k} keys are "
+            f"too many: lengths must be below {LONGEST}, tiles of rows below 2^31"
         )
     return tiles
 

@@ -45,8 +45,8 @@ class FlashAttention(DifferentiableOp):
         return_lse: also return the logarithm of each query's sum.
 
     Returns:
-        a contiguous tensor of q's shape and dtype; with ``return_lse`` also (batch, heads, length) float32. A query that
-        sees no key gives zeros, and -inf without a sink.
+        a contiguous tensor of q's shape and dtype; with ``return_lse`` also (batch, heads, length) float32. A query
+        that sees no key gives zeros, and -inf without a sink.
 
     Raises:
         ArgumentTypeError: an argument is not a tensor or of another dtype.
@@ -89,7 +89,7 @@ class FlashAttention(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         q, k, v, sinks = tensors
-        scale, left, right, softcap, layout = settings
+        scale, _, _, softcap, layout = settings
         if layout not in LAYOUTS:
             raise ArgumentError(f"{self.name}: layout must be 'bshd' or 'bhsd', got {layout!r}")
         for name, value in (("scale", scale), ("softcap", softcap)):
@@ -135,9 +135,7 @@ class FlashAttention(DifferentiableOp):
                 f"{self.name}: k has shape {tuple(k.shape)}, q {tuple(q.shape)}: batch and last dimension must agree"
             )
         if v.shape != k.shape:
-            raise ArgumentError(
-                f"{self.name}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}"
-            )
+            raise ArgumentError(f"{self.name}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
         if (shape.kv_heads == 0) != (shape.heads == 0) or (shape.heads and shape.heads % shape.kv_heads):
             raise ArgumentError(
                 f"{self.name}: the heads of q ({shape.heads}) must be a multiple of those of k ({shape.kv_heads})"
@@ -197,8 +195,12 @@ class FlashAttention(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a mask and of a causal one."""
-        kernels = ("flash_attention_forward", "flash_attention_forward_causal")
+        """Of a call without a mask and of a causal one; an architecture without warp groups has one for both."""
+        if len(shape) != 4 or not 1 <= shape[-1] <= LARGEST_DIM:
+            raise ArgumentError(
+                f"{self.name}: q must have 4 dimensions, the last of 1 to {LARGEST_DIM}; got shape {tuple(shape)}"
+            )
+        kernels = tuple(f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles"))
         return tuple(Problem(kernel, (dtype,), True, shape[-1]) for kernel in kernels)
 
     @staticmethod
@@ -268,7 +270,9 @@ class FlashAttention(DifferentiableOp):
         return dq, dk, dv, dsinks
 
 
-def _scores(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
+def _scores(
+    q: Tensor, k: Tensor, v: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
     """Q, K and V in the wider dtype with all of q's heads, the masked scores, and by how much a capped score follows
     the one before the cap."""
     wide = torch.promote_types(q.dtype, torch.float32)
