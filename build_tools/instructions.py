@@ -13,6 +13,7 @@ _SASS_BYTES = 16  # an instruction, since sm_70
 _SASS_OPCODE = 0x1FF  # its bits 8:0; what follows them says what kinds of operands there are
 _SASS_MATRIX = {0x03C: "HMMA", 0x1F0: "HGMMA"}
 _SASS_SET_REGISTERS = 0x1C8
+_SASS_BUDGET = 0x1FF  # bits 40:32
 _MFMA, _MFMA_MASK = 0xD3C00000, 0xFFC00000  # the first of an instruction's words
 
 
@@ -25,7 +26,7 @@ def sass_instructions(code: bytes) -> tuple[Mapping[str, int], tuple[int, ...]]:
         if opcode in _SASS_MATRIX:
             matrix[_SASS_MATRIX[opcode]] += 1
         elif opcode == _SASS_SET_REGISTERS:
-            budgets.add(code[at + 4])
+            budgets.add(int.from_bytes(code[at + 4 : at + 6], "little") & _SASS_BUDGET)
     return dict(matrix), tuple(sorted(budgets))
 
 

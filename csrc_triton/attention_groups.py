@@ -4,7 +4,7 @@ A producer warp moves Q, K and V with TMA; GROUPS consumer groups of four warps 
 with wgmma. After FlashAttention-3 (Shah et al., 2024), with these choices:
 
 - Persistent: a block takes tiles (64 GROUPS rows of one head) from a counter. Masked tiles go longest first, in
-  sections of heads whose K and V fit into L2 together. The producer loads the next tile while the consumers finish this one.
+  sections of heads whose K and V fit into L2 together. The producer loads the next tile while the consumers finish.
 - Keys are walked downwards from the last visible block: only a tile's first blocks carry a mask, and with a left bound
   its last ones. A group skips, but acknowledges, the blocks that only its neighbours see.
 - P stays packed (two 16-bit values a register) from one step to the next; left to the compiler, a carried tensor of
