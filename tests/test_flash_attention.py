@@ -14,6 +14,7 @@ from torch import Tensor
 import liger_aot
 from liger_aot.attention import LOG2_E, LONGEST, Settings, bounded, shape_of
 from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
+from liger_aot.manifest import Pack, Variant
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.torch_library import register
 from tests import amd_emulator
@@ -263,3 +264,117 @@ def test_bounds_that_bind_nothing_are_dropped() -> None:
     for left, right, kept in ((8, 4, (-1, -1)), (7, 3, (7, 3)), (-1, 0, (-1, 0)), (100, 100, (-1, -1))):
         assert bounded(shape, Settings(1.0, left, right, 0.0, "bshd"))[1:3] == kept
     assert LONGEST == 2**30 and math.log2(math.e) == LOG2_E
+
+
+# ---- What is launched by warp groups ----
+
+
+class Recorder:
+    """A driver that launches nothing and keeps what it was asked; a tensor map is what it is made of."""
+
+    def __init__(self, op: str, pack: Pack) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.encoded = 0
+        self.on_stream = 0
+
+    def load(self, variant: Variant) -> Recorder:
+        return self
+
+    def stream(self, device: int) -> int:
+        return self.on_stream
+
+    def tensor_map(self, *arguments: Any) -> tuple[Any, ...]:
+        self.encoded += 1
+        return arguments
+
+    def launch(self, *arguments: Any) -> None:
+        self.launches.append(arguments)
+
+    def prepare(self, device: int, /) -> None:
+        pass
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[FlashAttention, Recorder]:
+    # torch may be built without CUDA
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made: list[Recorder] = []
+
+    def driver(op: str, pack: Pack) -> Recorder:
+        made.append(Recorder(op, pack))
+        return made[-1]
+
+    return bound_op(FlashAttention, built_pack("sm90"), driver), made[0]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_maps_and_numbers(recorded: tuple[FlashAttention, Recorder], layout: str) -> None:
+    op, driver = recorded
+    q, k, v, _ = Problem(2, 6, 2, 1000, 1500, 72, layout=layout).tensors()
+    o, lse = op(q, k, v, causal=True, layout=layout, scale=0.5, return_lse=True)
+    ((device, stream, x, y, z, *arguments),) = driver.launches
+    order = (0, 2, 1, 3) if layout == "bshd" else (0, 1, 2, 3)
+    for tensor, found, rows in zip((q, k, v, o), arguments, (64, 128, 128, 64), strict=False):
+        seen = tensor.permute(order)
+        wanted = ("bf16", tuple(seen.shape), seen.stride(), (1, 1, rows, 32), 2)
+        assert found == (tensor.data_ptr(), *wanted)
+    lse_at, sinks, counter, *numbers = arguments[4:]
+    assert lse_at == lse.data_ptr() and sinks is None and counter
+    tiles = math.ceil(1000 / 128)
+    all_in_one = 12 * tiles  # K and V of all heads are smaller than the part of the cache they are given
+    assert numbers[:3] == [1000, 0.5 * LOG2_E, 0.0]
+    assert numbers[3:] == [12 * tiles, tiles, 6, 12, 3, all_in_one, 12, 1000, 1500, 501, -LONGEST]
+    assert (device, stream, x, y, z) == (-1, 0, 2, 1, 1)  # as many programs as multiprocessors
+
+
+def test_numbers_of_bounds_and_caps(recorded: tuple[FlashAttention, Recorder]) -> None:
+    op, driver = recorded
+    q, k, v, sinks = Problem(1, 2, 2, 100, 60, 64, sinks=True).tensors()
+    op(q, k, v, window=(7, 5), softcap=20.0, sinks=sinks)
+    op(q, k, v, window=(59, 99))
+    op(q, k, v, window=(58, 98))
+    capped, free, bound = (launch[5:] for launch in driver.launches)
+    assert sinks is not None and capped[5] == sinks.data_ptr()
+    assert capped[8:10] == (20.0 * LOG2_E, 0.125 / 20.0)
+    assert capped[-2:] == (-40 + 5 + 1, -40 - 7)
+    assert free[8:10] == (0.125 * LOG2_E, 0.0) and free[-2:] == (LONGEST, -LONGEST)
+    assert bound[-2:] == (59, -98)
+
+
+def test_maps_are_encoded_once(recorded: tuple[FlashAttention, Recorder]) -> None:
+    op, driver = recorded
+    q, k, v, _ = Problem(1, 2, 2, 100, 60, 64).tensors()
+    outputs = [op(q, k, v) for _ in range(3)]
+    assert driver.encoded == 3 + len({o.data_ptr() for o in outputs})
+    op(q.clone(), k, v)
+    assert driver.encoded > 6
+
+
+def test_a_stream_has_a_counter_of_its_own(
+    recorded: tuple[FlashAttention, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so have launches that need not follow each other: those of a graph, those on each thread's own stream."""
+    op, driver = recorded
+    q, k, v, _ = Problem(1, 2, 2, 10, 10, 64).tensors()
+    zeros = [torch.zeros(2, dtype=torch.int32) for _ in range(9)]
+    given = iter(zeros)
+    monkeypatch.setattr("liger_aot.attention.Counters._zeros", lambda self: next(given))
+
+    def counter(stream: int) -> int:
+        driver.on_stream = stream
+        op(q, k, v)
+        return [z.data_ptr() for z in zeros].index(driver.launches[-1][5 + 6])
+
+    assert [counter(s) for s in (0, 7, 0, 9, 7)] == [0, 1, 0, 2, 1]
+    assert [counter(2), counter(2)] == [3, 4]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert [counter(0), counter(0), counter(7)] == [5, 6, 7]
+
+
+def test_sections_hold_what_the_cache_does(recorded: tuple[FlashAttention, Recorder]) -> None:
+    """16 MB hold the keys and values of 4 heads of 8192 x 128, which 8 heads of q share."""
+    op, driver = recorded
+    q, k, v, _ = Problem(1, 32, 16, 8192, 8192, 128).tensors()
+    op(q, k, v, causal=True)
+    tiles_a_head, section, heads = 64, *driver.launches[0][5 + 15 : 5 + 17]
+    assert (section, heads) == (8 * tiles_a_head, 8)

@@ -196,9 +196,9 @@ class FlashAttention(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """Of a call without a mask and of a causal one; an architecture without warp groups has one for both."""
-        if len(shape) != 4 or not 1 <= shape[-1] <= LARGEST_DIM:
+        if not 1 <= shape[-1] <= LARGEST_DIM:
             raise ArgumentError(
-                f"{self.name}: q must have 4 dimensions, the last of 1 to {LARGEST_DIM}; got shape {tuple(shape)}"
+                f"{self.name}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape[-1]}"
             )
         kernels = tuple(f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles"))
         return tuple(Problem(kernel, (dtype,), True, shape[-1]) for kernel in kernels)
