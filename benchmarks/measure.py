@@ -14,6 +14,7 @@ import torch
 # Calls queued before the first timed one. The device is busy with them while the host gets ahead, so that no
 # timed call waits for its own launch; also the calls that warm caches, clocks and allocator blocks.
 LEAD_CALLS = 4
+CYCLES = 2.5e9  # of a second, for waiting on the device: above any GPU's clock
 MIN_CALLS = 10
 MAX_CALLS = 200
 
@@ -52,18 +53,21 @@ def gigabytes_per_second(moved_bytes: int, milliseconds: float) -> float:
 def time_device(calls: Sequence[Call], count: int) -> list[float]:
     """Device milliseconds of each of `count` calls, by a pair of events around each.
 
-    The calls are queued without a wait between them, so the device never idles as long as one call takes the
-    device longer than the host: the caller compares with `time_host`. The calls given are taken in turn; give
-    one for each input set (see `rotated_sets`).
+    The calls are queued without a wait between them, and before each the device is kept busy for as long as the host
+    takes to queue one: it idles neither for a short kernel nor between the launches of one call. What a call costs the
+    host is `time_host`'s. The calls given are taken in turn; give one for each input set (see `rotated_sets`).
     """
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
     ]
+    began = time.perf_counter()
     _queue(calls, LEAD_CALLS)
+    spin = int((time.perf_counter() - began) / LEAD_CALLS * CYCLES)
     for i, (start, end) in enumerate(events):
         call = calls[i % len(calls)]
         if call.restore is not None:
             call.restore()
+        torch.cuda._sleep(spin)
         start.record()
         call.run()
         end.record()

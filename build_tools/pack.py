@@ -5,7 +5,6 @@ This module writes the format; ``liger_aot.manifest`` reads it. Nothing else pas
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,9 @@ from build_tools.audit import Audited
 from build_tools.compile import BINARY
 from build_tools.plan import ALIGNMENT, Plan
 from build_tools.profile import Profile
+from build_tools.stored import Stored, stored
 
-FORMAT = 3
+FORMAT = 4
 
 
 def write_pack(
@@ -36,13 +36,8 @@ def write_pack(
     fresh.mkdir(parents=True)
     ops: dict[str, Any] = {}
     for plan in plans:
-        text = _json(op_manifest(plan, audited))
-        (fresh / f"{plan.op}.json").write_bytes(text)
+        text = write_op(fresh, plan, audited, suffix(arch.backend))
         ops[plan.op] = {"sha256": sha256(text).hexdigest(), "binaries": len(plan.variants)}
-        (fresh / plan.op).mkdir()
-        for variant in plan.variants:
-            path = fresh / plan.op / f"{variant.name}.{suffix(arch.backend)}"
-            path.write_bytes(stored(audited[variant.name].compiled.image))
     manifest = {
         "format": FORMAT,
         "arch": arch.name,
@@ -63,15 +58,21 @@ def write_pack(
 
 def suffix(backend: str) -> str:
     """What the names of a pack's binaries end in."""
-    return f"{BINARY[backend]}.gz"
+    return f"{BINARY[backend]}.z"
 
 
-def stored(image: bytes) -> bytes:
-    """A binary as a pack holds it: a third of its size, readable with ``gunzip``; no time in it, so the same bytes."""
-    return gzip.compress(image, mtime=0)
+def write_op(folder: Path, plan: Plan, audited: Mapping[str, Audited], ending: str) -> bytes:
+    """Write one op's manifest and binaries into a pack's folder; returns the manifest's text."""
+    files = stored(plan, {v.name: audited[v.name].compiled.image for v in plan.variants})
+    text = _json(_op_manifest(plan, audited, files))
+    (folder / f"{plan.op}.json").write_bytes(text)
+    (folder / plan.op).mkdir()
+    for name, file in files.items():
+        (folder / plan.op / f"{name}.{ending}").write_bytes(file.data)
+    return text
 
 
-def op_manifest(plan: Plan, audited: Mapping[str, Audited]) -> dict[str, Any]:
+def _op_manifest(plan: Plan, audited: Mapping[str, Audited], files: Mapping[str, Stored]) -> dict[str, Any]:
     """One op's part of a pack: its dispatch tables and what a launch of each binary needs."""
     kernels = {
         name: {
@@ -84,14 +85,15 @@ def op_manifest(plan: Plan, audited: Mapping[str, Audited]) -> dict[str, Any]:
         }
         for name, k in plan.kernels.items()
     }
-    variants = {v.name: _variant(audited[v.name]) for v in plan.variants}
+    variants = {v.name: _variant(audited[v.name], files[v.name]) for v in plan.variants}
     return {"format": FORMAT, "op": plan.op, "kernels": kernels, "variants": variants}
 
 
-def _variant(audited: Audited) -> dict[str, Any]:
+def _variant(audited: Audited, file: Stored) -> dict[str, Any]:
     variant, compiled, facts = audited.variant, audited.compiled, audited.facts
     return {
-        "sha256": sha256(stored(compiled.image)).hexdigest(),
+        "sha256": sha256(file.data).hexdigest(),
+        "base": file.base,
         "symbol": compiled.symbol,
         "threads": audited.threads,
         "shared": compiled.shared,

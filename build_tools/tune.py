@@ -195,6 +195,9 @@ class _Session:
         self._elements, self._workers = elements, workers
         self._entry = load_benchmark(self._op)
         self._base = self._make(v for p in plans for v in p.variants)
+        for variant in (v for p in plans for v in p.variants if v.kernel != kernel):
+            if isinstance(refused := self._base[variant.name], str):
+                raise BuildError(f"{variant.where}, a kernel that {kernel} needs beside it: {refused}")
 
     def measure(self, problem: Problem) -> list[Measured]:
         made = [
@@ -324,7 +327,7 @@ def _bind(
 def _manifest(
     plan: Plan, audited: Mapping[str, Audited], folder: Path, chosen: Audited | None, key: str
 ) -> Any:
-    from build_tools.pack import op_manifest, stored, suffix
+    from build_tools.pack import suffix, write_op
     from liger_aot.manifest import OpManifest
 
     kernels = dict(plan.kernels)
@@ -335,12 +338,7 @@ def _manifest(
             kernel.kernel, tables, {chosen.variant.name: chosen.variant}
         )
     changed = Plan(plan.op, plan.arch, kernels)
-    text = json.dumps(op_manifest(changed, audited)).encode()
-    path = folder / f"{plan.op}.json"
-    path.write_bytes(text)
-    binaries = folder / plan.op
-    binaries.mkdir()
     ending = suffix("hip" if chosen is not None and chosen.facts.kind == "hsaco" else "cuda")
-    for variant in changed.variants:
-        (binaries / f"{variant.name}.{ending}").write_bytes(stored(audited[variant.name].compiled.image))
-    return OpManifest(path, sha256(text).hexdigest(), binaries, ending)
+    text = write_op(folder, changed, audited, ending)
+    path = folder / f"{plan.op}.json"
+    return OpManifest(path, sha256(text).hexdigest(), folder / plan.op, ending)

@@ -87,7 +87,7 @@ def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path) -> None:
 
     def hashes(pack: Pack, op: str) -> list[str]:
         manifest = pack.op(op)
-        return [manifest.variant(name).sha256 for name in manifest.variants]
+        return [manifest.variant(name).file.sha256 for name in manifest.variants]
 
     path = sm80 / "manifest.json"
     edit(
@@ -301,3 +301,22 @@ def test_text_that_is_no_manifest(sm80: Path, text: bytes, message: str) -> None
     believe(sm80 / "column_sums.json")
     with pytest.raises(PackDamaged, match=message):
         pack_for(A100).op("column_sums")
+
+
+def test_a_binary_with_a_base_is_read_against_it(sm80: Path) -> None:
+    """Whole, it reads; where its base is another's, damaged, not there or has a base itself, the error names a file."""
+    manifest = Pack(sm80).op("rmsnorm")
+    name = next(n for n in manifest.variants if manifest.variant(n).base)
+    variant = manifest.variant(name)
+    assert variant.base is not None and variant.read()[:4] == b"\x7fELF"
+    bases = {manifest.variant(n).base for n in manifest.variants} - {None}
+    assert len(bases) > 1
+    for other in (*(bases - {variant.base}), variant.file):
+        with pytest.raises(PackDamaged, match="not a zlib stream"):
+            variant._replace(base=other).read()
+    with pytest.raises(PackDamaged, match="not a zlib stream"):
+        variant._replace(base=None).read()
+    flip(variant.base.path, 40)
+    with pytest.raises(PackDamaged, match="sha256 is") as caught:
+        variant.read()
+    assert caught.value.path == variant.base.path

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import liger_aot
-from build_tools.pack import stored
+from build_tools.stored import compressed
 from liger_aot import devices, packs
 from liger_aot.errors import DriverNotFound, PackDamaged, PackNotFound, UnknownOp
 from liger_aot.ops.column_sums import ColumnSums
@@ -143,9 +143,9 @@ def stand_in_gpu(
 
     def convert(document: Any) -> None:
         for name, variant in document["variants"].items():
-            binary = stored(image(f"{variant['symbol']}=ppii"))
-            (sm80 / "column_sums" / f"{name}.cubin.gz").write_bytes(binary)
-            variant["sha256"] = sha256(binary).hexdigest()
+            binary = compressed(image(f"{variant['symbol']}=ppii"))
+            (sm80 / "column_sums" / f"{name}.cubin.z").write_bytes(binary)
+            variant.update(sha256=sha256(binary).hexdigest(), base=None)
 
     edit(sm80 / "manifest.json", lambda m: m.update(ops={"column_sums": m["ops"]["column_sums"]}))
     edit(sm80 / "column_sums.json", convert)

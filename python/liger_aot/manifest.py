@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from liger_aot.errors import PackDamaged, PackTooNew
 
-FORMAT = 3
+FORMAT = 4
+WINDOW = 1 << 15  # of a binary's base, how much its compression sees
 LARGEST_FILE = 64 << 20  # bytes; a binary of ours is a few tens of kilobytes
 DTYPES = ("bf16", "fp16", "fp32")  # what a dispatch key's axes may say
 MOST_THREADS = 1024  # a block, on every architecture
@@ -43,12 +44,23 @@ class TensorMaps(NamedTuple):
     swizzle: int
 
 
+class File(NamedTuple):
+    """A compressed binary."""
+
+    path: Path
+    sha256: str
+
+    def read(self) -> bytes:
+        """It as it lies there; PackDamaged unless it is the one the manifest was written for."""
+        return _checked(self.path, self.sha256)
+
+
 class Variant(NamedTuple):
     """One binary of a pack and what a launch of it needs."""
 
     name: str
-    path: Path
-    sha256: str
+    file: File
+    base: File | None  # the binary against which this one is compressed
     symbol: str
     threads: int
     shared: int  # bytes of dynamic shared memory
@@ -65,8 +77,11 @@ class Variant(NamedTuple):
     maps: Mapping[str, TensorMaps]  # by argument
 
     def read(self) -> bytes:
-        """The binary; PackDamaged unless it is the one the manifest was written for."""
-        return _unpacked(self.path, _checked(self.path, self.sha256))
+        """The binary; PackDamaged unless its file and its base's are those the manifest was written for."""
+        data, dictionary = self.file.read(), b""
+        if self.base is not None:
+            dictionary = _unpacked(self.base.path, self.base.read(), b"")[-WINDOW:]
+        return _unpacked(self.file.path, data, dictionary)
 
 
 class Kernel(NamedTuple):
@@ -117,10 +132,11 @@ class OpManifest:
         if not 1 <= threads <= MOST_THREADS:
             raise PackDamaged(self.path, f"{where}threads is {threads}, a block has 1 to {MOST_THREADS}")
         numbers = _object(self.path, raw.get("numbers"), where + "numbers")
+        base = None if raw.get("base") is None else _typed(self.path, raw, "base", str, where)
         return Variant(
             name=name,
-            path=self.binary(name),
-            sha256=_typed(self.path, raw, "sha256", str, where),
+            file=self._file(name),
+            base=None if base is None else self._file(base),
             symbol=symbol,
             threads=threads,
             shared=_count(self.path, raw, "shared", where),
@@ -153,6 +169,10 @@ class OpManifest:
                 raise PackDamaged(self.path, f"{where}maps.{name}.box is {_shown(box)}")
             maps[name] = TensorMaps(tuple(box), _count(self.path, one, "swizzle", f"{where}maps.{name}."))
         return maps
+
+    def _file(self, name: str) -> File:
+        raw = _object(self.path, self._variants.get(name), _shown(name))
+        return File(self.binary(name), _typed(self.path, raw, "sha256", str, f"{_shown(name)}."))
 
     def _kernel(self, name: str, raw: dict[str, Any]) -> Kernel:
         signature = _typed(self.path, raw, "signature", str, f"{name}.")
@@ -248,13 +268,13 @@ def _checked(path: Path, digest: str) -> bytes:
     return data
 
 
-def _unpacked(path: Path, data: bytes) -> bytes:
-    """What a gzip file holds."""
-    reader = zlib.decompressobj(wbits=31)
+def _unpacked(path: Path, data: bytes, dictionary: bytes) -> bytes:
+    """What a zlib stream holds, with or without a preset dictionary."""
+    reader = zlib.decompressobj(zdict=dictionary)
     try:
         image = reader.decompress(data, LARGEST_FILE)
     except zlib.error as error:
-        raise PackDamaged(path, f"not gzip: {error}") from None
+        raise PackDamaged(path, f"not a zlib stream: {error}") from None
     if not reader.eof:
         raise PackDamaged(path, f"cut short, or holds more than {LARGEST_FILE} bytes")
     return image
