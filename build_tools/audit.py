@@ -5,6 +5,7 @@ Every fact here is read back from the binary's own bytes; what Triton claims is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from build_tools.plan import Variant
 from build_tools.profile import Arch
 
 BYTES = {"i32": 4, "fp32": 4, "i64": 8}
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # a tensor map; Triton appends its sizes (i32) and strides (i64)
+GROUP_WARPS = 4  # of a warp group; the producer of a kernel with WARP_GROUPS consumer groups has one more
 SCRATCH_POINTERS = 2  # Triton appends global and profile scratch to every kernel's parameters
 
 
@@ -43,16 +46,28 @@ def audit(variant: Variant, compiled: Compiled, arch: Arch) -> Audited:
     return audited
 
 
-def parameter_layout(types: Iterable[str]) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of each parameter, naturally aligned, the scratch pointers last."""
+def parameter_layout(types: Iterable[str], base: int = 0) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of each parameter, naturally aligned, the scratch pointers last. ``base`` is where the block that
+    holds them starts."""
     layout: list[tuple[int, int]] = []
-    end = 0
-    for kind in (*types, *("*i8",) * SCRATCH_POINTERS):
-        size = 8 if kind.startswith("*") else BYTES[kind]
-        start = -(-end // size) * size
-        layout.append((start, size))
+    end = base
+    for size, alignment in (part for kind in (*types, *("*i8",) * SCRATCH_POINTERS) for part in _parts(kind)):
+        start = -(-end // alignment) * alignment
+        layout.append((start - base, size))
         end = start + size
     return tuple(layout)
+
+
+def _parts(kind: str) -> Iterator[tuple[int, int]]:
+    """(size, alignment) of each parameter that an argument of this Triton type becomes."""
+    if match := re.fullmatch(r"tensordesc<\w+\[(.*)\]>", kind):
+        rank = len(match[1].split(","))
+        yield MAP_BYTES, MAP_ALIGNMENT
+        yield from ((4, 4),) * rank
+        yield from ((8, 8),) * rank
+    else:
+        size = 8 if kind.startswith("*") else BYTES[kind]
+        yield size, size
 
 
 def report(audited: Iterable[Audited]) -> str:
@@ -107,7 +122,8 @@ def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
         yield f"{compiled.shared + facts.static_shared} bytes of shared memory, a block has {arch.shared_per_block}"
     if (facts.local_bytes or facts.spilled_registers) and not variant.form.may_spill:
         yield f"spills: {facts.spilled_registers} registers, {facts.local_bytes} bytes of local memory a thread"
-    expected = parameter_layout(variant.arguments.values())
+    yield from _promises(audited, arch)
+    expected = parameter_layout(variant.arguments.values(), facts.parameter_offset)
     if facts.parameters != expected:
         yield f"parameters (offset, size) {facts.parameters}, expected {expected}"
     if audited.resident < 1:
@@ -115,3 +131,19 @@ def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
     wanted = variant.host.get("programs_per_multiprocessor", 1)
     if variant.cooperative and audited.resident < wanted:
         yield f"cooperative with {wanted} programs a multiprocessor, {audited.resident} are resident at once"
+
+
+def _promises(audited: Audited, arch: Arch) -> Iterator[str]:
+    """What the declaration and the profile's row promise of the machine code and a binary may lack."""
+    variant, compiled, facts = audited.variant, audited.compiled, audited.facts
+    if variant.matrix and not facts.matrix.get(arch.matrix):
+        yield f"has no {arch.matrix} instruction, but {dict(facts.matrix) or 'no matrix instruction'}"
+    groups = variant.constants.get("WARP_GROUPS")
+    if groups is not None and compiled.num_warps != (wanted := GROUP_WARPS * (groups + 1)):
+        yield f"{compiled.num_warps} warps, {groups} warp groups and a producer are {wanted}"
+    budget = variant.constants.get("REGISTERS")
+    if budget is not None and budget not in facts.register_budgets:
+        yield f"warps change to {facts.register_budgets} registers a thread, never to {budget}"
+    maps = [kind for kind in variant.arguments.values() if kind.startswith("tensordesc<")]
+    if len(maps) != len(compiled.maps):
+        yield f"{len(compiled.maps)} tensor maps, expected {len(maps)}"

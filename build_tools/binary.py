@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
@@ -10,6 +11,7 @@ from build_tools import cubin, hsaco
 from build_tools.cubin import Cubin, CubinKernel
 from build_tools.elf import BinaryFormatError, Elf
 from build_tools.hsaco import CodeObject, KernelDescriptor, metadata_field
+from build_tools.instructions import mfma_instructions, sass_instructions
 
 _CUDA_WARP_SIZE = 32
 _CUDA_MAX_THREADS = 1024  # a block of a kernel that declares no bound, every compute capability since 2.0
@@ -31,7 +33,10 @@ class BinaryFacts:
     `static_shared` is in bytes per block or workgroup and leaves dynamic shared memory out.
 
     `parameters` are (offset, size) in bytes of what the caller passes, `parameter_bytes` is the length of the
-    block that holds them.
+    block that holds them, `parameter_offset` where alignments over 16 bytes see that block start.
+
+    `matrix` counts the matrix instructions by name (HMMA, HGMMA, MFMA), `register_budgets` are the registers a thread
+    that warps change to while they run (sm_90).
     """
 
     kind: str
@@ -48,6 +53,9 @@ class BinaryFacts:
     wave_size: int
     parameters: tuple[tuple[int, int], ...]
     parameter_bytes: int
+    parameter_offset: int
+    matrix: Mapping[str, int]
+    register_budgets: tuple[int, ...]
 
 
 def inspect(image: bytes) -> BinaryFacts:
@@ -72,6 +80,7 @@ def inspect(image: bytes) -> BinaryFacts:
 
 def _cubin_facts(binary: Cubin) -> BinaryFacts:
     kernel: CubinKernel = _single(list(binary.kernels.values()))
+    matrix, budgets = sass_instructions(kernel.code)
     return BinaryFacts(
         kind="cubin",
         arch=binary.arch,
@@ -88,6 +97,9 @@ def _cubin_facts(binary: Cubin) -> BinaryFacts:
         wave_size=_CUDA_WARP_SIZE,
         parameters=tuple((parameter.offset, parameter.size) for parameter in kernel.parameters),
         parameter_bytes=kernel.parameter_bytes,
+        parameter_offset=kernel.parameter_offset,
+        matrix=matrix,
+        register_budgets=budgets,
     )
 
 
@@ -129,7 +141,15 @@ def _hsaco_facts(binary: CodeObject) -> BinaryFacts:
         wave_size=count(".wavefront_size"),
         parameters=parameters,
         parameter_bytes=parameter_bytes,
+        parameter_offset=0,
+        matrix=mfma_instructions(_text(binary)),
+        register_budgets=(),
     )
+
+
+def _text(binary: CodeObject) -> bytes:
+    section = binary.elf.section(".text")
+    return binary.elf.data(section) if section else b""
 
 
 def _single(kernels: list[T]) -> T:

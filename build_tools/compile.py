@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
@@ -42,6 +42,7 @@ class Compiled:
     num_ctas: int
     shared: int  # bytes of dynamic shared memory
     scratch: int  # bytes of global scratch a launch would need
+    maps: tuple[Mapping[str, Any], ...]  # of its tensor maps, in the order of the arguments: swizzle, box
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Job:
     hinted: tuple[str, ...]
     target: tuple[str, int | str, int]
     options: dict[str, int | bool | str]
+    language: str
 
 
 def compile_variants(
@@ -119,6 +121,7 @@ def _job(variant: Variant, profile: Profile) -> Job:
         hinted=variant.hinted,
         target=(arch.backend, target, arch.warp_size),
         options={**profile.toolchain.options, **variant.options},
+        language=variant.language,
     )
 
 
@@ -201,7 +204,6 @@ def _run_triton(job: Job) -> Compiled:
 
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
     target = GPUTarget(*job.target)
@@ -211,9 +213,9 @@ def _run_triton(job: Job) -> Compiled:
         raise ValueError(f"triton {triton.__version__} has no option {unknown[0]!r} for {job.target[0]}")
     function = getattr(import_module(job.module), job.function)
     names = function.arg_names
-    source = ASTSource(
+    source = _source_class(job.language)(
         function,
-        job.signature,
+        {name: _laid_out(kind) if job.language == "gluon" else kind for name, kind in job.signature.items()},
         {(names.index(name),): value for name, value in job.constants.items()},
         {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in job.hinted},
     )
@@ -229,7 +231,33 @@ def _run_triton(job: Job) -> Compiled:
         shared=metadata.shared,
         # the AMD backend knows no scratch and has no such fields
         scratch=getattr(metadata, "global_scratch_size", 0) + getattr(metadata, "profile_scratch_size", 0),
+        maps=tuple(
+            {"swizzle": one["swizzle"], "box": list(one["block_size"])}
+            for one in getattr(metadata, "tensordesc_meta", None) or ()
+        ),
     )
+
+
+def _source_class(language: str) -> Any:
+    if language == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+def _laid_out(kind: str) -> str:
+    """A tensor map's type with the layout of its tiles in shared memory, which Gluon wants said: the widest swizzle."""
+    match = re.fullmatch(r"tensordesc<(\w+)\[(.*)\]>", kind)
+    if match is None:
+        return kind
+    from triton.experimental.gluon import language as gl
+
+    dtype = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[match[1]]
+    layout = gl.NVMMASharedLayout.get_default_for([int(size) for size in match[2].split(", ")], dtype)
+    return f"{kind[:-1]},{layout!r}>"
 
 
 def _write(entry: Path, compiled: Compiled) -> None:
@@ -250,6 +278,7 @@ def _read(entry: Path, variant: str) -> Compiled | None:
         return None
     facts = json.loads((entry / "facts.json").read_text())
     facts["variant"] = variant
+    facts["maps"] = tuple(facts["maps"])
     image, assembly = (entry / "image").read_bytes(), (entry / "assembly").read_text()
     return Compiled(image=image, assembly=assembly, **facts)
 

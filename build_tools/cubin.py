@@ -65,6 +65,8 @@ class CubinKernel:
     `stack_bytes` counts the kernel and all it calls; spilled registers live there, so it is never zero where
     one is spilled. `local_bytes` is local memory outside the stack. `static_shared_bytes` leaves out what the
     system reserves. `required_threads` and `max_threads` are (x, y, z) of a block, None where not declared.
+    `parameter_offset` is where the parameter block starts in the constant bank, which alignments over 16
+    bytes count from.
     """
 
     name: str
@@ -74,6 +76,8 @@ class CubinKernel:
     static_shared_bytes: int
     parameters: tuple[KernelParameter, ...]
     parameter_bytes: int
+    parameter_offset: int
+    code: bytes
     required_threads: tuple[int, int, int] | None
     max_threads: tuple[int, int, int] | None
     barriers: int
@@ -122,7 +126,7 @@ class Cubin:
         if info.info != symbol.section_index:
             raise BinaryFormatError(f"section {info.name!r} is about section {info.info}")
         attributes = _attributes(self.elf.data(info), info.name)
-        parameter_bytes = self._parameter_bytes(name, attributes)
+        parameter_bytes, parameter_offset = self._parameter_block(name, attributes)
         local = self.elf.section(f".nv.local.{name}")
         stack = max(
             self._of_function(_EIATTR_FRAME_SIZE, index, name),
@@ -136,6 +140,8 @@ class Cubin:
             static_shared_bytes=self._static_shared(name),
             parameters=_parameters(attributes, parameter_bytes, name),
             parameter_bytes=parameter_bytes,
+            parameter_offset=parameter_offset,
+            code=self.elf.data(code),
             required_threads=_threads(attributes, _EIATTR_REQNTID, name),
             max_threads=_threads(attributes, _EIATTR_MAX_THREADS, name),
             barriers=code.flags >> _BARRIERS_SHIFT & _BARRIERS_MASK,
@@ -177,10 +183,10 @@ class Cubin:
             raise BinaryFormatError(f"kernel {name!r}: {section.size} bytes of shared memory in all")
         return section.size - _RESERVED_SHARED_BYTES
 
-    def _parameter_bytes(self, name: str, attributes: Attributes) -> int:
-        """The size of the parameter block, said three times: by two attributes and by constant bank 0."""
+    def _parameter_block(self, name: str, attributes: Attributes) -> tuple[int, int]:
+        """Size and offset of the parameter block; the size is said by two attributes and by constant bank 0."""
         if _EIATTR_CBANK_PARAM_SIZE not in attributes and _EIATTR_PARAM_CBANK not in attributes:
-            return 0  # a kernel without parameters
+            return 0, 0  # a kernel without parameters
         size = int.from_bytes(_single(attributes, _EIATTR_CBANK_PARAM_SIZE, name), "little")
         block = _single(attributes, _EIATTR_PARAM_CBANK, name)
         _, offset, same_size = _unpack(_PARAM_CBANK, block, f"parameter block of {name!r}")
@@ -190,7 +196,7 @@ class Cubin:
                 f"kernel {name!r}: its parameter block is {size} or {same_size} bytes at {offset:#x} of a "
                 f"constant bank of {bank} bytes"
             )
-        return size
+        return size, offset
 
 
 def _attributes(data: bytes, where: str) -> Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,8 @@ from build_tools.paths import KERNELS
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # Triton's names and bytes an element
 SCALARS = {"i32": "i", "i64": "l", "fp32": "f"}  # Triton's names and the launcher's letters
 POINTEES = {*DTYPES, "i32", "i64"}
+LANGUAGES = ("triton", "gluon")
+_TILES = re.compile(r"(\w+)\[(\w+(?:, \w+){1,4})\]")  # a tensor map of two to five dimensions
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,27 @@ class Kernel:
     axes: Mapping[str, tuple[str, ...]]
     aligned: tuple[str, ...]  # arguments that the aligned variant assumes divisible by 16
     forms: Mapping[str, Form]
+    language: str
+    optional: bool  # whether an architecture may do without it: one whose profile has no table for it
+    always_aligned: bool  # whether there is no generic variant
+    matrix: bool  # whether its binaries must have the architecture's matrix instructions
 
     def signature(self) -> str:
         """The launcher's letters, one an argument."""
-        return "".join("p" if t.startswith("*") else SCALARS[t] for t in self.arguments.values())
+        return "".join(_letter(kind) for kind in self.arguments.values())
+
+
+def _letter(kind: str) -> str:
+    if (tiles := tiles_of(kind)) is not None:
+        return str(len(tiles[1]))
+    return "p" if kind.startswith("*") else SCALARS[kind]
+
+
+def tiles_of(kind: str) -> tuple[str, tuple[str, ...]] | None:
+    """(dtype or axis, sizes of a tile: numbers and constants) of a tensor map such as "dtype[1, ROWS, 64]", else
+    None."""
+    match = _TILES.fullmatch(kind)
+    return None if match is None else (match[1], tuple(match[2].split(", ")))
 
 
 @dataclass(frozen=True)
@@ -70,7 +90,7 @@ def read_declaration(op: str, folder: Path = KERNELS) -> Declaration:
     functions = _functions(path)
     kernels = {
         name: _kernel(f"{path.name}: kernel {name}", name, body, functions)
-        for name, body in fields.table("kernels").items()
+        for name, body in _likened(path.name, fields.table("kernels")).items()
     }
     fields.finish()
     return Declaration(op, path, kernels)
@@ -100,13 +120,26 @@ class _Fields:
             raise DeclarationError(f"{self.where}: unknown {', '.join(map(repr, self.left))}")
 
 
+def _likened(file: str, kernels: dict[str, Any]) -> dict[str, Any]:
+    """Every kernel whole: one that says ``like`` another has its fields where it gives none."""
+    whole: dict[str, Any] = {}
+    for name, body in kernels.items():
+        if isinstance(body, dict) and "like" in body:
+            if not isinstance(model := whole.get(body["like"]), dict):
+                raise DeclarationError(f"{file}: kernel {name}: like: no kernel {body['like']!r} before it")
+            body = {**model, **{key: value for key, value in body.items() if key != "like"}}
+        whole[name] = body
+    return whole
+
+
 def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, list[str]]) -> Kernel:
     fields = _Fields(where, raw)
     arguments: dict[str, str] = fields.table("arguments")
     axes = {axis: tuple(values) for axis, values in fields.table("axes").items()}
     for argument, kind in arguments.items():
+        tiles = tiles_of(kind)
         known = kind.startswith("*") and (kind[1:] in POINTEES or kind[1:] in axes)
-        if not known and kind not in SCALARS:
+        if not known and kind not in SCALARS and (tiles is None or tiles[0] not in {*DTYPES, *axes}):
             raise DeclarationError(f"{where}: argument {argument}: unknown type {kind!r}")
     for axis, values in axes.items():
         for value in values:
@@ -129,8 +162,16 @@ def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, lis
                 f"{where}: form {form}: function {forms[form].function} takes {found}, "
                 f"the declaration says {expected}"
             )
+        sizes = {size for kind in arguments.values() for size in (tiles_of(kind) or ("", ()))[1]}
+        if unknown := sorted(s for s in sizes if not s.isdigit() and s not in forms[form].constants):
+            raise DeclarationError(f"{where}: form {form}: {unknown[0]!r} is none of its constants")
+    language = fields.take("language", "triton")
+    if language not in LANGUAGES:
+        raise DeclarationError(f"{where}: language must be one of {', '.join(LANGUAGES)}, found {language!r}")
+    optional, always_aligned = fields.take("optional", False), fields.take("always_aligned", False)
+    matrix = fields.take("matrix", False)
     fields.finish()
-    return Kernel(name, arguments, axes, aligned, forms)
+    return Kernel(name, arguments, axes, aligned, forms, language, optional, always_aligned, matrix)
 
 
 def _form(where: str, name: str, raw: dict[str, Any]) -> Form:

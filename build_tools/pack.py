@@ -18,7 +18,7 @@ from build_tools.plan import ALIGNMENT, Plan
 from build_tools.profile import Profile
 from build_tools.stored import Stored, stored
 
-FORMAT = 3
+FORMAT = 4
 
 
 def write_pack(
@@ -105,8 +105,15 @@ def _variant(audited: Audited, file: Stored) -> dict[str, Any]:
         "registers": facts.registers,
         "local_bytes": facts.local_bytes,
         "resident": audited.resident,
+        "maps": _maps(audited),
         "row": variant.where,
     }
+
+
+def _maps(audited: Audited) -> dict[str, Any]:
+    """What a tensor map must be encoded with, by argument."""
+    named = [n for n, kind in audited.variant.arguments.items() if kind.startswith("tensordesc<")]
+    return dict(zip(named, audited.compiled.maps, strict=True))
 
 
 def _json(value: Any) -> bytes:

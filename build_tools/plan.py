@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from build_tools.declaration import DTYPES, Declaration, Form, Kernel, longest_row
+from build_tools.declaration import DTYPES, Declaration, Form, Kernel, longest_row, tiles_of
 from build_tools.errors import ProfileError
 from build_tools.profile import HOST_NUMBERS, Profile, Row
 
@@ -31,6 +31,8 @@ class Variant:
     options: Mapping[str, int]
     host: Mapping[str, int]
     where: str  # the profile's row, for messages
+    language: str = "triton"
+    matrix: bool = False  # whether it must have matrix instructions
 
     @property
     def cooperative(self) -> bool:
@@ -62,7 +64,8 @@ class Plan:
 
 def plan(declaration: Declaration, profile: Profile) -> Plan:
     """Every variant that the profile's tables ask for; ProfileError names the row that can't be met."""
-    kernels = {name: _plan_kernel(declaration.op, k, profile) for name, k in declaration.kernels.items()}
+    carried = {n: k for n, k in declaration.kernels.items() if not k.optional or n in profile.tables}
+    kernels = {name: _plan_kernel(declaration.op, k, profile) for name, k in carried.items()}
     return Plan(declaration.op, profile.arch.name, kernels)
 
 
@@ -78,7 +81,7 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
     variants: dict[str, Variant] = {}
     used: set[str] = set()
     for axes in combinations(kernel.axes):
-        for aligned in (True, False):
+        for aligned in (True,) if kernel.always_aligned else (True, False):
             entries: list[tuple[int | None, str]] = []
             for row in rows:
                 form = kernel.forms[row.form]
@@ -195,12 +198,20 @@ def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, str], ali
         form=form,
         axes=dict(axes),
         aligned=aligned,
-        arguments={
-            a: "*" + axes.get(t[1:], t[1:]) if t.startswith("*") else t for a, t in kernel.arguments.items()
-        },
+        arguments={name: _filled(kind, axes, constants) for name, kind in kernel.arguments.items()},
         hinted=kernel.aligned if aligned else (),
         constants=constants,
         options=row.options,
         host=row.host,
         where=row.where,
+        language=kernel.language,
+        matrix=kernel.matrix,
     )
+
+
+def _filled(kind: str, axes: Mapping[str, str], constants: Mapping[str, int | bool]) -> str:
+    """An argument's Triton type, with the dtypes and sizes of a variant."""
+    if (tiles := tiles_of(kind)) is not None:
+        sizes = ", ".join(str(int(constants.get(size, size))) for size in tiles[1])
+        return f"tensordesc<{axes.get(tiles[0], tiles[0])}[{sizes}]>"
+    return "*" + axes.get(kind[1:], kind[1:]) if kind.startswith("*") else kind

@@ -24,6 +24,7 @@ BACKENDS = ("cuda", "hip")
 OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")
 HOST_NUMBERS = {
     "programs_per_multiprocessor": "programs",
+    "cache_megabytes": "cache",  # of keys and values that programs side by side work on
     "lone_rows": "lone",  # up to so many rows, one program that writes the final sums beats two launches
 }
 
@@ -45,6 +46,7 @@ class Arch:
     registers_per_multiprocessor: int
     shared_per_block: int
     shared_per_multiprocessor: int
+    matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ FLAGS = ("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
 # What the launch record of tests/stand_in_driver/record.c holds before the parameter bytes.
 _RECORD = struct.Struct("<64s3I3IIiiiQ")
 _LETTERS = {"p": "Q", "i": "i", "l": "q", "f": "f"}
+_LETTERS |= {str(rank): "16Q" + rank * "i" + rank * "q" for rank in range(1, 6)}  # a tensor map
 
 
 def _compile(sources: list[Path], output: Path, *flags: str) -> Path:

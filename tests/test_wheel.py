@@ -24,7 +24,7 @@ from build_tools.profile import profile_names
 from examples.fresh_environment import make_environment
 
 pytestmark = pytest.mark.slow
-LARGEST_PACK = 3_000_000  # bytes of an architecture inside the wheel, compressed
+LARGEST_PACK = 4_000_000  # bytes of an architecture inside the wheel, compressed; of sm90 1 MB is attention
 LARGEST_INSTALLED = 8_000_000  # and as it is installed
 PARTS = (
     "arch_profiles",

@@ -4,6 +4,7 @@
  *   _native/driver.h, driver.c, cuda.c, hip.c   the driver, without Python
  *   _native/driver_object.c                     the type Driver
  *   _native/kernel_object.c, arguments.c        the type Kernel and what it packs
+ *   _native/tensor_map.c                        the type TensorMap
  *   _native/tensor_rows.c                       reading a tensor through DLPack
  * This file is the module itself. There is no global state: what there is lives in the module, under the GIL. */
 #include "_native/module.h"
@@ -19,13 +20,15 @@ static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObj
 static int module_execute(PyObject *module) {
     ModuleState *state = state_of(module);
     if (add_type(module, &driver_type_spec, "Driver", &state->driver_type) < 0) return -1;
-    return add_type(module, &kernel_type_spec, "Kernel", &state->kernel_type);
+    if (add_type(module, &kernel_type_spec, "Kernel", &state->kernel_type) < 0) return -1;
+    return add_type(module, &tensor_map_type_spec, "TensorMap", &state->tensor_map_type);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     ModuleState *state = state_of(module);
     Py_VISIT(state->driver_type);
     Py_VISIT(state->kernel_type);
+    Py_VISIT(state->tensor_map_type);
     for (int i = 0; i < TENSOR_TYPES; i++) Py_VISIT(state->tensor_types[i]);
     return 0;
 }
@@ -34,6 +37,7 @@ static int module_clear(PyObject *module) {
     ModuleState *state = state_of(module);
     Py_CLEAR(state->driver_type);
     Py_CLEAR(state->kernel_type);
+    Py_CLEAR(state->tensor_map_type);
     for (int i = 0; i < TENSOR_TYPES; i++) Py_CLEAR(state->tensor_types[i]);
     return 0;
 }

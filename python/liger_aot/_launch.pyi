@@ -53,14 +53,48 @@ class Driver:
         Args:
             threads: threads a block, 1 to 1024.
             shared: bytes of dynamic shared memory a block.
-            signature: one letter an argument: p pointer, i int32, l int64, f float32; at most 64. Triton's
-                two scratch pointers follow by themselves, as null.
+            signature: one letter an argument: p pointer, i int32, l int64, f float32, 1 to 5 a tensor map of so
+                many dimensions; at most 64. What Triton adds follows by itself: a tensor map's sizes (int32) and
+                strides (int64), and in the end two scratch pointers, as null.
             cooperative: launch so that all blocks are resident at once, or not at all.
 
         Raises:
             liger_aot.errors.DriverError: the driver refuses the image or has no kernel of that name in it.
             TypeError, ValueError: an argument is of the wrong type or out of range.
         """
+
+    def tensor_map(
+        self,
+        address: int,
+        dtype: str,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        swizzle: int,
+        /,
+    ) -> TensorMap:
+        """Encode where the tiles of a tensor lie (cuTensorMapEncodeTiled). What a tile has outside the tensor reads as
+        zero and is not written. The map holds the address alone: it is good as long as the memory is.
+
+        Args:
+            address: of the first element, a multiple of 16.
+            dtype: "bf16", "fp16" or "fp32".
+            sizes: elements, the outermost dimension first; one to five, at most 2**31 - 1.
+            strides: in elements; the last is 1, the others are multiples of 16 bytes, of less than 2**40.
+            box: elements of a tile in each dimension, at most 256.
+            swizzle: how shared memory is swizzled: 0 not, 1 to 3 by 32, 64, 128 bytes.
+
+        Raises:
+            liger_aot.errors.DriverError: the driver refuses.
+            TypeError, ValueError, OverflowError: an argument is wrong, or the driver is HIP's, which has no such maps.
+        """
+
+@final
+class TensorMap:
+    """Where the tiles of a tensor lie; `Driver.tensor_map` makes them. One may serve any number of launches."""
+
+    @property
+    def rank(self) -> int: ...
 
 @final
 class Kernel:
@@ -90,7 +124,14 @@ class Kernel:
         """
 
     def launch(
-        self, device: int, stream: int, grid_x: int, grid_y: int, grid_z: int, /, *args: int | float | None
+        self,
+        device: int,
+        stream: int,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        /,
+        *args: int | float | TensorMap | None,
     ) -> None:
         """Launch on a stream of `device`, whatever device is current, and leave the current one as it was.
 
@@ -99,7 +140,8 @@ class Kernel:
             grid_x: blocks, 0 to 2**31 - 1; on HIP also fewer than 2**32 threads.
             grid_y, grid_z: blocks, 0 to 65535. A zero in the grid launches nothing.
             args: one value a letter of the signature: an address or None for p, an int for i and l, a float
-                or int for f, which is rounded to float32 (beyond its range, to an infinity).
+                or int for f, which is rounded to float32 (beyond its range, to an infinity), a TensorMap for 1
+                to 5.
 
         Raises:
             liger_aot.errors.DriverError: the driver refuses, or reports the failure of earlier work.

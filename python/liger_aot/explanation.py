@@ -83,7 +83,8 @@ def explain(
             raise PackNotFound(f"pack {pack.arch} carries no {name}; it has {', '.join(pack.ops)}")
         manifests = {n: pack.op(n) for n in (op.name, *op.uses) if n in pack.ops}
         _check_arguments(further, problems, manifests.values())
-        choices += [_choice(pack.arch, manifests, problem) for problem in problems]
+        carried = [p for p in problems if any(p.kernel in m.kernels for m in manifests.values())]
+        choices += [_choice(pack.arch, manifests, problem) for problem in carried or problems]
     return tuple(choices)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from liger_aot.errors import PackDamaged, PackTooNew
 
-FORMAT = 3
+FORMAT = 4
 WINDOW = 1 << 15  # of a binary's base, how much its compression sees
 LARGEST_FILE = 64 << 20  # bytes; a binary of ours is a few tens of kilobytes
 DTYPES = ("bf16", "fp16", "fp32")  # what a dispatch key's axes may say
@@ -37,6 +37,13 @@ _shown = (
 
 # Named tuples here and slots elsewhere, not dataclasses: those take up to a millisecond each to create, which every
 # process pays before its first result.
+class TensorMaps(NamedTuple):
+    """How tensor maps of one argument are encoded."""
+
+    box: tuple[int, ...]  # elements of a tile, the outermost dimension first
+    swizzle: int
+
+
 class File(NamedTuple):
     """A compressed binary."""
 
@@ -67,6 +74,7 @@ class Variant(NamedTuple):
     resident: int  # blocks a multiprocessor holds at once
     numbers: Mapping[str, int]  # the profile's launch numbers
     row: str  # the profile's row it comes from
+    maps: Mapping[str, TensorMaps]  # by argument
 
     def read(self) -> bytes:
         """The binary; PackDamaged unless its file and its base's are those the manifest was written for."""
@@ -142,7 +150,25 @@ class OpManifest:
             resident=_count(self.path, raw, "resident", where),
             numbers={key: _count(self.path, numbers, key, where) for key in numbers},
             row=_typed(self.path, raw, "row", str, where),
+            maps=self._maps(_object(self.path, raw.get("maps"), where + "maps"), kernel, where),
         )
+
+    def _maps(self, raw: dict[str, Any], kernel: Kernel, where: str) -> dict[str, TensorMaps]:
+        ranks = {
+            name: int(letter)
+            for name, letter in zip(kernel.arguments, kernel.signature, strict=True)
+            if letter in digits
+        }
+        if raw.keys() != ranks.keys():
+            raise PackDamaged(self.path, f"{where}maps is {_shown(raw)}")
+        maps = {}
+        for name, rank in ranks.items():
+            one = _object(self.path, raw[name], f"{where}maps.{name}")
+            box = one.get("box")
+            if not isinstance(box, list) or len(box) != rank or any(type(e) is not int or e < 1 for e in box):
+                raise PackDamaged(self.path, f"{where}maps.{name}.box is {_shown(box)}")
+            maps[name] = TensorMaps(tuple(box), _count(self.path, one, "swizzle", f"{where}maps.{name}."))
+        return maps
 
     def _file(self, name: str) -> File:
         raw = _object(self.path, self._variants.get(name), _shown(name))
@@ -152,7 +178,7 @@ class OpManifest:
         signature = _typed(self.path, raw, "signature", str, f"{name}.")
         arguments = tuple(_strings(self.path, raw, "arguments", f"{name}."))
         fits = len(signature) == len(arguments) <= MOST_ARGUMENTS
-        if set(signature) - set("pilf") or not fits:
+        if set(signature) - set("pilf12345") or not fits:
             raise PackDamaged(
                 self.path, f"{name}.signature is {_shown(signature)} for {len(arguments)} arguments"
             )

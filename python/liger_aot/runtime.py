@@ -105,6 +105,7 @@ class OpOn:
         self._loaded: dict[str, Loaded] = {}
         self.kernels = {name: KernelOn(name, manifest, self._load) for name in manifest.kernels}
         self.stream = driver.stream
+        self.tensor_map: Callable[..., Any] | None = getattr(driver, "tensor_map", None)  # CUDA's alone
         self.plans: dict[Any, Any] = {}  # what the op's host code worked out for a problem and keeps
 
     def preload(self) -> None:
@@ -129,6 +130,7 @@ class GPUDriver:
         self._driver = driver()
         self._shared_per_block = shared_per_block
         self.stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.tensor_map = self._driver.tensor_map
 
     def load(self, variant: Variant) -> Launchable:
         if variant.shared > self._shared_per_block:

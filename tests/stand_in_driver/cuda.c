@@ -116,6 +116,29 @@ int cuFuncLoad(void *function) {
     return ((uintptr_t)function & 1) != 0 ? SUCCESS : INVALID_HANDLE;
 }
 
+/* A map of the stand-in is what it was asked for, as 64-bit numbers: type, rank, address, swizzle, then for each dimension
+ * size, box and stride. */
+int cuTensorMapEncodeTiled(uint64_t *map, int type, unsigned rank, void *address, const uint64_t *sizes,
+                           const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides,
+                           int interleave, int swizzle, int promotion, int fill) {
+    ENTER(NO_DEVICE);
+    if (((uintptr_t)map & 63) != 0 || ((uintptr_t)address & 15) != 0 || rank < 1 || rank > 5) return INVALID_VALUE;
+    if (interleave != 0 || promotion != 2 || fill != 0 || swizzle < 0 || swizzle > 3) return INVALID_VALUE;
+    uint64_t *out = map;
+    *out++ = (uint64_t)type | (uint64_t)rank << 32;
+    *out++ = (uintptr_t)address;
+    *out++ = (uint64_t)swizzle;
+    for (unsigned i = 0; i < rank; i++) {
+        uint64_t stride = i == 0 ? 0 : strides[i - 1];
+        if (sizes[i] == 0 || box[i] == 0 || box[i] > 256 || element_strides[i] != 1 || stride % 16 != 0)
+            return INVALID_VALUE;
+        if (i < 4) *out++ = sizes[i] | (uint64_t)box[i] << 32; /* of five dimensions the last has no room */
+        if (i > 0) *out++ = stride;
+    }
+    while (out < map + 16) *out++ = 0;
+    return SUCCESS;
+}
+
 static int cuda_launch(void *kernel_or_null, const uint32_t dimensions[7], int cooperative, void *stream,
                        void **parameters) {
     Kernel *kernel = kernel_or_null;

@@ -154,6 +154,11 @@ int unload(void *library) {
 
 /* ---- Launches ---- */
 
+static void append(LaunchRecord *entry, const void *parameter, int size) {
+    memcpy(entry->bytes + entry->byte_count, parameter, (size_t)size);
+    entry->byte_count += size;
+}
+
 void record_launch(const Kernel *kernel, const uint32_t dimensions[7], int device, int cooperative, void *stream,
                    void **parameters) {
     pthread_mutex_lock(&guard);
@@ -167,9 +172,10 @@ void record_launch(const Kernel *kernel, const uint32_t dimensions[7], int devic
     entry->stream = (uint64_t)(uintptr_t)stream;
     entry->byte_count = 0;
     for (int i = 0; kernel->letters[i] != 0; i++) {
-        int size = kernel->letters[i] == 'i' || kernel->letters[i] == 'f' ? 4 : 8;
-        memcpy(entry->bytes + entry->byte_count, parameters[i], (size_t)size);
-        entry->byte_count += size;
+        int rank = kernel->letters[i] <= '9' ? kernel->letters[i] - '0' : 0; /* of a tensor map */
+        int size = kernel->letters[i] == 'i' || kernel->letters[i] == 'f' ? 4 : rank > 0 ? 128 : 8;
+        append(entry, *parameters++, size);
+        for (int j = 0; j < 2 * rank; j++) append(entry, *parameters++, j < rank ? 4 : 8);
     }
     pthread_mutex_unlock(&guard);
 }

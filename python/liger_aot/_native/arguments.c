@@ -1,22 +1,31 @@
-/* Turning Python values into the parameters of a kernel launch. Only `int`, `float` and None are taken: a value of
+/* Turning Python values into the parameters of a kernel launch. Only `int`, `float`, None and TensorMap are taken: a value of
  * another type is more likely a mistake (a tensor, a numpy scalar of another width) than an argument. */
 #include "arguments.h"
+
+#include "tensor_map.h"
 
 #include <string.h>
 
 /* ---- Kernel arguments ---- */
 
 int check_signature(const char *signature) {
-    size_t length = strlen(signature), known = strspn(signature, "pilf");
+    size_t length = strlen(signature), known = strspn(signature, "pilf12345");
     if (known != length) {
         PyErr_Format(PyExc_ValueError,
-                     "signature \"%s\": character %zu is none of p (pointer), i (int32), l (int64), f (float32)",
+                     "signature \"%s\": character %zu is none of p (pointer), i (int32), l (int64), f (float32), 1 to 5 (tensor map)",
                      signature, known + 1);
         return -1;
     }
     if (length > MAX_ARGUMENTS) {
         PyErr_Format(PyExc_ValueError, "a signature of %zu arguments is more than the %d supported", length,
                      MAX_ARGUMENTS);
+        return -1;
+    }
+    size_t parameters = 0;
+    for (const char *letter = signature; *letter != 0; letter++) parameters += 1 + 2 * (size_t)map_rank(*letter);
+    if (parameters > MAX_PARAMETERS) {
+        PyErr_Format(PyExc_ValueError, "a signature of %zu parameters is more than the %d supported", parameters,
+                     MAX_PARAMETERS);
         return -1;
     }
     return 0;
@@ -53,7 +62,18 @@ static int pack_float32(PyObject *value, Slot *slot) {
     return 0;
 }
 
-int pack_argument(char letter, PyObject *value, Slot *slot) {
+static int pack_map(PyObject *map_type, int rank, PyObject *value, void ***end) {
+    TensorMapObject *map = (TensorMapObject *)value;
+    if ((PyObject *)Py_TYPE(value) != map_type || map->rank != rank) return -1;
+    *(*end)++ = tensor_map_bytes(map);
+    for (int i = 0; i < rank; i++) *(*end)++ = &map->sizes[i];
+    for (int i = 0; i < rank; i++) *(*end)++ = &map->strides[i];
+    return 0;
+}
+
+int pack_argument(PyObject *map_type, char letter, PyObject *value, Slot *slot, void ***end) {
+    if (map_rank(letter) > 0) return pack_map(map_type, map_rank(letter), value, end);
+    *(*end)++ = slot;
     switch (letter) {
         case ARGUMENT_POINTER: return pack_pointer(value, slot);
         case ARGUMENT_INT32: return pack_int32(value, slot);
@@ -64,7 +84,7 @@ int pack_argument(char letter, PyObject *value, Slot *slot) {
 
 /* A value of the right type was refused for its size. */
 static int is_out_of_range(char letter, PyObject *value) {
-    return PyLong_Check(value) || (letter == ARGUMENT_FLOAT32 && PyFloat_Check(value));
+    return (PyLong_Check(value) && map_rank(letter) == 0) || (letter == ARGUMENT_FLOAT32 && PyFloat_Check(value));
 }
 
 static const char *expected(char letter) {
@@ -72,6 +92,11 @@ static const char *expected(char letter) {
         case ARGUMENT_POINTER: return "an int (an address) or None";
         case ARGUMENT_INT32: return "an int (int32)";
         case ARGUMENT_INT64: return "an int (int64)";
+        case '1': return "a TensorMap of 1 dimension";
+        case '2': return "a TensorMap of 2 dimensions";
+        case '3': return "a TensorMap of 3 dimensions";
+        case '4': return "a TensorMap of 4 dimensions";
+        case '5': return "a TensorMap of 5 dimensions";
         default: return "a float or an int (float32)";
     }
 }

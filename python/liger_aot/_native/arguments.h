@@ -8,8 +8,10 @@
 
 #pragma GCC visibility push(hidden)
 
-/* More than any kernel takes; a launch keeps its arguments on the stack. */
+/* More than any kernel takes; a launch keeps its arguments on the stack. An argument that is a tensor map is several
+ * parameters: the map, its sizes, its strides. */
 #define MAX_ARGUMENTS 64
+#define MAX_PARAMETERS 256
 
 /* One kernel parameter: the driver copies as many of these bytes as the parameter has, from the front. */
 typedef union {
@@ -19,14 +21,17 @@ typedef union {
     float float32;
 } Slot;
 
-/* The letters of a signature: one a parameter. */
+/* The letters of a signature, one an argument. A digit is a tensor map of so many dimensions. */
 enum { ARGUMENT_POINTER = 'p', ARGUMENT_INT32 = 'i', ARGUMENT_INT64 = 'l', ARGUMENT_FLOAT32 = 'f' };
+
+static inline int map_rank(char letter) { return letter <= '9' ? letter - '0' : 0; }
 
 /* Checks that `signature` has only these letters and not too many. Returns 0, or -1 with an error set. */
 int check_signature(const char *signature);
 
-/* Packs one value. Returns 0, or -1: then argument_error has what to tell. */
-int pack_argument(char letter, PyObject *value, Slot *slot);
+/* Packs one value into a slot, or a tensor map from where it lies, and adds its parameters at `*end`, which moves on.
+ * Returns 0, or -1: then argument_error has what to tell. */
+int pack_argument(PyObject *map_type, char letter, PyObject *value, Slot *slot, void ***end);
 
 /* Sets the error for the value that pack_argument refused. Positions count from 1. */
 void argument_error(PyObject *kernel_name, const char *signature, int index, PyObject *value);

@@ -25,6 +25,9 @@ typedef struct {
     int (*kernel_set_attribute)(int attribute, int value, void *kernel, int device);
     int (*kernel_function)(void **function, void *kernel);
     int (*function_load)(void *function); /* CUDA 12.4 */
+    int (*encode_tiled)(void *map, int type, unsigned rank, void *address, const uint64_t *sizes,
+                        const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides, int interleave,
+                        int swizzle, int promotion, int fill);
     LaunchFunction launch;
     LaunchCooperativeFunction launch_cooperative;
 } CudaFunctions;
@@ -48,6 +51,7 @@ static const Symbol SYMBOLS[] = {
     {"cuKernelSetAttribute", AT(kernel_set_attribute), 0},
     {"cuKernelGetFunction", AT(kernel_function), 0},
     {"cuFuncLoad", AT(function_load), 1},
+    {"cuTensorMapEncodeTiled", AT(encode_tiled), 0},
     {"cuLaunchKernel", AT(launch), 0},
     {"cuLaunchCooperativeKernel", AT(launch_cooperative), 0},
 };
@@ -170,6 +174,16 @@ static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {
     return outcome("cuLibraryUnload", cuda_functions(driver)->library_unload(code->library));
 }
 
+/* What lies outside the tensor reads as zero; lines are fetched into L2 by 128 bytes. */
+static Outcome cuda_encode(const DriverLibrary *driver, const TensorMapRequest *request, void *map) {
+    enum { NO_INTERLEAVE, PROMOTE_128_BYTES = 2, FILL_ZERO = 0 };
+    static const uint32_t every_element[TENSOR_MAP_MAX_RANK] = {1, 1, 1, 1, 1};
+    int code = cuda_functions(driver)->encode_tiled(map, request->type, request->rank, request->address, request->sizes,
+                                                    request->strides, request->box, every_element, NO_INTERLEAVE,
+                                                    request->swizzle, PROMOTE_128_BYTES, FILL_ZERO);
+    return outcome("cuTensorMapEncodeTiled", code);
+}
+
 /* ---- Errors ---- */
 
 static void cuda_describe(const DriverLibrary *driver, int code, const char **name, const char **text) {
@@ -191,5 +205,6 @@ const Backend cuda_backend = {
     .prepare = cuda_prepare,
     .launch = cuda_launch,
     .unload = cuda_unload,
+    .encode = cuda_encode,
     .describe = cuda_describe,
 };

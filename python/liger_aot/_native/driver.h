@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /* The extension exports its init function alone, whatever flags it is built with. */
 #pragma GCC visibility push(hidden)
@@ -72,6 +73,20 @@ typedef struct {
     void **parameters;
 } Launch;
 
+#define TENSOR_MAP_BYTES 128
+#define TENSOR_MAP_MAX_RANK 5
+
+/* A tensor to be read and written in boxes, the innermost dimension first. */
+typedef struct {
+    void *address;
+    int type; /* CU_TENSOR_MAP_DATA_TYPE_* */
+    unsigned rank;
+    int swizzle;
+    uint64_t sizes[TENSOR_MAP_MAX_RANK];
+    uint64_t strides[TENSOR_MAP_MAX_RANK]; /* in bytes; that of the innermost dimension is left out */
+    uint32_t box[TENSOR_MAP_MAX_RANK];
+} TensorMapRequest;
+
 struct Backend {
     const char *name;
     const Symbol *symbols;
@@ -90,6 +105,8 @@ struct Backend {
     Outcome (*prepare)(DriverLibrary *driver, Code *code, int device);
     Outcome (*launch)(const DriverLibrary *driver, const Code *code, int device, const Launch *launch);
     Outcome (*unload)(const DriverLibrary *driver, Code *code);
+    /* Writes TENSOR_MAP_BYTES to `map`, which is 64-byte aligned; needs no device. NULL where there is no such thing. */
+    Outcome (*encode)(const DriverLibrary *driver, const TensorMapRequest *request, void *map);
     /* The driver's own words for a code; neither is ever NULL. */
     void (*describe)(const DriverLibrary *driver, int code, const char **name, const char **text);
 };

@@ -1,5 +1,5 @@
 /* The type Driver: an opened driver library, and the errors that come from one. */
-#include "module.h"
+#include "tensor_map.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -127,7 +127,13 @@ static void driver_dealloc(PyObject *object) {
 static PyObject *driver_load(PyObject *self, PyObject *args, PyObject *keywords) {
     ModuleState *state = PyType_GetModuleState(Py_TYPE(self)); /* the type cannot be subclassed: it is ours */
     if (state == NULL) return NULL;
-    return kernel_new((PyTypeObject *)state->kernel_type, (DriverObject *)self, args, keywords);
+    return kernel_new((PyTypeObject *)state->kernel_type, state->tensor_map_type, (DriverObject *)self, args, keywords);
+}
+
+static PyObject *driver_tensor_map(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    ModuleState *state = PyType_GetModuleState(Py_TYPE(self));
+    if (state == NULL) return NULL;
+    return tensor_map_new((PyTypeObject *)state->tensor_map_type, (DriverObject *)self, args, count);
 }
 
 PyDoc_STRVAR(driver_doc,
@@ -137,8 +143,13 @@ PyDoc_STRVAR(load_doc,
              "load($self, image, name, /, *, threads, shared, signature, cooperative=False)\n--\n\n"
              "The kernel `name` of a compiled image, as a Kernel.");
 
+PyDoc_STRVAR(tensor_map_doc,
+             "tensor_map($self, address, dtype, sizes, strides, box, swizzle, /)\n--\n\n"
+             "Where the tiles of a tensor lie, as a TensorMap.");
+
 static PyMethodDef driver_methods[] = {
     {"load", (PyCFunction)(void (*)(void))driver_load, METH_VARARGS | METH_KEYWORDS, load_doc},
+    {"tensor_map", (PyCFunction)(void (*)(void))driver_tensor_map, METH_FASTCALL, tensor_map_doc},
     {NULL, NULL, 0, NULL},
 };
 

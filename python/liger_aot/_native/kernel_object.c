@@ -22,6 +22,7 @@ typedef struct {
     DriverObject *driver;
     PyObject *name;
     PyObject *signature;
+    PyObject *map_type; /* TensorMap: a launch compares types with it */
     PyObject *image; /* HIP reads it when a device first needs it; NULL once CUDA has its copy */
     Code code;
     unsigned grid_limits[3];
@@ -121,12 +122,15 @@ static int load_code(KernelObject *self) {
     return 0;
 }
 
-PyObject *kernel_new(PyTypeObject *type, DriverObject *driver, PyObject *args, PyObject *keywords) {
+PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *driver, PyObject *args,
+                     PyObject *keywords) {
     KernelObject *self = (KernelObject *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     pthread_mutex_init(&self->code.preparing, NULL); /* default attributes: cannot fail on Linux */
     Py_INCREF(driver);
     self->driver = driver;
+    Py_INCREF(map_type);
+    self->map_type = map_type;
     if (read_load_arguments(self, args, keywords) < 0 || load_code(self) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -155,6 +159,7 @@ static void kernel_dealloc(PyObject *object) {
     unload_code(self);
     PyErr_Restore(error_type, error, traceback);
     pthread_mutex_destroy(&self->code.preparing);
+    Py_DECREF(self->map_type);
     Py_XDECREF(self->image);
     Py_XDECREF(self->name);
     Py_XDECREF(self->signature);
@@ -194,14 +199,17 @@ static int check_count(const KernelObject *self, Py_ssize_t given) {
     return -1;
 }
 
-static int pack_arguments(const KernelObject *self, PyObject *const *values, Slot *slots, void **parameters) {
+/* Sets `parameters` to what the values become and then the scratch pointers; the driver reads both on launch. */
+static int pack_arguments(const KernelObject *self, PyObject *const *values, Slot *slots, Slot *scratch,
+                          void **parameters) {
+    void **end = parameters;
     for (int i = 0; i < self->argument_count; i++) {
-        if (pack_argument(self->letters[i], values[i], &slots[i]) < 0) {
+        if (pack_argument(self->map_type, self->letters[i], values[i], &slots[i], &end) < 0) {
             argument_error(self->name, self->letters, i, values[i]);
             return -1;
         }
-        parameters[i] = &slots[i];
     }
+    for (int i = 0; i < SCRATCH_POINTERS; i++) *end++ = scratch;
     return 0;
 }
 
@@ -223,15 +231,14 @@ static int launch(const KernelObject *self, int device, const Launch *request) {
 static PyObject *kernel_launch(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     KernelObject *self = (KernelObject *)object;
     Slot slots[MAX_ARGUMENTS], null = {.pointer = 0};
-    void *parameters[MAX_ARGUMENTS + SCRATCH_POINTERS];
+    void *parameters[MAX_PARAMETERS + SCRATCH_POINTERS];
     Launch request = {.parameters = parameters};
     int device;
     if (check_count(self, count) < 0) return NULL;
     if (read_device(args[DEVICE], self->driver->library.device_count, &device) < 0) return NULL;
     if (read_stream(args[STREAM], &request.stream) < 0) return NULL;
     if (read_grid(args + GRID, self->grid_limits, request.grid) < 0) return NULL;
-    if (pack_arguments(self, args + FIRST_ARGUMENT, slots, parameters) < 0) return NULL;
-    for (int i = 0; i < SCRATCH_POINTERS; i++) parameters[self->argument_count + i] = &null;
+    if (pack_arguments(self, args + FIRST_ARGUMENT, slots, &null, parameters) < 0) return NULL;
 
     if (request.grid[0] == 0 || request.grid[1] == 0 || request.grid[2] == 0) Py_RETURN_NONE;
     if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
@@ -259,7 +266,7 @@ static PyMemberDef kernel_members[] = {
     {"name", T_OBJECT_EX, offsetof(KernelObject, name), READONLY, "the kernel's name in its image"},
     {"threads", T_UINT, offsetof(KernelObject, code.threads), READONLY, "threads a block"},
     {"shared", T_UINT, offsetof(KernelObject, code.shared), READONLY, "bytes of dynamic shared memory"},
-    {"signature", T_OBJECT_EX, offsetof(KernelObject, signature), READONLY, "one letter an argument: p, i, l, f"},
+    {"signature", T_OBJECT_EX, offsetof(KernelObject, signature), READONLY, "one letter an argument: p, i, l, f, 1 to 5"},
     {"cooperative", T_BOOL, offsetof(KernelObject, cooperative), READONLY, "launched cooperatively"},
     {NULL, 0, 0, 0, NULL},
 };

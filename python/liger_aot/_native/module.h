@@ -20,6 +20,7 @@ struct ExchangeApi;
 typedef struct {
     PyObject *driver_type;
     PyObject *kernel_type;
+    PyObject *tensor_map_type;
     PyObject *tensor_types[TENSOR_TYPES]; /* both NULL until torch is imported */
     const struct ExchangeApi *tensor_apis[TENSOR_TYPES];
 } ModuleState;
@@ -33,9 +34,10 @@ typedef struct {
 
 extern PyType_Spec driver_type_spec;
 extern PyType_Spec kernel_type_spec;
+extern PyType_Spec tensor_map_type_spec;
 
 /* Loads a kernel; the arguments are those of Driver.load. A new reference, or NULL with an error set. */
-PyObject *kernel_new(PyTypeObject *type, DriverObject *driver, PyObject *args, PyObject *keywords);
+PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *driver, PyObject *args, PyObject *keywords);
 
 /* Sets liger_aot.errors.DriverError for a failed outcome; `doing` says what it was part of. */
 void raise_driver_error(const DriverObject *driver, Outcome outcome, const char *doing);

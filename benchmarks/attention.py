@@ -1,0 +1,143 @@
+"""Attention's forward on this machine's GPU: TFLOP/s of ours beside cuDNN and FlashAttention-2, through torch SDPA.
+
+    python -m benchmarks.attention --out attention.json
+    python -m benchmarks.attention --packs two=DIR,three=DIR    # ours alone, of several packs: 2 against 3 warp groups
+
+16384 tokens a batch and 2048 / dim heads, as FlashAttention's papers have it; bf16. FLOPs are 4 batch heads length^2
+dim, half of that causal. Providers take turns and results are medians of rounds: single runs drift with the card's
+clocks. Every result is compared with the others' before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import liger_aot
+
+TOKENS, WIDTH = 16384, 2048
+DIMS = (64, 96, 128, 192, 256)
+LENGTHS = (512, 2048, 8192, 16384)
+TOLERANCE = 2.0**-6  # of the norm of the difference of two bf16 results
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash_attention_2": SDPBackend.FLASH_ATTENTION}
+Run = Callable[[], Tensor]
+
+
+def providers(dim: int, length: int, causal: bool, names: Sequence[str]) -> dict[str, Run]:
+    """What each provider calls, on one set of tensors in (batch, length, heads, dim)."""
+    shape = (TOKENS // length, length, WIDTH // dim, dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    transposed = [t.transpose(1, 2) for t in (q, k, v)]
+    op = liger_aot.load("flash_attention")
+
+    def peer(backend: SDPBackend) -> Run:
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*transposed, is_causal=causal).transpose(1, 2)
+
+        return run
+
+    runs: dict[str, Run] = {"liger_aot": lambda: op(q, k, v, causal=causal)}
+    return runs | {name: peer(backend) for name, backend in PEERS.items() if name in names}
+
+
+def milliseconds(run: Run, count: int) -> float:
+    """Of one call, on the device: the mean of ``count`` that follow each other."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / count
+
+
+def measure(dim: int, length: int, causal: bool, names: Sequence[str], rounds: int) -> dict[str, float]:
+    """TFLOP/s by provider; those that fail are left out."""
+    runs = providers(dim, length, causal, names)
+    tried = {name: _tried(name, run) for name, run in runs.items()}
+    results = {name: found for name, found in tried.items() if found is not None}
+    runs = {name: runs[name] for name in results}
+    ours = results["liger_aot"]
+    for name, other in results.items():
+        difference = float((other - ours).norm() / ours.norm())
+        if not difference < TOLERANCE:
+            raise SystemExit(f"dim {dim}, length {length}: ours and {name} differ by {difference:.1e}")
+    flops = 4 * (TOKENS // length) * (WIDTH // dim) * length**2 * dim / (2 if causal else 1)
+    count = max(3, round(20e-3 * 600e12 / flops))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            time.sleep(0.03)  # back to back, the card runs into its power limit
+            times[name].append(milliseconds(run, count))
+    return {name: flops / statistics.median(t) / 1e9 for name, t in times.items()}
+
+
+def _tried(name: str, run: Run) -> Tensor | None:
+    """The result; None, and a word, where a peer does not have the case."""
+    try:
+        return run().float()
+    except RuntimeError as error:
+        if name == "liger_aot":
+            raise
+        print(f"  {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.attention", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--dims", default=",".join(map(str, DIMS)))
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--providers", default=",".join(PEERS), help="beside ours (default: %(default)s)")
+    parser.add_argument(
+        "--packs", default="", metavar="NAME=DIR,...", help="ours alone, of each of these packs"
+    )
+    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
+    options = parser.parse_args(arguments)
+    if options.packs:
+        return _each_pack(options)
+    rows = []
+    for dim in map(int, options.dims.split(",")):
+        for causal in (False, True):
+            for length in map(int, options.lengths.split(",")):
+                found = measure(dim, length, causal, options.providers.split(","), options.rounds)
+                rows.append({"dim": dim, "length": length, "causal": causal, "tflops": found})
+                shown = ", ".join(f"{name} {value:.0f}" for name, value in found.items())
+                print(f"dim {dim}, length {length}, {'causal' if causal else 'full'}: {shown}", flush=True)
+    if options.out:
+        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": TOKENS}
+        options.out.write_text(json.dumps({**about, "forward": rows}, indent=1) + "\n")
+    return 0
+
+
+def _each_pack(options: argparse.Namespace) -> int:
+    """A process for each pack: which one is installed is decided once."""
+    for entry in options.packs.split(","):
+        name, _, folder = entry.partition("=")
+        print(f"{name}:", flush=True)
+        again = ["--dims", options.dims, "--lengths", options.lengths, "--rounds", str(options.rounds)]
+        out = ["--out", str(options.out.with_stem(f"{options.out.stem}-{name}"))] if options.out else []
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.attention", *again, "--providers", "none", *out],
+            env={**os.environ, "LIGER_AOT_PACKS": folder},
+        )
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

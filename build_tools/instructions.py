@@ -1,0 +1,38 @@
+"""Which matrix instructions a kernel's machine code has, and the register budgets that it asks for.
+
+Opcodes were found by comparing binaries of ptxas 12.8 with what `nvdisasm -hex` prints of them; the AMD encoding is
+that of the MI200 and MI300 instruction set manuals (VOP3P-MAI).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+_SASS_BYTES = 16  # an instruction, since sm_70
+_SASS_OPCODE = 0x1FF  # its bits 8:0; what follows them says what kinds of operands there are
+_SASS_MATRIX = {0x03C: "HMMA", 0x1F0: "HGMMA"}
+_SASS_SET_REGISTERS = 0x1C8
+_SASS_BUDGET = 0x1FF  # bits 40:32
+_MFMA, _MFMA_MASK = 0xD3C00000, 0xFFC00000  # the first of an instruction's words
+
+
+def sass_instructions(code: bytes) -> tuple[Mapping[str, int], tuple[int, ...]]:
+    """(matrix instructions by name, register budgets that warps change to, ascending) of NVIDIA machine code."""
+    matrix: Counter[str] = Counter()
+    budgets: set[int] = set()
+    for at in range(0, len(code) - _SASS_BYTES + 1, _SASS_BYTES):
+        opcode = int.from_bytes(code[at : at + 2], "little") & _SASS_OPCODE
+        if opcode in _SASS_MATRIX:
+            matrix[_SASS_MATRIX[opcode]] += 1
+        elif opcode == _SASS_SET_REGISTERS:
+            budgets.add(int.from_bytes(code[at + 4 : at + 6], "little") & _SASS_BUDGET)
+    return dict(matrix), tuple(sorted(budgets))
+
+
+def mfma_instructions(code: bytes) -> Mapping[str, int]:
+    """The same of AMD machine code. Instructions are one to three words long and are not decoded here: a constant that
+    looks like one would be counted."""
+    words = memoryview(code[: len(code) & ~3]).cast("I")
+    count = sum((word & _MFMA_MASK) == _MFMA for word in words)
+    return {"MFMA": count} if count else {}

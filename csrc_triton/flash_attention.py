@@ -1,0 +1,301 @@
+"""Flash attention forward: Y = softmax(Q K^T scale) V by blocks of keys, and the log of each row's sum (LSE).
+
+``forward_groups`` is for GPUs with TMA and wgmma: see ``attention_groups``. ``forward_tiles`` is for all others.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from csrc_triton.attention_consumer import consume
+from csrc_triton.attention_groups import Sizes, Work, board_ring, produce, ring
+from csrc_triton.attention_tiles import load_rows, tile_step
+
+DECLARATION = {
+    "op": "flash_attention",
+    "kernels": {
+        "flash_attention_forward": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "Q": "dtype[1, 1, 64, BOX]",
+                "K": "dtype[1, 1, BLOCK_N, BOX]",
+                "V": "dtype[1, 1, BLOCK_N, BOX]",
+                "Y": "dtype[1, 1, 64, BOX]",
+                "LSE": "*fp32",
+                "SINKS": "*fp32",
+                "COUNT": "*i32",
+                "lse_stride": "i64",
+                "scale": "fp32",
+                "cap": "fp32",
+                "tiles": "i32",
+                "tiles_a_head": "i32",
+                "heads": "i32",
+                "all_heads": "i32",
+                "ratio": "i32",
+                "section": "i32",
+                "section_heads": "i32",
+                "len_q": "i32",
+                "len_k": "i32",
+                "right": "i32",
+                "left": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"]},
+            "aligned": [],
+            "forms": {
+                "groups": {
+                    "function": "forward_groups",
+                    "constants": [
+                        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
+                    ],
+                    "defaults": {"MASK": 0},
+                }
+            },
+        },
+        "flash_attention_forward_causal": {
+            "like": "flash_attention_forward",
+            "forms": {
+                "groups": {
+                    "function": "forward_groups",
+                    "constants": [
+                        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
+                    ],
+                    "defaults": {"MASK": 1},
+                }
+            },
+        },
+        "flash_attention_forward_local": {
+            "like": "flash_attention_forward",
+            "forms": {
+                "groups": {
+                    "function": "forward_groups",
+                    "constants": [
+                        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
+                    ],
+                    "defaults": {"MASK": 2},
+                }
+            },
+        },
+        "flash_attention_forward_tiles": {
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "Y": "*dtype",
+                "Q": "*dtype",
+                "K": "*dtype",
+                "V": "*dtype",
+                "LSE": "*fp32",
+                "SINKS": "*fp32",
+                "y_batch": "i64",
+                "y_head": "i32",
+                "y_row": "i32",
+                "q_batch": "i64",
+                "q_head": "i32",
+                "q_row": "i32",
+                "k_batch": "i64",
+                "k_head": "i32",
+                "k_row": "i32",
+                "v_batch": "i64",
+                "v_head": "i32",
+                "v_row": "i32",
+                "scale": "fp32",
+                "cap": "fp32",
+                "tiles_a_head": "i32",
+                "heads": "i32",
+                "ratio": "i32",
+                "dim": "i32",
+                "len_q": "i32",
+                "len_k": "i32",
+                "right": "i32",
+                "left": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"]},
+            "aligned": [
+                "Y", "Q", "K", "V", "y_batch", "y_head", "y_row", "q_batch", "q_head", "q_row",
+                "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "dim",
+            ],
+            "forms": {
+                "tiles": {
+                    "function": "forward_tiles",
+                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES"],
+                }
+            },
+        },
+    },
+}  # fmt: skip
+
+
+@gluon.jit
+def forward_groups(
+    Q,
+    K,
+    V,
+    Y,
+    LSE,
+    SINKS,
+    COUNT,
+    lse_stride,
+    scale,
+    cap,
+    tiles,
+    tiles_a_head,
+    heads,
+    all_heads,
+    ratio,
+    section,
+    section_heads,
+    len_q,
+    len_k,
+    right,
+    left,
+    BLOCK_N: gl.constexpr,
+    D1: gl.constexpr,
+    D2: gl.constexpr,
+    BOX: gl.constexpr,
+    OUT: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr,
+    MASK: gl.constexpr,
+):
+    """WARP_GROUPS consumer groups of REGISTERS registers a thread, and a producer warp.
+
+    Q, K, V, Y are tensor maps over (batch, head, row, column) with boxes of 64 or BLOCK_N rows and BOX columns. scale
+    is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two
+    zeros, which the last block leaves as zeros again. Y leaves through buffers of OUT columns.
+    """
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS)
+    work = Work(
+        tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left
+    )
+    q = ring(Q, WARP_GROUPS, 1, z)
+    k = ring(K, STAGES, WARP_GROUPS, z)
+    v = ring(V, STAGES, WARP_GROUPS, z)
+    board = board_ring(WARP_GROUPS)
+    out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
+    fence_async_shared()
+    # the tuples stay literal: through a variable, constants would turn into run-time values
+    if WARP_GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (consume, (z, work, q, k, v, board, out.index(0), Y, LSE, lse_stride, SINKS, scale, cap, 0)),
+                (consume, (z, work, q, k, v, board, out.index(1), Y, LSE, lse_stride, SINKS, scale, cap, 1)),
+                (consume, (z, work, q, k, v, board, out.index(2), Y, LSE, lse_stride, SINKS, scale, cap, 2)),
+                (produce, (z, work, Q, K, V, q, k, v, board, COUNT)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (z, work, q, k, v, board, out.index(0), Y, LSE, lse_stride, SINKS, scale, cap, 0)),
+                (consume, (z, work, q, k, v, board, out.index(1), Y, LSE, lse_stride, SINKS, scale, cap, 1)),
+                (produce, (z, work, Q, K, V, q, k, v, board, COUNT)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+
+
+@triton.jit
+def forward_tiles(
+    Y,
+    Q,
+    K,
+    V,
+    LSE,
+    SINKS,
+    y_batch,
+    y_head,
+    y_row,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    scale,
+    cap,
+    tiles_a_head,
+    heads,
+    ratio,
+    dim,
+    len_q,
+    len_k,
+    right,
+    left,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BLOCK_M rows of a head of Q a program, the last rows of a head first. Arguments as ``forward_groups``'."""
+    tile = tiles_a_head - 1 - tl.program_id(0) % tiles_a_head
+    both = tl.program_id(0) // tiles_a_head
+    batch = (both // heads).to(tl.int64)
+    head = both % heads
+    Q += batch * q_batch + head.to(tl.int64) * q_head
+    Y += batch * y_batch + head.to(tl.int64) * y_head
+    K += batch * k_batch + (head // ratio).to(tl.int64) * k_head
+    V += batch * v_batch + (head // ratio).to(tl.int64) * v_head
+    row = tile * BLOCK_M
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, D1)
+    q = load_rows(Q, rows, q_row, columns, dim, len_q, True)
+    q2 = q
+    acc = tl.zeros([BLOCK_M, D1], tl.float32)
+    acc2 = acc
+    if D2 > 0:
+        columns2 = tl.arange(0, D2) + D1
+        q2 = load_rows(Q, rows, q_row, columns2, dim, len_q, True)
+        acc2 = tl.zeros([BLOCK_M, D2], tl.float32)
+    m = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite: a row that sees no key gives no NaN
+    sums = tl.zeros([BLOCK_M], tl.float32)
+
+    # the first key that each row sees, the one behind the last; blocks that no row or every row sees whole
+    low = rows + left
+    high = tl.minimum(rows + right, len_k)
+    stop = tl.maximum(tl.minimum(row + BLOCK_M + right - 1, len_k), 0)
+    last = tl.cdiv(stop, BLOCK_N)
+    first = tl.minimum(tl.maximum(row + left, 0) // BLOCK_N, last)
+    whole = tl.maximum(tl.minimum(tl.minimum(tl.maximum(row + right, 0), len_k) // BLOCK_N, last), first)
+    lower = tl.minimum(tl.cdiv(tl.maximum(row + BLOCK_M - 1 + left, 0), BLOCK_N), whole)
+    lower = tl.maximum(lower, first)
+    for j in tl.range(lower, whole, num_stages=STAGES):
+        acc, acc2, m, sums = tile_step(
+            j * BLOCK_N, K, V, k_row, v_row, q, q2, low, high, scale, cap, dim, len_k, acc, acc2, m, sums, False,
+            BLOCK_N, D1, D2,
+        )  # fmt: skip
+    gap = whole - lower
+    for i in tl.range(first, last - gap, num_stages=STAGES):
+        j = i + tl.where(i >= lower, gap, 0)
+        acc, acc2, m, sums = tile_step(
+            j * BLOCK_N, K, V, k_row, v_row, q, q2, low, high, scale, cap, dim, len_k, acc, acc2, m, sums, True,
+            BLOCK_N, D1, D2,
+        )  # fmt: skip
+
+    sink = tl.load(SINKS + head, mask=SINKS.to(tl.int64) != 0, other=float("-inf")) * 1.4426950408889634
+    new_m = tl.maximum(m, sink)
+    by = tl.exp2(m - new_m)
+    sums = sums * by + tl.exp2(sink - new_m)
+    at = LSE + both.to(tl.int64) * len_q + rows
+    tl.store(at, (new_m + tl.log2(sums)) * 0.6931471805599453, mask=rows < len_q)
+    by = tl.where(sums > 0, by / sums, 0.0)
+    to = Y + rows.to(tl.int64)[:, None] * y_row
+    keep = rows[:, None] < len_q
+    out = (acc * by[:, None]).to(Y.dtype.element_ty)
+    tl.store(to + columns[None, :], out, mask=keep & (columns[None, :] < dim))
+    if D2 > 0:
+        out = (acc2 * by[:, None]).to(Y.dtype.element_ty)
+        tl.store(to + columns2[None, :], out, mask=keep & (columns2[None, :] < dim))
