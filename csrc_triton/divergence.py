@@ -29,6 +29,85 @@ LOWEST = tl.constexpr(-60000.0)
 # A difference of logarithms whose power is zero, in place of infinity, which zero may not be multiplied by.
 FARTHEST = tl.constexpr(1e30)
 
+# What each divergence declares; number, kind and each are its own.
+DTYPES = {"dtype": ["bf16", "fp16", "fp32"]}
+WALK = {
+    "constants": ["BLOCK", "STAGES", "FAST"],
+    "defaults": {"STAGES": 1, "FAST": False},
+    "staged": ["X", "Y"],
+}
+FORWARD = {
+    "arguments": {
+        "LOSS": "*fp32",
+        "PARTIALS": "*fp32",
+        "X": "*dtype",
+        "Y": "*dtype",
+        "LABELS": "*i32",
+        "x_stride": "i64",
+        "y_stride": "i64",
+        "n": "i64",
+        "total": "i32",
+        "blocks": "i32",
+        "ignored": "i64",
+        "label_words": "i32",
+        "number": "fp32",
+        "kind": "i32",
+        "each": "i32",
+    },
+    "axes": DTYPES,
+    "aligned": ["LOSS", "X", "Y", "x_stride", "y_stride", "n"],
+    "forms": {"walk": {"function": "forward", **WALK}},
+}
+BOTH = {
+    "arguments": {
+        "PARTIALS": "*fp32",
+        "DX": "*dtype",
+        "X": "*dtype",
+        "Y": "*dtype",
+        "LABELS": "*i32",
+        "COUNT": "*fp32",
+        "x_stride": "i64",
+        "y_stride": "i64",
+        "n": "i64",
+        "total": "i32",
+        "blocks": "i32",
+        "ignored": "i64",
+        "label_words": "i32",
+        "scale": "fp32",
+        "number": "fp32",
+        "kind": "i32",
+    },
+    "axes": DTYPES,
+    "aligned": ["DX", "X", "Y", "x_stride", "y_stride", "n"],
+    "forms": {"walk": {"function": "both", **WALK}},
+}
+BACKWARD = {
+    "arguments": {
+        "DX": "*dtype",
+        "DLOSS": "*fp32",
+        "X": "*dtype",
+        "Y": "*dtype",
+        "LABELS": "*i32",
+        "COUNT": "*fp32",
+        "dloss_stride": "i64",
+        "x_stride": "i64",
+        "y_stride": "i64",
+        "n": "i64",
+        "total": "i32",
+        "blocks": "i32",
+        "ignored": "i64",
+        "label_words": "i32",
+        "scale": "fp32",
+        "number": "fp32",
+        "kind": "i32",
+        "each": "i32",
+        "fresh": "i32",
+    },
+    "axes": DTYPES,
+    "aligned": ["DX", "DLOSS", "X", "Y", "dloss_stride", "x_stride", "y_stride", "n"],
+    "forms": {"walk": {"function": "backward", **WALK}},
+}
+
 
 @triton.jit
 def logarithm(x, FAST: tl.constexpr):

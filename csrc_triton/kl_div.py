@@ -6,104 +6,11 @@ kind: 0, y holds probabilities; 1, log-probabilities.
 import triton
 import triton.language as tl
 
-from csrc_triton.divergence import both_blocks, gradient_blocks, sum_blocks
+from csrc_triton.divergence import BACKWARD, BOTH, FORWARD, both_blocks, gradient_blocks, sum_blocks
 
 DECLARATION = {
     "op": "kl_div",
-    "kernels": {
-        "kl_div_forward": {
-            "arguments": {
-                "LOSS": "*fp32",
-                "PARTIALS": "*fp32",
-                "X": "*dtype",
-                "Y": "*dtype",
-                "LABELS": "*i32",
-                "x_stride": "i64",
-                "y_stride": "i64",
-                "n": "i64",
-                "total": "i32",
-                "blocks": "i32",
-                "ignored": "i64",
-                "label_words": "i32",
-                "number": "fp32",
-                "kind": "i32",
-                "each": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "aligned": ["LOSS", "X", "Y", "x_stride", "y_stride", "n"],
-            "forms": {
-                "walk": {
-                    "function": "forward",
-                    "constants": ["BLOCK", "STAGES", "FAST"],
-                    "defaults": {"STAGES": 1, "FAST": False},
-                    "staged": ["X", "Y"],
-                }
-            },
-        },
-        "kl_div_both": {
-            "arguments": {
-                "PARTIALS": "*fp32",
-                "DX": "*dtype",
-                "X": "*dtype",
-                "Y": "*dtype",
-                "LABELS": "*i32",
-                "COUNT": "*fp32",
-                "x_stride": "i64",
-                "y_stride": "i64",
-                "n": "i64",
-                "total": "i32",
-                "blocks": "i32",
-                "ignored": "i64",
-                "label_words": "i32",
-                "scale": "fp32",
-                "number": "fp32",
-                "kind": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "aligned": ["DX", "X", "Y", "x_stride", "y_stride", "n"],
-            "forms": {
-                "walk": {
-                    "function": "both",
-                    "constants": ["BLOCK", "STAGES", "FAST"],
-                    "defaults": {"STAGES": 1, "FAST": False},
-                    "staged": ["X", "Y"],
-                }
-            },
-        },
-        "kl_div_backward": {
-            "arguments": {
-                "DX": "*dtype",
-                "DLOSS": "*fp32",
-                "X": "*dtype",
-                "Y": "*dtype",
-                "LABELS": "*i32",
-                "COUNT": "*fp32",
-                "dloss_stride": "i64",
-                "x_stride": "i64",
-                "y_stride": "i64",
-                "n": "i64",
-                "total": "i32",
-                "blocks": "i32",
-                "ignored": "i64",
-                "label_words": "i32",
-                "scale": "fp32",
-                "number": "fp32",
-                "kind": "i32",
-                "each": "i32",
-                "fresh": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "aligned": ["DX", "DLOSS", "X", "Y", "dloss_stride", "x_stride", "y_stride", "n"],
-            "forms": {
-                "walk": {
-                    "function": "backward",
-                    "constants": ["BLOCK", "STAGES", "FAST"],
-                    "defaults": {"STAGES": 1, "FAST": False},
-                    "staged": ["X", "Y"],
-                }
-            },
-        },
-    },
+    "kernels": {"kl_div_forward": FORWARD, "kl_div_both": BOTH, "kl_div_backward": BACKWARD},
 }
 
 

@@ -3,33 +3,11 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.vocab_rows import combine
+from csrc_triton.vocab_rows import COMBINE, combine
 
 DECLARATION = {
     "op": "vocab_parallel_linear_cross_entropy",
-    "kernels": {
-        "vocab_parallel_linear_cross_entropy_combine": {
-            "arguments": {
-                "LOSS": "*fp32",
-                "LSE": "*fp32",
-                "PARTS": "*fp32",
-                "FLAG": "*i64",
-                "SHARDS": "*fp32",
-                "T": "*i32",
-                "ignore_index": "i64",
-                "n_rows": "i64",
-                "shards": "i32",
-                "words": "i32",
-                "vocabulary": "i32",
-                "smoothing": "fp32",
-                "z_scale": "fp32",
-                "flags": "i32",
-            },
-            "axes": {},
-            "aligned": [],
-            "forms": {"rows": {"function": "from_shards", "constants": ["BLOCK"]}},
-        }
-    },
+    "kernels": {"vocab_parallel_linear_cross_entropy_combine": COMBINE},
 }
 
 

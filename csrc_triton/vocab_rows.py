@@ -6,6 +6,28 @@ import triton.language as tl
 from csrc_triton.cross_entropy_rows import store_row, target_of
 from csrc_triton.softmax_statistics import LN_2, LOG2_E
 
+COMBINE = {
+    "arguments": {
+        "LOSS": "*fp32",
+        "LSE": "*fp32",
+        "PARTS": "*fp32",
+        "FLAG": "*i64",
+        "SHARDS": "*fp32",
+        "T": "*i32",
+        "ignore_index": "i64",
+        "n_rows": "i64",
+        "shards": "i32",
+        "words": "i32",
+        "vocabulary": "i32",
+        "smoothing": "fp32",
+        "z_scale": "fp32",
+        "flags": "i32",
+    },
+    "axes": {},
+    "aligned": [],
+    "forms": {"rows": {"function": "from_shards", "constants": ["BLOCK"]}},
+}
+
 
 @triton.jit
 def combine(
