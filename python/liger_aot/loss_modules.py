@@ -1,13 +1,82 @@
-"""Modules of the losses that compare a student with a teacher; ``liger_aot.nn`` has them too. Names and arguments are
-torch.nn's where it has the module, else Liger-Kernel's."""
+"""Modules of the losses, which ``liger_aot.nn`` hands out. Names and arguments are torch.nn's where it has the module,
+else Liger-Kernel's."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_aot.linear_chunks import BUDGET
 from liger_aot.loader import load
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` on ``liger_aot.load("cross_entropy")``, with the classes in the last dimension.
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing: as torch.nn.CrossEntropyLoss.
+        lse_square_scale, softcap, inplace_grad: as the op says.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        inplace_grad: bool = False,
+    ) -> None:
+        super().__init__(
+            weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
+        self.lse_square_scale, self.softcap, self.inplace_grad = lse_square_scale, softcap, inplace_grad
+        self._op = load("cross_entropy")
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """input (..., classes), target (...) int64 or int32; a float32 scalar, or target's shape for "none"."""
+        loss: Tensor = self._op(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            softcap=self.softcap,
+            reduction=self.reduction,
+            inplace_grad=self.inplace_grad,
+        )
+        return loss
+
+
+class FusedLinearCrossEntropyLoss(nn.Module):
+    """Cross entropy of a linear layer whose weight it is given, as Liger's:
+    ``liger_aot.load("fused_linear_cross_entropy")``.
+
+    Args:
+        class_weight: (vocabulary,) or None; a buffer that no checkpoint holds.
+        ignore_index, label_smoothing, lse_square_scale, softcap, reduction, chunk_bytes, weight_grad_dtype,
+            use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens: as the op's.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(self, class_weight: Tensor | None = None, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.options = options
+        self._op = load("fused_linear_cross_entropy")
+
+    def forward(self, weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None) -> Any:
+        """weight (vocabulary, k), input (..., k), target (...); the op's result."""
+        return self._op(input, weight, target, bias, class_weight=self.class_weight, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 class KLDivLoss(nn.KLDivLoss):
