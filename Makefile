@@ -10,12 +10,12 @@ LAUNCHER := $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
 PARALLEL := -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packs wheel demo lint test test-fast golden clean
+.PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast golden clean
 
 help:  ## this text
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 	@echo
-	@echo 'ARCHS=sm90,gfx942 chooses architectures for packs, wheel and demo (default: all).'
+	@echo 'ARCHS=sm90,gfx942 chooses architectures for packs, wheel, wheels and demo (default: all).'
 	@echo 'Where there is no torch, TORCH=... is installed into .venv (default: $(TORCH)).'
 
 venv: $(READY)  ## .venv: the torch that is here or else one from the index, Triton, the tools, the launcher
@@ -31,6 +31,14 @@ wheel: packs  ## the wheel with the packs: dist
 	@mkdir -p dist && rm -f dist/*.whl
 	@$(RUN) -m build_tools wheel --arch $(ARCHS) --out dist > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
 	@ls dist/*.whl
+
+wheels: venv  ## what a release is made of: host wheel, device wheels, checksums, SBOM: dist
+	@rm -rf dist && mkdir -p build
+	@$(RUN) -m build_tools wheel --split --arch $(ARCHS) --out dist > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	@ls dist
+
+check-wheels: wheels  ## the checks before an upload, of dist
+	@.ci/check-wheels dist
 
 demo: wheel  ## install the wheel where there is no Triton and no compiler, and run RMSNorm
 	@$(RUN) -m examples.fresh_environment build/demo-venv dist/*.whl

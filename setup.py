@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from build_tools.device_wheel import EPOCH
 from build_tools.errors import BuildError
-from build_tools.wheel import EPOCH, add_packs, launcher_sources
+from build_tools.wheel import add_packs, extras, launcher_sources, plain_modes
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
 
@@ -32,8 +34,17 @@ class BuildWithPacks(build_py):
             raise SystemExit(f"error: {error}") from None
 
 
+class PlainWheel(bdist_wheel):
+    """Files of one mode, whatever the source tree's are: it is part of a wheel's bytes."""
+
+    def write_wheelfile(self, wheelfile_base: str, *arguments: str) -> None:
+        super().write_wheelfile(wheelfile_base, *arguments)
+        plain_modes(Path(self.bdist_dir))
+
+
 setup(
-    cmdclass={"build_py": BuildWithPacks},
+    cmdclass={"build_py": BuildWithPacks, "bdist_wheel": PlainWheel},
+    extras_require=extras(),
     ext_modules=[
         Extension(
             "liger_aot._launch",

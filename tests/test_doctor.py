@@ -42,11 +42,11 @@ MI300X = SimpleNamespace(
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """``machine(H200, ...)``: torch sees these GPUs, and a driver that serves them is there."""
 
-    def machine(*gpus: SimpleNamespace, backend: str = "cuda") -> None:
+    def machine(*gpus: SimpleNamespace, backend: str = "cuda", version: int = 0) -> None:
         driver = SimpleNamespace(
             library=f"lib{backend}.so.1",
             backend=backend,
-            version={"cuda": 12080, "hip": 60342134}[backend],
+            version=version or {"cuda": 12080, "hip": 60342134}[backend],
             device_count=len(gpus),
         )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
@@ -112,6 +112,40 @@ def test_doctor_finds_what_a_pack_lacks(copies: Callable[..., Path], machine: Ca
     found = lines(report, "GPUs")
     assert not report.healthy and "takes pack sm80; it lacks column_sums" in found
     assert "binaries of rmsnorm need up to" in found and "this GPU has 8192" in found
+
+
+@pytest.mark.parametrize(
+    ("gpu", "backend", "version", "said"),
+    [
+        (H200, "cuda", 11_080, "its binaries need cuda 12.0, the driver is 11.8: update it to R525 or newer"),
+        (H200, "cuda", 12_000, ""),
+        (H200, "cuda", 13_010, ""),
+        (MI300X, "hip", 50_731_921, "its binaries need hip 6.0.0, the driver is 5.7.31921: update it to ROCm 6.0"),
+        (MI300X, "hip", 60_000_000, ""),
+    ],
+)  # fmt: skip
+def test_doctor_of_a_driver_that_is_too_old(
+    built: Path, machine: Callable[..., None], gpu: SimpleNamespace, backend: str, version: int, said: str
+) -> None:
+    machine(gpu, backend=backend, version=version)
+    report = doctor.examine()
+    assert report.healthy is not bool(said)
+    assert said in lines(report, "GPUs") and ("update it" in lines(report, "GPUs")) is bool(said)
+
+
+def test_doctor_knows_the_oldest_driver_of_every_pack(built: Path) -> None:
+    text = lines(doctor.examine(), "packs")
+    assert text.count("ELF ABI 7 for cuda 12.0 (R525 or newer)") == 2
+    assert text.count("code object 5 for hip 6.0.0 (ROCm 6.0 or newer)") == 2
+
+
+def test_doctor_of_binaries_of_a_version_that_is_not_known(
+    copies: Callable[..., Path], machine: Callable[..., None]
+) -> None:
+    edit(copies("sm90") / "sm90" / "manifest.json", lambda m: m.update(binary_version=9))
+    machine(H200)
+    report = doctor.examine()
+    assert report.healthy and "ELF ABI 9, which this liger-aot does not know" in lines(report, "packs")
 
 
 def test_doctor_of_a_damaged_pack(copies: Callable[..., Path], machine: Callable[..., None]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from hashlib import sha256
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import pytest
 import torch
 
 import liger_aot
-from build_tools.stored import compressed
 from liger_aot import devices, packs
 from liger_aot.errors import DriverNotFound, PackDamaged, PackNotFound, UnknownOp
 from liger_aot.ops.column_sums import ColumnSums
 from liger_aot.packs import Device, pack_for
 from liger_aot.runtime import Runtimes
 from tests.pack_edits import cut, edit, first_binary, flip, read_all
-from tests.stand_in import StandIn, image
+from tests.stand_in import StandIn
 
-pytest_plugins = ("tests.launcher_fixtures", "tests.pack_fixtures")
+pytest_plugins = ("tests.launcher_fixtures", "tests.pack_fixtures", "tests.stand_in_gpu")
 
 H200 = Device("cuda", "9.0", "NVIDIA H200")
 A100 = Device("cuda", "8.0", "NVIDIA A100")
@@ -133,26 +131,6 @@ def test_an_unknown_op() -> None:
 
 
 # ---- Down to the launcher, on a stand-in for the driver ----
-
-
-@pytest.fixture
-def stand_in_gpu(
-    sm80: Path, native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
-    """An A100 whose driver takes images of its own kind: a pack of one op, with its binaries as such."""
-
-    def convert(document: Any) -> None:
-        for name, variant in document["variants"].items():
-            binary = compressed(image(f"{variant['symbol']}=ppii"))
-            (sm80 / "column_sums" / f"{name}.cubin.z").write_bytes(binary)
-            variant.update(sha256=sha256(binary).hexdigest(), base=None)
-
-    edit(sm80 / "manifest.json", lambda m: m.update(ops={"column_sums": m["ops"]["column_sums"]}))
-    edit(sm80 / "column_sums.json", convert)
-    monkeypatch.setattr(devices, "gpu", lambda index: devices.GPU(index, A100, 108, 166912))
-    monkeypatch.setattr(devices, "driver", lambda: native.Driver("cuda", stand_in.path))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    yield sm80
 
 
 def test_preload_reaches_the_driver(stand_in_gpu: Path, stand_in: StandIn) -> None:

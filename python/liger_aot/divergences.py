@@ -10,8 +10,7 @@ torch.compile, and where the loss is not reduced, the backward computes it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ from liger_aot.runtime import OpOn
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
-@dataclass(frozen=True)
-class Summand:
+class Summand(NamedTuple):
     """What is summed, as the kernels take it.
 
     Attributes:

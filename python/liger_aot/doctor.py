@@ -14,6 +14,14 @@ from liger_aot.ops import names as ops
 from liger_aot.packs import describe, installed, pack_for
 
 Body = Callable[[], "tuple[list[str], bool]"]
+# The oldest driver that loads binaries of a version, as drivers count their own. Cubins: the ELF ABI changes with
+# CUDA's major version, and a driver loads its own and earlier ones. Code objects: ROCm 6.3 is the first to take version
+# 6; some before 6.0 read version 5, of which too little is known to promise it.
+OLDEST_DRIVER = {
+    ("cuda", 7): (12_000, "R525 or newer"),
+    ("hip", 5): (60_000_000, "ROCm 6.0 or newer"),
+    ("hip", 6): (60_300_000, "ROCm 6.3 or newer"),
+}
 NO_GPU = "none: ops run their plain-torch reference on the CPU"
 
 
@@ -108,9 +116,21 @@ def _packs() -> tuple[list[str], bool]:
     for pack in found.packs:
         made = f"Triton {pack.toolchain.get('triton')}, {pack.toolchain.get('compiler')}"
         serves = ", ".join(pack.serves)
-        lines.append(f"{pack.arch}: for {serves}; version {pack.version}, {made}; in {pack.folder}")
+        lines.append(
+            f"{pack.arch}: for {serves}; version {pack.version}, {made}, {_needs(pack)}; in {pack.folder}"
+        )
     lines += [f"{folder.name}: can't be used: {problem}" for folder, problem in found.unusable.items()]
     return lines or [describe()], bool(found.packs) and not found.unusable
+
+
+def _needs(pack: Pack) -> str:
+    """The driver that a pack's binaries need, in words."""
+    format_ = "ELF ABI" if pack.backend == "cuda" else "code object"
+    oldest = OLDEST_DRIVER.get((pack.backend, pack.binary_version))
+    if oldest is None:
+        return f"{format_} {pack.binary_version}, which this liger-aot does not know"
+    number, release = oldest
+    return f"{format_} {pack.binary_version} for {pack.backend} {_driver_version(pack.backend, number)} ({release})"
 
 
 def _gpus() -> tuple[list[str], bool]:
@@ -134,7 +154,7 @@ def _served(index: int) -> tuple[str, bool]:
     try:
         found = gpu(index)
         pack = pack_for(found.device)
-        wanting = _wanting(pack, found.shared_per_block)
+        wanting = [*_driver_too_old(pack), *_wanting(pack, found.shared_per_block)]
     except Exception as error:
         return str(error) or type(error).__name__, False
     return "; ".join((f"{found.device} takes pack {pack.arch}", *wanting)), not wanting
@@ -148,6 +168,23 @@ def _seen_by_driver() -> int:
         return int(driver().device_count)
     except Exception:
         return 0
+
+
+def _driver_too_old(pack: Pack) -> list[str]:
+    """Whether the driver can load a pack's binaries, said before a load fails."""
+    from liger_aot.devices import driver
+
+    try:
+        found = driver()
+    except Exception:  # its own section says why
+        return []
+    number, release = OLDEST_DRIVER.get((pack.backend, pack.binary_version), (0, ""))
+    if found.backend != pack.backend or found.version >= number:
+        return []
+    return [
+        f"its binaries need {pack.backend} {_driver_version(pack.backend, number)}, the driver is "
+        f"{_driver_version(found.backend, found.version)}: update it to {release}"
+    ]
 
 
 def _wanting(pack: Pack, shared_per_block: int) -> list[str]:

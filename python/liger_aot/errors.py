@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from liger_aot._version import __version__
+
 
 class LigerAOTError(Exception):
     """The base of all of them."""
@@ -45,7 +47,7 @@ class PackDamaged(LigerAOTError, RuntimeError):
             problem = f"{problem[:397]}..."
         super().__init__(
             f"{path}: {problem}. Reinstall the package that holds it: pip install --force-reinstall --no-deps "
-            "liger-aot-<architecture>, or liger-aot where it was built from source"
+            f"liger-aot-<architecture>=={__version__}, or liger-aot where it was built from source"
         )
         self.path, self.problem = path, problem
 
@@ -58,6 +60,10 @@ class PackTooNew(LigerAOTError, RuntimeError):
             f"{path}: format {found}, this liger-aot reads up to {known}. Upgrade it: pip install -U liger-aot"
         )
         self.path, self.found, self.known = path, found, known
+
+
+class NotLoaded(LigerAOTError, RuntimeError):
+    """A binary would have to be loaded while a CUDA graph is captured: call the op's ``preload`` before."""
 
 
 class UnsupportedDevice(LigerAOTError, ValueError):

@@ -236,6 +236,7 @@ class Pack:
         self.toolchain: Mapping[str, Any] = _object(self.path, raw.get("toolchain"), "toolchain")
         self.tolerance: Mapping[str, Any] = _object(self.path, raw.get("tolerance"), "tolerance")
         self._suffix = _safe(self.path, _typed(self.path, raw, "binary", str))
+        self.binary_version = _count(self.path, raw, "binary_version")  # ELF ABI (cubin), code object (hsaco)
         self._ops = _object(self.path, raw.get("ops"), "ops")
         for op in self._ops:
             _safe(self.path, op)

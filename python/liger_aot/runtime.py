@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from liger_aot.errors import ArgumentTypeError, PackNotFound, UnsupportedDevice
+from liger_aot.errors import ArgumentTypeError, DriverError, NotLoaded, PackNotFound, UnsupportedDevice
 from liger_aot.layout import CPU, CUDA, ROCM
 from liger_aot.manifest import OpManifest, Variant
 
@@ -131,21 +131,34 @@ class GPUDriver:
         self._shared_per_block = shared_per_block
         self.stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self.tensor_map = self._driver.tensor_map
+        self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
     def load(self, variant: Variant) -> Launchable:
+        if self._capturing():
+            raise NotLoaded(
+                f"{variant.name} is not loaded, and nothing can be while a CUDA graph is captured: call the op's "
+                "preload() before the capture, or the op itself with these dtypes and sizes"
+            )
         if variant.shared > self._shared_per_block:
             raise PackNotFound(
                 f"{variant.name} needs {variant.shared} bytes of shared memory a block, this GPU gives "
                 f"{self._shared_per_block}: a pack built for it is needed"
             )
-        kernel: Launchable = self._driver.load(
-            variant.read(),
-            variant.symbol,
-            threads=variant.threads,
-            shared=variant.shared,
-            signature=variant.signature,
-            cooperative=variant.cooperative,
-        )
+        image = variant.read()
+        try:
+            kernel: Launchable = self._driver.load(
+                image,
+                variant.symbol,
+                threads=variant.threads,
+                shared=variant.shared,
+                signature=variant.signature,
+                cooperative=variant.cooperative,
+            )
+        except DriverError as error:
+            message = (
+                f"{variant.file.path}: {error}; liger-aot doctor compares the driver with what packs need"
+            )
+            raise DriverError(message, call=error.call, code=error.code, name=error.name) from None
         return kernel
 
 

@@ -8,8 +8,7 @@ maximum and sums can't share an all-reduce (Megatron-LM, Shoeybi et al., 2019, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,7 @@ from liger_aot.op import Op
 from liger_aot.runtime import OpOn
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """The columns that a rank has.
 
     Args:
@@ -37,8 +35,7 @@ class Shard:
     group: str
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """What every rank knows of rows.
 
     Args:

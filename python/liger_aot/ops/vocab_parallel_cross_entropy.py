@@ -6,7 +6,6 @@ Megatron-LM (Shoeybi et al., 2019) has the idea; here the ranks exchange once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
         check_rows(self.name, "logits", logits)
         shard = shard_of(self.name, group, logits.shape[-1], vocab_start, vocabulary)
         row_loss = (ignore_index, float(label_smoothing), float(lse_square_scale), float(softcap or 0.0))
-        settings = (*row_loss, use_token_scaling, reduction, *astuple(shard))
+        settings = (*row_loss, use_token_scaling, reduction, *shard)
         loss, z_loss = self.differentiable((logits, target), settings)
         return (loss, z_loss.detach()) if return_z_loss else loss
 

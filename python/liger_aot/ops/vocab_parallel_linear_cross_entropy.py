@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -112,7 +111,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         row_bytes = padded(widest) * input.element_size()
         rows = chunk_rows(self.name, max(1, input.shape[:-1].numel()), row_bytes, chunk_bytes)
         row_loss = (ignore_index, float(label_smoothing), float(lse_square_scale), float(softcap or 0.0))
-        settings = (*row_loss, use_token_scaling, reduction, *astuple(shard), rows, weight_grad_dtype)
+        settings = (*row_loss, use_token_scaling, reduction, *shard, rows, weight_grad_dtype)
         loss, z_loss = self.differentiable((input, weight, target, bias), settings)
         return (loss, z_loss) if return_z_loss else loss
 
