@@ -46,7 +46,13 @@ class GroupNorm(OpEntry):
         return lambda x, weight, bias: LigerGroupNormFunction.apply(x, weight, bias, x.shape[1], GROUPS, EPS)
 
     def tuned_shape(self, kernel: str, n: int, elements: int) -> tuple[int, ...]:
-        """n is what the kernel's table goes by: elements of a group, pixels, or channels of a group."""
+        """n is what the kernel's table goes by: elements of a group, pixels, or channels of a group. The shape of the
+        benchmark that has such groups, whatever ``elements`` says, else an even share of them."""
+        for shape in SHAPES:
+            group, pixels = shape[1] // GROUPS, shape[2] * shape[3]
+            size = group if kernel.endswith("_last") else group * pixels
+            if n == (pixels if kernel == "groupnorm_backward" else size):
+                return shape
         if kernel.endswith("_last"):
             channels, pixels = n * GROUPS, 4096
         elif kernel == "groupnorm_backward":

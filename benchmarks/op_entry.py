@@ -72,6 +72,10 @@ class OpEntry:
     # Kernels beside <op>_forward and <op>_backward, each with the direction and variant it is tuned by.
     kernels: ClassVar[tuple[tuple[str, str, str], ...]] = ()
 
+    by_rows: ClassVar[bool] = (
+        True  # whether a result, or a sum of them, comes from each row of the batch alone
+    )
+
     # Positions of arguments: those that all rows of the batch share, as a weight; those that have no gradient; those
     # that a backward need not read; those whose gradient is another's.
     shared: ClassVar[tuple[int, ...]] = ()

@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from build_tools.errors import DeclarationError
+from build_tools.literals import literal, tree
 from build_tools.paths import KERNELS
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # Triton's names and bytes an element
@@ -220,25 +220,14 @@ def longest_row(form: Form, constants: Mapping[str, int | bool]) -> int | None:
     return length
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
-
-
 def _literal(path: Path) -> dict[str, Any] | None:
-    for node in _tree(path).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["DECLARATION"]:
-            try:
-                value = ast.literal_eval(node.value)
-            except ValueError as error:
-                raise DeclarationError(f"{path.name}: DECLARATION must be a literal: {error}") from None
-            if not isinstance(value, dict):
-                raise DeclarationError(f"{path.name}: DECLARATION must be a dict")
-            return value
-    return None
+    value = literal(path, "DECLARATION")
+    if value is not None and not isinstance(value, dict):
+        raise DeclarationError(f"{path.name}: DECLARATION must be a dict")
+    return value
 
 
 def _functions(path: Path) -> dict[str, list[str]]:
     """Names of the parameters of every function of the file."""
-    found = (node for node in _tree(path).body if isinstance(node, ast.FunctionDef))
+    found = (node for node in tree(path).body if isinstance(node, ast.FunctionDef))
     return {node.name: [a.arg for a in node.args.args] for node in found}

@@ -25,7 +25,7 @@ DECLARATION = {
                 "table_stride": "i64",
                 "tokens": "i64",
                 "n_cols": "i32",
-                "blocks": "i32",
+                "steps": "i32",
                 "vocabulary": "i32",
                 "index_words": "i32",
             },
@@ -79,13 +79,15 @@ DECLARATION = {
 
 @triton.jit
 def forward(
-    Y, INDICES, TABLE, y_stride, table_stride, tokens, n_cols, blocks, vocabulary, index_words,
+    Y, INDICES, TABLE, y_stride, table_stride, tokens, n_cols, steps, vocabulary, index_words,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens, BLOCK columns a program. Indices are one 32-bit word or two, the low one first."""
+    """ROWS tokens, BLOCK columns a program. The first ``steps`` programs have all tokens' first columns, and so on: a
+    row of the table that occurs again is in the second-level cache still. Indices are one 32-bit word or two, the low
+    one first."""
     program = tl.program_id(0)
-    rows = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    rows = (program % steps).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = program // steps * BLOCK + tl.arange(0, BLOCK)
     in_rows = rows < tokens
     in_row = (cols < n_cols)[None, :]
     index = tl.load(INDICES + rows * index_words, mask=in_rows, other=0)
@@ -96,7 +98,9 @@ def forward(
         mask=known[:, None] & in_row,
         other=float("nan"),
     )
-    tl.store(Y + rows[:, None] * y_stride + cols[None, :], x, mask=in_rows[:, None] & in_row)
+    # Past the caches, which belong to the table.
+    to = Y + rows[:, None] * y_stride + cols[None, :]
+    tl.store(to, x, mask=in_rows[:, None] & in_row, cache_modifier=".cs")
 
 
 @triton.jit

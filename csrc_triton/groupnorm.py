@@ -22,7 +22,6 @@ import triton.language as tl
 
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
-from csrc_triton.norm_vectors import as_fp32
 
 DECLARATION = {
     "op": "groupnorm",
@@ -58,8 +57,10 @@ DECLARATION = {
                 },
                 "first": {
                     "function": "forward_first",
-                    "constants": ["SPLIT", "BLOCK", "TILES"],
-                    "defaults": {"SPLIT": 1, "TILES": 0},
+                    "constants": ["SPLIT", "BLOCK", "BLOCKS", "TILES"],
+                    "defaults": {"SPLIT": 1, "BLOCKS": 0, "TILES": 0},
+                    "covers": "BLOCKS * BLOCK",
+                    "any_length": "BLOCKS",
                     "cooperative": "SPLIT",
                     "requires": {"aligned": [True]},
                 },
@@ -191,29 +192,21 @@ def forward_whole(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A short group a program, one run of ``size`` elements held in registers."""
-    if (w_kind == 2) | (b_kind == 2):
-        whole_of(
-            Y, X, as_fp32(W), as_fp32(B), STATS, groups, channels, spatial, size, eps, w_kind, b_kind, store_stats,
-            BLOCK,
-        )  # fmt: skip
-    else:
-        whole_of(
-            Y, X, W, B, STATS, groups, channels, spatial, size, eps, w_kind, b_kind, store_stats, BLOCK
-        )  # fmt: skip
+    whole_of(Y, X, W, B, STATS, groups, channels, spatial, size, eps, w_kind, b_kind, store_stats, BLOCK)
 
 
 @triton.jit
 def forward_first(
     Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Groups that are one run of ``size`` elements, in parts of ``length``, each read twice; what one load brings is of
     one channel."""
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     walk_groups(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-        store_stats, SPLIT, BLOCK, fold,
+        store_stats, SPLIT, BLOCK, BLOCKS, fold,
     )  # fmt: skip
 
 
@@ -226,7 +219,7 @@ def forward_any(
     """``forward_first`` with a channel for every element."""
     walk_groups(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-        store_stats, SPLIT, BLOCK, 1,
+        store_stats, SPLIT, BLOCK, 0, 1,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from csrc_triton.exchange import poll, post
 from csrc_triton.layernorm_long import block_moments
 from csrc_triton.moments import merge
-from csrc_triton.norm_vectors import as_fp32, load_vector
+from csrc_triton.norm_vectors import load_vector
 
 
 @triton.jit
@@ -82,14 +82,14 @@ def channels_of(place, spatial, magic, BLOCK: tl.constexpr):
 @triton.jit
 def line_vectors(W, B, channel, mask, w_kind, b_kind):
     """Weight and bias of lines of one channel each."""
-    w = tl.load(W + channel, mask=mask & (w_kind != 0), other=1.0).to(tl.float32)
-    b = tl.load(B + channel, mask=mask & (b_kind != 0), other=0.0).to(tl.float32)
-    return w, b
+    w = load_vector(W, channel, mask, w_kind) + (w_kind == 0)
+    return w, load_vector(B, channel, mask, b_kind)
 
 
 @triton.jit
 def scale_part(
-    Y, X, W, B, channel, offset, count, mean, rstd, spatial, w_kind, b_kind, BLOCK: tl.constexpr, FOLD: tl.constexpr
+    Y, X, W, B, channel, offset, count, blocks, mean, rstd, spatial, w_kind, b_kind,
+    BLOCK: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """The second read of a part, what was read last first: normalise, scale by the channel, store. The channel is
     looked up once for FOLD neighbours, which are of one. ``offset`` elements of the first channel are before the
@@ -99,7 +99,6 @@ def scale_part(
     magic = reciprocal(spatial)
     step = BLOCK // spatial
     step_offset = BLOCK % spatial
-    blocks = tl.cdiv(count, BLOCK)
     begin = (blocks - 1) * BLOCK
     channel += (offset + begin) // spatial
     offset = (offset + begin) % spatial
@@ -123,14 +122,18 @@ def scale_part(
 @triton.jit
 def scale_group(
     unit, Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-    store_stats, SPLIT: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
+    store_stats, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a group."""
     part = tl.program_id(0) % split
     start = part.to(tl.int64) * length
     count = tl.minimum(length, size - start).to(tl.int32)
     at = tl.cast(unit, tl.int64) * size + start
-    mean, deviation = block_moments(X + at, count, tl.cdiv(count, BLOCK), BLOCK, FOLD)
+    if BLOCKS > 0:
+        blocks = BLOCKS
+    else:
+        blocks = tl.cdiv(count, BLOCK)
+    mean, deviation = block_moments(X + at, count, blocks, BLOCK, FOLD)
     if SPLIT > 1:
         one = tl.zeros([1], tl.float32)
         all_mean, all_deviation = team_moments(
@@ -144,32 +147,26 @@ def scale_group(
         tl.store(STATS + unit * 2 + 1, rstd)
     channel = unit % groups * channels + (start // spatial).to(tl.int32)
     offset = (start % spatial).to(tl.int32)
-    if (w_kind == 2) | (b_kind == 2):
-        scale_part(
-            Y + at, X + at, as_fp32(W), as_fp32(B), channel, offset, count, mean, rstd, spatial, w_kind, b_kind,
-            BLOCK, FOLD,
-        )  # fmt: skip
-    else:
-        scale_part(
-            Y + at, X + at, W, B, channel, offset, count, mean, rstd, spatial, w_kind, b_kind, BLOCK, FOLD
-        )  # fmt: skip
+    scale_part(
+        Y + at, X + at, W, B, channel, offset, count, blocks, mean, rstd, spatial, w_kind, b_kind, BLOCK, FOLD
+    )  # fmt: skip
 
 
 @triton.jit
 def walk_groups(
     Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-    store_stats, SPLIT: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
+    store_stats, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     if SPLIT > 1:
         for unit in range(tl.program_id(0) // split, n_units, tl.num_programs(0) // split):
             scale_group(
                 unit, Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps,
-                w_kind, b_kind, store_stats, SPLIT, BLOCK, FOLD,
+                w_kind, b_kind, store_stats, SPLIT, BLOCK, BLOCKS, FOLD,
             )  # fmt: skip
     else:
         scale_group(
             tl.program_id(0), Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length,
-            split, eps, w_kind, b_kind, store_stats, SPLIT, BLOCK, FOLD,
+            split, eps, w_kind, b_kind, store_stats, SPLIT, BLOCK, BLOCKS, FOLD,
         )  # fmt: skip
 
 

@@ -4,9 +4,12 @@ A group is ``rows_per_group`` rows that follow each other, a run-time number. Sc
 x's dtype or fp32, and so is the weight: kinds of ``norm_vectors``. Statistics are fp32, row offsets int64, the length
 of a row a run-time argument.
 
-Where vectors are read with every row, the aligned variants are for vectors of x's dtype alone: a second, masked-off
-load of each held LayerNorm's forward at 0.80 of the copy instead of 0.95 (H200), and there are three here. fp32 vectors
-beside rows of 16 bits take the generic variants.
+A ``part`` of a group a program: vectors are read once and kept, as are a row's elements; PIECES blocks make up a row
+whose next power of two would idle too many lanes. In the forward parts are short: programs that share out all rows
+evenly wait for the slowest multiprocessor (0.90 of the copy instead of 0.94 at 4096 columns, H200).
+
+Groups of few rows, and long rows, are read row by row (``long``): vectors are read with every row, and the aligned
+variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).
 
 The backward has two sums over the rows of a group: of dy, which is dshift, and of dy * x * rstd, which is dscale but
 for the weight and dweight but for 1 + scale.
@@ -20,7 +23,6 @@ import triton.language as tl
 from csrc_triton.modulated_rows import (
     add_up,
     factors,
-    group_of_program,
     job_of,
     modulated,
     run_of,
@@ -28,7 +30,7 @@ from csrc_triton.modulated_rows import (
     walk_row,
     walk_tokens,
 )
-from csrc_triton.norm_vectors import load_known, load_vector, store_as
+from csrc_triton.norm_vectors import load_vector, store_as
 
 DECLARATION = {
     "op": "modulated_rmsnorm",
@@ -48,6 +50,8 @@ DECLARATION = {
                 "n_rows": "i64",
                 "n_cols": "i32",
                 "rows_per_group": "i64",
+                "rows_per_part": "i64",
+                "parts": "i32",
                 "eps": "fp32",
                 "offset": "fp32",
                 "scale_kind": "i32",
@@ -70,17 +74,12 @@ DECLARATION = {
                 "n_cols",
             ],
             "forms": {
-                "tile": {
-                    "function": "forward_tile",
-                    "constants": ["ROWS", "BLOCK"],
-                    "covers": "BLOCK",
-                    "requires": {"aligned": [True]},
-                },
-                "row": {
-                    "function": "forward_row",
-                    "constants": ["BLOCK"],
-                    "covers": "BLOCK",
-                    "requires": {"aligned": [True]},
+                "part": {
+                    "function": "forward_part",
+                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN"],
+                    "defaults": {"PIECES": 1, "RUN": 8},
+                    "covers": "PIECES * BLOCK",
+                    "staged": ["X"],
                 },
                 "long": {
                     "function": "forward_long",
@@ -141,10 +140,11 @@ DECLARATION = {
                 "n_cols",
             ],
             "forms": {
-                "row": {
-                    "function": "backward_row",
-                    "constants": ["BLOCK", "STAGES"],
-                    "covers": "BLOCK",
+                "part": {
+                    "function": "backward_part",
+                    "constants": ["PIECES", "BLOCK", "STAGES"],
+                    "defaults": {"PIECES": 1},
+                    "covers": "PIECES * BLOCK",
                     "staged": ["DY", "X"],
                 },
                 "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
@@ -239,56 +239,42 @@ DECLARATION = {
 
 
 @triton.jit
-def forward_tile(
-    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group, eps,
-    offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def forward_part(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS short rows a program, of one group or of several."""
-    dtype: tl.constexpr = X.dtype.element_ty
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK)
-    in_row = cols < n_cols
-    mask = (rows < n_rows)[:, None] & in_row[None, :]
-    x = tl.load(X + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    group = (rows // rows_per_group)[:, None]
-    m = 1.0 + tl.load(SCALE + group * scale_stride + cols[None, :], mask=mask).to(tl.float32)
-    shift = load_known(SHIFT, group * shift_stride + cols[None, :], mask, shift_kind, 0, False)
-    if weight_kind != 0:
-        m *= (tl.load(W + cols, mask=in_row, other=0.0).to(tl.float32) + offset)[None, :]
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / n_cols + eps)
-    tl.store(RSTD + rows, rstd, mask=(rows < n_rows) & (store_rstd != 0))
-    y = modulated(x, rstd[:, None], m, shift, round_first, dtype)
-    tl.store(Y + rows[:, None] * y_stride + cols[None, :], y, mask=mask)
-
-
-@triton.jit
-def forward_row(
-    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group, eps,
-    offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row a program, 1-D. All vectors are asked for before the reduction; an absent weight costs nothing."""
-    dtype: tl.constexpr = X.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < n_cols
-    x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    group = group_of_program(rows_per_group)
-    m = 1.0 + tl.load(SCALE + group * scale_stride + cols, mask=mask).to(tl.float32)
-    shift = load_known(SHIFT, cols, mask, shift_kind, group * shift_stride, False)
-    if weight_kind != 0:
-        m *= tl.load(W + cols, mask=mask, other=0.0).to(tl.float32) + offset
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / n_cols + eps)
-    if store_rstd != 0:
-        tl.store(RSTD + row, rstd)
-    tl.store(Y + row * y_stride + cols, modulated(x, rstd, m, shift, round_first, dtype), mask=mask)
+    """A part of a group a program; the next rows' loads are in flight meanwhile. RUN is for the host alone: the most
+    rows of a part."""
+    group, first, last = run_of(rows_per_group, rows_per_part, parts)
+    block = tl.arange(0, BLOCK)
+    part = 1.0 / n_cols
+    ms, shifts = (), ()
+    for i in tl.static_range(PIECES):
+        cols = i * BLOCK + block
+        m, w = factors(SCALE, W, cols, cols < n_cols, scale_kind, weight_kind, offset, group * scale_stride)
+        ms += (m * w,)
+        shifts += (load_vector(SHIFT, cols, cols < n_cols, shift_kind, group * shift_stride),)
+    for row in tl.range(first, last, num_stages=STAGES):
+        xs = ()
+        squares = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(PIECES):
+            cols = i * BLOCK + block
+            x = tl.load(X + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            squares += x * x
+            xs += (x,)
+        rstd = tl.rsqrt(tl.sum(squares, 0) * part + eps)
+        tl.store(RSTD + row, rstd, mask=store_rstd != 0)
+        for i in tl.static_range(PIECES):
+            cols = i * BLOCK + block
+            y = modulated(xs[i], rstd, ms[i], shifts[i], round_first, Y.dtype.element_ty)
+            tl.store(Y + row * y_stride + cols, y, mask=cols < n_cols)
 
 
 @triton.jit
 def forward_long(
-    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group, eps,
-    offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One row of any length a program. BLOCKS, where it is known, unrolls the loops, so that the blocks' loads are in
@@ -300,33 +286,49 @@ def forward_long(
 
 
 @triton.jit
-def backward_row(
+def backward_part(
     DX, DY, X, SCALE, W, RSTD, NORMAL, PLAIN, dx_stride, dy_stride, x_stride, scale_stride, n_cols, rows_per_group,
     rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A part of a group a program; the next rows' loads are in flight meanwhile. NORMAL and PLAIN get the sums of
-    dy * x * rstd and of dy, a row a program."""
+    """A part of a group a program, as in ``forward_part``. NORMAL and PLAIN get the sums of dy * x * rstd and of dy, a
+    row a program."""
     program = tl.program_id(0).to(tl.int64)
     group, first, last = run_of(rows_per_group, rows_per_part, parts)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < n_cols
-    m, w = factors(SCALE, W, cols, mask, scale_kind, weight_kind, offset, group * scale_stride, 0)
-    m *= w
-    normal = tl.zeros([BLOCK], tl.float32)
-    plain = tl.zeros([BLOCK], tl.float32)
+    block = tl.arange(0, BLOCK)
+    part = 1.0 / n_cols
+    ms, normals, plains = (), (), ()
+    for i in tl.static_range(PIECES):
+        cols = i * BLOCK + block
+        m, w = factors(SCALE, W, cols, cols < n_cols, scale_kind, weight_kind, offset, group * scale_stride)
+        ms += (m * w,)
+        normals += (tl.zeros([BLOCK], tl.float32),)
+        plains += (tl.zeros([BLOCK], tl.float32),)
     for row in tl.range(first, last, num_stages=STAGES):
-        x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(DY + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(RSTD + row)
-        c = tl.sum(x * (m * dy), 0) / n_cols
-        a = dy * rstd
-        dx = m * a - x * (c * rstd * rstd * rstd)
-        tl.store(DX + row * dx_stride + cols, dx.to(DX.dtype.element_ty), mask=mask & (store_dx != 0))
-        normal += a * x
-        plain += dy
-    tl.store(NORMAL + program * n_cols + cols, normal, mask=mask & (store_normal != 0))
-    tl.store(PLAIN + program * n_cols + cols, plain, mask=mask & (store_plain != 0))
+        xs, dys = (), ()
+        dots = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(PIECES):
+            cols = i * BLOCK + block
+            x = tl.load(X + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            dy = tl.load(DY + row * dy_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            dots += x * (ms[i] * dy)
+            xs += (x,)
+            dys += (dy,)
+        c = tl.sum(dots, 0) * part * rstd * rstd * rstd
+        next_normals, next_plains = (), ()
+        for i in tl.static_range(PIECES):
+            cols = i * BLOCK + block
+            a = dys[i] * rstd
+            dx = (ms[i] * a - xs[i] * c).to(DX.dtype.element_ty)
+            tl.store(DX + row * dx_stride + cols, dx, mask=(cols < n_cols) & (store_dx != 0))
+            next_normals += (normals[i] + a * xs[i],)
+            next_plains += (plains[i] + dys[i],)
+        normals, plains = next_normals, next_plains
+    for i in tl.static_range(PIECES):
+        cols = i * BLOCK + block
+        tl.store(NORMAL + program * n_cols + cols, normals[i], mask=(cols < n_cols) & (store_normal != 0))
+        tl.store(PLAIN + program * n_cols + cols, plains[i], mask=(cols < n_cols) & (store_plain != 0))
 
 
 @triton.jit
@@ -355,10 +357,15 @@ def sums(
     group, first, last, is_dscale, is_dshift, is_dw = job_of(job, groups, parts, dscale_kind, dshift_kind)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_row = cols < n_cols
-    total = add_up(
-        NORMAL, PLAIN, SCALE, first, last, cols, in_row, n_cols, parts, scale_stride, scale_kind, is_dshift, is_dw,
-        BLOCK, PARTS,
-    )  # fmt: skip
+    if is_dw:
+        total = add_up(
+            NORMAL, SCALE, first, last, cols, in_row, n_cols, parts, scale_stride, scale_kind, BLOCK, PARTS, True
+        )  # fmt: skip
+    else:
+        total = add_up(
+            tl.where(is_dshift, PLAIN, NORMAL), SCALE, first, last, cols, in_row, n_cols, parts, scale_stride,
+            scale_kind, BLOCK, PARTS, False,
+        )  # fmt: skip
     w = load_vector(W, cols, in_row & is_dscale, weight_kind) + offset
     start = group.to(tl.int64) * n_cols
     store_as(DSCALE, cols, total * w, in_row & is_dscale, dscale_kind, start)

@@ -4,7 +4,7 @@ in memory."""
 import triton
 import triton.language as tl
 
-from csrc_triton.norm_vectors import load_known, load_vector, store_known
+from csrc_triton.norm_vectors import load_vector, store_as
 
 
 @triton.jit
@@ -34,13 +34,10 @@ def modulate(
         cols = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         mask = cols < n_cols
         x = tl.load(X + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
-        if WIDE:
-            m = 1.0 + load_vector(SCALE, cols, mask, scale_kind, scale_start)
-        else:  # there is always a scale
-            m = 1.0 + tl.load(SCALE + scale_start + cols, mask=mask).to(tl.float32)
-        shift = load_known(SHIFT, cols, mask, shift_kind, shift_start, WIDE)
+        m = 1.0 + load_vector(SCALE, cols, mask, scale_kind, scale_start, WIDE)
+        shift = load_vector(SHIFT, cols, mask, shift_kind, shift_start, WIDE)
         if WEIGHTED:
-            m *= load_known(W, cols, mask, weight_kind, 0, WIDE) + offset
+            m *= load_vector(W, cols, mask, weight_kind, 0, WIDE) + offset
         y = modulated(x, rstd, m, shift, round_first, X.dtype.element_ty)
         tl.store(Y + cols, y, mask=mask, eviction_policy="evict_first")
 
@@ -94,11 +91,11 @@ def run_of(rows_per_group, rows_per_part, parts):
 
 @triton.jit
 def factors(
-    SCALE, W, cols, mask, scale_kind, weight_kind, offset, row_start, start, WIDE: tl.constexpr = True
+    SCALE, W, cols, mask, scale_kind, weight_kind, offset, row_start, start=0, WIDE: tl.constexpr = True
 ):
     """1 + scale and offset + weight of the columns from ``start`` on; the row of scale begins at ``row_start``."""
-    m = 1.0 + load_known(SCALE, cols, mask, scale_kind, row_start + start, WIDE)
-    return m, load_known(W, cols, mask, weight_kind, start, WIDE) + offset
+    m = 1.0 + load_vector(SCALE, cols, mask, scale_kind, row_start + start, WIDE)
+    return m, load_vector(W, cols, mask, weight_kind, start, WIDE) + offset
 
 
 @triton.jit
@@ -195,27 +192,27 @@ def walk_tokens(
             a = dy * rstd
             dx = (m * w * a - x * c).to(DX.dtype.element_ty)
             tl.store(DX + row * dx_stride + start + block, dx, mask=mask & (store_dx != 0))
-            store_known(DSCALE, block, a * x * w, mask, dscale_kind, row * n_cols + start, WIDE)
-            store_known(DSHIFT, block, dy, mask, dshift_kind, row * n_cols + start, WIDE)
+            store_as(DSCALE, block, a * x * w, mask, dscale_kind, row * n_cols + start, WIDE)
+            store_as(DSHIFT, block, dy, mask, dshift_kind, row * n_cols + start, WIDE)
             add_to(PARTIALS + start + block, a * x * m, mask & (store_partials != 0), row == program)
         tl.debug_barrier()  # the next step reads the partials, perhaps in other threads
 
 
 @triton.jit
 def add_up(
-    NORMAL, PLAIN, SCALE, first, last, cols, in_row, n_cols, parts, scale_stride, scale_kind, is_plain, is_scaled,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    FROM, SCALE, first, last, cols, in_row, n_cols, parts, scale_stride, scale_kind,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The sum over rows of NORMAL or of PLAIN, each times its group's 1 + scale on request, PARTS rows a step."""
+    """The sum over rows of FROM, each times its group's 1 + scale if SCALED, PARTS rows a step."""
     total = tl.zeros([PARTS, BLOCK], tl.float32)
     for step in range(first, last, PARTS):
         rows = (step + tl.arange(0, PARTS))[:, None]
         mask = (rows < last) & in_row[None, :]
-        at = rows.to(tl.int64) * n_cols + cols[None, :]
-        value = tl.load(NORMAL + at, mask=mask & (is_plain == 0), other=0.0)
-        value += tl.load(PLAIN + at, mask=mask & is_plain, other=0.0)
-        scale_at = (rows // parts).to(tl.int64) * scale_stride + cols[None, :]
-        total += value * (1.0 + load_vector(SCALE, scale_at, mask & is_scaled, scale_kind))
+        value = tl.load(FROM + rows.to(tl.int64) * n_cols + cols[None, :], mask=mask, other=0.0)
+        if SCALED:
+            scale_at = (rows // parts).to(tl.int64) * scale_stride + cols[None, :]
+            value *= 1.0 + load_vector(SCALE, scale_at, mask, scale_kind)
+        total += value
     return tl.sum(total, 0)
 
 

@@ -1,8 +1,8 @@
-"""Mean and squared deviations of many blocks in one pass, without cancellation.
+"""How mean and squared deviations of blocks are merged without cancellation.
 
-Every lane adds up what its elements differ from its first one, so that no reduction stands between the loads. A lane's
-sums are at most as many terms as there are blocks: what E[x^2] - E[x]^2 loses there is a few roundings. Lanes, and
-programs that share a row, are then merged by their means.
+Sums are of what elements differ from a pivot close to them: the mean of the first elements that the same registers
+held. They are at most as many terms as there are blocks, so that E[x^2] - E[x]^2 of them loses a few roundings only.
+What lanes, and programs that share a row, have is then merged by the means.
 
 Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (1979).
 """

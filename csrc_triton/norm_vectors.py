@@ -15,37 +15,22 @@ def as_fp32(V):
 
 
 @triton.jit
-def load_vector(V, cols, mask, kind, start=0):
+def load_vector(V, cols, mask, kind, start=0, WIDE: tl.constexpr = True):
     """The columns from ``start`` on, as fp32; zeros where there is none. Masks, no branch: the next loads must be free
-    to move up past these."""
-    v = tl.load(V + start + cols, mask=mask & (kind == 1), other=0.0).to(tl.float32)
-    if V.dtype.element_ty != tl.float32:
-        v += tl.load(as_fp32(V) + start + cols, mask=mask & (kind == 2), other=0.0)
-    return v
-
-
-@triton.jit
-def load_known(V, cols, mask, kind, start, WIDE: tl.constexpr):
-    """``load_vector``, or where the vectors are known to be of the rows' dtype (WIDE is not set) a single load: with
-    two, one of them masked off, LayerNorm's forward ran at 0.80 of the copy instead of 0.95 (H200)."""
-    if WIDE:
-        return load_vector(V, cols, mask, kind, start)
+    to move up past these. WIDE is not set where kind 2 is ruled out: a second load, masked off, held LayerNorm's
+    forward, which loads two vectors with every row, at 0.80 of the copy instead of 0.95 (H200)."""
+    if WIDE and V.dtype.element_ty != tl.float32:
+        v = tl.load(V + start + cols, mask=mask & (kind == 1), other=0.0).to(tl.float32)
+        return v + tl.load(as_fp32(V) + start + cols, mask=mask & (kind == 2), other=0.0)
     else:
         return tl.load(V + start + cols, mask=mask & (kind != 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_known(OUT, cols, value, mask, kind, start, WIDE: tl.constexpr):
-    """``store_as``, or where the vectors are known to be of the rows' dtype a single store."""
-    if WIDE:
-        store_as(OUT, cols, value, mask, kind, start)
+def store_as(OUT, cols, value, mask, kind, start=0, WIDE: tl.constexpr = True):
+    """Store fp32 values as what ``kind`` says OUT is; nothing where it is 0. WIDE as in ``load_vector``."""
+    if WIDE and OUT.dtype.element_ty != tl.float32:
+        tl.store(OUT + start + cols, value.to(OUT.dtype.element_ty), mask=mask & (kind == 1))
+        tl.store(as_fp32(OUT) + start + cols, value, mask=mask & (kind == 2))
     else:
         tl.store(OUT + start + cols, value.to(OUT.dtype.element_ty), mask=mask & (kind != 0))
-
-
-@triton.jit
-def store_as(OUT, cols, value, mask, kind, start=0):
-    """Store fp32 values as what ``kind`` says OUT is; nothing where it is 0."""
-    tl.store(OUT + start + cols, value.to(OUT.dtype.element_ty), mask=mask & (kind == 1))
-    if OUT.dtype.element_ty != tl.float32:
-        tl.store(as_fp32(OUT) + start + cols, value, mask=mask & (kind == 2))

@@ -76,11 +76,18 @@ DECLARATION = {
                 },
                 "row": {
                     "function": "backward_row",
-                    "constants": ["BLOCK", "STAGES"],
-                    "covers": "BLOCK",
+                    "constants": ["PIECES", "BLOCK", "STAGES"],
+                    "defaults": {"PIECES": 1},
+                    "covers": "PIECES * BLOCK",
                     "staged": ["DY", "X"],
                 },
-                "long": {"function": "backward_long", "constants": ["BLOCK"]},
+                "long": {
+                    "function": "backward_long",
+                    "constants": ["BLOCK", "BLOCKS"],
+                    "defaults": {"BLOCKS": 0},
+                    "covers": "BLOCKS * BLOCK",
+                    "any_length": "BLOCKS",
+                },
             },
         },
         "poly_norm_sums": {
@@ -109,6 +116,12 @@ def sums_of_four(a, b, c, d, AXIS: tl.constexpr):
     sum_a, sum_b = tl.split(even)
     sum_c, sum_d = tl.split(odd)
     return sum_a, sum_b, sum_c, sum_d
+
+
+@triton.jit
+def sums_of_none(BLOCK: tl.constexpr):
+    zeros = tl.zeros([BLOCK], tl.float32)
+    return zeros, zeros, zeros, zeros
 
 
 @triton.jit
@@ -280,25 +293,37 @@ def backward_tile(
 def backward_row(
     DX, DY, X, W, W32, RSTD, PARTIALS, dx_stride, dy_stride, x_stride, n_rows, n_cols, wide, store_dx,
     store_partials,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``backward_tile`` with one row a step, 1-D."""
+    """``backward_tile`` with one row a step, 1-D. PIECES blocks make up a row whose next power of two would idle too
+    many lanes."""
     program = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < n_cols
+    block = tl.arange(0, BLOCK)
     w0, w1, w2 = parameter(W, W32, 0, wide), parameter(W, W32, 1, wide), parameter(W, W32, 2, wide)
     n = n_cols.to(tl.float32)
     d0, d1, d2, db = 0.0, 0.0, 0.0, 0.0
     for row in tl.range(program, n_rows, tl.num_programs(0), num_stages=STAGES):
-        x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(DY + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
         r3, r2, r1 = tl.load(RSTD + row * 3), tl.load(RSTD + row * 3 + 1), tl.load(RSTD + row * 3 + 2)
-        p = dy * x
-        s3, s2, s1, s0 = sums_of_four(p * x * x, p * x, p, dy, 0)
+        xs, dys = (), ()
+        cubes, squares, values, ones = sums_of_none(BLOCK)
+        for i in tl.static_range(PIECES):
+            cols = i * BLOCK + block
+            x = tl.load(X + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            dy = tl.load(DY + row * dy_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            p = dy * x
+            cubes += p * x * x
+            squares += p * x
+            values += p
+            ones += dy
+            xs += (x,)
+            dys += (dy,)
+        s3, s2, s1, s0 = sums_of_four(cubes, squares, values, ones, 0)
         a3, a2, a1 = w0 * r3, w1 * r2, w2 * r1
         k3, k2, k1 = a3 * r3 * r3 * (s3 / n), a2 * r2 * r2 * (s2 / n), a1 * r1 * r1 * (s1 / n)
-        dx = gradient(x, dy, a3, a2, a1, k3, k2, k1).to(DX.dtype.element_ty)
-        tl.store(DX + row * dx_stride + cols, dx, mask=mask & (store_dx != 0))
+        for i in tl.static_range(PIECES):
+            cols = i * BLOCK + block
+            dx = gradient(xs[i], dys[i], a3, a2, a1, k3, k2, k1).to(DX.dtype.element_ty)
+            tl.store(DX + row * dx_stride + cols, dx, mask=(cols < n_cols) & (store_dx != 0))
         d0 += s3 * r3
         d1 += s2 * r2
         d2 += s1 * r1
@@ -310,20 +335,20 @@ def backward_row(
 def backward_long(
     DX, DY, X, W, W32, RSTD, PARTIALS, dx_stride, dy_stride, x_stride, n_rows, n_cols, wide, store_dx,
     store_partials,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of any length, read twice: for the sums, then backwards for dx."""
+    """Rows of any length, read twice: for the sums, then backwards for dx. BLOCKS is as in ``forward_long``."""
     program = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(n_cols, BLOCK)
+    if BLOCKS > 0:
+        blocks = BLOCKS
+    else:
+        blocks = tl.cdiv(n_cols, BLOCK)
     w0, w1, w2 = parameter(W, W32, 0, wide), parameter(W, W32, 1, wide), parameter(W, W32, 2, wide)
     n = n_cols.to(tl.float32)
     d0, d1, d2, db = 0.0, 0.0, 0.0, 0.0
     for row in range(program, n_rows, tl.num_programs(0)):
-        cubes = tl.zeros([BLOCK], tl.float32)
-        squares = tl.zeros([BLOCK], tl.float32)
-        values = tl.zeros([BLOCK], tl.float32)
-        ones = tl.zeros([BLOCK], tl.float32)
+        cubes, squares, values, ones = sums_of_none(BLOCK)
         for i in range(blocks):
             cols = i * BLOCK + block
             mask = cols < n_cols

@@ -11,6 +11,65 @@ A pair (a, b) becomes (a cos - b sin, b cos + a sin), in fp32. Its gradient is t
 import triton
 import triton.language as tl
 
+# What the declarations share: the rows of q and k as three nested loops, and the rows of the tables.
+TENSORS = {"Q_OUT": "*dtype", "K_OUT": "*dtype", "Q": "*dtype", "K": "*dtype"}
+ROWS_OF_BOTH = {
+    "q_rows": "i32",
+    "q_mid": "i32",
+    "q_mid_inverse": "i64",
+    "q_mid_shift": "i32",
+    "q_fast": "i32",
+    "q_fast_inverse": "i64",
+    "q_fast_shift": "i32",
+    "q_out_slow_stride": "i64",
+    "q_out_mid_stride": "i64",
+    "q_out_fast_stride": "i64",
+    "q_slow_stride": "i64",
+    "q_mid_stride": "i64",
+    "q_fast_stride": "i64",
+    "k_rows": "i32",
+    "k_mid": "i32",
+    "k_mid_inverse": "i64",
+    "k_mid_shift": "i32",
+    "k_fast": "i32",
+    "k_fast_inverse": "i64",
+    "k_fast_shift": "i32",
+    "k_out_slow_stride": "i64",
+    "k_out_mid_stride": "i64",
+    "k_out_fast_stride": "i64",
+    "k_slow_stride": "i64",
+    "k_mid_stride": "i64",
+    "k_fast_stride": "i64",
+    "q_programs": "i32",
+    "index_slow": "i32",
+    "index_mid": "i32",
+    "index_fast": "i32",
+}
+ALIGNED = [
+    "Q_OUT",
+    "K_OUT",
+    "Q",
+    "K",
+    "q_out_slow_stride",
+    "q_out_mid_stride",
+    "q_out_fast_stride",
+    "q_slow_stride",
+    "q_mid_stride",
+    "q_fast_stride",
+    "k_out_slow_stride",
+    "k_out_mid_stride",
+    "k_out_fast_stride",
+    "k_slow_stride",
+    "k_mid_stride",
+    "k_fast_stride",
+]
+FORM = {
+    "constants": ["ROWS", "BLOCK", "BLOCKS"],
+    "defaults": {"BLOCKS": 0},
+    "covers": "BLOCK * BLOCKS",
+    "any_length": "BLOCKS",
+}
+
 
 @triton.jit
 def divide(number, inverse, shift):

@@ -158,6 +158,8 @@ def _teach_inline_assembly() -> None:
             result = _interpreter.load(
                 data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64)
             )
+        elif operation == "lg2.approx.ftz.f32":
+            result = np.log2(data[0])
         elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
             dtype = torch.bfloat16 if "bf16" in operation else torch.float16
             halves = [

@@ -23,6 +23,7 @@ and where its nature asks for it:
   ``magnitude``, the sum of the absolute values of their terms. By default one rounding and 32 roundoffs of fp32.
 - ``frozen``: floating-point arguments that get no gradient. ``relaid``: arguments of any layout; default all
   floating-point ones of two or more dimensions.
+- ``same_without_gradient = False``: the outputs' last bits may depend on whether a gradient is wanted.
 - ``in_place``: output -> argument that it overwrites, and ``call_in_place`` unless that is ``inplace=True``.
 - ``call``, unless the op takes tensors by position and settings by name.
 - ``saved``: what the float64 backward reads, where the op's own backward reads a rounded output:

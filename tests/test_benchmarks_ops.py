@@ -118,7 +118,7 @@ def test_points_are_distinct_and_fewer_ones_among_them(op: str) -> None:
             assert len(some) == min(most, len(whole))
             assert most == 1 or (some[0], some[-1]) == (whole[0], whole[-1])
     # No input set is larger than a few GiB: two of them, the results and fp64 chunks fit a GPU.
-    assert all(2**25 <= one.moved_bytes(case) <= 2**32 for case in cases)
+    assert all(2**25 <= one.moved_bytes(case) <= 2**33 for case in cases)
 
 
 N, ROWS = 4096, 1000
@@ -189,7 +189,7 @@ def test_references_are_those_of_torch() -> None:
     torch.testing.assert_close(found.backward(rows, (0, 1)), (dx[rows], dweight), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if entry.load(op).by_rows])
 def test_chunks_make_no_difference(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, case = entry.load(op), small_case(op, "backward", FP32)
     random = op_entry.Random(FP32, CPU, torch.Generator().manual_seed(1))

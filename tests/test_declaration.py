@@ -10,6 +10,7 @@ import pytest
 
 from build_tools.declaration import declared_ops, longest_row, read_declaration
 from build_tools.errors import DeclarationError
+from build_tools.literals import literal
 from build_tools.paths import KERNELS, ROOT
 from liger_aot.ops import names as ops
 from tests.small_op import DECLARATION, edited, write_op
@@ -140,3 +141,20 @@ def test_mistakes_are_named(name: str, tmp_path: Path) -> None:
     write_op(tmp_path, edited(DECLARATION, changes))
     with pytest.raises(DeclarationError, match=message):
         read_declaration("scale", tmp_path)
+
+
+def test_names_stand_for_literals(tmp_path: Path) -> None:
+    """Of the same file and of others, merged into dicts and lists; what can't be read is an error that says so."""
+    (tmp_path / "shared.py").write_text('ROWS = {"n": 1}\nBOTH = ["a", "b"]\nLOOP = [AGAIN]\nAGAIN = LOOP\n')
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from csrc_triton.shared import BOTH as TWO, ROWS, LOOP, missing\nfrom elsewhere import OTHER\nHALF = -1\n"
+        'GOOD = {**ROWS, "m": [*TWO, "c"], "of": {"x": ROWS}}\nDEEP = {"k": GOOD}\n'
+        "RING = LOOP\nLOST = missing\nOUT = OTHER\nWRONG = {**TWO}\nFLAT = [*ROWS]\nCALL = dict()\n"
+    )
+    good = {"n": 1, "m": ["a", "b", "c"], "of": {"x": {"n": 1}}}
+    assert literal(path, "GOOD") == good and literal(path, "DEEP") == {"k": good}
+    assert literal(path, "NOTHING") is None
+    for name in ("RING", "LOST", "OUT", "WRONG", "FLAT", "CALL", "HALF"):
+        with pytest.raises(DeclarationError, match="must be a literal"):
+            literal(path, name)

@@ -12,7 +12,7 @@ from torch import Tensor
 import liger_aot
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.groupnorm import GroupNorm
+from liger_aot.ops.groupnorm import GroupNorm, Shape, split_of
 from tests.op_tests import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests
 
 X, V = torch.ones(2, 8, 3, 3), torch.ones(8)
@@ -155,7 +155,7 @@ class TestGroupNorm(OpTests):
         elif n > 1 << 30:  # the row for groups that programs share, as there are few
             shape, last = ((1, 4, 48) if kernel.endswith("forward") else (1, 6, 80)), False
         elif n > 1 << 20:  # the row for all others has no bound of its own
-            shape, last = ((rows, 4, 4096) if kernel.endswith("forward") else (rows, 6, 1040)), False
+            shape, last = ((rows, 4, 12304) if kernel.endswith("forward") else (rows, 6, 1040)), False
         elif kernel.endswith("forward"):
             shape, last = ((rows, 4, n // 2) if n % 2 == 0 else (rows, 2, n)), False
         else:
@@ -176,3 +176,32 @@ def test_memory_format_stays(last: bool) -> None:
     assert x.grad is not None
     for t in (y, x.grad):
         assert t.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def test_units_are_split_for_the_least_steps() -> None:
+    """Parts no longer than asked, and no fewer of them where that leaves programs idle in the last step."""
+    shares = (128, 1 << 18, 8, 396), (64, 40960, 2, 528), (1, 1 << 20, 1, 132)
+    for units, elements, least, resident in shares:
+        split = split_of(units, elements, least, 64, resident)
+        assert least <= split <= 64
+        steps = -(-units // max(1, resident // split))
+        for other in (least, 64):
+            other_steps = -(-units // (resident // other))
+            assert steps * elements / split <= other_steps * (elements / other + 4096)
+    assert split_of(1000, 10240, 1, 64, 396) == 1  # enough units: no exchange
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "places", "longest", "width"),
+    [
+        (32, 320, 4096, 32768, 80),  # 10 channels a group: 8 groups, the fewest that are aligned
+        (32, 1280, 256, 32768, 80),  # fits a program
+        (32, 1280, 256, 0, 320),
+        (32, 512, 16384, 32768, 128),
+        (35, 70, 9, 0, 14),  # no width is aligned
+        (4, 4800, 9, 0, 1200),  # a group longer than a block
+    ],
+)
+def test_width_of_a_program(groups: int, channels: int, places: int, longest: int, width: int) -> None:
+    shape = Shape(1, channels, groups, places, True)
+    assert shape.width(1024, 8, longest) == width

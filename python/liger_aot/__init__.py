@@ -15,8 +15,14 @@ from liger_aot.loader import archs, load
 if TYPE_CHECKING:
     from liger_aot import nn
     from liger_aot.explanation import explain
+    from liger_aot.models import apply, patch, register_attention, restore
 
-__all__ = ["LigerAOTError", "__version__", "archs", "explain", "load", "nn", "ops"]
+__all__ = [
+    "LigerAOTError", "__version__", "apply", "archs", "explain", "load", "nn", "ops", "patch",
+    "register_attention", "restore",
+]  # fmt: skip
+
+_OF_MODELS = ("apply", "patch", "register_attention", "restore")
 
 
 def __getattr__(name: str) -> object:  # deferred: a serving process does not need them
@@ -24,8 +30,12 @@ def __getattr__(name: str) -> object:  # deferred: a serving process does not ne
         from liger_aot.explanation import explain
 
         return explain
-    if name == "nn":
+    if name in ("nn", "models"):
         from importlib import import_module
 
-        return import_module("liger_aot.nn")
+        return import_module(f"liger_aot.{name}")
+    if name in _OF_MODELS:
+        from liger_aot import models
+
+        return getattr(models, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

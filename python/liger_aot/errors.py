@@ -70,3 +70,12 @@ class ArgumentError(LigerAOTError, ValueError):
 
 class ArgumentTypeError(LigerAOTError, TypeError):
     """An argument's type or dtype is not allowed."""
+
+
+class PatchError(LigerAOTError, RuntimeError):
+    """A model or library can't be changed to use the ops: its names are not those that are known, or others changed it.
+    Nothing was changed."""
+
+
+class LeftAlone(UserWarning):
+    """Parts of a model or library that run as before."""

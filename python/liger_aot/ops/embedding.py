@@ -24,8 +24,9 @@ class Embedding(DifferentiableOp):
     plain-torch reference.
 
     The gradient is dense and deterministic: summed in float32 in the order of the tokens, cut into chunks that do not
-    depend on how often a token occurs, and rounded once. Its launches are torch's stable sort of the indices (and two
-    small ones before it that narrow int64 indices), and one or two of ours, which read dy and write the gradient once.
+    depend on how often a token occurs, and rounded once. Its launches are torch's stable sort of the indices (beside it
+    two small ones that narrow them and, for a small table, one that widens them again), and one or two of ours, which
+    read dy and write the gradient once.
 
     Args:
         indices: (...) int32 or int64, of any layout.
@@ -98,11 +99,11 @@ class Embedding(DifferentiableOp):
         y_at, dtype = y.data_ptr(), weight.dtype
         key, kernel = (dtype, not (y_at | table_at | table_stride | n) & 15), on.kernels["embedding_forward"]
         loaded = kernel.recent.get((*key, n)) or kernel(key, n)
-        blocks = -(-n // loaded.block)
+        steps = -(-tokens // loaded.rows)
         device = on.device
         loaded.launch(
-            device, on.stream(device), -(-tokens // loaded.rows) * blocks, 1, 1,
-            y_at, indices.data_ptr(), table_at, n, table_stride, tokens, n, blocks, vocabulary, words,
+            device, on.stream(device), steps * -(-n // loaded.block), 1, 1,
+            y_at, indices.data_ptr(), table_at, n, table_stride, tokens, n, steps, vocabulary, words,
         )  # fmt: skip
         return (y,)
 
@@ -139,10 +140,7 @@ class Embedding(DifferentiableOp):
             return self.prepare_backward(grads, saved, settings, needed)
         padding, vocabulary = settings
         dy_at, _, _, _, _, tokens, n, dy_stride = in_dy
-        flat = indices.reshape(-1)
-        if flat.dtype == torch.int64:  # half the passes of the sort; what is outside of the table stays there
-            flat = flat.clamp(NO_PADDING, vocabulary).to(torch.int32)
-        keys, order = torch.sort(flat, stable=True)
+        keys, order = _sorted(indices.reshape(-1), vocabulary)
         dweight = dy.new_empty((vocabulary, n))
         key = (dy.dtype, not (dy_at | dy_stride | n) & 15)
         first, second = on.kernels["embedding_runs"](key, n), on.kernels["embedding_joins"](key, n)
@@ -203,6 +201,16 @@ class Embedding(DifferentiableOp):
         n = shape[-1]
         ways = ("forward", "runs", "joins")
         return tuple(Problem(f"embedding_{way}", (dtype,), n % 16 == 0, n) for way in ways)
+
+
+def _sorted(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """(the indices in ascending order as int32, where each was). The sort takes a pass for every few bits of a key, so
+    they are narrowed first; what is outside of the table stays there."""
+    narrow = torch.int16 if vocabulary <= torch.iinfo(torch.int16).max else torch.int32
+    if indices.dtype != narrow:
+        indices = indices.clamp(NO_PADDING, vocabulary).to(narrow)
+    keys, order = torch.sort(indices, stable=True)
+    return keys.to(torch.int32), order
 
 
 OP = Embedding

@@ -22,6 +22,7 @@ from liger_aot.ops.layernorm import vectors_of
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
 
 LONGEST = (1 << 31) - 1  # takes a table's last row
+PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
 
 
 class GroupNorm(DifferentiableOp):
@@ -121,8 +122,7 @@ class GroupNorm(DifferentiableOp):
         images = x.shape[0]
         if in_x[7] != in_x[6] or elements >= images << 31:
             self.check(tensors, settings)
-            x = x.contiguous()
-            in_x = _rows(x)
+            x, in_x = _packed(x, in_x)
         y = torch.empty_like(x)
         shape = Shape(images, channels, num_groups, elements // (images * channels), channels_last)
         stats = x.new_empty((images * num_groups, 2), dtype=torch.float32) if keep else None
@@ -130,9 +130,8 @@ class GroupNorm(DifferentiableOp):
         places = x_at | y_at | w_at | b_at
         loaded, plan = _find(on, "forward", x.dtype, places, shape)
         words = x.new_zeros(plan.words, dtype=torch.int64) if plan.words else None
-        device = on.device
         loaded.launch(
-            device, on.stream(device), plan.programs, 1, 1,
+            on.device, on.stream(on.device), plan.programs, 1, 1,
             y_at, x_at, w_at, b_at, None if stats is None else stats.data_ptr(),
             None if words is None else words.data_ptr(), *plan.forward, plan.length, plan.split, eps,
             w_kind, b_kind, keep,
@@ -153,12 +152,8 @@ class GroupNorm(DifferentiableOp):
         on = None if in_x is None else self._own.find(in_x[1], in_x[2])
         if on is None or in_x is None or in_dy is None or not x.numel() or not any(needed):
             return self.prepare_backward(grads, saved, settings, needed)
-        if in_x[7] != in_x[6]:
-            x = x.contiguous()
-            in_x = _rows(x)
-        if in_dy[7] != in_dy[6]:
-            dy = dy.contiguous()
-            in_dy = _rows(dy)
+        x, in_x = _packed(x, in_x)
+        dy, in_dy = _packed(dy, in_dy)
         need_dx, need_dw, need_db = needed
         images, channels = x.shape[0], x.shape[-1 if channels_last else 1]
         shape = Shape(images, channels, num_groups, in_x[5] * in_x[6] // (images * channels), channels_last)
@@ -176,9 +171,8 @@ class GroupNorm(DifferentiableOp):
         if columns:
             partials = x.new_empty((parts, columns), dtype=torch.float32)
             sums = x.new_empty(columns, dtype=like.dtype)
-        device = on.device
         loaded.launch(
-            device, on.stream(device), plan.programs, 1, 1,
+            on.device, on.stream(on.device), plan.programs, 1, 1,
             None if dx is None else dx.data_ptr(), in_dy[0], in_x[0], w_at, stats.data_ptr(),
             None if partials is None else partials.data_ptr(), None if words is None else words.data_ptr(),
             *plan.backward, plan.length, plan.split, columns, db_column,
@@ -242,7 +236,7 @@ class GroupNorm(DifferentiableOp):
         groups = 1 if channels % 32 else 32
         found = Shape(shape[0], channels, groups, torch.Size(shape[2:]).numel(), False)
         return tuple(
-            Problem(found.kernel(way), (dtype,), found.aligned(found.width(1024, 8)), found.n(way))
+            Problem(found.kernel(way), (dtype,), found.aligned(found.width(1024, 8, 0)), found.n(way))
             for way in ("forward", "backward")
         )
 
@@ -273,14 +267,19 @@ class Shape(NamedTuple):
         """Whether strides and sizes are, if programs take ``width`` channels."""
         return not ((self.channels | width) if self.last else self.spatial) & 15
 
-    def width(self, block: int, groups: int) -> int:
+    def width(self, block: int, groups: int, longest: int) -> int:
         """Channels a program of channels-last images takes: as many whole groups, up to ``groups`` of them in ``block``
-        channels, as divide the image's; an aligned number of channels where there is one, and one that leaves few of
-        ``block`` lanes idle."""
+        channels, as divide the image's; an aligned number of channels where there is one, of no more than ``longest``
+        elements where that can be, and one that leaves less than an eighth of ``block`` lanes idle."""
         group = self.channels // self.groups
         most = max(1, min(self.groups, groups, block // group))
         widths = [k * group for k in range(1, most + 1) if not self.groups % k]
-        return max(widths, key=lambda width: (not width & 15, block // width * width * 8 // block, width))
+
+        def merit(width: int) -> tuple[bool, bool, int, int]:
+            used = block // width * width * 8 // block
+            return not width & 15, width * self.spatial <= longest, min(7, used), width
+
+        return max(widths, key=merit)
 
 
 class Plan(NamedTuple):
@@ -303,8 +302,7 @@ def _find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> 
         aligned = not places & 15
         loaded = kernel((dtype, aligned), n)
         if aligned and not shape.aligned(_width(loaded, shape)):
-            aligned = False
-            loaded = kernel((dtype, aligned), n)
+            loaded = kernel((dtype, aligned := False), n)
         if _shares(on, loaded, shape):
             loaded = kernel((dtype, aligned), LONGEST)
         if len(on.plans) >= REMEMBERED:
@@ -316,11 +314,10 @@ def _find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> 
 def _shares(on: OpOn, loaded: Loaded, shape: Shape) -> bool:
     """Whether what the variant has for a program a group is for the last row of its table, where programs share one:
     the groups are too few for the GPU, or too long to be found in cache again."""
-    numbers = loaded.numbers
-    if numbers.get("split", 1) > 1 or not numbers.get("tiles"):
+    if loaded.numbers.get("split", 1) > 1 or not loaded.numbers.get("tiles"):
         return False
     few = 2 * shape.images * shape.groups < 3 * on.multiprocessors
-    return few or _width(loaded, shape) * shape.spatial > numbers["tiles"] * loaded.rows * loaded.block
+    return few or _width(loaded, shape) * shape.spatial > _longest(loaded)
 
 
 def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
@@ -330,16 +327,13 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     width = _width(loaded, shape)
     units = shape.channels // width * shape.images
     # Parts are along the places; in the forward of channels-first groups, which are one run, along that.
-    run = way == "forward" and not shape.last
-    extent = width * shape.spatial if run else shape.spatial
+    extent = shape.spatial * (width if way == "forward" and not shape.last else 1)
     step = loaded.rows if shape.last else loaded.block
-    split, length = 1, extent
-    resident, most = units, numbers.get("split", 1)
-    if most > 1:
+    split, length, resident = 1, extent, units
+    if numbers.get("split", 1) > 1:
         resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
-        elements, tiles = width * shape.spatial, numbers["tiles"] * loaded.rows * loaded.block
-        idle = min(resident // units, 4 * elements // tiles)  # worth a part of a quarter of the tiles
-        split = min(most, -(-extent // step), max(-(-elements // tiles), idle, 1))
+        elements, most = width * shape.spatial, min(numbers["split"], -(-extent // step), resident)
+        split = split_of(units, elements, min(most, -(-elements // _longest(loaded))), most, resident)
         length = (-(-extent // split) + 15) & -16
         split = -(-extent // length)
     teams = max(1, min(resident // split, units))
@@ -351,18 +345,37 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     return Plan(teams * split, split, length, words, (*runs, group * shape.spatial), runs)
 
 
+def split_of(units: int, elements: int, least: int, most: int, resident: int) -> int:
+    """Into how many parts, ``least`` to ``most``, to split each of so many units of so many elements for the least
+    time, where ``resident`` programs run at once, as teams that take one unit after another."""
+
+    def cost(split: int) -> tuple[int, int]:
+        steps = -(-units // max(1, min(resident // split, units)))
+        return steps * (-(-elements // split) + (PART_COST if split > 1 else 0)), split
+
+    return min(range(max(1, least), max(1, most) + 1), key=cost)
+
+
+def _longest(loaded: Loaded) -> int:
+    """Elements that a program may take at most where others may share with it; 0: no bound."""
+    return int(loaded.numbers["tiles"]) * loaded.rows * loaded.block
+
+
 def _width(loaded: Loaded, shape: Shape) -> int:
     """Channels a program takes."""
     if shape.last:
-        return shape.width(loaded.block, loaded.numbers["groups"])
+        return shape.width(loaded.block, loaded.numbers["groups"], _longest(loaded))
     return shape.channels // shape.groups
 
 
-def _rows(x: Tensor) -> Rows:
-    """rows_of a contiguous tensor, which has them."""
+def _packed(x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    """x with no gaps between its rows, and its rows."""
+    if rows[7] == rows[6]:
+        return x, rows
+    x = x.contiguous()
     found = rows_of(x)
-    assert found is not None
-    return found
+    assert found is not None  # a contiguous tensor has rows
+    return x, found
 
 
 def _grouped(x: Tensor, num_groups: int, channels_last: bool) -> Tensor:

@@ -27,6 +27,8 @@ from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
 
 MOST_WAVES = 8  # of programs that one after another take a multiprocessor's place
 PART_COST = 4  # rows that a part's start and its two rows of fp32 sums cost as much as
+FEW_ROWS = 4  # groups of fewer rows are read row by row
+LONGEST = (1 << 31) - 1  # takes a table's last row, which is for rows of any length, one by one
 
 
 class ModulatedRMSNorm(DifferentiableOp):
@@ -147,7 +149,7 @@ class ModulatedRMSNorm(DifferentiableOp):
             fits = False
         else:
             w_at, weight_kind = in_w[0], kind_of(in_w, in_x)
-        if not fits or weight_kind is None or not rows * n:
+        if not fits or in_group is None or weight_kind is None or not rows * n:
             return self.prepare_forward(tensors, settings, keep, out)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         y_at, dtype, device = y.data_ptr(), x.dtype, on.device
@@ -155,13 +157,21 @@ class ModulatedRMSNorm(DifferentiableOp):
         kernel = on.kernels["modulated_rmsnorm_forward"]
         places = y_at | x_at | scale_at | shift_at | w_at
         strides = x_stride | scale_stride | shift_stride
-        # aligned variants are for vectors of x's dtype alone
-        aligned = WIDE not in (scale_kind, weight_kind) and not (places | strides | n) & 15
+        aligned = not (places | strides | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
+        if in_group < FEW_ROWS and "stages" in loaded.numbers:
+            loaded = kernel((dtype, aligned), LONGEST)
+        groups, in_part, parts = rows, 1, 1
+        if "stages" in loaded.numbers:
+            groups = in_scale[5]
+            in_part, parts = _parts(on, loaded, groups, in_group)
+        elif aligned and WIDE in (scale_kind, weight_kind):
+            # row by row, aligned variants are for vectors of x's dtype alone
+            loaded = kernel((dtype, False), n)
         loaded.launch(
-            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
+            device, on.stream(device), groups * parts, 1, 1,
             y_at, x_at, scale_at, shift_at, w_at, None if rstd is None else rstd.data_ptr(),
-            n, x_stride, scale_stride, shift_stride, rows, n, in_group, eps, offset,
+            n, x_stride, scale_stride, shift_stride, rows, n, in_group, in_part, parts, eps, offset,
             scale_kind, shift_kind, weight_kind, round_first, keep,
         )  # fmt: skip
         return y, rstd
@@ -353,7 +363,8 @@ def _parts(on: OpOn, loaded: Loaded, groups: int, rows: int) -> tuple[int, int]:
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
         resident = loaded.numbers["programs_per_multiprocessor"] * on.multiprocessors
-        on.plans[(loaded, groups, rows)] = known = parts_of(groups, rows, resident)
+        in_part = min(parts_of(groups, rows, resident)[0], loaded.numbers.get("run", rows))
+        on.plans[(loaded, groups, rows)] = known = in_part, -(-rows // in_part)
     return known
 
 

@@ -279,7 +279,7 @@ class RMSNorm(DifferentiableOp):
             return None, None
         if self._own.of(x, "x") is None or not x.numel():
             dx, dweight = reference_backward(dy, x, weight, rstd, offset=offset)
-            return dx if need_dx else None, dweight if need_dweight else None
+            return dx.contiguous() if need_dx else None, dweight if need_dweight else None
         x, dy = as_rows(self.name, "x", x), as_rows(self.name, "dy", dy)
         return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
 

@@ -1,0 +1,12 @@
+"""Liger-Kernel on our binaries: ``import liger_aot.liger``, before or after ``liger_kernel``, is all there is to do.
+
+Every function of ``liger_kernel.ops`` that an op covers is ours from then on, wherever in liger_kernel it is looked up,
+with Liger's arguments and results: its modules, its patches of Transformers and Megatron run without a compiler.
+``print(liger_aot.liger.status())`` lists what is ours and what Triton still compiles. ``uninstall()`` takes it back.
+"""
+
+from liger_aot.liger.install import Status, install, status, uninstall
+
+__all__ = ["Status", "install", "status", "uninstall"]
+
+install()

@@ -1,0 +1,138 @@
+"""Liger's divergences by name, argument and result, on our ops.
+
+Losses are float32; targets and teachers are detached, as no gradient goes to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_aot.liger.common import gradients_of
+from liger_aot.loader import load
+
+_jsd, _linear_jsd, _kl_div, _tvd = load("jsd"), load("fused_linear_jsd"), load("kl_div"), load("tvd")
+
+
+class LigerJSDFunction:
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        target: Tensor,
+        shift_labels: Tensor | None = None,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        jsd_impl: str | None = None,
+        jsd_mode: str | None = None,
+    ) -> Tensor:
+        loss: Tensor = _jsd(_input, target.detach(), shift_labels, beta=beta, ignore_index=ignore_index)
+        return loss
+
+
+def jsd_forward(
+    _input: Tensor, target: Tensor, shift_labels: Tensor | None, beta: float, ignore_index: int, has_label: bool,
+    jsd_impl: str | None = None, jsd_mode: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss and its gradient."""
+    x = _input.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = LigerJSDFunction.apply(x, target, shift_labels if has_label else None, beta, ignore_index)
+    (dx,) = gradients_of(loss, (x,))
+    assert dx is not None
+    return loss.detach(), dx
+
+
+def jsd_backward(dX: Tensor, grad_output: Tensor) -> Tensor:
+    return dX * grad_output
+
+
+class LigerFusedLinearJSDFunction:
+    @staticmethod
+    def apply(
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+        jsd_impl: str | None = None,
+        jsd_mode: str | None = None,
+    ) -> Tensor:
+        loss: Tensor = _linear_jsd(
+            student_input,
+            student_weight,
+            teacher_input.detach(),
+            teacher_weight.detach(),
+            shift_labels,
+            jsd_beta=jsd_beta,
+            ignore_index=ignore_index,
+            temperature=temperature,
+            weight_grad_dtype=accum_dtype,
+        )
+        return loss
+
+
+def fused_linear_jsd_forward(
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None, jsd_beta: float, ignore_index: int, has_label: bool, temperature: float,
+    jsd_impl: str | None = None, jsd_mode: str | None = None, accum_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The loss and the gradients of the student's input and, where that requires one, weight."""
+    x = student_input.detach().requires_grad_()
+    w = student_weight.detach().requires_grad_(student_weight.requires_grad)
+    with torch.enable_grad():
+        loss = LigerFusedLinearJSDFunction.apply(
+            x, w, teacher_input, teacher_weight, shift_labels if has_label else None, jsd_beta, ignore_index,
+            temperature, accum_dtype,
+        )  # fmt: skip
+    dx, dw = gradients_of(loss, (x, w))
+    return loss.detach(), dx, dw
+
+
+def fused_linear_jsd_backward(
+    grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    return grad_input.mul_(grad_output), None if grad_weight is None else grad_weight.mul_(grad_output)
+
+
+class LigerKLDivLossFunction:
+    @staticmethod
+    def apply(
+        y_pred: Tensor,
+        y_true: Tensor,
+        reduction: str = "batchmean",
+        log_target: bool = False,
+        eps: float = 1e-10,
+    ) -> Tensor:
+        loss: Tensor = _kl_div(y_pred, y_true.detach(), reduction=reduction, log_target=log_target, eps=eps)
+        return loss
+
+
+class LigerTVDLossFunction:
+    @staticmethod
+    def apply(
+        p: Tensor,
+        q: Tensor,
+        shift_labels: Tensor | None = None,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+    ) -> Tensor:
+        loss: Tensor = _tvd(p, q.detach(), shift_labels, reduction=reduction, ignore_index=ignore_index)
+        return loss
+
+
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+    "LigerJSDFunction": (LigerJSDFunction, "jsd"),
+    "jsd_forward": (jsd_forward, "jsd"),
+    "jsd_backward": (jsd_backward, "jsd"),
+    "LigerFusedLinearJSDFunction": (LigerFusedLinearJSDFunction, "fused_linear_jsd"),
+    "fused_linear_jsd_forward": (fused_linear_jsd_forward, "fused_linear_jsd"),
+    "fused_linear_jsd_backward": (fused_linear_jsd_backward, "fused_linear_jsd"),
+    "LigerKLDivLossFunction": (LigerKLDivLossFunction, "kl_div"),
+    "LigerTVDLossFunction": (LigerTVDLossFunction, "tvd"),
+}

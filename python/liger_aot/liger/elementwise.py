@@ -1,0 +1,220 @@
+"""Liger's activations, rotary embeddings, softmaxes and embedding by name, argument and result, on our ops.
+
+Liger overwrites q, k and, in a backward, the activations' inputs. Here results and gradients get memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from liger_aot.liger.common import rows
+from liger_aot.loader import load
+from liger_aot.models.fitting import fitting
+
+_swiglu, _geglu, _relu_squared = load("swiglu"), load("geglu"), load("relu_squared")
+_rope, _multimodal, _llama4 = load("rope"), load("rope_multimodal"), load("rope_llama4")
+_softmax, _sparsemax, _embedding = load("softmax"), load("sparsemax"), load("embedding")
+
+TANH = (False,)  # the setting of geglu that Liger has
+
+
+class LigerSiLUMulFunction:
+    @staticmethod
+    def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+        if not hasattr(a, "to_local") and not hasattr(b, "to_local"):
+            return _silu_mul(a, b, gate_multiplier, down_multiplier)
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        of: Any = a if isinstance(a, DTensor) else b
+        mesh, placements = of.device_mesh, of.placements
+        local_a, local_b = (
+            (t if isinstance(t, DTensor) else distribute_tensor(t, mesh, placements)).to_local()
+            for t in (a, b)
+        )
+        return DTensor.from_local(
+            _silu_mul(local_a, local_b, gate_multiplier, down_multiplier), mesh, placements
+        )
+
+
+def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
+    y: Tensor = _swiglu(a if gate_multiplier == 1.0 else a * gate_multiplier, b)
+    return y if down_multiplier == 1.0 else y * down_multiplier
+
+
+def swiglu_forward(a: Tensor, b: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    gate = a if gate_multiplier == 1.0 else a * gate_multiplier
+    (c,) = _swiglu.run_forward((gate, b), (), True, None)
+    return rows(a), rows(b), c
+
+
+def swiglu_backward(a: Tensor, b: Tensor, dc: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor]:
+    gate, up = a.view(dc.shape), b.view(dc.shape)
+    gate = gate if gate_multiplier == 1.0 else gate * gate_multiplier
+    da, db = _swiglu.run_backward((dc,), (gate, up), (), (True, True))
+    return da if gate_multiplier == 1.0 else da * gate_multiplier, db
+
+
+class LigerFusedGateUpSiLUMulFunction:
+    @staticmethod
+    def apply(y: Tensor, in_place: bool = False) -> Tensor:
+        c: Tensor = _swiglu(y)
+        return c
+
+
+class LigerGELUMulFunction:
+    @staticmethod
+    def apply(a: Tensor, b: Tensor) -> Tensor:
+        c: Tensor = _geglu(a, b)
+        return c
+
+
+def geglu_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (c,) = _geglu.run_forward((a, b), TANH, True, None)
+    return rows(a), rows(b), c
+
+
+def geglu_backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
+    da, db = _geglu.run_backward((dc,), (a.view(dc.shape), b.view(dc.shape)), TANH, (True, True))
+    return da, db
+
+
+class LigerReLUSquaredFunction:
+    @staticmethod
+    def apply(X: Tensor) -> Tensor:
+        y: Tensor = _relu_squared(X)
+        return y
+
+
+def relu_squared_forward(X: Tensor) -> Tensor:
+    y: Tensor
+    (y,) = _relu_squared.run_forward((X,), (), True, None)
+    return y
+
+
+def relu_squared_backward(X: Tensor, dY: Tensor) -> Tensor:
+    dx: Tensor
+    (dx,) = _relu_squared.run_backward((dY,), (X.view(dY.shape),), (), (True,))
+    return dx
+
+
+class LigerRopeFunction:
+    @staticmethod
+    def apply(
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor | None = None,
+        unsqueeze_dim: int = 1,
+        rotary_dim: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        turned: tuple[Tensor, Tensor] = _rope(
+            q,
+            k,
+            *_tables(q, cos, sin, unsqueeze_dim),
+            rotary_dim=_rotary_dim(q, cos, rotary_dim),
+            layout="bhsd",
+        )
+        return turned
+
+
+def _rotary_dim(q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
+    return min(cos.shape[-1], q.shape[-1]) if rotary_dim is None else rotary_dim
+
+
+def _tables(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+    """(sequence, columns) or (batch, sequence, columns), of q's dtype or float32."""
+    if cos.dim() == 4:
+        at = unsqueeze_dim if cos.shape[unsqueeze_dim] == 1 else 1
+        cos, sin = cos.squeeze(at), sin.squeeze(at)
+    fit = fitting(cos, q), fitting(sin, q)
+    assert fit[0] is not None and fit[1] is not None
+    return fit[0], fit[1]
+
+
+def rope_forward(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    settings = (_rotary_dim(q, cos, rotary_dim), False, "bhsd")
+    cos, sin = _tables(q, cos, sin, unsqueeze_dim)
+    q, k = _rope.run_forward((q, k, cos, sin, None), settings, True, None)
+    return q, k, cos if cos.dim() == 3 else cos.unsqueeze(0), sin if sin.dim() == 3 else sin.unsqueeze(0)
+
+
+def rope_backward(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    settings = (_rotary_dim(dq, cos, rotary_dim), False, "bhsd")
+    saved = (*_tables(dq, cos, sin, unsqueeze_dim), None)
+    dq, dk, *_ = _rope.run_backward((dq, dk), saved, settings, (True, True, False, False, False))
+    return dq, dk
+
+
+class LigerQwen2VLMRopeFunction:
+    @staticmethod
+    def apply(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        turned: tuple[Tensor, Tensor] = _multimodal(
+            q, k, fitting(cos, q), fitting(sin, q), list(mrope_section)[:3]
+        )
+        return turned
+
+
+class LigerLlama4RopeFunction:
+    @staticmethod
+    def apply(
+        q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if freqs_cis.is_complex():
+            freqs_cis = freqs_cis.reshape(-1, freqs_cis.shape[-1])[: q.shape[1]]
+        turned: tuple[Tensor, Tensor] = _llama4(q, k.to(q.dtype), freqs_cis)
+        return turned
+
+
+class LigerSoftmaxFunction:
+    @staticmethod
+    def apply(input_: Tensor) -> Tensor:
+        y: Tensor = _softmax(input_)
+        return y
+
+
+class LigerSparsemaxFunction:
+    @staticmethod
+    def apply(x: Tensor, dim: int) -> Tensor:
+        y: Tensor = _sparsemax(x.movedim(dim, -1)).movedim(-1, dim)
+        return y
+
+
+class LigerEmbeddingFunction:
+    @staticmethod
+    def apply(embeddings: Tensor, indices: Tensor) -> Tensor:
+        y: Tensor = _embedding(indices, embeddings)
+        return y
+
+
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+    "LigerSiLUMulFunction": (LigerSiLUMulFunction, "swiglu"),
+    "LigerFusedGateUpSiLUMulFunction": (LigerFusedGateUpSiLUMulFunction, "swiglu"),
+    "swiglu_forward": (swiglu_forward, "swiglu"),
+    "swiglu_backward": (swiglu_backward, "swiglu"),
+    "LigerGELUMulFunction": (LigerGELUMulFunction, "geglu"),
+    "geglu_forward": (geglu_forward, "geglu"),
+    "geglu_backward": (geglu_backward, "geglu"),
+    "LigerReLUSquaredFunction": (LigerReLUSquaredFunction, "relu_squared"),
+    "relu_squared_forward": (relu_squared_forward, "relu_squared"),
+    "relu_squared_backward": (relu_squared_backward, "relu_squared"),
+    "LigerRopeFunction": (LigerRopeFunction, "rope"),
+    "rope_forward": (rope_forward, "rope"),
+    "rope_backward": (rope_backward, "rope"),
+    "LigerQwen2VLMRopeFunction": (LigerQwen2VLMRopeFunction, "rope_multimodal"),
+    "LigerLlama4RopeFunction": (LigerLlama4RopeFunction, "rope_llama4"),
+    "LigerSoftmaxFunction": (LigerSoftmaxFunction, "softmax"),
+    "LigerSparsemaxFunction": (LigerSparsemaxFunction, "sparsemax"),
+    "LigerEmbeddingFunction": (LigerEmbeddingFunction, "embedding"),
+}

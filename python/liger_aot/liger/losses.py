@@ -1,0 +1,252 @@
+"""Liger's losses by name, argument and result, on our ops.
+
+A mean over no targets is 0, as Liger's is; losses are float32 whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_aot.liger.common import gradients_of
+from liger_aot.loader import load
+
+_cross_entropy, _linear, _vocab = (
+    load("cross_entropy"),
+    load("fused_linear_cross_entropy"),
+    load("vocab_parallel_cross_entropy"),
+)
+
+Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+# Functions of autograd whose results nobody's backward reads: logits that come from them may be overwritten.
+_UNREAD = frozenset(
+    f"{name}Backward0"
+    for name in ("Addmm", "Mm", "Bmm", "Linear", "UnsafeView", "View", "ReshapeAlias", "Clone", "ToCopy")
+)
+
+
+class LigerCrossEntropyFunction:
+    """The gradient is left where the logits were, as Liger does, but where a backward might read them."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> Losses:
+        found = _cross_entropy(
+            _input,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            lse_square_scale=lse_square_scale,
+            softcap=softcap,
+            reduction=reduction,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            inplace_grad=_may_be_overwritten(_input),
+        )
+        asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+        return _in_places(found, asked, reduction, target, ignore_index)
+
+
+def _may_be_overwritten(logits: Tensor) -> bool:
+    if not logits.requires_grad or not logits.is_contiguous():
+        return False
+    base = logits._base if logits._is_view() else logits
+    makers = (logits.grad_fn, None if base is None else base.grad_fn)
+    return all(maker is not None and maker.name() in _UNREAD for maker in makers)
+
+
+def _in_places(
+    found: Any, asked: tuple[bool, bool, bool], reduction: str, target: Tensor, ignore_index: int
+) -> Losses:
+    """(loss, z-loss, accuracy, predicted tokens), None where not asked for."""
+    loss, *others = found if isinstance(found, tuple) else (found,)
+    rest = iter(others)
+    z_loss, accuracy, predicted = (next(rest) if ask else None for ask in asked)
+    if reduction == "mean":
+        any_target = (target != ignore_index).any()
+        loss, z_loss = (
+            None if t is None else torch.where(any_target, t, t.new_zeros(())) for t in (loss, z_loss)
+        )
+    return loss, z_loss, accuracy, predicted
+
+
+def cross_entropy_forward(
+    _input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, lse_square_scale: float,
+    label_smoothing: float, reduction: str, softcap: float | None, return_z_loss: bool,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Of logits that require a gradient, it is left in their place."""
+    asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+    tensors = (_input, target, weight)
+    settings = (
+        ignore_index,
+        float(label_smoothing),
+        float(lse_square_scale),
+        float(softcap or 0.0),
+        reduction,
+        *asked,
+    )
+    with torch.no_grad():
+        _cross_entropy.check(tensors, settings)
+        if _input.requires_grad:
+            contiguous = _input.detach().contiguous()
+            results = _cross_entropy.overwrite((contiguous, target, weight), settings)
+        else:
+            contiguous = _input
+            results = _cross_entropy.run_forward(tensors, settings, False, None)
+        found = tuple(r for r, ask in zip(results[:4], (True, *asked), strict=True) if ask)
+        return *_in_places(found, asked, reduction, target, ignore_index), contiguous
+
+
+def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
+    _cross_entropy.rescale(_input, grad_output)
+    return _input
+
+
+class LigerFusedLinearCrossEntropyFunction:
+    """The chunks' size is the op's own: ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` change nothing."""
+
+    supports_inner_impl_dispatch = False
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        ce_impl: str | None = None,
+        ce_mode: str | None = None,
+        chunk_mem_const: int = 1,
+    ) -> Losses:
+        found = _linear(
+            _input,
+            weight,
+            target,
+            bias,
+            class_weight=ce_weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            lse_square_scale=lse_square_scale,
+            softcap=softcap,
+            reduction=reduction,
+            weight_grad_dtype=accum_dtype,
+            use_token_scaling=use_token_scaling,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+        )
+        asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+        return _in_places(found, asked, reduction, target, ignore_index)
+
+
+def fused_linear_cross_entropy_forward(
+    _input: Tensor, weight: Tensor, target: Tensor, ce_weight: Tensor | None = None, bias: Tensor | None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ce_impl: str | None = None, ce_mode: str | None = None, token_grad_output: Tensor | None = None,
+    compute_gradients: bool | None = None, weight_requires_grad: bool | None = None, chunk_mem_const: int = 1,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(loss, z-loss, accuracy, predicted tokens, gradients of _input, weight and bias)."""
+    compute = _input.requires_grad if compute_gradients is None else compute_gradients
+    of_weight = compute and (weight.requires_grad if weight_requires_grad is None else weight_requires_grad)
+    x, w = _input.detach().requires_grad_(compute), weight.detach().requires_grad_(of_weight)
+    b = None if bias is None else bias.detach().requires_grad_(compute)
+    with torch.enable_grad():
+        outputs = LigerFusedLinearCrossEntropyFunction.apply(
+            x, w, target, b, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+        )  # fmt: skip
+    gradients = gradients_of(outputs[0], (x, w, b), token_grad_output)
+    if gradients[0] is None:
+        gradients = (torch.zeros_like(_input), *gradients[1:])
+    return *(None if t is None else t.detach() for t in outputs), *gradients
+
+
+def fused_linear_cross_entropy_backward(
+    grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else g.mul_(grad_output) for g in (grad_input, grad_weight, grad_bias))
+
+
+class LigerVocabParallelCEFunction:
+    """Label smoothing averaged over each rank's own part ("partition") stays Liger's."""
+
+    plain: Any = None  # Liger's own, once it is replaced
+
+    @classmethod
+    def apply(
+        cls,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Any,
+        ignore_index: int | None,
+        label_smoothing: float,
+        label_smoothing_formula: str,
+        label_smoothing_mode: str,
+    ) -> Tensor:
+        ranks = tp_group.size() if tp_group is not None and hasattr(tp_group, "size") else 1
+        if label_smoothing > 0 and label_smoothing_mode != "global" and ranks > 1:
+            kept: Tensor = cls.plain.apply(
+                vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula,
+                label_smoothing_mode,
+            )  # fmt: skip
+            return kept
+        vocabulary = vocab_parallel_logits.shape[-1] * ranks
+        if label_smoothing > 0 and label_smoothing_formula == "megatron":
+            label_smoothing *= vocabulary / (vocabulary - 1)
+        options: dict[str, Any] = {
+            "ignore_index": -100 if ignore_index is None else ignore_index,
+            "label_smoothing": label_smoothing,
+            "reduction": "none",
+        }
+        loss: Tensor = (
+            _vocab(vocab_parallel_logits, target, group=tp_group, **options)
+            if ranks > 1
+            else _cross_entropy(vocab_parallel_logits, target, **options)
+        )
+        return loss
+
+
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+    "LigerCrossEntropyFunction": (LigerCrossEntropyFunction, "cross_entropy"),
+    "cross_entropy_forward": (cross_entropy_forward, "cross_entropy"),
+    "cross_entropy_backward": (cross_entropy_backward, "cross_entropy"),
+    "LigerFusedLinearCrossEntropyFunction": (
+        LigerFusedLinearCrossEntropyFunction,
+        "fused_linear_cross_entropy",
+    ),
+    "fused_linear_cross_entropy_forward": (fused_linear_cross_entropy_forward, "fused_linear_cross_entropy"),
+    "fused_linear_cross_entropy_backward": (
+        fused_linear_cross_entropy_backward,
+        "fused_linear_cross_entropy",
+    ),
+    "LigerVocabParallelCEFunction": (LigerVocabParallelCEFunction, "vocab_parallel_cross_entropy"),
+}

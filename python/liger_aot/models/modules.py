@@ -1,0 +1,203 @@
+"""What stands in the place of a model's forwards: each function here takes what it replaces and returns its stand-in.
+
+The stand-ins read the modules' own attributes when they are called: parameters may be moved, cast, sharded or
+replaced after a model was patched. A norm whose weight is then no plain tensor runs as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_aot.loader import load
+from liger_aot.models.fitting import fitting
+from liger_aot.op import PLAIN, PLAIN_OR_NONE
+
+Forward = Callable[..., Any]
+Make = Callable[[Forward], Forward]
+
+# Names of the attributes that the stand-ins read: ``resolve`` asks for them before anything is changed.
+READS: dict[Any, tuple[str, ...]] = {}
+
+
+def rms_norm(*, eps: str, offset: float = 0.0, casting_mode: str = "llama") -> Make:
+    """Of an RMSNorm whose epsilon is its attribute ``eps``; ``offset`` and ``casting_mode`` are the op's."""
+
+    def make(plain: Forward) -> Forward:
+        op = load("rmsnorm")
+
+        def forward(self: Any, x: Tensor) -> Any:
+            weight = self.weight
+            if type(weight) not in PLAIN:
+                return plain(self, x)
+            return op(x, fitting(weight, x), eps=getattr(self, eps), offset=offset, casting_mode=casting_mode)
+
+        return forward
+
+    READS[make] = ("weight", eps)
+    return make
+
+
+def layer_norm(plain: Forward) -> Forward:
+    """Of torch.nn.LayerNorm, over its last dimension."""
+    op = load("layernorm")
+
+    def forward(self: Any, input: Tensor) -> Any:
+        if len(self.normalized_shape) != 1 or type(self.weight) not in PLAIN_OR_NONE:
+            return plain(self, input)
+        return op(input, fitting(self.weight, input), fitting(self.bias, input), eps=self.eps)
+
+    return forward
+
+
+def layer_norm_1p(plain: Forward) -> Forward:
+    """Of Nemotron's LayerNorm, whose weight is stored less one. Under autocast its input is cast, as Nemotron does."""
+    op = load("layernorm")
+
+    def forward(self: Any, input: Tensor) -> Any:
+        if type(self.weight) not in PLAIN:
+            return plain(self, input)
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        return op(input, fitting(self.weight + 1.0, input), fitting(self.bias, input), eps=self.eps)
+
+    return forward
+
+
+@lru_cache(maxsize=1)
+def gates() -> dict[type, Forward]:
+    """Activation class -> activation(gate) * up, or of one tensor that holds both."""
+    from torch.nn import SiLU
+    from transformers import activations
+
+    swiglu, geglu = load("swiglu"), load("geglu")
+
+    def exact_geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        y: Tensor = geglu(gate, up, approximate="none")
+        return y
+
+    return {
+        SiLU: swiglu,
+        activations.SiLUActivation: swiglu,
+        activations.GELUTanh: geglu,
+        activations.NewGELUActivation: geglu,
+        activations.GELUActivation: exact_geglu,
+    }
+
+
+@lru_cache(maxsize=1)
+def ungated() -> dict[type, Forward]:
+    """Activation class -> the op."""
+    from transformers import activations
+
+    return {activations.ReLUSquaredActivation: load("relu_squared")}
+
+
+def gated_mlp(plain: Forward) -> Forward:
+    """Of an MLP with projections of its own for gate and up."""
+    known = gates()
+
+    def forward(self: Any, x: Tensor) -> Any:
+        gated = known.get(type(self.act_fn))
+        if gated is None:
+            return plain(self, x)
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+def packed_mlp(plain: Forward) -> Forward:
+    """Of an MLP whose projection gives gate and up in one tensor: it is read in place."""
+    known = gates()
+
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        gated = known.get(type(self.activation_fn))
+        if gated is None:
+            return plain(self, hidden_states)
+        return self.down_proj(gated(self.gate_up_proj(hidden_states)))
+
+    return forward
+
+
+def plain_mlp(plain: Forward) -> Forward:
+    """Of an MLP without a gate."""
+    known = ungated()
+
+    def forward(self: Any, x: Tensor) -> Any:
+        activation = known.get(type(self.act_fn))
+        if activation is None:
+            return plain(self, x)
+        return self.down_proj(activation(self.up_proj(x)))
+
+    return forward
+
+
+def expert_gate(plain: Forward) -> Forward:
+    """Of the experts' gating, on (tokens, 2n) whose halves are gate and up: they are read in place."""
+    known = gates()
+
+    def _apply_gate(self: Any, gate_up_out: Tensor) -> Any:
+        gated = known.get(type(self.act_fn))
+        if gated is None or not getattr(self, "is_concatenated", True):
+            return plain(self, gate_up_out)
+        return gated(gate_up_out)
+
+    return _apply_gate
+
+
+READS |= {
+    layer_norm: ("weight", "bias", "eps", "normalized_shape"),
+    layer_norm_1p: ("weight", "bias", "eps"),
+    gated_mlp: ("act_fn", "gate_proj", "up_proj", "down_proj"),
+    packed_mlp: ("activation_fn", "gate_up_proj", "down_proj"),
+    plain_mlp: ("act_fn", "up_proj", "down_proj"),
+    expert_gate: ("act_fn",),
+}
+
+# Which activations a stand-in knows, by the attribute that holds the module's own.
+ACTIVATIONS: dict[Any, tuple[str, Callable[[], dict[type, Forward]]]] = {
+    gated_mlp: ("act_fn", gates),
+    packed_mlp: ("activation_fn", gates),
+    plain_mlp: ("act_fn", ungated),
+    expert_gate: ("act_fn", gates),
+}
+
+
+def rotary(*, interleaved: bool) -> Make:
+    """Of ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, also where only the first columns are rotated."""
+
+    def make(plain: Forward) -> Forward:
+        op = load("rope")
+
+        def apply_rotary_pos_emb(
+            q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+        ) -> tuple[Tensor, Tensor]:
+            turned: tuple[Tensor, Tensor] = op(
+                q,
+                k,
+                fitting(cos, q),
+                fitting(sin, q),
+                rotary_dim=cos.shape[-1],
+                interleaved=interleaved,
+                layout="bhsd" if unsqueeze_dim == 1 else "bshd",
+            )
+            return turned
+
+        return apply_rotary_pos_emb
+
+    return make
+
+
+def vision_rotary(plain: Forward) -> Forward:
+    """Of ``apply_rotary_pos_emb_vision(q, k, cos, sin)``: q and k (patches, heads, head dimension)."""
+    op = load("rope")
+
+    def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = op(q.unsqueeze(0), k.unsqueeze(0), fitting(cos, q), fitting(sin, q), layout="bshd")
+        return q.squeeze(0), k.squeeze(0)
+
+    return apply_rotary_pos_emb_vision

@@ -1,0 +1,316 @@
+"""Calls of Liger's functions and the same in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import liger_aot
+from liger_aot.liger.functions import COVERED
+
+
+def ours(name: str) -> Any:
+    """What stands for a name of Liger's."""
+    return COVERED[name][0]
+
+
+def rms(x: Tensor, w: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if w is None else y * (w + offset)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of (batch, heads, tokens, D), the first columns."""
+    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    a, b = turned.chunk(2, -1)
+    return torch.cat((turned * cos.unsqueeze(-3) + torch.cat((-b, a), -1) * sin.unsqueeze(-3), kept), -1)
+
+
+def multimodal(x: Tensor, cos: Tensor, sin: Tensor, sections: list[int]) -> Tensor:
+    columns = torch.repeat_interleave(torch.arange(3), torch.tensor(sections)).repeat(2)
+    cos, sin = (
+        t.movedim(0, -1).gather(-1, columns.expand(t.shape[1:]).unsqueeze(-1)).squeeze(-1) for t in (cos, sin)
+    )
+    return rotate(x, cos, sin)
+
+
+def poly(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-6) -> Tensor:
+    return w[0] * rms(x**3, None, eps) + w[1] * rms(x**2, None, eps) + w[2] * rms(x, None, eps) + b
+
+
+def cross_entropy(
+    x: Tensor, t: Tensor, weight: Tensor | None, ignore: int, lse: float, smoothing: float, reduction: str,
+    softcap: float | None, *returns: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    kept = t != ignore
+    z = lse * torch.logsumexp(x, -1).square()
+    z = (z * kept).sum() / kept.sum() if reduction == "mean" else (z * kept).sum()
+    best = x.argmax(-1)
+    loss = (
+        F.cross_entropy(x, t, weight, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing) + z
+    )
+    others = (z, (best == t)[kept].float().mean(), torch.where(kept, best, -1))
+    return loss, *(o if ask else None for o, ask in zip(others, returns, strict=True))
+
+
+def jsd(x: Tensor, y: Tensor, labels: Tensor | None, beta: float, ignore: int) -> Tensor:
+    """Of log-probabilities, a mean over the rows that count."""
+    p, q = y.exp(), x.exp()
+    m = (beta * p + (1 - beta) * q).log()
+    rows = (beta * p * (y - m) + (1 - beta) * q * (x - m)).sum(-1)
+    kept = torch.ones_like(rows, dtype=torch.bool) if labels is None else labels != ignore
+    return rows[kept].sum() / kept.sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: its arguments (those that require gradients are compared), and the same in plain torch."""
+
+    name: str
+    arguments: Callable[[], tuple[Any, ...]]
+    plain: Callable[..., Any]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def labels(n: int, classes: int) -> Tensor:
+    t = torch.randint(0, classes, (n,))
+    t[::4] = -100
+    return t
+
+
+def angles(*shape: int) -> tuple[Tensor, Tensor]:
+    angle = torch.rand(*shape[:-1], shape[-1] // 2) * 6
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos(), angle.sin()
+
+
+CASES = [
+    Case(
+        "LigerRMSNormFunction",
+        lambda: (randn(2, 5, 24), randn(24), 1e-6, 1.0, "gemma", False),
+        lambda x, w, e, o, *_: rms(x, w, e, o),
+    ),
+    Case("LigerRMSNormFunction", lambda: (randn(7, 24), None, 1e-6), rms),
+    Case(
+        "LigerRMSNormFunction",
+        lambda: (randn(7, 24), randn(24), 1e-5, 0.0, 0),
+        lambda x, w, e, *_: rms(x, w, e),
+    ),
+    Case(
+        "LigerFusedAddRMSNormFunction",
+        lambda: (randn(7, 24), randn(7, 24), randn(24), 1e-6, 1.0, "none", True),
+        lambda x, r, w, e, o, *_: (rms(x + r, w, e, o), x + r),
+    ),
+    Case(
+        "LigerModulatedRMSNormFunction",
+        lambda: (randn(2, 3, 24), randn(24), randn(2, 24), randn(2, 24), 1e-6),
+        lambda x, w, s, t, e: rms(x, w, e) * (1 + s[:, None]) + t[:, None],
+    ),
+    Case(
+        "LigerModulatedRMSNormFunction",
+        lambda: (randn(6, 24), None, randn(24), None, 1e-6),
+        lambda x, w, s, t, e: rms(x, w, e) * (1 + s),
+    ),
+    Case(
+        "LigerLayerNormFunction",
+        lambda: (randn(2, 5, 24), randn(24), randn(24), 1e-5),
+        lambda x, w, b, e: F.layer_norm(x, (24,), w, b, e),
+    ),
+    Case(
+        "LigerGroupNormFunction",
+        lambda: (randn(2, 12, 4, 5), randn(12), randn(12), 12, 3, 1e-5),
+        lambda x, w, b, _, g, e: F.group_norm(x, g, w, b, e),
+    ),
+    Case(
+        "LigerPolyNormFunction",
+        lambda: (randn(7, 24), randn(3), randn(1), 1e-6, False),
+        lambda x, w, b, e, _: poly(x, w, b, e),
+    ),
+    Case(
+        "LigerDyTFunction",
+        lambda: (randn(2, 5, 24), randn(1), randn(24), randn(24)),
+        lambda x, a, g, b: g * torch.tanh(a * x) + b,
+    ),
+    Case(
+        "LigerDyTFunction",
+        lambda: (randn(7, 24), randn(1), randn(24), None),
+        lambda x, a, g, b: g * torch.tanh(a * x),
+    ),
+    Case("LigerSiLUMulFunction", lambda: (randn(2, 5, 24), randn(2, 5, 24)), lambda a, b: F.silu(a) * b),
+    Case(
+        "LigerSiLUMulFunction",
+        lambda: (randn(7, 24), randn(7, 24), 0.5, 3.0),
+        lambda a, b, g, d: F.silu(a * g) * b * d,
+    ),
+    Case(
+        "LigerFusedGateUpSiLUMulFunction",
+        lambda: (randn(7, 48), False),
+        lambda y, _: F.silu(y[:, :24]) * y[:, 24:],
+    ),
+    Case(
+        "LigerGELUMulFunction",
+        lambda: (randn(2, 5, 24), randn(2, 5, 24)),
+        lambda a, b: F.gelu(a, approximate="tanh") * b,
+    ),
+    Case("LigerReLUSquaredFunction", lambda: (randn(7, 24),), lambda x: F.relu(x).square()),
+    Case(
+        "LigerRopeFunction",
+        lambda: (randn(2, 4, 5, 16), randn(2, 2, 5, 16), *angles(1, 5, 16)),
+        lambda q, k, c, s: (rotate(q, c, s), rotate(k, c, s)),
+    ),
+    Case(
+        "LigerRopeFunction",
+        lambda: (randn(2, 4, 5, 16), randn(2, 2, 5, 16), *angles(5, 8), None, 1),
+        lambda q, k, c, s, *_: (rotate(q, c, s), rotate(k, c, s)),
+    ),
+    Case(
+        "LigerRopeFunction",
+        lambda: (randn(2, 4, 5, 16), randn(2, 2, 5, 16), *(t.unsqueeze(1) for t in angles(2, 5, 16))),
+        lambda q, k, c, s: (rotate(q, c[:, 0], s[:, 0]), rotate(k, c[:, 0], s[:, 0])),
+    ),
+    Case(
+        "LigerRopeFunction",
+        lambda: (
+            randn(2, 4, 5, 16),
+            randn(2, 2, 5, 16),
+            *(t[..., :8] for t in angles(1, 5, 16)),
+            None,
+            1,
+            16,
+        ),
+        lambda q, k, c, s, *_: tuple(rotate(t, c.repeat(1, 1, 2), s.repeat(1, 1, 2)) for t in (q, k)),
+    ),
+    Case(
+        "LigerQwen2VLMRopeFunction",
+        lambda: (randn(2, 4, 5, 16), randn(2, 2, 5, 16), *angles(3, 2, 5, 16), [2, 3, 3]),
+        lambda q, k, c, s, m: (multimodal(q, c, s, m), multimodal(k, c, s, m)),
+    ),
+    Case(
+        "LigerLlama4RopeFunction",
+        lambda: (randn(2, 5, 4, 16), randn(2, 5, 2, 16), torch.polar(torch.ones(9, 8), torch.rand(9, 8))),
+        lambda q, k, f: tuple(
+            torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * f[:5, None]).flatten(-2)
+            for t in (q, k)
+        ),
+    ),
+    Case("LigerSoftmaxFunction", lambda: (randn(3, 5, 24),), lambda x: x.softmax(-1)),
+    Case(
+        "LigerSparsemaxFunction",
+        lambda: (randn(24, 5), 0),
+        lambda x, d: liger_aot.load("sparsemax")(x.t()).t(),
+    ),
+    Case(
+        "LigerEmbeddingFunction",
+        lambda: (randn(9, 24), torch.randint(0, 9, (2, 5))),
+        lambda w, i: F.embedding(i, w),
+    ),
+    Case(
+        "LigerCrossEntropyFunction",
+        lambda: (randn(9, 31), labels(9, 31), None, -100, 0.1, 0.2, "mean", 2.0, True, True, True),
+        cross_entropy,
+    ),
+    Case(
+        "LigerCrossEntropyFunction",
+        lambda: (
+            randn(9, 31) * 1,
+            labels(9, 31),
+            torch.rand(31),
+            -100,
+            0.0,
+            0.0,
+            "sum",
+            None,
+            False,
+            True,
+            False,
+        ),
+        cross_entropy,
+    ),
+    Case(
+        "LigerFusedLinearCrossEntropyFunction",
+        lambda: (
+            randn(9, 16),
+            randn(31, 16),
+            labels(9, 31),
+            randn(31),
+            torch.rand(31),
+            -100,
+            0.0,
+            0.1,
+            "mean",
+            2.0,
+            True,
+            None,
+            False,
+            True,
+            True,
+        ),
+        lambda x, w, t, b, c, i, lse, sm, r, cap, z, _a, _s, acc, pred: cross_entropy(
+            x @ w.t() + b, t, c, i, lse, sm, r, cap, z, acc, pred
+        ),
+    ),
+    Case(
+        "LigerFusedLinearCrossEntropyFunction",
+        lambda: (randn(9, 16), randn(31, 16), labels(9, 31)),
+        lambda x, w, t: cross_entropy(x @ w.t(), t, None, -100, 0.0, 0.0, "mean", None, False, False, False),
+    ),
+    Case(
+        "LigerVocabParallelCEFunction",
+        lambda: (randn(3, 2, 31), labels(6, 31).view(3, 2), None, -100, 0.1, "pytorch", "global"),
+        lambda x, t, _g, i, s, *_: F.cross_entropy(
+            x.movedim(-1, 1), t, ignore_index=i, label_smoothing=s, reduction="none"
+        ),
+    ),
+    Case(
+        "LigerVocabParallelCEFunction",
+        lambda: (randn(3, 2, 31), labels(6, 31).view(3, 2), None, -100, 0.1, "megatron", "partition"),
+        lambda x, t, _g, i, s, *_: F.cross_entropy(
+            x.movedim(-1, 1), t, ignore_index=i, label_smoothing=s * 31 / 30, reduction="none"
+        ),
+    ),
+    Case(
+        "LigerJSDFunction",
+        lambda: (randn(9, 31), torch.randn(9, 31).log_softmax(-1), labels(9, 31), 0.3, -100),
+        jsd,
+    ),
+    Case(
+        "LigerFusedLinearJSDFunction",
+        lambda: (
+            randn(9, 16),
+            randn(31, 16),
+            torch.randn(9, 8),
+            torch.randn(31, 8),
+            labels(9, 31),
+            0.3,
+            -100,
+            2.0,
+        ),
+        lambda x, w, y, v, t, b, i, c: jsd(
+            (x @ w.t() / c).log_softmax(-1), (y @ v.t() / c).log_softmax(-1), t, b, i
+        ),
+    ),
+    Case(
+        "LigerKLDivLossFunction",
+        lambda: (randn(9, 31), torch.rand(9, 31)),
+        lambda x, y: F.kl_div(x, y, reduction="batchmean"),
+    ),
+    Case(
+        "LigerKLDivLossFunction",
+        lambda: (randn(9, 31), torch.randn(9, 31), "sum", True, 1e-10),
+        lambda x, y, *_: F.kl_div(x, y, reduction="sum", log_target=True),
+    ),
+    Case(
+        "LigerTVDLossFunction",
+        lambda: (randn(9, 31), torch.randn(9, 31), labels(9, 31), "mean"),
+        lambda p, q, t, _: (p - q).abs()[t != -100].mean() / 2,
+    ),
+]
