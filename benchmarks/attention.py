@@ -1,11 +1,13 @@
-"""Attention's forward on this machine's GPU: TFLOP/s of ours beside cuDNN and FlashAttention-2, through torch SDPA.
+"""Attention on this machine's GPU: TFLOP/s of ours beside cuDNN and FlashAttention-2, through torch SDPA.
 
     python -m benchmarks.attention --out attention.json
+    python -m benchmarks.attention --backward --out attention_backward.json
     python -m benchmarks.attention --packs two=DIR,three=DIR    # ours alone, of several packs: 2 against 3 warp groups
 
 16384 tokens a batch and 2048 / dim heads, as FlashAttention's papers have it; bf16. FLOPs are 4 batch heads length^2
-dim, half of that causal. Providers take turns and results are medians of rounds: single runs drift with the card's
-clocks. Every result is compared with the others' before it is timed.
+dim, half of that causal; of the backward 2.5 times as many, whoever computes more. Providers take turns and results are
+medians of rounds: single runs drift with the card's clocks. Every result is compared with the others' before it is
+timed.
 """
 
 from __future__ import annotations
@@ -30,27 +32,53 @@ import liger_aot
 TOKENS, WIDTH = 16384, 2048
 DIMS = (64, 96, 128, 192, 256)
 LENGTHS = (512, 2048, 8192, 16384)
+BACKWARD_FLOPS = 2.5  # of the forward's: five matrix products to its two
 TOLERANCE = 2.0**-6  # of the norm of the difference of two bf16 results
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash_attention_2": SDPBackend.FLASH_ATTENTION}
-Run = Callable[[], Tensor]
+Run = Callable[[], tuple[Tensor, ...]]
 
 
-def providers(dim: int, length: int, causal: bool, names: Sequence[str]) -> dict[str, Run]:
-    """What each provider calls, on one set of tensors in (batch, length, heads, dim)."""
+def providers(dim: int, length: int, causal: bool, names: Sequence[str], backward: bool) -> dict[str, Run]:
+    """What each provider calls, on one set of tensors in (batch, length, heads, dim): its output, or the gradients of
+    a forward that ran before."""
     shape = (TOKENS // length, length, WIDTH // dim, dim)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    transposed = [t.transpose(1, 2) for t in (q, k, v)]
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     op = liger_aot.load("flash_attention")
 
-    def peer(backend: SDPBackend) -> Run:
+    def ours() -> Tensor:
+        o: Tensor = op(q, k, v, causal=causal)
+        return o
+
+    def peer(backend: SDPBackend) -> Callable[[], Tensor]:
         def run() -> Tensor:
+            transposed = [t.transpose(1, 2) for t in (q, k, v)]
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(*transposed, is_causal=causal).transpose(1, 2)
 
         return run
 
-    runs: dict[str, Run] = {"liger_aot": lambda: op(q, k, v, causal=causal)}
-    return runs | {name: peer(backend) for name, backend in PEERS.items() if name in names}
+    forwards = {"liger_aot": ours, **{name: peer(PEERS[name]) for name in PEERS if name in names}}
+    return {
+        name: _backward(run, (q, k, v), do) if backward else _forward(run) for name, run in forwards.items()
+    }
+
+
+def _forward(forward: Callable[[], Tensor]) -> Run:
+    return lambda: (forward(),)
+
+
+def _backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> Run:
+    """The gradients of one forward, which the first call runs."""
+    kept: list[Tensor] = []
+
+    def run() -> tuple[Tensor, ...]:
+        if not kept:
+            for leaf in leaves:
+                leaf.requires_grad_()
+            kept.append(forward())
+        return torch.autograd.grad(kept[0], leaves, do, retain_graph=True)
+
+    return run
 
 
 def milliseconds(run: Run, count: int) -> float:
@@ -64,18 +92,21 @@ def milliseconds(run: Run, count: int) -> float:
     return float(start.elapsed_time(end)) / count
 
 
-def measure(dim: int, length: int, causal: bool, names: Sequence[str], rounds: int) -> dict[str, float]:
+def measure(
+    dim: int, length: int, causal: bool, names: Sequence[str], rounds: int, backward: bool
+) -> dict[str, float]:
     """TFLOP/s by provider; those that fail are left out."""
-    runs = providers(dim, length, causal, names)
+    runs = providers(dim, length, causal, names, backward)
     tried = {name: _tried(name, run) for name, run in runs.items()}
     results = {name: found for name, found in tried.items() if found is not None}
     runs = {name: runs[name] for name in results}
     ours = results["liger_aot"]
     for name, other in results.items():
-        difference = float((other - ours).norm() / ours.norm())
+        difference = max(float((a - b).norm() / b.norm()) for a, b in zip(other, ours, strict=True))
         if not difference < TOLERANCE:
             raise SystemExit(f"dim {dim}, length {length}: ours and {name} differ by {difference:.1e}")
     flops = 4 * (TOKENS // length) * (WIDTH // dim) * length**2 * dim / (2 if causal else 1)
+    flops *= BACKWARD_FLOPS if backward else 1
     count = max(3, round(20e-3 * 600e12 / flops))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -85,10 +116,10 @@ def measure(dim: int, length: int, causal: bool, names: Sequence[str], rounds: i
     return {name: flops / statistics.median(t) / 1e9 for name, t in times.items()}
 
 
-def _tried(name: str, run: Run) -> Tensor | None:
+def _tried(name: str, run: Run) -> tuple[Tensor, ...] | None:
     """The result; None, and a word, where a peer does not have the case."""
     try:
-        return run().float()
+        return tuple(t.float() for t in run())
     except RuntimeError as error:
         if name == "liger_aot":
             raise
@@ -100,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.attention", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--dims", default=",".join(map(str, DIMS)))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--backward", action="store_true", help="the gradients instead of the forward")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--providers", default=",".join(PEERS), help="beside ours (default: %(default)s)")
     parser.add_argument(
@@ -113,13 +145,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for dim in map(int, options.dims.split(",")):
         for causal in (False, True):
             for length in map(int, options.lengths.split(",")):
-                found = measure(dim, length, causal, options.providers.split(","), options.rounds)
+                found = measure(
+                    dim, length, causal, options.providers.split(","), options.rounds, options.backward
+                )
                 rows.append({"dim": dim, "length": length, "causal": causal, "tflops": found})
                 shown = ", ".join(f"{name} {value:.0f}" for name, value in found.items())
                 print(f"dim {dim}, length {length}, {'causal' if causal else 'full'}: {shown}", flush=True)
     if options.out:
+        direction = "backward" if options.backward else "forward"
         about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": TOKENS}
-        options.out.write_text(json.dumps({**about, "forward": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**about, direction: rows}, indent=1) + "\n")
     return 0
 
 
@@ -129,6 +164,7 @@ def _each_pack(options: argparse.Namespace) -> int:
         name, _, folder = entry.partition("=")
         print(f"{name}:", flush=True)
         again = ["--dims", options.dims, "--lengths", options.lengths, "--rounds", str(options.rounds)]
+        again += ["--backward"] if options.backward else []
         out = ["--out", str(options.out.with_stem(f"{options.out.stem}-{name}"))] if options.out else []
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.attention", *again, "--providers", "none", *out],

@@ -215,16 +215,6 @@ def test_every_row_of_the_tables_has_a_problem() -> None:
 
 
 @emulated
-def test_a_gradient_is_refused_where_there_are_binaries() -> None:
-    op = bound_op(FlashAttention, built_pack("gfx942"), EmulatorDriver)
-    q, k, v, _ = Problem(1, 1, 1, 8, 8, 64).tensors()
-    with pytest.raises(ArgumentError, match="there is no backward on GPUs yet"):
-        op(q.requires_grad_(), k, v)
-    with torch.no_grad():
-        op(q, k, v)
-
-
-@emulated
 def test_float32_is_refused_where_there_are_binaries() -> None:
     op = bound_op(FlashAttention, built_pack("gfx942"), EmulatorDriver)
     with pytest.raises(ArgumentTypeError, match=r"not built for dtypes \(float32\)"):
@@ -245,11 +235,16 @@ def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = built_pack(arch)
     monkeypatch.setenv("LIGER_AOT_PACKS", str(pack.folder.parent))
     choices = explain("flash_attention", arch=arch, shape=(1, 128, 8, 96), dtype="bf16")
+    backward = [f"flash_attention_backward_{kind}" for kind in ("rows", "keys", "queries")]
     if arch == "sm90":
-        assert [c.kernel for c in choices] == ["flash_attention_forward", "flash_attention_forward_causal"]
-        assert all(c.warp_groups == 2 and c.threads == 384 and not c.local_bytes for c in choices)
+        forward = ["flash_attention_forward", "flash_attention_forward_causal"]
+        assert all(c.warp_groups == 2 and c.threads == 384 for c in choices[:2])
     else:
-        assert [c.kernel for c in choices] == ["flash_attention_forward_tiles"]
+        forward = ["flash_attention_forward_tiles"]
+    assert [c.kernel for c in choices] == forward + backward
+    assert not any(c.local_bytes for c in choices)
+    alone = explain("flash_attention_backward", arch=arch, shape=(1, 128, 8, 96), dtype="bf16")
+    assert [c.kernel for c in alone] == backward
     with pytest.raises(ArgumentError, match="1 to 256"):
         explain("flash_attention", arch=arch, shape=(1, 128, 8, 257), dtype="bf16")
 

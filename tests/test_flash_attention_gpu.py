@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from liger_aot.errors import ArgumentError
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.packs import pack_for
 from tests.attention_cases import BF16, EMPTY, LARGE, SMALL, Problem, check, errors
@@ -105,12 +104,6 @@ def test_compile(op: FlashAttention) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda *t: op(*t, causal=True), fullgraph=True)
     assert torch.equal(compiled(q, k, v), op(q, k, v, causal=True))
-
-
-def test_a_gradient_is_refused(op: FlashAttention) -> None:
-    q, k, v, _ = Problem(1, 4, 2, 20, 30, 64).tensors(device="cuda")
-    with pytest.raises(ArgumentError, match="no backward on GPUs"):
-        op(q, k.requires_grad_(), v)
 
 
 def test_tensors_beyond_two_billion_elements(op: FlashAttention, allowed: dict[str, float]) -> None:

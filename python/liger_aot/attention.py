@@ -17,6 +17,7 @@ LONGEST = 1 << 30  # of a sequence: a row's number and a bound add up in 32 bits
 LARGEST_STRIDE = 1 << 31  # in elements; of a tensor map 2^39
 GROUP_ROWS = 64  # rows of Q that one warp group owns
 ADDRESS_UNIT = 16  # bytes
+TILE_UNIT = 16  # elements: what kernels of tiles assume sizes and strides to be multiples of
 PER_THREAD_STREAM = 2  # CUDA's handle of "this thread's default stream", which is another one in each thread
 
 
@@ -136,7 +137,7 @@ class GroupsPlan:
         numbers = loaded.numbers
         tiles_a_head = -(-shape.len_q // (GROUP_ROWS * numbers["warp_groups"]))
         all_heads = shape.batch * shape.heads
-        tiles = _checked_tiles(shape, tiles_a_head)
+        tiles = checked_tiles(shape, tiles_a_head)
         # masked tiles go longest first, in sections of heads whose keys and values fit into L2 together
         bytes_a_head = 2 * shape.len_k * shape.dim * q.element_size()
         section = max(1, (numbers["cache_megabytes"] << 20) // bytes_a_head) * (shape.heads // shape.kv_heads)
@@ -145,7 +146,7 @@ class GroupsPlan:
         self._programs = min(tiles, on.multiprocessors * loaded.variant.resident)
         self._numbers = (
             shape.len_q,
-            *_scales(settings),
+            *scales_of(settings),
             tiles,
             tiles_a_head,
             shape.heads,
@@ -155,7 +156,7 @@ class GroupsPlan:
             section,
             shape.len_q,
             shape.len_k,
-            *_bounds(shape, settings),
+            *bounds_of(shape, settings),
         )
         assert on.tensor_map is not None
         o = torch.empty(q.shape, dtype=q.dtype, device="meta")
@@ -196,18 +197,18 @@ class TilesPlan:
         loaded = on.kernels["flash_attention_forward_tiles"]((q.dtype, True), shape.dim)
         tiles_a_head = -(-shape.len_q // loaded.numbers["block_m"])
         self._on, self._loaded = on, loaded
-        self._programs = _checked_tiles(shape, tiles_a_head)
+        self._programs = checked_tiles(shape, tiles_a_head)
         o = torch.empty(q.shape, dtype=q.dtype, device="meta")
         self._numbers = (
-            *(stride for t in (o, q, k, v) for stride in _strides(t, settings.layout)),
-            *_scales(settings),
+            *(stride for t in (o, q, k, v) for stride in strides_of(t, settings.layout)),
+            *scales_of(settings),
             tiles_a_head,
             shape.heads,
             shape.heads // shape.kv_heads,
             shape.dim,
             shape.len_q,
             shape.len_k,
-            *_bounds(shape, settings),
+            *bounds_of(shape, settings),
         )
         self._lse_shape = (shape.batch, shape.heads, shape.len_q)
 
@@ -232,7 +233,8 @@ class TilesPlan:
         return o, lse
 
 
-def _checked_tiles(shape: Shape, tiles_a_head: int) -> int:
+def checked_tiles(shape: Shape, tiles_a_head: int) -> int:
+    """Tiles in all heads of q; ArgumentError where they or the lengths are too many for 32 bits."""
     tiles = tiles_a_head * shape.batch * shape.heads
     if tiles >= 1 << 31 or max(shape.len_q, shape.len_k) >= LONGEST:
         raise ArgumentError(
@@ -242,20 +244,20 @@ def _checked_tiles(shape: Shape, tiles_a_head: int) -> int:
     return tiles
 
 
-def _scales(settings: Settings) -> tuple[float, float]:
+def scales_of(settings: Settings) -> tuple[float, float]:
     """What scores are multiplied by in base 2, and what before a soft cap's tanh."""
     cap = settings.softcap
     return (cap or settings.scale) * LOG2_E, settings.scale / cap if cap else 0.0
 
 
-def _bounds(shape: Shape, settings: Settings) -> tuple[int, int]:
+def bounds_of(shape: Shape, settings: Settings) -> tuple[int, int]:
     """(right, left): row r sees keys from r + left on, before r + right."""
     past = shape.len_k - shape.len_q
     right = past + settings.right + 1 if settings.right >= 0 else LONGEST
     return right, past - settings.left if settings.left >= 0 else -LONGEST
 
 
-def _strides(t: Tensor, layout: str) -> tuple[int, int, int]:
+def strides_of(t: Tensor, layout: str) -> tuple[int, int, int]:
     """(batch, head, row) in elements; that of a dimension of one element is free."""
     strides = [stride if size > 1 else ADDRESS_UNIT for size, stride in zip(t.shape, t.stride(), strict=True)]
     return (strides[0], strides[2], strides[1]) if layout == "bshd" else (strides[0], strides[1], strides[2])
@@ -263,7 +265,7 @@ def _strides(t: Tensor, layout: str) -> tuple[int, int, int]:
 
 def unit_of(on: OpOn) -> int:
     """What sizes and strides must be multiples of, in elements."""
-    return 8 if by_groups(on) else 16
+    return 8 if by_groups(on) else TILE_UNIT
 
 
 def by_groups(on: OpOn) -> bool:

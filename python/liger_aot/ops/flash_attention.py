@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 
 from liger_aot.attention import ADDRESS_UNIT, Settings, bounded, fitted, plan_for, shape_of, unit_of
+from liger_aot.attention_backward import WITHOUT_CAP, gradients
+from liger_aot.attention_checks import check_attention, problems_of, settings_of
 from liger_aot.differentiable import DifferentiableOp, Tensors
-from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.op import Problem, check_same_device, check_tensor
+from liger_aot.op import Problem
 from liger_aot.runtime import REMEMBERED
-
-LARGEST_DIM = 256
-LAYOUTS = ("bshd", "bhsd")
 
 
 class FlashAttention(DifferentiableOp):
     """``flash_attention(q, k, v, *, causal=False, ...) -> Tensor``: attention of every query to the keys it may see.
 
-    Exact, with float32 scores and sums; the matrix of scores is never in memory. On GPUs there is a forward alone so
-    far: a call that needs a gradient raises. Works under torch.compile and, after ``preload`` and one call, in CUDA
-    graphs. CPU tensors take the plain-torch reference, with gradients.
+    Exact, with float32 scores and sums; the matrix of scores is never in memory. Differentiable in q, k, v, sinks, also
+    through ``return_lse``; gradients are the same bits every time, so there is no ``deterministic`` to ask for. The
+    backward alone is the op ``flash_attention_backward``. Works under torch.compile and, after ``preload`` and one
+    call, in CUDA graphs. CPU tensors take the plain-torch reference.
 
     Args:
         q: (batch, length, heads, dim) bfloat16 or float16, (batch, heads, length, dim) with layout "bhsd". Any strides
             but the last, which must be 1. Tensors whose rows don't start at multiples of 16 bytes (on sm80 and AMD: of
             16 elements, as dim) are copied.
         k, v: (batch, length, heads, dim) of q's dtype; heads divide q's (grouped and multi-query attention), the length
-            may be another. dim is up to 256; it runs at the speed of the next of 64, 96, 128, 192 and 256.
+            may be another. dim is up to 256; it runs at the speed of the next of 64, 96, 128, 192 and 256. The backward
+            copies tensors whose dim or strides are no multiples of 16 elements.
         causal: a query sees no key after its own position, where the last query stands at the last key.
         scale: of the scores, above 0. Default 1 / sqrt(dim).
         window: (left, right): a query sees so many keys before and after its own position. None is no bound.
@@ -50,11 +50,12 @@ class FlashAttention(DifferentiableOp):
 
     Raises:
         ArgumentTypeError: an argument is not a tensor or of another dtype.
-        ArgumentError: a shape, stride, device or setting is not allowed; a gradient is needed on a GPU.
+        ArgumentError: a shape, stride, device or setting is not allowed.
         PackNotFound: no installed pack serves the GPU.
     """
 
     name = "flash_attention"
+    uses = ("flash_attention_backward",)
     tensors = ("q", "k", "v", "sinks?")
     settings = ("float scale", "int left", "int right", "float softcap", "str layout")
     outputs = 2
@@ -78,68 +79,13 @@ class FlashAttention(DifferentiableOp):
         layout: str = "bshd",
         return_lse: bool = False,
     ) -> Any:
-        if scale is None:
-            check_tensor(self.name, "q", q)
-            scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
-        left, right = _bounds(window)
-        if causal:
-            right = 0
-        o, lse = self.differentiable((q, k, v, sinks), (scale, left, right, softcap, layout))
+        settings = settings_of(self.name, q, causal, scale, window, softcap, layout)
+        o, lse = self.differentiable((q, k, v, sinks), settings)
         return (o, lse) if return_lse else o
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         q, k, v, sinks = tensors
-        scale, _, _, softcap, layout = settings
-        if layout not in LAYOUTS:
-            raise ArgumentError(f"{self.name}: layout must be 'bshd' or 'bhsd', got {layout!r}")
-        for name, value in (("scale", scale), ("softcap", softcap)):
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                raise ArgumentTypeError(f"{self.name}: {name} must be a number, got {type(value).__name__}")
-        if not 0 < scale < math.inf:
-            raise ArgumentError(f"{self.name}: scale must be above 0 and finite, got {scale}")
-        if not 0 <= softcap < math.inf:
-            raise ArgumentError(f"{self.name}: softcap must be 0 (none) or above and finite, got {softcap}")
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            self._check_operand(name, t, q)
-        self._check_shapes(q, k, v, layout)
-        if sinks is not None:
-            check_tensor(self.name, "sinks", sinks)
-            check_same_device(self.name, "sinks", sinks, "q", q)
-            heads = shape_of(q, k, layout).heads
-            if sinks.shape != (heads,):
-                raise ArgumentError(
-                    f"{self.name}: sinks must be of shape ({heads},), one a head of q; got {tuple(sinks.shape)}"
-                )
-
-    def _check_operand(self, name: str, t: Any, q: Tensor) -> None:
-        check_tensor(self.name, name, t)
-        if t.dim() != 4:
-            raise ArgumentError(f"{self.name}: {name} must have 4 dimensions, got shape {tuple(t.shape)}")
-        if t.shape[-1] > 1 and t.stride(-1) != 1:
-            raise ArgumentError(
-                f"{self.name}: the last dimension of {name} must be contiguous, got strides {t.stride()}"
-            )
-        if t is not q:
-            check_same_device(self.name, name, t, "q", q)
-            if t.dtype != q.dtype:
-                raise ArgumentTypeError(f"{self.name}: {name} must be of q's dtype {q.dtype}, got {t.dtype}")
-
-    def _check_shapes(self, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-        shape = shape_of(q, k, layout)
-        if not 1 <= shape.dim <= LARGEST_DIM:
-            raise ArgumentError(
-                f"{self.name}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape.dim}"
-            )
-        if k.shape[0] != shape.batch or k.shape[-1] != shape.dim:
-            raise ArgumentError(
-                f"{self.name}: k has shape {tuple(k.shape)}, q {tuple(q.shape)}: batch and last dimension must agree"
-            )
-        if v.shape != k.shape:
-            raise ArgumentError(f"{self.name}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-        if (shape.kv_heads == 0) != (shape.heads == 0) or (shape.heads and shape.heads % shape.kv_heads):
-            raise ArgumentError(
-                f"{self.name}: the heads of q ({shape.heads}) must be a multiple of those of k ({shape.kv_heads})"
-            )
+        check_attention(self.name, q, k, v, sinks, Settings(*settings))
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -151,11 +97,6 @@ class FlashAttention(DifferentiableOp):
             plan = None
         if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ADDRESS_UNIT:
             return self.prepare_forward(tensors, settings, keep, out)
-        if keep:
-            raise ArgumentError(
-                f"{self.name}: a gradient is needed, and there is no backward on GPUs yet: call it under "
-                "torch.no_grad(), or with tensors that do not require a gradient"
-            )
         found: Tensors = plan(q, k, v, sinks)
         return found
 
@@ -190,18 +131,18 @@ class FlashAttention(DifferentiableOp):
     def run_backward(
         self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
     ) -> Tensors:
-        return self.prepare_backward(grads, saved, settings, needed)  # the CPU's: a GPU's forward has refused
+        if self.on_reference(saved):
+            return self.prepare_backward(grads, saved, settings, needed)
+        on = self._runtimes["flash_attention_backward"].of(saved[0], "q")
+        assert on is not None
+        return gradients(on, grads, saved, Settings(*settings), needed)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a mask and of a causal one; an architecture without warp groups has one for both."""
-        if not 1 <= shape[-1] <= LARGEST_DIM:
-            raise ArgumentError(
-                f"{self.name}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape[-1]}"
-            )
-        kernels = tuple(f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles"))
-        return tuple(Problem(kernel, (dtype,), True, shape[-1]) for kernel in kernels)
+        """Of a call without a mask, of a causal one (both are one without warp groups), and of the backward."""
+        kernels = (f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles"))
+        return problems_of(self.name, (*kernels, *WITHOUT_CAP), shape, dtype)
 
     @staticmethod
     def reference(
@@ -292,24 +233,6 @@ def _scores(
     if settings.left >= 0:
         scores = scores.masked_fill(keys < at - settings.left, -math.inf)
     return a, b, c, scores, slope
-
-
-def _bounds(window: Any) -> tuple[int, int]:
-    """(left, right) of a window, -1 for none."""
-    if window is None:
-        return -1, -1
-    bounds = []
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"flash_attention: window must be (left, right), got {window!r}") from None
-    for bound in (left, right):
-        if bound is not None and (type(bound) is not int or bound < -1):
-            raise ArgumentError(
-                f"flash_attention: window must be two numbers of keys, or None for no bound; got {window!r}"
-            )
-        bounds.append(-1 if bound is None else bound)
-    return bounds[0], bounds[1]
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: tuple[Any, ...]) -> tuple[Any, ...]:

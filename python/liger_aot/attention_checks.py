@@ -1,0 +1,132 @@
+"""What attention's forward and backward ask of their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_aot.attention import Settings, shape_of
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.op import Problem, check_same_device, check_tensor
+
+LARGEST_DIM = 256
+LAYOUTS = ("bshd", "bhsd")
+
+
+def settings_of(
+    op: str, q: Tensor, causal: bool, scale: float | None, window: Any, softcap: float, layout: str
+) -> tuple[Any, ...]:
+    """The public arguments as ``Settings`` holds them, not checked yet but for the window."""
+    if scale is None:
+        check_tensor(op, "q", q)
+        scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
+    left, right = _bounds(op, window)
+    return scale, left, 0 if causal else right, softcap, layout
+
+
+def _bounds(op: str, window: Any) -> tuple[int, int]:
+    """(left, right) of a window, -1 for none."""
+    if window is None:
+        return -1, -1
+    bounds = []
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"{op}: window must be (left, right), got {window!r}") from None
+    for bound in (left, right):
+        if bound is not None and (type(bound) is not int or bound < -1):
+            raise ArgumentError(
+                f"{op}: window must be two numbers of keys, or None for no bound; got {window!r}"
+            )
+        bounds.append(-1 if bound is None else bound)
+    return bounds[0], bounds[1]
+
+
+def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Settings) -> None:
+    """Raise for everything that is wrong with the forward's arguments."""
+    if settings.layout not in LAYOUTS:
+        raise ArgumentError(f"{op}: layout must be 'bshd' or 'bhsd', got {settings.layout!r}")
+    for name, value in (("scale", settings.scale), ("softcap", settings.softcap)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ArgumentTypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if not 0 < settings.scale < math.inf:
+        raise ArgumentError(f"{op}: scale must be above 0 and finite, got {settings.scale}")
+    if not 0 <= settings.softcap < math.inf:
+        raise ArgumentError(f"{op}: softcap must be 0 (none) or above and finite, got {settings.softcap}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        _check_operand(op, name, t, q)
+    _check_shapes(op, q, k, v, settings.layout)
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks)
+        check_same_device(op, "sinks", sinks, "q", q)
+        heads = shape_of(q, k, settings.layout).heads
+        if sinks.shape != (heads,):
+            raise ArgumentError(
+                f"{op}: sinks must be of shape ({heads},), one a head of q; got {tuple(sinks.shape)}"
+            )
+
+
+def check_results(op: str, o: Any, lse: Any, do: Any, dlse: Any, q: Tensor, k: Tensor, layout: str) -> None:
+    """Raise unless these are the forward's results and their gradients; q and k are checked already."""
+    shape = shape_of(q, k, layout)
+    rows = (shape.batch, shape.heads, shape.len_q)
+    for name, t in (("o", o), ("do", do)):
+        _check_like(op, name, t, q, q.shape, q)
+    for name, t in (("lse", lse), ("dlse", dlse)):
+        if name == "lse" or t is not None:
+            _check_like(op, name, t, None, rows, q)
+
+
+def problems_of(
+    op: str, kernels: Sequence[str], shape: Sequence[int], dtype: torch.dtype
+) -> tuple[Problem, ...]:
+    """One of each kernel, for q of a shape; the size that chooses a variant is the head dimension."""
+    if not 1 <= shape[-1] <= LARGEST_DIM:
+        raise ArgumentError(f"{op}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape[-1]}")
+    return tuple(Problem(kernel, (dtype,), True, shape[-1]) for kernel in kernels)
+
+
+def _check_like(op: str, name: str, t: Any, like: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
+    """Of ``like``'s dtype, or float32; where q is."""
+    check_tensor(op, name, t)
+    check_same_device(op, name, t, "q", q)
+    if t.shape != shape:
+        raise ArgumentError(f"{op}: {name} must be of shape {tuple(shape)}, got {tuple(t.shape)}")
+    if like is not None and t.dtype != like.dtype:
+        raise ArgumentTypeError(f"{op}: {name} must be of q's dtype {like.dtype}, got {t.dtype}")
+    if like is None and t.dtype != torch.float32:
+        raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
+
+
+def _check_operand(op: str, name: str, t: Any, q: Tensor) -> None:
+    check_tensor(op, name, t)
+    if t.dim() != 4:
+        raise ArgumentError(f"{op}: {name} must have 4 dimensions, got shape {tuple(t.shape)}")
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise ArgumentError(
+            f"{op}: the last dimension of {name} must be contiguous, got strides {t.stride()}"
+        )
+    if t is not q:
+        check_same_device(op, name, t, "q", q)
+        if t.dtype != q.dtype:
+            raise ArgumentTypeError(f"{op}: {name} must be of q's dtype {q.dtype}, got {t.dtype}")
+
+
+def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    shape = shape_of(q, k, layout)
+    if not 1 <= shape.dim <= LARGEST_DIM:
+        raise ArgumentError(f"{op}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape.dim}")
+    if k.shape[0] != shape.batch or k.shape[-1] != shape.dim:
+        raise ArgumentError(
+            f"{op}: k has shape {tuple(k.shape)}, q {tuple(q.shape)}: batch and last dimension must agree"
+        )
+    if v.shape != k.shape:
+        raise ArgumentError(f"{op}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    if (shape.kv_heads == 0) != (shape.heads == 0) or (shape.heads and shape.heads % shape.kv_heads):
+        raise ArgumentError(
+            f"{op}: the heads of q ({shape.heads}) must be a multiple of those of k ({shape.kv_heads})"
+        )

@@ -1,0 +1,93 @@
+"""Flash attention's backward by itself, for those who bring their own autograd.
+
+Dao, FlashAttention-2 (2023): probabilities are computed again from q, k and the forward's lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from liger_aot.attention import Settings
+from liger_aot.attention_backward import WITHOUT_CAP, gradients
+from liger_aot.attention_checks import check_attention, check_results, problems_of, settings_of
+from liger_aot.op import PLAIN_OR_NONE, Op, Problem
+from liger_aot.ops.flash_attention import FlashAttention
+from liger_aot.torch_library import register
+
+
+class FlashAttentionBackward(Op):
+    """``flash_attention_backward(do, q, k, v, o, lse, *, dlse=None, ...) -> (dq, dk, dv, dsinks)``
+
+    The gradients of ``o, lse = flash_attention(q, k, v, ..., return_lse=True)``. They are the same bits every time:
+    each is summed by one program in a fixed order, over the query heads that share a key's head, too. Memory beside the
+    results: two float32 a query and head.
+
+    Args:
+        do: the gradient of o: o's shape and dtype, any strides.
+        q, k, v, sinks, causal, scale, window, softcap, layout: as the forward was given them. Tensors whose dim or
+            strides are no multiples of 16 elements are copied.
+        o, lse: what the forward returned; lse is (batch, heads, length) float32, o of any strides but the last.
+        dlse: the gradient of lse, float32 of its shape, or None. Where lse is -inf it counts as 0.
+
+    Returns:
+        contiguous gradients of the shapes and dtypes of q, k, v and sinks; dsinks is None without sinks. A query that
+        sees no key gives zeros.
+
+    Raises:
+        ArgumentTypeError: an argument is not a tensor or of another dtype.
+        ArgumentError: a shape, stride, device or setting is not allowed.
+        PackNotFound: no installed pack serves the GPU.
+    """
+
+    name = "flash_attention_backward"
+
+    def __call__(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        dlse: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        layout: str = "bshd",
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        settings = Settings(*settings_of(self.name, q, causal, scale, window, softcap, layout))
+        check_attention(self.name, q, k, v, sinks, settings)
+        check_results(self.name, o, lse, do, dlse, q, k, layout)
+        saved = (q, k, v, sinks, o, lse)
+        needed = (True, True, True, sinks is not None)
+        if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))):
+            register("flash_attention")
+            call = torch.ops.liger_aot.flash_attention_backward
+            found: Any = call([do, dlse], list(saved), *settings, list(needed))
+        else:
+            on = self._own.of(q, "q")
+            with torch.no_grad():
+                if on is None or not q.numel() or not k.numel():
+                    found = FlashAttention.reference_backward((do, dlse), saved, *settings)
+                    found = [None if g is None else g.contiguous() for g in found]
+                else:
+                    found = gradients(on, (do, dlse), saved, settings, needed)
+        dq, dk, dv = found[:3]
+        return dq, dk, dv, None if sinks is None else found[3]
+
+    def problems(
+        self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> tuple[Problem, ...]:
+        """Of a call without a soft cap and without sinks."""
+        return problems_of(self.name, WITHOUT_CAP, shape, dtype)
+
+
+OP = FlashAttentionBackward

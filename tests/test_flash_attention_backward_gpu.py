@@ -1,0 +1,173 @@
+"""Attention's backward on a GPU: the binaries against float64, any strides, streams, graphs, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_aot
+from liger_aot.ops.flash_attention import FlashAttention
+from liger_aot.packs import pack_for
+from tests.attention_cases import BF16, EMPTY, LARGE, Problem
+from tests.attention_gradients import SMALL_GRADIENTS, check_gradients, gradient_errors
+from tests.test_flash_attention_gpu import views
+
+pytestmark = pytest.mark.gpu
+# float64 matrices of scores must fit beside each other
+CASES = [p for p in (*SMALL_GRADIENTS, *EMPTY, *LARGE) if p.batch * p.heads * p.len_q * p.len_k <= 1 << 26]
+
+
+@pytest.fixture
+def op() -> FlashAttention:
+    found: FlashAttention = liger_aot.load("flash_attention")
+    return found
+
+
+@pytest.fixture
+def allowed() -> dict[str, float]:
+    from liger_aot.devices import gpu
+
+    return dict(pack_for(gpu(0).device).tolerance)
+
+
+def gradients(op: FlashAttention, problem: Problem, seed: int = 0) -> tuple[Tensor, ...]:
+    q, k, v, sinks = problem.tensors(seed, "cuda")
+    leaves = [t.requires_grad_() for t in (q, k, v, sinks) if t is not None]
+    o, _ = op(q, k, v, **problem.keywords(sinks))
+    return torch.autograd.grad(o, leaves, torch.sin(o.detach()))
+
+
+@pytest.mark.parametrize("dim", sorted({p.dim for p in CASES}))
+def test_cases(op: FlashAttention, allowed: dict[str, float], dim: int, poisoned: None) -> None:
+    for seed, problem in enumerate(CASES):
+        if problem.dim == dim:
+            check_gradients(op, problem, allowed, seed=seed, device="cuda")
+
+
+@pytest.mark.parametrize("dim", [64, 72, 100])
+def test_strides(op: FlashAttention, dim: int) -> None:
+    """Of the arguments and of the gradient; an expanded gradient, as sum() has it."""
+    q, k, v, _ = Problem(2, 4, 4, 150, 150, dim).tensors(device="cuda")
+    do = torch.randn(q.shape, device="cuda").to(BF16)
+
+    def run(a: Tensor, b: Tensor, c: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (a, b, c)]
+        return torch.autograd.grad(op(*leaves, causal=True), leaves, g)
+
+    wanted = run(q, k, v, do)
+    for name in views(q):
+        found = run(*(views(t)[name] for t in (q, k, v, do)))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+    one = torch.ones(1, device="cuda", dtype=BF16).expand(q.shape)
+    found, wanted = run(q, k, v, one), run(q, k, v, one.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_torch_agrees(op: FlashAttention, dim: int, causal: bool) -> None:
+    """No farther from float64 than SDPA's own backward by more than a half."""
+    q, k, v, _ = Problem(2, 4, 4, 1024, 1024, dim, layout="bhsd").tensors(device="cuda")
+    do = torch.randn(q.shape, device="cuda").to(BF16)
+
+    def run(function: object, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(function(*leaves), leaves, do.to(dtype))  # type: ignore[operator]
+
+    def sdpa(*t: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*t, is_causal=causal)
+
+    exact = run(sdpa, torch.float64)
+    ours, theirs = run(lambda *t: op(*t, causal=causal, layout="bhsd"), BF16), run(sdpa, BF16)
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert (a - c).norm() <= 1.5 * (b - c).norm()
+
+
+def test_the_same_bits(op: FlashAttention) -> None:
+    problem = Problem(2, 16, 4, 2048, 2048, 128, causal=True, sinks=True)
+    wanted = gradients(op, problem)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for stream in streams * 3:
+        with torch.cuda.stream(stream):
+            found = gradients(op, problem)
+        stream.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_graph(op: FlashAttention) -> None:
+    q, k, v, _ = Problem(1, 4, 2, 300, 300, 64).tensors(device="cuda")
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    do = torch.randn(q.shape, device="cuda").to(BF16)
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(op(*leaves, causal=True), leaves, do)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        wanted = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_compile(op: FlashAttention) -> None:
+    q, k, v, sinks = Problem(1, 4, 2, 200, 300, 72, sinks=True).tensors(device="cuda")
+    leaves = [t.requires_grad_() for t in (q, k, v, sinks) if t is not None]
+    torch.compiler.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        o: Tensor = op(q, k, v, causal=True, sinks=sinks)
+        return o
+
+    do = torch.randn(q.shape, device="cuda").to(BF16)
+    found = torch.autograd.grad(torch.compile(call, fullgraph=True)(*leaves), leaves, do)
+    wanted = torch.autograd.grad(call(*leaves), leaves, do)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_alone(op: FlashAttention) -> None:
+    problem = Problem(2, 4, 2, 300, 400, 128, causal=True, sinks=True, softcap=10.0)
+    q, k, v, sinks = problem.tensors(device="cuda")
+    keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
+    o, lse = op(q, k, v, **keywords, return_lse=True)
+    found = liger_aot.load("flash_attention_backward")(torch.sin(o), q, k, v, o, lse, **keywords)
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(op, problem), strict=True))
+
+
+def test_memory_is_linear(op: FlashAttention) -> None:
+    """Beside the gradients, two float32 a row."""
+    q, k, v, _ = Problem(1, 4, 4, 8192, 8192, 64).tensors(device="cuda")
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    o = op(*leaves)
+    do = torch.ones_like(o)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = torch.autograd.grad(o, leaves, do)
+    grown = torch.cuda.max_memory_allocated() - before
+    assert grown <= sum(g.nbytes for g in found) + 3 * 4 * 8192 * 4 + (1 << 20)
+
+
+def test_tensors_beyond_two_billion_elements(op: FlashAttention, allowed: dict[str, float]) -> None:
+    """q, the output and their gradients of 2^31 + elements: dq of the last rows against float64."""
+    if torch.cuda.get_device_properties(0).total_memory < 40 << 30:
+        pytest.skip("needs 40 GB")
+    batch, length = 5, 1 << 18
+    q = torch.randn(batch, length, 32, 64, device="cuda", dtype=BF16)
+    k, v = (torch.randn(batch, 100, 1, 64, device="cuda", dtype=BF16) for _ in range(2))
+    assert q.numel() > 1 << 31
+    o = op(q.requires_grad_(), k, v)
+    (dq,) = torch.autograd.grad(o, q, o.detach())
+    last = (q.detach()[-1:, -500:, -1:].contiguous(), k[-1:], v[-1:], None)
+    do = o.detach()[-1:, -500:, -1:]
+    problem = Problem(1, 1, 1, 500, 100, 64)
+    worst = gradient_errors((dq[-1:, -500:, -1:],), last, do, None, problem, allowed, approximate=True)
+    assert max(worst.values()) <= 1
