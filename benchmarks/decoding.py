@@ -207,7 +207,7 @@ def line(r: Result) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.decoding", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
     parser.add_argument("--rounds", type=int, default=3, help="of all providers in turn")
     parser.add_argument("--min-ms", type=float, default=10.0, help="device time of a provider in a round")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device("cuda", 0)
     command = shlex.join(["python", "-m", "benchmarks.decoding", *arguments])
     seen = environment.observe(device, command=command, commit=options.commit, absent={})
-    folder = options.out or RESULTS / environment.folder_name(seen.gpu)
+    folder = options.out or RESULTS / environment.folder_name(seen.gpu) / "steps"
     file = folder / ("flash_decoding_uneven.json" if options.uneven else "flash_decoding_points.json")
     results: list[Result] = []
     for point in UNEVEN if options.uneven else POINTS:

@@ -214,7 +214,7 @@ def line(r: Result) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.linear_jsd", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
     parser.add_argument(
         "--providers", default=",".join(PROVIDERS), help="commas between (default: %(default)s)"
     )
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device("cuda", 0)
     command = shlex.join(["python", "-m", "benchmarks.linear_jsd", *arguments])
     seen = environment.observe(device, command=command, commit=options.commit, absent={})
-    folder = options.out or RESULTS / environment.folder_name(seen.gpu)
+    folder = options.out or RESULTS / environment.folder_name(seen.gpu) / "steps"
     results: list[Result] = []
     for shape in POINTS:
         print(" x ".join(map(str, shape)), flush=True)

@@ -256,7 +256,7 @@ def line(r: Result) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.linear_losses", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
     parser.add_argument("--rounds", type=int, default=2, help="of all providers in turn, of 10 calls each")
     parser.add_argument(
         "--providers", default=";".join(PROVIDERS), help="semicolons between (default: %(default)s)"
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str]) -> int:
     shapes: list[Any] = [tuple(map(int, s.split(","))) for s in options.shape or ()] or list(POINTS)
     command = shlex.join(["python", "-m", "benchmarks.linear_losses", *arguments])
     seen = environment.observe(device, command=command, commit=options.commit, absent={})
-    folder = options.out or RESULTS / environment.folder_name(seen.gpu)
+    folder = options.out or RESULTS / environment.folder_name(seen.gpu) / "steps"
     results: list[Result] = []
     for shape in shapes:
         print(" x ".join(map(str, shape)), flush=True)
