@@ -207,7 +207,9 @@ def line(r: Result) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.decoding", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of all providers in turn")
     parser.add_argument("--min-ms", type=float, default=10.0, help="device time of a provider in a round")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")

@@ -214,7 +214,9 @@ def line(r: Result) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.linear_jsd", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
     parser.add_argument(
         "--providers", default=",".join(PROVIDERS), help="commas between (default: %(default)s)"
     )

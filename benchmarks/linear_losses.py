@@ -256,7 +256,9 @@ def line(r: Result) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.linear_losses", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="of all providers in turn, of 10 calls each")
     parser.add_argument(
         "--providers", default=";".join(PROVIDERS), help="semicolons between (default: %(default)s)"
