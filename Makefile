@@ -49,16 +49,16 @@ lint: venv  ## ruff and mypy
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 
-# Triton's interpreter needs a process of its own; tests on a GPU must not run beside each other.
+# Triton's interpreter needs a process of its own; tests on a GPU and those of time must not run beside each other.
 test: ARCHS := all
 test: packs  ## all tests
 	@.ci/llvm
 	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter $(PARALLEL)
-	LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m gpu
-	$(RUN) -m pytest -q -m 'not gpu' $(PARALLEL)
+	LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m 'gpu or alone'
+	$(RUN) -m pytest -q -m 'not gpu and not alone' $(PARALLEL)
 
 test-fast: packs  ## the tests that take no more than a few seconds each
-	$(RUN) -m pytest -q -m 'not slow and not gpu' $(PARALLEL)
+	$(RUN) -m pytest -q -m 'not slow and not gpu and not alone' $(PARALLEL)
 
 golden: venv  ## write the golden plans anew, after a profile or a declaration has changed
 	@$(RUN) -c 'from build_tools.profile import profile_names; print(*profile_names(), sep="\n")' \

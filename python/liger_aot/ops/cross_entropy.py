@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from liger_aot import losses, pending, plain_losses
+from liger_aot import loss_checks, losses, pending, plain_losses
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.layout import CPU, rows_of
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 from liger_aot.op import PLAIN_OR_NONE, Problem, as_rows, check_rows
 from liger_aot.overwriting import overwritten
 from liger_aot.runtime import OpOn, Runtimes
@@ -122,11 +122,11 @@ class CrossEntropy(DifferentiableOp):
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         logits, target, weight = tensors
         check_rows(self.name, "logits", logits)
-        losses.check_target(self.name, target, logits.shape[:-1], logits.device)
+        loss_checks.check_target(self.name, target, logits.shape[:-1], logits.device)
         if weight is not None:
-            losses.check_class_weight(self.name, "weight", weight, logits, logits.shape[-1])
-        losses.check_row_loss(self.name, RowLoss(*settings[:4]))
-        losses.check_reduction(self.name, settings[4])
+            loss_checks.check_class_weight(self.name, "weight", weight, logits, logits.shape[-1])
+        loss_checks.check_row_loss(self.name, RowLoss(*settings[:4]))
+        loss_checks.check_reduction(self.name, settings[4])
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -146,7 +146,7 @@ class CrossEntropy(DifferentiableOp):
         _, kind, index, _, _, rows, n, _ = in_x
         where = -1 if kind == CPU else index
         if (
-            target.dtype not in losses.WORDS
+            target.dtype not in loss_checks.WORDS
             or not rows * n
             or target.get_device() != where
             or target.shape != logits.shape[:-1]
@@ -175,8 +175,8 @@ class CrossEntropy(DifferentiableOp):
         """
         logits, target, weight = tensors
         *fields, reduction, with_z, with_accuracy, with_predicted = settings
-        row_loss = losses.checked_row_loss(self.name, *fields)
-        losses.check_reduction(self.name, reduction)
+        row_loss = loss_checks.checked_row_loss(self.name, *fields)
+        loss_checks.check_reduction(self.name, reduction)
         pending.raise_if_any(self.name)
         n = logits.shape[-1]
         loss = torch.empty_like(target, dtype=torch.float32)
@@ -216,9 +216,9 @@ class CrossEntropy(DifferentiableOp):
         self.check(tensors, settings)
         logits, target, weight = tensors
         if self.on_reference(tensors):
-            losses.check_range(self.name, target, logits.shape[-1], settings[0])
+            loss_checks.check_range(self.name, target, logits.shape[-1], settings[0])
             return super().prepare_forward(tensors, settings, keep, out)
-        ready = (as_rows(self.name, "logits", logits), target.contiguous(), losses.class_weight(weight))
+        ready = (as_rows(self.name, "logits", logits), target.contiguous(), loss_checks.class_weight(weight))
         return self.run_forward(ready, settings, keep, out)
 
     def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
@@ -232,7 +232,7 @@ class CrossEntropy(DifferentiableOp):
         grad = grads[0]
         if on is None or not grad.is_contiguous():
             return self.prepare_backward(grads, saved, settings, needed)
-        row_loss, mean = losses.checked_row_loss(self.name, *settings[:4]), settings[4] == "mean"
+        row_loss, mean = loss_checks.checked_row_loss(self.name, *settings[:4]), settings[4] == "mean"
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         weight_sum = weight.sum() if weight is not None and row_loss.label_smoothing else None
         losses.gradient(
@@ -248,7 +248,7 @@ class CrossEntropy(DifferentiableOp):
             return super().prepare_backward(grads, saved, settings, needed)
         logits, target, weight, lse, totals = saved
         ready = (
-            as_rows(self.name, "logits", logits), target.contiguous(), losses.class_weight(weight), lse, totals,
+            as_rows(self.name, "logits", logits), target.contiguous(), loss_checks.class_weight(weight), lse, totals,
         )  # fmt: skip
         return self.run_backward((grads[0].contiguous(),), ready, settings, needed)
 
@@ -258,9 +258,9 @@ class CrossEntropy(DifferentiableOp):
         if not self.on_reference(tensors):
             on = self._own.of(logits, "logits")
             assert on is not None
-            ready = (logits, target.contiguous(), losses.class_weight(weight))
+            ready = (logits, target.contiguous(), loss_checks.class_weight(weight))
             return self._run(on, ready, settings, logits)
-        losses.check_range(self.name, target, logits.shape[-1], settings[0])
+        loss_checks.check_range(self.name, target, logits.shape[-1], settings[0])
         results = self.reference(*tensors, *settings)
         ones = (torch.ones_like(results[0]),)
         logits.copy_(self.reference_backward(ones, self.saved(tensors, results), *settings)[0])

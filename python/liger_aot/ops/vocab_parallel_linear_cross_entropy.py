@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_aot import losses, pending
+from liger_aot import loss_checks, pending
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.linear_chunks import (
@@ -25,7 +25,7 @@ from liger_aot.linear_chunks import (
     project,
 )
 from liger_aot.linear_losses import LinearLoss
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 from liger_aot.op import Problem, check_rows
 from liger_aot.ops.vocab_parallel_cross_entropy import check_settings
 from liger_aot.vocab_shards import Columns, Rows, Shard, resolve, shard_of
@@ -123,7 +123,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         input, weight, target, bias = tensors
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
-        losses.check_target(self.name, target, input.shape[:-1], input.device)
+        loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
         check_settings(self.name, settings)
         check_weight_grad_dtype(self.name, settings[10], weight)
 
