@@ -59,6 +59,10 @@ class CrossEntropy(DifferentiableOp):
         ArgumentTypeError: an argument is of another type or dtype.
         ArgumentError: shapes or devices don't match; a number is out of range; an earlier call had such a target.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        torch.nn.functional.cross_entropy; log-sum-exp in one pass: Milakov and Gimelshein, Online normalizer
+        calculation for softmax (2018); the z-loss is PaLM's (Chowdhery et al., 2022).
     """
 
     name = "cross_entropy"

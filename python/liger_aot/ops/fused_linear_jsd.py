@@ -1,7 +1,4 @@
-"""Generalised Jensen-Shannon divergence of two linear layers' results, which are never whole in memory.
-
-Agarwal et al., On-Policy Distillation of Language Models (2024); Liger Kernel (Hsu et al., 2024).
-"""
+"""Generalised Jensen-Shannon divergence of two linear layers' results, which are never whole in memory."""
 
 from __future__ import annotations
 
@@ -71,6 +68,9 @@ class FusedLinearJSD(LinearLoss):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: shapes or devices don't fit; a number is out of its range; chunk_bytes holds no row.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Agarwal et al., On-Policy Distillation of Language Models (2024); Liger Kernel (Hsu et al., 2024).
     """
 
     name = "fused_linear_jsd"

@@ -36,6 +36,9 @@ class KLDiv(Divergence):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: a shape, device or reduction does not fit, or target requires a gradient.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        torch.nn.functional.kl_div; ``eps`` is Liger-Kernel's.
     """
 
     name = "kl_div"

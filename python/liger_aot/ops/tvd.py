@@ -36,6 +36,9 @@ class TVD(Divergence):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: a shape, device or reduction does not fit, or q requires a gradient.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Wen et al., f-Divergence Minimization for Sequence-Level Knowledge Distillation (2023).
     """
 
     name = "tvd"
