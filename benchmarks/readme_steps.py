@@ -12,13 +12,15 @@ from .markdown import link, made_on, table
 
 LABELS = {
     "liger_aot": "liger-aot",
+    "liger_aot_attention": "liger-aot, its attention too",
+    "liger_on_aot": "Liger's code on liger-aot",
     "cudnn": "cuDNN",
     "flash_attention_2": "FlashAttention-2",
     "torch": "torch",
-    "torch_compile": "torch.compile",
     "transformers": "Transformers",
-    "liger": "Liger",
+    "liger": "Liger (Triton JIT)",
 }
+GIB = 1 << 30
 
 
 def attention_forward(results: Path) -> str:
@@ -133,7 +135,53 @@ def fused_linear_cross_entropy(results: Path) -> str:
 
 
 def training(results: Path) -> str:
-    raise FileNotFoundError
+    """Whole steps of models and, where they were measured, the first ones of a process."""
+    data, path = _steps(results, "training.json")
+    found = {(tuple(r["point"].values()), r["provider"]): r for r in data["results"]}
+    names = [name for name in LABELS if any(name == provider for _, provider in found)]
+
+    def cell(r: Mapping[str, Any] | None) -> str:
+        if r is None:
+            return "-"
+        memory = f", {r['peak_bytes'] / GIB:.1f} GiB" if r["peak_bytes"] else ""
+        return "fails" if r["failed"] else f"{r['tokens_per_second']:.0f}{memory}"
+
+    rows = []
+    for at in dict.fromkeys(point for point, _ in found):
+        model, batch, tokens, optimizer = at
+        rows.append(
+            [f"{model} {batch} x {tokens}, {optimizer}", *(cell(found.get((at, name))) for name in names)]
+        )
+    parts = [
+        "### Training",
+        f"One {made_on(_environment(data))}, one run of `python -m benchmarks.training`, bf16, random weights: tokens "
+        f"per second and the most memory that a step holds. Every record is in {link(path)}.",
+        table(["model, batch x tokens", *(LABELS[name] for name in names)], rows),
+    ]
+    try:
+        return "\n\n".join([*parts, _first_step(results)])
+    except FileNotFoundError:
+        return "\n\n".join(parts)
+
+
+def _first_step(results: Path) -> str:
+    data, path = _steps(results, "first_step.json")
+    found = {(r["goal"], r["provider"]): r for r in data["results"]}
+    names = [name for name in LABELS if any(name == provider for _, provider in found)]
+
+    def cell(r: Mapping[str, Any] | None) -> str:
+        if r is None:
+            return "-"
+        return "fails" if r["failed"] else f"{r['total']:.2f}"
+
+    rows = [
+        [f"to the first {goal}", *(cell(found.get((goal, name))) for name in names)]
+        for goal in dict.fromkeys(goal for goal, _ in found)
+    ]
+    return (
+        f"Seconds in a fresh process with empty compile caches, {data['model']}, from when torch is imported and the "
+        f"GPU has a context ({link(path)}):\n\n{table(['', *(LABELS[name] for name in names)], rows)}"
+    )
 
 
 def _steps(results: Path, name: str) -> tuple[dict[str, Any], Path]:

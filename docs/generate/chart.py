@@ -14,7 +14,7 @@ from benchmarks.providers import COPY, NAMES, label
 from benchmarks.records import Measurement, Run
 from benchmarks.table import device_figures
 
-WIDTH, PLOT, LEFT, RIGHT, TOP, LABELS, LEGEND = 760, 220, 44, 16, 28, 110, 26
+WIDTH, PLOT, LEFT, RIGHT, TOP, LEGEND = 760, 220, 44, 16, 28, 26
 HIGHEST = 1.1  # fraction of the copy
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -22,7 +22,8 @@ STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 def svg(run: Run) -> str:
     """Of a run that has device figures."""
     figures = device_figures(run)
-    panel = TOP + PLOT + LABELS
+    longest = max(len(m.point) for m in run.measurements)
+    panel = TOP + PLOT + 30 + round(3.2 * longest)  # labels are turned by 30 degrees
     height = LEGEND + panel * len(figures)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass
+from textwrap import dedent
 
 from liger_aot.op import Op
 
@@ -17,7 +18,7 @@ _NAMED = re.compile(r"([\w, ]+): +(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Docstring:
-    """Markdown without a heading; an item is (names, text), names "" where it has none."""
+    """Markdown without a heading; an item is (names, text)."""
 
     summary: str
     first: str  # the first sentence
@@ -35,7 +36,7 @@ def read(op: type[Op]) -> Docstring:
     if signature is None or not text.startswith(f"``{name}("):
         raise ValueError(f"{name}: the docstring must begin with ``{name}(...) -> ...``")
     parts = re.split(rf"^({'|'.join(SECTIONS)}):\n", text[signature.end() :], flags=re.MULTILINE)
-    found = dict(zip(parts[1::2], map(inspect.cleandoc, parts[2::2]), strict=True))
+    found = dict(zip(parts[1::2], map(dedent, parts[2::2]), strict=True))
     module = (inspect.getdoc(sys.modules[op.__module__]) or "").rpartition("\n\n")[2]
     if "Source" not in found and _YEAR.search(module):
         found["Source"] = module
@@ -63,10 +64,12 @@ def _paragraphs(text: str) -> str:
 def _items(text: str) -> tuple[tuple[str, str], ...]:
     """What begins at the margin, with the indented lines below it."""
     items = []
-    for item in re.split(r"\n(?=\S)", text):
+    for item in re.split(r"\n(?=\S)", text.strip()):
         line = " ".join(item.split())
         named = _NAMED.fullmatch(line)
-        items.append((named[1], _inline(named[2])) if named else ("", _inline(line)))
+        if named is None:
+            raise ValueError(f"{line!r} does not begin with names and a colon")
+        items.append((named[1], _inline(named[2])))
     return tuple(items)
 
 

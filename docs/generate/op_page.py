@@ -115,7 +115,7 @@ def _tests(path: Path, op: str) -> bool:
 
 
 def _list(items: tuple[tuple[str, str], ...]) -> str:
-    return "\n".join(f"- `{names}`: {text}" if names else f"- {text}" for names, text in items)
+    return "\n".join(f"- `{names}`: {text}" for names, text in items)
 
 
 def _binaries(op: str) -> str:

@@ -35,6 +35,7 @@ class CrossEntropy(DifferentiableOp):
         target: (...) int64 or int32 in [0, V), or ``ignore_index``: such a row has no loss and no gradient.
         weight: (V,) float32 or the logits' dtype: what the loss of a target of each class is multiplied by. It gets no
             gradient.
+        ignore_index: the target of rows that do not count.
         label_smoothing: in [0, 1], as torch's, with class weights too.
         lse_square_scale: adds this times the squared log-sum-exp to each row's loss (the z-loss of PaLM).
         softcap: logits become softcap * tanh(logits / softcap).

@@ -56,6 +56,7 @@ class FusedLinearJSD(LinearLoss):
             zero. If none counts the loss is 0.
         student_bias, teacher_bias: (vocabulary,) of the weight's kinds of dtype, or None.
         jsd_beta: the teacher's weight, from 0 to 1: 0 gives the forward KL divergence, 1 the reverse.
+        ignore_index: the label of rows that do not count.
         temperature: above 0.
         chunk_bytes: of memory for both models' logits of a chunk.
         weight_grad_dtype: of student_weight's gradient while it is added up, a rounding a chunk: None is the weight's,

@@ -31,6 +31,7 @@ class JSD(Divergence):
             gradient is an error. Probabilities of zero (-inf) add nothing.
         shift_labels: (...) int64 or int32 or None. Rows whose label is ``ignore_index`` do not count: their gradient is
             zero. If none counts the loss is 0.
+        ignore_index: the label of rows that do not count.
         beta: the teacher's weight, from 0 to 1: 0 gives the forward KL divergence KL(target || input), 1 the reverse.
 
     Returns:

@@ -27,6 +27,7 @@ class KLDiv(Divergence):
             requires a gradient is an error.
         reduction: "batchmean" divides the sum by input's first dimension, "mean" by the number of elements; "sum" and
             "none".
+        log_target: whether target holds log-probabilities.
         eps: the least target that a logarithm is taken of.
 
     Returns:

@@ -28,6 +28,7 @@ class TVD(Divergence):
             and their gradient is zero. If none counts the loss is 0.
         reduction: "batchmean" divides the sum by the number of rows that count, "mean" by that times n; "sum" and
             "none".
+        ignore_index: the label of rows that do not count.
 
     Returns:
         () float32, or with "none" a contiguous float32 tensor of p's shape.

@@ -50,8 +50,10 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         target: (...), as vocab_parallel_cross_entropy's.
         bias: (columns,) or None.
         group, vocab_start, vocabulary: as vocab_parallel_cross_entropy's.
-        The others are as fused_linear_cross_entropy's. chunk_bytes must give every rank as many rows a chunk: with
-            shards of several sizes it is divided by the widest, vocabulary's size over the group's, rounded up.
+        ignore_index, label_smoothing, lse_square_scale, softcap, reduction, chunk_bytes, weight_grad_dtype,
+            use_token_scaling, return_z_loss: as fused_linear_cross_entropy's. chunk_bytes must give every rank as many
+            rows a chunk: with shards of several sizes it is divided by the widest, vocabulary's size over the group's,
+            rounded up.
 
     Returns:
         the loss; with return_z_loss a tuple of it and the z-loss, which has no gradient.
