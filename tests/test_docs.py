@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import liger_aot
 from benchmarks import readme, records
@@ -163,6 +164,43 @@ def test_a_chart_shows_every_point_and_failure() -> None:
     assert drawn.count("<circle") == 2 * 3 * 2 + 3  # ours and torch, three points, two directions; the legend
     assert drawn.count("m0 -8") == 1  # Liger's failure
     assert 'stroke-width="2.5"' in drawn and "131072" in drawn
+
+
+# The migration page ----------------------------------------------------------------------------------------
+
+MIGRATION = (ROOT / "docs" / "migration.md").read_text()
+ROWS = re.findall(r"^\| `(F\..*)` \| `(load\(.*)` \|$", MIGRATION, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("torchs", "ours"), ROWS, ids=[ours.split('"')[1] for _, ours in ROWS])
+def test_what_is_said_of_torch_is_so(torchs: str, ours: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y, table, head = (torch.randn(rows, 8, generator=g) for rows in (6, 6, 8, 5))
+    q, k, v = (torch.randn(2, 3, 7, 16, generator=g).bfloat16() for _ in range(3))
+    names = {
+        "F": torch.nn.functional, "load": liger_aot.load, "n": 8, "x": x, "y": y, "table": table, "head": head,
+        "weight": torch.randn(8, generator=g), "bias": torch.randn(8, generator=g), "q": q, "k": k, "v": v,
+        "target": torch.randint(5, (6,), generator=g), "p": x.softmax(-1), "log_q": y.log_softmax(-1),
+    }  # fmt: skip
+    wanted, got = eval(torchs, names), eval(ours, names)
+    if got.dtype == torch.bfloat16:  # probabilities, which sum to 1, and the result are rounded, on both sides
+        torch.testing.assert_close(got, wanted, rtol=0, atol=4 * 2**-9 * float(v.abs().max()))
+    else:
+        torch.testing.assert_close(got, wanted)
+
+
+def test_every_name_of_the_migration_page_exists() -> None:
+    assert set(re.findall(r'load\("(\w+)"\)', MIGRATION)) <= set(liger_aot.ops())
+    modules = set(re.findall(r"(?:lnn|liger_aot\.nn)\.(\w+)", MIGRATION))
+    assert len(modules) > 15 and not [name for name in modules if not hasattr(liger_aot.nn, name)]
+    assert not [n for n in re.findall(r"liger_aot\.(\w+)\(", MIGRATION) if not hasattr(liger_aot, n)]
+    # What flash-attn has and this has not may come.
+    left_out = MIGRATION.split("| not there |")[0].rpartition("\n")[2]
+    for op, flash in (
+        ("flash_attention_varlen", "flash_attn_varlen_func"),
+        ("flash_decoding", "with_kvcache"),
+    ):
+        assert (op in liger_aot.ops()) == (flash not in left_out)
 
 
 # The README ------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import liger_aot
 from benchmarks import markdown
 from benchmarks.markdown import RESULTS, ROOT
 from docs.generate import facts, op_page, support
+from liger_aot.ops import names
 
 INDEX = ROOT / "docs" / "index.md"
 
@@ -19,14 +19,14 @@ INDEX = ROOT / "docs" / "index.md"
 def made(results: Path = RESULTS) -> dict[Path, str]:
     """Every generated file and what is to stand in it."""
     pages = {support.PAGE: support.page(support.read()), INDEX: index()}
-    for op in liger_aot.ops():
+    for op in names():
         pages |= op_page.pages(op, results)
     return pages
 
 
 def index() -> str:
     rows = []
-    for op in liger_aot.ops():
+    for op in names():
         told = op_page.described(op)
         archs = ", ".join(arch for arch in facts.ARCHS if facts.binaries(op, arch))
         rows.append(

@@ -14,6 +14,7 @@ from benchmarks.records import Run
 from build_tools.plan import ALIGNMENT
 from docs.generate import docstring, facts
 from docs.generate.chart import svg
+from liger_aot.ops import names
 
 FOLDER = ROOT / "docs" / "ops"
 # Figures of whole steps, as the README has them.
@@ -84,8 +85,8 @@ def _quoted(value: object) -> str:
 
 
 def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
-    names = inspect.signature(kind.__call__).parameters
-    in_place = [f"`{name}`" for name in names if name == "out" or name.startswith("inplace")]
+    parameters = inspect.signature(kind.__call__).parameters
+    in_place = [f"`{name}`" for name in parameters if name == "out" or name.startswith("inplace")]
     archs = [arch for arch in facts.ARCHS if facts.binaries(op, arch)]
     tests = [path for path in (ROOT / "tests").glob(f"test_{op}*.py") if _tests(path, op)]
     code = [
@@ -110,7 +111,7 @@ def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
 
 def _tests(path: Path, op: str) -> bool:
     """Whether a file of tests is of this op and not of one whose name begins with its name."""
-    others = [o for o in liger_aot.ops() if o != op and o.startswith(op)]
+    others = [o for o in names() if o != op and o.startswith(op)]
     return not any(path.stem.startswith(f"test_{other}") for other in others)
 
 
