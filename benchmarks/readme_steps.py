@@ -4,7 +4,7 @@ cross entropy, training."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ LABELS = {
 }
 GIB = 1 << 30
 
+Result = Mapping[str, Any]  # of one provider at one point
+
 
 def attention_forward(results: Path) -> str:
     return _attention(results, "forward")
@@ -33,7 +35,9 @@ def attention_backward(results: Path) -> str:
 
 def _attention(results: Path, direction: str) -> str:
     data, path = _steps(results, f"attention_{direction}.json")
-    found = {(row["dim"], row["causal"], row["length"]): row["tflops"] for row in data[direction]}
+    # A row with more to it is of another problem.
+    plain = [row for row in data[direction] if set(row) == {"dim", "causal", "length", "tflops"}]
+    found = {(row["dim"], row["causal"], row["length"]): row["tflops"] for row in plain}
     kinds = list(dict.fromkeys((causal, length) for _, causal, length in sorted(found)))
 
     def cell(dim: int, causal: bool, length: int) -> str:
@@ -42,9 +46,7 @@ def _attention(results: Path, direction: str) -> str:
 
     columns = [f"{'causal' if causal else 'full'} {length}" for causal, length in kinds]
     rows = [[str(dim), *(cell(dim, *kind) for kind in kinds)] for dim in sorted({dim for dim, _, _ in found})]
-    at_2 = [
-        row["tflops"]["flash_attention_2"] for row in data[direction] if "flash_attention_2" in row["tflops"]
-    ]
+    at_2 = [row["tflops"]["flash_attention_2"] for row in plain if "flash_attention_2" in row["tflops"]]
     flag = "" if direction == "forward" else " --backward"
     others = f" FlashAttention-2 through SDPA reaches {min(at_2):.0f} to {max(at_2):.0f}." if at_2 else ""
     small = data.get("host_us_a_small_call")
@@ -75,18 +77,12 @@ def _behind(found: Mapping[tuple[int, bool, int], Mapping[str, float]]) -> str:
 def decoding(results: Path) -> str:
     data, path = _steps(results, "flash_decoding_points.json")
     found = {(tuple(r["point"].items()), r["provider"]): r for r in data["results"]}
-    names = [name for name in LABELS if any(name == provider for _, provider in found)]
-
-    def cell(r: Mapping[str, Any] | None) -> str:
-        if r is None:
-            return "-"
-        return "fails" if r["failed"] else f"{r['of_copy']:.2f}"
-
+    names = _present(found)
     rows = []
     for at in dict.fromkeys(point for point, _ in found):
         point = dict(at)
         sizes = [f"{point['heads']}/{point['kv_heads']}", point["dim"], point["tokens"], point["page"] or "-"]
-        cells = [cell(found.get((at, name))) for name in names]
+        cells = [_cell(found, at, name, lambda r: f"{r['of_copy']:.2f}") for name in names]
         rows.append([str(x) for x in (point["batch"], point["cached"], *sizes, *cells)])
     header = ["batch", "cached", "heads", "dim", "tokens", "page", *(LABELS[name] for name in names)]
     return "\n\n".join(
@@ -113,16 +109,16 @@ def fused_linear_cross_entropy(results: Path) -> str:
     }
     found = {(tuple(r["shape"]), r["provider"]): r for r in data["results"]}
 
-    def cell(shape: tuple[int, ...], name: str) -> str:
-        r = found.get((shape, name))
-        if r is None:
-            return "-"
-        if name == "products":
+    def text(r: Result) -> str:
+        if r["provider"] == "products":
             return f"{r['median_ms']:.1f}"
-        return "fails" if r["failed"] else f"{r['of_products']:.2f}, {r['peak_gib']:.2f} GiB"
+        return f"{r['of_products']:.2f}, {r['peak_gib']:.2f} GiB"
 
     shapes = dict.fromkeys(shape for shape, _ in found)
-    rows = [[" x ".join(map(str, shape)), *(cell(shape, name) for name in names)] for shape in shapes]
+    rows = [
+        [" x ".join(map(str, shape)), *(_cell(found, shape, name, text) for name in names)]
+        for shape in shapes
+    ]
     return "\n\n".join(
         [
             "### Fused linear cross entropy",
@@ -138,19 +134,17 @@ def training(results: Path) -> str:
     """Whole steps of models and, where they were measured, the first ones of a process."""
     data, path = _steps(results, "training.json")
     found = {(tuple(r["point"].values()), r["provider"]): r for r in data["results"]}
-    names = [name for name in LABELS if any(name == provider for _, provider in found)]
+    names = _present(found)
 
-    def cell(r: Mapping[str, Any] | None) -> str:
-        if r is None:
-            return "-"
+    def text(r: Result) -> str:
         memory = f", {r['peak_bytes'] / GIB:.1f} GiB" if r["peak_bytes"] else ""
-        return "fails" if r["failed"] else f"{r['tokens_per_second']:.0f}{memory}"
+        return f"{r['tokens_per_second']:.0f}{memory}"
 
     rows = []
     for at in dict.fromkeys(point for point, _ in found):
         model, batch, tokens, optimizer = at
         rows.append(
-            [f"{model} {batch} x {tokens}, {optimizer}", *(cell(found.get((at, name))) for name in names)]
+            [f"{model} {batch} x {tokens}, {optimizer}", *(_cell(found, at, name, text) for name in names)]
         )
     parts = [
         "### Training",
@@ -167,15 +161,9 @@ def training(results: Path) -> str:
 def _first_step(results: Path) -> str:
     data, path = _steps(results, "first_step.json")
     found = {(r["goal"], r["provider"]): r for r in data["results"]}
-    names = [name for name in LABELS if any(name == provider for _, provider in found)]
-
-    def cell(r: Mapping[str, Any] | None) -> str:
-        if r is None:
-            return "-"
-        return "fails" if r["failed"] else f"{r['total']:.2f}"
-
+    names = _present(found)
     rows = [
-        [f"to the first {goal}", *(cell(found.get((goal, name))) for name in names)]
+        [f"to the first {goal}", *(_cell(found, goal, name, lambda r: f"{r['total']:.2f}") for name in names)]
         for goal in dict.fromkeys(goal for goal, _ in found)
     ]
     return (
@@ -188,6 +176,21 @@ def _steps(results: Path, name: str) -> tuple[dict[str, Any], Path]:
     path = results / "steps" / name
     data: dict[str, Any] = json.loads(path.read_text())
     return data, path
+
+
+def _present(found: Iterable[tuple[Any, str]]) -> list[str]:
+    """The providers that any record is of, in the order of the columns."""
+    providers = {provider for _, provider in found}
+    return [name for name in LABELS if name in providers]
+
+
+def _cell(
+    found: Mapping[tuple[Any, str], Result], at: Any, provider: str, text: Callable[[Result], str]
+) -> str:
+    r = found.get((at, provider))
+    if r is None:
+        return "-"
+    return "fails" if r["failed"] else text(r)
 
 
 def _environment(data: Mapping[str, Any]) -> Mapping[str, Any]:
