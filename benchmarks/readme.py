@@ -61,5 +61,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "other ops": readme_ops.other_ops,
     "losses": readme_ops.losses,
     "fused linear cross entropy": readme_steps.fused_linear_cross_entropy,
+    "fused linear jsd": readme_steps.fused_linear_jsd,
     "training": readme_steps.training,
 }

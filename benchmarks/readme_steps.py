@@ -11,14 +11,22 @@ from typing import Any
 from .markdown import link, made_on, table
 
 LABELS = {
+    "products": "products, ms",
     "liger_aot": "liger-aot",
+    "liger_aot, float32 dW": "with fp32 dW",
     "liger_aot_attention": "liger-aot, its attention too",
     "liger_on_aot": "Liger's code on liger-aot",
     "cudnn": "cuDNN",
     "flash_attention_2": "FlashAttention-2",
     "torch": "torch",
+    "torch_compile": "torch.compile",
     "transformers": "Transformers",
     "liger": "Liger (Triton JIT)",
+    "liger, float32 dW": "Liger, fp32 dW",
+}
+TITLES = {
+    "fused_linear_cross_entropy": "Fused linear cross entropy",
+    "fused_linear_jsd": "Fused linear Jensen-Shannon divergence",
 }
 GIB = 1 << 30
 
@@ -97,35 +105,34 @@ def decoding(results: Path) -> str:
 
 
 def fused_linear_cross_entropy(results: Path) -> str:
-    data, path = _steps(results, "fused_linear_cross_entropy_steps.json")
-    names = {
-        "products": "products, ms",
-        "liger_aot": "liger-aot",
-        "liger_aot, float32 dW": "with fp32 dW",
-        "torch": "torch",
-        "torch_compile": "torch.compile",
-        "liger": "Liger",
-        "liger, float32 dW": "Liger, fp32 dW",
-    }
+    return _fused_linear(results, "fused_linear_cross_entropy", "linear_losses", "three")
+
+
+def fused_linear_jsd(results: Path) -> str:
+    return _fused_linear(results, "fused_linear_jsd", "linear_jsd", "four")
+
+
+def _fused_linear(results: Path, op: str, module: str, products: str) -> str:
+    data, path = _steps(results, f"{op}_steps.json")
     found = {(tuple(r["shape"]), r["provider"]): r for r in data["results"]}
+    names = _present(found)
 
     def text(r: Result) -> str:
         if r["provider"] == "products":
             return f"{r['median_ms']:.1f}"
         return f"{r['of_products']:.2f}, {r['peak_gib']:.2f} GiB"
 
-    shapes = dict.fromkeys(shape for shape, _ in found)
     rows = [
         [" x ".join(map(str, shape)), *(_cell(found, shape, name, text) for name in names)]
-        for shape in shapes
+        for shape in dict.fromkeys(shape for shape, _ in found)
     ]
     return "\n\n".join(
         [
-            "### Fused linear cross entropy",
+            f"### {TITLES[op]}",
             f"Forward and backward, bf16, on one {made_on(_environment(data))}, one run of `python -m "
-            "benchmarks.linear_losses`; time as a multiple of the three matrix products alone in that run, and peak "
+            f"benchmarks.{module}`; time as a multiple of the {products} matrix products alone in that run, and peak "
             f"memory with the gradients. Every record is in {link(path)}.",
-            table(["tokens x hidden x vocabulary", *names.values()], rows),
+            table(["tokens x hidden x vocabulary", *(LABELS[name] for name in names)], rows),
         ]
     )
 

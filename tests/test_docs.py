@@ -263,6 +263,14 @@ STEPS = {
         ]},
         ["1", "8192", "64/8", "128", "1", "-", "0.88", "fails"],
     ),
+    "fused linear jsd": (
+        "fused_linear_jsd_steps",
+        {"environment": {"gpu": "G"}, "results": [
+            {"shape": [8, 4, 2], "provider": "products", "median_ms": 38.44, "failed": None},
+            {"shape": [8, 4, 2], "provider": "liger_aot", "of_products": 1.046, "peak_gib": 1.53, "failed": None},
+        ]},
+        ["8 x 4 x 2", "38.4", "1.05, 1.53 GiB"],
+    ),
     "training": (
         "training",
         {"environment": {"gpu": "G"}, "results": [

@@ -20,8 +20,10 @@ FOLDER = ROOT / "docs" / "ops"
 # Figures of whole steps, as the README has them.
 STEPS = {
     "flash_attention": ("attention forward", "attention backward"),
+    "flash_attention_backward": ("attention backward",),
     "flash_decoding": ("decoding",),
     "fused_linear_cross_entropy": ("fused linear cross entropy",),
+    "fused_linear_jsd": ("fused linear jsd",),
 }
 
 
