@@ -63,7 +63,7 @@ def read(path: Path = EXECUTED) -> Executed:
         if without := [arch for arch in archs if not facts.binaries(op, arch)]:
             raise ValueError(f"{path.name}: {op}: ran on {without[0]}, which has no binaries of it")
     if missing := [op for op in facts.ops() if op not in ops]:
-        raise ValueError(f"{path.name}: {missing[0]}: not there: say which runs executed it, or []")
+        raise ValueError(f"{path.name}: {', '.join(missing)}: not there: say which runs executed it, or []")
     return Executed(runs, ops)
 
 
