@@ -45,7 +45,7 @@ def read(op: type[Op]) -> Docstring:
     summary = _paragraphs(parts[0])
     if not summary:
         raise ValueError(f"{name}: the docstring does not say what the op computes")
-    differentiable = re.search(r"Differentiable( in [^;.]+)?", summary)
+    differentiable = re.search(r"\b(?<!-)[Dd]ifferentiable( in [^;.]+)?", summary)
     return Docstring(
         summary,
         re.split(r"(?<=[.:])(?:\s|$)", summary, maxsplit=1)[0].rstrip(":.") + ".",
