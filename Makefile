@@ -10,7 +10,7 @@ LAUNCHER := $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
 PARALLEL := -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast golden clean
+.PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast golden docs clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -64,6 +64,10 @@ golden: venv  ## write the golden plans anew, after a profile or a declaration h
 	@$(RUN) -c 'from build_tools.profile import profile_names; print(*profile_names(), sep="\n")' \
 	| while read -r arch; do $(RUN) -m build_tools plan --arch "$$arch" > "tests/golden/plan_$$arch.txt"; done
 	-@git --no-pager diff --stat -- tests/golden
+
+docs: venv  ## write the generated pages of docs/ and the README's figures anew
+	@$(RUN) -m docs.generate
+	@$(RUN) -m benchmarks readme
 
 clean:  ## remove what was built, but for .venv
 	rm -rf build dist python/liger_aot.egg-info $(READY)

@@ -35,6 +35,7 @@ class CrossEntropy(DifferentiableOp):
         target: (...) int64 or int32 in [0, V), or ``ignore_index``: such a row has no loss and no gradient.
         weight: (V,) float32 or the logits' dtype: what the loss of a target of each class is multiplied by. It gets no
             gradient.
+        ignore_index: the target of rows that do not count.
         label_smoothing: in [0, 1], as torch's, with class weights too.
         lse_square_scale: adds this times the squared log-sum-exp to each row's loss (the z-loss of PaLM).
         softcap: logits become softcap * tanh(logits / softcap).
@@ -59,6 +60,10 @@ class CrossEntropy(DifferentiableOp):
         ArgumentTypeError: an argument is of another type or dtype.
         ArgumentError: shapes or devices don't match; a number is out of range; an earlier call had such a target.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        torch.nn.functional.cross_entropy; log-sum-exp in one pass: Milakov and Gimelshein, Online normalizer
+        calculation for softmax (2018); the z-loss is PaLM's (Chowdhery et al., 2022).
     """
 
     name = "cross_entropy"

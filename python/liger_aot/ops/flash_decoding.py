@@ -1,7 +1,4 @@
-"""Decoding: attention of a few query tokens to a long cache of keys and values, contiguous or paged.
-
-Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
-"""
+"""Decoding: attention of a few query tokens to a long cache of keys and values, contiguous or paged."""
 
 from __future__ import annotations
 
@@ -61,6 +58,9 @@ class FlashDecoding(DifferentiableOp):
         ArgumentError: a shape, stride, device or setting is not allowed, or a gradient is needed; on the CPU also a
             length or page out of range.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
     """
 
     name = "flash_decoding"

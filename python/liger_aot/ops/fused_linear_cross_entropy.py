@@ -1,7 +1,4 @@
-"""Cross entropy of a linear layer's results, which are never whole in memory.
-
-Liger Kernel (Hsu et al., 2024), Efficient cross entropy (Malek, 2023). The z-loss is PaLM's (Chowdhery et al., 2022).
-"""
+"""Cross entropy of a linear layer's results, which are never whole in memory."""
 
 from __future__ import annotations
 
@@ -84,6 +81,10 @@ class FusedLinearCrossEntropy(LinearLoss):
             out of range: on the CPU at once, on a GPU the loss is NaN and the next call raises (with
             LIGER_AOT_DEBUG=1 this one, which then waits for the GPU).
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Liger Kernel (Hsu et al., 2024), Efficient cross entropy (Malek, 2023). The z-loss is PaLM's
+        (Chowdhery et al., 2022).
     """
 
     name = "fused_linear_cross_entropy"

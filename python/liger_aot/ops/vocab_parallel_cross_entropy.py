@@ -1,7 +1,4 @@
-"""Cross entropy of logits whose vocabulary is cut into shards, one a rank.
-
-Megatron-LM (Shoeybi et al., 2019) has the idea; here the ranks exchange once.
-"""
+"""Cross entropy of logits whose vocabulary is cut into shards, one a rank."""
 
 from __future__ import annotations
 
@@ -47,6 +44,9 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     Raises:
         ArgumentTypeError, ArgumentError, PackNotFound: as fused_linear_cross_entropy; ArgumentError also where
             torch.distributed is not initialised or the shard lies outside of the vocabulary.
+
+    Source:
+        Megatron-LM (Shoeybi et al., 2019) has the idea; here the ranks exchange once.
     """
 
     name = "vocab_parallel_cross_entropy"
