@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import shlex
 import statistics
@@ -23,7 +24,19 @@ from pathlib import Path
 import torch
 
 from .cold_start import printed
-from .model_steps import LABELS, OURS, SHAPES, absences, adopted, config_of, file_of, keep, made, seen_on
+from .model_steps import (
+    LABELS,
+    OURS,
+    SHAPES,
+    absences,
+    adopted,
+    config_of,
+    file_of,
+    finish,
+    keep,
+    made,
+    seen_on,
+)
 
 MODULE = "benchmarks.first_step"
 PROVIDERS = ("transformers", "liger", OURS, "liger_aot_attention")
@@ -68,7 +81,7 @@ def phases(goal: str, provider: str, model: str, device: torch.device) -> list[f
         optimizer.step()
         next(ready.parameters()).flatten()[0].item()  # waits for the GPU
     at.append(time.perf_counter())
-    return [end - start for start, end in zip(at, at[1:], strict=False)]
+    return [end - start for start, end in itertools.pairwise(at)]
 
 
 def measured(goal: str, provider: str, model: str, device: str, processes: int) -> Result:
@@ -84,7 +97,9 @@ def table(results: Sequence[Result]) -> str:
     """Seconds of each phase and in all, and what part of Liger's total that is."""
     lines = []
     for goal in dict.fromkeys(r.goal for r in results):
-        lines.append(f"first {goal}, s{'':18s}" + "".join(f"{phase:>22s}" for phase in (*PHASES, "all", "of Liger's")))
+        lines.append(
+            f"first {goal}, s{'':18s}" + "".join(f"{phase:>22s}" for phase in (*PHASES, "all", "of Liger's"))
+        )
         found = [r for r in results if r.goal == goal]
         liger = next((r.total for r in found if r.provider == "liger"), None)
         for r in found:
@@ -100,11 +115,17 @@ def table(results: Sequence[Result]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(f"python -m {MODULE}", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
     parser.add_argument("--model", choices=SHAPES, default="llama-1b", help="(default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=3, help="of each provider and goal (default: %(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=3, help="of each provider and goal (default: %(default)s)"
+    )
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it with a tiny model")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it with a tiny model"
+    )
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -127,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
             print(table(results[-1:]).splitlines()[-1], flush=True)
             found = [dataclasses.asdict(r) for r in results]
             keep(file, "first_step", seen, model=options.model, phases=PHASES, results=found)
-    print(f"\n{table(results)}\n\n{file}")
+    finish(file, table(results))
     return int(any(r.failed for r in results if r.provider == OURS))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .model_steps import LABELS, OURS, Shape, adopted, config_of, file_of, keep, made, seen_on
+from .model_steps import LABELS, OURS, Shape, adopted, config_of, file_of, finish, keep, made, seen_on
 
 PROVIDERS = ("transformers", OURS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,7 +78,14 @@ def corpus(vocabulary: int, sequences: int, tokens: int) -> Tensor:
 
 
 def trained(
-    provider: str, dtype: str, seed: int, shape: Shape, text: Tensor, steps: int, batch: int, device: torch.device
+    provider: str,
+    dtype: str,
+    seed: int,
+    shape: Shape,
+    text: Tensor,
+    steps: int,
+    batch: int,
+    device: torch.device,
 ) -> Curve:
     """AdamW, so many steps."""
     model = adopted(provider, shape.family, made(config_of(shape), device, DTYPES[dtype], seed)).train()
@@ -113,7 +120,9 @@ def line(v: Verdict) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.loss_curves", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
     parser.add_argument("--steps", type=int, default=200, help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="sequences (default: %(default)s)")
@@ -125,7 +134,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("a GPU is needed, and torch sees none here")
     if options.seeds < 2 or options.steps < LAST:
-        parser.error(f"seeds must be 2 or more and steps {LAST} or more, got {options.seeds} and {options.steps}")
+        parser.error(
+            f"seeds must be 2 or more and steps {LAST} or more, got {options.seeds} and {options.steps}"
+        )
     device = torch.device(options.device)
     command = shlex.join(["python", "-m", "benchmarks.loss_curves", *arguments])
     seen = seen_on(device, command=command, commit=options.commit, absent={})
@@ -138,12 +149,15 @@ def main(arguments: Sequence[str]) -> int:
         for seed in range(options.seeds):
             for provider in PROVIDERS:
                 curve = trained(provider, dtype, seed, shape, text, options.steps, options.batch, device)
-                print(f"{dtype} seed {seed} {LABELS[provider]}: {curve.losses[0]:.4f} to {curve.final:.4f}", flush=True)
+                print(
+                    f"{dtype} seed {seed} {LABELS[provider]}: {curve.losses[0]:.4f} to {curve.final:.4f}",
+                    flush=True,
+                )
                 curves.append(curve)
         verdicts.append(verdict(dtype, curves))
         found = {"curves": curves, "verdicts": verdicts}
         keep(file, "loss_curves", seen, **{k: [dataclasses.asdict(x) for x in v] for k, v in found.items()})
-    print("\n".join(map(line, verdicts)), f"\n\n{file}")
+    finish(file, "\n".join(map(line, verdicts)))
     return int(not all(v.within for v in verdicts))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import environment
+from .plot import plot
 from .providers import absence
 from .records import Environment
 from .session import RESULTS
@@ -126,7 +127,9 @@ def seen_on(
         return environment.observe(device, command=command, commit=commit, absent=absent)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     versions = (platform.python_version(), torch.__version__, None, None, None, None)
-    return Environment("CPU", 0, 0, "none", "none", *versions, now, commit or "unknown", command, dict(absent))
+    return Environment(
+        "CPU", 0, 0, "none", "none", *versions, now, commit or "unknown", command, dict(absent)
+    )
 
 
 def file_of(seen: Environment, benchmark: str, out: Path | None) -> Path:
@@ -141,3 +144,12 @@ def keep(file: Path, benchmark: str, seen: Environment, **content: Any) -> None:
     partial = file.with_name(file.name + ".partial")
     partial.write_text(json.dumps(text, indent=1) + "\n")
     partial.replace(file)
+
+
+def finish(file: Path, text: str) -> None:
+    """Print what was found and draw it."""
+    print(f"\n{text}\n\n{file}", flush=True)
+    try:
+        plot(file)
+    except (ImportError, ValueError) as error:
+        print(f"not drawn: {error}; `python -m benchmarks plot {file}` draws it where matplotlib is")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from .cold_start import ROOT
-from .model_steps import LABELS, OURS, SHAPES, absences, file_of, keep, seen_on
+from .model_steps import LABELS, OURS, SHAPES, absences, file_of, finish, keep, seen_on
 
 TIMEOUT_S = 240.0  # of one provider at one point
 GIB = 1 << 30
@@ -203,8 +203,14 @@ def table(results: Sequence[Result]) -> str:
                 lines.append(f"  {LABELS[r.provider]:30s} {r.failed}")
                 continue
             of = [_of(r, by.get(peer)) for peer in ("transformers", "liger")]
-            peak = "" if r.peak_bytes is None else f"  {r.peak_bytes / GIB:7.2f} GiB {of[0][1]:>6s} {of[1][1]:>6s}"
-            lines.append(f"  {LABELS[r.provider]:30s} {r.tokens_per_second:9.0f} tokens/s {of[0][0]:>6s} {of[1][0]:>6s}{peak}")
+            peak = (
+                ""
+                if r.peak_bytes is None
+                else f"  {r.peak_bytes / GIB:7.2f} GiB {of[0][1]:>6s} {of[1][1]:>6s}"
+            )
+            lines.append(
+                f"  {LABELS[r.provider]:30s} {r.tokens_per_second:9.0f} tokens/s {of[0][0]:>6s} {of[1][0]:>6s}{peak}"
+            )
     return "\n".join([*lines, "ratios: of Transformers', of Liger's"])
 
 
@@ -221,14 +227,21 @@ def chosen(options: argparse.Namespace) -> tuple[Point, ...]:
     asked = (options.model, options.batch, options.tokens, options.optimizer)
     if not any(asked):
         return points
-    defaults: Iterable[tuple[Any, ...]] = (("phi3-mini", "llama-1b", "llama-8b"), (4, 8, 16), (512, 1024, 2048), OPTIMIZERS)
+    defaults: Iterable[tuple[Any, ...]] = (
+        ("phi3-mini", "llama-1b", "llama-8b"),
+        (4, 8, 16),
+        (512, 1024, 2048),
+        OPTIMIZERS,
+    )
     wanted = (tuple(given) if given else default for given, default in zip(asked, defaults, strict=True))
     return tuple(Point(*p) for p in itertools.product(*wanted))
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.training", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
     parser.add_argument("--effort", choices=EFFORTS, default="full", help="(default: full)")
     parser.add_argument("--model", action="append", choices=SHAPES, help="(may be repeated)")
     parser.add_argument("--batch", action="append", type=int, help="sequences (may be repeated)")
@@ -236,7 +249,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--optimizer", action="append", choices=OPTIMIZERS, help="(may be repeated)")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, help="of all providers in turn (default: the effort's)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it with tiny models")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it with tiny models"
+    )
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
     names = options.providers.split(",")
@@ -259,7 +274,7 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         for process in processes.values():
             process.end()
-    print(f"\n{table(results)}\n\n{file}")
+    finish(file, table(results))
     return int(any(r.failed and r.failed != "out of memory" for r in results if r.provider == OURS))
 
 

@@ -6,6 +6,7 @@ Several of these share a GPU and take turns: between points a process holds no t
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import sys
@@ -18,7 +19,9 @@ from .measure import summarize
 from .model_steps import SHAPES, adopted, config_of, made
 from .providers import first_line
 
-WARM_STEPS = 3  # the first compiles and makes the optimizer's states, the second has all of them, the third is timed
+WARM_STEPS = (
+    3  # the first compiles and makes the optimizer's states, the second has all of them, the third is timed
+)
 FEWEST, MOST = 3, 60  # timed steps
 RATES = {"adamw": 1e-4, "sgd": 1e-2}
 PHASES = ("forward", "backward", "optimizer")
@@ -96,7 +99,7 @@ def _gpu_steps(step: Step, count: int) -> list[float]:
         step()
         event.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)]
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
 def _cpu_steps(step: Step, count: int) -> list[float]:

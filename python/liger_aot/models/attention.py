@@ -112,7 +112,13 @@ def attention(
     if sliding_window is not None:
         window = (sliding_window - 1, None if causal else sliding_window - 1)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    settings = {"causal": causal, "scale": scaling, "window": window, "softcap": softcap or 0.0, "sinks": s_aux}
+    settings = {
+        "causal": causal,
+        "scale": scaling,
+        "window": window,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+    }
     if lengths is not None:
         return decoding(q, k, v, cache_seqlens=lengths, **settings), None
     return op(q, k, v, layout="bshd", **settings), None
@@ -120,9 +126,7 @@ def attention(
 
 def _refuse(name: str, value: Any) -> None:
     if value is not None:
-        raise ArgumentError(
-            f'attn_implementation="{NAME}": {name} must be None, got {type(value).__name__}'
-        )
+        raise ArgumentError(f'attn_implementation="{NAME}": {name} must be None, got {type(value).__name__}')
 
 
 def attention_mask(
