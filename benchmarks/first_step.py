@@ -94,22 +94,26 @@ def measured(goal: str, provider: str, model: str, device: str, processes: int) 
 
 
 def table(results: Sequence[Result]) -> str:
-    """Seconds of each phase and in all, and what part of Liger's total that is."""
+    """Seconds of each phase and in all, what part of Liger's that is, and the same beside what Transformers takes."""
     lines = []
     for goal in dict.fromkeys(r.goal for r in results):
         lines.append(
-            f"first {goal}, s{'':18s}" + "".join(f"{phase:>22s}" for phase in (*PHASES, "all", "of Liger's"))
+            f"first {goal}, s{'':18s}"
+            + "".join(f"{phase:>20s}" for phase in (*PHASES, "all", "of Liger's", "beside"))
         )
         found = [r for r in results if r.goal == goal]
-        liger = next((r.total for r in found if r.provider == "liger"), None)
+        totals = {r.provider: r.total for r in found if r.total is not None}
+        liger, plain = totals.get("liger"), totals.get("transformers", 0.0)
         for r in found:
             if r.total is None:
                 lines.append(f"  {LABELS[r.provider]:30s} {r.failed}")
                 continue
-            numbers = "".join(f"{seconds:22.3f}" for seconds in (*r.phases, r.total))
-            part = r.total / liger if liger else None
-            mark = "  MORE THAN WANTED" if part and r.provider == OURS and part > MOST_OF_LIGER else ""
-            lines.append(f"  {LABELS[r.provider]:30s}{numbers}{f'{part:.3f}' if part else '-':>22s}{mark}")
+            cells = [f"{seconds:20.3f}" for seconds in (*r.phases, r.total)]
+            mark = ""
+            if liger:
+                cells += [f"{r.total / liger:20.3f}", f"{(r.total - plain) / (liger - plain):20.3f}"]
+                mark = "  MORE THAN WANTED" * (r.provider == OURS and r.total > MOST_OF_LIGER * liger)
+            lines.append(f"  {LABELS[r.provider]:30s}{''.join(cells)}{mark}")
     return "\n".join(lines)
 
 

@@ -49,9 +49,8 @@ class Point:
         return f"{self.model} {self.batch} x {self.tokens} {self.optimizer}"
 
 
-ALL = tuple(
-    Point(*p) for p in itertools.product(("phi3-mini", "llama-1b", "llama-8b"), (4, 8, 16), (512, 1024, 2048), OPTIMIZERS)
-)  # fmt: skip
+# Models, sequences, tokens of each and optimizers, in all combinations.
+EVERY = (("phi3-mini", "llama-1b", "llama-8b"), (4, 8, 16), (512, 1024, 2048), OPTIMIZERS)
 SHORT = (
     Point("phi3-mini", 4, 512, "adamw"),
     Point("phi3-mini", 4, 2048, "sgd"),
@@ -63,6 +62,10 @@ SHORT = (
 )
 
 
+def combined(axes: Iterable[Iterable[Any]]) -> tuple[Point, ...]:
+    return tuple(Point(*p) for p in itertools.product(*axes))
+
+
 @dataclass(frozen=True)
 class Effort:
     points: tuple[Point, ...]
@@ -70,7 +73,7 @@ class Effort:
     seconds: float  # of timed steps, a provider, point and round
 
 
-EFFORTS = {"full": Effort(ALL, 3, 2.0), "short": Effort(SHORT, 2, 0.7)}
+EFFORTS = {"full": Effort(combined(EVERY), 3, 2.0), "short": Effort(SHORT, 2, 0.7)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Process:
         self._command = [sys.executable, "-m", "benchmarks.training_worker", provider, device, str(seconds)]
         self._timeout = timeout
         self._running: subprocess.Popen[str] | None = None
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as this lives)
 
     def ask(self, point: Point) -> dict[str, Any]:
         """What it measured at a point, or how it failed."""
@@ -140,10 +143,10 @@ class Process:
 def at(point: Point, processes: dict[str, Process], rounds: int) -> list[Result]:
     """All providers in turn, so many times; one that failed is not asked again."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
-    for again in range(rounds):
+    for later in range(rounds):
         for name, process in processes.items():
             before = answers[name]
-            if again and (name in ONCE or "failed" in before[-1]):
+            if later and (name in ONCE or "failed" in before[-1]):
                 continue
             before.append(process.ask(point))
     return [pooled(point, name, found) for name, found in answers.items()]
@@ -223,18 +226,10 @@ def _of(r: Result, peer: Result | None) -> tuple[str, str]:
 
 def chosen(options: argparse.Namespace) -> tuple[Point, ...]:
     """The effort's points, or all combinations of what was asked for."""
-    points = EFFORTS[options.effort].points
     asked = (options.model, options.batch, options.tokens, options.optimizer)
     if not any(asked):
-        return points
-    defaults: Iterable[tuple[Any, ...]] = (
-        ("phi3-mini", "llama-1b", "llama-8b"),
-        (4, 8, 16),
-        (512, 1024, 2048),
-        OPTIMIZERS,
-    )
-    wanted = (tuple(given) if given else default for given, default in zip(asked, defaults, strict=True))
-    return tuple(Point(*p) for p in itertools.product(*wanted))
+        return EFFORTS[options.effort].points
+    return combined(given or every for given, every in zip(asked, EVERY, strict=True))
 
 
 def main(arguments: Sequence[str]) -> int:

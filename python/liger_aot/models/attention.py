@@ -38,7 +38,8 @@ def register_attention() -> None:
 
 def _op(name: str) -> Callable[..., Tensor]:
     if name in names():
-        return load(name)
+        op: Callable[..., Tensor] = load(name)
+        return op
 
     def missing(*args: Any, **kwargs: Any) -> Tensor:
         raise UnknownOp(
