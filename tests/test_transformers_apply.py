@@ -13,6 +13,7 @@ import torch
 import liger_aot
 from liger_aot.errors import LeftAlone
 from liger_aot.models import FAMILIES
+from liger_aot.models.loss import chunk_bytes
 from tests.transformers_cases import (
     CONFIGS,
     assert_close,
@@ -167,6 +168,34 @@ def test_parts() -> None:
     applied(model, mlp=False, rotary=False, loss=False)  # instead of the parts before
     assert all("norm" in name for name in changed_modules(model))
     assert len(changed_modules(model)) == 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "chunk"),
+    [
+        (2048, 128256, 512),  # an eighth were 256
+        (8192, 128256, 1024),
+        (32768, 128256, 2093),  # the op's budget
+        (2048, 32064, 512),
+        (100, 128256, 512),
+        (512, 1 << 30, 1),  # a row larger than the budget
+    ],
+)
+def test_the_losss_chunk_follows_the_number_of_tokens(rows: int, vocabulary: int, chunk: int) -> None:
+    hidden = torch.empty(2, rows // 2, 16, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(vocabulary, 16, dtype=torch.bfloat16, device="meta")
+    assert chunk_bytes(hidden, weight) // (2 * vocabulary) == chunk
+
+
+def test_the_chunk_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = liger_aot.load("fused_linear_cross_entropy")
+    seen: list[int] = []
+    check = op.check
+    monkeypatch.setattr(
+        op, "check", lambda tensors, settings: seen.append(settings[6]) or check(tensors, settings)
+    )
+    applied(tiny("llama"))(**batch("llama"))
+    assert seen and set(seen) == {512 * 128 * 4}  # 120 columns, in rows of 128
 
 
 def test_twice_and_back_once() -> None:
