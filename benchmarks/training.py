@@ -53,12 +53,11 @@ class Point:
 EVERY = (("phi3-mini", "llama-1b", "llama-8b"), (4, 8, 16), (512, 1024, 2048), OPTIMIZERS)
 SHORT = (
     Point("phi3-mini", 4, 512, "adamw"),
-    Point("phi3-mini", 4, 2048, "sgd"),
-    Point("phi3-mini", 16, 1024, "adamw"),
+    Point("phi3-mini", 8, 1024, "sgd"),
     Point("llama-1b", 4, 512, "sgd"),
     Point("llama-1b", 16, 1024, "adamw"),
     Point("llama-8b", 4, 512, "adamw"),
-    Point("llama-8b", 16, 1024, "sgd"),
+    Point("llama-8b", 8, 1024, "sgd"),
 )
 
 
