@@ -185,6 +185,16 @@ def test_what_needs_a_mask_is_refused(stand_in: StandIn) -> None:
         model(ids)
 
 
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_attention_to_another_models_tokens_is_refused(tokens: int) -> None:
+    """A cross attention's keys are no cache that has room."""
+    liger_aot.register_attention()
+    model = tiny("llama", attn_implementation=attention.NAME)
+    states = {"inputs_embeds": torch.zeros(1, tokens, 64), "encoder_hidden_states": torch.zeros(1, 9, 64)}
+    with pytest.raises(ArgumentError, match="a mask of its own"):
+        transformers.masking_utils.create_bidirectional_mask(model.config, attention_mask=None, **states)
+
+
 def test_a_build_without_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "OP", "no_such_op")
     liger_aot.register_attention()

@@ -140,6 +140,7 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = True,
     use_vmap: bool = False,
+    mask_function: Any = None,
     device: torch.device | str | None = None,
     **others: Any,
 ) -> Tensor | None:
@@ -153,9 +154,12 @@ def attention_mask(
     Raises:
         ArgumentError: a mask would be needed.
     """
+    from transformers.masking_utils import bidirectional_mask_function
+
     problem = ""
-    # With a static cache Transformers asks for the mask of a single query, which sees all keys.
-    packed = not allow_is_causal_skip and q_length > 1
+    # With a static cache Transformers insists on the mask of a single query, which sees all keys that are there.
+    single = q_length == 1 and mask_function is not bidirectional_mask_function
+    packed = not (allow_is_causal_skip or single)
     if use_vmap or packed or not allow_is_bidirectional_skip:
         problem = "packed sequences or a mask of its own"
     elif attention_mask is not None and _may_pad(attention_mask) and not torch.all(attention_mask):
