@@ -70,6 +70,7 @@ def test_the_matrix_has_what_the_plans_have() -> None:
 
 RUN = '[runs.a]\narch = "{arch}"\nstate = "{state}"\nwhat = ""\ndate = ""\n[ops]\n'
 
+
 @pytest.mark.parametrize(
     ("arch", "state", "rope", "message"),
     [

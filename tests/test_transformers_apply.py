@@ -13,7 +13,7 @@ import torch
 
 import liger_aot
 from liger_aot.errors import LeftAlone
-from liger_aot.models import FAMILIES
+from liger_aot.models import FAMILIES, modules
 from liger_aot.models.loss import chunk_bytes
 from tests.transformers_cases import (
     CONFIGS,
@@ -324,6 +324,23 @@ def test_the_packed_projection_is_not_copied() -> None:
     y = mlp(torch.randn(2, 3, 64, requires_grad=True))
     node = next(n for n in _graph(y.grad_fn) if "_Function" in n.name())
     assert node.saved_tensors[0].data_ptr() == seen[0].data_ptr()
+
+
+def test_pieces_of_a_projection_are_what_its_slices_are() -> None:
+    """Other cuts than the three, and all else, are the tensor's own."""
+    packed = torch.randn(2, 3, 10)
+    pieces = modules._Pieces(packed, (4, 3, 3))
+    for at in (
+        (..., slice(4)),
+        (..., slice(4, 7)),
+        (..., slice(7, None)),
+        (..., slice(2, 5)),
+        (..., 0),
+        1,
+        slice(1),
+    ):
+        assert torch.equal(pieces[at], packed[at])
+    assert pieces.shape == packed.shape
 
 
 def test_phi3s_queries_keys_and_values_are_taken_apart_at_once() -> None:

@@ -240,11 +240,20 @@ class _Divided:
 
 
 class _Pieces:
-    """A tensor that is cut along its last dimension at known places only: ``pieces[..., first:last]``."""
+    """A tensor that knows some cuts along its last dimension: ``pieces[..., first:last]`` gives the piece where it is
+    one of them; all else is asked of the tensor."""
 
     def __init__(self, packed: Tensor, sizes: tuple[int, int, int]) -> None:
         q, k, v = packed.split(sizes, -1)
-        self._by_start: dict[int, Tensor] = {0: q, sizes[0]: k, sizes[0] + sizes[1]: v.contiguous()}
+        self._packed, end_q, end_k = packed, sizes[0], sizes[0] + sizes[1]
+        self._pieces = {(0, end_q): q, (end_q, end_k): k, (end_k, packed.shape[-1]): v.contiguous()}
 
-    def __getitem__(self, at: tuple[Any, slice]) -> Tensor:
-        return self._by_start[at[1].start or 0]
+    def __getitem__(self, at: Any) -> Tensor:
+        if isinstance(at, tuple) and len(at) == 2 and at[0] is ... and isinstance(at[1], slice):
+            first, last, step = at[1].indices(self._packed.shape[-1])
+            if step == 1 and (first, last) in self._pieces:
+                return self._pieces[first, last]
+        return self._packed[at]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._packed, name)
