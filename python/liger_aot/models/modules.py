@@ -248,7 +248,7 @@ class _Pieces:
         self._packed, end_q, end_k = packed, sizes[0], sizes[0] + sizes[1]
         self._pieces = {(0, end_q): q, (end_q, end_k): k, (end_k, packed.shape[-1]): v.contiguous()}
 
-    def __getitem__(self, at: Any) -> Tensor:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, tuple) and len(at) == 2 and at[0] is ... and isinstance(at[1], slice):
             first, last, step = at[1].indices(self._packed.shape[-1])
             if step == 1 and (first, last) in self._pieces:
