@@ -170,12 +170,14 @@ def key_tile(
     key, DK, DV, Q, K, V, DY, LSE2, DELTA, dk_row, q_head, q_row, k_row, v_row, dy_head, dy_row, scale, cap,
     gradient_scale, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr,
+    PEELED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of keys ``key`` to ``key`` + BLOCK_N - 1 of one head of one sequence.
 
     Tensors start at its first row or key; of Q, DY, LSE2 and DELTA in the first of the ``ratio`` heads that share it.
     ``scale`` and ``cap`` as the forward takes them; ``gradient_scale`` is d score / d (q k) without the soft cap's
-    slope. PACKED: rows of LSE2 and DELTA behind ``len_q`` are another sequence's.
+    slope. PACKED: rows of LSE2 and DELTA behind ``len_q`` are another sequence's. PEELED: blocks that need no mask have
+    a loop without one, which takes registers.
     """
     keys = key + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, D1)
@@ -204,16 +206,17 @@ def key_tile(
     whole = tl.minimum(tl.maximum(tl.minimum(key - left + 1, len_q), 0) // BLOCK_M, last)
     whole = tl.maximum(whole, upper)
     # one loop over heads and blocks, so that the pipeline runs on from head to head
-    inner = whole - upper
-    a_head = tl.maximum(inner, 1)
-    for i in tl.range(0, ratio * inner, num_stages=STAGES):
-        h = (i // a_head).to(tl.int64)
-        at = h * padded
-        dk, dk2, dv, dv2 = key_step(
-            (upper + i % a_head) * BLOCK_M, Q + h * q_head, DY + h * dy_head, LSE2 + at,
-            DELTA + at, q_row, dy_row, k, k2, v, v2, low, count, scale, cap, dim, len_q, dk, dk2, dv, dv2, False, CAP,
-            BLOCK_M, D1, D2, PACKED,
-        )  # fmt: skip
+    inner = 0
+    if PEELED:
+        inner = whole - upper
+        a_head = tl.maximum(inner, 1)
+        for i in tl.range(0, ratio * inner, num_stages=STAGES):
+            h = (i // a_head).to(tl.int64)
+            at = h * padded
+            dk, dk2, dv, dv2 = key_step(
+                (upper + i % a_head) * BLOCK_M, Q + h * q_head, DY + h * dy_head, LSE2 + at, DELTA + at, q_row, dy_row,
+                k, k2, v, v2, low, count, scale, cap, dim, len_q, dk, dk2, dv, dv2, False, CAP, BLOCK_M, D1, D2, PACKED,
+            )  # fmt: skip
     edges = last - first - inner
     a_head = tl.maximum(edges, 1)
     for i in tl.range(0, ratio * edges, num_stages=STAGES):
@@ -222,9 +225,8 @@ def key_tile(
         j = first + i % a_head
         j += tl.where(j >= upper, inner, 0)
         dk, dk2, dv, dv2 = key_step(
-            j * BLOCK_M, Q + h * q_head, DY + h * dy_head, LSE2 + at,
-            DELTA + at, q_row, dy_row, k, k2, v, v2, low, count, scale, cap, dim, len_q, dk, dk2, dv, dv2, True, CAP,
-            BLOCK_M, D1, D2, PACKED,
+            j * BLOCK_M, Q + h * q_head, DY + h * dy_head, LSE2 + at, DELTA + at, q_row, dy_row, k, k2, v, v2, low,
+            count, scale, cap, dim, len_q, dk, dk2, dv, dv2, True, CAP, BLOCK_M, D1, D2, PACKED,
         )  # fmt: skip
 
     at = keys.to(tl.int64)[:, None] * dk_row

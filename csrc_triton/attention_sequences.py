@@ -8,8 +8,6 @@ BOUNDS hold, rows are within the tensors.
 import triton
 import triton.language as tl
 
-NO_BOUND = tl.constexpr(1 << 30)  # of a window: longer than any sequence
-
 
 @triton.jit
 def start_of(BOUNDS, s, tokens):
@@ -36,13 +34,6 @@ def find(BOUNDS, tile, sequences, tokens, BLOCK: tl.constexpr):
     start, length = span(BOUNDS, low, sequences, tokens)
     length = tl.where(low == sequences, tokens - start, length)
     return low, start, length, (tile - start // BLOCK - low) * BLOCK
-
-
-@triton.jit
-def window(len_q, len_k, right, left):
-    """(right, left): row r sees keys from r + left on, before r + right. Those given are for equal lengths."""
-    past = len_k - len_q
-    return tl.where(right < NO_BOUND, right + past, right), tl.where(left > -NO_BOUND, left + past, left)
 
 
 @triton.jit

@@ -243,7 +243,7 @@ def key_tiles(
     key_tile(
         tile * BLOCK_N, DK, DV, Q, K, V, DY, LSE2 + at, DELTA + at, dk_row, q_head, q_row, k_row, v_row, dy_head,
         dy_row, scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M, BLOCK_N, D1, D2,
-        STAGES, CAP, False,
+        STAGES, CAP, False, True,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.attention_sequences import find, report, span, window
+from csrc_triton.attention_sequences import find, report, span
 from csrc_triton.attention_tiles import attend_tile
 
 DECLARATION = {
@@ -43,7 +43,7 @@ def packed_tiles(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of a head of a sequence a program, the last rows first. LSE is [heads, tokens_q]; ``right`` and
-    ``left`` as ``window`` takes them, the rest as ``flash_attention`` has it."""
+    ``left`` are a sequence's with as many keys as queries, the rest is as ``flash_attention`` has it."""
     program = tl.program_id(0)
     if program < sequences:  # a head has more programs than there are sequences
         report(FLAG, BOUNDS_Q, program, tokens_q, longest_q)
@@ -54,7 +54,6 @@ def packed_tiles(
     if (row < 0) | (row >= len_q):
         return
     start_k, len_k = span(BOUNDS_K, sequence, sequences, tokens_k)
-    right, left = window(len_q, len_k, right, left)
     first_q = start_q.to(tl.int64)
     first_k = start_k.to(tl.int64)
     wide = head.to(tl.int64)
@@ -63,5 +62,5 @@ def packed_tiles(
         row, Y + wide * y_head + first_q * y_row, Q + wide * q_head + first_q * q_row,
         K + kv_head * k_head + first_k * k_row, V + kv_head * v_head + first_k * v_row, LSE + wide * tokens_q + first_q,
         SINKS + head, (SINKS.to(tl.int64) != 0) & (sequence < sequences), y_row, q_row, k_row, v_row, scale, cap, dim,
-        len_q, len_k, right, left, BLOCK_M, BLOCK_N, D1, D2, STAGES,
+        len_q, len_k, right + len_k - len_q, left + len_k - len_q, BLOCK_M, BLOCK_N, D1, D2, STAGES,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.attention_gradients import key_tile, query_tile
-from csrc_triton.attention_sequences import find, span, window
+from csrc_triton.attention_sequences import find, span
 
 DECLARATION = {
     "op": "flash_attention_varlen_backward",
@@ -32,8 +32,8 @@ DECLARATION = {
             "forms": {
                 "tiles": {
                     "function": "packed_key_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"],
-                    "defaults": {"CAP": 0},
+                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP", "PEELED"],
+                    "defaults": {"CAP": 0, "PEELED": 1},
                 }
             },
         },
@@ -42,8 +42,8 @@ DECLARATION = {
             "forms": {
                 "tiles": {
                     "function": "packed_key_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"],
-                    "defaults": {"CAP": 1},
+                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP", "PEELED"],
+                    "defaults": {"CAP": 1, "PEELED": 1},
                 }
             },
         },
@@ -90,17 +90,17 @@ def packed_key_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, BOUNDS_Q, BOUNDS_K, dk_head, dk_row, q_head, q_row, k_head, k_row,
     v_head, v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
+    D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, PEELED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of a sequence, the first keys first. LSE2 and DELTA are
-    [heads, padded]; ``right`` and ``left`` as ``window`` takes them."""
+    [heads, padded]; ``right`` and ``left`` are a sequence's with as many keys as queries."""
     tile = tl.program_id(0) % tiles_a_head
     head = (tl.program_id(0) // tiles_a_head).to(tl.int64)
     sequence, start_k, len_k, key = find(BOUNDS_K, tile, sequences, tokens_k, BLOCK_N)
     if (key < 0) | (key >= len_k):
         return
     start_q, len_q = span(BOUNDS_Q, sequence, sequences, tokens_q)
-    right, left = window(len_q, len_k, right, left)
+    past = len_k - len_q
     first_q = start_q.to(tl.int64)
     first_k = start_k.to(tl.int64)
     first_head = head * ratio
@@ -110,7 +110,7 @@ def packed_key_tiles(
         key, DK + to, DV + to, Q + first_head * q_head + first_q * q_row, K + head * k_head + first_k * k_row,
         V + head * v_head + first_k * v_row, DY + first_head * dy_head + first_q * dy_row, LSE2 + at, DELTA + at,
         dk_row, q_head, q_row, k_row, v_row, dy_head, dy_row, scale, cap, gradient_scale, ratio, dim, padded, len_q,
-        len_k, right, left, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True,
+        len_k, right + past, left + past, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True, PEELED,
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def packed_query_tiles(
     if (row < 0) | (row >= len_q):
         return
     start_k, len_k = span(BOUNDS_K, sequence, sequences, tokens_k)
-    right, left = window(len_q, len_k, right, left)
+    past = len_k - len_q
     first_q = start_q.to(tl.int64)
     first_k = start_k.to(tl.int64)
     kv_head = head // ratio
@@ -137,5 +137,5 @@ def packed_query_tiles(
         row, DQ + head * dq_head + first_q * dq_row, Q + head * q_head + first_q * q_row,
         K + kv_head * k_head + first_k * k_row, V + kv_head * v_head + first_k * v_row,
         DY + head * dy_head + first_q * dy_row, LSE2 + at, DELTA + at, dq_row, q_row, k_row, v_row, dy_row, scale, cap,
-        gradient_scale, dim, len_q, len_k, right, left, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True,
+        gradient_scale, dim, len_q, len_k, right + past, left + past, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True,
     )  # fmt: skip
