@@ -4,9 +4,9 @@
     python -m benchmarks.attention_forms --backward --out ...
 
 Each form has the FLOPs of dense attention of 16384 tokens a batch and 2048 / dim heads; bf16. ``gqa`` has 8 query heads
-a head of keys, where dim leaves a multiple of 8 heads. ``varlen`` has uneven sequences whose squares add up to the same:
-of every two of one length, 1.4 and 0.2 times that; a single one becomes 0.8 and 0.6 of it. Forms and providers take
-turns, and results are medians of rounds. FlashAttention-2 is torch's (SDPA, varlen_attn).
+a head of keys, where dim leaves a multiple of 8 heads. ``varlen`` has uneven sequences whose squares add up to the
+same: of every two of one length, 1.4 and 0.2 times that; a single one becomes 0.8 and 0.6 of it. Forms and providers
+take turns, and results are medians of rounds. FlashAttention-2 is torch's (SDPA, varlen_attn).
 """
 
 from __future__ import annotations

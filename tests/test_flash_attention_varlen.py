@@ -38,7 +38,7 @@ def test_cpu(seed: int, problem: Problem) -> None:
 
 @pytest.mark.parametrize("problem", [SMALL[1], SMALL[2], SMALL[4]], ids=str)
 def test_reference_is_the_dense_ones_of_each_sequence(problem: Problem) -> None:
-    """In float64, gradients too: the limits of the other tests leave room for roundings."""
+    """In float32, gradients too: the limits of the other tests leave room for roundings."""
     dense, packed = liger_aot.load("flash_attention"), liger_aot.load("flash_attention_varlen")
     tensors = problem._replace(dtype=torch.float32).tensors()
     q, k, v, cu_q, cu_k, sinks = tensors

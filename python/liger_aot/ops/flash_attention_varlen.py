@@ -37,11 +37,12 @@ class FlashAttentionVarlen(DifferentiableOp):
     """``flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, ...) -> Tensor``:
     attention within each of the sequences that follow each other in q, k and v.
 
-    As ``flash_attention`` of each sequence by itself, also in its bits: exact, differentiable in q, k, v, sinks, also
-    through ``return_lse``, the same gradients every time. Where sequences start stays on the device, and nothing waits
-    for it. The backward alone is the op ``flash_attention_varlen_backward``. Works under torch.compile and, after
-    ``preload`` and one call, in CUDA graphs, whose cu_seqlens may change between replays. CPU tensors take the
-    plain-torch reference, whose memory grows with the square of all tokens.
+    As ``flash_attention`` of each sequence by itself: exact, differentiable in q, k, v, sinks, also through
+    ``return_lse``. A sequence's results and gradients have the same bits every time, whatever lies beside it. Where
+    sequences start stays on the device, and nothing waits for it. The backward alone is the op
+    ``flash_attention_varlen_backward``. Works under torch.compile and, after ``preload`` and one call, in CUDA graphs,
+    whose cu_seqlens may change between replays. CPU tensors take the plain-torch reference, whose memory grows with the
+    square of all tokens.
 
     Args:
         q: (tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1. Tensors whose rows don't
@@ -155,6 +156,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         q, k, v = (fitted(t, TILE_UNIT) for t in (q, k, v))
         sinks = None if sinks is None else sinks.float().contiguous()
         tensors = (q, k, v, cu_q.contiguous(), cu_k.contiguous(), sinks)
+        settings = (*map(int, settings[:2]), *settings[2:])
         key = _packed_key(tensors, settings)
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
