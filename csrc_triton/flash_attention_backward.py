@@ -8,7 +8,7 @@ rows. The probabilities are computed twice.
 import triton
 import triton.language as tl
 
-from csrc_triton.attention_gradients import key_step, query_step, rows_within
+from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_tiles import load_rows
 
 DECLARATION = {
@@ -237,69 +237,14 @@ def key_tiles(
     V += batch * v_batch + head.to(tl.int64) * v_head
     DK += batch * dk_batch + head.to(tl.int64) * dk_head
     DV += batch * dk_batch + head.to(tl.int64) * dk_head
-    Q += batch * q_batch
-    DY += batch * dy_batch
-    first_head = head * ratio
-    key = tile * BLOCK_N
-    keys = key + tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, D1)
-    k = rows_within(K, keys, k_row, columns, dim, len_k, True)
-    v = rows_within(V, keys, v_row, columns, dim, len_k, True)
-    dk = tl.zeros([BLOCK_N, D1], tl.float32)
-    dv = tl.zeros([BLOCK_N, D1], tl.float32)
-    k2 = k
-    v2 = v
-    dk2 = dk
-    dv2 = dv
-    if D2 > 0:
-        columns2 = tl.arange(0, D2) + D1
-        k2 = rows_within(K, keys, k_row, columns2, dim, len_k, True)
-        v2 = rows_within(V, keys, v_row, columns2, dim, len_k, True)
-        dk2 = tl.zeros([BLOCK_N, D2], tl.float32)
-        dv2 = tl.zeros([BLOCK_N, D2], tl.float32)
-
-    # the first row that sees each key, how many see it; blocks that see no key or every key of the tile
-    low = keys - right + 1
-    count = tl.full([BLOCK_N], 0, tl.uint32) + (right - left).to(tl.uint32, bitcast=True)
-    stop = tl.maximum(tl.minimum(tl.minimum(key + BLOCK_N, len_k) - left, len_q), 0)
-    last = tl.cdiv(stop, BLOCK_M)
-    first = tl.minimum(tl.maximum(key - right + 1, 0) // BLOCK_M, last)
-    upper = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(key + BLOCK_N - right, 0), BLOCK_M), first), last)
-    whole = tl.minimum(tl.maximum(tl.minimum(key - left + 1, len_q), 0) // BLOCK_M, last)
-    whole = tl.maximum(whole, upper)
-    # one loop over heads and blocks, so that the pipeline runs on from head to head
-    inner = whole - upper
-    a_head = tl.maximum(inner, 1)
-    for i in tl.range(0, ratio * inner, num_stages=STAGES):
-        h = first_head + i // a_head
-        at = (batch * heads * ratio + h) * padded
-        dk, dk2, dv, dv2 = key_step(
-            (upper + i % a_head) * BLOCK_M, Q + h.to(tl.int64) * q_head, DY + h.to(tl.int64) * dy_head, LSE2 + at,
-            DELTA + at, q_row, dy_row, k, k2, v, v2, low, count, scale, cap, dim, len_q, dk, dk2, dv, dv2, False, CAP,
-            BLOCK_M, D1, D2,
-        )  # fmt: skip
-    edges = last - first - inner
-    a_head = tl.maximum(edges, 1)
-    for i in tl.range(0, ratio * edges, num_stages=STAGES):
-        h = first_head + i // a_head
-        at = (batch * heads * ratio + h) * padded
-        j = first + i % a_head
-        j += tl.where(j >= upper, inner, 0)
-        dk, dk2, dv, dv2 = key_step(
-            j * BLOCK_M, Q + h.to(tl.int64) * q_head, DY + h.to(tl.int64) * dy_head, LSE2 + at,
-            DELTA + at, q_row, dy_row, k, k2, v, v2, low, count, scale, cap, dim, len_q, dk, dk2, dv, dv2, True, CAP,
-            BLOCK_M, D1, D2,
-        )  # fmt: skip
-
-    at = keys.to(tl.int64)[:, None] * dk_row
-    keep = keys[:, None] < len_k
-    inside = keep & (columns[None, :] < dim)
-    tl.store(DK + at + columns[None, :], (dk * gradient_scale).to(DK.dtype.element_ty), mask=inside)
-    tl.store(DV + at + columns[None, :], dv.to(DV.dtype.element_ty), mask=inside)
-    if D2 > 0:
-        inside = keep & (columns2[None, :] < dim)
-        tl.store(DK + at + columns2[None, :], (dk2 * gradient_scale).to(DK.dtype.element_ty), mask=inside)
-        tl.store(DV + at + columns2[None, :], dv2.to(DV.dtype.element_ty), mask=inside)
+    Q += batch * q_batch + (head * ratio).to(tl.int64) * q_head
+    DY += batch * dy_batch + (head * ratio).to(tl.int64) * dy_head
+    at = (batch * heads + head) * ratio * padded
+    key_tile(
+        tile * BLOCK_N, DK, DV, Q, K, V, DY, LSE2 + at, DELTA + at, dk_row, q_head, q_row, k_row, v_row, dy_head,
+        dy_row, scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M, BLOCK_N, D1, D2,
+        STAGES, CAP, False, True,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -319,53 +264,11 @@ def query_tiles(
     DQ += batch * dq_batch + head.to(tl.int64) * dq_head
     K += batch * k_batch + (head // ratio).to(tl.int64) * k_head
     V += batch * v_batch + (head // ratio).to(tl.int64) * v_head
-    row = tile * BLOCK_M
-    rows = row + tl.arange(0, BLOCK_M)
-    at = both.to(tl.int64) * padded + rows
-    lse = tl.load(LSE2 + at)
-    delta = tl.load(DELTA + at)
-    columns = tl.arange(0, D1)
-    q = rows_within(Q, rows, q_row, columns, dim, len_q, True)
-    dy = rows_within(DY, rows, dy_row, columns, dim, len_q, True)
-    dq = tl.zeros([BLOCK_M, D1], tl.float32)
-    q2 = q
-    dy2 = dy
-    dq2 = dq
-    if D2 > 0:
-        columns2 = tl.arange(0, D2) + D1
-        q2 = rows_within(Q, rows, q_row, columns2, dim, len_q, True)
-        dy2 = rows_within(DY, rows, dy_row, columns2, dim, len_q, True)
-        dq2 = tl.zeros([BLOCK_M, D2], tl.float32)
-
-    # the first key that each row sees, how many it sees; blocks that no row or every row sees whole
-    low = rows + left
-    count = tl.maximum(tl.minimum(rows + right, len_k) - low, 0).to(tl.uint32, bitcast=True)
-    stop = tl.maximum(tl.minimum(row + BLOCK_M + right - 1, len_k), 0)
-    last = tl.cdiv(stop, BLOCK_N)
-    first = tl.minimum(tl.maximum(row + left, 0) // BLOCK_N, last)
-    whole = tl.maximum(tl.minimum(tl.minimum(tl.maximum(row + right, 0), len_k) // BLOCK_N, last), first)
-    lower = tl.minimum(tl.cdiv(tl.maximum(row + BLOCK_M - 1 + left, 0), BLOCK_N), whole)
-    lower = tl.maximum(lower, first)
-    for j in tl.range(lower, whole, num_stages=STAGES):
-        dq, dq2 = query_step(
-            j * BLOCK_N, K, V, k_row, v_row, q, q2, dy, dy2, lse, delta, low, count, scale, cap, dim, len_k, dq, dq2,
-            False, CAP, BLOCK_N, D1, D2,
-        )  # fmt: skip
-    gap = whole - lower
-    for i in tl.range(first, last - gap, num_stages=STAGES):
-        j = i + tl.where(i >= lower, gap, 0)
-        dq, dq2 = query_step(
-            j * BLOCK_N, K, V, k_row, v_row, q, q2, dy, dy2, lse, delta, low, count, scale, cap, dim, len_k, dq, dq2,
-            True, CAP, BLOCK_N, D1, D2,
-        )  # fmt: skip
-
-    to = DQ + rows.to(tl.int64)[:, None] * dq_row
-    keep = rows[:, None] < len_q
-    out = (dq * gradient_scale).to(DQ.dtype.element_ty)
-    tl.store(to + columns[None, :], out, mask=keep & (columns[None, :] < dim))
-    if D2 > 0:
-        out = (dq2 * gradient_scale).to(DQ.dtype.element_ty)
-        tl.store(to + columns2[None, :], out, mask=keep & (columns2[None, :] < dim))
+    at = both.to(tl.int64) * padded
+    query_tile(
+        tile * BLOCK_M, DQ, Q, K, V, DY, LSE2 + at, DELTA + at, dq_row, q_row, k_row, v_row, dy_row, scale, cap,
+        gradient_scale, dim, len_q, len_k, right, left, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, False,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -60,12 +60,14 @@ def gradient_errors(
     allowed: Mapping[str, float],
     *,
     approximate: bool,
+    sums: Any = None,
 ) -> dict[str, float]:
     """The largest error of each gradient as a fraction of what is allowed; NaN counts as infinite.
 
     P is exp of a score less lse, whose absolute errors are its relative one. P and dS are rounded to the dtype before
     they are multiplied; so was o, from which delta = sum(do o) comes. All else is summed in float32.
-    ``approximate``: the forward's tanh, from which lse comes, is off by 2^-10.7.
+    ``approximate``: the forward's tanh, from which lse comes, is off by 2^-10.7. ``sums``: what the gradient of the
+    sinks and its limit are added to, where ``found`` is of a part of what shares them.
     """
     dtype = do.dtype
     unit = allowed[NAMES[dtype]] * UNIT_ROUNDOFF[dtype]
@@ -111,8 +113,10 @@ def gradient_errors(
     limits = [limit.transpose(1, 2) if swap else limit for limit in limits]
     if sinks is not None:
         share = torch.where(seen, torch.exp(sinks[:, None] - lse), 0.0)
-        sums = share * ((relative[..., 0] + fp32) * delta.abs() + delta_error)
-        limits.append(sums.sum((0, 2)))
+        added = share * ((relative[..., 0] + fp32) * delta.abs() + delta_error)
+        limits.append(added.sum((0, 2)))
+        if sums is not None:
+            sums.add(wanted[3], limits[3] + fp32 * wanted[3].abs())
     worst = {}
     for name, got, exact, limit in zip(("dq", "dk", "dv", "dsinks"), found, wanted, limits, strict=False):
         last = fp32 if name == "dsinks" else unit  # sinks are float32

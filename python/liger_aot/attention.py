@@ -18,6 +18,7 @@ LARGEST_STRIDE = 1 << 31  # in elements; of a tensor map 2^39
 GROUP_ROWS = 64  # rows of Q that one warp group owns
 ADDRESS_UNIT = 16  # bytes
 TILE_UNIT = 16  # elements: what kernels of tiles assume sizes and strides to be multiples of
+PACKED = "thd"  # the layout (token, head, dim) of sequences one behind the other
 PER_THREAD_STREAM = 2  # CUDA's handle of "this thread's default stream", which is another one in each thread
 
 
@@ -41,6 +42,9 @@ class Settings(NamedTuple):
 
 
 def shape_of(q: Tensor, k: Tensor, layout: str) -> Shape:
+    """What is packed counts as one sequence."""
+    if layout == PACKED:
+        return Shape(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2])
     length, head = (1, 2) if layout == "bshd" else (2, 1)
     a, b = q.shape, k.shape
     return Shape(a[0], a[head], b[head], a[length], b[length], a[3])
@@ -260,6 +264,8 @@ def bounds_of(shape: Shape, settings: Settings) -> tuple[int, int]:
 def strides_of(t: Tensor, layout: str) -> tuple[int, int, int]:
     """(batch, head, row) in elements; that of a dimension of one element is free."""
     strides = [stride if size > 1 else ADDRESS_UNIT for size, stride in zip(t.shape, t.stride(), strict=True)]
+    if layout == PACKED:
+        return 0, strides[1], strides[0]
     return (strides[0], strides[2], strides[1]) if layout == "bshd" else (strides[0], strides[1], strides[2])
 
 

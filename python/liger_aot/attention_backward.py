@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,9 @@ class BackwardPlan:
         do: Tensor,
         dlse: Tensor | None,
         needed: Sequence[bool],
+        *starts: Tensor,
     ) -> tuple[Tensor | None, ...]:
+        """``starts``: of packed sequences, what the kernels read of them behind the sums."""
         on, shape = self._on, self._shape
         device, stream = on.device, on.stream(on.device)
         sums = q.new_empty((2, shape.batch, shape.heads, self._padded), dtype=torch.float32)
@@ -84,7 +86,8 @@ class BackwardPlan:
             device, stream, self._row_programs, 1, 1, lse2_at, delta_at, o.data_ptr(), do_at, lse.data_ptr(), dlse_at,
             *self._row_numbers,
         )  # fmt: skip
-        read = (q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, lse2_at, delta_at)
+        starts_at = (t.data_ptr() for t in starts)
+        read = (q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, lse2_at, delta_at, *starts_at)
         dq = dk = dv = dsinks = None
         if needed[1] or needed[2]:
             dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
@@ -119,12 +122,15 @@ def gradients(
     saved: Sequence[Any],
     settings: Settings,
     needed: Sequence[bool],
+    plan_of: Callable[..., BackwardPlan] = BackwardPlan,
+    *starts: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """dQ, dK, dV and the gradient of the sinks on a GPU, those that are ``needed``; none is empty.
 
     Args:
         grads: of o, any strides, and of lse; None for one that nothing was computed from.
         saved: q, k, v, sinks, o, lse. Of what no kernel can read there are copies.
+        plan_of, starts: of packed sequences, how their plan is made and where they start.
     """
     if not any(needed):
         return None, None, None, None
@@ -133,15 +139,20 @@ def gradients(
     do = torch.zeros_like(o) if do is None else do if do.stride(-1) == 1 else do.contiguous()
     dim, sink_dtype = q.shape[-1], None if sinks is None else sinks.dtype
     q, k, v, o, do = (fitted(t, TILE_UNIT) for t in (q, k, v, o, do))
-    key = (settings, q.dtype, *(part for t in (q, k, v, o, do) for part in (t.shape, t.stride())))
+    key = (
+        settings,
+        q.dtype,
+        *(part for t in (q, k, v, o, do) for part in (t.shape, t.stride())),
+        *(t.shape for t in starts),
+    )
     plan = on.plans.get(key)
     if plan is None:
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
-        plan = on.plans[key] = BackwardPlan(on, q, k, v, o, do, settings)
+        plan = on.plans[key] = plan_of(on, q, k, v, o, do, settings)
     sinks = None if sinks is None else sinks.float().contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    *found, dsinks = plan(q, k, v, sinks, o, lse.contiguous(), do, dlse, needed)
+    *found, dsinks = plan(q, k, v, sinks, o, lse.contiguous(), do, dlse, needed, *starts)
     # columns that only fill up to what the kernels read
     cut = (g if g is None or g.shape[-1] == dim else g[..., :dim].contiguous() for g in found)
     wanted = (g if need else None for g, need in zip(cut, needed, strict=False))

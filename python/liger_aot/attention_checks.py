@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.attention import Settings, shape_of
+from liger_aot.attention import PACKED, Settings, shape_of
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.op import Problem, check_same_device, check_tensor
 
@@ -46,9 +46,11 @@ def _bounds(op: str, window: Any) -> tuple[int, int]:
     return bounds[0], bounds[1]
 
 
-def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Settings) -> None:
+def check_attention(
+    op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Settings, layouts: tuple[str, ...] = LAYOUTS
+) -> None:
     """Raise for everything that is wrong with the forward's arguments."""
-    if settings.layout not in LAYOUTS:
+    if settings.layout not in layouts:
         raise ArgumentError(f"{op}: layout must be 'bshd' or 'bhsd', got {settings.layout!r}")
     for name, value in (("scale", settings.scale), ("softcap", settings.softcap)):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -58,7 +60,7 @@ def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Setti
     if not 0 <= settings.softcap < math.inf:
         raise ArgumentError(f"{op}: softcap must be 0 (none) or above and finite, got {settings.softcap}")
     for name, t in (("q", q), ("k", k), ("v", v)):
-        _check_operand(op, name, t, q)
+        _check_operand(op, name, t, q, settings.layout)
     _check_shapes(op, q, k, v, settings.layout)
     if sinks is not None:
         check_tensor(op, "sinks", sinks)
@@ -73,7 +75,7 @@ def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Setti
 def check_results(op: str, o: Any, lse: Any, do: Any, dlse: Any, q: Tensor, k: Tensor, layout: str) -> None:
     """Raise unless these are the forward's results and their gradients; q and k are checked already."""
     shape = shape_of(q, k, layout)
-    rows = (shape.batch, shape.heads, shape.len_q)
+    rows = (shape.batch, shape.heads, shape.len_q)[layout == PACKED :]
     for name, t in (("o", o), ("do", do)):
         _check_like(op, name, t, q, q.shape, q)
     for name, t in (("lse", lse), ("dlse", dlse)):
@@ -102,10 +104,11 @@ def _check_like(op: str, name: str, t: Any, like: Tensor | None, shape: tuple[in
         raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
 
 
-def _check_operand(op: str, name: str, t: Any, q: Tensor) -> None:
+def _check_operand(op: str, name: str, t: Any, q: Tensor, layout: str) -> None:
     check_tensor(op, name, t)
-    if t.dim() != 4:
-        raise ArgumentError(f"{op}: {name} must have 4 dimensions, got shape {tuple(t.shape)}")
+    dimensions = 3 if layout == PACKED else 4
+    if t.dim() != dimensions:
+        raise ArgumentError(f"{op}: {name} must have {dimensions} dimensions, got shape {tuple(t.shape)}")
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         raise ArgumentError(
             f"{op}: the last dimension of {name} must be contiguous, got strides {t.stride()}"
@@ -120,10 +123,10 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None
     shape = shape_of(q, k, layout)
     if not 1 <= shape.dim <= LARGEST_DIM:
         raise ArgumentError(f"{op}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape.dim}")
-    if k.shape[0] != shape.batch or k.shape[-1] != shape.dim:
-        raise ArgumentError(
-            f"{op}: k has shape {tuple(k.shape)}, q {tuple(q.shape)}: batch and last dimension must agree"
-        )
+    batched = layout != PACKED
+    if k.shape[-1] != shape.dim or (batched and k.shape[0] != shape.batch):
+        which = "batch and last dimension" if batched else "the last dimension"
+        raise ArgumentError(f"{op}: k has shape {tuple(k.shape)}, q {tuple(q.shape)}: {which} must agree")
     if v.shape != k.shape:
         raise ArgumentError(f"{op}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if (shape.kv_heads == 0) != (shape.heads == 0) or (shape.heads and shape.heads % shape.kv_heads):

@@ -155,9 +155,11 @@ class FlashAttention(DifferentiableOp):
         right: int,
         softcap: float,
         layout: str,
+        seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """``seen``: for each query and key, whether it sees it; beside the bounds."""
         settings = Settings(scale, left, right, softcap, layout)
-        a, _, c, scores, _ = _scores(q, k, v, settings)
+        a, _, c, scores, _ = _scores(q, k, v, settings, seen)
         top = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
         if sinks is not None:
             top = torch.maximum(top, sinks.to(a.dtype)[:, None])
@@ -180,11 +182,12 @@ class FlashAttention(DifferentiableOp):
         right: int,
         softcap: float,
         layout: str,
+        seen: Tensor | None = None,
     ) -> Tensors:
         q, k, v, sinks, o, lse = saved
         do, dlse = grads
         settings = Settings(scale, left, right, softcap, layout)
-        a, b, c, scores, slope = _scores(q, k, v, settings)
+        a, b, c, scores, slope = _scores(q, k, v, settings, seen)
         wide = a.dtype
         do = torch.zeros_like(o) if do is None else do
         do, o = (t.to(wide).transpose(1, 2) if layout == "bshd" else t.to(wide) for t in (do, o))
@@ -212,7 +215,7 @@ class FlashAttention(DifferentiableOp):
 
 
 def _scores(
-    q: Tensor, k: Tensor, v: Tensor, settings: Settings
+    q: Tensor, k: Tensor, v: Tensor, settings: Settings, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
     """Q, K and V in the wider dtype with all of q's heads, the masked scores, and by how much a capped score follows
     the one before the cap."""
@@ -232,6 +235,8 @@ def _scores(
         scores = scores.masked_fill(keys > at + settings.right, -math.inf)
     if settings.left >= 0:
         scores = scores.masked_fill(keys < at - settings.left, -math.inf)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
     return a, b, c, scores, slope
 
 

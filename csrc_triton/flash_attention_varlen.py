@@ -1,0 +1,66 @@
+"""Flash attention forward of sequences that lie packed one behind the other: see ``attention_sequences``."""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.attention_sequences import find, report, span
+from csrc_triton.attention_tiles import attend_tile
+
+DECLARATION = {
+    "op": "flash_attention_varlen",
+    "kernels": {
+        "flash_attention_varlen_forward": {
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "Y": "*dtype", "Q": "*dtype", "K": "*dtype", "V": "*dtype", "LSE": "*fp32", "SINKS": "*fp32",
+                "BOUNDS_Q": "*i32", "BOUNDS_K": "*i32", "FLAG": "*i64", "y_head": "i32", "y_row": "i32",
+                "q_head": "i32", "q_row": "i32", "k_head": "i32", "k_row": "i32", "v_head": "i32", "v_row": "i32",
+                "scale": "fp32", "cap": "fp32", "tiles_a_head": "i32", "ratio": "i32", "dim": "i32",
+                "sequences": "i32", "tokens_q": "i32", "tokens_k": "i32", "right": "i32", "left": "i32",
+                "longest_q": "i32", "longest_k": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"]},
+            "aligned": [
+                "Y", "Q", "K", "V", "y_head", "y_row", "q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "dim",
+            ],
+            "forms": {
+                "tiles": {
+                    "function": "packed_tiles",
+                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES"],
+                }
+            },
+        },
+    },
+}  # fmt: skip
+
+
+@triton.jit
+def packed_tiles(
+    Y, Q, K, V, LSE, SINKS, BOUNDS_Q, BOUNDS_K, FLAG, y_head, y_row, q_head, q_row, k_head, k_row, v_head,
+    v_row, scale, cap, tiles_a_head, ratio, dim, sequences, tokens_q, tokens_k, right, left, longest_q,
+    longest_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of a head of a sequence a program, the last rows first. LSE is [heads, tokens_q]; ``right`` and
+    ``left`` are a sequence's with as many keys as queries, the rest is as ``flash_attention`` has it."""
+    program = tl.program_id(0)
+    if program < sequences:  # a head has more programs than there are sequences
+        report(FLAG, BOUNDS_Q, program, tokens_q, longest_q)
+        report(FLAG, BOUNDS_K, program, tokens_k, longest_k)
+    head = program // tiles_a_head
+    tile = tiles_a_head - 1 - program % tiles_a_head
+    sequence, start_q, len_q, row = find(BOUNDS_Q, tile, sequences, tokens_q, BLOCK_M)
+    if (row < 0) | (row >= len_q):
+        return
+    start_k, len_k = span(BOUNDS_K, sequence, sequences, tokens_k)
+    first_q = start_q.to(tl.int64)
+    first_k = start_k.to(tl.int64)
+    wide = head.to(tl.int64)
+    kv_head = (head // ratio).to(tl.int64)
+    attend_tile(
+        row, Y + wide * y_head + first_q * y_row, Q + wide * q_head + first_q * q_row,
+        K + kv_head * k_head + first_k * k_row, V + kv_head * v_head + first_k * v_row, LSE + wide * tokens_q + first_q,
+        SINKS + head, (SINKS.to(tl.int64) != 0) & (sequence < sequences), y_row, q_row, k_row, v_row, scale, cap, dim,
+        len_q, len_k, right + len_k - len_q, left + len_k - len_q, BLOCK_M, BLOCK_N, D1, D2, STAGES,
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""How attention of packed sequences is launched, and which of their queries see which keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_aot import pending
+from liger_aot.attention import (
+    PACKED,
+    Settings,
+    Shape,
+    bounded,
+    bounds_of,
+    checked_tiles,
+    scales_of,
+    shape_of,
+    strides_of,
+)
+from liger_aot.attention_backward import KERNEL, BackwardPlan
+from liger_aot.runtime import Loaded, OpOn
+
+OP = "flash_attention_varlen"
+MOST_TOKENS = 1 << 29  # a row's number, a bound and the lengths' difference add up in 32 bits
+
+
+def tiles_of(tokens: int, block: int, sequences: int) -> int:
+    """Tiles of ``block`` tokens a head, whatever the lengths: those that no sequence needs end at once."""
+    return tokens // block + sequences + 1
+
+
+class PackedPlan:
+    """A forward, for all calls with tensors like these."""
+
+    def __init__(
+        self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
+    ) -> None:
+        shape, bound = _sizes(q, k, settings)
+        loaded = on.kernels[f"{OP}_forward"]((q.dtype, True), shape.dim)
+        tiles = tiles_of(shape.len_q, loaded.numbers["block_m"], sequences)
+        self._on, self._loaded = on, loaded
+        self._programs = checked_tiles(shape, tiles)
+        self._flag = pending.flag(OP)
+        self._tokens = shape.len_q, shape.len_k
+        o = torch.empty(q.shape, dtype=q.dtype, device="meta")
+        self._numbers = (
+            *_strides(o, q, k, v),
+            *scales_of(bound),
+            tiles,
+            shape.heads // shape.kv_heads,
+            shape.dim,
+            sequences,
+            *self._tokens,
+            *_window(shape, bound),
+        )
+        self._lse_shape = (shape.heads, shape.len_q)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        sinks: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+    ) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o = q.new_empty(q.shape)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        self._loaded.launch(
+            on.device,
+            on.stream(on.device),
+            self._programs,
+            1,
+            1,
+            o.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            cu_seqlens_q.data_ptr(),
+            cu_seqlens_k.data_ptr(),
+            self._flag,
+            *self._numbers,
+            # a length past the tokens is reported all the same
+            min(max_seqlen_q, self._tokens[0]),
+            min(max_seqlen_k, self._tokens[1]),
+        )
+        return o, lse
+
+
+class PackedBackwardPlan(BackwardPlan):
+    """A backward, for all calls with tensors like these. ``on`` has the dense backward's kernels: all tokens are one
+    sequence to those of rows and sinks. ``own`` has the others."""
+
+    def __init__(
+        self,
+        own: OpOn,
+        sequences: int,
+        on: OpOn,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        do: Tensor,
+        settings: tuple[Any, ...],
+    ) -> None:
+        shape, bound = _sizes(q, k, settings)
+        capped = "_capped" if bound.softcap else ""
+        key = (q.dtype, True)
+        self._on, self._shape = on, shape
+        self._rows = on.kernels[f"{KERNEL}_rows"](key, shape.dim)
+        self._keys = own.kernels[f"{OP}_backward_keys{capped}"](key, shape.dim)
+        self._queries = own.kernels[f"{OP}_backward_queries{capped}"](key, shape.dim)
+        unit = self._rows.numbers["block_m"]
+        row_tiles = -(-shape.len_q // unit)
+        self._padded = padded = row_tiles * unit
+        self._row_programs = checked_tiles(shape, row_tiles)
+        self._row_numbers = (
+            *strides_of(o, PACKED),
+            *strides_of(do, PACKED),
+            row_tiles,
+            shape.heads,
+            shape.dim,
+            shape.len_q,
+            padded,
+        )
+        inputs = (*_strides(q, k, v, do), *scales_of(bound), bound.scale)
+        ratio = shape.heads // shape.kv_heads
+        sizes = (ratio, shape.dim, padded, sequences, shape.len_q, shape.len_k, *_window(shape, bound))
+
+        def numbers(like: Tensor, loaded: Loaded, block: str) -> tuple[int, tuple[Any, ...]]:
+            """Programs and numbers of a kernel with tiles of ``block`` tokens of ``like``."""
+            tiles = tiles_of(like.shape[0], loaded.numbers[block], sequences)
+            made = torch.empty(like.shape, dtype=like.dtype, device="meta")
+            of_heads = shape._replace(heads=like.shape[1])
+            return checked_tiles(of_heads, tiles), (*_strides(made), *inputs, tiles, *sizes)
+
+        self._key_programs, self._key_numbers = numbers(k, self._keys, "block_n")
+        self._query_programs, self._query_numbers = numbers(q, self._queries, "block_m")
+
+
+def _sizes(q: Tensor, k: Tensor, settings: tuple[Any, ...]) -> tuple[Shape, Settings]:
+    shape = shape_of(q, k, PACKED)
+    return shape, bounded(shape, Settings(*settings))
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """(head, row) of each, in elements."""
+    return tuple(stride for t in tensors for stride in strides_of(t, PACKED)[1:])
+
+
+def _window(shape: Shape, settings: Settings) -> tuple[int, int]:
+    """(right, left) of a sequence with as many queries as keys; the kernels shift them for others."""
+    right, left = bounds_of(shape._replace(len_k=shape.len_q), settings)
+    return min(right, MOST_TOKENS), max(left, -MOST_TOKENS)
+
+
+def places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token its sequence and its place there, and the lengths of all sequences. Tokens behind the last one are
+    of one more sequence, which has no length."""
+    starts = starts.long()
+    at = torch.arange(tokens, device=starts.device)
+    sequence = (starts[1:, None] <= at).sum(0)
+    lengths = torch.cat([starts[1:] - starts[:-1], starts.new_zeros(1)])
+    return sequence, at - starts[sequence], lengths
+
+
+def seen_keys(
+    starts_q: Tensor, starts_k: Tensor, tokens_q: int, tokens_k: int, left: int, right: int
+) -> tuple[Tensor, Tensor]:
+    """(queries, keys): whether a query sees a key; and whether a query is in any sequence. No value is looked at on the
+    host."""
+    of_q, place_q, lengths_q = places(starts_q, tokens_q)
+    of_k, place_k, lengths_k = places(starts_k, tokens_k)
+    inside = of_q < starts_q.shape[0] - 1
+    seen = (of_q[:, None] == of_k) & inside[:, None]
+    own = (place_q + (lengths_k - lengths_q)[of_q])[:, None]
+    if right >= 0:
+        seen = seen & (place_k <= own + right)
+    if left >= 0:
+        seen = seen & (place_k >= own - left)
+    return seen, inside
