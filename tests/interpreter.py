@@ -73,6 +73,7 @@ def _save_time(tl: Any, interpreter: Any) -> None:
     # triton.language was patched anew for every device function that is called.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda function: None
+    tl.tensor.__index__ = lambda self: self.handle.data.item()  # int() of an array: NumPy warns each time
     # Integers were added once more in 64 bits, for an assertion that is made in debug mode alone.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -100,8 +101,9 @@ def _save_time(tl: Any, interpreter: Any) -> None:
 
 
 def _teach_reductions() -> None:
-    """A reduction by a function of one's own takes its elements one by one: neighbours, all pairs at once, give the
-    same in some log n steps."""
+    """As on a GPU, in a tree. A reduction by a function of one's own takes its elements one by one: neighbours, all
+    pairs at once, give the same in log n steps. NumPy adds along the last axis in a tree, along others one by one, with
+    an error that grows with n."""
     from triton.runtime.interpreter import ReduceOps
 
     def generic_reduce(self: Any, given: tuple[Any, ...]) -> list[Any]:
@@ -130,7 +132,17 @@ def _teach_reductions() -> None:
             data = [np.moveaxis(d, -1, self.axis) for d in data]
         return [self.to_tensor(d, g.dtype) for d, g in zip(data, given, strict=True)]
 
+    def sum_of(self: Any, given: Any) -> Any:
+        data = given.handle.data.reshape(-1) if self.axis is None else given.handle.data
+        axis = data.ndim - 1 if self.axis is None else self.axis
+        total = np.add.reduce(np.ascontiguousarray(np.moveaxis(data, axis, -1)), axis=-1)
+        if self.keep_dims:
+            shape = given.handle.data.shape
+            total = total.reshape([1 if self.axis in (None, i) else size for i, size in enumerate(shape)])
+        return self.to_tensor(total, given.dtype)
+
     ReduceOps.generic_reduce = generic_reduce
+    ReduceOps.sum = sum_of
 
 
 def _teach_inline_assembly() -> None:

@@ -28,6 +28,9 @@ and where its nature asks for it:
 - ``call``, unless the op takes tensors by position and settings by name.
 - ``saved``: what the float64 backward reads, where the op's own backward reads a rounded output:
   ``return (got.outputs[0].double(),)``.
+- ``dimensions``: the least and the most that a case's shape has. ``fit(case, choose)``: for a random shape, dtype and
+  options that stand in ``cases``, each drawn alone, the case nearest to it that the op takes; ``choose(values)`` draws
+  one more. See ``random_cases``.
 - ``table_case``: a problem that takes a row of a dispatch table, unless n is the last dimension. ``tail``: the last
   rows of a tensor, unless rows are the first dimension. ``longest_emulated``, ``longest_interpreted``: the largest n
   of table rows run there.
