@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.all_ops import Entry
+from tests.choices import Entry
 
 BATCH = 50  # so many at once have a seed of their own
 

@@ -143,6 +143,13 @@ class RMSNormCases(OpCases):
         ),
     )
 
+    large = tuple(
+        op_cases.Case(((1 << 25) // n, n), dtype, weight=weight)
+        for n in (4096, 16384)
+        for dtype in DTYPES
+        for weight in {dtype, FP32}
+    )
+
     def tensors(self, case: op_cases.Case, draw: Draw) -> Tensors:
         x = draw.rows(*case.shape).mul_(10 ** draw.uniform(-2, 2, *case.shape[:-1], 1))
         dtype = case.get("weight")
