@@ -48,7 +48,7 @@ SHIFTS, GAPS = (0, 1, 8, 3, 16, 5), (0, 16, 1, 8, 3)
 class HarnessOp:
     """An op whose tests derive from ``OpTests``."""
 
-    interpreted = "sm90"
+    interpreted, asked = "sm90", Asked
 
     def __init__(self, tests: OpCases) -> None:
         self.tests, self.op_class, self.name = tests, tests.op_class, tests.op_class.name
@@ -112,7 +112,7 @@ class HarnessOp:
         return self.tests.fit(case, choices.one)
 
     def small(self) -> list[Asked]:
-        return [Asked(case) for case in self.tests.cases]
+        return list(map(Asked, self.tests.cases))
 
     def prepare(self, problem: Asked, device: str) -> Prepared:
         tensors, settings, grads = self.tests.draw(problem.case, problem.seed, device)

@@ -142,7 +142,7 @@ def test_a_full_gpu(name: str) -> None:
     entry = entries()[name]
     assert isinstance(entry, HarnessOp)
     case = entry.tests.large[0]
-    prepared = entry.prepare(type(entry.small()[0])(case), "cuda")
+    prepared = entry.prepare(entry.asked(case), "cuda")
     op: Any = liger_aot.load(name)
     before = copies(prepared.inputs)
     expected = prepared.run(op)
