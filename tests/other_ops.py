@@ -17,7 +17,7 @@ from tests import attention_cases, decoding_cases, linear_loss_cases
 from tests import test_fused_linear_cross_entropy as linear_cross_entropy
 from tests import test_fused_linear_jsd as linear_jsd
 from tests.attention_gradients import SMALL_GRADIENTS, check_gradients
-from tests.choices import Choices, Prepared
+from tests.choices import Choices, Entry, Prepared
 from tests.conftest import built_pack
 from tests.drivers import InterpreterDriver, bound_op
 from tests.op_cases import BF16, FP16, FP32
@@ -71,11 +71,9 @@ class AttentionOp:
 
     def check(self, way: str, problem: tuple[attention_cases.Problem, int]) -> None:
         asked, seed = problem
-        if way == "gpu":
-            op, allowed, device = liger_aot.load(self.name), dict(installed().tolerance), "cuda"
-        else:
-            op, allowed, device = _bound(FlashAttention, "gfx942"), REFERENCE, "cpu"
-            asked = asked._replace(dtype=FP16)
+        op, allowed, device = _way(self, way)
+        if way.startswith("interpreter"):
+            allowed, asked = REFERENCE, asked._replace(dtype=FP16)
         check = attention_cases.check if seed % 4 < 2 else check_gradients
         check(op, asked, allowed, seed=seed, device=device)
 
@@ -125,11 +123,8 @@ class DecodingOp:
 
     def check(self, way: str, problem: tuple[decoding_cases.Problem, int]) -> None:
         asked, seed = problem
-        if way == "gpu":
-            op, allowed, device = liger_aot.load(self.name), dict(installed().tolerance), "cuda"
-        else:
-            arch = way.split()[1]
-            op, allowed, device = _bound(FlashDecoding, arch), dict(built_pack(arch).tolerance), "cpu"
+        op, allowed, device = _way(self, way)
+        if way.startswith("interpreter"):
             asked = asked._replace(dtype=FP16)
         decoding_cases.check(op, asked, allowed, seed=seed, device=device)
 
@@ -184,7 +179,7 @@ class LinearCrossEntropyOp:
         if not (drawn.target != linear_loss_cases.IGNORED).any() and case.get("reduction", "mean") == "mean":
             return  # NaN, as torch's: the op's tests have it
         op, device = _by_way(linear_cross_entropy.made, way)
-        linear_cross_entropy.check(op, case, device, seed)
+        linear_cross_entropy.check(op, case, device, seed, rounded_logits=way != "reference")
 
 
 class LinearJSDOp:
@@ -227,12 +222,19 @@ class LinearJSDOp:
     def check(self, way: str, problem: tuple[linear_jsd.Case, int]) -> None:
         case, seed = problem
         op, device = _by_way(linear_jsd.made, way)
-        linear_jsd.check(op, case, device, seed, rounded_logits=True)
+        linear_jsd.check(op, case, device, seed, rounded_logits=way != "reference")
 
 
 @cache
-def _bound(op_class: Any, arch: str) -> Any:
-    return bound_op(op_class, built_pack(arch), InterpreterDriver)
+def _way(entry: Entry, way: str) -> tuple[Any, dict[str, float], str]:
+    """The op, what is allowed and the device. Of attention the interpreter runs one architecture's kernels alone."""
+    if way == "gpu":
+        return liger_aot.load(entry.name), dict(installed().tolerance), "cuda"
+    if way == "reference":
+        return liger_aot.load(entry.name), REFERENCE, "cpu"
+    arch = way.split()[1] if entry.op_class is not FlashAttention else entry.interpreted
+    pack = built_pack(arch)
+    return bound_op(entry.op_class, pack, InterpreterDriver), dict(pack.tolerance), "cpu"
 
 
 @cache

@@ -55,12 +55,11 @@ def findings(log: str) -> Findings:
 
 
 def problems(entry: Entry, pack: Pack, longest: int) -> Iterator[Any]:
-    """One for every row of the tables, dtype and alignment, as far as the op's tests can name them."""
-    if not isinstance(entry, HarnessOp):
-        yield from entry.small()
-        return
-    cases = {str(case): case for _, case in entry.tests.table_cases(pack.op(entry.name), longest, 3)}
-    yield from map(entry.asked, cases.values())
+    """The declared ones, and one for every row of the tables, dtype and alignment that the op's tests can name."""
+    yield from entry.small()
+    if isinstance(entry, HarnessOp):
+        cases = {str(case): case for _, case in entry.tests.table_cases(pack.op(entry.name), longest, 3)}
+        yield from map(entry.asked, cases.values())
 
 
 def exercise(names: Sequence[str], device: str, longest: int = LONGEST) -> None:
