@@ -149,5 +149,6 @@ def entries() -> dict[str, Entry]:
         for thing in vars(import_module(f"tests.test_{name}")).values():
             if isinstance(thing, type) and issubclass(thing, OpTests) and thing.__module__.endswith(name):
                 found[name] = HarnessOp(thing())
+                break  # what follows is another way to call it
     assert set(found) | LEFT_OUT == set(names())
     return dict(sorted(found.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import pytest
@@ -99,7 +100,10 @@ class TestGroupNorm(OpTests):
         if choose((False, True)):
             channels = groups * -(-places[-1] // groups)
             return case.but(shape=(images, channels, *places[:-1], choose((1, 3, 8))))
-        return case.but(shape=(images, groups * choose((1, 2, 3, 8)), *places))
+        channels = groups * choose((1, 2, 3, 8))
+        if images * channels * prod(places) > 1 << 23:
+            images, places = 1, places[-1:]
+        return case.but(shape=(images, channels, *places))
 
     def tensors(self, case: Case, draw: Draw) -> Tensors:
         images, channels, *places = case.shape
