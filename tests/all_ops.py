@@ -41,7 +41,6 @@ class Asked:
     relaid: frozenset[str] = frozenset()
 
 
-ABSENT = object()
 SHIFTS, GAPS = (0, 1, 8, 3, 16, 5), (0, 16, 1, 8, 3)
 
 
