@@ -10,7 +10,7 @@ LAUNCHER := $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
 PARALLEL := -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast sanitize soak golden clean
+.PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast sanitize soak golden docs clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,16 +49,16 @@ lint: venv  ## ruff and mypy
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 
-# Triton's interpreter needs a process of its own; tests on a GPU must not run beside each other.
+# Triton's interpreter needs a process of its own; tests on a GPU and those of time must not run beside each other.
 test: ARCHS := all
 test: packs  ## all tests
 	@.ci/llvm
 	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter $(PARALLEL)
-	LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m gpu
-	$(RUN) -m pytest -q -m 'not gpu' $(PARALLEL)
+	LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m 'gpu or alone'
+	$(RUN) -m pytest -q -m 'not gpu and not alone' $(PARALLEL)
 
 test-fast: packs  ## the tests that take no more than a few seconds each
-	$(RUN) -m pytest -q -m 'not slow and not gpu' $(PARALLEL)
+	$(RUN) -m pytest -q -m 'not slow and not gpu and not alone' $(PARALLEL)
 
 sanitize: packs  ## compute-sanitizer's memcheck and racecheck over every binary of this machine's GPU
 	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.sanitize
@@ -70,6 +70,10 @@ golden: venv  ## write the golden plans anew, after a profile or a declaration h
 	@$(RUN) -c 'from build_tools.profile import profile_names; print(*profile_names(), sep="\n")' \
 	| while read -r arch; do $(RUN) -m build_tools plan --arch "$$arch" > "tests/golden/plan_$$arch.txt"; done
 	-@git --no-pager diff --stat -- tests/golden
+
+docs: venv  ## write the generated pages of docs/ and the README's figures anew
+	@$(RUN) -m docs.generate
+	@$(RUN) -m benchmarks readme
 
 clean:  ## remove what was built, but for .venv
 	rm -rf build dist python/liger_aot.egg-info $(READY)

@@ -39,7 +39,7 @@ def measurements(op: str, providers: Sequence[str], processes: int) -> Iterator[
     """Milliseconds of each phase by provider: import and load, first call, and both together."""
     for provider in providers:
         try:
-            runs = [_process(op, provider) for _ in range(processes)]
+            runs = [printed("benchmarks.cold_start", op, provider) for _ in range(processes)]
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             reason = str(error)[:200]
             yield Measurement(op, "cold_total", "bfloat16", (), provider, status="error", reason=reason)
@@ -59,18 +59,19 @@ def measurements(op: str, providers: Sequence[str], processes: int) -> Iterator[
             )
 
 
-def _process(op: str, provider: str) -> dict[str, Any]:
-    """What one fresh process printed.
+def printed(module: str, *arguments: str) -> dict[str, Any]:
+    """The JSON in the last line that a module prints, run as a program in a fresh process with empty compile caches.
 
     Raises:
         RuntimeError: it failed; the message is the last line of what it wrote to stderr.
+        subprocess.TimeoutExpired: it took longer than TIMEOUT_S.
     """
     with tempfile.TemporaryDirectory(prefix="cold_start_") as caches:
         environment = dict(os.environ)
         for variable in CACHE_VARIABLES:
             environment[variable] = os.path.join(caches, variable.lower())
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.cold_start", op, provider],
+            [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
             env=environment,
             capture_output=True,
@@ -80,8 +81,8 @@ def _process(op: str, provider: str) -> dict[str, Any]:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"exit status {done.returncode}")
-    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return printed
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _first_call(op: str, provider: str, device: torch.device) -> dict[str, object]:

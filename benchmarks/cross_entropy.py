@@ -18,7 +18,7 @@ from .op_entry import Function, OpEntry, Random, both
 from .reference import Tensors
 from .workload import Case, Problem, Workload, checked_rows, largest_error
 
-SHAPES = ((262144, 1000), (32768, 32000), (20480, 50257), (8192, 128256), (4096, 262144))
+SHAPES = ((262144, 1000), (32768, 32000), (20480, 50257), (8192, 128256), (8192, 262144))
 IN_PLACE = "inplace"
 CHUNK_ELEMENTS = 2**24
 

@@ -1,7 +1,8 @@
-"""The figures of a run, from its JSON alone: PNG and SVG beside it."""
+"""The figures of a run, from its JSON alone: PNG and SVG beside it, or in docs/ where whole models were run."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,22 +14,71 @@ from .table import device_figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito), the product's the strongest.
 COLOURS = dict(zip(NAMES, ("#d55e00", "#999999", "#56b4e9", "#009e73", "#cc79a7"), strict=True))
 PANEL_INCHES = (6.4, 4.2)
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def plot(path: Path) -> list[Path]:
-    """Draw the run in a JSON file; returns the files written, of the same name with .png and .svg.
+    """Draw what a JSON file holds; returns the files written: of the same name with .png and .svg or, for whole models
+    in the kept results, docs/NAME-GPU.png and .svg.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the file is no run of this format, or has nothing to draw.
+        ValueError: the file holds no results of a known form, or nothing to draw.
     """
-    run = read(path)
-    import matplotlib
     from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    data = json.loads(path.read_text())
+    if isinstance(data, dict) and "benchmark" in data:
+        return _plot_models(path, data, figure)
+    run = read(path)
+    _draw(run, figure, path)
+    seen = run.environment
+    figure.suptitle(
+        f"{run.op} on {seen.gpu} ({seen.date[:10]}): liger-aot {seen.liger_aot}, torch {seen.torch}, "
+        f"triton {seen.triton}, Liger {seen.liger_kernel}, QuACK {seen.quack}",
+        fontsize=10,
+    )
+    return _save(figure, path.with_suffix(""), run.op)
+
+
+def _plot_models(path: Path, data: dict[str, Any], figure: Figure) -> list[Path]:
+    from .environment import folder_name
+    from .model_plots import DRAWN
+
+    name, seen = data["benchmark"], data["environment"]
+    if name not in DRAWN:
+        raise ValueError(f"{path}: no figure for the benchmark {name!r}: there are {', '.join(DRAWN)}")
+    DRAWN[name](data, figure)
+    figure.suptitle(
+        f"{name.replace('_', ' ')} on {seen['gpu']} ({seen['date'][:10]}): liger-aot {seen['liger_aot']}, torch "
+        f"{seen['torch']}, triton {seen['triton']}, Liger {seen['liger_kernel']}",
+        fontsize=10,
+    )
+    kept = (ROOT / "benchmarks" / "results") in path.resolve().parents
+    stem = ROOT / "docs" / f"{name}-{folder_name(seen['gpu'])}" if kept else path.with_suffix("")
+    return _save(figure, stem, name)
+
+
+def _save(figure: Figure, stem: Path, salt: str) -> list[Path]:
+    import matplotlib
+
+    written = []
+    # No dates and no random ids: the same JSON gives the same files.
+    with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
+        for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+            target = stem.with_name(stem.name + suffix)
+            figure.savefig(target, dpi=120, metadata=metadata)
+            written.append(target)
+    return written
+
+
+def _draw(run: Run, figure: Figure, path: Path) -> None:
     from matplotlib.patches import Patch
 
     panels = _panels(run)
@@ -37,28 +87,14 @@ def plot(path: Path) -> list[Path]:
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    figure.set_size_inches(width * columns, height * rows)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, draw in zip(axes, panels, strict=False):
         draw(axis)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    seen = run.environment
-    figure.suptitle(
-        f"{run.op} on {seen.gpu} ({seen.date[:10]}): liger-aot {seen.liger_aot}, torch {seen.torch}, "
-        f"triton {seen.triton}, Liger {seen.liger_kernel}, QuACK {seen.quack}",
-        fontsize=10,
-    )
     handles = [Patch(color=COLOURS.get(name), label=label(name)) for name in _providers(run.measurements)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    written = []
-    # No dates and no random ids: the same JSON gives the same files.
-    with matplotlib.rc_context({"svg.hashsalt": run.op, "svg.fonttype": "none"}):
-        for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
-            target = path.with_suffix(suffix)
-            figure.savefig(target, dpi=120, metadata=metadata)
-            written.append(target)
-    return written
 
 
 def _panels(run: Run) -> list[Callable[[Axes], None]]:

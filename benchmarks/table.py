@@ -7,24 +7,32 @@ from collections.abc import Callable
 from .providers import COPY
 from .records import Measurement, Run
 
+Lines = list[list[str]]
+
 
 def render(run: Run) -> str:
-    """All tables of a run as text: fractions of the copy, host microseconds, cold milliseconds."""
-    parts = []
-    for direction, dtype in device_figures(run):
-        found = run.select(direction=direction, dtype=dtype)
-        title = f"{run.op} {direction} {dtype}: fraction of the copy of as many bytes"
-        parts.append(_table(title, "n", found, lambda m: m.point, _fraction, copy_column=True))
-    host = [m for m in run.measurements if m.direction.startswith("host_")]
-    if host:
-        parts.append(_table(f"{run.op}, host us a small call", "", host, _direction, _host))
-    cold = [m for m in run.measurements if m.direction.startswith("cold_")]
-    if cold:
-        parts.append(_table(f"{run.op}, ms in a fresh process", "", cold, _direction, _milliseconds))
+    """All tables of a run as text, then what is absent and what failed."""
+    parts = [f"{run.op}{title}\n{_aligned(lines)}" for title, lines in tables(run)]
     parts += [f"{name} is absent: {reason}" for name, reason in run.environment.absent.items()]
     failures = {(m.provider, m.reason): m for m in run.measurements if m.status == "error"}
     parts += [f"{m.provider} failed ({m.direction} {m.point}): {m.reason}" for m in failures.values()]
     return "\n\n".join(parts)
+
+
+def tables(run: Run) -> list[tuple[str, Lines]]:
+    """Titles and lines, a header first: fractions of the copy, host microseconds, cold milliseconds."""
+    made = []
+    for direction, dtype in device_figures(run):
+        found = run.select(direction=direction, dtype=dtype)
+        title = f" {direction} {dtype}: fraction of the copy of as many bytes"
+        made.append((title, _lines("n", found, lambda m: m.point, _fraction, copy_column=True)))
+    host = [m for m in run.measurements if m.direction.startswith("host_")]
+    if host:
+        made.append((", host us a small call", _lines("", host, _direction, _host)))
+    cold = [m for m in run.measurements if m.direction.startswith("cold_")]
+    if cold:
+        made.append((", ms in a fresh process", _lines("", cold, _direction, _milliseconds)))
+    return made
 
 
 def device_figures(run: Run) -> list[tuple[str, str]]:
@@ -33,28 +41,31 @@ def device_figures(run: Run) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-def _table(
-    title: str,
+def _lines(
     corner: str,
     found: list[Measurement],
     row_of: Callable[[Measurement], str],
     cell_of: Callable[[Measurement], str],
     copy_column: bool = False,
-) -> str:
+) -> Lines:
     providers = list(dict.fromkeys(m.provider for m in found if m.provider != COPY))
     rows: dict[str, dict[str, Measurement]] = {}
     for m in found:
         rows.setdefault(row_of(m), {})[m.provider] = m
-    header = [corner, *providers] + (["copy GB/s"] if copy_column else [])
-    lines = [header]
+    lines = [[corner, *providers] + (["copy GB/s"] if copy_column else [])]
     for name, row in rows.items():
         cells = [_cell(row.get(provider), cell_of) for provider in providers]
         if copy_column:
             cells.append(_cell(row.get(COPY), lambda m: f"{m.bandwidth_gb_s:.0f}"))
         lines.append([name, *cells])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    body = ("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join([title, *body])
+    return lines
+
+
+def _aligned(lines: Lines) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
 
 
 def _cell(m: Measurement | None, text: Callable[[Measurement], str]) -> str:

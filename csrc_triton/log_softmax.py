@@ -3,8 +3,19 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.softmax_gradient import gradient_blocks, gradient_long, gradient_row, gradient_tile
+from csrc_triton.softmax_gradient import (
+    BACKWARD,
+    BACKWARD_ARGUMENTS,
+    gradient_blocks,
+    gradient_long,
+    gradient_row,
+    gradient_tile,
+)
 from csrc_triton.softmax_statistics import (
+    DTYPES,
+    FORWARD_ALIGNED,
+    FORWARD_ARGUMENTS,
+    FORWARD_FORMS,
     LOG2_E,
     normalize_blocks,
     normalize_long,
@@ -16,71 +27,12 @@ DECLARATION = {
     "op": "log_softmax",
     "kernels": {
         "log_softmax_forward": {
-            "arguments": {
-                "Y": "*dtype",
-                "X": "*dtype",
-                "y_stride": "i64",
-                "x_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "aligned": ["Y", "X", "y_stride", "x_stride", "n_cols"],
-            "forms": {
-                "tile": {"function": "forward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
-                "row": {"function": "forward_row", "constants": ["BLOCK"], "covers": "BLOCK"},
-                "blocks": {
-                    "function": "forward_blocks",
-                    "constants": ["BLOCK", "BLOCKS", "HOLD", "STREAM"],
-                    "defaults": {"HOLD": True, "STREAM": False},
-                    "covers": "BLOCKS * BLOCK",
-                },
-                "long": {
-                    "function": "forward_long",
-                    "constants": ["BLOCK", "KEEP", "EARLY", "HOLD", "STREAM", "ACROSS", "REPACK"],
-                    "defaults": {
-                        "EARLY": False,
-                        "HOLD": True,
-                        "STREAM": False,
-                        "ACROSS": False,
-                        "REPACK": False,
-                    },
-                },
-            },
+            "arguments": FORWARD_ARGUMENTS,
+            "axes": DTYPES,
+            "aligned": FORWARD_ALIGNED,
+            "forms": FORWARD_FORMS,
         },
-        "log_softmax_backward": {
-            "arguments": {
-                "DX": "*dtype",
-                "DY": "*dtype",
-                "Y": "*dtype",
-                "dx_stride": "i64",
-                "dy_stride": "i64",
-                "y_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "aligned": ["DX", "DY", "Y", "dx_stride", "dy_stride", "y_stride", "n_cols"],
-            "forms": {
-                "tile": {"function": "backward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
-                "row": {
-                    "function": "backward_row",
-                    "constants": ["BLOCK", "REPACK"],
-                    "defaults": {"REPACK": False},
-                    "covers": "BLOCK",
-                },
-                "blocks": {
-                    "function": "backward_blocks",
-                    "constants": ["BLOCK", "BLOCKS"],
-                    "covers": "BLOCKS * BLOCK",
-                },
-                "long": {
-                    "function": "backward_long",
-                    "constants": ["BLOCK", "REPACK"],
-                    "defaults": {"REPACK": False},
-                },
-            },
-        },
+        "log_softmax_backward": {"arguments": BACKWARD_ARGUMENTS, **BACKWARD},
     },
 }
 

@@ -12,6 +12,41 @@ import triton.language as tl
 
 from csrc_triton.packed import repack
 
+# What the backwards declare.
+BACKWARD_ARGUMENTS = {
+    "DX": "*dtype",
+    "DY": "*dtype",
+    "Y": "*dtype",
+    "dx_stride": "i64",
+    "dy_stride": "i64",
+    "y_stride": "i64",
+    "n_rows": "i64",
+    "n_cols": "i32",
+}
+BACKWARD = {
+    "axes": {"dtype": ["bf16", "fp16", "fp32"]},
+    "aligned": ["DX", "DY", "Y", "dx_stride", "dy_stride", "y_stride", "n_cols"],
+    "forms": {
+        "tile": {"function": "backward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
+        "row": {
+            "function": "backward_row",
+            "constants": ["BLOCK", "REPACK"],
+            "defaults": {"REPACK": False},
+            "covers": "BLOCK",
+        },
+        "blocks": {
+            "function": "backward_blocks",
+            "constants": ["BLOCK", "BLOCKS"],
+            "covers": "BLOCKS * BLOCK",
+        },
+        "long": {
+            "function": "backward_long",
+            "constants": ["BLOCK", "REPACK"],
+            "defaults": {"REPACK": False},
+        },
+    },
+}
+
 
 @triton.jit
 def summand(y, dy, KIND: tl.constexpr):

@@ -11,6 +11,33 @@ import triton.language as tl
 
 from csrc_triton.packed import repack
 
+# What the forwards declare; sparsemax has forms of its own.
+DTYPES = {"dtype": ["bf16", "fp16", "fp32"]}
+FORWARD_ARGUMENTS = {
+    "Y": "*dtype",
+    "X": "*dtype",
+    "y_stride": "i64",
+    "x_stride": "i64",
+    "n_rows": "i64",
+    "n_cols": "i32",
+}
+FORWARD_ALIGNED = ["Y", "X", "y_stride", "x_stride", "n_cols"]
+FORWARD_FORMS = {
+    "tile": {"function": "forward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
+    "row": {"function": "forward_row", "constants": ["BLOCK"], "covers": "BLOCK"},
+    "blocks": {
+        "function": "forward_blocks",
+        "constants": ["BLOCK", "BLOCKS", "HOLD", "STREAM"],
+        "defaults": {"HOLD": True, "STREAM": False},
+        "covers": "BLOCKS * BLOCK",
+    },
+    "long": {
+        "function": "forward_long",
+        "constants": ["BLOCK", "KEEP", "EARLY", "HOLD", "STREAM", "ACROSS", "REPACK"],
+        "defaults": {"EARLY": False, "HOLD": True, "STREAM": False, "ACROSS": False, "REPACK": False},
+    },
+}
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Where greatest scaled values start: not at -inf, whose difference from itself is NaN.

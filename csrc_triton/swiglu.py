@@ -7,58 +7,13 @@ import triton
 import triton.language as tl
 
 from csrc_triton.elementwise import block_of
+from csrc_triton.gated import BACKWARD, BACKWARD_ARGUMENTS, FORWARD, FORWARD_ARGUMENTS
 
 DECLARATION = {
     "op": "swiglu",
     "kernels": {
-        "swiglu_forward": {
-            "arguments": {
-                "Y": "*dtype",
-                "GATE": "*dtype",
-                "UP": "*dtype",
-                "y_stride": "i64",
-                "gate_stride": "i64",
-                "up_stride": "i64",
-                "n": "i64",
-                "blocks": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "aligned": ["Y", "GATE", "UP", "y_stride", "gate_stride", "up_stride", "n"],
-            "forms": {"flat": {"function": "forward", "constants": ["BLOCK"]}},
-        },
-        "swiglu_backward": {
-            "arguments": {
-                "DGATE": "*dtype",
-                "DUP": "*dtype",
-                "DY": "*dtype",
-                "GATE": "*dtype",
-                "UP": "*dtype",
-                "dgate_stride": "i64",
-                "dup_stride": "i64",
-                "dy_stride": "i64",
-                "gate_stride": "i64",
-                "up_stride": "i64",
-                "n": "i64",
-                "blocks": "i32",
-                "store_dgate": "i32",
-                "store_dup": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "aligned": [
-                "DGATE",
-                "DUP",
-                "DY",
-                "GATE",
-                "UP",
-                "dgate_stride",
-                "dup_stride",
-                "dy_stride",
-                "gate_stride",
-                "up_stride",
-                "n",
-            ],
-            "forms": {"flat": {"function": "backward", "constants": ["BLOCK"]}},
-        },
+        "swiglu_forward": {"arguments": FORWARD_ARGUMENTS, **FORWARD},
+        "swiglu_backward": {"arguments": BACKWARD_ARGUMENTS, **BACKWARD},
     },
 }
 

@@ -3,7 +3,8 @@
     python examples/serve.py                     # Transformers, liger-aot and, where it is installed, Liger on Triton
     python examples/serve.py --provider liger-aot
 
-Needs torch, transformers and liger-aot. Weights are random, from a config; each provider runs in a process of its own,
+Needs torch, transformers and liger-aot. Ours attends with liger-aot too, the others as Transformers does, which is by
+torch's scaled_dot_product_attention. Weights are random, from a config; each provider runs in a process of its own,
 so that its first token pays for all that it has to load or compile. ``examples/fresh_environment.py`` makes an
 environment without Triton; with PATH empty of compilers and a HOME that can't be written, ours runs as anywhere.
 """
@@ -114,9 +115,9 @@ def make(provider: str, layers: int, hidden: int) -> Any:
     if provider == "liger-aot":
         import liger_aot
 
-        liger_aot.apply(model)
+        liger_aot.apply(model, attention=True)
         if gpu:
-            for op in ("rmsnorm", "rope", "swiglu"):
+            for op in ("rmsnorm", "rope", "swiglu", "flash_attention", "flash_decoding"):
                 liger_aot.load(op).preload()  # before a graph is captured
     return model
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import liger_aot
-from liger_aot import losses, pending
+from liger_aot import loss_checks, losses, pending
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 from liger_aot.nn import CrossEntropyLoss
 from liger_aot.ops.cross_entropy import CrossEntropy
 from tests.cross_entropy_cases import CASES, EMPTY, EVERYTHING, IGNORED, CrossEntropyCases
@@ -77,7 +77,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
     # ---- beside the loss ------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
-    @pytest.mark.parametrize("reduction", losses.REDUCTIONS)
+    @pytest.mark.parametrize("reduction", loss_checks.REDUCTIONS)
     def test_more_results(self, way: Way, reduction: str) -> None:
         case = Case((2, 9, 1203), BF16, ignored=4, reduction=reduction, lse_square_scale=0.01)
         (logits, target, _), _, _ = self.draw(case, 0, way.device)
@@ -114,7 +114,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
         target = torch.full((3,), IGNORED, device=way.device)
         for n in (40, 1203):
             logits = torch.randn(3, n, device=way.device, requires_grad=True)
-            for reduction in losses.REDUCTIONS:
+            for reduction in loss_checks.REDUCTIONS:
                 loss = way.op(logits, target, reduction=reduction)
                 wanted = functional.cross_entropy(logits, target, reduction=reduction)
                 assert torch.equal(loss, wanted) or (loss.isnan() and wanted.isnan())

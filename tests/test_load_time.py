@@ -26,14 +26,17 @@ print(json.dumps(took))
 """
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_every_op_loads_fast_after_the_first(tmp_path: Path) -> None:
-    """The least of some processes, as this machine may be busy. The first writes the byte code, as pip does."""
+    """The least of up to 30 processes, as this machine may be busy. The first writes the byte code, as pip does."""
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-c", SCRIPT]
     best: dict[str, float] = {}
-    for _ in range(6):
+    for _ in range(30):
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         for name, ms in json.loads(done.stdout.splitlines()[-1]).items():
             best[name] = min(ms, best.get(name, ms))
-    assert max(best.values()) <= MOST_MS, best
+        if max(best.values()) <= MOST_MS:
+            return
+    pytest.fail(f"slower than {MOST_MS} ms: { {name: ms for name, ms in best.items() if ms > MOST_MS} }")

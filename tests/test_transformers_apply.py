@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 import liger_aot
 from liger_aot.errors import LeftAlone
-from liger_aot.models import FAMILIES
+from liger_aot.models import FAMILIES, modules
+from liger_aot.models.loss import chunk_bytes
 from tests.transformers_cases import (
     CONFIGS,
     assert_close,
@@ -169,6 +171,34 @@ def test_parts() -> None:
     assert len(changed_modules(model)) == 5
 
 
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "chunk"),
+    [
+        (2048, 128256, 512),  # an eighth were 256
+        (8192, 128256, 1024),
+        (32768, 128256, 2092),  # the op's budget
+        (2048, 32064, 512),
+        (100, 128256, 512),
+        (512, 1 << 30, 1),  # a row larger than the budget
+    ],
+)
+def test_the_losss_chunk_follows_the_number_of_tokens(rows: int, vocabulary: int, chunk: int) -> None:
+    hidden = torch.empty(2, rows // 2, 16, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(vocabulary, 16, dtype=torch.bfloat16, device="meta")
+    assert chunk_bytes(hidden, weight) // (2 * vocabulary) == chunk
+
+
+def test_the_chunk_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = liger_aot.load("fused_linear_cross_entropy")
+    seen: list[int] = []
+    check = op.check
+    monkeypatch.setattr(
+        op, "check", lambda tensors, settings: seen.append(settings[6]) or check(tensors, settings)
+    )
+    applied(tiny("llama"))(**batch("llama"))
+    assert seen and set(seen) == {512 * 128 * 4}  # 120 columns, in rows of 128
+
+
 def test_twice_and_back_once() -> None:
     model, inputs = tiny("qwen2"), batch("qwen2")
     plain = step(model, inputs)
@@ -296,8 +326,45 @@ def test_the_packed_projection_is_not_copied() -> None:
     assert node.saved_tensors[0].data_ptr() == seen[0].data_ptr()
 
 
+def test_pieces_of_a_projection_are_what_its_slices_are() -> None:
+    """Other cuts than the three, and all else, are the tensor's own."""
+    packed = torch.randn(2, 3, 10)
+    pieces = modules._Pieces(packed, (4, 3, 3))
+    for at in (
+        (..., slice(4)),
+        (..., slice(4, 7)),
+        (..., slice(7, None)),
+        (..., slice(2, 5)),
+        (..., 0),
+        1,
+        slice(1),
+    ):
+        assert torch.equal(pieces[at], packed[at])
+    assert pieces.shape == packed.shape
+
+
+def test_phi3s_queries_keys_and_values_are_taken_apart_at_once() -> None:
+    """No gradient of the projection is made whole for a piece, and its result is not kept for the values."""
+    model, kept = applied(tiny("phi3", num_key_value_heads=1)), []
+    projection = model.model.layers[0].self_attn.qkv_proj
+    projection.register_forward_hook(lambda _m, _i, out: kept.append(weakref.ref(out)))
+    loss = model.train()(**batch("phi3")).loss
+    names = [node.name() for node in _graph(loss.grad_fn)]
+    assert names.count("SplitWithSizesBackward0") == 2  # layers
+    assert kept.pop()() is None
+    plain = tiny("phi3", num_key_value_heads=1)
+    assert_close(step(model, batch("phi3")), step(plain, batch("phi3")))
+
+
 def _graph(node: Any) -> list[Any]:
-    return [] if node is None else [node, *(n for to, _ in node.next_functions for n in _graph(to))]
+    """Every node behind this one, once."""
+    found, waiting = {}, [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found[node] = True
+            waiting += [to for to, _ in node.next_functions]
+    return list(found)
 
 
 @pytest.mark.gpu

@@ -17,13 +17,18 @@ from tests.transformers_cases import assert_close, batch, step, tiny, transforme
 
 
 class StandIn:
-    """``flash_attention`` in plain torch; it keeps what it was given."""
+    """``flash_attention``, and ``flash_decoding`` by its reference; it keeps what they were given."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.decoded: list[tuple[int, list[int]]] = []  # tokens, and the lengths of their sequences
 
     def register(self) -> None:
-        transformers.AttentionInterface.register(attention.NAME, attention.attention_by(self))
+        transformers.AttentionInterface.register(attention.NAME, attention.attention_by(self, self.decode))
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, **settings: Any) -> Any:
+        self.decoded.append((q.shape[1], cache_seqlens.tolist()))
+        return liger_aot.load("flash_decoding")(q, k, v, cache_seqlens=cache_seqlens, **settings)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
@@ -99,6 +104,49 @@ def test_generates_with_a_growing_cache(stand_in: StandIn) -> None:
     assert [call["shape"][1] for call in stand_in.calls] == [6, 6, 1, 1, 1, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_generates_with_a_static_cache(name: str, stand_in: StandIn) -> None:
+    """Also beyond a window, where keys of the cache move up."""
+    prompt = batch(name)["input_ids"][:, :6]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    want = tiny(name).eval().generate(prompt, **options)
+    model = tiny(name).eval()
+    model.set_attn_implementation(attention.NAME)
+    got = model.generate(prompt, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(got, want)
+    assert {call["shape"][1] for call in stand_in.calls} <= {6, 1}
+    if (
+        name == "llama"
+    ):  # two layers: the prompt by flash_attention, then two sequences with a key more each time
+        assert [call["shape"][1] for call in stand_in.calls] == [6, 6]
+        assert stand_in.decoded == [(1, [n, n]) for n in range(7, 14) for _ in range(2)]
+
+
+def test_a_cache_that_is_reset_and_a_prompt_in_parts(stand_in: StandIn) -> None:
+    model, ids = tiny("llama", attn_implementation="eager").eval(), batch("llama")["input_ids"]
+    with torch.no_grad():
+        want = model(ids).logits
+        model.set_attn_implementation(attention.NAME)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+        first = model(ids, past_key_values=cache).logits
+        cache.reset()
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(6, 1)]
+    torch.testing.assert_close(first, want)
+    torch.testing.assert_close(torch.cat(parts, 1), want)
+    assert stand_in.decoded == [(t, [n, n]) for t, n in ((6, 6), (6, 12), (5, 17)) for _ in range(2)]
+
+
+def test_a_gradient_through_a_static_cache_is_refused() -> None:
+    liger_aot.register_attention()
+    model, ids = tiny("llama").train(), batch("llama")["input_ids"]
+    model.set_attn_implementation(attention.NAME)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache)
+    with pytest.raises(ArgumentError, match="decoding has none"):
+        model(ids[:, 6:], past_key_values=cache)
+
+
 def test_apply_sets_it_and_restore_takes_it_back(stand_in: StandIn) -> None:
     model, inputs = tiny("llama"), batch("llama")
     plain = step(model, inputs)
@@ -124,8 +172,10 @@ def test_what_needs_a_mask_is_refused(stand_in: StandIn) -> None:
         model(ids, attention_mask=padded)
     with pytest.raises(ArgumentError, match="packed sequences"):
         model(ids, position_ids=positions, use_cache=False)
-    with pytest.raises(ArgumentError, match="a static cache"):
-        model.generate(ids, cache_implementation="static", disable_compile=True, max_new_tokens=2)
+    with pytest.raises(ArgumentError, match='has no masks: padding needs "sdpa"'):
+        model.generate(
+            ids, attention_mask=padded, cache_implementation="static", disable_compile=True, max_new_tokens=2
+        )
     with pytest.raises(ArgumentError, match="attention_mask must be None"):
         model(ids, attention_mask=torch.zeros(2, 1, 17, 17))
     model.train()
@@ -133,6 +183,16 @@ def test_what_needs_a_mask_is_refused(stand_in: StandIn) -> None:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ArgumentError, match=r"dropout must be 0, got 0\.1"):
         model(ids)
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_attention_to_another_models_tokens_is_refused(tokens: int) -> None:
+    """A cross attention's keys are no cache that has room."""
+    liger_aot.register_attention()
+    model = tiny("llama", attn_implementation=attention.NAME)
+    states = {"inputs_embeds": torch.zeros(1, tokens, 64), "encoder_hidden_states": torch.zeros(1, 9, 64)}
+    with pytest.raises(ArgumentError, match="a mask of its own"):
+        transformers.masking_utils.create_bidirectional_mask(model.config, attention_mask=None, **states)
 
 
 def test_a_build_without_the_op(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ and the arguments. Nothing here looks at a length or a block table: those are th
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,32 +17,24 @@ UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and 
 MOST_SPLITS = 256
 
 
-class Settings(NamedTuple):
+class Settings:
     """As the op takes them, in its order. A bound of -1 is none; 0 splits leave their number to the profile."""
 
-    scale: float
-    left: int
-    right: int
-    softcap: float
-    splits: int
+    __slots__ = ("left", "right", "scale", "softcap", "splits")
+
+    def __init__(self, scale: float, left: int, right: int, softcap: float, splits: int) -> None:
+        self.scale, self.left, self.right, self.softcap, self.splits = scale, left, right, softcap, splits
 
 
-class Shape(NamedTuple):
-    batch: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    dim: int
-    capacity: int  # keys that a sequence may have
-    pages: int
-    page_size: int
+class Shape:
+    """Of a call's tensors; a sequence may have ``capacity`` keys."""
 
+    __slots__ = ("batch", "capacity", "dim", "heads", "kv_heads", "page_size", "pages", "tokens")
 
-def shape_of(q: Tensor, k: Tensor, block_table: Tensor | None) -> Shape:
-    batch, tokens, heads, dim = q.shape
-    pages, page_size, kv_heads, _ = k.shape
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    return Shape(batch, tokens, heads, kv_heads, dim, capacity, pages, page_size)
+    def __init__(self, q: Tensor, k: Tensor, block_table: Tensor | None) -> None:
+        self.batch, self.tokens, self.heads, self.dim = q.shape
+        self.pages, self.page_size, self.kv_heads, _ = k.shape
+        self.capacity = self.page_size * (1 if block_table is None else block_table.shape[1])
 
 
 def best_splits(programs: int, blocks: int, slots: int, start: int) -> int:
@@ -70,7 +61,7 @@ class Plan:
         settings: Settings,
         addresses_aligned: bool,
     ) -> None:
-        shape = shape_of(q, k, block_table)
+        shape = Shape(q, k, block_table)
         ratio = shape.heads // shape.kv_heads
         rows = shape.tokens * ratio
         paged = "" if block_table is None else "_paged"

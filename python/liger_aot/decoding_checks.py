@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.attention import LARGEST_STRIDE, LONGEST
-from liger_aot.decoding import MOST_SPLITS, shape_of
+from liger_aot.decoding import MOST_SPLITS, Shape
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.op import check_same_device, check_tensor
@@ -102,7 +102,7 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor 
         raise ArgumentError(
             f"{op}: pages of k_cache must hold a power of 2 of keys, {SMALLEST_PAGE} or more; got {size}"
         )
-    if (capacity := shape_of(q, k, block_table).capacity) >= LONGEST or q.shape[1] >= LONGEST:
+    if (capacity := Shape(q, k, block_table).capacity) >= LONGEST or q.shape[1] >= LONGEST:
         raise ArgumentError(
             f"{op}: a sequence may have fewer than {LONGEST} keys and tokens, got {capacity} and {q.shape[1]}"
         )
@@ -114,7 +114,7 @@ def check_values(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> None:
     q, k, _, cache_seqlens, block_table, _ = tensors
     if q.device.type != "cpu":
         return
-    shape, left = shape_of(q, k, block_table), settings[1]
+    shape, left = Shape(q, k, block_table), settings[1]
     lengths = torch.full((shape.batch,), shape.capacity) if cache_seqlens is None else cache_seqlens
     wrong = (lengths < 0) | (lengths > shape.capacity)
     if wrong.any():

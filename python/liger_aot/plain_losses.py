@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_aot import losses, pending, plain_losses
+from liger_aot import loss_checks, losses, pending, plain_losses
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn
 
@@ -103,7 +103,7 @@ class Columns:
         self._own: OpOn | None = op._own.of(x, "input")
         self._kernels: OpOn | None = op._runtimes["cross_entropy"].of(x, "input")
         if self._kernels is None:
-            losses.check_range(op.name, target, shard.vocabulary, row_loss.ignore_index)
+            loss_checks.check_range(op.name, target, shard.vocabulary, row_loss.ignore_index)
         else:
             pending.raise_if_any(op.name)
 
@@ -201,7 +201,7 @@ class Columns:
         loaded.launch(
             on.device, on.stream(on.device), -(-n // loaded.block), 1, 1,
             rows.loss.data_ptr(), rows.lse.data_ptr(), rows.parts.data_ptr(), flag, everyone.data_ptr(),
-            target.data_ptr(), row_loss.ignore_index, n, everyone.shape[0], losses.WORDS[target.dtype],
+            target.data_ptr(), row_loss.ignore_index, n, everyone.shape[0], loss_checks.WORDS[target.dtype],
             self._shard.vocabulary, row_loss.label_smoothing, row_loss.lse_square_scale,
             losses.WITH_PARTS | (losses.BY_TARGET if row_loss.token_scaling else 0),
         )  # fmt: skip

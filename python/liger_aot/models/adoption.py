@@ -118,7 +118,7 @@ def patch(
         raise
     changes = [Change(resolved.module, name, new) for name, new in resolved.functions.items()]
     for method in resolved.methods:
-        if method.part == "attention":
+        if method.part == "attention" and method.make is None:
             continue  # it looks its function up in the module
         if method.cls.__module__ == resolved.module.__name__:
             changes.append(Change(method.cls, method.name, method.new))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from liger_aot.loader import load
 from liger_aot.models.fitting import fitting
@@ -201,3 +202,58 @@ def vision_rotary(plain: Forward) -> Forward:
         return q.squeeze(0), k.squeeze(0)
 
     return apply_rotary_pos_emb_vision
+
+
+def packed_attention(plain: Forward) -> Forward:
+    """Of an attention that cuts query, key and value out of one projection's result, as Phi-3's: ``plain`` runs, on
+    pieces that are taken apart at once.
+
+    Each cut would make a gradient as large as the whole, of zeros but for its piece, and these would be added: the
+    pieces' gradients are put side by side instead. And the values, which attention keeps for the backward, would keep
+    the queries' and keys' memory with them: they are copied, which is half of what they save.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not torch.is_grad_enabled():
+            return plain(self, *args, **kwargs)
+        return plain(_Divided(self), *args, **kwargs)
+
+    return forward
+
+
+READS[packed_attention] = ("config", "head_dim", "num_key_value_heads", "qkv_proj")
+
+
+class _Divided:
+    """Stands for an attention while its forward runs."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def qkv_proj(self, x: Tensor) -> _Pieces:
+        of = self._module
+        queries, keys = (n * of.head_dim for n in (of.config.num_attention_heads, of.num_key_value_heads))
+        return _Pieces(of.qkv_proj(x), (queries, keys, keys))
+
+
+class _Pieces:
+    """A tensor that knows some cuts along its last dimension: ``pieces[..., first:last]`` gives the piece where it is
+    one of them; all else is asked of the tensor."""
+
+    def __init__(self, packed: Tensor, sizes: tuple[int, int, int]) -> None:
+        q, k, v = packed.split(sizes, -1)
+        self._packed, end_q, end_k = packed, sizes[0], sizes[0] + sizes[1]
+        self._pieces = {(0, end_q): q, (end_q, end_k): k, (end_k, packed.shape[-1]): v.contiguous()}
+
+    def __getitem__(self, at: Any) -> Tensor:
+        if isinstance(at, tuple) and len(at) == 2 and at[0] is ... and isinstance(at[1], slice):
+            first, last, step = at[1].indices(self._packed.shape[-1])
+            if step == 1 and (first, last) in self._pieces:
+                return self._pieces[first, last]
+        return self._packed[at]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._packed, name)

@@ -102,7 +102,7 @@ def resolve(family: Family, parts: Parts) -> Resolved:
         methods += found.methods("mlp", family.experts, "_apply_gate")
     functions = found.functions(family.rotary) if parts.rotary else {}
     if parts.rotary:
-        methods += found.attentions(family.attentions, functions)
+        methods += found.attentions(family.attentions, functions, family.packed)
     if parts.loss:
         losses = {name: fused_loss(logits) for name, logits in family.losses.items()}
         methods += found.methods("loss", losses, "forward")
@@ -173,8 +173,11 @@ class _Finder:
             found[name] = _named(new, name)
         return found
 
-    def attentions(self, names: tuple[str, ...], functions: Mapping[str, Function]) -> Iterator[Method]:
-        """Methods that are as they were, but find ``functions`` where they look for globals of their module."""
+    def attentions(
+        self, names: tuple[str, ...], functions: Mapping[str, Function], packed: Mapping[str, Make]
+    ) -> Iterator[Method]:
+        """Methods that are as they were, but find ``functions`` where they look for globals of their module; those of
+        ``packed`` wrapped."""
         for name, cls in self.classes(names):
             plain = getattr(cls, "forward", None)
             if not isinstance(plain, FunctionType) or not _names_in(plain, unwrap=False) & set(functions):
@@ -182,7 +185,13 @@ class _Finder:
                     f"{name}.forward doesn't call {' or '.join(functions) or 'a rotary function'}"
                 )
                 continue
-            yield Method("attention", cls, "forward", plain, rebound(plain, functions), None)
+            new, make = rebound(plain, functions), packed.get(name)
+            if make is None:
+                yield Method("attention", cls, "forward", plain, new, None)
+            elif unread := set(modules.READS[make]) - _attributes(cls):
+                self.missing.append(f"{name} has no {', '.join(sorted(unread))}")
+            else:
+                yield Method("attention", cls, "forward", plain, _named(make(new), "forward"), make)
 
 
 def rebound(plain: FunctionType, functions: Mapping[str, Function]) -> FunctionType:

@@ -33,6 +33,7 @@ class Family:
         experts: class -> what replaces its ``_apply_gate``.
         rotary: function -> what replaces it.
         attentions: classes whose ``forward`` calls the functions of ``rotary``.
+        packed: those of them that are wrapped too -> by what.
         losses: class with an ``lm_head`` -> what lies between its logits and its loss.
     """
 
@@ -43,6 +44,7 @@ class Family:
     losses: Mapping[str, Logits]
     rotary: Mapping[str, Make] = field(default_factory=lambda: ROPE)
     experts: Mapping[str, Make] = field(default_factory=dict)
+    packed: Mapping[str, Make] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
@@ -86,7 +88,12 @@ FAMILIES: Mapping[str, Family] = {
                 "Gemma3ForConditionalGeneration": Logits(),
             },
         ),
-        _usual("phi3", "Phi3", mlps={"Phi3MLP": modules.packed_mlp}),
+        _usual(
+            "phi3",
+            "Phi3",
+            mlps={"Phi3MLP": modules.packed_mlp},
+            packed={"Phi3Attention": modules.packed_attention},
+        ),
         _usual("olmo2", "Olmo2", norms={"Olmo2RMSNorm": RMS_NORM_ROUNDED_ONCE}),
         _usual("granite", "Granite", losses={"GraniteForCausalLM": Logits(divided_by="logits_scaling")}),
         _usual("glm", "Glm", mlps={"GlmMLP": modules.packed_mlp}, rotary=INTERLEAVED_ROPE),

@@ -25,6 +25,9 @@ class ColumnSums(Op):
     Raises:
         ArgumentTypeError: ``partials`` is no tensor of a supported dtype.
         ArgumentError: ``partials`` is not fp32, 2-D and contiguous, or ``dtype`` is not one of the three.
+
+    Source:
+        The definition: torch's ``partials.sum(0)``.
     """
 
     name = "column_sums"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from liger_aot import losses, pending, plain_losses
+from liger_aot import loss_checks, losses, pending, plain_losses
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.layout import CPU, rows_of
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 from liger_aot.op import PLAIN_OR_NONE, Problem, as_rows, check_rows
 from liger_aot.overwriting import overwritten
 from liger_aot.runtime import OpOn, Runtimes
@@ -35,6 +35,7 @@ class CrossEntropy(DifferentiableOp):
         target: (...) int64 or int32 in [0, V), or ``ignore_index``: such a row has no loss and no gradient.
         weight: (V,) float32 or the logits' dtype: what the loss of a target of each class is multiplied by. It gets no
             gradient.
+        ignore_index: the target of rows that do not count.
         label_smoothing: in [0, 1], as torch's, with class weights too.
         lse_square_scale: adds this times the squared log-sum-exp to each row's loss (the z-loss of PaLM).
         softcap: logits become softcap * tanh(logits / softcap).
@@ -59,6 +60,10 @@ class CrossEntropy(DifferentiableOp):
         ArgumentTypeError: an argument is of another type or dtype.
         ArgumentError: shapes or devices don't match; a number is out of range; an earlier call had such a target.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        torch.nn.functional.cross_entropy; log-sum-exp in one pass: Milakov and Gimelshein, Online normalizer
+        calculation for softmax (2018); the z-loss is PaLM's (Chowdhery et al., 2022).
     """
 
     name = "cross_entropy"
@@ -122,11 +127,11 @@ class CrossEntropy(DifferentiableOp):
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         logits, target, weight = tensors
         check_rows(self.name, "logits", logits)
-        losses.check_target(self.name, target, logits.shape[:-1], logits.device)
+        loss_checks.check_target(self.name, target, logits.shape[:-1], logits.device)
         if weight is not None:
-            losses.check_class_weight(self.name, "weight", weight, logits, logits.shape[-1])
-        losses.check_row_loss(self.name, RowLoss(*settings[:4]))
-        losses.check_reduction(self.name, settings[4])
+            loss_checks.check_class_weight(self.name, "weight", weight, logits, logits.shape[-1])
+        loss_checks.check_row_loss(self.name, RowLoss(*settings[:4]))
+        loss_checks.check_reduction(self.name, settings[4])
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -146,7 +151,7 @@ class CrossEntropy(DifferentiableOp):
         _, kind, index, _, _, rows, n, _ = in_x
         where = -1 if kind == CPU else index
         if (
-            target.dtype not in losses.WORDS
+            target.dtype not in loss_checks.WORDS
             or not rows * n
             or target.get_device() != where
             or target.shape != logits.shape[:-1]
@@ -175,8 +180,8 @@ class CrossEntropy(DifferentiableOp):
         """
         logits, target, weight = tensors
         *fields, reduction, with_z, with_accuracy, with_predicted = settings
-        row_loss = losses.checked_row_loss(self.name, *fields)
-        losses.check_reduction(self.name, reduction)
+        row_loss = loss_checks.checked_row_loss(self.name, *fields)
+        loss_checks.check_reduction(self.name, reduction)
         pending.raise_if_any(self.name)
         n = logits.shape[-1]
         loss = torch.empty_like(target, dtype=torch.float32)
@@ -216,9 +221,9 @@ class CrossEntropy(DifferentiableOp):
         self.check(tensors, settings)
         logits, target, weight = tensors
         if self.on_reference(tensors):
-            losses.check_range(self.name, target, logits.shape[-1], settings[0])
+            loss_checks.check_range(self.name, target, logits.shape[-1], settings[0])
             return super().prepare_forward(tensors, settings, keep, out)
-        ready = (as_rows(self.name, "logits", logits), target.contiguous(), losses.class_weight(weight))
+        ready = (as_rows(self.name, "logits", logits), target.contiguous(), loss_checks.class_weight(weight))
         return self.run_forward(ready, settings, keep, out)
 
     def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
@@ -232,7 +237,7 @@ class CrossEntropy(DifferentiableOp):
         grad = grads[0]
         if on is None or not grad.is_contiguous():
             return self.prepare_backward(grads, saved, settings, needed)
-        row_loss, mean = losses.checked_row_loss(self.name, *settings[:4]), settings[4] == "mean"
+        row_loss, mean = loss_checks.checked_row_loss(self.name, *settings[:4]), settings[4] == "mean"
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         weight_sum = weight.sum() if weight is not None and row_loss.label_smoothing else None
         losses.gradient(
@@ -248,7 +253,7 @@ class CrossEntropy(DifferentiableOp):
             return super().prepare_backward(grads, saved, settings, needed)
         logits, target, weight, lse, totals = saved
         ready = (
-            as_rows(self.name, "logits", logits), target.contiguous(), losses.class_weight(weight), lse, totals,
+            as_rows(self.name, "logits", logits), target.contiguous(), loss_checks.class_weight(weight), lse, totals,
         )  # fmt: skip
         return self.run_backward((grads[0].contiguous(),), ready, settings, needed)
 
@@ -258,9 +263,9 @@ class CrossEntropy(DifferentiableOp):
         if not self.on_reference(tensors):
             on = self._own.of(logits, "logits")
             assert on is not None
-            ready = (logits, target.contiguous(), losses.class_weight(weight))
+            ready = (logits, target.contiguous(), loss_checks.class_weight(weight))
             return self._run(on, ready, settings, logits)
-        losses.check_range(self.name, target, logits.shape[-1], settings[0])
+        loss_checks.check_range(self.name, target, logits.shape[-1], settings[0])
         results = self.reference(*tensors, *settings)
         ones = (torch.ones_like(results[0]),)
         logits.copy_(self.reference_backward(ones, self.saved(tensors, results), *settings)[0])

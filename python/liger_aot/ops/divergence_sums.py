@@ -23,6 +23,9 @@ class DivergenceSums(Op):
     Raises:
         ArgumentTypeError: ``partials`` is no tensor of a supported dtype.
         ArgumentError: ``partials`` is not float32, 1-D and contiguous.
+
+    Source:
+        The definition: torch's ``partials.sum()``.
     """
 
     name = "divergence_sums"

@@ -1,7 +1,4 @@
-"""DyT, a normalisation without statistics: weight * tanh(alpha * x) + bias, forward and backward.
-
-Zhu, Chen, He, LeCun and Liu, Transformers without Normalization (2025).
-"""
+"""DyT, a normalisation without statistics: weight * tanh(alpha * x) + bias, forward and backward."""
 
 from __future__ import annotations
 
@@ -37,6 +34,9 @@ class DyT(DifferentiableOp):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: alpha has more than one element; shapes, devices or layouts do not fit.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Zhu, Chen, He, LeCun and Liu, Transformers without Normalization (2025).
     """
 
     name = "dyt"

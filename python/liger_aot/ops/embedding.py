@@ -43,6 +43,9 @@ class Embedding(DifferentiableOp):
         ArgumentError: weight is no matrix or is elsewhere than indices; padding_idx is outside of the table; on the
             CPU, an index is.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        The definition: torch.nn.functional.embedding.
     """
 
     name = "embedding"

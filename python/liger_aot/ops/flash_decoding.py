@@ -1,7 +1,4 @@
-"""Decoding: attention of a few query tokens to a long cache of keys and values, contiguous or paged.
-
-Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
-"""
+"""Decoding: attention of a few query tokens to a long cache of keys and values, contiguous or paged."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_aot import pending
-from liger_aot.decoding import UNIT, Plan, Settings, shape_of
+from liger_aot.decoding import UNIT, Plan, Settings, Shape
 from liger_aot.decoding_checks import LARGEST_DIM, bounds_of, check_arguments, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
@@ -61,6 +58,9 @@ class FlashDecoding(DifferentiableOp):
         ArgumentError: a shape, stride, device or setting is not allowed, or a gradient is needed; on the CPU also a
             length or page out of range.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
     """
 
     name = "flash_decoding"
@@ -199,7 +199,7 @@ class FlashDecoding(DifferentiableOp):
         splits: int,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
-        shape = shape_of(q, k_cache, block_table)
+        shape = Shape(q, k_cache, block_table)
         k, v, known = _gathered(k_cache, v_cache, block_table)
         lengths = torch.full((shape.batch,), shape.capacity, device=q.device)
         lengths = lengths if cache_seqlens is None else cache_seqlens.long()

@@ -1,10 +1,4 @@
-"""Residual addition and RMSNorm in one pass, forward and backward.
-
-    sum = x + residual
-    y = sum / sqrt(mean(sum^2) + eps) * (offset + weight)
-
-Zhang and Sennrich, Root Mean Square Layer Normalization (2019). The casting modes are those of Liger-Kernel.
-"""
+"""Residual addition and RMSNorm in one pass, forward and backward."""
 
 from __future__ import annotations
 
@@ -58,6 +52,10 @@ class FusedAddRMSNorm(DifferentiableOp):
         ArgumentError: shape, device or layout of residual or weight does not fit; casting_mode is unknown; ``inplace``
             is asked for where it can't be met. Nothing was written then.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Zhang and Sennrich, Root Mean Square Layer Normalization (2019). The casting modes are those of
+        Liger-Kernel.
     """
 
     name = "fused_add_rmsnorm"

@@ -1,7 +1,4 @@
-"""Cross entropy of a linear layer's results, which are never whole in memory.
-
-Liger Kernel (Hsu et al., 2024), Efficient cross entropy (Malek, 2023). The z-loss is PaLM's (Chowdhery et al., 2022).
-"""
+"""Cross entropy of a linear layer's results, which are never whole in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot import losses, pending, plain_losses
+from liger_aot import loss_checks, losses, pending, plain_losses
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.linear_chunks import (
@@ -27,7 +24,7 @@ from liger_aot.linear_chunks import (
     project,
 )
 from liger_aot.linear_losses import LinearLoss, scaled
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 from liger_aot.op import Problem, check_rows
 
 OUTPUTS = 4  # loss, z-loss, token accuracy, predicted tokens
@@ -84,6 +81,10 @@ class FusedLinearCrossEntropy(LinearLoss):
             out of range: on the CPU at once, on a GPU the loss is NaN and the next call raises (with
             LIGER_AOT_DEBUG=1 this one, which then waits for the GPU).
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Liger Kernel (Hsu et al., 2024), Efficient cross entropy (Malek, 2023). The z-loss is PaLM's
+        (Chowdhery et al., 2022).
     """
 
     name = "fused_linear_cross_entropy"
@@ -146,11 +147,11 @@ class FusedLinearCrossEntropy(LinearLoss):
         reduction, chunk_bytes, weight_grad_dtype = settings[5:8]
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
-        losses.check_target(self.name, target, input.shape[:-1], input.device)
+        loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
         if class_weight is not None:
-            losses.check_class_weight(self.name, "class_weight", class_weight, input, weight.shape[0])
-        losses.check_row_loss(self.name, RowLoss(*settings[:5]))
-        losses.check_reduction(self.name, reduction)
+            loss_checks.check_class_weight(self.name, "class_weight", class_weight, input, weight.shape[0])
+        loss_checks.check_row_loss(self.name, RowLoss(*settings[:5]))
+        loss_checks.check_reduction(self.name, reduction)
         check_weight_grad_dtype(self.name, weight_grad_dtype, weight)
         row_bytes = padded(weight.shape[0]) * input.element_size()
         chunk_rows(self.name, 1, row_bytes, chunk_bytes)
@@ -160,7 +161,7 @@ class FusedLinearCrossEntropy(LinearLoss):
     ) -> Tensors:
         if tensors[0].device.type == "cpu":
             self.check(tensors, settings)
-            losses.check_range(self.name, tensors[2], tensors[1].shape[0], settings[0])
+            loss_checks.check_range(self.name, tensors[2], tensors[1].shape[0], settings[0])
         return super().run_forward(tensors, settings, keep, out)
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
@@ -179,7 +180,7 @@ class FusedLinearCrossEntropy(LinearLoss):
         x, t = contiguous_rows(input), target.reshape(-1).contiguous()
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         rows = x.shape[0]
-        classes = losses.class_weight(class_weight)
+        classes = loss_checks.class_weight(class_weight)
         classes_sum = None if classes is None else classes.sum()
         totals = losses.count(on, t, classes, row_loss, vocabulary) if reduction == "mean" else None
         scale = None if grad is None else grad.reshape(-1).to(torch.float32).contiguous()

@@ -1,7 +1,4 @@
-"""Generalised Jensen-Shannon divergence of two linear layers' results, which are never whole in memory.
-
-Agarwal et al., On-Policy Distillation of Language Models (2024); Liger Kernel (Hsu et al., 2024).
-"""
+"""Generalised Jensen-Shannon divergence of two linear layers' results, which are never whole in memory."""
 
 from __future__ import annotations
 
@@ -59,6 +56,7 @@ class FusedLinearJSD(LinearLoss):
             zero. If none counts the loss is 0.
         student_bias, teacher_bias: (vocabulary,) of the weight's kinds of dtype, or None.
         jsd_beta: the teacher's weight, from 0 to 1: 0 gives the forward KL divergence, 1 the reverse.
+        ignore_index: the label of rows that do not count.
         temperature: above 0.
         chunk_bytes: of memory for both models' logits of a chunk.
         weight_grad_dtype: of student_weight's gradient while it is added up, a rounding a chunk: None is the weight's,
@@ -71,6 +69,9 @@ class FusedLinearJSD(LinearLoss):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: shapes or devices don't fit; a number is out of its range; chunk_bytes holds no row.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Agarwal et al., On-Policy Distillation of Language Models (2024); Liger Kernel (Hsu et al., 2024).
     """
 
     name = "fused_linear_jsd"

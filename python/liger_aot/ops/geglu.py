@@ -1,7 +1,4 @@
-"""GeGLU: gelu(gate) * up, forward and backward.
-
-Hendrycks and Gimpel, Gaussian Error Linear Units (2016); Shazeer, GLU Variants Improve Transformer (2020).
-"""
+"""GeGLU: gelu(gate) * up, forward and backward."""
 
 from __future__ import annotations
 
@@ -37,6 +34,10 @@ class GeGLU(GatedActivation):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: shapes, dtypes or devices differ; a packed last dimension is odd; approximate is unknown.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Hendrycks and Gimpel, Gaussian Error Linear Units (2016); Shazeer, GLU Variants Improve Transformer
+        (2020).
     """
 
     name = "geglu"

@@ -1,9 +1,4 @@
-"""GroupNorm over groups of channels, forward and backward, for channels-first and channels-last images.
-
-    y = (x - mean(group of x)) / sqrt(var(group of x) + eps) * weight + bias
-
-Wu and He, Group Normalization (2018).
-"""
+"""GroupNorm over groups of channels, forward and backward, for channels-first and channels-last images."""
 
 from __future__ import annotations
 
@@ -26,7 +21,8 @@ PART_COST = 4096  # elements that the exchange between a unit's parts costs as m
 
 
 class GroupNorm(DifferentiableOp):
-    """``groupnorm(x, num_groups, weight=None, bias=None, *, eps=1e-5) -> Tensor``
+    """``groupnorm(x, num_groups, weight=None, bias=None, *, eps=1e-5) -> Tensor``:
+    (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, where mean and var are of a group of channels.
 
     Differentiable in x, weight and bias; works under torch.compile and, after ``preload``, in CUDA graphs. CPU tensors
     take the plain-torch reference. Statistics are float32 and stable: the variance is never a difference of large sums.
@@ -49,6 +45,9 @@ class GroupNorm(DifferentiableOp):
         ArgumentError: x has fewer than two dimensions; num_groups does not divide C; an image is of 2^31 elements or
             more; the weight's or the bias's shape, device or layout does not fit.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Wu and He, Group Normalization (2018).
     """
 
     name = "groupnorm"

@@ -1,10 +1,4 @@
-"""Generalised Jensen-Shannon divergence of two models' log-probabilities, forward and backward.
-
-    JSD = beta * KL(P || M) + (1 - beta) * KL(Q || M),  M = beta * P + (1 - beta) * Q,  Q = exp(input), P = exp(target)
-
-Agarwal et al., On-Policy Distillation of Language Models (2024). At the ends, where that is 0, beta = 0 means
-KL(P || Q) and beta = 1 means KL(Q || P), as in Liger-Kernel.
-"""
+"""Generalised Jensen-Shannon divergence of two models' log-probabilities, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,6 +17,9 @@ class JSD(Divergence):
     """``jsd(input, target, shift_labels=None, *, beta=0.5, ignore_index=-100) -> Tensor``: the generalised
     Jensen-Shannon divergence of the rows, added up and divided by the number of rows that count.
 
+    Of a row it is beta * KL(P || M) + (1 - beta) * KL(Q || M), where P = exp(target), Q = exp(input) and
+    M = beta * P + (1 - beta) * Q. At the ends, where that is 0, beta = 0 means KL(P || Q) and beta = 1 KL(Q || P).
+
     Differentiable in input; works under torch.compile and, after ``preload``, in CUDA graphs. CPU tensors take the
     plain-torch reference. Sums are float32 in a fixed order. The gradient is found in the forward where it is wanted,
     and rounded once.
@@ -34,6 +31,7 @@ class JSD(Divergence):
             gradient is an error. Probabilities of zero (-inf) add nothing.
         shift_labels: (...) int64 or int32 or None. Rows whose label is ``ignore_index`` do not count: their gradient is
             zero. If none counts the loss is 0.
+        ignore_index: the label of rows that do not count.
         beta: the teacher's weight, from 0 to 1: 0 gives the forward KL divergence KL(target || input), 1 the reverse.
 
     Returns:
@@ -43,6 +41,9 @@ class JSD(Divergence):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: a shape, device or value does not fit, or target requires a gradient.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Agarwal et al., On-Policy Distillation of Language Models (2024); the ends are as in Liger-Kernel.
     """
 
     name = "jsd"

@@ -27,6 +27,7 @@ class KLDiv(Divergence):
             requires a gradient is an error.
         reduction: "batchmean" divides the sum by input's first dimension, "mean" by the number of elements; "sum" and
             "none".
+        log_target: whether target holds log-probabilities.
         eps: the least target that a logarithm is taken of.
 
     Returns:
@@ -36,6 +37,9 @@ class KLDiv(Divergence):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: a shape, device or reduction does not fit, or target requires a gradient.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        torch.nn.functional.kl_div; ``eps`` is Liger-Kernel's.
     """
 
     name = "kl_div"

@@ -1,9 +1,4 @@
-"""LayerNorm over the last dimension, forward and backward.
-
-    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
-
-Ba, Kiros and Hinton, Layer Normalization (2016).
-"""
+"""LayerNorm over the last dimension, forward and backward."""
 
 from __future__ import annotations
 
@@ -26,7 +21,8 @@ FP32_BESIDE_16 = 2  # the kind of a weight or bias, as ``vectors_of`` tells it
 
 
 class LayerNorm(DifferentiableOp):
-    """``layernorm(x, weight=None, bias=None, *, eps=1e-5) -> Tensor``
+    """``layernorm(x, weight=None, bias=None, *, eps=1e-5) -> Tensor``:
+    (x - mean(x)) / sqrt(var(x) + eps) * weight + bias along the last dimension.
 
     Differentiable in all three; works under torch.compile and, after ``preload``, in CUDA graphs. CPU tensors take the
     plain-torch reference. Statistics are float32 and stable: the variance is never a difference of large sums.
@@ -47,6 +43,9 @@ class LayerNorm(DifferentiableOp):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: the weight's or the bias's shape, device or layout does not fit.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Ba, Kiros and Hinton, Layer Normalization (2016).
     """
 
     name = "layernorm"

@@ -26,6 +26,9 @@ class LogSoftmax(RowProbabilities):
         ArgumentTypeError: x is not a tensor or of another dtype.
         ArgumentError: x has no dimension.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
     """
 
     name = "log_softmax"

@@ -1,9 +1,4 @@
-"""RMSNorm with a scale and a shift per group of tokens (AdaLN), forward and backward.
-
-    y = x / sqrt(mean(x^2) + eps) * (offset + weight) * (1 + scale) + shift
-
-Peebles and Xie, Scalable Diffusion Models with Transformers (2022). The casting modes are those of Liger-Kernel.
-"""
+"""RMSNorm with a scale and a shift per group of tokens (AdaLN), forward and backward."""
 
 from __future__ import annotations
 
@@ -62,6 +57,10 @@ class ModulatedRMSNorm(DifferentiableOp):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: shape, device or layout of scale, shift or weight does not fit; casting_mode is unknown.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Peebles and Xie, Scalable Diffusion Models with Transformers (2022). The casting modes are those of
+        Liger-Kernel.
     """
 
     name = "modulated_rmsnorm"

@@ -1,10 +1,4 @@
-"""PolyNorm over the last dimension, forward and backward.
-
-    y = w0 * norm(x^3) + w1 * norm(x^2) + w2 * norm(x) + b,  norm(u) = u / sqrt(mean(u^2) + eps)
-
-Zhuo et al., Polynomial Composition Activations (2024). The order of the weights is that of its authors' code and of
-Liger-Kernel: the cube's first.
-"""
+"""PolyNorm over the last dimension, forward and backward."""
 
 from __future__ import annotations
 
@@ -42,6 +36,10 @@ class PolyNorm(DifferentiableOp):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: a shape, device or layout does not fit.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Zhuo et al., Polynomial Composition Activations (2024). The order of the weights is that of its
+        authors' code and of Liger-Kernel: the cube's first.
     """
 
     name = "poly_norm"

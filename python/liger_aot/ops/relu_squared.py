@@ -1,7 +1,4 @@
-"""Squared ReLU, forward and backward.
-
-So et al., Primer: Searching for Efficient Transformers for Language Modeling (2021).
-"""
+"""Squared ReLU, forward and backward."""
 
 from __future__ import annotations
 
@@ -32,6 +29,9 @@ class ReLUSquared(DifferentiableOp):
         ArgumentTypeError: x is not a tensor or of another dtype.
         ArgumentError: x is a scalar.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        So et al., Primer: Searching for Efficient Transformers for Language Modeling (2021).
     """
 
     name = "relu_squared"

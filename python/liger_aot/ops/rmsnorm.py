@@ -1,9 +1,4 @@
-"""RMSNorm over the last dimension, forward and backward.
-
-    y = x / sqrt(mean(x^2) + eps) * (offset + weight)
-
-Zhang and Sennrich, Root Mean Square Layer Normalization (2019). The casting modes are those of Liger-Kernel.
-"""
+"""RMSNorm over the last dimension, forward and backward."""
 
 from __future__ import annotations
 
@@ -34,7 +29,8 @@ ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
 
 
 class RMSNorm(DifferentiableOp):
-    """``rmsnorm(x, weight=None, *, eps=1e-6, offset=0.0, casting_mode="llama", out=None) -> Tensor``
+    """``rmsnorm(x, weight=None, *, eps=1e-6, offset=0.0, casting_mode="llama", out=None) -> Tensor``:
+    x / sqrt(mean(x^2) + eps) * (offset + weight) along the last dimension.
 
     Differentiable in ``x`` and ``weight``; works under torch.compile and, after ``preload``, in CUDA graphs. CPU
     tensors take the plain-torch reference.
@@ -59,6 +55,10 @@ class RMSNorm(DifferentiableOp):
         ArgumentError: the weight's or out's shape, device or layout does not fit; casting_mode is unknown; ``out``
             is given where a gradient is needed, or overlaps an input.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Zhang and Sennrich, Root Mean Square Layer Normalization (2019). The casting modes are those of
+        Liger-Kernel.
     """
 
     name = "rmsnorm"

@@ -1,7 +1,4 @@
-"""RoPE: rotary position embedding of q and k, forward and backward.
-
-Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021).
-"""
+"""RoPE: rotary position embedding of q and k, forward and backward."""
 
 from __future__ import annotations
 
@@ -52,6 +49,9 @@ class RoPE(Rotary):
         ArgumentError: shapes, dtypes, devices or the rotary dimension do not fit, cos or sin require a gradient; in
             place: tensors overlap, or a leaf requires a gradient; on the CPU: position_ids are out of range.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021).
     """
 
     name = "rope"

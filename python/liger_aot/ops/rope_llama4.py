@@ -1,7 +1,4 @@
-"""RoPE as Llama 4 writes it, with complex numbers, forward and backward.
-
-Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021).
-"""
+"""RoPE as Llama 4 writes it, with complex numbers, forward and backward."""
 
 from __future__ import annotations
 
@@ -40,6 +37,9 @@ class Llama4RoPE(Rotary):
         ArgumentError: shapes, dtypes or devices do not fit, freqs_cis requires a gradient; in place: tensors overlap,
             or a leaf requires a gradient.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021).
     """
 
     name = "rope_llama4"

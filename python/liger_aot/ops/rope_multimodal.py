@@ -1,7 +1,4 @@
-"""Multimodal RoPE: rotary position embedding by time, height and width, forward and backward.
-
-Wang et al., Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at Any Resolution (2024).
-"""
+"""Multimodal RoPE: rotary position embedding by time, height and width, forward and backward."""
 
 from __future__ import annotations
 
@@ -44,6 +41,10 @@ class MultimodalRoPE(Rotary):
         ArgumentError: shapes, dtypes, devices or sections do not fit, cos or sin require a gradient; in place: tensors
             overlap, or a leaf requires a gradient.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Wang et al., Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at Any Resolution
+        (2024).
     """
 
     name = "rope_multimodal"

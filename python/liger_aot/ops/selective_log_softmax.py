@@ -41,6 +41,9 @@ class SelectiveLogSoftmax(DifferentiableOp):
             found without waiting for it: the result is NaN there, the next call raises, and with LIGER_AOT_DEBUG=1 the
             call itself.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        The function of that name in Hugging Face's TRL.
     """
 
     name = "selective_log_softmax"

@@ -36,6 +36,9 @@ class Softmax(RowProbabilities):
         ArgumentTypeError: x is not a tensor or of another dtype; temperature is no number.
         ArgumentError: x has no dimension; temperature is out of range.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
     """
 
     name = "softmax"

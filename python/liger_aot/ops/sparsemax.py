@@ -1,7 +1,4 @@
-"""Sparsemax over the last dimension, forward and backward.
-
-Martins and Astudillo, From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label Classification (2016).
-"""
+"""Sparsemax over the last dimension, forward and backward."""
 
 from __future__ import annotations
 
@@ -32,6 +29,10 @@ class Sparsemax(RowProbabilities):
         ArgumentTypeError: x is not a tensor or of another dtype.
         ArgumentError: x has no dimension.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Martins and Astudillo, From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label
+        Classification (2016).
     """
 
     name = "sparsemax"

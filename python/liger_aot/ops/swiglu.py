@@ -1,7 +1,4 @@
-"""SwiGLU: silu(gate) * up, forward and backward.
-
-Shazeer, GLU Variants Improve Transformer (2020).
-"""
+"""SwiGLU: silu(gate) * up, forward and backward."""
 
 from __future__ import annotations
 
@@ -30,6 +27,9 @@ class SwiGLU(GatedActivation):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: shapes, dtypes or devices differ; a packed last dimension is odd.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Shazeer, GLU Variants Improve Transformer (2020).
     """
 
     name = "swiglu"

@@ -28,6 +28,7 @@ class TVD(Divergence):
             and their gradient is zero. If none counts the loss is 0.
         reduction: "batchmean" divides the sum by the number of rows that count, "mean" by that times n; "sum" and
             "none".
+        ignore_index: the label of rows that do not count.
 
     Returns:
         () float32, or with "none" a contiguous float32 tensor of p's shape.
@@ -36,6 +37,9 @@ class TVD(Divergence):
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: a shape, device or reduction does not fit, or q requires a gradient.
         PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Wen et al., f-Divergence Minimization for Sequence-Level Knowledge Distillation (2023).
     """
 
     name = "tvd"

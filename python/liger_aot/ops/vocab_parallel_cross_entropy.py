@@ -1,7 +1,4 @@
-"""Cross entropy of logits whose vocabulary is cut into shards, one a rank.
-
-Megatron-LM (Shoeybi et al., 2019) has the idea; here the ranks exchange once.
-"""
+"""Cross entropy of logits whose vocabulary is cut into shards, one a rank."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot import losses, pending
+from liger_aot import loss_checks, pending
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.linear_chunks import contiguous_rows
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 from liger_aot.op import Problem, check_rows
 from liger_aot.vocab_shards import Columns, Rows, Shard, shard_of
 
@@ -47,6 +44,9 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     Raises:
         ArgumentTypeError, ArgumentError, PackNotFound: as fused_linear_cross_entropy; ArgumentError also where
             torch.distributed is not initialised or the shard lies outside of the vocabulary.
+
+    Source:
+        Megatron-LM (Shoeybi et al., 2019) has the idea; here the ranks exchange once.
     """
 
     name = "vocab_parallel_cross_entropy"
@@ -94,7 +94,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         logits, target = tensors
         check_rows(self.name, "logits", logits)
-        losses.check_target(self.name, target, logits.shape[:-1], logits.device)
+        loss_checks.check_target(self.name, target, logits.shape[:-1], logits.device)
         check_settings(self.name, settings)
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
@@ -158,8 +158,8 @@ class VocabParallelCrossEntropy(DifferentiableOp):
 
 def check_settings(op: str, settings: tuple[Any, ...]) -> None:
     """Of the settings that the vocabulary-parallel ops begin with."""
-    losses.check_row_loss(op, RowLoss(*settings[:5]))
-    losses.check_reduction(op, settings[5])
+    loss_checks.check_row_loss(op, RowLoss(*settings[:5]))
+    loss_checks.check_reduction(op, settings[5])
 
 
 OP = VocabParallelCrossEntropy

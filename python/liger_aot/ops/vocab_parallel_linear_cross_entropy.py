@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_aot import losses, pending
+from liger_aot import loss_checks, pending
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.linear_chunks import (
@@ -25,7 +25,7 @@ from liger_aot.linear_chunks import (
     project,
 )
 from liger_aot.linear_losses import LinearLoss
-from liger_aot.losses import RowLoss
+from liger_aot.loss_checks import RowLoss
 from liger_aot.op import Problem, check_rows
 from liger_aot.ops.vocab_parallel_cross_entropy import check_settings
 from liger_aot.vocab_shards import Columns, Rows, Shard, resolve, shard_of
@@ -37,11 +37,12 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
     chunk_bytes=2**29, weight_grad_dtype=None, use_token_scaling=False, return_z_loss=False) -> Tensor``:
     fused_linear_cross_entropy over a group whose ranks each hold some rows of the weight.
 
-    Every rank of the group calls it with the same input and target and gets the same loss, to the bit. Each chunk has
-    one all-gather of three float32 a row and, where input needs a gradient, one all-reduce of that chunk's, which runs
-    beside the next chunk: input's gradient is whole on every rank, so nothing around this op may add it up again.
-    Weight's and bias's gradients are the shard's own. Where gradients are computed in the backward (reduction "none",
-    float16, a second backward), the collectives run there, and every rank must run it.
+    Differentiable in input, weight and bias. Every rank of the group calls it with the same input and target and gets
+    the same loss, to the bit. Each chunk has one all-gather of three float32 a row and, where input needs a gradient,
+    one all-reduce of that chunk's, which runs beside the next chunk: input's gradient is whole on every rank, so
+    nothing around this op may add it up again. Weight's and bias's gradients are the shard's own. Where gradients are
+    computed in the backward (reduction "none", float16, a second backward), the collectives run there, and every rank
+    must run it.
 
     Args:
         input: (..., k), the same on all ranks.
@@ -49,14 +50,19 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         target: (...), as vocab_parallel_cross_entropy's.
         bias: (columns,) or None.
         group, vocab_start, vocabulary: as vocab_parallel_cross_entropy's.
-        The others are as fused_linear_cross_entropy's. chunk_bytes must give every rank as many rows a chunk: with
-            shards of several sizes it is divided by the widest, vocabulary's size over the group's, rounded up.
+        ignore_index, label_smoothing, lse_square_scale, softcap, reduction, chunk_bytes, weight_grad_dtype,
+            use_token_scaling, return_z_loss: as fused_linear_cross_entropy's. chunk_bytes must give every rank as many
+            rows a chunk: with shards of several sizes it is divided by the widest, vocabulary's size over the group's,
+            rounded up.
 
     Returns:
         the loss; with return_z_loss a tuple of it and the z-loss, which has no gradient.
 
     Raises:
         ArgumentTypeError, ArgumentError, PackNotFound: as vocab_parallel_cross_entropy and fused_linear_cross_entropy.
+
+    Source:
+        As vocab_parallel_cross_entropy and fused_linear_cross_entropy.
     """
 
     name = "vocab_parallel_linear_cross_entropy"
@@ -123,7 +129,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         input, weight, target, bias = tensors
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
-        losses.check_target(self.name, target, input.shape[:-1], input.device)
+        loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
         check_settings(self.name, settings)
         check_weight_grad_dtype(self.name, settings[10], weight)
 

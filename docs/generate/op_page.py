@@ -1,0 +1,172 @@
+"""The page of one op: what it takes, what it is built for, how fast it was."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import liger_aot
+from benchmarks import markdown, readme, records, table
+from benchmarks.markdown import ROOT, link, made_on
+from benchmarks.providers import COPY, label
+from benchmarks.records import Run
+from build_tools.plan import ALIGNMENT
+from docs.generate import docstring, facts
+from docs.generate.chart import svg
+from liger_aot.ops import names
+
+FOLDER = ROOT / "docs" / "ops"
+# Figures of whole steps, as the README has them.
+STEPS = {
+    "flash_attention": ("attention forward", "attention backward"),
+    "flash_attention_backward": ("attention backward",),
+    "flash_decoding": ("decoding",),
+    "fused_linear_cross_entropy": ("fused linear cross entropy",),
+    "fused_linear_jsd": ("fused linear jsd",),
+}
+
+
+def described(op: str) -> docstring.Docstring:
+    return docstring.read(type(liger_aot.load(op)))
+
+
+def pages(op: str, results: Path) -> dict[Path, str]:
+    """The page of the op ``op`` and, where there are results, its chart."""
+    kind, told = type(liger_aot.load(op)), described(op)
+    parts = [
+        f"# {op}",
+        f"`{op}`: {told.summary}",
+        f'```python\n{op} = liger_aot.load("{op}")\n{_call(op, kind)}\n```',
+        _overview(op, kind, told),
+        "## Arguments",
+        _list(told.arguments),
+        "## Returns",
+        told.returns,
+        "## Errors",
+        _list(told.errors),
+        "## Source",
+        told.source,
+        "## Binaries",
+        _binaries(op),
+    ]
+    made: dict[Path, str] = {}
+    speed = _steps(op, results)
+    if (file := results / f"{op}.json").exists():
+        run = records.read(file)
+        made[FOLDER / f"{op}.svg"] = svg(run)
+        speed = [_measured(op, run, file), *speed]
+    if speed:
+        parts += ["## Speed", *speed]
+    return {FOLDER / f"{op}.md": "\n\n".join(parts) + "\n", **made}
+
+
+def _call(op: str, kind: type[Any]) -> str:
+    """The call with its types, a line where it fits."""
+    signature = inspect.signature(kind.__call__)
+    shown = [_parameter(p) for name, p in signature.parameters.items() if name != "self"]
+    first_keyword = next(
+        (i for i, p in enumerate(list(signature.parameters.values())[1:]) if p.kind is p.KEYWORD_ONLY), None
+    )
+    if first_keyword is not None:
+        shown.insert(first_keyword, "*")
+    line = f"{op}({', '.join(shown)}) -> {signature.return_annotation}"
+    if len(line) <= 100:
+        return line
+    body = "".join(f"    {one},\n" for one in shown)
+    return f"{op}(\n{body}) -> {signature.return_annotation}"
+
+
+def _parameter(p: inspect.Parameter) -> str:
+    default = "" if p.default is p.empty else f" = {_quoted(p.default)}"
+    return f"{p.name}: {p.annotation}{default}"
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
+    parameters = inspect.signature(kind.__call__).parameters
+    in_place = [f"`{name}`" for name in parameters if name == "out" or name.startswith("inplace")]
+    archs = [arch for arch in facts.ARCHS if facts.binaries(op, arch)]
+    tests = [path for path in (ROOT / "tests").glob(f"test_{op}*.py") if _tests(path, op)]
+    code = [
+        path
+        for path in (
+            ROOT / "python" / "liger_aot" / "ops" / f"{op}.py",
+            ROOT / "csrc_triton" / f"{op}.py",
+            *sorted(tests),
+        )
+        if path.exists()
+    ]
+    rows = [
+        ["dtypes", facts.dtypes(op, *kind.uses)],
+        ["gradient", f"of {told.differentiable}" if told.differentiable else "none"],
+        ["in place", f"with {', '.join(in_place)}" if in_place else "no"],
+        ["architectures", f"{', '.join(archs)}; [what has run where](../support.md)"],
+        ["also launches", ", ".join(f"[{other}]({other}.md)" for other in kind.uses) or "-"],
+        ["files", ", ".join(link(path, FOLDER) for path in code)],
+    ]
+    return markdown.table(["", ""], rows)
+
+
+def _tests(path: Path, op: str) -> bool:
+    """Whether a file of tests is of this op and not of one whose name begins with its name."""
+    others = [o for o in names() if o != op and o.startswith(op)]
+    return not any(path.stem.startswith(f"test_{other}") for other in others)
+
+
+def _list(items: tuple[tuple[str, str], ...]) -> str:
+    return "\n".join(f"- `{names}`: {text}" for names, text in items)
+
+
+def _binaries(op: str) -> str:
+    kernels = facts.kernels(op)
+    rows = []
+    for name, by_arch in kernels.items():
+        cells = [
+            f"{len(by_arch[arch].variants)}: {facts.numbers(facts.planned(arch).profile, name)}"
+            if arch in by_arch
+            else "-"
+            for arch in facts.ARCHS
+        ]
+        rows.append([f"`{name}`", facts.combinations(by_arch), facts.alignment(by_arch), *cells])
+    totals = ["all", "", "", *(str(facts.binaries(op, arch)) for arch in facts.ARCHS)]
+    header = ["kernel", "dtypes", "variants", *facts.ARCHS]
+    note = (
+        "Binaries of each kernel, and whether the launch numbers of its table are measured or derived. The aligned "
+        f"variant assumes pointers divisible by {ALIGNMENT} bytes, strides and sizes by {ALIGNMENT} elements; each "
+        "call takes it where that holds, else the generic one, where there is one."
+    )
+    return "\n\n".join([note, markdown.table(header, [*rows, totals]), *_bounds(op)])
+
+
+def _bounds(op: str) -> list[str]:
+    """The sizes that the tables tell apart."""
+    lines = []
+    for name, by_arch in facts.kernels(op).items():
+        told: dict[str, list[str]] = {}
+        for arch, plan in by_arch.items():
+            told.setdefault(facts.bounds(plan), []).append(arch)
+        if list(told) != ["any"]:
+            each = "; ".join(f"{', '.join(archs)}: {bounds}" for bounds, archs in told.items())
+            lines.append(f"- `{name}`: {each}")
+    return ["Sizes n at which another binary takes over:\n\n" + "\n".join(lines)] if lines else []
+
+
+def _measured(op: str, run: Run, file: Path) -> str:
+    parts = [
+        f"One {made_on(vars(run.environment))}; every record is in {link(file, FOLDER)}. Fractions are of a copy of as "
+        "many bytes, timed in turn with each case.",
+        f"![{op} against its peers]({op}.svg)",
+    ]
+    for title, (header, *rows) in table.tables(run):
+        labels = [name if name in ("", "n", f"{COPY} GB/s") else label(name) for name in header]
+        parts.append(f"`{op}`{title}:\n\n{markdown.table(labels, rows)}")
+    return "\n\n".join(parts)
+
+
+def _steps(op: str, results: Path) -> list[str]:
+    found = (readme.body(section, results) for section in STEPS.get(op, ()))
+    return [text.replace("](benchmarks/", "](../../benchmarks/") for text in found if text]

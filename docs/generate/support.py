@@ -1,0 +1,115 @@
+"""The support matrix: what the plans hold, and what docs/executed.toml says has run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import markdown
+from benchmarks.markdown import ROOT
+from docs.generate import facts
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from setuptools.compat.py310 import tomllib
+
+EXECUTED = ROOT / "docs" / "executed.toml"
+PAGE = ROOT / "docs" / "support.md"
+AUDITED = "compiled and audited"
+STATES = {
+    "executed on hardware": "the architecture's own binaries ran on a GPU of that architecture",
+    "PTX executed on an NVIDIA H200": "the kernels' PTX ran through the driver's JIT; their cubins have not run",
+    "executed in software": "the binaries ran instruction by instruction in an emulator; nothing is known of their "
+    "speed",
+    AUDITED: "every binary was read back and is what the plan and the chip allow; the op's own binaries have not run",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    arch: str
+    state: str
+    what: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Executed:
+    runs: Mapping[str, Run]
+    ops: Mapping[str, tuple[Run, ...]]
+
+
+def read(path: Path = EXECUTED) -> Executed:
+    """ValueError says where the file contradicts itself or the plans."""
+    raw = tomllib.loads(path.read_text())
+    runs = {name: Run(name, **body) for name, body in raw["runs"].items()}
+    for run in runs.values():
+        if run.state not in STATES:
+            raise ValueError(f"{path.name}: {run.name}: state {run.state!r} is none of {', '.join(STATES)}")
+        if run.arch not in facts.ARCHS:
+            raise ValueError(f"{path.name}: {run.name}: there is no architecture {run.arch!r}")
+    ops: dict[str, tuple[Run, ...]] = dict.fromkeys(facts.ops(), ())
+    for op, names in raw["ops"].items():
+        if unknown := [name for name in names if name not in runs]:
+            raise ValueError(f"{path.name}: {op}: there is no run {unknown[0]!r}")
+        ops[op] = tuple(runs[name] for name in names)
+        archs = [run.arch for run in ops[op]]
+        if len(set(archs)) < len(archs):
+            raise ValueError(f"{path.name}: {op}: two runs of one architecture")
+        if without := [arch for arch in archs if not facts.binaries(op, arch)]:
+            raise ValueError(f"{path.name}: {op}: ran on {without[0]}, which has no binaries of it")
+    return Executed(runs, ops)
+
+
+def page(executed: Executed) -> str:
+    notes = {name: i + 1 for i, name in enumerate(executed.runs)}
+
+    def cell(op: str, arch: str) -> str:
+        if not facts.binaries(op, arch):
+            return "-"
+        run = next((run for run in executed.ops[op] if run.arch == arch), None)
+        return AUDITED if run is None else f"{run.state} ({notes[run.name]})"
+
+    rows = [[f"[{op}](ops/{op}.md)", *(cell(op, arch) for arch in facts.ARCHS)] for op in executed.ops]
+    counts = [
+        [f"[{op}](ops/{op}.md)", *(str(facts.binaries(op, arch)) for arch in facts.ARCHS)]
+        for op in executed.ops
+    ]
+    totals = ["all", *(str(sum(facts.binaries(op, arch) for op in executed.ops)) for arch in facts.ARCHS)]
+    return (
+        "\n\n".join(
+            [
+                "# What has run where",
+                "Each op on each architecture that binaries are built for. All of them are compiled and audited; "
+                "[executed.toml](executed.toml) says what was executed, too.",
+                "\n".join(f"- **{state}**: {meaning}." for state, meaning in STATES.items()),
+                markdown.table(["op", *facts.ARCHS], rows),
+                "\n".join(
+                    f"{i}. {executed.runs[name].date}: {executed.runs[name].what}."
+                    for name, i in notes.items()
+                ),
+                "On the CPU every op takes its plain-torch reference, in every test run.",
+                "## GPUs",
+                markdown.table(
+                    ["architecture", "serves", "Triton"],
+                    [
+                        [arch, _serves(arch), facts.planned(arch).profile.toolchain.triton]
+                        for arch in facts.ARCHS
+                    ],
+                ),
+                "## Binaries",
+                markdown.table(["op", *facts.ARCHS], [*counts, totals]),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _serves(arch: str) -> str:
+    profile = facts.planned(arch).profile
+    prefix = "CC " if profile.arch.backend == "cuda" else ""
+    return ", ".join(f"{prefix}{one}" for one in profile.arch.serves)
