@@ -58,6 +58,7 @@ class CrossEntropyCases:
     names = ("loss",)
     frozen = ("weight",)
     relaid = ("logits",)
+    order_by_address = True
 
     def fit(self, case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
         """The mean over no target at all is NaN: ``test_all_ignored`` has it."""

@@ -24,6 +24,8 @@ and where its nature asks for it:
 - ``frozen``: floating-point arguments that get no gradient. ``relaid``: arguments of any layout; default all
   floating-point ones of two or more dimensions.
 - ``same_without_gradient = False``: the outputs' last bits may depend on whether a gradient is wanted.
+- ``order_by_address = True``: a sum's order depends on where in a cache line a row starts, as copies of what is no rows
+  don't do alike on the CPU.
 - ``in_place``: output -> argument that it overwrites, and ``call_in_place`` unless that is ``inplace=True``.
 - ``call``, unless the op takes tensors by position and settings by name.
 - ``saved``: what the float64 backward reads, where the op's own backward reads a rounded output:

@@ -149,7 +149,7 @@ class LinearCrossEntropyOp:
             k=choices.number(1, 300 if large else 40),
             vocabulary=choices.number(
                 2, 20_000 if large else 150
-            ),  # 1 makes a gradient of rounding errors alone
+            ),  # of 1 gradients are rounding errors alone
             dtype=choices.one((FP32, BF16, FP16)),
             bias=bool(choices.number(0, 1)),
             classes=bool(choices.number(0, 1)),
