@@ -10,7 +10,7 @@ LAUNCHER := $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
 PARALLEL := -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast golden docs clean
+.PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast sanitize soak golden docs clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,12 @@ test: packs  ## all tests
 
 test-fast: packs  ## the tests that take no more than a few seconds each
 	$(RUN) -m pytest -q -m 'not slow and not gpu and not alone' $(PARALLEL)
+
+sanitize: packs  ## compute-sanitizer's memcheck and racecheck over every binary of this machine's GPU
+	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.sanitize
+
+soak: packs  ## mixed ops, threads and streams on this machine's GPU: MINUTES=5 of them
+	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.soak --minutes $(or $(MINUTES),5)
 
 golden: venv  ## write the golden plans anew, after a profile or a declaration has changed
 	@$(RUN) -c 'from build_tools.profile import profile_names; print(*profile_names(), sep="\n")' \

@@ -9,10 +9,8 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
-from threading import local
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +20,7 @@ from build_tools.declaration import Kernel, read_declaration
 from liger_aot.manifest import OpManifest, Pack, Variant
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
+from tests.interpreter import interpret
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 MULTIPROCESSORS = 2  # few, so that persistent programs have several steps
@@ -76,7 +75,7 @@ class InterpreterDriver:
 
         def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
             _check_alignment(kernel, variant, arguments)
-            _interpret(
+            interpret(
                 function, grid, types, list(kernel.arguments), arguments, constants, variant.cooperative
             )
 
@@ -92,90 +91,6 @@ def _check_alignment(kernel: Kernel, variant: Variant, arguments: tuple[Any, ...
 
 def _constant(form: Any, name: str, value: int) -> int | bool:
     return bool(value) if isinstance(form.defaults.get(name), bool) else value
-
-
-def _interpret(
-    function: Any,
-    grid: tuple[int, int, int],
-    types: list[str],
-    names: list[str],
-    arguments: tuple[Any, ...],
-    constants: dict[str, int | bool],
-    concurrent: bool,
-) -> None:
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    _teach_inline_assembly()
-    numpy_types = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
-    bound: dict[str, Any] = {name: tl.constexpr(value) for name, value in constants.items()}
-    for name, kind, value in zip(names, types, arguments, strict=True):
-        ty = tl.str_to_ty(kind, None)
-        data = np.array([value or 0], dtype=np.uint64 if kind[0] == "*" else numpy_types[kind])
-        bound[name] = tl.tensor(interpreter.TensorHandle(data, ty), ty)
-    body = function.rewrite()
-    scope = interpreter._patch_lang(function.fn)
-    interpreter.interpreter_builder.set_grid_dim(*grid)
-
-    def program(x: int) -> None:
-        interpreter.interpreter_builder.set_grid_idx(x, 0, 0)
-        body(**bound)
-
-    assert grid[1:] == (1, 1)
-    try:
-        if concurrent:  # programs that wait for each other must all be under way
-            with ThreadPoolExecutor(grid[0]) as pool:
-                list(pool.map(program, range(grid[0])))
-        else:
-            for x in range(grid[0]):
-                program(x)
-    finally:
-        scope.restore()
-
-
-def _teach_inline_assembly() -> None:
-    """The interpreter knows no PTX: these are the instructions that csrc_triton uses. Program ids become per thread."""
-    from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _interpreter
-
-    if isinstance(getattr(InterpreterBuilder, "grid_idx", None), property):
-        return
-    where = local()
-    InterpreterBuilder.grid_idx = property(
-        lambda self: where.index, lambda self, index: setattr(where, "index", index)
-    )
-
-    def assemble(
-        self: Any, text: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int
-    ) -> Any:
-        (ty,) = types
-        data = [v.data for v in values]
-        operation = text.split()[0]
-        if operation == "mov.b32":
-            result = data[0].copy()
-        elif operation == "ld.relaxed.gpu.global.u64":
-            mask = np.ones_like(data[0], dtype=bool)
-            result = _interpreter.load(
-                data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64)
-            )
-        elif operation == "lg2.approx.ftz.f32":
-            result = np.log2(data[0])
-        elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
-            dtype = torch.bfloat16 if "bf16" in operation else torch.float16
-            halves = [
-                torch.from_numpy(d.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16) for d in data
-            ]
-            result = (halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << 16).view(np.int32)
-        else:
-            raise NotImplementedError(text)
-        handle = TensorHandle(result, ty.scalar)
-        return _Results([handle])
-
-    class _Results(list):  # type: ignore[type-arg]
-        def get_result(self, index: int) -> Any:
-            return self[index]
-
-    interpreter.InterpreterBuilder.create_inline_asm = assemble
 
 
 class EmulatorDriver:

@@ -24,10 +24,15 @@ and where its nature asks for it:
 - ``frozen``: floating-point arguments that get no gradient. ``relaid``: arguments of any layout; default all
   floating-point ones of two or more dimensions.
 - ``same_without_gradient = False``: the outputs' last bits may depend on whether a gradient is wanted.
+- ``order_by_address = True``: a sum's order depends on where in a cache line a row starts, as copies of what is no rows
+  don't do alike on the CPU.
 - ``in_place``: output -> argument that it overwrites, and ``call_in_place`` unless that is ``inplace=True``.
 - ``call``, unless the op takes tensors by position and settings by name.
 - ``saved``: what the float64 backward reads, where the op's own backward reads a rounded output:
   ``return (got.outputs[0].double(),)``.
+- ``dimensions``: the least and the most that a case's shape has. ``fit(case, choose)``: for a random shape, dtype and
+  options that stand in ``cases``, each drawn alone, the case nearest to it that the op takes; ``choose(values)`` draws
+  one more. See ``random_cases``.
 - ``table_case``: a problem that takes a row of a dispatch table, unless n is the last dimension. ``tail``: the last
   rows of a tensor, unless rows are the first dimension. ``longest_emulated``, ``longest_interpreted``: the largest n
   of table rows run there.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_aot.differentiable import Tensors
 from liger_aot.manifest import OpManifest
 from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
-from tests.op_cases import sizes_of
+from tests import op_cases
+from tests.op_cases import Draw, Exact, OpCases, sizes_of
 from tests.tolerances import worst
 
 DTYPES = BF16, FP16, FP32 = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,3 +119,50 @@ def table_cases(manifest: OpManifest, longest: int, rows: int = 3) -> list[Case]
                 if n <= longest:
                     cases[Case(rows, n, names[dtype], names[weight], shift=0 if aligned else 1)] = None
     return list(cases)
+
+
+class RMSNormCases(OpCases):
+    """The same as an op of the harness: what tests of all ops take. Rows of very different sizes."""
+
+    op_class = RMSNorm
+    defaults = {"eps": 1e-6, "offset": 0.0, "casting_mode": "llama"}  # noqa: RUF012
+    cases = (
+        op_cases.Case((3, 5, 48), BF16, weight=BF16),
+        *(
+            op_cases.Case(
+                (case.rows, case.n),
+                case.dtype,
+                shift=case.shift,
+                gap=case.gap,
+                weight=case.weight,
+                casting_mode=case.casting_mode,
+                offset=case.offset,
+                eps=case.eps,
+            )
+            for case in EDGES
+        ),
+    )
+
+    large = tuple(
+        op_cases.Case(((1 << 25) // n, n), dtype, weight=weight)
+        for n in (4096, 16384)
+        for dtype in DTYPES
+        for weight in {dtype, FP32}
+    )
+
+    def tensors(self, case: op_cases.Case, draw: Draw) -> Tensors:
+        x = draw.rows(*case.shape).mul_(10 ** draw.uniform(-2, 2, *case.shape[:-1], 1))
+        dtype = case.get("weight")
+        return x, None if dtype is None else draw.dense(case.shape[-1], dtype=dtype)
+
+    def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
+        x, weight = exact.inputs.values()
+        (dy,), rstd = exact.grads, exact.results[1].view(*x.shape[:-1], 1)
+        w = torch.ones_like(x[..., :1]) if weight is None else exact.settings["offset"] + weight
+        twice = exact.settings["casting_mode"] == "llama" and weight is not None
+        limits: dict[str, dict[str, Any]] = {"y": {"roundings": 2 if twice else 1, "scale": 1 + w.abs()}}
+        if dy is not None:
+            mean = (x * dy * w).abs().mean(-1, keepdim=True)
+            limits["dx"] = {"magnitude": (dy * w * rstd).abs() + x.abs() * mean * rstd**3}
+            limits["dweight"] = {"magnitude": torch.atleast_2d((dy * x * rstd).abs()).flatten(0, -2).sum(0)}
+        return limits

@@ -401,13 +401,13 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        tried = [storage.clone()]
-        while (
-            tried[-1].data_ptr() - storage.data_ptr()
-        ) % 128:  # on the CPU memory starts at multiples of 64
-            tried.append(storage.clone())
+        size = storage.nbytes()
+        room = torch.empty(size + 128, dtype=torch.uint8, device=t.device)
+        skip = (storage.data_ptr() - room.data_ptr()) % 128
+        room[skip : skip + size] = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
         made = torch.empty(0, dtype=t.dtype, device=t.device)
-        return made.set_(tried[-1], t.storage_offset(), t.shape, t.stride())
+        offset = skip // t.element_size() + t.storage_offset()
+        return made.set_(room.untyped_storage(), offset, t.shape, t.stride())
 
     @staticmethod
     def backward(ctx: Any, dt: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class TestFusedAddRMSNorm(OpTests):
         h, weight = exact.inputs["x"], exact.inputs["weight"]
         (dy, dsum), offset = exact.grads, exact.settings["offset"]
         twice = exact.settings["casting_mode"] == "llama" and weight is not None
-        w = torch.ones_like(h[..., :1, :]) if weight is None else offset + weight
+        w = h.new_ones(h.shape[-1]) if weight is None else offset + weight
         limits: dict[str, dict[str, Any]] = {"y": {"roundings": 2 if twice else 1, "scale": 1 + w.abs()}}
         if dy is not None:
             rstd = exact.results[2].view(*h.shape[:-1], 1)

@@ -59,6 +59,17 @@ class TestKLDiv(DivergenceTests):
         divisor = {"sum": 1, "mean": input.numel(), "batchmean": input.shape[0]}[reduction]
         return summands.sum() / divisor
 
+    @pytest.mark.parametrize("way", WAYS, indirect=True)
+    def test_one_gradient_for_all_rows(self, way: Way) -> None:
+        """As the sum over the rows of single losses gives it: a row that is read again and again."""
+
+        def one_row(t: Tensor) -> Tensor:
+            return t[:1].expand(t.shape)
+
+        for shape in ((2, 1), (5, 48), (3, 1040)):
+            case = Case(shape, FP32, reduction="none")
+            self.check(way.op, case, way.allowed, device=way.device, layout=one_row)
+
     def sizes(self, exact: Exact) -> tuple[Tensor, Tensor]:
         """A probability's logarithm has an absolute error of some roundoffs of 1; a power, some of its exponent."""
         x, y = exact.inputs["input"], exact.inputs["target"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -106,6 +107,16 @@ class TestModulatedRMSNorm(OpTests):
         "weight too long": ((X, S, S, torch.ones(9)), {}, ArgumentError, r"weight .*\(8,\).*shape \(9,\)"),
         "unknown mode": ((X, S), {"casting_mode": "mistral"}, ArgumentError, "llama, gemma, none; got 'mis"),
     }
+
+    def fit(self, case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
+        """Leading dimensions of the scale that x has, one for several of x's, or any number of tokens a group."""
+        leading = case.shape[:-1]
+        rows, first = prod(leading), leading[: choose(range(len(leading) + 1))]
+        forms: list[tuple[tuple[int, ...], int | None]] = [(first, None), ((prod(first),), None)]
+        forms += [((*first, *(1 for _ in leading[len(first) :])), None)]
+        forms += [((rows // tokens,), tokens) for tokens in (1, 2, 3) if rows % tokens == 0]
+        scale, tokens = choose(forms)
+        return case.but(scale=scale, tokens_per_group=tokens)
 
     def tensors(self, case: Case, draw: Draw) -> Tensors:
         x = draw.rows(*case.shape).mul_(10 ** draw.uniform(-2, 2, *case.shape[:-1], 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -82,6 +82,16 @@ class TestMultimodalRoPE(OpTests):
         "integers": ((X.int(), X.int(), COS, COS, (2, 1, 1)), {}, ArgumentTypeError, "q must be bfloat16"),
     }
     defaults: ClassVar[Mapping[str, Any]] = {"layout": "bhsd"}
+
+    dimensions = (4, 4)
+
+    def fit(self, case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
+        half = -(-min(case.shape[-1], 600) // 2)
+        time = choose((half // 4, 0, half))
+        height = choose(((half - time) // 2, 0, half - time))
+        return case.but(
+            shape=(*case.shape[:-1], 2 * half), time=time, height=height, width=half - time - height
+        )
 
     def tensors(self, case: Case, draw: Draw) -> Tensors:
         layout = case.get("layout", "bhsd")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,23 +12,8 @@ from torch import Tensor
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.sparsemax import Sparsemax
-from tests.conftest import INTERPRETING
 from tests.op_tests import BF16, DTYPES, FP16, FP32, WAYS, Case, Draw, Exact, OpTests, Results, Way
 from tests.softmax_rows import SPECIAL, check_special_rows
-
-
-@pytest.fixture(autouse=True)
-def sums_by_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter adds along all axes but the last one by one, with an error that grows with n; GPUs add in a tree,
-    and so does NumPy along the last."""
-    if INTERPRETING:
-        from triton.runtime.interpreter import ReduceOps
-
-        def by_pairs(self: Any, input: Any) -> Any:
-            last = np.ascontiguousarray(np.moveaxis(input.handle.data, self.axis, -1))
-            return self.to_tensor(np.add.reduce(last, axis=-1), input.dtype)
-
-        monkeypatch.setattr(ReduceOps, "sum", by_pairs)
 
 
 # NumPy's, on the interpreter: a difference to -inf or to the lowest value is meant to overflow

@@ -25,7 +25,8 @@ def worst(
     magnitude: Tensor | None = None,
     scale: Tensor | float = 1.0,
 ) -> float:
-    """The largest error of ``got`` as a fraction of what is allowed; NaN counts as infinite.
+    """The largest error of ``got`` as a fraction of what is allowed; NaN counts as infinite. Past the greatest number
+    of got's dtype an infinity is right.
 
     Args:
         got: the result.
@@ -46,4 +47,6 @@ def worst(
         + LEAST[got.dtype] * scale
     )
     ratio = (got.double() - exact).abs() / limit
+    past = got.isinf() & (got.sign() == exact.sign()) & (size + limit > torch.finfo(got.dtype).max)
+    ratio = torch.where(past, 0.0, ratio)
     return float(torch.where(torch.isnan(ratio), torch.inf, ratio).max())

@@ -186,7 +186,7 @@ class Divergence(DifferentiableOp):
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         scale = self._scale(summand, x.shape, rows, n, labels)
         label_at, words, count = self._count(labels, rows, summand, x)
-        if labels is None and x_stride == y_stride == n and loss_stride in (0, n):
+        if labels is None and x_stride == y_stride == n and loss_stride == (n if each else 0):
             rows, n = 1, rows * n
             x_stride = y_stride = n
             loss_stride = n if each else 0
@@ -349,7 +349,7 @@ def reduced(
         batch: what batchmean divides by; None: the rows, with labels those that count.
     """
     if labels is not None:
-        summands = torch.where((labels != ignored).unsqueeze(-1), summands, 0)
+        summands = torch.where((labels.long() != ignored).unsqueeze(-1), summands, 0)
     if reduction == "none":
         return summands
     return summands.sum() * _factor(summands, reduction, labels, ignored, batch)
@@ -360,7 +360,7 @@ def reduced_backward(
 ) -> Tensor:
     """The gradient of ``reduced``, of summands with these derivatives."""
     if labels is not None:
-        slopes = torch.where((labels != ignored).unsqueeze(-1), slopes, 0)
+        slopes = torch.where((labels.long() != ignored).unsqueeze(-1), slopes, 0)
     if reduction == "none":
         return slopes * dloss
     return slopes * (_factor(slopes, reduction, labels, ignored, batch) * dloss)
@@ -375,6 +375,8 @@ def _factor(
     if batch is not None:
         return 1 / summands.new_full((), batch if reduction == "batchmean" else summands.numel())
     rows = summands.shape[:-1].numel()
-    count = summands.new_full((), rows) if labels is None else (labels != ignored).sum().to(summands.dtype)
+    count = (
+        summands.new_full((), rows) if labels is None else (labels.long() != ignored).sum().to(summands.dtype)
+    )
     size = count * n if reduction == "mean" else count
     return torch.where(size > 0, 1 / size.clamp(min=1), 0)

@@ -1,0 +1,52 @@
+"""Random problems of every op against float64: shapes, dtypes, strides, offsets, alignment, settings, which gradients.
+
+Each run has a seed of its own, which the report's header says; LIGER_AOT_SEED=... runs the same again. What fails is
+made as small as it gets and printed as it would stand among the op's cases. An op has LIGER_AOT_RANDOM_CASES problems;
+by default as many as SECONDS allow, at most 1,000.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.all_ops import entries
+from tests.conftest import seed_of_run
+from tests.random_cases import check_random
+
+# Of one core, an op: all together take 8 minutes of two. On a GPU 4 minutes in all.
+SECONDS = {"interpreter": 36.0, "gpu": 9.0}
+
+# NumPy's, on the interpreter: ops mean to divide by zero, and to overflow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore:(overflow|underflow|invalid value|divide by zero) encountered"),
+]
+
+
+def check(name: str, ways: tuple[str, ...], kind: str, record: pytest.FixtureRequest) -> None:
+    asked = os.environ.get("LIGER_AOT_RANDOM_CASES")
+    done = check_random(
+        entries()[name],
+        ways,
+        large=kind == "gpu",
+        first_seed=seed_of_run(),
+        cases=int(asked or 1000),
+        seconds=float("inf") if asked else SECONDS[kind],
+    )
+    record.node.user_properties.append(("summary", f"{name}: {done} random cases, seed {seed_of_run()}"))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", entries())
+def test_on_the_interpreter(name: str, request: pytest.FixtureRequest) -> None:
+    """Few rows, the tables of two architectures."""
+    check(name, ("interpreter sm90", "interpreter gfx942"), "interpreter", request)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", entries())
+def test_on_a_gpu(name: str, request: pytest.FixtureRequest) -> None:
+    check(name, ("gpu",), "gpu", request)
