@@ -22,6 +22,7 @@ from build_tools.declaration import Kernel, read_declaration
 from liger_aot.manifest import OpManifest, Pack, Variant
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
+from tests import executed
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 MULTIPROCESSORS = 2  # few, so that persistent programs have several steps
@@ -183,7 +184,7 @@ class EmulatorDriver:
     it is given: an access beside them is a fault."""
 
     def __init__(self, op: str, pack: Pack) -> None:
-        self._arch = pack.arch
+        self._arch, self._op = pack.arch, op
         self._kernels = read_declaration(op).kernels
 
     def stream(self, device: int) -> int:
@@ -211,6 +212,7 @@ class EmulatorDriver:
                 for letter, value in zip(variant.signature, arguments, strict=True)
             ]
             program.launch(memory, grid, values, variant.threads, variant.shared)
+            executed.record(self._arch, self._op, variant.name)
 
         return Launchable(run)
 
