@@ -304,8 +304,8 @@ class OpCases:
                 *dtypes, alignment = key.split("/")
                 axes = dict(zip(kernel.axes, (BY_NAME[d] for d in dtypes), strict=True))
                 aligned = alignment == "aligned"
-                for n, (_, variant) in zip(sizes_of(entries, aligned), entries, strict=True):
-                    case = self.table_case(kernel.name, axes, n, aligned, rows) if n <= longest else None
+                for n, (_, variant) in zip(sizes_of(entries, aligned, longest), entries, strict=True):
+                    case = self.table_case(kernel.name, axes, n, aligned, rows)
                     if case is not None:
                         yield variant, case
 
@@ -319,12 +319,14 @@ def _wide(tensors: Tensors) -> Tensors:
     return tuple(t.double() if t is not None and t.is_floating_point() else t for t in tensors)
 
 
-def sizes_of(entries: tuple[tuple[int | None, str], ...], aligned: bool) -> list[int]:
-    """One size for each row of a dispatch table: inside the row's range, not a power of two."""
+def sizes_of(entries: tuple[tuple[int | None, str], ...], aligned: bool, longest: int) -> list[int]:
+    """One size for each row of a dispatch table: inside the row's range, not a power of two; where that would be above
+    ``longest``, the smallest there is."""
     sizes, low = [], 0
     for bound, _ in entries:
         high = bound if bound is not None else 2 * low + 64
         n = low + max(1, (high - low) * 5 // 8)
+        n = n if n <= longest else low + 1
         n = -(-n // 16) * 16 if aligned else n | 1
         sizes.append(min(n, high))
         low = high

@@ -30,7 +30,7 @@ and where its nature asks for it:
   ``return (got.outputs[0].double(),)``.
 - ``table_case``: a problem that takes a row of a dispatch table, unless n is the last dimension. ``tail``: the last
   rows of a tensor, unless rows are the first dimension. ``longest_emulated``, ``longest_interpreted``: the largest n
-  of table rows run there.
+  of table rows run there, but for rows that only begin above it.
 """
 
 from __future__ import annotations
