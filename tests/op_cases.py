@@ -122,7 +122,7 @@ class OpCases:
     relaid: ClassVar[tuple[str, ...] | None] = None
     in_place: ClassVar[Mapping[str, str]] = {}
     same_without_gradient: ClassVar[bool] = True
-    longest_emulated: ClassVar[int] = 20000
+    longest_emulated: ClassVar[int] = 5000
     longest_interpreted: ClassVar[int] = 20480
 
     def tensors(self, case: Case, draw: Draw) -> Tensors:
