@@ -1,7 +1,8 @@
 """How much of a wrong binary the tests of the ops notice: bits of the packs' code are flipped, one at a time.
 
-A flip may be harmless: a reserved bit, a cache hint, a register that holds the same. So not all can be noticed; what is
-asserted lies below what was measured, and the numbers stand in the summary of the run.
+A flip may be harmless: a reserved bit, a cache hint, a register that holds the same, what NaN would need. So not all can
+be noticed: 68 to 72% were of rmsnorm, 52 to 54% of softmax, 72% of flash_attention. What is asserted lies ten below, and
+the numbers stand in the summary of the run.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from liger_aot.ops.cross_entropy import CrossEntropy
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.rmsnorm import RMSNorm
-from tests import attention_cases, drivers, rmsnorm_cases, test_cross_entropy
+from liger_aot.ops.softmax import Softmax
+from tests import attention_cases, drivers, rmsnorm_cases, test_softmax
 from tests.amd_emulator import EmulatorError, Program, missing_tool
 from tests.amd_emulator.mutation import flipped
 from tests.conftest import built_pack
@@ -36,8 +37,8 @@ def rmsnorm(op: Any, allowed: Mapping[str, float]) -> None:
     rmsnorm_cases.check(op, rmsnorm_cases.Case(2, 240, BF16, BF16), allowed, 0)
 
 
-def cross_entropy(op: Any, allowed: Mapping[str, float]) -> None:
-    test_cross_entropy.TestCrossEntropy().check(op, Case((2, 203), BF16), allowed)
+def softmax(op: Any, allowed: Mapping[str, float]) -> None:
+    test_softmax.TestSoftmax().check(op, Case((3, 203), BF16), allowed)
 
 
 def flash_attention(op: Any, allowed: Mapping[str, float]) -> None:
@@ -53,11 +54,11 @@ class Limited(Program):
 @pytest.mark.parametrize(
     ("op_class", "check", "flips", "least"),
     [
-        (RMSNorm, rmsnorm, 100, 0.0),
-        (CrossEntropy, cross_entropy, 40, 0.0),
-        (FlashAttention, flash_attention, 25, 0.0),
+        (RMSNorm, rmsnorm, 100, 0.6),
+        (Softmax, softmax, 50, 0.42),
+        (FlashAttention, flash_attention, 25, 0.6),
     ],
-    ids=["rmsnorm", "cross_entropy", "flash_attention"],
+    ids=["rmsnorm", "softmax", "flash_attention"],
 )
 def test_flipped_bits_are_noticed(
     op_class: Any,
@@ -91,7 +92,7 @@ def test_flipped_bits_are_noticed(
     for _ in range(flips):
         image = [*launched][rng.choice(len(launched), p=sizes / sizes.sum())]
         wrong.clear()
-        wrong[image], _ = flipped(image, launched[image], rng)
+        wrong[image] = flipped(image, launched[image], rng)
         outcomes[outcome(run)] += 1
     noticed = 1 - outcomes["unnoticed"] / flips
     record_property(
