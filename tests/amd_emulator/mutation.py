@@ -25,7 +25,7 @@ def overwrite(image: bytes, instruction: Instruction, words: Sequence[int]) -> b
 
 
 def flipped(image: bytes, reached: Sequence[Instruction], rng: np.random.Generator) -> bytes:
-    """The code object with one random bit flipped in one of the instructions ``reached``, waits and the end left out."""
+    """The code object with one random bit flipped in an instruction of ``reached``, waits and the end left out."""
     code = [instruction for instruction in reached if instruction.name not in NO_EFFECT | {"s_endpgm"}]
     instruction = code[rng.integers(len(code))]
     words = list(instruction.words)
