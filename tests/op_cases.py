@@ -297,15 +297,20 @@ class OpCases:
         for y, again in zip(got.outputs, alone, strict=True):
             assert torch.equal(y, again), f"{label}: another result where no gradient is needed"
 
-    def table_cases(self, manifest: OpManifest, longest: int, rows: int) -> Iterator[tuple[str, Case]]:
-        """(variant, a case that takes it) for every row of every dispatch table, dtype and alignment."""
+    def table_cases(
+        self, manifest: OpManifest, longest: int, rows: int, *, beyond: bool = True
+    ) -> Iterator[tuple[str, Case]]:
+        """(variant, a case that takes it) for every row of every dispatch table, dtype and alignment. Rows whose usual
+        size is above ``longest`` are left out, or with ``beyond`` get their smallest."""
         for kernel in manifest.kernels.values():
             for key, entries in kernel.tables.items():
                 *dtypes, alignment = key.split("/")
                 axes = dict(zip(kernel.axes, (BY_NAME[d] for d in dtypes), strict=True))
                 aligned = alignment == "aligned"
-                for n, (_, variant) in zip(sizes_of(entries, aligned, longest), entries, strict=True):
-                    case = self.table_case(kernel.name, axes, n, aligned, rows)
+                sizes = sizes_of(entries, aligned, longest if beyond else 1 << 40)
+                for n, (_, variant) in zip(sizes, entries, strict=True):
+                    wanted = beyond or n <= longest
+                    case = self.table_case(kernel.name, axes, n, aligned, rows) if wanted else None
                     if case is not None:
                         yield variant, case
 
