@@ -55,7 +55,9 @@ test: packs  ## all tests
 	@.ci/llvm
 	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter $(PARALLEL)
 	LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m 'gpu or alone'
-	$(RUN) -m pytest -q -m 'not gpu and not alone' $(PARALLEL)
+	@rm -f build/executed
+	LIGER_AOT_EXECUTED=build/executed $(RUN) -m pytest -q -m 'not gpu and not alone' $(PARALLEL)
+	@[ ! -e build/executed ] || $(RUN) -m tests.executed build/executed
 
 test-fast: packs  ## the tests that take no more than a few seconds each
 	$(RUN) -m pytest -q -m 'not slow and not gpu and not alone' $(PARALLEL)

@@ -19,6 +19,10 @@ from build_tools.profile import Arch
 BYTES = {"i32": 4, "fp32": 4, "i64": 8}
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # a tensor map; Triton appends its sizes (i32) and strides (i64)
 GROUP_WARPS = 4  # of a warp group; the producer of a kernel with WARP_GROUPS consumer groups has one more
+SCHEDULERS = 4  # of a multiprocessor, each with a quarter of its registers
+SCALARS = (
+    800  # scalar registers of a SIMD, GFX9; LLVM counts the same but for waves of 97 to 100: 8 fit, here 7
+)
 SCRATCH_POINTERS = 2  # Triton appends global and profile scratch to every kernel's parameters
 
 
@@ -83,15 +87,10 @@ def report(audited: Iterable[Audited]) -> str:
 
 def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:
     """Blocks that fit on one multiprocessor by threads, registers and shared memory."""
-    warps = threads // arch.warp_size
-    granule = 8  # registers a thread are given out in eights
-    per_warp = max(granule, -(-facts.registers // granule) * granule) * arch.warp_size
-    schedulers = 4  # each has a quarter of the registers, and warps don't straddle them
-    warps_held = arch.registers_per_multiprocessor // schedulers // per_warp * schedulers
     fits = [
         arch.blocks_per_multiprocessor,
         arch.threads_per_multiprocessor // threads,
-        warps_held // warps,
+        _warps_a_scheduler(facts, arch) * SCHEDULERS // (threads // arch.warp_size),
     ]
     if used := shared + facts.static_shared:
         reserved = (
@@ -99,6 +98,12 @@ def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:
         )  # what the system keeps of each block's
         fits.append(arch.shared_per_multiprocessor // (used + reserved))
     return min(fits)
+
+
+def _warps_a_scheduler(facts: BinaryFacts, arch: Arch) -> int:
+    """Warps (waves a SIMD) whose registers fit: warps don't straddle schedulers."""
+    vectors = arch.registers_per_multiprocessor // SCHEDULERS // (facts.granted_registers * arch.warp_size)
+    return min(vectors, SCALARS // facts.granted_scalars) if facts.granted_scalars else vectors
 
 
 def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
@@ -144,6 +149,9 @@ def _promises(audited: Audited, arch: Arch) -> Iterator[str]:
     budget = variant.constants.get("REGISTERS")
     if budget is not None and budget not in facts.register_budgets:
         yield f"warps change to {facts.register_budgets} registers a thread, never to {budget}"
+    waves, fit = variant.options.get("waves_per_eu", 0), _warps_a_scheduler(facts, arch)
+    if waves > fit:
+        yield f"waves_per_eu = {waves}, {fit} fit beside each other"
     maps = [kind for kind in variant.arguments.values() if kind.startswith("tensordesc<")]
     if len(maps) != len(compiled.maps):
         yield f"{len(compiled.maps)} tensor maps, expected {len(maps)}"

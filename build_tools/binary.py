@@ -15,6 +15,8 @@ from build_tools.instructions import mfma_instructions, sass_instructions
 
 _CUDA_WARP_SIZE = 32
 _CUDA_MAX_THREADS = 1024  # a block of a kernel that declares no bound, every compute capability since 2.0
+_REGISTER_GRANULE = 8  # a thread, every compute capability since 3.0
+_SCALAR_GRANULE = 16  # a wave, GFX9
 
 T = TypeVar("T")
 
@@ -28,8 +30,10 @@ class BinaryFacts:
     (cubin) or the code object version (hsaco).
 
     `registers` are the vector registers per thread that the code uses, accumulator registers included;
-    `scalar_registers` are per wave, zero on CUDA. `local_bytes` is stack or scratch per thread, not zero if
-    registers are spilled to memory. On CUDA nothing else tells of that: `spilled_registers` is zero there.
+    `scalar_registers` are per wave, zero on CUDA. `granted_registers` and `granted_scalars` are those that others on
+    the multiprocessor do without: whole granules, on AMD as many more as `waves_per_eu` asks for. `local_bytes` is
+    stack or scratch per thread, not zero if registers are spilled to memory. On CUDA nothing else tells of that:
+    `spilled_registers` is zero there.
     `static_shared` is in bytes per block or workgroup and leaves dynamic shared memory out.
 
     `parameters` are (offset, size) in bytes of what the caller passes, `parameter_bytes` is the length of the
@@ -46,6 +50,8 @@ class BinaryFacts:
     registers: int
     accumulator_registers: int
     scalar_registers: int
+    granted_registers: int
+    granted_scalars: int
     spilled_registers: int
     local_bytes: int
     static_shared: int
@@ -89,6 +95,8 @@ def _cubin_facts(binary: Cubin) -> BinaryFacts:
         registers=kernel.registers,
         accumulator_registers=0,
         scalar_registers=0,
+        granted_registers=_granules(kernel.registers, _REGISTER_GRANULE),
+        granted_scalars=0,
         # ptxas prints what it spilled but does not store it; it shows in local_bytes, where it goes.
         spilled_registers=0,
         local_bytes=kernel.stack_bytes + kernel.local_bytes,
@@ -134,6 +142,8 @@ def _hsaco_facts(binary: CodeObject) -> BinaryFacts:
         registers=count(".vgpr_count"),
         accumulator_registers=count(".agpr_count"),
         scalar_registers=count(".sgpr_count"),
+        granted_registers=kernel.granted_vectors,
+        granted_scalars=_granules(kernel.named_scalars, _SCALAR_GRANULE),
         spilled_registers=count(".vgpr_spill_count") + count(".sgpr_spill_count"),
         local_bytes=kernel.private_segment_bytes,
         static_shared=kernel.group_segment_bytes,
@@ -145,6 +155,10 @@ def _hsaco_facts(binary: CodeObject) -> BinaryFacts:
         matrix=mfma_instructions(_text(binary)),
         register_budgets=(),
     )
+
+
+def _granules(count: int, granule: int) -> int:
+    return max(1, -(-count // granule)) * granule
 
 
 def _text(binary: CodeObject) -> bytes:

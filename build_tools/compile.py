@@ -89,9 +89,10 @@ def try_variants(
     check_toolchain(profile)
     cache.mkdir(parents=True, exist_ok=True)
     missing: list[tuple[Job, Path]] = []
+    made_by = {op: _made_by(op) for op in {variant.op for variant in variants}}
     for variant in variants:
         job = _job(variant, profile)
-        entry = cache / _key(job)
+        entry = cache / _key(job, made_by[variant.op])
         if (found := _read(entry, job.variant)) is not None:
             yield job.variant, found
         else:
@@ -125,13 +126,19 @@ def _job(variant: Variant, profile: Profile) -> Job:
     )
 
 
-def _key(job: Job) -> str:
+def _made_by(op: str) -> dict[str, Any]:
+    """The same for all variants of an op: the device code, Triton, and this file."""
+    return {
+        "sources": [sha256(path.read_bytes()).hexdigest() for path in sources(op)],
+        "triton": version("triton"),
+        "builder": sha256(Path(__file__).read_bytes()).hexdigest(),
+    }
+
+
+def _key(job: Job, made_by: Mapping[str, Any]) -> str:
     """Everything that decides the bytes, and nothing else."""
-    parts = asdict(job)
+    parts = {**asdict(job), **made_by}
     parts.pop("variant")
-    parts["sources"] = [sha256(p.read_bytes()).hexdigest() for p in sources(job.module.rpartition(".")[2])]
-    parts["triton"] = version("triton")
-    parts["builder"] = sha256(Path(__file__).read_bytes()).hexdigest()
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

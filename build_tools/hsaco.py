@@ -56,6 +56,22 @@ class KernelDescriptor:
     kernarg_preload: int
     metadata: Mapping[str, Any]
 
+    @property
+    def granted_vectors(self) -> int:
+        """Vector registers a work-item that a wave is given, accumulators included: eights, rsrc1[5:0], less one. More
+        than are used where waves_per_eu asks for no more waves than that."""
+        return 8 * ((self.rsrc1 & 0x3F) + 1)
+
+    @property
+    def accumulators_from(self) -> int:
+        """Where among them accumulator registers begin: fours, rsrc3[5:0], less one."""
+        return 4 * ((self.rsrc3 & 0x3F) + 1)
+
+    @property
+    def named_scalars(self) -> int:
+        """Scalar registers that the code may name: eights, rsrc1[9:6], less one."""
+        return 8 * ((self.rsrc1 >> 6 & 0xF) + 1)
+
 
 class CodeObject:
     """A loadable AMD code object, checked when it is made; raises BinaryFormatError.
@@ -166,8 +182,7 @@ class CodeObject:
             )
         if not self._segment_of(entry, code.size, f"code of {name!r}").flags & elf.PF_X:
             raise BinaryFormatError(f"kernel {name!r}: its code at {entry:#x} is not executable")
-        _check_registers(metadata, rsrc1, rsrc3, name)
-        return KernelDescriptor(
+        kernel = KernelDescriptor(
             name=name,
             descriptor_address=address,
             entry_address=entry,
@@ -182,6 +197,8 @@ class CodeObject:
             kernarg_preload=preload,
             metadata=metadata,
         )
+        _check_registers(kernel)
+        return kernel
 
 
 def metadata_field(mapping: Any, key: str, kind: type[T], where: str) -> T:
@@ -192,20 +209,21 @@ def metadata_field(mapping: Any, key: str, kind: type[T], where: str) -> T:
     return value
 
 
-def _check_registers(metadata: Any, rsrc1: int, rsrc3: int, name: str) -> None:
-    """The hardware's register fields against the counts in the metadata.
-
-    Vector registers are granted in eights (rsrc1[5:0], less one): more than are used, where waves_per_eu asks
-    for no more waves than that. Accumulator registers begin at an offset in fours (rsrc3[5:0], less one).
-    """
-    used = metadata_field(metadata, ".vgpr_count", int, name)
-    accumulators = metadata_field(metadata, ".agpr_count", int, name)
-    granted = 8 * ((rsrc1 & 0x3F) + 1)
-    accumulator_offset = 4 * ((rsrc3 & 0x3F) + 1)
-    if used > granted or not accumulator_offset - 4 < max(used - accumulators, 1) <= accumulator_offset:
+def _check_registers(kernel: KernelDescriptor) -> None:
+    """The hardware's register fields against the counts in the metadata."""
+    used = metadata_field(kernel.metadata, ".vgpr_count", int, kernel.name)
+    accumulators = metadata_field(kernel.metadata, ".agpr_count", int, kernel.name)
+    scalars = metadata_field(kernel.metadata, ".sgpr_count", int, kernel.name)
+    granted, first = kernel.granted_vectors, kernel.accumulators_from
+    if used > granted or not first - 4 < max(used - accumulators, 1) <= first:
         raise BinaryFormatError(
-            f"kernel {name!r}: {used} registers with {accumulators} accumulators in the metadata, {granted} "
-            f"with accumulators from {accumulator_offset} on in the descriptor"
+            f"kernel {kernel.name!r}: {used} registers with {accumulators} accumulators in the metadata, {granted} "
+            f"with accumulators from {first} on in the descriptor"
+        )
+    if scalars > kernel.named_scalars:
+        raise BinaryFormatError(
+            f"kernel {kernel.name!r}: {scalars} scalar registers in the metadata, {kernel.named_scalars} in the "
+            "descriptor"
         )
 
 

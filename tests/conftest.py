@@ -50,6 +50,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests recorded as their "summary"; it comes from xdist's workers too, unlike what they print."""
+    passed_and_failed = (r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ()))
+    for line in sorted(
+        v for report in passed_and_failed for k, v in report.user_properties if k == "summary"
+    ):
+        terminalreporter.write_line(line)
+
+
 def no_gpu() -> str | None:
     """Why the GPU tests can't run here, or None."""
     if not torch.cuda.is_available():

@@ -184,6 +184,15 @@ SMALL = (
     Problem(2, 1, 1, 40, (40,), 64, shift=1),
     Problem(8, 1, 3, 100, (1, 2, 0), 64, splits=2, sinks=True),
 )
+# What SMALL leaves of the tables of the AMD packs: other dtypes, and pages, of the same head dims.
+MORE_BINARIES = (
+    *(Problem(3, 1, 1, 60, (60,), dim, FP16, splits=2) for dim in (64, 256, 33)),
+    *(Problem(3, 1, 1, 64, (60,), dim, BF16, page=16, splits=2) for dim in (256, 33)),
+    Problem(3, 1, 1, 60, (60,), 128, BF16, splits=2),
+    Problem(3, 1, 1, 64, (60,), 128, FP16, page=16, splits=2),
+    *(Problem(18, 1, 1, 48, (48,), dim, BF16) for dim in (128, 160, 100)),
+    *(Problem(18, 1, 1, 48, (40,), dim, FP16, page=16) for dim in (64, 128, 208, 100)),
+)
 EMPTY = (
     Problem(2, 1, 1, 8, (), 64),
     Problem(2, 1, 0, 8, (8,), 64),

@@ -6,10 +6,9 @@ Both work on CPU tensors: an op whose runtimes are bound to one of them launches
 from __future__ import annotations
 
 import ctypes
-import gc
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -20,6 +19,8 @@ from build_tools.declaration import Kernel, read_declaration
 from liger_aot.manifest import OpManifest, Pack, Variant
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
+from tests import executed, storages
+from tests.amd_emulator import Memory, Program
 from tests.interpreter import interpret
 
 AnyOp = TypeVar("AnyOp", bound=Op)
@@ -98,16 +99,15 @@ class EmulatorDriver:
     it is given: an access beside them is a fault."""
 
     def __init__(self, op: str, pack: Pack) -> None:
-        self._arch = pack.arch
+        storages.watch()
+        self._arch, self._op = pack.arch, op
         self._kernels = read_declaration(op).kernels
 
     def stream(self, device: int) -> int:
         return 0
 
     def load(self, variant: Variant) -> Launchable:
-        from tests.amd_emulator import Memory, Program
-
-        program = Program(variant.read(), self._arch, variant.symbol)
+        program = _program(variant.read(), self._arch, variant.symbol)
         kernel = self._kernels[variant.name.split("-")[0]]
 
         def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
@@ -126,50 +126,23 @@ class EmulatorDriver:
                 for letter, value in zip(variant.signature, arguments, strict=True)
             ]
             program.launch(memory, grid, values, variant.threads, variant.shared)
+            executed.record(self._arch, self._op, variant.name)
 
         return Launchable(run)
 
 
-_known: dict[int, weakref.ref[torch.Tensor]] = {}  # CPU tensors met so far, by id
+@lru_cache(maxsize=64)  # some megabytes each; the tests of an op use the same binaries again and again
+def _program(image: bytes, arch: str, symbol: str) -> Program:
+    return Program(image, arch, symbol)
 
 
-def _map_storages(memory: Any, addresses: list[int]) -> list[tuple[int, int, int]]:
-    """(host address, bytes, device address) of the storages that hold ``addresses``.
-
-    Tensors are found among all objects of the process; the young ones are looked at first, as there are few.
-    """
-    found: dict[int, int] = {}
-    for generation in (0, 1, 2):
-        for thing in gc.get_objects(generation):
-            if type(thing) is torch.Tensor or type(thing) is torch.nn.Parameter:
-                _known[id(thing)] = weakref.ref(thing)
-        found = _storages()
-        if all(any(start <= a < start + size for start, size in found.items()) for a in addresses):
-            break
+def _map_storages(memory: Memory, addresses: list[int]) -> list[tuple[int, int, int]]:
+    """(host address, bytes, device address) of the storages that hold ``addresses``."""
     mapped = []
-    for start, size in found.items():
-        if any(start <= a < start + size for a in addresses):
-            buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start))
-            mapped.append((start, size, memory.add(buffer, f"storage at {start:#x}")))
+    for start, size in storages.living(addresses).items():
+        buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start))
+        mapped.append((start, size, memory.add(buffer, f"storage at {start:#x}")))
     return mapped
-
-
-def _storages() -> dict[int, int]:
-    """Address -> bytes of every storage that a known living tensor holds."""
-    found: dict[int, int] = {}
-    for key, reference in list(_known.items()):
-        thing = reference()
-        if thing is None or thing.device.type != "cpu":
-            del _known[key]
-            continue
-        try:
-            storage = thing.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
-        except RuntimeError:  # left over from a trace of torch.compile's: it has no memory
-            continue
-        if size:
-            found[address] = max(size, found.get(address, 0))
-    return found
 
 
 def _translate(address: int, mapped: list[tuple[int, int, int]]) -> int:

@@ -130,7 +130,7 @@ class OpCases:
     same_without_gradient: ClassVar[bool] = True
     order_by_address: ClassVar[bool] = False
     dimensions: ClassVar[tuple[int, int]] = (1, 4)
-    longest_emulated: ClassVar[int] = 20000
+    longest_emulated: ClassVar[int] = 5000
     longest_interpreted: ClassVar[int] = 20480
 
     def tensors(self, case: Case, draw: Draw) -> Tensors:
@@ -315,15 +315,20 @@ class OpCases:
         for y, again in zip(got.outputs, alone, strict=True):
             assert torch.equal(y, again), f"{label}: another result where no gradient is needed"
 
-    def table_cases(self, manifest: OpManifest, longest: int, rows: int) -> Iterator[tuple[str, Case]]:
-        """(variant, a case that takes it) for every row of every dispatch table, dtype and alignment."""
+    def table_cases(
+        self, manifest: OpManifest, longest: int, rows: int, *, beyond: bool = True
+    ) -> Iterator[tuple[str, Case]]:
+        """(variant, a case that takes it) for every row of every dispatch table, dtype and alignment. Rows whose usual
+        size is above ``longest`` are left out, or with ``beyond`` get their smallest."""
         for kernel in manifest.kernels.values():
             for key, entries in kernel.tables.items():
                 *dtypes, alignment = key.split("/")
                 axes = dict(zip(kernel.axes, (BY_NAME[d] for d in dtypes), strict=True))
                 aligned = alignment == "aligned"
-                for n, (_, variant) in zip(sizes_of(entries, aligned), entries, strict=True):
-                    case = self.table_case(kernel.name, axes, n, aligned, rows) if n <= longest else None
+                sizes = sizes_of(entries, aligned, longest if beyond else 1 << 40)
+                for n, (_, variant) in zip(sizes, entries, strict=True):
+                    wanted = beyond or n <= longest
+                    case = self.table_case(kernel.name, axes, n, aligned, rows) if wanted else None
                     if case is not None:
                         yield variant, case
 
@@ -337,12 +342,14 @@ def _wide(tensors: Tensors) -> Tensors:
     return tuple(t.double() if t is not None and t.is_floating_point() else t for t in tensors)
 
 
-def sizes_of(entries: tuple[tuple[int | None, str], ...], aligned: bool) -> list[int]:
-    """One size for each row of a dispatch table: inside the row's range, not a power of two."""
+def sizes_of(entries: tuple[tuple[int | None, str], ...], aligned: bool, longest: int) -> list[int]:
+    """One size for each row of a dispatch table: inside the row's range, not a power of two; where that would be above
+    ``longest``, the smallest there is."""
     sizes, low = [], 0
     for bound, _ in entries:
         high = bound if bound is not None else 2 * low + 64
         n = low + max(1, (high - low) * 5 // 8)
+        n = n if n <= longest else low + 1
         n = -(-n // 16) * 16 if aligned else n | 1
         sizes.append(min(n, high))
         low = high

@@ -35,7 +35,7 @@ and where its nature asks for it:
   one more. See ``random_cases``.
 - ``table_case``: a problem that takes a row of a dispatch table, unless n is the last dimension. ``tail``: the last
   rows of a tensor, unless rows are the first dimension. ``longest_emulated``, ``longest_interpreted``: the largest n
-  of table rows run there.
+  of table rows run there; the emulator runs longer rows at their smallest.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Way:
     pack: Pack | None = None
     longest: int = 1 << 30  # n of a table's row
     rows: int = 3  # of such a case
+    beyond: bool = False  # whether rows of longer ones are run, at their smallest size
 
     def loaded(self) -> set[str]:
         """The variants that were used so far."""
@@ -112,7 +113,7 @@ def made(tests: OpCases, name: str) -> Way:
     if driver == "emulator":
         pack = built_pack(arch)
         op = bound_op(op_class, pack, EmulatorDriver)
-        return Way(op, "cpu", dict(pack.tolerance), pack, tests.longest_emulated)
+        return Way(op, "cpu", dict(pack.tolerance), pack, tests.longest_emulated, beyond=True)
     if driver == "gpu":
         pack = installed()
         return Way(op_class(), "cuda", dict(pack.tolerance), pack, rows=700)
@@ -159,7 +160,8 @@ class OpTests(OpGPUTests):
         assert way.pack is not None
         manifest = way.pack.op(self.op_class.name)
         wanted, done = set(), set()
-        for seed, (variant, case) in enumerate(self.table_cases(manifest, way.longest, way.rows)):
+        cases = self.table_cases(manifest, way.longest, way.rows, beyond=way.beyond)
+        for seed, (variant, case) in enumerate(cases):
             wanted.add(variant)
             if str(case) not in done:  # the forward's and the backward's tables may agree
                 self.check(way.op, case, way.allowed, seed=seed, device=way.device)

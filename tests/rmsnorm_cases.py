@@ -115,9 +115,8 @@ def table_cases(manifest: OpManifest, longest: int, rows: int = 3) -> list[Case]
         for key, entries in kernel.tables.items():
             dtype, weight, alignment = key.split("/")
             aligned = alignment == "aligned"
-            for n in sizes_of(entries, aligned):
-                if n <= longest:
-                    cases[Case(rows, n, names[dtype], names[weight], shift=0 if aligned else 1)] = None
+            for n in sizes_of(entries, aligned, longest):
+                cases[Case(rows, n, names[dtype], names[weight], shift=0 if aligned else 1)] = None
     return list(cases)
 
 

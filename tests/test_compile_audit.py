@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from build_tools.audit import Audited, audit, parameter_layout, report
+from build_tools.audit import Audited, _resident, audit, parameter_layout, report
+from build_tools.binary import inspect
 from build_tools.build import Tree, build_pack
 from build_tools.compile import Compiled, compile_variants, sources
 from build_tools.declaration import read_declaration
@@ -159,6 +160,23 @@ def test_cooperative_programs_must_all_be_resident(made: Made, arch: str) -> Non
     ):
         changed(made, arch, {**waiting, "host": {"programs_per_multiprocessor": resident + 1}})
     assert changed(made, arch, {"host": {"programs_per_multiprocessor": resident + 1}}).resident == resident
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+def test_waves_that_registers_keep_off(tmp_path: Path, made: Made, arch: str) -> None:
+    """waves_per_eu has each wave take registers that it does not use: they count, and the promise is held to."""
+    variant, profile = one_variant(tmp_path, arch, f"{ROW}, waves_per_eu = 1")
+    audited = audit(variant, compile_one(variant, profile, tmp_path / "cache"), profile.arch)
+    assert audited.facts.registers <= 256 < audited.facts.granted_registers
+    assert audited.resident == 4 < changed(made, arch).resident, "one wave a SIMD"
+    with pytest.raises(AuditError, match="waves_per_eu = 2, 1 fit beside each other"):
+        audit(replace(variant, options={"waves_per_eu": 2}), audited.compiled, profile.arch)
+
+
+def test_waves_that_scalar_registers_keep_off(made: Made) -> None:
+    _, profile, compiled = made["gfx942"]
+    facts = replace(inspect(compiled.image), granted_registers=8, granted_scalars=112)
+    assert _resident(facts, 64, 0, profile.arch) == 4 * (800 // 112)
 
 
 def test_every_problem_is_told_at_once(made: Made) -> None:

@@ -43,6 +43,7 @@ class TestEmbedding(OpTests):
         Case((3, 1040), FP16, gap=5, padding=2, vocabulary=4),
         Case((90, 40), BF16, vocabulary=2, padding=0),
         *(Case((150, 48), BF16, vocabulary=151, pattern=name) for name in PATTERNS),
+        *(Case((150, n), FP16, vocabulary=151, pattern="mixed") for n in (33, 48)),
         Case((600, 16), FP32, vocabulary=6, pattern="one token"),
         Case((150, 33), FP32, vocabulary=151, pattern="mixed", index=torch.int32, padding=7),
     )

@@ -20,7 +20,7 @@ from liger_aot.ops.flash_decoding import FlashDecoding
 from liger_aot.torch_library import register
 from tests import amd_emulator
 from tests.conftest import built_pack
-from tests.decoding_cases import BF16, EMPTY, FP16, SMALL, Problem, check
+from tests.decoding_cases import BF16, EMPTY, FP16, MORE_BINARIES, SMALL, Problem, check
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.tolerances import REFERENCE
 
@@ -211,7 +211,7 @@ def test_registration() -> None:
 
 @emulated
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize("problem", (*SMALL, *EMPTY), ids=str)
+@pytest.mark.parametrize("problem", (*SMALL, *MORE_BINARIES, *EMPTY), ids=str)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashDecoding, pack, EmulatorDriver), problem, dict(pack.tolerance))

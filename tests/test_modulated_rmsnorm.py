@@ -50,6 +50,7 @@ class TestModulatedRMSNorm(OpTests):
         Case((9, 1000), FP16, scale=(9,), weight=FP16, gap=8),
         Case((3, 1001), BF16, scale=(3,)),
         Case((250, 32), BF16, scale=(2,), weight=BF16),
+        Case((250, 32), FP16, scale=(2,), weight=FP16),
         Case((4, 2, 2104), BF16, scale=(4,), vectors=FP32, weight=FP32),
         Case((2, 2, 8208), FP16, scale=(2,), weight=FP32),
         Case((2, 9000), BF16, scale=(2,), weight=BF16),

@@ -16,7 +16,7 @@ from tests.rmsnorm_cases import BF16, DTYPES, EDGES, FP16, FP32, check, table_ca
 from tests.tolerances import worst
 
 # Beyond these a case takes more than a second or two; the GPU's tests have the longer ones.
-LONGEST_EMULATED = 20000
+LONGEST_EMULATED = 5000
 LONGEST_INTERPRETED = 20480
 
 

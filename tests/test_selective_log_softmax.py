@@ -48,7 +48,6 @@ class TestSelectiveLogSoftmax(OpTests):
     )
     beyond = (Case(((1 << 31) // 131072 + 96, 131072), BF16),)
     longest_interpreted = 70_000
-    longest_emulated = 5_000  # of table rows; longer ones stand among the cases
     bad: Mapping[str, Any] = {
         "a scalar": (
             (torch.tensor(1.0), INDEX),

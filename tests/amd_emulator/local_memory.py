@@ -11,7 +11,7 @@ import numpy as np
 
 from .errors import EmulatorError
 from .memory import word_indices
-from .wave import LANES, Wave
+from .wave import LANE, LANES, Wave
 
 # States of a byte: the number of the one wave that wrote (read) it since the barrier, or one of these.
 _SETTLED, _UNWRITTEN = 254, 255  # in `_writer`: written before the barrier, never written
@@ -68,8 +68,8 @@ class LocalMemory:
 
     def _check(self, wave: Wave, addresses: np.ndarray, size: int, verb: str) -> np.ndarray:
         """The active lanes; refuses what is out of bounds or not aligned to min(size, 4) bytes."""
-        active = np.flatnonzero(wave.lanes)
-        wrong = (addresses + size > self._size) | ((addresses & min(size, 4) - 1) != 0)
+        active = LANE if wave.all_lanes else np.flatnonzero(wave.lanes)
+        wrong = (addresses > self._size - size) | ((addresses & min(size, 4) - 1) != 0)
         if (wrong & wave.lanes).any():
             lane = int(np.argmax(wrong & wave.lanes))
             raise EmulatorError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .errors import EmulatorError
-from .wave import LANES
+from .wave import LANE, LANES
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
 _PAGE = 0x10000  # arrays start at multiples of this, with at least this much unmapped between them
@@ -125,7 +125,7 @@ class Memory:
         self, addresses: np.ndarray, size: int, lanes: np.ndarray, verb: str
     ) -> Iterator[tuple[_Region, np.ndarray, np.ndarray]]:
         """Group the active lanes by the array they touch: (array, byte offsets, lane numbers)."""
-        active = np.flatnonzero(lanes)
+        active = LANE if lanes.all() else np.flatnonzero(lanes)
         if active.size < LANES:
             addresses = addresses[active]
         misaligned = addresses & np.uint64(min(size, 4) - 1)

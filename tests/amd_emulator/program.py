@@ -218,11 +218,9 @@ def _past_the_end(wave: Wave) -> int | None:
 
 
 def _allocated_registers(descriptor: KernelDescriptor) -> dict[str, int]:
-    """Vector, accumulation and scalar registers of a wave, by the granules of gfx90a and gfx942."""
-    vectors = 8 * ((descriptor.rsrc1 & 0x3F) + 1)
-    accumulation_from = 4 * ((descriptor.rsrc3 & 0x3F) + 1)
-    scalars = 8 * ((descriptor.rsrc1 >> 6 & 0xF) + 1)
-    return {"v": accumulation_from, "a": max(vectors - accumulation_from, 0), "s": scalars}
+    """Vector, accumulation and scalar registers of a wave."""
+    vectors, accumulators = descriptor.granted_vectors, descriptor.accumulators_from
+    return {"v": accumulators, "a": max(vectors - accumulators, 0), "s": descriptor.named_scalars}
 
 
 def pack_arguments(

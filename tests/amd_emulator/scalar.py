@@ -204,7 +204,9 @@ def _write(operand: Operand, bits: int) -> Callable[[Wave, int], None]:
     register = expect(operand, "scalar", bits // 32)
     if bits == 64:
         return lambda wave, value: wave.set_scalar64(register, value)
-    return lambda wave, value: wave.set_scalar(register, value)
+    if register in (EXEC, EXEC + 1):
+        return lambda wave, value: wave.set_scalar(register, value)
+    return lambda wave, value: wave.scalars.__setitem__(register, value & MASK32)
 
 
 def _assign(
@@ -218,13 +220,23 @@ def _assign(
     sources = [_read(operand, width) for operand, width in zip(operands[1:], source_bits, strict=True)]
     write, mask = _write(operands[0], result_bits), (1 << result_bits) - 1
 
-    def step(wave: Wave) -> None:
-        result = function(*[source(wave) for source in sources]) & mask
+    def unary(wave: Wave) -> None:
+        result = function(only(wave)) & mask
         if sets_scc:
             wave.scc = int(result != 0)
         write(wave, result)
 
-    return step
+    def binary(wave: Wave) -> None:
+        result = function(first(wave), second(wave)) & mask
+        if sets_scc:
+            wave.scc = int(result != 0)
+        write(wave, result)
+
+    if len(sources) == 1:
+        (only,) = sources
+        return unary
+    first, second = sources
+    return binary
 
 
 def _add(operands: list[Operand], op: str, overflow: bool) -> Step:

@@ -220,7 +220,8 @@ def _read_first_lane(instruction: Instruction) -> Step:
     value = source(instruction, 1, 0, "b32")
 
     def step(wave: Wave) -> None:
-        wave.set_scalar(register, int(np.broadcast_to(value(wave), LANES)[np.argmax(wave.lanes)]))
+        lanes = value(wave)
+        wave.set_scalar(register, int(lanes[wave.lanes.argmax()] if lanes.ndim else lanes))
 
     return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,14 @@ FIRST_ACCUMULATOR = 256
 POISON = 0xDEADBEEF
 
 
+@lru_cache(maxsize=4096)  # kernels have few masks
 def lanes_of(mask: int) -> np.ndarray:
-    """A 64-bit mask as one bool a lane."""
-    return np.unpackbits(np.frombuffer(mask.to_bytes(8, "little"), np.uint8), bitorder="little").view(
+    """A 64-bit mask as one bool a lane, read-only."""
+    lanes = np.unpackbits(np.frombuffer(mask.to_bytes(8, "little"), np.uint8), bitorder="little").view(
         np.bool_
     )
+    lanes.flags.writeable = False
+    return lanes
 
 
 def mask_of(lanes: np.ndarray) -> int:
