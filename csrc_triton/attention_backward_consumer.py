@@ -45,8 +45,13 @@ class View:
 @gluon.constexpr_function
 def reduction(values):
     pointer, first = values // 4, values // 4 + values
-    vectors = ((SLAB_BYTES.value * j, ", ".join(f"${first + 4 * j + e}" for e in range(4))) for j in range(values // 4))
-    return " ".join(f"red.relaxed.gpu.global.add.v4.f32 [${pointer}+{at}], {{{four}}};" for at, four in vectors)
+    vectors = (
+        (SLAB_BYTES.value * j, ", ".join(f"${first + 4 * j + e}" for e in range(4)))
+        for j in range(values // 4)
+    )
+    return " ".join(
+        f"red.relaxed.gpu.global.add.v4.f32 [${pointer}+{at}], {{{four}}};" for at, four in vectors
+    )
 
 
 @gluon.constexpr_function
@@ -158,7 +163,7 @@ def seen(p, at, notes, g: gl.constexpr, z):
     if z.BOUNDED:
         hidden = keys - (at + noted(notes, FIRST_SEES))
     hidden = gl.where(keys < noted(notes, COUNT), hidden, z.BLOCK_M)
-    # what a thread holds of the numbers of rows is its own part (of 6) and a constant, which a comparison takes for free
+    # a row's number is a thread's part (in 6) and a constant: compared like this, the constants take no registers
     rows = gl.expand_dims(gl.arange(0, z.BLOCK_M, z.ROW), 0)
     return gl.where(gl.expand_dims(hidden, 1) - (rows & 6) < (rows & ~6), p, 0.0)
 

@@ -181,7 +181,7 @@ def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta):
     row = tile.row
     fetch_rows(Q, LSE2, tile.batch, head, row, q, lse, 0, z)
     fetch_keys(V, tile, v, z)
-    for i in range(0, tile.steps):
+    for i in range(tile.steps):
         slot = i % z.DY_STAGES
         mbarrier.wait(dy.free.index(slot), ((i // z.DY_STAGES) & 1) ^ 1)
         fetch_rows(DY, DELTA, tile.batch, head, row, dy, delta, slot, z)

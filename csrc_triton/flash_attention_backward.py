@@ -26,7 +26,14 @@ from csrc_triton.attention_backward_arguments import (
     TILES_CONSTANTS,
 )
 from csrc_triton.attention_backward_consumer import DS_SLOTS, consume
-from csrc_triton.attention_backward_groups import BackwardSizes, key_tile, produce, sums_ring, tile_ring, write_notes
+from csrc_triton.attention_backward_groups import (
+    BackwardSizes,
+    key_tile,
+    produce,
+    sums_ring,
+    tile_ring,
+    write_notes,
+)
 from csrc_triton.attention_gradients import key_step, query_step, rows_within
 from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
