@@ -8,8 +8,8 @@
 DIR/forward/<number>, a candidate of each head dimension in a pack. Forward number 0 is the profile as it is.
 ``measure`` first checks every kernel of the backward against float64 and against the tiles (``attention_trial``), in
 processes that are killed when a case takes too long: a kernel may wait forever. Then it times what passed, beside the
-tiles and cuDNN, and the forward with 2 and 3 warp groups. It writes DIR/results.json and, as tables to add to the
-profile, the backward's winners: DIR/winners.toml. ``tables`` prints such tables of rows that nothing was measured of.
+tiles and cuDNN, and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to
+the profile, the backward's winners: winners.toml. ``tables`` prints such tables of rows that nothing was measured of.
 """
 
 from __future__ import annotations
@@ -143,10 +143,13 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
 
 def measure(options: argparse.Namespace) -> int:
     entries = json.loads((options.folder / "candidates.json").read_text())
+    out = options.out or options.folder
+    out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"about": trial.about(), "candidates": entries}
 
     def save() -> None:
-        (options.folder / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+        name = f"results-{options.direction.replace(',', '-')}.json"
+        (out / name).write_text(json.dumps(found, indent=1) + "\n")
 
     mine = [e for e in entries if e["direction"] in options.direction.split(",")]
     found["checks"] = check(options, mine)
@@ -162,9 +165,7 @@ def measure(options: argparse.Namespace) -> int:
             f"measured on one {gpu}, triton {triton}, {date}: bf16, how many times as fast as "
             f"the tiles, geometric mean over lengths {lengths}: {reached}"
         )
-        (options.folder / "winners.toml").write_text(
-            tables(options.arch, chosen, provenance) if chosen else ""
-        )
+        (out / "winners.toml").write_text(tables(options.arch, chosen, provenance) if chosen else "")
         print(f"winners: {reached or 'none: the tiles stay'}")
     return 0
 
@@ -250,6 +251,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.attention_candidates")
     parser.add_argument("step", choices=("build", "measure", "tables"))
     parser.add_argument("--folder", type=Path, default=Path("build/attention_candidates"))
+    parser.add_argument("--out", type=Path, help="where measure writes (default: --folder)")
     parser.add_argument("--arch", default="sm90")
     parser.add_argument("--direction", default="backward,forward", help="(default: %(default)s)")
     parser.add_argument("--dims", default="64,96,128,192,256")
