@@ -1,189 +1,77 @@
-"""Flash attention backward: dQ, dK, dV and the gradient of the sinks, the same bits every time.
+"""Flash attention backward: dQ, dK, dV and the gradient of the sinks.
 
-Every gradient is summed by one program in a fixed order, so that nothing is added atomically: ``row_sums`` works out
-what each row needs, ``key_tiles`` a block of keys (all rows and query heads that see it), ``query_tiles`` a block of
-rows. The probabilities are computed twice.
+``row_sums`` works out what each row needs; then there are two ways. In plain Triton every gradient is summed by one
+program in a fixed order, so that it has the same bits every time: ``key_tiles`` for a block of keys (all rows and query
+heads that see it), ``query_tiles`` for a block of rows; the probabilities are computed twice. By warp groups they are
+computed once: ``backward_groups`` (see ``attention_backward_groups``) adds dQ up in float32, ``finish`` rounds it.
 """
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from csrc_triton.attention_backward_arguments import (
+    D64,
+    D96,
+    D128,
+    FINISH,
+    GROUPS,
+    GROUPS_CONSTANTS,
+    KEYS,
+    QUERIES,
+    ROWS,
+    SINKS,
+    TILES_CONSTANTS,
+)
+from csrc_triton.attention_backward_consumer import DS_SLOTS, consume
+from csrc_triton.attention_backward_groups import (
+    BackwardSizes,
+    produce,
+    sums_ring,
+    tile_of_keys,
+    tile_ring,
+    write_notes,
+)
 from csrc_triton.attention_gradients import key_tile, query_tile
+from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
+
+KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
+QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
+BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
     "kernels": {
-        "flash_attention_backward_rows": {
-            "always_aligned": True,
-            "arguments": {
-                "LSE2": "*fp32",
-                "DELTA": "*fp32",
-                "Y": "*dtype",
-                "DY": "*dtype",
-                "LSE": "*fp32",
-                "DLSE": "*fp32",
-                "y_batch": "i64",
-                "y_head": "i32",
-                "y_row": "i32",
-                "dy_batch": "i64",
-                "dy_head": "i32",
-                "dy_row": "i32",
-                "tiles_a_head": "i32",
-                "heads": "i32",
-                "dim": "i32",
-                "len_q": "i32",
-                "padded": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16"]},
-            "aligned": [
-                "LSE2", "DELTA", "Y", "DY", "y_batch", "y_head", "y_row", "dy_batch", "dy_head", "dy_row", "dim",
-                "padded",
-            ],
-            "forms": {"tiles": {"function": "row_sums", "constants": ["BLOCK_M", "D1"]}},
-        },
-        "flash_attention_backward_keys": {
-            "always_aligned": True,
-            "matrix": True,
-            "arguments": {
-                "DK": "*dtype",
-                "DV": "*dtype",
-                "Q": "*dtype",
-                "K": "*dtype",
-                "V": "*dtype",
-                "DY": "*dtype",
-                "LSE2": "*fp32",
-                "DELTA": "*fp32",
-                "dk_batch": "i64",
-                "dk_head": "i32",
-                "dk_row": "i32",
-                "q_batch": "i64",
-                "q_head": "i32",
-                "q_row": "i32",
-                "k_batch": "i64",
-                "k_head": "i32",
-                "k_row": "i32",
-                "v_batch": "i64",
-                "v_head": "i32",
-                "v_row": "i32",
-                "dy_batch": "i64",
-                "dy_head": "i32",
-                "dy_row": "i32",
-                "scale": "fp32",
-                "cap": "fp32",
-                "gradient_scale": "fp32",
-                "tiles_a_head": "i32",
-                "heads": "i32",
-                "ratio": "i32",
-                "dim": "i32",
-                "padded": "i32",
-                "len_q": "i32",
-                "len_k": "i32",
-                "right": "i32",
-                "left": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16"]},
-            "aligned": [
-                "DK", "DV", "Q", "K", "V", "DY", "LSE2", "DELTA", "dk_batch", "dk_head", "dk_row", "q_batch", "q_head",
-                "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "dy_batch", "dy_head", "dy_row",
-                "dim", "padded",
-            ],
-            "forms": {
-                "tiles": {
-                    "function": "key_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"],
-                    "defaults": {"CAP": 0},
-                }
-            },
-        },
-        "flash_attention_backward_keys_capped": {
-            "like": "flash_attention_backward_keys",
-            "forms": {
-                "tiles": {
-                    "function": "key_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"],
-                    "defaults": {"CAP": 1},
-                }
-            },
-        },
-        "flash_attention_backward_queries": {
-            "always_aligned": True,
-            "matrix": True,
-            "arguments": {
-                "DQ": "*dtype",
-                "Q": "*dtype",
-                "K": "*dtype",
-                "V": "*dtype",
-                "DY": "*dtype",
-                "LSE2": "*fp32",
-                "DELTA": "*fp32",
-                "dq_batch": "i64",
-                "dq_head": "i32",
-                "dq_row": "i32",
-                "q_batch": "i64",
-                "q_head": "i32",
-                "q_row": "i32",
-                "k_batch": "i64",
-                "k_head": "i32",
-                "k_row": "i32",
-                "v_batch": "i64",
-                "v_head": "i32",
-                "v_row": "i32",
-                "dy_batch": "i64",
-                "dy_head": "i32",
-                "dy_row": "i32",
-                "scale": "fp32",
-                "cap": "fp32",
-                "gradient_scale": "fp32",
-                "tiles_a_head": "i32",
-                "heads": "i32",
-                "ratio": "i32",
-                "dim": "i32",
-                "padded": "i32",
-                "len_q": "i32",
-                "len_k": "i32",
-                "right": "i32",
-                "left": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16"]},
-            "aligned": [
-                "DQ", "Q", "K", "V", "DY", "LSE2", "DELTA", "dq_batch", "dq_head", "dq_row", "q_batch", "q_head",
-                "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "dy_batch", "dy_head", "dy_row",
-                "dim", "padded",
-            ],
-            "forms": {
-                "tiles": {
-                    "function": "query_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"],
-                    "defaults": {"CAP": 0},
-                }
-            },
-        },
+        "flash_attention_backward_rows": ROWS,
+        "flash_attention_backward_keys": {**KEYS, "forms": {"tiles": {**KEY_TILES, "defaults": {"CAP": 0}}}},
+        "flash_attention_backward_keys_capped": {**KEYS, "forms": {"tiles": {**KEY_TILES, "defaults": {"CAP": 1}}}},
+        "flash_attention_backward_queries": {**QUERIES, "forms": {"tiles": {**QUERY_TILES, "defaults": {"CAP": 0}}}},
         "flash_attention_backward_queries_capped": {
-            "like": "flash_attention_backward_queries",
-            "forms": {
-                "tiles": {
-                    "function": "query_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"],
-                    "defaults": {"CAP": 1},
-                }
-            },
+            **QUERIES, "forms": {"tiles": {**QUERY_TILES, "defaults": {"CAP": 1}}},
         },
-        "flash_attention_backward_sinks": {
-            "always_aligned": True,
-            "arguments": {
-                "DSINKS": "*fp32",
-                "SINKS": "*fp32",
-                "LSE2": "*fp32",
-                "DELTA": "*fp32",
-                "batch": "i32",
-                "heads": "i32",
-                "padded": "i32",
-            },
-            "axes": {},
-            "aligned": ["LSE2", "DELTA", "padded"],
-            "forms": {"row": {"function": "sink_sums", "constants": ["BLOCK"]}},
+        "flash_attention_backward_sinks": SINKS,
+        "flash_attention_backward_groups_64": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_64_causal": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_96": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 0}}},
+        },
+        "flash_attention_backward_groups_96_causal": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_128": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 0}}},
+        },
+        "flash_attention_backward_groups_128_causal": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_finish": FINISH,
     },
 }  # fmt: skip
 
@@ -285,3 +173,61 @@ def sink_sums(DSINKS, SINKS, LSE2, DELTA, batch, heads, padded, BLOCK: tl.conste
             delta = tl.load(DELTA + at + rows, mask=rows < padded, other=0.0)
             total += tl.exp2(sink - lse) * delta
     tl.store(DSINKS + head, -tl.sum(total))
+
+
+@gluon.jit
+def backward_groups(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    BLOCK_M: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr,
+    DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups and a producer warp.
+
+    The tensor maps are over (batch, head, row, column), those of LSE2 and DELTA over (batch, head, 1, row). DQ32 is
+    [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED.
+    """
+    gl.static_assert(WARP_GROUPS == 2)
+    z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
+    notes = write_notes(tile, right, len_k)
+    k = tile_ring(K, 2, 1, z)
+    v = tile_ring(V, 2, 1, z)
+    q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
+    dy = tile_ring(DY, DY_STAGES, DY_STAGES, z)
+    ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    lse = sums_ring(LSE2, Q_STAGES)
+    delta = sums_ring(DELTA, DY_STAGES)
+    ds_full = barriers(DS_SLOTS, 2)
+    heads = kv_heads * ratio
+    fence_async_shared()
+    # the tuples stay literal: through a variable, constants would turn into run-time values
+    gl.warp_specialize(
+        [
+            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, 0)),
+            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, 1)),
+            (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    DQ, DQ32, dq_batch, dq_head, dq_row, scale, tiles_a_head, heads, pieces, dim, len_q, WIDTH: tl.constexpr
+):
+    """The order of accumulators to rows, scaled and rounded: WIDTH columns of 64 rows a program, a piece of ``pieces``
+    in a row."""
+    tile = tl.program_id(0) // pieces
+    both = tile // tiles_a_head
+    batch = (both // heads).to(tl.int64)
+    head = (both % heads).to(tl.int64)
+    # slabs of 8 columns; in each: 16 rows a warp, 8 rows, 4 pairs of columns, both halves of the 16 rows, a pair
+    x = tl.load(DQ32 + tl.program_id(0).to(tl.int64) * (64 * WIDTH) + tl.arange(0, 64 * WIDTH)) * scale
+    x = tl.permute(tl.reshape(x, [WIDTH // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    rows = (tile - both * tiles_a_head) * 64 + tl.arange(0, 64)
+    columns = (tl.program_id(0) - tile * pieces) * WIDTH + tl.arange(0, WIDTH)
+    to = DQ + batch * dq_batch + head * dq_head + rows.to(tl.int64)[:, None] * dq_row + columns[None, :]
+    keep = (rows[:, None] < len_q) & (columns[None, :] < dim)
+    tl.store(to, tl.reshape(x, [64, WIDTH]).to(DQ.dtype.element_ty), mask=keep)

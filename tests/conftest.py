@@ -28,13 +28,6 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"random cases: LIGER_AOT_SEED={seed_of_run()}"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests have to say beside that they passed."""
-    reports = (r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ()))
-    for said in sorted(text for r in reports for name, text in r.user_properties if name == "summary"):
-        terminalreporter.write_line(said)
-
-
 def seed_of_run() -> int:
     """Of random cases: LIGER_AOT_SEED, or one that this process and those it starts keep."""
     return int(os.environ.setdefault("LIGER_AOT_SEED", str(SystemRandom().randrange(1 << 24))))

@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from build_tools.declaration import Kernel, read_declaration
 from liger_aot.manifest import OpManifest, Pack, Variant

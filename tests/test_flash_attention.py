@@ -185,7 +185,7 @@ def test_registration() -> None:
     problem = Problem(1, 2, 1, 5, 7, 8, torch.float32, causal=True, sinks=True)
     leaves = tuple(t.requires_grad_() for t in problem.tensors() if t is not None)
     torch.library.opcheck(
-        torch.ops.liger_aot.flash_attention_forward.default, (*leaves, *problem.settings(), True)
+        torch.ops.liger_aot.flash_attention_forward.default, (*leaves, *problem.settings(), False, True)
     )
 
 

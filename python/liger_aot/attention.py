@@ -39,6 +39,7 @@ class Settings(NamedTuple):
     right: int
     softcap: float
     layout: str
+    deterministic: bool = False  # gradients of the same bits every time
 
 
 def shape_of(q: Tensor, k: Tensor, layout: str) -> Shape:

@@ -1,9 +1,10 @@
-"""How attention's backward is launched: what each row needs, then dK and dV, then dQ, then the sinks' gradient."""
+"""How attention's backward is launched: what each row needs, then dQ, dK and dV, then the sinks' gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from liger_aot.attention import (
     TILE_UNIT,
     Settings,
+    Shape,
     bounded,
     bounds_of,
     checked_tiles,
@@ -22,45 +24,51 @@ from liger_aot.attention import (
 from liger_aot.runtime import REMEMBERED, OpOn
 
 KERNEL = "flash_attention_backward"
-WITHOUT_CAP = tuple(f"{KERNEL}_{kind}" for kind in ("rows", "keys", "queries"))
+GROUP_DIMS = (64, 96, 128)  # head dimensions that kernels by warp groups are written for
+
+
+class Products(Protocol):
+    """Of a plan: dQ, dK and dV, from what ``row_sums`` left for rows up to ``padded``."""
+
+    padded: int
+
+    def __call__(
+        self, stream: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse2_at: int, delta_at: int,
+        needed: Sequence[bool], /, *starts_at: int,
+    ) -> tuple[Tensor | None, ...]: ...  # fmt: skip
 
 
 class BackwardPlan:
-    """A backward, for all calls with tensors like these, all of which the kernels can read."""
+    """A backward, for all calls with tensors like these, all of which the kernels can read.
 
-    def __init__(self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, settings: Settings):
+    Args:
+        settings: as ``bounded`` gives them.
+        products_of: makes, of the other arguments without o and of the rows a program of ``row_sums`` has, what
+            computes dQ, dK and dV.
+    """
+
+    def __init__(
+        self,
+        on: OpOn,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        do: Tensor,
+        settings: Settings,
+        products_of: Callable[..., Products],
+    ) -> None:
         layout = settings.layout
-        shape = shape_of(q, k, layout)
-        settings = bounded(shape, settings)
-        capped = "_capped" if settings.softcap else ""
-        key = (q.dtype, True)
+        self._shape = shape = shape_of(q, k, layout)
         self._on = on
-        self._rows = on.kernels[f"{KERNEL}_rows"](key, shape.dim)
-        self._keys = on.kernels[f"{KERNEL}_keys{capped}"](key, shape.dim)
-        self._queries = on.kernels[f"{KERNEL}_queries{capped}"](key, shape.dim)
-        row_block, key_block = self._queries.numbers["block_m"], self._keys.numbers["block_n"]
-        # a row's sums are read by whole blocks of any of the kernels
-        unit = max(loaded.numbers["block_m"] for loaded in (self._rows, self._keys, self._queries))
-        self._padded = padded = -(-shape.len_q // unit) * unit
-        tiles_a_head = padded // self._rows.numbers["block_m"]
+        self._rows = on.kernels[f"{KERNEL}_rows"]((q.dtype, True), shape.dim)
+        block = self._rows.numbers["block_m"]
+        self._products = products_of(on, q, k, v, do, settings, block)
+        self._padded = padded = self._products.padded
+        tiles_a_head = padded // block
         self._row_programs = checked_tiles(shape, tiles_a_head)
         y, dy = strides_of(o, layout), strides_of(do, layout)
         self._row_numbers = (*y, *dy, tiles_a_head, shape.heads, shape.dim, shape.len_q, padded)
-
-        inputs = (*(s for t in (q, k, v) for s in strides_of(t, layout)), *dy)
-        # in base 2 as the forward's; with a soft cap, cap times its scale in front of tanh is the score's own
-        scales = (*scales_of(settings), settings.scale)
-        ratio = shape.heads // shape.kv_heads
-        sizes = (ratio, shape.dim, padded, shape.len_q, shape.len_k, *bounds_of(shape, settings))
-        tiles = -(-shape.len_k // key_block)
-        self._key_programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
-        dk = strides_of(torch.empty(k.shape, dtype=k.dtype, device="meta"), layout)
-        self._key_numbers = (*dk, *inputs, *scales, tiles, shape.kv_heads, *sizes)
-        tiles = -(-shape.len_q // row_block)
-        self._query_programs = checked_tiles(shape, tiles)
-        dq = strides_of(torch.empty(q.shape, dtype=q.dtype, device="meta"), layout)
-        self._query_numbers = (*dq, *inputs, *scales, tiles, shape.heads, *sizes)
-        self._shape = shape
 
     def __call__(
         self,
@@ -80,40 +88,104 @@ class BackwardPlan:
         device, stream = on.device, on.stream(on.device)
         sums = q.new_empty((2, shape.batch, shape.heads, self._padded), dtype=torch.float32)
         lse2_at, delta_at = sums.data_ptr(), sums.data_ptr() + sums.nbytes // 2
-        do_at = do.data_ptr()
         dlse_at = None if dlse is None else dlse.data_ptr()
         self._rows.launch(
-            device, stream, self._row_programs, 1, 1, lse2_at, delta_at, o.data_ptr(), do_at, lse.data_ptr(), dlse_at,
-            *self._row_numbers,
+            device, stream, self._row_programs, 1, 1, lse2_at, delta_at, o.data_ptr(), do.data_ptr(), lse.data_ptr(),
+            dlse_at, *self._row_numbers,
         )  # fmt: skip
-        starts_at = (t.data_ptr() for t in starts)
-        read = (q.data_ptr(), k.data_ptr(), v.data_ptr(), do_at, lse2_at, delta_at, *starts_at)
-        dq = dk = dv = dsinks = None
-        if needed[1] or needed[2]:
-            dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-            self._keys.launch(
-                device,
-                stream,
-                self._key_programs,
-                1,
-                1,
-                dk.data_ptr(),
-                dv.data_ptr(),
-                *read,
-                *self._key_numbers,
-            )
-        if needed[0]:
-            dq = q.new_empty(q.shape)
-            self._queries.launch(
-                device, stream, self._query_programs, 1, 1, dq.data_ptr(), *read, *self._query_numbers
-            )
+        found = self._products(
+            stream, q, k, v, do, lse2_at, delta_at, needed, *(t.data_ptr() for t in starts)
+        )
+        dsinks = None
         if sinks is not None and needed[3]:
             dsinks = sinks.new_empty(sinks.shape)
             on.kernels[f"{KERNEL}_sinks"]((True,), shape.len_q).launch(
                 device, stream, shape.heads, 1, 1, dsinks.data_ptr(), sinks.data_ptr(), lse2_at, delta_at, shape.batch,
                 shape.heads, self._padded,
             )  # fmt: skip
-        return dq, dk, dv, dsinks
+        return *found, dsinks
+
+
+class TilesProducts:
+    """dK and dV by one kernel, dQ by another, each gradient summed by one program in a fixed order."""
+
+    def __init__(
+        self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings, row_block: int
+    ) -> None:
+        layout = settings.layout
+        shape = shape_of(q, k, layout)
+        capped = "_capped" if settings.softcap else ""
+        self._on = on
+        self._keys = on.kernels[f"{KERNEL}_keys{capped}"]((q.dtype, True), shape.dim)
+        self._queries = on.kernels[f"{KERNEL}_queries{capped}"]((q.dtype, True), shape.dim)
+        # a row's sums are read by whole blocks of any of the kernels
+        blocks = (row_block, self._keys.numbers["block_m"], self._queries.numbers["block_m"])
+        self.padded = padded_rows(shape, blocks)
+        inputs = (*(s for t in (q, k, v, do) for s in strides_of(t, layout)),)
+        # in base 2 as the forward's; with a soft cap, cap times its scale in front of tanh is the score's own
+        scales = (*scales_of(settings), settings.scale)
+        ratio = shape.heads // shape.kv_heads
+        sizes = (ratio, shape.dim, self.padded, shape.len_q, shape.len_k, *bounds_of(shape, settings))
+        tiles = -(-shape.len_k // self._keys.numbers["block_n"])
+        self._key_programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
+        dk = strides_of(torch.empty(k.shape, dtype=k.dtype, device="meta"), layout)
+        self._key_numbers = (*dk, *inputs, *scales, tiles, shape.kv_heads, *sizes)
+        tiles = -(-shape.len_q // self._queries.numbers["block_m"])
+        self._query_programs = checked_tiles(shape, tiles)
+        dq = strides_of(torch.empty(q.shape, dtype=q.dtype, device="meta"), layout)
+        self._query_numbers = (*dq, *inputs, *scales, tiles, shape.heads, *sizes)
+
+    def __call__(
+        self, stream: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse2_at: int, delta_at: int,
+        needed: Sequence[bool], *starts_at: int,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        device = self._on.device
+        read = (q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), lse2_at, delta_at, *starts_at)
+        dq = dk = dv = None
+        if needed[1] or needed[2]:
+            dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+            self._keys.launch(
+                device, stream, self._key_programs, 1, 1, dk.data_ptr(), dv.data_ptr(), *read, *self._key_numbers
+            )  # fmt: skip
+        if needed[0]:
+            dq = q.new_empty(q.shape)
+            self._queries.launch(
+                device, stream, self._query_programs, 1, 1, dq.data_ptr(), *read, *self._query_numbers
+            )
+        return dq, dk, dv
+
+
+def _by_groups(kernel: str, *arguments: Any) -> Products:
+    from liger_aot.attention_backward_groups import GroupsProducts
+
+    return GroupsProducts(kernel, *arguments)
+
+
+def padded_rows(shape: Shape, blocks: Sequence[int]) -> int:
+    """Rows of a head in whole blocks of each of these sizes, which divide each other."""
+    unit = max(blocks)
+    return -(-shape.len_q // unit) * unit
+
+
+def groups_kernel(on: OpOn, dim: int, settings: Settings, needed: Sequence[bool]) -> str | None:
+    """The kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, or the tiles are for
+    it. They have left bounds and soft caps, and make one gradient without the others."""
+    if settings.left >= 0 or settings.softcap or not (needed[0] and (needed[1] or needed[2])):
+        return None
+    width = groups_width(dim)
+    name = f"{KERNEL}_groups_{width}{'_causal' if settings.right >= 0 else ''}"
+    return name if name in on.kernels else None
+
+
+def backward_kernels(dim: int) -> tuple[str, ...]:
+    """What a call without a soft cap and without sinks may run, full and causal; a pack need not have all."""
+    width = groups_width(dim)
+    groups = () if width is None else (f"groups_{width}", f"groups_{width}_causal", "finish")
+    return tuple(f"{KERNEL}_{kind}" for kind in ("rows", "keys", "queries", *groups))
+
+
+def groups_width(dim: int) -> int | None:
+    return next((width for width in GROUP_DIMS if dim <= width), None)
 
 
 def gradients(
@@ -122,7 +194,7 @@ def gradients(
     saved: Sequence[Any],
     settings: Settings,
     needed: Sequence[bool],
-    plan_of: Callable[..., BackwardPlan] = BackwardPlan,
+    products_of: Callable[..., Products] | None = None,
     *starts: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """dQ, dK, dV and the gradient of the sinks on a GPU, those that are ``needed``; none is empty.
@@ -130,7 +202,8 @@ def gradients(
     Args:
         grads: of o, any strides, and of lse; None for one that nothing was computed from.
         saved: q, k, v, sinks, o, lse. Of what no kernel can read there are copies.
-        plan_of, starts: of packed sequences, how their plan is made and where they start.
+        settings: with ``deterministic``, or torch's deterministic algorithms, nothing is added atomically.
+        products_of, starts: of packed sequences, who computes their dQ, dK and dV, and where they start.
     """
     if not any(needed):
         return None, None, None, None
@@ -139,17 +212,19 @@ def gradients(
     do = torch.zeros_like(o) if do is None else do if do.stride(-1) == 1 else do.contiguous()
     dim, sink_dtype = q.shape[-1], None if sinks is None else sinks.dtype
     q, k, v, o, do = (fitted(t, TILE_UNIT) for t in (q, k, v, o, do))
-    key = (
-        settings,
-        q.dtype,
-        *(part for t in (q, k, v, o, do) for part in (t.shape, t.stride())),
-        *(t.shape for t in starts),
-    )
+    deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+    together = needed[0] and (needed[1] or needed[2])
+    layouts = (part for t in (q, k, v, o, do) for part in (t.shape, t.stride()))
+    key = (settings, deterministic, together, q.dtype, *layouts, *(t.shape for t in starts))
     plan = on.plans.get(key)
     if plan is None:
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
-        plan = on.plans[key] = plan_of(on, q, k, v, o, do, settings)
+        settings = bounded(shape_of(q, k, settings.layout), settings)
+        if products_of is None:
+            kernel = None if deterministic else groups_kernel(on, q.shape[-1], settings, needed)
+            products_of = TilesProducts if kernel is None else partial(_by_groups, kernel)
+        plan = on.plans[key] = BackwardPlan(on, q, k, v, o, do, settings, products_of)
     sinks = None if sinks is None else sinks.float().contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     *found, dsinks = plan(q, k, v, sinks, o, lse.contiguous(), do, dlse, needed, *starts)

@@ -18,14 +18,21 @@ LAYOUTS = ("bshd", "bhsd")
 
 
 def settings_of(
-    op: str, q: Tensor, causal: bool, scale: float | None, window: Any, softcap: float, layout: str
+    op: str,
+    q: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: Any,
+    softcap: float,
+    layout: str,
+    deterministic: bool = False,
 ) -> tuple[Any, ...]:
     """The public arguments as ``Settings`` holds them, not checked yet but for the window."""
     if scale is None:
         check_tensor(op, "q", q)
         scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
     left, right = _bounds(op, window)
-    return scale, left, 0 if causal else right, softcap, layout
+    return scale, left, 0 if causal else right, softcap, layout, deterministic
 
 
 def _bounds(op: str, window: Any) -> tuple[int, int]:
@@ -55,6 +62,9 @@ def check_attention(
     for name, value in (("scale", settings.scale), ("softcap", settings.softcap)):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ArgumentTypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if not isinstance(settings.deterministic, bool):
+        got = type(settings.deterministic).__name__
+        raise ArgumentTypeError(f"{op}: deterministic must be True or False, got {got}")
     if not 0 < settings.scale < math.inf:
         raise ArgumentError(f"{op}: scale must be above 0 and finite, got {settings.scale}")
     if not 0 <= settings.softcap < math.inf:

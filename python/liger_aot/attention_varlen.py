@@ -19,7 +19,7 @@ from liger_aot.attention import (
     shape_of,
     strides_of,
 )
-from liger_aot.attention_backward import KERNEL, BackwardPlan
+from liger_aot.attention_backward import TilesProducts, padded_rows
 from liger_aot.runtime import Loaded, OpOn
 
 OP = "flash_attention_varlen"
@@ -94,45 +94,32 @@ class PackedPlan:
         return o, lse
 
 
-class PackedBackwardPlan(BackwardPlan):
-    """A backward, for all calls with tensors like these. ``on`` has the dense backward's kernels: all tokens are one
-    sequence to those of rows and sinks. ``own`` has the others."""
+class PackedProducts(TilesProducts):
+    """dQ, dK and dV of packed sequences. ``own`` has their kernels; all tokens are one sequence to those of rows and
+    sinks, which are the dense backward's."""
 
     def __init__(
-        self,
-        own: OpOn,
-        sequences: int,
-        on: OpOn,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        do: Tensor,
-        settings: tuple[Any, ...],
-    ) -> None:
-        shape, bound = _sizes(q, k, settings)
-        capped = "_capped" if bound.softcap else ""
+        self, own: OpOn, sequences: int, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings,
+        row_block: int,
+    ) -> None:  # fmt: skip
+        shape = shape_of(q, k, PACKED)
+        capped = "_capped" if settings.softcap else ""
         key = (q.dtype, True)
-        self._on, self._shape = on, shape
-        self._rows = on.kernels[f"{KERNEL}_rows"](key, shape.dim)
+        self._on = on
         self._keys = own.kernels[f"{OP}_backward_keys{capped}"](key, shape.dim)
         self._queries = own.kernels[f"{OP}_backward_queries{capped}"](key, shape.dim)
-        unit = self._rows.numbers["block_m"]
-        row_tiles = -(-shape.len_q // unit)
-        self._padded = padded = row_tiles * unit
-        self._row_programs = checked_tiles(shape, row_tiles)
-        self._row_numbers = (
-            *strides_of(o, PACKED),
-            *strides_of(do, PACKED),
-            row_tiles,
-            shape.heads,
-            shape.dim,
-            shape.len_q,
-            padded,
-        )
-        inputs = (*_strides(q, k, v, do), *scales_of(bound), bound.scale)
+        self.padded = padded_rows(shape, (row_block,))
+        inputs = (*_strides(q, k, v, do), *scales_of(settings), settings.scale)
         ratio = shape.heads // shape.kv_heads
-        sizes = (ratio, shape.dim, padded, sequences, shape.len_q, shape.len_k, *_window(shape, bound))
+        sizes = (
+            ratio,
+            shape.dim,
+            self.padded,
+            sequences,
+            shape.len_q,
+            shape.len_k,
+            *_window(shape, settings),
+        )
 
         def numbers(like: Tensor, loaded: Loaded, block: str) -> tuple[int, tuple[Any, ...]]:
             """Programs and numbers of a kernel with tiles of ``block`` tokens of ``like``."""

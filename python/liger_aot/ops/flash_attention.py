@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.attention import ADDRESS_UNIT, Settings, bounded, fitted, plan_for, shape_of, unit_of
-from liger_aot.attention_backward import WITHOUT_CAP, gradients
+from liger_aot.attention_backward import backward_kernels, gradients
 from liger_aot.attention_checks import check_attention, problems_of, settings_of
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.op import Problem
@@ -24,9 +24,8 @@ class FlashAttention(DifferentiableOp):
     """``flash_attention(q, k, v, *, causal=False, ...) -> Tensor``: attention of every query to the keys it may see.
 
     Exact, with float32 scores and sums; the matrix of scores is never in memory. Differentiable in q, k, v, sinks, also
-    through ``return_lse``; gradients are the same bits every time, so there is no ``deterministic`` to ask for. The
-    backward alone is the op ``flash_attention_backward``. Works under torch.compile and, after ``preload`` and one
-    call, in CUDA graphs. CPU tensors take the plain-torch reference.
+    through ``return_lse``. The backward alone is the op ``flash_attention_backward``. Works under torch.compile and,
+    after ``preload`` and one call, in CUDA graphs. CPU tensors take the plain-torch reference.
 
     Args:
         q: (batch, length, heads, dim) bfloat16 or float16, (batch, heads, length, dim) with layout "bhsd". Any strides
@@ -42,6 +41,9 @@ class FlashAttention(DifferentiableOp):
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head of q the score of one more key, whose value
             is 0.
         layout: "bshd" or "bhsd".
+        deterministic: gradients have the same bits every time. Without it q's may differ in their last bits from run to
+            run where a pack's backward has warp groups (sm90); all others never do. Under
+            ``torch.use_deterministic_algorithms(True)`` none does.
         return_lse: also return the logarithm of each query's sum.
 
     Returns:
@@ -57,7 +59,7 @@ class FlashAttention(DifferentiableOp):
     name = "flash_attention"
     uses = ("flash_attention_backward",)
     tensors = ("q", "k", "v", "sinks?")
-    settings = ("float scale", "int left", "int right", "float softcap", "str layout")
+    settings = ("float scale", "int left", "int right", "float softcap", "str layout", "bool deterministic")
     outputs = 2
     results = 2  # o, lse
 
@@ -77,9 +79,10 @@ class FlashAttention(DifferentiableOp):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         layout: str = "bshd",
+        deterministic: bool = False,
         return_lse: bool = False,
     ) -> Any:
-        settings = settings_of(self.name, q, causal, scale, window, softcap, layout)
+        settings = settings_of(self.name, q, causal, scale, window, softcap, layout, deterministic)
         o, lse = self.differentiable((q, k, v, sinks), settings)
         return (o, lse) if return_lse else o
 
@@ -142,7 +145,7 @@ class FlashAttention(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         """Of a call without a mask, of a causal one (both are one without warp groups), and of the backward."""
         kernels = (f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles"))
-        return problems_of(self.name, (*kernels, *WITHOUT_CAP), shape, dtype)
+        return problems_of(self.name, (*kernels, *backward_kernels(shape[-1])), shape, dtype)
 
     @staticmethod
     def reference(
@@ -155,6 +158,7 @@ class FlashAttention(DifferentiableOp):
         right: int,
         softcap: float,
         layout: str,
+        deterministic: bool = False,
         seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``seen``: for each query and key, whether it sees it; beside the bounds."""
@@ -182,6 +186,7 @@ class FlashAttention(DifferentiableOp):
         right: int,
         softcap: float,
         layout: str,
+        deterministic: bool = False,
         seen: Tensor | None = None,
     ) -> Tensors:
         q, k, v, sinks, o, lse = saved

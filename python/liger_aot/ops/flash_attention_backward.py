@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from liger_aot.attention import Settings
-from liger_aot.attention_backward import WITHOUT_CAP, gradients
+from liger_aot.attention_backward import backward_kernels, gradients
 from liger_aot.attention_checks import check_attention, check_results, problems_of, settings_of
 from liger_aot.op import PLAIN_OR_NONE, Op, Problem
 from liger_aot.ops.flash_attention import FlashAttention
@@ -23,14 +23,16 @@ from liger_aot.torch_library import register
 class FlashAttentionBackward(Op):
     """``flash_attention_backward(do, q, k, v, o, lse, *, dlse=None, ...) -> (dq, dk, dv, dsinks)``
 
-    The gradients of ``o, lse = flash_attention(q, k, v, ..., return_lse=True)``. They are the same bits every time:
-    each is summed by one program in a fixed order, over the query heads that share a key's head, too. Memory beside the
-    results: two float32 a query and head.
+    The gradients of ``o, lse = flash_attention(q, k, v, ..., return_lse=True)``. Each of dk and dv is summed by one
+    program in a fixed order, over the query heads that share a key's head, too. So is dq, but where a pack has kernels
+    by warp groups for the call (sm90; ``explain`` says so): those add it atomically in float32, and its last bits vary
+    from run to run. Memory beside the results: two float32 a query and head; by warp groups dq in float32, too.
 
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
         q, k, v, sinks, causal, scale, window, softcap, layout: as the forward was given them. Tensors whose dim or
             strides are no multiples of 16 elements are copied.
+        deterministic: the same bits every time. So does ``torch.use_deterministic_algorithms(True)``.
         o, lse: what the forward returned; lse is (batch, heads, length) float32, o of any strides but the last.
         dlse: the gradient of lse, float32 of its shape, or None. Where lse is -inf it counts as 0.
 
@@ -62,8 +64,9 @@ class FlashAttentionBackward(Op):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         layout: str = "bshd",
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        settings = Settings(*settings_of(self.name, q, causal, scale, window, softcap, layout))
+        settings = Settings(*settings_of(self.name, q, causal, scale, window, softcap, layout, deterministic))
         check_attention(self.name, q, k, v, sinks, settings)
         check_results(self.name, o, lse, do, dlse, q, k, layout)
         saved = (q, k, v, sinks, o, lse)
@@ -86,8 +89,9 @@ class FlashAttentionBackward(Op):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a soft cap and without sinks."""
-        return problems_of(self.name, WITHOUT_CAP, shape, dtype)
+        """Of a call without a soft cap and without sinks; where there are kernels by warp groups, of those of a
+        deterministic call, too."""
+        return problems_of(self.name, backward_kernels(shape[-1]), shape, dtype)
 
 
 OP = FlashAttentionBackward

@@ -17,7 +17,7 @@ from liger_aot import pending
 from liger_aot.attention import ADDRESS_UNIT, PACKED, TILE_UNIT, Settings, fitted
 from liger_aot.attention_backward import gradients
 from liger_aot.attention_checks import problems_of, settings_of
-from liger_aot.attention_varlen import PackedBackwardPlan, PackedPlan, seen_keys
+from liger_aot.attention_varlen import PackedPlan, PackedProducts, seen_keys
 from liger_aot.attention_varlen_checks import check_packed, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.op import Problem
@@ -105,7 +105,7 @@ class FlashAttentionVarlen(DifferentiableOp):
     ) -> Any:
         settings = settings_of(self.name, q, causal, scale, window, softcap, PACKED)
         o, lse = self.differentiable(
-            (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks), (max_seqlen_q, max_seqlen_k, *settings[:-1])
+            (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks), (max_seqlen_q, max_seqlen_k, *settings[:4])
         )
         return (o, lse) if return_lse else o
 
@@ -206,7 +206,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         """``flash_attention``'s, of all tokens as one sequence in which each query sees its own sequence."""
         seen, inside = seen_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right)
         q, k, v = q[None], k[None], v[None]
-        o, lse = FlashAttention.reference(q, k, v, sinks, scale, -1, -1, softcap, "bshd", seen)
+        o, lse = FlashAttention.reference(q, k, v, sinks, scale, -1, -1, softcap, "bshd", seen=seen)
         return o[0], torch.where(inside, lse[0], -math.inf)
 
     @staticmethod
@@ -228,7 +228,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         grads = tuple(None if g is None else g[None] for g in grads)
         q, k, v, o, lse = (t[None] for t in (q, k, v, o, lse))
         dq, dk, dv, dsinks = FlashAttention.reference_backward(
-            grads, (q, k, v, sinks, o, lse), scale, -1, -1, softcap, "bshd", seen
+            grads, (q, k, v, sinks, o, lse), scale, -1, -1, softcap, "bshd", seen=seen
         )
         return dq[0], dk[0], dv[0], None, None, dsinks
 
@@ -249,11 +249,11 @@ def packed_gradients(
     q, k, v, cu_q, cu_k, sinks, o, lse = saved
     own, dense = (runtimes[name].of(q, "q") for name in BACKWARD)
     assert own is not None and dense is not None
-    plan_of = partial(PackedBackwardPlan, own, cu_q.shape[0] - 1)
+    products_of = partial(PackedProducts, own, cu_q.shape[0] - 1)
     starts = cu_q.contiguous(), cu_k.contiguous()
     scale, left, right, softcap = settings
     packed = Settings(scale, left, right, softcap, PACKED)
-    return gradients(dense, grads, (q, k, v, sinks, o, lse), packed, needed, plan_of, *starts)
+    return gradients(dense, grads, (q, k, v, sinks, o, lse), packed, needed, products_of, *starts)
 
 
 def _packed_key(tensors: Tensors, settings: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ class FlashAttentionVarlenBackward(Op):
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         packed = Settings(*settings_of(self.name, q, causal, scale, window, softcap, PACKED))
-        settings: tuple[Any, ...] = packed[:-1]
+        settings: tuple[Any, ...] = packed[:4]
         starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         check_packed(self.name, q, k, v, starts, sinks, longest, packed)
         check_results(self.name, o, lse, do, dlse, q, k, PACKED)

@@ -1,0 +1,270 @@
+"""Attention's rows by warp groups, measured: `python -m benchmarks.attention_candidates`.
+
+    python -m benchmarks.attention_candidates build --folder DIR
+    python -m benchmarks.attention_candidates measure --folder DIR
+    python -m benchmarks.attention_candidates tables
+
+``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/backward/<number> and
+DIR/forward/<number>, a candidate of each head dimension in a pack. Forward number 0 is the profile as it is.
+``measure`` first checks every kernel of the backward against float64 and against the tiles (``attention_trial``), in
+processes that are killed when a case takes too long: a kernel may wait forever. Then it times what passed, beside the
+tiles and cuDNN, and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to
+the profile, the backward's winners: winners.toml. ``tables`` prints such tables of rows that nothing was measured of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from build_tools.audit import audit
+from build_tools.build import Tree, build_pack, make_plans
+from build_tools.compile import try_variants
+from build_tools.errors import AuditError, BuildError
+from build_tools.paths import PROFILES
+from build_tools.rows_text import tomllib
+from build_tools.tune import Problem, read_problems
+
+from . import attention_trial as trial
+
+FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
+OPS = {"forward": "flash_attention", "backward": "flash_attention_backward"}
+KINDS = {"full": "", "causal": "_causal"}
+MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
+Chosen = dict[str, list[tuple[Problem, Mapping[str, Any]]]]  # kernel -> the candidates that are its rows
+
+
+def candidates(arch: str, direction: str) -> list[Chosen]:
+    """What each pack holds: of every problem the candidate of the pack's number, for the full and the causal kernel."""
+    name = FORWARD if direction == "forward" else f"{BACKWARD}_groups"
+    problems = read_problems(PROFILES / "candidates" / f"{arch}-{name}.toml")
+    packs: list[Chosen] = [{}] if direction == "forward" else []
+    for number in range(max(len(p.candidates) for p in problems)):
+        chosen: Chosen = {}
+        for problem in problems:
+            if number < len(problem.candidates):
+                for kind in KINDS.values():
+                    dim = "" if direction == "forward" else f"_{problem.sizes[0]}"
+                    chosen.setdefault(f"{name}{dim}{kind}", []).append((problem, problem.candidates[number]))
+        packs.append(chosen)
+    return packs
+
+
+def tables(arch: str, chosen: Chosen, provenance: str) -> str:
+    """The backward's kernels as tables of a profile, with what they need beside them."""
+    (finish,) = read_problems(PROFILES / "candidates" / f"{arch}-{BACKWARD}_finish.toml")
+    whole = {**chosen, f"{BACKWARD}_finish": [(finish, finish.candidates[0])]}
+    return "".join(_table(kernel, provenance, [row]) for kernel, ((_, row),) in whole.items())
+
+
+def _table(kernel: str, provenance: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    lines = "".join(
+        f"  {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in row.items())} }},\n"
+        for row in rows
+    )
+    return f"\n[kernel.{kernel}]\nprovenance = {json.dumps(provenance)}\nrows = [\n{lines}]\n"
+
+
+def build(options: argparse.Namespace) -> int:
+    entries = []
+    for direction in options.direction.split(","):
+        for number, chosen in enumerate(candidates(options.arch, direction)):
+            folder = options.folder / direction / str(number)
+            refused = _build_pack(options.arch, direction, folder, chosen)
+            for kernel, rows in chosen.items():
+                for problem, row in rows:
+                    why = refused.get(kernel)
+                    entries.append(
+                        {
+                            "direction": direction,
+                            "pack": number,
+                            "kernel": kernel,
+                            "dim": problem.sizes[0],
+                            "row": row,
+                            "refused": why,
+                        }
+                    )
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / "candidates.json").write_text(json.dumps(entries, indent=1) + "\n")
+    for entry in entries:
+        print(entry["direction"], entry["pack"], entry["kernel"], entry["dim"], entry["refused"] or "built")
+    return 0
+
+
+def _build_pack(arch: str, direction: str, folder: Path, chosen: Chosen) -> dict[str, str]:
+    """Build a pack of ``chosen``; of the kernels that it lacks, because a binary did not pass, why."""
+    _write_profile(arch, direction, folder, chosen)
+    tree = Tree(profiles=folder, packs=folder)
+    profile, plans = make_plans(arch, (OPS[direction],), tree)
+    variants = {v.name: v for p in plans for v in p.variants if v.kernel in chosen}
+    refused: dict[str, str] = {}
+    for name, made in try_variants(list(variants.values()), profile, progress=False):
+        try:
+            why = made if isinstance(made, str) else None
+            if not isinstance(made, str):
+                audit(variants[name], made, profile.arch)
+        except AuditError as error:
+            why = str(error)
+        if why is not None:
+            refused[variants[name].kernel] = why[-300:]
+    if refused:
+        _write_profile(arch, direction, folder, {k: rows for k, rows in chosen.items() if k not in refused})
+    build_pack(arch, (OPS[direction],), tree, progress=False)
+    return refused
+
+
+def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{arch}.toml"
+    shutil.copy(PROFILES / path.name, path)
+    if direction == "backward":
+        text = path.read_text().partition(f"\n[kernel.{BACKWARD}_groups")[0]  # winners of another time
+        path.write_text(text + (tables(arch, chosen, "a candidate") if chosen else ""))
+        return
+    for kernel, rows in chosen.items():
+        text = path.read_text()
+        instead = {problem.max_n: {"max_n": problem.max_n, **row} for problem, row in rows}
+        kept = [instead.get(row.get("max_n"), row) for row in tomllib.loads(text)["kernel"][kernel]["rows"]]
+        present = [{key: value for key, value in row.items() if value is not None} for row in kept]
+        section = re.compile(rf"^\[kernel\.{kernel}\]\n.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
+        table = _table(kernel, "candidates", present).lstrip() + "\n"
+        path.write_text(section.sub(lambda _: table, text))  # noqa: B023
+
+
+# ---- On the GPU ----
+
+
+def measure(options: argparse.Namespace) -> int:
+    entries = json.loads((options.folder / "candidates.json").read_text())
+    out = options.out or options.folder
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"about": trial.about(), "candidates": entries}
+
+    def save() -> None:
+        name = f"results-{options.direction.replace(',', '-')}.json"
+        (out / name).write_text(json.dumps(found, indent=1) + "\n")
+
+    mine = [e for e in entries if e["direction"] in options.direction.split(",")]
+    found["checks"] = check(options, mine)
+    save()
+    for direction in options.direction.split(","):
+        found[direction] = time(options, direction, mine)
+        save()
+    if "backward" in found:
+        chosen, reached = winners(mine, found["backward"])
+        gpu, triton, date = (found["about"][key] for key in ("gpu", "triton", "date"))
+        lengths = ", ".join(map(str, MEASURED))
+        provenance = (
+            f"measured on one {gpu}, triton {triton}, {date}: bf16, how many times as fast as "
+            f"the tiles, geometric mean over lengths {lengths}: {reached}"
+        )
+        (out / "winners.toml").write_text(tables(options.arch, chosen, provenance) if chosen else "")
+        print(f"winners: {reached or 'none: the tiles stay'}")
+    return 0
+
+
+def check(options: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every case of every kernel of the backward; a kernel that fails one is refused."""
+    lines = []
+    for pack in sorted({e["pack"] for e in entries if e["direction"] == "backward"}):
+        own = [e for e in entries if (e["direction"], e["pack"]) == ("backward", pack)]
+        kernels = [e["kernel"] for e in own if not e["refused"]]
+        folder = options.folder / "backward" / str(pack) / options.arch
+        wrong: dict[str, str] = {}
+        for line in trial.run_checks(folder, kernels, options.limit):
+            lines.append({"pack": pack, **line})
+            if line["wrong"]:
+                wrong.setdefault(line["kernel"], f"{line['case']}: {line['wrong']}")
+                print(f"pack {pack} {line['kernel']} {line['case']}: {line['wrong']}", flush=True)
+        for entry in own:
+            entry["refused"] = entry["refused"] or wrong.get(entry["kernel"])
+            print(f"pack {pack} {entry['kernel']}: {entry['refused'] or 'right'}", flush=True)
+    return lines
+
+
+def time(
+    options: argparse.Namespace, direction: str, entries: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """TFLOP/s by provider at each point; a candidate's name is its pack's number."""
+    jobs = []
+    for dim in map(int, options.dims.split(",")):
+        for kind, ending in KINDS.items():
+            packs = [
+                e["pack"]
+                for e in entries
+                if e["direction"] == direction and e["dim"] == dim and not e["refused"]
+                and e["kernel"].endswith("_causal") == bool(ending)
+            ]  # fmt: skip
+            if direction == "forward":
+                packs = [0, *packs]
+            jobs += [
+                {"dim": dim, "causal": kind == "causal", "length": length, "packs": packs}
+                for length in map(int, options.lengths.split(","))
+            ]
+    lines = []
+    for line in trial.run_times(options.folder / direction, options.arch, direction, jobs, options.limit):
+        lines.append(line)
+        shown = ", ".join(f"{name} {value:.0f}" for name, value in line.get("tflops", {}).items())
+        mask = "causal" if line["causal"] else "full"
+        print(f"{direction} {line['dim']} {mask} {line['length']}: {shown or line['wrong']}", flush=True)
+    return lines
+
+
+def winners(
+    entries: Iterable[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
+) -> tuple[Chosen, dict[str, float]]:
+    """Of each kernel the candidate that is most times as fast as the tiles, where one is faster, and by how much."""
+    chosen: Chosen = {}
+    reached: dict[str, float] = {}
+    for entry in entries:
+        if entry["direction"] != "backward" or entry["refused"]:
+            continue
+        causal = entry["kernel"].endswith("_causal")
+        ratios = [
+            line["tflops"][str(entry["pack"])] / line["tflops"]["tiles"]
+            for line in lines
+            if (line["dim"], line["causal"]) == (entry["dim"], causal) and line["length"] in MEASURED
+            and str(entry["pack"]) in line.get("tflops", {})
+        ]  # fmt: skip
+        mean = math.prod(ratios) ** (1 / len(ratios)) if ratios else 0.0
+        if mean > max(1.0, reached.get(entry["kernel"], 0.0)):
+            problem = Problem(None, (entry["dim"],), ("bf16", "fp16"), ())
+            chosen[entry["kernel"]] = [(problem, entry["row"])]
+            reached[entry["kernel"]] = round(mean, 3)
+    return chosen, reached
+
+
+def print_tables(options: argparse.Namespace) -> int:
+    chosen = candidates(options.arch, "backward")[0]
+    print(tables(options.arch, chosen, "derived, not measured: the settings of a prototype"), end="")
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.attention_candidates")
+    parser.add_argument("step", choices=("build", "measure", "tables"))
+    parser.add_argument("--folder", type=Path, default=Path("build/attention_candidates"))
+    parser.add_argument("--out", type=Path, help="where measure writes (default: --folder)")
+    parser.add_argument("--arch", default="sm90")
+    parser.add_argument("--direction", default="backward,forward", help="(default: %(default)s)")
+    parser.add_argument("--dims", default="64,96,128,192,256")
+    parser.add_argument("--lengths", default="512,2048,8192,16384")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds a case (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    steps = {"build": build, "measure": measure, "tables": print_tables}
+    try:
+        return steps[options.step](options)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

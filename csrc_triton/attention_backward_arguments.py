@@ -1,0 +1,170 @@
+"""What the kernels of attention's backward take, for their declaration: literals, which planning reads unimported."""
+
+DTYPE = {"dtype": ["bf16", "fp16"]}
+
+READ = {"Q": "*dtype", "K": "*dtype", "V": "*dtype", "DY": "*dtype", "LSE2": "*fp32", "DELTA": "*fp32"}
+STRIDES = {
+    "q_batch": "i64",
+    "q_head": "i32",
+    "q_row": "i32",
+    "k_batch": "i64",
+    "k_head": "i32",
+    "k_row": "i32",
+    "v_batch": "i64",
+    "v_head": "i32",
+    "v_row": "i32",
+    "dy_batch": "i64",
+    "dy_head": "i32",
+    "dy_row": "i32",
+}
+SIZES = {
+    "scale": "fp32",
+    "cap": "fp32",
+    "gradient_scale": "fp32",
+    "tiles_a_head": "i32",
+    "heads": "i32",
+    "ratio": "i32",
+    "dim": "i32",
+    "padded": "i32",
+    "len_q": "i32",
+    "len_k": "i32",
+    "right": "i32",
+    "left": "i32",
+}
+READ_ALIGNED = [
+    "Q", "K", "V", "DY", "LSE2", "DELTA", "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch",
+    "v_head", "v_row", "dy_batch", "dy_head", "dy_row", "dim", "padded",
+]  # fmt: skip
+
+ROWS = {
+    "always_aligned": True,
+    "arguments": {
+        "LSE2": "*fp32",
+        "DELTA": "*fp32",
+        "Y": "*dtype",
+        "DY": "*dtype",
+        "LSE": "*fp32",
+        "DLSE": "*fp32",
+        "y_batch": "i64",
+        "y_head": "i32",
+        "y_row": "i32",
+        "dy_batch": "i64",
+        "dy_head": "i32",
+        "dy_row": "i32",
+        "tiles_a_head": "i32",
+        "heads": "i32",
+        "dim": "i32",
+        "len_q": "i32",
+        "padded": "i32",
+    },
+    "axes": DTYPE,
+    "aligned": [
+        "LSE2", "DELTA", "Y", "DY", "y_batch", "y_head", "y_row", "dy_batch", "dy_head", "dy_row", "dim", "padded",
+    ],
+    "forms": {"tiles": {"function": "row_sums", "constants": ["BLOCK_M", "D1"]}},
+}  # fmt: skip
+
+KEYS = {
+    "always_aligned": True,
+    "matrix": True,
+    "arguments": {
+        "DK": "*dtype",
+        "DV": "*dtype",
+        **READ,
+        "dk_batch": "i64",
+        "dk_head": "i32",
+        "dk_row": "i32",
+        **STRIDES,
+        **SIZES,
+    },
+    "axes": DTYPE,
+    "aligned": ["DK", "DV", "dk_batch", "dk_head", "dk_row", *READ_ALIGNED],
+}
+QUERIES = {
+    "always_aligned": True,
+    "matrix": True,
+    "arguments": {
+        "DQ": "*dtype",
+        **READ,
+        "dq_batch": "i64",
+        "dq_head": "i32",
+        "dq_row": "i32",
+        **STRIDES,
+        **SIZES,
+    },
+    "axes": DTYPE,
+    "aligned": ["DQ", "dq_batch", "dq_head", "dq_row", *READ_ALIGNED],
+}
+TILES_CONSTANTS = ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"]
+
+SINKS = {
+    "always_aligned": True,
+    "arguments": {
+        "DSINKS": "*fp32",
+        "SINKS": "*fp32",
+        "LSE2": "*fp32",
+        "DELTA": "*fp32",
+        "batch": "i32",
+        "heads": "i32",
+        "padded": "i32",
+    },
+    "axes": {},
+    "aligned": ["LSE2", "DELTA", "padded"],
+    "forms": {"row": {"function": "sink_sums", "constants": ["BLOCK"]}},
+}
+
+# A kernel for each head dimension, so that a profile may name some and leave the others to the tiles.
+GROUPS = {
+    "language": "gluon",
+    "optional": True,
+    "always_aligned": True,
+    "matrix": True,
+    "arguments": {
+        "Q": "dtype[1, 1, BLOCK_M, BOX]",
+        "K": "dtype[1, 1, 64, BOX]",
+        "V": "dtype[1, 1, 64, BOX]",
+        "DY": "dtype[1, 1, BLOCK_M, BOX]",
+        "DK": "dtype[1, 1, 64, BOX]",
+        "DV": "dtype[1, 1, 64, BOX]",
+        "LSE2": "fp32[1, 1, 1, BLOCK_M]",
+        "DELTA": "fp32[1, 1, 1, BLOCK_M]",
+        "DQ32": "*fp32",
+        "scale": "fp32",
+        "tiles_a_head": "i32",
+        "kv_heads": "i32",
+        "ratio": "i32",
+        "padded": "i32",
+        "len_q": "i32",
+        "len_k": "i32",
+        "right": "i32",
+    },
+    "axes": DTYPE,
+    "aligned": [],
+}
+GROUPS_CONSTANTS = [
+    "BLOCK_M", "D1", "D2", "BOX", "Q_STAGES", "DY_STAGES", "AHEAD", "WARP_GROUPS", "REGISTERS", "BOUNDED",
+]  # fmt: skip
+D64 = {"D1": 64, "D2": 0, "BOX": 64}
+D96 = {"D1": 64, "D2": 32, "BOX": 32}
+D128 = {"D1": 128, "D2": 0, "BOX": 64}
+
+FINISH = {
+    "optional": True,
+    "always_aligned": True,
+    "arguments": {
+        "DQ": "*dtype",
+        "DQ32": "*fp32",
+        "dq_batch": "i64",
+        "dq_head": "i32",
+        "dq_row": "i32",
+        "scale": "fp32",
+        "tiles_a_head": "i32",
+        "heads": "i32",
+        "pieces": "i32",
+        "dim": "i32",
+        "len_q": "i32",
+    },
+    "axes": DTYPE,
+    "aligned": ["DQ", "DQ32", "dq_batch", "dq_head", "dq_row", "dim"],
+    "forms": {"tiles": {"function": "finish", "constants": ["WIDTH"]}},
+}

@@ -1,0 +1,69 @@
+"""How attention's backward by warp groups is launched: dK, dV and a float32 dQ together, then dQ rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from liger_aot.attention import Maps, Settings, bounds_of, checked_tiles, scales_of, shape_of, strides_of
+from liger_aot.attention_backward import KERNEL, padded_rows
+from liger_aot.runtime import OpOn
+
+TILE_KEYS = 128  # of a block: 64 for each of two consumer groups
+TILE_ROWS = 64  # of float32 dQ, in the order of accumulators
+
+
+class GroupsProducts:
+    """dQ, dK and dV by one kernel, which adds dQ up in memory: its last bits vary. Beside the results it takes as many
+    float32 as dQ has elements."""
+
+    def __init__(
+        self, kernel: str, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings, row_block: int
+    ) -> None:  # fmt: skip
+        layout = settings.layout
+        self._shape = shape = shape_of(q, k, layout)
+        self._on = on
+        self._loaded = loaded = on.kernels[kernel]((q.dtype, True), shape.dim)
+        self._finish = on.kernels[f"{KERNEL}_finish"]((q.dtype, True), shape.dim)
+        self._columns = columns = loaded.numbers["d1"] + loaded.numbers["d2"]
+        self.padded = padded = padded_rows(shape, (row_block, loaded.numbers["block_m"], TILE_ROWS))
+        tiles = -(-shape.len_k // TILE_KEYS)
+        self._programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
+        scale, _ = scales_of(settings)
+        right, _ = bounds_of(shape, settings)
+        ratio = shape.heads // shape.kv_heads
+        self._numbers = (scale, tiles, shape.kv_heads, ratio, padded, shape.len_q, shape.len_k, right)
+        dk = torch.empty(k.shape, dtype=k.dtype, device="meta")
+        sums = torch.empty((shape.batch, shape.heads, 1, padded), dtype=torch.float32, device="meta")
+        named = (("Q", q), ("K", k), ("V", v), ("DY", do), ("DK", dk), ("DV", dk))
+        assert on.tensor_map is not None
+        self._maps = (
+            *(Maps(on.tensor_map, loaded, name, t, layout).at for name, t in named),
+            *(Maps(on.tensor_map, loaded, name, sums, "bhsd").at for name in ("LSE2", "DELTA")),
+        )
+        pieces = columns // self._finish.numbers["width"]
+        tiles_a_head = padded // TILE_ROWS
+        self._finish_programs = checked_tiles(shape, tiles_a_head * pieces)
+        dq = strides_of(torch.empty(q.shape, dtype=q.dtype, device="meta"), layout)
+        self._finish_numbers = (
+            *dq, settings.scale, tiles_a_head, shape.heads, pieces, shape.dim, shape.len_q,
+        )  # fmt: skip
+
+    def __call__(
+        self, stream: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse2_at: int, delta_at: int,
+        needed: Sequence[bool], *starts_at: int,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        device, shape = self._on.device, self._shape
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        sums = q.new_zeros((shape.batch, shape.heads, self.padded, self._columns), dtype=torch.float32)
+        tensors = (*(t.data_ptr() for t in (q, k, v, do, dk, dv)), lse2_at, delta_at)
+        maps = (at(address) for at, address in zip(self._maps, tensors, strict=True))
+        self._loaded.launch(
+            device, stream, self._programs, 1, 1, *maps, sums.data_ptr(), *self._numbers
+        )  # fmt: skip
+        self._finish.launch(
+            device, stream, self._finish_programs, 1, 1, dq.data_ptr(), sums.data_ptr(), *self._finish_numbers
+        )  # fmt: skip
+        return dq, dk, dv

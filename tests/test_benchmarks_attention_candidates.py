@@ -1,0 +1,143 @@
+"""What measures attention's candidates, without a GPU: processes that hang, checks that notice, who wins."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import liger_aot
+from benchmarks import attention_candidates, attention_trial
+from tests.attention_cases import Problem
+from tests.tolerances import REFERENCE
+
+WORKER = """
+import json, sys, time
+for job in json.loads(sys.stdin.read()):
+    if job["does"] == "hang":
+        time.sleep(60)
+    if job["does"] == "die":
+        sys.exit(1)
+    print(json.dumps({"wrong": "", "fatal": job["does"] == "fail"}), flush=True)
+"""
+
+
+def test_a_process_that_hangs_is_killed() -> None:
+    """With the rest of its kernel; the others' jobs go on, none twice."""
+    does = {"a": "work hang work", "b": "work die", "c": "fail work", "d": "work work"}
+    jobs = [{"kernel": k, "does": d, "at": i} for k, v in does.items() for i, d in enumerate(v.split())]
+    begun = time.monotonic()
+    answers = list(attention_trial.supervised([sys.executable, "-c", WORKER], jobs, limit=1.0, start=20.0))
+    assert time.monotonic() - begun < 20.0
+    assert [(j["kernel"], j["at"]) for j, _ in answers] == [
+        ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0), ("d", 0), ("d", 1),
+    ]  # fmt: skip
+    assert [bool(a.get("fatal")) for _, a in answers] == [False, True, False, True, True, False, False]
+    assert answers[1][1]["wrong"] == "no answer in 1 s" and "ended" in answers[3][1]["wrong"]
+
+
+@pytest.mark.parametrize(
+    "kernel", ["flash_attention_backward_groups_96", "flash_attention_backward_groups_64_causal"]
+)
+def test_cases_are_the_kernels(kernel: str) -> None:
+    """Each case of a kernel is one that the host would give it."""
+    from liger_aot.attention import Settings, bounded, shape_of
+    from liger_aot.attention_backward import groups_kernel
+
+    on: Any = SimpleNamespace(kernels={kernel})
+    for problem in attention_trial.cases(kernel):
+        q, k = (torch.empty(s, device="meta") for s in shapes(problem))
+        settings = bounded(shape_of(q, k, problem.layout), Settings(*problem.settings()))
+        assert groups_kernel(on, -(-problem.dim // 16) * 16, settings, (True, True, True, False)) == kernel, (
+            problem
+        )
+
+
+def shapes(p: Problem) -> list[tuple[int, ...]]:
+    order = (lambda n, h: (n, h)) if p.layout == "bshd" else (lambda n, h: (h, n))
+    sizes = ((p.len_q, p.heads), (p.len_k, p.kv_heads))
+    return [(p.batch, *order(n, h), p.dim) for n, h in sizes]
+
+
+@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "nan"])
+def test_checks_notice(wrong: str) -> None:
+    """The reference passes; gradients that are off, vary or are not written, and another kernel do not."""
+    backward = liger_aot.load("flash_attention_backward")
+    calls: list[int] = []
+
+    def op(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+        calls.append(1)
+        dq, dk, dv, dsinks = backward(*arguments, **keywords)
+        if wrong == "scale":
+            dq = dq * 1.05
+        if wrong == "vary" and len(calls) == 2:
+            dk = dk * 1.01
+        if wrong == "nan":
+            dv[0, -1] = torch.nan
+        return dq, dk, dv, dsinks
+
+    kernel = "flash_attention_backward_groups_64_causal"
+    on = SimpleNamespace(_loaded={f"{'another' if wrong == 'launched' else kernel}-groups": None})
+    problem = Problem(1, 2, 1, 30, 40, 64, causal=True, sinks=True)
+    found = attention_trial.check(op, on, kernel, problem, REFERENCE, 1, "cpu")
+    assert bool(found["wrong"]) == bool(wrong), found
+    assert {
+        "": "",
+        "scale": "errors",
+        "vary": "from run to run",
+        "launched": "were launched",
+        "nan": "errors",
+    }[wrong] in found["wrong"]
+
+
+def test_winners() -> None:
+    """By the mean over long lengths, where it is faster than the tiles; what was refused does not win."""
+    name = "flash_attention_backward_groups_"
+    made = [("64", 0, None), ("64", 1, None), ("64_causal", 0, None), ("96", 0, "wrong"), ("128", 0, None)]
+    entries = [
+        {
+            "direction": "backward",
+            "pack": pack,
+            "kernel": name + kernel,
+            "dim": int(kernel.split("_")[0]),
+            "row": {"form": "groups", "number": pack},
+            "refused": refused,
+        }
+        for kernel, pack, refused in made
+    ]
+
+    def line(dim: int, causal: bool, length: int, **tflops: float) -> dict[str, Any]:
+        found = {key.lstrip("p"): value for key, value in tflops.items()}
+        return {"dim": dim, "causal": causal, "length": length, "tflops": found}
+
+    lines = [
+        line(64, False, 512, p0=900, p1=1, tiles=100),
+        line(64, False, 2048, p0=120, p1=150, tiles=100),
+        line(64, False, 8192, p0=120, p1=150, tiles=100),
+        line(64, True, 8192, p0=90, tiles=100),
+        line(96, False, 8192, tiles=100),
+        {"dim": 128, "causal": False, "length": 2048, "wrong": "no answer"},
+        line(128, False, 8192, p0=200, tiles=100),
+    ]
+    chosen, reached = attention_candidates.winners(entries, lines)
+    assert reached == {name + "64": 1.5, name + "128": 2.0}
+    assert chosen[name + "64"][0][1]["number"] == 1
+
+
+def test_a_candidate_replaces_its_row_alone(tmp_path: Any) -> None:
+    from build_tools.build import Tree, make_plans
+
+    chosen = attention_candidates.candidates("sm90", "forward")[2]
+    attention_candidates._write_profile("sm90", "forward", tmp_path, chosen)
+    _, (now,) = make_plans("sm90", ("flash_attention",))
+    _, (new,) = make_plans("sm90", ("flash_attention",), Tree(profiles=tmp_path))
+    for kernel, plan in new.kernels.items():
+        for (bound, name), (was_bound, was) in zip(
+            plan.tables["bf16/aligned"], now.kernels[kernel].tables["bf16/aligned"], strict=True
+        ):
+            rows = {problem.max_n: row for problem, row in chosen.get(kernel, ())}
+            assert bound == was_bound and (name == was) == (bound not in rows)

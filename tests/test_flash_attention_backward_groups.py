@@ -1,0 +1,312 @@
+"""Attention's backward by warp groups without a GPU: what is built, what is launched and when, the order of dQ."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.attention_candidates import BACKWARD, candidates, tables
+from build_tools.audit import audit
+from build_tools.build import Tree, make_plans
+from build_tools.compile import compile_variants
+from build_tools.errors import AuditError
+from build_tools.paths import PROFILES
+from build_tools.plan import Plan
+from build_tools.profile import read_profile
+from liger_aot.attention import LOG2_E, LONGEST
+from liger_aot.manifest import Pack, Variant
+from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
+from liger_aot.runtime import OpOn
+from tests.attention_cases import FP16, Problem
+from tests.conftest import built_pack
+from tests.drivers import InterpreterDriver, bound_op
+from tests.pack_edits import edit
+
+DIMS = (64, 96, 128)
+
+
+def switched_on(folder: Path) -> Plan:
+    """The plan of a profile with the tables that `benchmarks.attention_candidates tables` prints at its end."""
+    shutil.copy(PROFILES / "sm90.toml", folder)
+    with (folder / "sm90.toml").open("a") as profile:
+        profile.write(tables("sm90", candidates("sm90", "backward")[0], "a test"))
+    _, (plan,) = make_plans("sm90", (BACKWARD,), Tree(profiles=folder))
+    return plan
+
+
+# ---- What is built ----
+
+
+def test_a_profile_must_name_them(tmp_path: Path) -> None:
+    """What nobody has run is in no profile; with the printed tables all is planned."""
+    groups = {f"{BACKWARD}_groups_{dim}{kind}" for dim in DIMS for kind in ("", "_causal")}
+    for arch in ("sm80", "sm90", "gfx90a", "gfx942"):
+        _, (plan,) = make_plans(arch, (BACKWARD,))
+        assert not groups & set(plan.kernels)
+    plan = switched_on(tmp_path)
+    assert groups | {f"{BACKWARD}_finish"} <= set(plan.kernels)
+    for name in groups:
+        kernel = plan.kernels[name]
+        assert kernel.kernel.signature() == "44444444" + "pf" + 7 * "i"
+        for variant in kernel.variants.values():
+            c = variant.constants
+            assert c["D1"] + c["D2"] == int(re.findall(r"\d+", name)[0])
+            assert c["BOUNDED"] == name.endswith("_causal")
+            assert variant.arguments["LSE2"] == f"tensordesc<fp32[1, 1, 1, {c['BLOCK_M']}]>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "ahead"), [(96, True), (64, False)])
+def test_what_was_baked(tmp_path: Path, dim: int, ahead: bool) -> None:
+    """Matrix instructions, register budgets, no local memory; at 64 without AHEAD a register too many is refused."""
+    packs = candidates("sm90", "backward")
+    number = next(i for i, p in enumerate(packs) if p[f"{BACKWARD}_groups_{dim}"][0][1]["ahead"] is ahead)
+    shutil.copy(PROFILES / "sm90.toml", tmp_path)
+    with (tmp_path / "sm90.toml").open("a") as profile:
+        profile.write(tables("sm90", packs[number], "a test"))
+    read, (plan,) = make_plans("sm90", (BACKWARD,), Tree(profiles=tmp_path))
+    variant = next(
+        v for v in plan.variants if v.kernel == f"{BACKWARD}_groups_{dim}" and v.axes["dtype"] == "bf16"
+    )
+    compiled = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)[
+        variant.name
+    ]
+    if not ahead:
+        with pytest.raises(AuditError, match="spills"):
+            audit(variant, compiled, read.arch)
+        return
+    audited = audit(variant, compiled, read.arch)
+    assert audited.threads == 384 and {240, 24} <= set(audited.facts.register_budgets)
+    assert audited.facts.matrix["HGMMA"] > 0 and audited.facts.local_bytes == 0 and audited.resident == 1
+    boxes = [[1, 1, rows, 32] for rows in (64, 64, 64, 64, 64, 64)] + 2 * [[1, 1, 1, 64]]
+    assert [m["box"] for m in compiled.maps] == boxes
+    assert [m["swizzle"] for m in compiled.maps] == 6 * [2] + 2 * [0]
+
+
+# ---- What is launched ----
+
+
+def pretended(folder: Path) -> Pack:
+    """The built pack with the kernels by warp groups in its manifest; of their binaries there is nothing."""
+    plan = switched_on(folder)
+    shutil.copytree(built_pack("sm90").folder, folder / "sm90")
+
+    def add(document: dict[str, Any]) -> None:
+        like = next(iter(document["variants"].values()))
+        for name, kernel in plan.kernels.items():
+            if name in document["kernels"]:
+                continue
+            document["kernels"][name] = {
+                "arguments": list(kernel.kernel.arguments),
+                "signature": kernel.kernel.signature(),
+                "axes": ["dtype"],
+                "aligned": list(kernel.kernel.aligned),
+                "alignment": 16,
+                "tables": {key: [list(entry) for entry in entries] for key, entries in kernel.tables.items()},
+            }
+            for variant in kernel.variants.values():
+                boxes = {
+                    argument: [int(size) for size in re.findall(r"\d+", kind.partition("[")[2])]
+                    for argument, kind in variant.arguments.items()
+                    if kind.startswith("tensordesc<")
+                }
+                document["variants"][variant.name] = {
+                    **like,
+                    "form": variant.form.name,
+                    "numbers": {k.lower(): int(v) for k, v in variant.constants.items()},
+                    "maps": {a: {"box": box, "swizzle": 3 if box[2] > 1 else 0} for a, box in boxes.items()},
+                }
+
+    edit(folder / "sm90" / f"{BACKWARD}.json", add)
+    return Pack(folder / "sm90")
+
+
+class Recorder:
+    """A driver that launches nothing and keeps what it was asked, by kernel; a tensor map is what it is made of."""
+
+    def __init__(self, op: str, pack: Pack) -> None:
+        self.launches: dict[str, tuple[Any, ...]] = {}
+
+    def load(self, variant: Variant) -> Any:
+        recorder, kind = self, variant.name.split("-")[0].removeprefix(f"{BACKWARD}_")
+
+        class Kernel:
+            def launch(self, *arguments: Any) -> None:
+                recorder.launches[kind] = arguments[2:]
+
+        return Kernel()
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def tensor_map(self, *arguments: Any) -> tuple[Any, ...]:
+        return arguments
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
+    return pretended(tmp_path_factory.mktemp("pack"))
+
+
+def launched(
+    pack: Pack, problem: Problem, **other: Any
+) -> tuple[dict[str, tuple[Any, ...]], tuple[Any, ...]]:
+    """What one call launches, by kernel, and what it returns."""
+    made: list[Recorder] = []
+
+    def driver(op: str, pack: Pack) -> Recorder:
+        made.append(Recorder(op, pack))
+        return made[-1]
+
+    op = bound_op(FlashAttentionBackward, pack, driver)
+    q, k, v, sinks = problem.tensors()
+    keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
+    lse = torch.zeros(problem.batch, problem.heads, problem.len_q)
+    return made[0].launches, (q, k, v, *op(q, q, k, v, q, lse, **keywords, **other))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_maps_grids_and_numbers(pack: Pack, layout: str) -> None:
+    problem = Problem(2, 6, 2, 1000, 1500, 72, layout=layout, causal=True, scale=0.5)
+    launches, (q, k, _, dq, dk, dv, _) = launched(pack, problem)
+    assert set(launches) == {"rows", "groups_96_causal", "finish"}
+    padded = 1024
+    lse2, delta = launches["rows"][3:5]
+    x, y, z, *arguments = launches["groups_96_causal"]
+    assert (x, y, z) == (2 * 2 * 12, 1, 1)  # 12 tiles of 128 keys
+    order = (0, 2, 1, 3) if layout == "bshd" else (0, 1, 2, 3)
+    # dim 72 is read as 80, from copies
+    for t, found in zip((q, k, k, q, k, k), arguments[:6], strict=True):
+        seen = torch.empty(*t.shape[:-1], 80).permute(order)
+        assert found[1:] == ("bf16", tuple(seen.shape), seen.stride(), (1, 1, 64, 32), 3)
+    strides = (6 * padded, padded, 16, 1)
+    for at, found in zip((lse2, delta), arguments[6:8], strict=True):
+        assert found == (at, "fp32", (2, 6, 1, padded), strides, (1, 1, 1, 64), 0)
+    sums, *numbers = arguments[8:]
+    assert numbers == [0.5 * LOG2_E, 12, 2, 3, padded, 1000, 1500, 501]
+    x, y, z, _, from_sums, *rest = launches["finish"]
+    assert (x, y, z) == (2 * 6 * padded // 64 * 3, 1, 1) and from_sums == sums
+    rows = (1000 * 6 * 80, 80, 6 * 80) if layout == "bshd" else (1000 * 6 * 80, 1000 * 80, 80)
+    assert rest == [*rows, 0.5, padded // 64, 6, 3, 80, 1000]
+    assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
+
+
+def test_sums_are_zeros_of_whole_blocks(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+    original = Tensor.new_zeros
+
+    def new_zeros(self: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        made.append(original(self, *arguments, **keywords))
+        return made[-1]
+
+    monkeypatch.setattr(Tensor, "new_zeros", new_zeros)
+    launches, _ = launched(pack, Problem(1, 2, 1, 130, 70, 64))
+    (sums,) = made
+    assert launches["groups_64"][3 + 8] == sums.data_ptr()
+    assert sums.dtype == torch.float32 and sums.shape == (1, 2, 256, 64) and not sums.any()
+    assert launches["groups_64"][-1] == LONGEST  # no bound
+
+
+GROUPS = {
+    "full": (Problem(1, 2, 1, 100, 200, 64), "groups_64"),
+    "causal": (Problem(1, 2, 1, 100, 200, 128, FP16, causal=True), "groups_128_causal"),
+    "a right bound": (Problem(1, 2, 1, 100, 200, 40, window=(None, 3)), "groups_64_causal"),
+    "one row": (Problem(1, 2, 1, 1, 200, 104, causal=True), "groups_128"),
+    "sinks": (Problem(1, 2, 1, 100, 200, 96, sinks=True), "groups_96"),
+}
+TILES = {
+    "a left bound": Problem(1, 2, 1, 100, 200, 64, window=(9, 0)),
+    "a soft cap": Problem(1, 2, 1, 100, 200, 64, softcap=5.0),
+    "wide heads": Problem(1, 2, 1, 100, 200, 136),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_by_groups(pack: Pack, name: str) -> None:
+    problem, kernel = GROUPS[name]
+    sinks = {"sinks"} if problem.sinks else set()
+    assert set(launched(pack, problem)[0]) == {"rows", kernel, "finish"} | sinks
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_by_tiles(pack: Pack, name: str) -> None:
+    ending = "_capped" if TILES[name].softcap else ""
+    assert set(launched(pack, TILES[name])[0]) == {"rows", f"keys{ending}", f"queries{ending}"}
+
+
+def test_deterministic(pack: Pack) -> None:
+    problem, tiles = Problem(1, 2, 1, 100, 200, 64), {"rows", "keys", "queries"}
+    assert set(launched(pack, problem, deterministic=True)[0]) == tiles
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert set(launched(pack, problem)[0]) == tiles
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(launched(pack, problem)[0]) == {"rows", "groups_64", "finish"}
+
+
+def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
+    from liger_aot.attention import Settings
+    from liger_aot.attention_backward import gradients
+
+    q, k, v, _ = Problem(1, 2, 1, 100, 200, 64).tensors()
+    recorder = Recorder(BACKWARD, pack)
+    on = OpOn(pack.op(BACKWARD), recorder, -1, 2)
+    saved, settings = (q, k, v, None, q, torch.zeros(1, 2, 100)), Settings(0.125, -1, -1, 0.0, "bshd")
+    for needed, kernels in (
+        ((True, False, False, False), {"rows", "queries"}),
+        ((False, True, False, False), {"rows", "keys"}),
+        ((True, False, True, False), {"rows", "groups_64", "finish"}),
+    ):
+        recorder.launches.clear()
+        found = gradients(on, (q, None), saved, settings, needed)
+        assert set(recorder.launches) == kernels
+        assert [g is not None for g in found] == list(needed)
+
+
+# ---- The order of dQ ----
+
+
+def accumulators(rows: Tensor) -> Tensor:
+    """[64, N] of rows as ``add_dq`` lays them out: by thread of the warp group, from the layout of wgmma's results."""
+    out = torch.empty(rows.numel())
+    for r in range(64):
+        for c in range(rows.shape[1]):
+            thread = 32 * (r // 16) + 4 * (r % 8) + c % 8 // 2
+            out[512 * (c // 8) + 4 * thread + 2 * (r % 16 // 8) + c % 2] = rows[r, c]
+    return out
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("dim", "columns"), [(64, 64), (80, 96)])
+def test_finish(tmp_path: Path, dim: int, columns: int) -> None:
+    """Two heads of 100 rows in two tiles each, in a tensor whose rows lie apart."""
+    pack = pretended(tmp_path)
+    on = OpOn(pack.op(BACKWARD), InterpreterDriver(BACKWARD, pack), -1, 2)
+    loaded = on.kernels[f"{BACKWARD}_finish"]((FP16, True), dim)
+    sums = torch.randn(2, 128, columns)
+    laid = torch.cat([accumulators(tile) for tile in sums.view(-1, 64, columns)])
+    dq = torch.full((1, 100, 2, dim + 16), torch.nan, dtype=FP16)
+    pieces = columns // loaded.numbers["width"]
+    strides = (dq.stride(0), dq.stride(2), dq.stride(1))
+    loaded.launch(
+        -1, 0, 4 * pieces, 1, 1, dq.data_ptr(), laid.data_ptr(), *strides, 0.25, 2, 2, pieces, dim, 100
+    )
+    wanted = (sums[:, :100, :dim] * 0.25).to(FP16)
+    assert torch.equal(dq[0, :, :, :dim].transpose(0, 1), wanted) and dq[..., dim:].isnan().all()
+
+
+def test_candidates_are_written_once() -> None:
+    for direction in ("backward", "forward"):
+        packs = candidates("sm90", direction)
+        for kernel in {k for p in packs for k in p}:
+            rows = [json.dumps([problem.max_n, row]) for p in packs for problem, row in p.get(kernel, ())]
+            assert len(set(rows)) == len(rows)
+    assert read_profile("sm90").tables.keys().isdisjoint(candidates("sm90", "backward")[0])
