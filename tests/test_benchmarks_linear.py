@@ -15,8 +15,11 @@ def test_providers_are_right(of: LinearLoss) -> None:
     inputs = of.drawn((300, 16, 50), torch.device("cpu"))
     exact = of.exact(inputs)
     for name in set(of.providers) & {"liger_aot", "liger_aot, float32 dW", "torch"}:
-        found = errors(step(of.providers[name](), inputs, name.endswith("float32 dW"))(), inputs, exact)
+        wide = name.endswith("float32 dW")
+        found = errors(step(of.providers[name](), inputs, wide)(), inputs, exact)
         assert max(found.values()) < of.largest_error, (name, found)
+        assert inputs.weight.grad is not None
+        assert inputs.weight.grad.dtype == (torch.float32 if wide else torch.bfloat16)
     wrong = errors(torch.tensor(2.0), inputs, {"loss": torch.tensor(1.0)})
     assert wrong == {"loss": 1.0}
     of.products(inputs)()

@@ -148,6 +148,15 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
         assert not across.is_contiguous()
         assert torch.equal(way.op(logits, across), way.op(logits, target))
 
+    @pytest.mark.parametrize("way", WAYS, indirect=True)
+    def test_an_ignored_index_past_int32_ignores_no_int32_target(self, way: Way) -> None:
+        """Modulo 2^32 it is one of them; with gradients and without."""
+        logits, target = torch.randn(5, 40, device=way.device), torch.arange(5, device=way.device)
+        wanted = functional.cross_entropy(logits, target)
+        for grad in (False, True):
+            found = way.op(logits.requires_grad_(grad), target.int(), ignore_index=3 + (1 << 32))
+            torch.testing.assert_close(found.detach(), wanted)
+
     # ---- targets out of range -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("way", BINARIES, indirect=True)

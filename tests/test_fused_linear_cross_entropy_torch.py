@@ -1,4 +1,4 @@
-"""Fused linear cross entropy in torch's machinery: torch.compile, torch.library, autocast, modules; its benchmark."""
+"""Fused linear cross entropy in torch's machinery: torch.compile, torch.library, autocast, modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from benchmarks import linear_losses, workload
 from liger_aot.nn import FusedLinearCrossEntropyLoss
 from liger_aot.ops.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_aot.torch_library import register
@@ -90,23 +89,6 @@ def test_create_graph() -> None:
     (dx,) = torch.autograd.grad(op(x, W, T), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         dx.sum().backward()
-
-
-def test_benchmark_without_a_gpu() -> None:
-    """What the benchmark compares with is right, and so are the products it divides by."""
-    inputs = linear_losses.drawn((20, 16, 300), torch.device("cpu"))
-    wanted = linear_losses.exact(inputs)
-    for name in ("liger_aot", "liger_aot, float32 dW", "torch"):
-        loss = linear_losses.step(linear_losses.PROVIDERS[name](), inputs, name)()
-        assert inputs.input.grad is not None and inputs.weight.grad is not None
-        for got, exact in (
-            (loss, wanted.loss),
-            (inputs.input.grad, wanted.d_input),
-            (inputs.weight.grad[:256], wanted.d_weight),
-        ):
-            assert workload.relative_error(got, exact) < linear_losses.LARGEST_ERROR
-        assert inputs.weight.grad.dtype == (torch.float32 if "float32" in name else BF16)
-    linear_losses.products(inputs)()
 
 
 def test_module() -> None:

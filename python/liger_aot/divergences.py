@@ -21,6 +21,7 @@ from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.grid import persistent
 from liger_aot.layout import rows_of
+from liger_aot.loss_checks import counted
 from liger_aot.op import PLAIN_OR_NONE, Problem, as_rows, check_rows, check_same_device, check_tensor
 from liger_aot.runtime import OpOn
 
@@ -349,7 +350,7 @@ def reduced(
         batch: what batchmean divides by; None: the rows, with labels those that count.
     """
     if labels is not None:
-        summands = torch.where((labels.long() != ignored).unsqueeze(-1), summands, 0)
+        summands = torch.where(counted(labels, ignored).unsqueeze(-1), summands, 0)
     if reduction == "none":
         return summands
     return summands.sum() * _factor(summands, reduction, labels, ignored, batch)
@@ -360,7 +361,7 @@ def reduced_backward(
 ) -> Tensor:
     """The gradient of ``reduced``, of summands with these derivatives."""
     if labels is not None:
-        slopes = torch.where((labels.long() != ignored).unsqueeze(-1), slopes, 0)
+        slopes = torch.where(counted(labels, ignored).unsqueeze(-1), slopes, 0)
     if reduction == "none":
         return slopes * dloss
     return slopes * (_factor(slopes, reduction, labels, ignored, batch) * dloss)
@@ -376,7 +377,7 @@ def _factor(
         return 1 / summands.new_full((), batch if reduction == "batchmean" else summands.numel())
     rows = summands.shape[:-1].numel()
     count = (
-        summands.new_full((), rows) if labels is None else (labels.long() != ignored).sum().to(summands.dtype)
+        summands.new_full((), rows) if labels is None else counted(labels, ignored).sum().to(summands.dtype)
     )
     size = count * n if reduction == "mean" else count
     return torch.where(size > 0, 1 / size.clamp(min=1), 0)

@@ -102,11 +102,16 @@ def check_class_weight(op: str, argument: str, weight: Tensor, logits: Tensor, v
         raise ArgumentError(f"{op}: {argument} gets no gradient: give weight.detach()")
 
 
+def counted(target: Tensor, ignore_index: int) -> Tensor:
+    """Which targets are not ``ignore_index``. As int64: torch takes a number modulo 2^32 to compare int32 with it."""
+    return target.long() != ignore_index
+
+
 def check_range(op: str, target: Tensor, vocabulary: int, ignore_index: int) -> None:
     """ArgumentError for a target outside of the classes; on the CPU alone, where looking costs nothing."""
     if target.device.type != "cpu" or not target.numel():
         return
-    wrong = (target != ignore_index) & ((target < 0) | (target >= vocabulary))
+    wrong = counted(target, ignore_index) & ((target < 0) | (target >= vocabulary))
     if wrong.any():
         raise ArgumentError(
             f"{op}: target must be in [0, {vocabulary}), the classes, or ignore_index {ignore_index}; got "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_aot.loss_checks import RowLoss
+from liger_aot.loss_checks import RowLoss, counted
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
@@ -51,7 +51,7 @@ def row_losses(
     if row_loss.token_scaling:
         p = torch.exp(at_target - lse)
         loss, z_loss = loss * p, z_loss * p
-    kept = target != row_loss.ignore_index
+    kept = counted(target, row_loss.ignore_index)
     return torch.where(kept, loss, 0.0), torch.where(kept, z_loss, 0.0)
 
 
@@ -78,7 +78,7 @@ def gradient(
     columns, inside = _columns(target, row_loss, vocab_start, y.shape[-1])
     of_target, weight_sum = _class_weights(target, row_loss, weight, vocabulary)
     smoothing = row_loss.label_smoothing
-    kept = target != row_loss.ignore_index
+    kept = counted(target, row_loss.ignore_index)
     scale, z_scale = (torch.where(kept, s, 0.0) for s in (scale, z_scale))
     if row_loss.token_scaling:
         p = torch.exp(at_target - lse)
@@ -100,7 +100,7 @@ def totals(
     target: Tensor, row_loss: RowLoss, weight: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """What a mean divides by: the class weights of the targets not ignored, and for the z-loss their count."""
-    kept = target != row_loss.ignore_index
+    kept = counted(target, row_loss.ignore_index)
     count = kept.sum().to(dtype)
     if weight is None:
         return count, count
@@ -113,7 +113,7 @@ def totals(
 def _columns(target: Tensor, row_loss: RowLoss, vocab_start: int, n: int) -> tuple[Tensor, Tensor]:
     """(the target's column, whether it is there)."""
     columns = target.long() - vocab_start
-    inside = (target != row_loss.ignore_index) & (columns >= 0) & (columns < n)
+    inside = counted(target, row_loss.ignore_index) & (columns >= 0) & (columns < n)
     return torch.where(inside, columns, 0), inside
 
 
@@ -122,6 +122,6 @@ def _class_weights(
 ) -> tuple[Tensor | float, Tensor | float]:
     if weight is None:
         return 1.0, float(vocabulary)
-    kept = target != row_loss.ignore_index
+    kept = counted(target, row_loss.ignore_index)
     at = torch.where(kept, target, 0).long().clamp(0, weight.shape[0] - 1)
     return weight.index_select(0, at), weight.sum()

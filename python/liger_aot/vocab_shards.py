@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_aot import loss_checks, losses, pending, plain_losses
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.loss_checks import RowLoss
+from liger_aot.loss_checks import RowLoss, counted
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn
 
@@ -110,7 +110,7 @@ class Columns:
     def totals(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """(2,): twice the count of targets that are not ignored."""
         if self._kernels is None or not target.numel():
-            return (target != self._row_loss.ignore_index).sum().to(dtype).repeat(2)
+            return counted(target, self._row_loss.ignore_index).sum().to(dtype).repeat(2)
         return losses.count(self._kernels, target, None, self._row_loss, self._shard.vocabulary)
 
     def rows(self, logits: Tensor, target: Tensor) -> Rows:
@@ -142,7 +142,7 @@ class Columns:
             assert z_loss is not None
             return loss, z_loss
         loss, z_loss = rows.loss.sum(), rows.parts[2].sum()
-        count = (t != self._row_loss.ignore_index).sum()
+        count = counted(t, self._row_loss.ignore_index).sum()
         return (loss / count, z_loss / count) if reduction == "mean" else (loss, z_loss)
 
     def write_gradient(

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from liger_aot import loss_checks, losses, pending, plain_losses
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.layout import CPU, rows_of
-from liger_aot.loss_checks import RowLoss
+from liger_aot.loss_checks import RowLoss, counted
 from liger_aot.op import PLAIN_OR_NONE, Problem, as_rows, check_rows
 from liger_aot.overwriting import overwritten
 from liger_aot.runtime import OpOn, Runtimes
@@ -206,7 +206,7 @@ class CrossEntropy(DifferentiableOp):
             if with_z and parts is not None:
                 z_loss = parts[2].clone()
             if with_accuracy:
-                accuracy = ((predicted == target) & (target != row_loss.ignore_index)).float()
+                accuracy = ((predicted == target) & counted(target, row_loss.ignore_index)).float()
         else:
             loss, z_loss, accuracy, totals = losses.reduce(
                 on, loss, target, row_loss, reduction, vocabulary=n, totals=totals, parts=parts,
@@ -299,7 +299,7 @@ class CrossEntropy(DifferentiableOp):
         row_loss = RowLoss(ignore_index, label_smoothing, lse_square_scale, softcap)
         n, shape = logits.shape[-1], target.shape
         logits, target = logits.reshape(-1, n), target.reshape(-1)
-        kept = target != ignore_index
+        kept = counted(target, ignore_index)
         wide = torch.promote_types(logits.dtype, torch.float32)
         of_class = None if weight is None else weight.to(wide)
         lse, at_target, total = plain_losses.shard_stats(logits, target, row_loss, of_class)
@@ -349,7 +349,7 @@ class CrossEntropy(DifferentiableOp):
         scale, z_scale = (v.expand(target.shape).reshape(-1) for v in (scale, z_scale))
         x, t, of_rows = logits.reshape(-1, n), target.reshape(-1), lse[0].reshape(-1)
         d = plain_losses.gradient(x, t, row_loss, of_rows, of_rows, scale, z_scale, n, of_class)
-        wrong = (t != ignore_index) & ((t < 0) | (t >= n))
+        wrong = counted(t, ignore_index) & ((t < 0) | (t >= n))
         d = torch.where(wrong.unsqueeze(-1), torch.nan, d)
         return d.view(logits.shape).to(logits.dtype), None, None
 

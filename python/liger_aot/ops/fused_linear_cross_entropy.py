@@ -24,7 +24,7 @@ from liger_aot.linear_chunks import (
     project,
 )
 from liger_aot.linear_losses import LinearLoss, scaled
-from liger_aot.loss_checks import RowLoss
+from liger_aot.loss_checks import RowLoss, counted
 from liger_aot.op import Problem, check_rows
 
 OUTPUTS = 4  # loss, z-loss, token accuracy, predicted tokens
@@ -284,7 +284,7 @@ def whole(
     else:
         z_loss = z_rows.sum() / count
         loss = (rows - z_rows).sum() / main + z_loss
-    kept = t != row_loss.ignore_index
+    kept = counted(t, row_loss.ignore_index)
     best = torch.where(kept, plain_losses.capped(logits, row_loss.softcap).argmax(-1), -1)
     accuracy = (kept & (best == t)).sum().to(wide) / count
     others = (z_loss, accuracy, best.view(target.shape))

@@ -24,6 +24,7 @@ from liger_aot.linear_chunks import (
     project,
 )
 from liger_aot.linear_losses import LinearLoss, scaled
+from liger_aot.loss_checks import counted
 from liger_aot.op import Problem, check_rows, check_same_device
 from liger_aot.ops.jsd import check_beta, kind_of, summands_and_slopes
 
@@ -261,7 +262,7 @@ def whole(
     teacher = teacher if teacher_bias is None else teacher + teacher_bias.to(wide)
     log_q, log_p = ((logits / temperature).log_softmax(-1) for logits in (student, teacher))
     summands, slopes = summands_and_slopes(log_q, log_p, beta)
-    kept = flat.new_ones(flat.shape[0]) if labels is None else (labels.reshape(-1) != ignored).to(wide)
+    kept = flat.new_ones(flat.shape[0]) if labels is None else counted(labels.reshape(-1), ignored).to(wide)
     factor = kept / kept.sum().clamp(min=1)
     loss = (torch.where(kept == 0, 0, summands.sum(-1)) * factor).sum()
     g = slopes - log_q.exp() * slopes.sum(-1, keepdim=True)
