@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import liger_aot
 from liger_aot.nn import CrossEntropyLoss
