@@ -16,7 +16,7 @@ from tests.choices import Choices, Entry, Prepared
 from tests.conftest import built_pack
 from tests.op_cases import BF16, DTYPES, FP16, FP32, Case, OpCases
 from tests.op_tests import LAYOUTS, OpTests, made
-from tests.other_ops import AttentionOp, DecodingOp, LinearCrossEntropyOp, LinearJSDOp
+from tests.other_ops import AttentionOp, DecodingOp, LinearCrossEntropyOp, LinearJSDOp, VarlenOp
 from tests.rmsnorm_cases import RMSNormCases
 
 # Those of a process group, and parts of others
@@ -24,6 +24,7 @@ LEFT_OUT = {
     "column_sums",
     "divergence_sums",
     "flash_attention_backward",
+    "flash_attention_varlen_backward",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 }
@@ -140,7 +141,7 @@ class HarnessOp:
 @cache
 def entries() -> dict[str, Entry]:
     """By name. The ops of the harness are found by their tests' classes."""
-    others = RMSNormCases(), AttentionOp(), DecodingOp(), LinearCrossEntropyOp(), LinearJSDOp()
+    others = RMSNormCases(), AttentionOp(), VarlenOp(), DecodingOp(), LinearCrossEntropyOp(), LinearJSDOp()
     found: dict[str, Entry] = {
         entry.name: entry for entry in (HarnessOp(o) if isinstance(o, OpCases) else o for o in others)
     }

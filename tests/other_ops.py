@@ -10,10 +10,11 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.ops.flash_attention import FlashAttention
+from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.flash_decoding import FlashDecoding
 from liger_aot.ops.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_aot.ops.fused_linear_jsd import FusedLinearJSD
-from tests import attention_cases, decoding_cases, linear_loss_cases
+from tests import attention_cases, decoding_cases, linear_loss_cases, varlen_cases
 from tests import test_fused_linear_cross_entropy as linear_cross_entropy
 from tests import test_fused_linear_jsd as linear_jsd
 from tests.attention_gradients import SMALL_GRADIENTS, check_gradients
@@ -76,6 +77,58 @@ class AttentionOp:
             allowed, asked = REFERENCE, asked._replace(dtype=FP16)
         check = attention_cases.check if seed % 4 < 2 else check_gradients
         check(op, asked, allowed, seed=seed, device=device)
+
+
+class VarlenOp:
+    """On the interpreter in float16, as attention."""
+
+    name, op_class, interpreted = "flash_attention_varlen", FlashAttentionVarlen, "sm90"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[varlen_cases.Problem, int]:
+        longest, sequences, kv_heads = (300, 6, 2) if large else (40, 3, 1)
+        count = choices.number(0, sequences)
+        window = None
+        if choices.number(0, 2) == 2:
+            window = tuple(choices.one((None, choices.number(0, longest))) for _ in range(2))
+        kv_heads = choices.number(1, kv_heads)
+        return varlen_cases.Problem(
+            heads=kv_heads * choices.number(1, 2),
+            kv_heads=kv_heads,
+            lengths_q=tuple(choices.number(0, longest) for _ in range(count)),
+            lengths_k=tuple(choices.number(0, longest) for _ in range(count)),
+            dim=choices.one((64, 128, 32, choices.number(1, 256))),
+            dtype=choices.one((FP16, BF16)),
+            causal=bool(choices.number(0, 1)),
+            window=window,
+            softcap=choices.one((0.0, 5.0, 30.0)),
+            sinks=bool(choices.number(0, 1)),
+            scale=choices.one((None, 0.5)),
+            behind=(choices.number(0, 9), choices.number(0, 9)),
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[varlen_cases.Problem, int]]:
+        return [(p._replace(dtype=dtype), 0) for p in varlen_cases.SMALL for dtype in (FP16, BF16)]
+
+    def prepare(self, problem: tuple[varlen_cases.Problem, int], device: str) -> Prepared:
+        asked, seed = problem
+        *tensors, sinks = asked.tensors(seed, device)
+        starts = tensors[3:]
+        do = torch.randn(tensors[0].shape, device=device).to(asked.dtype)
+
+        def run(op: Any) -> tuple[Tensor | None, ...]:
+            leaves = [t if t is None else t.detach().requires_grad_() for t in (*tensors[:3], sinks)]
+            o, lse = op(*leaves[:3], *starts, *asked.longest(), **asked.keywords(leaves[3]))
+            found = torch.autograd.grad(o, [t for t in leaves if t is not None], do, allow_unused=True)
+            return o.detach(), lse.detach(), *found
+
+        return Prepared((*tensors, sinks, do), run)
+
+    def check(self, way: str, problem: tuple[varlen_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, allowed, device = _way(self, way)
+        if way.startswith("interpreter"):
+            allowed, asked = REFERENCE, asked._replace(dtype=FP16)
+        varlen_cases.check(op, asked, allowed, seed=seed, device=device)
 
 
 class DecodingOp:
