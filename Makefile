@@ -7,7 +7,7 @@ ARCHS ?= all
 RUN := .venv/bin/python
 READY := .venv/.ready
 LAUNCHER := $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
-PARALLEL := -n auto --maxprocesses 8
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast sanitize soak golden docs clean

@@ -6,7 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from threading import local
+from threading import Lock, local
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +66,19 @@ def _teach() -> None:
     _teach_inline_assembly()
     _teach_reductions()
     _save_time(tl, interpreter)
+    _parse_alone(interpreter)
+
+
+def _parse_alone(interpreter: Any) -> None:
+    """Programs that run at once would parse the functions they call at once, and CPython 3.11's ``ast.parse`` counts
+    its depth for all threads together: it fails where one begins while another is under way."""
+    parsing, rewrite = Lock(), interpreter.InterpretedFunction.rewrite
+
+    def rewritten(self: Any) -> Any:
+        with parsing:
+            return rewrite(self)
+
+    interpreter.InterpretedFunction.rewrite = rewritten
 
 
 def _save_time(tl: Any, interpreter: Any) -> None:

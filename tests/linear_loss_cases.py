@@ -84,6 +84,12 @@ class Formula:
     gradients: dict[str, Tensor]
     logits: Tensor  # before the cap
     dlogits: Tensor
+    mass: Tensor  # of each row: what dlogits has of its probabilities; below one of lse's square
+    z_slope: Tensor  # of each row: how fast that follows lse
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def formula(drawn: Drawn, grad: Tensor) -> Formula:
@@ -97,31 +103,36 @@ def formula(drawn: Drawn, grad: Tensor) -> Formula:
     logits = F.linear(x, w, b)
     logits.retain_grad()
     cap = kw.get("softcap")
-    y = cap * torch.tanh(logits / cap) if cap else logits
+    y = capped(logits, cap)
     smoothing = kw.get("label_smoothing", 0.0)
     main = F.cross_entropy(y, t, classes, ignore_index=ignore, label_smoothing=smoothing, reduction="none")
     kept = t != ignore
     lse = torch.logsumexp(y, -1)
     z = torch.where(kept, kw.get("lse_square_scale", 0.0) * lse**2, 0.0)
+    at = torch.where(kept, t, 0)
+    of_class = torch.ones_like(y[0]) if classes is None else classes
+    mass = torch.where(kept, (1 - smoothing) * of_class[at] + smoothing * of_class.mean(), 0.0)
+    z_slope = torch.where(kept, 2 * kw.get("lse_square_scale", 0.0), torch.zeros_like(lse))
     if kw.get("use_token_scaling"):
-        at = torch.where(kept, t, 0)[:, None]
-        p = torch.softmax(y, -1).gather(1, at)[:, 0].detach()
-        main, z = main * p, z * p
+        p = torch.softmax(y, -1).gather(1, at[:, None])[:, 0].detach()
+        main, z, mass, z_slope = main * p, z * p, mass * p, z_slope * p
     rows, count = main + z, kept.sum()
+    divisor = count if classes is None else classes[t[kept]].sum()
     if reduction == "none":
         loss, z_loss = rows, z
     elif reduction == "sum":
         loss, z_loss = rows.sum(), z.sum()
     else:
-        divisor = count if classes is None else classes[t[kept]].sum()
         loss, z_loss = main.sum() / divisor + z.sum() / count, z.sum() / count
+        mass, z_slope = mass / divisor, z_slope / count
     best = torch.where(kept, y.argmax(-1), -1)
     loss.backward(grad.double())
     gradients = {"input": x.grad, "weight": w.grad} | ({} if b is None else {"bias": b.grad})
     assert logits.grad is not None
     return Formula(
         loss.detach(), z_loss.detach(), ((best == t) & kept).sum() / count, best, rows.detach(), gradients,  # type: ignore[arg-type]
-        logits.detach(), logits.grad,
+        logits.detach(), logits.grad, (mass + z_slope * lse.detach().abs()) * grad.double().abs(),
+        z_slope * grad.double().abs(),
     )  # fmt: skip
 
 
@@ -152,7 +163,7 @@ def worst_linear(
     if cap := case.get("softcap", None):
         off = off * (1 + 2 / cap)
     z = case.get("lse_square_scale", 0.0)
-    lse = torch.logsumexp(exact.logits, -1).abs()
+    lse = torch.logsumexp(capped(exact.logits, cap), -1).abs()
     row = off * (1 + 2 * z * lse + exact.rows.abs()) + 32 * u32 * (exact.rows.abs() + lse)
     reduction = case.get("reduction", "mean")
     kept = drawn.target != case.get("ignore_index", IGNORED)
@@ -169,10 +180,11 @@ def worst_linear(
     tiny = 2.0**-24 if case.dtype == FP16 else 2.0**-126
     worst = {"loss": _ratio(loss, exact.loss, slack * allowed + 2.0**-40)}
 
-    g = exact.dlogits.abs()
-    weight_of_p = (g * (torch.softmax(exact.logits, -1) < 0.9)).amax(-1, keepdim=True)
-    dg = off[:, None] * (g + weight_of_p * torch.softmax(exact.logits, -1)) * (1 + 2 * z * lse[:, None])
-    dg = dg + u * g + tiny
+    g, p = exact.dlogits.abs(), torch.softmax(capped(exact.logits, cap), -1)
+    mass, off = exact.mass[:, None], off[:, None]
+    # a probability follows its logit by p (1 - p), lse by p; 32 roundoffs are its own
+    dp = p * (off * (1 - p + off) + 32 * u32)
+    dg = mass * dp + off * (g + exact.z_slope[:, None] * p) + u * g + tiny
     limits = {
         "input": dg @ w.abs() + (u + case.vocabulary * u32) * (g @ w.abs()) + tiny,
         "weight": dg.t() @ x.abs() + (case.chunks * u + case.rows * u32) * (g.t() @ x.abs()) + tiny,
