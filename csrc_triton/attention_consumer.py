@@ -135,8 +135,8 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
 
 @gluon.jit
 def consume_tile(
-    tile, batch, head, y_batch, past, has_sink, rows, b, i, q, k, v, work, buffer, Y, LSE, lse_stride, SINKS, scale, cap,
-    g: gl.constexpr, z,
+    tile, batch, head, y_batch, past, has_sink, rows, b, i, q, k, v, work, buffer, Y, LSE, lse_stride, SINKS, scale,
+    cap, g: gl.constexpr, z,
 ):  # fmt: skip
     """Group g's 64 rows of a tile, whose blocks are the b-th and later of the ring; gives the number of the block
     behind them. Row r goes to Y's (y_batch, head, r + past); without ``has_sink`` sinks don't count."""
@@ -146,7 +146,9 @@ def consume_tile(
     if row < work.len_q:
         first, last = work.blocks(row, row + 64, z)
         skip(tile_last - last, b, k, v, g, z)
-        acc, acc2, m, sums = attend(row, first, last, b + tile_last - last, q, k, v, work, scale, cap, i, g, z)
+        acc, acc2, m, sums = attend(
+            row, first, last, b + tile_last - last, q, k, v, work, scale, cap, i, g, z
+        )
         total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
         # a sink is a key without a value; none is a score of minus infinity
         seen = (SINKS.to(gl.int64) != 0) & has_sink
@@ -155,9 +157,7 @@ def consume_tile(
         by = gl.exp2(m - new_m)
         total = total * by + gl.exp2(sink - new_m)
         at = (batch * work.heads + head).to(gl.int64) * lse_stride + row
-        gl.store(
-            LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row
-        )
+        gl.store(LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row)
         by = gl.where(total > 0, by / total, 0.0)
         acc, acc2 = wait_values(acc, acc2, z)
         mbarrier.arrive(v.free.index((b + tile_last - first - 1) % z.STAGES), count=1)

@@ -3,10 +3,11 @@
 - The producer finds a tile's sequence and tells the consumers on the board. It passes over tiles that no sequence
   needs: consumers never see them. It looks for the next tile where the dense form takes its next number, before it
   fetches this one's blocks; the barriers and their order are the dense form's.
-- Tensor maps are over (place, head, row, column); place and row both step from token to token, there are as many rows as
-  tokens, and the map starts that many rows before the tensor. Then row ``tokens - length + r`` at place ``start +
+- Tensor maps are over (place, head, row, column); place and row both step from token to token, there are as many rows
+  as tokens, and the map starts that many rows before the tensor. Then row ``tokens - length + r`` at place ``start +
   length`` is a sequence's row r, and behind its last one TMA itself ends: rows there read as zeros, whatever lies in
-  memory, and are not written. So neither NaN behind a sequence's values nor another sequence's output needs care.
+  memory, and are not written. So neither NaN behind a sequence's values nor another sequence's output needs care. The
+  trick is that of Triton's ragged_tma and of FlashAttention's output on Hopper.
 - All else is the dense form's tile, whose ``Work`` has the sequence's lengths and bounds. There is one kind of mask, a
   right bound: nearly every sequence ends within a block of keys, which the mask's first step is for in any case.
 """
@@ -179,8 +180,8 @@ def consume_packed(z, work, packed, q, k, v, board, buffer, Y, LSE, SINKS, scale
     tile = announced_tile(0, board)
     while tile.number < work.tiles:
         b = consume_tile(
-            tile.at, 0, tile.head, tile.start_q + tile.len_q, packed.tokens_q - tile.len_q, tile.inside != 0, rows, b, i,
-            q, k, v, tile.work(work), buffer, Y, LSE + tile.start_q, packed.tokens_q, SINKS, scale, scale, g, z,
+            tile.at, 0, tile.head, tile.start_q + tile.len_q, packed.tokens_q - tile.len_q, tile.inside != 0, rows, b,
+            i, q, k, v, tile.work(work), buffer, Y, LSE + tile.start_q, packed.tokens_q, SINKS, scale, scale, g, z,
         )  # fmt: skip
         i += 1
         tile = announced_tile(i, board)

@@ -112,7 +112,7 @@ def test_winners() -> None:
 
     def line(dim: int, causal: bool, length: int, **tflops: float) -> dict[str, Any]:
         found = {key.lstrip("p"): value for key, value in tflops.items()}
-        return {"dim": dim, "causal": causal, "length": length, "tflops": found}
+        return {"direction": "backward", "dim": dim, "causal": causal, "length": length, "tflops": found}
 
     lines = [
         line(64, False, 512, p0=900, p1=1, tiles=100),
@@ -120,7 +120,7 @@ def test_winners() -> None:
         line(64, False, 8192, p0=120, p1=150, tiles=100),
         line(64, True, 8192, p0=90, tiles=100),
         line(96, False, 8192, tiles=100),
-        {"dim": 128, "causal": False, "length": 2048, "wrong": "no answer"},
+        {"direction": "backward", "dim": 128, "causal": False, "length": 2048, "wrong": "no answer"},
         line(128, False, 8192, p0=200, tiles=100),
     ]
     chosen, reached = attention_candidates.winners(entries, lines)

@@ -17,8 +17,9 @@ from liger_aot import pending
 from liger_aot.attention import ADDRESS_UNIT, PACKED, TILE_UNIT, Settings, fitted
 from liger_aot.attention_backward import gradients
 from liger_aot.attention_checks import problems_of, settings_of
-from liger_aot.attention_varlen import PackedPlan, PackedProducts, seen_keys
+from liger_aot.attention_varlen import PackedProducts, seen_keys
 from liger_aot.attention_varlen_checks import check_packed, check_values
+from liger_aot.attention_varlen_groups import groups_kernel, plan_for
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.op import Problem
 from liger_aot.ops.flash_attention import FlashAttention, _key
@@ -84,7 +85,7 @@ class FlashAttentionVarlen(DifferentiableOp):
 
     def __init__(self, runtimes: Any = None) -> None:
         super().__init__(runtimes)
-        self._plans: dict[Any, PackedPlan] = {}
+        self._plans: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -161,7 +162,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            self._plans[key] = PackedPlan(on, q, k, v, cu_q.shape[0] - 1, (*settings[2:], PACKED))
+            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, (*settings[2:], PACKED))
         o, lse = self.run_forward(tensors, settings, keep, out)
         return o if o.shape[-1] == dim else o[..., :dim].contiguous(), lse
 
@@ -185,8 +186,9 @@ class FlashAttentionVarlen(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a soft cap and without sinks, and of its backward."""
-        return problems_of(self.name, ("flash_attention_varlen_forward", *GRADIENTS), shape, dtype)
+        """Of a call without a soft cap, a left bound and sinks, and of its backward; a pack need not have all."""
+        kernels = problems_of(self.name, ("flash_attention_varlen_forward", *GRADIENTS), shape, dtype)
+        return (*kernels, Problem(groups_kernel(shape[-1]), (dtype,), True, shape[-1]))
 
     @staticmethod
     def reference(
