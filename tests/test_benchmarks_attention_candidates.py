@@ -128,6 +128,24 @@ def test_winners() -> None:
     assert chosen[name + "64"][0][1]["number"] == 1
 
 
+def test_the_packed_forwards_kernel_wins_by_both_masks() -> None:
+    kernel = "flash_attention_varlen_forward_groups_64"
+    entries = [
+        {"direction": "varlen", "pack": n, "kernel": kernel, "dim": 64, "row": {"number": n}, "refused": None}
+        for n in range(2)
+    ]
+    lines = [
+        {"direction": direction, "dim": 64, "causal": causal, "length": 8192, "tflops": tflops}
+        for direction, causal, tflops in (
+            ("varlen", False, {"0": 400, "1": 200, "tiles": 100}),
+            ("varlen", True, {"0": 100, "1": 300, "tiles": 100}),
+            ("backward", False, {"0": 900, "1": 1, "tiles": 100}),
+        )
+    ]
+    chosen, reached = attention_candidates.winners(entries, lines)
+    assert chosen[kernel][0][1] == {"number": 1} and reached == {kernel: round(6**0.5, 3)}
+
+
 def test_a_candidate_replaces_its_row_alone(tmp_path: Any) -> None:
     from build_tools.build import Tree, make_plans
 

@@ -138,7 +138,7 @@ class FlashAttentionVarlen(DifferentiableOp):
             return self.prepare_forward(tensors, settings, keep, out)
         pending.raise_if_any(self.name, EARLIER)
         _, _, _, cu_q, cu_k, sinks = tensors
-        results = plan(q, k, v, cu_q, cu_k, sinks, max_q, max_k)
+        results: Tensors = plan(q, k, v, cu_q, cu_k, sinks, max_q, max_k)
         pending.check_now(self.name, q.device)
         return results
 
