@@ -22,8 +22,7 @@ from build_tools.paths import PROFILES
 from build_tools.plan import Plan
 from liger_aot import pending
 from liger_aot.attention import LOG2_E
-from liger_aot.attention_varlen import MOST_TOKENS
-from liger_aot.attention_varlen_groups import GROUP_DIMS, KERNEL, groups_kernel
+from liger_aot.attention_varlen import GROUP_DIMS, MOST_TOKENS, groups_kernel
 from liger_aot.manifest import Pack, Variant
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from tests.attention_cases import BF16, FP16
@@ -35,6 +34,7 @@ from tests.varlen_cases import Problem
 
 OP = "flash_attention_varlen"
 TILES = f"{OP}_forward"
+KERNEL = f"{TILES}_groups"
 
 
 def switched_on(folder: Path) -> tuple[Any, Plan]:

@@ -23,6 +23,7 @@ from liger_aot.attention_backward import TilesProducts, padded_rows
 from liger_aot.runtime import Loaded, OpOn
 
 OP = "flash_attention_varlen"
+GROUP_DIMS = (64, 96, 128, 192, 256)  # head dimensions that kernels by warp groups are written for
 MOST_TOKENS = 1 << 29  # a row's number, a bound and the lengths' difference add up in 32 bits
 
 
@@ -130,6 +131,22 @@ class PackedProducts(TilesProducts):
 
         self._key_programs, self._key_numbers = numbers(k, self._keys, "block_n")
         self._query_programs, self._query_numbers = numbers(q, self._queries, "block_m")
+
+
+def groups_kernel(dim: int) -> str:
+    """The kernel by warp groups for a head dimension; a pack need not have it."""
+    return f"{OP}_forward_groups_{next(width for width in GROUP_DIMS if dim <= width)}"
+
+
+def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]) -> Any:
+    """The plan of calls with tensors like these: by warp groups where the pack has them, but with a left bound or a
+    soft cap."""
+    _, bound = packed_sizes(q, k, settings)
+    if groups_kernel(q.shape[-1]) in on.kernels and bound.left < 0 and not bound.softcap:
+        from liger_aot.attention_varlen_groups import PackedGroupsPlan  # the op's load need not wait for it
+
+        return PackedGroupsPlan(on, q, k, v, sequences, settings)
+    return PackedPlan(on, q, k, v, sequences, settings)
 
 
 def packed_sizes(q: Tensor, k: Tensor, settings: tuple[Any, ...]) -> tuple[Shape, Settings]:

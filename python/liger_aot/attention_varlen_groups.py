@@ -1,4 +1,4 @@
-"""How attention of packed sequences is launched by warp groups, and which calls are."""
+"""How attention of packed sequences is launched by warp groups."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from liger_aot.attention import (
     section_of,
     strides_of,
 )
-from liger_aot.attention_varlen import OP, PackedPlan, packed_sizes, packed_window, tiles_of
+from liger_aot.attention_varlen import OP, PackedPlan, groups_kernel, packed_sizes, packed_window, tiles_of
 from liger_aot.runtime import OpOn
-
-KERNEL = f"{OP}_forward_groups"
-GROUP_DIMS = (64, 96, 128, 192, 256)  # head dimensions that there is a kernel for, where the profile names it
 
 
 class PackedGroupsPlan:
@@ -118,17 +115,3 @@ def placed(t: Tensor) -> Tensor:
 
 def bytes_before(t: Tensor) -> int:
     return t.shape[0] * strides_of(t, PACKED)[2] * t.element_size()
-
-
-def groups_kernel(dim: int) -> str:
-    return f"{KERNEL}_{next(width for width in GROUP_DIMS if dim <= width)}"
-
-
-def plan_for(
-    on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
-) -> PackedPlan | PackedGroupsPlan:
-    """The way of a call with tensors like these: by warp groups, where the pack has them, without a left bound and a
-    soft cap."""
-    _, bound = packed_sizes(q, k, settings)
-    groups = groups_kernel(q.shape[-1]) in on.kernels and bound.left < 0 and not bound.softcap
-    return (PackedGroupsPlan if groups else PackedPlan)(on, q, k, v, sequences, settings)

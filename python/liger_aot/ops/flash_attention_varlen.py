@@ -17,9 +17,8 @@ from liger_aot import pending
 from liger_aot.attention import ADDRESS_UNIT, PACKED, TILE_UNIT, Settings, fitted
 from liger_aot.attention_backward import gradients
 from liger_aot.attention_checks import problems_of, settings_of
-from liger_aot.attention_varlen import PackedProducts, seen_keys
+from liger_aot.attention_varlen import PackedProducts, groups_kernel, plan_for, seen_keys
 from liger_aot.attention_varlen_checks import check_packed, check_values
-from liger_aot.attention_varlen_groups import groups_kernel, plan_for
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.op import Problem
 from liger_aot.ops.flash_attention import FlashAttention, _key
