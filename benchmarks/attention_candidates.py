@@ -4,12 +4,13 @@
     python -m benchmarks.attention_candidates measure --folder DIR
     python -m benchmarks.attention_candidates tables
 
-``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/backward/<number> and
-DIR/forward/<number>, a candidate of each head dimension in a pack. Forward number 0 is the profile as it is.
-``measure`` first checks every kernel of the backward against float64 and against the tiles (``attention_trial``), in
-processes that are killed when a case takes too long: a kernel may wait forever. Then it times what passed, beside the
-tiles and cuDNN, and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to
-the profile, the backward's winners: winners.toml. ``tables`` prints such tables of rows that nothing was measured of.
+``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
+each head dimension in a pack. Directions are the backward, the packed forward (varlen) and the forward, whose number 0
+is the profile as it is. ``measure`` first checks every kernel of the first two against float64 and against the tiles
+(``attention_trial``), in processes that are killed when a case takes too long: a kernel may wait forever. Then it times
+what passed, beside the tiles and cuDNN (the packed forward beside the dense one), and the forward with 2 and 3 warp
+groups. It writes results-<directions>.json and, as tables to add to the profile, the winners of those that the profile
+may lack: winners.toml. ``tables`` prints such tables of rows that nothing was measured of.
 """
 
 from __future__ import annotations
@@ -35,22 +36,32 @@ from build_tools.tune import Problem, read_problems
 from . import attention_trial as trial
 
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
-OPS = {"forward": "flash_attention", "backward": "flash_attention_backward"}
+KERNELS = {
+    "forward": FORWARD, "backward": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
+}  # fmt: skip
+NEW = ("backward", "varlen")  # directions of kernels that a profile may lack, one a head dimension
+OPS = {
+    "forward": ("flash_attention",),
+    "backward": ("flash_attention_backward",),
+    "varlen": ("flash_attention_varlen", "flash_attention"),
+}
 KINDS = {"full": "", "causal": "_causal"}
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
+FIRST_ROWS = {"backward": "the settings of a prototype", "varlen": "the rows of flash_attention_forward"}
 Chosen = dict[str, list[tuple[Problem, Mapping[str, Any]]]]  # kernel -> the candidates that are its rows
 
 
 def candidates(arch: str, direction: str) -> list[Chosen]:
-    """What each pack holds: of every problem the candidate of the pack's number, for the full and the causal kernel."""
-    name = FORWARD if direction == "forward" else f"{BACKWARD}_groups"
+    """What each pack holds: of every problem the candidate of the pack's number, for the full and the causal kernel,
+    where they are two."""
+    name = KERNELS[direction]
     problems = read_problems(PROFILES / "candidates" / f"{arch}-{name}.toml")
     packs: list[Chosen] = [{}] if direction == "forward" else []
     for number in range(max(len(p.candidates) for p in problems)):
         chosen: Chosen = {}
         for problem in problems:
             if number < len(problem.candidates):
-                for kind in KINDS.values():
+                for kind in [""] if direction == "varlen" else KINDS.values():
                     dim = "" if direction == "forward" else f"_{problem.sizes[0]}"
                     chosen.setdefault(f"{name}{dim}{kind}", []).append((problem, problem.candidates[number]))
         packs.append(chosen)
@@ -58,9 +69,11 @@ def candidates(arch: str, direction: str) -> list[Chosen]:
 
 
 def tables(arch: str, chosen: Chosen, provenance: str) -> str:
-    """The backward's kernels as tables of a profile, with what they need beside them."""
-    (finish,) = read_problems(PROFILES / "candidates" / f"{arch}-{BACKWARD}_finish.toml")
-    whole = {**chosen, f"{BACKWARD}_finish": [(finish, finish.candidates[0])]}
+    """Kernels of new directions as tables of a profile, with what the backward's need beside them."""
+    whole = dict(chosen)
+    if any(kernel.startswith(BACKWARD) for kernel in chosen):
+        (finish,) = read_problems(PROFILES / "candidates" / f"{arch}-{BACKWARD}_finish.toml")
+        whole[f"{BACKWARD}_finish"] = [(finish, finish.candidates[0])]
     return "".join(_table(kernel, provenance, [row]) for kernel, ((_, row),) in whole.items())
 
 
@@ -102,7 +115,7 @@ def _build_pack(arch: str, direction: str, folder: Path, chosen: Chosen) -> dict
     """Build a pack of ``chosen``; of the kernels that it lacks, because a binary did not pass, why."""
     _write_profile(arch, direction, folder, chosen)
     tree = Tree(profiles=folder, packs=folder)
-    profile, plans = make_plans(arch, (OPS[direction],), tree)
+    profile, plans = make_plans(arch, OPS[direction], tree)
     variants = {v.name: v for p in plans for v in p.variants if v.kernel in chosen}
     refused: dict[str, str] = {}
     for name, made in try_variants(list(variants.values()), profile, progress=False):
@@ -116,7 +129,7 @@ def _build_pack(arch: str, direction: str, folder: Path, chosen: Chosen) -> dict
             refused[variants[name].kernel] = why[-300:]
     if refused:
         _write_profile(arch, direction, folder, {k: rows for k, rows in chosen.items() if k not in refused})
-    build_pack(arch, (OPS[direction],), tree, progress=False)
+    build_pack(arch, OPS[direction], tree, progress=False)
     return refused
 
 
@@ -124,8 +137,8 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{arch}.toml"
     shutil.copy(PROFILES / path.name, path)
-    if direction == "backward":
-        text = path.read_text().partition(f"\n[kernel.{BACKWARD}_groups")[0]  # winners of another time
+    if direction in NEW:
+        text = path.read_text().partition(f"\n[kernel.{KERNELS[direction]}")[0]  # winners of another time
         path.write_text(text + (tables(arch, chosen, "a candidate") if chosen else ""))
         return
     for kernel, rows in chosen.items():
@@ -157,8 +170,8 @@ def measure(options: argparse.Namespace) -> int:
     for direction in options.direction.split(","):
         found[direction] = time(options, direction, mine)
         save()
-    if "backward" in found:
-        chosen, reached = winners(mine, found["backward"])
+    if lines := [line for direction in NEW for line in found.get(direction, ())]:
+        chosen, reached = winners(mine, lines)
         gpu, triton, date = (found["about"][key] for key in ("gpu", "triton", "date"))
         lengths = ", ".join(map(str, MEASURED))
         provenance = (
@@ -171,12 +184,12 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every case of every kernel of the backward; a kernel that fails one is refused."""
+    """Every case of every kernel of a new direction; a kernel that fails one is refused."""
     lines = []
-    for pack in sorted({e["pack"] for e in entries if e["direction"] == "backward"}):
-        own = [e for e in entries if (e["direction"], e["pack"]) == ("backward", pack)]
+    for direction, pack in sorted({(e["direction"], e["pack"]) for e in entries if e["direction"] in NEW}):
+        own = [e for e in entries if (e["direction"], e["pack"]) == (direction, pack)]
         kernels = [e["kernel"] for e in own if not e["refused"]]
-        folder = options.folder / "backward" / str(pack) / options.arch
+        folder = options.folder / direction / str(pack) / options.arch
         wrong: dict[str, str] = {}
         for line in trial.run_checks(folder, kernels, options.limit):
             lines.append({"pack": pack, **line})
@@ -195,12 +208,12 @@ def time(
     """TFLOP/s by provider at each point; a candidate's name is its pack's number."""
     jobs = []
     for dim in map(int, options.dims.split(",")):
-        for kind, ending in KINDS.items():
+        for kind in KINDS:
             packs = [
                 e["pack"]
                 for e in entries
                 if e["direction"] == direction and e["dim"] == dim and not e["refused"]
-                and e["kernel"].endswith("_causal") == bool(ending)
+                and kind in kinds_of(e)
             ]  # fmt: skip
             if direction == "forward":
                 packs = [0, *packs]
@@ -210,11 +223,18 @@ def time(
             ]
     lines = []
     for line in trial.run_times(options.folder / direction, options.arch, direction, jobs, options.limit):
-        lines.append(line)
+        lines.append({"direction": direction, **line})
         shown = ", ".join(f"{name} {value:.0f}" for name, value in line.get("tflops", {}).items())
         mask = "causal" if line["causal"] else "full"
         print(f"{direction} {line['dim']} {mask} {line['length']}: {shown or line['wrong']}", flush=True)
     return lines
+
+
+def kinds_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Calls that run a candidate's kernel: the packed forward has one for both."""
+    if entry["direction"] == "varlen":
+        return tuple(KINDS)
+    return ("causal",) if entry["kernel"].endswith("_causal") else ("full",)
 
 
 def winners(
@@ -224,13 +244,13 @@ def winners(
     chosen: Chosen = {}
     reached: dict[str, float] = {}
     for entry in entries:
-        if entry["direction"] != "backward" or entry["refused"]:
+        if entry["direction"] not in NEW or entry["refused"]:
             continue
-        causal = entry["kernel"].endswith("_causal")
         ratios = [
             line["tflops"][str(entry["pack"])] / line["tflops"]["tiles"]
             for line in lines
-            if (line["dim"], line["causal"]) == (entry["dim"], causal) and line["length"] in MEASURED
+            if (line["direction"], line["dim"]) == (entry["direction"], entry["dim"])
+            and ("causal" if line["causal"] else "full") in kinds_of(entry) and line["length"] in MEASURED
             and str(entry["pack"]) in line.get("tflops", {})
         ]  # fmt: skip
         mean = math.prod(ratios) ** (1 / len(ratios)) if ratios else 0.0
@@ -242,8 +262,10 @@ def winners(
 
 
 def print_tables(options: argparse.Namespace) -> int:
-    chosen = candidates(options.arch, "backward")[0]
-    print(tables(options.arch, chosen, "derived, not measured: the settings of a prototype"), end="")
+    for direction in NEW:
+        if direction in options.direction.split(","):
+            chosen = candidates(options.arch, direction)[0]
+            print(tables(options.arch, chosen, f"derived, not measured: {FIRST_ROWS[direction]}"), end="")
     return 0
 
 

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
@@ -25,6 +26,9 @@ from liger_aot.ops.flash_attention import FlashAttention
 from tests.attention_cases import BF16, FP16, Problem
 from tests.attention_gradients import gradient_errors
 
+from . import attention_trial_packed
+
+PACKED = "flash_attention_varlen"
 START = 90.0  # seconds until a process has imported all and made its first answer, beside a case's own
 Job = dict[str, Any]
 
@@ -104,9 +108,11 @@ def run_times(folder: Path, arch: str, direction: str, jobs: Sequence[Job], limi
         yield {**job, **answer}
 
 
-def cases(kernel: str) -> list[Problem]:
-    """What a kernel of the backward must get right, the simplest first."""
+def cases(kernel: str) -> list[Any]:
+    """What a kernel of the backward or the packed forward must get right, the simplest first."""
     width = int(kernel.partition("_groups_")[2].partition("_")[0])
+    if kernel.startswith(PACKED):
+        return attention_trial_packed.cases(width)
     odd = {64: 40, 96: 72, 128: 104}[width]
     causal = kernel.endswith("_causal")
     shapes = [
@@ -154,9 +160,13 @@ def check_all(folder: Path, jobs: Sequence[Job]) -> None:
 
     allowed = dict(Pack(folder).tolerance)
     for job in jobs:
-        op, on = bound(FlashAttentionBackward, folder)
         kernel, case = job["kernel"], job["case"]
-        _answer(lambda: check(op, on, kernel, cases(kernel)[case], allowed, case))  # noqa: B023
+        if kernel.startswith(PACKED):
+            ways = attention_trial_packed.bound(folder)
+            work = partial(attention_trial_packed.check, *ways)
+        else:
+            work = partial(check, *bound(FlashAttentionBackward, folder))
+        _answer(partial(work, kernel, cases(kernel)[case], allowed, case))
 
 
 def _answer(work: Callable[[], Job]) -> None:
@@ -224,39 +234,63 @@ def distance(a: Tensor, b: Tensor) -> float:
 def time_all(folder: Path, arch: str, direction: str, jobs: Sequence[Job]) -> None:
     from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 
-    op_class = FlashAttention if direction == "forward" else FlashAttentionBackward
-    numbers = sorted(int(p.name) for p in folder.iterdir())
-    ops = {n: bound(op_class, folder / str(n) / arch)[0] for n in numbers}
+    packs = {int(p.name): p / arch for p in sorted(folder.iterdir())}
+    if direction == "varlen":
+        ways = {n: attention_trial_packed.bound(pack)[:2] for n, pack in packs.items()}
+        work = partial(time_packed, ways, attention_trial_packed.dense_of(packs[0]))
+    else:
+        op_class = FlashAttention if direction == "forward" else FlashAttentionBackward
+        work = partial(time, direction, {n: bound(op_class, pack)[0] for n, pack in packs.items()})
     for job in jobs:
-        _answer(lambda: time(direction, ops, job))  # noqa: B023
+        _answer(partial(work, job))
         torch.cuda.empty_cache()
 
 
-def time(direction: str, ops: dict[int, Any], job: Job, rounds: int = 5) -> Job:
-    """TFLOP/s at one point of each pack named, of the tiles and of cuDNN, which take turns."""
-    from .attention import BACKWARD_FLOPS, TOKENS, TOLERANCE, WIDTH, _tried, milliseconds
+def time_packed(ways: Mapping[int, Any], dense: Any, job: Job) -> Job:
+    """TFLOP/s at one point: see ``attention_trial_packed.runs``."""
+    if not job["packs"]:
+        return {"wrong": "no pack is right"}
+    runs, flops = attention_trial_packed.runs(
+        {n: ways[n] for n in job["packs"]}, dense, job["dim"], job["length"], job["causal"]
+    )
+    return speeds(runs, flops)
+
+
+def time(direction: str, ops: dict[int, Any], job: Job) -> Job:
+    """TFLOP/s at one point of each pack named, of the tiles and of cuDNN."""
+    from .attention import BACKWARD_FLOPS, TOKENS, WIDTH
 
     dim, length, causal = job["dim"], job["length"], job["causal"]
     shape = (TOKENS // length, length, WIDTH // dim, dim)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(4))
     make = _forward_runs if direction == "forward" else _backward_runs
     runs = make({n: ops[n] for n in job["packs"]}, ops[0], q, k, v, do, causal)
+    flops = 4 * shape[0] * shape[2] * length**2 * dim / (2 if causal else 1)
+    flops *= BACKWARD_FLOPS if direction == "backward" else 1
+    return speeds(runs, dict.fromkeys(runs, flops))
+
+
+def speeds(runs: dict[str, Callable[[], Any]], flops: Mapping[str, float], rounds: int = 5) -> Job:
+    """TFLOP/s of each, which take turns; what is wrong where results of one shape are too far apart."""
+    from .attention import TOLERANCE, _tried, milliseconds
+
     results = {name: found for name, run in runs.items() if (found := _tried(name, run)) is not None}
     runs = {name: runs[name] for name in results}
     base = next(iter(results.values()))
     for name, found in results.items():
+        if [t.shape for t in found] != [t.shape for t in base]:
+            continue  # of another problem
         off = max(float((a - b).norm() / b.norm()) for a, b in zip(found, base, strict=True))
         if not off < TOLERANCE:
             return {"wrong": f"{name} is {off:.1e} from {next(iter(results))}"}
     del results, base
-    flops = 4 * shape[0] * shape[2] * length**2 * dim / (2 if causal else 1)
-    flops *= BACKWARD_FLOPS if direction == "backward" else 1
-    count = max(3, round(15e-3 * 500e12 / flops))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(milliseconds(run, count))
-    return {"wrong": "", "tflops": {name: flops / statistics.median(t) / 1e9 for name, t in times.items()}}
+            times[name].append(milliseconds(run, max(3, round(15e-3 * 500e12 / flops[name]))))
+    return {
+        "wrong": "", "tflops": {name: flops[name] / statistics.median(t) / 1e9 for name, t in times.items()}
+    }  # fmt: skip
 
 
 def _forward_runs(

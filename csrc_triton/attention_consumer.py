@@ -134,6 +134,43 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
 
 
 @gluon.jit
+def consume_tile(
+    tile, batch, head, y_batch, past, has_sink, rows, b, i, q, k, v, work, buffer, Y, LSE, lse_stride, SINKS, scale,
+    cap, g: gl.constexpr, z,
+):  # fmt: skip
+    """Group g's 64 rows of a tile, whose blocks are the b-th and later of the ring; gives the number of the block
+    behind them. Row r goes to Y's (y_batch, head, r + past); without ``has_sink`` sinks don't count."""
+    row = (tile * z.GROUPS + g) * 64
+    tile_first, tile_last = work.blocks(tile * (64 * z.GROUPS), (tile + 1) * (64 * z.GROUPS), z)
+    b_next = b + tile_last - tile_first
+    if row < work.len_q:
+        first, last = work.blocks(row, row + 64, z)
+        skip(tile_last - last, b, k, v, g, z)
+        acc, acc2, m, sums = attend(
+            row, first, last, b + tile_last - last, q, k, v, work, scale, cap, i, g, z
+        )
+        total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
+        # a sink is a key without a value; none is a score of minus infinity
+        seen = (SINKS.to(gl.int64) != 0) & has_sink
+        sink = gl.load(SINKS + head, mask=seen, other=float("-inf")) * 1.4426950408889634
+        new_m = gl.maximum(m, sink)
+        by = gl.exp2(m - new_m)
+        total = total * by + gl.exp2(sink - new_m)
+        at = (batch * work.heads + head).to(gl.int64) * lse_stride + row
+        gl.store(LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row)
+        by = gl.where(total > 0, by / total, 0.0)
+        acc, acc2 = wait_values(acc, acc2, z)
+        mbarrier.arrive(v.free.index((b + tile_last - first - 1) % z.STAGES), count=1)
+        put_all(acc, acc2, by, buffer, Y, y_batch, head, row + past, z)
+        skip(first - tile_first, b_next - (first - tile_first), k, v, g, z)
+    else:
+        mbarrier.wait(q.full.index(g), i & 1)
+        mbarrier.arrive(q.free.index(g), count=1)
+        skip(tile_last - tile_first, b, k, v, g, z)
+    return b_next
+
+
+@gluon.jit
 def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, cap, g: gl.constexpr):
     """Consumer group g: rows 64 g to 64 g + 63 of each tile."""
     if g == z.GROUPS - 1:
@@ -144,37 +181,10 @@ def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, c
     t = announced(0, board)
     while t < work.tiles:
         tile, batch, head = work.tile(t, z)
-        row = (tile * z.GROUPS + g) * 64
-        tile_first, tile_last = work.blocks(tile * (64 * z.GROUPS), (tile + 1) * (64 * z.GROUPS), z)
-        b_next = b + tile_last - tile_first
-        if row < work.len_q:
-            first, last = work.blocks(row, row + 64, z)
-            skip(tile_last - last, b, k, v, g, z)
-            acc, acc2, m, sums = attend(
-                row, first, last, b + tile_last - last, q, k, v, work, scale, cap, i, g, z
-            )
-            total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
-            # a sink is a key without a value; none is a score of minus infinity
-            sink = (
-                gl.load(SINKS + head, mask=SINKS.to(gl.int64) != 0, other=float("-inf")) * 1.4426950408889634
-            )
-            new_m = gl.maximum(m, sink)
-            by = gl.exp2(m - new_m)
-            total = total * by + gl.exp2(sink - new_m)
-            at = (batch * work.heads + head).to(gl.int64) * lse_stride + row
-            gl.store(
-                LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row
-            )
-            by = gl.where(total > 0, by / total, 0.0)
-            acc, acc2 = wait_values(acc, acc2, z)
-            mbarrier.arrive(v.free.index((b + tile_last - first - 1) % z.STAGES), count=1)
-            put_all(acc, acc2, by, buffer, Y, batch, head, row, z)
-            skip(first - tile_first, b_next - (first - tile_first), k, v, g, z)
-        else:
-            mbarrier.wait(q.full.index(g), i & 1)
-            mbarrier.arrive(q.free.index(g), count=1)
-            skip(tile_last - tile_first, b, k, v, g, z)
-        b = b_next
+        b = consume_tile(
+            tile, batch, head, batch, 0, True, rows, b, i, q, k, v, work, buffer, Y, LSE, lse_stride, SINKS, scale, cap,
+            g, z,
+        )  # fmt: skip
         i += 1
         t = announced(i, board)
     tma.store_wait(0)

@@ -1,10 +1,39 @@
-"""Flash attention forward of sequences that lie packed one behind the other: see ``attention_sequences``."""
+"""Flash attention forward of sequences that lie packed one behind the other: see ``attention_sequences``.
+
+``packed_groups`` is for GPUs with TMA and wgmma, a kernel for each head dimension: see ``attention_packed_groups``.
+``packed_tiles`` is for all others, and for left bounds and soft caps.
+"""
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from csrc_triton.attention_groups import CAUSAL, Sizes, Work, ring
+from csrc_triton.attention_packed_groups import Packed, consume_packed, packed_board, produce_packed
 from csrc_triton.attention_sequences import find, report, span
 from csrc_triton.attention_tiles import attend_tile
+
+GROUPS = {
+    "language": "gluon",
+    "optional": True,
+    "always_aligned": True,
+    "matrix": True,
+    "arguments": {
+        "Q": "dtype[1, 1, 64, BOX]", "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
+        "Y": "dtype[1, 1, 64, BOX]", "LSE": "*fp32", "SINKS": "*fp32", "BOUNDS_Q": "*i32", "BOUNDS_K": "*i32",
+        "FLAG": "*i64", "COUNT": "*i32", "scale": "fp32", "tiles": "i32", "tiles_a_head": "i32", "heads": "i32",
+        "ratio": "i32", "section": "i32", "section_heads": "i32", "sequences": "i32", "tokens_q": "i32",
+        "tokens_k": "i32", "right": "i32", "longest_q": "i32", "longest_k": "i32",
+    },
+    "axes": {"dtype": ["bf16", "fp16"]},
+    "aligned": [],
+}  # fmt: skip
+BY_GROUPS = {
+    "function": "packed_groups",
+    "constants": ["BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS"],
+}
 
 DECLARATION = {
     "op": "flash_attention_varlen",
@@ -30,6 +59,21 @@ DECLARATION = {
                     "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES"],
                 }
             },
+        },
+        "flash_attention_varlen_forward_groups_64": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 64, "D2": 0, "BOX": 64, "OUT": 64}}},
+        },
+        "flash_attention_varlen_forward_groups_96": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 64, "D2": 32, "BOX": 32, "OUT": 64}}},
+        },
+        "flash_attention_varlen_forward_groups_128": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 128, "D2": 0, "BOX": 64, "OUT": 128}}},
+        },
+        "flash_attention_varlen_forward_groups_192": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 128, "D2": 64, "BOX": 64, "OUT": 128}}},
+        },
+        "flash_attention_varlen_forward_groups_256": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 256, "D2": 0, "BOX": 64, "OUT": 128}}},
         },
     },
 }  # fmt: skip
@@ -64,3 +108,53 @@ def packed_tiles(
         SINKS + head, (SINKS.to(tl.int64) != 0) & (sequence < sequences), y_row, q_row, k_row, v_row, scale, cap, dim,
         len_q, len_k, right + len_k - len_q, left + len_k - len_q, BLOCK_M, BLOCK_N, D1, D2, STAGES,
     )  # fmt: skip
+
+
+@gluon.jit
+def packed_groups(
+    Q, K, V, Y, LSE, SINKS, BOUNDS_Q, BOUNDS_K, FLAG, COUNT, scale, tiles, tiles_a_head, heads, ratio, section,
+    section_heads, sequences, tokens_q, tokens_k, right, longest_q, longest_k, BLOCK_N: gl.constexpr,
+    D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """As ``flash_attention.forward_groups``, without a left bound and a soft cap. Tensor maps are over (place, head,
+    row, column), as ``attention_packed_groups`` says; LSE, ``right`` and the report are ``packed_tiles``'."""
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, CAUSAL, TURNS)
+    work = Work(
+        tiles, tiles_a_head, heads, heads, ratio, section, section_heads, tokens_q, tokens_k, right, right
+    )
+    packed = Packed(BOUNDS_Q, BOUNDS_K, sequences, tokens_q, tokens_k)
+    q = ring(Q, WARP_GROUPS, 1, z)
+    k = ring(K, STAGES, WARP_GROUPS, z)
+    v = ring(V, STAGES, WARP_GROUPS, z)
+    board = packed_board(WARP_GROUPS)
+    out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
+    fence_async_shared()
+    # the tuples stay literal: through a variable, constants would turn into run-time values
+    if WARP_GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (consume_packed, (z, work, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
+                (consume_packed, (z, work, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
+                (consume_packed, (z, work, packed, q, k, v, board, out.index(2), Y, LSE, SINKS, scale, 2)),
+                (
+                    produce_packed,
+                    (z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longest_q, longest_k),
+                ),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_packed, (z, work, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
+                (consume_packed, (z, work, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
+                (
+                    produce_packed,
+                    (z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longest_q, longest_k),
+                ),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import liger_aot
+from build_tools.plan import Plan
 from liger_aot.manifest import Pack
 
 ARCHS = ("gfx90a", "gfx942", "sm80", "sm90")
@@ -30,6 +32,38 @@ def believe(path: Path) -> None:
     """Let the manifest say that an op's file is as it lies there."""
     digest = sha256(path.read_bytes()).hexdigest()
     edit(path.parent / "manifest.json", lambda m: m["ops"][path.stem].update(sha256=digest))
+
+
+def add_kernels(path: Path, plan: Plan) -> None:
+    """Let an op's manifest name the kernels of ``plan`` that it lacks. Of their binaries there is nothing."""
+
+    def add(document: dict[str, Any]) -> None:
+        like = next(iter(document["variants"].values()))
+        for name, kernel in plan.kernels.items():
+            if name in document["kernels"]:
+                continue
+            document["kernels"][name] = {
+                "arguments": list(kernel.kernel.arguments),
+                "signature": kernel.kernel.signature(),
+                "axes": ["dtype"],
+                "aligned": list(kernel.kernel.aligned),
+                "alignment": 16,
+                "tables": {key: [list(entry) for entry in entries] for key, entries in kernel.tables.items()},
+            }
+            for variant in kernel.variants.values():
+                boxes = {
+                    argument: [int(size) for size in re.findall(r"\d+", kind.partition("[")[2])]
+                    for argument, kind in variant.arguments.items()
+                    if kind.startswith("tensordesc<")
+                }
+                document["variants"][variant.name] = {
+                    **like,
+                    "form": variant.form.name,
+                    "numbers": {**{k.lower(): int(v) for k, v in variant.constants.items()}, **variant.host},
+                    "maps": {a: {"box": box, "swizzle": 3 if box[2] > 1 else 0} for a, box in boxes.items()},
+                }
+
+    edit(path, add)
 
 
 def flip(path: Path, at: int) -> None:

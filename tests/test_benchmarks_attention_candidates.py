@@ -112,7 +112,7 @@ def test_winners() -> None:
 
     def line(dim: int, causal: bool, length: int, **tflops: float) -> dict[str, Any]:
         found = {key.lstrip("p"): value for key, value in tflops.items()}
-        return {"dim": dim, "causal": causal, "length": length, "tflops": found}
+        return {"direction": "backward", "dim": dim, "causal": causal, "length": length, "tflops": found}
 
     lines = [
         line(64, False, 512, p0=900, p1=1, tiles=100),
@@ -120,12 +120,30 @@ def test_winners() -> None:
         line(64, False, 8192, p0=120, p1=150, tiles=100),
         line(64, True, 8192, p0=90, tiles=100),
         line(96, False, 8192, tiles=100),
-        {"dim": 128, "causal": False, "length": 2048, "wrong": "no answer"},
+        {"direction": "backward", "dim": 128, "causal": False, "length": 2048, "wrong": "no answer"},
         line(128, False, 8192, p0=200, tiles=100),
     ]
     chosen, reached = attention_candidates.winners(entries, lines)
     assert reached == {name + "64": 1.5, name + "128": 2.0}
     assert chosen[name + "64"][0][1]["number"] == 1
+
+
+def test_the_packed_forwards_kernel_wins_by_both_masks() -> None:
+    kernel = "flash_attention_varlen_forward_groups_64"
+    entries = [
+        {"direction": "varlen", "pack": n, "kernel": kernel, "dim": 64, "row": {"number": n}, "refused": None}
+        for n in range(2)
+    ]
+    lines = [
+        {"direction": direction, "dim": 64, "causal": causal, "length": 8192, "tflops": tflops}
+        for direction, causal, tflops in (
+            ("varlen", False, {"0": 400, "1": 200, "tiles": 100}),
+            ("varlen", True, {"0": 100, "1": 300, "tiles": 100}),
+            ("backward", False, {"0": 900, "1": 1, "tiles": 100}),
+        )
+    ]
+    chosen, reached = attention_candidates.winners(entries, lines)
+    assert chosen[kernel][0][1] == {"number": 1} and reached == {kernel: round(6**0.5, 3)}
 
 
 def test_a_candidate_replaces_its_row_alone(tmp_path: Any) -> None:

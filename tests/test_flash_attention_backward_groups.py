@@ -27,7 +27,7 @@ from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
 from tests.conftest import built_pack
 from tests.drivers import InterpreterDriver, bound_op
-from tests.pack_edits import edit
+from tests.pack_edits import add_kernels
 
 DIMS = (64, 96, 128)
 
@@ -98,33 +98,7 @@ def pretended(folder: Path) -> Pack:
     plan = switched_on(folder)
     shutil.copytree(built_pack("sm90").folder, folder / "sm90")
 
-    def add(document: dict[str, Any]) -> None:
-        like = next(iter(document["variants"].values()))
-        for name, kernel in plan.kernels.items():
-            if name in document["kernels"]:
-                continue
-            document["kernels"][name] = {
-                "arguments": list(kernel.kernel.arguments),
-                "signature": kernel.kernel.signature(),
-                "axes": ["dtype"],
-                "aligned": list(kernel.kernel.aligned),
-                "alignment": 16,
-                "tables": {key: [list(entry) for entry in entries] for key, entries in kernel.tables.items()},
-            }
-            for variant in kernel.variants.values():
-                boxes = {
-                    argument: [int(size) for size in re.findall(r"\d+", kind.partition("[")[2])]
-                    for argument, kind in variant.arguments.items()
-                    if kind.startswith("tensordesc<")
-                }
-                document["variants"][variant.name] = {
-                    **like,
-                    "form": variant.form.name,
-                    "numbers": {k.lower(): int(v) for k, v in variant.constants.items()},
-                    "maps": {a: {"box": box, "swizzle": 3 if box[2] > 1 else 0} for a, box in boxes.items()},
-                }
-
-    edit(folder / "sm90" / f"{BACKWARD}.json", add)
+    add_kernels(folder / "sm90" / f"{BACKWARD}.json", plan)
     return Pack(folder / "sm90")
 
 
@@ -304,9 +278,10 @@ def test_finish(tmp_path: Path, dim: int, columns: int) -> None:
 
 
 def test_candidates_are_written_once() -> None:
-    for direction in ("backward", "forward"):
+    for direction in ("backward", "forward", "varlen"):
         packs = candidates("sm90", direction)
         for kernel in {k for p in packs for k in p}:
             rows = [json.dumps([problem.max_n, row]) for p in packs for problem, row in p.get(kernel, ())]
             assert len(set(rows)) == len(rows)
-    assert read_profile("sm90").tables.keys().isdisjoint(candidates("sm90", "backward")[0])
+    for direction in ("backward", "varlen"):
+        assert read_profile("sm90").tables.keys().isdisjoint(candidates("sm90", direction)[0])

@@ -143,10 +143,7 @@ class GroupsPlan:
         tiles_a_head = -(-shape.len_q // (GROUP_ROWS * numbers["warp_groups"]))
         all_heads = shape.batch * shape.heads
         tiles = checked_tiles(shape, tiles_a_head)
-        # masked tiles go longest first, in sections of heads whose keys and values fit into L2 together
-        bytes_a_head = 2 * shape.len_k * shape.dim * q.element_size()
-        section = max(1, (numbers["cache_megabytes"] << 20) // bytes_a_head) * (shape.heads // shape.kv_heads)
-        section = min(all_heads, section)
+        section = section_of(shape, numbers["cache_megabytes"], q.element_size())
         self._on, self._loaded = on, loaded
         self._programs = min(tiles, on.multiprocessors * loaded.variant.resident)
         self._numbers = (
@@ -247,6 +244,13 @@ def checked_tiles(shape: Shape, tiles_a_head: int) -> int:
             f"too many: lengths must be below {LONGEST}, tiles of rows below 2^31"
         )
     return tiles
+
+
+def section_of(shape: Shape, megabytes: int, element_bytes: int) -> int:
+    """Heads of q whose keys and values fit into L2 together: within them masked tiles go longest first."""
+    bytes_a_head = 2 * shape.len_k * shape.dim * element_bytes
+    section = max(1, (megabytes << 20) // bytes_a_head) * (shape.heads // shape.kv_heads)
+    return min(shape.batch * shape.heads, section)
 
 
 def scales_of(settings: Settings) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from liger_aot.attention_backward import TilesProducts, padded_rows
 from liger_aot.runtime import Loaded, OpOn
 
 OP = "flash_attention_varlen"
+GROUP_DIMS = (64, 96, 128, 192, 256)  # head dimensions that kernels by warp groups are written for
 MOST_TOKENS = 1 << 29  # a row's number, a bound and the lengths' difference add up in 32 bits
 
 
@@ -37,7 +38,7 @@ class PackedPlan:
     def __init__(
         self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
     ) -> None:
-        shape, bound = _sizes(q, k, settings)
+        shape, bound = packed_sizes(q, k, settings)
         loaded = on.kernels[f"{OP}_forward"]((q.dtype, True), shape.dim)
         tiles = tiles_of(shape.len_q, loaded.numbers["block_m"], sequences)
         self._on, self._loaded = on, loaded
@@ -53,7 +54,7 @@ class PackedPlan:
             shape.dim,
             sequences,
             *self._tokens,
-            *_window(shape, bound),
+            *packed_window(shape, bound),
         )
         self._lse_shape = (shape.heads, shape.len_q)
 
@@ -118,7 +119,7 @@ class PackedProducts(TilesProducts):
             sequences,
             shape.len_q,
             shape.len_k,
-            *_window(shape, settings),
+            *packed_window(shape, settings),
         )
 
         def numbers(like: Tensor, loaded: Loaded, block: str) -> tuple[int, tuple[Any, ...]]:
@@ -132,7 +133,23 @@ class PackedProducts(TilesProducts):
         self._query_programs, self._query_numbers = numbers(q, self._queries, "block_m")
 
 
-def _sizes(q: Tensor, k: Tensor, settings: tuple[Any, ...]) -> tuple[Shape, Settings]:
+def groups_kernel(dim: int) -> str:
+    """The kernel by warp groups for a head dimension; a pack need not have it."""
+    return f"{OP}_forward_groups_{next(width for width in GROUP_DIMS if dim <= width)}"
+
+
+def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]) -> Any:
+    """The plan of calls with tensors like these: by warp groups where the pack has them, but with a left bound or a
+    soft cap."""
+    _, bound = packed_sizes(q, k, settings)
+    if groups_kernel(q.shape[-1]) in on.kernels and bound.left < 0 and not bound.softcap:
+        from liger_aot.attention_varlen_groups import PackedGroupsPlan  # the op's load need not wait for it
+
+        return PackedGroupsPlan(on, q, k, v, sequences, settings)
+    return PackedPlan(on, q, k, v, sequences, settings)
+
+
+def packed_sizes(q: Tensor, k: Tensor, settings: tuple[Any, ...]) -> tuple[Shape, Settings]:
     shape = shape_of(q, k, PACKED)
     return shape, bounded(shape, Settings(*settings))
 
@@ -142,7 +159,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for t in tensors for stride in strides_of(t, PACKED)[1:])
 
 
-def _window(shape: Shape, settings: Settings) -> tuple[int, int]:
+def packed_window(shape: Shape, settings: Settings) -> tuple[int, int]:
     """(right, left) of a sequence with as many queries as keys; the kernels shift them for others."""
     right, left = bounds_of(shape._replace(len_k=shape.len_q), settings)
     return min(right, MOST_TOKENS), max(left, -MOST_TOKENS)

@@ -17,7 +17,7 @@ from liger_aot import pending
 from liger_aot.attention import ADDRESS_UNIT, PACKED, TILE_UNIT, Settings, fitted
 from liger_aot.attention_backward import gradients
 from liger_aot.attention_checks import problems_of, settings_of
-from liger_aot.attention_varlen import PackedPlan, PackedProducts, seen_keys
+from liger_aot.attention_varlen import PackedProducts, groups_kernel, plan_for, seen_keys
 from liger_aot.attention_varlen_checks import check_packed, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.op import Problem
@@ -84,7 +84,7 @@ class FlashAttentionVarlen(DifferentiableOp):
 
     def __init__(self, runtimes: Any = None) -> None:
         super().__init__(runtimes)
-        self._plans: dict[Any, PackedPlan] = {}
+        self._plans: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -137,7 +137,7 @@ class FlashAttentionVarlen(DifferentiableOp):
             return self.prepare_forward(tensors, settings, keep, out)
         pending.raise_if_any(self.name, EARLIER)
         _, _, _, cu_q, cu_k, sinks = tensors
-        results = plan(q, k, v, cu_q, cu_k, sinks, max_q, max_k)
+        results: Tensors = plan(q, k, v, cu_q, cu_k, sinks, max_q, max_k)
         pending.check_now(self.name, q.device)
         return results
 
@@ -161,7 +161,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            self._plans[key] = PackedPlan(on, q, k, v, cu_q.shape[0] - 1, (*settings[2:], PACKED))
+            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, (*settings[2:], PACKED))
         o, lse = self.run_forward(tensors, settings, keep, out)
         return o if o.shape[-1] == dim else o[..., :dim].contiguous(), lse
 
@@ -185,8 +185,9 @@ class FlashAttentionVarlen(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a soft cap and without sinks, and of its backward."""
-        return problems_of(self.name, ("flash_attention_varlen_forward", *GRADIENTS), shape, dtype)
+        """Of a call without a soft cap, a left bound and sinks, and of its backward; a pack need not have all."""
+        kernels = problems_of(self.name, ("flash_attention_varlen_forward", *GRADIENTS), shape, dtype)
+        return (*kernels, Problem(groups_kernel(shape[-1]), (dtype,), True, shape[-1]))
 
     @staticmethod
     def reference(

@@ -1,0 +1,299 @@
+"""The packed forward by warp groups without a GPU: what is built, what is launched, where tensor maps end, the trial of
+its candidates."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_aot
+from benchmarks import attention, attention_trial_packed
+from benchmarks.attention_candidates import candidates, tables
+from build_tools.audit import audit
+from build_tools.build import Tree, make_plans
+from build_tools.compile import compile_variants
+from build_tools.paths import PROFILES
+from build_tools.plan import Plan
+from liger_aot import pending
+from liger_aot.attention import LOG2_E
+from liger_aot.attention_varlen import GROUP_DIMS, MOST_TOKENS, groups_kernel
+from liger_aot.manifest import Pack, Variant
+from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
+from tests.attention_cases import BF16, FP16
+from tests.conftest import built_pack
+from tests.drivers import bound_op
+from tests.pack_edits import add_kernels
+from tests.tolerances import REFERENCE
+from tests.varlen_cases import Problem
+
+OP = "flash_attention_varlen"
+TILES = f"{OP}_forward"
+KERNEL = f"{TILES}_groups"
+
+
+def switched_on(folder: Path) -> tuple[Any, Plan]:
+    """The profile with the tables that `benchmarks.attention_candidates tables` prints at its end, and its plan."""
+    shutil.copy(PROFILES / "sm90.toml", folder)
+    with (folder / "sm90.toml").open("a") as profile:
+        profile.write(tables("sm90", candidates("sm90", "varlen")[0], "a test"))
+    read, (plan,) = make_plans("sm90", (OP,), Tree(profiles=folder))
+    return read, plan
+
+
+# ---- What is built ----
+
+
+def test_a_profile_must_name_them(tmp_path: Path) -> None:
+    """What nobody has run is in no profile; with the printed tables all is planned."""
+    groups = {f"{KERNEL}_{dim}" for dim in GROUP_DIMS}
+    for arch in ("sm80", "sm90", "gfx90a", "gfx942"):
+        _, (plan,) = make_plans(arch, (OP,))
+        assert not groups & set(plan.kernels)
+    _, plan = switched_on(tmp_path)
+    assert groups | {TILES} == set(plan.kernels)
+    for dim in GROUP_DIMS:
+        kernel = plan.kernels[f"{KERNEL}_{dim}"]
+        assert kernel.kernel.signature() == "4444" + 6 * "p" + "f" + 12 * "i"
+        for variant in kernel.variants.values():
+            c = variant.constants
+            assert c["D1"] + c["D2"] == dim and c["D1"] % c["BOX"] == c["D2"] % c["BOX"] == 0
+            assert c["OUT"] >= min(128, c["D1"])  # where the output goes through
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "threads", "budget"), [(64, 512, 160), (192, 384, 240)])
+def test_what_was_baked(tmp_path: Path, dim: int, threads: int, budget: int) -> None:
+    """Matrix instructions, register budgets, no local memory."""
+    read, plan = switched_on(tmp_path)
+    (variant,) = (v for v in plan.variants if v.kernel == f"{KERNEL}_{dim}" and v.axes["dtype"] == "bf16")
+    compiled = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)
+    audited = audit(variant, compiled[variant.name], read.arch)
+    assert audited.threads == threads and {budget, 24} <= set(audited.facts.register_budgets)
+    assert audited.facts.matrix["HGMMA"] > 0 and audited.facts.local_bytes == 0 and audited.resident == 1
+    keys = variant.constants["BLOCK_N"]
+    assert [m["box"] for m in compiled[variant.name].maps] == [
+        [1, 1, rows, 64] for rows in (64, keys, keys, 64)
+    ]
+
+
+# ---- What is launched ----
+
+
+class Recorder:
+    """A driver that launches nothing and keeps what it was asked, by kernel; a tensor map is what it is made of."""
+
+    def __init__(self, op: str, pack: Pack) -> None:
+        self.launches: dict[str, tuple[Any, ...]] = {}
+
+    def load(self, variant: Variant) -> Any:
+        recorder, kernel = self, variant.name.split("-")[0]
+
+        class Kernel:
+            def launch(self, *arguments: Any) -> None:
+                recorder.launches[kernel] = arguments[2:]
+
+        return Kernel()
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def tensor_map(self, *arguments: Any) -> tuple[Any, ...]:
+        return arguments
+
+
+@pytest.fixture(autouse=True)
+def no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without GPUs cannot be asked."""
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
+    """The built pack, with the kernels by warp groups in its manifest."""
+    folder = tmp_path_factory.mktemp("pack")
+    _, plan = switched_on(folder)
+    shutil.copytree(built_pack("sm90").folder, folder / "sm90")
+    add_kernels(folder / "sm90" / f"{OP}.json", plan)
+    return Pack(folder / "sm90")
+
+
+def launched(pack: Pack, problem: Problem, tensors: list[Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """What one call launches, by kernel, and what it returns."""
+    made: list[Recorder] = []
+
+    def driver(op: str, pack: Pack) -> Recorder:
+        made.append(Recorder(op, pack))
+        return made[-1]
+
+    op = bound_op(FlashAttentionVarlen, pack, driver)
+    *tensors, sinks = tensors
+    return made[0].launches, op(*tensors, *problem.longest(), **problem.keywords(sinks))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
+    """From shapes alone: no number depends on what cu_seqlens hold."""
+    problem = Problem(6, 2, (900, 100), (600, 900), 96, FP16, causal, scale=0.5, sinks=True, behind=(24, 36))
+    tensors = problem.tensors()
+    q, k, v, cu_q, cu_k, sinks = tensors
+    launches, (o, lse) = launched(pack, problem, tensors)
+    assert set(launches) == {f"{KERNEL}_96"}
+    x, y, z, *arguments = launches[f"{KERNEL}_96"]
+    tiles = 1024 // 128 + 3
+    assert (x, y, z) == (2, 1, 1)  # a multiprocessor each
+    for t, keys, found in zip((q, k, v, o), (64, 128, 128, 64), arguments[:4], strict=True):
+        tokens, heads, row = t.shape[0], t.shape[1], t.shape[1] * 96
+        assert found == (
+            t.data_ptr() - tokens * row * 2, "fp16", (tokens + 1, heads, tokens, 96), (row, 96, row, 1),
+            (1, 1, keys, 32), 3,
+        )  # fmt: skip
+    flag, count = arguments[8:10]
+    assert arguments[4:8] == [t.data_ptr() for t in (lse, sinks, cu_q, cu_k)] and flag == pending.flag(OP)
+    assert count
+    right = 1 if causal else MOST_TOKENS
+    assert arguments[10:] == [
+        0.5 * LOG2_E, 6 * tiles, tiles, 6, 3, 6 * tiles, 6, 2, 1024, 1536, right, 900, 900,
+    ]  # fmt: skip
+    assert o.shape == q.shape and lse.shape == (6, 1024)
+
+
+def elements(
+    found: tuple[Any, ...], place: int, head: int, row: int, column: int, t: Tensor
+) -> tuple[int, ...] | None:
+    """What of ``t`` TMA reads or writes at coordinates of a map: (token, head, column); None where it is outside."""
+    address, _, sizes, strides, _, _ = found
+    at = (place, head, row, column)
+    if not all(0 <= c < size for c, size in zip(at, sizes, strict=True)):
+        return None
+    offset = address - t.data_ptr() + t.element_size() * sum(c * s for c, s in zip(at, strides, strict=True))
+    index = offset // t.element_size()
+    assert offset % t.element_size() == 0
+    token, rest = divmod(index, t.stride(0))
+    return token, *divmod(rest, t.stride(1))
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("strided", [False, True])
+def test_maps_end_where_a_sequence_does(pack: Pack, tokens: int, strided: bool) -> None:
+    """Row ``tokens - length + r`` at place ``start + length`` is row r of any sequence, its rows from ``length`` on are
+    outside of the map, and nothing else of the tensor is in reach."""
+    problem = Problem(2, 2, (tokens,), (tokens,), 64)
+    tensors = problem.tensors()
+    if strided:
+        tensors[0] = torch.zeros(tokens, 3, 2, 64, dtype=BF16)[:, 1]
+    launches, _ = launched(pack, problem, tensors)
+    q, found = tensors[0], launches[f"{KERNEL}_64"][3]
+    for start in range(tokens + 1):
+        for length in range(tokens - start + 1):
+            place, past = start + length, tokens - length
+            for r in range(-1 if past else 0, length + 192):
+                seen = elements(found, place, 1, past + r, 63, q)
+                if 0 <= r < length:
+                    assert seen == (start + r, 1, 63)
+                elif r >= 0:
+                    assert seen is None
+    assert elements(found, tokens, 2, 0, 0, q) is None and elements(found, tokens, 0, 0, 64, q) is None
+
+
+GROUPS = {
+    "full": Problem(2, 1, (100,), (200,), 64),
+    "causal": Problem(2, 1, (100,), (200,), 128, causal=True),
+    "a right bound": Problem(2, 1, (100,), (200,), 40, FP16, window=(None, 3)),
+    "a left bound that binds nothing": Problem(2, 1, (100,), (200,), 192, window=(300, 0)),
+    "sinks": Problem(2, 1, (100,), (200,), 208, sinks=True),
+}
+BY_TILES = {
+    "a left bound": Problem(2, 1, (100,), (200,), 64, window=(9, 0)),
+    "a soft cap": Problem(2, 1, (100,), (200,), 64, softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_by_groups(pack: Pack, name: str) -> None:
+    problem = GROUPS[name]
+    assert set(launched(pack, problem, problem.tensors())[0]) == {groups_kernel(problem.dim)}
+
+
+@pytest.mark.parametrize("name", BY_TILES)
+def test_by_tiles(pack: Pack, name: str) -> None:
+    problem = BY_TILES[name]
+    assert set(launched(pack, problem, problem.tensors())[0]) == {TILES}
+
+
+def test_by_tiles_where_no_map_can_start(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor larger than its address; other calls of the same plan are as ever."""
+    before = []
+    monkeypatch.setattr("liger_aot.attention_varlen_groups.bytes_before", lambda t: before[0])
+    for size, kernel in ((1 << 62, TILES), (0, f"{KERNEL}_64")):
+        before[:] = [size]
+        problem = GROUPS["full"]
+        assert set(launched(pack, problem, problem.tensors())[0]) == {kernel}
+
+
+# ---- The trial ----
+
+
+@pytest.mark.parametrize("width", GROUP_DIMS)
+def test_cases_are_the_kernels(pack: Pack, width: int) -> None:
+    """Each case of a kernel is one that the host would give it."""
+    for problem in attention_trial_packed.cases(width):
+        if sum(problem.lengths_q) < 3000:
+            assert set(launched(pack, problem, problem.tensors())[0]) == {f"{KERNEL}_{width}"}, problem
+
+
+@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "behind", "leak"])
+def test_checks_notice(wrong: str) -> None:
+    """The reference passes; results that are off, vary, depend on neighbours or reach behind sequences, and another
+    kernel do not."""
+    reference = liger_aot.load(OP)
+    calls: list[int] = []
+
+    def op(q: Tensor, k: Tensor, v: Tensor, *others: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        o, lse = reference(q, *(t.nan_to_num() for t in (k, v)), *others, **keywords)
+        if wrong == "scale":
+            o = o * 1.05
+        if wrong == "vary" and len(calls) == 2:
+            o = o * 1.01
+        if wrong == "behind":
+            o[-1] = 1.0
+        if wrong == "leak" and v[:40].isnan().any():
+            o[40:50] = torch.nan
+        return o, lse
+
+    on = SimpleNamespace(_loaded={f"{'another' if wrong == 'launched' else KERNEL + '_64'}-groups": None})
+    problem = Problem(2, 1, (40, 0, 20, 7), (40, 12, 10, 0), 64, causal=True, behind=(9, 5))
+    found = attention_trial_packed.check(
+        op, reference_tiles, on, f"{KERNEL}_64", problem, REFERENCE, 1, "cpu"
+    )
+    assert bool(found["wrong"]) == bool(wrong), found
+    assert {
+        "": "",
+        "scale": "errors",
+        "vary": "from run to run",
+        "launched": "were launched",
+        "behind": "behind the last",
+        "leak": "beside it",
+    }[wrong] in found["wrong"]
+
+
+def reference_tiles(q: Tensor, k: Tensor, v: Tensor, *others: Any, **keywords: Any) -> Any:
+    return liger_aot.load(OP)(q, k.nan_to_num(), v.nan_to_num(), *others, **keywords)
+
+
+def test_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uneven and even sequences of the same FLOPs; every provider gives o."""
+    monkeypatch.setattr(attention, "TOKENS", 80)
+    monkeypatch.setattr(attention, "WIDTH", 128)
+    packed, dense = liger_aot.load(OP), liger_aot.load("flash_attention")
+    runs, flops = attention_trial_packed.runs({3: (packed, packed)}, dense, 64, 20, True, "cpu")
+    assert list(runs) == list(flops) == ["tiles", "3", "flash_attention_2", "dense"]
+    assert runs["tiles"]()[0].shape == runs["3"]()[0].shape == (64, 2, 64)
+    assert runs["dense"]()[0].shape == (4, 20, 2, 64)
+    assert flops["3"] == flops["tiles"] == pytest.approx(flops["dense"], rel=0.01)
