@@ -78,6 +78,12 @@ def built_pack(arch: str) -> Pack:
     return Pack(packs / arch)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """torch's generators start alike in each test, whatever ran in the process before."""
+    torch.manual_seed(1)
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Memory that torch.empty returns holds NaN, so that what is never written shows."""
