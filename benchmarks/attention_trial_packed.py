@@ -160,7 +160,7 @@ def runs(
     from .attention import TOKENS, WIDTH
     from .attention_forms import PEER, _peer_packed, flops, uneven
 
-    lengths, even = uneven(length), [length] * (TOKENS // length)
+    lengths, even = uneven(length, TOKENS), [length] * (TOKENS // length)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     packed = (starts, starts, max(lengths), max(lengths))
     heads = WIDTH // dim
