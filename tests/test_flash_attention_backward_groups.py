@@ -18,7 +18,7 @@ from build_tools.compile import compile_variants
 from build_tools.errors import AuditError
 from build_tools.paths import PROFILES
 from build_tools.plan import Plan
-from build_tools.profile import Profile, read_profile
+from build_tools.profile import Profile
 from liger_aot.attention import LOG2_E, LONGEST
 from liger_aot.manifest import Pack, Variant
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
@@ -267,4 +267,3 @@ def test_candidates_are_written_once() -> None:
         for kernel in {k for p in packs for k in p}:
             rows = [json.dumps([problem.max_n, row]) for p in packs for problem, row in p.get(kernel, ())]
             assert len(set(rows)) == len(rows)
-    assert read_profile("sm90").tables.keys().isdisjoint(candidates("sm90", "varlen")[0])

@@ -126,8 +126,9 @@ class TestFusedAddRMSNorm(OpTests):
         limits: dict[str, dict[str, Any]] = {"y": {"roundings": 2 if twice else 1, "scale": 1 + w.abs()}}
         if dy is not None:
             rstd = exact.results[2].view(*h.shape[:-1], 1)
-            mean = (h * dy * w).abs().mean(-1, keepdim=True)
-            terms = (dy * w * rstd).abs() + h.abs() * mean * rstd**3
+            apart = w if weight is None else abs(offset) + weight.abs()
+            mean = (h * dy * apart).abs().mean(-1, keepdim=True)  # some forms multiply the offset out
+            terms = (dy * apart * rstd).abs() + h.abs() * mean * rstd**3
             terms = terms if dsum is None else terms + dsum.abs()
             limits["dx"] = limits["dresidual"] = {"magnitude": terms}
             limits["dweight"] = {"magnitude": torch.atleast_2d((dy * h * rstd).abs()).flatten(0, -2).sum(0)}
