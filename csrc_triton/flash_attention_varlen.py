@@ -12,10 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention_groups import CAUSAL, Sizes, Work, ring
 from csrc_triton.attention_packed_groups import Packed, consume_packed, packed_board, produce_packed
-from csrc_triton.attention_sequences import BOUNDS, LONGEST, SIZES, STRIDES, find, report, span
+from csrc_triton.attention_sequences import BOUNDS, DTYPES, LONGEST, SIZES, STRIDES, find, report, span
 from csrc_triton.attention_tiles import attend_tile
 
-DTYPES = {"dtype": ["bf16", "fp16"]}
 GROUPS = {
     "language": "gluon",
     "optional": True,

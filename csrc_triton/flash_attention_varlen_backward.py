@@ -7,16 +7,16 @@ one sequence.
 import triton
 import triton.language as tl
 
-from csrc_triton.attention_backward_arguments import DTYPE, READ
+from csrc_triton.attention_backward_arguments import READ
 from csrc_triton.attention_gradients import key_tile, query_tile
-from csrc_triton.attention_sequences import BOUNDS, SIZES, STRIDES, find, span
+from csrc_triton.attention_sequences import BOUNDS, DTYPES, SIZES, STRIDES, find, span
 
 OF_READ = {**STRIDES, "dy_head": "i32", "dy_row": "i32"}
 NUMBERS = {
     "scale": "fp32", "cap": "fp32", "gradient_scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "dim": "i32",
     "padded": "i32", **SIZES, "left": "i32",
 }  # fmt: skip
-SHARED = {"always_aligned": True, "matrix": True, "axes": DTYPE}
+SHARED = {"always_aligned": True, "matrix": True, "axes": DTYPES}
 KEYS = {
     "function": "packed_key_tiles",
     "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP", "PEELED"],
