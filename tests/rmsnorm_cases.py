@@ -148,7 +148,7 @@ class RMSNormCases(OpCases):
         op_cases.Case(((1 << 25) // n, n), dtype, weight=weight)
         for n in (4096, 16384)
         for dtype in DTYPES
-        for weight in {dtype, FP32}
+        for weight in dict.fromkeys((dtype, FP32))
     )
 
     def tensors(self, case: op_cases.Case, draw: Draw) -> Tensors:

@@ -45,7 +45,7 @@ class TestFusedAddRMSNorm(OpTests):
         Case(((1 << 25) // n, n), dtype, weight=weight)
         for n in (128, 1024, 4096, 5120, 8192, 11008, 14336, 16384, 18944, 32768, 131072)
         for dtype in DTYPES
-        for weight in {dtype, FP32}
+        for weight in dict.fromkeys((dtype, FP32))
     )
     beyond = (Case(((1 << 31) // 8192 + 64, 8192), BF16, weight=BF16),)
     bad: Mapping[str, Any] = {

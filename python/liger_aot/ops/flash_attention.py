@@ -82,7 +82,7 @@ class FlashAttention(DifferentiableOp):
         deterministic: bool = False,
         return_lse: bool = False,
     ) -> Any:
-        settings = settings_of(self.name, q, causal, scale, window, softcap, layout, deterministic)
+        settings = (*settings_of(self.name, q, causal, scale, window, softcap), layout, deterministic)
         o, lse = self.differentiable((q, k, v, sinks), settings)
         return (o, lse) if return_lse else o
 
