@@ -19,6 +19,8 @@ Peebles and Xie, Scalable Diffusion Models with Transformers (2022).
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.modulated_rows import (
     add_up,
@@ -30,6 +32,7 @@ from csrc_triton.modulated_rows import (
     walk_row,
     walk_tokens,
 )
+from csrc_triton.norm_ring import blocks_of, columns_of, load_as_fp32, ring_layout, store_sum, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
 
 DECLARATION = {
@@ -148,6 +151,14 @@ DECLARATION = {
                     "staged": ["DY", "X"],
                 },
                 "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
+                "ring": {
+                    "language": "gluon",
+                    "function": "backward_ring",
+                    "constants": ["PIECES", "BLOCK", "DEPTH"],
+                    "covers": "2 * PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                    "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
+                },
             },
         },
         "modulated_rmsnorm_sums": {
@@ -343,6 +354,35 @@ def backward_long(
         rows_per_group, rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
         ROWS, BLOCK,
     )  # fmt: skip
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, X, SCALE, W, RSTD, NORMAL, PLAIN, dx_stride, dy_stride, x_stride, scale_stride, n_cols, rows_per_group,
+    rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, DEPTH: gl.constexpr,
+):  # fmt: skip
+    """``backward_part`` for long rows, held in shared memory: see ``norm_ring``. A part is every ``parts``-th row of a
+    group: with a step that is known, addresses would take twice the registers."""
+    layout: gl.constexpr = ring_layout(gl.num_warps())
+    program = gl.program_id(0).to(gl.int64)
+    group = program // parts
+    first = group * rows_per_group + program % parts
+    last = (group + 1) * rows_per_group
+    ms = blocks_of(gl.float32, 2 * PIECES, BLOCK)
+    for i in gl.static_range(2 * PIECES):
+        cols = columns_of(i, BLOCK, layout)
+        mask = cols < n_cols
+        scale = load_as_fp32(SCALE, group * scale_stride + cols, mask, scale_kind)
+        w = load_as_fp32(W, cols, mask, weight_kind) + offset
+        ms.index(i).store(gl.where(mask, (1.0 + scale) * w, 0.0))
+    normals, plains = walk_ring(
+        DX, DY, X, RSTD, ms, dx_stride, dy_stride, x_stride, first, last, parts.to(gl.int64), n_cols, store_dx, False,
+        PIECES, BLOCK, DEPTH, layout,
+    )  # fmt: skip
+    for i in gl.static_range(2 * PIECES):
+        store_sum(NORMAL + program * n_cols, normals[i], i, n_cols, store_normal, BLOCK, layout)
+        store_sum(PLAIN + program * n_cols, plains[i], i, n_cols, store_plain, BLOCK, layout)
 
 
 @triton.jit
