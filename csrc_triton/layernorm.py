@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
-from csrc_triton.norm_ring import blocks_of, columns_of, load_as_fp32, ring_layout, store_sum, walk_ring
+from csrc_triton.norm_ring import columns_of, load_as_fp32, ring_layout, store_sum, walk_ring
 from csrc_triton.norm_vectors import as_fp32, load_vector
 
 DECLARATION = {
@@ -121,7 +121,7 @@ DECLARATION = {
                 "ring": {
                     "language": "gluon",
                     "function": "backward_ring",
-                    "constants": ["PIECES", "BLOCK", "DEPTH"],
+                    "constants": ["PIECES", "BLOCK", "STAGES"],
                     "covers": "2 * PIECES * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                     "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
@@ -407,20 +407,19 @@ def backward_pairs(
 def backward_ring(
     DX, DY, X, W, STATS, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, width, db_column,
     w_kind, store_dx, store_dw, store_db,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, DEPTH: gl.constexpr,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
     layout: gl.constexpr = ring_layout(gl.num_warps())
     program = gl.program_id(0).to(gl.int64)
-    ms = blocks_of(gl.float32, 2 * PIECES, BLOCK)
+    ms = ()
     for i in gl.static_range(2 * PIECES):
         cols = columns_of(i, BLOCK, layout)
         mask = cols < n_cols
-        w = load_as_fp32(W, cols, mask, w_kind)
-        ms.index(i).store(gl.where(mask & (w_kind == 0), 1.0, w))
+        ms += (gl.where(mask & (w_kind == 0), 1.0, load_as_fp32(W, cols, mask, w_kind)),)
     dw, db = walk_ring(
         DX, DY, X, STATS, ms, dx_stride, dy_stride, x_stride, program, n_rows, gl.num_programs(0).to(gl.int64),
-        n_cols, store_dx, True, PIECES, BLOCK, DEPTH, layout,
+        n_cols, store_dx, True, PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
     PARTIALS += program * width
     for i in gl.static_range(2 * PIECES):

@@ -32,7 +32,7 @@ from csrc_triton.modulated_rows import (
     walk_row,
     walk_tokens,
 )
-from csrc_triton.norm_ring import blocks_of, columns_of, load_as_fp32, ring_layout, store_sum, walk_ring
+from csrc_triton.norm_ring import columns_of, load_as_fp32, ring_layout, store_sum, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
 
 DECLARATION = {
@@ -154,7 +154,7 @@ DECLARATION = {
                 "ring": {
                     "language": "gluon",
                     "function": "backward_ring",
-                    "constants": ["PIECES", "BLOCK", "DEPTH"],
+                    "constants": ["PIECES", "BLOCK", "STAGES"],
                     "covers": "2 * PIECES * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                     "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
@@ -360,29 +360,31 @@ def backward_long(
 def backward_ring(
     DX, DY, X, SCALE, W, RSTD, NORMAL, PLAIN, dx_stride, dy_stride, x_stride, scale_stride, n_cols, rows_per_group,
     rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, DEPTH: gl.constexpr,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``backward_part`` for long rows, held in shared memory: see ``norm_ring``. A part is every ``parts``-th row of a
     group: with a step that is known, addresses would take twice the registers."""
     layout: gl.constexpr = ring_layout(gl.num_warps())
     program = gl.program_id(0).to(gl.int64)
-    group = program // parts
-    first = group * rows_per_group + program % parts
+    group = (gl.program_id(0) // parts).to(gl.int64)
+    first = group * rows_per_group + gl.program_id(0) % parts
     last = (group + 1) * rows_per_group
-    ms = blocks_of(gl.float32, 2 * PIECES, BLOCK)
+    ms = ()
     for i in gl.static_range(2 * PIECES):
         cols = columns_of(i, BLOCK, layout)
         mask = cols < n_cols
-        scale = load_as_fp32(SCALE, group * scale_stride + cols, mask, scale_kind)
+        scale = load_as_fp32(SCALE, cols, mask, scale_kind, group * scale_stride)
         w = load_as_fp32(W, cols, mask, weight_kind) + offset
-        ms.index(i).store(gl.where(mask, (1.0 + scale) * w, 0.0))
+        ms += (gl.where(mask, (1.0 + scale) * w, 0.0),)
     normals, plains = walk_ring(
         DX, DY, X, RSTD, ms, dx_stride, dy_stride, x_stride, first, last, parts.to(gl.int64), n_cols, store_dx, False,
-        PIECES, BLOCK, DEPTH, layout,
+        PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
+    NORMAL += program * n_cols
+    PLAIN += program * n_cols
     for i in gl.static_range(2 * PIECES):
-        store_sum(NORMAL + program * n_cols, normals[i], i, n_cols, store_normal, BLOCK, layout)
-        store_sum(PLAIN + program * n_cols, plains[i], i, n_cols, store_plain, BLOCK, layout)
+        store_sum(NORMAL, normals[i], i, n_cols, store_normal, BLOCK, layout)
+        store_sum(PLAIN, plains[i], i, n_cols, store_plain, BLOCK, layout)
 
 
 @triton.jit

@@ -1,15 +1,15 @@
 """The walk of a norm's backward over rows that one program holds in shared memory (Gluon, Hopper).
 
-A program copies its rows to a ring of blocks in shared memory ahead of their use and reads them from it twice: for the
-sums over a row, then for its dx and the sums of columns. So registers hold little but the sums of columns, two fp32
-values a column, and no other program need share a row: at 16384 columns the ring holds two and a half rows. A row is
-PIECES blocks, the ring DEPTH of them; every thread reads back what it copied itself.
+A program copies its rows to shared memory ahead of their use, STAGES of them, and reads each twice from there: for the
+sums over the row, and one step later for its dx and the sums of columns. So no other program need share a row,
+registers hold the sums of columns, two fp32 values a column, and the weight alone, and the two reads, of two rows, are
+under way together: neither waits for the other. Every thread reads back what it copied itself.
 
-Rows are of 16-bit elements, two to an int32; BLOCK counts pairs. What a thread has of a block is 16 bytes, and as fp32
-16 bytes of its even columns and 16 of its odd ones: no two threads meet in a bank of shared memory.
+Rows are of 16-bit elements, two to an int32. A row is PIECES blocks of BLOCK pairs, each with a place in shared memory
+of its own: copies to the same one would be kept in order by barriers.
 
-``walk_ring`` is of LayerNorm (CENTERED: rows have a mean) and of the modulated RMSNorm. The weight, or what stands for
-it, is fp32 in shared memory, 0 past the end of a row: even columns of a piece, then odd ones.
+``walk_ring`` is of LayerNorm (CENTERED: rows have a mean) and of the modulated RMSNorm. What is a tensor a piece goes
+by halves: the even columns of a piece, the odd ones, the even ones of the next.
 """
 
 from triton.experimental import gluon
@@ -26,18 +26,18 @@ def ring_layout(warps):
 
 
 @gluon.jit
-def blocks_of(dtype: gl.constexpr, count: gl.constexpr, BLOCK: gl.constexpr):
+def blocks_of(count: gl.constexpr, BLOCK: gl.constexpr):
     """Blocks in shared memory."""
-    return gl.allocate_shared_memory(dtype, [count, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(gl.int32, [count, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def load_as_fp32(V, cols, mask, kind):
+def load_as_fp32(V, cols, mask, kind, start=0):
     """As ``norm_vectors.load_vector``: columns of a vector of the rows' dtype (kind 1) or fp32 (kind 2), zeros where
     there is none."""
-    v = gl.load(V + cols, mask=mask & (kind == 1), other=0.0).to(gl.float32)
+    v = gl.load(V + start + cols, mask=mask & (kind == 1), other=0.0).to(gl.float32)
     wide = V.to(gl.pointer_type(gl.float32), bitcast=True)
-    return v + gl.load(wide + cols, mask=mask & (kind == 2), other=0.0)
+    return v + gl.load(wide + start + cols, mask=mask & (kind == 2), other=0.0)
 
 
 @gluon.jit
@@ -59,10 +59,13 @@ def add_both(a, b, c, d):
 
 
 @gluon.jit
-def ask(xs, dys, slot, X, DY, mask):
-    """Begin to copy a block of x and of dy."""
-    async_copy.async_copy_global_to_shared(xs.index(slot), X, mask=mask)
-    async_copy.async_copy_global_to_shared(dys.index(slot), DY, mask=mask)
+def ask(xs, dys, slot, X, DY, n, there, PIECES: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
+    """Begin to copy a row of x and of dy; zeros if it is not there."""
+    block = gl.arange(0, BLOCK, layout=layout)
+    for i in gl.static_range(PIECES):
+        mask = (block < n - i * BLOCK) & there
+        async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * BLOCK, mask=mask)
+        async_copy.async_copy_global_to_shared(dys[i].index(slot), DY + i * BLOCK, mask=mask)
     async_copy.commit_group()
 
 
@@ -77,26 +80,43 @@ def statistics(STATS, row, last, CENTERED: gl.constexpr):
 
 
 @gluon.jit
-def place(slot, DEPTH: gl.constexpr):
-    return gl.where(slot < DEPTH, slot, slot - DEPTH)
+def add_dots(x, dy, low, high, dots, totals, dtype: gl.constexpr, CENTERED: gl.constexpr):
+    """A block's part of the sums of x * dy * weight and, where they are wanted, of dy * weight."""
+    p = low * even(dy, dtype)
+    q = high * odd(dy, dtype)
+    dots = dots + p * even(x, dtype)
+    dots = dots + q * odd(x, dtype)
+    if CENTERED:
+        totals = totals + (p + q)
+    return dots, totals
 
 
 @gluon.jit
-def finish_half(x, dy, m, normals, plains, rstd, shift, along, offset):
+def line_of(dots, totals, mean, rstd, part, CENTERED: gl.constexpr):
+    """(slope, level) of what is added to dy * weight * rstd for dx, a line in x."""
+    if CENTERED:  # rows are of 16 bits: fp32 has room for a mean 2^8 deviations away
+        dot, total = gl.reduce((dots, totals), 0, add_both)
+        slope = (mean * total - dot) * (rstd * rstd * rstd * part)
+        return slope, -mean * slope - total * (rstd * part)
+    else:
+        return -gl.sum(dots, 0) * (rstd * rstd * rstd * part), 0.0
+
+
+@gluon.jit
+def finish_half(x, dy, m, normals, plains, mean, rstd, slope, level):
     """One half of the pairs in fp32: dx, and both sums with the row added."""
-    normal = x * rstd + shift
-    return m * (dy * rstd) + (normal * along + offset), normals + dy * normal, plains + dy
+    a = dy * rstd
+    return m * a + (x * slope + level), normals + a * (x - mean), plains + dy
 
 
 @gluon.jit
 def walk_ring(
     DX, DY, X, STATS, ms, dx_stride, dy_stride, x_stride, first, last, step, n_cols, store_dx,
-    CENTERED: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr,
+    CENTERED: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Rows ``first``, ``first`` + ``step``, ... below ``last``, at least one: dx is stored; sums over the rows of dy *
-    the normalised x, and of dy, are returned, each a tuple of the even columns of every piece and then the odd ones.
-    STATS holds mean and 1 / sqrt(var + eps) of a row, or only the latter."""
-    gl.static_assert(DEPTH >= PIECES)
+    the normalised x, and of dy, are returned. STATS holds mean and 1 / sqrt(var + eps) of a row, or only the latter.
+    ``ms`` is the weight, or what stands for it, in fp32, 0 past the end of a row."""
     dtype: gl.constexpr = X.dtype.element_ty
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
     block = gl.arange(0, BLOCK, layout=layout)
@@ -106,65 +126,52 @@ def walk_ring(
     X = X.to(pairs, bitcast=True) + block
     DY = DY.to(pairs, bitcast=True) + block
     DX = DX.to(pairs, bitcast=True) + block
-    xs = blocks_of(gl.int32, DEPTH, BLOCK)
-    dys = blocks_of(gl.int32, DEPTH, BLOCK)
-    for i in gl.static_range(DEPTH):
-        row = first + (i // PIECES) * step
-        start = i % PIECES * BLOCK
-        mask = (block < n - start) & (row < last)
-        ask(xs, dys, i, X + row * x_stride + start, DY + row * dy_stride + start, mask)
-    normals, plains = (), ()
+    xs, dys, normals, plains = (), (), (), ()
+    for _ in gl.static_range(PIECES):
+        xs += (blocks_of(STAGES, BLOCK),)
+        dys += (blocks_of(STAGES, BLOCK),)
     for _ in gl.static_range(2 * PIECES):
         normals += (gl.zeros([BLOCK], gl.float32, layout),)
         plains += (gl.zeros([BLOCK], gl.float32, layout),)
-    slot = 0
+    for i in gl.static_range(STAGES):
+        row = first + i * step
+        ask(xs, dys, i, X + row * x_stride, DY + row * dy_stride, n, row < last, PIECES, BLOCK, layout)
     mean, rstd = statistics(STATS, first, last, CENTERED)
+    zeros = gl.zeros([BLOCK], gl.float32, layout)
+    dots, totals = zeros, zeros
+    async_copy.wait_group(STAGES - 1)
+    for i in gl.static_range(PIECES):
+        x, dy = xs[i].index(0).load(layout), dys[i].index(0).load(layout)
+        dots, totals = add_dots(x, dy, ms[2 * i], ms[2 * i + 1], dots, totals, dtype, CENTERED)
+    slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)
+    slot = 0
     for row in range(first, last, step):
         next_mean, next_rstd = statistics(STATS, row + step, last, CENTERED)
-        async_copy.wait_group(DEPTH - PIECES)
-        dots = gl.zeros([BLOCK], gl.float32, layout)
-        totals = gl.zeros([BLOCK], gl.float32, layout)
-        for i in gl.static_range(PIECES):
-            at = place(slot + i, DEPTH)
-            x, dy = xs.index(at).load(layout), dys.index(at).load(layout)
-            p = ms.index(2 * i).load(layout) * even(dy, dtype)
-            q = ms.index(2 * i + 1).load(layout) * odd(dy, dtype)
-            dots += p * even(x, dtype)
-            dots += q * odd(x, dtype)
-            if CENTERED:
-                totals += p + q
-        if CENTERED:  # rows are of 16 bits: fp32 has room for a mean 2^8 deviations away
-            dot, total = gl.reduce((dots, totals), 0, add_both)
-            along = (dot - mean * total) * (-rstd * rstd * part)
-            offset = total * (-rstd * part)
-        else:
-            along = gl.sum(dots, 0) * (-rstd * rstd * part)
-            offset = 0.0
-        shift = -mean * rstd
-        gl.thread_barrier()  # or what was read would be kept in registers
+        next_slot = gl.where(slot < STAGES - 1, slot + 1, 0)
+        dots, totals = zeros, zeros
         new_normals, new_plains = (), ()
+        async_copy.wait_group(STAGES - 2)
         for i in gl.static_range(PIECES):
-            at = place(slot + i, DEPTH)
-            x, dy = xs.index(at).load(layout), dys.index(at).load(layout)
-            low, low_normal, low_plain = finish_half(
-                even(x, dtype), even(dy, dtype), ms.index(2 * i).load(layout), normals[2 * i], plains[2 * i],
-                rstd, shift, along, offset,
-            )  # fmt: skip
-            high, high_normal, high_plain = finish_half(
-                odd(x, dtype), odd(dy, dtype), ms.index(2 * i + 1).load(layout), normals[2 * i + 1],
-                plains[2 * i + 1], rstd, shift, along, offset,
+            low, high = ms[2 * i], ms[2 * i + 1]
+            x, dy = xs[i].index(next_slot).load(layout), dys[i].index(next_slot).load(layout)
+            dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
+            x, dy = xs[i].index(slot).load(layout), dys[i].index(slot).load(layout)
+            low_dx, low_normal, low_plain = finish_half(
+                even(x, dtype), even(dy, dtype), low, normals[2 * i], plains[2 * i], mean, rstd, slope, level
+            )
+            high_dx, high_normal, high_plain = finish_half(
+                odd(x, dtype), odd(dy, dtype), high, normals[2 * i + 1], plains[2 * i + 1], mean, rstd, slope, level
             )  # fmt: skip
             mask = (block < n - i * BLOCK) & (store_dx != 0)
-            gl.store(DX + row * dx_stride + i * BLOCK, pair_up(low, high, dtype), mask=mask)
+            gl.store(DX + row * dx_stride + i * BLOCK, pair_up(low_dx, high_dx, dtype), mask=mask)
             new_normals += (low_normal, high_normal)
             new_plains += (low_plain, high_plain)
         normals, plains = new_normals, new_plains
-        for i in gl.static_range(PIECES):
-            later = row + (i + DEPTH) // PIECES * step
-            start = (i + DEPTH) % PIECES * BLOCK
-            mask = (block < n - start) & (later < last)
-            ask(xs, dys, place(slot + i, DEPTH), X + later * x_stride + start, DY + later * dy_stride + start, mask)
-        slot = place(slot + PIECES, DEPTH)
-        mean, rstd = next_mean, next_rstd
+        later = row + STAGES * step
+        ask(
+            xs, dys, slot, X + later * x_stride, DY + later * dy_stride, n, later < last, PIECES, BLOCK, layout
+        )
+        mean, rstd, slot = next_mean, next_rstd, next_slot
+        slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)
     async_copy.wait_group(0)
     return normals, plains
