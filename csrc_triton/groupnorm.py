@@ -19,9 +19,12 @@ Wu and He, Group Normalization (2018).
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
+from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
 
 DECLARATION = {
     "op": "groupnorm",
@@ -63,6 +66,14 @@ DECLARATION = {
                     "any_length": "BLOCKS",
                     "cooperative": "SPLIT",
                     "requires": {"aligned": [True]},
+                },
+                "ring": {
+                    "language": "gluon",
+                    "function": "forward_ring",
+                    "constants": ["PIECES", "BLOCK", "STAGES", "TILES"],
+                    "defaults": {"TILES": 0},
+                    "covers": "PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
                 "any": {
                     "function": "forward_any",
@@ -137,6 +148,15 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "requires": {"aligned": [True]},
                 },
+                "ring": {
+                    "language": "gluon",
+                    "function": "backward_ring",
+                    "constants": ["PIECES", "ROWS", "BLOCK", "STAGES", "TILES"],
+                    "defaults": {"TILES": 0},
+                    "covers": "BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                    "may_spill": "some registers, once a group, for one that need not be read twice",
+                },
                 "any": {
                     "function": "backward_any",
                     "constants": ["SPLIT", "ROWS", "BLOCK", "TILES"],
@@ -207,6 +227,19 @@ def forward_first(
     walk_groups(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
         store_stats, SPLIT, BLOCK, BLOCKS, fold,
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_ring(
+    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    store_stats,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a group a step, held in shared memory: see ``groupnorm_ring``."""
+    walk_ring(
+        Y, X, W, B, STATS, n_units, groups, channels, spatial, size, eps, w_kind, b_kind, store_stats, PIECES,
+        BLOCK // 8, STAGES,
     )  # fmt: skip
 
 
@@ -285,6 +318,19 @@ def backward_first(
     walk_gradients(
         DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
         w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, fold,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    w_kind, store_dx, store_dw, store_db,
+    PIECES: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """``forward_ring`` for the gradients, of groups of at most PIECES * ROWS channels."""
+    walk_gradients_ring(
+        DX, DY, X, W, STATS, PARTIALS, n_units, groups, channels, spatial, columns, db_column, w_kind, store_dx,
+        store_dw, store_db, PIECES, ROWS, BLOCK, STAGES,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ class _Gluon:
     def __getattr__(self, name: str) -> Any:
         import triton.language as tl
 
-        return getattr(tl, name)
+        return (lambda *arguments: None) if name.endswith("Layout") else getattr(tl, name)
 
     def arange(self, start: Any, end: Any, layout: Any = None) -> Any:
         import triton.language as tl
@@ -68,9 +68,6 @@ class _Gluon:
 
     def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> _Memory:
         return _Memory(dtype, shape, layout)
-
-    def SwizzledSharedLayout(self, *arguments: Any) -> None:
-        pass
 
 
 class _AsyncCopy:

@@ -329,8 +329,9 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     extent = shape.spatial * (width if way == "forward" and not shape.last else 1)
     step = loaded.rows if shape.last else loaded.block
     split, length, resident = 1, extent, units
-    if numbers.get("split", 1) > 1:
+    if "programs_per_multiprocessor" in numbers:
         resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
+    if numbers.get("split", 1) > 1:
         elements, most = width * shape.spatial, min(numbers["split"], -(-extent // step), resident)
         split = split_of(units, elements, min(most, -(-elements // _longest(loaded))), most, resident)
         length = (-(-extent // split) + 15) & -16
