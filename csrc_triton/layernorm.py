@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
-from csrc_triton.norm_ring import columns_of, load_as_fp32, ring_layout, store_sum, walk_ring
+from csrc_triton.norm_ring import columns_of, load_as_fp32, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import as_fp32, load_vector
 
 DECLARATION = {
@@ -422,6 +422,5 @@ def backward_ring(
         n_cols, store_dx, True, PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
     PARTIALS += program * width
-    for i in gl.static_range(2 * PIECES):
-        store_sum(PARTIALS, dw[i], i, n_cols, store_dw, BLOCK, layout)
-        store_sum(PARTIALS + db_column, db[i], i, n_cols, store_db, BLOCK, layout)
+    store_halves(PARTIALS, dw, n_cols, store_dw, PIECES, BLOCK)
+    store_halves(PARTIALS + db_column, db, n_cols, store_db, PIECES, BLOCK)

@@ -32,7 +32,7 @@ from csrc_triton.modulated_rows import (
     walk_row,
     walk_tokens,
 )
-from csrc_triton.norm_ring import columns_of, load_as_fp32, ring_layout, store_sum, walk_ring
+from csrc_triton.norm_ring import columns_of, load_as_fp32, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
 
 DECLARATION = {
@@ -380,11 +380,8 @@ def backward_ring(
         DX, DY, X, RSTD, ms, dx_stride, dy_stride, x_stride, first, last, parts.to(gl.int64), n_cols, store_dx, False,
         PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
-    NORMAL += program * n_cols
-    PLAIN += program * n_cols
-    for i in gl.static_range(2 * PIECES):
-        store_sum(NORMAL, normals[i], i, n_cols, store_normal, BLOCK, layout)
-        store_sum(PLAIN, plains[i], i, n_cols, store_plain, BLOCK, layout)
+    store_halves(NORMAL + program * n_cols, normals, n_cols, store_normal, PIECES, BLOCK)
+    store_halves(PLAIN + program * n_cols, plains, n_cols, store_plain, PIECES, BLOCK)
 
 
 @triton.jit

@@ -47,10 +47,16 @@ def columns_of(half, BLOCK: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def store_sum(OUT, total, half, n_cols, store, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """What ``walk_ring`` returned of such columns to a row of fp32, where it is wanted."""
-    cols = columns_of(half, BLOCK, layout)
-    gl.store(OUT + cols, total, mask=(cols < n_cols) & (store != 0))
+def store_halves(OUT, sums, n_cols, store, PIECES: gl.constexpr, BLOCK: gl.constexpr):
+    """Sums that ``walk_ring`` returned to a row of fp32, where they are wanted; whole sectors, not every other column:
+    that took as long as a tenth of all else."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    cols = gl.arange(0, 2 * BLOCK, layout=layout)
+    for i in gl.static_range(PIECES):
+        both = gl.join(sums[2 * i], sums[2 * i + 1]).reshape([2 * BLOCK])
+        both = gl.convert_layout(both, layout)
+        at = i * 2 * BLOCK + cols
+        gl.store(OUT + at, both, mask=(at < n_cols) & (store != 0))
 
 
 @gluon.jit

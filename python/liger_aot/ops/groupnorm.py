@@ -302,6 +302,8 @@ def _find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> 
         loaded = kernel((dtype, aligned), n)
         if aligned and not shape.aligned(_width(loaded, shape)):
             loaded = kernel((dtype, aligned := False), n)
+        while way == "backward" and shape.channels // shape.groups > _most_channels(loaded):
+            loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
         if _shares(on, loaded, shape):
             loaded = kernel((dtype, aligned), LONGEST)
         if len(on.plans) >= REMEMBERED:
@@ -359,6 +361,11 @@ def split_of(units: int, elements: int, least: int, most: int, resident: int) ->
 def _longest(loaded: Loaded) -> int:
     """Elements that a program may take at most where others may share with it; 0: no bound."""
     return int(loaded.numbers["tiles"]) * loaded.rows * loaded.block
+
+
+def _most_channels(loaded: Loaded) -> int:
+    """Of a group that a program holds in registers; others have no bound."""
+    return int(loaded.numbers["pieces"]) * loaded.rows if "pieces" in loaded.numbers else LONGEST
 
 
 def _width(loaded: Loaded, shape: Shape) -> int:
