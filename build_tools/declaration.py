@@ -169,7 +169,9 @@ def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, lis
     language = fields.take("language", "triton")
     for found in (language, *(form.language or language for form in forms.values())):
         if found not in LANGUAGES:
-            raise DeclarationError(f"{where}: language must be one of {', '.join(LANGUAGES)}, found {found!r}")
+            raise DeclarationError(
+                f"{where}: language must be one of {', '.join(LANGUAGES)}, found {found!r}"
+            )
     optional, always_aligned = fields.take("optional", False), fields.take("always_aligned", False)
     matrix = fields.take("matrix", False)
     fields.finish()

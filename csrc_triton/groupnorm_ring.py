@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from csrc_triton.groupnorm_parts import reciprocal
-from csrc_triton.norm_ring import add_both, load_as_fp32
+from csrc_triton.norm_ring import add_both
+from csrc_triton.norm_vectors import load_vector
 from csrc_triton.packed import even, odd, pair_up
 
 
@@ -89,8 +90,8 @@ def walk_ring(
             place = (i * LINES + line) * 8
             channel = first_channel + gl.umulhi(place.to(gl.uint32), magic).to(gl.int32)
             live = place < n
-            w = gl.where(w_kind == 0, 1.0, load_as_fp32(W, channel, live, w_kind)) * rstd
-            b = load_as_fp32(B, channel, live, b_kind) - mean * w
+            w = gl.where(w_kind == 0, 1.0, load_vector(W, channel, live, w_kind)) * rstd
+            b = load_vector(B, channel, live, b_kind) - mean * w
             x = kept[i] ^ (zero * 2)
             low = even(x, dtype) * w[:, None] + b[:, None]
             high = odd(x, dtype) * w[:, None] + b[:, None]
@@ -161,7 +162,9 @@ def walk_gradients_ring(
             kept_dy += (dys[i].index(slot).load(layout),)
         later = unit + STAGES * step
         live = in_row & (later < n_units)
-        ask_channels(xs, dys, slot, X + later * size, DY + later * size, live, channels, half, PIECES, ROWS, row)
+        ask_channels(
+            xs, dys, slot, X + later * size, DY + later * size, live, channels, half, PIECES, ROWS, row
+        )
         slot = gl.where(slot < STAGES - 1, slot + 1, 0)
         first_channel = unit % groups * channels
         sums = PARTIALS + gl.cast(unit // groups, gl.int64) * columns + first_channel
@@ -178,7 +181,7 @@ def walk_gradients_ring(
             dw *= rstd
             gl.store(sums + channel, dw, mask=in_rows & (store_dw != 0))
             gl.store(sums + db_column + channel, db, mask=in_rows & (store_db != 0))
-            w = gl.where(w_kind == 0, 1.0, load_as_fp32(W, first_channel + channel, in_rows, w_kind))
+            w = gl.where(w_kind == 0, 1.0, load_vector(W, first_channel + channel, in_rows, w_kind))
             alongs += w * dw
             offsets += w * db
             ws += (w * rstd,)

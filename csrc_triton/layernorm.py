@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
-from csrc_triton.norm_ring import columns_of, load_as_fp32, ring_layout, store_halves, walk_ring
+from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import as_fp32, load_vector
 
 DECLARATION = {
@@ -22,19 +22,9 @@ DECLARATION = {
     "kernels": {
         "layernorm_forward": {
             "arguments": {
-                "Y": "*dtype",
-                "X": "*dtype",
-                "W": "*dtype",
-                "B": "*dtype",
-                "STATS": "*fp32",
-                "y_stride": "i64",
-                "x_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "eps": "fp32",
-                "w_kind": "i32",
-                "b_kind": "i32",
-                "store_stats": "i32",
+                "Y": "*dtype", "X": "*dtype", "W": "*dtype", "B": "*dtype", "STATS": "*fp32",
+                "y_stride": "i64", "x_stride": "i64", "n_rows": "i64", "n_cols": "i32", "eps": "fp32",
+                "w_kind": "i32", "b_kind": "i32", "store_stats": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["Y", "X", "W", "B", "y_stride", "x_stride", "n_cols"],
@@ -60,37 +50,14 @@ DECLARATION = {
         },
         "layernorm_backward": {
             "arguments": {
-                "DX": "*dtype",
-                "DY": "*dtype",
-                "X": "*dtype",
-                "W": "*dtype",
-                "STATS": "*fp32",
-                "PARTIALS": "*fp32",
-                "WORDS": "*i64",
-                "dx_stride": "i64",
-                "dy_stride": "i64",
-                "x_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "width": "i32",
-                "db_column": "i32",
-                "w_kind": "i32",
-                "store_dx": "i32",
-                "store_dw": "i32",
-                "store_db": "i32",
+                "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "W": "*dtype", "STATS": "*fp32",
+                "PARTIALS": "*fp32", "WORDS": "*i64", "dx_stride": "i64", "dy_stride": "i64",
+                "x_stride": "i64", "n_rows": "i64", "n_cols": "i32", "width": "i32", "db_column": "i32",
+                "w_kind": "i32", "store_dx": "i32", "store_dw": "i32", "store_db": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "DX",
-                "DY",
-                "X",
-                "W",
-                "PARTIALS",
-                "dx_stride",
-                "dy_stride",
-                "x_stride",
-                "n_cols",
-                "width",
+                "DX", "DY", "X", "W", "PARTIALS", "dx_stride", "dy_stride", "x_stride", "n_cols", "width",
                 "db_column",
             ],
             "forms": {
@@ -129,7 +96,7 @@ DECLARATION = {
             },
         },
     },
-}
+}  # fmt: skip
 
 
 @triton.jit
@@ -416,7 +383,7 @@ def backward_ring(
     for i in gl.static_range(2 * PIECES):
         cols = columns_of(i, BLOCK, layout)
         mask = cols < n_cols
-        ms += (gl.where(mask & (w_kind == 0), 1.0, load_as_fp32(W, cols, mask, w_kind)),)
+        ms += (gl.where(mask & (w_kind == 0), 1.0, load_vector(W, cols, mask, w_kind)),)
     dw, db = walk_ring(
         DX, DY, X, STATS, ms, dx_stride, dy_stride, x_stride, program, n_rows, gl.num_programs(0).to(gl.int64),
         n_cols, store_dx, True, PIECES, BLOCK, STAGES, layout,

@@ -32,7 +32,7 @@ from csrc_triton.modulated_rows import (
     walk_row,
     walk_tokens,
 )
-from csrc_triton.norm_ring import columns_of, load_as_fp32, ring_layout, store_halves, walk_ring
+from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
 
 DECLARATION = {
@@ -40,40 +40,15 @@ DECLARATION = {
     "kernels": {
         "modulated_rmsnorm_forward": {
             "arguments": {
-                "Y": "*dtype",
-                "X": "*dtype",
-                "SCALE": "*dtype",
-                "SHIFT": "*dtype",
-                "W": "*dtype",
-                "RSTD": "*fp32",
-                "y_stride": "i64",
-                "x_stride": "i64",
-                "scale_stride": "i64",
-                "shift_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "rows_per_group": "i64",
-                "rows_per_part": "i64",
-                "parts": "i32",
-                "eps": "fp32",
-                "offset": "fp32",
-                "scale_kind": "i32",
-                "shift_kind": "i32",
-                "weight_kind": "i32",
-                "round_first": "i32",
-                "store_rstd": "i32",
+                "Y": "*dtype", "X": "*dtype", "SCALE": "*dtype", "SHIFT": "*dtype", "W": "*dtype",
+                "RSTD": "*fp32", "y_stride": "i64", "x_stride": "i64", "scale_stride": "i64",
+                "shift_stride": "i64", "n_rows": "i64", "n_cols": "i32", "rows_per_group": "i64",
+                "rows_per_part": "i64", "parts": "i32", "eps": "fp32", "offset": "fp32", "scale_kind": "i32",
+                "shift_kind": "i32", "weight_kind": "i32", "round_first": "i32", "store_rstd": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "Y",
-                "X",
-                "SCALE",
-                "SHIFT",
-                "W",
-                "y_stride",
-                "x_stride",
-                "scale_stride",
-                "shift_stride",
+                "Y", "X", "SCALE", "SHIFT", "W", "y_stride", "x_stride", "scale_stride", "shift_stride",
                 "n_cols",
             ],
             "forms": {
@@ -104,43 +79,16 @@ DECLARATION = {
         },
         "modulated_rmsnorm_backward": {
             "arguments": {
-                "DX": "*dtype",
-                "DY": "*dtype",
-                "X": "*dtype",
-                "SCALE": "*dtype",
-                "W": "*dtype",
-                "RSTD": "*fp32",
-                "NORMAL": "*fp32",
-                "PLAIN": "*fp32",
-                "dx_stride": "i64",
-                "dy_stride": "i64",
-                "x_stride": "i64",
-                "scale_stride": "i64",
-                "n_cols": "i32",
-                "rows_per_group": "i64",
-                "rows_per_part": "i64",
-                "parts": "i32",
-                "offset": "fp32",
-                "scale_kind": "i32",
-                "weight_kind": "i32",
-                "store_dx": "i32",
-                "store_normal": "i32",
-                "store_plain": "i32",
+                "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "SCALE": "*dtype", "W": "*dtype",
+                "RSTD": "*fp32", "NORMAL": "*fp32", "PLAIN": "*fp32", "dx_stride": "i64", "dy_stride": "i64",
+                "x_stride": "i64", "scale_stride": "i64", "n_cols": "i32", "rows_per_group": "i64",
+                "rows_per_part": "i64", "parts": "i32", "offset": "fp32", "scale_kind": "i32",
+                "weight_kind": "i32", "store_dx": "i32", "store_normal": "i32", "store_plain": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "DX",
-                "DY",
-                "X",
-                "SCALE",
-                "W",
-                "NORMAL",
-                "PLAIN",
-                "dx_stride",
-                "dy_stride",
-                "x_stride",
-                "scale_stride",
-                "n_cols",
+                "DX", "DY", "X", "SCALE", "W", "NORMAL", "PLAIN", "dx_stride", "dy_stride", "x_stride",
+                "scale_stride", "n_cols",
             ],
             "forms": {
                 "part": {
@@ -163,23 +111,10 @@ DECLARATION = {
         },
         "modulated_rmsnorm_sums": {
             "arguments": {
-                "DSCALE": "*dtype",
-                "DSHIFT": "*dtype",
-                "DW": "*dtype",
-                "NORMAL": "*fp32",
-                "PLAIN": "*fp32",
-                "SCALE": "*dtype",
-                "W": "*dtype",
-                "scale_stride": "i64",
-                "n_cols": "i32",
-                "groups": "i32",
-                "parts": "i32",
-                "offset": "fp32",
-                "scale_kind": "i32",
-                "weight_kind": "i32",
-                "dscale_kind": "i32",
-                "dshift_kind": "i32",
-                "dw_kind": "i32",
+                "DSCALE": "*dtype", "DSHIFT": "*dtype", "DW": "*dtype", "NORMAL": "*fp32", "PLAIN": "*fp32",
+                "SCALE": "*dtype", "W": "*dtype", "scale_stride": "i64", "n_cols": "i32", "groups": "i32",
+                "parts": "i32", "offset": "fp32", "scale_kind": "i32", "weight_kind": "i32",
+                "dscale_kind": "i32", "dshift_kind": "i32", "dw_kind": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DSCALE", "DSHIFT", "DW", "NORMAL", "PLAIN", "SCALE", "W", "scale_stride", "n_cols"],
@@ -187,44 +122,16 @@ DECLARATION = {
         },
         "modulated_rmsnorm_backward_tokens": {
             "arguments": {
-                "DX": "*dtype",
-                "DSCALE": "*dtype",
-                "DSHIFT": "*dtype",
-                "DY": "*dtype",
-                "X": "*dtype",
-                "SCALE": "*dtype",
-                "W": "*dtype",
-                "RSTD": "*fp32",
-                "PARTIALS": "*fp32",
-                "dx_stride": "i64",
-                "dy_stride": "i64",
-                "x_stride": "i64",
-                "scale_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "offset": "fp32",
-                "scale_kind": "i32",
-                "weight_kind": "i32",
-                "store_dx": "i32",
-                "dscale_kind": "i32",
-                "dshift_kind": "i32",
-                "store_partials": "i32",
+                "DX": "*dtype", "DSCALE": "*dtype", "DSHIFT": "*dtype", "DY": "*dtype", "X": "*dtype",
+                "SCALE": "*dtype", "W": "*dtype", "RSTD": "*fp32", "PARTIALS": "*fp32", "dx_stride": "i64",
+                "dy_stride": "i64", "x_stride": "i64", "scale_stride": "i64", "n_rows": "i64",
+                "n_cols": "i32", "offset": "fp32", "scale_kind": "i32", "weight_kind": "i32",
+                "store_dx": "i32", "dscale_kind": "i32", "dshift_kind": "i32", "store_partials": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "DX",
-                "DSCALE",
-                "DSHIFT",
-                "DY",
-                "X",
-                "SCALE",
-                "W",
-                "PARTIALS",
-                "dx_stride",
-                "dy_stride",
-                "x_stride",
-                "scale_stride",
-                "n_cols",
+                "DX", "DSCALE", "DSHIFT", "DY", "X", "SCALE", "W", "PARTIALS", "dx_stride", "dy_stride",
+                "x_stride", "scale_stride", "n_cols",
             ],
             "forms": {
                 "long": {
@@ -246,7 +153,7 @@ DECLARATION = {
             },
         },
     },
-}
+}  # fmt: skip
 
 
 @triton.jit
@@ -373,8 +280,8 @@ def backward_ring(
     for i in gl.static_range(2 * PIECES):
         cols = columns_of(i, BLOCK, layout)
         mask = cols < n_cols
-        scale = load_as_fp32(SCALE, cols, mask, scale_kind, group * scale_stride)
-        w = load_as_fp32(W, cols, mask, weight_kind) + offset
+        scale = load_vector(SCALE, cols, mask, scale_kind, group * scale_stride)
+        w = load_vector(W, cols, mask, weight_kind) + offset
         ms += (gl.where(mask, (1.0 + scale) * w, 0.0),)
     normals, plains = walk_ring(
         DX, DY, X, RSTD, ms, dx_stride, dy_stride, x_stride, first, last, parts.to(gl.int64), n_cols, store_dx, False,

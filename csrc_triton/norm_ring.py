@@ -32,15 +32,6 @@ def blocks_of(count: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def load_as_fp32(V, cols, mask, kind, start=0):
-    """As ``norm_vectors.load_vector``: columns of a vector of the rows' dtype (kind 1) or fp32 (kind 2), zeros where
-    there is none."""
-    v = gl.load(V + start + cols, mask=mask & (kind == 1), other=0.0).to(gl.float32)
-    wide = V.to(gl.pointer_type(gl.float32), bitcast=True)
-    return v + gl.load(wide + start + cols, mask=mask & (kind == 2), other=0.0)
-
-
-@gluon.jit
 def columns_of(half, BLOCK: gl.constexpr, layout: gl.constexpr):
     """Columns of the ``half``-th half of pieces: even ones of a piece, odd ones, even ones of the next."""
     return 2 * (half // 2 * BLOCK + gl.arange(0, BLOCK, layout=layout)) + half % 2
@@ -123,6 +114,7 @@ def walk_ring(
     """Rows ``first``, ``first`` + ``step``, ... below ``last``, at least one: dx is stored; sums over the rows of dy *
     the normalised x, and of dy, are returned. STATS holds mean and 1 / sqrt(var + eps) of a row, or only the latter.
     ``ms`` is the weight, or what stands for it, in fp32, 0 past the end of a row."""
+    gl.static_assert(STAGES >= 2)  # the row under way, the next one
     dtype: gl.constexpr = X.dtype.element_ty
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
     block = gl.arange(0, BLOCK, layout=layout)
@@ -175,7 +167,16 @@ def walk_ring(
         normals, plains = new_normals, new_plains
         later = row + STAGES * step
         ask(
-            xs, dys, slot, X + later * x_stride, DY + later * dy_stride, n, later < last, PIECES, BLOCK, layout
+            xs,
+            dys,
+            slot,
+            X + later * x_stride,
+            DY + later * dy_stride,
+            n,
+            later < last,
+            PIECES,
+            BLOCK,
+            layout,
         )
         mean, rstd, slot = next_mean, next_rstd, next_slot
         slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)

@@ -34,7 +34,9 @@ class _Memory:
         self.blocks = [_Block(dtype, shape[1:]) for _ in range(int(shape[0]))]
 
     def index(self, i: Any) -> _Block:
-        return self.blocks[int(np.asarray(getattr(i, "handle", i).data if hasattr(i, "handle") else i).item())]
+        return self.blocks[
+            int(np.asarray(getattr(i, "handle", i).data if hasattr(i, "handle") else i).item())
+        ]
 
 
 class _Gluon:
