@@ -11,6 +11,8 @@ the second time, a team of ``split`` programs shares it: each finds the moments 
 spatial dimensions, of TILES tiles if that takes no more than SPLIT programs; TILES is for the host alone, as the
 longest group of a program where SPLIT is 1. There is no exchange on AMD.
 
+On Hopper a program copies groups that its registers can hold to shared memory ahead of their use (``ring``).
+
 Statistics are fp32 and never a difference of large sums (``moments``). STATS[n_units, 2] holds mean and
 1 / sqrt(var + eps). Weight and bias are of x's dtype or fp32 (``norm_vectors``): that is asked once, ahead of loops.
 

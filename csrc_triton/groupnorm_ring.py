@@ -1,5 +1,4 @@
-"""GroupNorm's forward over groups that one program holds in shared memory (Gluon, Hopper); see
-``groupnorm.forward_ring``.
+"""GroupNorm over groups that one program holds (Gluon, Hopper); see ``groupnorm.forward_ring``.
 
 A group is one run of 16-bit elements. It is copied to shared memory ahead of its use and held in registers then, two
 elements each; the copies of the next STAGES groups are under way meanwhile. So memory is read once, and 16 warps keep a
@@ -107,10 +106,10 @@ def channels_layout(pairs, warps):
 
 
 @gluon.jit
-def ask_channels(xs, dys, slot, X, DY, mask, rows_left, half, PIECES: gl.constexpr, ROWS: gl.constexpr, row):
+def ask_channels(xs, dys, slot, X, DY, mask, row, channels, half, PIECES: gl.constexpr, ROWS: gl.constexpr):
     """Begin to copy x and dy of a group; zeros past its last channel."""
     for i in gl.static_range(PIECES):
-        live = mask & (row < rows_left - i * ROWS)[:, None]
+        live = mask & (row < channels - i * ROWS)[:, None]
         async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * ROWS * half, mask=live)
         async_copy.async_copy_global_to_shared(dys[i].index(slot), DY + i * ROWS * half, mask=live)
     async_copy.commit_group()
@@ -147,7 +146,7 @@ def walk_gradients_ring(
     for i in gl.static_range(STAGES):
         unit = first + i * step
         live = in_row & (unit < n_units)
-        ask_channels(xs, dys, i, X + unit * size, DY + unit * size, live, channels, half, PIECES, ROWS, row)
+        ask_channels(xs, dys, i, X + unit * size, DY + unit * size, live, row, channels, half, PIECES, ROWS)
     slot = 0
     mean = gl.load(STATS + first * 2)
     rstd = gl.load(STATS + first * 2 + 1)
@@ -163,7 +162,7 @@ def walk_gradients_ring(
         later = unit + STAGES * step
         live = in_row & (later < n_units)
         ask_channels(
-            xs, dys, slot, X + later * size, DY + later * size, live, channels, half, PIECES, ROWS, row
+            xs, dys, slot, X + later * size, DY + later * size, live, row, channels, half, PIECES, ROWS
         )
         slot = gl.where(slot < STAGES - 1, slot + 1, 0)
         first_channel = unit % groups * channels

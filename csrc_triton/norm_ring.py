@@ -39,8 +39,8 @@ def columns_of(half, BLOCK: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def store_halves(OUT, sums, n_cols, store, PIECES: gl.constexpr, BLOCK: gl.constexpr):
-    """Sums that ``walk_ring`` returned to a row of fp32, where they are wanted; whole sectors, not every other column:
-    that took as long as a tenth of all else."""
+    """Sums that ``walk_ring`` returned to a row of fp32, where they are wanted. Neighbours together: every other
+    column held LayerNorm at 16384 columns at 0.76 of the copy instead of 0.88 (H200)."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     cols = gl.arange(0, 2 * BLOCK, layout=layout)
     for i in gl.static_range(PIECES):

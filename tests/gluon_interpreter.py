@@ -6,15 +6,14 @@ is being copied to until the copy has been waited for: a wait that comes too lat
 
 from __future__ import annotations
 
+import operator
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
-
 
 class _Block:
-    """A row of shared memory: a tensor, or how to fetch it."""
+    """A row of shared memory."""
 
     def __init__(self, dtype: Any, shape: list[Any]) -> None:
         import triton.language as tl
@@ -34,9 +33,7 @@ class _Memory:
         self.blocks = [_Block(dtype, shape[1:]) for _ in range(int(shape[0]))]
 
     def index(self, i: Any) -> _Block:
-        return self.blocks[
-            int(np.asarray(getattr(i, "handle", i).data if hasattr(i, "handle") else i).item())
-        ]
+        return self.blocks[operator.index(i)]
 
 
 class _Gluon:
