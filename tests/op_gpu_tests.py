@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,12 +16,21 @@ from liger_aot.devices import driver, gpu
 from liger_aot.differentiable import DifferentiableOp
 from liger_aot.errors import LigerAOTError
 from liger_aot.manifest import Pack, Variant
+from liger_aot.op import Op
 from liger_aot.packs import pack_for
 from liger_aot.runtime import GPUDriver, Launchable, OpOn, Runtimes
 from tests.op_cases import OpCases, Results, same
 
 # PTX of the sm80 pack (python -m build_tools audit --assembly) and the pack itself: both are built for this purpose.
 SM80_PTX = os.environ.get("LIGER_AOT_SM80_PTX")
+PTX = pytest.param(
+    "sm80 PTX",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not SM80_PTX, reason="LIGER_AOT_SM80_PTX names no folder of PTX"),
+    ],
+)
+AnyOp = TypeVar("AnyOp", bound=Op)
 REPEATS = 10
 THREADS = 16
 
@@ -42,7 +51,7 @@ class PtxDriver(GPUDriver):
         return kernel
 
 
-def lowered_from_ptx(op_class: type[DifferentiableOp], pack: Pack) -> DifferentiableOp:
+def lowered_from_ptx(op_class: type[AnyOp], pack: Pack) -> AnyOp:
     """The op with the first GPU bound to ``PtxDriver``."""
     here = gpu(0)
     runtimes = {}

@@ -57,7 +57,7 @@ from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.op_cases import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpCases, Results, same
-from tests.op_gpu_tests import SM80_PTX, OpGPUTests, installed, lowered_from_ptx
+from tests.op_gpu_tests import PTX, OpGPUTests, installed, lowered_from_ptx
 from tests.tolerances import REFERENCE
 
 __all__ = ["BF16", "DTYPES", "FP16", "FP32", "Case", "Draw", "Exact", "OpTests", "Results"]
@@ -87,13 +87,7 @@ BINARIES = [
     pytest.param("emulator gfx90a", marks=no_emulator),
     pytest.param("emulator gfx942", marks=no_emulator),
     pytest.param("gpu", marks=pytest.mark.gpu),
-    pytest.param(
-        "sm80 PTX",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not SM80_PTX, reason="LIGER_AOT_SM80_PTX names no folder of PTX"),
-        ],
-    ),
+    PTX,
 ]
 WAYS = ["reference", *BINARIES]
 

@@ -18,6 +18,7 @@ from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.linear_loss_cases import BF16, FP16, FP32, OPTIONS, PLAIN, LinearCase, draw, formula, worst_linear
+from tests.op_gpu_tests import PTX, lowered_from_ptx
 
 no_emulator = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 WAYS = [
@@ -26,6 +27,7 @@ WAYS = [
     pytest.param("emulator gfx90a", marks=no_emulator),
     pytest.param("emulator gfx942", marks=no_emulator),
     pytest.param("gpu", marks=pytest.mark.gpu),
+    PTX,
 ]
 X, W, T = torch.ones(4, 8), torch.ones(6, 8), torch.tensor([0, 5, 2, -100])
 
@@ -36,6 +38,8 @@ def made(way: str) -> tuple[FusedLinearCrossEntropy, str]:
     if driver in ("reference", "gpu"):
         op: FusedLinearCrossEntropy = liger_aot.load("fused_linear_cross_entropy")
         return op, "cpu" if driver == "reference" else "cuda"
+    if driver == "sm80":
+        return lowered_from_ptx(FusedLinearCrossEntropy, built_pack("sm80")), "cuda"
     by = InterpreterDriver if driver == "interpreter" else EmulatorDriver
     return bound_op(FusedLinearCrossEntropy, built_pack(arch), by), "cpu"
 

@@ -18,6 +18,7 @@ from liger_aot.torch_library import register
 from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.op_gpu_tests import PTX, lowered_from_ptx
 from tests.tolerances import UNIT_ROUNDOFF
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -28,6 +29,7 @@ WAYS = [
     pytest.param("emulator gfx90a", marks=no_emulator),
     pytest.param("emulator gfx942", marks=no_emulator),
     pytest.param("gpu", marks=pytest.mark.gpu),
+    PTX,
 ]
 GRADED = ("student_input", "student_weight", "student_bias")
 
@@ -77,6 +79,8 @@ def made(way: str) -> tuple[Any, str]:
     driver, _, arch = way.partition(" ")
     if driver in ("reference", "gpu"):
         return liger_aot.load("fused_linear_jsd"), "cpu" if driver == "reference" else "cuda"
+    if driver == "sm80":
+        return lowered_from_ptx(FusedLinearJSD, built_pack("sm80")), "cuda"
     by = InterpreterDriver if driver == "interpreter" else EmulatorDriver
     return bound_op(FusedLinearJSD, built_pack(arch), by), "cpu"
 
