@@ -35,6 +35,7 @@ class Form:
     cooperative: str | None  # the constant that, above 1, makes programs wait for each other
     contiguous: bool  # whether rows must follow each other without a gap
     may_spill: str | None  # the reason, where a binary of this form may use local memory
+    language: str | None  # where it is not the kernel's
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,11 @@ def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, lis
         if unknown := sorted(s for s in sizes if not s.isdigit() and s not in forms[form].constants):
             raise DeclarationError(f"{where}: form {form}: {unknown[0]!r} is none of its constants")
     language = fields.take("language", "triton")
-    if language not in LANGUAGES:
-        raise DeclarationError(f"{where}: language must be one of {', '.join(LANGUAGES)}, found {language!r}")
+    for found in (language, *(form.language or language for form in forms.values())):
+        if found not in LANGUAGES:
+            raise DeclarationError(
+                f"{where}: language must be one of {', '.join(LANGUAGES)}, found {found!r}"
+            )
     optional, always_aligned = fields.take("optional", False), fields.take("always_aligned", False)
     matrix = fields.take("matrix", False)
     fields.finish()
@@ -188,6 +192,7 @@ def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
         cooperative=fields.left.pop("cooperative", None),
         contiguous=fields.left.pop("contiguous", False),
         may_spill=fields.left.pop("may_spill", None),
+        language=fields.left.pop("language", None),
     )
     fields.finish()
     named = {*_names(where, form.covers), *filter(None, (form.cooperative, form.any_length)), *form.defaults}

@@ -204,7 +204,7 @@ def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, str], ali
         options=row.options,
         host=row.host,
         where=row.where,
-        language=kernel.language,
+        language=form.language or kernel.language,
         matrix=kernel.matrix,
     )
 

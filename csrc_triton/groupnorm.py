@@ -11,6 +11,8 @@ the second time, a team of ``split`` programs shares it: each finds the moments 
 spatial dimensions, of TILES tiles if that takes no more than SPLIT programs; TILES is for the host alone, as the
 longest group of a program where SPLIT is 1. There is no exchange on AMD.
 
+On Hopper a program copies groups that its registers can hold to shared memory ahead of their use (``ring``).
+
 Statistics are fp32 and never a difference of large sums (``moments``). STATS[n_units, 2] holds mean and
 1 / sqrt(var + eps). Weight and bias are of x's dtype or fp32 (``norm_vectors``): that is asked once, ahead of loops.
 
@@ -19,31 +21,21 @@ Wu and He, Group Normalization (2018).
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
+from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
 
 DECLARATION = {
     "op": "groupnorm",
     "kernels": {
         "groupnorm_forward": {
             "arguments": {
-                "Y": "*dtype",
-                "X": "*dtype",
-                "W": "*dtype",
-                "B": "*dtype",
-                "STATS": "*fp32",
-                "WORDS": "*i64",
-                "n_units": "i32",
-                "groups": "i32",
-                "channels": "i32",
-                "spatial": "i32",
-                "size": "i64",
-                "length": "i64",
-                "split": "i32",
-                "eps": "fp32",
-                "w_kind": "i32",
-                "b_kind": "i32",
+                "Y": "*dtype", "X": "*dtype", "W": "*dtype", "B": "*dtype", "STATS": "*fp32", "WORDS": "*i64",
+                "n_units": "i32", "groups": "i32", "channels": "i32", "spatial": "i32", "size": "i64",
+                "length": "i64", "split": "i32", "eps": "fp32", "w_kind": "i32", "b_kind": "i32",
                 "store_stats": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
@@ -64,6 +56,14 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "requires": {"aligned": [True]},
                 },
+                "ring": {
+                    "language": "gluon",
+                    "function": "forward_ring",
+                    "constants": ["PIECES", "BLOCK", "STAGES", "TILES"],
+                    "defaults": {"TILES": 0},
+                    "covers": "PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                },
                 "any": {
                     "function": "forward_any",
                     "constants": ["SPLIT", "BLOCK", "TILES"],
@@ -74,25 +74,10 @@ DECLARATION = {
         },
         "groupnorm_forward_last": {
             "arguments": {
-                "Y": "*dtype",
-                "X": "*dtype",
-                "W": "*dtype",
-                "B": "*dtype",
-                "STATS": "*fp32",
-                "WORDS": "*i64",
-                "n_units": "i32",
-                "units": "i32",
-                "groups": "i32",
-                "channels": "i32",
-                "width": "i32",
-                "n_cols": "i32",
-                "spatial": "i32",
-                "length": "i32",
-                "split": "i32",
-                "eps": "fp32",
-                "w_kind": "i32",
-                "b_kind": "i32",
-                "store_stats": "i32",
+                "Y": "*dtype", "X": "*dtype", "W": "*dtype", "B": "*dtype", "STATS": "*fp32", "WORDS": "*i64",
+                "n_units": "i32", "units": "i32", "groups": "i32", "channels": "i32", "width": "i32",
+                "n_cols": "i32", "spatial": "i32", "length": "i32", "split": "i32", "eps": "fp32",
+                "w_kind": "i32", "b_kind": "i32", "store_stats": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["Y", "X", "W", "B", "width", "n_cols"],
@@ -107,25 +92,10 @@ DECLARATION = {
         },
         "groupnorm_backward": {
             "arguments": {
-                "DX": "*dtype",
-                "DY": "*dtype",
-                "X": "*dtype",
-                "W": "*dtype",
-                "STATS": "*fp32",
-                "PARTIALS": "*fp32",
-                "WORDS": "*i64",
-                "n_units": "i32",
-                "groups": "i32",
-                "channels": "i32",
-                "spatial": "i32",
-                "length": "i32",
-                "split": "i32",
-                "columns": "i32",
-                "db_column": "i32",
-                "w_kind": "i32",
-                "store_dx": "i32",
-                "store_dw": "i32",
-                "store_db": "i32",
+                "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "W": "*dtype", "STATS": "*fp32",
+                "PARTIALS": "*fp32", "WORDS": "*i64", "n_units": "i32", "groups": "i32", "channels": "i32",
+                "spatial": "i32", "length": "i32", "split": "i32", "columns": "i32", "db_column": "i32",
+                "w_kind": "i32", "store_dx": "i32", "store_dw": "i32", "store_db": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DX", "DY", "X", "spatial", "length"],
@@ -137,6 +107,15 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "requires": {"aligned": [True]},
                 },
+                "ring": {
+                    "language": "gluon",
+                    "function": "backward_ring",
+                    "constants": ["PIECES", "ROWS", "BLOCK", "STAGES", "TILES"],
+                    "defaults": {"TILES": 0},
+                    "covers": "BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                    "may_spill": "some registers, once a group, for one that need not be read twice",
+                },
                 "any": {
                     "function": "backward_any",
                     "constants": ["SPLIT", "ROWS", "BLOCK", "TILES"],
@@ -147,28 +126,11 @@ DECLARATION = {
         },
         "groupnorm_backward_last": {
             "arguments": {
-                "DX": "*dtype",
-                "DY": "*dtype",
-                "X": "*dtype",
-                "W": "*dtype",
-                "STATS": "*fp32",
-                "PARTIALS": "*fp32",
-                "WORDS": "*i64",
-                "n_units": "i32",
-                "units": "i32",
-                "groups": "i32",
-                "channels": "i32",
-                "width": "i32",
-                "n_cols": "i32",
-                "spatial": "i32",
-                "length": "i32",
-                "split": "i32",
-                "columns": "i32",
-                "db_column": "i32",
-                "w_kind": "i32",
-                "store_dx": "i32",
-                "store_dw": "i32",
-                "store_db": "i32",
+                "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "W": "*dtype", "STATS": "*fp32",
+                "PARTIALS": "*fp32", "WORDS": "*i64", "n_units": "i32", "units": "i32", "groups": "i32",
+                "channels": "i32", "width": "i32", "n_cols": "i32", "spatial": "i32", "length": "i32",
+                "split": "i32", "columns": "i32", "db_column": "i32", "w_kind": "i32", "store_dx": "i32",
+                "store_dw": "i32", "store_db": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DX", "DY", "X", "W", "PARTIALS", "width", "n_cols", "columns", "db_column"],
@@ -182,7 +144,7 @@ DECLARATION = {
             },
         },
     },
-}
+}  # fmt: skip
 
 
 @triton.jit
@@ -207,6 +169,19 @@ def forward_first(
     walk_groups(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
         store_stats, SPLIT, BLOCK, BLOCKS, fold,
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_ring(
+    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    store_stats,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a group a step, held in shared memory: see ``groupnorm_ring``."""
+    walk_ring(
+        Y, X, W, B, STATS, n_units, groups, channels, spatial, size, eps, w_kind, b_kind, store_stats, PIECES,
+        BLOCK // 8, STAGES,
     )  # fmt: skip
 
 
@@ -285,6 +260,19 @@ def backward_first(
     walk_gradients(
         DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
         w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, fold,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    w_kind, store_dx, store_dw, store_db,
+    PIECES: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """``forward_ring`` for the gradients, of groups of at most PIECES * ROWS channels."""
+    walk_gradients_ring(
+        DX, DY, X, W, STATS, PARTIALS, n_units, groups, channels, spatial, columns, db_column, w_kind, store_dx,
+        store_dw, store_db, PIECES, ROWS, BLOCK, STAGES,
     )  # fmt: skip
 
 

@@ -9,9 +9,12 @@ Ba, Kiros and Hinton, Layer Normalization (2016).
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
+from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import as_fp32, load_vector
 
 DECLARATION = {
@@ -19,19 +22,9 @@ DECLARATION = {
     "kernels": {
         "layernorm_forward": {
             "arguments": {
-                "Y": "*dtype",
-                "X": "*dtype",
-                "W": "*dtype",
-                "B": "*dtype",
-                "STATS": "*fp32",
-                "y_stride": "i64",
-                "x_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "eps": "fp32",
-                "w_kind": "i32",
-                "b_kind": "i32",
-                "store_stats": "i32",
+                "Y": "*dtype", "X": "*dtype", "W": "*dtype", "B": "*dtype", "STATS": "*fp32",
+                "y_stride": "i64", "x_stride": "i64", "n_rows": "i64", "n_cols": "i32", "eps": "fp32",
+                "w_kind": "i32", "b_kind": "i32", "store_stats": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["Y", "X", "W", "B", "y_stride", "x_stride", "n_cols"],
@@ -57,37 +50,14 @@ DECLARATION = {
         },
         "layernorm_backward": {
             "arguments": {
-                "DX": "*dtype",
-                "DY": "*dtype",
-                "X": "*dtype",
-                "W": "*dtype",
-                "STATS": "*fp32",
-                "PARTIALS": "*fp32",
-                "WORDS": "*i64",
-                "dx_stride": "i64",
-                "dy_stride": "i64",
-                "x_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "width": "i32",
-                "db_column": "i32",
-                "w_kind": "i32",
-                "store_dx": "i32",
-                "store_dw": "i32",
-                "store_db": "i32",
+                "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "W": "*dtype", "STATS": "*fp32",
+                "PARTIALS": "*fp32", "WORDS": "*i64", "dx_stride": "i64", "dy_stride": "i64",
+                "x_stride": "i64", "n_rows": "i64", "n_cols": "i32", "width": "i32", "db_column": "i32",
+                "w_kind": "i32", "store_dx": "i32", "store_dw": "i32", "store_db": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "DX",
-                "DY",
-                "X",
-                "W",
-                "PARTIALS",
-                "dx_stride",
-                "dy_stride",
-                "x_stride",
-                "n_cols",
-                "width",
+                "DX", "DY", "X", "W", "PARTIALS", "dx_stride", "dy_stride", "x_stride", "n_cols", "width",
                 "db_column",
             ],
             "forms": {
@@ -115,10 +85,18 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "may_spill": "more programs with fewer registers may hide the exchange better",
                 },
+                "ring": {
+                    "language": "gluon",
+                    "function": "backward_ring",
+                    "constants": ["PIECES", "BLOCK", "STAGES"],
+                    "covers": "2 * PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                    "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
+                },
             },
         },
     },
-}
+}  # fmt: skip
 
 
 @triton.jit
@@ -390,3 +368,26 @@ def backward_pairs(
     PARTIALS += group * width
     store_sums(dw_even, db_even, PARTIALS, 2 * cols, mask, db_column, store_dw, store_db)
     store_sums(dw_odd, db_odd, PARTIALS, 2 * cols + 1, mask, db_column, store_dw, store_db)
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, X, W, STATS, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, width, db_column,
+    w_kind, store_dx, store_dw, store_db,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
+    layout: gl.constexpr = ring_layout(gl.num_warps())
+    program = gl.program_id(0).to(gl.int64)
+    ms = ()
+    for i in gl.static_range(2 * PIECES):
+        cols = columns_of(i, BLOCK, layout)
+        mask = cols < n_cols
+        ms += (gl.where(mask & (w_kind == 0), 1.0, load_vector(W, cols, mask, w_kind)),)
+    dw, db = walk_ring(
+        DX, DY, X, STATS, ms, dx_stride, dy_stride, x_stride, program, n_rows, gl.num_programs(0).to(gl.int64),
+        n_cols, store_dx, True, PIECES, BLOCK, STAGES, layout,
+    )  # fmt: skip
+    PARTIALS += program * width
+    store_halves(PARTIALS, dw, n_cols, store_dw, PIECES, BLOCK)
+    store_halves(PARTIALS + db_column, db, n_cols, store_db, PIECES, BLOCK)

@@ -11,6 +11,8 @@ evenly wait for the slowest multiprocessor (0.90 of the copy instead of 0.94 at 
 Groups of few rows, and long rows, are read row by row (``long``): vectors are read with every row, and the aligned
 variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).
 
+On Hopper the backward copies long rows to shared memory ahead of their use (``ring``).
+
 The backward has two sums over the rows of a group: of dy, which is dshift, and of dy * x * rstd, which is dscale but
 for the weight and dweight but for 1 + scale.
 
@@ -19,6 +21,8 @@ Peebles and Xie, Scalable Diffusion Models with Transformers (2022).
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.modulated_rows import (
     add_up,
@@ -30,6 +34,7 @@ from csrc_triton.modulated_rows import (
     walk_row,
     walk_tokens,
 )
+from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
 
 DECLARATION = {
@@ -37,40 +42,15 @@ DECLARATION = {
     "kernels": {
         "modulated_rmsnorm_forward": {
             "arguments": {
-                "Y": "*dtype",
-                "X": "*dtype",
-                "SCALE": "*dtype",
-                "SHIFT": "*dtype",
-                "W": "*dtype",
-                "RSTD": "*fp32",
-                "y_stride": "i64",
-                "x_stride": "i64",
-                "scale_stride": "i64",
-                "shift_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "rows_per_group": "i64",
-                "rows_per_part": "i64",
-                "parts": "i32",
-                "eps": "fp32",
-                "offset": "fp32",
-                "scale_kind": "i32",
-                "shift_kind": "i32",
-                "weight_kind": "i32",
-                "round_first": "i32",
-                "store_rstd": "i32",
+                "Y": "*dtype", "X": "*dtype", "SCALE": "*dtype", "SHIFT": "*dtype", "W": "*dtype",
+                "RSTD": "*fp32", "y_stride": "i64", "x_stride": "i64", "scale_stride": "i64",
+                "shift_stride": "i64", "n_rows": "i64", "n_cols": "i32", "rows_per_group": "i64",
+                "rows_per_part": "i64", "parts": "i32", "eps": "fp32", "offset": "fp32", "scale_kind": "i32",
+                "shift_kind": "i32", "weight_kind": "i32", "round_first": "i32", "store_rstd": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "Y",
-                "X",
-                "SCALE",
-                "SHIFT",
-                "W",
-                "y_stride",
-                "x_stride",
-                "scale_stride",
-                "shift_stride",
+                "Y", "X", "SCALE", "SHIFT", "W", "y_stride", "x_stride", "scale_stride", "shift_stride",
                 "n_cols",
             ],
             "forms": {
@@ -101,43 +81,16 @@ DECLARATION = {
         },
         "modulated_rmsnorm_backward": {
             "arguments": {
-                "DX": "*dtype",
-                "DY": "*dtype",
-                "X": "*dtype",
-                "SCALE": "*dtype",
-                "W": "*dtype",
-                "RSTD": "*fp32",
-                "NORMAL": "*fp32",
-                "PLAIN": "*fp32",
-                "dx_stride": "i64",
-                "dy_stride": "i64",
-                "x_stride": "i64",
-                "scale_stride": "i64",
-                "n_cols": "i32",
-                "rows_per_group": "i64",
-                "rows_per_part": "i64",
-                "parts": "i32",
-                "offset": "fp32",
-                "scale_kind": "i32",
-                "weight_kind": "i32",
-                "store_dx": "i32",
-                "store_normal": "i32",
-                "store_plain": "i32",
+                "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "SCALE": "*dtype", "W": "*dtype",
+                "RSTD": "*fp32", "NORMAL": "*fp32", "PLAIN": "*fp32", "dx_stride": "i64", "dy_stride": "i64",
+                "x_stride": "i64", "scale_stride": "i64", "n_cols": "i32", "rows_per_group": "i64",
+                "rows_per_part": "i64", "parts": "i32", "offset": "fp32", "scale_kind": "i32",
+                "weight_kind": "i32", "store_dx": "i32", "store_normal": "i32", "store_plain": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "DX",
-                "DY",
-                "X",
-                "SCALE",
-                "W",
-                "NORMAL",
-                "PLAIN",
-                "dx_stride",
-                "dy_stride",
-                "x_stride",
-                "scale_stride",
-                "n_cols",
+                "DX", "DY", "X", "SCALE", "W", "NORMAL", "PLAIN", "dx_stride", "dy_stride", "x_stride",
+                "scale_stride", "n_cols",
             ],
             "forms": {
                 "part": {
@@ -148,27 +101,22 @@ DECLARATION = {
                     "staged": ["DY", "X"],
                 },
                 "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
+                "ring": {
+                    "language": "gluon",
+                    "function": "backward_ring",
+                    "constants": ["PIECES", "BLOCK", "STAGES"],
+                    "covers": "2 * PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                    "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
+                },
             },
         },
         "modulated_rmsnorm_sums": {
             "arguments": {
-                "DSCALE": "*dtype",
-                "DSHIFT": "*dtype",
-                "DW": "*dtype",
-                "NORMAL": "*fp32",
-                "PLAIN": "*fp32",
-                "SCALE": "*dtype",
-                "W": "*dtype",
-                "scale_stride": "i64",
-                "n_cols": "i32",
-                "groups": "i32",
-                "parts": "i32",
-                "offset": "fp32",
-                "scale_kind": "i32",
-                "weight_kind": "i32",
-                "dscale_kind": "i32",
-                "dshift_kind": "i32",
-                "dw_kind": "i32",
+                "DSCALE": "*dtype", "DSHIFT": "*dtype", "DW": "*dtype", "NORMAL": "*fp32", "PLAIN": "*fp32",
+                "SCALE": "*dtype", "W": "*dtype", "scale_stride": "i64", "n_cols": "i32", "groups": "i32",
+                "parts": "i32", "offset": "fp32", "scale_kind": "i32", "weight_kind": "i32",
+                "dscale_kind": "i32", "dshift_kind": "i32", "dw_kind": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DSCALE", "DSHIFT", "DW", "NORMAL", "PLAIN", "SCALE", "W", "scale_stride", "n_cols"],
@@ -176,44 +124,16 @@ DECLARATION = {
         },
         "modulated_rmsnorm_backward_tokens": {
             "arguments": {
-                "DX": "*dtype",
-                "DSCALE": "*dtype",
-                "DSHIFT": "*dtype",
-                "DY": "*dtype",
-                "X": "*dtype",
-                "SCALE": "*dtype",
-                "W": "*dtype",
-                "RSTD": "*fp32",
-                "PARTIALS": "*fp32",
-                "dx_stride": "i64",
-                "dy_stride": "i64",
-                "x_stride": "i64",
-                "scale_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "offset": "fp32",
-                "scale_kind": "i32",
-                "weight_kind": "i32",
-                "store_dx": "i32",
-                "dscale_kind": "i32",
-                "dshift_kind": "i32",
-                "store_partials": "i32",
+                "DX": "*dtype", "DSCALE": "*dtype", "DSHIFT": "*dtype", "DY": "*dtype", "X": "*dtype",
+                "SCALE": "*dtype", "W": "*dtype", "RSTD": "*fp32", "PARTIALS": "*fp32", "dx_stride": "i64",
+                "dy_stride": "i64", "x_stride": "i64", "scale_stride": "i64", "n_rows": "i64",
+                "n_cols": "i32", "offset": "fp32", "scale_kind": "i32", "weight_kind": "i32",
+                "store_dx": "i32", "dscale_kind": "i32", "dshift_kind": "i32", "store_partials": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "DX",
-                "DSCALE",
-                "DSHIFT",
-                "DY",
-                "X",
-                "SCALE",
-                "W",
-                "PARTIALS",
-                "dx_stride",
-                "dy_stride",
-                "x_stride",
-                "scale_stride",
-                "n_cols",
+                "DX", "DSCALE", "DSHIFT", "DY", "X", "SCALE", "W", "PARTIALS", "dx_stride", "dy_stride",
+                "x_stride", "scale_stride", "n_cols",
             ],
             "forms": {
                 "long": {
@@ -235,7 +155,7 @@ DECLARATION = {
             },
         },
     },
-}
+}  # fmt: skip
 
 
 @triton.jit
@@ -343,6 +263,34 @@ def backward_long(
         rows_per_group, rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
         ROWS, BLOCK,
     )  # fmt: skip
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, X, SCALE, W, RSTD, NORMAL, PLAIN, dx_stride, dy_stride, x_stride, scale_stride, n_cols, rows_per_group,
+    rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """``backward_part`` for long rows, held in shared memory: see ``norm_ring``. A part is every ``parts``-th row of a
+    group: with a step that is known, addresses would take twice the registers."""
+    layout: gl.constexpr = ring_layout(gl.num_warps())
+    program = gl.program_id(0).to(gl.int64)
+    group = (gl.program_id(0) // parts).to(gl.int64)
+    first = group * rows_per_group + gl.program_id(0) % parts
+    last = (group + 1) * rows_per_group
+    ms = ()
+    for i in gl.static_range(2 * PIECES):
+        cols = columns_of(i, BLOCK, layout)
+        mask = cols < n_cols
+        scale = load_vector(SCALE, cols, mask, scale_kind, group * scale_stride)
+        w = load_vector(W, cols, mask, weight_kind) + offset
+        ms += (gl.where(mask, (1.0 + scale) * w, 0.0),)
+    normals, plains = walk_ring(
+        DX, DY, X, RSTD, ms, dx_stride, dy_stride, x_stride, first, last, parts.to(gl.int64), n_cols, store_dx, False,
+        PIECES, BLOCK, STAGES, layout,
+    )  # fmt: skip
+    store_halves(NORMAL + program * n_cols, normals, n_cols, store_normal, PIECES, BLOCK)
+    store_halves(PLAIN + program * n_cols, plains, n_cols, store_plain, PIECES, BLOCK)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
 from tests import executed, storages
 from tests.amd_emulator import Memory, Program
+from tests.gluon_interpreter import interpreted
 from tests.interpreter import interpret
 
 AnyOp = TypeVar("AnyOp", bound=Op)
@@ -61,7 +62,7 @@ class InterpreterDriver:
         kernel_name, form_name, *_ = variant.name.split("-")
         kernel = self._kernels[kernel_name]
         form = kernel.forms[form_name]
-        function = getattr(self._module, form.function)
+        function = interpreted(getattr(self._module, form.function))
         key = next(
             k
             for k, e in self._manifest.kernels[kernel_name].tables.items()

@@ -41,6 +41,8 @@ class TestGroupNorm(OpTests):
         Case((2, 70, 3, 3), BF16, channels_last=True, num_groups=35, shift=1),
         Case((2, 6, 4, 8), BF16, gap=8),
         Case((3, 21, 2, 2), FP32, channels_last=True, num_groups=7, gap=3),
+        Case((4, 84, 4, 4), BF16, offset=3.0),  # more channels a group than a program of the ring holds
+        Case((4, 10, 48), FP16, weight=None),
     )
     empty = (Case((0, 4, 3, 3), BF16), Case((2, 4, 0), FP32), Case((0, 4, 3, 3), FP16, channels_last=True))
     large = tuple(

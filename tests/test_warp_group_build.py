@@ -65,6 +65,7 @@ MISTAKES = {
     "an unknown axis": ({'"Y": "*dtype"': '"Y": "kind[1, 64]"'}, r"argument Y: unknown type 'kind\[1, 64\]'"),
     "an unknown constant": ({'"*weight"': '"weight[ROWS, 64]"'}, "form staged: 'ROWS' is none of its constants"),
     "an unknown language": ({'"axes"': '"language": "cuda", "axes"'}, "language must be one of triton, gluon"),
+    "an unknown language of a form": ({'"function"': '"language": "c", "function"'}, "one of triton, gluon, found 'c'"),
     "like nothing": ({'"axes"': '"like": "other", "axes"'}, "kernel scale: like: no kernel 'other' before it"),
 }  # fmt: skip
 

@@ -302,6 +302,8 @@ def _find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> 
         loaded = kernel((dtype, aligned), n)
         if aligned and not shape.aligned(_width(loaded, shape)):
             loaded = kernel((dtype, aligned := False), n)
+        while way == "backward" and shape.channels // shape.groups > _most_channels(loaded):
+            loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
         if _shares(on, loaded, shape):
             loaded = kernel((dtype, aligned), LONGEST)
         if len(on.plans) >= REMEMBERED:
@@ -329,8 +331,9 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     extent = shape.spatial * (width if way == "forward" and not shape.last else 1)
     step = loaded.rows if shape.last else loaded.block
     split, length, resident = 1, extent, units
-    if numbers.get("split", 1) > 1:
+    if "programs_per_multiprocessor" in numbers:
         resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
+    if numbers.get("split", 1) > 1:
         elements, most = width * shape.spatial, min(numbers["split"], -(-extent // step), resident)
         split = split_of(units, elements, min(most, -(-elements // _longest(loaded))), most, resident)
         length = (-(-extent // split) + 15) & -16
@@ -358,6 +361,11 @@ def split_of(units: int, elements: int, least: int, most: int, resident: int) ->
 def _longest(loaded: Loaded) -> int:
     """Elements that a program may take at most where others may share with it; 0: no bound."""
     return int(loaded.numbers["tiles"]) * loaded.rows * loaded.block
+
+
+def _most_channels(loaded: Loaded) -> int:
+    """Of a group that a program holds in registers; others have no bound."""
+    return int(loaded.numbers["pieces"]) * loaded.rows if "pieces" in loaded.numbers else LONGEST
 
 
 def _width(loaded: Loaded, shape: Shape) -> int:

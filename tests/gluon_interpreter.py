@@ -1,0 +1,126 @@
+"""Gluon device functions on Triton's interpreter, which knows none: as far as ``csrc_triton.norm_ring`` needs it.
+
+Layouts are left out, as they change no value. A block of shared memory holds garbage until it is written, and one that
+is being copied to until the copy has been waited for: a wait that comes too late, or not at all, shows.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+
+class _Block:
+    """A row of shared memory."""
+
+    def __init__(self, dtype: Any, shape: list[Any]) -> None:
+        import triton.language as tl
+
+        garbage = -7 if dtype.is_int() else float("nan")
+        self.value = tl.full([int(n) for n in shape], garbage, dtype)
+
+    def load(self, layout: Any) -> Any:
+        return self.value
+
+    def store(self, value: Any) -> None:
+        self.value = value
+
+
+class _Memory:
+    def __init__(self, dtype: Any, shape: list[Any], layout: Any) -> None:
+        self.blocks = [_Block(dtype, shape[1:]) for _ in range(int(shape[0]))]
+
+    def index(self, i: Any) -> _Block:
+        return self.blocks[operator.index(i)]
+
+
+class _Gluon:
+    """``gluon.language``: Triton's own, and what it has beside."""
+
+    def __getattr__(self, name: str) -> Any:
+        import triton.language as tl
+
+        return (lambda *arguments: None) if name.endswith("Layout") else getattr(tl, name)
+
+    def arange(self, start: Any, end: Any, layout: Any = None) -> Any:
+        import triton.language as tl
+
+        return tl.arange(start, end)
+
+    def zeros(self, shape: Any, dtype: Any, layout: Any = None) -> Any:
+        import triton.language as tl
+
+        return tl.zeros(shape, dtype)
+
+    def static_range(self, end: Any) -> Any:
+        import triton.language as tl
+
+        return [tl.constexpr(i) for i in range(int(end))]
+
+    def num_warps(self) -> int:
+        return 4
+
+    def convert_layout(self, value: Any, layout: Any) -> Any:
+        return value
+
+    def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> _Memory:
+        return _Memory(dtype, shape, layout)
+
+
+class _AsyncCopy:
+    """``async_copy``: copies in groups, each carried out when it is waited for. One program at a time."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.groups: list[list[Any]] = []
+
+    def async_copy_global_to_shared(self, block: _Block, pointer: Any, mask: Any) -> None:
+        block.__init__(pointer.dtype.element_ty, list(pointer.shape))  # type: ignore[misc]
+        self.asked.append((block, pointer, mask))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.asked)
+        self.asked = []
+
+    def wait_group(self, outstanding: Any) -> None:
+        import triton.language as tl
+
+        while len(self.groups) > int(outstanding):
+            for block, pointer, mask in self.groups.pop(0):
+                block.store(tl.load(pointer, mask=mask, other=0))
+
+
+def interpreted(function: Any) -> Any:
+    """A Gluon function, and with it those that it calls, as the interpreter takes it; any other as it is."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if not isinstance(function, GluonJITFunction):
+        return function
+    if function.fn in _interpreted:
+        return _interpreted[function.fn]
+    stand_ins = _stand_ins()
+    known: dict[str, Any] = {}
+    found = FunctionType(function.fn.__code__, known, function.fn.__name__)
+    for name in function.fn.__code__.co_names:
+        if name not in function.fn.__globals__:
+            continue  # an attribute, or a builtin
+        value = function.fn.__globals__[name]
+        if isinstance(value, ModuleType) and value.__name__ in stand_ins:
+            known[name] = stand_ins[value.__name__]
+        else:
+            known[name] = interpreted(value) if isinstance(value, GluonJITFunction) else value
+    return _interpreted.setdefault(function.fn, InterpretedFunction(found))
+
+
+_interpreted: dict[Any, Any] = {}  # by the Python function: a Gluon one's hash is that of all it calls
+
+
+@cache
+def _stand_ins() -> dict[str, Any]:
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+    return {language.__name__: _Gluon(), async_copy.__name__: _AsyncCopy()}
