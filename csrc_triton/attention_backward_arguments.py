@@ -129,6 +129,7 @@ GROUPS = {
         "LSE2": "fp32[1, 1, 1, BLOCK_M]",
         "DELTA": "fp32[1, 1, 1, BLOCK_M]",
         "DQ32": "*fp32",
+        "TURNS": "*i32",
         "scale": "fp32",
         "tiles_a_head": "i32",
         "kv_heads": "i32",

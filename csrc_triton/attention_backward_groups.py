@@ -74,22 +74,28 @@ class KeyTile:
     batch: gl.tensor
     kv_head: gl.tensor
     head: gl.tensor  # the first query head
+    turn: gl.tensor  # how many programs of the head come before
     key: gl.tensor
     row: gl.tensor  # the first, at the start of a block
     rows: gl.tensor  # of a head, whole blocks
     steps: gl.tensor  # blocks of rows of all heads
 
     @gluon.constexpr_function
-    def __init__(self, batch, kv_head, head, key, row, rows, steps):
-        self.batch, self.kv_head, self.head, self.key = batch, kv_head, head, key
+    def __init__(self, batch, kv_head, head, turn, key, row, rows, steps):
+        self.batch, self.kv_head, self.head, self.turn, self.key = batch, kv_head, head, turn, key
         self.row, self.rows, self.steps = row, rows, steps
 
 
 @gluon.jit
-def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z):
-    """This block's. The first keys, which most rows see, come first. At least one block of rows sees a key."""
+def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, ordered, z):
+    """This block's. The first keys, which most rows see, come first; the last where dQ is ordered. At least one block
+    of rows sees a key."""
     both = gl.program_id(0) // tiles_a_head
-    key = (gl.program_id(0) - both * tiles_a_head) * (GROUPS * KEYS)
+    turn = gl.program_id(0) - both * tiles_a_head
+    tile = turn
+    if z.BOUNDED:
+        tile = gl.where(ordered, tiles_a_head - 1 - turn, turn)
+    key = tile * (GROUPS * KEYS)
     batch = both // kv_heads
     kv_head = both - batch * kv_heads
     first = 0
@@ -97,22 +103,23 @@ def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z):
         first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
     blocks = (len_q + z.BLOCK_M - 1) // z.BLOCK_M - first
     return KeyTile(
-        batch, kv_head, kv_head * ratio, key, first * z.BLOCK_M, blocks * z.BLOCK_M, ratio * blocks
+        batch, kv_head, kv_head * ratio, turn, key, first * z.BLOCK_M, blocks * z.BLOCK_M, ratio * blocks
     )
 
 
 # What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill.
-BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, NOTES = (gl.constexpr(i) for i in range(6))
+BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, ORDERED, NOTES = (gl.constexpr(i) for i in range(7))
 
 
 @gluon.jit
-def write_notes(tile, right, len_k):
+def write_notes(tile, right, len_k, ordered):
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], mbarrier.MBarrierLayout())
     _write(notes, BATCH, tile.batch)
     _write(notes, KV_HEAD, tile.kv_head)
     _write(notes, KEY, tile.key)
     _write(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
     _write(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
+    _write(notes, ORDERED, ordered.to(gl.int32))
     return notes
 
 

@@ -34,6 +34,7 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
+from csrc_triton.attention_backward_order import keep_order, order_barriers
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
@@ -177,7 +178,7 @@ def sink_sums(DSINKS, SINKS, LSE2, DELTA, batch, heads, padded, BLOCK: tl.conste
 
 @gluon.jit
 def backward_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr,
     DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
     BOUNDED: gl.constexpr,
@@ -189,8 +190,9 @@ def backward_groups(
     """
     gl.static_assert(WARP_GROUPS == 2)
     z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
-    notes = write_notes(tile, right, len_k)
+    ordered = TURNS.to(gl.int64) != 0
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, ordered, z)
+    notes = write_notes(tile, right, len_k, ordered)
     k = tile_ring(K, 2, 1, z)
     v = tile_ring(V, 2, 1, z)
     q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
@@ -199,17 +201,19 @@ def backward_groups(
     lse = sums_ring(LSE2, Q_STAGES)
     delta = sums_ring(DELTA, DY_STAGES)
     ds_full = barriers(DS_SLOTS, 2)
+    order = order_barriers()
     heads = kv_heads * ratio
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
     gl.warp_specialize(
         [
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, 0)),
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, 1)),
+            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale, 0)),
+            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale, 1)),
             (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+            (keep_order, (z, tile, TURNS, order, heads, padded, right)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
     )  # fmt: skip
 
 
