@@ -22,6 +22,7 @@ from csrc_triton.attention_backward_groups import (
     ORDERED,
     noted,
 )
+from csrc_triton.attention_backward_order import begin_turn, end_turn
 
 DS_SLOTS = gl.constexpr(4)  # of dS; with four no barrier must say that one is free: see ``step``
 SLAB_BYTES = gl.constexpr(2048)  # eight columns of 64 rows of dQ in float32
@@ -82,13 +83,11 @@ def add_dq(to, dq):
 
 @gluon.jit
 def add_in_turn(to, dq, j, notes, order):
-    """``add_dq`` for the j-th block; where dQ is ordered, when it is this block's turn."""
-    if noted(notes, ORDERED) != 0:
-        mbarrier.wait(order.turn.index(0), j & 1)
+    """``add_dq`` for the j-th block of rows, at this block's turn where dQ is ordered."""
+    ordered = noted(notes, ORDERED) != 0
+    begin_turn(ordered, j, order)
     add_dq(to, dq)
-    if noted(notes, ORDERED) != 0:
-        gl.thread_barrier()  # of the group: all its threads have added
-        mbarrier.arrive(order.added.index(0), count=1)
+    end_turn(ordered, order)
 
 
 @gluon.jit

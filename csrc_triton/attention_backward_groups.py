@@ -74,15 +74,17 @@ class KeyTile:
     batch: gl.tensor
     kv_head: gl.tensor
     head: gl.tensor  # the first query head
-    turn: gl.tensor  # how many programs of the head come before
+    turn: gl.tensor  # how many programs of the head come before; see ``attention_backward_order``
+    alone: gl.tensor  # rows before this one they do not see
     key: gl.tensor
     row: gl.tensor  # the first, at the start of a block
     rows: gl.tensor  # of a head, whole blocks
     steps: gl.tensor  # blocks of rows of all heads
 
     @gluon.constexpr_function
-    def __init__(self, batch, kv_head, head, turn, key, row, rows, steps):
-        self.batch, self.kv_head, self.head, self.turn, self.key = batch, kv_head, head, turn, key
+    def __init__(self, batch, kv_head, head, turn, alone, key, row, rows, steps):
+        self.batch, self.kv_head, self.head, self.key = batch, kv_head, head, key
+        self.turn, self.alone = turn, alone
         self.row, self.rows, self.steps = row, rows, steps
 
 
@@ -99,11 +101,21 @@ def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, ordered, z):
     batch = both // kv_heads
     kv_head = both - batch * kv_heads
     first = 0
+    alone = 0
     if z.BOUNDED:
         first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
+        alone = gl.maximum(key + GROUPS * KEYS - right + 1, 0) // z.BLOCK_M * z.BLOCK_M
     blocks = (len_q + z.BLOCK_M - 1) // z.BLOCK_M - first
     return KeyTile(
-        batch, kv_head, kv_head * ratio, turn, key, first * z.BLOCK_M, blocks * z.BLOCK_M, ratio * blocks
+        batch,
+        kv_head,
+        kv_head * ratio,
+        turn,
+        alone,
+        key,
+        first * z.BLOCK_M,
+        blocks * z.BLOCK_M,
+        ratio * blocks,
     )
 
 

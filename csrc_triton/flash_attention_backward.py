@@ -201,16 +201,18 @@ def backward_groups(
     lse = sums_ring(LSE2, Q_STAGES)
     delta = sums_ring(DELTA, DY_STAGES)
     ds_full = barriers(DS_SLOTS, 2)
-    order = order_barriers()
+    order = order_barriers(WARP_GROUPS)
     heads = kv_heads * ratio
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
     gl.warp_specialize(
         [
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale, 0)),
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale, 1)),
+            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
+                       0)),
+            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
+                       1)),
             (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-            (keep_order, (z, tile, TURNS, order, heads, padded, right)),
+            (keep_order, (z, tile, TURNS, order, heads, padded)),
         ],
         [4, 1, 1],
         [REGISTERS, 24, 24],
