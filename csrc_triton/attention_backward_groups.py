@@ -7,8 +7,9 @@ transposed, so that P^T and dS^T stay register operands:
     S^T = K Q^T,  dP^T = V dY^T,  dV += P^T dY,  dK += dS^T Q
 
 Only dQ = dS K needs both groups' dS: each stores its part to shared memory and computes half of the tile of dQ, one
-block late, so that the groups need not meet in every block. dQ is added to float32 in global memory (``add_dq``), which
-is why its last bits vary from run to run; dK and dV do not.
+block late, so that the groups need not meet in every block. dQ is added to float32 in global memory (``add_dq``), in
+any order, so that its last bits vary from run to run, or where a call asks for it in a fixed one
+(``attention_backward_order``). dK and dV do not vary.
 
 What else is chosen, and what ptxas (Triton 3.6.0) forces:
 
@@ -106,17 +107,9 @@ def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, ordered, z):
         first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
         alone = gl.maximum(key + GROUPS * KEYS - right + 1, 0) // z.BLOCK_M * z.BLOCK_M
     blocks = (len_q + z.BLOCK_M - 1) // z.BLOCK_M - first
-    return KeyTile(
-        batch,
-        kv_head,
-        kv_head * ratio,
-        turn,
-        alone,
-        key,
-        first * z.BLOCK_M,
-        blocks * z.BLOCK_M,
-        ratio * blocks,
-    )
+    row = first * z.BLOCK_M
+    rows = blocks * z.BLOCK_M
+    return KeyTile(batch, kv_head, kv_head * ratio, turn, alone, key, row, rows, ratio * blocks)
 
 
 # What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill.

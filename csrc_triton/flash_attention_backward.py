@@ -183,7 +183,8 @@ def backward_groups(
     DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups and a producer warp.
+    """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups, a producer warp and one that
+    keeps the order in which blocks add to dQ, where there are TURNS (``keep_order``).
 
     The tensor maps are over (batch, head, row, column), those of LSE2 and DELTA over (batch, head, 1, row). DQ32 is
     [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED.

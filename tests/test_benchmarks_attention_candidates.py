@@ -65,7 +65,7 @@ def shapes(p: Problem) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "tiles", "nan", "order", "ordered"])
 def test_checks_notice(wrong: str) -> None:
-    """The reference passes; gradients that are off, vary or are not written, in order, too, and other kernels do not."""
+    """The reference passes; gradients that are off, vary or are not written, in order, too, and other kernels don't."""
     backward = liger_aot.load("flash_attention_backward")
     calls: list[int] = []
 

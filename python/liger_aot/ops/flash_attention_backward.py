@@ -25,9 +25,9 @@ class FlashAttentionBackward(Op):
 
     The gradients of ``o, lse = flash_attention(q, k, v, ..., return_lse=True)``. Each of dk and dv is summed by one
     program in a fixed order, over the query heads that share a key's head, too. So is dq, but where a pack has kernels
-    by warp groups for the call (sm90; ``explain`` says so): those add it up in float32 in memory, in any order unless
-    the call is deterministic, and its last bits vary from run to run. Memory beside the results: two float32 a query
-    and head; by warp groups dq in float32, too.
+    by warp groups for the call (sm90; ``explain`` says so): those add it up in float32 in memory, and unless the call
+    is deterministic its last bits vary from run to run. Memory beside the results: two float32 a query and head; by
+    warp groups dq in float32, too.
 
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
