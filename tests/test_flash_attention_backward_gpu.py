@@ -123,7 +123,7 @@ REPEATED = [
 ]
 
 
-@pytest.mark.parametrize("problem", REPEATED, ids=str)
+@pytest.mark.parametrize("problem", REPEATED)
 def test_the_same_bits(op: FlashAttention, problem: Problem) -> None:
     """On several streams, after each other and beside each other, when blocks of other calls lie between."""
     wanted = gradients(op, problem)
@@ -140,7 +140,7 @@ def test_the_same_bits(op: FlashAttention, problem: Problem) -> None:
         assert all(same(each, wanted) for each in found)
 
 
-@pytest.mark.parametrize("problem", REPEATED, ids=str)
+@pytest.mark.parametrize("problem", REPEATED)
 def test_the_order_is_all_that_differs(op: FlashAttention, problem: Problem) -> None:
     assert same(gradients(op, problem, deterministic=False), gradients(op, problem), deterministic=False)
 
