@@ -132,6 +132,7 @@ GROUPS = {
         "TURNS": "*i32",
         "scale": "fp32",
         "tiles_a_head": "i32",
+        "section": "i32",
         "kv_heads": "i32",
         "ratio": "i32",
         "padded": "i32",

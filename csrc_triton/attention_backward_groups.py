@@ -90,11 +90,13 @@ class KeyTile:
 
 
 @gluon.jit
-def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, ordered, z):
-    """This block's. The first keys, which most rows see, come first; the last where dQ is ordered. At least one block
-    of rows sees a key."""
-    both = gl.program_id(0) // tiles_a_head
-    turn = gl.program_id(0) - both * tiles_a_head
+def tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z):
+    """This block's. Heads of K take turns, ``section`` of them at a time. The first keys, which most rows see, come
+    first; the last where dQ is ordered. At least one block of rows sees a key."""
+    before = gl.program_id(0) // (section * tiles_a_head) * section  # heads of all batches in sections before
+    width = gl.minimum(section, gl.num_programs(0) // tiles_a_head - before)
+    turn = (gl.program_id(0) - before * tiles_a_head) // width
+    both = gl.program_id(0) - before * tiles_a_head - turn * width + before
     tile = turn
     if z.BOUNDED:
         tile = gl.where(ordered, tiles_a_head - 1 - turn, turn)

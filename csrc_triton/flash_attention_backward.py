@@ -178,8 +178,8 @@ def sink_sums(DSINKS, SINKS, LSE2, DELTA, batch, heads, padded, BLOCK: tl.conste
 
 @gluon.jit
 def backward_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    BLOCK_M: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, scale, tiles_a_head, section, kv_heads, ratio, padded, len_q,
+    len_k, right, BLOCK_M: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr,
     DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -192,7 +192,7 @@ def backward_groups(
     gl.static_assert(WARP_GROUPS == 2)
     z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
     ordered = TURNS.to(gl.int64) != 0
-    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, ordered, z)
+    tile = tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z)
     notes = write_notes(tile, right, len_k, ordered)
     k = tile_ring(K, 2, 1, z)
     v = tile_ring(V, 2, 1, z)

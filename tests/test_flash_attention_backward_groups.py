@@ -54,7 +54,7 @@ def test_a_profile_must_name_them(tmp_path: Path) -> None:
     assert groups | {f"{BACKWARD}_finish"} <= set(plan.kernels)
     for name in groups:
         kernel = plan.kernels[name]
-        assert kernel.kernel.signature() == "44444444" + "ppf" + 7 * "i"
+        assert kernel.kernel.signature() == "44444444" + "ppf" + 8 * "i"
         for variant in kernel.variants.values():
             c = variant.constants
             assert c["D1"] + c["D2"] == int(re.findall(r"\d+", name)[0])
@@ -164,7 +164,7 @@ def test_maps_grids_and_numbers(pack: Pack, layout: str) -> None:
     for at, found in zip((lse2, delta), arguments[6:8], strict=True):
         assert found == (at, "fp32", (2, 6, 1, padded), strides, (1, 1, 1, 64), 0)
     sums, turns, *numbers = arguments[8:]
-    assert turns is None and numbers == [0.5 * LOG2_E, 12, 2, 3, padded, 1000, 1500, 501]
+    assert turns is None and numbers == [0.5 * LOG2_E, 12, 1, 2, 3, padded, 1000, 1500, 501]
     x, y, z, _, from_sums, *rest = launches["finish"]
     assert (x, y, z) == (2 * 6 * padded // 64 * 3, 1, 1) and from_sums == sums
     rows = (1000 * 6 * 80, 80, 6 * 80) if layout == "bshd" else (1000 * 6 * 80, 1000 * 80, 80)

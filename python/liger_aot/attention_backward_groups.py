@@ -39,7 +39,20 @@ class GroupsProducts:
         scale, _ = scales_of(settings)
         right, _ = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
-        self._numbers = (scale, tiles, shape.kv_heads, ratio, padded, shape.len_q, shape.len_k, right)
+        # in order, heads take turns to start a block, as many as fit onto the GPU together: the blocks of one head then
+        # start one after the other, as they add to dQ
+        section = -(-on.multiprocessors // tiles) if ordered else 1
+        self._numbers = (
+            scale,
+            tiles,
+            section,
+            shape.kv_heads,
+            ratio,
+            padded,
+            shape.len_q,
+            shape.len_k,
+            right,
+        )
         dk = torch.empty(k.shape, dtype=k.dtype, device="meta")
         sums = torch.empty((shape.batch, shape.heads, 1, padded), dtype=torch.float32, device="meta")
         named = (("Q", q), ("K", k), ("V", v), ("DY", do), ("DK", dk), ("DV", dk))
