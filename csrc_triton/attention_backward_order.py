@@ -9,10 +9,10 @@ sees the rows, too. Both are of one head of K and walk their rows in the same or
 before: a GPU starts programs in the order of their numbers. So the first program of a head waits for nobody and ends;
 each next one meets only turns that are passed on sooner or later.
 
-The order is such that waits are few. Without a bound all programs begin with the first rows, so each starts to add a
-little after the one before; this is paid once, as a program that is started later finds the turns far ahead. With a
-bound a program begins at its diagonal. There the last keys go first: the first to add to a row is the program that sees
-it first, and at any moment each one adds to other rows. (The first keys first would leave most of them waiting.)
+The order is such that waits are few. Without a bound all programs begin with the first rows, where each waits for the
+one before. So several heads take turns to start programs (``tile_of_keys``), and a head's start one after the other.
+With a bound a program begins at its diagonal. There the last keys go first: the first to add to a row is the program
+that sees it first, and at any moment each one adds to other rows. (With the first keys first most would wait.)
 """
 
 from triton.experimental import gluon

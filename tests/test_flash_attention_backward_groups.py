@@ -26,7 +26,7 @@ from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
 from tests.conftest import built_pack
-from tests.drivers import InterpreterDriver, bound_op
+from tests.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
 from tests.pack_edits import add_kernels
 
 DIMS = (64, 96, 128)
@@ -224,13 +224,15 @@ def test_by_tiles(pack: Pack, name: str) -> None:
 
 
 def test_deterministic(pack: Pack) -> None:
-    """The same kernels with turns; what is for the tiles stays theirs."""
-    problem = Problem(1, 2, 1, 100, 200, 128, causal=True)
+    """The same kernels with turns, of as many heads together as have room; what is for the tiles stays theirs."""
+    problem = Problem(1, 2, 1, 100, 300, 128, causal=True)
 
     def in_order(**other: Any) -> bool:
         launches, _ = launched(pack, problem, **other)
         assert set(launches) == {"rows", "groups_128_causal", "finish"}
-        return launches["groups_128_causal"][3 + 9] is not None
+        turns, _, tiles, section = launches["groups_128_causal"][3 + 9 : 3 + 13]
+        assert tiles == 3 and section == (1 if turns is None else -(-MULTIPROCESSORS // 3))
+        return turns is not None
 
     assert in_order(deterministic=True) and not in_order()
     torch.use_deterministic_algorithms(True)
