@@ -114,7 +114,7 @@ def cases(kernel: str) -> list[Any]:
     if kernel.startswith(PACKED):
         return attention_trial_packed.cases(width)
     odd = {64: 40, 96: 72, 128: 104}[width]
-    causal = kernel.endswith("_causal")
+    causal = "_causal" in kernel
     shapes = [
         Problem(1, 1, 1, 128, 128, width),
         Problem(1, 1, 1, 512, 512, width),
@@ -143,14 +143,16 @@ def cases(kernel: str) -> list[Any]:
 # ---- In the process that works ----
 
 
-def bound(op_class: Any, folder: Path) -> tuple[Any, Any]:
-    """An op of a pack, and what it launches."""
+def bound(op_class: Any, folder: Path, by_groups: bool = True) -> tuple[Any, Any]:
+    """An op of a pack, with or without its kernels by warp groups, and what it launches."""
     from liger_aot.devices import gpu
     from liger_aot.manifest import Pack
     from liger_aot.runtime import GPUDriver, OpOn, Runtimes
 
     here = gpu(0)
     on = OpOn(Pack(folder).op(op_class.name), GPUDriver(here.shared_per_block), 0, here.multiprocessors)
+    if not by_groups:
+        on.kernels = {name: kernel for name, kernel in on.kernels.items() if "_groups" not in name}
     return op_class({op_class.name: Runtimes(op_class.name, {0: on})}), on
 
 
@@ -165,7 +167,9 @@ def check_all(folder: Path, jobs: Sequence[Job]) -> None:
             ways = attention_trial_packed.bound(folder)
             work = partial(attention_trial_packed.check, *ways)
         else:
-            work = partial(check, *bound(FlashAttentionBackward, folder))
+            tiles, _ = bound(FlashAttentionBackward, folder, by_groups=False)
+            op, on = bound(FlashAttentionBackward, folder)
+            work = partial(check, op, tiles, on)
         _answer(partial(work, kernel, cases(kernel)[case], allowed, case))
 
 
@@ -184,6 +188,7 @@ def _answer(work: Callable[[], Job]) -> None:
 
 def check(
     op: Any,
+    tiles: Any,
     on: Any,
     kernel: str,
     problem: Problem,
@@ -192,37 +197,47 @@ def check(
     device: str = "cuda",
 ) -> Job:
     """One case: errors against float64 as fractions of what is allowed, the same bits of dK and dV again, dQ again and
-    the tiles' gradients within roundings."""
+    the tiles' gradients within roundings. Of a kernel in order, dQ has the same bits again, and the other kernel's
+    gradients are within roundings."""
     q, k, v, sinks = problem.tensors(seed, device)
     o, lse = FlashAttention.reference(q, k, v, sinks, *problem.settings())
     o = o.contiguous()
     do = torch.randn_like(o)
     dlse = torch.randn_like(lse) if seed % 2 else None
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
+    in_order = kernel.endswith("_ordered")
 
-    def run(**other: Any) -> tuple[Tensor, ...]:
+    def run(op: Any = op, deterministic: bool = in_order) -> tuple[Tensor, ...]:
         held = [torch.full((t.numel() * 2,), math.nan, device=device) for t in (q, k, v, lse)]
         del held  # what is never written shows
-        found: tuple[Tensor, ...] = op(do, q, k, v, o, lse, dlse=dlse, **keywords, **other)
+        found: tuple[Tensor, ...] = op(
+            do, q, k, v, o, lse, dlse=dlse, deterministic=deterministic, **keywords
+        )
         return found
 
-    first, second, tiles = run(), run(), run(deterministic=True)
+    first, second = run(), run()
+    launched = {name.partition("-")[0] for name in on._loaded}
+    others = {"tiles": run(tiles)}
+    if in_order:
+        others["any order"] = run(deterministic=False)
     worst = gradient_errors(first, (q, k, v, sinks), do, dlse, problem, allowed, approximate=True)
     apart = [distance(a, b) for a, b in zip(first[:3], second[:3], strict=True)]
-    from_tiles = [distance(a, b) for a, b in zip(first[:3], tiles[:3], strict=True)]
     wrong = []
-    if not any(name.startswith(f"{kernel}-") for name in on._loaded):
+    if kernel not in launched:
         wrong.append(f"{', '.join(on._loaded)} were launched")
     if not max(worst.values()) <= 1:
         wrong.append(f"errors {worst}")
     if apart[1] or apart[2]:
         wrong.append(f"dk and dv differ from run to run by {apart[1]:.1e} and {apart[2]:.1e}")
     unit = 2.0**-8 if problem.dtype == BF16 else 2.0**-11
-    if not apart[0] <= unit:
+    if not apart[0] <= (0 if in_order else unit):
         wrong.append(f"dq differs from run to run by {apart[0]:.1e}")
-    if not max(from_tiles) <= 4 * unit:  # P, dS and the result are rounded, each in both
-        wrong.append(f"the tiles' gradients differ by {from_tiles}")
-    return {"wrong": "; ".join(wrong), "worst": worst, "again": apart, "tiles": from_tiles}
+    away = {}
+    for name, other in others.items():
+        away[name] = [distance(a, b) for a, b in zip(first[:3], other[:3], strict=True)]
+        if not max(away[name]) <= 4 * unit:  # P, dS and the result are rounded, each in both
+            wrong.append(f"gradients of {name} differ by {away[name]}")
+    return {"wrong": "; ".join(wrong), "worst": worst, "again": apart, **away}
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -240,7 +255,8 @@ def time_all(folder: Path, arch: str, direction: str, jobs: Sequence[Job]) -> No
         work = partial(time_packed, ways, attention_trial_packed.dense_of(packs[0]))
     else:
         op_class = FlashAttention if direction == "forward" else FlashAttentionBackward
-        work = partial(time, direction, {n: bound(op_class, pack)[0] for n, pack in packs.items()})
+        ops = {n: bound(op_class, pack)[0] for n, pack in packs.items()}
+        work = partial(time, direction, ops, bound(op_class, packs[0], by_groups=False)[0])
     for job in jobs:
         _answer(partial(work, job))
         torch.cuda.empty_cache()
@@ -256,15 +272,18 @@ def time_packed(ways: Mapping[int, Any], dense: Any, job: Job) -> Job:
     return speeds(runs, flops)
 
 
-def time(direction: str, ops: dict[int, Any], job: Job) -> Job:
-    """TFLOP/s at one point of each pack named, of the tiles and of cuDNN."""
+def time(direction: str, ops: dict[int, Any], tiles: Any, job: Job) -> Job:
+    """TFLOP/s at one point of each pack named, of a backward's deterministic calls, of the tiles and of cuDNN."""
     from .attention import BACKWARD_FLOPS, TOKENS, WIDTH
 
     dim, length, causal = job["dim"], job["length"], job["causal"]
     shape = (TOKENS // length, length, WIDTH // dim, dim)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(4))
-    make = _forward_runs if direction == "forward" else _backward_runs
-    runs = make({n: ops[n] for n in job["packs"]}, ops[0], q, k, v, do, causal)
+    named = {n: ops[n] for n in job["packs"]}
+    if direction == "forward":
+        runs = _forward_runs(named, q, k, v, causal)
+    else:
+        runs = _backward_runs(named, {n: ops[n] for n in job["ordered"]}, tiles, q, k, v, do, causal)
     flops = 4 * shape[0] * shape[2] * length**2 * dim / (2 if causal else 1)
     flops *= BACKWARD_FLOPS if direction == "backward" else 1
     return speeds(runs, dict.fromkeys(runs, flops))
@@ -293,15 +312,20 @@ def speeds(runs: dict[str, Callable[[], Any]], flops: Mapping[str, float], round
     }  # fmt: skip
 
 
-def _forward_runs(
-    ops: dict[int, Any], _: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool
-) -> dict[str, Any]:
+def _forward_runs(ops: dict[int, Any], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Any]:
     mine = {str(n): (lambda op=op: (op(q, k, v, causal=causal),)) for n, op in ops.items()}
     return {**mine, "cudnn": lambda: (_cudnn(q, k, v, causal),)}
 
 
 def _backward_runs(
-    ops: dict[int, Any], any_op: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool
+    ops: dict[int, Any],
+    ordered: dict[int, Any],
+    tiles: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    causal: bool,
 ) -> dict[str, Any]:
     from .attention import _backward
 
@@ -310,10 +334,15 @@ def _backward_runs(
     swapped = [t.transpose(1, 2) for t in (q, k, v)]
     o, lse, *_ = flash(*swapped, 0.0, causal, False, scale=q.shape[-1] ** -0.5)
     o, lse = o.transpose(1, 2), lse.contiguous()
-    mine = {str(n): (lambda op=op: op(do, q, k, v, o, lse, causal=causal)[:3]) for n, op in ops.items()}
+
+    def run(op: Any, **keywords: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = op(do, q, k, v, o, lse, causal=causal, **keywords)
+        return found[:3]
+
     return {
-        **mine,
-        "tiles": lambda: any_op(do, q, k, v, o, lse, causal=causal, deterministic=True)[:3],
+        **{str(n): partial(run, op) for n, op in ops.items()},
+        **{f"{n} ordered": partial(run, op, deterministic=True) for n, op in ordered.items()},
+        "tiles": partial(run, tiles),
         "cudnn": _backward(lambda: _cudnn(*leaves, causal), leaves, do),
     }
 

@@ -7,8 +7,9 @@ transposed, so that P^T and dS^T stay register operands:
     S^T = K Q^T,  dP^T = V dY^T,  dV += P^T dY,  dK += dS^T Q
 
 Only dQ = dS K needs both groups' dS: each stores its part to shared memory and computes half of the tile of dQ, one
-block late, so that the groups need not meet in every block. dQ is added to float32 in global memory (``add_dq``), which
-is why its last bits vary from run to run; dK and dV do not.
+block late, so that the groups need not meet in every block. dQ is added to float32 in global memory (``add_dq``), in
+any order, so that its last bits vary from run to run, or, by kernels of their own, in a fixed one
+(``attention_backward_order``). dK and dV do not vary.
 
 What else is chosen, and what ptxas (Triton 3.6.0) forces:
 
@@ -87,9 +88,15 @@ class KeyTile:
 
 @gluon.jit
 def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z):
-    """This block's. The first keys, which most rows see, come first. At least one block of rows sees a key."""
+    """This program's. The first keys, which most rows see, come first."""
     both = gl.program_id(0) // tiles_a_head
-    key = (gl.program_id(0) - both * tiles_a_head) * (GROUPS * KEYS)
+    return tile_at(both, gl.program_id(0) - both * tiles_a_head, kv_heads, ratio, len_q, right, z)
+
+
+@gluon.jit
+def tile_at(both, number, kv_heads, ratio, len_q, right, z):
+    """A tile of a head of K; ``both`` counts the heads of all batches. At least one block of rows sees a key."""
+    key = number * (GROUPS * KEYS)
     batch = both // kv_heads
     kv_head = both - batch * kv_heads
     first = 0

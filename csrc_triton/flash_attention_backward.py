@@ -19,6 +19,7 @@ from csrc_triton.attention_backward_arguments import (
     FINISH,
     GROUPS,
     GROUPS_CONSTANTS,
+    IN_ORDER,
     KEYS,
     QUERIES,
     ROWS,
@@ -34,6 +35,7 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
+from csrc_triton.attention_backward_order import keep_order, order_barriers, tile_in_order
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
@@ -41,6 +43,7 @@ from csrc_triton.attention_tiles import load_rows
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
 BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
+BY_GROUPS_IN_ORDER = {"function": "backward_groups_in_order", "constants": GROUPS_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -56,20 +59,38 @@ DECLARATION = {
         "flash_attention_backward_groups_64": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_64_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D64, "BOUNDED": 0}}},
+        },
         "flash_attention_backward_groups_64_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_64_causal_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D64, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_96": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_96_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D96, "BOUNDED": 0}}},
+        },
         "flash_attention_backward_groups_96_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_96_causal_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D96, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_128": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_128_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 0}}},
+        },
         "flash_attention_backward_groups_128_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_128_causal_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 1}}},
         },
         "flash_attention_backward_finish": FINISH,
     },
@@ -190,27 +211,74 @@ def backward_groups(
     gl.static_assert(WARP_GROUPS == 2)
     z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
     tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
+    by_groups(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, z,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_groups_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, TURNS,
+    section, BLOCK_M: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr,
+    DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_groups`` with one warp more, which keeps the order in which programs add to dQ: see ``keep_order``,
+    also for TURNS, and ``tile_in_order`` for ``section``."""
+    gl.static_assert(WARP_GROUPS == 2)
+    z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z)
+    by_groups(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, z,
+    )  # fmt: skip
+
+
+@gluon.jit
+def by_groups(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
+    REGISTERS: gl.constexpr, z,
+):  # fmt: skip
+    """Both of the above; TURNS are None where there is no order."""
     notes = write_notes(tile, right, len_k)
     k = tile_ring(K, 2, 1, z)
     v = tile_ring(V, 2, 1, z)
-    q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
-    dy = tile_ring(DY, DY_STAGES, DY_STAGES, z)
-    ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    lse = sums_ring(LSE2, Q_STAGES)
-    delta = sums_ring(DELTA, DY_STAGES)
+    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
+    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
+    ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, z.BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    lse = sums_ring(LSE2, z.Q_STAGES)
+    delta = sums_ring(DELTA, z.DY_STAGES)
     ds_full = barriers(DS_SLOTS, 2)
-    heads = kv_heads * ratio
-    fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
-    gl.warp_specialize(
-        [
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, 0)),
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, 1)),
-            (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+    if TURNS is None:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
+                           scale, 0)),
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
+                           scale, 1)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        order = order_barriers(2)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
+                           scale, 0)),
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
+                           scale, 1)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )  # fmt: skip
 
 
 @triton.jit

@@ -41,7 +41,12 @@ def test_a_process_that_hangs_is_killed() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", ["flash_attention_backward_groups_96", "flash_attention_backward_groups_64_causal"]
+    "kernel",
+    [
+        "flash_attention_backward_groups_96",
+        "flash_attention_backward_groups_64_causal",
+        "flash_attention_backward_groups_128_causal_ordered",
+    ],
 )
 def test_cases_are_the_kernels(kernel: str) -> None:
     """Each case of a kernel is one that the host would give it."""
@@ -52,9 +57,8 @@ def test_cases_are_the_kernels(kernel: str) -> None:
     for problem in attention_trial.cases(kernel):
         q, k = (torch.empty(s, device="meta") for s in shapes(problem))
         settings = bounded(shape_of(q, k, problem.layout), Settings(*problem.settings()))
-        assert groups_kernel(on, -(-problem.dim // 16) * 16, settings, (True, True, True, False)) == kernel, (
-            problem
-        )
+        dim, needed = -(-problem.dim // 16) * 16, (True, True, True, False)
+        assert groups_kernel(on, dim, settings, needed, kernel.endswith("_ordered")) == kernel, problem
 
 
 def shapes(p: Problem) -> list[tuple[int, ...]]:
@@ -63,9 +67,11 @@ def shapes(p: Problem) -> list[tuple[int, ...]]:
     return [(p.batch, *order(n, h), p.dim) for n, h in sizes]
 
 
-@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "nan"])
-def test_checks_notice(wrong: str) -> None:
-    """The reference passes; gradients that are off, vary or are not written, and another kernel do not."""
+@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "nan", "order", "apart"])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_checks_notice(wrong: str, in_order: bool) -> None:
+    """The reference passes; gradients that are off, vary or are not written, and another kernel do not. In order dq may
+    not vary by a bit, and all are near those of any order."""
     backward = liger_aot.load("flash_attention_backward")
     calls: list[int] = []
 
@@ -76,28 +82,37 @@ def test_checks_notice(wrong: str) -> None:
             dq = dq * 1.05
         if wrong == "vary" and len(calls) == 2:
             dk = dk * 1.01
+        assert keywords["deterministic"] == (in_order and len(calls) < 3)
+        if wrong == "order" and len(calls) == 2:
+            dq = dq.clone()
+            dq.view(torch.int16).view(-1)[5] += 1
+        if wrong == "apart" and len(calls) == 3:
+            dv = dv * 1.05
         if wrong == "nan":
             dv[0, -1] = torch.nan
         return dq, dk, dv, dsinks
 
-    kernel = "flash_attention_backward_groups_64_causal"
+    kernel = f"flash_attention_backward_groups_64_causal{'_ordered' if in_order else ''}"
     on = SimpleNamespace(_loaded={f"{'another' if wrong == 'launched' else kernel}-groups": None})
     problem = Problem(1, 2, 1, 30, 40, 64, causal=True, sinks=True)
-    found = attention_trial.check(op, on, kernel, problem, REFERENCE, 1, "cpu")
-    assert bool(found["wrong"]) == bool(wrong), found
+    found = attention_trial.check(op, backward, on, kernel, problem, REFERENCE, 1, "cpu")
+    assert bool(found["wrong"]) == (bool(wrong) and (in_order or wrong not in ("order", "apart"))), found
     assert {
         "": "",
         "scale": "errors",
         "vary": "from run to run",
         "launched": "were launched",
         "nan": "errors",
+        "order": "dq differs from run to run" if in_order else "",
+        "apart": "gradients of any order differ" if in_order else "",
     }[wrong] in found["wrong"]
 
 
 def test_winners() -> None:
     """By the mean over long lengths, where it is faster than the tiles; what was refused does not win."""
     name = "flash_attention_backward_groups_"
-    made = [("64", 0, None), ("64", 1, None), ("64_causal", 0, None), ("96", 0, "wrong"), ("128", 0, None)]
+    made = [("64", 0, None), ("64", 1, None), ("64_causal", 0, None), ("64_ordered", 0, None)]
+    made += [("96", 0, "wrong"), ("128", 0, None)]
     entries = [
         {
             "direction": "backward",
@@ -111,20 +126,20 @@ def test_winners() -> None:
     ]
 
     def line(dim: int, causal: bool, length: int, **tflops: float) -> dict[str, Any]:
-        found = {key.lstrip("p"): value for key, value in tflops.items()}
+        found = {key.lstrip("p").replace("_", " "): value for key, value in tflops.items()}
         return {"direction": "backward", "dim": dim, "causal": causal, "length": length, "tflops": found}
 
     lines = [
         line(64, False, 512, p0=900, p1=1, tiles=100),
         line(64, False, 2048, p0=120, p1=150, tiles=100),
-        line(64, False, 8192, p0=120, p1=150, tiles=100),
+        line(64, False, 8192, p0=120, p1=150, p0_ordered=110, tiles=100),
         line(64, True, 8192, p0=90, tiles=100),
         line(96, False, 8192, tiles=100),
         {"direction": "backward", "dim": 128, "causal": False, "length": 2048, "wrong": "no answer"},
         line(128, False, 8192, p0=200, tiles=100),
     ]
     chosen, reached = attention_candidates.winners(entries, lines)
-    assert reached == {name + "64": 1.5, name + "128": 2.0}
+    assert reached == {name + "64": 1.5, name + "128": 2.0, name + "64_ordered": 1.1}
     assert chosen[name + "64"][0][1]["number"] == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
 from tests.conftest import built_pack
-from tests.drivers import InterpreterDriver, bound_op
+from tests.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
+from tests.pack_edits import add_kernels
 
 DIMS = (64, 96, 128)
 
@@ -42,20 +44,24 @@ def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
 # ---- What is built ----
 
 
-def test_a_profile_must_name_them() -> None:
-    groups = {f"{BACKWARD}_groups_{dim}{kind}" for dim in DIMS for kind in ("", "_causal")}
+def test_a_profile_must_name_them(tmp_path: Path) -> None:
+    any_order = {f"{BACKWARD}_groups_{dim}{kind}" for dim in DIMS for kind in ("", "_causal")}
+    groups = any_order | {f"{name}_ordered" for name in any_order}
     for arch in ("sm80", "gfx90a", "gfx942"):
         _, (plan,) = make_plans(arch, (BACKWARD,))
         assert not groups & set(plan.kernels)
     _, (plan,) = make_plans("sm90", (BACKWARD,))
-    assert groups | {f"{BACKWARD}_finish"} <= set(plan.kernels)
+    assert any_order | {f"{BACKWARD}_finish"} <= set(plan.kernels)
+    _, plan = planned(tmp_path, 0)
+    assert groups <= set(plan.kernels)
     for name in groups:
         kernel = plan.kernels[name]
-        assert kernel.kernel.signature() == "44444444" + "pf" + 7 * "i"
+        in_order = name.endswith("_ordered")
+        assert kernel.kernel.signature() == "44444444" + "pf" + 7 * "i" + ("pi" if in_order else "")
         for variant in kernel.variants.values():
             c = variant.constants
             assert c["D1"] + c["D2"] == int(re.findall(r"\d+", name)[0])
-            assert c["BOUNDED"] == name.endswith("_causal")
+            assert c["BOUNDED"] == ("_causal" in name)
             assert variant.arguments["LSE2"] == f"tensordesc<fp32[1, 1, 1, {c['BLOCK_M']}]>"
 
 
@@ -109,9 +115,14 @@ class Recorder:
         return arguments
 
 
-@pytest.fixture
-def pack() -> Pack:
-    return built_pack("sm90")
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
+    """The built one. Kernels in order that its profile does not name are in its manifest, without binaries."""
+    folder = tmp_path_factory.mktemp("pack")
+    shutil.copytree(built_pack("sm90").folder, folder / "sm90")
+    _, plan = planned(folder, 0)
+    add_kernels(folder / "sm90" / f"{BACKWARD}.json", plan)
+    return Pack(folder / "sm90")
 
 
 def launched(
@@ -157,7 +168,11 @@ def test_maps_grids_and_numbers(pack: Pack, layout: str) -> None:
     assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
 
 
-def test_sums_are_zeros_of_whole_blocks(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_are_zeros_of_whole_blocks(
+    pack: Pack, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind them the turns, an int32 for each block of 128 rows."""
     made: list[Tensor] = []
     original = Tensor.new_zeros
 
@@ -166,11 +181,17 @@ def test_sums_are_zeros_of_whole_blocks(pack: Pack, monkeypatch: pytest.MonkeyPa
         return made[-1]
 
     monkeypatch.setattr(Tensor, "new_zeros", new_zeros)
-    launches, _ = launched(pack, Problem(1, 2, 1, 130, 70, 64))
-    (sums,) = made
-    assert launches["groups_64"][3 + 8] == sums.data_ptr()
-    assert sums.dtype == torch.float32 and sums.shape == (1, 2, 256, 64) and not sums.any()
-    assert launches["groups_64"][-1] == LONGEST  # no bound
+    launches, _ = launched(pack, Problem(1, 2, 1, 130, 70, 64), deterministic=deterministic)
+    (zeros,) = made
+    elements, turns = 2 * 256 * 64, 2 * 2 if deterministic else 0
+    assert zeros.dtype == torch.float32 and zeros.shape == (elements + turns,)
+    assert not zeros.view(torch.int32).any()
+    at = zeros.data_ptr()
+    arguments = launches["groups_64_ordered" if deterministic else "groups_64"][3:]
+    assert arguments[8] == launches["finish"][4] == at
+    assert arguments[16] == LONGEST  # no bound
+    # of heads of one tile each as many start together as there are multiprocessors
+    assert arguments[17:] == ((at + 4 * elements, MULTIPROCESSORS) if deterministic else ())
 
 
 GROUPS = {
@@ -200,15 +221,25 @@ def test_by_tiles(pack: Pack, name: str) -> None:
     assert set(launched(pack, TILES[name])[0]) == {"rows", f"keys{ending}", f"queries{ending}"}
 
 
-def test_deterministic(pack: Pack) -> None:
-    problem, tiles = Problem(1, 2, 1, 100, 200, 64), {"rows", "keys", "queries"}
-    assert set(launched(pack, problem, deterministic=True)[0]) == tiles
+@pytest.mark.parametrize("name", GROUPS)
+def test_deterministic(pack: Pack, name: str) -> None:
+    """The kernels in order; what is for the tiles stays theirs."""
+    problem, kernel = GROUPS[name]
+    sinks = {"sinks"} if problem.sinks else set()
+    in_order = {"rows", f"{kernel}_ordered", "finish"} | sinks
+    assert set(launched(pack, problem, deterministic=True)[0]) == in_order
     torch.use_deterministic_algorithms(True)
     try:
-        assert set(launched(pack, problem)[0]) == tiles
+        assert set(launched(pack, problem)[0]) == in_order
     finally:
         torch.use_deterministic_algorithms(False)
-    assert set(launched(pack, problem)[0]) == {"rows", "groups_64", "finish"}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_deterministic_by_tiles(pack: Pack, name: str) -> None:
+    ending = "_capped" if TILES[name].softcap else ""
+    kernels = {"rows", f"keys{ending}", f"queries{ending}"}
+    assert set(launched(pack, TILES[name], deterministic=True)[0]) == kernels
 
 
 def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
