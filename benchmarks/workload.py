@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,20 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
     """‖result - reference‖ / ‖reference‖ in fp64; infinite where the result is not finite."""
     difference = (result.detach().double() - reference).norm() / reference.norm()
     return float(difference) if bool(difference.isfinite()) else float("inf")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that torch.empty returns holds NaN: what is never written is no right result that lay there before."""
+    settings: Any = torch.utils.deterministic  # without type hints
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 def largest_error(results: Sequence[Tensor], references: Sequence[Tensor]) -> float:

@@ -292,9 +292,11 @@ class _Runner:
         self._copy = copy_calls(self._work.bytes, device, 1, 0)
 
     def error(self, op: Any) -> float:
-        from benchmarks.workload import largest_error
+        from benchmarks.workload import largest_error, poisoned
 
-        return largest_error(self._work.select(self._work.run(op)), self._reference)
+        with poisoned():
+            found = self._work.select(self._work.run(op))
+        return largest_error(found, self._reference)
 
     def time(self, op: Any) -> tuple[float, float]:
         """Median milliseconds, and the fraction of the copy of as many bytes timed around it."""

@@ -13,6 +13,7 @@ from random import SystemRandom
 import pytest
 import torch
 
+from benchmarks import workload
 from build_tools.paths import PACKS
 from liger_aot import pending
 from liger_aot.manifest import Pack
@@ -100,8 +101,5 @@ def nothing_pending() -> Iterator[None]:
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Memory that torch.empty returns holds NaN, so that what is never written shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before)
+    with workload.poisoned():
+        yield

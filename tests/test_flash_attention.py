@@ -239,9 +239,8 @@ def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if arch == "sm90":
         forward = [f"flash_attention_forward{kind}" for kind in ("", "_causal", "_short_96")]
         assert [(c.warp_groups, c.threads) for c in choices[:3]] == [(2, 384), (2, 384), (3, 512)]
-        backward += [
-            f"flash_attention_backward_{kind}" for kind in ("groups_96", "groups_96_causal", "finish")
-        ]
+        groups = [f"groups_96{kind}" for kind in ("", "_causal", "_ordered", "_causal_ordered")]
+        backward += [f"flash_attention_backward_{kind}" for kind in (*groups, "finish")]
     else:
         forward = ["flash_attention_forward_tiles"]
     assert [c.kernel for c in choices] == forward + backward
