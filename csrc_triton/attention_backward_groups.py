@@ -27,6 +27,7 @@ from csrc_triton.attention_groups import Ring, barriers
 
 GROUPS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a group
+TILE_KEYS = gl.constexpr(128)  # of a block
 
 
 @aggregate
@@ -86,10 +87,10 @@ class KeyTile:
 
 
 @gluon.jit
-def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z):
-    """This block's. The first keys, which most rows see, come first. At least one block of rows sees a key."""
+def tile_of_keys(keys: gl.constexpr, tiles_a_head, kv_heads, ratio, len_q, right, z):
+    """This block's ``keys``. The first, which most rows see, come first. At least one block of rows sees a key."""
     both = gl.program_id(0) // tiles_a_head
-    key = (gl.program_id(0) - both * tiles_a_head) * (GROUPS * KEYS)
+    key = (gl.program_id(0) - both * tiles_a_head) * keys
     batch = both // kv_heads
     kv_head = both - batch * kv_heads
     first = 0
@@ -158,9 +159,11 @@ def copy_rows(of, batch, head, row, full, to, slot, z):
 
 @gluon.jit
 def fetch_keys(of, tile, to, z):
+    """A tile's keys into all slots of a ring, 64 in each."""
+    slots: gl.constexpr = to.first.shape[0]
     full = to.full.index(0)
-    mbarrier.expect(full, GROUPS * KEYS * (z.D1 + z.D2) * 2)
-    for g in gl.static_range(GROUPS):
+    mbarrier.expect(full, slots * KEYS * (z.D1 + z.D2) * 2)
+    for g in gl.static_range(slots):
         copy_rows(of, tile.batch, tile.kv_head, tile.key + g * KEYS, full, to, g, z)
 
 

@@ -16,17 +16,21 @@ from csrc_triton.attention_backward_arguments import (
     D64,
     D96,
     D128,
+    D192,
+    D256,
     FINISH,
     GROUPS,
     GROUPS_CONSTANTS,
     KEYS,
     QUERIES,
+    ROLES_CONSTANTS,
     ROWS,
     SINKS,
     TILES_CONSTANTS,
 )
 from csrc_triton.attention_backward_consumer import DS_SLOTS, consume
 from csrc_triton.attention_backward_groups import (
+    TILE_KEYS,
     BackwardSizes,
     produce,
     sums_ring,
@@ -34,6 +38,8 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
+from csrc_triton.attention_backward_roles import ACCUMULATORS, make_dk, make_dq, make_dv
+from csrc_triton.attention_backward_roles import DS_SLOTS as ROLES_DS_SLOTS
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
@@ -41,6 +47,7 @@ from csrc_triton.attention_tiles import load_rows
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
 BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
+BY_ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -70,6 +77,18 @@ DECLARATION = {
         },
         "flash_attention_backward_groups_128_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_192": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 0}}},
+        },
+        "flash_attention_backward_groups_192_causal": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_256": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 0}}},
+        },
+        "flash_attention_backward_groups_256_causal": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 1}}},
         },
         "flash_attention_backward_finish": FINISH,
     },
@@ -189,7 +208,7 @@ def backward_groups(
     """
     gl.static_assert(WARP_GROUPS == 2)
     z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
+    tile = tile_of_keys(TILE_KEYS, tiles_a_head, kv_heads, ratio, len_q, right, z)
     notes = write_notes(tile, right, len_k)
     k = tile_ring(K, 2, 1, z)
     v = tile_ring(V, 2, 1, z)
@@ -211,6 +230,45 @@ def backward_groups(
         [4, 1],
         [REGISTERS, 24],
     )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """As ``backward_groups``, of 64 keys: three consumer groups with a role each and a producer warp."""
+    gl.static_assert(WARP_GROUPS == 3 and BLOCK_M == 64 and BLOCK_N == 64)
+    z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_of_keys(BLOCK_N, tiles_a_head, kv_heads, ratio, len_q, right, z)
+    notes = write_notes(tile, right, len_k)
+    k = tile_ring(K, 1, 1, z)
+    v = tile_ring(V, 1, 1, z)
+    q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
+    dy = tile_ring(DY, DY_STAGES, DY_STAGES, z)
+    p = gl.allocate_shared_memory(gl.float32, [BLOCK_N, BLOCK_M], ACCUMULATORS)
+    ds = gl.allocate_shared_memory(
+        Q.dtype, [ROLES_DS_SLOTS, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    lse = sums_ring(LSE2, Q_STAGES)
+    delta = sums_ring(DELTA, DY_STAGES)
+    p_full, p_free = barriers(1, 1), barriers(1, 1)
+    ds_full, ds_free = barriers(ROLES_DS_SLOTS, 1), barriers(ROLES_DS_SLOTS, 1)
+    heads = kv_heads * ratio
+    fence_async_shared()
+    # the tuples stay literal: through a variable, constants would turn into run-time values
+    gl.warp_specialize(
+        [
+            (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, p_full, p_free, scale)),
+            (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, p_full, p_free, ds, ds_full, ds_free, scale)),
+            (make_dq, (z, tile, DQ32, k, ds, ds_full, ds_free, padded, heads)),
+            (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+        ],
+        [4, 4, 1],
+        [REGISTERS, DQ_REGISTERS, 24],
+    )
 
 
 @triton.jit
