@@ -104,7 +104,7 @@ class CrossEntropyCases:
 
     def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
         """What is added: lse and logits in the loss; in the gradient the three terms of the formula, of which the first
-        has a power whose exponent is rounded at its own size."""
+        has a power whose exponent is rounded at its own size, and which is flushed to zero before it is multiplied."""
         logits, target, weight = exact.inputs.values()
         if not logits.numel():
             return {}
@@ -131,4 +131,4 @@ class CrossEntropyCases:
         terms = terms + (scale * s / n).unsqueeze(-1) * w
         terms = terms.scatter_add(-1, at.unsqueeze(-1), ((1 - s) * w_t * scale).unsqueeze(-1))
         terms = torch.where(kept.unsqueeze(-1), terms, 0.0)
-        return {"loss": {"magnitude": rows}, "dlogits": {"magnitude": terms}}
+        return {"loss": {"magnitude": rows}, "dlogits": {"magnitude": terms, "scale": 1 + a.unsqueeze(-1)}}

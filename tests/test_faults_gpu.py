@@ -14,8 +14,8 @@ import torch
 import liger_aot
 from liger_aot.errors import NotLoaded
 from liger_aot.ops.relu_squared import ReLUSquared
+from tests.children import environment
 from tests.op_gpu_tests import installed
-from tests.stand_in import ROOT
 from tests.test_loader_lifetime import in_child, reference_works
 
 pytestmark = pytest.mark.gpu
@@ -92,7 +92,6 @@ def test_the_interpreter_ends_cleanly() -> None:
         work()
         """
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "python")))}
     command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

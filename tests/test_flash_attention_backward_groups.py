@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from build_tools.compile import compile_variants
 from build_tools.errors import AuditError
 from build_tools.paths import PROFILES
 from build_tools.plan import Plan
-from build_tools.profile import read_profile
+from build_tools.profile import Profile, read_profile
 from liger_aot.attention import LOG2_E, LONGEST
 from liger_aot.manifest import Pack, Variant
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
@@ -27,30 +26,28 @@ from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
 from tests.conftest import built_pack
 from tests.drivers import InterpreterDriver, bound_op
-from tests.pack_edits import add_kernels
 
 DIMS = (64, 96, 128)
 
 
-def switched_on(folder: Path) -> Plan:
-    """The plan of a profile with the tables that `benchmarks.attention_candidates tables` prints at its end."""
-    shutil.copy(PROFILES / "sm90.toml", folder)
-    with (folder / "sm90.toml").open("a") as profile:
-        profile.write(tables("sm90", candidates("sm90", "backward")[0], "a test"))
-    _, (plan,) = make_plans("sm90", (BACKWARD,), Tree(profiles=folder))
-    return plan
+def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
+    """Of a profile with the candidates of that number."""
+    text = (PROFILES / "sm90.toml").read_text().partition(f"\n[kernel.{BACKWARD}_groups")[0]
+    text += tables("sm90", candidates("sm90", "backward")[number], "a test")
+    (folder / "sm90.toml").write_text(text)
+    profile, (plan,) = make_plans("sm90", (BACKWARD,), Tree(profiles=folder))
+    return profile, plan
 
 
 # ---- What is built ----
 
 
-def test_a_profile_must_name_them(tmp_path: Path) -> None:
-    """What nobody has run is in no profile; with the printed tables all is planned."""
+def test_a_profile_must_name_them() -> None:
     groups = {f"{BACKWARD}_groups_{dim}{kind}" for dim in DIMS for kind in ("", "_causal")}
-    for arch in ("sm80", "sm90", "gfx90a", "gfx942"):
+    for arch in ("sm80", "gfx90a", "gfx942"):
         _, (plan,) = make_plans(arch, (BACKWARD,))
         assert not groups & set(plan.kernels)
-    plan = switched_on(tmp_path)
+    _, (plan,) = make_plans("sm90", (BACKWARD,))
     assert groups | {f"{BACKWARD}_finish"} <= set(plan.kernels)
     for name in groups:
         kernel = plan.kernels[name]
@@ -68,10 +65,7 @@ def test_what_was_baked(tmp_path: Path, dim: int, ahead: bool) -> None:
     """Matrix instructions, register budgets, no local memory; at 64 without AHEAD a register too many is refused."""
     packs = candidates("sm90", "backward")
     number = next(i for i, p in enumerate(packs) if p[f"{BACKWARD}_groups_{dim}"][0][1]["ahead"] is ahead)
-    shutil.copy(PROFILES / "sm90.toml", tmp_path)
-    with (tmp_path / "sm90.toml").open("a") as profile:
-        profile.write(tables("sm90", packs[number], "a test"))
-    read, (plan,) = make_plans("sm90", (BACKWARD,), Tree(profiles=tmp_path))
+    read, plan = planned(tmp_path, number)
     variant = next(
         v for v in plan.variants if v.kernel == f"{BACKWARD}_groups_{dim}" and v.axes["dtype"] == "bf16"
     )
@@ -91,15 +85,6 @@ def test_what_was_baked(tmp_path: Path, dim: int, ahead: bool) -> None:
 
 
 # ---- What is launched ----
-
-
-def pretended(folder: Path) -> Pack:
-    """The built pack with the kernels by warp groups in its manifest; of their binaries there is nothing."""
-    plan = switched_on(folder)
-    shutil.copytree(built_pack("sm90").folder, folder / "sm90")
-
-    add_kernels(folder / "sm90" / f"{BACKWARD}.json", plan)
-    return Pack(folder / "sm90")
 
 
 class Recorder:
@@ -124,9 +109,9 @@ class Recorder:
         return arguments
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    return pretended(tmp_path_factory.mktemp("pack"))
+@pytest.fixture
+def pack() -> Pack:
+    return built_pack("sm90")
 
 
 def launched(
@@ -159,7 +144,7 @@ def test_maps_grids_and_numbers(pack: Pack, layout: str) -> None:
     # dim 72 is read as 80, from copies
     for t, found in zip((q, k, k, q, k, k), arguments[:6], strict=True):
         seen = torch.empty(*t.shape[:-1], 80).permute(order)
-        assert found[1:] == ("bf16", tuple(seen.shape), seen.stride(), (1, 1, 64, 32), 3)
+        assert found[1:] == ("bf16", tuple(seen.shape), seen.stride(), (1, 1, 64, 32), 2)
     strides = (6 * padded, padded, 16, 1)
     for at, found in zip((lse2, delta), arguments[6:8], strict=True):
         assert found == (at, "fp32", (2, 6, 1, padded), strides, (1, 1, 1, 64), 0)
@@ -260,9 +245,8 @@ def accumulators(rows: Tensor) -> Tensor:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("dim", "columns"), [(64, 64), (80, 96)])
-def test_finish(tmp_path: Path, dim: int, columns: int) -> None:
+def test_finish(pack: Pack, dim: int, columns: int) -> None:
     """Two heads of 100 rows in two tiles each, in a tensor whose rows lie apart."""
-    pack = pretended(tmp_path)
     on = OpOn(pack.op(BACKWARD), InterpreterDriver(BACKWARD, pack), -1, 2)
     loaded = on.kernels[f"{BACKWARD}_finish"]((FP16, True), dim)
     sums = torch.randn(2, 128, columns)
@@ -283,5 +267,4 @@ def test_candidates_are_written_once() -> None:
         for kernel in {k for p in packs for k in p}:
             rows = [json.dumps([problem.max_n, row]) for p in packs for problem, row in p.get(kernel, ())]
             assert len(set(rows)) == len(rows)
-    for direction in ("backward", "varlen"):
-        assert read_profile("sm90").tables.keys().isdisjoint(candidates("sm90", direction)[0])
+    assert read_profile("sm90").tables.keys().isdisjoint(candidates("sm90", "varlen")[0])

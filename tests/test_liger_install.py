@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +14,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 import liger_aot.liger
 from liger_aot.errors import LeftAlone
 from liger_aot.liger.functions import COVERED
+from tests.children import ROOT, environment
 
 MODELS = [
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "glm4",
@@ -30,12 +29,12 @@ def _installed() -> Iterator[None]:
     liger_aot.liger.install()
 
 
-def run(*arguments: str, **environment: str) -> str:
+def run(*arguments: str, **more: str) -> str:
     """What a fresh Python prints last."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(["python", "."]), **environment},
+        cwd=ROOT,
+        env=environment(**more),
         capture_output=True,
         text=True,
     )

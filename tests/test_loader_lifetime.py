@@ -24,8 +24,9 @@ from liger_aot import packs
 from liger_aot.errors import DriverError, NotLoaded
 from liger_aot.ops.column_sums import ColumnSums, launch
 from liger_aot.runtime import Runtimes
+from tests.children import environment
 from tests.pack_edits import edit, first_binary
-from tests.stand_in import ROOT, StandIn
+from tests.stand_in import StandIn
 
 pytest_plugins = ("tests.launcher_fixtures", "tests.pack_fixtures", "tests.stand_in_gpu")
 pytestmark = pytest.mark.usefixtures("stand_in_gpu")
@@ -226,11 +227,7 @@ def test_the_interpreter_ends_cleanly_with_loaded_ops(
         threading.Thread(target=for_ever, daemon=True).start()
         """
     )
-    environment = {
-        **os.environ,
-        "LIGER_AOT_PACKS": str(stand_in_gpu.parent),
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "python"))),
-    }
+    found = environment(LIGER_AOT_PACKS=str(stand_in_gpu.parent))
     command = [sys.executable, "-c", script, str(launcher_path), stand_in.path]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=found, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -95,7 +95,8 @@ class TestSelectiveLogSoftmax(OpTests):
         return y.gather(-1, columns).view(index.shape)
 
     def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
-        """The logarithm is of a sum whose greatest term is 1; a power's exponent is rounded. Gradients add up."""
+        """The logarithm is of a sum whose greatest term is 1; a power's exponent is rounded, and the power is flushed
+        to zero before it is multiplied. Gradients add up."""
         x, index, (dy,) = exact.inputs["logits"], exact.inputs["index"], exact.grads
         if not index.numel():
             return {}
@@ -105,10 +106,14 @@ class TestSelectiveLogSoftmax(OpTests):
         columns = index.long() if index.dim() == x.dim() else index.long().unsqueeze(-1)
         size = (shifted.abs() + total + 1).gather(-1, columns).view(index.shape)
         weights = dy.abs().reshape(columns.shape)
-        powers = (shifted - total).exp() * (2 + shifted.abs() + total) * weights.sum(-1, keepdim=True)
+        factor = weights.sum(-1, keepdim=True) / temperature
+        powers = (shifted - total).exp() * (2 + shifted.abs() + total) * factor
         return {
             "y": {"magnitude": size},
-            "dlogits": {"magnitude": powers.scatter_add(-1, columns, weights) / temperature},
+            "dlogits": {
+                "magnitude": powers.scatter_add(-1, columns, weights / temperature),
+                "scale": 1 + factor,
+            },
         }
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)

@@ -374,10 +374,10 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     """The binaries: as near to float64 on the CPU as the model was."""
     inputs = batch(name)
     model = tiny(name).to(dtype)
-    exact = step(
-        copy.deepcopy(model).double(),
-        {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()},
-    )
+    wide = copy.deepcopy(model).double()
+    if name == "qwen3_moe":
+        wide.set_experts_implementation("eager")  # not every torch has a grouped product of float64
+    exact = step(wide, {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()})
     model = model.cuda()
     inputs = {k: v.cuda() for k, v in inputs.items()}
     plain = step(model, inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="Transformers is not installed: make venv installs it")
 
-ROOT = Path(__file__).parents[1]
+from tests.children import ROOT, environment
+
 SMALL = ("--layers", "1", "--hidden", "256", "--prompt", "5", "--tokens", "4")
 
 
@@ -21,7 +21,7 @@ def serve(home: Path, *arguments: str) -> Any:
     home.chmod(0o555)
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "serve.py"), *SMALL, *arguments],
-        env={**os.environ, "HOME": str(home), "PATH": "", "PYTHONPATH": str(ROOT / "python")},
+        env=environment(HOME=str(home), PATH=""),
         capture_output=True,
         text=True,
     )
