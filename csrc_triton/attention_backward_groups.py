@@ -27,7 +27,6 @@ from csrc_triton.attention_groups import Ring, barriers
 
 GROUPS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a group
-TILE_KEYS = gl.constexpr(128)  # of a block
 
 
 @aggregate

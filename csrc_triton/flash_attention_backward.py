@@ -30,7 +30,6 @@ from csrc_triton.attention_backward_arguments import (
 )
 from csrc_triton.attention_backward_consumer import DS_SLOTS, consume
 from csrc_triton.attention_backward_groups import (
-    TILE_KEYS,
     BackwardSizes,
     produce,
     sums_ring,
@@ -38,8 +37,7 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
-from csrc_triton.attention_backward_roles import ACCUMULATORS, make_dk, make_dq, make_dv
-from csrc_triton.attention_backward_roles import DS_SLOTS as ROLES_DS_SLOTS
+from csrc_triton.attention_backward_roles import ACCUMULATORS, handed_tiles, make_dk, make_dq, make_dv
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
@@ -197,18 +195,18 @@ def sink_sums(DSINKS, SINKS, LSE2, DELTA, batch, heads, padded, BLOCK: tl.conste
 @gluon.jit
 def backward_groups(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    BLOCK_M: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr,
-    DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    BOUNDED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups and a producer warp.
 
     The tensor maps are over (batch, head, row, column), those of LSE2 and DELTA over (batch, head, 1, row). DQ32 is
     [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED.
     """
-    gl.static_assert(WARP_GROUPS == 2)
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
     z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    tile = tile_of_keys(TILE_KEYS, tiles_a_head, kv_heads, ratio, len_q, right, z)
+    tile = tile_of_keys(BLOCK_N, tiles_a_head, kv_heads, ratio, len_q, right, z)
     notes = write_notes(tile, right, len_k)
     k = tile_ring(K, 2, 1, z)
     v = tile_ring(V, 2, 1, z)
@@ -240,7 +238,7 @@ def backward_roles(
     DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """As ``backward_groups``, of 64 keys: three consumer groups with a role each and a producer warp."""
-    gl.static_assert(WARP_GROUPS == 3 and BLOCK_M == 64 and BLOCK_N == 64)
+    gl.static_assert(WARP_GROUPS == 3 and BLOCK_M == 64 and BLOCK_N == 64 and D2 > 0)
     z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
     tile = tile_of_keys(BLOCK_N, tiles_a_head, kv_heads, ratio, len_q, right, z)
     notes = write_notes(tile, right, len_k)
@@ -248,22 +246,18 @@ def backward_roles(
     v = tile_ring(V, 1, 1, z)
     q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
     dy = tile_ring(DY, DY_STAGES, DY_STAGES, z)
-    p = gl.allocate_shared_memory(gl.float32, [BLOCK_N, BLOCK_M], ACCUMULATORS)
-    ds = gl.allocate_shared_memory(
-        Q.dtype, [ROLES_DS_SLOTS, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2)
-    )
+    p = handed_tiles(gl.float32, 1, ACCUMULATORS, z)
+    ds = handed_tiles(Q.dtype, 2, gl.NVMMASharedLayout(128, 16, 2), z)
     lse = sums_ring(LSE2, Q_STAGES)
     delta = sums_ring(DELTA, DY_STAGES)
-    p_full, p_free = barriers(1, 1), barriers(1, 1)
-    ds_full, ds_free = barriers(ROLES_DS_SLOTS, 1), barriers(ROLES_DS_SLOTS, 1)
     heads = kv_heads * ratio
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
     gl.warp_specialize(
         [
-            (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, p_full, p_free, scale)),
-            (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, p_full, p_free, ds, ds_full, ds_free, scale)),
-            (make_dq, (z, tile, DQ32, k, ds, ds_full, ds_free, padded, heads)),
+            (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
+            (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
+            (make_dq, (z, tile, DQ32, k, ds, padded, heads)),
             (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
         ],
         [4, 4, 1],

@@ -11,7 +11,6 @@ from liger_aot.attention import Maps, Settings, bounds_of, checked_tiles, scales
 from liger_aot.attention_backward import KERNEL, padded_rows
 from liger_aot.runtime import OpOn
 
-TILE_KEYS = 128  # of a block, where its launch numbers do not say: 64 for each of two consumer groups
 TILE_ROWS = 64  # of float32 dQ, in the order of accumulators
 
 
@@ -29,7 +28,7 @@ class GroupsProducts:
         self._finish = on.kernels[f"{KERNEL}_finish"]((q.dtype, True), shape.dim)
         self._columns = columns = loaded.numbers["d1"] + loaded.numbers["d2"]
         self.padded = padded = padded_rows(shape, (row_block, loaded.numbers["block_m"], TILE_ROWS))
-        tiles = -(-shape.len_k // loaded.numbers.get("block_n", TILE_KEYS))
+        tiles = -(-shape.len_k // loaded.numbers["block_n"])
         self._programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
         scale, _ = scales_of(settings)
         right, _ = bounds_of(shape, settings)
