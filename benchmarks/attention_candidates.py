@@ -8,9 +8,10 @@
 each head dimension in a pack. Directions are the backward, the packed forward (varlen) and the forward, whose number 0
 is the profile as it is. ``measure`` first checks every kernel of the first two against float64 and against the tiles
 (``attention_trial``), in processes that are killed when a case takes too long: a kernel may wait forever. Then it times
-what passed, beside the tiles and cuDNN (the packed forward beside the dense one), and the forward with 2 and 3 warp
-groups. It writes results-<directions>.json and, as tables to add to the profile, the winners of those that the profile
-may lack: winners.toml. ``tables`` prints such tables of rows that nothing was measured of.
+what passed (the backward with dQ in order, too), beside the tiles and cuDNN (the packed forward beside the dense one),
+and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to the profile, the
+winners of those that the profile may lack: winners.toml. ``tables`` prints such tables of rows that nothing was
+measured of.
 """
 
 from __future__ import annotations

@@ -143,14 +143,16 @@ def cases(kernel: str) -> list[Any]:
 # ---- In the process that works ----
 
 
-def bound(op_class: Any, folder: Path) -> tuple[Any, Any]:
-    """An op of a pack, and what it launches."""
+def bound(op_class: Any, folder: Path, by_groups: bool = True) -> tuple[Any, Any]:
+    """An op of a pack, with or without its kernels by warp groups, and what it launches."""
     from liger_aot.devices import gpu
     from liger_aot.manifest import Pack
     from liger_aot.runtime import GPUDriver, OpOn, Runtimes
 
     here = gpu(0)
     on = OpOn(Pack(folder).op(op_class.name), GPUDriver(here.shared_per_block), 0, here.multiprocessors)
+    if not by_groups:
+        on.kernels = {name: kernel for name, kernel in on.kernels.items() if "_groups" not in name}
     return op_class({op_class.name: Runtimes(op_class.name, {0: on})}), on
 
 
@@ -165,7 +167,9 @@ def check_all(folder: Path, jobs: Sequence[Job]) -> None:
             ways = attention_trial_packed.bound(folder)
             work = partial(attention_trial_packed.check, *ways)
         else:
-            work = partial(check, *bound(FlashAttentionBackward, folder))
+            tiles, _ = bound(FlashAttentionBackward, folder, by_groups=False)
+            op, on = bound(FlashAttentionBackward, folder)
+            work = partial(check, op, tiles, on)
         _answer(partial(work, kernel, cases(kernel)[case], allowed, case))
 
 
@@ -184,6 +188,7 @@ def _answer(work: Callable[[], Job]) -> None:
 
 def check(
     op: Any,
+    tiles: Any,
     on: Any,
     kernel: str,
     problem: Problem,
@@ -192,7 +197,7 @@ def check(
     device: str = "cuda",
 ) -> Job:
     """One case: errors against float64 as fractions of what is allowed, the same bits of dK and dV again, dQ again and
-    the tiles' gradients within roundings."""
+    the tiles' gradients within roundings; the same of a deterministic call, dQ with the same bits again."""
     q, k, v, sinks = problem.tensors(seed, device)
     o, lse = FlashAttention.reference(q, k, v, sinks, *problem.settings())
     o = o.contiguous()
@@ -200,18 +205,21 @@ def check(
     dlse = torch.randn_like(lse) if seed % 2 else None
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
 
-    def run(**other: Any) -> tuple[Tensor, ...]:
+    def run(op: Any = op, **other: Any) -> tuple[Tensor, ...]:
         held = [torch.full((t.numel() * 2,), math.nan, device=device) for t in (q, k, v, lse)]
         del held  # what is never written shows
         found: tuple[Tensor, ...] = op(do, q, k, v, o, lse, dlse=dlse, **keywords, **other)
         return found
 
-    first, second, tiles = run(), run(), run(deterministic=True)
+    first, second, by_tiles = run(), run(), run(tiles)
+    ordered = [run(deterministic=True)[:3] for _ in range(3)]
     worst = gradient_errors(first, (q, k, v, sinks), do, dlse, problem, allowed, approximate=True)
     apart = [distance(a, b) for a, b in zip(first[:3], second[:3], strict=True)]
-    from_tiles = [distance(a, b) for a, b in zip(first[:3], tiles[:3], strict=True)]
+    from_tiles = [distance(a, b) for a, b in zip(first[:3], by_tiles[:3], strict=True)]
+    from_ordered = [distance(a, b) for a, b in zip(first[:3], ordered[0], strict=True)]
     wrong = []
-    if not any(name.startswith(f"{kernel}-") for name in on._loaded):
+    launched = {name.partition("-")[0] for name in on._loaded}
+    if kernel not in launched or any("_keys" in name for name in launched):
         wrong.append(f"{', '.join(on._loaded)} were launched")
     if not max(worst.values()) <= 1:
         wrong.append(f"errors {worst}")
@@ -220,6 +228,10 @@ def check(
     unit = 2.0**-8 if problem.dtype == BF16 else 2.0**-11
     if not apart[0] <= unit:
         wrong.append(f"dq differs from run to run by {apart[0]:.1e}")
+    if not (from_ordered[0] <= unit and from_ordered[1] == from_ordered[2] == 0):
+        wrong.append(f"in order the gradients differ by {from_ordered}")
+    if not all(torch.equal(a, b) for other in ordered[1:] for a, b in zip(ordered[0], other, strict=True)):
+        wrong.append("in order the gradients differ from run to run")
     if not max(from_tiles) <= 4 * unit:  # P, dS and the result are rounded, each in both
         wrong.append(f"the tiles' gradients differ by {from_tiles}")
     return {"wrong": "; ".join(wrong), "worst": worst, "again": apart, "tiles": from_tiles}
@@ -240,7 +252,8 @@ def time_all(folder: Path, arch: str, direction: str, jobs: Sequence[Job]) -> No
         work = partial(time_packed, ways, attention_trial_packed.dense_of(packs[0]))
     else:
         op_class = FlashAttention if direction == "forward" else FlashAttentionBackward
-        work = partial(time, direction, {n: bound(op_class, pack)[0] for n, pack in packs.items()})
+        ops = {n: bound(op_class, pack)[0] for n, pack in packs.items()}
+        work = partial(time, direction, ops, bound(op_class, packs[0], by_groups=False)[0])
     for job in jobs:
         _answer(partial(work, job))
         torch.cuda.empty_cache()
@@ -256,15 +269,15 @@ def time_packed(ways: Mapping[int, Any], dense: Any, job: Job) -> Job:
     return speeds(runs, flops)
 
 
-def time(direction: str, ops: dict[int, Any], job: Job) -> Job:
-    """TFLOP/s at one point of each pack named, of the tiles and of cuDNN."""
+def time(direction: str, ops: dict[int, Any], tiles: Any, job: Job) -> Job:
+    """TFLOP/s at one point of each pack named, a backward in order, too; of the tiles and of cuDNN."""
     from .attention import BACKWARD_FLOPS, TOKENS, WIDTH
 
     dim, length, causal = job["dim"], job["length"], job["causal"]
     shape = (TOKENS // length, length, WIDTH // dim, dim)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(4))
     make = _forward_runs if direction == "forward" else _backward_runs
-    runs = make({n: ops[n] for n in job["packs"]}, ops[0], q, k, v, do, causal)
+    runs = make({n: ops[n] for n in job["packs"]}, tiles, q, k, v, do, causal)
     flops = 4 * shape[0] * shape[2] * length**2 * dim / (2 if causal else 1)
     flops *= BACKWARD_FLOPS if direction == "backward" else 1
     return speeds(runs, dict.fromkeys(runs, flops))
@@ -301,7 +314,7 @@ def _forward_runs(
 
 
 def _backward_runs(
-    ops: dict[int, Any], any_op: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool
+    ops: dict[int, Any], tiles: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool
 ) -> dict[str, Any]:
     from .attention import _backward
 
@@ -310,10 +323,15 @@ def _backward_runs(
     swapped = [t.transpose(1, 2) for t in (q, k, v)]
     o, lse, *_ = flash(*swapped, 0.0, causal, False, scale=q.shape[-1] ** -0.5)
     o, lse = o.transpose(1, 2), lse.contiguous()
-    mine = {str(n): (lambda op=op: op(do, q, k, v, o, lse, causal=causal)[:3]) for n, op in ops.items()}
+
+    def run(op: Any, **keywords: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = op(do, q, k, v, o, lse, causal=causal, **keywords)
+        return found[:3]
+
     return {
-        **mine,
-        "tiles": lambda: any_op(do, q, k, v, o, lse, causal=causal, deterministic=True)[:3],
+        **{str(n): partial(run, op) for n, op in ops.items()},
+        **{f"{n} ordered": partial(run, op, deterministic=True) for n, op in ops.items()},
+        "tiles": partial(run, tiles),
         "cudnn": _backward(lambda: _cudnn(*leaves, causal), leaves, do),
     }
 

@@ -19,8 +19,10 @@ from csrc_triton.attention_backward_groups import (
     KEY,
     KEYS,
     KV_HEAD,
+    ORDERED,
     noted,
 )
+from csrc_triton.attention_backward_order import begin_turn, end_turn
 
 DS_SLOTS = gl.constexpr(4)  # of dS; with four no barrier must say that one is free: see ``step``
 SLAB_BYTES = gl.constexpr(2048)  # eight columns of 64 rows of dQ in float32
@@ -77,6 +79,15 @@ def add_dq(to, dq):
         is_pure=False,
         pack=values,
     )
+
+
+@gluon.jit
+def add_in_turn(to, dq, j, notes, order):
+    """``add_dq`` for the j-th block of rows, at this block's turn where dQ is ordered."""
+    ordered = noted(notes, ORDERED) != 0
+    begin_turn(ordered, j, order)
+    add_dq(to, dq)
+    end_turn(ordered, order)
 
 
 @gluon.jit
@@ -170,7 +181,7 @@ def seen(p, at, notes, g: gl.constexpr, z):
 
 @gluon.jit
 def step(
-    i, at, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, FIRST: gl.constexpr,
+    i, at, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, FIRST: gl.constexpr,
     g: gl.constexpr, z,
 ):  # fmt: skip
     """Block i, which starts ``at`` rows after the first of its head that is walked. ``to`` is where block i - 1's dQ
@@ -236,7 +247,7 @@ def step(
             else:
                 dv, dq = warpgroup_mma_wait(panels, deps=(dv, dq))
             mbarrier.arrive(dy.free.index(yi), count=1)
-        add_dq(to, dq)  # while dK runs
+        add_in_turn(to, dq, j, notes, order)  # while dK runs
         to += gl.where(at == 0, view.jump, z.BLOCK_M).to(gl.int64) * (z.D1 + z.D2)
     if z.D2 > 0:
         dk, dk2 = warpgroup_mma_wait(0, deps=(dk, dk2))
@@ -263,7 +274,7 @@ def put(values, buffer, of, notes, column: gl.constexpr, g: gl.constexpr, z):
 
 @gluon.jit
 def consume(
-    z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, g: gl.constexpr
+    z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale, g: gl.constexpr
 ):  # fmt: skip
     """Consumer group g: keys 64 g to 64 g + 63 of the tile."""
     columns: gl.constexpr = z.D1 + z.D2
@@ -287,11 +298,11 @@ def consume(
         s = warpgroup_mma_wait(0, deps=(s,))
     zero = tile.steps * 0
     at, to, dk, dk2, dv, dv2, s = step(
-        zero, zero, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, True, g, z
+        zero, zero, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, True, g, z
     )  # fmt: skip
     for i in range(1, tile.steps):
         at, to, dk, dk2, dv, dv2, s = step(
-            i, at, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, False, g, z
+            i, at, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, False, g, z
         )  # fmt: skip
     # V's rows of this group are spent, and only it reads them: they carry dV out, then dK
     put(dv, v.first.index(g), DV, notes, 0, g, z)
@@ -302,7 +313,7 @@ def consume(
     mbarrier.wait(ds_full.index(c), (j // DS_SLOTS) & 1)
     dq = dq_product(ds, c, k, 0, g, z)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    add_dq(to, dq)
+    add_in_turn(to, dq, j, notes, order)
     tma.store_wait(0)
     natural = scale * 0.6931471805599453
     put(dk * natural, v.first.index(g), DK, notes, 0, g, z)

@@ -7,8 +7,9 @@ transposed, so that P^T and dS^T stay register operands:
     S^T = K Q^T,  dP^T = V dY^T,  dV += P^T dY,  dK += dS^T Q
 
 Only dQ = dS K needs both groups' dS: each stores its part to shared memory and computes half of the tile of dQ, one
-block late, so that the groups need not meet in every block. dQ is added to float32 in global memory (``add_dq``), which
-is why its last bits vary from run to run; dK and dV do not.
+block late, so that the groups need not meet in every block. dQ is added to float32 in global memory (``add_dq``), in
+any order, so that its last bits vary from run to run, or where a call asks for it in a fixed one
+(``attention_backward_order``). dK and dV do not vary.
 
 What else is chosen, and what ptxas (Triton 3.6.0) forces:
 
@@ -74,45 +75,60 @@ class KeyTile:
     batch: gl.tensor
     kv_head: gl.tensor
     head: gl.tensor  # the first query head
+    turn: gl.tensor  # how many programs of the head come before; see ``attention_backward_order``
+    alone: gl.tensor  # rows before this one they do not see
     key: gl.tensor
     row: gl.tensor  # the first, at the start of a block
     rows: gl.tensor  # of a head, whole blocks
     steps: gl.tensor  # blocks of rows of all heads
 
     @gluon.constexpr_function
-    def __init__(self, batch, kv_head, head, key, row, rows, steps):
+    def __init__(self, batch, kv_head, head, turn, alone, key, row, rows, steps):
         self.batch, self.kv_head, self.head, self.key = batch, kv_head, head, key
+        self.turn, self.alone = turn, alone
         self.row, self.rows, self.steps = row, rows, steps
 
 
 @gluon.jit
-def tile_of_keys(keys: gl.constexpr, tiles_a_head, kv_heads, ratio, len_q, right, z):
-    """This block's ``keys``. The first, which most rows see, come first. At least one block of rows sees a key."""
-    both = gl.program_id(0) // tiles_a_head
-    key = (gl.program_id(0) - both * tiles_a_head) * keys
+def tile_of_keys(
+    keys: gl.constexpr, tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z
+):  # fmt: skip
+    """This block's ``keys``. Heads of K take turns, ``section`` of them at a time. The first keys, which most rows see, come
+    first; the last where dQ is ordered. At least one block of rows sees a key."""
+    before = gl.program_id(0) // (section * tiles_a_head) * section  # heads of all batches in sections before
+    width = gl.minimum(section, gl.num_programs(0) // tiles_a_head - before)
+    turn = (gl.program_id(0) - before * tiles_a_head) // width
+    both = gl.program_id(0) - before * tiles_a_head - turn * width + before
+    tile = turn
+    if z.BOUNDED:
+        tile = gl.where(ordered, tiles_a_head - 1 - turn, turn)
+    key = tile * keys
     batch = both // kv_heads
     kv_head = both - batch * kv_heads
     first = 0
+    alone = 0
     if z.BOUNDED:
         first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
+        alone = gl.maximum(key + keys - right + 1, 0) // z.BLOCK_M * z.BLOCK_M
     blocks = (len_q + z.BLOCK_M - 1) // z.BLOCK_M - first
-    return KeyTile(
-        batch, kv_head, kv_head * ratio, key, first * z.BLOCK_M, blocks * z.BLOCK_M, ratio * blocks
-    )
+    row = first * z.BLOCK_M
+    rows = blocks * z.BLOCK_M
+    return KeyTile(batch, kv_head, kv_head * ratio, turn, alone, key, row, rows, ratio * blocks)
 
 
 # What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill.
-BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, NOTES = (gl.constexpr(i) for i in range(6))
+BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, ORDERED, NOTES = (gl.constexpr(i) for i in range(7))
 
 
 @gluon.jit
-def write_notes(tile, right, len_k):
+def write_notes(tile, right, len_k, ordered):
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], mbarrier.MBarrierLayout())
     _write(notes, BATCH, tile.batch)
     _write(notes, KV_HEAD, tile.kv_head)
     _write(notes, KEY, tile.key)
     _write(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
     _write(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
+    _write(notes, ORDERED, ordered.to(gl.int32))
     return notes
 
 

@@ -35,7 +35,8 @@ from csrc_triton.attention_backward_consumer import (
     seen,
     times_rows,
 )
-from csrc_triton.attention_backward_groups import COUNT, FIRST_SEES, KEYS, noted
+from csrc_triton.attention_backward_groups import COUNT, FIRST_SEES, KEYS, ORDERED, noted
+from csrc_triton.attention_backward_order import begin_turn, end_turn
 from csrc_triton.attention_groups import barriers
 
 PART = gl.constexpr(64)  # columns of dQ that ``make_dq`` has in registers
@@ -149,10 +150,11 @@ def make_dk(z, tile, notes, DK, v, q, dy, delta, p_ring, ds_ring, scale):
 
 
 @gluon.jit
-def make_dq(z, tile, DQ32, k, ds_ring, padded, heads):
+def make_dq(z, tile, notes, DQ32, k, ds_ring, order, padded, heads):
     columns: gl.constexpr = z.D1 + z.D2
     slots: gl.constexpr = ds_ring.tiles.shape[0]
     to = DQ32 + ((tile.batch * heads + tile.head).to(gl.int64) * padded + tile.row) * columns
+    ordered = noted(notes, ORDERED) != 0
     jump = padded - tile.rows + z.BLOCK_M  # from the last block of a head to the first of the next
     mbarrier.wait(k.full.index(0), 0)
     at = 0
@@ -160,8 +162,10 @@ def make_dq(z, tile, DQ32, k, ds_ring, padded, heads):
         c = i % slots
         mbarrier.wait(ds_ring.full.index(c), (i // slots) & 1)
         ds = ds_ring.tiles.index(c).permute((1, 0))
+        begin_turn(ordered, i, order)
         add_parts(to, ds, k.first.index(i >> 30).reshape([KEYS, z.D1]))
         add_parts(to + 64 * z.D1, ds, k.second.index(i >> 30).reshape([KEYS, z.D2]))
+        end_turn(ordered, order)
         mbarrier.arrive(ds_ring.free.index(c), count=1)
         at += z.BLOCK_M
         last = at == tile.rows

@@ -37,6 +37,7 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
+from csrc_triton.attention_backward_order import keep_order, order_barriers
 from csrc_triton.attention_backward_roles import ACCUMULATORS, handed_tiles, make_dk, make_dq, make_dv
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_groups import barriers
@@ -194,20 +195,22 @@ def sink_sums(DSINKS, SINKS, LSE2, DELTA, batch, heads, padded, BLOCK: tl.conste
 
 @gluon.jit
 def backward_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, scale, tiles_a_head, section, kv_heads, ratio, padded, len_q,
+    len_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups and a producer warp.
+    """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups, a producer warp and one that
+    keeps the order in which blocks add to dQ, where there are TURNS (``keep_order``).
 
     The tensor maps are over (batch, head, row, column), those of LSE2 and DELTA over (batch, head, 1, row). DQ32 is
     [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED.
     """
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
     z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    tile = tile_of_keys(BLOCK_N, tiles_a_head, kv_heads, ratio, len_q, right, z)
-    notes = write_notes(tile, right, len_k)
+    ordered = TURNS.to(gl.int64) != 0
+    tile = tile_of_keys(BLOCK_N, tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z)
+    notes = write_notes(tile, right, len_k, ordered)
     k = tile_ring(K, 2, 1, z)
     v = tile_ring(V, 2, 1, z)
     q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
@@ -216,32 +219,37 @@ def backward_groups(
     lse = sums_ring(LSE2, Q_STAGES)
     delta = sums_ring(DELTA, DY_STAGES)
     ds_full = barriers(DS_SLOTS, 2)
+    order = order_barriers(WARP_GROUPS)
     heads = kv_heads * ratio
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
     gl.warp_specialize(
         [
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, 0)),
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, padded, heads, scale, 1)),
+            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
+                       0)),
+            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
+                       1)),
             (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+            (keep_order, (z, tile, TURNS, order, heads, padded)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
     )  # fmt: skip
 
 
 @gluon.jit
 def backward_roles(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, scale, tiles_a_head, section, kv_heads, ratio, padded, len_q,
+    len_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
     DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """As ``backward_groups``, of 64 keys: three consumer groups with a role each and a producer warp."""
+    """As ``backward_groups``, of 64 keys: three consumer groups have a role each."""
     gl.static_assert(WARP_GROUPS == 3 and BLOCK_M == 64 and BLOCK_N == 64 and D2 > 0)
     z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
-    tile = tile_of_keys(BLOCK_N, tiles_a_head, kv_heads, ratio, len_q, right, z)
-    notes = write_notes(tile, right, len_k)
+    ordered = TURNS.to(gl.int64) != 0
+    tile = tile_of_keys(BLOCK_N, tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z)
+    notes = write_notes(tile, right, len_k, ordered)
     k = tile_ring(K, 1, 1, z)
     v = tile_ring(V, 1, 1, z)
     q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
@@ -250,6 +258,7 @@ def backward_roles(
     ds = handed_tiles(Q.dtype, 2, gl.NVMMASharedLayout(128, 16, 2), z)
     lse = sums_ring(LSE2, Q_STAGES)
     delta = sums_ring(DELTA, DY_STAGES)
+    order = order_barriers(1)
     heads = kv_heads * ratio
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
@@ -257,11 +266,12 @@ def backward_roles(
         [
             (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
             (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
-            (make_dq, (z, tile, DQ32, k, ds, padded, heads)),
+            (make_dq, (z, tile, notes, DQ32, k, ds, order, padded, heads)),
             (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+            (keep_order, (z, tile, TURNS, order, heads, padded)),
         ],
-        [4, 4, 1],
-        [REGISTERS, DQ_REGISTERS, 24],
+        [4, 4, 1, 1],
+        [REGISTERS, DQ_REGISTERS, 32, 32],
     )
 
 

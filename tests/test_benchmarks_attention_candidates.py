@@ -63,9 +63,9 @@ def shapes(p: Problem) -> list[tuple[int, ...]]:
     return [(p.batch, *order(n, h), p.dim) for n, h in sizes]
 
 
-@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "nan"])
+@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "tiles", "nan", "order", "ordered"])
 def test_checks_notice(wrong: str) -> None:
-    """The reference passes; gradients that are off, vary or are not written, and another kernel do not."""
+    """The reference passes; gradients that are off, vary or are not written, in order, too, and other kernels don't."""
     backward = liger_aot.load("flash_attention_backward")
     calls: list[int] = []
 
@@ -76,20 +76,27 @@ def test_checks_notice(wrong: str) -> None:
             dq = dq * 1.05
         if wrong == "vary" and len(calls) == 2:
             dk = dk * 1.01
+        if (wrong == "order" and len(calls) == 4) or (wrong == "ordered" and keywords.get("deterministic")):
+            dq = dq * (1 + 2**-7)
         if wrong == "nan":
             dv[0, -1] = torch.nan
         return dq, dk, dv, dsinks
 
     kernel = "flash_attention_backward_groups_64_causal"
-    on = SimpleNamespace(_loaded={f"{'another' if wrong == 'launched' else kernel}-groups": None})
+    names = ["another" if wrong == "launched" else kernel, "flash_attention_backward_sinks"]
+    names += ["flash_attention_backward_keys"] if wrong == "tiles" else []
+    on = SimpleNamespace(_loaded={f"{name}-form": None for name in names})
     problem = Problem(1, 2, 1, 30, 40, 64, causal=True, sinks=True)
-    found = attention_trial.check(op, on, kernel, problem, REFERENCE, 1, "cpu")
+    found = attention_trial.check(op, backward, on, kernel, problem, REFERENCE, 1, "cpu")
     assert bool(found["wrong"]) == bool(wrong), found
     assert {
         "": "",
         "scale": "errors",
         "vary": "from run to run",
         "launched": "were launched",
+        "tiles": "were launched",
+        "order": "in order the gradients differ from run to run",
+        "ordered": "in order the gradients differ by",
         "nan": "errors",
     }[wrong] in found["wrong"]
 

@@ -25,7 +25,7 @@ from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
 from tests.conftest import built_pack
-from tests.drivers import InterpreterDriver, bound_op
+from tests.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
 
 DIMS = (64, 96, 128, 192, 256)
 
@@ -51,7 +51,7 @@ def test_a_profile_must_name_them() -> None:
     assert groups | {f"{BACKWARD}_finish"} <= set(plan.kernels)
     for name in groups:
         kernel = plan.kernels[name]
-        assert kernel.kernel.signature() == "44444444" + "pf" + 7 * "i"
+        assert kernel.kernel.signature() == "44444444" + "ppf" + 8 * "i"
         for variant in kernel.variants.values():
             c = variant.constants
             assert c["D1"] + c["D2"] == int(re.findall(r"\d+", name)[0])
@@ -66,7 +66,7 @@ def baked(variant: Any, profile: Profile, folder: Path) -> Compiled:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "registers"), [(192, {200, 88, 24}), (256, {208, 72, 24})])
+@pytest.mark.parametrize(("dim", "registers"), [(192, {192, 96, 32}), (256, {208, 64, 32})])
 def test_what_was_baked_with_roles(tmp_path: Path, dim: int, registers: set[int]) -> None:
     """Three warp groups, whose registers differ, in the shared memory of one block."""
     read, (plan,) = make_plans("sm90", (BACKWARD,))
@@ -164,8 +164,8 @@ def test_maps_grids_and_numbers(pack: Pack, layout: str) -> None:
     strides = (6 * padded, padded, 16, 1)
     for at, found in zip((lse2, delta), arguments[6:8], strict=True):
         assert found == (at, "fp32", (2, 6, 1, padded), strides, (1, 1, 1, 64), 0)
-    sums, *numbers = arguments[8:]
-    assert numbers == [0.5 * LOG2_E, 12, 2, 3, padded, 1000, 1500, 501]
+    sums, turns, *numbers = arguments[8:]
+    assert turns is None and numbers == [0.5 * LOG2_E, 12, 1, 2, 3, padded, 1000, 1500, 501]
     x, y, z, _, from_sums, *rest = launches["finish"]
     assert (x, y, z) == (2 * 6 * padded // 64 * 3, 1, 1) and from_sums == sums
     rows = (1000 * 6 * 80, 80, 6 * 80) if layout == "bshd" else (1000 * 6 * 80, 1000 * 80, 80)
@@ -182,12 +182,16 @@ def test_wide_heads(pack: Pack) -> None:
     for t, found in zip((q, k, k, q, k, k), arguments[:6], strict=True):
         seen = torch.empty(*t.shape[:-1], 208)
         assert found[1:] == ("fp16", tuple(seen.shape), seen.stride(), (1, 1, 64, 64), 3)
-    assert arguments[9:][1:5] == [24, 2, 3, 1024]
+    assert arguments[9] is None and arguments[11:16] == [24, 1, 2, 3, 1024]
     assert launches["finish"][0] == 2 * 6 * 1024 // 64 * 8
     assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
 
 
-def test_sums_are_zeros_of_whole_blocks(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_are_zeros_of_whole_blocks(
+    pack: Pack, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind them the turns, an int32 for each block of 128 rows."""
     made: list[Tensor] = []
     original = Tensor.new_zeros
 
@@ -196,10 +200,14 @@ def test_sums_are_zeros_of_whole_blocks(pack: Pack, monkeypatch: pytest.MonkeyPa
         return made[-1]
 
     monkeypatch.setattr(Tensor, "new_zeros", new_zeros)
-    launches, _ = launched(pack, Problem(1, 2, 1, 130, 70, 64))
-    (sums,) = made
-    assert launches["groups_64"][3 + 8] == sums.data_ptr()
-    assert sums.dtype == torch.float32 and sums.shape == (1, 2, 256, 64) and not sums.any()
+    launches, _ = launched(pack, Problem(1, 2, 1, 130, 70, 64), deterministic=deterministic)
+    (zeros,) = made
+    elements, turns = 2 * 256 * 64, 2 * 2 if deterministic else 0
+    assert zeros.dtype == torch.float32 and zeros.shape == (elements + turns,)
+    assert not zeros.view(torch.int32).any()
+    at = zeros.data_ptr()
+    assert launches["groups_64"][3 + 8 : 3 + 10] == (at, at + 4 * elements if deterministic else None)
+    assert launches["finish"][4] == at
     assert launches["groups_64"][-1] == LONGEST  # no bound
 
 
@@ -232,14 +240,25 @@ def test_by_tiles(pack: Pack, name: str) -> None:
 
 
 def test_deterministic(pack: Pack) -> None:
-    problem, tiles = Problem(1, 2, 1, 100, 200, 64), {"rows", "keys", "queries"}
-    assert set(launched(pack, problem, deterministic=True)[0]) == tiles
+    """The same kernels with turns, of as many heads together as have room; what is for the tiles stays theirs."""
+    problem = Problem(1, 2, 1, 100, 300, 128, causal=True)
+
+    def in_order(**other: Any) -> bool:
+        launches, _ = launched(pack, problem, **other)
+        assert set(launches) == {"rows", "groups_128_causal", "finish"}
+        turns, _, tiles, section = launches["groups_128_causal"][3 + 9 : 3 + 13]
+        assert tiles == 3 and section == (1 if turns is None else -(-MULTIPROCESSORS // 3))
+        return turns is not None
+
+    assert in_order(deterministic=True) and not in_order()
     torch.use_deterministic_algorithms(True)
     try:
-        assert set(launched(pack, problem)[0]) == tiles
+        assert in_order()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert set(launched(pack, problem)[0]) == {"rows", "groups_64", "finish"}
+    assert not in_order()
+    left = problem._replace(window=(9, 0), causal=False)
+    assert set(launched(pack, left, deterministic=True)[0]) == {"rows", "keys", "queries"}
 
 
 def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:

@@ -155,10 +155,10 @@ class TilesProducts:
         return dq, dk, dv
 
 
-def _by_groups(kernel: str, *arguments: Any) -> Products:
+def _by_groups(kernel: str, ordered: bool, *arguments: Any) -> Products:
     from liger_aot.attention_backward_groups import GroupsProducts
 
-    return GroupsProducts(kernel, *arguments)
+    return GroupsProducts(kernel, ordered, *arguments)
 
 
 def padded_rows(shape: Shape, blocks: Sequence[int]) -> int:
@@ -202,7 +202,7 @@ def gradients(
     Args:
         grads: of o, any strides, and of lse; None for one that nothing was computed from.
         saved: q, k, v, sinks, o, lse. Of what no kernel can read there are copies.
-        settings: with ``deterministic``, or torch's deterministic algorithms, nothing is added atomically.
+        settings: with ``deterministic``, or torch's deterministic algorithms, all is added in a fixed order.
         products_of, starts: of packed sequences, who computes their dQ, dK and dV, and where they start.
     """
     if not any(needed):
@@ -222,8 +222,8 @@ def gradients(
             on.plans.clear()
         settings = bounded(shape_of(q, k, settings.layout), settings)
         if products_of is None:
-            kernel = None if deterministic else groups_kernel(on, q.shape[-1], settings, needed)
-            products_of = TilesProducts if kernel is None else partial(_by_groups, kernel)
+            kernel = groups_kernel(on, q.shape[-1], settings, needed)
+            products_of = TilesProducts if kernel is None else partial(_by_groups, kernel, deterministic)
         plan = on.plans[key] = BackwardPlan(on, q, k, v, o, do, settings, products_of)
     sinks = None if sinks is None else sinks.float().contiguous()
     dlse = None if dlse is None else dlse.contiguous()

@@ -15,25 +15,43 @@ TILE_ROWS = 64  # of float32 dQ, in the order of accumulators
 
 
 class GroupsProducts:
-    """dQ, dK and dV by one kernel, which adds dQ up in memory: its last bits vary. Beside the results it takes as many
-    float32 as dQ has elements."""
+    """dQ, dK and dV by one kernel, which adds dQ up in memory: its last bits vary unless it is ``ordered``. Beside the
+    results it takes as many float32 as dQ has elements; ordered, an int32 a block of rows, too."""
 
     def __init__(
-        self, kernel: str, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings, row_block: int
+        self, kernel: str, ordered: bool, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings,
+        row_block: int,
     ) -> None:  # fmt: skip
         layout = settings.layout
-        self._shape = shape = shape_of(q, k, layout)
+        shape = shape_of(q, k, layout)
         self._on = on
         self._loaded = loaded = on.kernels[kernel]((q.dtype, True), shape.dim)
         self._finish = on.kernels[f"{KERNEL}_finish"]((q.dtype, True), shape.dim)
-        self._columns = columns = loaded.numbers["d1"] + loaded.numbers["d2"]
-        self.padded = padded = padded_rows(shape, (row_block, loaded.numbers["block_m"], TILE_ROWS))
+        columns = loaded.numbers["d1"] + loaded.numbers["d2"]
+        block_m = loaded.numbers["block_m"]
+        self.padded = padded = padded_rows(shape, (row_block, block_m, TILE_ROWS))
+        rows = shape.batch * shape.heads * padded
+        self._sums = rows * columns
+        self._turns = rows // block_m if ordered else 0
         tiles = -(-shape.len_k // loaded.numbers["block_n"])
         self._programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
         scale, _ = scales_of(settings)
         right, _ = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
-        self._numbers = (scale, tiles, shape.kv_heads, ratio, padded, shape.len_q, shape.len_k, right)
+        # in order, heads take turns to start a block, as many as fit onto the GPU together: the blocks of one head then
+        # start one after the other, as they add to dQ
+        section = -(-on.multiprocessors // tiles) if ordered else 1
+        self._numbers = (
+            scale,
+            tiles,
+            section,
+            shape.kv_heads,
+            ratio,
+            padded,
+            shape.len_q,
+            shape.len_k,
+            right,
+        )
         dk = torch.empty(k.shape, dtype=k.dtype, device="meta")
         sums = torch.empty((shape.batch, shape.heads, 1, padded), dtype=torch.float32, device="meta")
         named = (("Q", q), ("K", k), ("V", v), ("DY", do), ("DK", dk), ("DV", dk))
@@ -54,15 +72,17 @@ class GroupsProducts:
         self, stream: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse2_at: int, delta_at: int,
         needed: Sequence[bool], *starts_at: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        device, shape = self._on.device, self._shape
+        device = self._on.device
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        sums = q.new_zeros((shape.batch, shape.heads, self.padded, self._columns), dtype=torch.float32)
+        zeros = q.new_zeros(self._sums + self._turns, dtype=torch.float32)  # an int32 0 has the same bits
+        sums_at = zeros.data_ptr()
+        turns_at = sums_at + 4 * self._sums if self._turns else None
         tensors = (*(t.data_ptr() for t in (q, k, v, do, dk, dv)), lse2_at, delta_at)
         maps = (at(address) for at, address in zip(self._maps, tensors, strict=True))
         self._loaded.launch(
-            device, stream, self._programs, 1, 1, *maps, sums.data_ptr(), *self._numbers
+            device, stream, self._programs, 1, 1, *maps, sums_at, turns_at, *self._numbers
         )  # fmt: skip
         self._finish.launch(
-            device, stream, self._finish_programs, 1, 1, dq.data_ptr(), sums.data_ptr(), *self._finish_numbers
+            device, stream, self._finish_programs, 1, 1, dq.data_ptr(), sums_at, *self._finish_numbers
         )  # fmt: skip
         return dq, dk, dv

@@ -42,8 +42,8 @@ class FlashAttention(DifferentiableOp):
             is 0.
         layout: "bshd" or "bhsd".
         deterministic: gradients have the same bits every time. Without it q's may differ in their last bits from run to
-            run where a pack's backward has warp groups (sm90); all others never do. Under
-            ``torch.use_deterministic_algorithms(True)`` none does.
+            run where a pack's backward has warp groups (sm90), which then need not take turns; all others never do.
+            Under ``torch.use_deterministic_algorithms(True)`` none does.
         return_lse: also return the logarithm of each query's sum.
 
     Returns:

@@ -25,14 +25,16 @@ class FlashAttentionBackward(Op):
 
     The gradients of ``o, lse = flash_attention(q, k, v, ..., return_lse=True)``. Each of dk and dv is summed by one
     program in a fixed order, over the query heads that share a key's head, too. So is dq, but where a pack has kernels
-    by warp groups for the call (sm90; ``explain`` says so): those add it atomically in float32, and its last bits vary
-    from run to run. Memory beside the results: two float32 a query and head; by warp groups dq in float32, too.
+    by warp groups for the call (sm90; ``explain`` says so): those add it up in float32 in memory, and unless the call
+    is deterministic its last bits vary from run to run. Memory beside the results: two float32 a query and head; by
+    warp groups dq in float32, too.
 
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
         q, k, v, sinks, causal, scale, window, softcap, layout: as the forward was given them. Tensors whose dim or
             strides are no multiples of 16 elements are copied.
-        deterministic: the same bits every time. So does ``torch.use_deterministic_algorithms(True)``.
+        deterministic: the same bits every time. So does ``torch.use_deterministic_algorithms(True)``. Warp groups then
+            take turns to add to dq.
         o, lse: what the forward returned; lse is (batch, heads, length) float32, o of any strides but the last.
         dlse: the gradient of lse, float32 of its shape, or None. Where lse is -inf it counts as 0.
 
@@ -89,8 +91,8 @@ class FlashAttentionBackward(Op):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a soft cap and without sinks; where there are kernels by warp groups, of those of a
-        deterministic call, too."""
+        """Of a call without a soft cap and without sinks; where there are kernels by warp groups, of a call with a left
+        bound, too, which they are not for."""
         return problems_of(self.name, backward_kernels(shape[-1]), shape, dtype)
 
 

@@ -1,0 +1,110 @@
+"""The order in which attention's backward adds to dQ: the device code of the ordering warp, run as Python.
+
+Programs run one after the other, in the order of their numbers. Where none of them then waits for a turn that is not
+there, none waits for ever in any schedule that starts them in this order.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from csrc_triton import attention_backward_groups as groups
+from csrc_triton import attention_backward_order as ordering
+from liger_aot.attention import LONGEST
+
+TILE_KEYS = 128
+FIELDS = ("batch", "kv_head", "head", "turn", "alone", "key", "row", "rows", "steps")
+
+
+class Number(int):
+    """A scalar or an address of the device's."""
+
+    def to(self, _: object) -> Number:
+        return self
+
+    def __add__(self, other: int) -> Number:
+        return Number(int(self) + other)
+
+
+class Device:
+    """Memory of turns, from address 1 on, and the programs that added to what each is for, in order."""
+
+    def __init__(self) -> None:
+        self.program = self.programs = 0
+        self.turns: dict[int, int] = {}
+        self.added: dict[int, list[int]] = {}
+
+    def assembly(self, what: object, _: str, operands: list[int], *rest: Any) -> None:
+        at, number = operands
+        if what is ordering.AWAIT:
+            assert self.turns.get(at, 0) == number, "nobody passes this turn on"
+            self.added.setdefault(at, []).append(self.program)
+        else:
+            assert what is ordering.PASS_ON
+            self.turns[at] = number
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    gl = SimpleNamespace(
+        program_id=lambda axis: made.program,
+        num_programs=lambda axis: made.programs,
+        maximum=max,
+        minimum=min,
+        where=lambda condition, a, b: a if condition else b,
+        inline_asm_elementwise=made.assembly,
+        int32=None,
+        int64=None,
+    )
+    nothing = SimpleNamespace(arrive=lambda *_, **__: None, wait=lambda *_: None)
+    for module, instead in (
+        (groups, {"gl": gl, "GROUPS": 2, "KEYS": TILE_KEYS // 2, "KeyTile": tile_of}),
+        (ordering, {"gl": gl, "mbarrier": nothing, "next_rows": groups.next_rows.fn}),
+    ):
+        for name, value in instead.items():
+            monkeypatch.setattr(module, name, value)
+    return made
+
+
+def tile_of(*values: int) -> SimpleNamespace:
+    return SimpleNamespace(**dict(zip(FIELDS, map(Number, values), strict=True)))
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+# keys behind its own that a row sees
+@pytest.mark.parametrize("after", [None, 0, 63, 200, 1000])
+@pytest.mark.parametrize(
+    ("len_q", "len_k"), [(1, 1), (512, 512), (300, 300), (777, 300), (300, 777), (1000, 40), (40, 1000)]
+)
+@pytest.mark.parametrize("section", [1, 3])
+def test_turns(device: Device, len_q: int, len_k: int, after: int | None, block_m: int, section: int) -> None:
+    """Each block of rows of each query head is added to once by each block of keys that it sees, or sees in part."""
+    batch, kv_heads, ratio = 2, 2, 3
+    bounded = after is not None
+    right = len_k - len_q + after + 1 if after is not None else LONGEST
+    padded = -(-len_q // 128) * 128
+    tiles = -(-len_k // TILE_KEYS)
+    z = SimpleNamespace(BLOCK_M=block_m, BOUNDED=bounded)
+    order = SimpleNamespace(turn=SimpleNamespace(index=lambda _: None))
+    order.added = order.turn
+    wanted: dict[int, list[int]] = {}
+    device.programs = batch * kv_heads * tiles
+    left = {(b, h, t) for b in range(batch) for h in range(kv_heads) for t in range(tiles)}
+    for program in range(device.programs):
+        device.program = program
+        tile = groups.tile_of_keys.fn(tiles, section, kv_heads, ratio, len_q, right, True, z)
+        left.remove((tile.batch, tile.kv_head, tile.turn))
+        ordering.keep_order.fn(z, tile, Number(1), order, kv_heads * ratio, padded)
+        key = TILE_KEYS * (tiles - 1 - tile.turn if bounded else tile.turn)
+        assert tile.key == key
+        first = (tile.batch * kv_heads + tile.kv_head) * ratio
+        for head in range(first, first + ratio):
+            for row in range(0, len_q, block_m):
+                if row + block_m - 1 + right > key:  # the last row of the block sees the tile's first key
+                    at = 1 + head * (padded // block_m) + row // block_m
+                    wanted.setdefault(at, []).append(program)
+    assert device.added == wanted and not left
