@@ -241,13 +241,13 @@ def test_by_tiles(pack: Pack, name: str) -> None:
 
 def test_deterministic(pack: Pack) -> None:
     """The same kernels with turns, of as many heads together as have room; what is for the tiles stays theirs."""
-    problem = Problem(1, 2, 1, 100, 300, 128, causal=True)
+    problem = Problem(1, 2, 1, 100, 128, 128, causal=True)
 
     def in_order(**other: Any) -> bool:
         launches, _ = launched(pack, problem, **other)
         assert set(launches) == {"rows", "groups_128_causal", "finish"}
         turns, _, tiles, section = launches["groups_128_causal"][3 + 9 : 3 + 13]
-        assert tiles == 3 and section == (1 if turns is None else -(-MULTIPROCESSORS // 3))
+        assert tiles == 1 and section == (1 if turns is None else MULTIPROCESSORS)
         return turns is not None
 
     assert in_order(deterministic=True) and not in_order()
