@@ -93,8 +93,8 @@ class KeyTile:
 def tile_of_keys(
     keys: gl.constexpr, tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z
 ):  # fmt: skip
-    """This block's ``keys``. Heads of K take turns, ``section`` of them at a time. The first keys, which most rows see, come
-    first; the last where dQ is ordered. At least one block of rows sees a key."""
+    """This block's ``keys``. Heads of K take turns, ``section`` of them at a time. The first keys, which most rows see,
+    come first; the last where dQ is ordered. At least one block of rows sees a key."""
     before = gl.program_id(0) // (section * tiles_a_head) * section  # heads of all batches in sections before
     width = gl.minimum(section, gl.num_programs(0) // tiles_a_head - before)
     turn = (gl.program_id(0) - before * tiles_a_head) // width

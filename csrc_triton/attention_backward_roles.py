@@ -11,9 +11,10 @@ So dV and dK are products as wide as a head of register operands, which read the
 the next bound. P^T is handed on in float32: rounded, dS would be rounded twice.
 
 While one group waits the others multiply: within a group nothing overlaps. The next block's scores beside this block's
-dV or dK, as in ``attention_backward_consumer``, took 2 to 20% longer on one NVIDIA H200, and so did a third stage of Q
-and dY. Heads have two panels of columns, 192 = 128 + 64 and 256 = 128 + 128: ptxas (Triton 3.6.0) refuses a product of
-256 columns in a block of 512 threads, whatever the groups' registers.
+dV or dK, as in ``attention_backward_consumer``, cost up to 20% on one NVIDIA H200, a third stage of Q and dY up to 13%.
+Heads have two panels of columns, 192 = 128 + 64 and 256 = 128 + 128: ptxas (Triton 3.6.0) refuses a product of
+256 columns in a block of 512 threads, whatever the groups' registers. What it keeps over all roles' code has to fit
+into the registers of the smallest.
 """
 
 from triton.experimental import gluon

@@ -271,7 +271,7 @@ def backward_roles(
             (keep_order, (z, tile, TURNS, order, heads, padded)),
         ],
         [4, 4, 1, 1],
-        [REGISTERS, DQ_REGISTERS, 32, 32],
+        [REGISTERS, DQ_REGISTERS, 32, 32],  # with 24 a group spills: see ``attention_backward_roles``
     )
 
 

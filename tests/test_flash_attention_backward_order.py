@@ -15,7 +15,6 @@ from csrc_triton import attention_backward_groups as groups
 from csrc_triton import attention_backward_order as ordering
 from liger_aot.attention import LONGEST
 
-TILE_KEYS = 128
 FIELDS = ("batch", "kv_head", "head", "turn", "alone", "key", "row", "rows", "steps")
 
 
@@ -62,7 +61,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     )
     nothing = SimpleNamespace(arrive=lambda *_, **__: None, wait=lambda *_: None)
     for module, instead in (
-        (groups, {"gl": gl, "GROUPS": 2, "KEYS": TILE_KEYS // 2, "KeyTile": tile_of}),
+        (groups, {"gl": gl, "KeyTile": tile_of}),
         (ordering, {"gl": gl, "mbarrier": nothing, "next_rows": groups.next_rows.fn}),
     ):
         for name, value in instead.items():
@@ -74,20 +73,22 @@ def tile_of(*values: int) -> SimpleNamespace:
     return SimpleNamespace(**dict(zip(FIELDS, map(Number, values), strict=True)))
 
 
-@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize(("block_m", "block_n"), [(64, 128), (128, 128), (64, 64)])
 # keys behind its own that a row sees
 @pytest.mark.parametrize("after", [None, 0, 63, 200, 1000])
 @pytest.mark.parametrize(
     ("len_q", "len_k"), [(1, 1), (512, 512), (300, 300), (777, 300), (300, 777), (1000, 40), (40, 1000)]
 )
 @pytest.mark.parametrize("section", [1, 3])
-def test_turns(device: Device, len_q: int, len_k: int, after: int | None, block_m: int, section: int) -> None:
+def test_turns(
+    device: Device, len_q: int, len_k: int, after: int | None, block_m: int, block_n: int, section: int
+) -> None:
     """Each block of rows of each query head is added to once by each block of keys that it sees, or sees in part."""
     batch, kv_heads, ratio = 2, 2, 3
     bounded = after is not None
     right = len_k - len_q + after + 1 if after is not None else LONGEST
     padded = -(-len_q // 128) * 128
-    tiles = -(-len_k // TILE_KEYS)
+    tiles = -(-len_k // block_n)
     z = SimpleNamespace(BLOCK_M=block_m, BOUNDED=bounded)
     order = SimpleNamespace(turn=SimpleNamespace(index=lambda _: None))
     order.added = order.turn
@@ -96,10 +97,10 @@ def test_turns(device: Device, len_q: int, len_k: int, after: int | None, block_
     left = {(b, h, t) for b in range(batch) for h in range(kv_heads) for t in range(tiles)}
     for program in range(device.programs):
         device.program = program
-        tile = groups.tile_of_keys.fn(tiles, section, kv_heads, ratio, len_q, right, True, z)
+        tile = groups.tile_of_keys.fn(block_n, tiles, section, kv_heads, ratio, len_q, right, True, z)
         left.remove((tile.batch, tile.kv_head, tile.turn))
         ordering.keep_order.fn(z, tile, Number(1), order, kv_heads * ratio, padded)
-        key = TILE_KEYS * (tiles - 1 - tile.turn if bounded else tile.turn)
+        key = block_n * (tiles - 1 - tile.turn if bounded else tile.turn)
         assert tile.key == key
         first = (tile.batch * kv_heads + tile.kv_head) * ratio
         for head in range(first, first + ratio):
