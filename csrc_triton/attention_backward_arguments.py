@@ -113,33 +113,32 @@ SINKS = {
     "forms": {"row": {"function": "sink_sums", "constants": ["BLOCK"]}},
 }
 
+GROUPS_ARGUMENTS = {
+    "Q": "dtype[1, 1, BLOCK_M, BOX]",
+    "K": "dtype[1, 1, 64, BOX]",
+    "V": "dtype[1, 1, 64, BOX]",
+    "DY": "dtype[1, 1, BLOCK_M, BOX]",
+    "DK": "dtype[1, 1, 64, BOX]",
+    "DV": "dtype[1, 1, 64, BOX]",
+    "LSE2": "fp32[1, 1, 1, BLOCK_M]",
+    "DELTA": "fp32[1, 1, 1, BLOCK_M]",
+    "DQ32": "*fp32",
+    "scale": "fp32",
+    "tiles_a_head": "i32",
+    "kv_heads": "i32",
+    "ratio": "i32",
+    "padded": "i32",
+    "len_q": "i32",
+    "len_k": "i32",
+    "right": "i32",
+}
 # A kernel for each head dimension, so that a profile may name some and leave the others to the tiles.
 GROUPS = {
     "language": "gluon",
     "optional": True,
     "always_aligned": True,
     "matrix": True,
-    "arguments": {
-        "Q": "dtype[1, 1, BLOCK_M, BOX]",
-        "K": "dtype[1, 1, 64, BOX]",
-        "V": "dtype[1, 1, 64, BOX]",
-        "DY": "dtype[1, 1, BLOCK_M, BOX]",
-        "DK": "dtype[1, 1, 64, BOX]",
-        "DV": "dtype[1, 1, 64, BOX]",
-        "LSE2": "fp32[1, 1, 1, BLOCK_M]",
-        "DELTA": "fp32[1, 1, 1, BLOCK_M]",
-        "DQ32": "*fp32",
-        "TURNS": "*i32",
-        "scale": "fp32",
-        "tiles_a_head": "i32",
-        "section": "i32",
-        "kv_heads": "i32",
-        "ratio": "i32",
-        "padded": "i32",
-        "len_q": "i32",
-        "len_k": "i32",
-        "right": "i32",
-    },
+    "arguments": GROUPS_ARGUMENTS,
     "axes": DTYPE,
     "aligned": [],
 }
@@ -150,6 +149,7 @@ ROLES_CONSTANTS = [
     "BLOCK_M", "BLOCK_N", "D1", "D2", "BOX", "Q_STAGES", "DY_STAGES", "WARP_GROUPS", "REGISTERS", "DQ_REGISTERS",
     "BOUNDED",
 ]  # fmt: skip
+IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
 D64 = {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64}
 D96 = {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32}
 D128 = {"BLOCK_N": 128, "D1": 128, "D2": 0, "BOX": 64}

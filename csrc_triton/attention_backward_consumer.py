@@ -19,7 +19,6 @@ from csrc_triton.attention_backward_groups import (
     KEY,
     KEYS,
     KV_HEAD,
-    ORDERED,
     noted,
 )
 from csrc_triton.attention_backward_order import begin_turn, end_turn
@@ -82,12 +81,13 @@ def add_dq(to, dq):
 
 
 @gluon.jit
-def add_in_turn(to, dq, j, notes, order):
-    """``add_dq`` for the j-th block of rows, at this block's turn where dQ is ordered."""
-    ordered = noted(notes, ORDERED) != 0
-    begin_turn(ordered, j, order)
+def add_in_turn(to, dq, j, order):
+    """``add_dq`` for the j-th block of rows; where there is an order, at this program's turn."""
+    if order is not None:
+        begin_turn(j, order)
     add_dq(to, dq)
-    end_turn(ordered, order)
+    if order is not None:
+        end_turn(j, order)
 
 
 @gluon.jit
@@ -247,7 +247,7 @@ def step(
             else:
                 dv, dq = warpgroup_mma_wait(panels, deps=(dv, dq))
             mbarrier.arrive(dy.free.index(yi), count=1)
-        add_in_turn(to, dq, j, notes, order)  # while dK runs
+        add_in_turn(to, dq, j, order)  # while dK runs
         to += gl.where(at == 0, view.jump, z.BLOCK_M).to(gl.int64) * (z.D1 + z.D2)
     if z.D2 > 0:
         dk, dk2 = warpgroup_mma_wait(0, deps=(dk, dk2))
@@ -313,7 +313,7 @@ def consume(
     mbarrier.wait(ds_full.index(c), (j // DS_SLOTS) & 1)
     dq = dq_product(ds, c, k, 0, g, z)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    add_in_turn(to, dq, j, notes, order)
+    add_in_turn(to, dq, j, order)
     tma.store_wait(0)
     natural = scale * 0.6931471805599453
     put(dk * natural, v.first.index(g), DK, notes, 0, g, z)

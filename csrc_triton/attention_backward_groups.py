@@ -8,7 +8,7 @@ transposed, so that P^T and dS^T stay register operands:
 
 Only dQ = dS K needs both groups' dS: each stores its part to shared memory and computes half of the tile of dQ, one
 block late, so that the groups need not meet in every block. dQ is added to float32 in global memory (``add_dq``), in
-any order, so that its last bits vary from run to run, or where a call asks for it in a fixed one
+any order, so that its last bits vary from run to run, or, by kernels of their own, in a fixed one
 (``attention_backward_order``). dK and dV do not vary.
 
 What else is chosen, and what ptxas (Triton 3.6.0) forces:
@@ -35,6 +35,7 @@ class BackwardSizes:
     """What is fixed when a kernel is compiled."""
 
     BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
     D1: gl.constexpr
     D2: gl.constexpr
     BOX: gl.constexpr  # columns that one TMA copy moves
@@ -50,14 +51,15 @@ class BackwardSizes:
     KEY: gl.constexpr  # a value a key
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED):
+    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
             )
 
         value = gl.constexpr
-        self.BLOCK_M, self.D1, self.D2, self.BOX = value(BLOCK_M), value(D1), value(D2), value(BOX)
+        self.BLOCK_M, self.BLOCK_N = value(BLOCK_M), value(BLOCK_N)
+        self.D1, self.D2, self.BOX = value(D1), value(D2), value(BOX)
         self.Q_STAGES, self.DY_STAGES = value(Q_STAGES), value(DY_STAGES)
         self.AHEAD, self.BOUNDED = value(AHEAD), value(BOUNDED)
         self.S = value(wgmma(self.BLOCK_M.value))
@@ -75,60 +77,51 @@ class KeyTile:
     batch: gl.tensor
     kv_head: gl.tensor
     head: gl.tensor  # the first query head
-    turn: gl.tensor  # how many programs of the head come before; see ``attention_backward_order``
-    alone: gl.tensor  # rows before this one they do not see
     key: gl.tensor
     row: gl.tensor  # the first, at the start of a block
     rows: gl.tensor  # of a head, whole blocks
     steps: gl.tensor  # blocks of rows of all heads
 
     @gluon.constexpr_function
-    def __init__(self, batch, kv_head, head, turn, alone, key, row, rows, steps):
+    def __init__(self, batch, kv_head, head, key, row, rows, steps):
         self.batch, self.kv_head, self.head, self.key = batch, kv_head, head, key
-        self.turn, self.alone = turn, alone
         self.row, self.rows, self.steps = row, rows, steps
 
 
 @gluon.jit
-def tile_of_keys(
-    keys: gl.constexpr, tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z
-):  # fmt: skip
-    """This block's ``keys``. Heads of K take turns, ``section`` of them at a time. The first keys, which most rows see,
-    come first; the last where dQ is ordered. At least one block of rows sees a key."""
-    before = gl.program_id(0) // (section * tiles_a_head) * section  # heads of all batches in sections before
-    width = gl.minimum(section, gl.num_programs(0) // tiles_a_head - before)
-    turn = (gl.program_id(0) - before * tiles_a_head) // width
-    both = gl.program_id(0) - before * tiles_a_head - turn * width + before
-    tile = turn
-    if z.BOUNDED:
-        tile = gl.where(ordered, tiles_a_head - 1 - turn, turn)
-    key = tile * keys
-    batch = both // kv_heads
-    kv_head = both - batch * kv_heads
-    first = 0
-    alone = 0
-    if z.BOUNDED:
-        first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
-        alone = gl.maximum(key + keys - right + 1, 0) // z.BLOCK_M * z.BLOCK_M
-    blocks = (len_q + z.BLOCK_M - 1) // z.BLOCK_M - first
-    row = first * z.BLOCK_M
-    rows = blocks * z.BLOCK_M
-    return KeyTile(batch, kv_head, kv_head * ratio, turn, alone, key, row, rows, ratio * blocks)
-
-
-# What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill.
-BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, ORDERED, NOTES = (gl.constexpr(i) for i in range(7))
+def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z):
+    """This program's. The first keys, which most rows see, come first."""
+    both = gl.program_id(0) // tiles_a_head
+    return tile_at(both, gl.program_id(0) - both * tiles_a_head, kv_heads, ratio, len_q, right, z)
 
 
 @gluon.jit
-def write_notes(tile, right, len_k, ordered):
+def tile_at(both, number, kv_heads, ratio, len_q, right, z):
+    """A tile of a head of K; ``both`` counts the heads of all batches. At least one block of rows sees a key."""
+    key = number * z.BLOCK_N
+    batch = both // kv_heads
+    kv_head = both - batch * kv_heads
+    first = 0
+    if z.BOUNDED:
+        first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
+    blocks = (len_q + z.BLOCK_M - 1) // z.BLOCK_M - first
+    return KeyTile(
+        batch, kv_head, kv_head * ratio, key, first * z.BLOCK_M, blocks * z.BLOCK_M, ratio * blocks
+    )
+
+
+# What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill.
+BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, NOTES = (gl.constexpr(i) for i in range(6))
+
+
+@gluon.jit
+def write_notes(tile, right, len_k):
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], mbarrier.MBarrierLayout())
     _write(notes, BATCH, tile.batch)
     _write(notes, KV_HEAD, tile.kv_head)
     _write(notes, KEY, tile.key)
     _write(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
     _write(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
-    _write(notes, ORDERED, ordered.to(gl.int32))
     return notes
 
 
@@ -174,11 +167,9 @@ def copy_rows(of, batch, head, row, full, to, slot, z):
 
 @gluon.jit
 def fetch_keys(of, tile, to, z):
-    """A tile's keys into all slots of a ring, 64 in each."""
-    slots: gl.constexpr = to.first.shape[0]
     full = to.full.index(0)
-    mbarrier.expect(full, slots * KEYS * (z.D1 + z.D2) * 2)
-    for g in gl.static_range(slots):
+    mbarrier.expect(full, z.BLOCK_N * (z.D1 + z.D2) * 2)
+    for g in gl.static_range(z.BLOCK_N // KEYS):
         copy_rows(of, tile.batch, tile.kv_head, tile.key + g * KEYS, full, to, g, z)
 
 

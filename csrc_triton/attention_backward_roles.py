@@ -5,7 +5,8 @@ A block owns 64 keys of a head of K. All is computed transposed, as there:
 
 - ``make_dv``: S^T = K Q^T, P^T = exp2(S^T - lse), dV += P^T dY. It hands P^T on through shared memory.
 - ``make_dk``: dP^T = V dY^T, dS^T = P^T (dP^T - delta), dK += dS^T Q. It hands dS^T on.
-- ``make_dq``: dQ = dS K, added to float32 in global memory. It keeps nothing and needs few registers.
+- ``make_dq``: dQ = dS K, added to float32 in global memory, in any order or in a fixed one. It keeps nothing and needs
+  few registers.
 
 So dV and dK are products as wide as a head of register operands, which read the least shared memory: its bandwidth is
 the next bound. P^T is handed on in float32: rounded, dS would be rounded twice.
@@ -36,7 +37,7 @@ from csrc_triton.attention_backward_consumer import (
     seen,
     times_rows,
 )
-from csrc_triton.attention_backward_groups import COUNT, FIRST_SEES, KEYS, ORDERED, noted
+from csrc_triton.attention_backward_groups import COUNT, FIRST_SEES, KEYS, noted
 from csrc_triton.attention_backward_order import begin_turn, end_turn
 from csrc_triton.attention_groups import barriers
 
@@ -151,11 +152,10 @@ def make_dk(z, tile, notes, DK, v, q, dy, delta, p_ring, ds_ring, scale):
 
 
 @gluon.jit
-def make_dq(z, tile, notes, DQ32, k, ds_ring, order, padded, heads):
+def make_dq(z, tile, DQ32, k, ds_ring, order, padded, heads):
     columns: gl.constexpr = z.D1 + z.D2
     slots: gl.constexpr = ds_ring.tiles.shape[0]
     to = DQ32 + ((tile.batch * heads + tile.head).to(gl.int64) * padded + tile.row) * columns
-    ordered = noted(notes, ORDERED) != 0
     jump = padded - tile.rows + z.BLOCK_M  # from the last block of a head to the first of the next
     mbarrier.wait(k.full.index(0), 0)
     at = 0
@@ -163,10 +163,12 @@ def make_dq(z, tile, notes, DQ32, k, ds_ring, order, padded, heads):
         c = i % slots
         mbarrier.wait(ds_ring.full.index(c), (i // slots) & 1)
         ds = ds_ring.tiles.index(c).permute((1, 0))
-        begin_turn(ordered, i, order)
+        if order is not None:
+            begin_turn(i, order)
         add_parts(to, ds, k.first.index(i >> 30).reshape([KEYS, z.D1]))
         add_parts(to + 64 * z.D1, ds, k.second.index(i >> 30).reshape([KEYS, z.D2]))
-        end_turn(ordered, order)
+        if order is not None:
+            end_turn(i, order)
         mbarrier.arrive(ds_ring.free.index(c), count=1)
         at += z.BLOCK_M
         last = at == tile.rows

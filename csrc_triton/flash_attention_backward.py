@@ -21,6 +21,7 @@ from csrc_triton.attention_backward_arguments import (
     FINISH,
     GROUPS,
     GROUPS_CONSTANTS,
+    IN_ORDER,
     KEYS,
     QUERIES,
     ROLES_CONSTANTS,
@@ -37,7 +38,7 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
-from csrc_triton.attention_backward_order import keep_order, order_barriers
+from csrc_triton.attention_backward_order import keep_order, order_barriers, tile_in_order
 from csrc_triton.attention_backward_roles import ACCUMULATORS, handed_tiles, make_dk, make_dq, make_dv
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_groups import barriers
@@ -46,7 +47,9 @@ from csrc_triton.attention_tiles import load_rows
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
 BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
+BY_GROUPS_IN_ORDER = {"function": "backward_groups_in_order", "constants": GROUPS_CONSTANTS}
 BY_ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
+BY_ROLES_IN_ORDER = {"function": "backward_roles_in_order", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -62,32 +65,62 @@ DECLARATION = {
         "flash_attention_backward_groups_64": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_64_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D64, "BOUNDED": 0}}},
+        },
         "flash_attention_backward_groups_64_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_64_causal_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D64, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_96": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_96_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D96, "BOUNDED": 0}}},
+        },
         "flash_attention_backward_groups_96_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_96_causal_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D96, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_128": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_128_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 0}}},
+        },
         "flash_attention_backward_groups_128_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_128_causal_ordered": {
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_192": {
             **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_192_ordered": {
+            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 0}}},
+        },
         "flash_attention_backward_groups_192_causal": {
             **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_192_causal_ordered": {
+            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_256": {
             **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 0}}},
         },
+        "flash_attention_backward_groups_256_ordered": {
+            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 0}}},
+        },
         "flash_attention_backward_groups_256_causal": {
             **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_256_causal_ordered": {
+            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 1}}},
         },
         "flash_attention_backward_finish": FINISH,
     },
@@ -195,84 +228,168 @@ def sink_sums(DSINKS, SINKS, LSE2, DELTA, batch, heads, padded, BLOCK: tl.conste
 
 @gluon.jit
 def backward_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, scale, tiles_a_head, section, kv_heads, ratio, padded, len_q,
-    len_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups, a producer warp and one that
-    keeps the order in which blocks add to dQ, where there are TURNS (``keep_order``).
+    """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups and a producer warp.
 
     The tensor maps are over (batch, head, row, column), those of LSE2 and DELTA over (batch, head, 1, row). DQ32 is
     [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED.
     """
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
-    z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    ordered = TURNS.to(gl.int64) != 0
-    tile = tile_of_keys(BLOCK_N, tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z)
-    notes = write_notes(tile, right, len_k, ordered)
-    k = tile_ring(K, 2, 1, z)
-    v = tile_ring(V, 2, 1, z)
-    q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
-    dy = tile_ring(DY, DY_STAGES, DY_STAGES, z)
-    ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    lse = sums_ring(LSE2, Q_STAGES)
-    delta = sums_ring(DELTA, DY_STAGES)
-    ds_full = barriers(DS_SLOTS, 2)
-    order = order_barriers(WARP_GROUPS)
-    heads = kv_heads * ratio
-    fence_async_shared()
-    # the tuples stay literal: through a variable, constants would turn into run-time values
-    gl.warp_specialize(
-        [
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
-                       0)),
-            (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
-                       1)),
-            (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-            (keep_order, (z, tile, TURNS, order, heads, padded)),
-        ],
-        [4, 1, 1],
-        [REGISTERS, 24, 24],
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
+    by_groups(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, z,
     )  # fmt: skip
 
 
 @gluon.jit
+def backward_groups_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, TURNS,
+    section, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_groups`` with one warp more, which keeps the order in which programs add to dQ: see ``keep_order``,
+    also for TURNS, and ``tile_in_order`` for ``section``."""
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z)
+    by_groups(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, z,
+    )  # fmt: skip
+
+
+@gluon.jit
+def by_groups(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
+    REGISTERS: gl.constexpr, z,
+):  # fmt: skip
+    """Both of the above; TURNS are None where there is no order."""
+    notes = write_notes(tile, right, len_k)
+    k = tile_ring(K, 2, 1, z)
+    v = tile_ring(V, 2, 1, z)
+    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
+    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
+    ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, z.BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    lse = sums_ring(LSE2, z.Q_STAGES)
+    delta = sums_ring(DELTA, z.DY_STAGES)
+    ds_full = barriers(DS_SLOTS, 2)
+    # the tuples stay literal: through a variable, constants would turn into run-time values
+    if TURNS is None:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
+                           scale, 0)),
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
+                           scale, 1)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        order = order_barriers(2, 1)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
+                           scale, 0)),
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
+                           scale, 1)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )  # fmt: skip
+
+
+@gluon.jit
 def backward_roles(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, scale, tiles_a_head, section, kv_heads, ratio, padded, len_q,
-    len_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
     DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """As ``backward_groups``, of 64 keys: three consumer groups have a role each."""
-    gl.static_assert(WARP_GROUPS == 3 and BLOCK_M == 64 and BLOCK_N == 64 and D2 > 0)
-    z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
-    ordered = TURNS.to(gl.int64) != 0
-    tile = tile_of_keys(BLOCK_N, tiles_a_head, section, kv_heads, ratio, len_q, right, ordered, z)
-    notes = write_notes(tile, right, len_k, ordered)
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    TURNS, section,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_roles`` with one warp more, as ``backward_groups_in_order``."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z,
+    )  # fmt: skip
+
+
+@gluon.jit
+def by_roles(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
+    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z,
+):  # fmt: skip
+    """Both of the above; TURNS are None where there is no order."""
+    notes = write_notes(tile, right, len_k)
     k = tile_ring(K, 1, 1, z)
     v = tile_ring(V, 1, 1, z)
-    q = tile_ring(Q, Q_STAGES, Q_STAGES, z)
-    dy = tile_ring(DY, DY_STAGES, DY_STAGES, z)
+    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
+    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
     p = handed_tiles(gl.float32, 1, ACCUMULATORS, z)
     ds = handed_tiles(Q.dtype, 2, gl.NVMMASharedLayout(128, 16, 2), z)
-    lse = sums_ring(LSE2, Q_STAGES)
-    delta = sums_ring(DELTA, DY_STAGES)
-    order = order_barriers(1)
-    heads = kv_heads * ratio
-    fence_async_shared()
+    lse = sums_ring(LSE2, z.Q_STAGES)
+    delta = sums_ring(DELTA, z.DY_STAGES)
     # the tuples stay literal: through a variable, constants would turn into run-time values
-    gl.warp_specialize(
-        [
-            (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
-            (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
-            (make_dq, (z, tile, notes, DQ32, k, ds, order, padded, heads)),
-            (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-            (keep_order, (z, tile, TURNS, order, heads, padded)),
-        ],
-        [4, 4, 1, 1],
-        [REGISTERS, DQ_REGISTERS, 32, 32],  # with 24 a group spills: see ``attention_backward_roles``
-    )
+    if TURNS is None:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
+                (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
+                (make_dq, (z, tile, DQ32, k, ds, None, padded, heads)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, DQ_REGISTERS, 32],
+        )
+    else:
+        order = order_barriers(1, 3)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
+                (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
+                (make_dq, (z, tile, DQ32, k, ds, order, padded, heads)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 1)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 2)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [REGISTERS, DQ_REGISTERS, 32, 32, 32, 32],
+        )
 
 
 @triton.jit

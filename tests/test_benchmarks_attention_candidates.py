@@ -41,7 +41,12 @@ def test_a_process_that_hangs_is_killed() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", ["flash_attention_backward_groups_96", "flash_attention_backward_groups_64_causal"]
+    "kernel",
+    [
+        "flash_attention_backward_groups_96",
+        "flash_attention_backward_groups_64_causal",
+        "flash_attention_backward_groups_128_causal_ordered",
+    ],
 )
 def test_cases_are_the_kernels(kernel: str) -> None:
     """Each case of a kernel is one that the host would give it."""
@@ -52,9 +57,8 @@ def test_cases_are_the_kernels(kernel: str) -> None:
     for problem in attention_trial.cases(kernel):
         q, k = (torch.empty(s, device="meta") for s in shapes(problem))
         settings = bounded(shape_of(q, k, problem.layout), Settings(*problem.settings()))
-        assert groups_kernel(on, -(-problem.dim // 16) * 16, settings, (True, True, True, False)) == kernel, (
-            problem
-        )
+        dim, needed = -(-problem.dim // 16) * 16, (True, True, True, False)
+        assert groups_kernel(on, dim, settings, needed, kernel.endswith("_ordered")) == kernel, problem
 
 
 def shapes(p: Problem) -> list[tuple[int, ...]]:
@@ -63,9 +67,11 @@ def shapes(p: Problem) -> list[tuple[int, ...]]:
     return [(p.batch, *order(n, h), p.dim) for n, h in sizes]
 
 
-@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "tiles", "nan", "order", "ordered"])
-def test_checks_notice(wrong: str) -> None:
-    """The reference passes; gradients that are off, vary or are not written, in order, too, and other kernels don't."""
+@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "nan", "order", "apart"])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_checks_notice(wrong: str, in_order: bool) -> None:
+    """The reference passes; gradients that are off, vary or are not written, and another kernel do not. In order dq must
+    not vary by a bit, nor be far from any other order's."""
     backward = liger_aot.load("flash_attention_backward")
     calls: list[int] = []
 
@@ -76,28 +82,29 @@ def test_checks_notice(wrong: str) -> None:
             dq = dq * 1.05
         if wrong == "vary" and len(calls) == 2:
             dk = dk * 1.01
-        if (wrong == "order" and len(calls) == 4) or (wrong == "ordered" and keywords.get("deterministic")):
-            dq = dq * (1 + 2**-7)
+        assert keywords["deterministic"] == (in_order and len(calls) < 3)
+        if wrong == "order" and len(calls) == 2:
+            dq = dq.clone()
+            dq.view(torch.int16).view(-1)[5] += 1
+        if wrong == "apart" and len(calls) == 3:
+            dv = dv * 1.05
         if wrong == "nan":
             dv[0, -1] = torch.nan
         return dq, dk, dv, dsinks
 
-    kernel = "flash_attention_backward_groups_64_causal"
-    names = ["another" if wrong == "launched" else kernel, "flash_attention_backward_sinks"]
-    names += ["flash_attention_backward_keys"] if wrong == "tiles" else []
-    on = SimpleNamespace(_loaded={f"{name}-form": None for name in names})
+    kernel = f"flash_attention_backward_groups_64_causal{'_ordered' if in_order else ''}"
+    on = SimpleNamespace(_loaded={f"{'another' if wrong == 'launched' else kernel}-groups": None})
     problem = Problem(1, 2, 1, 30, 40, 64, causal=True, sinks=True)
     found = attention_trial.check(op, backward, on, kernel, problem, REFERENCE, 1, "cpu")
-    assert bool(found["wrong"]) == bool(wrong), found
+    assert bool(found["wrong"]) == (bool(wrong) and (in_order or wrong not in ("order", "apart"))), found
     assert {
         "": "",
         "scale": "errors",
         "vary": "from run to run",
         "launched": "were launched",
-        "tiles": "were launched",
-        "order": "in order the gradients differ from run to run",
-        "ordered": "in order the gradients differ by",
         "nan": "errors",
+        "order": "dq differs from run to run" if in_order else "",
+        "apart": "gradients of any order differ" if in_order else "",
     }[wrong] in found["wrong"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
 from tests.conftest import built_pack
 from tests.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
+from tests.pack_edits import add_kernels
 
 DIMS = (64, 96, 128, 192, 256)
 
 
-def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
+def planned(folder: Path, number: int = 0) -> tuple[Profile, Plan]:
     """Of a profile with the candidates of that number."""
     text = (PROFILES / "sm90.toml").read_text().partition(f"\n[kernel.{BACKWARD}_groups")[0]
     text += tables("sm90", candidates("sm90", "backward")[number], "a test")
@@ -42,21 +44,23 @@ def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
 # ---- What is built ----
 
 
-def test_a_profile_must_name_them() -> None:
-    groups = {f"{BACKWARD}_groups_{dim}{kind}" for dim in DIMS for kind in ("", "_causal")}
+def test_a_profile_must_name_them(tmp_path: Path) -> None:
+    kinds = ("", "_causal", "_ordered", "_causal_ordered")
+    groups = {f"{BACKWARD}_groups_{dim}{kind}" for dim in DIMS for kind in kinds}
     for arch in ("sm80", "gfx90a", "gfx942"):
         _, (plan,) = make_plans(arch, (BACKWARD,))
         assert not groups & set(plan.kernels)
-    _, (plan,) = make_plans("sm90", (BACKWARD,))
+    _, plan = planned(tmp_path)
     assert groups | {f"{BACKWARD}_finish"} <= set(plan.kernels)
     for name in groups:
         kernel = plan.kernels[name]
-        assert kernel.kernel.signature() == "44444444" + "ppf" + 8 * "i"
+        in_order = name.endswith("_ordered")
+        assert kernel.kernel.signature() == "44444444" + "pf" + 7 * "i" + ("pi" if in_order else "")
         for variant in kernel.variants.values():
             c = variant.constants
             assert c["D1"] + c["D2"] == int(re.findall(r"\d+", name)[0])
             assert c["BLOCK_N"] == (128 if c["D1"] + c["D2"] <= 128 else 64)
-            assert c["BOUNDED"] == name.endswith("_causal")
+            assert c["BOUNDED"] == ("_causal" in name)
             assert variant.arguments["LSE2"] == f"tensordesc<fp32[1, 1, 1, {c['BLOCK_M']}]>"
 
 
@@ -125,9 +129,15 @@ class Recorder:
         return arguments
 
 
-@pytest.fixture
-def pack() -> Pack:
-    return built_pack("sm90")
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
+    """The built pack with all kernels by warp groups in its manifest, those in order, too, whether or not the profile
+    names them; of their binaries there is nothing."""
+    folder = tmp_path_factory.mktemp("pack")
+    _, plan = planned(folder)
+    shutil.copytree(built_pack("sm90").folder, folder / "sm90")
+    add_kernels(folder / "sm90" / f"{BACKWARD}.json", plan)
+    return Pack(folder / "sm90")
 
 
 def launched(
@@ -164,8 +174,8 @@ def test_maps_grids_and_numbers(pack: Pack, layout: str) -> None:
     strides = (6 * padded, padded, 16, 1)
     for at, found in zip((lse2, delta), arguments[6:8], strict=True):
         assert found == (at, "fp32", (2, 6, 1, padded), strides, (1, 1, 1, 64), 0)
-    sums, turns, *numbers = arguments[8:]
-    assert turns is None and numbers == [0.5 * LOG2_E, 12, 1, 2, 3, padded, 1000, 1500, 501]
+    sums, *numbers = arguments[8:]
+    assert numbers == [0.5 * LOG2_E, 12, 2, 3, padded, 1000, 1500, 501]
     x, y, z, _, from_sums, *rest = launches["finish"]
     assert (x, y, z) == (2 * 6 * padded // 64 * 3, 1, 1) and from_sums == sums
     rows = (1000 * 6 * 80, 80, 6 * 80) if layout == "bshd" else (1000 * 6 * 80, 1000 * 80, 80)
@@ -182,7 +192,7 @@ def test_wide_heads(pack: Pack) -> None:
     for t, found in zip((q, k, k, q, k, k), arguments[:6], strict=True):
         seen = torch.empty(*t.shape[:-1], 208)
         assert found[1:] == ("fp16", tuple(seen.shape), seen.stride(), (1, 1, 64, 64), 3)
-    assert arguments[9] is None and arguments[11:16] == [24, 1, 2, 3, 1024]
+    assert arguments[10:14] == [24, 2, 3, 1024]
     assert launches["finish"][0] == 2 * 6 * 1024 // 64 * 8
     assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
 
@@ -206,9 +216,11 @@ def test_sums_are_zeros_of_whole_blocks(
     assert zeros.dtype == torch.float32 and zeros.shape == (elements + turns,)
     assert not zeros.view(torch.int32).any()
     at = zeros.data_ptr()
-    assert launches["groups_64"][3 + 8 : 3 + 10] == (at, at + 4 * elements if deterministic else None)
-    assert launches["finish"][4] == at
-    assert launches["groups_64"][-1] == LONGEST  # no bound
+    arguments = launches["groups_64_ordered" if deterministic else "groups_64"][3:]
+    assert arguments[8] == launches["finish"][4] == at
+    assert arguments[16] == LONGEST  # no bound
+    # of heads of one tile each as many start together as there are multiprocessors
+    assert arguments[17:] == ((at + 4 * elements, MULTIPROCESSORS) if deterministic else ())
 
 
 GROUPS = {
@@ -239,26 +251,25 @@ def test_by_tiles(pack: Pack, name: str) -> None:
     assert set(launched(pack, TILES[name])[0]) == {"rows", f"keys{ending}", f"queries{ending}"}
 
 
-def test_deterministic(pack: Pack) -> None:
-    """The same kernels with turns, of as many heads together as have room; what is for the tiles stays theirs."""
-    problem = Problem(1, 2, 1, 100, 128, 128, causal=True)
-
-    def in_order(**other: Any) -> bool:
-        launches, _ = launched(pack, problem, **other)
-        assert set(launches) == {"rows", "groups_128_causal", "finish"}
-        turns, _, tiles, section = launches["groups_128_causal"][3 + 9 : 3 + 13]
-        assert tiles == 1 and section == (1 if turns is None else MULTIPROCESSORS)
-        return turns is not None
-
-    assert in_order(deterministic=True) and not in_order()
+@pytest.mark.parametrize("name", GROUPS)
+def test_deterministic(pack: Pack, name: str) -> None:
+    """The kernels in order; what is for the tiles stays theirs."""
+    problem, kernel = GROUPS[name]
+    sinks = {"sinks"} if problem.sinks else set()
+    in_order = {"rows", f"{kernel}_ordered", "finish"} | sinks
+    assert set(launched(pack, problem, deterministic=True)[0]) == in_order
     torch.use_deterministic_algorithms(True)
     try:
-        assert in_order()
+        assert set(launched(pack, problem)[0]) == in_order
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not in_order()
-    left = problem._replace(window=(9, 0), causal=False)
-    assert set(launched(pack, left, deterministic=True)[0]) == {"rows", "keys", "queries"}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_deterministic_by_tiles(pack: Pack, name: str) -> None:
+    ending = "_capped" if TILES[name].softcap else ""
+    kernels = {"rows", f"keys{ending}", f"queries{ending}"}
+    assert set(launched(pack, TILES[name], deterministic=True)[0]) == kernels
 
 
 def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:

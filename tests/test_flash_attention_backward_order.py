@@ -15,7 +15,7 @@ from csrc_triton import attention_backward_groups as groups
 from csrc_triton import attention_backward_order as ordering
 from liger_aot.attention import LONGEST
 
-FIELDS = ("batch", "kv_head", "head", "turn", "alone", "key", "row", "rows", "steps")
+FIELDS = ("batch", "kv_head", "head", "key", "row", "rows", "steps")
 
 
 class Number(int):
@@ -62,7 +62,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     nothing = SimpleNamespace(arrive=lambda *_, **__: None, wait=lambda *_: None)
     for module, instead in (
         (groups, {"gl": gl, "KeyTile": tile_of}),
-        (ordering, {"gl": gl, "mbarrier": nothing, "next_rows": groups.next_rows.fn}),
+        (
+            ordering,
+            {
+                "gl": gl,
+                "mbarrier": nothing,
+                "next_rows": groups.next_rows.fn,
+                "tile_at": groups.tile_at.fn,
+            },
+        ),
     ):
         for name, value in instead.items():
             monkeypatch.setattr(module, name, value)
@@ -89,7 +97,7 @@ def test_turns(
     right = len_k - len_q + after + 1 if after is not None else LONGEST
     padded = -(-len_q // 128) * 128
     tiles = -(-len_k // block_n)
-    z = SimpleNamespace(BLOCK_M=block_m, BOUNDED=bounded)
+    z = SimpleNamespace(BLOCK_M=block_m, BLOCK_N=block_n, BOUNDED=bounded)
     order = SimpleNamespace(turn=SimpleNamespace(index=lambda _: None))
     order.added = order.turn
     wanted: dict[int, list[int]] = {}
@@ -97,15 +105,15 @@ def test_turns(
     left = {(b, h, t) for b in range(batch) for h in range(kv_heads) for t in range(tiles)}
     for program in range(device.programs):
         device.program = program
-        tile = groups.tile_of_keys.fn(block_n, tiles, section, kv_heads, ratio, len_q, right, True, z)
-        left.remove((tile.batch, tile.kv_head, tile.turn))
-        ordering.keep_order.fn(z, tile, Number(1), order, kv_heads * ratio, padded)
-        key = block_n * (tiles - 1 - tile.turn if bounded else tile.turn)
-        assert tile.key == key
+        tile = ordering.tile_in_order.fn(tiles, section, kv_heads, ratio, len_q, right, z)
+        left.remove((tile.batch, tile.kv_head, tile.key // block_n))
+        ordering.keep_order.fn(z, tile, Number(1), order, tiles, kv_heads * ratio, padded, right)
         first = (tile.batch * kv_heads + tile.kv_head) * ratio
         for head in range(first, first + ratio):
             for row in range(0, len_q, block_m):
-                if row + block_m - 1 + right > key:  # the last row of the block sees the tile's first key
+                if (
+                    row + block_m - 1 + right > tile.key
+                ):  # the last row of the block sees the tile's first key
                     at = 1 + head * (padded // block_m) + row // block_m
                     wanted.setdefault(at, []).append(program)
     assert device.added == wanted and not left

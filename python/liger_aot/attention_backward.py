@@ -155,10 +155,10 @@ class TilesProducts:
         return dq, dk, dv
 
 
-def _by_groups(kernel: str, ordered: bool, *arguments: Any) -> Products:
+def _by_groups(kernel: str, *arguments: Any) -> Products:
     from liger_aot.attention_backward_groups import GroupsProducts
 
-    return GroupsProducts(kernel, ordered, *arguments)
+    return GroupsProducts(kernel, *arguments)
 
 
 def padded_rows(shape: Shape, blocks: Sequence[int]) -> int:
@@ -167,20 +167,25 @@ def padded_rows(shape: Shape, blocks: Sequence[int]) -> int:
     return -(-shape.len_q // unit) * unit
 
 
-def groups_kernel(on: OpOn, dim: int, settings: Settings, needed: Sequence[bool]) -> str | None:
+def groups_kernel(
+    on: OpOn, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
+) -> str | None:
     """The kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, or the tiles are for
     it. They have left bounds and soft caps, and make one gradient without the others."""
     if settings.left >= 0 or settings.softcap or not (needed[0] and (needed[1] or needed[2])):
         return None
     width = groups_width(dim)
-    name = f"{KERNEL}_groups_{width}{'_causal' if settings.right >= 0 else ''}"
+    name = f"{KERNEL}_groups_{width}"
+    name += "_causal" if settings.right >= 0 else ""
+    name += "_ordered" if deterministic else ""
     return name if name in on.kernels else None
 
 
 def backward_kernels(dim: int) -> tuple[str, ...]:
     """What a call without a soft cap and without sinks may run, full and causal; a pack need not have all."""
     width = groups_width(dim)
-    groups = () if width is None else (f"groups_{width}", f"groups_{width}_causal", "finish")
+    kinds = ("", "_causal", "_ordered", "_causal_ordered")
+    groups = () if width is None else (*(f"groups_{width}{kind}" for kind in kinds), "finish")
     return tuple(f"{KERNEL}_{kind}" for kind in ("rows", "keys", "queries", *groups))
 
 
@@ -222,8 +227,8 @@ def gradients(
             on.plans.clear()
         settings = bounded(shape_of(q, k, settings.layout), settings)
         if products_of is None:
-            kernel = groups_kernel(on, q.shape[-1], settings, needed)
-            products_of = TilesProducts if kernel is None else partial(_by_groups, kernel, deterministic)
+            kernel = groups_kernel(on, q.shape[-1], settings, needed, deterministic)
+            products_of = TilesProducts if kernel is None else partial(_by_groups, kernel)
         plan = on.plans[key] = BackwardPlan(on, q, k, v, o, do, settings, products_of)
     sinks = None if sinks is None else sinks.float().contiguous()
     dlse = None if dlse is None else dlse.contiguous()

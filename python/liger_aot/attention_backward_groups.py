@@ -15,12 +15,11 @@ TILE_ROWS = 64  # of float32 dQ, in the order of accumulators
 
 
 class GroupsProducts:
-    """dQ, dK and dV by one kernel, which adds dQ up in memory: its last bits vary unless it is ``ordered``. Beside the
-    results it takes as many float32 as dQ has elements; ordered, an int32 a block of rows, too."""
+    """dQ, dK and dV by one kernel, which adds dQ up in memory: its last bits vary unless it does so in order. Beside the
+    results it takes as many float32 as dQ has elements; in order, an int32 a block of rows, too."""
 
     def __init__(
-        self, kernel: str, ordered: bool, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings,
-        row_block: int,
+        self, kernel: str, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings, row_block: int
     ) -> None:  # fmt: skip
         layout = settings.layout
         shape = shape_of(q, k, layout)
@@ -32,7 +31,7 @@ class GroupsProducts:
         self.padded = padded = padded_rows(shape, (row_block, block_m, TILE_ROWS))
         rows = shape.batch * shape.heads * padded
         self._sums = rows * columns
-        self._turns = rows // block_m if ordered else 0
+        self._turns = rows // block_m if kernel.endswith("_ordered") else 0
         tiles = -(-shape.len_k // loaded.numbers["block_n"])
         self._programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
         scale, _ = scales_of(settings)
@@ -40,11 +39,10 @@ class GroupsProducts:
         ratio = shape.heads // shape.kv_heads
         # in order, heads take turns to start a block, as many as fit onto the GPU together: the blocks of one head then
         # start one after the other, as they add to dQ
-        section = -(-on.multiprocessors // tiles) if ordered else 1
+        self._section = -(-on.multiprocessors // tiles)
         self._numbers = (
             scale,
             tiles,
-            section,
             shape.kv_heads,
             ratio,
             padded,
@@ -76,11 +74,11 @@ class GroupsProducts:
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         zeros = q.new_zeros(self._sums + self._turns, dtype=torch.float32)  # an int32 0 has the same bits
         sums_at = zeros.data_ptr()
-        turns_at = sums_at + 4 * self._sums if self._turns else None
+        order = (sums_at + 4 * self._sums, self._section) if self._turns else ()
         tensors = (*(t.data_ptr() for t in (q, k, v, do, dk, dv)), lse2_at, delta_at)
         maps = (at(address) for at, address in zip(self._maps, tensors, strict=True))
         self._loaded.launch(
-            device, stream, self._programs, 1, 1, *maps, sums_at, turns_at, *self._numbers
+            device, stream, self._programs, 1, 1, *maps, sums_at, *self._numbers, *order
         )  # fmt: skip
         self._finish.launch(
             device, stream, self._finish_programs, 1, 1, dq.data_ptr(), sums_at, *self._finish_numbers
