@@ -42,7 +42,7 @@ check-wheels: wheels  ## the checks before an upload, of dist
 
 demo: wheel  ## install the wheel where there is no Triton and no compiler, and run RMSNorm
 	@$(RUN) -m examples.fresh_environment build/demo-venv dist/*.whl
-	@cd build/demo-venv && PATH="$$PWD/bin" python '$(CURDIR)/examples/demo.py'
+	@cd build/demo-venv && PATH="$$PWD/bin" python -I '$(CURDIR)/examples/demo.py'
 
 lint: venv  ## ruff and mypy
 	@.venv/bin/ruff check .

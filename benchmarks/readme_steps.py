@@ -170,13 +170,18 @@ def _first_step(results: Path) -> str:
     found = {(r["goal"], r["provider"]): r for r in data["results"]}
     names = _present(found)
     rows = [
-        [f"to the first {goal}", *(_cell(found, goal, name, lambda r: f"{r['total']:.2f}") for name in names)]
+        [f"to the first {goal}", *(_cell(found, goal, name, _seconds) for name in names)]
         for goal in dict.fromkeys(goal for goal, _ in found)
     ]
     return (
         f"Seconds in a fresh process with empty compile caches, {data['model']}, from when torch is imported and the "
-        f"GPU has a context ({link(path)}):\n\n{table(['', *(LABELS[name] for name in names)], rows)}"
+        f"GPU has a context; in brackets without what is the same for all, the import of Transformers and the making "
+        f"of the model ({link(path)}):\n\n{table(['', *(LABELS[name] for name in names)], rows)}"
     )
+
+
+def _seconds(r: Result) -> str:
+    return f"{r['total']:.2f} ({sum(r['phases'][-2:]):.2f})"
 
 
 def _steps(results: Path, name: str) -> tuple[dict[str, Any], Path]:

@@ -68,9 +68,9 @@ class _Reader:
         if not isinstance(node, ast.Starred):
             return [self._value(node)]
         values = self._value(node.value)
-        if not isinstance(values, list):
-            raise self._error(f"* of {ast.unparse(node.value)}, which is no list")
-        return values
+        if not isinstance(values, list | dict):
+            raise self._error(f"* of {ast.unparse(node.value)}, which is no list and no dict")
+        return list(values)
 
     def _of(self, path: Path, name: str) -> Any:
         if (path, name) in self._asked or not path.is_file():

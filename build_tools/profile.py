@@ -25,6 +25,7 @@ OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")
 HOST_NUMBERS = {
     "programs_per_multiprocessor": "programs",
     "cache_megabytes": "cache",  # of keys and values that programs side by side work on
+    "longest": "longest",  # keys that a kernel for short sequences is for
     "lone_rows": "lone",  # up to so many rows, one program that writes the final sums beats two launches
 }
 

@@ -7,14 +7,15 @@
   as tokens, and the map starts that many rows before the tensor. Then row ``tokens - length + r`` at place ``start +
   length`` is a sequence's row r, and behind its last one TMA itself ends: rows there read as zeros, whatever lies in
   memory, and are not written. So neither NaN behind a sequence's values nor another sequence's output needs care. The
-  trick is that of Triton's ragged_tma and of FlashAttention's output on Hopper.
+  trick is that of Triton's ragged_tma and of FlashAttention's output on Hopper. But a box wholly behind a sequence is
+  never asked for: an H200 then reads where the map starts, which may be nobody's memory (an illegal access).
 - All else is the dense form's tile, whose ``Work`` has the sequence's lengths and bounds. There is one kind of mask, a
   right bound: nearly every sequence ends within a block of keys, which the mask's first step is for in any case.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_consumer import consume_tile
@@ -132,6 +133,19 @@ def announced_tile(i, board):
 
 
 @gluon.jit
+def clear(to, slot, z):
+    """A slot of a ring full of zeros, written by the producer itself."""
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    to.first.index(slot).reshape([z.BLOCK_N, z.D1]).store(gl.zeros([z.BLOCK_N, z.D1], to.first.dtype, lanes))
+    if z.D2 > 0:
+        to.second.index(slot).reshape([z.BLOCK_N, z.D2]).store(
+            gl.zeros([z.BLOCK_N, z.D2], to.second.dtype, lanes)
+        )
+    fence_async_shared()
+    mbarrier.arrive(to.full.index(slot), count=1)
+
+
+@gluon.jit
 def produce_packed(z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longest_q, longest_k):
     """The producer warp, as ``attention_groups.produce``; at its end it reports what is wrong with sequences."""
     b = 0  # blocks of keys so far
@@ -150,14 +164,23 @@ def produce_packed(z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longes
             slot = b % z.STAGES
             phase = ((b // z.STAGES) & 1) ^ 1
             mbarrier.wait(k.free.index(slot), phase)
-            fetch(K, place_k, tile.head // work.ratio, key, k, slot, z)
+            if tile.len_k > 0:
+                fetch(K, place_k, tile.head // work.ratio, key, k, slot, z)
+            else:  # the one block of no keys: all scores are masked, whatever they are
+                mbarrier.arrive(k.full.index(slot), count=1)
             if j == 0:
                 past_q = packed.tokens_q - tile.len_q + row
                 for g in gl.static_range(z.GROUPS):
                     mbarrier.wait(q.free.index(g), (i & 1) ^ 1)
-                    fetch(Q, tile.start_q + tile.len_q, tile.head, past_q + g * 64, q, g, z)
+                    if row + g * 64 < tile.len_q:
+                        fetch(Q, tile.start_q + tile.len_q, tile.head, past_q + g * 64, q, g, z)
+                    else:  # a group without rows waits all the same
+                        mbarrier.arrive(q.full.index(g), count=1)
             mbarrier.wait(v.free.index(slot), phase)
-            fetch(V, place_k, tile.head // work.ratio, key, v, slot, z)
+            if tile.len_k > 0:
+                fetch(V, place_k, tile.head // work.ratio, key, v, slot, z)
+            else:  # 0 times what lay there could be NaN
+                clear(v, slot, z)
             b += 1
         i += 1
         tile = following

@@ -8,6 +8,13 @@ BOUNDS hold, rows are within the tensors.
 import triton
 import triton.language as tl
 
+# What the declarations share.
+DTYPES = {"dtype": ["bf16", "fp16"]}
+BOUNDS = {"BOUNDS_Q": "*i32", "BOUNDS_K": "*i32"}
+STRIDES = {"q_head": "i32", "q_row": "i32", "k_head": "i32", "k_row": "i32", "v_head": "i32", "v_row": "i32"}
+SIZES = {"sequences": "i32", "tokens_q": "i32", "tokens_k": "i32", "right": "i32"}
+LONGEST = {"longest_q": "i32", "longest_k": "i32"}
+
 
 @triton.jit
 def start_of(BOUNDS, s, tokens):

@@ -13,6 +13,13 @@ from csrc_triton.attention_consumer import consume
 from csrc_triton.attention_groups import Sizes, Work, board_ring, produce, ring
 from csrc_triton.attention_tiles import attend_tile
 
+GROUPS_FORM = {
+    "function": "forward_groups",
+    "constants": [
+        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
+    ],
+}  # fmt: skip
+
 DECLARATION = {
     "op": "flash_attention",
     "kernels": {
@@ -46,39 +53,27 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [],
-            "forms": {
-                "groups": {
-                    "function": "forward_groups",
-                    "constants": [
-                        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
-                    ],
-                    "defaults": {"MASK": 0},
-                }
-            },
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0}}},
         },
         "flash_attention_forward_causal": {
             "like": "flash_attention_forward",
-            "forms": {
-                "groups": {
-                    "function": "forward_groups",
-                    "constants": [
-                        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
-                    ],
-                    "defaults": {"MASK": 1},
-                }
-            },
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
         },
         "flash_attention_forward_local": {
             "like": "flash_attention_forward",
-            "forms": {
-                "groups": {
-                    "function": "forward_groups",
-                    "constants": [
-                        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
-                    ],
-                    "defaults": {"MASK": 2},
-                }
-            },
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2}}},
+        },
+        "flash_attention_forward_short_64": {
+            "like": "flash_attention_forward",
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+        },
+        "flash_attention_forward_short_96": {
+            "like": "flash_attention_forward",
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+        },
+        "flash_attention_forward_short_128": {
+            "like": "flash_attention_forward",
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
         },
         "flash_attention_forward_tiles": {
             "optional": True,

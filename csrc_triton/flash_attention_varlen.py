@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention_groups import CAUSAL, Sizes, Work, ring
 from csrc_triton.attention_packed_groups import Packed, consume_packed, packed_board, produce_packed
-from csrc_triton.attention_sequences import find, report, span
+from csrc_triton.attention_sequences import BOUNDS, DTYPES, LONGEST, SIZES, STRIDES, find, report, span
 from csrc_triton.attention_tiles import attend_tile
 
 GROUPS = {
@@ -22,12 +22,11 @@ GROUPS = {
     "matrix": True,
     "arguments": {
         "Q": "dtype[1, 1, 64, BOX]", "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
-        "Y": "dtype[1, 1, 64, BOX]", "LSE": "*fp32", "SINKS": "*fp32", "BOUNDS_Q": "*i32", "BOUNDS_K": "*i32",
-        "FLAG": "*i64", "COUNT": "*i32", "scale": "fp32", "tiles": "i32", "tiles_a_head": "i32", "heads": "i32",
-        "ratio": "i32", "section": "i32", "section_heads": "i32", "sequences": "i32", "tokens_q": "i32",
-        "tokens_k": "i32", "right": "i32", "longest_q": "i32", "longest_k": "i32",
+        "Y": "dtype[1, 1, 64, BOX]", "LSE": "*fp32", "SINKS": "*fp32", **BOUNDS, "FLAG": "*i64", "COUNT": "*i32",
+        "scale": "fp32", "tiles": "i32", "tiles_a_head": "i32", "heads": "i32", "ratio": "i32", "section": "i32",
+        "section_heads": "i32", **SIZES, **LONGEST,
     },
-    "axes": {"dtype": ["bf16", "fp16"]},
+    "axes": DTYPES,
     "aligned": [],
 }  # fmt: skip
 BY_GROUPS = {
@@ -43,16 +42,11 @@ DECLARATION = {
             "matrix": True,
             "arguments": {
                 "Y": "*dtype", "Q": "*dtype", "K": "*dtype", "V": "*dtype", "LSE": "*fp32", "SINKS": "*fp32",
-                "BOUNDS_Q": "*i32", "BOUNDS_K": "*i32", "FLAG": "*i64", "y_head": "i32", "y_row": "i32",
-                "q_head": "i32", "q_row": "i32", "k_head": "i32", "k_row": "i32", "v_head": "i32", "v_row": "i32",
-                "scale": "fp32", "cap": "fp32", "tiles_a_head": "i32", "ratio": "i32", "dim": "i32",
-                "sequences": "i32", "tokens_q": "i32", "tokens_k": "i32", "right": "i32", "left": "i32",
-                "longest_q": "i32", "longest_k": "i32",
+                **BOUNDS, "FLAG": "*i64", "y_head": "i32", "y_row": "i32", **STRIDES, "scale": "fp32", "cap": "fp32",
+                "tiles_a_head": "i32", "ratio": "i32", "dim": "i32", **SIZES, "left": "i32", **LONGEST,
             },
-            "axes": {"dtype": ["bf16", "fp16"]},
-            "aligned": [
-                "Y", "Q", "K", "V", "y_head", "y_row", "q_head", "q_row", "k_head", "k_row", "v_head", "v_row", "dim",
-            ],
+            "axes": DTYPES,
+            "aligned": ["Y", "Q", "K", "V", "y_head", "y_row", *STRIDES, "dim"],
             "forms": {
                 "tiles": {
                     "function": "packed_tiles",

@@ -7,79 +7,47 @@ one sequence.
 import triton
 import triton.language as tl
 
+from csrc_triton.attention_backward_arguments import READ
 from csrc_triton.attention_gradients import key_tile, query_tile
-from csrc_triton.attention_sequences import find, span
+from csrc_triton.attention_sequences import BOUNDS, DTYPES, SIZES, STRIDES, find, span
+
+OF_READ = {**STRIDES, "dy_head": "i32", "dy_row": "i32"}
+NUMBERS = {
+    "scale": "fp32", "cap": "fp32", "gradient_scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "dim": "i32",
+    "padded": "i32", **SIZES, "left": "i32",
+}  # fmt: skip
+SHARED = {"always_aligned": True, "matrix": True, "axes": DTYPES}
+KEYS = {
+    "function": "packed_key_tiles",
+    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP", "PEELED"],
+}
+QUERIES = {"function": "packed_query_tiles", "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"]}
 
 DECLARATION = {
     "op": "flash_attention_varlen_backward",
     "kernels": {
         "flash_attention_varlen_backward_keys": {
-            "always_aligned": True,
-            "matrix": True,
+            **SHARED,
             "arguments": {
-                "DK": "*dtype", "DV": "*dtype", "Q": "*dtype", "K": "*dtype", "V": "*dtype", "DY": "*dtype",
-                "LSE2": "*fp32", "DELTA": "*fp32", "BOUNDS_Q": "*i32", "BOUNDS_K": "*i32", "dk_head": "i32",
-                "dk_row": "i32", "q_head": "i32", "q_row": "i32", "k_head": "i32", "k_row": "i32", "v_head": "i32",
-                "v_row": "i32", "dy_head": "i32", "dy_row": "i32", "scale": "fp32", "cap": "fp32",
-                "gradient_scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "dim": "i32", "padded": "i32",
-                "sequences": "i32", "tokens_q": "i32", "tokens_k": "i32", "right": "i32", "left": "i32",
+                "DK": "*dtype", "DV": "*dtype", **READ, **BOUNDS, "dk_head": "i32", "dk_row": "i32", **OF_READ,
+                **NUMBERS,
             },
-            "axes": {"dtype": ["bf16", "fp16"]},
-            "aligned": [
-                "DK", "DV", "Q", "K", "V", "DY", "LSE2", "DELTA", "dk_head", "dk_row", "q_head", "q_row", "k_head",
-                "k_row", "v_head", "v_row", "dy_head", "dy_row", "dim", "padded",
-            ],
-            "forms": {
-                "tiles": {
-                    "function": "packed_key_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP", "PEELED"],
-                    "defaults": {"CAP": 0, "PEELED": 1},
-                }
-            },
+            "aligned": ["DK", "DV", *READ, "dk_head", "dk_row", *OF_READ, "dim", "padded"],
+            "forms": {"tiles": {**KEYS, "defaults": {"CAP": 0, "PEELED": 1}}},
         },
         "flash_attention_varlen_backward_keys_capped": {
             "like": "flash_attention_varlen_backward_keys",
-            "forms": {
-                "tiles": {
-                    "function": "packed_key_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP", "PEELED"],
-                    "defaults": {"CAP": 1, "PEELED": 1},
-                }
-            },
+            "forms": {"tiles": {**KEYS, "defaults": {"CAP": 1, "PEELED": 1}}},
         },
         "flash_attention_varlen_backward_queries": {
-            "always_aligned": True,
-            "matrix": True,
-            "arguments": {
-                "DQ": "*dtype", "Q": "*dtype", "K": "*dtype", "V": "*dtype", "DY": "*dtype", "LSE2": "*fp32",
-                "DELTA": "*fp32", "BOUNDS_Q": "*i32", "BOUNDS_K": "*i32", "dq_head": "i32", "dq_row": "i32",
-                "q_head": "i32", "q_row": "i32", "k_head": "i32", "k_row": "i32", "v_head": "i32", "v_row": "i32",
-                "dy_head": "i32", "dy_row": "i32", "scale": "fp32", "cap": "fp32", "gradient_scale": "fp32",
-                "tiles_a_head": "i32", "ratio": "i32", "dim": "i32", "padded": "i32", "sequences": "i32",
-                "tokens_q": "i32", "tokens_k": "i32", "right": "i32", "left": "i32",
-            },
-            "axes": {"dtype": ["bf16", "fp16"]},
-            "aligned": [
-                "DQ", "Q", "K", "V", "DY", "LSE2", "DELTA", "dq_head", "dq_row", "q_head", "q_row", "k_head",
-                "k_row", "v_head", "v_row", "dy_head", "dy_row", "dim", "padded",
-            ],
-            "forms": {
-                "tiles": {
-                    "function": "packed_query_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"],
-                    "defaults": {"CAP": 0},
-                }
-            },
+            **SHARED,
+            "arguments": {"DQ": "*dtype", **READ, **BOUNDS, "dq_head": "i32", "dq_row": "i32", **OF_READ, **NUMBERS},
+            "aligned": ["DQ", *READ, "dq_head", "dq_row", *OF_READ, "dim", "padded"],
+            "forms": {"tiles": {**QUERIES, "defaults": {"CAP": 0}}},
         },
         "flash_attention_varlen_backward_queries_capped": {
             "like": "flash_attention_varlen_backward_queries",
-            "forms": {
-                "tiles": {
-                    "function": "packed_query_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"],
-                    "defaults": {"CAP": 1},
-                }
-            },
+            "forms": {"tiles": {**QUERIES, "defaults": {"CAP": 1}}},
         },
     },
 }  # fmt: skip

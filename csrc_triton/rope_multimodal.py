@@ -9,8 +9,12 @@ import triton.language as tl
 
 from csrc_triton.rotate import (
     ALIGNED,
+    AXES,
+    COLUMNS,
     FORM,
     ROWS_OF_BOTH,
+    TABLE_STRIDES,
+    TABLES,
     TENSORS,
     copy_columns,
     elements,
@@ -18,39 +22,25 @@ from csrc_triton.rotate import (
     rows_of_program,
 )
 
+PLANES = {"cos_plane": "i64", "sin_plane": "i64"}
+SECTIONS = {"section_1_bytes": "i32", "section_2_bytes": "i32"}
+
 DECLARATION = {
     "op": "rope_multimodal",
     "kernels": {
         "rope_multimodal": {
             "arguments": {
                 **TENSORS,
-                "COS": "*table",
-                "SIN": "*table",
+                **TABLES,
                 **ROWS_OF_BOTH,
-                "cos_stride": "i64",
-                "sin_stride": "i64",
-                "cos_plane": "i64",
-                "sin_plane": "i64",
-                "section_1_bytes": "i32",
-                "section_2_bytes": "i32",
-                "half_bytes": "i32",
-                "end_bytes": "i32",
+                **TABLE_STRIDES,
+                **PLANES,
+                **SECTIONS,
+                **COLUMNS,
                 "sign": "fp32",
             },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"], "table": ["dtype", "fp32"]},
-            "aligned": [
-                *ALIGNED,
-                "COS",
-                "SIN",
-                "cos_stride",
-                "sin_stride",
-                "cos_plane",
-                "sin_plane",
-                "section_1_bytes",
-                "section_2_bytes",
-                "half_bytes",
-                "end_bytes",
-            ],
+            "axes": AXES,
+            "aligned": [*ALIGNED, *TABLES, *TABLE_STRIDES, *PLANES, *SECTIONS, *COLUMNS],
             "forms": {"rows": {"function": "halves", **FORM}},
         }
     },

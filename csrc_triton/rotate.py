@@ -13,6 +13,22 @@ import triton.language as tl
 
 # What the declarations share: the rows of q and k as three nested loops, and the rows of the tables.
 TENSORS = {"Q_OUT": "*dtype", "K_OUT": "*dtype", "Q": "*dtype", "K": "*dtype"}
+Q_STRIDES = {
+    "q_out_slow_stride": "i64",
+    "q_out_mid_stride": "i64",
+    "q_out_fast_stride": "i64",
+    "q_slow_stride": "i64",
+    "q_mid_stride": "i64",
+    "q_fast_stride": "i64",
+}
+K_STRIDES = {
+    "k_out_slow_stride": "i64",
+    "k_out_mid_stride": "i64",
+    "k_out_fast_stride": "i64",
+    "k_slow_stride": "i64",
+    "k_mid_stride": "i64",
+    "k_fast_stride": "i64",
+}
 ROWS_OF_BOTH = {
     "q_rows": "i32",
     "q_mid": "i32",
@@ -21,12 +37,7 @@ ROWS_OF_BOTH = {
     "q_fast": "i32",
     "q_fast_inverse": "i64",
     "q_fast_shift": "i32",
-    "q_out_slow_stride": "i64",
-    "q_out_mid_stride": "i64",
-    "q_out_fast_stride": "i64",
-    "q_slow_stride": "i64",
-    "q_mid_stride": "i64",
-    "q_fast_stride": "i64",
+    **Q_STRIDES,
     "k_rows": "i32",
     "k_mid": "i32",
     "k_mid_inverse": "i64",
@@ -34,35 +45,18 @@ ROWS_OF_BOTH = {
     "k_fast": "i32",
     "k_fast_inverse": "i64",
     "k_fast_shift": "i32",
-    "k_out_slow_stride": "i64",
-    "k_out_mid_stride": "i64",
-    "k_out_fast_stride": "i64",
-    "k_slow_stride": "i64",
-    "k_mid_stride": "i64",
-    "k_fast_stride": "i64",
+    **K_STRIDES,
     "q_programs": "i32",
     "index_slow": "i32",
     "index_mid": "i32",
     "index_fast": "i32",
 }
-ALIGNED = [
-    "Q_OUT",
-    "K_OUT",
-    "Q",
-    "K",
-    "q_out_slow_stride",
-    "q_out_mid_stride",
-    "q_out_fast_stride",
-    "q_slow_stride",
-    "q_mid_stride",
-    "q_fast_stride",
-    "k_out_slow_stride",
-    "k_out_mid_stride",
-    "k_out_fast_stride",
-    "k_slow_stride",
-    "k_mid_stride",
-    "k_fast_stride",
-]
+ALIGNED = [*TENSORS, *Q_STRIDES, *K_STRIDES]
+# A cosine and a sine a pair: all but rope_llama4's.
+TABLES = {"COS": "*table", "SIN": "*table"}
+TABLE_STRIDES = {"cos_stride": "i64", "sin_stride": "i64"}
+COLUMNS = {"half_bytes": "i32", "end_bytes": "i32"}
+AXES = {"dtype": ["bf16", "fp16", "fp32"], "table": ["dtype", "fp32"]}
 FORM = {
     "constants": ["ROWS", "BLOCK", "BLOCKS"],
     "defaults": {"BLOCKS": 0},

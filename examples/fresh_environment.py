@@ -28,7 +28,8 @@ def make_environment(folder: Path, wheel: Path) -> Path:
     site = folder / "lib" / version / "site-packages"
     for package in with_requirements("torch", "numpy", "pip"):  # without numpy torch warns
         link(package, site)
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    # -I: what PYTHONPATH names is no part of it, and pip would take a liger_aot there for the wheel's
+    install = ["-I", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run(
         [python, *install, wheel.resolve()],
         check=True,

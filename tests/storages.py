@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from liger_aot import layout
+from liger_aot import layout, pending
 
 _noted: dict[int, tuple[StorageWeakRef, int]] = {}  # by address; and the size in bytes
 _data_ptr, _rows_of = Tensor.data_ptr, layout.rows_of
 
 
 def watch() -> None:
-    """Note storages from now on, in all ops that are imported."""
+    """Note storages from now on, in all ops that are imported, and the words whose addresses ops hold already."""
+    for word in pending._words.values():
+        _note(word.memory)
     Tensor.data_ptr = _noting_data_ptr  # type: ignore[method-assign]
     for name, module in list(sys.modules.items()):
         if name.startswith("liger_aot.") and getattr(module, "rows_of", None) is _rows_of:

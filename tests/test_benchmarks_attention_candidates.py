@@ -70,8 +70,8 @@ def shapes(p: Problem) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "nan", "order", "apart"])
 @pytest.mark.parametrize("in_order", [False, True])
 def test_checks_notice(wrong: str, in_order: bool) -> None:
-    """The reference passes; gradients that are off, vary or are not written, and another kernel do not. In order dq must
-    not vary by a bit, nor be far from any other order's."""
+    """The reference passes; gradients that are off, vary or are not written, and another kernel do not. In order dq may
+    not vary by a bit, and all are near those of any order."""
     backward = liger_aot.load("flash_attention_backward")
     calls: list[int] = []
 
@@ -111,7 +111,8 @@ def test_checks_notice(wrong: str, in_order: bool) -> None:
 def test_winners() -> None:
     """By the mean over long lengths, where it is faster than the tiles; what was refused does not win."""
     name = "flash_attention_backward_groups_"
-    made = [("64", 0, None), ("64", 1, None), ("64_causal", 0, None), ("96", 0, "wrong"), ("128", 0, None)]
+    made = [("64", 0, None), ("64", 1, None), ("64_causal", 0, None), ("64_ordered", 0, None)]
+    made += [("96", 0, "wrong"), ("128", 0, None)]
     entries = [
         {
             "direction": "backward",
@@ -125,20 +126,20 @@ def test_winners() -> None:
     ]
 
     def line(dim: int, causal: bool, length: int, **tflops: float) -> dict[str, Any]:
-        found = {key.lstrip("p"): value for key, value in tflops.items()}
+        found = {key.lstrip("p").replace("_", " "): value for key, value in tflops.items()}
         return {"direction": "backward", "dim": dim, "causal": causal, "length": length, "tflops": found}
 
     lines = [
         line(64, False, 512, p0=900, p1=1, tiles=100),
         line(64, False, 2048, p0=120, p1=150, tiles=100),
-        line(64, False, 8192, p0=120, p1=150, tiles=100),
+        line(64, False, 8192, p0=120, p1=150, p0_ordered=110, tiles=100),
         line(64, True, 8192, p0=90, tiles=100),
         line(96, False, 8192, tiles=100),
         {"direction": "backward", "dim": 128, "causal": False, "length": 2048, "wrong": "no answer"},
         line(128, False, 8192, p0=200, tiles=100),
     ]
     chosen, reached = attention_candidates.winners(entries, lines)
-    assert reached == {name + "64": 1.5, name + "128": 2.0}
+    assert reached == {name + "64": 1.5, name + "128": 2.0, name + "64_ordered": 1.1}
     assert chosen[name + "64"][0][1]["number"] == 1
 
 

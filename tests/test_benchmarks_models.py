@@ -210,7 +210,7 @@ def test_table_of_first_steps() -> None:
         "1.000",
         "3.000",
         "0.250",
-        "0.100",
+        "0.143",
         "MORE",
         "THAN",
         "WANTED",

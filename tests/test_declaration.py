@@ -144,15 +144,16 @@ def test_mistakes_are_named(name: str, tmp_path: Path) -> None:
 
 
 def test_names_stand_for_literals(tmp_path: Path) -> None:
-    """Of the same file and of others, merged into dicts and lists; what can't be read is an error that says so."""
+    """Of the same file and of others, merged into dicts and lists, which take a dict's keys; what can't be read is an
+    error that says so."""
     (tmp_path / "shared.py").write_text('ROWS = {"n": 1}\nBOTH = ["a", "b"]\nLOOP = [AGAIN]\nAGAIN = LOOP\n')
     path = tmp_path / "own.py"
     path.write_text(
         "from csrc_triton.shared import BOTH as TWO, ROWS, LOOP, missing\nfrom elsewhere import OTHER\nHALF = -1\n"
-        'GOOD = {**ROWS, "m": [*TWO, "c"], "of": {"x": ROWS}}\nDEEP = {"k": GOOD}\n'
-        "RING = LOOP\nLOST = missing\nOUT = OTHER\nWRONG = {**TWO}\nFLAT = [*ROWS]\nCALL = dict()\n"
+        'GOOD = {**ROWS, "m": [*TWO, "c", *ROWS], "of": {"x": ROWS}}\nONE = 1\nDEEP = {"k": GOOD}\n'
+        "RING = LOOP\nLOST = missing\nOUT = OTHER\nWRONG = {**TWO}\nFLAT = [*ONE]\nCALL = dict()\n"
     )
-    good = {"n": 1, "m": ["a", "b", "c"], "of": {"x": {"n": 1}}}
+    good = {"n": 1, "m": ["a", "b", "c", "n"], "of": {"x": {"n": 1}}}
     assert literal(path, "GOOD") == good and literal(path, "DEEP") == {"k": good}
     assert literal(path, "NOTHING") is None
     for name in ("RING", "LOST", "OUT", "WRONG", "FLAT", "CALL", "HALF"):

@@ -299,7 +299,15 @@ def test_steps_become_tables(tmp_path: Path, name: str) -> None:
 def test_first_steps_stand_with_training(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "training.json").write_text(json.dumps(STEPS["training"][1]))
-    found = [{"goal": "token", "provider": "liger_aot", "total": 0.456, "failed": None}]
+    found = [
+        {
+            "goal": "token",
+            "provider": "liger_aot",
+            "total": 2.456,
+            "phases": [1, 1, 0.4, 0.056],
+            "failed": None,
+        }
+    ]
     first = {"environment": {"gpu": ENVIRONMENT.gpu}, "model": "llama-1b", "results": found}
     (tmp_path / "steps" / "first_step.json").write_text(json.dumps(first))
-    assert section("training", tmp_path)[-1] == ["to the first token", "0.46"]
+    assert section("training", tmp_path)[-1] == ["to the first token", "2.46 (0.46)"]

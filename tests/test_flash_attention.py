@@ -237,8 +237,11 @@ def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = explain("flash_attention", arch=arch, shape=(1, 128, 8, 96), dtype="bf16")
     backward = [f"flash_attention_backward_{kind}" for kind in ("rows", "keys", "queries")]
     if arch == "sm90":
-        forward = ["flash_attention_forward", "flash_attention_forward_causal"]
-        assert all(c.warp_groups == 2 and c.threads == 384 for c in choices[:2])
+        forward = [f"flash_attention_forward{kind}" for kind in ("", "_causal", "_short_96")]
+        assert [(c.warp_groups, c.threads) for c in choices[:3]] == [(2, 384), (2, 384), (3, 512)]
+        backward += [
+            f"flash_attention_backward_{kind}" for kind in ("groups_96", "groups_96_causal", "finish")
+        ]
     else:
         forward = ["flash_attention_forward_tiles"]
     assert [c.kernel for c in choices] == forward + backward
@@ -269,10 +272,12 @@ class Recorder:
 
     def __init__(self, op: str, pack: Pack) -> None:
         self.launches: list[tuple[Any, ...]] = []
+        self.loaded: list[str] = []
         self.encoded = 0
         self.on_stream = 0
 
     def load(self, variant: Variant) -> Recorder:
+        self.loaded.append(variant.name)
         return self
 
     def stream(self, device: int) -> int:
@@ -305,7 +310,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[FlashAttention, Recorder]
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_maps_and_numbers(recorded: tuple[FlashAttention, Recorder], layout: str) -> None:
     op, driver = recorded
-    q, k, v, _ = Problem(2, 6, 2, 1000, 1500, 72, layout=layout).tensors()
+    q, k, v, _ = Problem(2, 6, 2, 1000, 2500, 72, layout=layout).tensors()
     o, lse = op(q, k, v, causal=True, layout=layout, scale=0.5, return_lse=True)
     ((device, stream, x, y, z, *arguments),) = driver.launches
     order = (0, 2, 1, 3) if layout == "bshd" else (0, 1, 2, 3)
@@ -318,7 +323,7 @@ def test_maps_and_numbers(recorded: tuple[FlashAttention, Recorder], layout: str
     tiles = math.ceil(1000 / 128)
     all_in_one = 12 * tiles  # K and V of all heads are smaller than the part of the cache they are given
     assert numbers[:3] == [1000, 0.5 * LOG2_E, 0.0]
-    assert numbers[3:] == [12 * tiles, tiles, 6, 12, 3, all_in_one, 12, 1000, 1500, 501, -LONGEST]
+    assert numbers[3:] == [12 * tiles, tiles, 6, 12, 3, all_in_one, 12, 1000, 2500, 1501, -LONGEST]
     assert (device, stream, x, y, z) == (-1, 0, 2, 1, 1)  # as many programs as multiprocessors
 
 
@@ -334,6 +339,20 @@ def test_numbers_of_bounds_and_caps(recorded: tuple[FlashAttention, Recorder]) -
     assert capped[-2:] == (-40 + 5 + 1, -40 - 7)
     assert free[8:10] == (0.125 * LOG2_E, 0.0) and free[-2:] == (LONGEST, -LONGEST)
     assert bound[-2:] == (59, -98)
+
+
+@pytest.mark.parametrize(("dim", "longest"), [(64, 1024), (70, 2048), (128, 1024), (192, 0)])
+def test_a_causal_call_over_few_keys_has_its_own_kernel(
+    recorded: tuple[FlashAttention, Recorder], dim: int, longest: int
+) -> None:
+    op, driver = recorded
+    for len_k in (longest, longest + 1) if longest else (1,):
+        q, k, v, _ = Problem(1, 1, 1, 20, len_k, dim).tensors()
+        for settings in ({"causal": True}, {}):
+            op(q, k, v, **settings)
+    kinds = [name.split("-")[0].removeprefix("flash_attention_forward") for name in driver.loaded]
+    short = f"_short_{64 if dim == 64 else 96 if dim == 70 else 128}"
+    assert kinds == ([short, "", "_causal"] if longest else ["_causal", ""])
 
 
 def test_maps_are_encoded_once(recorded: tuple[FlashAttention, Recorder]) -> None:

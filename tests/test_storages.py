@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from liger_aot import pending
 from liger_aot.ops import rmsnorm
 from tests import storages
 
@@ -18,3 +20,12 @@ def test_storages_are_known_while_they_live() -> None:
         assert storages.living([start + 256]).get(start) is None, "its end is beside it"
         del base
         assert start not in storages.living([at]), "its memory may be another's by now"
+
+
+def test_a_word_that_was_made_before_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the process's: a test without a driver may have made it."""
+    monkeypatch.setattr(torch.Tensor, "data_ptr", storages._data_ptr)
+    monkeypatch.setattr(pending, "_words", {})
+    at = pending.flag("some op")
+    storages.watch()
+    assert storages.living([at]) == {at: 8}

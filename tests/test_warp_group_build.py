@@ -77,7 +77,10 @@ def test_mistakes(tmp_path: Path, name: str) -> None:
 
 
 def test_each_architecture_has_its_own_kernels() -> None:
-    groups = {OP + "_forward" + kind for kind in ("", "_causal", "_local")}
+    groups = {
+        OP + "_forward" + kind
+        for kind in ("", "_causal", "_local", *(f"_short_{dim}" for dim in (64, 96, 128)))
+    }
     assert set(planned("sm90").kernels) == groups
     for arch in ("sm80", "gfx90a", "gfx942"):
         assert set(planned(arch).kernels) == {OP + "_forward_tiles"}

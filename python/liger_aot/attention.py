@@ -133,12 +133,7 @@ class GroupsPlan:
 
     def __init__(self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
         shape = shape_of(q, k, settings.layout)
-        kernel = "flash_attention_forward"
-        if settings.left >= 0 or settings.softcap:
-            kernel += "_local"
-        elif settings.right >= 0:
-            kernel += "_causal"
-        loaded = on.kernels[kernel]((q.dtype, True), shape.dim)
+        loaded = groups_kernel(on, q.dtype, shape, settings)
         numbers = loaded.numbers
         tiles_a_head = -(-shape.len_q // (GROUP_ROWS * numbers["warp_groups"]))
         all_heads = shape.batch * shape.heads
@@ -189,6 +184,24 @@ class GroupsPlan:
             *self._numbers,
         )
         return o, lse
+
+
+def groups_kernel(on: OpOn, dtype: torch.dtype, shape: Shape, settings: Settings) -> Loaded:
+    """The kernel by warp groups for a call: a causal one over few keys may have one of its own."""
+    kernel, key = "flash_attention_forward", (dtype, True)
+    if settings.left >= 0 or settings.softcap:
+        kernel += "_local"
+    elif settings.right >= 0:
+        short = on.kernels.get(short_kernel(shape.dim))
+        if short is not None and shape.len_k <= (loaded := short(key, shape.dim)).numbers["longest"]:
+            return loaded
+        kernel += "_causal"
+    return on.kernels[kernel](key, shape.dim)
+
+
+def short_kernel(dim: int) -> str:
+    """That of causal calls over few keys; a pack need not have it."""
+    return f"flash_attention_forward_short_{max(-(-dim // 32) * 32, 64)}"
 
 
 class TilesPlan:

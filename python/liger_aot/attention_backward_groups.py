@@ -15,8 +15,8 @@ TILE_ROWS = 64  # of float32 dQ, in the order of accumulators
 
 
 class GroupsProducts:
-    """dQ, dK and dV by one kernel, which adds dQ up in memory: its last bits vary unless it does so in order. Beside the
-    results it takes as many float32 as dQ has elements; in order, an int32 a block of rows, too."""
+    """dQ, dK and dV by one kernel, which adds dQ up in memory; unless it does so in order, its last bits vary. Beside
+    the results it takes as many float32 as dQ has elements; in order, an int32 a block of rows, too."""
 
     def __init__(
         self, kernel: str, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings, row_block: int

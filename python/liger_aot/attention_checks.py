@@ -1,4 +1,4 @@
-"""What attention's forward and backward ask of their arguments."""
+"""What attention asks of its arguments: forward, backward and decoding."""
 
 from __future__ import annotations
 
@@ -18,21 +18,14 @@ LAYOUTS = ("bshd", "bhsd")
 
 
 def settings_of(
-    op: str,
-    q: Tensor,
-    causal: bool,
-    scale: float | None,
-    window: Any,
-    softcap: float,
-    layout: str,
-    deterministic: bool = False,
-) -> tuple[Any, ...]:
-    """The public arguments as ``Settings`` holds them, not checked yet but for the window."""
+    op: str, q: Tensor, causal: bool, scale: float | None, window: Any, softcap: float
+) -> tuple[float, int, int, float]:
+    """(scale, left, right, softcap) of the public arguments, not checked yet but for the window."""
     if scale is None:
         check_tensor(op, "q", q)
         scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
     left, right = _bounds(op, window)
-    return scale, left, 0 if causal else right, softcap, layout, deterministic
+    return scale, left, 0 if causal else right, softcap
 
 
 def _bounds(op: str, window: Any) -> tuple[int, int]:
@@ -59,27 +52,14 @@ def check_attention(
     """Raise for everything that is wrong with the forward's arguments."""
     if settings.layout not in layouts:
         raise ArgumentError(f"{op}: layout must be 'bshd' or 'bhsd', got {settings.layout!r}")
-    for name, value in (("scale", settings.scale), ("softcap", settings.softcap)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ArgumentTypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    check_scales(op, settings.scale, settings.softcap)
     if not isinstance(settings.deterministic, bool):
         got = type(settings.deterministic).__name__
         raise ArgumentTypeError(f"{op}: deterministic must be True or False, got {got}")
-    if not 0 < settings.scale < math.inf:
-        raise ArgumentError(f"{op}: scale must be above 0 and finite, got {settings.scale}")
-    if not 0 <= settings.softcap < math.inf:
-        raise ArgumentError(f"{op}: softcap must be 0 (none) or above and finite, got {settings.softcap}")
     for name, t in (("q", q), ("k", k), ("v", v)):
-        _check_operand(op, name, t, q, settings.layout)
+        check_operand(op, name, t, q, 3 if settings.layout == PACKED else 4)
     _check_shapes(op, q, k, v, settings.layout)
-    if sinks is not None:
-        check_tensor(op, "sinks", sinks)
-        check_same_device(op, "sinks", sinks, "q", q)
-        heads = shape_of(q, k, settings.layout).heads
-        if sinks.shape != (heads,):
-            raise ArgumentError(
-                f"{op}: sinks must be of shape ({heads},), one a head of q; got {tuple(sinks.shape)}"
-            )
+    check_sinks(op, sinks, q, shape_of(q, k, settings.layout).heads)
 
 
 def check_results(op: str, o: Any, lse: Any, do: Any, dlse: Any, q: Tensor, k: Tensor, layout: str) -> None:
@@ -97,8 +77,7 @@ def problems_of(
     op: str, kernels: Sequence[str], shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[Problem, ...]:
     """One of each kernel, for q of a shape; the size that chooses a variant is the head dimension."""
-    if not 1 <= shape[-1] <= LARGEST_DIM:
-        raise ArgumentError(f"{op}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape[-1]}")
+    check_dim(op, shape[-1])
     return tuple(Problem(kernel, (dtype,), True, shape[-1]) for kernel in kernels)
 
 
@@ -114,9 +93,52 @@ def _check_like(op: str, name: str, t: Any, like: Tensor | None, shape: tuple[in
         raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
 
 
-def _check_operand(op: str, name: str, t: Any, q: Tensor, layout: str) -> None:
+def check_scales(op: str, scale: Any, softcap: Any) -> None:
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ArgumentTypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if not 0 < scale < math.inf:
+        raise ArgumentError(f"{op}: scale must be above 0 and finite, got {scale}")
+    if not 0 <= softcap < math.inf:
+        raise ArgumentError(f"{op}: softcap must be 0 (none) or above and finite, got {softcap}")
+
+
+def check_dim(op: str, dim: int) -> None:
+    if not 1 <= dim <= LARGEST_DIM:
+        raise ArgumentError(f"{op}: the last dimension of q must be 1 to {LARGEST_DIM}, got {dim}")
+
+
+def check_heads(op: str, heads: int, kv_heads: int, of: str) -> None:
+    """``of`` is the name of the keys."""
+    if (kv_heads == 0) != (heads == 0) or (heads and heads % kv_heads):
+        raise ArgumentError(
+            f"{op}: the heads of q ({heads}) must be a multiple of those of {of} ({kv_heads})"
+        )
+
+
+def check_sinks(op: str, sinks: Any, q: Tensor, heads: int) -> None:
+    if sinks is None:
+        return
+    check_tensor(op, "sinks", sinks)
+    check_same_device(op, "sinks", sinks, "q", q)
+    if sinks.shape != (heads,):
+        raise ArgumentError(
+            f"{op}: sinks must be of shape ({heads},), one a head of q; got {tuple(sinks.shape)}"
+        )
+
+
+def check_integers(op: str, name: str, t: Any, q: Tensor) -> None:
+    """Where sequences start or end, or pages lie: int32, where q is."""
+    if not isinstance(t, Tensor):
+        raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.dtype != torch.int32:
+        raise ArgumentTypeError(f"{op}: {name} must be int32, got {t.dtype}")
+    check_same_device(op, name, t, "q", q)
+
+
+def check_operand(op: str, name: str, t: Any, q: Tensor, dimensions: int) -> None:
+    """Of q, k and v, by itself."""
     check_tensor(op, name, t)
-    dimensions = 3 if layout == PACKED else 4
     if t.dim() != dimensions:
         raise ArgumentError(f"{op}: {name} must have {dimensions} dimensions, got shape {tuple(t.shape)}")
     if t.shape[-1] > 1 and t.stride(-1) != 1:
@@ -131,15 +153,11 @@ def _check_operand(op: str, name: str, t: Any, q: Tensor, layout: str) -> None:
 
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     shape = shape_of(q, k, layout)
-    if not 1 <= shape.dim <= LARGEST_DIM:
-        raise ArgumentError(f"{op}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape.dim}")
+    check_dim(op, shape.dim)
     batched = layout != PACKED
     if k.shape[-1] != shape.dim or (batched and k.shape[0] != shape.batch):
         which = "batch and last dimension" if batched else "the last dimension"
         raise ArgumentError(f"{op}: k has shape {tuple(k.shape)}, q {tuple(q.shape)}: {which} must agree")
     if v.shape != k.shape:
         raise ArgumentError(f"{op}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    if (shape.kv_heads == 0) != (shape.heads == 0) or (shape.heads and shape.heads % shape.kv_heads):
-        raise ArgumentError(
-            f"{op}: the heads of q ({shape.heads}) must be a multiple of those of k ({shape.kv_heads})"
-        )
+    check_heads(op, shape.heads, shape.kv_heads, "k")

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_aot.attention import PACKED, Settings
-from liger_aot.attention_checks import check_attention
+from liger_aot.attention_checks import check_attention, check_integers
 from liger_aot.attention_varlen import MOST_TOKENS
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.op import check_same_device
 
 LARGEST_BLOCK = 256  # tokens of a tile
 
@@ -30,11 +29,7 @@ def check_packed(
     """Raise for everything that is wrong with the forward's arguments, but for what cu_seqlens hold."""
     check_attention(op, q, k, v, sinks, settings, (PACKED,))
     for name, t, of in (("cu_seqlens_q", cu_seqlens[0], q), ("cu_seqlens_k", cu_seqlens[1], k)):
-        if not isinstance(t, Tensor):
-            raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
-        if t.dtype != torch.int32:
-            raise ArgumentTypeError(f"{op}: {name} must be int32, got {t.dtype}")
-        check_same_device(op, name, t, "q", q)
+        check_integers(op, name, t, q)
         if t.dim() != 1 or not t.shape[0]:
             raise ArgumentError(
                 f"{op}: {name} must be of shape (sequences + 1,): where each starts, then where the last one ends; got "

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_aot.attention import LARGEST_STRIDE, LONGEST
+from liger_aot.attention_checks import (
+    check_dim,
+    check_heads,
+    check_integers,
+    check_operand,
+    check_scales,
+    check_sinks,
+)
 from liger_aot.decoding import MOST_SPLITS, Shape
 from liger_aot.differentiable import Tensors
-from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.op import check_same_device, check_tensor
+from liger_aot.errors import ArgumentError
 
-LARGEST_DIM = 256
 SMALLEST_PAGE = 16
 
 
@@ -25,7 +30,7 @@ def check_arguments(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> Non
     for name, t in (("q", q), ("k_cache", k), ("v_cache", v)):
         _check_operand(op, name, t, q)
     if block_table is not None:
-        _check_integers(op, "block_table", block_table, q)
+        check_integers(op, "block_table", block_table, q)
         if block_table.dim() != 2 or (block_table.shape[1] > 1 and block_table.stride(1) != 1):
             raise ArgumentError(
                 f"{op}: block_table must be (batch, pages of a sequence) with contiguous rows, got shape "
@@ -33,29 +38,17 @@ def check_arguments(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> Non
             )
     _check_shapes(op, q, k, v, block_table)
     if cache_seqlens is not None:
-        _check_integers(op, "cache_seqlens", cache_seqlens, q)
+        check_integers(op, "cache_seqlens", cache_seqlens, q)
         if cache_seqlens.shape != q.shape[:1]:
             raise ArgumentError(
                 f"{op}: cache_seqlens must be of shape ({q.shape[0]},), one a sequence; got "
                 f"{tuple(cache_seqlens.shape)}"
             )
-    if sinks is not None:
-        check_tensor(op, "sinks", sinks)
-        check_same_device(op, "sinks", sinks, "q", q)
-        if sinks.shape != q.shape[2:3]:
-            raise ArgumentError(
-                f"{op}: sinks must be of shape ({q.shape[2]},), one a head of q; got {tuple(sinks.shape)}"
-            )
+    check_sinks(op, sinks, q, q.shape[2])
 
 
 def _check_operand(op: str, name: str, t: Any, q: Tensor) -> None:
-    check_tensor(op, name, t)
-    if t.dim() != 4:
-        raise ArgumentError(f"{op}: {name} must have 4 dimensions, got shape {tuple(t.shape)}")
-    if t.shape[-1] > 1 and t.stride(-1) != 1:
-        raise ArgumentError(
-            f"{op}: the last dimension of {name} must be contiguous, got strides {t.stride()}"
-        )
+    check_operand(op, name, t, q, 4)
     if any(
         size > 1 and stride >= LARGEST_STRIDE
         for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True)
@@ -63,24 +56,11 @@ def _check_operand(op: str, name: str, t: Any, q: Tensor) -> None:
         raise ArgumentError(
             f"{op}: strides of {name} but the first must be below {LARGEST_STRIDE}, got {t.stride()}"
         )
-    if t is not q:
-        check_same_device(op, name, t, "q", q)
-        if t.dtype != q.dtype:
-            raise ArgumentTypeError(f"{op}: {name} must be of q's dtype {q.dtype}, got {t.dtype}")
-
-
-def _check_integers(op: str, name: str, t: Any, q: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
-    if t.dtype != torch.int32:
-        raise ArgumentTypeError(f"{op}: {name} must be int32, got {t.dtype}")
-    check_same_device(op, name, t, "q", q)
 
 
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
-    dim, heads, kv_heads = q.shape[3], q.shape[2], k.shape[2]
-    if not 1 <= dim <= LARGEST_DIM:
-        raise ArgumentError(f"{op}: the last dimension of q must be 1 to {LARGEST_DIM}, got {dim}")
+    dim = q.shape[3]
+    check_dim(op, dim)
     if k.shape[3] != dim:
         raise ArgumentError(f"{op}: the last dimension of k_cache must be q's {dim}, got {k.shape[3]}")
     if v.shape != k.shape:
@@ -88,10 +68,7 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor 
     pairs = zip(k.shape, k.stride(), v.stride(), strict=True)
     if any(size > 1 and of_k != of_v for size, of_k, of_v in pairs):
         raise ArgumentError(f"{op}: v_cache must have k_cache's strides {k.stride()}, got {v.stride()}")
-    if (kv_heads == 0) != (heads == 0) or (heads and heads % kv_heads):
-        raise ArgumentError(
-            f"{op}: the heads of q ({heads}) must be a multiple of those of k_cache ({kv_heads})"
-        )
+    check_heads(op, q.shape[2], k.shape[2], "k_cache")
     name, batch = ("k_cache", k.shape[0]) if block_table is None else ("block_table", block_table.shape[0])
     if batch != q.shape[0]:
         raise ArgumentError(
@@ -136,30 +113,6 @@ def check_values(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> None:
 
 def _check_settings(op: str, settings: tuple[Any, ...]) -> None:
     scale, _, _, softcap, splits = settings
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ArgumentTypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if not 0 < scale < math.inf:
-        raise ArgumentError(f"{op}: scale must be above 0 and finite, got {scale}")
-    if not 0 <= softcap < math.inf:
-        raise ArgumentError(f"{op}: softcap must be 0 (none) or above and finite, got {softcap}")
+    check_scales(op, scale, softcap)
     if type(splits) is not int or not 0 <= splits <= MOST_SPLITS:
         raise ArgumentError(f"{op}: splits must be 1 to {MOST_SPLITS}, or None; got {splits!r}")
-
-
-def bounds_of(op: str, window: Any) -> tuple[int, int]:
-    """(left, right) of a window, -1 for none."""
-    if window is None:
-        return -1, -1
-    bounds = []
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"{op}: window must be (left, right), got {window!r}") from None
-    for bound in (left, right):
-        if bound is not None and (type(bound) is not int or bound < -1):
-            raise ArgumentError(
-                f"{op}: window must be two numbers of keys, or None for no bound; got {window!r}"
-            )
-        bounds.append(-1 if bound is None else bound)
-    return bounds[0], bounds[1]

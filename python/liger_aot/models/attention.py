@@ -15,6 +15,7 @@ from liger_aot.ops import names
 NAME = "liger_aot"
 OP = "flash_attention"
 DECODING = "flash_decoding"  # from a cache with room for more keys
+FEW = 16  # tokens that decoding is meant for
 
 
 def register_attention() -> None:
@@ -148,8 +149,8 @@ def attention_mask(
 
     Returns:
         None; or (keys, 0), an empty tensor whose shape says how many keys there are, where the host knows it (the
-        first prompt); or (batch,) int32 lengths, which only the device knows: nothing waits for it, so that decoding
-        can be captured in a CUDA graph.
+        first prompt) or asks for it (a later prompt: it waits once for the device); or (batch,) int32 lengths, which
+        only the device knows: nothing waits for it, so that decoding can be captured in a CUDA graph.
 
     Raises:
         ArgumentError: a mask would be needed.
@@ -168,8 +169,14 @@ def attention_mask(
         raise ArgumentError(f'attn_implementation="{NAME}" has no masks: {problem} needs "sdpa"')
     keys = q_offset + q_length - kv_offset
     if isinstance(keys, Tensor):
-        return keys.to(torch.int32).repeat(batch_size)
+        if q_length <= FEW or torch.compiler.is_compiling() or _is_capturing(keys):
+            return keys.to(torch.int32).repeat(batch_size)
+        keys = int(keys)
     return None if keys == kv_length else torch.empty((keys, 0), device=device)
+
+
+def _is_capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _is_known_to_host(mask: Tensor) -> bool:

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.attention import ADDRESS_UNIT, Settings, bounded, fitted, plan_for, shape_of, unit_of
+from liger_aot.attention import (
+    ADDRESS_UNIT,
+    Settings,
+    bounded,
+    fitted,
+    plan_for,
+    shape_of,
+    short_kernel,
+    unit_of,
+)
 from liger_aot.attention_backward import backward_kernels, gradients
 from liger_aot.attention_checks import check_attention, problems_of, settings_of
 from liger_aot.differentiable import DifferentiableOp, Tensors
@@ -82,7 +91,7 @@ class FlashAttention(DifferentiableOp):
         deterministic: bool = False,
         return_lse: bool = False,
     ) -> Any:
-        settings = settings_of(self.name, q, causal, scale, window, softcap, layout, deterministic)
+        settings = (*settings_of(self.name, q, causal, scale, window, softcap), layout, deterministic)
         o, lse = self.differentiable((q, k, v, sinks), settings)
         return (o, lse) if return_lse else o
 
@@ -144,8 +153,9 @@ class FlashAttention(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """Of a call without a mask, of a causal one (both are one without warp groups), and of the backward."""
-        kernels = (f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles"))
-        return problems_of(self.name, (*kernels, *backward_kernels(shape[-1])), shape, dtype)
+        kernels = [f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles")]
+        kernels += [short_kernel(shape[-1]), *backward_kernels(shape[-1])]
+        return problems_of(self.name, kernels, shape, dtype)
 
     @staticmethod
     def reference(

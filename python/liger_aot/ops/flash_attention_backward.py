@@ -68,7 +68,8 @@ class FlashAttentionBackward(Op):
         layout: str = "bshd",
         deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        settings = Settings(*settings_of(self.name, q, causal, scale, window, softcap, layout, deterministic))
+        given = settings_of(self.name, q, causal, scale, window, softcap)
+        settings = Settings(*given, layout, deterministic)
         check_attention(self.name, q, k, v, sinks, settings)
         check_results(self.name, o, lse, do, dlse, q, k, layout)
         saved = (q, k, v, sinks, o, lse)

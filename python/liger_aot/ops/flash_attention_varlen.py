@@ -103,9 +103,9 @@ class FlashAttentionVarlen(DifferentiableOp):
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        settings = settings_of(self.name, q, causal, scale, window, softcap, PACKED)
+        settings = settings_of(self.name, q, causal, scale, window, softcap)
         o, lse = self.differentiable(
-            (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks), (max_seqlen_q, max_seqlen_k, *settings[:4])
+            (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks), (max_seqlen_q, max_seqlen_k, *settings)
         )
         return (o, lse) if return_lse else o
 

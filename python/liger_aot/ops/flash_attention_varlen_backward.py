@@ -67,10 +67,9 @@ class FlashAttentionVarlenBackward(Op):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        packed = Settings(*settings_of(self.name, q, causal, scale, window, softcap, PACKED))
-        settings: tuple[Any, ...] = packed[:4]
+        settings: tuple[Any, ...] = settings_of(self.name, q, causal, scale, window, softcap)
         starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        check_packed(self.name, q, k, v, starts, sinks, longest, packed)
+        check_packed(self.name, q, k, v, starts, sinks, longest, Settings(*(*settings, PACKED)))
         check_results(self.name, o, lse, do, dlse, q, k, PACKED)
         saved = (q, k, v, *starts, sinks, o, lse)
         needed = (True, True, True, False, False, sinks is not None)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from liger_aot import pending
+from liger_aot.attention_checks import check_dim, settings_of
 from liger_aot.decoding import UNIT, Plan, Settings, Shape
-from liger_aot.decoding_checks import LARGEST_DIM, bounds_of, check_arguments, check_values
+from liger_aot.decoding_checks import check_arguments, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
-from liger_aot.op import Problem, check_tensor
+from liger_aot.op import Problem
 from liger_aot.runtime import REMEMBERED
 
 EARLIER = "the cache_seqlens or block_table of an earlier call"
@@ -89,14 +90,11 @@ class FlashDecoding(DifferentiableOp):
         splits: int | None = None,
         return_lse: bool = False,
     ) -> Any:
-        if scale is None:
-            check_tensor(self.name, "q", q)
-            scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
-        left, right = bounds_of(self.name, window)
-        if causal:
-            right = 0
         tensors = (q, k_cache, v_cache, cache_seqlens, block_table, sinks)
-        settings = (scale, left, right, softcap, 0 if splits is None else splits)
+        settings = (
+            *settings_of(self.name, q, causal, scale, window, softcap),
+            0 if splits is None else splits,
+        )
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
             self.check(tensors, settings)
             self._refuse_gradient()
@@ -176,10 +174,7 @@ class FlashDecoding(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """``shape`` is q's. Of a contiguous cache and of a paged one; ``wide`` are for many rows of q a head of k."""
-        if not 1 <= shape[-1] <= LARGEST_DIM:
-            raise ArgumentError(
-                f"{self.name}: the last dimension of q must be 1 to {LARGEST_DIM}, got {shape[-1]}"
-            )
+        check_dim(self.name, shape[-1])
         kernels = ("split", "split_paged", "wide", "wide_paged", "combine")
         aligned = not shape[-1] % UNIT
         return tuple(Problem(f"{self.name}_{kernel}", (dtype,), aligned, shape[-1]) for kernel in kernels)
