@@ -361,7 +361,8 @@ def by_roles(
     ds = handed_tiles(Q.dtype, 2, gl.NVMMASharedLayout(128, 16, 2), z)
     lse = sums_ring(LSE2, z.Q_STAGES)
     delta = sums_ring(DELTA, z.DY_STAGES)
-    # the tuples stay literal: through a variable, constants would turn into run-time values
+    # the tuples stay literal: through a variable, constants would turn into run-time values; with 24 registers for the
+    # producer the groups spill (``attention_backward_roles``)
     if TURNS is None:
         fence_async_shared()
         gl.warp_specialize(

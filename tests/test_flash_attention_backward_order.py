@@ -54,6 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         num_programs=lambda axis: made.programs,
         maximum=max,
         minimum=min,
+        static_range=range,
         where=lambda condition, a, b: a if condition else b,
         inline_asm_elementwise=made.assembly,
         int32=None,
@@ -87,9 +88,16 @@ def tile_of(*values: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("len_q", "len_k"), [(1, 1), (512, 512), (300, 300), (777, 300), (300, 777), (1000, 40), (40, 1000)]
 )
-@pytest.mark.parametrize("section", [1, 3])
+@pytest.mark.parametrize(("section", "warps"), [(1, 1), (3, 1), (2, 3)])
 def test_turns(
-    device: Device, len_q: int, len_k: int, after: int | None, block_m: int, block_n: int, section: int
+    device: Device,
+    len_q: int,
+    len_k: int,
+    after: int | None,
+    block_m: int,
+    block_n: int,
+    section: int,
+    warps: int,
 ) -> None:
     """Each block of rows of each query head is added to once by each block of keys that it sees, or sees in part."""
     batch, kv_heads, ratio = 2, 2, 3
@@ -98,7 +106,7 @@ def test_turns(
     padded = -(-len_q // 128) * 128
     tiles = -(-len_k // block_n)
     z = SimpleNamespace(BLOCK_M=block_m, BLOCK_N=block_n, BOUNDED=bounded)
-    order = SimpleNamespace(turn=SimpleNamespace(index=lambda _: None))
+    order = SimpleNamespace(turn=SimpleNamespace(index=lambda _: None, shape=[warps]))
     order.added = order.turn
     wanted: dict[int, list[int]] = {}
     device.programs = batch * kv_heads * tiles
@@ -107,7 +115,8 @@ def test_turns(
         device.program = program
         tile = ordering.tile_in_order.fn(tiles, section, kv_heads, ratio, len_q, right, z)
         left.remove((tile.batch, tile.kv_head, tile.key // block_n))
-        ordering.keep_order.fn(z, tile, Number(1), order, tiles, kv_heads * ratio, padded, right)
+        for w in range(warps):
+            ordering.keep_order.fn(z, tile, Number(1), order, tiles, kv_heads * ratio, padded, right, w)
         first = (tile.batch * kv_heads + tile.kv_head) * ratio
         for head in range(first, first + ratio):
             for row in range(0, len_q, block_m):
