@@ -37,8 +37,17 @@ from csrc_triton.attention_backward_consumer import (
     seen,
     times_rows,
 )
-from csrc_triton.attention_backward_groups import COUNT, FIRST_SEES, KEYS, noted
-from csrc_triton.attention_backward_order import begin_turn, end_turn
+from csrc_triton.attention_backward_groups import (
+    COUNT,
+    FIRST_SEES,
+    KEYS,
+    noted,
+    produce,
+    sums_ring,
+    tile_ring,
+    write_notes,
+)
+from csrc_triton.attention_backward_order import begin_turn, end_turn, keep_order, order_barriers
 from csrc_triton.attention_groups import barriers
 
 PART = gl.constexpr(64)  # columns of dQ that ``make_dq`` has in registers
@@ -188,3 +197,50 @@ def add_parts(to, ds, keys):
         dq = warpgroup_mma_wait(0, deps=(dq,))
         add_dq(to + n * (64 * PART), dq)
         gl.thread_barrier()  # ptxas would start the next product before it has added this one, and spill
+
+
+@gluon.jit
+def by_roles(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
+    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z,
+):  # fmt: skip
+    """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order."""
+    notes = write_notes(tile, right, len_k)
+    k = tile_ring(K, 1, 1, z)
+    v = tile_ring(V, 1, 1, z)
+    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
+    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
+    p = handed_tiles(gl.float32, 1, ACCUMULATORS, z)
+    ds = handed_tiles(Q.dtype, 2, gl.NVMMASharedLayout(128, 16, 2), z)
+    lse = sums_ring(LSE2, z.Q_STAGES)
+    delta = sums_ring(DELTA, z.DY_STAGES)
+    # the tuples stay literal: through a variable, constants would turn into run-time values; with 24 registers for the
+    # producer the groups spill
+    if TURNS is None:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
+                (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
+                (make_dq, (z, tile, DQ32, k, ds, None, padded, heads)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, DQ_REGISTERS, 32],
+        )
+    else:
+        order = order_barriers(1, 3)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
+                (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
+                (make_dq, (z, tile, DQ32, k, ds, order, padded, heads)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 1)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 2)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [REGISTERS, DQ_REGISTERS, 32, 32, 32, 32],
+        )

@@ -39,7 +39,7 @@ from csrc_triton.attention_backward_groups import (
     write_notes,
 )
 from csrc_triton.attention_backward_order import keep_order, order_barriers, tile_in_order
-from csrc_triton.attention_backward_roles import ACCUMULATORS, handed_tiles, make_dk, make_dq, make_dv
+from csrc_triton.attention_backward_roles import by_roles
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
@@ -344,53 +344,6 @@ def backward_roles_in_order(
         Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
         right, REGISTERS, DQ_REGISTERS, z,
     )  # fmt: skip
-
-
-@gluon.jit
-def by_roles(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
-    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z,
-):  # fmt: skip
-    """Both of the above; TURNS are None where there is no order."""
-    notes = write_notes(tile, right, len_k)
-    k = tile_ring(K, 1, 1, z)
-    v = tile_ring(V, 1, 1, z)
-    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
-    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
-    p = handed_tiles(gl.float32, 1, ACCUMULATORS, z)
-    ds = handed_tiles(Q.dtype, 2, gl.NVMMASharedLayout(128, 16, 2), z)
-    lse = sums_ring(LSE2, z.Q_STAGES)
-    delta = sums_ring(DELTA, z.DY_STAGES)
-    # the tuples stay literal: through a variable, constants would turn into run-time values; with 24 registers for the
-    # producer the groups spill (``attention_backward_roles``)
-    if TURNS is None:
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
-                (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
-                (make_dq, (z, tile, DQ32, k, ds, None, padded, heads)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, DQ_REGISTERS, 32],
-        )
-    else:
-        order = order_barriers(1, 3)
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
-                (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
-                (make_dq, (z, tile, DQ32, k, ds, order, padded, heads)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 1)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 2)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [REGISTERS, DQ_REGISTERS, 32, 32, 32, 32],
-        )
 
 
 @triton.jit
