@@ -47,6 +47,7 @@ OPS = {
     "backward": ("flash_attention_backward",),
     "varlen": ("flash_attention_varlen", "flash_attention"),
 }
+DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
 ORDER = {"backward": ("", "_ordered")}  # dQ in any order, and in a fixed one: kernels of their own
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
@@ -54,11 +55,12 @@ FIRST_ROWS = {"backward": "the settings of a prototype", "varlen": "the rows of 
 Chosen = dict[str, list[tuple[Problem, Mapping[str, Any]]]]  # kernel -> the candidates that are its rows
 
 
-def candidates(arch: str, direction: str) -> list[Chosen]:
-    """What each pack holds: of every problem the candidate of the pack's number, for the full and the causal kernel,
-    where they are two."""
+def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Chosen]:
+    """What each pack holds: of every problem with one of ``dims`` the candidate of the pack's number, for the full and
+    the causal kernel, where they are two."""
     name = KERNELS[direction]
-    problems = read_problems(PROFILES / "candidates" / f"{arch}-{name}.toml")
+    found = read_problems(PROFILES / "candidates" / f"{arch}-{name}.toml")
+    problems = [problem for problem in found if problem.sizes[0] in dims]
     packs: list[Chosen] = [{}] if direction == "forward" else []
     for number in range(max(len(p.candidates) for p in problems)):
         chosen: Chosen = {}
@@ -93,7 +95,7 @@ def _table(kernel: str, provenance: str, rows: Iterable[Mapping[str, Any]]) -> s
 def build(options: argparse.Namespace) -> int:
     entries = []
     for direction in options.direction.split(","):
-        for number, chosen in enumerate(candidates(options.arch, direction)):
+        for number, chosen in enumerate(candidates(options.arch, direction, options.dims)):
             folder = options.folder / direction / str(number)
             refused = _build_pack(options.arch, direction, folder, chosen)
             for kernel, rows in chosen.items():
@@ -212,7 +214,7 @@ def time(
 ) -> list[dict[str, Any]]:
     """TFLOP/s by provider at each point; a candidate's name is its pack's number."""
     jobs = []
-    for dim in map(int, options.dims.split(",")):
+    for dim in options.dims:
         for kind in KINDS:
             mine = [
                 e for e in entries
@@ -286,7 +288,7 @@ def winners(
 def print_tables(options: argparse.Namespace) -> int:
     for direction in NEW:
         if direction in options.direction.split(","):
-            chosen = candidates(options.arch, direction)[0]
+            chosen = candidates(options.arch, direction, options.dims)[0]
             print(tables(options.arch, chosen, f"derived, not measured: {FIRST_ROWS[direction]}"), end="")
     return 0
 
@@ -298,7 +300,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="where measure writes (default: --folder)")
     parser.add_argument("--arch", default="sm90")
     parser.add_argument("--direction", default="backward,forward", help="(default: %(default)s)")
-    parser.add_argument("--dims", default="64,96,128,192,256")
+    parser.add_argument(
+        "--dims",
+        default=DIMS,
+        type=lambda text: tuple(map(int, text.split(","))),
+        help="head dimensions, such as 64,128 (default: all)",
+    )
     parser.add_argument("--lengths", default="512,2048,8192,16384")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds a case (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -113,7 +113,7 @@ def cases(kernel: str) -> list[Any]:
     width = int(kernel.partition("_groups_")[2].partition("_")[0])
     if kernel.startswith(PACKED):
         return attention_trial_packed.cases(width)
-    odd = {64: 40, 96: 72, 128: 104}[width]
+    odd = {64: 40, 96: 72, 128: 104, 192: 136, 256: 216}[width]
     causal = "_causal" in kernel
     shapes = [
         Problem(1, 1, 1, 128, 128, width),

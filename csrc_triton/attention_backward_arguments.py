@@ -143,12 +143,18 @@ GROUPS = {
     "aligned": [],
 }
 GROUPS_CONSTANTS = [
-    "BLOCK_M", "D1", "D2", "BOX", "Q_STAGES", "DY_STAGES", "AHEAD", "WARP_GROUPS", "REGISTERS", "BOUNDED",
+    "BLOCK_M", "BLOCK_N", "D1", "D2", "BOX", "Q_STAGES", "DY_STAGES", "AHEAD", "WARP_GROUPS", "REGISTERS", "BOUNDED",
+]  # fmt: skip
+ROLES_CONSTANTS = [
+    "BLOCK_M", "BLOCK_N", "D1", "D2", "BOX", "Q_STAGES", "DY_STAGES", "WARP_GROUPS", "REGISTERS", "DQ_REGISTERS",
+    "BOUNDED",
 ]  # fmt: skip
 IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
-D64 = {"D1": 64, "D2": 0, "BOX": 64}
-D96 = {"D1": 64, "D2": 32, "BOX": 32}
-D128 = {"D1": 128, "D2": 0, "BOX": 64}
+D64 = {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64}
+D96 = {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32}
+D128 = {"BLOCK_N": 128, "D1": 128, "D2": 0, "BOX": 64}
+D192 = {"BLOCK_N": 64, "D1": 128, "D2": 64, "BOX": 64}
+D256 = {"BLOCK_N": 64, "D1": 128, "D2": 128, "BOX": 64}
 
 FINISH = {
     "optional": True,

@@ -87,7 +87,7 @@ def add_in_turn(to, dq, j, order):
         begin_turn(j, order)
     add_dq(to, dq)
     if order is not None:
-        end_turn(order)
+        end_turn(j, order)
 
 
 @gluon.jit

@@ -35,6 +35,7 @@ class BackwardSizes:
     """What is fixed when a kernel is compiled."""
 
     BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
     D1: gl.constexpr
     D2: gl.constexpr
     BOX: gl.constexpr  # columns that one TMA copy moves
@@ -50,14 +51,15 @@ class BackwardSizes:
     KEY: gl.constexpr  # a value a key
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED):
+    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
             )
 
         value = gl.constexpr
-        self.BLOCK_M, self.D1, self.D2, self.BOX = value(BLOCK_M), value(D1), value(D2), value(BOX)
+        self.BLOCK_M, self.BLOCK_N = value(BLOCK_M), value(BLOCK_N)
+        self.D1, self.D2, self.BOX = value(D1), value(D2), value(BOX)
         self.Q_STAGES, self.DY_STAGES = value(Q_STAGES), value(DY_STAGES)
         self.AHEAD, self.BOUNDED = value(AHEAD), value(BOUNDED)
         self.S = value(wgmma(self.BLOCK_M.value))
@@ -96,7 +98,7 @@ def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z):
 @gluon.jit
 def tile_at(both, number, kv_heads, ratio, len_q, right, z):
     """A tile of a head of K; ``both`` counts the heads of all batches. At least one block of rows sees a key."""
-    key = number * (GROUPS * KEYS)
+    key = number * z.BLOCK_N
     batch = both // kv_heads
     kv_head = both - batch * kv_heads
     first = 0
@@ -166,8 +168,8 @@ def copy_rows(of, batch, head, row, full, to, slot, z):
 @gluon.jit
 def fetch_keys(of, tile, to, z):
     full = to.full.index(0)
-    mbarrier.expect(full, GROUPS * KEYS * (z.D1 + z.D2) * 2)
-    for g in gl.static_range(GROUPS):
+    mbarrier.expect(full, z.BLOCK_N * (z.D1 + z.D2) * 2)
+    for g in gl.static_range(z.BLOCK_N // KEYS):
         copy_rows(of, tile.batch, tile.kv_head, tile.key + g * KEYS, full, to, g, z)
 
 

@@ -16,12 +16,15 @@ from csrc_triton.attention_backward_arguments import (
     D64,
     D96,
     D128,
+    D192,
+    D256,
     FINISH,
     GROUPS,
     GROUPS_CONSTANTS,
     IN_ORDER,
     KEYS,
     QUERIES,
+    ROLES_CONSTANTS,
     ROWS,
     SINKS,
     TILES_CONSTANTS,
@@ -36,6 +39,7 @@ from csrc_triton.attention_backward_groups import (
     write_notes,
 )
 from csrc_triton.attention_backward_order import keep_order, order_barriers, tile_in_order
+from csrc_triton.attention_backward_roles import by_roles
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
@@ -44,6 +48,8 @@ KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
 BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
 BY_GROUPS_IN_ORDER = {"function": "backward_groups_in_order", "constants": GROUPS_CONSTANTS}
+BY_ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
+BY_ROLES_IN_ORDER = {"function": "backward_roles_in_order", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -91,6 +97,30 @@ DECLARATION = {
         },
         "flash_attention_backward_groups_128_causal_ordered": {
             **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_192": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 0}}},
+        },
+        "flash_attention_backward_groups_192_ordered": {
+            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 0}}},
+        },
+        "flash_attention_backward_groups_192_causal": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_192_causal_ordered": {
+            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_256": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 0}}},
+        },
+        "flash_attention_backward_groups_256_ordered": {
+            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 0}}},
+        },
+        "flash_attention_backward_groups_256_causal": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_256_causal_ordered": {
+            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 1}}},
         },
         "flash_attention_backward_finish": FINISH,
     },
@@ -199,17 +229,17 @@ def sink_sums(DSINKS, SINKS, LSE2, DELTA, batch, heads, padded, BLOCK: tl.conste
 @gluon.jit
 def backward_groups(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    BLOCK_M: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr,
-    DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    BOUNDED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups and a producer warp.
 
     The tensor maps are over (batch, head, row, column), those of LSE2 and DELTA over (batch, head, 1, row). DQ32 is
     [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED.
     """
-    gl.static_assert(WARP_GROUPS == 2)
-    z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
     tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
     by_groups(
         Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
@@ -220,14 +250,14 @@ def backward_groups(
 @gluon.jit
 def backward_groups_in_order(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, TURNS,
-    section, BLOCK_M: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr,
-    DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    BOUNDED: gl.constexpr,
+    section, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """``backward_groups`` with one warp more, which keeps the order in which programs add to dQ: see ``keep_order``,
     also for TURNS, and ``tile_in_order`` for ``section``."""
-    gl.static_assert(WARP_GROUPS == 2)
-    z = BackwardSizes(BLOCK_M, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
     tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z)
     by_groups(
         Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
@@ -265,7 +295,7 @@ def by_groups(
             [REGISTERS, 24],
         )  # fmt: skip
     else:
-        order = order_barriers(2)
+        order = order_barriers(2, 1)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -274,11 +304,46 @@ def by_groups(
                 (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
                            scale, 1)),
                 (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],
         )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """As ``backward_groups``, of 64 keys: three consumer groups have a role each."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    TURNS, section,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_roles`` with one warp more, as ``backward_groups_in_order``."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -120,6 +120,7 @@ REPEATED = [
     Problem(1, 12, 4, 3000, 700, 96),
     Problem(2, 8, 8, 1500, 1500, 128, FP16, window=(None, 200)),
     Problem(2, 4, 4, 600, 600, 192, causal=True),
+    Problem(1, 6, 2, 1300, 2000, 232, FP16),
 ]
 
 

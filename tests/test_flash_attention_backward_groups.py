@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.attention_candidates import BACKWARD, candidates, tables
 from build_tools.audit import audit
 from build_tools.build import Tree, make_plans
-from build_tools.compile import compile_variants
+from build_tools.compile import Compiled, compile_variants
 from build_tools.errors import AuditError
 from build_tools.paths import PROFILES
 from build_tools.plan import Plan
@@ -29,7 +29,7 @@ from tests.conftest import built_pack
 from tests.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
 from tests.pack_edits import add_kernels
 
-DIMS = (64, 96, 128)
+DIMS = (64, 96, 128, 192, 256)
 
 
 def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
@@ -61,8 +61,26 @@ def test_a_profile_must_name_them(tmp_path: Path) -> None:
         for variant in kernel.variants.values():
             c = variant.constants
             assert c["D1"] + c["D2"] == int(re.findall(r"\d+", name)[0])
+            assert c["BLOCK_N"] == (128 if c["D1"] + c["D2"] <= 128 else 64)
             assert c["BOUNDED"] == ("_causal" in name)
             assert variant.arguments["LSE2"] == f"tensordesc<fp32[1, 1, 1, {c['BLOCK_M']}]>"
+
+
+def baked(variant: Any, profile: Profile, folder: Path) -> Compiled:
+    made = compile_variants([variant], profile, cache=folder / "cache", workers=1, progress=False)
+    return made[variant.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "registers"), [(192, {192, 96, 32}), (256, {208, 64, 32})])
+def test_what_was_baked_with_roles(tmp_path: Path, dim: int, registers: set[int]) -> None:
+    """Three warp groups, whose registers differ, in the shared memory of one block."""
+    read, (plan,) = make_plans("sm90", (BACKWARD,))
+    kernel = f"{BACKWARD}_groups_{dim}"
+    (variant,) = (v for v in plan.variants if v.kernel == kernel and v.axes["dtype"] == "fp16")
+    audited = audit(variant, baked(variant, read, tmp_path), read.arch)
+    assert audited.threads == 512 and registers <= set(audited.facts.register_budgets)
+    assert audited.facts.matrix["HGMMA"] > 0 and audited.facts.local_bytes == 0 and audited.resident == 1
 
 
 @pytest.mark.slow
@@ -75,9 +93,7 @@ def test_what_was_baked(tmp_path: Path, dim: int, ahead: bool) -> None:
     variant = next(
         v for v in plan.variants if v.kernel == f"{BACKWARD}_groups_{dim}" and v.axes["dtype"] == "bf16"
     )
-    compiled = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)[
-        variant.name
-    ]
+    compiled = baked(variant, read, tmp_path)
     if not ahead:
         with pytest.raises(AuditError, match="spills"):
             audit(variant, compiled, read.arch)
@@ -168,6 +184,20 @@ def test_maps_grids_and_numbers(pack: Pack, layout: str) -> None:
     assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
 
 
+def test_wide_heads(pack: Pack) -> None:
+    """A block has 64 keys; dim 200 is read as 208, in two panels of 128 columns."""
+    problem = Problem(2, 6, 2, 1000, 1500, 200, FP16, layout="bhsd")
+    launches, (q, k, _, dq, dk, dv, _) = launched(pack, problem)
+    x, y, z, *arguments = launches["groups_256"]
+    assert (x, y, z) == (2 * 2 * 24, 1, 1)  # 24 tiles of 64 keys
+    for t, found in zip((q, k, k, q, k, k), arguments[:6], strict=True):
+        seen = torch.empty(*t.shape[:-1], 208)
+        assert found[1:] == ("fp16", tuple(seen.shape), seen.stride(), (1, 1, 64, 64), 3)
+    assert arguments[10:14] == [24, 2, 3, 1024]
+    assert launches["finish"][0] == 2 * 6 * 1024 // 64 * 8
+    assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_sums_are_zeros_of_whole_blocks(
     pack: Pack, deterministic: bool, monkeypatch: pytest.MonkeyPatch
@@ -200,11 +230,12 @@ GROUPS = {
     "a right bound": (Problem(1, 2, 1, 100, 200, 40, window=(None, 3)), "groups_64_causal"),
     "one row": (Problem(1, 2, 1, 1, 200, 104, causal=True), "groups_128"),
     "sinks": (Problem(1, 2, 1, 100, 200, 96, sinks=True), "groups_96"),
+    "wide heads": (Problem(1, 2, 1, 100, 200, 136), "groups_192"),
+    "the widest": (Problem(1, 2, 1, 100, 200, 256, causal=True), "groups_256_causal"),
 }
 TILES = {
     "a left bound": Problem(1, 2, 1, 100, 200, 64, window=(9, 0)),
     "a soft cap": Problem(1, 2, 1, 100, 200, 64, softcap=5.0),
-    "wide heads": Problem(1, 2, 1, 100, 200, 136),
 }
 
 
@@ -275,7 +306,7 @@ def accumulators(rows: Tensor) -> Tensor:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("dim", "columns"), [(64, 64), (80, 96)])
+@pytest.mark.parametrize(("dim", "columns"), [(64, 64), (80, 96), (144, 192)])
 def test_finish(pack: Pack, dim: int, columns: int) -> None:
     """Two heads of 100 rows in two tiles each, in a tensor whose rows lie apart."""
     on = OpOn(pack.op(BACKWARD), InterpreterDriver(BACKWARD, pack), -1, 2)

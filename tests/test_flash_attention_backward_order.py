@@ -15,7 +15,6 @@ from csrc_triton import attention_backward_groups as groups
 from csrc_triton import attention_backward_order as ordering
 from liger_aot.attention import LONGEST
 
-TILE_KEYS = 128
 FIELDS = ("batch", "kv_head", "head", "key", "row", "rows", "steps")
 
 
@@ -55,6 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         num_programs=lambda axis: made.programs,
         maximum=max,
         minimum=min,
+        static_range=range,
         where=lambda condition, a, b: a if condition else b,
         inline_asm_elementwise=made.assembly,
         int32=None,
@@ -62,13 +62,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     )
     nothing = SimpleNamespace(arrive=lambda *_, **__: None, wait=lambda *_: None)
     for module, instead in (
-        (groups, {"gl": gl, "GROUPS": 2, "KEYS": TILE_KEYS // 2, "KeyTile": tile_of}),
+        (groups, {"gl": gl, "KeyTile": tile_of}),
         (
             ordering,
             {
                 "gl": gl,
-                "GROUPS": 2,
-                "KEYS": TILE_KEYS // 2,
                 "mbarrier": nothing,
                 "next_rows": groups.next_rows.fn,
                 "tile_at": groups.tile_at.fn,
@@ -84,22 +82,31 @@ def tile_of(*values: int) -> SimpleNamespace:
     return SimpleNamespace(**dict(zip(FIELDS, map(Number, values), strict=True)))
 
 
-@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize(("block_m", "block_n"), [(64, 128), (128, 128), (64, 64)])
 # keys behind its own that a row sees
 @pytest.mark.parametrize("after", [None, 0, 63, 200, 1000])
 @pytest.mark.parametrize(
     ("len_q", "len_k"), [(1, 1), (512, 512), (300, 300), (777, 300), (300, 777), (1000, 40), (40, 1000)]
 )
-@pytest.mark.parametrize("section", [1, 3])
-def test_turns(device: Device, len_q: int, len_k: int, after: int | None, block_m: int, section: int) -> None:
+@pytest.mark.parametrize(("section", "warps"), [(1, 1), (3, 1), (2, 3)])
+def test_turns(
+    device: Device,
+    len_q: int,
+    len_k: int,
+    after: int | None,
+    block_m: int,
+    block_n: int,
+    section: int,
+    warps: int,
+) -> None:
     """Each block of rows of each query head is added to once by each block of keys that it sees, or sees in part."""
     batch, kv_heads, ratio = 2, 2, 3
     bounded = after is not None
     right = len_k - len_q + after + 1 if after is not None else LONGEST
     padded = -(-len_q // 128) * 128
-    tiles = -(-len_k // TILE_KEYS)
-    z = SimpleNamespace(BLOCK_M=block_m, BOUNDED=bounded)
-    order = SimpleNamespace(turn=SimpleNamespace(index=lambda _: None))
+    tiles = -(-len_k // block_n)
+    z = SimpleNamespace(BLOCK_M=block_m, BLOCK_N=block_n, BOUNDED=bounded)
+    order = SimpleNamespace(turn=SimpleNamespace(index=lambda _: None, shape=[warps]))
     order.added = order.turn
     wanted: dict[int, list[int]] = {}
     device.programs = batch * kv_heads * tiles
@@ -107,8 +114,9 @@ def test_turns(device: Device, len_q: int, len_k: int, after: int | None, block_
     for program in range(device.programs):
         device.program = program
         tile = ordering.tile_in_order.fn(tiles, section, kv_heads, ratio, len_q, right, z)
-        left.remove((tile.batch, tile.kv_head, tile.key // TILE_KEYS))
-        ordering.keep_order.fn(z, tile, Number(1), order, tiles, kv_heads * ratio, padded, right)
+        left.remove((tile.batch, tile.kv_head, tile.key // block_n))
+        for w in range(warps):
+            ordering.keep_order.fn(z, tile, Number(1), order, tiles, kv_heads * ratio, padded, right, w)
         first = (tile.batch * kv_heads + tile.kv_head) * ratio
         for head in range(first, first + ratio):
             for row in range(0, len_q, block_m):

@@ -24,7 +24,7 @@ from liger_aot.attention import (
 from liger_aot.runtime import REMEMBERED, OpOn
 
 KERNEL = "flash_attention_backward"
-GROUP_DIMS = (64, 96, 128)  # head dimensions that kernels by warp groups are written for
+GROUP_DIMS = (64, 96, 128, 192, 256)  # head dimensions that kernels by warp groups are written for
 
 
 class Products(Protocol):

@@ -11,7 +11,6 @@ from liger_aot.attention import Maps, Settings, bounds_of, checked_tiles, scales
 from liger_aot.attention_backward import KERNEL, padded_rows
 from liger_aot.runtime import OpOn
 
-TILE_KEYS = 128  # of a block: 64 for each of two consumer groups
 TILE_ROWS = 64  # of float32 dQ, in the order of accumulators
 
 
@@ -33,7 +32,7 @@ class GroupsProducts:
         rows = shape.batch * shape.heads * padded
         self._sums = rows * columns
         self._turns = rows // block_m if kernel.endswith("_ordered") else 0
-        tiles = -(-shape.len_k // TILE_KEYS)
+        tiles = -(-shape.len_k // loaded.numbers["block_n"])
         self._programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
         scale, _ = scales_of(settings)
         right, _ = bounds_of(shape, settings)
