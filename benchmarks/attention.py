@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_aot
+
+from .environment import observe
 
 TOKENS, WIDTH = 16384, 2048
 DIMS = (64, 96, 128, 192, 256)
@@ -138,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--packs", default="", metavar="NAME=DIR,...", help="ours alone, of each of these packs"
     )
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
+    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
     if options.packs:
         return _each_pack(options)
@@ -153,8 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"dim {dim}, length {length}, {'causal' if causal else 'full'}: {shown}", flush=True)
     if options.out:
         direction = "backward" if options.backward else "forward"
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": TOKENS}
-        options.out.write_text(json.dumps({**about, direction: rows}, indent=1) + "\n")
+        command = f"python -m benchmarks.attention {' '.join(sys.argv[1:])}"
+        where = observe(torch.device("cuda"), command=command, commit=options.commit, absent={})
+        content = {"environment": asdict(where), "tokens": TOKENS, "dtype": "bfloat16", direction: rows}
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
 
