@@ -339,13 +339,17 @@ def finish(LOSS_SUM, Z_SUM, ACCURACY, TOTALS, PARTIALS, parts, flags, BLOCK: tl.
 
 @triton.jit
 def scale_pieces(X, GRAD, x_stride, g_stride, n_rows, n_cols, BLOCK: tl.constexpr):
-    """BLOCK columns of a row a program; n_rows is what the grid was made from."""
+    """BLOCK columns of a row at a time. One factor for all rows is 1 wherever the loss is what backward() is called on:
+    then a few programs look at one number and are done, with no word from the host."""
     pieces = tl.cdiv(n_cols, BLOCK)
-    program = tl.program_id(0)
-    row = (program // pieces).to(tl.int64)
-    factor = tl.load(GRAD + row * g_stride)
-    if factor != 1.0:
-        cols = program % pieces * BLOCK + tl.arange(0, BLOCK)
-        at = X + row * x_stride + cols
-        x = tl.load(at, mask=cols < n_cols, other=0.0).to(tl.float32)
-        tl.store(at, (x * factor).to(X.dtype.element_ty), mask=cols < n_cols)
+    total = n_rows * pieces
+    if g_stride == 0:
+        total = tl.where(tl.load(GRAD) == 1.0, 0, total)
+    for piece in range(tl.program_id(0), total, tl.num_programs(0)):
+        row = (piece // pieces).to(tl.int64)
+        factor = tl.load(GRAD + row * g_stride)
+        if factor != 1.0:
+            cols = piece % pieces * BLOCK + tl.arange(0, BLOCK)
+            at = X + row * x_stride + cols
+            x = tl.load(at, mask=cols < n_cols, other=0.0).to(tl.float32)
+            tl.store(at, (x * factor).to(X.dtype.element_ty), mask=cols < n_cols)

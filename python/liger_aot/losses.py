@@ -246,8 +246,11 @@ def scale(on: OpOn, x: Tensor, grad: Tensor) -> None:
     kernel, dtype = on.kernels["cross_entropy_scale"], x.dtype
     aligned, device = not (x_at | stride | n) & 15, on.device
     loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
+    programs = min(
+        rows * -(-n // loaded.block), on.multiprocessors * loaded.numbers["programs_per_multiprocessor"]
+    )
     loaded.launch(
-        device, on.stream(device), rows * -(-n // loaded.block), 1, 1,
+        device, on.stream(device), programs, 1, 1,
         x_at, grad.data_ptr(), stride, 0 if grad.numel() == 1 else 1, rows, n,
     )  # fmt: skip
 
