@@ -139,10 +139,11 @@ def groups_kernel(dim: int) -> str:
 
 
 def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]) -> Any:
-    """The plan of calls with tensors like these: by warp groups where the pack has them, but with a left bound or a
-    soft cap."""
+    """The plan of calls with tensors like these: by warp groups where the pack has them and the driver tensor maps, but
+    with a left bound or a soft cap."""
     _, bound = packed_sizes(q, k, settings)
-    if groups_kernel(q.shape[-1]) in on.kernels and bound.left < 0 and not bound.softcap:
+    by_groups = on.tensor_map is not None and groups_kernel(q.shape[-1]) in on.kernels
+    if by_groups and bound.left < 0 and not bound.softcap:
         from liger_aot.attention_varlen_groups import PackedGroupsPlan  # the op's load need not wait for it
 
         return PackedGroupsPlan(on, q, k, v, sequences, settings)
