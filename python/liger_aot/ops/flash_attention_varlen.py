@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_aot import pending
 from liger_aot.attention import ADDRESS_UNIT, PACKED, TILE_UNIT, Settings, fitted
 from liger_aot.attention_backward import gradients
-from liger_aot.attention_checks import problems_of, settings_of
+from liger_aot.attention_checks import check_dim, problems_of, settings_of
 from liger_aot.attention_varlen import PackedProducts, groups_kernel, plan_for, seen_keys
 from liger_aot.attention_varlen_checks import check_packed, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
@@ -186,8 +186,9 @@ class FlashAttentionVarlen(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """Of a call without a soft cap, a left bound and sinks, and of its backward; a pack need not have all."""
-        kernels = problems_of(self.name, ("flash_attention_varlen_forward", *GRADIENTS), shape, dtype)
-        return (*kernels, Problem(groups_kernel(shape[-1]), (dtype,), True, shape[-1]))
+        check_dim(self.name, shape[-1])
+        forward = ("flash_attention_varlen_forward", groups_kernel(shape[-1]))
+        return problems_of(self.name, (*forward, *GRADIENTS), shape, dtype)
 
     @staticmethod
     def reference(
