@@ -53,7 +53,7 @@ def test_cases_are_the_kernels(kernel: str) -> None:
     from liger_aot.attention import Settings, bounded, shape_of
     from liger_aot.attention_backward import groups_kernel
 
-    on: Any = SimpleNamespace(kernels={kernel})
+    on: Any = SimpleNamespace(kernels={kernel}, tensor_map=object())
     for problem in attention_trial.cases(kernel):
         q, k = (torch.empty(s, device="meta") for s in shapes(problem))
         settings = bounded(shape_of(q, k, problem.layout), Settings(*problem.settings()))

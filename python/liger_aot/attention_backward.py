@@ -170,9 +170,11 @@ def padded_rows(shape: Shape, blocks: Sequence[int]) -> int:
 def groups_kernel(
     on: OpOn, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
 ) -> str | None:
-    """The kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, or the tiles are for
-    it. They have left bounds and soft caps, and make one gradient without the others."""
-    if settings.left >= 0 or settings.softcap or not (needed[0] and (needed[1] or needed[2])):
+    """The kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver encodes no
+    tensor maps, or the call is for the tiles. They have left bounds and soft caps, and make one gradient alone."""
+    if on.tensor_map is None or settings.left >= 0 or settings.softcap:
+        return None
+    if not (needed[0] and (needed[1] or needed[2])):
         return None
     width = groups_width(dim)
     name = f"{KERNEL}_groups_{width}"
