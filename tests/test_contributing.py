@@ -50,7 +50,8 @@ def follow(section: str, tree: Path) -> str:
 def tree(tmp_path: Path) -> Path:
     """A copy of the tree with its tests, the Makefile, and a .venv that is this one."""
     copy = copy_tree(tmp_path / "liger-aot", CACHE)
-    shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "Makefile", copy)
     shutil.copytree(ROOT / ".ci", copy / ".ci")
     python = copy / ".venv" / "bin" / "python"

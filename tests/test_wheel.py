@@ -25,8 +25,9 @@ from examples.fresh_environment import make_environment
 from tests.wheel_builds import build, copy_tree
 
 pytestmark = pytest.mark.slow
-# Bytes of an architecture inside the wheel, compressed: attention and the losses, and all other ops together.
-LARGEST_PACK = {"attention": 3_000_000, "losses": 1_000_000, "layers": 3_000_000}
+# Bytes of an architecture inside the wheel, compressed: attention and the losses, and all other ops together. Attention
+# may add 6 MB; sm90's has kernels by warp groups for each head dimension, full, causal, deterministic and packed.
+LARGEST_PACK = {"attention": 6_000_000, "losses": 1_000_000, "layers": 3_000_000}
 LARGEST_INSTALLED = 8_000_000  # and of all as it is installed
 LOSSES = ("cross_entropy", "jsd", "kl_div", "tvd", "divergence", "selective_log_softmax")
 
