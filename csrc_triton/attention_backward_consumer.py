@@ -337,8 +337,8 @@ def by_groups(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
     REGISTERS: gl.constexpr, z,
 ):  # fmt: skip
-    """A block of 128 keys, whose ``tile`` it is, by two consumer groups and a producer warp. TURNS are None where there is
-    no order."""
+    """A block of 128 keys, whose ``tile`` it is, by two consumer groups and a producer warp. TURNS are None where there
+    is no order."""
     notes = write_notes(tile, right, len_k)
     k = tile_ring(K, 2, 1, z)
     v = tile_ring(V, 2, 1, z)

@@ -1,4 +1,5 @@
-"""Attention backward by warp groups over packed sequences: ``attention_backward_groups``, of a block of a sequence's keys.
+"""Attention backward by warp groups over packed sequences: ``attention_backward_groups``, a block of a sequence's keys
+at a time.
 
 - Tensor maps are those of the packed forward (``attention_packed_groups``), so that a sequence ends where a map does:
   rows and keys behind it arrive as zeros and are not written. As there, what is wholly behind a sequence is never asked
@@ -15,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_backward_groups import KEYS
-from csrc_triton.attention_sequences import UNIT, find, padded_start, span
+from csrc_triton.attention_sequences import find, padded_start, span
 
 
 @aggregate

@@ -46,7 +46,7 @@ def find(BOUNDS, tile, sequences, tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def padded_start(start, sequence):
-    """Where a sequence's rows start among padded ones, if it has those of the tiles of UNIT rows that ``find`` gives."""
+    """Where a sequence's rows start among padded ones: those of its tiles of UNIT rows, as ``find`` gives them."""
     return (start // UNIT + sequence) * UNIT
 
 

@@ -3,7 +3,7 @@
 In plain Triton dK and dV come from one kernel, dQ from another, the same bits every time; what each row needs comes
 from ``flash_attention_backward``'s kernel, to which all tokens are one sequence. By warp groups (see
 ``attention_packed_backward``) sums of rows and dQ are padded, a sequence at a time: ``packed_row_sums`` makes them,
-``packed_backward_groups`` adds dQ up, ``packed_finish`` rounds it. The sinks' gradient is ``flash_attention_backward``'s.
+``packed_backward_groups`` adds dQ up, ``packed_finish`` rounds it. The sinks' gradient is the dense form's in both.
 """
 
 import triton

@@ -251,6 +251,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "no starts": (but(cu_q=CU_Q[:0]), {}, ArgumentError, r"cu_seqlens_q must be of shape \(sequences \+ 1,\)"),
     "other sequences": (but(cu_k=CU_K[:2]), {}, ArgumentError, r"cu_seqlens_k must be of .* shape \(3,\), got \(2,\)"),
     "start": (but(cu_q=CU_Q + 1), {}, ArgumentError, "cu_seqlens_q must start at 0, got 1"),
+    "deterministic": (GOOD, {"deterministic": 1}, ArgumentTypeError, "deterministic must be True or False, got int"),
     "fall": (but(cu_k=CU_K[[0, 2, 1]]), {}, ArgumentError, "cu_seqlens_k must not fall, got 5 behind 8"),
     "past": (but(cu_q=starts_of((2, 5)), max_q=5), {}, ArgumentError, "must end at the 6 tokens of q or before, got 7"),
     "max": (but(max_k=4), {}, ArgumentError, "max_seqlen_k must be the longest length, 5, or more; got 4"),

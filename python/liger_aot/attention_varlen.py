@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from liger_aot.attention import (
     shape_of,
     strides_of,
 )
-from liger_aot.attention_backward import TilesProducts, padded_rows
+from liger_aot.attention_backward import BackwardPlan, TilesProducts, for_groups, groups_width, padded_rows
 from liger_aot.runtime import Loaded, OpOn
 
 OP = "flash_attention_varlen"
@@ -148,6 +150,37 @@ def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings
 
         return PackedGroupsPlan(on, q, k, v, sequences, settings)
     return PackedPlan(on, q, k, v, sequences, settings)
+
+
+def backward_groups_kernel(
+    own: OpOn, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
+) -> str | None:
+    """The backward's kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver
+    encodes no tensor maps, or the call is for the tiles. Those are deterministic, too."""
+    name = f"{OP}_backward_groups_{groups_width(dim)}"
+    found = not deterministic and for_groups(own, settings, needed) and name in own.kernels
+    return name if found else None
+
+
+def backward_kernels(dim: int) -> tuple[str, ...]:
+    """What a call without a soft cap and without sinks may run; a pack need not have all."""
+    own = ("rows", "keys", "queries", f"groups_{groups_width(dim)}", "finish")
+    return "flash_attention_backward_rows", *(f"{OP}_backward_{kind}" for kind in own)
+
+
+def backward_plan(
+    own: OpOn, sequences: int, on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, settings: Settings,
+    needed: Sequence[bool], deterministic: bool,
+) -> Any:  # fmt: skip
+    """As ``attention_backward.plan_for``; ``own`` has the kernels of packed sequences, ``on`` the dense backward's."""
+    products_of = partial(PackedProducts, own, sequences)
+    tiles = partial(BackwardPlan, on, q, k, v, o, do, settings, products_of)
+    kernel = backward_groups_kernel(own, q.shape[-1], settings, needed, deterministic)
+    if kernel is None:
+        return tiles()
+    from liger_aot.attention_varlen_backward_groups import PackedGroupsBackward
+
+    return PackedGroupsBackward(kernel, own, sequences, tiles, on, q, k, v, o, do, settings)
 
 
 def packed_sizes(q: Tensor, k: Tensor, settings: tuple[Any, ...]) -> tuple[Shape, Settings]:
