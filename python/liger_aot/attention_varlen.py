@@ -26,6 +26,7 @@ from liger_aot.runtime import Loaded, OpOn
 
 OP = "flash_attention_varlen"
 GROUP_DIMS = (64, 96, 128, 192, 256)  # head dimensions that kernels by warp groups are written for
+BACKWARD_DIMS = (64, 96, 128)  # and in the backward
 MOST_TOKENS = 1 << 29  # a row's number, a bound and the lengths' difference add up in 32 bits
 
 
@@ -158,14 +159,16 @@ def backward_groups_kernel(
     """The backward's kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver
     encodes no tensor maps, or the call is for the tiles. Those are deterministic, too."""
     name = f"{OP}_backward_groups_{groups_width(dim)}"
-    found = not deterministic and for_groups(own, settings, needed) and name in own.kernels
-    return name if found else None
+    taken = not deterministic and for_groups(own, settings, needed)
+    return name if taken and name in own.kernels else None
 
 
 def backward_kernels(dim: int) -> tuple[str, ...]:
     """What a call without a soft cap and without sinks may run; a pack need not have all."""
-    own = ("rows", "keys", "queries", f"groups_{groups_width(dim)}", "finish")
-    return "flash_attention_backward_rows", *(f"{OP}_backward_{kind}" for kind in own)
+    groups = ("rows", f"groups_{groups_width(dim)}", "finish") if dim <= max(BACKWARD_DIMS) else ()
+    return "flash_attention_backward_rows", *(
+        f"{OP}_backward_{kind}" for kind in ("keys", "queries", *groups)
+    )
 
 
 def backward_plan(

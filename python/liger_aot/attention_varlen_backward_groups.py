@@ -90,9 +90,7 @@ class PackedGroupsBackward:
         ]
         if min(firsts) < 0:  # a tensor that is larger than its own address: no map can start before it
             self._tiles = self._tiles or self._make_tiles()
-            found: tuple[Tensor | None, ...] = self._tiles(
-                q, k, v, sinks, o, lse, do, dlse, needed, *starts
-            )
+            found: tuple[Tensor | None, ...] = self._tiles(q, k, v, sinks, o, lse, do, dlse, needed, *starts)
             return found
         device, stream = self._own.device, self._own.stream(self._own.device)
         sums = q.new_empty((2, self._shape.heads, self._padded), dtype=torch.float32)
@@ -114,6 +112,9 @@ class PackedGroupsBackward:
         )  # fmt: skip
         if sinks is None or not needed[3]:
             return dq, dk, dv, None
-        return dq, dk, dv, sinks_gradient(
-            self._on, stream, sinks, self._shape, lse2_at, delta_at, self._padded
+        return (
+            dq,
+            dk,
+            dv,
+            sinks_gradient(self._on, stream, sinks, self._shape, lse2_at, delta_at, self._padded),
         )
