@@ -59,7 +59,7 @@ class PackedKeyTile:
 
 @gluon.jit
 def packed_tile(BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, sequences, tokens_q, tokens_k, right, z):
-    """This program's tile, how many keys its sequence has, and before which key row 0 of the sums sees all."""
+    """This program's tile, the keys of its sequence, and the bound: row r of the sums sees those before r + it."""
     kv_head = gl.program_id(0) // tiles_a_head
     number = gl.program_id(0) - kv_head * tiles_a_head
     sequence, start_k, len_k, key = find(BOUNDS_K, number, sequences, tokens_k, z.BLOCK_N)

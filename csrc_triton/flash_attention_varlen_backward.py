@@ -203,7 +203,7 @@ def packed_row_sums(
     head = (tl.program_id(0) // tiles_a_head).to(tl.int64)
     at = tile * BLOCK_M
     _, start, length, row = find(BOUNDS_Q, at // UNIT, sequences, tokens_q, UNIT)
-    row = tl.where(row < 0, length, row + at % UNIT)
+    row += at % UNIT
     to = head * padded + at + tl.arange(0, BLOCK_M)
     first = start.to(tl.int64)
     from_row = head * tokens_q + first
