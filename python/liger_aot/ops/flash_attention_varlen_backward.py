@@ -30,10 +30,10 @@ class FlashAttentionVarlenBackward(Op):
     """``flash_attention_varlen_backward(do, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
     dlse=None, ...) -> (dq, dk, dv, dsinks)``
 
-    The gradients of ``o, lse = flash_attention_varlen(q, k, v, cu_seqlens_q, ..., return_lse=True)``, the same bits
-    every time; but dq's last ones vary where a pack has kernels by warp groups for the call (sm90; ``explain`` says
-    so), which add it up in float32 in memory. Memory beside the results: two float32 a query and head; by warp groups
-    dq in float32, too, and of both up to 128 rows a sequence more.
+    The gradients of ``o, lse = flash_attention_varlen(q, k, v, cu_seqlens_q, ..., return_lse=True)``. They have the
+    same bits every time, but for dq's last ones where a pack has kernels by warp groups for the call (sm90; ``explain``
+    says so), which add it up in float32 in memory. Memory beside the results: two float32 a query and head; by warp
+    groups dq in float32, too, and of both up to 128 rows a sequence more.
 
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
