@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import weakref
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,6 +249,15 @@ def test_by_tiles_where_no_map_can_start(pack: Pack, monkeypatch: pytest.MonkeyP
     """A tensor larger than its address."""
     monkeypatch.setattr("liger_aot.attention_varlen_backward_groups.bytes_before", lambda t: 1 << 62)
     assert set(launched(pack, BY_GROUPS["full"][0])[0]) == TILES
+
+
+def test_what_is_remembered_holds_no_tensor(pack: Pack) -> None:
+    op = bound_op(FlashAttentionVarlenBackward, pack, Recorder)
+    q, k, v, *starts, _ = (problem := BY_GROUPS["full"][0]).tensors()
+    op(q, q, k, v, q, torch.zeros(2, 100), *starts, *problem.longest())
+    left = [weakref.ref(t) for t in (q, k, v, *starts)]
+    del q, k, v, starts
+    assert [t() for t in left] == 5 * [None]
 
 
 # ---- The device code ----

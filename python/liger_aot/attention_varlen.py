@@ -176,14 +176,12 @@ def backward_plan(
     needed: Sequence[bool], deterministic: bool,
 ) -> Any:  # fmt: skip
     """As ``attention_backward.plan_for``; ``own`` has the kernels of packed sequences, ``on`` the dense backward's."""
-    products_of = partial(PackedProducts, own, sequences)
-    tiles = partial(BackwardPlan, on, q, k, v, o, do, settings, products_of)
     kernel = backward_groups_kernel(own, q.shape[-1], settings, needed, deterministic)
     if kernel is None:
-        return tiles()
+        return BackwardPlan(on, q, k, v, o, do, settings, partial(PackedProducts, own, sequences))
     from liger_aot.attention_varlen_backward_groups import PackedGroupsBackward
 
-    return PackedGroupsBackward(kernel, own, sequences, tiles, on, q, k, v, o, do, settings)
+    return PackedGroupsBackward(kernel, own, sequences, on, q, k, v, o, do, settings)
 
 
 def packed_sizes(q: Tensor, k: Tensor, settings: tuple[Any, ...]) -> tuple[Shape, Settings]:

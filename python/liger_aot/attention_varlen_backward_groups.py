@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from liger_aot.attention import PACKED, Maps, Settings, checked_tiles, scales_of, shape_of, strides_of
-from liger_aot.attention_backward import sinks_gradient
+from liger_aot.attention_backward import BackwardPlan, sinks_gradient
 from liger_aot.attention_backward_groups import TILE_ROWS
-from liger_aot.attention_varlen import OP, packed_window, tiles_of
+from liger_aot.attention_varlen import OP, PackedProducts, packed_window, tiles_of
 from liger_aot.attention_varlen_groups import bytes_before, placed
 from liger_aot.runtime import OpOn
 
@@ -23,18 +23,17 @@ class PackedGroupsBackward:
 
     Sums of rows and dQ have as many rows as all sequences take in whole blocks of UNIT, whatever their lengths are.
 
-    Args:
-        own, on: those of packed sequences' backward, of the dense one's.
-        tiles: makes a plan without warp groups.
+    ``own`` and ``on`` are those of packed sequences' backward and of the dense one's.
     """
 
     def __init__(
-        self, kernel: str, own: OpOn, sequences: int, tiles: Callable[[], Any], on: OpOn, q: Tensor, k: Tensor,
-        v: Tensor, o: Tensor, do: Tensor, settings: Settings,
+        self, kernel: str, own: OpOn, sequences: int, on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor,
+        settings: Settings,
     ) -> None:  # fmt: skip
         self._shape = shape = shape_of(q, k, PACKED)
-        self._own, self._on, self._make_tiles = own, on, tiles
-        self._tiles: Any = None
+        self._own, self._on = own, on
+        self._others = settings, partial(PackedProducts, own, sequences)
+        self._tiles: BackwardPlan | None = None
         self._rows, self._loaded, self._finish = (
             own.kernels[name]((q.dtype, True), shape.dim)
             for name in (f"{OP}_backward_rows", kernel, f"{OP}_backward_finish")
@@ -89,9 +88,8 @@ class PackedGroupsBackward:
             t.data_ptr() - before for t, before in zip((q, k, v, do, dk, dv), self._before, strict=True)
         ]
         if min(firsts) < 0:  # a tensor that is larger than its own address: no map can start before it
-            self._tiles = self._tiles or self._make_tiles()
-            found: tuple[Tensor | None, ...] = self._tiles(q, k, v, sinks, o, lse, do, dlse, needed, *starts)
-            return found
+            self._tiles = self._tiles or BackwardPlan(self._on, q, k, v, o, do, *self._others)
+            return self._tiles(q, k, v, sinks, o, lse, do, dlse, needed, *starts)
         device, stream = self._own.device, self._own.stream(self._own.device)
         sums = q.new_empty((2, self._shape.heads, self._padded), dtype=torch.float32)
         lse2_at, delta_at = sums.data_ptr(), sums.data_ptr() + sums.nbytes // 2
