@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from benchmarks import attention, attention_trial_packed_backward
+from benchmarks import attention, attention_trial, attention_trial_packed_backward
 from benchmarks.attention_candidates import KERNELS, PACKED, _write_profile, candidates
 from build_tools.audit import audit
 from build_tools.build import Tree, make_plans
@@ -307,6 +307,14 @@ def test_starts_out_of_order_or_range(pack: Pack, starts: tuple[int, ...], which
 
 
 # ---- The trial ----
+
+
+@pytest.mark.parametrize("width", BACKWARD_DIMS)
+def test_cases_are_the_kernels(pack: Pack, width: int) -> None:
+    """Each case of a kernel is one that the host would give it."""
+    for problem in attention_trial.cases(f"{GROUPS}_{width}"):
+        if sum(problem.lengths_q) < 3000:
+            assert f"{GROUPS}_{width}" in launched(pack, problem)[0], problem
 
 
 @pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "behind", "leak", "idle"])
