@@ -396,6 +396,11 @@ def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_AOT_PACKS", str(built_pack(arch).folder.parent))
     choices = explain("flash_attention_varlen", arch=arch, shape=(1024, 8, 96), dtype="bf16")
     kernels = ["backward_rows", "varlen_backward_keys", "varlen_backward_queries"]
+    if (
+        "flash_attention_varlen_backward_rows"
+        in built_pack(arch).op("flash_attention_varlen_backward").kernels
+    ):
+        kernels += [f"varlen_backward_{kind}" for kind in ("rows", "groups_96", "finish")]
     forward = ["varlen_forward", "varlen_forward_groups_96"] if arch == "sm90" else ["varlen_forward"]
     assert [c.kernel for c in choices] == [f"flash_attention_{k}" for k in (*forward, *kernels)]
     assert not any(c.local_bytes for c in choices)
