@@ -5,13 +5,13 @@
     python -m benchmarks.attention_candidates tables
 
 ``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
-each head dimension in a pack. Directions are the backward, the packed forward (varlen) and the forward, whose number 0
-is the profile as it is. ``measure`` first checks every kernel of the first two against float64 and against the tiles
-(``attention_trial``), in processes that are killed when a case takes too long: a kernel may wait forever. Then it times
-what passed (the backward with dQ in order, too), beside the tiles and cuDNN (the packed forward beside the dense one),
-and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to the profile, the
-winners of those that the profile may lack: winners.toml. ``tables`` prints such tables of rows that nothing was
-measured of.
+each head dimension in a pack. Directions are the backward, the packed forward and backward (varlen, varlen_backward)
+and the forward, whose number 0 is the profile as it is. ``measure`` first checks every kernel of all but the last
+against float64 and against the tiles (``attention_trial``), in processes that are killed when a case takes too long: a
+kernel may wait forever. Then it times what passed (the backward with dQ in order, too), beside the tiles and cuDNN (the
+packed forms beside the dense ones), and the forward with 2 and 3 warp groups. It writes results-<directions>.json and,
+as tables to add to the profile, the winners of those that the profile may lack: winners.toml. ``tables`` prints such
+tables of rows that nothing was measured of.
 """
 
 from __future__ import annotations
@@ -40,18 +40,31 @@ from . import attention_trial as trial
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
 KERNELS = {
     "forward": FORWARD, "backward": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
+    "varlen_backward": "flash_attention_varlen_backward_groups",
 }  # fmt: skip
-NEW = ("backward", "varlen")  # directions of kernels that a profile may lack, one a head dimension
+PACKED = ("varlen", "varlen_backward")  # whose kernels are for full and causal calls both
+NEW = ("backward", *PACKED)  # directions of kernels that a profile may lack, one a head dimension
+BESIDE = {
+    "backward": (f"{BACKWARD}_finish",),
+    "varlen_backward": ("flash_attention_varlen_backward_rows", "flash_attention_varlen_backward_finish"),
+}  # what a direction's kernels need beside them
 OPS = {
     "forward": ("flash_attention",),
     "backward": ("flash_attention_backward",),
     "varlen": ("flash_attention_varlen", "flash_attention"),
-}
+    "varlen_backward": (
+        "flash_attention_varlen_backward", "flash_attention_backward", "flash_attention_varlen", "flash_attention",
+    ),
+}  # fmt: skip
 DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
 ORDER = {"backward": ("", "_ordered")}  # dQ in any order, and in a fixed one: kernels of their own
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
-FIRST_ROWS = {"backward": "the settings of a prototype", "varlen": "the rows of flash_attention_forward"}
+FIRST_ROWS = {
+    "backward": "the settings of a prototype",
+    "varlen": "the rows of flash_attention_forward",
+    "varlen_backward": "the rows of the dense causal form",
+}
 Chosen = dict[str, list[tuple[Problem, Mapping[str, Any]]]]  # kernel -> the candidates that are its rows
 
 
@@ -66,7 +79,7 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
         chosen: Chosen = {}
         for problem in problems:
             if number < len(problem.candidates):
-                kinds = [""] if direction == "varlen" else KINDS.values()
+                kinds = [""] if direction in PACKED else KINDS.values()
                 for kind, order in product(kinds, ORDER.get(direction, ("",))):
                     dim = "" if direction == "forward" else f"_{problem.sizes[0]}"
                     kernel = f"{name}{dim}{kind}{order}"
@@ -76,12 +89,18 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
 
 
 def tables(arch: str, chosen: Chosen, provenance: str) -> str:
-    """Kernels of new directions as tables of a profile, with what the backward's need beside them."""
-    whole = dict(chosen)
-    if any(kernel.startswith(BACKWARD) for kernel in chosen):
-        (finish,) = read_problems(PROFILES / "candidates" / f"{arch}-{BACKWARD}_finish.toml")
-        whole[f"{BACKWARD}_finish"] = [(finish, finish.candidates[0])]
-    return "".join(_table(kernel, provenance, [row]) for kernel, ((_, row),) in whole.items())
+    """Kernels of new directions as tables of a profile, with what they need beside them."""
+    found = {kernel: [row] for kernel, ((_, row),) in chosen.items()}
+    for direction, kernels in BESIDE.items():
+        if any(kernel.startswith(KERNELS[direction]) for kernel in chosen):
+            for kernel in kernels:
+                problems = read_problems(PROFILES / "candidates" / f"{arch}-{kernel}.toml")
+                found[kernel] = [_bounded(p.max_n, p.candidates[0]) for p in problems]
+    return "".join(_table(kernel, provenance, rows) for kernel, rows in found.items())
+
+
+def _bounded(max_n: int | None, row: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(row) if max_n is None else {"max_n": max_n, **row}
 
 
 def _table(kernel: str, provenance: str, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -245,8 +264,8 @@ def time(
 
 
 def kinds_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Calls that run a candidate's kernel: the packed forward has one for both."""
-    if entry["direction"] == "varlen":
+    """Calls that run a candidate's kernel: packed forms have one for both."""
+    if entry["direction"] in PACKED:
         return tuple(KINDS)
     return ("causal",) if "_causal" in entry["kernel"] else ("full",)
 

@@ -26,9 +26,11 @@ from liger_aot.ops.flash_attention import FlashAttention
 from tests.attention_cases import BF16, FP16, Problem
 from tests.attention_gradients import gradient_errors
 
-from . import attention_trial_packed
+from . import attention_trial_packed, attention_trial_packed_backward
+from .attention_trial_packed_backward import distance
 
 PACKED = "flash_attention_varlen"
+PACKED_BACKWARD = f"{PACKED}_backward"
 START = 90.0  # seconds until a process has imported all and made its first answer, beside a case's own
 Job = dict[str, Any]
 
@@ -109,7 +111,7 @@ def run_times(folder: Path, arch: str, direction: str, jobs: Sequence[Job], limi
 
 
 def cases(kernel: str) -> list[Any]:
-    """What a kernel of the backward or the packed forward must get right, the simplest first."""
+    """What a kernel of the backward or a packed form must get right, the simplest first."""
     width = int(kernel.partition("_groups_")[2].partition("_")[0])
     if kernel.startswith(PACKED):
         return attention_trial_packed.cases(width)
@@ -164,8 +166,12 @@ def check_all(folder: Path, jobs: Sequence[Job]) -> None:
     for job in jobs:
         kernel, case = job["kernel"], job["case"]
         if kernel.startswith(PACKED):
-            ways = attention_trial_packed.bound(folder)
-            work = partial(attention_trial_packed.check, *ways)
+            packed = (
+                attention_trial_packed_backward
+                if kernel.startswith(PACKED_BACKWARD)
+                else attention_trial_packed
+            )
+            work = partial(packed.check, *packed.bound(folder))
         else:
             tiles, _ = bound(FlashAttentionBackward, folder, by_groups=False)
             op, on = bound(FlashAttentionBackward, folder)
@@ -240,19 +246,15 @@ def check(
     return {"wrong": "; ".join(wrong), "worst": worst, "again": apart, **away}
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference over b's; 0 where both are 0."""
-    difference, size = float((a.double() - b.double()).norm()), float(b.double().norm())
-    return 0.0 if difference == 0 else difference / size if size else math.inf
-
-
 def time_all(folder: Path, arch: str, direction: str, jobs: Sequence[Job]) -> None:
     from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 
     packs = {int(p.name): p / arch for p in sorted(folder.iterdir())}
-    if direction == "varlen":
-        ways = {n: attention_trial_packed.bound(pack)[:2] for n, pack in packs.items()}
-        work = partial(time_packed, ways, attention_trial_packed.dense_of(packs[0]))
+    if direction.startswith("varlen"):
+        backward = direction == "varlen_backward"
+        packed = attention_trial_packed_backward if backward else attention_trial_packed
+        ways = {n: packed.bound(pack)[:2] for n, pack in packs.items()}
+        work = partial(time_packed, packed.runs, ways, packed.others(packs[0]))
     else:
         op_class = FlashAttention if direction == "forward" else FlashAttentionBackward
         ops = {n: bound(op_class, pack)[0] for n, pack in packs.items()}
@@ -262,14 +264,12 @@ def time_all(folder: Path, arch: str, direction: str, jobs: Sequence[Job]) -> No
         torch.cuda.empty_cache()
 
 
-def time_packed(ways: Mapping[int, Any], dense: Any, job: Job) -> Job:
+def time_packed(runs_of: Callable[..., Any], ways: Mapping[int, Any], others: Any, job: Job) -> Job:
     """TFLOP/s at one point: see ``attention_trial_packed.runs``."""
     if not job["packs"]:
         return {"wrong": "no pack is right"}
-    runs, flops = attention_trial_packed.runs(
-        {n: ways[n] for n in job["packs"]}, dense, job["dim"], job["length"], job["causal"]
-    )
-    return speeds(runs, flops)
+    ours = {n: ways[n] for n in job["packs"]}
+    return speeds(*runs_of(ours, others, job["dim"], job["length"], job["causal"]))
 
 
 def time(direction: str, ops: dict[int, Any], tiles: Any, job: Job) -> Job:

@@ -179,7 +179,7 @@ def runs(
     return found, {**dict.fromkeys(found, cost), "dense": flops(even, heads, dim, causal, False)}
 
 
-def dense_of(folder: Any) -> FlashAttention:
+def others(folder: Any) -> FlashAttention:
     from .attention_trial import bound as bind
 
     op: FlashAttention = bind(FlashAttention, folder)[0]

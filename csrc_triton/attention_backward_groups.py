@@ -43,6 +43,7 @@ class BackwardSizes:
     DY_STAGES: gl.constexpr
     AHEAD: gl.constexpr
     BOUNDED: gl.constexpr  # whether rows have a last key that they see
+    PACKED: gl.constexpr  # whether tiles are of packed sequences: ``PackedKeyTile``
     S: gl.constexpr  # layouts of S^T and dP^T, of both panels of dK and dV, of P^T and dS^T as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -51,7 +52,7 @@ class BackwardSizes:
     KEY: gl.constexpr  # a value a key
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED):
+    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED, PACKED=0):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -61,7 +62,7 @@ class BackwardSizes:
         self.BLOCK_M, self.BLOCK_N = value(BLOCK_M), value(BLOCK_N)
         self.D1, self.D2, self.BOX = value(D1), value(D2), value(BOX)
         self.Q_STAGES, self.DY_STAGES = value(Q_STAGES), value(DY_STAGES)
-        self.AHEAD, self.BOUNDED = value(AHEAD), value(BOUNDED)
+        self.AHEAD, self.BOUNDED, self.PACKED = value(AHEAD), value(BOUNDED), value(PACKED)
         self.S = value(wgmma(self.BLOCK_M.value))
         self.O1 = value(wgmma(self.D1.value))
         self.O2 = value(wgmma(self.D2.value or 16))
@@ -87,6 +88,16 @@ class KeyTile:
         self.batch, self.kv_head, self.head, self.key = batch, kv_head, head, key
         self.row, self.rows, self.steps = row, rows, steps
 
+    @gluon.jit
+    def keys_at(self, g: gl.constexpr):
+        """Of tensor maps: the first coordinate and the row of group g's keys."""
+        return self.batch, self.key + g * KEYS
+
+    @gluon.jit
+    def rows_at(self, head, row):
+        """Of the tensor maps of Q and DY: the first coordinate, the head and the row of a block of rows."""
+        return self.batch, head, row
+
 
 @gluon.jit
 def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z):
@@ -110,16 +121,18 @@ def tile_at(both, number, kv_heads, ratio, len_q, right, z):
     )
 
 
-# What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill.
+# What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill. BATCH
+# and KEY are coordinates of tensor maps.
 BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, NOTES = (gl.constexpr(i) for i in range(6))
 
 
 @gluon.jit
 def write_notes(tile, right, len_k):
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], mbarrier.MBarrierLayout())
-    _write(notes, BATCH, tile.batch)
+    batch, key = tile.keys_at(0)
+    _write(notes, BATCH, batch)
     _write(notes, KV_HEAD, tile.kv_head)
-    _write(notes, KEY, tile.key)
+    _write(notes, KEY, key)
     _write(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
     _write(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
     return notes
@@ -170,16 +183,18 @@ def fetch_keys(of, tile, to, z):
     full = to.full.index(0)
     mbarrier.expect(full, z.BLOCK_N * (z.D1 + z.D2) * 2)
     for g in gl.static_range(z.BLOCK_N // KEYS):
-        copy_rows(of, tile.batch, tile.kv_head, tile.key + g * KEYS, full, to, g, z)
+        batch, key = tile.keys_at(g)
+        copy_rows(of, batch, tile.kv_head, key, full, to, g, z)
 
 
 @gluon.jit
-def fetch_rows(of, sums_of, batch, head, row, to, sums, slot, z):
+def fetch_rows(of, sums_of, tile, head, row, to, sums, slot, z):
     """A block of rows and its float32 sums, one a row, into a slot that is free."""
     full = to.full.index(slot)
     mbarrier.expect(full, z.BLOCK_M * ((z.D1 + z.D2) * 2 + 4))
-    copy_rows(of, batch, head, row, full, to, slot, z)
-    tma.async_copy_global_to_shared(sums_of, [batch, head, 0, row], full, sums.index(slot))
+    batch, at_head, at = tile.rows_at(head, row)
+    copy_rows(of, batch, at_head, at, full, to, slot, z)
+    tma.async_copy_global_to_shared(sums_of, [tile.batch, at_head, 0, row], full, sums.index(slot))
 
 
 @gluon.jit
@@ -188,18 +203,18 @@ def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta):
     fetch_keys(K, tile, k, z)
     head = tile.head
     row = tile.row
-    fetch_rows(Q, LSE2, tile.batch, head, row, q, lse, 0, z)
+    fetch_rows(Q, LSE2, tile, head, row, q, lse, 0, z)
     fetch_keys(V, tile, v, z)
     for i in range(tile.steps):
         slot = i % z.DY_STAGES
         mbarrier.wait(dy.free.index(slot), ((i // z.DY_STAGES) & 1) ^ 1)
-        fetch_rows(DY, DELTA, tile.batch, head, row, dy, delta, slot, z)
+        fetch_rows(DY, DELTA, tile, head, row, dy, delta, slot, z)
         head, row = next_rows(head, row, tile, z)
         j = i + 1
         if z.AHEAD or j < tile.steps:  # with AHEAD the last Q is a dummy: scores that nobody uses
             slot = j % z.Q_STAGES
             mbarrier.wait(q.free.index(slot), ((j // z.Q_STAGES) & 1) ^ 1)
-            fetch_rows(Q, LSE2, tile.batch, head, row, q, lse, slot, z)
+            fetch_rows(Q, LSE2, tile, head, row, q, lse, slot, z)
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ BOUNDS = {"BOUNDS_Q": "*i32", "BOUNDS_K": "*i32"}
 STRIDES = {"q_head": "i32", "q_row": "i32", "k_head": "i32", "k_row": "i32", "v_head": "i32", "v_row": "i32"}
 SIZES = {"sequences": "i32", "tokens_q": "i32", "tokens_k": "i32", "right": "i32"}
 LONGEST = {"longest_q": "i32", "longest_k": "i32"}
+UNIT = tl.constexpr(128)  # rows; blocks of them divide it
 
 
 @triton.jit
@@ -41,6 +42,12 @@ def find(BOUNDS, tile, sequences, tokens, BLOCK: tl.constexpr):
     start, length = span(BOUNDS, low, sequences, tokens)
     length = tl.where(low == sequences, tokens - start, length)
     return low, start, length, (tile - start // BLOCK - low) * BLOCK
+
+
+@triton.jit
+def padded_start(start, sequence):
+    """Where a sequence's rows start among padded ones: those of its tiles of UNIT rows, as ``find`` gives them."""
+    return (start // UNIT + sequence) * UNIT
 
 
 @triton.jit

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention_backward_arguments import (
     D64,
@@ -29,20 +28,12 @@ from csrc_triton.attention_backward_arguments import (
     SINKS,
     TILES_CONSTANTS,
 )
-from csrc_triton.attention_backward_consumer import DS_SLOTS, consume
-from csrc_triton.attention_backward_groups import (
-    BackwardSizes,
-    produce,
-    sums_ring,
-    tile_of_keys,
-    tile_ring,
-    write_notes,
-)
-from csrc_triton.attention_backward_order import keep_order, order_barriers, tile_in_order
+from csrc_triton.attention_backward_consumer import by_groups
+from csrc_triton.attention_backward_groups import BackwardSizes, tile_of_keys
+from csrc_triton.attention_backward_order import tile_in_order
 from csrc_triton.attention_backward_roles import by_roles
+from csrc_triton.attention_backward_rows import finish_rows, sum_rows
 from csrc_triton.attention_gradients import key_tile, query_tile
-from csrc_triton.attention_groups import barriers
-from csrc_triton.attention_tiles import load_rows
 
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
@@ -132,28 +123,18 @@ def row_sums(
     LSE2, DELTA, Y, DY, LSE, DLSE, y_batch, y_head, y_row, dy_batch, dy_head, dy_row, tiles_a_head, heads,
     dim, len_q, padded, BLOCK_M: tl.constexpr, D1: tl.constexpr,
 ):  # fmt: skip
-    """DELTA = rowsum(DY * Y) - DLSE, and LSE in base 2; both [batch, heads, padded].
-
-    Rows past ``len_q`` and rows that see no key get an infinite LSE, which makes their probabilities 0, and a delta of
-    0, whatever DLSE is there.
-    """
+    """``sum_rows`` of BLOCK_M rows; LSE2 and DELTA are [batch, heads, padded]."""
     tile = tl.program_id(0) % tiles_a_head
     both = tl.program_id(0) // tiles_a_head
     batch = (both // heads).to(tl.int64)
     head = (both % heads).to(tl.int64)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, D1)
-    y = load_rows(Y + batch * y_batch + head * y_head, rows, y_row, columns, dim, len_q, True)
-    dy = load_rows(DY + batch * dy_batch + head * dy_head, rows, dy_row, columns, dim, len_q, True)
-    delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
-    from_row = both.to(tl.int64) * len_q + rows
-    keep = rows < len_q
-    lse = tl.load(LSE + from_row, mask=keep, other=float("-inf"))
-    delta -= tl.load(DLSE + from_row, mask=keep & (DLSE.to(tl.int64) != 0), other=0.0)
-    sees = lse != float("-inf")
-    to_row = both.to(tl.int64) * padded + rows
-    tl.store(LSE2 + to_row, tl.where(sees, lse * 1.4426950408889634, float("inf")))
-    tl.store(DELTA + to_row, tl.where(sees, delta, 0.0))
+    first = both.to(tl.int64) * len_q
+    to = both.to(tl.int64) * padded + rows
+    sum_rows(
+        rows, LSE2 + to, DELTA + to, Y + batch * y_batch + head * y_head, DY + batch * dy_batch + head * dy_head,
+        LSE + first, DLSE + first, DLSE.to(tl.int64) != 0, y_row, dy_row, dim, len_q, D1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -266,52 +247,6 @@ def backward_groups_in_order(
 
 
 @gluon.jit
-def by_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
-    REGISTERS: gl.constexpr, z,
-):  # fmt: skip
-    """Both of the above; TURNS are None where there is no order."""
-    notes = write_notes(tile, right, len_k)
-    k = tile_ring(K, 2, 1, z)
-    v = tile_ring(V, 2, 1, z)
-    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
-    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
-    ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, z.BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    lse = sums_ring(LSE2, z.Q_STAGES)
-    delta = sums_ring(DELTA, z.DY_STAGES)
-    ds_full = barriers(DS_SLOTS, 2)
-    # the tuples stay literal: through a variable, constants would turn into run-time values
-    if TURNS is None:
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
-                           scale, 0)),
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
-                           scale, 1)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        order = order_barriers(2, 1)
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
-                           scale, 0)),
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
-                           scale, 1)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
-            ],
-            [4, 1, 1],
-            [REGISTERS, 24, 24],
-        )  # fmt: skip
-
-
-@gluon.jit
 def backward_roles(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
@@ -350,17 +285,12 @@ def backward_roles_in_order(
 def finish(
     DQ, DQ32, dq_batch, dq_head, dq_row, scale, tiles_a_head, heads, pieces, dim, len_q, WIDTH: tl.constexpr
 ):
-    """The order of accumulators to rows, scaled and rounded: WIDTH columns of 64 rows a program, a piece of ``pieces``
-    in a row."""
+    """``finish_rows`` of WIDTH columns of 64 rows a program, a piece of ``pieces`` in a row."""
     tile = tl.program_id(0) // pieces
     both = tile // tiles_a_head
     batch = (both // heads).to(tl.int64)
     head = (both % heads).to(tl.int64)
-    # slabs of 8 columns; in each: 16 rows a warp, 8 rows, 4 pairs of columns, both halves of the 16 rows, a pair
-    x = tl.load(DQ32 + tl.program_id(0).to(tl.int64) * (64 * WIDTH) + tl.arange(0, 64 * WIDTH)) * scale
-    x = tl.permute(tl.reshape(x, [WIDTH // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-    rows = (tile - both * tiles_a_head) * 64 + tl.arange(0, 64)
-    columns = (tl.program_id(0) - tile * pieces) * WIDTH + tl.arange(0, WIDTH)
-    to = DQ + batch * dq_batch + head * dq_head + rows.to(tl.int64)[:, None] * dq_row + columns[None, :]
-    keep = (rows[:, None] < len_q) & (columns[None, :] < dim)
-    tl.store(to, tl.reshape(x, [64, WIDTH]).to(DQ.dtype.element_ty), mask=keep)
+    finish_rows(
+        DQ + batch * dq_batch + head * dq_head, DQ32 + tl.program_id(0).to(tl.int64) * (64 * WIDTH), dq_row, scale,
+        (tile - both * tiles_a_head) * 64, (tl.program_id(0) - tile * pieces) * WIDTH, dim, len_q, WIDTH,
+    )  # fmt: skip

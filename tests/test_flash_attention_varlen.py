@@ -251,6 +251,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "no starts": (but(cu_q=CU_Q[:0]), {}, ArgumentError, r"cu_seqlens_q must be of shape \(sequences \+ 1,\)"),
     "other sequences": (but(cu_k=CU_K[:2]), {}, ArgumentError, r"cu_seqlens_k must be of .* shape \(3,\), got \(2,\)"),
     "start": (but(cu_q=CU_Q + 1), {}, ArgumentError, "cu_seqlens_q must start at 0, got 1"),
+    "deterministic": (GOOD, {"deterministic": 1}, ArgumentTypeError, "deterministic must be True or False, got int"),
     "fall": (but(cu_k=CU_K[[0, 2, 1]]), {}, ArgumentError, "cu_seqlens_k must not fall, got 5 behind 8"),
     "past": (but(cu_q=starts_of((2, 5)), max_q=5), {}, ArgumentError, "must end at the 6 tokens of q or before, got 7"),
     "max": (but(max_k=4), {}, ArgumentError, "max_seqlen_k must be the longest length, 5, or more; got 4"),
@@ -395,6 +396,11 @@ def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_AOT_PACKS", str(built_pack(arch).folder.parent))
     choices = explain("flash_attention_varlen", arch=arch, shape=(1024, 8, 96), dtype="bf16")
     kernels = ["backward_rows", "varlen_backward_keys", "varlen_backward_queries"]
+    if (
+        "flash_attention_varlen_backward_rows"
+        in built_pack(arch).op("flash_attention_varlen_backward").kernels
+    ):
+        kernels += [f"varlen_backward_{kind}" for kind in ("rows", "groups_96", "finish")]
     forward = ["varlen_forward", "varlen_forward_groups_96"] if arch == "sm90" else ["varlen_forward"]
     assert [c.kernel for c in choices] == [f"flash_attention_{k}" for k in (*forward, *kernels)]
     assert not any(c.local_bytes for c in choices)

@@ -55,7 +55,7 @@ class Problem(NamedTuple):
 
     def settings(self) -> tuple[Any, ...]:
         """As the reference takes them."""
-        return (*self.longest(), *self.one(0, 0).settings()[:-1])
+        return (*self.longest(), *self.one(0, 0).settings()[:-1], False)
 
     def one(self, len_q: int, len_k: int) -> attention_cases.Problem:
         """A sequence by itself."""

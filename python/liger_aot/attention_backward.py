@@ -96,14 +96,21 @@ class BackwardPlan:
         found = self._products(
             stream, q, k, v, do, lse2_at, delta_at, needed, *(t.data_ptr() for t in starts)
         )
-        dsinks = None
-        if sinks is not None and needed[3]:
-            dsinks = sinks.new_empty(sinks.shape)
-            on.kernels[f"{KERNEL}_sinks"]((True,), shape.len_q).launch(
-                device, stream, shape.heads, 1, 1, dsinks.data_ptr(), sinks.data_ptr(), lse2_at, delta_at, shape.batch,
-                shape.heads, self._padded,
-            )  # fmt: skip
-        return *found, dsinks
+        if sinks is None or not needed[3]:
+            return *found, None
+        return *found, sinks_gradient(on, stream, sinks, shape, lse2_at, delta_at, self._padded)
+
+
+def sinks_gradient(
+    on: OpOn, stream: int, sinks: Tensor, shape: Shape, lse2_at: int, delta_at: int, padded: int
+) -> Tensor:
+    """That of float32 sinks, from the sums of rows."""
+    dsinks = sinks.new_empty(sinks.shape)
+    on.kernels[f"{KERNEL}_sinks"]((True,), shape.len_q).launch(
+        on.device, stream, shape.heads, 1, 1, dsinks.data_ptr(), sinks.data_ptr(), lse2_at, delta_at, shape.batch,
+        shape.heads, padded,
+    )  # fmt: skip
+    return dsinks
 
 
 class TilesProducts:
@@ -171,16 +178,21 @@ def groups_kernel(
     on: OpOn, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
 ) -> str | None:
     """The kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver encodes no
-    tensor maps, or the call is for the tiles. They have left bounds and soft caps, and make one gradient alone."""
-    if on.tensor_map is None or settings.left >= 0 or settings.softcap:
-        return None
-    if not (needed[0] and (needed[1] or needed[2])):
+    tensor maps, or the call is for the tiles."""
+    if not for_groups(on, settings, needed):
         return None
     width = groups_width(dim)
     name = f"{KERNEL}_groups_{width}"
     name += "_causal" if settings.right >= 0 else ""
     name += "_ordered" if deterministic else ""
     return name if name in on.kernels else None
+
+
+def for_groups(on: OpOn, settings: Settings, needed: Sequence[bool]) -> bool:
+    """Whether a call with ``bounded`` settings may be for warp groups: the tiles have left bounds and soft caps, and
+    make one gradient alone."""
+    together = needed[0] and (needed[1] or needed[2])
+    return together and on.tensor_map is not None and settings.left < 0 and not settings.softcap
 
 
 def backward_kernels(dim: int) -> tuple[str, ...]:
@@ -195,13 +207,22 @@ def groups_width(dim: int) -> int | None:
     return next((width for width in GROUP_DIMS if dim <= width), None)
 
 
+def plan_for(
+    on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, settings: Settings, needed: Sequence[bool],
+    deterministic: bool,
+) -> BackwardPlan:  # fmt: skip
+    kernel = groups_kernel(on, q.shape[-1], settings, needed, deterministic)
+    products_of = TilesProducts if kernel is None else partial(_by_groups, kernel)
+    return BackwardPlan(on, q, k, v, o, do, settings, products_of)
+
+
 def gradients(
     on: OpOn,
     grads: Sequence[Tensor | None],
     saved: Sequence[Any],
     settings: Settings,
     needed: Sequence[bool],
-    products_of: Callable[..., Products] | None = None,
+    plan_of: Callable[..., Callable[..., tuple[Tensor | None, ...]]] | None = None,
     *starts: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """dQ, dK, dV and the gradient of the sinks on a GPU, those that are ``needed``; none is empty.
@@ -210,7 +231,7 @@ def gradients(
         grads: of o, any strides, and of lse; None for one that nothing was computed from.
         saved: q, k, v, sinks, o, lse. Of what no kernel can read there are copies.
         settings: with ``deterministic``, or torch's deterministic algorithms, all is added in a fixed order.
-        products_of, starts: of packed sequences, who computes their dQ, dK and dV, and where they start.
+        plan_of, starts: of packed sequences, what makes their plans as ``plan_for``, and where they start.
     """
     if not any(needed):
         return None, None, None, None
@@ -228,10 +249,8 @@ def gradients(
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
         settings = bounded(shape_of(q, k, settings.layout), settings)
-        if products_of is None:
-            kernel = groups_kernel(on, q.shape[-1], settings, needed, deterministic)
-            products_of = TilesProducts if kernel is None else partial(_by_groups, kernel)
-        plan = on.plans[key] = BackwardPlan(on, q, k, v, o, do, settings, products_of)
+        plan = (plan_of or plan_for)(on, q, k, v, o, do, settings, needed, deterministic)
+        on.plans[key] = plan
     sinks = None if sinks is None else sinks.float().contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     *found, dsinks = plan(q, k, v, sinks, o, lse.contiguous(), do, dlse, needed, *starts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +21,12 @@ from liger_aot.attention import (
     shape_of,
     strides_of,
 )
-from liger_aot.attention_backward import TilesProducts, padded_rows
+from liger_aot.attention_backward import BackwardPlan, TilesProducts, for_groups, groups_width, padded_rows
 from liger_aot.runtime import Loaded, OpOn
 
 OP = "flash_attention_varlen"
 GROUP_DIMS = (64, 96, 128, 192, 256)  # head dimensions that kernels by warp groups are written for
+BACKWARD_DIMS = (64, 96, 128)  # and in the backward
 MOST_TOKENS = 1 << 29  # a row's number, a bound and the lengths' difference add up in 32 bits
 
 
@@ -148,6 +151,37 @@ def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings
 
         return PackedGroupsPlan(on, q, k, v, sequences, settings)
     return PackedPlan(on, q, k, v, sequences, settings)
+
+
+def backward_groups_kernel(
+    own: OpOn, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
+) -> str | None:
+    """The backward's kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver
+    encodes no tensor maps, or the call is for the tiles. Those are deterministic, too."""
+    name = f"{OP}_backward_groups_{groups_width(dim)}"
+    taken = not deterministic and for_groups(own, settings, needed)
+    return name if taken and name in own.kernels else None
+
+
+def backward_kernels(dim: int) -> tuple[str, ...]:
+    """What a call without a soft cap and without sinks may run; a pack need not have all."""
+    groups = ("rows", f"groups_{groups_width(dim)}", "finish") if dim <= max(BACKWARD_DIMS) else ()
+    return "flash_attention_backward_rows", *(
+        f"{OP}_backward_{kind}" for kind in ("keys", "queries", *groups)
+    )
+
+
+def backward_plan(
+    own: OpOn, sequences: int, on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, settings: Settings,
+    needed: Sequence[bool], deterministic: bool,
+) -> Any:  # fmt: skip
+    """As ``attention_backward.plan_for``; ``own`` has the kernels of packed sequences, ``on`` the dense backward's."""
+    kernel = backward_groups_kernel(own, q.shape[-1], settings, needed, deterministic)
+    if kernel is None:
+        return BackwardPlan(on, q, k, v, o, do, settings, partial(PackedProducts, own, sequences))
+    from liger_aot.attention_varlen_backward_groups import PackedGroupsBackward
+
+    return PackedGroupsBackward(kernel, own, sequences, on, q, k, v, o, do, settings)
 
 
 def packed_sizes(q: Tensor, k: Tensor, settings: tuple[Any, ...]) -> tuple[Shape, Settings]:

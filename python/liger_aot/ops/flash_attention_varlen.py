@@ -17,7 +17,7 @@ from liger_aot import pending
 from liger_aot.attention import ADDRESS_UNIT, PACKED, TILE_UNIT, Settings, fitted
 from liger_aot.attention_backward import gradients
 from liger_aot.attention_checks import check_dim, problems_of, settings_of
-from liger_aot.attention_varlen import PackedProducts, groups_kernel, plan_for, seen_keys
+from liger_aot.attention_varlen import backward_kernels, backward_plan, groups_kernel, plan_for, seen_keys
 from liger_aot.attention_varlen_checks import check_packed, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.op import Problem
@@ -26,11 +26,6 @@ from liger_aot.runtime import REMEMBERED, Runtimes
 
 EARLIER = "a cu_seqlens, by the tokens or max_seqlen of an earlier call,"
 BACKWARD = ("flash_attention_varlen_backward", "flash_attention_backward")
-GRADIENTS = (
-    "flash_attention_backward_rows",
-    "flash_attention_varlen_backward_keys",
-    "flash_attention_varlen_backward_queries",
-)  # without a soft cap and without sinks
 
 
 class FlashAttentionVarlen(DifferentiableOp):
@@ -38,11 +33,11 @@ class FlashAttentionVarlen(DifferentiableOp):
     attention within each of the sequences that follow each other in q, k and v.
 
     As ``flash_attention`` of each sequence by itself: exact, differentiable in q, k, v, sinks, also through
-    ``return_lse``. A sequence's results and gradients have the same bits every time, whatever lies beside it. Where
-    sequences start stays on the device, and nothing waits for it. The backward alone is the op
-    ``flash_attention_varlen_backward``. Works under torch.compile and, after ``preload`` and one call, in CUDA graphs,
-    whose cu_seqlens may change between replays. CPU tensors take the plain-torch reference, whose memory grows with the
-    square of all tokens.
+    ``return_lse``. A sequence's results and gradients have the same bits every time, whatever lies beside it; for q's
+    gradient see ``deterministic``. Where sequences start stays on the device, and nothing waits for it. The backward
+    alone is the op ``flash_attention_varlen_backward``. Works under torch.compile and, after ``preload`` and one call,
+    in CUDA graphs, whose cu_seqlens may change between replays. CPU tensors take the plain-torch reference, whose
+    memory grows with the square of all tokens.
 
     Args:
         q: (tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1. Tensors whose rows don't
@@ -59,6 +54,9 @@ class FlashAttentionVarlen(DifferentiableOp):
         softcap: above 0: scores become softcap * tanh(score / softcap).
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head of q the score of one more key, whose value
             is 0.
+        deterministic: all gradients have the same bits every time. Without it q's may differ in their last bits from
+            run to run where a pack's backward has warp groups (sm90). Under
+            ``torch.use_deterministic_algorithms(True)`` none does.
         return_lse: also return the logarithm of each query's sum.
 
     Returns:
@@ -78,6 +76,7 @@ class FlashAttentionVarlen(DifferentiableOp):
     tensors = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "sinks?")
     settings = (
         "SymInt max_seqlen_q", "SymInt max_seqlen_k", "float scale", "int left", "int right", "float softcap",
+        "bool deterministic",
     )  # fmt: skip
     outputs = 2
     results = 2  # o, lse
@@ -101,9 +100,10 @@ class FlashAttentionVarlen(DifferentiableOp):
         window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        deterministic: bool = False,
         return_lse: bool = False,
     ) -> Any:
-        settings = settings_of(self.name, q, causal, scale, window, softcap)
+        settings = (*settings_of(self.name, q, causal, scale, window, softcap), deterministic)
         o, lse = self.differentiable(
             (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks), (max_seqlen_q, max_seqlen_k, *settings)
         )
@@ -116,8 +116,7 @@ class FlashAttentionVarlen(DifferentiableOp):
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         q, k, v, cu_q, cu_k, sinks = tensors
         max_q, max_k, *others = settings
-        packed = Settings(*(*others, PACKED))
-        check_packed(self.name, q, k, v, (cu_q, cu_k), sinks, (max_q, max_k), packed)
+        check_packed(self.name, q, k, v, (cu_q, cu_k), sinks, (max_q, max_k), packed_settings(*others))
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -161,7 +160,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, (*settings[2:], PACKED))
+            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, packed_settings(*settings[2:]))
         o, lse = self.run_forward(tensors, settings, keep, out)
         return o if o.shape[-1] == dim else o[..., :dim].contiguous(), lse
 
@@ -188,7 +187,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         """Of a call without a soft cap, a left bound and sinks, and of its backward; a pack need not have all."""
         check_dim(self.name, shape[-1])
         forward = ("flash_attention_varlen_forward", groups_kernel(shape[-1]))
-        return problems_of(self.name, (*forward, *GRADIENTS), shape, dtype)
+        return problems_of(self.name, (*forward, *backward_kernels(shape[-1])), shape, dtype)
 
     @staticmethod
     def reference(
@@ -204,6 +203,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         left: int,
         right: int,
         softcap: float,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """``flash_attention``'s, of all tokens as one sequence in which each query sees its own sequence."""
         seen, inside = seen_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right)
@@ -221,6 +221,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         left: int,
         right: int,
         softcap: float,
+        deterministic: bool = False,
     ) -> Tensors:
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, o, lse = saved
         seen, _ = seen_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right)
@@ -251,11 +252,17 @@ def packed_gradients(
     q, k, v, cu_q, cu_k, sinks, o, lse = saved
     own, dense = (runtimes[name].of(q, "q") for name in BACKWARD)
     assert own is not None and dense is not None
-    products_of = partial(PackedProducts, own, cu_q.shape[0] - 1)
+    plan_of = partial(backward_plan, own, cu_q.shape[0] - 1)
     starts = cu_q.contiguous(), cu_k.contiguous()
-    scale, left, right, softcap = settings
-    packed = Settings(scale, left, right, softcap, PACKED)
-    return gradients(dense, grads, (q, k, v, sinks, o, lse), packed, needed, products_of, *starts)
+    packed = packed_settings(*settings)
+    return gradients(dense, grads, (q, k, v, sinks, o, lse), packed, needed, plan_of, *starts)
+
+
+def packed_settings(
+    scale: float, left: int, right: int, softcap: float, deterministic: bool = False
+) -> Settings:
+    """Of the op's settings but for the longest lengths."""
+    return Settings(scale, left, right, softcap, PACKED, deterministic)
 
 
 def _packed_key(tensors: Tensors, settings: tuple[Any, ...]) -> tuple[Any, ...]:

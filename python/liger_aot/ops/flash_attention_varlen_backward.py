@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from liger_aot.attention import PACKED, Settings
+from liger_aot.attention import PACKED
 from liger_aot.attention_checks import check_results, problems_of, settings_of
+from liger_aot.attention_varlen import backward_kernels
 from liger_aot.attention_varlen_checks import check_packed, check_values
 from liger_aot.op import PLAIN_OR_NONE, Op, Problem
-from liger_aot.ops.flash_attention_varlen import BACKWARD, GRADIENTS, FlashAttentionVarlen, packed_gradients
+from liger_aot.ops.flash_attention_varlen import (
+    BACKWARD,
+    FlashAttentionVarlen,
+    packed_gradients,
+    packed_settings,
+)
 from liger_aot.torch_library import register
 
 
@@ -24,13 +30,17 @@ class FlashAttentionVarlenBackward(Op):
     """``flash_attention_varlen_backward(do, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
     dlse=None, ...) -> (dq, dk, dv, dsinks)``
 
-    The gradients of ``o, lse = flash_attention_varlen(q, k, v, cu_seqlens_q, ..., return_lse=True)``, the same bits
-    every time. Memory beside the results: two float32 a query and head.
+    The gradients of ``o, lse = flash_attention_varlen(q, k, v, cu_seqlens_q, ..., return_lse=True)``. They have the
+    same bits every time, but for dq's last ones where a pack has kernels by warp groups for the call (sm90; ``explain``
+    says so), which add it up in float32 in memory. Memory beside the results: two float32 a query and head; by warp
+    groups dq in float32, too, and of both up to 128 rows a sequence more.
 
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks, causal, scale, window, softcap: as the
             forward was given them. On a GPU it is the forward that finds cu_seqlens out of order or range.
+        deterministic: the same bits every time, of dq, too. So does ``torch.use_deterministic_algorithms(True)``. The
+            tiles then compute all.
         o, lse: what the forward returned; lse is (heads, tokens) float32, o of any strides but the last.
         dlse: the gradient of lse, float32 of its shape, or None. Where lse is -inf it counts as 0.
 
@@ -66,10 +76,12 @@ class FlashAttentionVarlenBackward(Op):
         window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        settings: tuple[Any, ...] = settings_of(self.name, q, causal, scale, window, softcap)
+        given = settings_of(self.name, q, causal, scale, window, softcap)
+        settings: tuple[Any, ...] = (*given, deterministic)
         starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        check_packed(self.name, q, k, v, starts, sinks, longest, Settings(*(*settings, PACKED)))
+        check_packed(self.name, q, k, v, starts, sinks, longest, packed_settings(*settings))
         check_results(self.name, o, lse, do, dlse, q, k, PACKED)
         saved = (q, k, v, *starts, sinks, o, lse)
         needed = (True, True, True, False, False, sinks is not None)
@@ -93,7 +105,7 @@ class FlashAttentionVarlenBackward(Op):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """Of a call without a soft cap and without sinks."""
-        return problems_of(self.name, GRADIENTS, shape, dtype)
+        return problems_of(self.name, backward_kernels(shape[-1]), shape, dtype)
 
 
 OP = FlashAttentionVarlenBackward

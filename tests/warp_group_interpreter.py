@@ -1,0 +1,360 @@
+"""Gluon kernels of warp groups without a GPU: their device code run as Python, a thread a warp group, tensors by torch.
+
+Layouts are left out, as they change no value. What a GPU does later is done late here, too: a TMA copy fills its place
+with NaN and arrives at some later moment, in any order; a store leaves shared memory when it is waited for. Barriers
+count arrivals and bytes as the GPU's do; who waits for a phase that nobody completes fails. Memory that no tensor holds
+is not touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from importlib import import_module
+from threading import Condition, Thread, get_ident
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from build_tools.declaration import read_declaration
+from liger_aot.manifest import Pack, Variant
+from tests import storages
+from tests.drivers import InterpreterDriver, Launchable
+
+PATIENCE = 20.0  # seconds a group waits for a barrier
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
+
+
+def memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
+    """What lies at an address, which a living tensor must hold."""
+    size = elements * dtype.itemsize
+    (found,) = storages.living([address]).items() or [(0, 0)]
+    assert found[0] <= address and address + size <= sum(found), (
+        f"no tensor holds {size} bytes at {address:#x}"
+    )
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+    return torch.from_numpy(array).view(dtype)
+
+
+class Pointer:
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def __add__(self, elements: Any) -> Pointer:
+        return Pointer(self.address + int(elements) * self.dtype.itemsize, self.dtype)
+
+
+class TensorMap:
+    """What the host asked the driver to encode. A box wholly outside of it is an error: where a map starts before its
+    tensor, as those of packed sequences do, a GPU reads there."""
+
+    layout = None
+    outside = False  # whether it is none
+
+    def __init__(self, address: int, dtype: str, sizes: Any, strides: Any, box: Any, swizzle: int) -> None:
+        self.address, self.dtype, self.sizes, self.strides = address, TYPES[dtype], sizes, strides
+        self.block_shape = box
+
+    def inside(self, at: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
+        """The part of the box at ``at`` that memory holds, and where in the box it is; both may be empty."""
+        ranges = [
+            (max(0, -int(c)), min(box, size - int(c)), int(c))
+            for c, box, size in zip(at, self.block_shape, self.sizes, strict=True)
+        ]
+        if not all(low < high for low, high, _ in ranges):
+            assert self.outside, f"a box at {at} is wholly outside of {self.sizes}"
+            return torch.empty(0, 0, 0, 0, dtype=self.dtype), (slice(0),) * 4
+        first = sum((c + low) * s for (low, _, c), s in zip(ranges, self.strides, strict=True))
+        shape = [high - low for low, high, _ in ranges]
+        last = sum((n - 1) * s for n, s in zip(shape, self.strides, strict=True))
+        flat = memory(self.address + first * self.dtype.itemsize, self.dtype, last + 1)
+        return flat.as_strided(shape, self.strides), tuple(slice(low, high) for low, high, _ in ranges)
+
+
+class Shared:
+    """A descriptor of shared memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.dtype, self.shape = values, values.dtype, list(values.shape)
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.values[int(i)])
+
+    def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
+        return Shared(self.values.narrow(dim, int(start), int(length)))
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.values.view([int(n) for n in shape]))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.values.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.values.view(dtype).view([int(n) for n in shape]))
+
+    def load(self, layout: Any) -> Tensor:
+        return self.values.clone()
+
+    def store(self, values: Tensor) -> None:
+        assert values.dtype == self.dtype and values.shape == self.values.shape
+        self.values.copy_(values)
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.count = self.left = self.bytes = self.phase = 0
+
+
+class Block:
+    """A running program: its barriers, copies under way, and groups."""
+
+    def __init__(self, program: int, programs: int) -> None:
+        self.program, self.programs = program, programs
+        self.changed = Condition()
+        self.copies: list[Callable[[], None]] = []
+        self.stores: dict[int, list[Callable[[], None]]] = {}
+        self.error: BaseException | None = None
+        self.random = random.Random(program)
+
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if dtype == torch.int64:
+            made = [Barrier() for _ in range(int(shape[0]))]
+            return SimpleNamespace(index=lambda i: made[int(i)])
+        garbage = torch.nan if dtype.is_floating_point else -7
+        return Shared(torch.full([int(n) for n in shape], garbage, dtype=dtype))
+
+    # barriers
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.left = int(count)
+
+    def signal(self, barrier: Barrier, arrivals: int = 0, expected: int = 0) -> None:
+        with self.changed:
+            barrier.left -= int(arrivals)
+            barrier.bytes += int(expected)
+            assert barrier.left >= 0, "more arrivals than a phase has"
+            if not barrier.left and not barrier.bytes:
+                barrier.left, barrier.phase = barrier.count, barrier.phase + 1
+            self.changed.notify_all()
+
+    def arrive(self, barrier: Barrier, count: int) -> None:
+        self.signal(barrier, arrivals=count)
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        self.signal(barrier, arrivals=1, expected=size)
+
+    def wait(self, barrier: Barrier, parity: Any) -> None:
+        """For the phase of this parity; meanwhile copies arrive."""
+        with self.changed:
+            while barrier.phase & 1 == int(parity):
+                if self.copies:
+                    self.copies.pop(self.random.randrange(len(self.copies)))()
+                elif not self.changed.wait(PATIENCE) or self.error:
+                    raise self.error or AssertionError("a barrier's phase never ends")
+
+    # TMA
+
+    def copy_in(self, of: TensorMap, at: list[Any], barrier: Barrier, to: Shared) -> None:
+        part, where = of.inside(at)
+        to.values.fill_(torch.nan)
+
+        def arrive() -> None:
+            to.values.zero_()
+            to.values[where] = part
+            self.signal(barrier, expected=-to.values.nbytes)
+
+        with self.changed:
+            self.copies.append(arrive)
+            self.changed.notify_all()
+
+    def copy_out(self, of: TensorMap, at: list[Any], source: Shared) -> None:
+        part, where = of.inside(at)
+        self.stores.setdefault(get_ident(), []).append(lambda: part.copy_(source.values[where]))
+
+    def store_wait(self, left: int) -> None:
+        for store in self.stores.pop(get_ident(), []):
+            store()
+
+    # groups
+
+    def specialize(self, groups: list[Any], warps: list[int], registers: list[int]) -> None:
+        def run(function: Any, arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                with self.changed:
+                    self.error = self.error or error
+                    self.changed.notify_all()
+
+        threads = [Thread(target=run, args=group) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error:
+            raise self.error
+        assert not self.copies and not self.stores, "a copy is never waited for"
+
+
+class Const(int):
+    """A ``constexpr``."""
+
+    value = property(int)
+
+
+class _Layout:
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.value = self
+
+
+def _tensor(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.as_tensor(x)
+
+
+def _load(at: Pointer) -> Tensor:
+    return memory(at.address, at.dtype, 1)[0].long()
+
+
+def _product(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    left, right = (x.values if isinstance(x, Shared) else x for x in (a, b))
+    found = left.float() @ right.float()
+    return found + acc if use_acc else found
+
+
+def _wait(left: int, deps: tuple[Tensor, ...]) -> Any:
+    return deps if len(deps) > 1 else deps[0]
+
+
+def add_dq(to: Pointer, dq: Tensor) -> None:
+    """``attention_backward_consumer.add_dq``, whose assembly says in which order a thread's values lie."""
+    r, c = torch.arange(64)[:, None], torch.arange(dq.shape[1])[None]
+    thread = 32 * (r // 16) + 4 * (r % 8) + c % 8 // 2
+    at = 512 * (c // 8) + 4 * thread + 2 * (r % 16 // 8) + c % 2
+    memory(to.address, to.dtype, dq.numel()).index_add_(0, at.flatten(), dq.flatten())
+
+
+def _language(block: Block) -> SimpleNamespace:
+    names = (
+        "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout",
+        "SliceLayout",
+    )  # fmt: skip
+    return SimpleNamespace(
+        **dict.fromkeys(names, _Layout),
+        constexpr=lambda x: x if isinstance(x, _Layout) else Const(x),
+        float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        program_id=lambda axis: torch.tensor(block.program),
+        num_programs=lambda axis: torch.tensor(block.programs),
+        arange=lambda start, end, layout: torch.arange(int(start), int(end)),
+        zeros=lambda shape, dtype, layout: torch.zeros([int(n) for n in shape], dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full([int(n) for n in shape], value, dtype=dtype),
+        minimum=lambda a, b: torch.minimum(_tensor(a), _tensor(b)),
+        maximum=lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
+        where=lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)),
+        max=lambda x, axis: x.amax(axis).long(),
+        exp2=torch.exp2, expand_dims=torch.unsqueeze, load=_load,
+        convert_layout=lambda x, layout: x,
+        static_range=range,
+        static_assert=lambda condition: None,
+        allocate_shared_memory=block.allocate,
+        warp_specialize=block.specialize,
+    )  # fmt: skip
+
+
+class Code:
+    """Device functions as Python ones, for one program."""
+
+    def __init__(self, block: Block) -> None:
+        language = _language(block)
+        self._known: dict[Any, Any] = {}
+        self._named = {
+            "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
+            "fence_async_shared": lambda: None,
+            "mbarrier": SimpleNamespace(
+                init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
+            ),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=block.copy_in, async_copy_shared_to_global=block.copy_out,
+                store_wait=block.store_wait,
+            ),
+        }  # fmt: skip
+
+    def python(self, value: Any) -> Any:
+        """A device function, class or constant."""
+        from triton.language import constexpr
+
+        if isinstance(value, constexpr):
+            return Const(value.value) if isinstance(value.value, int) else value.value
+        if getattr(value, "__triton_aggregate__", False):
+            return self._known.get(value) or self._class(value)
+        function = getattr(value, "fn", None)
+        if not isinstance(function, FunctionType):
+            return value
+        return self._known.get(function) or self._function(function)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        known: dict[str, Any] = {}
+        made = FunctionType(function.__code__, known, function.__name__, function.__defaults__)
+        self._known[function] = made
+        for name in _names(function.__code__):
+            if name in self._named:
+                known[name] = self._named[name]
+            elif name in function.__globals__:
+                known[name] = self.python(function.__globals__[name])
+        return made
+
+    def _class(self, aggregate: Any) -> type:
+        made = self._known[aggregate] = type(aggregate.__name__, (), {})
+        first, *methods = (self.python(m) for m in aggregate.hash_attrs)
+        made.__init__ = first  # type: ignore[misc]
+        for method in methods:
+            setattr(made, method.__name__, method)
+        return made
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: Any, arguments: Any) -> None:
+    """Launch a kernel, one program after the other.
+
+    Args:
+        types: of the run-time arguments by name, in order; those that are not pointers are numbers or ``TensorMap``.
+    """
+    assert tuple(grid[1:]) == (1, 1)
+    given = [
+        Pointer(value, TYPES[kind[1:]]) if kind[0] == "*" else torch.tensor(value) if kind == "i32" else value
+        for value, kind in zip(arguments, types.values(), strict=True)
+    ]
+    with patch.object(Tensor, "__iadd__", Tensor.__add__):  # device code's values never change
+        for program in range(grid[0]):
+            made = Code(Block(program, grid[0])).python(function)
+            made(*given, *map(Const, constants.values()))
+
+
+class GroupsDriver(InterpreterDriver):
+    """Kernels of warp groups by ``run``, the others on Triton's interpreter."""
+
+    tensor_map: Any = TensorMap
+
+    def __init__(self, op: str, pack: Pack) -> None:
+        super().__init__(op, pack)
+        storages.watch()
+        self._op = op
+
+    def load(self, variant: Variant) -> Any:
+        kernel_name, form_name, dtype, *_ = variant.name.split("-")
+        kernel = read_declaration(self._op).kernels[kernel_name]
+        if kernel.language != "gluon":
+            return super().load(variant)
+        form = kernel.forms[form_name]
+        function = getattr(import_module(f"csrc_triton.{self._op}"), form.function)
+        types = {name: kind.replace("dtype", dtype) for name, kind in kernel.arguments.items()}
+        constants = {name: variant.numbers[name.lower()] for name in form.constants}
+        return Launchable(lambda grid, arguments: run(function, types, constants, grid, arguments))
