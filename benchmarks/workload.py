@@ -83,16 +83,22 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch.empty returns holds NaN: what is never written is no right result that lay there before."""
+    """Memory that torch.empty returns holds NaN: what is never written is no right result that lay there before.
+
+    torch fills it in its deterministic mode alone. The ops don't see that mode: they take the kernels of before.
+    """
     settings: Any = torch.utils.deterministic  # without type hints
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    asked, filled = torch.are_deterministic_algorithms_enabled, settings.fill_uninitialized_memory
+    before = asked()
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = True
+    torch.are_deterministic_algorithms_enabled = lambda: before
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        settings.fill_uninitialized_memory = before[1]
+        torch.are_deterministic_algorithms_enabled = asked
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = filled
 
 
 def largest_error(results: Sequence[Tensor], references: Sequence[Tensor]) -> float:
