@@ -2,6 +2,8 @@
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.softmax_gradient import (
     BACKWARD,
@@ -11,6 +13,7 @@ from csrc_triton.softmax_gradient import (
     gradient_row,
     gradient_tile,
 )
+from csrc_triton.softmax_ring import normalize_ring
 from csrc_triton.softmax_statistics import (
     DTYPES,
     FORWARD_ALIGNED,
@@ -63,6 +66,15 @@ def forward_long(
     normalize_long(
         Y, X, y_stride, x_stride, n_cols, LOG2_E, BLOCK, KEEP, EARLY, HOLD, STREAM, ACROSS, REPACK, True
     )
+
+
+@gluon.jit
+def forward_ring(
+    Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    KEPT: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step, held in shared memory and registers: see ``softmax_ring``."""
+    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, LOG2_E, BLOCK, SLOTS, AHEAD, KEPT, True)
 
 
 @triton.jit

@@ -5,6 +5,8 @@
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.softmax_gradient import (
     BACKWARD,
@@ -14,6 +16,7 @@ from csrc_triton.softmax_gradient import (
     gradient_row,
     gradient_tile,
 )
+from csrc_triton.softmax_ring import normalize_ring
 from csrc_triton.softmax_statistics import (
     DTYPES,
     FORWARD_ALIGNED,
@@ -65,6 +68,15 @@ def forward_long(
     normalize_long(
         Y, X, y_stride, x_stride, n_cols, scale, BLOCK, KEEP, EARLY, HOLD, STREAM, ACROSS, REPACK, False
     )
+
+
+@gluon.jit
+def forward_ring(
+    Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    KEPT: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step, held in shared memory and registers: see ``softmax_ring``."""
+    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, False)
 
 
 @triton.jit

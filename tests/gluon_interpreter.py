@@ -54,6 +54,11 @@ class _Gluon:
 
         return tl.zeros(shape, dtype)
 
+    def full(self, shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+        import triton.language as tl
+
+        return tl.full(shape, value, dtype)
+
     def static_range(self, end: Any) -> Any:
         import triton.language as tl
 
