@@ -131,12 +131,12 @@ def walk_rows(
         async_copy.wait_group(COPIES - 1)
         sums = include(sums, tiles_in(rings, i, layout), scale, dtype)
         async_copy.commit_group()  # an empty one: the next wait is for the next block
-    for i in gl.static_range(KEPT):
-        sums = include(sums, kept[i], scale, dtype)
-    folded = fold(sums, scale, dtype)
     slot = 0
     next_slot = blocks
     for row in range(first, n_rows, step):
+        for i in gl.static_range(KEPT):
+            sums = include(sums, kept[i], scale, dtype)
+        folded = fold(sums, scale, dtype)
         out_row = out + row * out_stride
         new = ()
         for i in gl.static_range(KEPT):
@@ -158,7 +158,4 @@ def walk_rows(
             ask_block += 1
             ask_row = gl.where(ask_block < blocks, ask_row, ask_row + step)
             ask_block = gl.where(ask_block < blocks, ask_block, 0)
-        for i in gl.static_range(KEPT):
-            sums = include(sums, kept[i], scale, dtype)
-        folded = fold(sums, scale, dtype)
     async_copy.wait_group(0)
