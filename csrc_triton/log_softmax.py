@@ -72,10 +72,10 @@ def forward_long(
 @gluon.jit
 def forward_ring(
     Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-    KEPT: gl.constexpr,
+    KEPT: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory and registers: see ``softmax_ring``."""
-    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, LOG2_E, BLOCK, SLOTS, AHEAD, KEPT, True)
+    """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
+    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, LOG2_E, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, True)
 
 
 @triton.jit
@@ -109,9 +109,9 @@ def backward_long(
 @gluon.jit
 def backward_ring(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, KEPT: gl.constexpr,
+    AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """``forward_ring`` with two tensors to read."""
     gradient_ring(
-        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, BLOCK, SLOTS, AHEAD, KEPT, "log_softmax"
+        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, "log_softmax"
     )  # fmt: skip

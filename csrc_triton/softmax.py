@@ -74,10 +74,10 @@ def forward_long(
 @gluon.jit
 def forward_ring(
     Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-    KEPT: gl.constexpr,
+    KEPT: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory and registers: see ``softmax_ring``."""
-    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, False)
+    """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
+    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, False)
 
 
 @triton.jit
@@ -111,9 +111,9 @@ def backward_long(
 @gluon.jit
 def backward_ring(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, KEPT: gl.constexpr,
+    AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """``forward_ring`` with two tensors to read."""
     gradient_ring(
-        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, "softmax"
+        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, "softmax"
     )  # fmt: skip

@@ -51,8 +51,10 @@ BACKWARD_WITH_RING = {
         "ring": {
             "language": "gluon",
             "function": "backward_ring",
-            "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT"],
+            "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
+            "defaults": {"WHOLE": True},
             "covers": "SLOTS * BLOCK + KEPT * BLOCK",
+            "any_length": "WHOLE",
             "requires": {"aligned": [True]},
         },
     },

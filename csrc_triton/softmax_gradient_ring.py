@@ -61,16 +61,17 @@ def finish_log_softmax(tiles, folded, scale, dtype: gl.constexpr):
 @gluon.jit
 def gradient_ring(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale,
-    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, KIND: gl.constexpr,
+    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
+    KIND: gl.constexpr,
 ):  # fmt: skip
-    """Rows of at most SLOTS + KEPT blocks; see ``row_ring.walk_rows``."""
+    """See ``row_ring.walk_rows``."""
     if KIND == "softmax":
         walk_rows(
             DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, begin, include_softmax, fold,
-            finish_softmax, 0, BLOCK, SLOTS, AHEAD, KEPT,
+            finish_softmax, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
         )  # fmt: skip
     else:
         walk_rows(
             DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, begin, include_log_softmax, fold,
-            finish_log_softmax, 0, BLOCK, SLOTS, AHEAD, KEPT,
+            finish_log_softmax, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
         )  # fmt: skip

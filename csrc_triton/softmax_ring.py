@@ -103,17 +103,18 @@ def finish_logarithms(tiles, folded, scale, dtype: gl.constexpr):
 @gluon.jit
 def normalize_ring(
     Y, X, y_stride, x_stride, n_rows, n_cols, scale,
-    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, LOG: gl.constexpr,
+    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
+    LOG: gl.constexpr,
 ):  # fmt: skip
-    """Rows of at most SLOTS + KEPT blocks; see ``row_ring.walk_rows``."""
+    """See ``row_ring.walk_rows``."""
     FILL: gl.constexpr = nothing(X.dtype.element_ty)
     if LOG:
         walk_rows(
             Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, begin, include, fold_logarithms,
-            finish_logarithms, FILL, BLOCK, SLOTS, AHEAD, KEPT,
+            finish_logarithms, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
         )  # fmt: skip
     else:
         walk_rows(
             Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, begin, include, fold_powers, finish_powers, FILL,
-            BLOCK, SLOTS, AHEAD, KEPT,
+            BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
         )  # fmt: skip

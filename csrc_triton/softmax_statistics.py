@@ -39,8 +39,10 @@ FORWARD_FORMS = {
     "ring": {
         "language": "gluon",
         "function": "forward_ring",
-        "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT"],
+        "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
+        "defaults": {"WHOLE": True},
         "covers": "SLOTS * BLOCK + KEPT * BLOCK",
+        "any_length": "WHOLE",
         "requires": {"aligned": [True]},
     },
 }
