@@ -3,8 +3,8 @@
 What bounds it, at 132 multiprocessors and 4.1 TB/s of reads and writes: 31 bytes a nanosecond each, so 16.8 us for the
 softmax of a row of 131072 16-bit columns. The latency of 1.2 to 1.5 us under load takes 19 to 24 KB of reads under way
 at every moment. Two powers a column are 8.8 us of the special function units, and the 15 instructions a column that
-they stand among 7.7 us of the schedulers (at 1.98 GHz): both fit beside the copies, but not before or after them. One
-program a multiprocessor that reads a row, adds it up and then writes it leaves the memory alone for a third of the time.
+they stand among 7.7 us of the schedulers (at 1.98 GHz): both fit beside the copies, but not before or after them. A
+program that reads a row, adds it up and then writes it, alone on its multiprocessor, does not keep memory busy.
 
 So a persistent program writes a row while it reads the next one and adds that up. Blocks of the rows go through a ring
 of SLOTS + AHEAD blocks in shared memory, each copied AHEAD blocks or more before its use. A step of the loop finishes a
@@ -61,7 +61,7 @@ def walk_held(
     blocks, n_kept = lengths(n_cols // elements_of(dtype), WORDS, KEPT)
     step = gl.num_programs(0).to(gl.int64)
     first = gl.program_id(0).to(gl.int64)
-    zero = (n_rows >> 63).to(gl.int32)
+    zero = (n_rows >> 63).to(gl.int32)  # not in the loop over rows, in which n_rows is known to be positive
     rings = rings_of(ins, COPIES, LINES)
     ask_row, ask_block = first, 0
     for i in range(zero + COPIES):  # not unrolled
@@ -134,7 +134,7 @@ def walk_again(
     held = blocks - again
     step = gl.num_programs(0).to(gl.int64)
     first = gl.program_id(0).to(gl.int64)
-    zero = (n_rows >> 63).to(gl.int32)
+    zero = (n_rows >> 63).to(gl.int32)  # not in the loop over rows, in which n_rows is known to be positive
     ring = rings_of(ins, AHEAD, LINES)
     slots = rings_of(ins, SLOTS, LINES)
     ask_row, use = first - step, again

@@ -106,8 +106,8 @@ def finish_kept(
     out_row, ins, strides, kept, folded, next_row, n_rows, n_kept, blocks, at, scale, zero,
     finish: gl.constexpr, FILL: gl.constexpr, dtype: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """The next row's blocks, each loaded as soon as the one under way has left its registers. ``zero`` is 0
-    but for the compiler, which would keep fp32 copies of kept pairs, too."""
+    """The next row's blocks, each loaded as soon as the one under way has left its registers. ``zero`` is 0, but where
+    the compiler can't know it, or it would keep fp32 copies of kept pairs, too."""
     new = ()
     for i in gl.static_range(len(kept)):
         tiles = ()
