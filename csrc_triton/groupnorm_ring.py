@@ -11,15 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from csrc_triton.groupnorm_parts import reciprocal
-from csrc_triton.norm_ring import add_both
+from csrc_triton.norm_ring import add_both, lines_layout
 from csrc_triton.norm_vectors import load_vector
 from csrc_triton.packed import even, odd, pair_up
-
-
-@gluon.constexpr_function
-def lines_layout(warps):
-    """The layout of lines of four pairs: one a thread."""
-    return gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
 
 
 @gluon.jit

@@ -25,6 +25,12 @@ def ring_layout(warps):
     return gl.BlockedLayout([4], [32], [warps], [0])
 
 
+@gluon.constexpr_function
+def lines_layout(warps):
+    """The layout of lines of four 32-bit words: one a thread."""
+    return gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+
+
 @gluon.jit
 def blocks_of(count: gl.constexpr, BLOCK: gl.constexpr):
     """Blocks in shared memory."""

@@ -5,15 +5,19 @@
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.softmax_gradient import (
-    BACKWARD,
     BACKWARD_ARGUMENTS,
+    BACKWARD_WITH_RING,
     gradient_blocks,
     gradient_long,
     gradient_row,
     gradient_tile,
 )
+from csrc_triton.softmax_gradient_ring import gradient_ring
+from csrc_triton.softmax_ring import normalize_ring
 from csrc_triton.softmax_statistics import (
     DTYPES,
     FORWARD_ALIGNED,
@@ -34,7 +38,7 @@ DECLARATION = {
             "aligned": FORWARD_ALIGNED,
             "forms": FORWARD_FORMS,
         },
-        "softmax_backward": {"arguments": {**BACKWARD_ARGUMENTS, "scale": "fp32"}, **BACKWARD},
+        "softmax_backward": {"arguments": {**BACKWARD_ARGUMENTS, "scale": "fp32"}, **BACKWARD_WITH_RING},
     },
 }
 
@@ -67,6 +71,15 @@ def forward_long(
     )
 
 
+@gluon.jit
+def forward_ring(
+    Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    KEPT: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
+    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, False)
+
+
 @triton.jit
 def backward_tile(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
@@ -93,3 +106,14 @@ def backward_long(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: tl.constexpr, REPACK: tl.constexpr
 ):  # fmt: skip
     gradient_long(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, scale, BLOCK, REPACK, "softmax")
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
+    AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """``forward_ring`` with two tensors to read."""
+    gradient_ring(
+        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, "softmax"
+    )  # fmt: skip

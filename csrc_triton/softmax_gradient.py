@@ -23,26 +23,39 @@ BACKWARD_ARGUMENTS = {
     "n_rows": "i64",
     "n_cols": "i32",
 }
+BACKWARD_FORMS = {
+    "tile": {"function": "backward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
+    "row": {
+        "function": "backward_row",
+        "constants": ["BLOCK", "REPACK"],
+        "defaults": {"REPACK": False},
+        "covers": "BLOCK",
+    },
+    "blocks": {"function": "backward_blocks", "constants": ["BLOCK", "BLOCKS"], "covers": "BLOCKS * BLOCK"},
+    "long": {
+        "function": "backward_long",
+        "constants": ["BLOCK", "REPACK"],
+        "defaults": {"REPACK": False},
+    },
+}
 BACKWARD = {
     "axes": {"dtype": ["bf16", "fp16", "fp32"]},
     "aligned": ["DX", "DY", "Y", "dx_stride", "dy_stride", "y_stride", "n_cols"],
+    "forms": BACKWARD_FORMS,
+}
+# Sparsemax has no ring.
+BACKWARD_WITH_RING = {
+    **BACKWARD,
     "forms": {
-        "tile": {"function": "backward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
-        "row": {
-            "function": "backward_row",
-            "constants": ["BLOCK", "REPACK"],
-            "defaults": {"REPACK": False},
-            "covers": "BLOCK",
-        },
-        "blocks": {
-            "function": "backward_blocks",
-            "constants": ["BLOCK", "BLOCKS"],
-            "covers": "BLOCKS * BLOCK",
-        },
-        "long": {
-            "function": "backward_long",
-            "constants": ["BLOCK", "REPACK"],
-            "defaults": {"REPACK": False},
+        **BACKWARD_FORMS,
+        "ring": {
+            "language": "gluon",
+            "function": "backward_ring",
+            "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
+            "defaults": {"WHOLE": True},
+            "covers": "SLOTS * BLOCK + KEPT * BLOCK",
+            "any_length": "WHOLE",
+            "requires": {"aligned": [True]},
         },
     },
 }

@@ -36,6 +36,15 @@ FORWARD_FORMS = {
         "constants": ["BLOCK", "KEEP", "EARLY", "HOLD", "STREAM", "ACROSS", "REPACK"],
         "defaults": {"EARLY": False, "HOLD": True, "STREAM": False, "ACROSS": False, "REPACK": False},
     },
+    "ring": {
+        "language": "gluon",
+        "function": "forward_ring",
+        "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
+        "defaults": {"WHOLE": True},
+        "covers": "SLOTS * BLOCK + KEPT * BLOCK",
+        "any_length": "WHOLE",
+        "requires": {"aligned": [True]},
+    },
 }
 
 LOG2_E = tl.constexpr(1.4426950408889634)

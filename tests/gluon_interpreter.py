@@ -1,4 +1,5 @@
-"""Gluon device functions on Triton's interpreter, which knows none: as far as ``csrc_triton.norm_ring`` needs it.
+"""Gluon device functions on Triton's interpreter, which knows none: as far as the rings of csrc_triton
+need it.
 
 Layouts are left out, as they change no value. A block of shared memory holds garbage until it is written, and one that
 is being copied to until the copy has been waited for: a wait that comes too late, or not at all, shows.
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class _Block:
-    """A row of shared memory."""
+    """A block of shared memory."""
 
     def __init__(self, dtype: Any, shape: list[Any]) -> None:
         import triton.language as tl
@@ -53,6 +54,11 @@ class _Gluon:
         import triton.language as tl
 
         return tl.zeros(shape, dtype)
+
+    def full(self, shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+        import triton.language as tl
+
+        return tl.full(shape, value, dtype)
 
     def static_range(self, end: Any) -> Any:
         import triton.language as tl

@@ -1,0 +1,112 @@
+"""Softmax and log-softmax of rows that one program holds: the kernels that copy ahead, in a ring of a few blocks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from build_tools.declaration import read_declaration
+from build_tools.plan import plan
+from build_tools.profile import read_profile
+from liger_aot.manifest import Pack
+from tests import test_log_softmax, test_softmax  # not their classes: those would be collected once more
+from tests.conftest import built_pack
+from tests.drivers import InterpreterDriver, bound_op
+from tests.op_tests import BF16, DTYPES, FP16, FP32, Case, OpTests, Way
+from tests.pack_edits import add_kernels, edit
+from tests.small_op import hardware, write_profile
+from tests.softmax_rows import check_special_rows
+
+# On the interpreter, whose NumPy warns of differences to -inf
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered"),
+]
+
+TABLES = """
+[kernel.OP_forward]
+provenance = "made up for a test"
+rows = [
+  { form = "long", aligned = false, block = 64, keep = 64, across = true, num_warps = 4 },
+  { form = "ring", block = 64, kept = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
+  { form = "long", block = 64, keep = 64, num_warps = 4 },
+]
+[kernel.OP_backward]
+provenance = "made up for a test"
+rows = [
+  { form = "long", aligned = false, block = 64, num_warps = 4 },
+  { form = "ring", block = 64, kept = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
+  { form = "long", block = 64, num_warps = 4 },
+]
+"""
+# Up to five blocks; up to seven, of which some are read again, the first of them from one program's first row on.
+HELD = "max_n = 320, slots = 3, ahead = AHEAD"
+AGAIN = "max_n = 1000000, slots = 4, ahead = AHEAD, whole = false"
+# No block but those that are kept, one more, as many as there are slots for, more; last blocks of one line or two, and
+# whole ones. Programs, of which there are two, have one row each, one of them alone, or three and four.
+LENGTHS = (16, 64, 80, 128, 144, 192, 208, 256, 304, 320)
+LONGER = (384, 400, 448, 512, 656, 960)
+ROWS = (1, 2, 7)
+
+
+def of_rings(tests: OpTests, folder: Path, numbers: str = HELD, ahead: int = 2) -> Way:
+    """The op with rings of these numbers; "long" ones where they don't reach, and where anything is not aligned."""
+    built, name = built_pack("sm90"), tests.op_class.name
+    folder.mkdir()
+    for file in ("manifest.json", f"{name}.json"):
+        shutil.copy(built.folder / file, folder / file)
+    text = hardware("sm90") + TABLES.replace("OP", name).replace(
+        "NUMBERS", numbers.replace("AHEAD", str(ahead))
+    )
+    profile = read_profile("sm90", write_profile(folder / "profiles", "sm90", text))
+    edit(folder / f"{name}.json", lambda document: document["kernels"].clear())
+    add_kernels(folder / f"{name}.json", plan(read_declaration(name), profile))
+    allowed = {**built.tolerance, "bf16": built.tolerance["bf16"] * 2}  # as in op_tests.made
+    return Way(bound_op(tests.op_class, Pack(folder), InterpreterDriver), "cpu", allowed)
+
+
+@pytest.fixture(
+    params=[test_softmax.TestSoftmax, test_log_softmax.TestLogSoftmax], ids=["softmax", "log_softmax"]
+)
+def tests(request: pytest.FixtureRequest, poisoned: None) -> OpTests:
+    made: OpTests = request.param()
+    return made
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("numbers", [HELD, AGAIN], ids=["held", "again"])
+def test_rows_of_every_length(tests: OpTests, numbers: str, ahead: int, tmp_path: Path) -> None:
+    way = of_rings(tests, tmp_path / "pack", numbers, ahead)
+    for seed, n in enumerate(LENGTHS if numbers is HELD else LENGTHS[::3] + LONGER):
+        case = Case((ROWS[(seed + ahead) % 3], n), DTYPES[seed % 3], gap=16 * (n % 3))
+        tests.check(way.op, case, way.allowed, seed=seed)
+    assert {name.split("-")[1] for name in way.loaded()} == {"ring"}
+
+
+@pytest.mark.parametrize(
+    "numbers,n,dtype",
+    [(HELD, 16, BF16), (HELD, 208, BF16), (HELD, 320, FP16), (HELD, 320, FP32), (AGAIN, 656, BF16)],
+)
+def test_special_rows(tests: OpTests, numbers: str, n: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    way = of_rings(tests, tmp_path / "pack", numbers)
+    check_special_rows(tests, way, n, dtype)
+    assert {name.split("-")[1] for name in way.loaded()} == {"ring"}
+
+
+def test_temperatures(tmp_path: Path, poisoned: None) -> None:
+    tests = test_softmax.TestSoftmax()
+    way = of_rings(tests, tmp_path / "pack")
+    for dtype in DTYPES:
+        for temperature, size in ((0.1, 2.0), (3.0, 2.0), (1e4, 1e4), (1.0, 300.0)):
+            case = Case((5, 272), dtype, temperature=temperature, size=size)
+            tests.check(way.op, case, way.allowed)
+
+
+def test_other_rows_take_other_forms(tests: OpTests, tmp_path: Path) -> None:
+    way = of_rings(tests, tmp_path / "pack")
+    for case in (Case((3, 80), BF16, shift=1), Case((3, 81), BF16), Case((3, 336), BF16)):
+        tests.check(way.op, case, way.allowed)
+    assert {name.split("-")[1] for name in way.loaded()} == {"long"}
