@@ -150,6 +150,10 @@ ROLES_CONSTANTS = [
     "BOUNDED",
 ]  # fmt: skip
 IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
+# with a left bound, too
+LOCAL_ARGUMENTS = {**GROUPS_ARGUMENTS, "left": "i32"}
+LOCAL = {**GROUPS, "arguments": LOCAL_ARGUMENTS}
+LOCAL_IN_ORDER = {**GROUPS, "arguments": {**LOCAL_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
 D64 = {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64}
 D96 = {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32}
 D128 = {"BLOCK_N": 128, "D1": 128, "D2": 0, "BOX": 64}

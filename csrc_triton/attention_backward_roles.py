@@ -32,6 +32,7 @@ from triton.language.core import _aggregate as aggregate
 from csrc_triton.attention_backward_consumer import (
     add_dq,
     add_product,
+    crossed,
     put,
     row_values,
     seen,
@@ -112,7 +113,7 @@ def make_dv(z, tile, notes, DV, k, q, dy, lse, p_ring, scale):
         s = warpgroup_mma_wait(0, deps=(s,))
         p = gl.exp2(s * scale - base)
         mbarrier.arrive(q.free.index(qi), count=1)
-        if at < masked:
+        if crossed(at, masked, notes, 0, z):
             p = seen(p, at, notes, 0, z)
         mbarrier.wait(p_ring.free.index(0), (i & 1) ^ 1)
         p_ring.tiles.index(0).store(p)
@@ -202,10 +203,10 @@ def add_parts(to, ds, keys):
 @gluon.jit
 def by_roles(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
-    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z,
+    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z, left=None,
 ):  # fmt: skip
     """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order."""
-    notes = write_notes(tile, right, len_k)
+    notes = write_notes(tile, right, len_k, left)
     k = tile_ring(K, 1, 1, z)
     v = tile_ring(V, 1, 1, z)
     q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)

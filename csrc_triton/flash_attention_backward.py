@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention_backward_arguments import (
     D64,
@@ -23,25 +22,19 @@ from csrc_triton.attention_backward_arguments import (
     GROUPS_CONSTANTS,
     IN_ORDER,
     KEYS,
+    LOCAL,
+    LOCAL_IN_ORDER,
     QUERIES,
     ROLES_CONSTANTS,
     ROWS,
     SINKS,
     TILES_CONSTANTS,
 )
-from csrc_triton.attention_backward_consumer import DS_SLOTS, consume
-from csrc_triton.attention_backward_groups import (
-    BackwardSizes,
-    produce,
-    sums_ring,
-    tile_of_keys,
-    tile_ring,
-    write_notes,
-)
-from csrc_triton.attention_backward_order import keep_order, order_barriers, tile_in_order
+from csrc_triton.attention_backward_block import by_groups
+from csrc_triton.attention_backward_groups import BackwardSizes, tile_of_keys
+from csrc_triton.attention_backward_order import tile_in_order
 from csrc_triton.attention_backward_roles import by_roles
 from csrc_triton.attention_gradients import key_tile, query_tile
-from csrc_triton.attention_groups import barriers
 from csrc_triton.attention_tiles import load_rows
 
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
@@ -50,6 +43,10 @@ BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
 BY_GROUPS_IN_ORDER = {"function": "backward_groups_in_order", "constants": GROUPS_CONSTANTS}
 BY_ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
 BY_ROLES_IN_ORDER = {"function": "backward_roles_in_order", "constants": ROLES_CONSTANTS}
+BY_GROUPS_LOCAL = {"function": "backward_groups_local", "constants": GROUPS_CONSTANTS}
+BY_GROUPS_LOCAL_IN_ORDER = {"function": "backward_groups_local_in_order", "constants": GROUPS_CONSTANTS}
+BY_ROLES_LOCAL = {"function": "backward_roles_local", "constants": ROLES_CONSTANTS}
+BY_ROLES_LOCAL_IN_ORDER = {"function": "backward_roles_local_in_order", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -121,6 +118,36 @@ DECLARATION = {
         },
         "flash_attention_backward_groups_256_causal_ordered": {
             **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 1}}},
+        },
+        "flash_attention_backward_groups_64_local": {
+            **LOCAL, "forms": {"groups": {**BY_GROUPS_LOCAL, "defaults": {**D64, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_64_local_ordered": {
+            **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS_LOCAL_IN_ORDER, "defaults": {**D64, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_96_local": {
+            **LOCAL, "forms": {"groups": {**BY_GROUPS_LOCAL, "defaults": {**D96, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_96_local_ordered": {
+            **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS_LOCAL_IN_ORDER, "defaults": {**D96, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_128_local": {
+            **LOCAL, "forms": {"groups": {**BY_GROUPS_LOCAL, "defaults": {**D128, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_128_local_ordered": {
+            **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS_LOCAL_IN_ORDER, "defaults": {**D128, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_192_local": {
+            **LOCAL, "forms": {"roles": {**BY_ROLES_LOCAL, "defaults": {**D192, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_192_local_ordered": {
+            **LOCAL_IN_ORDER, "forms": {"roles": {**BY_ROLES_LOCAL_IN_ORDER, "defaults": {**D192, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_256_local": {
+            **LOCAL, "forms": {"roles": {**BY_ROLES_LOCAL, "defaults": {**D256, "BOUNDED": 2}}},
+        },
+        "flash_attention_backward_groups_256_local_ordered": {
+            **LOCAL_IN_ORDER, "forms": {"roles": {**BY_ROLES_LOCAL_IN_ORDER, "defaults": {**D256, "BOUNDED": 2}}},
         },
         "flash_attention_backward_finish": FINISH,
     },
@@ -266,52 +293,6 @@ def backward_groups_in_order(
 
 
 @gluon.jit
-def by_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
-    REGISTERS: gl.constexpr, z,
-):  # fmt: skip
-    """Both of the above; TURNS are None where there is no order."""
-    notes = write_notes(tile, right, len_k)
-    k = tile_ring(K, 2, 1, z)
-    v = tile_ring(V, 2, 1, z)
-    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
-    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
-    ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, z.BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    lse = sums_ring(LSE2, z.Q_STAGES)
-    delta = sums_ring(DELTA, z.DY_STAGES)
-    ds_full = barriers(DS_SLOTS, 2)
-    # the tuples stay literal: through a variable, constants would turn into run-time values
-    if TURNS is None:
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
-                           scale, 0)),
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
-                           scale, 1)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        order = order_barriers(2, 1)
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
-                           scale, 0)),
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
-                           scale, 1)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
-            ],
-            [4, 1, 1],
-            [REGISTERS, 24, 24],
-        )  # fmt: skip
-
-
-@gluon.jit
 def backward_roles(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
@@ -343,6 +324,75 @@ def backward_roles_in_order(
     by_roles(
         Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
         right, REGISTERS, DQ_REGISTERS, z,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_groups_local(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    left, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_groups`` with a left bound, too: row r sees the keys from r + left on, before r + right."""
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
+    by_groups(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, z, left,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_groups_local_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, left,
+    TURNS, section, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_groups_in_order`` with a left bound, too."""
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
+    by_groups(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, z, left,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles_local(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    left, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_roles`` with a left bound, too: row r sees the keys from r + left on, before r + right."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z, left,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles_local_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, left,
+    TURNS, section,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_roles_in_order`` with a left bound, too."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z, left,
     )  # fmt: skip
 
 
