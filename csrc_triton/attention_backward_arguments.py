@@ -150,15 +150,52 @@ ROLES_CONSTANTS = [
     "BOUNDED",
 ]  # fmt: skip
 IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
-# with a left bound, too
-LOCAL_ARGUMENTS = {**GROUPS_ARGUMENTS, "left": "i32"}
-LOCAL = {**GROUPS, "arguments": LOCAL_ARGUMENTS}
-LOCAL_IN_ORDER = {**GROUPS, "arguments": {**LOCAL_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
 D64 = {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64}
 D96 = {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32}
 D128 = {"BLOCK_N": 128, "D1": 128, "D2": 0, "BOX": 64}
 D192 = {"BLOCK_N": 64, "D1": 128, "D2": 64, "BOX": 64}
 D256 = {"BLOCK_N": 64, "D1": 128, "D2": 128, "BOX": 64}
+
+# With a left bound, too.
+LOCAL_ARGUMENTS = {**GROUPS_ARGUMENTS, "left": "i32"}
+LOCAL = {**GROUPS, "arguments": LOCAL_ARGUMENTS}
+LOCAL_IN_ORDER = {**GROUPS, "arguments": {**LOCAL_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
+LOCAL_GROUPS = {"function": "backward_groups_local", "constants": GROUPS_CONSTANTS}
+LOCAL_GROUPS_IN_ORDER = {"function": "backward_groups_local_in_order", "constants": GROUPS_CONSTANTS}
+LOCAL_ROLES = {"function": "backward_roles_local", "constants": ROLES_CONSTANTS}
+LOCAL_ROLES_IN_ORDER = {"function": "backward_roles_local_in_order", "constants": ROLES_CONSTANTS}
+LOCAL_KERNELS = {
+    "flash_attention_backward_groups_64_local": {
+        **LOCAL, "forms": {"groups": {**LOCAL_GROUPS, "defaults": {**D64, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_64_local_ordered": {
+        **LOCAL_IN_ORDER, "forms": {"groups": {**LOCAL_GROUPS_IN_ORDER, "defaults": {**D64, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_96_local": {
+        **LOCAL, "forms": {"groups": {**LOCAL_GROUPS, "defaults": {**D96, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_96_local_ordered": {
+        **LOCAL_IN_ORDER, "forms": {"groups": {**LOCAL_GROUPS_IN_ORDER, "defaults": {**D96, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_128_local": {
+        **LOCAL, "forms": {"groups": {**LOCAL_GROUPS, "defaults": {**D128, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_128_local_ordered": {
+        **LOCAL_IN_ORDER, "forms": {"groups": {**LOCAL_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_192_local": {
+        **LOCAL, "forms": {"roles": {**LOCAL_ROLES, "defaults": {**D192, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_192_local_ordered": {
+        **LOCAL_IN_ORDER, "forms": {"roles": {**LOCAL_ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_256_local": {
+        **LOCAL, "forms": {"roles": {**LOCAL_ROLES, "defaults": {**D256, "BOUNDED": 2}}},
+    },
+    "flash_attention_backward_groups_256_local_ordered": {
+        **LOCAL_IN_ORDER, "forms": {"roles": {**LOCAL_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 2}}},
+    },
+}  # fmt: skip
 
 FINISH = {
     "optional": True,

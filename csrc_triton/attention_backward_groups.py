@@ -42,7 +42,7 @@ class BackwardSizes:
     Q_STAGES: gl.constexpr
     DY_STAGES: gl.constexpr
     AHEAD: gl.constexpr
-    BOUNDED: gl.constexpr  # FULL, CAUSAL or LOCAL: whether rows have a last key that they see, and a first one
+    BOUNDED: gl.constexpr  # FULL, CAUSAL or LOCAL, as the forward's MASK
     S: gl.constexpr  # layouts of S^T and dP^T, of both panels of dK and dV, of P^T and dS^T as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -127,8 +127,8 @@ def write_notes(tile, right, len_k, left=None):
     _write(notes, KEY, tile.key)
     _write(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
     _write(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
-    if left is not None:  # the last row, from the first walked on, that sees the block's first key; each later key has
-        _write(notes, LAST_ROW, tile.key - left - tile.row)  # one more
+    if left is not None:  # the last of the rows walked that sees the first key; each later key is seen by one more
+        _write(notes, LAST_ROW, tile.key - left - tile.row)
     return notes
 
 

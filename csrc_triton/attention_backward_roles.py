@@ -205,7 +205,8 @@ def by_roles(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
     REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z, left=None,
 ):  # fmt: skip
-    """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order."""
+    """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order,
+    ``left`` where there is no left bound."""
     notes = write_notes(tile, right, len_k, left)
     k = tile_ring(K, 1, 1, z)
     v = tile_ring(V, 1, 1, z)

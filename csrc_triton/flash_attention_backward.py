@@ -22,15 +22,14 @@ from csrc_triton.attention_backward_arguments import (
     GROUPS_CONSTANTS,
     IN_ORDER,
     KEYS,
-    LOCAL,
-    LOCAL_IN_ORDER,
+    LOCAL_KERNELS,
     QUERIES,
     ROLES_CONSTANTS,
     ROWS,
     SINKS,
     TILES_CONSTANTS,
 )
-from csrc_triton.attention_backward_block import by_groups
+from csrc_triton.attention_backward_consumer import by_groups
 from csrc_triton.attention_backward_groups import BackwardSizes, tile_of_keys
 from csrc_triton.attention_backward_order import tile_in_order
 from csrc_triton.attention_backward_roles import by_roles
@@ -43,10 +42,6 @@ BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
 BY_GROUPS_IN_ORDER = {"function": "backward_groups_in_order", "constants": GROUPS_CONSTANTS}
 BY_ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
 BY_ROLES_IN_ORDER = {"function": "backward_roles_in_order", "constants": ROLES_CONSTANTS}
-BY_GROUPS_LOCAL = {"function": "backward_groups_local", "constants": GROUPS_CONSTANTS}
-BY_GROUPS_LOCAL_IN_ORDER = {"function": "backward_groups_local_in_order", "constants": GROUPS_CONSTANTS}
-BY_ROLES_LOCAL = {"function": "backward_roles_local", "constants": ROLES_CONSTANTS}
-BY_ROLES_LOCAL_IN_ORDER = {"function": "backward_roles_local_in_order", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -119,36 +114,7 @@ DECLARATION = {
         "flash_attention_backward_groups_256_causal_ordered": {
             **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 1}}},
         },
-        "flash_attention_backward_groups_64_local": {
-            **LOCAL, "forms": {"groups": {**BY_GROUPS_LOCAL, "defaults": {**D64, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_64_local_ordered": {
-            **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS_LOCAL_IN_ORDER, "defaults": {**D64, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_96_local": {
-            **LOCAL, "forms": {"groups": {**BY_GROUPS_LOCAL, "defaults": {**D96, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_96_local_ordered": {
-            **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS_LOCAL_IN_ORDER, "defaults": {**D96, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_128_local": {
-            **LOCAL, "forms": {"groups": {**BY_GROUPS_LOCAL, "defaults": {**D128, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_128_local_ordered": {
-            **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS_LOCAL_IN_ORDER, "defaults": {**D128, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_192_local": {
-            **LOCAL, "forms": {"roles": {**BY_ROLES_LOCAL, "defaults": {**D192, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_192_local_ordered": {
-            **LOCAL_IN_ORDER, "forms": {"roles": {**BY_ROLES_LOCAL_IN_ORDER, "defaults": {**D192, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_256_local": {
-            **LOCAL, "forms": {"roles": {**BY_ROLES_LOCAL, "defaults": {**D256, "BOUNDED": 2}}},
-        },
-        "flash_attention_backward_groups_256_local_ordered": {
-            **LOCAL_IN_ORDER, "forms": {"roles": {**BY_ROLES_LOCAL_IN_ORDER, "defaults": {**D256, "BOUNDED": 2}}},
-        },
+        **LOCAL_KERNELS,
         "flash_attention_backward_finish": FINISH,
     },
 }  # fmt: skip
