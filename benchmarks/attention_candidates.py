@@ -5,11 +5,11 @@
     python -m benchmarks.attention_candidates tables
 
 ``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
-each head dimension in a pack. Directions are the backward, the packed forward (varlen) and the forward, whose number 0
-is the profile as it is. ``measure`` first checks every kernel of the first two against float64 and against the tiles
-(``attention_trial``), in processes that are killed when a case takes too long: a kernel may wait forever. Then it times
-what passed (the backward with dQ in order, too), beside the tiles and cuDNN (the packed forward beside the dense one),
-and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to the profile, the
+each head dimension in a pack. Directions are the backward, that of sliding windows (local), the packed forward (varlen)
+and the forward, whose number 0 is the profile as it is. ``measure`` first checks every kernel of the first three against
+float64 and against the tiles (``attention_trial``), in processes that are killed when a case takes too long: a kernel
+may wait forever. Then it times what passed (the backward with dQ in order, too), beside the tiles and cuDNN (windows
+beside FlashAttention-2, the packed forward beside the dense one), and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to the profile, the
 winners of those that the profile may lack: winners.toml. ``tables`` prints such tables of rows that nothing was
 measured of.
 """
@@ -39,19 +39,26 @@ from . import attention_trial as trial
 
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
 KERNELS = {
-    "forward": FORWARD, "backward": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
+    "forward": FORWARD, "backward": f"{BACKWARD}_groups", "local": f"{BACKWARD}_groups",
+    "varlen": "flash_attention_varlen_forward_groups",
 }  # fmt: skip
-NEW = ("backward", "varlen")  # directions of kernels that a profile may lack, one a head dimension
+NEW = ("backward", "local", "varlen")  # directions of kernels that a profile may lack, one a head dimension
 OPS = {
     "forward": ("flash_attention",),
     "backward": ("flash_attention_backward",),
+    "local": ("flash_attention_backward",),
     "varlen": ("flash_attention_varlen", "flash_attention"),
 }
 DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
-ORDER = {"backward": ("", "_ordered")}  # dQ in any order, and in a fixed one: kernels of their own
+ENDINGS = {"local": ("_local",), "varlen": ("",)}  # of a direction's kernels; else those of KINDS
+WINDOWS = {"local": (1024, 4096)}  # keys before a row's own that it sees, in calls that are causal, too
+ORDER = {"backward": ("", "_ordered"), "local": ("", "_ordered")}  # dQ in any order, and in a fixed one: kernels of their own
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
-FIRST_ROWS = {"backward": "the settings of a prototype", "varlen": "the rows of flash_attention_forward"}
+FIRST_ROWS = {
+    "backward": "the settings of a prototype", "local": "rows of the causal kernels",
+    "varlen": "the rows of flash_attention_forward",
+}  # fmt: skip
 Chosen = dict[str, list[tuple[Problem, Mapping[str, Any]]]]  # kernel -> the candidates that are its rows
 
 
@@ -59,14 +66,15 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
     """What each pack holds: of every problem with one of ``dims`` the candidate of the pack's number, for the full and
     the causal kernel, where they are two."""
     name = KERNELS[direction]
-    found = read_problems(PROFILES / "candidates" / f"{arch}-{name}.toml")
+    ending = "_local" if direction == "local" else ""
+    found = read_problems(PROFILES / "candidates" / f"{arch}-{name}{ending}.toml")
     problems = [problem for problem in found if problem.sizes[0] in dims]
     packs: list[Chosen] = [{}] if direction == "forward" else []
     for number in range(max(len(p.candidates) for p in problems)):
         chosen: Chosen = {}
         for problem in problems:
             if number < len(problem.candidates):
-                kinds = [""] if direction == "varlen" else KINDS.values()
+                kinds = ENDINGS.get(direction, KINDS.values())
                 for kind, order in product(kinds, ORDER.get(direction, ("",))):
                     dim = "" if direction == "forward" else f"_{problem.sizes[0]}"
                     kernel = f"{name}{dim}{kind}{order}"
@@ -76,9 +84,10 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
 
 
 def tables(arch: str, chosen: Chosen, provenance: str) -> str:
-    """Kernels of new directions as tables of a profile, with what the backward's need beside them."""
+    """Kernels of new directions as tables of a profile, with what the backward's need beside them: a profile that has
+    rows for windows has it."""
     whole = dict(chosen)
-    if any(kernel.startswith(BACKWARD) for kernel in chosen):
+    if any(kernel.startswith(BACKWARD) and "_local" not in kernel for kernel in chosen):
         (finish,) = read_problems(PROFILES / "candidates" / f"{arch}-{BACKWARD}_finish.toml")
         whole[f"{BACKWARD}_finish"] = [(finish, finish.candidates[0])]
     return "".join(_table(kernel, provenance, [row]) for kernel, ((_, row),) in whole.items())
@@ -145,7 +154,7 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
     path = folder / f"{arch}.toml"
     shutil.copy(PROFILES / path.name, path)
     if direction in NEW:
-        text = path.read_text().partition(f"\n[kernel.{KERNELS[direction]}")[0]  # winners of another time
+        text = without(path.read_text(), direction)  # winners of another time
         path.write_text(text + (tables(arch, chosen, "a candidate") if chosen else ""))
         return
     for kernel, rows in chosen.items():
@@ -156,6 +165,14 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
         section = re.compile(rf"^\[kernel\.{kernel}\]\n.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
         table = _table(kernel, "candidates", present).lstrip() + "\n"
         path.write_text(section.sub(lambda _: table, text))  # noqa: B023
+
+
+def without(profile: str, direction: str) -> str:
+    """A profile's text without the tables of a new direction; the local ones lie behind the dense ones, which they need."""
+    if direction == "local":
+        table = rf"\n\[kernel\.{KERNELS[direction]}_\d+_local(_ordered)?\]\n[^\[]*rows = \[[^\]]*\]\n"
+        return re.sub(table, "", profile)
+    return profile.partition(f"\n[kernel.{KERNELS[direction]}")[0]
 
 
 # ---- On the GPU ----

@@ -127,7 +127,8 @@ def write_notes(tile, right, len_k, left=None):
     _write(notes, KEY, tile.key)
     _write(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
     _write(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
-    if left is not None:  # the last of the rows walked that sees the first key; each later key is seen by one more
+    if left is not None:
+        # the last of the rows walked that sees the first key; each later key is seen by one more
         _write(notes, LAST_ROW, tile.key - left - tile.row)
     return notes
 

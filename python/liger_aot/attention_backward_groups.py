@@ -35,7 +35,7 @@ class GroupsProducts:
         tiles = -(-shape.len_k // loaded.numbers["block_n"])
         self._programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
         scale, _ = scales_of(settings)
-        right, _ = bounds_of(shape, settings)
+        right, left = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
         # in order, heads take turns to start a block, as many as fit onto the GPU together: the blocks of one head then
         # start one after the other, as they add to dQ
@@ -49,6 +49,7 @@ class GroupsProducts:
             shape.len_q,
             shape.len_k,
             right,
+            *((left,) if settings.left >= 0 else ()),
         )
         dk = torch.empty(k.shape, dtype=k.dtype, device="meta")
         sums = torch.empty((shape.batch, shape.heads, 1, padded), dtype=torch.float32, device="meta")
