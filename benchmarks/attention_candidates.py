@@ -5,12 +5,13 @@
     python -m benchmarks.attention_candidates tables
 
 ``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
-each head dimension in a pack. Directions are the backward, that of sliding windows (local), the packed forward (varlen)
-and the forward, whose number 0 is the profile as it is. ``measure`` first checks every kernel of the first three against
-float64 and against the tiles (``attention_trial``), in processes that are killed when a case takes too long: a kernel
-may wait forever. Then it times what passed (the backward with dQ in order, too), beside the tiles and cuDNN (windows
-beside FlashAttention-2, the packed forward beside the dense one), and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to the profile, the
-winners of those that the profile may lack: winners.toml. ``tables`` prints such tables of rows that nothing was
+each head dimension in a pack. Directions are the backward, that of sliding windows (local), the packed forward
+(varlen) and the forward, whose number 0 is the profile as it is. ``measure`` first checks every kernel of the first
+three against float64 and against the tiles (``attention_trial``), in processes that are killed when a case takes too
+long: a kernel may wait forever. Then it times what passed (the backward with dQ in order, too), beside the tiles and
+cuDNN (windows beside FlashAttention-2, the packed forward beside the dense one), and the forward with 2 and 3 warp
+groups. It writes results-<directions>.json and, as tables to add to the profile, the winners of those that the profile
+may lack: winners.toml. ``tables`` prints such tables of rows that nothing was
 measured of.
 """
 
@@ -51,9 +52,10 @@ OPS = {
 }
 DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
+WINDOWS = {"window 1024": 1024, "window 4096": 4096}  # keys before a row's own, of causal calls
 ENDINGS = {"local": ("_local",), "varlen": ("",)}  # of a direction's kernels; else those of KINDS
-WINDOWS = {"local": (1024, 4096)}  # keys before a row's own that it sees, in calls that are causal, too
-ORDER = {"backward": ("", "_ordered"), "local": ("", "_ordered")}  # dQ in any order, and in a fixed one: kernels of their own
+# dQ in any order, and in a fixed one: kernels of their own
+ORDER = {"backward": ("", "_ordered"), "local": ("", "_ordered")}
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
 FIRST_ROWS = {
     "backward": "the settings of a prototype", "local": "rows of the causal kernels",
@@ -168,7 +170,7 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
 
 
 def without(profile: str, direction: str) -> str:
-    """A profile's text without the tables of a new direction; the local ones lie behind the dense ones, which they need."""
+    """A profile's text without the tables of a new direction; of the local ones alone the dense ones stay."""
     if direction == "local":
         table = rf"\n\[kernel\.{KERNELS[direction]}_\d+_local(_ordered)?\]\n[^\[]*rows = \[[^\]]*\]\n"
         return re.sub(table, "", profile)
@@ -232,7 +234,7 @@ def time(
     """TFLOP/s by provider at each point; a candidate's name is its pack's number."""
     jobs = []
     for dim in options.dims:
-        for kind in KINDS:
+        for kind in WINDOWS if direction == "local" else KINDS:
             mine = [
                 e for e in entries
                 if e["direction"] == direction and e["dim"] == dim and not e["refused"]
@@ -245,26 +247,34 @@ def time(
             jobs += [
                 {
                     "dim": dim,
-                    "causal": kind == "causal",
+                    "causal": kind != "full",
+                    "window": WINDOWS.get(kind),
                     "length": length,
                     "packs": packs,
                     "ordered": ordered,
                 }
                 for length in map(int, options.lengths.split(","))
+                if length > WINDOWS.get(kind, 0)
             ]
     lines = []
     for line in trial.run_times(options.folder / direction, options.arch, direction, jobs, options.limit):
         lines.append({"direction": direction, **line})
         shown = ", ".join(f"{name} {value:.0f}" for name, value in line.get("tflops", {}).items())
-        mask = "causal" if line["causal"] else "full"
-        print(f"{direction} {line['dim']} {mask} {line['length']}: {shown or line['wrong']}", flush=True)
+        where = f"{direction} {line['dim']} {kind_of(line)} {line['length']}"
+        print(f"{where}: {shown or line['wrong']}", flush=True)
     return lines
 
 
+def kind_of(line: Mapping[str, Any]) -> str:
+    """What was timed."""
+    window = line.get("window")
+    return f"window {window}" if window else "causal" if line["causal"] else "full"
+
+
 def kinds_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Calls that run a candidate's kernel: the packed forward has one for both."""
-    if entry["direction"] == "varlen":
-        return tuple(KINDS)
+    """Calls that run a candidate's kernel: the packed forward has one for both masks, windows have one for all."""
+    if entry["direction"] in ENDINGS:
+        return tuple(WINDOWS if entry["direction"] == "local" else KINDS)
     return ("causal",) if "_causal" in entry["kernel"] else ("full",)
 
 
@@ -291,7 +301,7 @@ def winners(
             line["tflops"][timed_as(entry)] / line["tflops"]["tiles"]
             for line in lines
             if (line["direction"], line["dim"]) == (entry["direction"], entry["dim"])
-            and ("causal" if line["causal"] else "full") in kinds_of(entry) and line["length"] in MEASURED
+            and kind_of(line) in kinds_of(entry) and line["length"] in MEASURED
             and timed_as(entry) in line.get("tflops", {})
         ]  # fmt: skip
         mean = math.prod(ratios) ** (1 / len(ratios)) if ratios else 0.0
