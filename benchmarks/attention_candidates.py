@@ -5,14 +5,14 @@
     python -m benchmarks.attention_candidates tables
 
 ``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
-each head dimension in a pack. Directions are the backward, that of sliding windows (local), the packed forward
-(varlen) and the forward, whose number 0 is the profile as it is. ``measure`` first checks every kernel of the first
-three against float64 and against the tiles (``attention_trial``), in processes that are killed when a case takes too
-long: a kernel may wait forever. Then it times what passed (the backward with dQ in order, too), beside the tiles and
-cuDNN (windows beside FlashAttention-2, the packed forward beside the dense one), and the forward with 2 and 3 warp
-groups. It writes results-<directions>.json and, as tables to add to the profile, the winners of those that the profile
-may lack: winners.toml. ``tables`` prints such tables of rows that nothing was
-measured of.
+each head dimension in a pack. Directions are the backward, that of sliding windows (local) and of soft caps (capped),
+the packed forward (varlen) and the forward, whose number 0 is the profile as it is. ``measure`` first checks every
+kernel but the forward's against float64 and against the tiles (``attention_trial``), in processes that are killed when
+a case takes too long: a kernel may wait forever. Then it times what passed (the backward with dQ in order, too), beside
+the tiles and cuDNN (windows beside FlashAttention-2, soft caps beside the tiles alone, the packed forward beside the
+dense one), and the forward with 2 and 3 warp groups. It writes results-<directions>.json and, as tables to add to the
+profile, the winners of those that the profile may lack: winners.toml. ``tables`` prints such tables of rows that
+nothing was measured of.
 """
 
 from __future__ import annotations
@@ -41,25 +41,30 @@ from . import attention_trial as trial
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
 KERNELS = {
     "forward": FORWARD, "backward": f"{BACKWARD}_groups", "local": f"{BACKWARD}_groups",
-    "varlen": "flash_attention_varlen_forward_groups",
+    "capped": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
 }  # fmt: skip
-NEW = ("backward", "local", "varlen")  # directions of kernels that a profile may lack, one a head dimension
+# directions of kernels that a profile may lack, one a head dimension
+NEW = ("backward", "local", "capped", "varlen")
 OPS = {
     "forward": ("flash_attention",),
     "backward": ("flash_attention_backward",),
     "local": ("flash_attention_backward",),
+    "capped": ("flash_attention_backward",),
     "varlen": ("flash_attention_varlen", "flash_attention"),
 }
 DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
 WINDOWS = {"window 1024": 1024, "window 4096": 4096}  # keys before a row's own, of causal calls
-ENDINGS = {"local": ("_local",), "varlen": ("",)}  # of a direction's kernels; else those of KINDS
+# Of a direction whose kernels are not those of KINDS: how they end, and the calls that run them.
+ENDINGS = {"local": "_local", "capped": "_capped", "varlen": ""}
+CALLS = {"local": (*WINDOWS,), "capped": ("causal", *WINDOWS), "varlen": (*KINDS,)}
+SOFTCAP = 50.0  # Gemma 2's
 # dQ in any order, and in a fixed one: kernels of their own
-ORDER = {"backward": ("", "_ordered"), "local": ("", "_ordered")}
+ORDER = dict.fromkeys(("backward", "local", "capped"), ("", "_ordered"))
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
 FIRST_ROWS = {
     "backward": "the settings of a prototype", "local": "rows of the causal kernels",
-    "varlen": "the rows of flash_attention_forward",
+    "capped": "rows of the causal kernels", "varlen": "the rows of flash_attention_forward",
 }  # fmt: skip
 Chosen = dict[str, list[tuple[Problem, Mapping[str, Any]]]]  # kernel -> the candidates that are its rows
 
@@ -68,15 +73,15 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
     """What each pack holds: of every problem with one of ``dims`` the candidate of the pack's number, for the full and
     the causal kernel, where they are two."""
     name = KERNELS[direction]
-    ending = "_local" if direction == "local" else ""
+    ending = ENDINGS.get(direction, "")
     found = read_problems(PROFILES / "candidates" / f"{arch}-{name}{ending}.toml")
     problems = [problem for problem in found if problem.sizes[0] in dims]
     packs: list[Chosen] = [{}] if direction == "forward" else []
-    for number in range(max(len(p.candidates) for p in problems)):
+    for number in range(max((len(p.candidates) for p in problems), default=0)):
         chosen: Chosen = {}
         for problem in problems:
             if number < len(problem.candidates):
-                kinds = ENDINGS.get(direction, KINDS.values())
+                kinds = [ending] if direction in ENDINGS else KINDS.values()
                 for kind, order in product(kinds, ORDER.get(direction, ("",))):
                     dim = "" if direction == "forward" else f"_{problem.sizes[0]}"
                     kernel = f"{name}{dim}{kind}{order}"
@@ -87,9 +92,9 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
 
 def tables(arch: str, chosen: Chosen, provenance: str) -> str:
     """Kernels of new directions as tables of a profile, with what the backward's need beside them: a profile that has
-    rows for windows has it."""
+    rows for windows or soft caps has it."""
     whole = dict(chosen)
-    if any(kernel.startswith(BACKWARD) and "_local" not in kernel for kernel in chosen):
+    if any(k.startswith(BACKWARD) and "_local" not in k and "_capped" not in k for k in chosen):
         (finish,) = read_problems(PROFILES / "candidates" / f"{arch}-{BACKWARD}_finish.toml")
         whole[f"{BACKWARD}_finish"] = [(finish, finish.candidates[0])]
     return "".join(_table(kernel, provenance, [row]) for kernel, ((_, row),) in whole.items())
@@ -170,9 +175,9 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
 
 
 def without(profile: str, direction: str) -> str:
-    """A profile's text without the tables of a new direction; of the local ones alone the dense ones stay."""
-    if direction == "local":
-        table = rf"\n\[kernel\.{KERNELS[direction]}_\d+_local(_ordered)?\]\n[^\[]*rows = \[[^\]]*\]\n"
+    """A profile's text without the tables of a new direction; where there is an ending, the others stay."""
+    if ending := ENDINGS.get(direction):
+        table = rf"\n\[kernel\.{KERNELS[direction]}_\d+{ending}(_ordered)?\]\n[^\[]*rows = \[[^\]]*\]\n"
         return re.sub(table, "", profile)
     return profile.partition(f"\n[kernel.{KERNELS[direction]}")[0]
 
@@ -234,7 +239,7 @@ def time(
     """TFLOP/s by provider at each point; a candidate's name is its pack's number."""
     jobs = []
     for dim in options.dims:
-        for kind in WINDOWS if direction == "local" else KINDS:
+        for kind in CALLS.get(direction, KINDS):
             mine = [
                 e for e in entries
                 if e["direction"] == direction and e["dim"] == dim and not e["refused"]
@@ -244,11 +249,14 @@ def time(
             ordered = [e["pack"] for e in mine if in_order(e)]
             if direction == "forward":
                 packs = [0, *packs]
+            if not packs and not ordered:
+                continue
             jobs += [
                 {
                     "dim": dim,
                     "causal": kind != "full",
                     "window": WINDOWS.get(kind),
+                    "softcap": SOFTCAP if direction == "capped" else 0.0,
                     "length": length,
                     "packs": packs,
                     "ordered": ordered,
@@ -272,9 +280,9 @@ def kind_of(line: Mapping[str, Any]) -> str:
 
 
 def kinds_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Calls that run a candidate's kernel: the packed forward has one for both masks, windows have one for all."""
-    if entry["direction"] in ENDINGS:
-        return tuple(WINDOWS if entry["direction"] == "local" else KINDS)
+    """Calls that run a candidate's kernel."""
+    if entry["direction"] in CALLS:
+        return CALLS[entry["direction"]]
     return ("causal",) if "_causal" in entry["kernel"] else ("full",)
 
 

@@ -114,8 +114,8 @@ def cases(kernel: str) -> list[Any]:
     if kernel.startswith(PACKED):
         return attention_trial_packed.cases(width)
     odd = {64: 40, 96: 72, 128: 104, 192: 136, 256: 216}[width]
-    if "_local" in kernel:
-        return attention_trial_windows.cases(width, odd)
+    if "_local" in kernel or "_capped" in kernel:
+        return attention_trial_windows.cases(width, odd, "_capped" in kernel)
     causal = "_causal" in kernel
     shapes = [
         Problem(1, 1, 1, 128, 128, width),
@@ -276,7 +276,7 @@ def time_packed(ways: Mapping[int, Any], dense: Any, job: Job) -> Job:
 
 def time(direction: str, ops: dict[int, Any], tiles: Any, job: Job) -> Job:
     """TFLOP/s at one point of each pack named, of a backward's deterministic calls, of the tiles and of cuDNN or, with
-    a window, of FlashAttention-2."""
+    a window, of FlashAttention-2; of none with a soft cap."""
     from .attention import BACKWARD_FLOPS, TOKENS, WIDTH
 
     dim, length, causal, window = job["dim"], job["length"], job["causal"], job["window"]
@@ -287,7 +287,7 @@ def time(direction: str, ops: dict[int, Any], tiles: Any, job: Job) -> Job:
         runs = _forward_runs(named, q, k, v, causal)
     else:
         ordered = {n: ops[n] for n in job["ordered"]}
-        runs = _backward_runs(named, ordered, tiles, q, k, v, do, causal, window)
+        runs = _backward_runs(named, ordered, tiles, q, k, v, do, causal, window, job["softcap"])
     seen = length**2 / (2 if causal else 1)
     if window is not None:
         seen = attention_trial_windows.pairs(length, window)
@@ -333,6 +333,7 @@ def _backward_runs(
     do: Tensor,
     causal: bool,
     window: int | None,
+    softcap: float,
 ) -> dict[str, Any]:
     from .attention import _backward
 
@@ -346,7 +347,8 @@ def _backward_runs(
         o, lse, *_ = flash(*swapped, 0.0, causal, False, scale=q.shape[-1] ** -0.5)
         o, lse = o.transpose(1, 2), lse.contiguous()
         peer, forward = "cudnn", lambda: _cudnn(*leaves, causal)
-    keywords = {"causal": causal, "window": None if window is None else (window, None)}
+    bounds = None if window is None else (window, None)
+    keywords = {"causal": causal, "window": bounds, "softcap": softcap}
 
     def run(op: Any, **other: Any) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = op(do, q, k, v, o, lse, **keywords, **other)
@@ -356,7 +358,7 @@ def _backward_runs(
         **{str(n): partial(run, op) for n, op in ops.items()},
         **{f"{n} ordered": partial(run, op, deterministic=True) for n, op in ordered.items()},
         "tiles": partial(run, tiles),
-        peer: _backward(forward, leaves, do),
+        **({} if softcap else {peer: _backward(forward, leaves, do)}),  # neither has soft caps
     }
 
 

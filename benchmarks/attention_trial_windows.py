@@ -1,4 +1,4 @@
-"""Sliding windows for ``attention_trial``: what their kernels must get right, and what they are timed beside."""
+"""Sliding windows and soft caps for ``attention_trial``: what their kernels must get right, and FlashAttention-2."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from tests.attention_cases import FP16, Problem
 
 
-def cases(width: int, odd: int) -> list[Problem]:
+def cases(width: int, odd: int, capped: bool) -> list[Problem]:
     """Windows smaller than a block, that end at the edge of one or beside it, and almost as long as the sequence; rows
-    that see no key, keys that no row sees."""
-    return [
+    that see no key, keys that no row sees. With a soft cap other masks, too."""
+    windows = [
         Problem(1, 1, 1, 512, 512, width, window=(100, 0)),
         *(Problem(1, 2, 1, 1000, 1000, width, FP16, window=(n, 0)) for n in (0, 62, 126, 128, 129, 190, 998)),
         Problem(2, 3, 3, 300, 300, width, causal=True, window=(64, None)),
@@ -25,6 +25,10 @@ def cases(width: int, odd: int) -> list[Problem]:
         Problem(1, 1, 1, 8192, 8192, width, window=(2000, 0)),  # many times around every ring
         Problem(4, 16, 4, 1000, 1000, width, FP16, window=(256, 0)),
     ]
+    if not capped:
+        return windows
+    others = (Problem(2, 4, 2, 600, 700, width), Problem(2, 4, 2, 700, 600, width, FP16, causal=True))
+    return [p._replace(softcap=cap) for p in (*windows, *others) for cap in (2.0, 50.0)]
 
 
 def pairs(length: int, window: int) -> int:

@@ -174,8 +174,8 @@ def row_values(sums, slot, z):
 
 
 @gluon.jit
-def seen(p, at, notes, g: gl.constexpr, z):
-    """P^T of a block of rows, 0 where a row does not see a key or there is none."""
+def seen(p, at, notes, g: gl.constexpr, z, unseen=0.0):
+    """P^T of a block of rows, ``unseen`` where a row does not see a key or there is none."""
     keys = gl.arange(0, KEYS, z.KEY) + g * KEYS
     hidden = gl.full([KEYS], -1, gl.int32, z.KEY)  # the last of the block's rows that does not see a key
     if z.BOUNDED:
@@ -183,10 +183,10 @@ def seen(p, at, notes, g: gl.constexpr, z):
     hidden = gl.where(keys < noted(notes, COUNT), hidden, z.BLOCK_M)
     # a row's number is a thread's part (in 6) and a constant: compared like this, the constants take no registers
     rows = gl.expand_dims(gl.arange(0, z.BLOCK_M, z.ROW), 0)
-    p = gl.where(gl.expand_dims(hidden, 1) - (rows & 6) < (rows & ~6), p, 0.0)
-    if z.BOUNDED == LOCAL:
+    p = gl.where(gl.expand_dims(hidden, 1) - (rows & 6) < (rows & ~6), p, unseen)
+    if z.BOUNDED >= LOCAL:
         last = keys + (noted(notes, LAST_ROW) - at)  # of the block's rows that sees a key
-        p = gl.where(gl.expand_dims(last, 1) - (rows & 6) >= (rows & ~6), p, 0.0)
+        p = gl.where(gl.expand_dims(last, 1) - (rows & 6) >= (rows & ~6), p, unseen)
     return p
 
 
@@ -194,7 +194,7 @@ def seen(p, at, notes, g: gl.constexpr, z):
 def crossed(at, masked, notes, g: gl.constexpr, z):
     """Whether a mask crosses a block of rows for group g: one that starts before so many rows of a head, or ends
     behind the last that sees the group's first key."""
-    if z.BOUNDED == LOCAL:
+    if z.BOUNDED >= LOCAL:
         return (at < masked) | (at + (z.BLOCK_M - 1 - g * KEYS) > noted(notes, LAST_ROW))
     return at < masked
 

@@ -26,6 +26,7 @@ from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_groups import LOCAL, Ring, barriers
 
+CAPPED = gl.constexpr(3)  # both bounds and a soft cap
 GROUPS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a group
 
@@ -42,7 +43,7 @@ class BackwardSizes:
     Q_STAGES: gl.constexpr
     DY_STAGES: gl.constexpr
     AHEAD: gl.constexpr
-    BOUNDED: gl.constexpr  # FULL, CAUSAL or LOCAL, as the forward's MASK
+    BOUNDED: gl.constexpr  # FULL, CAUSAL or LOCAL, as the forward's MASK, or CAPPED
     S: gl.constexpr  # layouts of S^T and dP^T, of both panels of dK and dV, of P^T and dS^T as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -106,7 +107,7 @@ def tile_at(both, number, kv_heads, ratio, len_q, right, z, left=None):
     if z.BOUNDED:
         first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
     end = len_q
-    if z.BOUNDED == LOCAL:
+    if z.BOUNDED >= LOCAL:
         end = gl.minimum(end, gl.maximum(key + z.BLOCK_N - left, 1))
     blocks = (end + z.BLOCK_M - 1) // z.BLOCK_M - first
     return KeyTile(
@@ -115,12 +116,12 @@ def tile_at(both, number, kv_heads, ratio, len_q, right, z, left=None):
 
 
 # What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill.
-BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, LAST_ROW = (gl.constexpr(i) for i in range(6))
+BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, LAST_ROW, CAP = (gl.constexpr(i) for i in range(7))
 
 
 @gluon.jit
-def write_notes(tile, right, len_k, left=None):
-    count: gl.constexpr = LAST_ROW if left is None else LAST_ROW + 1
+def write_notes(tile, right, len_k, left=None, cap=None):
+    count: gl.constexpr = LAST_ROW if left is None else CAP if cap is None else CAP + 1
     notes = gl.allocate_shared_memory(gl.int32, [count, 1], mbarrier.MBarrierLayout())
     _write(notes, BATCH, tile.batch)
     _write(notes, KV_HEAD, tile.kv_head)
@@ -130,6 +131,8 @@ def write_notes(tile, right, len_k, left=None):
     if left is not None:
         # the last of the rows walked that sees the first key; each later key is seen by one more
         _write(notes, LAST_ROW, tile.key - left - tile.row)
+    if cap is not None:
+        _write(notes, CAP, cap.to(gl.int32, bitcast=True))
     return notes
 
 
@@ -143,6 +146,11 @@ def _write(notes, what: gl.constexpr, value):
 def noted(notes, what: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(notes.index(what).load(one), 0)
+
+
+@gluon.jit
+def noted_cap(notes):
+    return noted(notes, CAP).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -49,6 +49,7 @@ def test_a_process_that_hangs_is_killed() -> None:
         "flash_attention_backward_groups_128_causal_ordered",
         "flash_attention_backward_groups_64_local",
         "flash_attention_backward_groups_256_local_ordered",
+        "flash_attention_backward_groups_256_capped",
     ],
 )
 def test_cases_are_the_kernels(kernel: str) -> None:
@@ -192,6 +193,10 @@ def test_a_profile_without_windows_keeps_the_rest() -> None:
     profile = (PROFILES / "sm90.toml").read_text()
     chosen = attention_candidates.candidates("sm90", "local")[0]
     more = profile + attention_candidates.tables("sm90", chosen, "a test")
+    chosen = attention_candidates.candidates("sm90", "capped")[0]
+    more = attention_candidates.without(
+        more + attention_candidates.tables("sm90", chosen, "a test"), "capped"
+    )
     assert more != profile and attention_candidates.without(more, "local") == profile
 
 

@@ -1,5 +1,5 @@
-"""Attention's backward by warp groups with a left bound, without a GPU: what is built, what is launched, and gradients
-against float64, of the device code as Python."""
+"""Attention's backward by warp groups with a left bound or a soft cap, without a GPU: what is built, what is launched,
+and gradients against float64, of the device code as Python."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ from tests.pack_edits import add_kernels
 from tests.test_flash_attention_backward_groups import DIMS, launched
 from tests.tolerances import REFERENCE
 
-NAMES = [f"{BACKWARD}_groups_{dim}_local{order}" for dim in DIMS for order in ("", "_ordered")]
+KINDS = [*(f"{dim}_local" for dim in DIMS), "256_capped"]
+NAMES = [f"{BACKWARD}_groups_{kind}{order}" for kind in KINDS for order in ("", "_ordered")]
 
 
-def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
-    """Of sm90's profile with the candidates of that number."""
-    text = without((PROFILES / "sm90.toml").read_text(), "local")
-    text += tables("sm90", candidates("sm90", "local")[number], "a test")
+def planned(folder: Path) -> tuple[Profile, Plan]:
+    """Of sm90's profile with the first candidates."""
+    text = (PROFILES / "sm90.toml").read_text()
+    for direction in ("local", "capped"):
+        chosen = candidates("sm90", direction)[0]
+        text = without(text, direction) + tables("sm90", chosen, "a test")
     (folder / "sm90.toml").write_text(text)
     profile, (plan,) = make_plans("sm90", (BACKWARD,), Tree(profiles=folder))
     return profile, plan
@@ -46,7 +49,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
     """The built one, with the kernels in its manifest, without binaries."""
     folder = tmp_path_factory.mktemp("pack")
     shutil.copytree(built_pack("sm90").folder, folder / "sm90")
-    _, plan = planned(folder, 0)
+    _, plan = planned(folder)
     add_kernels(folder / "sm90" / f"{BACKWARD}.json", plan)
     return Pack(folder / "sm90")
 
@@ -57,19 +60,20 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
 def test_a_profile_must_name_them(tmp_path: Path) -> None:
     _, (plan,) = make_plans("sm80", (BACKWARD,))
     assert not set(NAMES) & set(plan.kernels)
-    _, plan = planned(tmp_path, 0)
+    _, plan = planned(tmp_path)
     for name in NAMES:
         kernel = plan.kernels[name]
-        in_order = name.endswith("_ordered")
-        assert kernel.kernel.signature() == "44444444" + "pf" + 8 * "i" + ("pi" if in_order else "")
-        assert {v.constants["BOUNDED"] for v in kernel.variants.values()} == {2}
+        capped, in_order = "_capped" in name, name.endswith("_ordered")
+        last = ("f" if capped else "") + ("pi" if in_order else "")
+        assert kernel.kernel.signature() == "44444444" + "pf" + 8 * "i" + last
+        assert {v.constants["BOUNDED"] for v in kernel.variants.values()} == {3 if capped else 2}
 
 
 @pytest.mark.slow
 def test_what_was_baked(tmp_path: Path) -> None:
     """Of each form, and in order: matrix instructions, registers of the groups, no local memory."""
-    read, plan = planned(tmp_path, 0)
-    kernels = [f"{BACKWARD}_groups_{kind}" for kind in ("64_local", "128_local_ordered", "256_local")]
+    read, plan = planned(tmp_path)
+    kernels = [f"{BACKWARD}_groups_{kind}" for kind in ("64_local", "128_local_ordered", "256_capped")]
     variants = [v for v in plan.variants if v.kernel in kernels and v.axes["dtype"] == "bf16"]
     made = compile_variants(variants, read, cache=tmp_path / "cache", workers=1, progress=False)
     for variant in variants:
@@ -97,11 +101,22 @@ def test_grids_and_numbers(pack: Pack, deterministic: bool, right: int | None, l
     assert arguments[18:] == ([at, -(-MULTIPROCESSORS // 12)] if deterministic else [])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_numbers_of_a_soft_cap(pack: Pack, deterministic: bool) -> None:
+    """No bounds here; the cap is what scores are, and what products are multiplied by before its tanh."""
+    problem = Problem(1, 2, 1, 100, 200, 200, softcap=20.0, scale=0.5)
+    launches, _ = launched(pack, problem, deterministic=deterministic)
+    _, _, _, *arguments = launches["groups_256_capped_ordered" if deterministic else "groups_256_capped"]
+    assert arguments[9] == 20.0 * LOG2_E and arguments[16:19] == [LONGEST, -LONGEST, 0.5 / 20.0]
+    assert launches["finish"][8] == 0.5 and len(arguments) == (21 if deterministic else 19)
+
+
 WAYS = {
     "a window": (Problem(1, 2, 1, 100, 200, 128, window=(9, 0)), "groups_128_local"),
     "as wide as the keys": (Problem(1, 2, 1, 100, 200, 64, window=(199, 0)), "groups_64_causal"),
     "one key less": (Problem(1, 2, 1, 100, 200, 64, causal=True, window=(198, None)), "groups_64_local"),
     "a left bound alone": (Problem(1, 2, 1, 100, 200, 256, window=(9, None)), "groups_256_local"),
+    "a soft cap": (Problem(1, 2, 1, 100, 200, 208, causal=True, softcap=5.0), "groups_256_capped"),
 }
 
 
@@ -112,7 +127,7 @@ def test_by_groups(pack: Pack, name: str) -> None:
 
 
 def test_by_tiles(pack: Pack) -> None:
-    """Soft caps, and where the pack has no such kernel."""
+    """Soft caps of narrower heads, and where the pack has no such kernel."""
     problem = Problem(1, 2, 1, 100, 200, 64, window=(9, 0))
     assert set(launched(pack, problem._replace(softcap=5.0))[0]) == {"rows", "keys_capped", "queries_capped"}
     assert set(launched(built_pack("sm80"), problem)[0]) == {"rows", "keys", "queries"}
@@ -144,6 +159,9 @@ PROBLEMS = (
     Problem(1, 2, 1, 260, 260, 192, window=(126, 0)),
     Problem(1, 2, 1, 130, 300, 200, BF16, window=(64, 10)),
     Problem(1, 1, 1, 300, 300, 256, window=(65, None)),
+    Problem(1, 2, 1, 200, 260, 256, window=(70, 0), softcap=2.0, sinks=True),
+    Problem(1, 2, 1, 150, 100, 256, causal=True, softcap=2.0),
+    Problem(1, 1, 1, 70, 200, 216, BF16, "bhsd", softcap=50.0, scale=0.5),
 )
 
 
@@ -170,6 +188,7 @@ def test_gradients(pack: Pack, problem: Problem, deterministic: bool, request: p
     op = bound_op(FlashAttentionBackward, pack, driver)
     found = op(do, q, k, v, o, lse, deterministic=deterministic, **keywords)
     width = next(width for width in DIMS if problem.dim <= width)
-    assert f"{BACKWARD}_groups_{width}_local{'_ordered' if deterministic else ''}" in drivers[0].launched
+    kind = f"{width}_{'capped' if problem.softcap else 'local'}{'_ordered' if deterministic else ''}"
+    assert f"{BACKWARD}_groups_{kind}" in drivers[0].launched
     worst = gradient_errors(found, (q, k, v, sinks), do, None, problem, REFERENCE, approximate=False)
     assert max(worst.values()) <= 1, worst

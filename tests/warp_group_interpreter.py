@@ -60,17 +60,20 @@ def _argument(kind: str, value: Any) -> Any:
         return value
     if kind.startswith("*"):
         return Pointer(value)
-    return value if kind == "fp32" else Number(value)
+    return torch.tensor(value, dtype=torch.float32 if kind == "fp32" else torch.int32).as_subclass(Number)
 
 
 class Number(Tensor):
-    """A scalar of 32 bits, and what is computed from one: the device's += makes another value."""
-
-    def __new__(cls, value: int) -> Number:
-        return torch.tensor(value, dtype=torch.int32).as_subclass(cls)
+    """A scalar of 32 bits, and what is computed from one: += and *= make another value, as on the device."""
 
     def __iadd__(self, other: Any) -> Any:
         return self + other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
 
 
 class Pointer:
@@ -151,7 +154,8 @@ class Memory:
         return self.reshape(shape)
 
     def load(self, _: Any) -> Tensor:
-        return self.tensor.clone()
+        found = self.tensor.clone()
+        return found.as_subclass(Number) if self.dtype == torch.int32 else found
 
     def store(self, value: Tensor) -> None:
         assert value.shape == self.tensor.shape
@@ -244,7 +248,7 @@ class Block:
         self._made: dict[Any, Any] = {}
         gl = SimpleNamespace(
             **{name: getattr(torch, name) for name in ("int8", "int32", "int64", "uint32", "float32", "exp2")},
-            program_id=lambda axis: Number(program),
+            program_id=lambda axis: _argument("i32", program),
             num_programs=lambda axis: programs,
             where=lambda condition, a, b: torch.where(condition, *map(torch.as_tensor, (a, b))),
             minimum=lambda a, b: torch.minimum(*map(torch.as_tensor, (a, b))),

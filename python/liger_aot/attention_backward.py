@@ -171,14 +171,19 @@ def groups_kernel(
     on: OpOn, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
 ) -> str | None:
     """The kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver encodes no
-    tensor maps, or the call is for the tiles. They have soft caps, and make one gradient alone."""
-    if on.tensor_map is None or settings.softcap:
+    tensor maps, or the call is for the tiles. They make one gradient alone."""
+    if on.tensor_map is None:
         return None
     if not (needed[0] and (needed[1] or needed[2])):
         return None
     width = groups_width(dim)
     name = f"{KERNEL}_groups_{width}"
-    name += "_local" if settings.left >= 0 else "_causal" if settings.right >= 0 else ""
+    if settings.softcap:
+        name += "_capped"
+    elif settings.left >= 0:
+        name += "_local"
+    elif settings.right >= 0:
+        name += "_causal"
     name += "_ordered" if deterministic else ""
     return name if name in on.kernels else None
 
