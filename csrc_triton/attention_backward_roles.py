@@ -230,7 +230,7 @@ def by_roles(
     REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z, left=None, cap=None,
 ):  # fmt: skip
     """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order,
-    ``left`` where there is no left bound."""
+    ``left`` and ``cap`` where there is no left bound and no soft cap."""
     notes = write_notes(tile, right, len_k, left, cap)
     k = tile_ring(K, 1, 1, z)
     v = tile_ring(V, 1, 1, z)

@@ -21,7 +21,7 @@ from build_tools.profile import Profile
 from liger_aot.attention import LOG2_E, LONGEST
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
-from tests.attention_cases import BF16, FP16, Problem
+from tests.attention_cases import FP16, Problem
 from tests.attention_gradients import gradient_errors
 from tests.conftest import built_pack
 from tests.drivers import MULTIPROCESSORS, bound_op
@@ -140,7 +140,7 @@ def test_by_tiles(pack: Pack) -> None:
 # sequence; rows that see no key and keys that no row sees.
 PROBLEMS = (
     Problem(1, 2, 1, 300, 300, 64, window=(40, 0)),
-    Problem(1, 2, 1, 300, 300, 64, BF16, causal=True, window=(128, None)),
+    Problem(1, 2, 1, 300, 300, 64, FP16, causal=True, window=(128, None)),
     Problem(2, 2, 1, 300, 300, 64, window=(190, 0), sinks=True),
     Problem(1, 1, 1, 300, 300, 64, window=(129, 0)),
     Problem(1, 1, 1, 257, 300, 64, window=(64, 63)),
@@ -150,18 +150,18 @@ PROBLEMS = (
     Problem(1, 1, 1, 200, 333, 64, window=(0, 0)),
     Problem(1, 1, 1, 300, 300, 64, window=(298, 0)),
     Problem(1, 2, 1, 1, 300, 64, window=(30, 0)),
-    Problem(1, 4, 2, 250, 300, 96, BF16, "bhsd", window=(70, 3)),
+    Problem(1, 4, 2, 250, 300, 96, FP16, "bhsd", window=(70, 3)),
     Problem(1, 2, 1, 250, 300, 96, window=(48, None)),
     Problem(1, 2, 1, 300, 300, 128, window=(126, 0)),
     Problem(1, 1, 1, 300, 300, 128, window=(65, 0)),
-    Problem(1, 2, 1, 260, 380, 104, BF16, "bhsd", window=(100, 20)),
+    Problem(1, 2, 1, 260, 380, 104, FP16, "bhsd", window=(100, 20)),
     Problem(1, 2, 1, 150, 400, 128, window=(63, 0)),
     Problem(1, 2, 1, 260, 260, 192, window=(126, 0)),
-    Problem(1, 2, 1, 130, 300, 200, BF16, window=(64, 10)),
+    Problem(1, 2, 1, 130, 300, 200, FP16, window=(64, 10)),
     Problem(1, 1, 1, 300, 300, 256, window=(65, None)),
     Problem(1, 2, 1, 200, 260, 256, window=(70, 0), softcap=2.0, sinks=True),
     Problem(1, 2, 1, 150, 100, 256, causal=True, softcap=2.0),
-    Problem(1, 1, 1, 70, 200, 216, BF16, "bhsd", softcap=50.0, scale=0.5),
+    Problem(1, 1, 1, 70, 200, 216, FP16, "bhsd", softcap=50.0, scale=0.5),
 )
 
 
@@ -174,7 +174,6 @@ def test_gradients(pack: Pack, problem: Problem, deterministic: bool, request: p
         request.getfixturevalue("poisoned")
     from tests.warp_group_interpreter import WarpGroupDriver
 
-    problem = problem._replace(dtype=FP16)
     drivers: list[Any] = []
 
     def driver(op: str, of: Pack) -> Any:
