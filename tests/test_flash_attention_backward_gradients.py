@@ -13,8 +13,8 @@ from tests.attention_gradients import gradient_errors
 from tests.drivers import bound_op
 from tests.test_flash_attention_backward_groups import BACKWARD, DIMS
 from tests.test_flash_attention_backward_local import planned_pack
+from tests.test_warp_group_interpreter import Dense
 from tests.tolerances import REFERENCE
-from tests.warp_group_interpreter import WarpGroupDriver
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +74,16 @@ def test_gradients(pack: Pack, problem: Problem, deterministic: bool, request: p
     """Memory holds NaN until it is written in the deterministic calls alone: torch has no other way to fill it."""
     if deterministic:
         request.getfixturevalue("poisoned")
-    drivers: list[WarpGroupDriver] = []
-
-    def driver(op: str, of: Pack) -> WarpGroupDriver:
-        drivers.append(WarpGroupDriver(op, of))
-        return drivers[-1]
-
     q, k, v, sinks = problem.tensors()
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
     o, lse = liger_aot.load("flash_attention")(q, k, v, **keywords, return_lse=True)
     do = torch.randn(o.shape).to(o.dtype)
-    op = bound_op(FlashAttentionBackward, pack, driver)
+    op = bound_op(FlashAttentionBackward, pack, Dense)
     found = op(do, q, k, v, o, lse, deterministic=deterministic, **keywords)
     width = next(width for width in DIMS if problem.dim <= width)
     causal = problem.causal or problem.window is not None
     kind = "_capped" if problem in CAPPED else "_local" if problem in WINDOWS else "_causal" if causal else ""
-    assert f"{BACKWARD}_groups_{width}{kind}{'_ordered' if deterministic else ''}" in drivers[0].launched
+    loaded = {name.partition("-")[0] for name in op._own.of(torch.empty(1), "q")._loaded}
+    assert f"{BACKWARD}_groups_{width}{kind}{'_ordered' if deterministic else ''}" in loaded
     worst = gradient_errors(found, (q, k, v, sinks), do, None, problem, REFERENCE, approximate=False)
     assert max(worst.values()) <= 1, worst

@@ -1,64 +1,102 @@
-"""What the interpreter of warp groups notices."""
+"""The interpreter of warp groups: what it gives for a kernel that GPUs proved, and that it notices what is wrong."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from tests.warp_group_interpreter import Barrier, Memory, TensorMap, Warps
+from liger_aot.ops.flash_attention import FlashAttention
+from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
+from tests import storages
+from tests import warp_group_interpreter as interpreter
+from tests.attention_cases import FP16, Problem
+from tests.attention_gradients import gradient_errors
+from tests.conftest import built_pack
+from tests.drivers import bound_op
+from tests.tolerances import REFERENCE
 
 
-def test_all_wait() -> None:
-    """Warps that wait for each other end with an error; one whose barrier comes does not wait."""
-    warps, first, second, seen = Warps(), Barrier(1), Barrier(1), []
+class Dense(interpreter.GroupsDriver):
+    """Its maps start where their tensors do: a box outside is zeros."""
 
-    def work(mine: Barrier, other: Barrier, begins: bool) -> None:
-        if begins:
-            other.arrive()
-        warps.wait(lambda: mine.passed(0))
-        seen.append(begins)
-        other.arrive()
-
-    with pytest.raises(AssertionError, match="all of 2 warps wait"):
-        warps.run([lambda: work(first, second, False), lambda: work(second, first, False)])
-    assert not seen
-    first, second = Barrier(1), Barrier(2)
-    warps.run([lambda: work(first, second, False), lambda: work(second, first, True), second.arrive])
-    assert seen == [False, True]
+    tensor_map = type("Map", (interpreter.TensorMap,), {"outside": True})
 
 
-def test_an_error_ends_all() -> None:
-    warps, never = Warps(), Barrier(1)
-
-    def fails() -> None:
-        raise ValueError("here")
-
-    with pytest.raises(ValueError, match="here"):
-        warps.run([lambda: warps.wait(lambda: never.passed(0)), fails])
-
-
-def test_phases() -> None:
-    """A phase ends with the last arrival and the last of the bytes that it expects."""
-    barrier = Barrier(2)
-    assert barrier.passed(1) and not barrier.passed(0)
-    barrier.arrive(expected=8)
-    barrier.arrive()
-    assert not barrier.passed(0)
-    barrier.copies.append(lambda: 8)
-    assert barrier.passed(0) and not barrier.passed(1)
-    with pytest.raises(AssertionError, match="too many"):
-        barrier.arrive(3)
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "problem", [Problem(1, 2, 1, 200, 150, 64, causal=True), Problem(1, 1, 1, 70, 130, 128, FP16, "bhsd")]
+)
+def test_the_dense_backward(problem: Problem) -> None:
+    op = bound_op(FlashAttentionBackward, built_pack("sm90"), Dense)
+    q, k, v, _ = tensors = problem.tensors()
+    o, lse = (t.contiguous() for t in FlashAttention.reference(*tensors, *problem.settings()))
+    do = torch.randn_like(o)
+    keywords = {"causal": problem.causal, "layout": problem.layout}
+    found = op(do, q, k, v, o, lse, **keywords)
+    worst = gradient_errors(found, tensors, do, None, problem, REFERENCE, approximate=False)
+    assert any("_groups_" in name for name in op._own.of(torch.empty(1), "q")._loaded)
+    assert max(worst.values()) <= 1, worst
 
 
-def test_maps_end_where_a_tensor_does() -> None:
-    t = torch.arange(15, dtype=torch.float32).view(3, 5)
-    of = TensorMap(t.data_ptr(), "fp32", (3, 4), (5, 1), [2, 2], 0)
-    assert of.read([2, 3]).tolist() == [[13, 0], [0, 0]] and not of.read([3, 0]).any()
-    of.write([1, 3], torch.full((2, 2), -1.0))
-    assert t[1:, 3].tolist() == [-1, -1] and t[1:, 4].tolist() == [9, 14]
+@pytest.fixture
+def block(monkeypatch: pytest.MonkeyPatch) -> interpreter.Block:
+    monkeypatch.setattr(interpreter, "PATIENCE", 0.1)
+    storages.watch()
+    return interpreter.Block(0, 1)
 
 
-def test_views_share_memory() -> None:
-    whole = Memory(torch.zeros(2, 4, 6))
-    whole.index(1).slice(2, 2, dim=1).permute((1, 0)).store(torch.ones(2, 4))
-    assert whole.tensor.sum() == whole.index(1).reshape([24]).load(None).sum() == 8
+def barrier(block: interpreter.Block, count: int) -> interpreter.Barrier:
+    made = interpreter.Barrier()
+    block.init(made, count)
+    return made
+
+
+def tensor_map(t: torch.Tensor, rows_before: int = 0) -> interpreter.TensorMap:
+    """Of a float32 matrix, in boxes of [1, 1, 4, 4]."""
+    address = t.data_ptr() - rows_before * t.stride(0) * 4
+    sizes = (1, 1, t.shape[0] + rows_before, t.shape[1])
+    return interpreter.TensorMap(address, "fp32", sizes, (16, 16, t.stride(0), 1), (1, 1, 4, 4), 0)
+
+
+def test_a_copy_arrives_when_it_is_waited_for(block: interpreter.Block) -> None:
+    """Zeros for what is outside; before that it is NaN."""
+    t = torch.arange(24.0).view(6, 4)
+    to, full = block.allocate(torch.float32, [1, 1, 4, 4], None), barrier(block, 1)
+    block.expect(full, 64)
+    block.copy_in(tensor_map(t), [0, 0, 4, 0], full, to)
+    assert to.values.isnan().all()
+    block.wait(full, 0)
+    assert torch.equal(to.values[0, 0], torch.cat([t[4:], torch.zeros(2, 4)]))
+
+
+def test_a_store_leaves_when_it_is_waited_for(block: interpreter.Block) -> None:
+    t = torch.zeros(6, 4)
+    source = block.allocate(torch.float32, [1, 1, 4, 4], None)
+    source.store(torch.ones(1, 1, 4, 4))
+    block.copy_out(tensor_map(t), [0, 0, 4, 0], source)
+    assert not t.any()
+    block.store_wait(0)
+    assert not t[:4].any() and t[4:].all()
+
+
+def test_what_is_wrong(block: interpreter.Block) -> None:
+    full = barrier(block, 1)
+    with pytest.raises(AssertionError, match="never ends"):
+        block.wait(full, 0)
+    block.wait(full, 1)  # the phase before
+    block.expect(full, 64)
+    with pytest.raises(AssertionError, match="more arrivals"):
+        block.arrive(full, 1)
+    to, t = block.allocate(torch.float32, [1, 1, 4, 4], None), torch.zeros(6, 4)
+    with pytest.raises(AssertionError, match="wholly outside"):
+        block.copy_in(tensor_map(t), [0, 0, 6, 0], full, to)
+    with pytest.raises(AssertionError, match="no tensor holds"):
+        block.copy_in(tensor_map(t, rows_before=1 << 20), [0, 0, 0, 0], full, to)
+
+    def group(*arguments: Any) -> None:
+        raise ValueError("of a group")
+
+    with pytest.raises(ValueError, match="of a group"):
+        block.specialize([(block.wait, (full, 0)), (group, ())], [1], [24])

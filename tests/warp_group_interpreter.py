@@ -1,386 +1,385 @@
-"""Gluon kernels by warp groups, as Python on the CPU: TMA, barriers and wgmma as attention's backward uses them.
+"""Gluon kernels of warp groups without a GPU: their device code run as Python, a thread a warp group, tensors by torch.
 
-Shared memory, products and accumulators are torch tensors, layouts are left out. A kernel's warps take turns: each runs
-until it waits for a barrier that is not there. Memory holds NaN until it is written, a slot that TMA copies to until
-somebody has waited for its barrier; what TMA stores is read when its warp waits for that. A wait that is missing shows,
-and so does one that never ends. Products are done at once: what they still read may not be seen to be overwritten.
+Layouts are left out, as they change no value. What a GPU does later is done late here, too: a TMA copy fills its place
+with NaN and arrives at some later moment, in any order; a store leaves shared memory when it is waited for. Barriers
+count arrivals and bytes as the GPU's do; who waits for a phase that nobody completes fails. Memory that no tensor holds
+is not touched.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
+import random
 from collections.abc import Callable
-from inspect import signature
-from threading import Semaphore, Thread, local
-from types import FunctionType, MethodType, SimpleNamespace
+from importlib import import_module
+from threading import Condition, Thread, get_ident
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from build_tools.declaration import tiles_of
+from build_tools.declaration import read_declaration
 from liger_aot.manifest import Pack, Variant
+from tests import storages
 from tests.drivers import InterpreterDriver, Launchable
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PATIENCE = 20.0  # seconds a group waits for a barrier
+SCALARS = ("i32", "fp32")
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
 
 
-class WarpGroupDriver(InterpreterDriver):
-    """Kernels in Gluon by this interpreter, the others by Triton's."""
-
-    def __init__(self, op: str, pack: Pack) -> None:
-        super().__init__(op, pack)
-        self.launched: list[str] = []
-
-    def tensor_map(self, *made_of: Any) -> TensorMap:
-        return TensorMap(*made_of)
-
-    def load(self, variant: Variant) -> Launchable:
-        name, form_name, *_ = variant.name.split("-")
-        kernel = self._kernels[name]
-        self.launched.append(name)
-        if kernel.language != "gluon":
-            return super().load(variant)
-        form = kernel.forms[form_name]
-        constants = {c: variant.numbers[c.lower()] for c in form.constants}
-        function = getattr(self._module, form.function)
-
-        def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-            kinds = kernel.arguments.values()
-            given = [_argument(kind, value) for kind, value in zip(kinds, arguments, strict=True)]
-            for program in range(grid[0]):
-                Block(program, grid[0]).python(function)(*given, **constants)
-
-        return Launchable(run)
-
-
-def _argument(kind: str, value: Any) -> Any:
-    if tiles_of(kind) is not None:
-        return value
-    if kind.startswith("*"):
-        return Pointer(value)
-    return torch.tensor(value, dtype=torch.float32 if kind == "fp32" else torch.int32).as_subclass(Number)
-
-
-class Number(Tensor):
-    """A scalar of 32 bits, and what is computed from one: += and *= make another value, as on the device."""
-
-    def __iadd__(self, other: Any) -> Any:
-        return self + other
-
-    def __imul__(self, other: Any) -> Any:
-        return self * other
-
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
-        return self.view(dtype) if bitcast else super().to(dtype)
+def memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
+    """What lies at an address, which a living tensor must hold."""
+    size = elements * dtype.itemsize
+    (found,) = storages.living([address]).items() or [(0, 0)]
+    assert found[0] <= address and address + size <= sum(found), (
+        f"no tensor holds {size} bytes at {address:#x}"
+    )
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+    return torch.from_numpy(array).view(dtype)
 
 
 class Pointer:
-    """To elements of four bytes."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
 
     def __add__(self, elements: Any) -> Pointer:
-        return Pointer(self.address + 4 * int(elements))
+        return Pointer(self.address + int(elements) * self.dtype.itemsize, self.dtype)
 
-    def to(self, _: Any) -> Pointer:
+    def to(self, integers: torch.dtype) -> Pointer:
         return self
-
-    def view(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer((ctypes.c_byte * (4 * count)).from_address(self.address), dtype=dtype)
 
 
 class TensorMap:
-    """A tensor as TMA sees it: outside it reads zeros and is not written."""
+    """What the host asked the driver to encode. A box wholly outside of it is an error: where a map starts before its
+    tensor, as those of packed sequences do, a GPU reads there."""
 
     layout = None
+    outside = False  # whether it is none
 
-    def __init__(
-        self, address: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: Any, _: int
-    ) -> None:
-        self.dtype, self.block_shape = DTYPES[dtype], list(box)
-        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        memory = (ctypes.c_byte * ((last + 1) * self.dtype.itemsize)).from_address(address)
-        self.tensor = torch.frombuffer(memory, dtype=self.dtype).as_strided(sizes, strides)
+    def __init__(self, address: int, dtype: str, sizes: Any, strides: Any, box: Any, swizzle: int) -> None:
+        self.address, self.dtype, self.sizes, self.strides = address, TYPES[dtype], sizes, strides
+        self.block_shape = box
 
-    def _inside(self, at: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """What of the tensor a box holds, and where in the box that is. No box starts before the tensor."""
-        starts = [int(x) for x in at]
-        assert min(starts) >= 0
-        counts = [
-            max(min(box, size - start), 0)
-            for box, size, start in zip(self.block_shape, self.tensor.shape, starts, strict=True)
+    def inside(self, at: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
+        """The part of the box at ``at`` that memory holds, and where in the box it is; both may be empty."""
+        ranges = [
+            (max(0, -int(c)), min(box, size - int(c)), int(c))
+            for c, box, size in zip(at, self.block_shape, self.sizes, strict=True)
         ]
-        return (
-            tuple(slice(s, s + n) for s, n in zip(starts, counts, strict=True)),
-            tuple(slice(0, n) for n in counts),
-        )
-
-    def read(self, at: list[Any]) -> Tensor:
-        whole, part = self._inside(at)
-        found = torch.zeros(self.block_shape, dtype=self.dtype)
-        found[part] = self.tensor[whole]
-        return found
-
-    def write(self, at: list[Any], values: Tensor) -> None:
-        whole, part = self._inside(at)
-        self.tensor[whole] = values[part]
+        if not all(low < high for low, high, _ in ranges):
+            assert self.outside, f"a box at {at} is wholly outside of {self.sizes}"
+            return torch.empty(0, 0, 0, 0, dtype=self.dtype), (slice(0),) * 4
+        first = sum((c + low) * s for (low, _, c), s in zip(ranges, self.strides, strict=True))
+        shape = [high - low for low, high, _ in ranges]
+        last = sum((n - 1) * s for n, s in zip(shape, self.strides, strict=True))
+        flat = memory(self.address + first * self.dtype.itemsize, self.dtype, last + 1)
+        return flat.as_strided(shape, self.strides), tuple(slice(low, high) for low, high, _ in ranges)
 
 
-class Memory:
-    """Shared memory, or a view of it."""
+class Shared:
+    """A descriptor of shared memory."""
 
-    layout = None
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.dtype, self.shape = values, values.dtype, list(values.shape)
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tuple(tensor.shape)
+    def index(self, i: Any) -> Shared:
+        return Shared(self.values[int(i)])
 
-    def index(self, i: Any) -> Memory:
-        return Memory(self.tensor[int(i)])
+    def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
+        return Shared(self.values.narrow(dim, int(start), int(length)))
 
-    def slice(self, start: int, length: int, dim: int = 0) -> Memory:
-        return Memory(self.tensor.narrow(dim, start, length))
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.values.view([int(n) for n in shape]))
 
-    def reshape(self, shape: list[int]) -> Memory:
-        return Memory(self.tensor.view(shape))
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.values.permute(order))
 
-    def permute(self, order: tuple[int, ...]) -> Memory:
-        return Memory(self.tensor.permute(order))
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.values.view(dtype).view([int(n) for n in shape]))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _: Any) -> Memory:
-        assert dtype == self.dtype
-        return self.reshape(shape)
+    def load(self, layout: Any) -> Tensor:
+        return self.values.clone()
 
-    def load(self, _: Any) -> Tensor:
-        found = self.tensor.clone()
-        return found.as_subclass(Number) if self.dtype == torch.int32 else found
-
-    def store(self, value: Tensor) -> None:
-        assert value.shape == self.tensor.shape
-        self.tensor.copy_(value)
+    def store(self, values: Tensor) -> None:
+        assert values.dtype == self.dtype and values.shape == self.values.shape
+        self.values.copy_(values)
 
 
 class Barrier:
-    def __init__(self, arrivals: int) -> None:
-        self.arrivals = self.left = arrivals
-        self.bytes, self.phase = 0, 0
-        self.copies: list[Callable[[], int]] = []
-
-    def arrive(self, count: int = 1, expected: int = 0) -> None:
-        assert self.left >= count, "an arrival too many"
-        self.left -= count
-        self.bytes += expected
-        self._end_phase()
-
-    def _end_phase(self) -> None:
-        if not self.left and not self.bytes:
-            self.left, self.phase = self.arrivals, self.phase ^ 1
-
-    def passed(self, phase: int) -> bool:
-        """Whether the phase of that parity has ended. Whoever waits lets copies arrive."""
-        for copy in self.copies:
-            self.bytes -= copy()
-        if self.copies:
-            self.copies.clear()
-            self._end_phase()
-        return self.phase != phase
-
-
-class Warps:
-    """Functions that run as threads, one at a time, in turns."""
-
     def __init__(self) -> None:
-        self.me = local()
-
-    def run(self, functions: list[Callable[[], None]]) -> None:
-        self.ready: list[Callable[[], bool] | None] = [lambda: True] * len(functions)
-        self.turns = [Semaphore(0) for _ in functions]
-        self.error: BaseException | None = None
-        threads = [Thread(target=self._warp, args=(i, f), daemon=True) for i, f in enumerate(functions)]
-        for thread in threads:
-            thread.start()
-        self.turns[0].release()
-        for thread in threads:
-            thread.join()
-        if self.error is not None:
-            raise self.error
-
-    def _warp(self, i: int, function: Callable[[], None]) -> None:
-        self.me.number, self.me.stores = i, []
-        self.turns[i].acquire()
-        try:
-            if self.error is None:
-                function()
-                assert not self.me.stores, "a warp ends before what it stores is read"
-        except BaseException as error:
-            self.error = self.error or error
-        self.ready[i] = None
-        self._next(i)
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        i = self.me.number
-        if not ready():
-            self.ready[i] = ready
-            self._next(i)
-            self.turns[i].acquire()
-            if self.error is not None:
-                raise self.error
-
-    def _next(self, i: int) -> None:
-        """Let the next warp run that can; after an error all end."""
-        others = [(i + n) % len(self.turns) for n in range(1, len(self.turns) + 1)]
-        waiting = [(j, ready) for j in others if (ready := self.ready[j]) is not None]
-        chosen = [j for j, ready in waiting if self.error is not None or ready()]
-        if waiting and not chosen:
-            self.error = AssertionError(f"all of {len(waiting)} warps wait")
-            chosen = [j for j, _ in waiting]
-        if chosen:
-            self.turns[chosen[0]].release()
+        self.count = self.left = self.bytes = self.phase = 0
 
 
 class Block:
-    """One program, and what stands in for Gluon in it."""
+    """A running program: its barriers, copies under way, and groups."""
 
     def __init__(self, program: int, programs: int) -> None:
-        self._warps, self._barriers = Warps(), dict[int, Barrier]()
-        self._made: dict[Any, Any] = {}
-        gl = SimpleNamespace(
-            **{name: getattr(torch, name) for name in ("int8", "int32", "int64", "uint32", "float32", "exp2")},
-            program_id=lambda axis: _argument("i32", program),
-            num_programs=lambda axis: programs,
-            where=lambda *of: torch.where(*map(torch.as_tensor, of)),
-            minimum=lambda *of: torch.minimum(*map(torch.as_tensor, of)),
-            maximum=lambda *of: torch.maximum(*map(torch.as_tensor, of)),
-            max=lambda x, axis: x.amax(axis),
-            arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
-            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-            expand_dims=lambda x, axis: x.unsqueeze(axis),
-            convert_layout=lambda x, layout: x,
-            static_range=range,
-            static_assert=_check,
-            thread_barrier=lambda: None,
-            allocate_shared_memory=self._allocate,
-            inline_asm_elementwise=_turn,
-            warp_specialize=self._specialize,
-            **{f"{kind}Layout": lambda *_, **__: None for kind in ("Blocked", "NVMMAShared", "NVMMADistributed")},
-        )  # fmt: skip
-        self._known = {
-            "gl": gl,
-            "mbarrier": SimpleNamespace(
-                MBarrierLayout=lambda: None,
-                init=lambda at, count: self._barriers.update({at.tensor.data_ptr(): Barrier(count)}),
-                expect=lambda at, size: self._barrier(at).arrive(expected=size),
-                arrive=lambda at, count: self._barrier(at).arrive(count),
-                wait=self._wait,
-            ),
-            "tma": SimpleNamespace(
-                async_copy_global_to_shared=self._fetch,
-                async_copy_shared_to_global=lambda of, at, values: self._warps.me.stores.append(
-                    (of, at, values)
-                ),
-                store_wait=self._store_wait,
-            ),
-            "fence_async_shared": lambda: None,
-            "warpgroup_mma": _multiply,
-            "warpgroup_mma_wait": lambda left, deps: deps[0] if len(deps) == 1 else deps,
-            "add_dq": _add_dq,
-        }
+        self.program, self.programs = program, programs
+        self.changed = Condition()
+        self.copies: list[Callable[[], None]] = []
+        self.stores: dict[int, list[Callable[[], None]]] = {}
+        self.error: BaseException | None = None
+        self.random = random.Random(program)
 
-    def python(self, value: Any) -> Any:
-        """A function with those it calls, a class or a number of the device code, as Python has it."""
-        from triton.experimental.gluon import language as gl
-        from triton.runtime.jit import JITCallable
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if dtype == torch.int64:
+            made = [Barrier() for _ in range(int(shape[0]))]
+            return SimpleNamespace(index=lambda i: made[int(i)], shape=shape)
+        garbage = torch.nan if dtype.is_floating_point else -7
+        return Shared(torch.full([int(n) for n in shape], garbage, dtype=dtype))
 
-        if isinstance(value, gl.constexpr):
-            return value.value
-        if getattr(value, "__triton_aggregate__", False):
-            return self._aggregate(value)
-        if not isinstance(value, JITCallable):
-            return value
-        if value.fn not in self._made:
-            fn = value.fn
-            known = self._made[fn] = FunctionType(fn.__code__, {}, fn.__name__, fn.__defaults__)
-            for name in fn.__code__.co_names:
-                if name in fn.__globals__:
-                    given = self._known.get(name)
-                    known.__globals__[name] = self.python(fn.__globals__[name]) if given is None else given
-        return self._made[value.fn]
+    # barriers
 
-    def _aggregate(self, made_by: Any) -> Callable[..., SimpleNamespace]:
-        """Its constructor, which keeps what it is given; layouts are None."""
-        from triton.experimental.gluon._runtime import GluonJITFunction
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.left = int(count)
 
-        init = made_by.hash_attrs[0]
-        names = list(signature(getattr(init, "fn", init)).parameters)[1:]
-        methods = {n: m for n, m in vars(made_by).items() if isinstance(m, GluonJITFunction)}
+    def signal(self, barrier: Barrier, arrivals: int = 0, expected: int = 0) -> None:
+        with self.changed:
+            barrier.left -= int(arrivals)
+            barrier.bytes += int(expected)
+            assert barrier.left >= 0, "more arrivals than a phase has"
+            if not barrier.left and not barrier.bytes:
+                barrier.left, barrier.phase = barrier.count, barrier.phase + 1
+            self.changed.notify_all()
 
-        def make(*arguments: Any) -> SimpleNamespace:
-            made = SimpleNamespace(**dict.fromkeys(("S", "O1", "O2", "P", "ROW", "KEY")))
-            made.__dict__.update(zip(names, arguments, strict=False))
-            for name, method in methods.items():
-                setattr(made, name, MethodType(self.python(method), made))
-            return made
+    def arrive(self, barrier: Barrier, count: int) -> None:
+        self.signal(barrier, arrivals=count)
 
-        return make
+    def expect(self, barrier: Barrier, size: int) -> None:
+        self.signal(barrier, arrivals=1, expected=size)
 
-    def _allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
-        return Memory(torch.full(shape, math.nan if dtype.is_floating_point else -7, dtype=dtype))
+    def wait(self, barrier: Barrier, parity: Any) -> None:
+        """For the phase of this parity; meanwhile copies arrive."""
+        with self.changed:
+            while barrier.phase & 1 == int(parity):
+                if self.copies:
+                    self.copies.pop(self.random.randrange(len(self.copies)))()
+                elif not self.changed.wait(PATIENCE) or self.error:
+                    raise self.error or AssertionError("a barrier's phase never ends")
 
-    def _barrier(self, at: Memory) -> Barrier:
-        return self._barriers[at.tensor.data_ptr()]
+    # TMA
 
-    def _wait(self, at: Memory, phase: Any) -> None:
-        barrier, parity = self._barrier(at), int(phase)
-        self._warps.wait(lambda: barrier.passed(parity))
+    def copy_in(self, of: TensorMap, at: list[Any], barrier: Barrier, to: Shared) -> None:
+        part, where = of.inside(at)
+        to.values.fill_(torch.nan)
 
-    def _fetch(self, of: TensorMap, at: list[Any], full: Memory, to: Memory) -> None:
-        def copy() -> int:
-            values = of.read(at)
-            to.tensor.copy_(values)
-            return values.nbytes
+        def arrive() -> None:
+            to.values.zero_()
+            to.values[where] = part
+            self.signal(barrier, expected=-to.values.nbytes)
 
-        assert to.shape == tuple(of.block_shape) and to.dtype == of.dtype
-        to.tensor.fill_(math.nan)
-        self._barrier(full).copies.append(copy)
+        with self.changed:
+            self.copies.append(arrive)
+            self.changed.notify_all()
 
-    def _store_wait(self, left: int) -> None:
-        assert left == 0
-        stores = self._warps.me.stores
-        for of, at, values in stores:
-            of.write(at, values.tensor)
-        stores.clear()
+    def copy_out(self, of: TensorMap, at: list[Any], source: Shared) -> None:
+        part, where = of.inside(at)
+        self.stores.setdefault(get_ident(), []).append(lambda: part.copy_(source.values[where]))
 
-    def _specialize(self, work: list[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any) -> None:
-        self._warps.run([lambda function=function, given=given: function(*given) for function, given in work])
+    def store_wait(self, left: int) -> None:
+        for store in self.stores.pop(get_ident(), []):
+            store()
+
+    # groups
+
+    def specialize(self, groups: list[Any], warps: list[int], registers: list[int]) -> None:
+        def run(function: Any, arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                with self.changed:
+                    self.error = self.error or error
+                    self.changed.notify_all()
+
+        threads = [Thread(target=run, args=group) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error:
+            raise self.error
+        assert not self.copies and not self.stores, "a copy is never waited for"
 
 
-def _check(condition: Any) -> None:
-    assert condition
+class Const(int):
+    """A ``constexpr``."""
+
+    value = property(int)
 
 
-def _multiply(a: Any, b: Memory, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
-    a = a.tensor if isinstance(a, Memory) else a
-    assert a.dtype == b.dtype in (torch.bfloat16, torch.float16)
-    found = a.float() @ b.tensor.float()
+class _Layout:
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.value = self
+
+
+def _tensor(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.as_tensor(x)
+
+
+def _load(at: Pointer) -> Tensor:
+    return memory(at.address, at.dtype, 1)[0].long()
+
+
+def _product(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    left, right = (x.values if isinstance(x, Shared) else x for x in (a, b))
+    found = left.float() @ right.float()
     return found + acc if use_acc else found
 
 
-def _add_dq(to: Pointer, dq: Tensor) -> None:
-    """By thread of the warp group, from the layout of wgmma's results."""
+def _wait(left: int, deps: tuple[Tensor, ...]) -> Any:
+    return deps if len(deps) > 1 else deps[0]
+
+
+def add_dq(to: Pointer, dq: Tensor) -> None:
+    """``attention_backward_consumer.add_dq``, whose assembly says in which order a thread's values lie."""
     r, c = torch.arange(64)[:, None], torch.arange(dq.shape[1])[None]
     thread = 32 * (r // 16) + 4 * (r % 8) + c % 8 // 2
-    memory = to.view(dq.numel(), torch.float32)
-    memory[512 * (c // 8) + 4 * thread + 2 * (r % 16 // 8) + c % 2] += dq
+    at = 512 * (c // 8) + 4 * thread + 2 * (r % 16 // 8) + c % 2
+    memory(to.address, to.dtype, dq.numel()).index_add_(0, at.flatten(), dq.flatten())
 
 
-def _turn(assembly: str, _: str, operands: list[Any], *rest: Any) -> None:
+def _turn(assembly: str, constraints: str, operands: list[Any], *rest: Any) -> None:
     """A turn of ``attention_backward_order``. Programs run one after the other: one that waits would wait for ever."""
     at, number = operands
-    memory = at.view(1, torch.int32)
+    turn = memory(at.address, torch.int32, 1)
     if "st.release" in assembly:
-        memory[0] = int(number)
+        turn[0] = number
     else:
-        assert "ld.acquire" in assembly and int(memory[0]) == int(number), "nobody passes this turn on"
+        assert "ld.acquire" in assembly and turn[0] == number, "nobody passes this turn on"
+
+
+def _to(x: Tensor, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
+    return x.view(dtype) if bitcast else x.type(dtype)
+
+
+def _language(block: Block) -> SimpleNamespace:
+    names = (
+        "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout",
+        "SliceLayout",
+    )  # fmt: skip
+    return SimpleNamespace(
+        **dict.fromkeys(names, _Layout),
+        constexpr=lambda x: x if isinstance(x, _Layout) else Const(x),
+        float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        program_id=lambda axis: torch.tensor(block.program),
+        num_programs=lambda axis: torch.tensor(block.programs),
+        arange=lambda start, end, layout: torch.arange(int(start), int(end)),
+        zeros=lambda shape, dtype, layout: torch.zeros([int(n) for n in shape], dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full([int(n) for n in shape], value, dtype=dtype),
+        minimum=lambda a, b: torch.minimum(_tensor(a), _tensor(b)),
+        maximum=lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
+        where=lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)),
+        max=lambda x, axis: x.amax(axis),
+        exp2=torch.exp2, expand_dims=torch.unsqueeze, load=_load,
+        convert_layout=lambda x, layout: x,
+        static_range=range,
+        static_assert=lambda condition: None,
+        thread_barrier=lambda: None,
+        inline_asm_elementwise=_turn,
+        allocate_shared_memory=block.allocate,
+        warp_specialize=block.specialize,
+    )  # fmt: skip
+
+
+class Code:
+    """Device functions as Python ones, for one program."""
+
+    def __init__(self, block: Block) -> None:
+        language = _language(block)
+        self._known: dict[Any, Any] = {}
+        self._named = {
+            "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
+            "fence_async_shared": lambda: None,
+            "mbarrier": SimpleNamespace(
+                init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
+            ),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=block.copy_in, async_copy_shared_to_global=block.copy_out,
+                store_wait=block.store_wait,
+            ),
+        }  # fmt: skip
+
+    def python(self, value: Any) -> Any:
+        """A device function, class or constant."""
+        from triton.language import constexpr
+
+        if isinstance(value, constexpr):
+            return Const(value.value) if isinstance(value.value, int) else value.value
+        if getattr(value, "__triton_aggregate__", False):
+            return self._known.get(value) or self._class(value)
+        function = getattr(value, "fn", None)
+        if not isinstance(function, FunctionType):
+            return value
+        return self._known.get(function) or self._function(function)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        known: dict[str, Any] = {}
+        made = FunctionType(function.__code__, known, function.__name__, function.__defaults__)
+        self._known[function] = made
+        for name in _names(function.__code__):
+            if name in self._named:
+                known[name] = self._named[name]
+            elif name in function.__globals__:
+                known[name] = self.python(function.__globals__[name])
+        return made
+
+    def _class(self, aggregate: Any) -> type:
+        made = self._known[aggregate] = type(aggregate.__name__, (), {})
+        first, *methods = (self.python(m) for m in aggregate.hash_attrs)
+        made.__init__ = first  # type: ignore[misc]
+        for method in methods:
+            setattr(made, method.__name__, method)
+        return made
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: Any, arguments: Any) -> None:
+    """Launch a kernel, one program after the other.
+
+    Args:
+        types: of the run-time arguments by name, in order; those that are not pointers are numbers or ``TensorMap``.
+    """
+    assert tuple(grid[1:]) == (1, 1)
+    given = [
+        Pointer(value, TYPES[kind[1:]])
+        if kind[0] == "*"
+        else torch.tensor(value)
+        if kind in SCALARS
+        else value
+        for value, kind in zip(arguments, types.values(), strict=True)
+    ]
+    # device code's values never change, and become others with the same bits
+    with patch.multiple(Tensor, __iadd__=Tensor.__add__, __imul__=Tensor.__mul__, to=_to):
+        for program in range(grid[0]):
+            made = Code(Block(program, grid[0])).python(function)
+            made(*given, *map(Const, constants.values()))
+
+
+class GroupsDriver(InterpreterDriver):
+    """Kernels of warp groups by ``run``, the others on Triton's interpreter."""
+
+    tensor_map: Any = TensorMap
+
+    def __init__(self, op: str, pack: Pack) -> None:
+        super().__init__(op, pack)
+        storages.watch()
+        self._op = op
+
+    def load(self, variant: Variant) -> Any:
+        kernel_name, form_name, dtype, *_ = variant.name.split("-")
+        kernel = read_declaration(self._op).kernels[kernel_name]
+        if kernel.language != "gluon":
+            return super().load(variant)
+        form = kernel.forms[form_name]
+        function = getattr(import_module(f"csrc_triton.{self._op}"), form.function)
+        types = {name: kind.replace("dtype", dtype) for name, kind in kernel.arguments.items()}
+        constants = {name: variant.numbers[name.lower()] for name in form.constants}
+        return Launchable(lambda grid, arguments: run(function, types, constants, grid, arguments))
