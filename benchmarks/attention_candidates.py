@@ -5,13 +5,14 @@
     python -m benchmarks.attention_candidates tables
 
 ``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
-each head dimension in a pack. Directions are the backward, the packed forward and backward (varlen, varlen_backward)
-and the forward, whose number 0 is the profile as it is. ``measure`` first checks every kernel of all but the last
-against float64 and against the tiles (``attention_trial``), in processes that are killed when a case takes too long: a
-kernel may wait forever. Then it times what passed (the backward with dQ in order, too), beside the tiles and cuDNN (the
-packed forms beside the dense ones), and the forward with 2 and 3 warp groups. It writes results-<directions>.json and,
-as tables to add to the profile, the winners of those that the profile may lack: winners.toml. ``tables`` prints such
-tables of rows that nothing was measured of.
+each head dimension in a pack. Directions are the backward, that of sliding windows (local) and of soft caps (capped),
+the packed forward and backward (varlen, varlen_backward) and the forward, whose number 0 is the profile as it is.
+``measure`` first checks every kernel but the forward's against float64 and against the tiles (``attention_trial``), in
+processes that are killed when a case takes too long: a kernel may wait forever. Then it times what passed (the backward
+with dQ in order, too), beside the tiles and cuDNN (windows beside FlashAttention-2, soft caps beside the tiles alone,
+the packed forms beside the dense ones), and the forward with 2 and 3 warp groups. It writes results-<directions>.json
+and, as tables to add to the profile, the winners of those that the profile may lack: winners.toml. ``tables`` prints
+such tables of rows that nothing was measured of.
 """
 
 from __future__ import annotations
@@ -39,18 +40,23 @@ from . import attention_trial as trial
 
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
 KERNELS = {
-    "forward": FORWARD, "backward": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
+    "forward": FORWARD, "backward": f"{BACKWARD}_groups", "local": f"{BACKWARD}_groups",
+    "capped": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
     "varlen_backward": "flash_attention_varlen_backward_groups",
 }  # fmt: skip
 PACKED = ("varlen", "varlen_backward")  # whose kernels are for full and causal calls both
-NEW = ("backward", *PACKED)  # directions of kernels that a profile may lack, one a head dimension
+# directions of kernels that a profile may lack, one a head dimension
+NEW = ("backward", "local", "capped", *PACKED)
+# What a direction's kernels need beside them. A profile that has rows for windows or soft caps has what they need.
 BESIDE = {
     "backward": (f"{BACKWARD}_finish",),
     "varlen_backward": ("flash_attention_varlen_backward_rows", "flash_attention_varlen_backward_finish"),
-}  # what a direction's kernels need beside them
+}
 OPS = {
     "forward": ("flash_attention",),
     "backward": ("flash_attention_backward",),
+    "local": ("flash_attention_backward",),
+    "capped": ("flash_attention_backward",),
     "varlen": ("flash_attention_varlen", "flash_attention"),
     "varlen_backward": (
         "flash_attention_varlen_backward", "flash_attention_backward", "flash_attention_varlen", "flash_attention",
@@ -58,10 +64,18 @@ OPS = {
 }  # fmt: skip
 DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
-ORDER = {"backward": ("", "_ordered")}  # dQ in any order, and in a fixed one: kernels of their own
+WINDOWS = {"window 1024": 1024, "window 4096": 4096}  # keys before a row's own, of causal calls
+# Of a direction whose kernels are not those of KINDS: how they end, and the calls that run them.
+ENDINGS = {"local": "_local", "capped": "_capped", **dict.fromkeys(PACKED, "")}
+CALLS = {"local": (*WINDOWS,), "capped": ("causal", *WINDOWS), **dict.fromkeys(PACKED, (*KINDS,))}
+SOFTCAP = 50.0  # Gemma 2's
+# dQ in any order, and in a fixed one: kernels of their own
+ORDER = dict.fromkeys(("backward", "local", "capped"), ("", "_ordered"))
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
 FIRST_ROWS = {
     "backward": "the settings of a prototype",
+    "local": "rows of the causal kernels",
+    "capped": "rows of the causal kernels",
     "varlen": "the rows of flash_attention_forward",
     "varlen_backward": "the rows of the dense causal form",
 }
@@ -72,14 +86,15 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
     """What each pack holds: of every problem with one of ``dims`` the candidate of the pack's number, for the full and
     the causal kernel, where they are two."""
     name = KERNELS[direction]
-    found = read_problems(PROFILES / "candidates" / f"{arch}-{name}.toml")
+    ending = ENDINGS.get(direction, "")
+    found = read_problems(PROFILES / "candidates" / f"{arch}-{name}{ending}.toml")
     problems = [problem for problem in found if problem.sizes[0] in dims]
     packs: list[Chosen] = [{}] if direction == "forward" else []
-    for number in range(max(len(p.candidates) for p in problems)):
+    for number in range(max((len(p.candidates) for p in problems), default=0)):
         chosen: Chosen = {}
         for problem in problems:
             if number < len(problem.candidates):
-                kinds = [""] if direction in PACKED else KINDS.values()
+                kinds = [ending] if direction in ENDINGS else KINDS.values()
                 for kind, order in product(kinds, ORDER.get(direction, ("",))):
                     dim = "" if direction == "forward" else f"_{problem.sizes[0]}"
                     kernel = f"{name}{dim}{kind}{order}"
@@ -91,8 +106,11 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
 def tables(arch: str, chosen: Chosen, provenance: str) -> str:
     """Kernels of new directions as tables of a profile, with what they need beside them."""
     found = {kernel: [row] for kernel, ((_, row),) in chosen.items()}
+    whole = [
+        k for k in chosen if not k.removesuffix("_ordered").endswith((ENDINGS["local"], ENDINGS["capped"]))
+    ]
     for direction, kernels in BESIDE.items():
-        if any(kernel.startswith(KERNELS[direction]) for kernel in chosen):
+        if any(kernel.startswith(KERNELS[direction]) for kernel in whole):
             for kernel in kernels:
                 problems = read_problems(PROFILES / "candidates" / f"{arch}-{kernel}.toml")
                 found[kernel] = [_bounded(p.max_n, p.candidates[0]) for p in problems]
@@ -164,7 +182,7 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
     path = folder / f"{arch}.toml"
     shutil.copy(PROFILES / path.name, path)
     if direction in NEW:
-        text = path.read_text().partition(f"\n[kernel.{KERNELS[direction]}")[0]  # winners of another time
+        text = without(path.read_text(), direction)  # winners of another time
         path.write_text(text + (tables(arch, chosen, "a candidate") if chosen else ""))
         return
     for kernel, rows in chosen.items():
@@ -175,6 +193,14 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
         section = re.compile(rf"^\[kernel\.{kernel}\]\n.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
         table = _table(kernel, "candidates", present).lstrip() + "\n"
         path.write_text(section.sub(lambda _: table, text))  # noqa: B023
+
+
+def without(profile: str, direction: str) -> str:
+    """A profile's text without the tables of a new direction; where there is an ending, the others stay."""
+    if ending := ENDINGS.get(direction):
+        table = rf"\n\[kernel\.{KERNELS[direction]}_\d+{ending}(_ordered)?\]\n[^\[]*rows = \[[^\]]*\]\n"
+        return re.sub(table, "", profile)
+    return profile.partition(f"\n[kernel.{KERNELS[direction]}")[0]
 
 
 # ---- On the GPU ----
@@ -234,7 +260,7 @@ def time(
     """TFLOP/s by provider at each point; a candidate's name is its pack's number."""
     jobs = []
     for dim in options.dims:
-        for kind in KINDS:
+        for kind in CALLS.get(direction, KINDS):
             mine = [
                 e for e in entries
                 if e["direction"] == direction and e["dim"] == dim and not e["refused"]
@@ -244,29 +270,40 @@ def time(
             ordered = [e["pack"] for e in mine if in_order(e)]
             if direction == "forward":
                 packs = [0, *packs]
+            if not packs and not ordered:
+                continue
             jobs += [
                 {
                     "dim": dim,
-                    "causal": kind == "causal",
+                    "causal": kind != "full",
+                    "window": WINDOWS.get(kind),
+                    "softcap": SOFTCAP if direction == "capped" else 0.0,
                     "length": length,
                     "packs": packs,
                     "ordered": ordered,
                 }
                 for length in map(int, options.lengths.split(","))
+                if length > WINDOWS.get(kind, 0)
             ]
     lines = []
     for line in trial.run_times(options.folder / direction, options.arch, direction, jobs, options.limit):
         lines.append({"direction": direction, **line})
         shown = ", ".join(f"{name} {value:.0f}" for name, value in line.get("tflops", {}).items())
-        mask = "causal" if line["causal"] else "full"
-        print(f"{direction} {line['dim']} {mask} {line['length']}: {shown or line['wrong']}", flush=True)
+        where = f"{direction} {line['dim']} {kind_of(line)} {line['length']}"
+        print(f"{where}: {shown or line['wrong']}", flush=True)
     return lines
 
 
+def kind_of(line: Mapping[str, Any]) -> str:
+    """What was timed."""
+    window = line.get("window")
+    return f"window {window}" if window else "causal" if line["causal"] else "full"
+
+
 def kinds_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Calls that run a candidate's kernel: packed forms have one for both."""
-    if entry["direction"] in PACKED:
-        return tuple(KINDS)
+    """Calls that run a candidate's kernel."""
+    if entry["direction"] in CALLS:
+        return CALLS[entry["direction"]]
     return ("causal",) if "_causal" in entry["kernel"] else ("full",)
 
 
@@ -293,7 +330,7 @@ def winners(
             line["tflops"][timed_as(entry)] / line["tflops"]["tiles"]
             for line in lines
             if (line["direction"], line["dim"]) == (entry["direction"], entry["dim"])
-            and ("causal" if line["causal"] else "full") in kinds_of(entry) and line["length"] in MEASURED
+            and kind_of(line) in kinds_of(entry) and line["length"] in MEASURED
             and timed_as(entry) in line.get("tflops", {})
         ]  # fmt: skip
         mean = math.prod(ratios) ** (1 / len(ratios)) if ratios else 0.0

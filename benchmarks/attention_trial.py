@@ -26,7 +26,7 @@ from liger_aot.ops.flash_attention import FlashAttention
 from tests.attention_cases import BF16, FP16, Problem
 from tests.attention_gradients import gradient_errors
 
-from . import attention_trial_packed, attention_trial_packed_backward
+from . import attention_trial_packed, attention_trial_packed_backward, attention_trial_windows
 from .attention_trial_packed_backward import distance
 
 PACKED = "flash_attention_varlen"
@@ -116,6 +116,8 @@ def cases(kernel: str) -> list[Any]:
     if kernel.startswith(PACKED):
         return attention_trial_packed.cases(width)
     odd = {64: 40, 96: 72, 128: 104, 192: 136, 256: 216}[width]
+    if "_local" in kernel or "_capped" in kernel:
+        return attention_trial_windows.cases(width, odd, "_capped" in kernel)
     causal = "_causal" in kernel
     shapes = [
         Problem(1, 1, 1, 128, 128, width),
@@ -273,19 +275,23 @@ def time_packed(runs_of: Callable[..., Any], ways: Mapping[int, Any], others: An
 
 
 def time(direction: str, ops: dict[int, Any], tiles: Any, job: Job) -> Job:
-    """TFLOP/s at one point of each pack named, of a backward's deterministic calls, of the tiles and of cuDNN."""
+    """TFLOP/s at one point of each pack named, of a backward's deterministic calls, of the tiles and of cuDNN or, with
+    a window, of FlashAttention-2; of none with a soft cap."""
     from .attention import BACKWARD_FLOPS, TOKENS, WIDTH
 
-    dim, length, causal = job["dim"], job["length"], job["causal"]
+    dim, length, causal, window = job["dim"], job["length"], job["causal"], job["window"]
     shape = (TOKENS // length, length, WIDTH // dim, dim)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(4))
     named = {n: ops[n] for n in job["packs"]}
     if direction == "forward":
         runs = _forward_runs(named, q, k, v, causal)
     else:
-        runs = _backward_runs(named, {n: ops[n] for n in job["ordered"]}, tiles, q, k, v, do, causal)
-    flops = 4 * shape[0] * shape[2] * length**2 * dim / (2 if causal else 1)
-    flops *= BACKWARD_FLOPS if direction == "backward" else 1
+        ordered = {n: ops[n] for n in job["ordered"]}
+        runs = _backward_runs(named, ordered, tiles, q, k, v, do, causal, window, job["softcap"])
+    seen = length**2 / (2 if causal else 1)
+    if window is not None:
+        seen = attention_trial_windows.pairs(length, window)
+    flops = 4 * shape[0] * shape[2] * seen * dim * (1 if direction == "forward" else BACKWARD_FLOPS)
     return speeds(runs, dict.fromkeys(runs, flops))
 
 
@@ -326,24 +332,33 @@ def _backward_runs(
     v: Tensor,
     do: Tensor,
     causal: bool,
+    window: int | None,
+    softcap: float,
 ) -> dict[str, Any]:
     from .attention import _backward
 
     leaves = (q.detach(), k.detach(), v.detach())
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    swapped = [t.transpose(1, 2) for t in (q, k, v)]
-    o, lse, *_ = flash(*swapped, 0.0, causal, False, scale=q.shape[-1] ** -0.5)
-    o, lse = o.transpose(1, 2), lse.contiguous()
+    if window is not None:
+        o, lse = attention_trial_windows.flash(*leaves, window)
+        peer, forward = "flash_attention_2", lambda: attention_trial_windows.flash(*leaves, window)[0]
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        swapped = [t.transpose(1, 2) for t in leaves]
+        o, lse, *_ = flash(*swapped, 0.0, causal, False, scale=q.shape[-1] ** -0.5)
+        o, lse = o.transpose(1, 2), lse.contiguous()
+        peer, forward = "cudnn", lambda: _cudnn(*leaves, causal)
+    bounds = None if window is None else (window, None)
+    keywords = {"causal": causal, "window": bounds, "softcap": softcap}
 
-    def run(op: Any, **keywords: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = op(do, q, k, v, o, lse, causal=causal, **keywords)
+    def run(op: Any, **other: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = op(do, q, k, v, o, lse, **keywords, **other)
         return found[:3]
 
     return {
         **{str(n): partial(run, op) for n, op in ops.items()},
         **{f"{n} ordered": partial(run, op, deterministic=True) for n, op in ordered.items()},
         "tiles": partial(run, tiles),
-        "cudnn": _backward(lambda: _cudnn(*leaves, causal), leaves, do),
+        **({} if softcap else {peer: _backward(forward, leaves, do)}),  # neither has soft caps
     }
 
 

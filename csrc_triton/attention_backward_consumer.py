@@ -20,6 +20,7 @@ from csrc_triton.attention_backward_groups import (
     KEY,
     KEYS,
     KV_HEAD,
+    LAST_ROW,
     noted,
     produce,
     sums_ring,
@@ -27,7 +28,7 @@ from csrc_triton.attention_backward_groups import (
     write_notes,
 )
 from csrc_triton.attention_backward_order import begin_turn, end_turn, keep_order, order_barriers
-from csrc_triton.attention_groups import barriers
+from csrc_triton.attention_groups import LOCAL, barriers
 
 DS_SLOTS = gl.constexpr(4)  # of dS; with four no barrier must say that one is free: see ``step``
 SLAB_BYTES = gl.constexpr(2048)  # eight columns of 64 rows of dQ in float32
@@ -39,7 +40,7 @@ class View:
 
     rows: gl.tensor  # of a head
     jump: gl.tensor  # from the last block of a head to the first of the next, in rows of DQ32
-    masked: gl.tensor  # blocks that start before so many rows of a head take a mask
+    masked: gl.tensor  # blocks that start before so many rows of a head take a mask: see ``crossed``
     scale: gl.tensor  # of scores, in base 2
 
     @gluon.constexpr_function
@@ -173,8 +174,8 @@ def row_values(sums, slot, z):
 
 
 @gluon.jit
-def seen(p, at, notes, g: gl.constexpr, z):
-    """P^T of a block of rows, 0 where a row does not see a key or there is none."""
+def seen(p, at, notes, g: gl.constexpr, z, unseen=0.0):
+    """P^T of a block of rows, ``unseen`` where a row does not see a key or there is none."""
     keys = gl.arange(0, KEYS, z.KEY) + g * KEYS
     hidden = gl.full([KEYS], -1, gl.int32, z.KEY)  # the last of the block's rows that does not see a key
     if z.BOUNDED:
@@ -182,7 +183,20 @@ def seen(p, at, notes, g: gl.constexpr, z):
     hidden = gl.where(keys < noted(notes, COUNT), hidden, z.BLOCK_M)
     # a row's number is a thread's part (in 6) and a constant: compared like this, the constants take no registers
     rows = gl.expand_dims(gl.arange(0, z.BLOCK_M, z.ROW), 0)
-    return gl.where(gl.expand_dims(hidden, 1) - (rows & 6) < (rows & ~6), p, 0.0)
+    p = gl.where(gl.expand_dims(hidden, 1) - (rows & 6) < (rows & ~6), p, unseen)
+    if z.BOUNDED >= LOCAL:
+        last = keys + (noted(notes, LAST_ROW) - at)  # of the block's rows that sees a key
+        p = gl.where(gl.expand_dims(last, 1) - (rows & 6) >= (rows & ~6), p, unseen)
+    return p
+
+
+@gluon.jit
+def crossed(at, masked, notes, g: gl.constexpr, z):
+    """Whether a mask crosses a block of rows for group g: one that starts before so many rows of a head, or ends
+    behind the last that sees the group's first key."""
+    if z.BOUNDED >= LOCAL:
+        return (at < masked) | (at + (z.BLOCK_M - 1 - g * KEYS) > noted(notes, LAST_ROW))
+    return at < masked
 
 
 @gluon.jit
@@ -206,7 +220,7 @@ def step(
     if not z.AHEAD:
         s = warpgroup_mma_wait(panels, deps=(s,))
     p = gl.exp2(s * view.scale - base)  # while dP^T runs
-    if at < view.masked:
+    if crossed(at, view.masked, notes, g, z):
         p = seen(p, at, notes, g, z)
     p_a = gl.convert_layout(p.to(q.first.dtype), z.P)
     dv, dv2 = add_product(p_a, dy, yi, dv, dv2, z)
@@ -335,11 +349,11 @@ def consume(
 @gluon.jit
 def by_groups(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
-    REGISTERS: gl.constexpr, z,
+    REGISTERS: gl.constexpr, z, left=None,
 ):  # fmt: skip
     """A block of 128 keys, whose ``tile`` it is, by two consumer groups and a producer warp. TURNS are None where there
-    is no order."""
-    notes = write_notes(tile, right, len_k)
+    is no order, ``left`` where there is no left bound."""
+    notes = write_notes(tile, right, len_k, left)
     k = tile_ring(K, 2, 1, z)
     v = tile_ring(V, 2, 1, z)
     q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)

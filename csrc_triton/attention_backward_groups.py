@@ -24,8 +24,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_groups import Ring, barriers
+from csrc_triton.attention_groups import LOCAL, Ring, barriers
 
+CAPPED = gl.constexpr(3)  # both bounds and a soft cap
 GROUPS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a group
 
@@ -42,7 +43,7 @@ class BackwardSizes:
     Q_STAGES: gl.constexpr
     DY_STAGES: gl.constexpr
     AHEAD: gl.constexpr
-    BOUNDED: gl.constexpr  # whether rows have a last key that they see
+    BOUNDED: gl.constexpr  # FULL, CAUSAL or LOCAL, as the forward's MASK, or CAPPED
     PACKED: gl.constexpr  # whether tiles are of packed sequences: ``PackedKeyTile``
     S: gl.constexpr  # layouts of S^T and dP^T, of both panels of dK and dV, of P^T and dS^T as an operand
     O1: gl.constexpr
@@ -100,22 +101,26 @@ class KeyTile:
 
 
 @gluon.jit
-def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z):
+def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left=None):
     """This program's. The first keys, which most rows see, come first."""
     both = gl.program_id(0) // tiles_a_head
-    return tile_at(both, gl.program_id(0) - both * tiles_a_head, kv_heads, ratio, len_q, right, z)
+    return tile_at(both, gl.program_id(0) - both * tiles_a_head, kv_heads, ratio, len_q, right, z, left)
 
 
 @gluon.jit
-def tile_at(both, number, kv_heads, ratio, len_q, right, z):
-    """A tile of a head of K; ``both`` counts the heads of all batches. At least one block of rows sees a key."""
+def tile_at(both, number, kv_heads, ratio, len_q, right, z, left=None):
+    """A tile of a head of K; ``both`` counts the heads of all batches. It has at least one block of rows: where no row
+    sees a key, the first, which adds nothing."""
     key = number * z.BLOCK_N
     batch = both // kv_heads
     kv_head = both - batch * kv_heads
     first = 0
     if z.BOUNDED:
         first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
-    blocks = (len_q + z.BLOCK_M - 1) // z.BLOCK_M - first
+    end = len_q
+    if z.BOUNDED >= LOCAL:
+        end = gl.minimum(end, gl.maximum(key + z.BLOCK_N - left, 1))
+    blocks = (end + z.BLOCK_M - 1) // z.BLOCK_M - first
     return KeyTile(
         batch, kv_head, kv_head * ratio, key, first * z.BLOCK_M, blocks * z.BLOCK_M, ratio * blocks
     )
@@ -123,18 +128,24 @@ def tile_at(both, number, kv_heads, ratio, len_q, right, z):
 
 # What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill. BATCH
 # and KEY are coordinates of tensor maps.
-BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, NOTES = (gl.constexpr(i) for i in range(6))
+BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, LAST_ROW, CAP = (gl.constexpr(i) for i in range(7))
 
 
 @gluon.jit
-def write_notes(tile, right, len_k):
-    notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], mbarrier.MBarrierLayout())
+def write_notes(tile, right, len_k, left=None, cap=None):
+    count: gl.constexpr = LAST_ROW if left is None else CAP if cap is None else CAP + 1
+    notes = gl.allocate_shared_memory(gl.int32, [count, 1], mbarrier.MBarrierLayout())
     batch, key = tile.keys_at(0)
     _write(notes, BATCH, batch)
     _write(notes, KV_HEAD, tile.kv_head)
     _write(notes, KEY, key)
     _write(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
     _write(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
+    if left is not None:
+        # the last of the rows walked that sees the first key; each later key is seen by one more
+        _write(notes, LAST_ROW, tile.key - left - tile.row)
+    if cap is not None:
+        _write(notes, CAP, cap.to(gl.int32, bitcast=True))
     return notes
 
 
@@ -148,6 +159,11 @@ def _write(notes, what: gl.constexpr, value):
 def noted(notes, what: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(notes.index(what).load(one), 0)
+
+
+@gluon.jit
+def noted_cap(notes):
+    return noted(notes, CAP).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -43,7 +43,7 @@ def order_barriers(groups: gl.constexpr, warps: gl.constexpr):
 
 
 @gluon.jit
-def tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z):
+def tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=None):
     """This program's tile: ``section`` heads of K at a time take turns. The last keys come first where there is a
     bound."""
     before = gl.program_id(0) // (section * tiles_a_head) * section  # heads in sections before
@@ -52,7 +52,7 @@ def tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z):
     both = gl.program_id(0) - before * tiles_a_head - number * width + before
     if z.BOUNDED:
         number = tiles_a_head - 1 - number
-    return tile_at(both, number, kv_heads, ratio, len_q, right, z)
+    return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
 
 
 @gluon.jit

@@ -32,16 +32,19 @@ from triton.language.core import _aggregate as aggregate
 from csrc_triton.attention_backward_consumer import (
     add_dq,
     add_product,
+    crossed,
     put,
     row_values,
     seen,
     times_rows,
 )
 from csrc_triton.attention_backward_groups import (
+    CAPPED,
     COUNT,
     FIRST_SEES,
     KEYS,
     noted,
+    noted_cap,
     produce,
     sums_ring,
     tile_ring,
@@ -50,6 +53,7 @@ from csrc_triton.attention_backward_groups import (
 from csrc_triton.attention_backward_order import begin_turn, end_turn, keep_order, order_barriers
 from csrc_triton.attention_groups import barriers
 
+UNSEEN = gl.constexpr(1e18)  # so far out of a soft cap that P is 0, and finite when squared
 PART = gl.constexpr(64)  # columns of dQ that ``make_dq`` has in registers
 
 # [64, 64] of float32 as a thread has it in accumulators, four values beside each other: (row, column) of each bit of an
@@ -94,6 +98,23 @@ def put_both(acc, acc2, ring, slot, of, notes, z):
 
 
 @gluon.jit
+def probabilities(s, base, at, masked, scale, notes, z):
+    """P^T of a block of rows; with a soft cap, behind it, 1 - tanh. There the mask is on that: with both live while the
+    mask is worked out, ptxas would spill."""
+    if z.BOUNDED == CAPPED:  # tanh(x) = 1 - u with u = 2 / (1 + exp(2 x))
+        u = 2.0 / (1.0 + gl.exp2(s * (noted_cap(notes) * 2.8853900817779268)))
+        if crossed(at, masked, notes, 0, z):
+            u = seen(u, at, notes, 0, z, UNSEEN)
+        p = gl.exp2((scale - base) - u * scale)
+        return p, u
+    else:
+        p = gl.exp2(s * scale - base)
+        if crossed(at, masked, notes, 0, z):
+            p = seen(p, at, notes, 0, z)
+        return p, p
+
+
+@gluon.jit
 def make_dv(z, tile, notes, DV, k, q, dy, lse, p_ring, scale):
     dv, dv2 = zeros_of(z)
     rows = tile.rows
@@ -110,12 +131,14 @@ def make_dv(z, tile, notes, DV, k, q, dy, lse, p_ring, scale):
         s = times_rows(k, i >> 30, q, qi, z)
         base = row_values(lse, qi, z)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p = gl.exp2(s * scale - base)
         mbarrier.arrive(q.free.index(qi), count=1)
-        if at < masked:
-            p = seen(p, at, notes, 0, z)
+        p, u = probabilities(s, base, at, masked, scale, notes, z)
         mbarrier.wait(p_ring.free.index(0), (i & 1) ^ 1)
-        p_ring.tiles.index(0).store(p)
+        if z.BOUNDED == CAPPED:
+            # times the slope of tanh, which would spill if it was there before the wait
+            p_ring.tiles.index(0).store(p * (u * (2.0 - u)))
+        else:
+            p_ring.tiles.index(0).store(p)
         mbarrier.arrive(p_ring.full.index(0), count=1)
         mbarrier.wait(dy.full.index(yi), (i // z.DY_STAGES) & 1)
         dv, dv2 = add_product(gl.convert_layout(p.to(q.first.dtype), z.P), dy, yi, dv, dv2, z)
@@ -157,6 +180,8 @@ def make_dk(z, tile, notes, DK, v, q, dy, delta, p_ring, ds_ring, scale):
         mbarrier.arrive(q.free.index(qi), count=1)
     # the last rows of Q are spent, as their scores were done before P came: they carry dK out
     natural = scale * 0.6931471805599453
+    if z.BOUNDED == CAPPED:
+        natural *= noted_cap(notes)
     put_both(dk * natural, dk2 * natural, q, (tile.steps - 1) % z.Q_STAGES, DK, notes, z)
 
 
@@ -202,10 +227,11 @@ def add_parts(to, ds, keys):
 @gluon.jit
 def by_roles(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, heads, padded, len_k, right,
-    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z,
+    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, z, left=None, cap=None,
 ):  # fmt: skip
-    """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order."""
-    notes = write_notes(tile, right, len_k)
+    """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order,
+    ``left`` and ``cap`` where there is no left bound and no soft cap."""
+    notes = write_notes(tile, right, len_k, left, cap)
     k = tile_ring(K, 1, 1, z)
     v = tile_ring(V, 1, 1, z)
     q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)

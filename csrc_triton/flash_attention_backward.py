@@ -15,15 +15,14 @@ from csrc_triton.attention_backward_arguments import (
     D64,
     D96,
     D128,
-    D192,
-    D256,
     FINISH,
     GROUPS,
     GROUPS_CONSTANTS,
     IN_ORDER,
     KEYS,
+    LOCAL_KERNELS,
     QUERIES,
-    ROLES_CONSTANTS,
+    ROLES_KERNELS,
     ROWS,
     SINKS,
     TILES_CONSTANTS,
@@ -39,8 +38,6 @@ KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
 BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
 BY_GROUPS_IN_ORDER = {"function": "backward_groups_in_order", "constants": GROUPS_CONSTANTS}
-BY_ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
-BY_ROLES_IN_ORDER = {"function": "backward_roles_in_order", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -89,30 +86,8 @@ DECLARATION = {
         "flash_attention_backward_groups_128_causal_ordered": {
             **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 1}}},
         },
-        "flash_attention_backward_groups_192": {
-            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 0}}},
-        },
-        "flash_attention_backward_groups_192_ordered": {
-            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 0}}},
-        },
-        "flash_attention_backward_groups_192_causal": {
-            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 1}}},
-        },
-        "flash_attention_backward_groups_192_causal_ordered": {
-            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 1}}},
-        },
-        "flash_attention_backward_groups_256": {
-            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 0}}},
-        },
-        "flash_attention_backward_groups_256_ordered": {
-            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 0}}},
-        },
-        "flash_attention_backward_groups_256_causal": {
-            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 1}}},
-        },
-        "flash_attention_backward_groups_256_causal_ordered": {
-            **IN_ORDER, "forms": {"roles": {**BY_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 1}}},
-        },
+        **ROLES_KERNELS,
+        **LOCAL_KERNELS,
         "flash_attention_backward_finish": FINISH,
     },
 }  # fmt: skip
@@ -278,6 +253,110 @@ def backward_roles_in_order(
     by_roles(
         Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
         right, REGISTERS, DQ_REGISTERS, z,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_groups_local(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    left, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_groups`` with a left bound, too: row r sees the keys from r + left on, before r + right."""
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
+    by_groups(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, z, left,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_groups_local_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, left,
+    TURNS, section, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_groups_in_order`` with a left bound, too."""
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
+    by_groups(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, z, left,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles_local(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    left, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_roles`` with a left bound, too: row r sees the keys from r + left on, before r + right."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z, left,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles_local_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, left,
+    TURNS, section,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_roles_in_order`` with a left bound, too."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z, left,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles_capped(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    left, cap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_roles`` with a left bound and a soft cap; ``cap`` and ``scale`` are as the forward takes them."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z, left, cap,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_roles_capped_in_order(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, left,
+    cap, TURNS, section,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
+    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """``backward_roles_in_order`` with a left bound and a soft cap."""
+    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
+    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
+    by_roles(
+        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
+        right, REGISTERS, DQ_REGISTERS, z, left, cap,
     )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import liger_aot
-from benchmarks import attention_candidates, attention_trial
+from benchmarks import attention_candidates, attention_trial, attention_trial_windows
+from build_tools.paths import PROFILES
 from tests.attention_cases import Problem
 from tests.tolerances import REFERENCE
 
@@ -46,6 +47,9 @@ def test_a_process_that_hangs_is_killed() -> None:
         "flash_attention_backward_groups_96",
         "flash_attention_backward_groups_64_causal",
         "flash_attention_backward_groups_128_causal_ordered",
+        "flash_attention_backward_groups_64_local",
+        "flash_attention_backward_groups_256_local_ordered",
+        "flash_attention_backward_groups_256_capped",
     ],
 )
 def test_cases_are_the_kernels(kernel: str) -> None:
@@ -159,6 +163,41 @@ def test_the_packed_forwards_kernel_wins_by_both_masks() -> None:
     ]
     chosen, reached = attention_candidates.winners(entries, lines)
     assert chosen[kernel][0][1] == {"number": 1} and reached == {kernel: round(6**0.5, 3)}
+
+
+def test_a_windows_kernel_wins_by_both_windows() -> None:
+    name = "flash_attention_backward_groups_64_local"
+    entries = [
+        {"direction": "local", "pack": n, "kernel": name, "dim": 64, "row": {"number": n}, "refused": None}
+        for n in range(2)
+    ]
+    lines = [
+        {"direction": "local", "dim": 64, "causal": True, "window": w, "length": 8192, "tflops": tflops}
+        for w, tflops in (
+            (1024, {"0": 400, "1": 200, "tiles": 100}),
+            (4096, {"0": 100, "1": 300, "tiles": 100}),
+            (None, {"0": 900, "1": 1, "tiles": 100}),
+        )
+    ]
+    chosen, reached = attention_candidates.winners(entries, lines)
+    assert chosen[name][0][1] == {"number": 1} and reached == {name: round(6**0.5, 3)}
+
+
+@pytest.mark.parametrize("length", [2048, 8192])
+@pytest.mark.parametrize("window", [0, 1024])
+def test_pairs(length: int, window: int) -> None:
+    assert attention_trial_windows.pairs(length, window) == sum(min(r, window) + 1 for r in range(length))
+
+
+def test_a_profile_without_windows_keeps_the_rest() -> None:
+    profile = (PROFILES / "sm90.toml").read_text()
+    chosen = attention_candidates.candidates("sm90", "local")[0]
+    more = profile + attention_candidates.tables("sm90", chosen, "a test")
+    chosen = attention_candidates.candidates("sm90", "capped")[0]
+    more = attention_candidates.without(
+        more + attention_candidates.tables("sm90", chosen, "a test"), "capped"
+    )
+    assert more != profile and attention_candidates.without(more, "local") == profile
 
 
 def test_a_candidate_replaces_its_row_alone(tmp_path: Any) -> None:

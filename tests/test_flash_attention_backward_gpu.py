@@ -121,6 +121,10 @@ REPEATED = [
     Problem(2, 8, 8, 1500, 1500, 128, FP16, window=(None, 200)),
     Problem(2, 4, 4, 600, 600, 192, causal=True),
     Problem(1, 6, 2, 1300, 2000, 232, FP16),
+    Problem(1, 8, 2, 5000, 5000, 128, window=(1024, 0)),
+    Problem(2, 4, 4, 1500, 1200, 64, FP16, window=(100, None)),
+    Problem(1, 4, 1, 1200, 2500, 256, window=(300, 20)),
+    Problem(1, 4, 2, 1500, 1500, 256, window=(300, 0), softcap=20.0),
 ]
 
 

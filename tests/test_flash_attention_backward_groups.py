@@ -324,7 +324,7 @@ def test_finish(pack: Pack, dim: int, columns: int) -> None:
 
 
 def test_candidates_are_written_once() -> None:
-    for direction in ("backward", "forward", "varlen"):
+    for direction in ("backward", "local", "capped", "forward", "varlen"):
         packs = candidates("sm90", direction)
         for kernel in {k for p in packs for k in p}:
             rows = [json.dumps([problem.max_n, row]) for p in packs for problem, row in p.get(kernel, ())]

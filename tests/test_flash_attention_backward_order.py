@@ -83,8 +83,10 @@ def tile_of(*values: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("block_m", "block_n"), [(64, 128), (128, 128), (64, 64)])
-# keys behind its own that a row sees
-@pytest.mark.parametrize("after", [None, 0, 63, 200, 1000])
+# keys before and behind its own that a row sees
+@pytest.mark.parametrize(
+    ("before", "after"), [*((None, n) for n in (None, 0, 63, 200, 1000)), (0, 0), (70, 5), (200, None)]
+)
 @pytest.mark.parametrize(
     ("len_q", "len_k"), [(1, 1), (512, 512), (300, 300), (777, 300), (300, 777), (1000, 40), (40, 1000)]
 )
@@ -93,16 +95,19 @@ def test_turns(
     device: Device,
     len_q: int,
     len_k: int,
+    before: int | None,
     after: int | None,
     block_m: int,
     block_n: int,
     section: int,
     warps: int,
 ) -> None:
-    """Each block of rows of each query head is added to once by each block of keys that it sees, or sees in part."""
+    """Each block of rows of each query head is added to once by each block of keys that it sees, or sees in part; keys
+    that no row sees have the first block."""
     batch, kv_heads, ratio = 2, 2, 3
-    bounded = after is not None
+    bounded = 0 if before is after is None else 1 if before is None else 2
     right = len_k - len_q + after + 1 if after is not None else LONGEST
+    left = len_k - len_q - before if before is not None else None
     padded = -(-len_q // 128) * 128
     tiles = -(-len_k // block_n)
     z = SimpleNamespace(BLOCK_M=block_m, BLOCK_N=block_n, BOUNDED=bounded)
@@ -110,19 +115,22 @@ def test_turns(
     order.added = order.turn
     wanted: dict[int, list[int]] = {}
     device.programs = batch * kv_heads * tiles
-    left = {(b, h, t) for b in range(batch) for h in range(kv_heads) for t in range(tiles)}
+    missing = {(b, h, t) for b in range(batch) for h in range(kv_heads) for t in range(tiles)}
     for program in range(device.programs):
         device.program = program
-        tile = ordering.tile_in_order.fn(tiles, section, kv_heads, ratio, len_q, right, z)
-        left.remove((tile.batch, tile.kv_head, tile.key // block_n))
+        tile = ordering.tile_in_order.fn(tiles, section, kv_heads, ratio, len_q, right, z, left)
+        missing.remove((tile.batch, tile.kv_head, tile.key // block_n))
         for w in range(warps):
             ordering.keep_order.fn(z, tile, Number(1), order, tiles, kv_heads * ratio, padded, right, w)
         first = (tile.batch * kv_heads + tile.kv_head) * ratio
+        # the last row of the block sees the tile's first key, and the first one the last
+        rows = [
+            row
+            for row in range(0, len_q, block_m)
+            if row + block_m - 1 + right > tile.key and (left is None or row + left < tile.key + block_n)
+        ]
         for head in range(first, first + ratio):
-            for row in range(0, len_q, block_m):
-                if (
-                    row + block_m - 1 + right > tile.key
-                ):  # the last row of the block sees the tile's first key
-                    at = 1 + head * (padded // block_m) + row // block_m
-                    wanted.setdefault(at, []).append(program)
-    assert device.added == wanted and not left
+            for row in rows or [0]:
+                at = 1 + head * (padded // block_m) + row // block_m
+                wanted.setdefault(at, []).append(program)
+    assert device.added == wanted and not missing

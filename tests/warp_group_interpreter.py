@@ -27,6 +27,7 @@ from tests import storages
 from tests.drivers import InterpreterDriver, Launchable
 
 PATIENCE = 20.0  # seconds a group waits for a barrier
+SCALARS = ("i32", "fp32")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
 
 
@@ -47,6 +48,9 @@ class Pointer:
 
     def __add__(self, elements: Any) -> Pointer:
         return Pointer(self.address + int(elements) * self.dtype.itemsize, self.dtype)
+
+    def to(self, integers: torch.dtype) -> Pointer:
+        return self
 
 
 class TensorMap:
@@ -124,7 +128,7 @@ class Block:
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype == torch.int64:
             made = [Barrier() for _ in range(int(shape[0]))]
-            return SimpleNamespace(index=lambda i: made[int(i)])
+            return SimpleNamespace(index=lambda i: made[int(i)], shape=shape)
         garbage = torch.nan if dtype.is_floating_point else -7
         return Shared(torch.full([int(n) for n in shape], garbage, dtype=dtype))
 
@@ -238,6 +242,20 @@ def add_dq(to: Pointer, dq: Tensor) -> None:
     memory(to.address, to.dtype, dq.numel()).index_add_(0, at.flatten(), dq.flatten())
 
 
+def _turn(assembly: str, constraints: str, operands: list[Any], *rest: Any) -> None:
+    """A turn of ``attention_backward_order``. Programs run one after the other: one that waits would wait for ever."""
+    at, number = operands
+    turn = memory(at.address, torch.int32, 1)
+    if "st.release" in assembly:
+        turn[0] = number
+    else:
+        assert "ld.acquire" in assembly and turn[0] == number, "nobody passes this turn on"
+
+
+def _to(x: Tensor, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
+    return x.view(dtype) if bitcast else x.type(dtype)
+
+
 def _language(block: Block) -> SimpleNamespace:
     names = (
         "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout",
@@ -255,11 +273,13 @@ def _language(block: Block) -> SimpleNamespace:
         minimum=lambda a, b: torch.minimum(_tensor(a), _tensor(b)),
         maximum=lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
         where=lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)),
-        max=lambda x, axis: x.amax(axis).long(),
+        max=lambda x, axis: x.amax(axis),
         exp2=torch.exp2, expand_dims=torch.unsqueeze, load=_load,
         convert_layout=lambda x, layout: x,
         static_range=range,
         static_assert=lambda condition: None,
+        thread_barrier=lambda: None,
+        inline_asm_elementwise=_turn,
         allocate_shared_memory=block.allocate,
         warp_specialize=block.specialize,
     )  # fmt: skip
@@ -329,10 +349,15 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
     """
     assert tuple(grid[1:]) == (1, 1)
     given = [
-        Pointer(value, TYPES[kind[1:]]) if kind[0] == "*" else torch.tensor(value) if kind == "i32" else value
+        Pointer(value, TYPES[kind[1:]])
+        if kind[0] == "*"
+        else torch.tensor(value)
+        if kind in SCALARS
+        else value
         for value, kind in zip(arguments, types.values(), strict=True)
     ]
-    with patch.object(Tensor, "__iadd__", Tensor.__add__):  # device code's values never change
+    # device code's values never change, and become others with the same bits
+    with patch.multiple(Tensor, __iadd__=Tensor.__add__, __imul__=Tensor.__mul__, to=_to):
         for program in range(grid[0]):
             made = Code(Block(program, grid[0])).python(function)
             made(*given, *map(Const, constants.values()))

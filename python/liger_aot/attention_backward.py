@@ -177,22 +177,25 @@ def padded_rows(shape: Shape, blocks: Sequence[int]) -> int:
 def groups_kernel(
     on: OpOn, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
 ) -> str | None:
-    """The kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver encodes no
-    tensor maps, or the call is for the tiles."""
-    if not for_groups(on, settings, needed):
+    """The kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, or it is not for
+    them."""
+    if not for_groups(on, needed):
         return None
     width = groups_width(dim)
     name = f"{KERNEL}_groups_{width}"
-    name += "_causal" if settings.right >= 0 else ""
+    if settings.softcap:
+        name += "_capped"
+    elif settings.left >= 0:
+        name += "_local"
+    elif settings.right >= 0:
+        name += "_causal"
     name += "_ordered" if deterministic else ""
     return name if name in on.kernels else None
 
 
-def for_groups(on: OpOn, settings: Settings, needed: Sequence[bool]) -> bool:
-    """Whether a call with ``bounded`` settings may be for warp groups: the tiles have left bounds and soft caps, and
-    make one gradient alone."""
-    together = needed[0] and (needed[1] or needed[2])
-    return together and on.tensor_map is not None and settings.left < 0 and not settings.softcap
+def for_groups(on: OpOn, needed: Sequence[bool]) -> bool:
+    """Whether a call may be for warp groups: the driver encodes tensor maps, and the tiles make one gradient alone."""
+    return on.tensor_map is not None and needed[0] and (needed[1] or needed[2])
 
 
 def backward_kernels(dim: int) -> tuple[str, ...]:

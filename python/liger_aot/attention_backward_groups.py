@@ -34,8 +34,8 @@ class GroupsProducts:
         self._turns = rows // block_m if kernel.endswith("_ordered") else 0
         tiles = -(-shape.len_k // loaded.numbers["block_n"])
         self._programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
-        scale, _ = scales_of(settings)
-        right, _ = bounds_of(shape, settings)
+        scale, cap = scales_of(settings)
+        right, left = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
         # in order, heads take turns to start a block, as many as fit onto the GPU together: the blocks of one head then
         # start one after the other, as they add to dQ
@@ -49,6 +49,8 @@ class GroupsProducts:
             shape.len_q,
             shape.len_k,
             right,
+            *((left,) if settings.left >= 0 or cap else ()),
+            *((cap,) if cap else ()),
         )
         dk = torch.empty(k.shape, dtype=k.dtype, device="meta")
         sums = torch.empty((shape.batch, shape.heads, 1, padded), dtype=torch.float32, device="meta")

@@ -159,7 +159,7 @@ def backward_groups_kernel(
     """The backward's kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver
     encodes no tensor maps, or the call is for the tiles. Those are deterministic, too."""
     name = f"{OP}_backward_groups_{groups_width(dim)}"
-    taken = not deterministic and for_groups(own, settings, needed)
+    taken = for_groups(own, needed) and not (deterministic or settings.left >= 0 or settings.softcap)
     return name if taken and name in own.kernels else None
 
 
