@@ -87,15 +87,16 @@ def walk_held(
     for row in range(first, n_rows, step):
         folded = fold(include_kept(sums, kept, given, include, dtype), given, dtype)
         out_row = out[0] + row * out_stride[0]
-        kept = finish_kept(
-            out_row, ins, strides, kept, folded, row + step, n_rows, n_kept, blocks, at, wanted(told, given), given,
-            zero, finish, FILL, dtype, WORDS,
-        )  # fmt: skip
+        here = wanted(told, given)
         sums = begin(row + step, told, given, LINES, layout)
         told = look(row + 2 * step, given)
         ask_first = ask_row
         wants = wanted_of(asked, wanted, given)
-        asked = (asked[1], look(ask_row + 2 * step, given))
+        asked = (asked[1], look(ask_first + 2 * step, given))
+        kept = finish_kept(
+            out_row, ins, strides, kept, folded, row + step, n_rows, n_kept, blocks, at, here, given, zero,
+            finish, FILL, dtype, WORDS,
+        )  # fmt: skip
         for i in range(blocks):
             async_copy.wait_group(AHEAD - 1)
             tiles = tiles_in(rings, slot, layout)
@@ -165,17 +166,16 @@ def walk_again(
     for i in range(held):
         ask(slots, i, ins, strides, first, (again + i) * WORDS, (at >= 0) & here)
     kept = load_kept(ins, strides, first, n_kept, blocks, at, here, FILL, WORDS, KEPT)
+    sums = begin(first, told, given, LINES, layout)
+    told = look(first + step, given)
     slot = 0
     for row in range(first, n_rows, step):
         # A held block is asked for SLOTS - 1 groups of copies before it is waited for, or more; a block of the ring,
         # AHEAD - 1. Empty groups stand in for what is not asked for.
         for _ in range(held, SLOTS):
             async_copy.commit_group()
-        sums = begin(row, told, given, LINES, layout)
-        told = look(row + step, given)
         ask_first = ask_row
         wants = wanted_of(asked, wanted, given)
-        asked = (asked[1], asked[2], look(ask_row + 3 * step, given))
         for i in range(again):
             async_copy.wait_group(AHEAD - 1)
             tiles = tiles_in(ring, slot, layout)
@@ -193,6 +193,9 @@ def walk_again(
         folded = fold(include_kept(sums, kept, given, include, dtype), given, dtype)
         out_row = out[0] + row * out_stride[0]
         here = wanted(told, given)
+        sums = begin(row + step, told, given, LINES, layout)
+        told = look(row + 2 * step, given)
+        asked = (asked[1], asked[2], look(ask_first + 3 * step, given))
         for i in range(again):
             async_copy.wait_group(AHEAD - 1)
             tiles = tiles_in(ring, slot, layout)
