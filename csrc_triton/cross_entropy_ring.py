@@ -2,8 +2,8 @@
 computed; ``row_ring`` walks.
 
 ``given`` are the arguments of ``cross_entropy_both``, with the two numbers of TOTALS in place of their address. What
-is read of a row beside its logits is asked for while the row before it is written. A row whose target is ignored is not
-read: zeros stand in for it, and the factor of its gradient is 0.
+is read of a row beside its logits is asked for before the row ahead of it is written. A row whose target is ignored is
+not read: zeros stand in for it, and the factor of its gradient is 0.
 """
 
 from triton.experimental import gluon
@@ -24,6 +24,7 @@ from csrc_triton.row_ring import walk_rows
 from csrc_triton.softmax_ring import LOWEST, nothing
 
 LOG2_E = gl.constexpr(1.4426950408889634)
+LOGITS, TARGETS, RESULTS, SCALES = (gl.constexpr(i) for i in range(4))  # the parts of ``given``
 IGNORED = gl.constexpr(-1)
 WRONG = gl.constexpr(-2)
 
@@ -38,14 +39,16 @@ def unseen(x):
 @gluon.jit
 def look(row, given):
     """A row's target, in words; that of the nearest row where there is none."""
-    T, n_rows, words = given[5], given[11], given[13]
+    _, _, n_rows, _ = given[LOGITS]
+    T, words, _ = given[TARGETS]
     at = T + unseen(gl.minimum(gl.maximum(row, 0), n_rows - 1)) * words
     return gl.load(at), gl.load(at + (words - 1))
 
 
 @gluon.jit
 def wanted(told, given):
-    return target_from(told[0], told[1], given[13]) != given[10]
+    _, words, ignore_index = given[TARGETS]
+    return target_from(told[0], told[1], words) != ignore_index
 
 
 @gluon.jit
@@ -53,26 +56,22 @@ def begin(row, told, given, LINES: gl.constexpr, layout: gl.constexpr):
     """(greatest logit in units of log(2), sum of powers relative to it) of each line; of the row the column of its
     target, IGNORED, or WRONG where the target is no class; its target's logit and weight, and what GRAD holds for it.
     """
-    X, _, _, _, _, _, W, GRAD, x_stride, g_stride, ignore_index, n_rows, n_cols, words, _, flags, _, _ = given
+    X, x_stride, n_rows, n_cols = given[LOGITS]
+    _, words, ignore_index = given[TARGETS]
+    W, GRAD, g_stride, _, _, _, flags = given[SCALES]
     lines: gl.constexpr = gl.SliceLayout(1, layout)
     row = unseen(row)
-    t = target_from(told[0], told[1], words)
     here = row < n_rows
-    known = (t >= 0) & (t < n_cols)
-    own = gl.where(t == ignore_index, IGNORED, gl.where(known & here, t.to(gl.int32), WRONG))
+    t = target_from(told[0], told[1], words)
+    own = gl.where((t >= 0) & (t < n_cols) & here, t.to(gl.int32), WRONG)
+    own = gl.where(t == ignore_index, IGNORED, own)
     known = own >= 0
     # Read here, before any thread writes the row: the exchange between all threads in ``fold`` lies between.
     x_t = gl.load(X + row * x_stride + own, mask=known, other=0.0)
     w = weight_of(W, own, known, flags)
     grad = gl.load(GRAD + row * g_stride, mask=here & ((flags & GIVEN) != 0), other=1.0)
-    return (
-        gl.full([LINES], LOWEST, gl.float32, lines),
-        gl.zeros([LINES], gl.float32, lines),
-        own,
-        x_t,
-        w,
-        grad,
-    )
+    peak, total = gl.full([LINES], LOWEST, gl.float32, lines), gl.zeros([LINES], gl.float32, lines)
+    return peak, total, own, x_t, w, grad
 
 
 @gluon.jit
@@ -96,28 +95,17 @@ def include(sums, tiles, given, dtype: gl.constexpr):
 
 @gluon.jit
 def fold(sums, given, dtype: gl.constexpr):
-    """A row's greatest logit and its sum, the factor of its powers, what is taken away at its target, and of the target
-    what ``begin`` gives."""
+    """A row's greatest logit, its sum, the factor of its powers and what is taken away at its target; and of that what
+    ``begin`` gives."""
     peak, total, own, x_t, w, grad = sums
-    weights, count = given[16], given[17]
+    _, _, _, weights, count, z_scale, flags = given[SCALES]
     highest = gl.max(peak, 0)
     total = gl.sum(total * gl.exp2(peak - highest), 0)
     x_t = x_t.to(gl.float32)
     lse, _, _ = logarithms(highest, total, x_t)
     a, _, c = row_factors(
-        grad / weights,
-        grad / count,
-        own == IGNORED,
-        own >= 0,
-        lse,
-        x_t,
-        w,
-        0.0,
-        1.0,
-        0.0,
-        given[14],
-        given[15],
-    )
+        grad / weights, grad / count, own == IGNORED, own >= 0, lse, x_t, w, 0.0, 1.0, 0.0, z_scale, flags
+    )  # fmt: skip
     a = gl.where(own == IGNORED, 0.0, a / total)
     return highest, total, a, c, own, x_t, w
 
@@ -136,7 +124,10 @@ def finish(tiles, folded, given, dtype: gl.constexpr):
 def end(row, folded, given, dtype: gl.constexpr):
     """The gradient at the target, over that of another thread, and the row's statistics."""
     highest, total, a, c, own, x_t, w = folded
-    X, LOSS, LSE, PARTS, FLAG, T, _, _, x_stride, _, _, n_rows, _, words, z_scale, flags, _, _ = given
+    X, x_stride, n_rows, _ = given[LOGITS]
+    T, words, _ = given[TARGETS]
+    LOSS, LSE, PARTS, FLAG = given[RESULTS]
+    _, _, _, _, _, z_scale, flags = given[SCALES]
     row, n_rows = unseen(row), unseen(n_rows)
     known = own >= 0
     gl.thread_barrier()
@@ -160,8 +151,8 @@ def both_in_ring(
     weights = gl.load(TOTALS, mask=divided, other=1.0)
     count = gl.load(TOTALS + 1, mask=divided, other=1.0)
     given = (
-        X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale, flags,
-        weights, count,
+        (X, x_stride, n_rows, n_cols), (T, words, ignore_index), (LOSS, LSE, PARTS, FLAG),
+        (W, GRAD, g_stride, weights, count, z_scale, flags),
     )  # fmt: skip
     walk_rows(
         X, (X,), x_stride, (x_stride,), n_rows, n_cols, given, look, wanted, begin, include, fold, finish, end, FILL,

@@ -75,9 +75,9 @@ def test_rows_of_every_length(numbers: str, ahead: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers,ahead,n", [(HELD, 2, 64), (HELD, 1, 208), (HELD, 4, 320), (AGAIN, 2, 960), (AGAIN, 4, 448)]
-)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+    "numbers,ahead,n,dtype",
+    [(HELD, 2, 64, BF16), (HELD, 1, 208, FP32), (HELD, 4, 320, BF16), (AGAIN, 2, 656, FP32), (AGAIN, 4, 448, FP16)],
+)  # fmt: skip
 def test_ignored_rows_are_not_read(
     numbers: str, ahead: int, n: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -124,10 +124,6 @@ def test_all_that_scales_a_row(numbers: str, tmp_path: Path) -> None:
                 assert not found[name][..., ~kept].any()
         error = worst(found["gradient"], wanted["gradient"], way.allowed)
         assert error <= 1, f"{dtype}: {error} of what is allowed"
-        torch.testing.assert_close(
-            found["gradient"].double(), wanted["gradient"], rtol=2.0 ** {FP32: -17, BF16: -7, FP16: -10}[dtype],
-            atol=1e-7,
-        )  # fmt: skip
     assert forms(way) == {"ring"}
 
 
@@ -146,10 +142,7 @@ def test_targets_out_of_range_and_infinite_logits(numbers: str, tmp_path: Path) 
         wanted = _expected(logits, target.where(target != wrong, IGNORED), RowLoss())
         found = _found(on, logits, target, RowLoss(), flag=flag.data_ptr())
         assert flag.item() == wrong
-        assert (
-            found["loss"].isnan().tolist() == [i in (1, 4, 5, 6) for i in range(8)]
-            or wanted["loss"].isnan().any()
-        )
+        assert found["loss"].isnan().tolist() == [i in (1, 4, 5, 6) for i in range(8)]
         assert found["gradient"].isnan().all(1).tolist() == [i in (1, 4, 5, 6) for i in range(8)]
         for name in ("loss", "gradient"):
             rows = [0, 2, 3, 7]
