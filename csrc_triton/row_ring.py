@@ -20,7 +20,9 @@ what was read last is the likeliest to be in a cache still. Of 512 KB a half is 
 is 34 of the second-level cache's 50 MB. Held blocks are finished last, and each slot is given to a copy of the next
 row's. (Blocks of two rows in turn, as above, would put 150 MB of traffic between the first and the second read.)
 
-Every thread reads back what it copied itself.
+Every thread reads back what it copied itself, and writes the same places: OUT may be the input. What a row needs
+beside its elements, single values, is loaded ahead of its blocks: a load that stands behind theirs in the queue would
+be waited for until they are there.
 """
 
 from triton.experimental import gluon
@@ -210,16 +212,10 @@ def walk_again(
         )  # fmt: skip
         for i in range(held):
             tiles = tiles_in(slots, i, layout)
-            ask(
-                slots,
-                i,
-                ins,
-                strides,
-                row + step,
-                (again + i) * WORDS,
-                (at >= 0) & (row + step < n_rows) & here,
-            )
-            gl.store(out_row + (again + i) * WORDS, finish(tiles, folded, given, dtype))
+            word = (again + i) * WORDS
+            there = (at >= 0) & (row + step < n_rows) & here
+            ask(slots, i, ins, strides, row + step, word, there)
+            gl.store(out_row + word, finish(tiles, folded, given, dtype))
         end(row, folded, given, dtype)
     async_copy.wait_group(0)
 
