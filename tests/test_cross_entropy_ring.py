@@ -4,6 +4,7 @@ a few blocks."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from liger_aot import losses
 from liger_aot.loss_checks import RowLoss
-from tests import test_cross_entropy  # not its classes: those would be collected once more
+from tests import drivers, test_cross_entropy  # not its classes: those would be collected once more
 from tests.cross_entropy_cases import IGNORED
 from tests.op_tests import BF16, DTYPES, FP16, FP32, Case, Way
 from tests.own_tables import way_with
@@ -155,6 +156,21 @@ def test_other_rows_take_other_forms(tmp_path: Path) -> None:
     for case in (Case((3, 80), BF16, shift=1), Case((3, 81), BF16), Case((3, 336), BF16)):
         TESTS.check(way.op, case, way.allowed)
     assert forms(way) == {"long"}
+
+
+def test_programs_walk_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of them than multiprocessors; of other forms one a row."""
+    on = test_cross_entropy._on(of_rings(tmp_path / "pack"))
+    launched, launch = [], drivers.Launchable.launch
+
+    def recorded(self: drivers.Launchable, device: int, stream: int, x: int, *more: Any) -> None:
+        launched.append(x)
+        launch(self, device, stream, x, *more)
+
+    monkeypatch.setattr(drivers.Launchable, "launch", recorded)
+    for rows, n in ((1, 64), (9, 64), (9, 336)):
+        _found(on, torch.randn(rows, n), torch.zeros(rows, dtype=torch.int64), RowLoss())
+    assert launched == [1, drivers.MULTIPROCESSORS, 9]
 
 
 def _found(
