@@ -6,7 +6,8 @@
   PARTS[3, rows]: the target's logit, the weighted sum of the logits (``full`` alone), the z-loss. ``full`` knows
   smoothing, softcap and the greatest logit's column (PREDICTED) too.
 - ``gradient`` writes DX from X and LSE; DX may be X. ``full`` knows softcap, and class weights with smoothing, too.
-- ``both`` writes what ``forward`` does and the gradient over the logits, with the second read from the caches.
+- ``both`` writes what ``forward`` does and the gradient over the logits, with the second read from the caches or, in
+  ``ring``, none.
 - ``totals`` adds up rows in a fixed order, into TOTALS (the sum of the targets' weights, their count) and the results.
 - ``scale`` multiplies rows in place by a number on the device, and returns at once where that is 1.
 
@@ -16,9 +17,12 @@ sum are then the part's, and the gradient is right with the LSE of all parts.
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from csrc_triton.cross_entropy_both import both_in_row, both_in_tile
 from csrc_triton.cross_entropy_full import full_forward, full_gradient
+from csrc_triton.cross_entropy_ring import both_in_ring
 from csrc_triton.cross_entropy_rows import (
     BY_TARGET,
     around,
@@ -116,6 +120,15 @@ DECLARATION = {
                     "function": "both_long",
                     "constants": ["BLOCK", "KEEP", "SPLIT", "HELD", "REPACK", "PATCH"],
                     "defaults": {"KEEP": False, "SPLIT": False, "HELD": 0, "REPACK": False, "PATCH": False},
+                },
+                "ring": {
+                    "language": "gluon",
+                    "function": "both_ring",
+                    "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
+                    "defaults": {"WHOLE": True},
+                    "covers": "SLOTS * BLOCK + KEPT * BLOCK",
+                    "any_length": "WHOLE",
+                    "requires": {"aligned": [True]},
                 },
             },
         },
@@ -318,6 +331,18 @@ def both_long(
     both_in_row(
         X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
         flags, BLOCK, KEEP, SPLIT, HELD, REPACK, PATCH,
+    )  # fmt: skip
+
+
+@gluon.jit
+def both_ring(
+    X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
+    flags, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
+    both_in_ring(
+        X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
+        flags, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
     )  # fmt: skip
 
 

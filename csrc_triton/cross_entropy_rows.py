@@ -28,6 +28,12 @@ GIVEN = tl.constexpr(32)  # gradients are multiplied by GRAD
 def target_of(T, row, here, words):
     low = tl.load(T + row * words, mask=here, other=0)
     high = tl.load(T + row * words + (words - 1), mask=here, other=0)
+    return target_from(low, high, words)
+
+
+@triton.jit
+def target_from(low, high, words):
+    """A target from its lowest and its highest word."""
     high = tl.where(words == 2, high, low >> 31)
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 

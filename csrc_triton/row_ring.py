@@ -20,7 +20,9 @@ what was read last is the likeliest to be in a cache still. Of 512 KB a half is 
 is 34 of the second-level cache's 50 MB. Held blocks are finished last, and each slot is given to a copy of the next
 row's. (Blocks of two rows in turn, as above, would put 150 MB of traffic between the first and the second read.)
 
-Every thread reads back what it copied itself.
+Every thread reads back what it copied itself, and writes the same places: OUT may be the input. What a row needs
+beside its elements, single values, is loaded ahead of its blocks: a load that stands behind theirs in the queue would
+be waited for until they are there.
 """
 
 from triton.experimental import gluon
@@ -29,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from csrc_triton.norm_ring import lines_layout
 from csrc_triton.row_ring_parts import (
+    among,
     as_words,
     ask,
     elements_of,
@@ -38,14 +41,16 @@ from csrc_triton.row_ring_parts import (
     load_kept,
     rings_of,
     tiles_in,
+    wanted_of,
     words_of_block,
 )
 
 
 @gluon.jit
 def walk_held(
-    OUT, ins, out_stride, strides, n_rows, n_cols, scale,
-    begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, finish: gl.constexpr, FILL: gl.constexpr,
+    OUT, ins, out_stride, strides, n_rows, n_cols, given,
+    look: gl.constexpr, wanted: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr,
+    finish: gl.constexpr, end: gl.constexpr, FILL: gl.constexpr,
     BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """``walk_rows`` of at most SLOTS + KEPT blocks."""
@@ -65,50 +70,63 @@ def walk_held(
     rings = rings_of(ins, COPIES, LINES)
     ask_row, ask_block = first, 0
     for i in range(zero + COPIES):  # not unrolled
-        there = (at >= 0) & (ask_row < n_rows) & (blocks > 0)
+        there = (at >= 0) & (ask_row < n_rows) & (blocks > 0) & wanted(look(ask_row, given), given)
         ask(rings, i, ins, strides, ask_row, ask_block * WORDS, there)
         ask_block += 1
         ask_row = gl.where(ask_block < blocks, ask_row, ask_row + step)
         ask_block = gl.where(ask_block < blocks, ask_block, 0)
-    kept = load_kept(ins, strides, first, n_kept, blocks, at, FILL, WORDS, KEPT)
-    sums = begin(LINES, layout)
+    asked = (look(ask_row, given), look(ask_row + step, given))
+    told = look(first, given)
+    kept = load_kept(ins, strides, first, n_kept, blocks, at, wanted(told, given), FILL, WORDS, KEPT)
+    sums = begin(first, told, given, LINES, layout)
+    told = look(first + step, given)
     for i in range(blocks):
         async_copy.wait_group(COPIES - 1)
-        sums = include(sums, tiles_in(rings, i, layout), scale, dtype)
+        sums = include(sums, tiles_in(rings, i, layout), given, dtype)
         async_copy.commit_group()  # an empty one: the next wait is for the next block
     slot = 0
     next_slot = blocks
     for row in range(first, n_rows, step):
-        folded = fold(include_kept(sums, kept, scale, include, dtype), scale, dtype)
+        folded = fold(include_kept(sums, kept, given, include, dtype), given, dtype)
         out_row = out[0] + row * out_stride[0]
+        here = wanted(told, given)
+        sums = begin(row + step, told, given, LINES, layout)
+        told = look(row + 2 * step, given)
+        ask_first = ask_row
+        wants = wanted_of(asked, wanted, given)
+        asked = (asked[1], look(ask_first + 2 * step, given))
         kept = finish_kept(
-            out_row, ins, strides, kept, folded, row + step, n_rows, n_kept, blocks, at, scale, zero,
+            out_row, ins, strides, kept, folded, row + step, n_rows, n_kept, blocks, at, here, given, zero,
             finish, FILL, dtype, WORDS,
         )  # fmt: skip
-        sums = begin(LINES, layout)
         for i in range(blocks):
             async_copy.wait_group(AHEAD - 1)
             tiles = tiles_in(rings, slot, layout)
             next_tiles = tiles_in(rings, next_slot, layout)
-            ask(rings, slot, ins, strides, ask_row, ask_block * WORDS, (at >= 0) & (ask_row < n_rows))
-            gl.store(out_row + i * WORDS, finish(tiles, folded, scale, dtype))
-            sums = include(sums, next_tiles, scale, dtype)
+            word = ask_block * WORDS
+            there = (at >= 0) & (ask_row < n_rows) & among(wants, ask_row, ask_first, step)
+            ask(rings, slot, ins, strides, ask_row, word, there)
+            gl.store(out_row + i * WORDS, finish(tiles, folded, given, dtype))
+            sums = include(sums, next_tiles, given, dtype)
             slot = gl.where(slot < COPIES - 1, slot + 1, 0)
             next_slot = gl.where(next_slot < COPIES - 1, next_slot + 1, 0)
             ask_block += 1
             ask_row = gl.where(ask_block < blocks, ask_row, ask_row + step)
             ask_block = gl.where(ask_block < blocks, ask_block, 0)
+        end(row, folded, given, dtype)
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def ask_again(rings, slot, ins, strides, row, use, step, n_rows, again, at, WORDS: gl.constexpr):
+def ask_again(
+    rings, slot, ins, strides, row, use, step, n_rows, again, at, wants, wants_from, WORDS: gl.constexpr
+):  # fmt: skip
     """Begin the copy for a ``use`` of the ring: blocks of ``row`` from ``again`` - 1 to 0, then of the row after it
-    from 0. The next use."""
+    from 0. ``wants`` are of the rows from ``wants_from`` on. The next use."""
     second = use < again
     block = gl.where(second, again - 1 - use, use - again)
     of = gl.where(second, row, row + step)
-    there = (at >= 0) & (of < n_rows) & (again > 0)
+    there = (at >= 0) & (of < n_rows) & (again > 0) & among(wants, of, wants_from, step)
     ask(rings, slot, ins, strides, of, block * WORDS, there)
     last = use + 1 >= 2 * again
     return gl.where(last, row + step, row), gl.where(last, 0, use + 1)
@@ -116,8 +134,9 @@ def ask_again(rings, slot, ins, strides, row, use, step, n_rows, again, at, WORD
 
 @gluon.jit
 def walk_again(
-    OUT, ins, out_stride, strides, n_rows, n_cols, scale,
-    begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, finish: gl.constexpr, FILL: gl.constexpr,
+    OUT, ins, out_stride, strides, n_rows, n_cols, given,
+    look: gl.constexpr, wanted: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr,
+    finish: gl.constexpr, end: gl.constexpr, FILL: gl.constexpr,
     BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """``walk_rows`` of any length."""
@@ -139,68 +158,95 @@ def walk_again(
     slots = rings_of(ins, SLOTS, LINES)
     ask_row, use = first - step, again
     for i in range(zero + AHEAD):  # not unrolled
-        ask_row, use = ask_again(ring, i, ins, strides, ask_row, use, step, n_rows, again, at, WORDS)
+        wants = wanted_of((look(ask_row, given), look(ask_row + step, given)), wanted, given)
+        ask_row, use = ask_again(
+            ring, i, ins, strides, ask_row, use, step, n_rows, again, at, wants, ask_row, WORDS
+        )  # fmt: skip
+    asked = (look(ask_row, given), look(ask_row + step, given), look(ask_row + 2 * step, given))
+    told = look(first, given)
+    here = wanted(told, given)
     for i in range(held):
-        ask(slots, i, ins, strides, first, (again + i) * WORDS, at >= 0)
-    kept = load_kept(ins, strides, first, n_kept, blocks, at, FILL, WORDS, KEPT)
+        ask(slots, i, ins, strides, first, (again + i) * WORDS, (at >= 0) & here)
+    kept = load_kept(ins, strides, first, n_kept, blocks, at, here, FILL, WORDS, KEPT)
+    sums = begin(first, told, given, LINES, layout)
+    told = look(first + step, given)
     slot = 0
     for row in range(first, n_rows, step):
         # A held block is asked for SLOTS - 1 groups of copies before it is waited for, or more; a block of the ring,
         # AHEAD - 1. Empty groups stand in for what is not asked for.
         for _ in range(held, SLOTS):
             async_copy.commit_group()
-        sums = begin(LINES, layout)
+        ask_first = ask_row
+        wants = wanted_of(asked, wanted, given)
         for i in range(again):
             async_copy.wait_group(AHEAD - 1)
             tiles = tiles_in(ring, slot, layout)
-            ask_row, use = ask_again(ring, slot, ins, strides, ask_row, use, step, n_rows, again, at, WORDS)
+            ask_row, use = ask_again(
+                ring, slot, ins, strides, ask_row, use, step, n_rows, again, at, wants, ask_first, WORDS
+            )  # fmt: skip
             slot = gl.where(slot < AHEAD - 1, slot + 1, 0)
-            sums = include(sums, tiles, scale, dtype)
+            sums = include(sums, tiles, given, dtype)
             if i < held:
-                sums = include(sums, tiles_in(slots, i, layout), scale, dtype)
+                sums = include(sums, tiles_in(slots, i, layout), given, dtype)
         for i in range(again, held):
             async_copy.wait_group(AHEAD - 1)
-            sums = include(sums, tiles_in(slots, i, layout), scale, dtype)
+            sums = include(sums, tiles_in(slots, i, layout), given, dtype)
             async_copy.commit_group()
-        folded = fold(include_kept(sums, kept, scale, include, dtype), scale, dtype)
+        folded = fold(include_kept(sums, kept, given, include, dtype), given, dtype)
         out_row = out[0] + row * out_stride[0]
+        here = wanted(told, given)
+        sums = begin(row + step, told, given, LINES, layout)
+        told = look(row + 2 * step, given)
+        asked = (asked[1], asked[2], look(ask_first + 3 * step, given))
         for i in range(again):
             async_copy.wait_group(AHEAD - 1)
             tiles = tiles_in(ring, slot, layout)
-            ask_row, use = ask_again(ring, slot, ins, strides, ask_row, use, step, n_rows, again, at, WORDS)
+            ask_row, use = ask_again(
+                ring, slot, ins, strides, ask_row, use, step, n_rows, again, at, wants, ask_first, WORDS
+            )  # fmt: skip
             slot = gl.where(slot < AHEAD - 1, slot + 1, 0)
-            gl.store(out_row + (again - 1 - i) * WORDS, finish(tiles, folded, scale, dtype))
+            gl.store(out_row + (again - 1 - i) * WORDS, finish(tiles, folded, given, dtype))
         kept = finish_kept(
-            out_row, ins, strides, kept, folded, row + step, n_rows, n_kept, blocks, at, scale, zero,
+            out_row, ins, strides, kept, folded, row + step, n_rows, n_kept, blocks, at, here, given, zero,
             finish, FILL, dtype, WORDS,
         )  # fmt: skip
         for i in range(held):
             tiles = tiles_in(slots, i, layout)
-            ask(slots, i, ins, strides, row + step, (again + i) * WORDS, (at >= 0) & (row + step < n_rows))
-            gl.store(out_row + (again + i) * WORDS, finish(tiles, folded, scale, dtype))
+            word = (again + i) * WORDS
+            there = (at >= 0) & (row + step < n_rows) & here
+            ask(slots, i, ins, strides, row + step, word, there)
+            gl.store(out_row + word, finish(tiles, folded, given, dtype))
+        end(row, folded, given, dtype)
     async_copy.wait_group(0)
 
 
 @gluon.jit
 def walk_rows(
-    OUT, ins, out_stride, strides, n_rows, n_cols, scale,
-    begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, finish: gl.constexpr, FILL: gl.constexpr,
+    OUT, ins, out_stride, strides, n_rows, n_cols, given,
+    look: gl.constexpr, wanted: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr,
+    finish: gl.constexpr, end: gl.constexpr, FILL: gl.constexpr,
     BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Rows program_id, program_id + programs, ..., in blocks of BLOCK columns: WHOLE rows of at most SLOTS + KEPT
     blocks, or rows of any length.
 
-    What is computed, where dtype is that of OUT and ``ins``: ``begin(LINES, layout)`` gives sums of nothing, a tuple of
-    one value a line of a tile; ``include(sums, tiles, scale, dtype)`` adds a block, of which it gets one tile of each
-    input; ``fold(sums, scale, dtype)`` makes of a row's sums what ``finish(tiles, folded, scale, dtype)`` takes for the
-    words of a block of OUT. What is past the end of a row is FILL to ``include``."""
+    What is computed, where dtype is that of OUT and ``ins``, and all get what is ``given``: ``begin(row, told, given,
+    LINES, layout)`` gives sums of nothing, a tuple of one value a line of a tile, and what else a row needs;
+    ``include(sums, tiles, given, dtype)`` adds a block, of which it gets one tile of each input; ``fold(sums, given,
+    dtype)`` makes of a row's sums what ``finish(tiles, folded, given, dtype)`` takes for the words of a block of OUT;
+    ``end(row, folded, given, dtype)`` comes when all of a row's blocks are stored. What is past the end of a row is
+    FILL to ``include``.
+
+    ``look(row, given)`` loads what is ``told`` of a row beside its elements, a row of time before anything uses it, and
+    for rows that are not there, before the first and past the last, too; ``wanted(told, given)``: whether the row is
+    read at all. The blocks of one that is not are zeros, and FILL those that are kept."""
     if WHOLE:
         walk_held(
-            OUT, ins, out_stride, strides, n_rows, n_cols, scale, begin, include, fold, finish, FILL,
+            OUT, ins, out_stride, strides, n_rows, n_cols, given, look, wanted, begin, include, fold, finish, end, FILL,
             BLOCK, SLOTS, AHEAD, KEPT,
         )  # fmt: skip
     else:
         walk_again(
-            OUT, ins, out_stride, strides, n_rows, n_cols, scale, begin, include, fold, finish, FILL,
+            OUT, ins, out_stride, strides, n_rows, n_cols, given, look, wanted, begin, include, fold, finish, end, FILL,
             BLOCK, SLOTS, AHEAD, KEPT,
         )  # fmt: skip

@@ -85,29 +85,29 @@ def tiles_at(ins, strides, row, word, mask, FILL: gl.constexpr):
 
 @gluon.jit
 def load_kept(
-    ins, strides, row, n_kept, blocks, at, FILL: gl.constexpr, WORDS: gl.constexpr, KEPT: gl.constexpr
+    ins, strides, row, n_kept, blocks, at, here, FILL: gl.constexpr, WORDS: gl.constexpr, KEPT: gl.constexpr
 ):
     """A row's last blocks, in registers: of each a tile of each input."""
     kept = ()
     for i in gl.static_range(KEPT):
-        kept += (tiles_at(ins, strides, row, (blocks + i) * WORDS, at < n_kept - i * WORDS, FILL),)
+        kept += (tiles_at(ins, strides, row, (blocks + i) * WORDS, (at < n_kept - i * WORDS) & here, FILL),)
     return kept
 
 
 @gluon.jit
-def include_kept(sums, kept, scale, include: gl.constexpr, dtype: gl.constexpr):
+def include_kept(sums, kept, given, include: gl.constexpr, dtype: gl.constexpr):
     for i in gl.static_range(len(kept)):
-        sums = include(sums, kept[i], scale, dtype)
+        sums = include(sums, kept[i], given, dtype)
     return sums
 
 
 @gluon.jit
 def finish_kept(
-    out_row, ins, strides, kept, folded, next_row, n_rows, n_kept, blocks, at, scale, zero,
+    out_row, ins, strides, kept, folded, next_row, n_rows, n_kept, blocks, at, here, given, zero,
     finish: gl.constexpr, FILL: gl.constexpr, dtype: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """The next row's blocks, each loaded as soon as the one under way has left its registers. ``zero`` is 0, but where
-    the compiler can't know it, or it would keep fp32 copies of kept pairs, too."""
+    """The next row's blocks, each loaded, if the row is ``here``, as soon as the one under way has left its registers.
+    ``zero`` is 0, but where the compiler can't know it, or it would keep fp32 copies of kept pairs, too."""
     new = ()
     for i in gl.static_range(len(kept)):
         tiles = ()
@@ -118,6 +118,41 @@ def finish_kept(
                 tiles += (kept[i][j] ^ zero,)
         word = (blocks + i) * WORDS
         mask = at < n_kept - i * WORDS
-        gl.store(out_row + word, finish(tiles, folded, scale, dtype), mask=mask)
-        new += (tiles_at(ins, strides, next_row, word, mask & (next_row < n_rows), FILL),)
+        gl.store(out_row + word, finish(tiles, folded, given, dtype), mask=mask)
+        new += (tiles_at(ins, strides, next_row, word, mask & (next_row < n_rows) & here, FILL),)
     return new
+
+
+@gluon.jit
+def wanted_of(told, wanted: gl.constexpr, given):
+    """``wanted`` of what is told of some rows, a tuple."""
+    found = ()
+    for i in gl.static_range(len(told)):
+        found += (wanted(told[i], given),)
+    return found
+
+
+@gluon.jit
+def among(wants, row, first, step):
+    """The one of rows ``first``, ``first`` + ``step``, ... that is ``row``'s."""
+    found = wants[0]
+    for i in gl.static_range(len(wants) - 1):
+        found = gl.where(row == first + (i + 1) * step, wants[i + 1], found)
+    return found
+
+
+@gluon.jit
+def look_nowhere(row, given):
+    """``look`` where nothing is told of a row beside its elements."""
+    return ()
+
+
+@gluon.jit
+def always(told, given):
+    """``wanted`` where every row is read."""
+    return True
+
+
+@gluon.jit
+def end_plainly(row, folded, given, dtype: gl.constexpr):
+    """``end`` where all that is stored are a row's blocks."""

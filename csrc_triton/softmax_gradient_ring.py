@@ -6,11 +6,12 @@ from triton.experimental.gluon import language as gl
 
 from csrc_triton.packed import even, odd, pair_up
 from csrc_triton.row_ring import walk_rows
+from csrc_triton.row_ring_parts import always, end_plainly, look_nowhere
 from csrc_triton.softmax_gradient import gradient, summand
 
 
 @gluon.jit
-def begin(LINES: gl.constexpr, layout: gl.constexpr):
+def begin(row, told, scale, LINES: gl.constexpr, layout: gl.constexpr):
     return (gl.zeros([LINES], gl.float32, gl.SliceLayout(1, layout)),)
 
 
@@ -67,11 +68,11 @@ def gradient_ring(
     """See ``row_ring.walk_rows``."""
     if KIND == "softmax":
         walk_rows(
-            DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, begin, include_softmax, fold,
-            finish_softmax, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+            DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, look_nowhere, always, begin,
+            include_softmax, fold, finish_softmax, end_plainly, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
         )  # fmt: skip
     else:
         walk_rows(
-            DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, begin, include_log_softmax, fold,
-            finish_log_softmax, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+            DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, look_nowhere, always, begin,
+            include_log_softmax, fold, finish_log_softmax, end_plainly, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from csrc_triton.packed import even, odd, pair_up
 from csrc_triton.row_ring import walk_rows
+from csrc_triton.row_ring_parts import always, end_plainly, look_nowhere
 
 LN_2 = gl.constexpr(0.6931471805599453)
 # Where maxima start: not at -inf, whose difference from itself is NaN.
@@ -27,7 +28,7 @@ def powers(x, peak, scale):
 
 
 @gluon.jit
-def begin(LINES: gl.constexpr, layout: gl.constexpr):
+def begin(row, told, scale, LINES: gl.constexpr, layout: gl.constexpr):
     """(maximum, sum of powers relative to it) of each line."""
     lines: gl.constexpr = gl.SliceLayout(1, layout)
     return gl.full([LINES], LOWEST, gl.float32, lines), gl.zeros([LINES], gl.float32, lines)
@@ -110,11 +111,11 @@ def normalize_ring(
     FILL: gl.constexpr = nothing(X.dtype.element_ty)
     if LOG:
         walk_rows(
-            Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, begin, include, fold_logarithms,
-            finish_logarithms, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+            Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, look_nowhere, always, begin, include,
+            fold_logarithms, finish_logarithms, end_plainly, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
         )  # fmt: skip
     else:
         walk_rows(
-            Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, begin, include, fold_powers, finish_powers, FILL,
-            BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+            Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, look_nowhere, always, begin, include,
+            fold_powers, finish_powers, end_plainly, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
         )  # fmt: skip

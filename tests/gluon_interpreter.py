@@ -68,6 +68,9 @@ class _Gluon:
     def num_warps(self) -> int:
         return 4
 
+    def thread_barrier(self) -> None:
+        """A program's threads take every step together."""
+
     def convert_layout(self, value: Any, layout: Any) -> Any:
         return value
 

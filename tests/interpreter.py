@@ -174,7 +174,7 @@ def _teach_inline_assembly() -> None:
         (ty,) = types
         data = [v.data for v in values]
         operation = text.split()[0]
-        if operation == "mov.b32":
+        if operation in ("mov.b32", "mov.b64"):
             result = data[0].copy()
         elif operation == "ld.relaxed.gpu.global.u64":
             mask = np.ones_like(data[0], dtype=bool)

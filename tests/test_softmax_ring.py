@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from build_tools.declaration import read_declaration
-from build_tools.plan import plan
-from build_tools.profile import read_profile
-from liger_aot.manifest import Pack
 from tests import test_log_softmax, test_softmax  # not their classes: those would be collected once more
-from tests.conftest import built_pack
-from tests.drivers import InterpreterDriver, bound_op
 from tests.op_tests import BF16, DTYPES, FP16, FP32, Case, OpTests, Way
-from tests.pack_edits import add_kernels, edit
-from tests.small_op import hardware, write_profile
+from tests.own_tables import way_with
 from tests.softmax_rows import check_special_rows
 
 # On the interpreter, whose NumPy warns of differences to -inf
@@ -54,18 +46,8 @@ ROWS = (1, 2, 7)
 
 def of_rings(tests: OpTests, folder: Path, numbers: str = HELD, ahead: int = 2) -> Way:
     """The op with rings of these numbers; "long" ones where they don't reach, and where anything is not aligned."""
-    built, name = built_pack("sm90"), tests.op_class.name
-    folder.mkdir()
-    for file in ("manifest.json", f"{name}.json"):
-        shutil.copy(built.folder / file, folder / file)
-    text = hardware("sm90") + TABLES.replace("OP", name).replace(
-        "NUMBERS", numbers.replace("AHEAD", str(ahead))
-    )
-    profile = read_profile("sm90", write_profile(folder / "profiles", "sm90", text))
-    edit(folder / f"{name}.json", lambda document: document["kernels"].clear())
-    add_kernels(folder / f"{name}.json", plan(read_declaration(name), profile))
-    allowed = {**built.tolerance, "bf16": built.tolerance["bf16"] * 2}  # as in op_tests.made
-    return Way(bound_op(tests.op_class, Pack(folder), InterpreterDriver), "cpu", allowed)
+    text = TABLES.replace("OP", tests.op_class.name).replace("NUMBERS", numbers.replace("AHEAD", str(ahead)))
+    return way_with(tests.op_class, folder, text)
 
 
 @pytest.fixture(

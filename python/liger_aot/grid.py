@@ -5,6 +5,14 @@ from __future__ import annotations
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn
 
 
+def programs_of(on: OpOn, loaded: Loaded, rows: int) -> int:
+    """Of a kernel that takes so many rows a program or, where a profile says how many programs a multiprocessor gets,
+    walks the rows."""
+    if "programs_per_multiprocessor" in loaded.numbers:
+        return persistent(on, loaded, rows)[0]
+    return -(-rows // loaded.rows)
+
+
 def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
     """(programs, groups of them that share rows, programs a group) of a kernel whose programs walk the rows.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_aot.grid import programs_of
 from liger_aot.layout import rows_of
 from liger_aot.loss_checks import WORDS, RowLoss
 from liger_aot.runtime import OpOn
@@ -200,7 +201,7 @@ def gradient_in_place(
     aligned, device = not (x_at | stride | n) & 15, on.device
     loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
     loaded.launch(
-        device, on.stream(device), -(-rows // loaded.rows), 1, 1,
+        device, on.stream(device), programs_of(on, loaded, rows), 1, 1,
         x_at, losses.data_ptr(), lse.data_ptr(), _at(parts), flag, target.data_ptr(), _at(weight), _at(grad),
         _at(totals), stride, 0 if grad is None or grad.numel() == 1 else 1, row_loss.ignore_index, rows, n,
         WORDS[target.dtype], row_loss.lse_square_scale, flags,

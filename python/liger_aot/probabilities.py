@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_aot.differentiable import DifferentiableOp, Tensors
-from liger_aot.grid import persistent
+from liger_aot.grid import programs_of
 from liger_aot.layout import rows_of
 from liger_aot.op import Problem, check_rows
-from liger_aot.runtime import Loaded, OpOn
 
 
 class RowProbabilities(DifferentiableOp):
@@ -53,7 +52,7 @@ class RowProbabilities(DifferentiableOp):
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
         device = on.device
         loaded.launch(
-            device, on.stream(device), _programs(on, loaded, rows), 1, 1,
+            device, on.stream(device), programs_of(on, loaded, rows), 1, 1,
             y_at, x_at, n, x_stride, rows, n, *self.forward_numbers(settings),
         )  # fmt: skip
         return (y,)
@@ -78,7 +77,7 @@ class RowProbabilities(DifferentiableOp):
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
         device = on.device
         loaded.launch(
-            device, on.stream(device), _programs(on, loaded, rows), 1, 1,
+            device, on.stream(device), programs_of(on, loaded, rows), 1, 1,
             dx_at, dy_at, y_at, n, dy_stride, y_stride, rows, n, *self.backward_numbers(settings),
         )  # fmt: skip
         return (dx,)
@@ -90,9 +89,3 @@ class RowProbabilities(DifferentiableOp):
         return tuple(
             Problem(f"{self.name}_{way}", (dtype,), n % 16 == 0, n) for way in ("forward", "backward")
         )
-
-
-def _programs(on: OpOn, loaded: Loaded, rows: int) -> int:
-    if "programs_per_multiprocessor" in loaded.numbers:
-        return persistent(on, loaded, rows)[0]
-    return -(-rows // loaded.rows)

@@ -1,4 +1,4 @@
-"""The rings that softmax's and log-softmax's candidates for Hopper ask for: they fit their kernels and the chip."""
+"""The rings of long rows that candidates for Hopper ask for: they fit their kernels and the chip."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from build_tools.profile import read_profile, read_row
 from build_tools.tune import read_problems
 
 ARCH = "sm90"
+KERNELS = [  # the op, the kernel, the inputs that it reads
+    ("softmax", "softmax_forward", 1),
+    ("softmax", "softmax_backward", 2),
+    ("log_softmax", "log_softmax_forward", 1),
+    ("log_softmax", "log_softmax_backward", 2),
+    ("cross_entropy", "cross_entropy_both", 1),
+]
 
 
-def rings(op: str, way: str) -> list[list[Variant]]:
+def rings(op: str, name: str) -> list[list[Variant]]:
     """Of every problem that has any, those of its first dtype."""
-    profile, kernel = read_profile(ARCH), read_declaration(op).kernels[f"{op}_{way}"]
+    profile, kernel = read_profile(ARCH), read_declaration(op).kernels[name]
     found = []
-    for problem in read_problems(PROFILES / "candidates" / f"{ARCH}-{kernel.name}.toml"):
+    for problem in read_problems(PROFILES / "candidates" / f"{ARCH}-{name}.toml"):
         bound = {} if problem.max_n is None else {"max_n": problem.max_n}
         rows = [read_row("a candidate", {**c, **bound}, profile.arch) for c in problem.candidates]
         for row in rows:
@@ -31,13 +38,11 @@ def rings(op: str, way: str) -> list[list[Variant]]:
     return [variants for variants in found if variants]
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
-def test_candidates_fit(op: str, way: str) -> None:
+@pytest.mark.parametrize("op,kernel,inputs", KERNELS)
+def test_candidates_fit(op: str, kernel: str, inputs: int) -> None:
     """Shared memory for its blocks, and no candidate twice."""
     arch = read_profile(ARCH).arch
-    inputs = 1 if way == "forward" else 2
-    problems = rings(op, way)
+    problems = rings(op, kernel)
     assert len(problems) >= 2
     for variants in problems:
         assert len({v.name for v in variants}) == len(variants)
@@ -49,14 +54,13 @@ def test_candidates_fit(op: str, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
-def test_no_candidate_spills(op: str, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("op,kernel", [(op, kernel) for op, kernel, _ in KERNELS])
+def test_no_candidate_spills(op: str, kernel: str, tmp_path: Path) -> None:
     """Of each problem the one that keeps the most registers of a thread's."""
     profile = read_profile(ARCH)
     kept = [
         max(variants, key=lambda v: v.constants["KEPT"] * v.constants["BLOCK"] // v.options["num_warps"])
-        for variants in rings(op, way)
+        for variants in rings(op, kernel)
     ]
     compiled = compile_variants(kept, profile, cache=tmp_path, workers=1, progress=False)
     for variant in kept:

@@ -1,0 +1,39 @@
+"""Ops on the interpreter whose kernels are launched by tables of a test's own."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from build_tools.declaration import read_declaration
+from build_tools.plan import plan
+from build_tools.profile import read_profile
+from liger_aot.differentiable import DifferentiableOp
+from liger_aot.manifest import Pack
+from tests.conftest import built_pack
+from tests.drivers import InterpreterDriver, bound_op
+from tests.op_tests import Way
+from tests.pack_edits import add_kernels, edit
+from tests.small_op import hardware, write_profile
+
+
+def way_with(op_class: type[DifferentiableOp], folder: Path, tables: str) -> Way:
+    """The op of sm90's built pack, but for the kernels that ``tables``, a profile's, are of: those are launched by
+    them. ``folder`` is made."""
+    built, name = built_pack("sm90"), op_class.name
+    folder.mkdir()
+    for file in ("manifest.json", *(f"{op}.json" for op in (name, *op_class.uses))):
+        shutil.copy(built.folder / file, folder / file)
+    profile = read_profile("sm90", write_profile(folder / "profiles", "sm90", hardware("sm90") + tables))
+    declaration = read_declaration(name)
+    kernels = {kernel: declaration.kernels[kernel] for kernel in profile.tables}
+
+    def forget(document: dict[str, dict[str, object]]) -> None:
+        for kernel in kernels:
+            document["kernels"].pop(kernel, None)
+
+    edit(folder / f"{name}.json", forget)
+    add_kernels(folder / f"{name}.json", plan(replace(declaration, kernels=kernels), profile))
+    allowed = {**built.tolerance, "bf16": built.tolerance["bf16"] * 2}  # as in op_tests.made
+    return Way(bound_op(op_class, Pack(folder), InterpreterDriver), "cpu", allowed)
