@@ -17,6 +17,20 @@ from tests.op_tests import Way
 from tests.pack_edits import add_kernels, edit
 from tests.small_op import hardware, write_profile
 
+# Of rings of blocks of 64 columns: up to five blocks; up to seven, of which some are read again, the first of them from
+# one program's first row on.
+HELD = "max_n = 320, slots = 3, ahead = AHEAD"
+AGAIN = "max_n = 1000000, slots = 4, ahead = AHEAD, whole = false"
+# No block but those that are kept, one more, as many as there are slots for, more; last blocks of one line or two, and
+# whole ones.
+LENGTHS = (16, 64, 80, 128, 144, 192, 208, 256, 304, 320)
+LONGER = (384, 400, 448, 512, 656, 960)
+
+
+def with_rings(tables: str, numbers: str, ahead: int) -> str:
+    """HELD or AGAIN, with a number of blocks ahead, in place of NUMBERS."""
+    return tables.replace("NUMBERS", numbers.replace("AHEAD", str(ahead)))
+
 
 def way_with(op_class: type[DifferentiableOp], folder: Path, tables: str) -> Way:
     """The op of sm90's built pack, but for the kernels that ``tables``, a profile's, are of: those are launched by

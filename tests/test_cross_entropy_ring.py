@@ -16,7 +16,7 @@ from liger_aot.loss_checks import RowLoss
 from tests import drivers, test_cross_entropy  # not its classes: those would be collected once more
 from tests.cross_entropy_cases import IGNORED
 from tests.op_tests import BF16, DTYPES, FP16, FP32, Case, Way
-from tests.own_tables import way_with
+from tests.own_tables import AGAIN, HELD, LENGTHS, LONGER, way_with, with_rings
 from tests.tolerances import worst
 
 # On the interpreter, whose NumPy warns of differences to -inf
@@ -35,20 +35,14 @@ rows = [
   { form = "long", block = 64, num_warps = 4 },
 ]
 """
-# Up to five blocks; up to seven, of which some are read again.
-HELD = "max_n = 320, slots = 3, ahead = AHEAD"
-AGAIN = "max_n = 1000000, slots = 4, ahead = AHEAD, whole = false"
-# No block but those that are kept, one more, as many as there are slots for, more; last blocks of one line or two, and
-# whole ones. Programs, of which there are two, have one row each, one of them alone, or four and five.
-LENGTHS = (16, 64, 80, 128, 144, 192, 208, 256, 304, 320)
-LONGER = (384, 400, 448, 512, 656, 960)
+# Programs, of which there are two, have one row each, one of them alone, or four and five.
 ROWS = (1, 2, 9)
 TESTS = test_cross_entropy.TestCrossEntropyInPlace()
 
 
 def of_rings(folder: Path, numbers: str = HELD, ahead: int = 2) -> Way:
     """The op with rings of these numbers; "long" ones where they don't reach, and where anything is not aligned."""
-    return way_with(TESTS.op_class, folder, TABLE.replace("NUMBERS", numbers.replace("AHEAD", str(ahead))))
+    return way_with(TESTS.op_class, folder, with_rings(TABLE, numbers, ahead))
 
 
 def forms(way: Way) -> set[str]:

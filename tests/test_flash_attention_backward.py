@@ -13,10 +13,9 @@ from torch import Tensor
 import liger_aot
 from liger_aot.attention import LOG2_E, LONGEST
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.manifest import Pack, Variant
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
-from tests import amd_emulator
+from tests import amd_emulator, recording
 from tests.attention_cases import BF16, EMPTY, FP16, Problem
 from tests.attention_gradients import SMALL_GRADIENTS, check_gradients, gradient_errors
 from tests.conftest import built_pack
@@ -243,35 +242,13 @@ def test_bad_input(name: str) -> None:
 # ---- What is launched ----
 
 
-class Recorder:
-    """A driver that launches nothing and keeps what it was asked, by kernel."""
-
-    def __init__(self, op: str, pack: Pack) -> None:
-        self.launches: dict[str, tuple[Any, ...]] = {}
-        self.loaded: dict[str, Variant] = {}
-
-    def load(self, variant: Variant) -> Any:
-        recorder, kind = self, variant.name.split("-")[0].removeprefix("flash_attention_backward_")
-        self.loaded[kind] = variant
-
-        class Kernel:
-            def launch(self, *arguments: Any) -> None:
-                recorder.launches[kind] = arguments[2:]
-
-        return Kernel()
-
-    def stream(self, device: int) -> int:
-        return 0
+class Recorder(recording.RecordingDriver):
+    prefix = "flash_attention_backward_"
+    tensor_map = None  # type: ignore[assignment]
 
 
-def recorded(problem: Problem, arch: str, lse: Tensor | None = None) -> Recorder:
-    made: list[Recorder] = []
-
-    def driver(op: str, pack: Pack) -> Any:
-        made.append(Recorder(op, pack))
-        return made[-1]
-
-    op = bound_op(FlashAttentionBackward, built_pack(arch), driver)
+def recorded(problem: Problem, arch: str, lse: Tensor | None = None) -> recording.RecordingDriver:
+    op, made = recording.recorded(FlashAttentionBackward, built_pack(arch), Recorder)
     q, k, v, sinks = problem.tensors()
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
     op(q, q, k, v, q, torch.zeros(problem.batch, problem.heads, problem.len_q), **keywords)

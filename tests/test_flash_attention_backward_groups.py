@@ -21,13 +21,14 @@ from build_tools.paths import PROFILES
 from build_tools.plan import Plan
 from build_tools.profile import Profile
 from liger_aot.attention import LOG2_E, LONGEST
-from liger_aot.manifest import Pack, Variant
+from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
 from tests.conftest import built_pack
-from tests.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
+from tests.drivers import MULTIPROCESSORS, InterpreterDriver
 from tests.pack_edits import add_kernels
+from tests.recording import RecordingDriver, recorded
 
 DIMS = (64, 96, 128, 192, 256)
 
@@ -109,26 +110,8 @@ def test_what_was_baked(tmp_path: Path, dim: int, ahead: bool) -> None:
 # ---- What is launched ----
 
 
-class Recorder:
-    """A driver that launches nothing and keeps what it was asked, by kernel; a tensor map is what it is made of."""
-
-    def __init__(self, op: str, pack: Pack) -> None:
-        self.launches: dict[str, tuple[Any, ...]] = {}
-
-    def load(self, variant: Variant) -> Any:
-        recorder, kind = self, variant.name.split("-")[0].removeprefix(f"{BACKWARD}_")
-
-        class Kernel:
-            def launch(self, *arguments: Any) -> None:
-                recorder.launches[kind] = arguments[2:]
-
-        return Kernel()
-
-    def stream(self, device: int) -> int:
-        return 0
-
-    def tensor_map(self, *arguments: Any) -> tuple[Any, ...]:
-        return arguments
+class Recorder(RecordingDriver):
+    prefix = f"{BACKWARD}_"
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +128,7 @@ def launched(
     pack: Pack, problem: Problem, **other: Any
 ) -> tuple[dict[str, tuple[Any, ...]], tuple[Any, ...]]:
     """What one call launches, by kernel, and what it returns."""
-    made: list[Recorder] = []
-
-    def driver(op: str, pack: Pack) -> Recorder:
-        made.append(Recorder(op, pack))
-        return made[-1]
-
-    op = bound_op(FlashAttentionBackward, pack, driver)
+    op, made = recorded(FlashAttentionBackward, pack, Recorder)
     q, k, v, sinks = problem.tensors()
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
     lse = torch.zeros(problem.batch, problem.heads, problem.len_q)

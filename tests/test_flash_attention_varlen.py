@@ -15,7 +15,6 @@ from liger_aot import pending
 from liger_aot.attention import LOG2_E
 from liger_aot.attention_varlen import MOST_TOKENS
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.manifest import Pack, Variant
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from liger_aot.torch_library import register
@@ -23,6 +22,7 @@ from tests import amd_emulator
 from tests.attention_cases import BF16, FP16
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.recording import RecordingDriver, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import EMPTY, SMALL, Problem, check, starts_of
 
@@ -293,39 +293,14 @@ def test_wrong_numbers_where_a_plan_is_known() -> None:
 # ---- What is launched ----
 
 
-class Recorder:
-    """A driver that launches nothing and keeps what it was asked, by kernel."""
-
-    launches: dict[str, tuple[Any, ...]]
-    loaded: dict[str, Variant]
-
-    def __init__(self, op: str, pack: Pack) -> None:
-        self.launches, self.loaded = {}, {}
-
-    def load(self, variant: Variant) -> Any:
-        recorder, kernel = self, variant.name.split("-")[0]
-        self.loaded[kernel] = variant
-
-        class Kernel:
-            def launch(self, *arguments: Any) -> None:
-                recorder.launches[kernel] = arguments[2:]
-
-        return Kernel()
-
-    def stream(self, device: int) -> int:
-        return 0
+class Recorder(RecordingDriver):
+    tensor_map = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_grids_and_numbers(arch: str) -> None:
     """From shapes alone: no number depends on what cu_seqlens hold."""
-    made: list[Recorder] = []
-
-    def driver(op: str, pack: Pack) -> Any:
-        made.append(Recorder(op, pack))
-        return made[-1]
-
-    op = bound_op(FlashAttentionVarlen, built_pack(arch), driver)
+    op, made = recorded(FlashAttentionVarlen, built_pack(arch), Recorder)
     problem = Problem(6, 2, (900, 100), (600, 900), 64, window=(7, 5), behind=(24, 36))
     q, k, v, cu_q, cu_k, _ = problem.tensors()
     o, lse = op(
@@ -377,13 +352,7 @@ def test_grids_and_numbers(arch: str) -> None:
 
 
 def test_bounds_that_bind_nothing() -> None:
-    made: list[Recorder] = []
-
-    def driver(op: str, pack: Pack) -> Any:
-        made.append(Recorder(op, pack))
-        return made[-1]
-
-    op = bound_op(FlashAttentionVarlen, built_pack("sm80"), driver)
+    op, made = recorded(FlashAttentionVarlen, built_pack("sm80"), Recorder)
     for window in (None, (7, 5)):
         op(*GOOD, window=window)
         assert made[0].launches["flash_attention_varlen_forward"][-4:-2] == (MOST_TOKENS, -MOST_TOKENS)

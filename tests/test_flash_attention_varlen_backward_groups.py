@@ -26,13 +26,14 @@ from build_tools.profile import Profile
 from liger_aot.attention import LOG2_E
 from liger_aot.attention_varlen import BACKWARD_DIMS, MOST_TOKENS
 from liger_aot.attention_varlen_backward_groups import UNIT
-from liger_aot.manifest import Pack, Variant
+from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from tests.attention_cases import FP16
 from tests.conftest import built_pack
 from tests.drivers import bound_op
 from tests.pack_edits import add_kernels
+from tests.recording import RecordingDriver, all_launches, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import Problem
 from tests.warp_group_interpreter import GroupsDriver
@@ -92,29 +93,6 @@ def test_what_was_baked(tmp_path: Path, dim: int, dtype: str) -> None:
 # ---- What is launched ----
 
 
-class Recorder:
-    """A driver that launches nothing and keeps what it was asked, by kernel; a tensor map is what it is made of."""
-
-    launches: dict[str, tuple[Any, ...]]  # of all ops
-
-    def __init__(self, op: str, pack: Pack) -> None:
-        pass
-
-    def load(self, variant: Variant) -> Any:
-        kernel = variant.name.split("-")[0]
-
-        def launch(*arguments: Any) -> None:
-            Recorder.launches[kernel] = arguments[2:]
-
-        return SimpleNamespace(launch=launch)
-
-    def stream(self, device: int) -> int:
-        return 0
-
-    def tensor_map(self, *arguments: Any) -> tuple[Any, ...]:
-        return arguments
-
-
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
     """The built one; kernels that its profile does not name are in its manifest, without binaries."""
@@ -129,13 +107,12 @@ def launched(
     pack: Pack, problem: Problem, tensors: list[Any] | None = None, **other: Any
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """What one call launches, by kernel, and what it returns."""
-    Recorder.launches = {}
-    op = bound_op(FlashAttentionVarlenBackward, pack, Recorder)
+    op, made = recorded(FlashAttentionVarlenBackward, pack)
     q, k, v, cu_q, cu_k, sinks = tensors or problem.tensors()
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
     lse = torch.zeros(problem.heads, q.shape[0])
     found = op(q, q, k, v, q, lse, cu_q, cu_k, *problem.longest(), **keywords, **other)
-    return Recorder.launches, found
+    return all_launches(made), found
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -219,7 +196,7 @@ def test_torchs_deterministic_algorithms_take_the_tiles(pack: Pack) -> None:
 
 
 def test_no_tensor_maps_take_the_tiles(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Recorder, "tensor_map")
+    monkeypatch.setattr(RecordingDriver, "tensor_map", None)
     assert set(launched(pack, BY_GROUPS["full"][0])[0]) == TILES
 
 
@@ -236,12 +213,11 @@ def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
         ((False, True, True), TILES - {f"{OP}_queries"}),
         ((True, False, True), {f"{OP}_rows", f"{GROUPS}_64", f"{OP}_finish"}),
     ):
-        Recorder.launches = {}
-        op = bound_op(FlashAttentionVarlen, pack, Recorder)
+        op, made = recorded(FlashAttentionVarlen, pack)
         saved = (q, k, v, cu_q, cu_k, None, q, torch.zeros(2, 100))
         settings = (*problem.longest(), *problem.settings()[2:])
         found = op.run_backward((q, None), saved, settings, (*need, False, False, False))
-        assert set(Recorder.launches) == kernels
+        assert set(all_launches(made)) == kernels
         assert [g is not None for g in found] == [*need, False, False, False]
 
 
@@ -252,7 +228,7 @@ def test_by_tiles_where_no_map_can_start(pack: Pack, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_remembered_holds_no_tensor(pack: Pack) -> None:
-    op = bound_op(FlashAttentionVarlenBackward, pack, Recorder)
+    op, _ = recorded(FlashAttentionVarlenBackward, pack)
     q, k, v, *starts, _ = (problem := BY_GROUPS["full"][0]).tensors()
     op(q, q, k, v, q, torch.zeros(2, 100), *starts, *problem.longest())
     left = [weakref.ref(t) for t in (q, k, v, *starts)]

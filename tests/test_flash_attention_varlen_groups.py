@@ -19,11 +19,11 @@ from build_tools.compile import compile_variants
 from liger_aot import pending
 from liger_aot.attention import LOG2_E
 from liger_aot.attention_varlen import GROUP_DIMS, MOST_TOKENS, groups_kernel
-from liger_aot.manifest import Pack, Variant
+from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from tests.attention_cases import BF16, FP16
 from tests.conftest import built_pack
-from tests.drivers import bound_op
+from tests.recording import recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import Problem
 
@@ -70,28 +70,6 @@ def test_what_was_baked(tmp_path: Path, dim: int, threads: int, budget: int) -> 
 # ---- What is launched ----
 
 
-class Recorder:
-    """A driver that launches nothing and keeps what it was asked, by kernel; a tensor map is what it is made of."""
-
-    def __init__(self, op: str, pack: Pack) -> None:
-        self.launches: dict[str, tuple[Any, ...]] = {}
-
-    def load(self, variant: Variant) -> Any:
-        recorder, kernel = self, variant.name.split("-")[0]
-
-        class Kernel:
-            def launch(self, *arguments: Any) -> None:
-                recorder.launches[kernel] = arguments[2:]
-
-        return Kernel()
-
-    def stream(self, device: int) -> int:
-        return 0
-
-    def tensor_map(self, *arguments: Any) -> tuple[Any, ...]:
-        return arguments
-
-
 @pytest.fixture(autouse=True)
 def no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch without GPUs cannot be asked."""
@@ -105,13 +83,7 @@ def pack() -> Pack:
 
 def launched(pack: Pack, problem: Problem, tensors: list[Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """What one call launches, by kernel, and what it returns."""
-    made: list[Recorder] = []
-
-    def driver(op: str, pack: Pack) -> Recorder:
-        made.append(Recorder(op, pack))
-        return made[-1]
-
-    op = bound_op(FlashAttentionVarlen, pack, driver)
+    op, made = recorded(FlashAttentionVarlen, pack)
     *tensors, sinks = tensors
     return made[0].launches, op(*tensors, *problem.longest(), **problem.keywords(sinks))
 

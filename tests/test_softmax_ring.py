@@ -9,7 +9,7 @@ import torch
 
 from tests import test_log_softmax, test_softmax  # not their classes: those would be collected once more
 from tests.op_tests import BF16, DTYPES, FP16, FP32, Case, OpTests, Way
-from tests.own_tables import way_with
+from tests.own_tables import AGAIN, HELD, LENGTHS, LONGER, way_with, with_rings
 from tests.softmax_rows import check_special_rows
 
 # On the interpreter, whose NumPy warns of differences to -inf
@@ -34,20 +34,14 @@ rows = [
   { form = "long", block = 64, num_warps = 4 },
 ]
 """
-# Up to five blocks; up to seven, of which some are read again, the first of them from one program's first row on.
-HELD = "max_n = 320, slots = 3, ahead = AHEAD"
-AGAIN = "max_n = 1000000, slots = 4, ahead = AHEAD, whole = false"
-# No block but those that are kept, one more, as many as there are slots for, more; last blocks of one line or two, and
-# whole ones. Programs, of which there are two, have one row each, one of them alone, or three and four.
-LENGTHS = (16, 64, 80, 128, 144, 192, 208, 256, 304, 320)
-LONGER = (384, 400, 448, 512, 656, 960)
+# Programs, of which there are two, have one row each, one of them alone, or three and four.
 ROWS = (1, 2, 7)
 
 
 def of_rings(tests: OpTests, folder: Path, numbers: str = HELD, ahead: int = 2) -> Way:
     """The op with rings of these numbers; "long" ones where they don't reach, and where anything is not aligned."""
-    text = TABLES.replace("OP", tests.op_class.name).replace("NUMBERS", numbers.replace("AHEAD", str(ahead)))
-    return way_with(tests.op_class, folder, text)
+    tables = with_rings(TABLES.replace("OP", tests.op_class.name), numbers, ahead)
+    return way_with(tests.op_class, folder, tables)
 
 
 @pytest.fixture(
