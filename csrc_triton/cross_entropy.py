@@ -40,6 +40,7 @@ from csrc_triton.cross_entropy_rows import (
     weight_of,
 )
 from csrc_triton.cross_entropy_totals import add_rows, finish_totals
+from csrc_triton.ring_forms import ROW_RING
 from csrc_triton.softmax_statistics import LOG2_E, fold
 
 DECLARATION = {
@@ -121,15 +122,7 @@ DECLARATION = {
                     "constants": ["BLOCK", "KEEP", "SPLIT", "HELD", "REPACK", "PATCH"],
                     "defaults": {"KEEP": False, "SPLIT": False, "HELD": 0, "REPACK": False, "PATCH": False},
                 },
-                "ring": {
-                    "language": "gluon",
-                    "function": "both_ring",
-                    "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
-                    "defaults": {"WHOLE": True},
-                    "covers": "SLOTS * BLOCK + KEPT * BLOCK",
-                    "any_length": "WHOLE",
-                    "requires": {"aligned": [True]},
-                },
+                "ring": {**ROW_RING, "function": "both_ring"},
             },
         },
         "cross_entropy_totals": {

@@ -16,6 +16,7 @@ from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk
 from csrc_triton.layernorm_pairs import walk_rows
 from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import as_fp32, load_vector
+from csrc_triton.ring_forms import NORM_RING
 
 DECLARATION = {
     "op": "layernorm",
@@ -85,14 +86,7 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "may_spill": "more programs with fewer registers may hide the exchange better",
                 },
-                "ring": {
-                    "language": "gluon",
-                    "function": "backward_ring",
-                    "constants": ["PIECES", "BLOCK", "STAGES"],
-                    "covers": "2 * PIECES * BLOCK",
-                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-                    "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
-                },
+                "ring": {**NORM_RING, "function": "backward_ring"},
             },
         },
     },

@@ -36,6 +36,7 @@ from csrc_triton.modulated_rows import (
 )
 from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
+from csrc_triton.ring_forms import NORM_RING
 
 DECLARATION = {
     "op": "modulated_rmsnorm",
@@ -101,14 +102,7 @@ DECLARATION = {
                     "staged": ["DY", "X"],
                 },
                 "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
-                "ring": {
-                    "language": "gluon",
-                    "function": "backward_ring",
-                    "constants": ["PIECES", "BLOCK", "STAGES"],
-                    "covers": "2 * PIECES * BLOCK",
-                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-                    "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
-                },
+                "ring": {**NORM_RING, "function": "backward_ring"},
             },
         },
         "modulated_rmsnorm_sums": {

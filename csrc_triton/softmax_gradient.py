@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.packed import repack
+from csrc_triton.ring_forms import ROW_RING
 
 # What the backwards declare.
 BACKWARD_ARGUMENTS = {
@@ -48,15 +49,7 @@ BACKWARD_WITH_RING = {
     **BACKWARD,
     "forms": {
         **BACKWARD_FORMS,
-        "ring": {
-            "language": "gluon",
-            "function": "backward_ring",
-            "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
-            "defaults": {"WHOLE": True},
-            "covers": "SLOTS * BLOCK + KEPT * BLOCK",
-            "any_length": "WHOLE",
-            "requires": {"aligned": [True]},
-        },
+        "ring": {**ROW_RING, "function": "backward_ring"},
     },
 }
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.packed import repack
+from csrc_triton.ring_forms import ROW_RING
 
 # What the forwards declare; sparsemax has forms of its own.
 DTYPES = {"dtype": ["bf16", "fp16", "fp32"]}
@@ -36,15 +37,7 @@ FORWARD_FORMS = {
         "constants": ["BLOCK", "KEEP", "EARLY", "HOLD", "STREAM", "ACROSS", "REPACK"],
         "defaults": {"EARLY": False, "HOLD": True, "STREAM": False, "ACROSS": False, "REPACK": False},
     },
-    "ring": {
-        "language": "gluon",
-        "function": "forward_ring",
-        "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
-        "defaults": {"WHOLE": True},
-        "covers": "SLOTS * BLOCK + KEPT * BLOCK",
-        "any_length": "WHOLE",
-        "requires": {"aligned": [True]},
-    },
+    "ring": {**ROW_RING, "function": "forward_ring"},
 }
 
 LOG2_E = tl.constexpr(1.4426950408889634)
