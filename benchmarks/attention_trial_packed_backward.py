@@ -133,10 +133,9 @@ def bound(folder: Any) -> tuple[Any, Any, Any]:
     """The packed backward of a pack, the same without kernels by warp groups, and what the first launches."""
     from .attention_trial import bound as bind
 
-    _, dense = bind(FlashAttentionBackward, folder)
-
     def packed(by_groups: bool) -> tuple[Any, Any]:
         _, own = bind(FlashAttentionVarlenBackward, folder, by_groups)
+        _, dense = bind(FlashAttentionBackward, folder)  # keeps the plans: one for each
         named = {FlashAttentionVarlenBackward.name: own, FlashAttentionBackward.name: dense}
         return FlashAttentionVarlenBackward(
             {name: Runtimes(name, {0: on}) for name, on in named.items()}

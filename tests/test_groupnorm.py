@@ -173,7 +173,7 @@ class TestGroupNorm(OpTests):
         elif n > 1 << 30:  # the row for groups that programs share, as there are few
             shape, last = ((1, 4, 48) if kernel.endswith("forward") else (1, 6, 80)), False
         elif n > 1 << 20:  # the row for all others has no bound of its own
-            shape, last = ((rows, 4, 12304) if kernel.endswith("forward") else (rows, 6, 1040)), False
+            shape, last = ((rows, 4, 24592) if kernel.endswith("forward") else (rows, 6, 1040)), False
         elif kernel.endswith("forward"):
             half = (
                 -(-n // 32) * 16 if aligned else n // 2
