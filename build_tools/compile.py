@@ -220,10 +220,12 @@ def _run_triton(job: Job) -> Compiled:
         raise ValueError(f"triton {triton.__version__} has no option {unknown[0]!r} for {job.target[0]}")
     function = getattr(import_module(job.module), job.function)
     names = function.arg_names
+    absent = {name: None for name in names if name not in job.signature}  # by the declaration
+    signature = {**job.signature, **dict.fromkeys(absent, "constexpr")}
     source = _source_class(job.language)(
         function,
-        {name: _laid_out(kind) if job.language == "gluon" else kind for name, kind in job.signature.items()},
-        {(names.index(name),): value for name, value in job.constants.items()},
+        {name: _laid_out(kind) if job.language == "gluon" else kind for name, kind in signature.items()},
+        {(names.index(name),): value for name, value in {**job.constants, **absent}.items()},
         {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in job.hinted},
     )
     kernel = triton.compile(source, target=target, options=dict(job.options))

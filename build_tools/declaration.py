@@ -133,7 +133,7 @@ def _likened(file: str, kernels: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, list[str]]) -> Kernel:
+def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, dict[str, str]]) -> Kernel:
     fields = _Fields(where, raw)
     arguments: dict[str, str] = fields.table("arguments")
     axes = {axis: tuple(values) for axis, values in fields.table("axes").items()}
@@ -156,13 +156,7 @@ def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, lis
             raise DeclarationError(f"{where}: form {form}: requires: no axis {unknown[0]!r}")
         if unknown := [a for a in forms[form].staged if not arguments.get(a, "").startswith("*")]:
             raise DeclarationError(f"{where}: form {form}: staged: no pointer {unknown[0]!r}")
-        expected = [*arguments, *forms[form].constants]
-        found = functions.get(forms[form].function)
-        if found != expected:
-            raise DeclarationError(
-                f"{where}: form {form}: function {forms[form].function} takes {found}, "
-                f"the declaration says {expected}"
-            )
+        _check_function(f"{where}: form {form}", forms[form], arguments, functions)
         sizes = {size for kind in arguments.values() for size in (tiles_of(kind) or ("", ()))[1]}
         if unknown := sorted(s for s in sizes if not s.isdigit() and s not in forms[form].constants):
             raise DeclarationError(f"{where}: form {form}: {unknown[0]!r} is none of its constants")
@@ -176,6 +170,26 @@ def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, lis
     matrix = fields.take("matrix", False)
     fields.finish()
     return Kernel(name, arguments, axes, aligned, forms, language, optional, always_aligned, matrix)
+
+
+def _check_function(
+    where: str, form: Form, arguments: Mapping[str, str], functions: dict[str, dict[str, str]]
+) -> None:
+    """It takes the arguments in their order, and the constants in theirs. A parameter that is neither is compiled as
+    None, which must be its default."""
+    if (found := functions.get(form.function)) is None:
+        raise DeclarationError(f"{where}: there is no function {form.function}")
+    declared = [*arguments, *form.constants]
+    if sorted((n for n in found if n in declared), key=lambda n: n in form.constants) != declared:
+        raise DeclarationError(
+            f"{where}: function {form.function} takes {[*found]}, the declaration says {declared}"
+        )
+    for name, default in found.items():
+        if name not in declared and default != "None":
+            raise DeclarationError(
+                f"{where}: function {form.function} takes {name!r}, which the declaration leaves out: "
+                f"its default must be None, {f'found {default}' if default else 'it has none'}"
+            )
 
 
 def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
@@ -232,7 +246,12 @@ def _literal(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _functions(path: Path) -> dict[str, list[str]]:
-    """Names of the parameters of every function of the file."""
+def _functions(path: Path) -> dict[str, dict[str, str]]:
+    """Parameters of every function of the file, with their defaults as written ("" where there is none)."""
     found = (node for node in tree(path).body if isinstance(node, ast.FunctionDef))
-    return {node.name: [a.arg for a in node.args.args] for node in found}
+    return {node.name: _parameters(node.args) for node in found}
+
+
+def _parameters(of: ast.arguments) -> dict[str, str]:
+    defaults = [""] * (len(of.args) - len(of.defaults)) + [ast.unparse(d) for d in of.defaults]
+    return {a.arg: default for a, default in zip(of.args, defaults, strict=True)}

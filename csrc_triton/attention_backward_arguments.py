@@ -149,6 +149,8 @@ ROLES_CONSTANTS = [
     "BLOCK_M", "BLOCK_N", "D1", "D2", "BOX", "Q_STAGES", "DY_STAGES", "WARP_GROUPS", "REGISTERS", "DQ_REGISTERS",
     "BOUNDED",
 ]  # fmt: skip
+BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
+ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
 IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
 D64 = {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64}
 D96 = {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32}
@@ -156,32 +158,30 @@ D128 = {"BLOCK_N": 128, "D1": 128, "D2": 0, "BOX": 64}
 D192 = {"BLOCK_N": 64, "D1": 128, "D2": 64, "BOX": 64}
 D256 = {"BLOCK_N": 64, "D1": 128, "D2": 128, "BOX": 64}
 
-ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
-ROLES_IN_ORDER = {"function": "backward_roles_in_order", "constants": ROLES_CONSTANTS}
 ROLES_KERNELS = {
     "flash_attention_backward_groups_192": {
         **GROUPS, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 0}}},
     },
     "flash_attention_backward_groups_192_ordered": {
-        **IN_ORDER, "forms": {"roles": {**ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 0}}},
+        **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 0}}},
     },
     "flash_attention_backward_groups_192_causal": {
         **GROUPS, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 1}}},
     },
     "flash_attention_backward_groups_192_causal_ordered": {
-        **IN_ORDER, "forms": {"roles": {**ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 1}}},
+        **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 1}}},
     },
     "flash_attention_backward_groups_256": {
         **GROUPS, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 0}}},
     },
     "flash_attention_backward_groups_256_ordered": {
-        **IN_ORDER, "forms": {"roles": {**ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 0}}},
+        **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 0}}},
     },
     "flash_attention_backward_groups_256_causal": {
         **GROUPS, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 1}}},
     },
     "flash_attention_backward_groups_256_causal_ordered": {
-        **IN_ORDER, "forms": {"roles": {**ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 1}}},
+        **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 1}}},
     },
 }  # fmt: skip
 
@@ -192,48 +192,42 @@ LOCAL_IN_ORDER = {**GROUPS, "arguments": {**LOCAL_ARGUMENTS, "TURNS": "*i32", "s
 CAPPED_ARGUMENTS = {**LOCAL_ARGUMENTS, "cap": "fp32"}
 CAPPED = {**GROUPS, "arguments": CAPPED_ARGUMENTS}
 CAPPED_IN_ORDER = {**GROUPS, "arguments": {**CAPPED_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
-LOCAL_GROUPS = {"function": "backward_groups_local", "constants": GROUPS_CONSTANTS}
-LOCAL_GROUPS_IN_ORDER = {"function": "backward_groups_local_in_order", "constants": GROUPS_CONSTANTS}
-LOCAL_ROLES = {"function": "backward_roles_local", "constants": ROLES_CONSTANTS}
-LOCAL_ROLES_IN_ORDER = {"function": "backward_roles_local_in_order", "constants": ROLES_CONSTANTS}
-CAPPED_ROLES = {"function": "backward_roles_capped", "constants": ROLES_CONSTANTS}
-CAPPED_ROLES_IN_ORDER = {"function": "backward_roles_capped_in_order", "constants": ROLES_CONSTANTS}
 LOCAL_KERNELS = {
     "flash_attention_backward_groups_64_local": {
-        **LOCAL, "forms": {"groups": {**LOCAL_GROUPS, "defaults": {**D64, "BOUNDED": 2}}},
+        **LOCAL, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_64_local_ordered": {
-        **LOCAL_IN_ORDER, "forms": {"groups": {**LOCAL_GROUPS_IN_ORDER, "defaults": {**D64, "BOUNDED": 2}}},
+        **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_96_local": {
-        **LOCAL, "forms": {"groups": {**LOCAL_GROUPS, "defaults": {**D96, "BOUNDED": 2}}},
+        **LOCAL, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_96_local_ordered": {
-        **LOCAL_IN_ORDER, "forms": {"groups": {**LOCAL_GROUPS_IN_ORDER, "defaults": {**D96, "BOUNDED": 2}}},
+        **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_128_local": {
-        **LOCAL, "forms": {"groups": {**LOCAL_GROUPS, "defaults": {**D128, "BOUNDED": 2}}},
+        **LOCAL, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_128_local_ordered": {
-        **LOCAL_IN_ORDER, "forms": {"groups": {**LOCAL_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 2}}},
+        **LOCAL_IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_192_local": {
-        **LOCAL, "forms": {"roles": {**LOCAL_ROLES, "defaults": {**D192, "BOUNDED": 2}}},
+        **LOCAL, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_192_local_ordered": {
-        **LOCAL_IN_ORDER, "forms": {"roles": {**LOCAL_ROLES_IN_ORDER, "defaults": {**D192, "BOUNDED": 2}}},
+        **LOCAL_IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_256_local": {
-        **LOCAL, "forms": {"roles": {**LOCAL_ROLES, "defaults": {**D256, "BOUNDED": 2}}},
+        **LOCAL, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_256_local_ordered": {
-        **LOCAL_IN_ORDER, "forms": {"roles": {**LOCAL_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 2}}},
+        **LOCAL_IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 2}}},
     },
     "flash_attention_backward_groups_256_capped": {
-        **CAPPED, "forms": {"roles": {**CAPPED_ROLES, "defaults": {**D256, "BOUNDED": 3}}},
+        **CAPPED, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 3}}},
     },
     "flash_attention_backward_groups_256_capped_ordered": {
-        **CAPPED_IN_ORDER, "forms": {"roles": {**CAPPED_ROLES_IN_ORDER, "defaults": {**D256, "BOUNDED": 3}}},
+        **CAPPED_IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 3}}},
     },
 }  # fmt: skip
 

@@ -12,12 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from csrc_triton.attention_backward_arguments import (
+    BY_GROUPS,
     D64,
     D96,
     D128,
     FINISH,
     GROUPS,
-    GROUPS_CONSTANTS,
     IN_ORDER,
     KEYS,
     LOCAL_KERNELS,
@@ -36,8 +36,6 @@ from csrc_triton.attention_gradients import key_tile, query_tile
 
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
-BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
-BY_GROUPS_IN_ORDER = {"function": "backward_groups_in_order", "constants": GROUPS_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -54,37 +52,37 @@ DECLARATION = {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_64_ordered": {
-            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D64, "BOUNDED": 0}}},
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_64_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_64_causal_ordered": {
-            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D64, "BOUNDED": 1}}},
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_96": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_96_ordered": {
-            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D96, "BOUNDED": 0}}},
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_96_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_96_causal_ordered": {
-            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D96, "BOUNDED": 1}}},
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_128": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_128_ordered": {
-            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 0}}},
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_128_causal": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_128_causal_ordered": {
-            **IN_ORDER, "forms": {"groups": {**BY_GROUPS_IN_ORDER, "defaults": {**D128, "BOUNDED": 1}}},
+            **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
         },
         **ROLES_KERNELS,
         **LOCAL_KERNELS,
@@ -187,37 +185,24 @@ def backward_groups(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, left=None, TURNS=None, section=None,
 ):  # fmt: skip
     """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups and a producer warp.
 
     The tensor maps are over (batch, head, row, column), those of LSE2 and DELTA over (batch, head, 1, row). DQ32 is
-    [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED.
+    [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED,
+    and from r + left on where there is ``left``. With TURNS one warp more keeps the order in which programs add to dQ:
+    see ``keep_order``, and ``tile_in_order`` for ``section``.
     """
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
-    by_groups(
-        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, z,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_groups_in_order(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, TURNS,
-    section, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
-    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """``backward_groups`` with one warp more, which keeps the order in which programs add to dQ: see ``keep_order``,
-    also for TURNS, and ``tile_in_order`` for ``section``."""
-    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z)
+    if TURNS is None:
+        tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
+    else:
+        tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
     by_groups(
         Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, z,
+        right, REGISTERS, z, left,
     )  # fmt: skip
 
 
@@ -226,134 +211,16 @@ def backward_roles(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, left=None, cap=None, TURNS=None, section=None,
 ):  # fmt: skip
-    """As ``backward_groups``, of 64 keys: three consumer groups have a role each."""
+    """As ``backward_groups``, of 64 keys: three consumer groups have a role each, and three warps keep the order. With
+    a soft cap, ``cap`` and ``scale`` are as the forward takes them."""
     gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
-    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z)
-    by_roles(
-        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, DQ_REGISTERS, z,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_roles_in_order(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    TURNS, section,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
-    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """``backward_roles`` with one warp more, as ``backward_groups_in_order``."""
-    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
-    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z)
-    by_roles(
-        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, DQ_REGISTERS, z,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_groups_local(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    left, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
-    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """``backward_groups`` with a left bound, too: row r sees the keys from r + left on, before r + right."""
-    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
-    by_groups(
-        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, z, left,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_groups_local_in_order(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, left,
-    TURNS, section, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
-    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """``backward_groups_in_order`` with a left bound, too."""
-    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
-    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
-    by_groups(
-        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, z, left,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_roles_local(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    left, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
-    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """``backward_roles`` with a left bound, too: row r sees the keys from r + left on, before r + right."""
-    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
-    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
-    by_roles(
-        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, DQ_REGISTERS, z, left,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_roles_local_in_order(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, left,
-    TURNS, section,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
-    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """``backward_roles_in_order`` with a left bound, too."""
-    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
-    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
-    by_roles(
-        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, DQ_REGISTERS, z, left,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_roles_capped(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
-    left, cap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
-    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """``backward_roles`` with a left bound and a soft cap; ``cap`` and ``scale`` are as the forward takes them."""
-    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
-    tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
-    by_roles(
-        Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
-        right, REGISTERS, DQ_REGISTERS, z, left, cap,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_roles_capped_in_order(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right, left,
-    cap, TURNS, section,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
-    Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """``backward_roles_in_order`` with a left bound and a soft cap."""
-    gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
-    tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
+    if TURNS is None:
+        tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left)
+    else:
+        tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
     by_roles(
         Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, TURNS, tile, scale, tiles_a_head, kv_heads * ratio, padded, len_k,
         right, REGISTERS, DQ_REGISTERS, z, left, cap,

@@ -45,6 +45,14 @@ def test_fields(tmp_path: Path) -> None:
     assert kernel.forms["tile"].defaults == {"ROWS": 1}
 
 
+def test_what_a_declaration_leaves_out(tmp_path: Path) -> None:
+    """Parameters whose default is None; those that it has may have one, too."""
+    changes = {"by, BLOCK, BLOCKS": "BLOCK, BLOCKS=0, before=None, by=None, after=None"}
+    kernel = read_declaration("scale", write_op(tmp_path, edited(DECLARATION, changes))).kernels["scale"]
+    assert list(kernel.arguments) == ["Y", "X", "W", "x_stride", "n", "by"]
+    assert kernel.forms["long"].constants == ("BLOCK", "BLOCKS")
+
+
 def test_files_without_a_declaration_are_no_ops(tmp_path: Path) -> None:
     write_op(tmp_path)
     write_op(tmp_path, "def helper(x): ...\n", op="helpers")
@@ -92,12 +100,29 @@ MISTAKES = {
     "hint on no argument": ({'"aligned": ["Y"': '"aligned": ["Z"'}, KERNEL + "aligned: no argument 'Z'"),
     "no function": (
         {"scale_long(Y": "scale_longer(Y"},
-        KERNEL + "form long: function scale_long takes None, the declaration says .*'by', 'BLOCK'",
+        KERNEL + "form long: there is no function scale_long$",
     ),
     "a function with other arguments": (
         {"x_stride, n, by, SPLIT": "n, x_stride, by, SPLIT"},
         KERNEL
         + "form split: function scale_split takes .*'n', 'x_stride'.* the declaration says .*'x_stride', 'n'",
+    ),
+    "a function with other constants": (
+        {"by, BLOCK, BLOCKS": "by, BLOCKS, BLOCK"},
+        KERNEL + r"form long: .* takes .*'BLOCKS', 'BLOCK'\], the declaration says .*'BLOCK', 'BLOCKS'\]",
+    ),
+    "an argument that a function does not take": (
+        {"by, BLOCK, BLOCKS": "BLOCK, BLOCKS, bias=None"},
+        KERNEL
+        + "form long: function scale_long takes .*'n', 'BLOCK'.* the declaration says .*'n', 'by', 'BLOCK'",
+    ),
+    "a parameter without a default is left out": (
+        {"by, BLOCK, BLOCKS": "by, bias, BLOCK, BLOCKS"},
+        KERNEL + "form long: function scale_long takes 'bias', .* its default must be None, it has none",
+    ),
+    "a parameter with another default is left out": (
+        {"by, BLOCK, BLOCKS": "by, BLOCK, BLOCKS, bias=None, power=1"},
+        KERNEL + "form long: function scale_long takes 'power', .* its default must be None, found 1",
     ),
     "unknown key of a form": (
         {'"cooperative": "SPLIT"': '"waits": "SPLIT"'},

@@ -348,19 +348,19 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
         types: of the run-time arguments by name, in order; those that are not pointers are numbers or ``TensorMap``.
     """
     assert tuple(grid[1:]) == (1, 1)
-    given = [
-        Pointer(value, TYPES[kind[1:]])
+    given = {
+        name: Pointer(value, TYPES[kind[1:]])
         if kind[0] == "*"
         else torch.tensor(value)
         if kind in SCALARS
         else value
-        for value, kind in zip(arguments, types.values(), strict=True)
-    ]
+        for value, (name, kind) in zip(arguments, types.items(), strict=True)
+    }
     # device code's values never change, and become others with the same bits
     with patch.multiple(Tensor, __iadd__=Tensor.__add__, __imul__=Tensor.__mul__, to=_to):
         for program in range(grid[0]):
             made = Code(Block(program, grid[0])).python(function)
-            made(*given, *map(Const, constants.values()))
+            made(**given, **{name: Const(value) for name, value in constants.items()})
 
 
 class GroupsDriver(InterpreterDriver):
