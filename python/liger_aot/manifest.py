@@ -65,6 +65,7 @@ class Variant(NamedTuple):
     threads: int
     shared: int  # bytes of dynamic shared memory
     cooperative: bool
+    follows: bool  # whether it waits itself for the kernel launched before it
     contiguous: bool  # whether rows must follow each other without a gap
     signature: str  # the launcher's letters
     form: str
@@ -141,6 +142,7 @@ class OpManifest:
             threads=threads,
             shared=_count(self.path, raw, "shared", where),
             cooperative=_typed(self.path, raw, "cooperative", bool, where),
+            follows="follows" in raw and _typed(self.path, raw, "follows", bool, where),
             contiguous=_typed(self.path, raw, "contiguous", bool, where),
             signature=kernel.signature,
             form=_typed(self.path, raw, "form", str, where),
