@@ -40,7 +40,7 @@ class BinaryFacts:
     block that holds them, `parameter_offset` where alignments over 16 bytes see that block start.
 
     `matrix` counts the matrix instructions by name (HMMA, HGMMA, MFMA), `register_budgets` are the registers a thread
-    that warps change to while they run (sm_90). `waits` says whether it waits for the kernel launched before it (sm_90).
+    that warps change to while they run (sm_90). `waits`: whether it waits for the kernel launched before it (sm_90).
     """
 
     kind: str

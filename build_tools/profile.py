@@ -48,7 +48,9 @@ class Arch:
     shared_per_block: int
     shared_per_multiprocessor: int
     matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
-    dependent_launch: bool  # whether a kernel may start while the one before it ends (CUDA's programmatic launch)
+    dependent_launch: (
+        bool  # whether a kernel may start while the one before it ends (CUDA's programmatic launch)
+    )
 
 
 @dataclass(frozen=True)

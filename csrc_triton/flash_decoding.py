@@ -92,10 +92,10 @@ def split(
     ``left`` keys before its own and ``right`` from its own on. A page is 2^page_bits keys. START is for the host
     alone: the blocks that could be read in the time that a program takes to start and end.
     """
-    if OVERLAP:
+    if OVERLAP:  # noqa: SIM102 (the outer is the compiler's)
         # At once, and by programs without a share too: ``combine`` is let in when each program has said so or ended, so
-        # none of these is left to start by then, and what it takes of a multiprocessor no program of ours waits for.
-        # Without shares to combine it is another's kernel that would be let in: none.
+        # no program of ours is left to start, and none waits for the room that it takes. Without it, the next kernel is
+        # another's: that is not let in.
         if splits > 1:
             let_next_start()
     program = tl.program_id(0)
@@ -213,9 +213,9 @@ def combine(
     length, _, _ = length_of(LENGTHS, batch, capacity)
     _, _, _, used = share(length, tokens, ratio, row // block_m, left, right, splits, block_m, block_n)
     if OVERLAP:
-        # Until ``split`` has ended and all that it wrote is to be seen: before PARTS is read. Every program waits, also
-        # one with nothing to combine: what follows in the stream waits for this kernel alone, which must end last.
-        # LENGTHS may be read before, as ``split`` does not write it, and began when all before it had ended.
+        # Until ``split`` has ended and all that it wrote is to be seen, then PARTS may be read. A program with nothing to
+        # combine waits, too: what follows in the stream waits for this kernel alone, which must not end before
+        # ``split``. LENGTHS may be read before: ``split`` does not write it, and began when all before it had ended.
         used = once_previous_ended(used)
     if used > 1:
         cols = tl.arange(0, D)

@@ -116,6 +116,10 @@ MISTAKES = {
         {'"cooperative": "SPLIT"': '"cooperative": "SPLITS"'},
         KERNEL + "form split: 'SPLITS' is none of its constants",
     ),
+    "follows by no constant": (
+        {'"cooperative": "SPLIT"': '"follows": "OVERLAP"'},
+        KERNEL + "form split: 'OVERLAP' is none of its constants",
+    ),
     "default of no constant": (
         {'{"ROWS": 1}': '{"ROW": 1}'},
         KERNEL + "form tile: 'ROW' is none of its constants",

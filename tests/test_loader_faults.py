@@ -239,6 +239,8 @@ def test_names_cannot_leave_the_pack(sm80: Path, name: str) -> None:
         ("shared", 1 << 31, "shared is 2147483648"),
         ("shared", 1e3, "shared is 1000.0, expected int"),
         ("cooperative", 0, "cooperative is 0, expected bool"),
+        ("follows", 1, "follows is 1, expected bool"),
+        ("follows", None, "follows is None, expected bool"),
         ("contiguous", 1, "contiguous is 1, expected bool"),
         ("numbers", [], "numbers is not an object"),
         ("numbers", {"block": "32"}, "block is '32', expected int"),
