@@ -1,5 +1,5 @@
-"""Which matrix instructions a kernel's machine code has, which register budgets it asks for, and whether it waits for the
-kernel before it.
+"""Which matrix instructions a kernel's machine code has, which register budgets it asks for, and whether it waits for
+the kernel before it.
 
 Opcodes were found by comparing binaries of ptxas 12.8 with what `nvdisasm -hex` prints of them; the AMD encoding is
 that of the MI200 and MI300 instruction set manuals (VOP3P-MAI).

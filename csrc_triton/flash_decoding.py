@@ -213,7 +213,7 @@ def combine(
     length, _, _ = length_of(LENGTHS, batch, capacity)
     _, _, _, used = share(length, tokens, ratio, row // block_m, left, right, splits, block_m, block_n)
     if OVERLAP:
-        # Until ``split`` has ended and all that it wrote is to be seen, then PARTS may be read. A program with nothing to
+        # Until ``split`` has ended and all that it wrote is to be seen: PARTS may be read. A program with nothing to
         # combine waits, too: what follows in the stream waits for this kernel alone, which must not end before
         # ``split``. LENGTHS may be read before: ``split`` does not write it, and began when all before it had ended.
         used = once_previous_ended(used)
