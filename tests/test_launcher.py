@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.stand_in import PACKAGE, StandIn, build_stand_in, compile_c, image
+from tests.stand_in import StandIn, build_stand_in, image
 
 pytest_plugins = ("tests.launcher_fixtures",)
 
@@ -97,57 +96,6 @@ def test_cooperative(driver: Any, stand_in: StandIn) -> None:
     load(driver, "p", cooperative=True).launch(1, 0, 4, 1, 1, 64)
     (launch,) = stand_in.launches()
     assert launch.cooperative and launch.device == 1 and launch.unpack("p") == (64, *SCRATCH)
-
-
-def test_a_kernel_that_follows(driver: Any, stand_in: StandIn) -> None:
-    kernel = load(driver, "pi", follows=True, threads=64, shared=96 * 1024)
-    kernel.launch(1, 0x5000, 4, 3, 2, 64, -5)
-    load(driver, "p").launch(0, 0, 1, 1, 1, 64)
-    launch, other = stand_in.launches()
-    assert kernel.follows and launch.follows == (driver.backend == "cuda")
-    assert (launch.grid, launch.block, launch.shared) == ((4, 3, 2), (64, 1, 1), 96 * 1024)
-    assert (launch.device, launch.stream) == (1, 0x5000) and launch.unpack("pi") == (64, -5, *SCRATCH)
-    assert not launch.cooperative and not other.follows
-    with pytest.raises(ValueError, match="cooperative and follows are both true"):
-        load(driver, "p", cooperative=True, follows=True)
-
-
-@pytest.mark.parametrize(("version", "follows"), [(12020, False), (12030, True)])
-def test_launches_that_follow_where_graphs_hold_them(
-    native: Any, tmp_path: Path, version: int, follows: bool
-) -> None:
-    stand_in = StandIn(build_stand_in(tmp_path, version=version))
-    load(native.Driver("cuda", stand_in.path), "p", follows=True).launch(0, 0, 1, 1, 1, 64)
-    (launch,) = stand_in.launches()
-    assert launch.follows == follows and launch.unpack("p") == (64, *SCRATCH)
-
-
-def test_the_layout_of_a_launch_is_that_of_cuda_h(tmp_path: Path) -> None:
-    """What cuda.c says of CUlaunchConfig and its attributes against the header, where there is one."""
-    header = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include" / "cuda.h"
-    if not header.exists():
-        pytest.skip(f"no {header}")
-    source = (PACKAGE / "_native" / "cuda.c").read_text()
-    ours = source[source.index("/* CUlaunchAttribute and") : source.index("_Static_assert")]
-    pairs = {"LaunchAttribute": "CUlaunchAttribute", "LaunchConfiguration": "CUlaunchConfig"}
-    members = {
-        "LaunchAttribute": {"id": "id", "value": "value"},
-        "LaunchConfiguration": {
-            "grid": "gridDimX", "block": "blockDimX", "shared": "sharedMemBytes", "stream": "hStream",
-            "attributes": "attrs", "attribute_count": "numAttrs",
-        },
-    }  # fmt: skip
-    checks = [f"sizeof({a}) == sizeof({b})" for a, b in pairs.items()]
-    checks += [
-        f"offsetof({a}, {one}) == offsetof({b}, {other})"
-        for a, b in pairs.items()
-        for one, other in members[a].items()
-    ]
-    checks.append("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == 6")
-    file = tmp_path / "layout.c"
-    asserts = "".join(f'_Static_assert({check}, "layout");\n' for check in checks)
-    file.write_text(f"#include <stddef.h>\n#include <stdint.h>\n#include <cuda.h>\n{ours}{asserts}")
-    compile_c([file], tmp_path / "layout.so", f"-I{header.parent}")
 
 
 def test_ptx_is_passed_with_its_end_marked(native: Any, stand_in: StandIn) -> None:
