@@ -41,7 +41,7 @@ SIZES: Sizes = ((1, 32768), (8, 32768), (24, 16384), (128, 8192))
 
 
 def read_sizes(text: str) -> Sizes:
-    """ "1x8192,8x32768" as sizes."""
+    """What the command is given: "1x8192,8x32768"."""
     sizes = tuple(tuple(int(n) if n.isdigit() else 0 for n in size.split("x")) for size in text.split(","))
     if not all(len(size) == 2 and all(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of batch x keys, such as 1x8192,8x32768")

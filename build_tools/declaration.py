@@ -198,6 +198,8 @@ def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
     )
     fields.finish()
     switches = filter(None, (form.cooperative, form.follows, form.any_length))
+    if form.cooperative and form.follows:
+        raise DeclarationError(f"{where}: cooperative and follows: a kernel is launched in one way")
     named = {*_names(where, form.covers), *switches, *form.defaults}
     if form.staged:
         named |= {"BLOCK", "STAGES"}  # what a plan computes the pipeline's shared memory from

@@ -12,7 +12,7 @@ from build_tools.errors import ProfileError
 from build_tools.profile import HOST_NUMBERS, Arch, Profile, Row
 
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
-OVERLAP = "OVERLAP"
+OVERLAP = "OVERLAP"  # the constant that the profile's dependent_launch gives
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def plan(declaration: Declaration, profile: Profile) -> Plan:
 
 
 def _fitted(kernel: Kernel, arch: Arch) -> Kernel:
-    """The constant OVERLAP is the architecture's to say: 1 where kernels may say when the next one starts."""
+    """The kernel with the constant OVERLAP, where it has one, as the architecture says: 1 for launches that overlap."""
     given = {OVERLAP: int(arch.dependent_launch)}
     forms = {
         name: replace(form, defaults={**form.defaults, **given}) if OVERLAP in form.constants else form

@@ -48,9 +48,7 @@ class Arch:
     shared_per_block: int
     shared_per_multiprocessor: int
     matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
-    dependent_launch: (
-        bool  # whether a kernel may start while the one before it ends (CUDA's programmatic launch)
-    )
+    dependent_launch: bool  # whether kernels may start before the one before them has ended
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,10 @@ MISTAKES = {
         {'"cooperative": "SPLIT"': '"cooperative": "SPLITS"'},
         KERNEL + "form split: 'SPLITS' is none of its constants",
     ),
+    "follows and waits": (
+        {'"cooperative": "SPLIT"': '"cooperative": "SPLIT", "follows": "SPLIT"'},
+        KERNEL + "form split: cooperative and follows: a kernel is launched in one way",
+    ),
     "follows by no constant": (
         {'"cooperative": "SPLIT"': '"follows": "OVERLAP"'},
         KERNEL + "form split: 'OVERLAP' is none of its constants",

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from liger_aot.ops.column_sums import launch
+from liger_aot.runtime import Runtimes
+from tests.pack_edits import edit
 from tests.stand_in import PACKAGE, StandIn, build_stand_in, compile_c
 from tests.test_launcher import SCRATCH, load
 
-pytest_plugins = ("tests.launcher_fixtures",)
+pytest_plugins = ("tests.launcher_fixtures", "tests.pack_fixtures", "tests.stand_in_gpu")
 
 
 def test_a_kernel_that_follows(driver: Any, stand_in: StandIn) -> None:
@@ -35,6 +39,17 @@ def test_launches_that_follow_where_graphs_hold_them(
     load(native.Driver("cuda", stand_in.path), "p", follows=True).launch(0, 0, 1, 1, 1, 64)
     (launch,) = stand_in.launches()
     assert launch.follows == follows and launch.unpack("p") == (64, *SCRATCH)
+
+
+@pytest.mark.parametrize("follows", [True, False, None])
+def test_what_a_manifest_says_reaches_the_driver(
+    stand_in_gpu: Path, stand_in: StandIn, follows: bool | None
+) -> None:
+    """Manifests of before say nothing."""
+    said = {} if follows is None else {"follows": follows}
+    edit(stand_in_gpu / "column_sums.json", lambda d: [v.update(said) for v in d["variants"].values()])
+    launch(Runtimes("column_sums").on(0), torch.empty(64), torch.ones(4, 64), 4, 64)
+    assert [one.follows for one in stand_in.launches()] == [bool(follows)]
 
 
 def test_the_layout_of_a_launch_is_that_of_cuda_h(tmp_path: Path) -> None:

@@ -255,6 +255,14 @@ def test_facts_of_a_binary_that_cannot_be(sm80: Path, field: str, value: Any, me
         manifest.variant(manifest.variants[0]).read()
 
 
+def test_a_binary_is_launched_in_one_way(sm80: Path) -> None:
+    both = {"cooperative": True, "follows": True}
+    edit(sm80 / "column_sums.json", lambda d: [v.update(both) for v in d["variants"].values()])
+    manifest = pack_for(A100).op("column_sums")
+    with pytest.raises(PackDamaged, match=r"cooperative and .*follows are both true"):
+        manifest.variant(manifest.variants[0])
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
