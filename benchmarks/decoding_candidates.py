@@ -36,14 +36,23 @@ from .providers import COPY
 from .workload import TOLERANCE, rotated_sets
 
 OP = "flash_decoding"
-SIZES = ((1, 32768), (8, 32768), (24, 16384), (128, 8192))  # batch, cached keys
+Sizes = tuple[tuple[int, int], ...]  # batch, cached keys
+SIZES: Sizes = ((1, 32768), (8, 32768), (24, 16384), (128, 8192))
 
 
-def points(kernel: str, dim: int) -> list[Point]:
+def read_sizes(text: str) -> Sizes:
+    """What the command is given: "1x8192,8x32768"."""
+    sizes = tuple(tuple(int(n) if n.isdigit() else 0 for n in size.split("x")) for size in text.split(","))
+    if not all(len(size) == 2 and all(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of batch x keys, such as 1x8192,8x32768")
+    return tuple((batch, cached) for batch, cached in sizes)
+
+
+def points(kernel: str, dim: int, sizes: Sizes = SIZES) -> list[Point]:
     """What a kernel is measured at: 8 heads of keys, 8 rows of queries each, 32 of the wide kernels."""
     page, tokens = 64 if kernel.endswith("_paged") else 0, 4 if "_wide" in kernel else 1
-    sizes = [Point(*size, page=page, dim=dim, tokens=tokens) for size in SIZES]
-    return [*sizes, replace(sizes[1], page=16)] if page else sizes
+    found = [Point(*size, page=page, dim=dim, tokens=tokens) for size in sizes]
+    return [*found, replace(found[1], page=16)] if page and len(found) > 1 else found
 
 
 def build(options: argparse.Namespace) -> int:
@@ -52,6 +61,8 @@ def build(options: argparse.Namespace) -> int:
     trees: list[Tree] = []
     for kernel in options.kernel.split(","):
         for problem in read_problems(PROFILES / "candidates" / f"{options.arch}-{kernel}.toml"):
+            if options.dims and not {*problem.sizes} & {*options.dims}:
+                continue
             for candidate in problem.candidates:
                 folder = options.folder / str(len(trees))
                 folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +153,7 @@ def measure_all(options: argparse.Namespace) -> int:
                 groups.setdefault((entry["kernel"], n), []).append(number)
     for (kernel, n), numbers in groups.items():
         runs = {i: bound(options.folder / str(i) / options.arch, device) for i in numbers}
-        for point in points(kernel, n):
+        for point in points(kernel, n, options.sizes):
             for i, result in measure_point(point, runs, options.rounds, device).items():
                 if isinstance(result, str):
                     entries[i]["refused"] = result
@@ -179,8 +190,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("step", choices=("build", "measure"))
     parser.add_argument("--folder", type=Path, required=True, help="of the candidates' packs")
     parser.add_argument("--arch", default="sm90")
-    kernels = ",".join(f"{OP}_{kind}" for kind in ("split", "split_paged", "wide", "wide_paged"))
+    kernels = ",".join(f"{OP}_{kind}" for kind in ("split", "split_paged", "wide", "wide_paged", "combine"))
     parser.add_argument("--kernel", default=kernels, help="(default: %(default)s)")
+    parser.add_argument("--sizes", type=read_sizes, default=SIZES, help="measure: as 1x8192,8x32768")
+    parser.add_argument("--dims", type=int, nargs="*", help="build: head dimensions (default: all)")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--report", type=Path, default=Path("decoding_candidates.json"))
     options = parser.parse_args(arguments)

@@ -40,7 +40,7 @@ class BinaryFacts:
     block that holds them, `parameter_offset` where alignments over 16 bytes see that block start.
 
     `matrix` counts the matrix instructions by name (HMMA, HGMMA, MFMA), `register_budgets` are the registers a thread
-    that warps change to while they run (sm_90).
+    that warps change to while they run (sm_90). `waits`: whether it waits for the kernel launched before it (sm_90).
     """
 
     kind: str
@@ -62,6 +62,7 @@ class BinaryFacts:
     parameter_offset: int
     matrix: Mapping[str, int]
     register_budgets: tuple[int, ...]
+    waits: bool
 
 
 def inspect(image: bytes) -> BinaryFacts:
@@ -86,7 +87,7 @@ def inspect(image: bytes) -> BinaryFacts:
 
 def _cubin_facts(binary: Cubin) -> BinaryFacts:
     kernel: CubinKernel = _single(list(binary.kernels.values()))
-    matrix, budgets = sass_instructions(kernel.code)
+    matrix, budgets, waits = sass_instructions(kernel.code)
     return BinaryFacts(
         kind="cubin",
         arch=binary.arch,
@@ -108,6 +109,7 @@ def _cubin_facts(binary: Cubin) -> BinaryFacts:
         parameter_offset=kernel.parameter_offset,
         matrix=matrix,
         register_budgets=budgets,
+        waits=waits,
     )
 
 
@@ -154,6 +156,7 @@ def _hsaco_facts(binary: CodeObject) -> BinaryFacts:
         parameter_offset=0,
         matrix=mfma_instructions(_text(binary)),
         register_budgets=(),
+        waits=False,
     )
 
 

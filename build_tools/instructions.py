@@ -1,4 +1,5 @@
-"""Which matrix instructions a kernel's machine code has, and the register budgets that it asks for.
+"""Which matrix instructions a kernel's machine code has, which register budgets it asks for, and whether it waits for
+the kernel before it.
 
 Opcodes were found by comparing binaries of ptxas 12.8 with what `nvdisasm -hex` prints of them; the AMD encoding is
 that of the MI200 and MI300 instruction set manuals (VOP3P-MAI).
@@ -14,20 +15,24 @@ _SASS_OPCODE = 0x1FF  # its bits 8:0; what follows them says what kinds of opera
 _SASS_MATRIX = {0x03C: "HMMA", 0x1F0: "HGMMA"}
 _SASS_SET_REGISTERS = 0x1C8
 _SASS_BUDGET = 0x1FF  # bits 40:32
+_SASS_WAIT = 0x02E  # ACQBULK: what griddepcontrol.wait becomes
 _MFMA, _MFMA_MASK = 0xD3C00000, 0xFFC00000  # the first of an instruction's words
 
 
-def sass_instructions(code: bytes) -> tuple[Mapping[str, int], tuple[int, ...]]:
-    """(matrix instructions by name, register budgets that warps change to, ascending) of NVIDIA machine code."""
+def sass_instructions(code: bytes) -> tuple[Mapping[str, int], tuple[int, ...], bool]:
+    """(matrix instructions by name, register budgets that warps change to, ascending, whether there is a wait for the
+    kernel before it) of NVIDIA machine code."""
     matrix: Counter[str] = Counter()
     budgets: set[int] = set()
+    waits = False
     for at in range(0, len(code) - _SASS_BYTES + 1, _SASS_BYTES):
         opcode = int.from_bytes(code[at : at + 2], "little") & _SASS_OPCODE
         if opcode in _SASS_MATRIX:
             matrix[_SASS_MATRIX[opcode]] += 1
         elif opcode == _SASS_SET_REGISTERS:
             budgets.add(int.from_bytes(code[at + 4 : at + 6], "little") & _SASS_BUDGET)
-    return dict(matrix), tuple(sorted(budgets))
+        waits = waits or opcode == _SASS_WAIT
+    return dict(matrix), tuple(sorted(budgets)), waits
 
 
 def mfma_instructions(code: bytes) -> Mapping[str, int]:

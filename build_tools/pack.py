@@ -91,7 +91,9 @@ def _op_manifest(plan: Plan, audited: Mapping[str, Audited], files: Mapping[str,
 
 def _variant(audited: Audited, file: Stored) -> dict[str, Any]:
     variant, compiled, facts = audited.variant, audited.compiled, audited.facts
+    follows = {"follows": True} if variant.follows else {}  # few do: said of those alone
     return {
+        **follows,
         "sha256": sha256(file.data).hexdigest(),
         "base": file.base,
         "symbol": compiled.symbol,

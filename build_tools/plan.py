@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from build_tools.declaration import DTYPES, Declaration, Form, Kernel, longest_row, tiles_of
 from build_tools.errors import ProfileError
-from build_tools.profile import HOST_NUMBERS, Profile, Row
+from build_tools.profile import HOST_NUMBERS, Arch, Profile, Row
 
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
+OVERLAP = "OVERLAP"  # the constant that the profile's dependent_launch gives
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Variant:
         """Whether its programs wait for each other."""
         return self.form.cooperative is not None and self.constants[self.form.cooperative] > 1
 
+    @property
+    def follows(self) -> bool:
+        """Whether it may start before the kernel launched before it has ended, for which it waits itself."""
+        return self.form.follows is not None and self.constants[self.form.follows] > 0
+
 
 @dataclass(frozen=True)
 class KernelPlan:
@@ -64,9 +70,23 @@ class Plan:
 
 def plan(declaration: Declaration, profile: Profile) -> Plan:
     """Every variant that the profile's tables ask for; ProfileError names the row that can't be met."""
-    carried = {n: k for n, k in declaration.kernels.items() if not k.optional or n in profile.tables}
+    carried = {
+        n: _fitted(k, profile.arch)
+        for n, k in declaration.kernels.items()
+        if not k.optional or n in profile.tables
+    }
     kernels = {name: _plan_kernel(declaration.op, k, profile) for name, k in carried.items()}
     return Plan(declaration.op, profile.arch.name, kernels)
+
+
+def _fitted(kernel: Kernel, arch: Arch) -> Kernel:
+    """The kernel with the constant OVERLAP, where it has one, as the architecture says: 1 for launches that overlap."""
+    given = {OVERLAP: int(arch.dependent_launch)}
+    forms = {
+        name: replace(form, defaults={**form.defaults, **given}) if OVERLAP in form.constants else form
+        for name, form in kernel.forms.items()
+    }
+    return replace(kernel, forms=forms)
 
 
 def dispatch_key(axes: Mapping[str, str], aligned: bool) -> str:

@@ -48,6 +48,7 @@ class Arch:
     shared_per_block: int
     shared_per_multiprocessor: int
     matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
+    dependent_launch: bool  # whether kernels may start before the one before them has ended
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def _arch(file: str, raw: Any) -> Arch:
         value = raw[field.name]
         if field.type == "int" and not (type(value) is int and value > 0):
             raise ProfileError(f"{where}: {field.name} must be a positive integer, found {value!r}")
+        if field.type == "bool" and type(value) is not bool:
+            raise ProfileError(f"{where}: {field.name} must be true or false, found {value!r}")
         if field.type == "str" and not isinstance(value, str):
             raise ProfileError(f"{where}: {field.name} must be a string, found {value!r}")
     serves = raw["serves"]

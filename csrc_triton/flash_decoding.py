@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.decoding_keys import NOTHING, columns_of, finish, keys_of, length_of, page_of, share, sink_of
+from csrc_triton.overlap import let_next_start, once_previous_ended
 
 DECLARATION = {
     "op": "flash_decoding",
@@ -38,8 +39,8 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "split",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "START", "PAGED"],
-                    "defaults": {"UNIT": 16, "PAGED": 0},
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "START", "PAGED", "OVERLAP"],
+                    "defaults": {"UNIT": 16, "PAGED": 0, "OVERLAP": 0},
                 }
             },
         },
@@ -48,8 +49,8 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "split",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "START", "PAGED"],
-                    "defaults": {"UNIT": 16, "PAGED": 1},
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "START", "PAGED", "OVERLAP"],
+                    "defaults": {"UNIT": 16, "PAGED": 1, "OVERLAP": 0},
                 }
             },
         },
@@ -64,7 +65,14 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": ["OUT", "PARTS", "dim"],
-            "forms": {"tile": {"function": "combine", "constants": ["SHARES", "D"]}},
+            "forms": {
+                "tile": {
+                    "function": "combine",
+                    "constants": ["SHARES", "D", "OVERLAP"],
+                    "defaults": {"OVERLAP": 0},
+                    "follows": "OVERLAP",
+                }
+            },
         },
     },
 }  # fmt: skip
@@ -76,7 +84,7 @@ def split(
     k_page, k_row, k_head, table_row, scale, cap, kv_heads, ratio, tokens, dim,
     capacity, pages, page_bits, splits, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    START: tl.constexpr, PAGED: tl.constexpr,
+    START: tl.constexpr, PAGED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One share of one tile. Programs that read the same keys follow each other, then those of the heads beside.
 
@@ -84,6 +92,12 @@ def split(
     ``left`` keys before its own and ``right`` from its own on. A page is 2^page_bits keys. START is for the host
     alone: the blocks that could be read in the time that a program takes to start and end.
     """
+    if OVERLAP:  # noqa: SIM102 (the outer is the compiler's)
+        # At once, and by programs without a share too: ``combine`` is let in when each program has said so or ended, so
+        # no program of ours is left to start, and none waits for the room that it takes. Without it, the next kernel is
+        # another's: that is not let in.
+        if splits > 1:
+            let_next_start()
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens * ratio, BLOCK_M)
     tile = program % tiles
@@ -189,7 +203,7 @@ def split(
 def combine(
     OUT, LSE, PARTS, LENGTHS, SINKS, kv_heads, ratio, tokens, dim, capacity, splits, block_m, block_n, left,
     right,
-    SHARES: tl.constexpr, D: tl.constexpr,
+    SHARES: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of those that have several shares, SHARES of them at a time. block_m, block_n: those of ``split``."""
     at = tl.program_id(0).to(tl.int64)
@@ -198,6 +212,11 @@ def combine(
     batch = both // kv_heads
     length, _, _ = length_of(LENGTHS, batch, capacity)
     _, _, _, used = share(length, tokens, ratio, row // block_m, left, right, splits, block_m, block_n)
+    if OVERLAP:
+        # Until ``split`` has ended and all that it wrote is to be seen: PARTS may be read. A program with nothing to
+        # combine waits, too: what follows in the stream waits for this kernel alone, which must not end before
+        # ``split``. LENGTHS may be read before: ``split`` does not write it, and began when all before it had ended.
+        used = once_previous_ended(used)
     if used > 1:
         cols = tl.arange(0, D)
         in_cols = cols < dim

@@ -29,7 +29,8 @@ _LETTERS = {"p": "Q", "i": "i", "l": "q", "f": "f"}
 _LETTERS |= {str(rank): "16Q" + rank * "i" + rank * "q" for rank in range(1, 6)}  # a tensor map
 
 
-def _compile(sources: list[Path], output: Path, *flags: str) -> Path:
+def compile_c(sources: list[Path], output: Path, *flags: str) -> Path:
+    """A shared library, with the machine's compiler."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler on this machine to build the launcher with")
@@ -45,13 +46,13 @@ def build_launcher(folder: Path) -> Path:
     if not (include / "Python.h").exists():
         pytest.skip(f"no Python.h in {include} to build the launcher with")
     sources = [PACKAGE / "_launch.c", *sorted((PACKAGE / "_native").glob("*.c"))]
-    return _compile(sources, folder / "_launch.abi3.so", "-DPy_LIMITED_API=0x030A0000", f"-I{include}")
+    return compile_c(sources, folder / "_launch.abi3.so", "-DPy_LIMITED_API=0x030A0000", f"-I{include}")
 
 
-def build_stand_in(folder: Path, *, without: str | None = None) -> Path:
-    """Compile the stand-in driver; `without` names a function that it shall not have."""
-    flags = [f"-D{without}=renamed_away"] if without else []
-    return _compile(sorted(DRIVER.glob("*.c")), folder / f"libstandin{without or ''}.so", *flags)
+def build_stand_in(folder: Path, *, without: str | None = None, version: int = 12040) -> Path:
+    """Compile the stand-in driver; `without` names a function that it shall not have, `version` is CUDA's."""
+    flags = [f"-DVERSION={version}", *([f"-D{without}=renamed_away"] if without else [])]
+    return compile_c(sorted(DRIVER.glob("*.c")), folder / f"libstandin{without or ''}.so", *flags)
 
 
 def import_launcher(path: Path) -> ModuleType:
@@ -81,6 +82,7 @@ class LaunchRecord:
     shared: int
     device: int
     cooperative: bool
+    follows: bool
     stream: int
     parameters: bytes
 
@@ -151,7 +153,7 @@ class StandIn:
 
     def _record(self, index: int) -> LaunchRecord:
         address = self._library.stand_in_launch(index)
-        name, gx, gy, gz, bx, by, bz, shared, device, cooperative, size, stream = _RECORD.unpack(
+        name, gx, gy, gz, bx, by, bz, shared, device, way, size, stream = _RECORD.unpack(
             ctypes.string_at(address, _RECORD.size)
         )
         return LaunchRecord(
@@ -160,7 +162,8 @@ class StandIn:
             block=(bx, by, bz),
             shared=shared,
             device=device,
-            cooperative=bool(cooperative),
+            cooperative=way == 1,
+            follows=way == 2,
             stream=stream,
             parameters=ctypes.string_at(address + _RECORD.size, size),
         )

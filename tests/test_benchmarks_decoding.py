@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from build_tools.tune import read_problems
 
 CPU = torch.device("cpu")
 SMALL = Point(batch=2, cached=96, dim=16, heads=6, kv_heads=2)
-KERNELS = [kernel for kernel in read_declaration("flash_decoding").kernels if not kernel.endswith("combine")]
+KERNELS = list(read_declaration("flash_decoding").kernels)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,18 @@ def _numbers(candidate: object) -> dict[str, int]:
     return {k if k in options else k.upper(): v for k, v in candidate.items() if k != "form"}
 
 
+def test_points_of_chosen_sizes() -> None:
+    sizes = decoding_candidates.read_sizes("1x8192,8x32768")
+    assert sizes == ((1, 8192), (8, 32768))
+    found = decoding_candidates.points("flash_decoding_combine", 64, sizes)
+    assert found == [Point(1, 8192, dim=64), Point(8, 32768, dim=64)]
+    paged = decoding_candidates.points("flash_decoding_wide_paged", 128, sizes)
+    assert [(p.batch, p.page, p.tokens) for p in paged] == [(1, 64, 4), (8, 64, 4), (8, 16, 4)]
+    for text in ("", "1x", "8192", "0x5"):
+        with pytest.raises(ArgumentTypeError, match="batch x keys, such as 1x8192"):
+            decoding_candidates.read_sizes(text)
+
+
 def test_a_candidate_is_a_pack_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from build_tools.tune import Problem
     from liger_aot.manifest import Pack
@@ -87,9 +99,10 @@ def test_a_candidate_is_a_pack_with_its_row(tmp_path: Path, monkeypatch: pytest.
         "form": "tile", "block_m": 16, "block_n": 32, "d": 64, "stages": 2, "start": 5, "num_warps": 2,
         "programs_per_multiprocessor": 7,
     }  # fmt: skip
-    problems = (Problem(64, (64,), ("bf16", "fp16"), (row,)),)
+    other = Problem(128, (128,), ("bf16",), ({**row, "d": 128},))
+    problems = (Problem(64, (64,), ("bf16", "fp16"), (row,)), other)
     monkeypatch.setattr(decoding_candidates, "read_problems", lambda path: problems)
-    options = Namespace(folder=tmp_path, arch="sm90", kernel="flash_decoding_split")
+    options = Namespace(folder=tmp_path, arch="sm90", kernel="flash_decoding_split", dims=[64])
     assert decoding_candidates.build(options) == 0
     (entry,) = json.loads((tmp_path / "candidates.json").read_text())
     assert entry == {"kernel": "flash_decoding_split", "max_n": 64, "n": [64], "row": row}

@@ -162,6 +162,19 @@ def test_cooperative_programs_must_all_be_resident(made: Made, arch: str) -> Non
     assert changed(made, arch, {"host": {"programs_per_multiprocessor": resident + 1}}).resident == resident
 
 
+def test_a_kernel_that_follows_must_wait_and_no_other_may(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follows = {"form": replace(made["sm90"][0].form, follows="PARTS")}
+    with pytest.raises(AuditError, match=r"must wait for the kernel before it .*, and does not"):
+        changed(made, "sm90", follows)
+    waiting = replace(inspect(made["sm90"][2].image), waits=True)
+    monkeypatch.setattr("build_tools.audit.inspect", lambda image: waiting)
+    assert changed(made, "sm90", follows).facts.waits
+    with pytest.raises(AuditError, match=r"must not wait for the kernel before it .*, and does$"):
+        changed(made, "sm90")
+
+
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
 def test_waves_that_registers_keep_off(tmp_path: Path, made: Made, arch: str) -> None:
     """waves_per_eu has each wave take registers that it does not use: they count, and the promise is held to."""

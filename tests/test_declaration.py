@@ -141,6 +141,14 @@ MISTAKES = {
         {'"cooperative": "SPLIT"': '"cooperative": "SPLITS"'},
         KERNEL + "form split: 'SPLITS' is none of its constants",
     ),
+    "follows and waits": (
+        {'"cooperative": "SPLIT"': '"cooperative": "SPLIT", "follows": "SPLIT"'},
+        KERNEL + "form split: cooperative and follows: a kernel is launched in one way",
+    ),
+    "follows by no constant": (
+        {'"cooperative": "SPLIT"': '"follows": "OVERLAP"'},
+        KERNEL + "form split: 'OVERLAP' is none of its constants",
+    ),
     "default of no constant": (
         {'{"ROWS": 1}': '{"ROW": 1}'},
         KERNEL + "form tile: 'ROW' is none of its constants",

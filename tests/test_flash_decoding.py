@@ -15,6 +15,7 @@ from torch import Tensor
 
 import liger_aot
 from build_tools.binary import inspect
+from build_tools.cubin import Cubin
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.flash_decoding import FlashDecoding
 from liger_aot.torch_library import register
@@ -290,6 +291,32 @@ def test_products_are_the_matrix_units(arch: str) -> None:
         assert not kinds if "_combine" in name else kinds and kinds <= wanted, name
         if arch == "sm90" and "block_m64" in name:
             assert "HGMMA" in kinds
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_combine_waits_for_split_on_sm90(arch: str) -> None:
+    op = built_pack(arch).op("flash_decoding")
+    for variant in map(op.variant, op.variants):
+        facts = inspect(variant.read())
+        assert variant.follows == facts.waits == (arch == "sm90" and "_combine" in variant.name)
+
+
+def test_where_combine_waits() -> None:
+    """On the way of every program, and after the length alone has been asked for; split says that it may start first of
+    all. The opcodes are what nvdisasm prints as ACQBULK, PREEXIT, EXIT and LDG."""
+    wait, let_start, end, load = 0x02E, 0x02D, 0x14D, 0x181
+    op = built_pack("sm90").op("flash_decoding")
+    for variant in map(op.variant, op.variants):
+        (kernel,) = Cubin(variant.read()).kernels.values()
+        found = [
+            int.from_bytes(kernel.code[at : at + 2], "little") & 0x1FF
+            for at in range(0, len(kernel.code), 16)
+        ]
+        if "_combine" in variant.name:
+            before, after = found[: found.index(wait)], found[found.index(wait) + 1 :]
+            assert end not in before and before.count(load) == 1 and load in after and let_start not in found
+        else:
+            assert end not in found[: found.index(let_start)] and load not in found[: found.index(let_start)]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -133,6 +133,30 @@ def test_streams_at_once(op: FlashDecoding) -> None:
     assert all(torch.equal(o, wanted) for o in results)
 
 
+@pytest.mark.parametrize("longest", [60, 512])
+def test_what_follows_waits_for_every_share(op: FlashDecoding, longest: int) -> None:
+    """Results are read, and inputs overwritten, by the next kernels of the stream. Of short sequences ``split`` writes
+    all results: ``combine`` has nothing to do, and must not end before it."""
+    problem = Problem(64, 8, 1, 512, tuple(longest - i % 50 for i in range(400)), 128, splits=8)
+    other = problem._replace(lengths=problem.lengths[::-1])
+    sets = [p.tensors(seed, "cuda")[:4] for seed, p in enumerate((problem, other))]
+    wanted = []
+    for tensors in sets:
+        wanted.append(op(*tensors[:3], cache_seqlens=tensors[3], splits=8))
+        torch.cuda.synchronize()
+    static = [t.clone() for t in sets[0]]
+    results = []
+    for i in range(20):
+        for to, t in zip(static, sets[i % 2], strict=True):
+            to.copy_(t)
+        o, lse = op(*static[:3], cache_seqlens=static[3], splits=8, return_lse=True)
+        results.append(o.clone())
+        del o, lse  # the next call's are in the same memory
+    torch.cuda.synchronize()
+    assert not torch.equal(*wanted)
+    assert all(torch.equal(o, wanted[i % 2]) for i, o in enumerate(results))
+
+
 def test_compile(op: FlashDecoding) -> None:
     problem = Problem(16, 2, 2, 512, (500, 64), 64, page=16)
     tensors = problem.tensors(device="cuda")

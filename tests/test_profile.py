@@ -74,6 +74,10 @@ MISTAKES = {
         {"threads_per_block = 1024": "threads_per_block = 0"},
         r"gfx942.toml: \[arch\]: threads_per_block must be a positive integer, found 0",
     ),
+    "fact is neither true nor false": (
+        {"dependent_launch = false": "dependent_launch = 0"},
+        r"gfx942.toml: \[arch\]: dependent_launch must be true or false, found 0",
+    ),
     "machine is no string": (
         {'machine = "gfx942"': "machine = 942"},
         r"gfx942.toml: \[arch\]: machine must be a string, found 942",

@@ -65,6 +65,7 @@ class Variant(NamedTuple):
     threads: int
     shared: int  # bytes of dynamic shared memory
     cooperative: bool
+    follows: bool  # whether it waits itself for the kernel launched before it
     contiguous: bool  # whether rows must follow each other without a gap
     signature: str  # the launcher's letters
     form: str
@@ -132,6 +133,10 @@ class OpManifest:
         if not 1 <= threads <= MOST_THREADS:
             raise PackDamaged(self.path, f"{where}threads is {threads}, a block has 1 to {MOST_THREADS}")
         numbers = _object(self.path, raw.get("numbers"), where + "numbers")
+        cooperative = _typed(self.path, raw, "cooperative", bool, where)
+        follows = "follows" in raw and _typed(self.path, raw, "follows", bool, where)
+        if cooperative and follows:
+            raise PackDamaged(self.path, f"{where}cooperative and {where}follows are both true")
         base = None if raw.get("base") is None else _typed(self.path, raw, "base", str, where)
         return Variant(
             name=name,
@@ -140,7 +145,8 @@ class OpManifest:
             symbol=symbol,
             threads=threads,
             shared=_count(self.path, raw, "shared", where),
-            cooperative=_typed(self.path, raw, "cooperative", bool, where),
+            cooperative=cooperative,
+            follows=follows,
             contiguous=_typed(self.path, raw, "contiguous", bool, where),
             signature=kernel.signature,
             form=_typed(self.path, raw, "form", str, where),

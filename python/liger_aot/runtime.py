@@ -153,6 +153,7 @@ class GPUDriver:
                 shared=variant.shared,
                 signature=variant.signature,
                 cooperative=variant.cooperative,
+                follows=variant.follows,
             )
         except DriverError as error:
             message = (

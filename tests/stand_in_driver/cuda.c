@@ -2,6 +2,7 @@
 #include "driver.h"
 
 #include <stddef.h>
+#include <string.h>
 
 /* A handle is not its ordinal, though in the real driver it is: nothing says that it must be. */
 enum { FIRST_HANDLE = 100 };
@@ -19,7 +20,7 @@ int cuInit(unsigned flags) {
 
 int cuDriverGetVersion(int *version) {
     ENTER(NO_DEVICE);
-    *version = 12040;
+    *version = VERSION;
     return SUCCESS;
 }
 
@@ -139,23 +140,39 @@ int cuTensorMapEncodeTiled(uint64_t *map, int type, unsigned rank, void *address
     return SUCCESS;
 }
 
-static int cuda_launch(void *kernel_or_null, const uint32_t dimensions[7], int cooperative, void *stream,
+static int cuda_launch(void *kernel_or_null, const uint32_t dimensions[7], Way way, void *stream,
                        void **parameters) {
     Kernel *kernel = kernel_or_null;
     int device = contexts[context_depth];
     if (kernel == NULL) return INVALID_HANDLE;
     if (device == NO_DEVICE) return INVALID_CONTEXT;
     if (dimensions[6] > 48 * 1024 && (int)dimensions[6] > kernel->shared_limit[device]) return INVALID_VALUE;
-    record_launch(kernel, dimensions, device, cooperative, stream, parameters);
+    record_launch(kernel, dimensions, device, way, stream, parameters);
     return SUCCESS;
 }
 
 int cuLaunchKernel(LAUNCH_ARGUMENTS, void **extra) {
     ENTER(contexts[context_depth]);
-    return extra != NULL ? INVALID_VALUE : cuda_launch(kernel, DIMENSIONS, 0, stream, parameters);
+    return extra != NULL ? INVALID_VALUE : cuda_launch(kernel, DIMENSIONS, PLAIN, stream, parameters);
 }
 
 int cuLaunchCooperativeKernel(LAUNCH_ARGUMENTS) {
     ENTER(contexts[context_depth]);
-    return cuda_launch(kernel, DIMENSIONS, 1, stream, parameters);
+    return cuda_launch(kernel, DIMENSIONS, COOPERATIVE, stream, parameters);
+}
+
+/* CUlaunchConfig and its attributes, read at the offsets that they have in cuda.h. */
+int cuLaunchKernelEx(const void *configuration, void *kernel, void **parameters, void **extra) {
+    ENTER(contexts[context_depth]);
+    uint32_t dimensions[7], count, attribute[18];
+    void *stream, *attributes;
+    memcpy(dimensions, configuration, 28);
+    memcpy(&stream, (const char *)configuration + 32, 8);
+    memcpy(&attributes, (const char *)configuration + 40, 8);
+    memcpy(&count, (const char *)configuration + 48, 4);
+    if (extra != NULL || count != 1) return INVALID_VALUE;
+    memcpy(attribute, attributes, 72);
+    enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+    if (attribute[0] != PROGRAMMATIC_STREAM_SERIALIZATION || attribute[2] != 1) return INVALID_VALUE;
+    return cuda_launch(kernel, dimensions, FOLLOWING, stream, parameters);
 }

@@ -20,6 +20,7 @@ enum {
     TIMED_OUT = 702,
 };
 enum { DEVICES = 2, NO_DEVICE = -1 };
+typedef enum { PLAIN, COOPERATIVE, FOLLOWING } Way; /* of launching */
 
 typedef struct {
     char name[64];
@@ -57,7 +58,7 @@ int find_kernel(void **kernel, Library *library, const char *name, int device);
 int unload(void *library);
 
 /* Records a launch, copying each parameter's bytes, as a driver does before it returns. */
-void record_launch(const Kernel *kernel, const uint32_t dimensions[7], int device, int cooperative, void *stream,
+void record_launch(const Kernel *kernel, const uint32_t dimensions[7], int device, Way way, void *stream,
                    void **parameters);
 
 /* "CUDA_ERROR_INVALID_IMAGE"; NULL for a code that this driver does not know. */

@@ -74,21 +74,21 @@ int hipModuleUnload(void *module) {
     return hip_result(unload(module));
 }
 
-static int hip_launch(void *function, const uint32_t dimensions[7], int cooperative, void *stream,
+static int hip_launch(void *function, const uint32_t dimensions[7], Way way, void *stream,
                       void **parameters) {
     Kernel *kernel = function;
     if (kernel == NULL || kernel->device != hip_device) return hip_result(INVALID_HANDLE);
     if ((uint64_t)dimensions[0] * dimensions[3] > UINT32_MAX) return hip_result(INVALID_VALUE);
-    record_launch(kernel, dimensions, hip_device, cooperative, stream, parameters);
+    record_launch(kernel, dimensions, hip_device, way, stream, parameters);
     return SUCCESS;
 }
 
 int hipModuleLaunchKernel(LAUNCH_ARGUMENTS, void **extra) {
     HIP_ENTER();
-    return extra != NULL ? hip_result(INVALID_VALUE) : hip_launch(kernel, DIMENSIONS, 0, stream, parameters);
+    return extra != NULL ? hip_result(INVALID_VALUE) : hip_launch(kernel, DIMENSIONS, PLAIN, stream, parameters);
 }
 
 int hipModuleLaunchCooperativeKernel(LAUNCH_ARGUMENTS) {
     HIP_ENTER();
-    return hip_launch(kernel, DIMENSIONS, 1, stream, parameters);
+    return hip_launch(kernel, DIMENSIONS, COOPERATIVE, stream, parameters);
 }

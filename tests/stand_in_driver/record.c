@@ -16,7 +16,7 @@ typedef struct {
     uint32_t block[3];
     uint32_t shared;
     int32_t device;
-    int32_t cooperative;
+    int32_t way;
     int32_t byte_count;
     uint64_t stream;
     uint8_t bytes[MAX_BYTES];
@@ -159,7 +159,7 @@ static void append(LaunchRecord *entry, const void *parameter, int size) {
     entry->byte_count += size;
 }
 
-void record_launch(const Kernel *kernel, const uint32_t dimensions[7], int device, int cooperative, void *stream,
+void record_launch(const Kernel *kernel, const uint32_t dimensions[7], int device, Way way, void *stream,
                    void **parameters) {
     pthread_mutex_lock(&guard);
     LaunchRecord *entry = &launches[launch_count++ % MAX_LAUNCHES];
@@ -168,7 +168,7 @@ void record_launch(const Kernel *kernel, const uint32_t dimensions[7], int devic
     memcpy(entry->block, dimensions + 3, sizeof entry->block);
     entry->shared = dimensions[6];
     entry->device = device;
-    entry->cooperative = cooperative;
+    entry->way = way;
     entry->stream = (uint64_t)(uintptr_t)stream;
     entry->byte_count = 0;
     for (int i = 0; kernel->letters[i] != 0; i++) {

@@ -5,6 +5,31 @@
 #define INVALID_CONTEXT 201
 #define MAX_DYNAMIC_SHARED_SIZE_BYTES 8
 #define SHARED_WITHOUT_OPT_IN (48u * 1024)
+#define FOLLOWS_IN_GRAPHS 12030 /* the first driver whose graphs can capture a launch that follows */
+
+/* CUlaunchAttribute and CUlaunchConfig, the same on every 64-bit platform since CUDA 11.8. */
+typedef struct {
+    int id;
+    char unused[4];
+    union {
+        char bytes[64];
+        int flag;
+    } value;
+} LaunchAttribute;
+
+typedef struct {
+    unsigned grid[3];
+    unsigned block[3];
+    unsigned shared;
+    void *stream;
+    LaunchAttribute *attributes;
+    unsigned attribute_count;
+} LaunchConfiguration;
+
+_Static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchAttribute, value) == 8, "CUlaunchAttribute");
+_Static_assert(sizeof(LaunchConfiguration) == 56 && offsetof(LaunchConfiguration, stream) == 32 &&
+                   offsetof(LaunchConfiguration, attribute_count) == 48,
+               "CUlaunchConfig");
 
 typedef struct {
     int (*init)(unsigned flags);
@@ -30,6 +55,7 @@ typedef struct {
                         int swizzle, int promotion, int fill);
     LaunchFunction launch;
     LaunchCooperativeFunction launch_cooperative;
+    int (*launch_configured)(const LaunchConfiguration *configuration, void *function, void **parameters, void **extra);
 } CudaFunctions;
 
 #define AT(member) offsetof(CudaFunctions, member)
@@ -54,6 +80,7 @@ static const Symbol SYMBOLS[] = {
     {"cuTensorMapEncodeTiled", AT(encode_tiled), 0},
     {"cuLaunchKernel", AT(launch), 0},
     {"cuLaunchCooperativeKernel", AT(launch_cooperative), 0},
+    {"cuLaunchKernelEx", AT(launch_configured), 0},
 };
 
 static const CudaFunctions *cuda_functions(const DriverLibrary *driver) { return driver->functions; }
@@ -149,10 +176,30 @@ static Outcome cuda_prepare(DriverLibrary *driver, Code *code, int device) {
     return result;
 }
 
-static Outcome launch_here(const CudaFunctions *cuda, const Code *code, const Launch *launch) {
+/* Programmatic stream serialization: the kernel may start once every block of the one before it has said that it may, or
+ * ended. */
+static int call_launch_following(const CudaFunctions *cuda, const Code *code, const Launch *launch) {
+    enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+    LaunchAttribute follows = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.flag = 1};
+    LaunchConfiguration configuration = {
+        .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
+        .block = {code->threads, 1, 1},
+        .shared = code->shared,
+        .stream = launch->stream,
+        .attributes = &follows,
+        .attribute_count = 1,
+    };
+    return cuda->launch_configured(&configuration, code->kernel, launch->parameters, NULL);
+}
+
+static Outcome launch_here(const DriverLibrary *driver, const Code *code, const Launch *launch) {
+    const CudaFunctions *cuda = cuda_functions(driver);
     if (code->cooperative)
         return outcome("cuLaunchCooperativeKernel",
                        call_launch_cooperative(cuda->launch_cooperative, code, code->kernel, launch));
+    /* A kernel that waits for the one before it is right without the attribute, too. */
+    if (code->follows && driver->version >= FOLLOWS_IN_GRAPHS)
+        return outcome("cuLaunchKernelEx", call_launch_following(cuda, code, launch));
     return outcome("cuLaunchKernel", call_launch(cuda->launch, code, code->kernel, launch));
 }
 
@@ -162,11 +209,11 @@ static Outcome cuda_launch(const DriverLibrary *driver, const Code *code, int de
     int current = -1;
     int result = cuda->context_device(&current);
     if (result != 0 && result != INVALID_CONTEXT) return outcome("cuCtxGetDevice", result);
-    if (result == 0 && current == driver->devices[device].handle) return launch_here(cuda, code, launch);
+    if (result == 0 && current == driver->devices[device].handle) return launch_here(driver, code, launch);
 
     Outcome pushed = push_context(driver, device);
     if (pushed.call != NULL) return pushed;
-    return pop_context(driver, launch_here(cuda, code, launch));
+    return pop_context(driver, launch_here(driver, code, launch));
 }
 
 static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {
