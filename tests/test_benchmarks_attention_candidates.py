@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -191,13 +192,15 @@ def test_pairs(length: int, window: int) -> None:
 
 def test_a_profile_without_windows_keeps_the_rest() -> None:
     profile = (PROFILES / "sm90.toml").read_text()
-    chosen = attention_candidates.candidates("sm90", "local")[0]
-    more = profile + attention_candidates.tables("sm90", chosen, "a test")
-    chosen = attention_candidates.candidates("sm90", "capped")[0]
-    more = attention_candidates.without(
-        more + attention_candidates.tables("sm90", chosen, "a test"), "capped"
+    assert "_local]" in profile and "_capped]" in profile
+    bare = attention_candidates.without(attention_candidates.without(profile, "local"), "capped")
+    assert set(re.findall(r"groups_\d+_(?:local|capped)", bare)) == set()
+    local, capped = (
+        attention_candidates.tables("sm90", attention_candidates.candidates("sm90", d)[0], "a test")
+        for d in ("local", "capped")
     )
-    assert more != profile and attention_candidates.without(more, "local") == profile
+    assert attention_candidates.without(bare + local + capped, "capped") == bare + local
+    assert attention_candidates.without(bare + local, "local") == bare
 
 
 def test_a_candidate_replaces_its_row_alone(tmp_path: Any) -> None:
