@@ -21,6 +21,7 @@ from csrc_triton.attention_backward_groups import (
     KEYS,
     KV_HEAD,
     LAST_ROW,
+    held_tiles,
     noted,
     produce,
     sums_ring,
@@ -354,10 +355,10 @@ def by_groups(
     """A block of 128 keys, whose ``tile`` it is, by two consumer groups and a producer warp. TURNS are None where there
     is no order, ``left`` where there is no left bound."""
     notes = write_notes(tile, right, len_k, left)
-    k = tile_ring(K, 2, 1, z)
-    v = tile_ring(V, 2, 1, z)
-    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
-    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
+    k = held_tiles(K, 2, z)
+    v = held_tiles(V, 2, z)
+    q = tile_ring(Q, z.Q_STAGES, z)
+    dy = tile_ring(DY, z.DY_STAGES, z)
     ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, z.BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     lse = sums_ring(LSE2, z.Q_STAGES)
     delta = sums_ring(DELTA, z.DY_STAGES)

@@ -167,14 +167,31 @@ def noted_cap(notes):
 
 
 @gluon.jit
-def tile_ring(of, slots: gl.constexpr, pairs: gl.constexpr, z):
-    """A ring of ``slots`` tiles of a tensor map, with as many pairs of barriers: with one, all are filled at once."""
+def tile_panels(of, slots: gl.constexpr, z):
+    """Memory for ``slots`` tiles of a tensor map: both panels, the first again where there is one."""
     rows: gl.constexpr = of.block_shape[2]
     first = gl.allocate_shared_memory(of.dtype, [slots, 1, 1, rows, z.D1], of.layout)
     second = first
     if z.D2 > 0:
         second = gl.allocate_shared_memory(of.dtype, [slots, 1, 1, rows, z.D2], of.layout)
-    return Ring(first, second, barriers(pairs, 1), barriers(pairs, GROUPS))
+    return first, second
+
+
+@gluon.jit
+def tile_ring(of, slots: gl.constexpr, z):
+    """A ring of ``slots`` tiles, which both groups free."""
+    first, second = tile_panels(of, slots, z)
+    return Ring(first, second, barriers(slots, 1), barriers(slots, GROUPS))
+
+
+@gluon.jit
+def held_tiles(of, slots: gl.constexpr, z):
+    """Tiles that are filled once, together. They have no barrier for free: one that nobody waits for would share its
+    memory with other tiles, and a GPU that leaves a block for another process and comes back overwrites what lies on a
+    barrier."""
+    first, second = tile_panels(of, slots, z)
+    full = barriers(1, 1)
+    return Ring(first, second, full, full)
 
 
 @gluon.jit

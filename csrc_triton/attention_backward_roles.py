@@ -43,6 +43,7 @@ from csrc_triton.attention_backward_groups import (
     COUNT,
     FIRST_SEES,
     KEYS,
+    held_tiles,
     noted,
     noted_cap,
     produce,
@@ -232,10 +233,10 @@ def by_roles(
     """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order,
     ``left`` and ``cap`` where there is no left bound and no soft cap."""
     notes = write_notes(tile, right, len_k, left, cap)
-    k = tile_ring(K, 1, 1, z)
-    v = tile_ring(V, 1, 1, z)
-    q = tile_ring(Q, z.Q_STAGES, z.Q_STAGES, z)
-    dy = tile_ring(DY, z.DY_STAGES, z.DY_STAGES, z)
+    k = held_tiles(K, 1, z)
+    v = held_tiles(V, 1, z)
+    q = tile_ring(Q, z.Q_STAGES, z)
+    dy = tile_ring(DY, z.DY_STAGES, z)
     p = handed_tiles(gl.float32, 1, ACCUMULATORS, z)
     ds = handed_tiles(Q.dtype, 2, gl.NVMMASharedLayout(128, 16, 2), z)
     lse = sums_ring(LSE2, z.Q_STAGES)

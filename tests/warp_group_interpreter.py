@@ -112,6 +112,7 @@ class Shared:
 class Barrier:
     def __init__(self) -> None:
         self.count = self.left = self.bytes = self.phase = 0
+        self.used = False
 
 
 class Block:
@@ -120,6 +121,7 @@ class Block:
     def __init__(self, program: int, programs: int) -> None:
         self.program, self.programs = program, programs
         self.changed = Condition()
+        self.barriers: list[list[Barrier]] = []
         self.copies: list[Callable[[], None]] = []
         self.stores: dict[int, list[Callable[[], None]]] = {}
         self.error: BaseException | None = None
@@ -128,6 +130,7 @@ class Block:
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype == torch.int64:
             made = [Barrier() for _ in range(int(shape[0]))]
+            self.barriers.append(made)
             return SimpleNamespace(index=lambda i: made[int(i)], shape=shape)
         garbage = torch.nan if dtype.is_floating_point else -7
         return Shared(torch.full([int(n) for n in shape], garbage, dtype=dtype))
@@ -139,6 +142,7 @@ class Block:
 
     def signal(self, barrier: Barrier, arrivals: int = 0, expected: int = 0) -> None:
         with self.changed:
+            barrier.used = True
             barrier.left -= int(arrivals)
             barrier.bytes += int(expected)
             assert barrier.left >= 0, "more arrivals than a phase has"
@@ -155,6 +159,7 @@ class Block:
     def wait(self, barrier: Barrier, parity: Any) -> None:
         """For the phase of this parity; meanwhile copies arrive."""
         with self.changed:
+            barrier.used = True
             while barrier.phase & 1 == int(parity):
                 if self.copies:
                     self.copies.pop(self.random.randrange(len(self.copies)))()
@@ -203,6 +208,8 @@ class Block:
         if self.error:
             raise self.error
         assert not self.copies and not self.stores, "a copy is never waited for"
+        # the compiler gives their memory to tiles, and a GPU that swaps a block out and in writes on it
+        assert all(any(b.used for b in made) for made in self.barriers), "barriers that nobody uses"
 
 
 class Const(int):
