@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from liger_aot.manifest import Pack
@@ -31,9 +31,8 @@ _SYNCHRONIZES = re.compile(r"\b(BAR|SYNCS)\.")
 _MATTERS = re.compile(r"\b(BAR|SYNCS|LDSM?|STSM?)\b")
 _MBARRIER = re.compile(r"SYNCS\.(PHASECHK|ARRIVE)\..*\[.*?(0x[0-9a-f]+)\]")
 _KINDS = {"Read": re.compile(r"\bLDSM?\b"), "Write": re.compile(r"\bSTSM?\b")}
-_REPORT = re.compile(r"(?:Race reported between|and) (Read|Write) access at (\w+)\+0x([0-9a-f]+)")
-
-Access = tuple[str, int]  # Read or Write, and where in the kernel
+_REPORT = re.compile(r"^(?==+ \w+: Race reported)", re.M)
+_ACCESS = re.compile(r"(?:between|and) (Read|Write) access at (\w+)\+0x([0-9a-f]+)")
 
 
 class Code:
@@ -43,7 +42,8 @@ class Code:
         self.instructions = {int(at, 16): what for at, what in _INSTRUCTION.findall(text)}
         self._of_all = sorted(at for at, what in self.instructions.items() if _OF_ALL.search(what))
 
-    def has(self, accesses: Iterable[Access]) -> bool:
+    def has(self, accesses: Iterable[tuple[str, int]]) -> bool:
+        """Whether those, Read or Write at a place, are there."""
         return all(_KINDS[kind].search(self.instructions.get(at, "")) for kind, at in accesses)
 
     def ordered(self, a: int, b: int) -> bool:
@@ -95,25 +95,21 @@ def disassembled(image: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def reports(log: str) -> Iterator[tuple[str, tuple[Access, ...]]]:
-    """(kernel, accesses) of each: the first against each of the others."""
-    for text in log.split("Race reported")[1:]:
-        found = _REPORT.findall("Race reported" + text)
-        yield found[0][1], tuple((kind, int(at, 16)) for kind, _, at in found)
-
-
-def ordered_reports(log: str, pack: Pack) -> int:
-    """How many reports of a log are of accesses that are ordered. A report does not say which of a symbol's binaries it
-    is of: it holds for all that have such accesses there."""
-    wanted = list(reports(log))
-    symbols = {kernel for kernel, _ in wanted}
-    codes: dict[str, list[Code]] = {symbol: [] for symbol in symbols}
+def sift(log: str, pack: Pack) -> tuple[int, str]:
+    """How many of a log's reports are of ordered accesses, and the log without them. A report, the first access against
+    each of the others, does not say which of a symbol's binaries it is of: it counts for all that have such accesses
+    there."""
+    before, *reports = _REPORT.split(log)
+    found = [_ACCESS.findall(report) for report in reports]
+    codes: dict[str, list[Code]] = {kernel: [] for accesses in found for _, kernel, _ in accesses}
     for op in map(pack.op, pack.ops):
         for variant in map(op.variant, op.variants):
-            if variant.symbol in symbols:
+            if variant.symbol in codes:
                 codes[variant.symbol].append(Code(disassembled(variant.read())))
-    count = 0
-    for kernel, (first, *others) in wanted:
-        of = [code for code in codes[kernel] if code.has((first, *others))]
-        count += bool(of and others) and all(code.ordered(first[1], at) for code in of for _, at in others)
-    return count
+    left = [before]
+    for report, accesses in zip(reports, found, strict=True):
+        places = [(kind, int(at, 16)) for kind, _, at in accesses]
+        of = [code for _, kernel, _ in accesses[1:2] for code in codes[kernel] if code.has(places)]
+        if not of or not all(code.ordered(places[0][1], at) for code in of for _, at in places[1:]):
+            left.append(report)
+    return 1 + len(reports) - len(left), "".join(left)

@@ -30,7 +30,7 @@ from tests.all_ops import HarnessOp, entries
 from tests.choices import Entry
 from tests.conftest import built_pack, no_gpu
 from tests.op_gpu_tests import installed
-from tests.racecheck import ordered_reports
+from tests.racecheck import sift
 
 TOOLS = ("memcheck", "racecheck")
 PLANTED = "planted"
@@ -121,7 +121,7 @@ def under(program: str, tool: str, kernels: Sequence[str], arguments: Sequence[s
         text = log.read_text() if log.exists() else ""
     found = findings(text)
     if tool == "racecheck" and found.errors:
-        ordered = ordered_reports(text, installed())
+        ordered, text = sift(text, installed())
         found = found._replace(errors=found.errors - ordered, ordered=ordered)
     if found.errors and arguments != [PLANTED]:
         print(text)
