@@ -2,13 +2,14 @@
 
 Each thread has a stream of its own and draws random problems of random ops; one result in CHECKED is compared with
 float64. At the end of each of the ROUNDS every thread's ops are dropped and loaded anew, so that binaries come and go,
-and memory is measured: what torch has allocated, what the driver has given out, and the process's own. After the first
-rounds, which fill caches, none of it may grow. It fails at the first wrong result or error.
+and memory is measured: what torch has allocated, what the driver has given out, what malloc has, and the process's own.
+After the first rounds, which fill caches, none of it may grow. It fails at the first wrong result or error.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import sys
@@ -31,8 +32,8 @@ ROUNDS = 10
 SETTLED = 4  # rounds after which memory is compared
 CHECKED = 3
 THREADS = 8
-# What caches, fragments and the C library's arenas may add from the settled round to the last.
-SLACK = {"allocated": 8 << 20, "driver": 256 << 20, "host": 128 << 20}
+# What caches and fragments may add from the settled round to the last.
+SLACK = {"allocated": 8 << 20, "driver": 256 << 20, "live": 32 << 20, "host": 128 << 20}
 
 
 class Memory(NamedTuple):
@@ -40,23 +41,57 @@ class Memory(NamedTuple):
 
     allocated: int  # by torch, on the GPU
     driver: int  # given out by the driver, torch's cache being empty
+    live: int  # given out by malloc: no fragments in it, nor what Python has for small objects
     host: int  # resident
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {size / (1 << 20):.1f} MiB" for name, size in self._asdict().items())
 
 
+class _Mallinfo2(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _names = (
+        "arena",
+        "ordblks",
+        "smblks",
+        "hblks",
+        "hblkhd",
+        "usmblks",
+        "fsmblks",
+        "uordblks",
+        "fordblks",
+        "keepcost",
+    )
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
+
+
+_libc = ctypes.CDLL(None)
+M_ARENA_MAX = -8
+
+
+def live() -> int:
+    """Bytes that malloc has given out, in all arenas and by mmap; 0 before glibc 2.33, which can't say."""
+    if not hasattr(_libc, "mallinfo2"):
+        return 0
+    _libc.mallinfo2.restype = _Mallinfo2
+    info = _libc.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
 def measure(device: str) -> Memory:
     gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread and stream
+        torch.cuda.empty_cache()
+    _libc.malloc_trim(0)  # what is free in malloc's hands is not in use
     with open("/proc/self/statm") as file:
         host = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if device == "cpu":
-        return Memory(0, 0, host)
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread and stream
-    torch.cuda.empty_cache()
+        return Memory(0, 0, live(), host)
     free, total = torch.cuda.mem_get_info()
-    return Memory(torch.cuda.memory_allocated(), total - free, host)
+    return Memory(torch.cuda.memory_allocated(), total - free, live(), host)
 
 
 def grown(rounds: Sequence[Memory]) -> list[str]:
@@ -136,6 +171,10 @@ def main(arguments: Sequence[str]) -> int:
     if not given.cpu and (why := no_gpu()):
         parser.exit(2, f"soak: {why}\n")
     device = "cpu" if given.cpu else "cuda"
+    # Each thread would have an arena, and an arena of threads keeps the free pages at its end.
+    _libc.mallopt(M_ARENA_MAX, 1)
+    if given.cpu:
+        torch.backends.mkldnn.enabled = False  # keeps code for 1024 shapes of bfloat16 products, 0.5 MiB each
     print(f"LIGER_AOT_SEED={seed_of_run()}", flush=True)
     wrong = soak(given.minutes * 60, device, given.threads, seed_of_run())
     print("\n".join(wrong) or "all results are right, memory is flat")
