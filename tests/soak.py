@@ -1,9 +1,11 @@
 """Minutes of mixed ops, shapes, threads and streams: `python -m tests.soak --minutes 5`, or `make soak`.
 
 Each thread has a stream of its own and draws random problems of random ops; one result in CHECKED is compared with
-float64. At the end of each of the ROUNDS every thread's ops are dropped and loaded anew, so that binaries come and go,
-and memory is measured: what torch has allocated, what the driver has given out, what malloc has, and the process's own.
-After the first rounds, which fill caches, none of it may grow. It fails at the first wrong result or error.
+float64. After PROBLEMS of them a thread begins again with its first: what torch and cuBLAS keep for each shape they
+have seen is kept by then, and what still grows is a leak. At the end of each of the ROUNDS every thread's ops are
+dropped and loaded anew, so that binaries come and go, and memory is measured: what torch has allocated, what the driver
+has given out, what malloc has, and the process's own. After the first rounds, which fill caches, none of it may grow.
+It fails at the first wrong result or error.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from tests.conftest import no_gpu, seed_of_run
 
 ROUNDS = 10
 SETTLED = 4  # rounds after which memory is compared
+PROBLEMS = 200  # of a thread; no multiple of CHECKED, so that other ones are checked each time
 CHECKED = 3
 THREADS = 8
 # What caches and fragments may add from the settled round to the last.
@@ -113,13 +116,14 @@ def work(
         stream: of the GPU; None for the CPU's references.
     """
     done: Counter[str] = Counter()
-    choices = RandomChoices(seed)
     ops: dict[str, Any] = {}  # bound anew: each thread loads its own binaries
     device, way = ("cuda", "gpu") if stream else ("cpu", "reference")
     with torch.cuda.stream(stream) if stream else nullcontext():
         for i in count():
             if time.perf_counter() > end or stop.is_set():
                 break
+            if i % PROBLEMS == 0:
+                choices = RandomChoices(seed)
             entry = entries()[choices.one(names)]
             problem = entry.problem(choices, device == "cuda")
             try:
@@ -131,7 +135,7 @@ def work(
             except BaseException as error:
                 stop.set()
                 raise AssertionError(
-                    f"thread {thread}, seed {seed}, problem {i}: {entry.name} {problem}"
+                    f"thread {thread}, seed {seed}, problem {i % PROBLEMS}: {entry.name} {problem}"
                 ) from error
             done[entry.name] += 1
     if stream is not None:
@@ -146,13 +150,10 @@ def soak(
     start, done, rounds, stop = time.perf_counter(), Counter[str](), list[Memory](), threading.Event()
     names = names or list(entries())
     streams = [torch.cuda.Stream() if device == "cuda" else None for _ in range(threads)]
-    for i in range(ROUNDS):
+    for _ in range(ROUNDS):
         end = time.perf_counter() + seconds / ROUNDS
         with ThreadPoolExecutor(threads) as pool:
-            running = [
-                pool.submit(work, t, seed + i * threads + t, streams[t], names, end, stop)
-                for t in range(threads)
-            ]
+            running = [pool.submit(work, t, seed + t, streams[t], names, end, stop) for t in range(threads)]
             for thread in running:
                 done += thread.result()
         del running, thread
