@@ -63,7 +63,10 @@ class Softmax(RowProbabilities):
     @staticmethod
     def reference(x: Tensor, temperature: float = 1.0) -> tuple[Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
-        return (torch.softmax(x.to(wide) / temperature, -1).to(x.dtype),)
+        x_wide = x.to(wide)
+        if x.shape[-1]:  # differences before the temperature: else their roundings are those of the values
+            x_wide = x_wide - x_wide.amax(-1, keepdim=True)
+        return (torch.softmax(x_wide / temperature, -1).to(x.dtype),)
 
     @staticmethod
     def reference_backward(grads: Tensors, saved: Tensors, temperature: float) -> Tensors:
