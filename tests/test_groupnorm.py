@@ -13,7 +13,8 @@ from torch import Tensor
 import liger_aot
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.groupnorm import GroupNorm, Shape, split_of
+from liger_aot.group_plans import Shape, split_of
+from liger_aot.ops.groupnorm import GroupNorm
 from tests.op_tests import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests
 
 X, V = torch.ones(2, 8, 3, 3), torch.ones(8)

@@ -1,0 +1,147 @@
+"""How GroupNorm's kernels are launched: which binary for which images, and how many programs share a group."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from liger_aot.runtime import REMEMBERED, Loaded, OpOn
+
+LONGEST = (1 << 31) - 1  # takes a table's last row
+PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
+
+
+class Shape(NamedTuple):
+    """A problem: images of channels in groups, each of ``spatial`` places."""
+
+    images: int
+    channels: int
+    groups: int
+    spatial: int
+    channels_last: bool
+
+    @property
+    def last(self) -> bool:
+        """Whether the channels-last kernels run it: images of one place are both."""
+        return self.channels_last or self.spatial == 1
+
+    def kernel(self, way: str) -> str:
+        return f"groupnorm_{way}_last" if self.last else f"groupnorm_{way}"
+
+    def n(self, way: str) -> int:
+        """The size that chooses among a kernel's variants: what lies together in memory."""
+        group = self.channels // self.groups
+        return group if self.last else group * self.spatial if way == "forward" else self.spatial
+
+    def aligned(self, width: int) -> bool:
+        """Whether strides and sizes are, if programs take ``width`` channels."""
+        return not ((self.channels | width) if self.last else self.spatial) & 15
+
+    def width(self, block: int, groups: int, longest: int) -> int:
+        """Channels a program of channels-last images takes: as many whole groups, up to ``groups`` of them in ``block``
+        channels, as divide the image's; an aligned number of channels where there is one, of no more than ``longest``
+        elements where that can be, and one that leaves less than an eighth of ``block`` lanes idle."""
+        group = self.channels // self.groups
+        most = max(1, min(self.groups, groups, block // group))
+        widths = [k * group for k in range(1, most + 1) if not self.groups % k]
+
+        def merit(width: int) -> tuple[bool, bool, int, int]:
+            used = block // width * width * 8 // block
+            return not width & 15, width * self.spatial <= longest, min(7, used), width
+
+        return max(widths, key=merit)
+
+
+class Plan(NamedTuple):
+    """A launch: programs, how many share a group, how much of it each takes, and the sizes a kernel is told."""
+
+    programs: int
+    split: int
+    length: int
+    words: int  # to exchange through
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> tuple[Loaded, Plan]:
+    """The binary and the launch for a problem, remembered."""
+    key = (way, dtype, places & 15, shape)
+    found: tuple[Loaded, Plan] | None = on.plans.get(key)
+    if found is None:
+        kernel, n = on.kernels[shape.kernel(way)], shape.n(way)
+        aligned = not places & 15
+        loaded = kernel((dtype, aligned), n)
+        if aligned and not shape.aligned(_width(loaded, shape)):
+            loaded = kernel((dtype, aligned := False), n)
+        while way == "backward" and shape.channels // shape.groups > _most_channels(loaded):
+            loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
+        if _shares(on, loaded, shape):
+            loaded = kernel((dtype, aligned), LONGEST)
+        if len(on.plans) >= REMEMBERED:
+            on.plans.clear()
+        on.plans[key] = found = loaded, _plan(on, loaded, way, shape)
+    return found
+
+
+def _shares(on: OpOn, loaded: Loaded, shape: Shape) -> bool:
+    """Whether what the variant has for a program a group is for the last row of its table, where programs share one:
+    the groups are too few for the GPU, or too long to be found in cache again."""
+    if loaded.numbers.get("split", 1) > 1 or not loaded.numbers.get("tiles"):
+        return False
+    few = 2 * shape.images * shape.groups < 3 * on.multiprocessors
+    return few or _width(loaded, shape) * shape.spatial > _longest(loaded)
+
+
+def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
+    """As many parts a group as make a part short enough to be found in cache again, and fill the GPU."""
+    numbers = loaded.numbers
+    group = shape.channels // shape.groups
+    width = _width(loaded, shape)
+    units = shape.channels // width * shape.images
+    # Parts are along the places; in the forward of channels-first groups, which are one run, along that.
+    extent = shape.spatial * (width if way == "forward" and not shape.last else 1)
+    step = loaded.rows if shape.last else loaded.block
+    split, length, resident = 1, extent, units
+    if "programs_per_multiprocessor" in numbers:
+        resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
+    if numbers.get("split", 1) > 1:
+        elements, most = width * shape.spatial, min(numbers["split"], -(-extent // step), resident)
+        split = split_of(units, elements, min(most, -(-elements // _longest(loaded))), most, resident)
+        length = (-(-extent // split) + 15) & -16
+        split = -(-extent // length)
+    teams = max(1, min(resident // split, units))
+    words = units * 2 * split * numbers.get("groups", 1) if split > 1 else 0
+    if shape.last:
+        sizes = (units, units // shape.images, shape.groups, group, width, shape.channels, shape.spatial)
+        return Plan(teams * split, split, length, words, sizes, sizes)
+    runs = (units, shape.groups, group, shape.spatial)
+    return Plan(teams * split, split, length, words, (*runs, group * shape.spatial), runs)
+
+
+def split_of(units: int, elements: int, least: int, most: int, resident: int) -> int:
+    """Into how many parts, ``least`` to ``most``, to split each of so many units of so many elements for the least
+    time, where ``resident`` programs run at once, as teams that take one unit after another."""
+
+    def cost(split: int) -> tuple[int, int]:
+        steps = -(-units // max(1, min(resident // split, units)))
+        return steps * (-(-elements // split) + (PART_COST if split > 1 else 0)), split
+
+    return min(range(max(1, least), max(1, most) + 1), key=cost)
+
+
+def _longest(loaded: Loaded) -> int:
+    """Elements that a program may take at most where others may share with it; 0: no bound."""
+    return int(loaded.numbers["tiles"]) * loaded.rows * loaded.block
+
+
+def _most_channels(loaded: Loaded) -> int:
+    """Of a group that a program holds in registers; others have no bound."""
+    return int(loaded.numbers["pieces"]) * loaded.rows if "pieces" in loaded.numbers else LONGEST
+
+
+def _width(loaded: Loaded, shape: Shape) -> int:
+    """Channels a program takes."""
+    if shape.last:
+        return shape.width(loaded.block, loaded.numbers["groups"], _longest(loaded))
+    return shape.channels // shape.groups
