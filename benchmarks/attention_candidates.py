@@ -5,14 +5,14 @@
     python -m benchmarks.attention_candidates tables
 
 ``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
-each head dimension in a pack. Directions are the backward, that of sliding windows (local) and of soft caps (capped),
-the packed forward and backward (varlen, varlen_backward) and the forward, whose number 0 is the profile as it is.
-``measure`` first checks every kernel but the forward's against float64 and against the tiles (``attention_trial``), in
-processes that are killed when a case takes too long: a kernel may wait forever. Then it times what passed (the backward
-with dQ in order, too), beside the tiles and cuDNN (windows beside FlashAttention-2, soft caps beside the tiles alone,
-the packed forms beside the dense ones), and the forward with 2 and 3 warp groups. It writes results-<directions>.json
-and, as tables to add to the profile, the winners of those that the profile may lack: winners.toml. ``tables`` prints
-such tables of rows that nothing was measured of.
+each head dimension in a pack. Directions are the backward, that of causal calls alone (causal), of sliding windows
+(local) and of soft caps (capped), the packed forward and backward (varlen, varlen_backward) and the forward, whose
+number 0 is the profile as it is. ``measure`` first checks every kernel but the forward's against float64 and against
+the tiles (``attention_trial``), in processes that are killed when a case takes too long: a kernel may wait forever.
+Then it times what passed (the backward with dQ in order, too), beside the tiles and cuDNN (windows beside
+FlashAttention-2, soft caps beside the tiles alone, the packed forms beside the dense ones), and the forward with 2 and
+3 warp groups. It writes results-<directions>.json and, as tables to add to the profile, the winners of those that the
+profile may lack: winners.toml. ``tables`` prints such tables of rows that nothing was measured of.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from . import attention_trial as trial
 
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
 KERNELS = {
-    "forward": FORWARD, "backward": f"{BACKWARD}_groups", "local": f"{BACKWARD}_groups",
-    "capped": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
+    "forward": FORWARD, "backward": f"{BACKWARD}_groups", "causal": f"{BACKWARD}_groups",
+    "local": f"{BACKWARD}_groups", "capped": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
     "varlen_backward": "flash_attention_varlen_backward_groups",
 }  # fmt: skip
 PACKED = ("varlen", "varlen_backward")  # whose kernels are for full and causal calls both
 # directions of kernels that a profile may lack, one a head dimension
-NEW = ("backward", "local", "capped", *PACKED)
+NEW = ("backward", "causal", "local", "capped", *PACKED)
 # What a direction's kernels need beside them. A profile that has rows for windows or soft caps has what they need.
 BESIDE = {
     "backward": (f"{BACKWARD}_finish",),
@@ -55,6 +55,7 @@ BESIDE = {
 OPS = {
     "forward": ("flash_attention",),
     "backward": ("flash_attention_backward",),
+    "causal": ("flash_attention_backward",),
     "local": ("flash_attention_backward",),
     "capped": ("flash_attention_backward",),
     "varlen": ("flash_attention_varlen", "flash_attention"),
@@ -66,14 +67,20 @@ DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
 WINDOWS = {"window 1024": 1024, "window 4096": 4096}  # keys before a row's own, of causal calls
 # Of a direction whose kernels are not those of KINDS: how they end, and the calls that run them.
-ENDINGS = {"local": "_local", "capped": "_capped", **dict.fromkeys(PACKED, "")}
-CALLS = {"local": (*WINDOWS,), "capped": ("causal", *WINDOWS), **dict.fromkeys(PACKED, (*KINDS,))}
+ENDINGS = {"causal": "_causal", "local": "_local", "capped": "_capped", **dict.fromkeys(PACKED, "")}
+CALLS = {
+    "causal": ("causal",),
+    "local": (*WINDOWS,),
+    "capped": ("causal", *WINDOWS),
+    **dict.fromkeys(PACKED, (*KINDS,)),
+}
 SOFTCAP = 50.0  # Gemma 2's
 # dQ in any order, and in a fixed one: kernels of their own
 ORDER = dict.fromkeys(("backward", "local", "capped"), ("", "_ordered"))
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
 FIRST_ROWS = {
     "backward": "the settings of a prototype",
+    "causal": "the rows of the profile",
     "local": "rows of the causal kernels",
     "capped": "rows of the causal kernels",
     "varlen": "the rows of flash_attention_forward",
@@ -106,9 +113,8 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
 def tables(arch: str, chosen: Chosen, provenance: str) -> str:
     """Kernels of new directions as tables of a profile, with what they need beside them."""
     found = {kernel: [row] for kernel, ((_, row),) in chosen.items()}
-    whole = [
-        k for k in chosen if not k.removesuffix("_ordered").endswith((ENDINGS["local"], ENDINGS["capped"]))
-    ]
+    endings = tuple(filter(None, ENDINGS.values()))
+    whole = [k for k in chosen if not k.removesuffix("_ordered").endswith(endings)]
     for direction, kernels in BESIDE.items():
         if any(kernel.startswith(KERNELS[direction]) for kernel in whole):
             for kernel in kernels:

@@ -151,6 +151,10 @@ ROLES_CONSTANTS = [
 ]  # fmt: skip
 BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
 ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
+# Blocks of causal calls differ: a row may have several heads of K start their longest ones first, in turns.
+BY_GROUPS_CAUSAL = {"function": "backward_groups", "constants": [*GROUPS_CONSTANTS, "TOGETHER"]}
+ROLES_CAUSAL = {"function": "backward_roles", "constants": [*ROLES_CONSTANTS, "TOGETHER"]}
+CAUSAL = {"BOUNDED": 1, "TOGETHER": 0}
 IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
 D64 = {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64}
 D96 = {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32}
@@ -166,7 +170,7 @@ ROLES_KERNELS = {
         **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 0}}},
     },
     "flash_attention_backward_groups_192_causal": {
-        **GROUPS, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 1}}},
+        **GROUPS, "forms": {"roles": {**ROLES_CAUSAL, "defaults": {**D192, **CAUSAL}}},
     },
     "flash_attention_backward_groups_192_causal_ordered": {
         **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 1}}},
@@ -178,7 +182,7 @@ ROLES_KERNELS = {
         **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 0}}},
     },
     "flash_attention_backward_groups_256_causal": {
-        **GROUPS, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 1}}},
+        **GROUPS, "forms": {"roles": {**ROLES_CAUSAL, "defaults": {**D256, **CAUSAL}}},
     },
     "flash_attention_backward_groups_256_causal_ordered": {
         **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 1}}},

@@ -101,10 +101,24 @@ class KeyTile:
 
 
 @gluon.jit
-def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left=None):
-    """This program's. The first keys, which most rows see, come first."""
-    both = gl.program_id(0) // tiles_a_head
-    return tile_at(both, gl.program_id(0) - both * tiles_a_head, kv_heads, ratio, len_q, right, z, left)
+def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left=None, TOGETHER: gl.constexpr = None):
+    """This program's. The first keys, which most rows see, come first: of one head after the other or, with TOGETHER
+    blocks that run at once, of as many heads as have them, so that no long block starts late."""
+    if TOGETHER:
+        both, number = in_turns(tiles_a_head, (TOGETHER + tiles_a_head - 1) // tiles_a_head)
+    else:
+        both = gl.program_id(0) // tiles_a_head
+        number = gl.program_id(0) - both * tiles_a_head
+    return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
+
+
+@gluon.jit
+def in_turns(tiles_a_head, section):
+    """(head of K of all batches, tile of it) of this program: ``section`` heads at a time take turns."""
+    before = gl.program_id(0) // (section * tiles_a_head) * section  # heads in sections before
+    width = gl.minimum(section, gl.num_programs(0) // tiles_a_head - before)
+    number = (gl.program_id(0) - before * tiles_a_head) // width
+    return gl.program_id(0) - before * tiles_a_head - number * width + before, number
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_backward_groups import next_rows, tile_at
+from csrc_triton.attention_backward_groups import in_turns, next_rows, tile_at
 from csrc_triton.attention_groups import barriers
 
 
@@ -46,10 +46,7 @@ def order_barriers(groups: gl.constexpr, warps: gl.constexpr):
 def tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=None):
     """This program's tile: ``section`` heads of K at a time take turns. The last keys come first where there is a
     bound."""
-    before = gl.program_id(0) // (section * tiles_a_head) * section  # heads in sections before
-    width = gl.minimum(section, gl.num_programs(0) // tiles_a_head - before)
-    number = (gl.program_id(0) - before * tiles_a_head) // width
-    both = gl.program_id(0) - before * tiles_a_head - number * width + before
+    both, number = in_turns(tiles_a_head, section)
     if z.BOUNDED:
         number = tiles_a_head - 1 - number
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)

@@ -62,7 +62,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     )
     nothing = SimpleNamespace(arrive=lambda *_, **__: None, wait=lambda *_: None)
     for module, instead in (
-        (groups, {"gl": gl, "KeyTile": tile_of}),
+        (
+            groups,
+            {"gl": gl, "KeyTile": tile_of, "tile_at": groups.tile_at.fn, "in_turns": groups.in_turns.fn},
+        ),
         (
             ordering,
             {
@@ -70,6 +73,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
                 "mbarrier": nothing,
                 "next_rows": groups.next_rows.fn,
                 "tile_at": groups.tile_at.fn,
+                "in_turns": groups.in_turns.fn,
             },
         ),
     ):
@@ -134,3 +138,20 @@ def test_turns(
                 at = 1 + head * (padded // block_m) + row // block_m
                 wanted.setdefault(at, []).append(program)
     assert device.added == wanted and not missing
+
+
+@pytest.mark.parametrize("together", [None, 0, 1, 12, 20, 1000])
+def test_longest_blocks_of_several_heads_start_together(device: Device, together: int | None) -> None:
+    """Each block of keys once; with ``together``, heads in sections of at least so many blocks, longest first."""
+    kv_heads, heads, tiles = 3, 6, 8
+    z = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BOUNDED=1)
+    device.programs = heads * tiles
+    found = []
+    for program in range(heads * tiles):
+        device.program = program
+        tile = groups.tile_of_keys.fn(tiles, kv_heads, 1, tiles * 128, 1, z, None, together)
+        found.append((tile.batch * kv_heads + tile.kv_head, tile.key // 128, int(tile.steps)))
+    section = min(-(-together // tiles), heads) if together else 1
+    sections = [found[i : i + section * tiles] for i in range(0, len(found), section * tiles)]
+    assert sorted(found) == [(h, t, 16 - 2 * t) for h in range(heads) for t in range(tiles)]
+    assert all(part == sorted(part, key=lambda one: (-one[2], one[0])) for part in sections)
