@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import attention_candidates
+from build_tools.build import Tree, make_plans
+from build_tools.paths import PROFILES
+from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from tests import storages
@@ -15,6 +21,7 @@ from tests.attention_cases import FP16, Problem
 from tests.attention_gradients import gradient_errors
 from tests.conftest import built_pack
 from tests.drivers import bound_op
+from tests.pack_edits import add_kernels, edit
 from tests.tolerances import REFERENCE
 
 
@@ -24,20 +31,43 @@ class Dense(interpreter.GroupsDriver):
     tensor_map = type("Map", (interpreter.TensorMap,), {"outside": True})
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "problem", [Problem(1, 2, 1, 200, 150, 64, causal=True), Problem(1, 1, 1, 70, 130, 128, FP16, "bhsd")]
-)
-def test_the_dense_backward(problem: Problem) -> None:
-    op = bound_op(FlashAttentionBackward, built_pack("sm90"), Dense)
+def check(pack: Pack, problem: Problem) -> str:
+    """Compare the gradients with float64; the name of the binary by warp groups that made them."""
+    op = bound_op(FlashAttentionBackward, pack, Dense)
     q, k, v, _ = tensors = problem.tensors()
     o, lse = (t.contiguous() for t in FlashAttention.reference(*tensors, *problem.settings()))
     do = torch.randn_like(o)
     keywords = {"causal": problem.causal, "layout": problem.layout}
     found = op(do, q, k, v, o, lse, **keywords)
     worst = gradient_errors(found, tensors, do, None, problem, REFERENCE, approximate=False)
-    assert any("_groups_" in name for name in op._own.of(torch.empty(1), "q")._loaded)
     assert max(worst.values()) <= 1, worst
+    (name,) = (name for name in op._own.of(torch.empty(1), "q")._loaded if "_groups_" in name)
+    return name
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "problem", [Problem(1, 2, 1, 200, 150, 64, causal=True), Problem(1, 1, 1, 70, 130, 128, FP16, "bhsd")]
+)
+def test_the_dense_backward(problem: Problem) -> None:
+    check(built_pack("sm90"), problem)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "problem", [Problem(2, 4, 2, 300, 300, 64, causal=True), Problem(1, 2, 2, 130, 200, 192, causal=True)]
+)
+def test_longest_blocks_together(problem: Problem, tmp_path: Path) -> None:
+    """The candidates of causal calls, whose heads take turns to start a block."""
+    chosen = attention_candidates.candidates("sm90", "causal")[1]
+    text = attention_candidates.without((PROFILES / "sm90.toml").read_text(), "causal")
+    (tmp_path / "sm90.toml").write_text(text + attention_candidates.tables("sm90", chosen, "a test"))
+    _, (plan,) = make_plans("sm90", (FlashAttentionBackward.name,), Tree(profiles=tmp_path))
+    shutil.copytree(built_pack("sm90").folder, tmp_path / "sm90")
+    manifest = tmp_path / "sm90" / f"{FlashAttentionBackward.name}.json"
+    edit(manifest, lambda document: [document["kernels"].pop(kernel) for kernel in chosen])
+    add_kernels(manifest, plan)
+    assert "together132" in check(Pack(tmp_path / "sm90"), problem)
 
 
 @pytest.fixture
