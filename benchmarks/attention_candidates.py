@@ -39,14 +39,14 @@ from build_tools.tune import Problem, read_problems
 from . import attention_trial as trial
 
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
+DENSE_BACKWARD = ("backward", "causal", "local", "capped")
 KERNELS = {
-    "forward": FORWARD, "backward": f"{BACKWARD}_groups", "causal": f"{BACKWARD}_groups",
-    "local": f"{BACKWARD}_groups", "capped": f"{BACKWARD}_groups", "varlen": "flash_attention_varlen_forward_groups",
-    "varlen_backward": "flash_attention_varlen_backward_groups",
+    "forward": FORWARD, **dict.fromkeys(DENSE_BACKWARD, f"{BACKWARD}_groups"),
+    "varlen": "flash_attention_varlen_forward_groups", "varlen_backward": "flash_attention_varlen_backward_groups",
 }  # fmt: skip
 PACKED = ("varlen", "varlen_backward")  # whose kernels are for full and causal calls both
 # directions of kernels that a profile may lack, one a head dimension
-NEW = ("backward", "causal", "local", "capped", *PACKED)
+NEW = (*DENSE_BACKWARD, *PACKED)
 # What a direction's kernels need beside them. A profile that has rows for windows or soft caps has what they need.
 BESIDE = {
     "backward": (f"{BACKWARD}_finish",),
@@ -54,10 +54,7 @@ BESIDE = {
 }
 OPS = {
     "forward": ("flash_attention",),
-    "backward": ("flash_attention_backward",),
-    "causal": ("flash_attention_backward",),
-    "local": ("flash_attention_backward",),
-    "capped": ("flash_attention_backward",),
+    **dict.fromkeys(DENSE_BACKWARD, ("flash_attention_backward",)),
     "varlen": ("flash_attention_varlen", "flash_attention"),
     "varlen_backward": (
         "flash_attention_varlen_backward", "flash_attention_backward", "flash_attention_varlen", "flash_attention",
@@ -204,7 +201,8 @@ def _write_profile(arch: str, direction: str, folder: Path, chosen: Chosen) -> N
 def without(profile: str, direction: str) -> str:
     """A profile's text without the tables of a new direction; where there is an ending, the others stay."""
     if ending := ENDINGS.get(direction):
-        table = rf"\n\[kernel\.{KERNELS[direction]}_\d+{ending}(_ordered)?\]\n[^\[]*rows = \[[^\]]*\]\n"
+        orders = "|".join(ORDER.get(direction, ("",)))
+        table = rf"\n\[kernel\.{KERNELS[direction]}_\d+{ending}({orders})\]\n[^\[]*rows = \[[^\]]*\]\n"
         return re.sub(table, "", profile)
     return profile.partition(f"\n[kernel.{KERNELS[direction]}")[0]
 

@@ -155,7 +155,8 @@ ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
 BY_GROUPS_CAUSAL = {"function": "backward_groups", "constants": [*GROUPS_CONSTANTS, "TOGETHER"]}
 ROLES_CAUSAL = {"function": "backward_roles", "constants": [*ROLES_CONSTANTS, "TOGETHER"]}
 CAUSAL = {"BOUNDED": 1, "TOGETHER": 0}
-IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
+TURNS = {"TURNS": "*i32", "section": "i32"}
+IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, **TURNS}}
 D64 = {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64}
 D96 = {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32}
 D128 = {"BLOCK_N": 128, "D1": 128, "D2": 0, "BOX": 64}
@@ -192,10 +193,10 @@ ROLES_KERNELS = {
 # With a left bound, too; and with a soft cap, where it does not spill: heads of 64 and 128 would.
 LOCAL_ARGUMENTS = {**GROUPS_ARGUMENTS, "left": "i32"}
 LOCAL = {**GROUPS, "arguments": LOCAL_ARGUMENTS}
-LOCAL_IN_ORDER = {**GROUPS, "arguments": {**LOCAL_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
+LOCAL_IN_ORDER = {**GROUPS, "arguments": {**LOCAL_ARGUMENTS, **TURNS}}
 CAPPED_ARGUMENTS = {**LOCAL_ARGUMENTS, "cap": "fp32"}
 CAPPED = {**GROUPS, "arguments": CAPPED_ARGUMENTS}
-CAPPED_IN_ORDER = {**GROUPS, "arguments": {**CAPPED_ARGUMENTS, "TURNS": "*i32", "section": "i32"}}
+CAPPED_IN_ORDER = {**GROUPS, "arguments": {**CAPPED_ARGUMENTS, **TURNS}}
 LOCAL_KERNELS = {
     "flash_attention_backward_groups_64_local": {
         **LOCAL, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 2}}},

@@ -11,6 +11,7 @@ from build_tools.plan import plan
 from build_tools.profile import read_profile
 from liger_aot.differentiable import DifferentiableOp
 from liger_aot.manifest import Pack
+from liger_aot.op import Op
 from tests.conftest import built_pack
 from tests.drivers import InterpreterDriver, bound_op
 from tests.op_tests import Way
@@ -32,9 +33,9 @@ def with_rings(tables: str, numbers: str, ahead: int) -> str:
     return tables.replace("NUMBERS", numbers.replace("AHEAD", str(ahead)))
 
 
-def way_with(op_class: type[DifferentiableOp], folder: Path, tables: str) -> Way:
-    """The op of sm90's built pack, but for the kernels that ``tables``, a profile's, are of: those are launched by
-    them. ``folder`` is made."""
+def pack_with(op_class: type[Op], folder: Path, tables: str) -> Pack:
+    """An op of sm90's built pack, without binaries, but for the kernels that ``tables``, a profile's, are of: those are
+    launched by them. ``folder`` is made."""
     built, name = built_pack("sm90"), op_class.name
     folder.mkdir()
     for file in ("manifest.json", *(f"{op}.json" for op in (name, *op_class.uses))):
@@ -49,5 +50,11 @@ def way_with(op_class: type[DifferentiableOp], folder: Path, tables: str) -> Way
 
     edit(folder / f"{name}.json", forget)
     add_kernels(folder / f"{name}.json", plan(replace(declaration, kernels=kernels), profile))
-    allowed = {**built.tolerance, "bf16": built.tolerance["bf16"] * 2}  # as in op_tests.made
-    return Way(bound_op(op_class, Pack(folder), InterpreterDriver), "cpu", allowed)
+    return Pack(folder)
+
+
+def way_with(op_class: type[DifferentiableOp], folder: Path, tables: str) -> Way:
+    """The op of such a pack on the interpreter."""
+    pack = pack_with(op_class, folder, tables)
+    allowed = {**pack.tolerance, "bf16": pack.tolerance["bf16"] * 2}  # as in op_tests.made
+    return Way(bound_op(op_class, pack, InterpreterDriver), "cpu", allowed)

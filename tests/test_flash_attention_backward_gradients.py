@@ -10,16 +10,16 @@ from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from tests.attention_cases import FP16, Problem
 from tests.attention_gradients import gradient_errors
+from tests.conftest import built_pack
 from tests.drivers import bound_op
 from tests.test_flash_attention_backward_groups import BACKWARD, DIMS
-from tests.test_flash_attention_backward_local import planned_pack
 from tests.test_warp_group_interpreter import Dense
 from tests.tolerances import REFERENCE
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    return planned_pack(tmp_path_factory.mktemp("pack"))
+def pack() -> Pack:
+    return built_pack("sm90")
 
 
 DENSE = (

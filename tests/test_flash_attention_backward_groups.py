@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
 from tests.conftest import built_pack
 from tests.drivers import MULTIPROCESSORS, InterpreterDriver
-from tests.pack_edits import add_kernels
 from tests.recording import RecordingDriver, recorded
 
 DIMS = (64, 96, 128, 192, 256)
@@ -115,13 +113,8 @@ class Recorder(RecordingDriver):
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    """The built one. Kernels in order that its profile does not name are in its manifest, without binaries."""
-    folder = tmp_path_factory.mktemp("pack")
-    shutil.copytree(built_pack("sm90").folder, folder / "sm90")
-    _, plan = planned(folder, 0)
-    add_kernels(folder / "sm90" / f"{BACKWARD}.json", plan)
-    return Pack(folder / "sm90")
+def pack() -> Pack:
+    return built_pack("sm90")
 
 
 def launched(

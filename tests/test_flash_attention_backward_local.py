@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from liger_aot.manifest import Pack
 from tests.attention_cases import Problem
 from tests.conftest import built_pack
 from tests.drivers import MULTIPROCESSORS
-from tests.pack_edits import add_kernels
 from tests.test_flash_attention_backward_groups import DIMS, launched
 
 KINDS = [*(f"{dim}_local" for dim in DIMS), "256_capped"]
@@ -37,17 +35,9 @@ def planned(folder: Path) -> tuple[Profile, Plan]:
     return profile, plan
 
 
-def planned_pack(folder: Path) -> Pack:
-    """The built one, with the kernels in its manifest, without binaries."""
-    shutil.copytree(built_pack("sm90").folder, folder / "sm90")
-    _, plan = planned(folder)
-    add_kernels(folder / "sm90" / f"{BACKWARD}.json", plan)
-    return Pack(folder / "sm90")
-
-
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    return planned_pack(tmp_path_factory.mktemp("pack"))
+def pack() -> Pack:
+    return built_pack("sm90")
 
 
 # ---- What is built ----

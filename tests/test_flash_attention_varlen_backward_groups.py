@@ -4,7 +4,6 @@ Python, the trial of its candidates."""
 from __future__ import annotations
 
 import math
-import shutil
 import weakref
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +31,6 @@ from liger_aot.ops.flash_attention_varlen_backward import FlashAttentionVarlenBa
 from tests.attention_cases import FP16
 from tests.conftest import built_pack
 from tests.drivers import bound_op
-from tests.pack_edits import add_kernels
 from tests.recording import RecordingDriver, all_launches, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import Problem
@@ -94,13 +92,8 @@ def test_what_was_baked(tmp_path: Path, dim: int, dtype: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    """The built one; kernels that its profile does not name are in its manifest, without binaries."""
-    folder = tmp_path_factory.mktemp("pack")
-    shutil.copytree(built_pack("sm90").folder, folder / "sm90")
-    _, plan = planned(folder, 0)
-    add_kernels(folder / "sm90" / f"{OP}.json", plan)
-    return Pack(folder / "sm90")
+def pack() -> Pack:
+    return built_pack("sm90")
 
 
 def launched(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 
 from benchmarks import attention_candidates
-from build_tools.build import Tree, make_plans
-from build_tools.paths import PROFILES
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
@@ -21,7 +18,7 @@ from tests.attention_cases import FP16, Problem
 from tests.attention_gradients import gradient_errors
 from tests.conftest import built_pack
 from tests.drivers import bound_op
-from tests.pack_edits import add_kernels, edit
+from tests.own_tables import pack_with
 from tests.tolerances import REFERENCE
 
 
@@ -60,14 +57,8 @@ def test_the_dense_backward(problem: Problem) -> None:
 def test_longest_blocks_together(problem: Problem, tmp_path: Path) -> None:
     """The candidates of causal calls, whose heads take turns to start a block."""
     chosen = attention_candidates.candidates("sm90", "causal")[1]
-    text = attention_candidates.without((PROFILES / "sm90.toml").read_text(), "causal")
-    (tmp_path / "sm90.toml").write_text(text + attention_candidates.tables("sm90", chosen, "a test"))
-    _, (plan,) = make_plans("sm90", (FlashAttentionBackward.name,), Tree(profiles=tmp_path))
-    shutil.copytree(built_pack("sm90").folder, tmp_path / "sm90")
-    manifest = tmp_path / "sm90" / f"{FlashAttentionBackward.name}.json"
-    edit(manifest, lambda document: [document["kernels"].pop(kernel) for kernel in chosen])
-    add_kernels(manifest, plan)
-    assert "together132" in check(Pack(tmp_path / "sm90"), problem)
+    tables = attention_candidates.tables("sm90", chosen, "a test")
+    assert "together132" in check(pack_with(FlashAttentionBackward, tmp_path / "pack", tables), problem)
 
 
 @pytest.fixture
