@@ -1,11 +1,11 @@
 """Decoding: a few query tokens against a long cache of keys and values, which many programs share.
 
 A tile is BLOCK_M rows of one head of keys: all query heads that share it (RATIO), token after token. ``split`` walks
-one share of a tile's keys and leaves the weighted values, divided by their sum, and the base-2 logarithm of that sum
-(PARTS, PART_LSE); ``combine`` weighs a row's shares. Where a tile's keys are one share, ``split`` writes the results
-itself. How many shares there are at most is the host's to say, from shapes alone; how many a sequence has, and how long
-they are, follows on the device from its length: programs without a share return at once. The ``wide`` kernels are for
-more rows than a tile of the others has: the profile gives them taller tiles.
+the keys of one sequence after the other, as many as are its program's (``decoding_work``). Of a sequence that it has all
+keys of, it writes the results; of another it leaves the weighted values, divided by their sum, and the base-2 logarithm
+of that sum (PARTS, PART_SUMS), and ``combine`` weighs a row's pieces. The host says from shapes alone how many programs
+there are; which keys are whose follows on the device from the lengths. The ``wide`` kernels are for more rows than a
+tile of the others has: the profile gives them taller tiles.
 
 The cache is contiguous (a "page" is a whole sequence) or paged: TABLE[batch, i] is where the keys from i * page size on
 lie. A page that is not there is not read: rows that would see it are NaN, and its number goes to FLAG; likewise a
@@ -17,7 +17,19 @@ Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
 import triton
 import triton.language as tl
 
-from csrc_triton.decoding_keys import NOTHING, columns_of, finish, keys_of, length_of, page_of, share, sink_of
+from csrc_triton.decoding_keys import (
+    NOTHING,
+    blocks_of,
+    columns_of,
+    finish,
+    keys_of,
+    length_of,
+    page_of,
+    seen_by,
+    sink_of,
+    token_of,
+)
+from csrc_triton.decoding_work import over, sharers_of, slot_of, work_of
 from csrc_triton.overlap import let_next_start, once_previous_ended
 
 DECLARATION = {
@@ -25,12 +37,13 @@ DECLARATION = {
     "kernels": {
         "flash_decoding_split": {
             "arguments": {
-                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "FLAG": "*i64", "Q": "*dtype",
+                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64", "Q": "*dtype",
                 "K": "*dtype", "V": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
                 "q_batch": "i64", "q_token": "i32", "q_head": "i32", "k_page": "i64", "k_row": "i32", "k_head": "i32",
                 "table_row": "i64", "scale": "fp32", "cap": "fp32", "kv_heads": "i32", "ratio": "i32",
-                "tokens": "i32", "dim": "i32", "capacity": "i32", "pages": "i32", "page_bits": "i32",
-                "splits": "i32", "left": "i32", "right": "i32",
+                "by_ratio": "i32", "tokens": "i32", "dim": "i32", "batch": "i32", "capacity": "i32", "pages": "i32",
+                "page_bits": "i32", "tiles": "i32", "each": "i32", "groups": "i32", "part_rows": "i32", "left": "i32",
+                "right": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [
@@ -58,10 +71,10 @@ DECLARATION = {
         "flash_decoding_wide_paged": {"like": "flash_decoding_split_paged"},
         "flash_decoding_combine": {
             "arguments": {
-                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "LENGTHS": "*i32",
-                "SINKS": "*fp32", "kv_heads": "i32", "ratio": "i32", "tokens": "i32", "dim": "i32",
-                "capacity": "i32", "splits": "i32", "block_m": "i32", "block_n": "i32", "left": "i32",
-                "right": "i32",
+                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "LENGTHS": "*i32",
+                "SINKS": "*fp32", "kv_heads": "i32", "ratio": "i32", "tokens": "i32", "dim": "i32", "batch": "i32",
+                "capacity": "i32", "tiles": "i32", "each": "i32", "groups": "i32", "part_rows": "i32", "block_m": "i32",
+                "block_n": "i32", "left": "i32", "right": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": ["OUT", "PARTS", "dim"],
@@ -80,50 +93,68 @@ DECLARATION = {
 
 @triton.jit
 def split(
-    OUT, LSE, PARTS, FLAG, Q, K, V, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
-    k_page, k_row, k_head, table_row, scale, cap, kv_heads, ratio, tokens, dim,
-    capacity, pages, page_bits, splits, left, right,
+    OUT, LSE, PARTS, PART_SUMS, FLAG, Q, K, V, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
+    k_page, k_row, k_head, table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim,
+    batch, capacity, pages, page_bits, tiles, each, groups, part_rows, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
     START: tl.constexpr, PAGED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One share of one tile. Programs that read the same keys follow each other, then those of the heads beside.
+    """The work of one group for one tile. Programs that read the same keys follow each other.
 
     scale is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). A row sees
-    ``left`` keys before its own and ``right`` from its own on. A page is 2^page_bits keys. START is for the host
-    alone: the blocks that could be read in the time that a program takes to start and end.
+    ``left`` keys before its own and ``right`` from its own on. A page is 2^page_bits keys. by_ratio: see ``token_of``.
+    START is for the host alone: the blocks that could be read in the time that a program takes to start and end.
     """
     if OVERLAP:  # noqa: SIM102 (the outer is the compiler's)
-        # At once, and by programs without a share too: ``combine`` is let in when each program has said so or ended, so
+        # At once, and by programs without work too: ``combine`` is let in when each program has said so or ended, so
         # no program of ours is left to start, and none waits for the room that it takes. Without it, the next kernel is
         # another's: that is not let in.
-        if splits > 1:
+        if part_rows > 0:
             let_next_start()
     program = tl.program_id(0)
-    tiles = tl.cdiv(tokens * ratio, BLOCK_M)
-    tile = program % tiles
-    head = program // tiles % kv_heads
-    part = program // (tiles * kv_heads) % splits
-    batch = (program // (tiles * kv_heads) // splits).to(tl.int64)
-    length, wrong, given = length_of(LENGTHS, batch, capacity)
-    start, stop, each, used = share(length, tokens, ratio, tile, left, right, splits, BLOCK_M, BLOCK_N)
-    if part < used:
-        flagged = FLAG.to(tl.int64) != 0
+    width = tiles * kv_heads
+    group = over(program, width)
+    lane = program - group * width
+    head = over(lane, tiles)
+    tile = lane - head * tiles
+    # what is left of the last tile does its last row again: the same values to the same place
+    first_row = tile * BLOCK_M
+    lines = tl.minimum(tl.arange(0, BLOCK_M), tokens * ratio - 1 - first_row)
+    first_token = over(first_row, ratio)
+    lines_off = lines + (first_row - first_token * ratio)
+    ahead = token_of(lines_off, by_ratio)
+    token = first_token + ahead
+    query_head = head * ratio + lines_off - ahead * ratio
+    last_token = tl.max(token, 0)
+    cols = tl.arange(0, D)
+    in_cols = cols < dim
+    near = columns_of(dim, D, UNIT)
+    q_at = token.to(tl.int64) * q_token + query_head.to(tl.int64) * q_head
+    flagged = FLAG.to(tl.int64) != 0
+    sequence, begin, blocks = work_of(
+        group, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N
+    )
+    while blocks > 0:
+        b = sequence.to(tl.int64)
+        q = tl.load((Q + b * q_batch + q_at)[:, None] + cols[None, :], mask=in_cols[None, :], other=0.0)
+        length, wrong, given = length_of(LENGTHS, b, capacity)
+        block_0, count = blocks_of(length, tokens, left, right, BLOCK_N)
+        count = tl.maximum(count, 1)
+        here = tl.minimum(count - begin, blocks)
+        start, stop = seen_by(length, first_token, last_token, tokens, left, right)
+        first = block_0 + begin
+        last = tl.minimum(first + here, tl.cdiv(stop, BLOCK_N))
         tl.store(FLAG, given.to(tl.int64), mask=wrong & flagged)
-        # what is left of the last tile does its last row again: the same values to the same place
-        rows = tl.minimum(tile * BLOCK_M + tl.arange(0, BLOCK_M), tokens * ratio - 1)
-        token = rows // ratio
-        query_head = head * ratio + rows % ratio
-        cols = tl.arange(0, D)
-        in_cols = cols < dim
-        near = columns_of(dim, D, UNIT)
-        of_query = Q + batch * q_batch + token.to(tl.int64) * q_token + query_head.to(tl.int64) * q_head
-        q = tl.load(of_query[:, None] + cols[None, :], mask=in_cols[None, :], other=0.0)
         base = head.to(tl.int64) * k_head
         if not PAGED:
-            base += batch * k_page
-        K += base
-        V += base
-        TABLE += batch * table_row
+            base += b * k_page
+        of_keys = K + base
+        of_values = V + base
+        table = TABLE + b * table_row
+        unknown = tl.zeros([BLOCK_N], tl.int32)
+        page = unknown
+        if PAGED:
+            page = page_of(table, keys_of(first, start, stop, BLOCK_N), page_bits)
 
         own = length - tokens + token
         low = own - left
@@ -135,24 +166,18 @@ def split(
         # where the warps share a row's keys, sums of columns are added up once, at the end
         BY_COLUMN: tl.constexpr = BLOCK_M == 16
         sums = tl.zeros([BLOCK_M, BLOCK_N] if BY_COLUMN else [BLOCK_M], tl.float32)
-        first = start // BLOCK_N + part * each
-        last = tl.minimum(first + each, tl.cdiv(stop, BLOCK_N))
-        unknown = tl.zeros([BLOCK_N], tl.int32)
-        page = unknown
-        if PAGED:
-            page = page_of(TABLE, keys_of(first, start, stop, BLOCK_N), page_bits)
         for j in tl.range(first, last, num_stages=STAGES):
             line = keys_of(j, start, stop, BLOCK_N)
             if PAGED:
                 there = (page >= 0) & (page < pages)
                 unknown = tl.where(there, unknown, page)
-                here = tl.where(there, page, 0).to(tl.int64)
-                at = here * k_page + (line & ((1 << page_bits) - 1)).to(tl.int64) * k_row
+                here_page = tl.where(there, page, 0).to(tl.int64)
+                at = here_page * k_page + (line & ((1 << page_bits) - 1)).to(tl.int64) * k_row
                 # a block ahead: else the pipeline would give half of its stages to the table
-                page = page_of(TABLE, keys_of(j + 1, start, stop, BLOCK_N), page_bits)
+                page = page_of(table, keys_of(j + 1, start, stop, BLOCK_N), page_bits)
             else:
                 at = line.to(tl.int64) * k_row
-            k = tl.load(K + at[:, None] + near[None, :])
+            k = tl.load(of_keys + at[:, None] + near[None, :])
             s = tl.dot(q, tl.trans(k))
             if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
                 s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
@@ -171,7 +196,7 @@ def split(
                 sums = sums * by[:, None] + p
             else:
                 sums = sums * by + tl.sum(p, 1)
-            v = tl.load(V + at[:, None] + near[None, :])
+            v = tl.load(of_values + at[:, None] + near[None, :])
             acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
         if PAGED:
             flag = FLAG + tl.zeros([BLOCK_N], tl.int32)
@@ -179,39 +204,41 @@ def split(
             wrong = wrong | (tl.max((unknown != 0).to(tl.int32), 0) > 0)
         total = tl.where(wrong, float("nan"), tl.sum(sums, 1) if BY_COLUMN else sums)
         keep = in_cols[None, :]
-        if used == 1:
+        if here == count:
             lse, by = finish(m, total, sink_of(SINKS, query_head))
             heads = kv_heads * ratio
-            to = (batch * tokens + token) * heads + query_head
+            to = (b * tokens + token) * heads + query_head
             tl.store(
                 OUT + to[:, None] * dim + cols[None, :],
                 (acc * by[:, None]).to(OUT.dtype.element_ty),
                 mask=keep,
             )
-            tl.store(LSE + (batch * heads + query_head) * tokens + token, lse)
+            tl.store(LSE + (b * heads + query_head) * tokens + token, lse)
         else:
             by = tl.where(total == 0.0, 0.0, 1.0 / total)
-            to = ((batch * kv_heads + head) * tokens * ratio + rows) * splits + part
+            to = slot_of(program, begin, each) * part_rows + lines
             tl.store(PARTS + to[:, None] * dim + cols[None, :], acc * by[:, None], mask=keep)
-            tl.store(
-                PARTS + dim * (tl.num_programs(0) // tiles).to(tl.int64) * tokens * ratio + to,
-                m + tl.log2(total),
-            )
+            tl.store(PART_SUMS + to, m + tl.log2(total))
+        blocks -= here
+        begin = 0
+        sequence += 1
 
 
 @triton.jit
 def combine(
-    OUT, LSE, PARTS, LENGTHS, SINKS, kv_heads, ratio, tokens, dim, capacity, splits, block_m, block_n, left,
-    right,
+    OUT, LSE, PARTS, PART_SUMS, LENGTHS, SINKS, kv_heads, ratio, tokens, dim, batch, capacity, tiles, each,
+    groups, part_rows, block_m, block_n, left, right,
     SHARES: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row of those that have several shares, SHARES of them at a time. block_m, block_n: those of ``split``."""
-    at = tl.program_id(0).to(tl.int64)
-    row = (at % (tokens * ratio)).to(tl.int32)
-    both = at // (tokens * ratio)
-    batch = both // kv_heads
-    length, _, _ = length_of(LENGTHS, batch, capacity)
-    _, _, _, used = share(length, tokens, ratio, row // block_m, left, right, splits, block_m, block_n)
+    """One row of those that have several pieces, SHARES of them at a time. block_m, block_n: those of ``split``."""
+    at = tl.program_id(0)
+    both = over(at, tokens * ratio)
+    row = at - both * (tokens * ratio)
+    b = over(both, kv_heads)
+    kv_head = both - b * kv_heads
+    group, used = sharers_of(
+        b, each, groups, LENGTHS, batch, tokens, capacity, left, right, block_n.to(tl.uint32)
+    )
     if OVERLAP:
         # Until ``split`` has ended and all that it wrote is to be seen: PARTS may be read. A program with nothing to
         # combine waits, too: what follows in the stream waits for this kernel alone, which must not end before
@@ -221,17 +248,19 @@ def combine(
         cols = tl.arange(0, D)
         in_cols = cols < dim
         acc = tl.zeros([D], tl.float32)
-        sums_at = PARTS + tl.num_programs(0).to(tl.int64) * splits * dim + at * splits
+        tile = over(row, block_m)
+        width = tiles * kv_heads
+        program = group * width + kv_head * tiles + tile
         m = NOTHING
         total = 0.0
         for first in range(0, used, SHARES):
             part = first + tl.arange(0, SHARES)
             there = part < used
-            lse = tl.load(sums_at + part, mask=there, other=float("-inf"))
+            slot = slot_of(program + part * width, part, each)
+            to = slot * part_rows + (row - tile * block_m)
+            lse = tl.load(PART_SUMS + to, mask=there, other=float("-inf"))
             values = tl.load(
-                PARTS + (at * splits + part)[:, None] * dim + cols[None, :],
-                mask=there[:, None] & in_cols[None, :],
-                other=0.0,
+                PARTS + to[:, None] * dim + cols[None, :], mask=there[:, None] & in_cols[None, :], other=0.0
             )
             new_m = tl.maximum(m, tl.max(lse, 0))
             weight = tl.exp2(lse - new_m)
@@ -239,10 +268,10 @@ def combine(
             m = new_m
             total = total * by + tl.sum(weight, 0)
             acc = acc * by + tl.sum(values * weight[:, None], 0)
-        token = row // ratio
-        head = (both % kv_heads).to(tl.int32) * ratio + row % ratio
+        token = over(row, ratio)
+        head = kv_head * ratio + row - token * ratio
         heads = kv_heads * ratio
         lse, by = finish(m, total, sink_of(SINKS, head))
-        out = OUT + ((batch * tokens + token) * heads + head) * dim + cols
+        out = OUT + ((b.to(tl.int64) * tokens + token) * heads + head) * dim + cols
         tl.store(out, (acc * by).to(OUT.dtype.element_ty), mask=in_cols)
-        tl.store(LSE + (batch * heads + head) * tokens + token, lse)
+        tl.store(LSE + (b.to(tl.int64) * heads + head) * tokens + token, lse)

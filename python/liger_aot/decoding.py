@@ -37,15 +37,21 @@ class Shape:
         self.capacity = self.page_size * (1 if block_table is None else block_table.shape[1])
 
 
-def best_splits(programs: int, blocks: int, slots: int, start: int) -> int:
-    """The number of shares that is done first, where ``slots`` programs run at once, each block of keys costs a
-    program 1 and its start and end ``start``, as much as a second launch."""
-    best, least = 1, math.inf
-    for splits in range(1, min(blocks, MOST_SPLITS) + 1):
-        waves = -(-programs * splits // slots)
-        cost = waves * (-(-blocks // splits) + start) + (start if splits > 1 else 0)
-        if cost < least:
-            best, least = splits, cost
+def best_shares(batch: int, width: int, blocks: int, slots: int, start: int) -> tuple[int, int]:
+    """(each, groups) of csrc_triton/decoding_work.py that are done first: for each of ``width`` tiles, ``batch``
+    sequences of ``blocks`` blocks. ``slots`` programs run at once; a block costs a program 1, its start and end
+    ``start``, as much as another sequence and as a second launch."""
+    best, least = (1, batch), math.inf
+    for each in range(1, min(blocks, MOST_SPLITS) + 1):
+        waves = -(-batch * width * each // slots)
+        cost = waves * (-(-blocks // each) + start) + (start if each > 1 else 0)
+        if cost < least and each * blocks < 1 << 32:
+            best, least = (each, batch * each), cost
+    for groups in range(2, min(batch * blocks, slots) + 1) if batch > 1 else ():
+        waves = -(-width * groups // slots)
+        cost = waves * (-(-batch * blocks // groups) + start * (1 + batch / groups)) + start
+        if cost < least and groups * batch * blocks < 1 << 32:
+            best, least = (0, groups), cost
     return best
 
 
@@ -75,34 +81,46 @@ class Plan:
         block_m, block_n = numbers["block_m"], numbers["block_n"]
         left = LONGEST if settings.left < 0 else min(settings.left, LONGEST)
         right = LONGEST if settings.right < 0 else min(settings.right + 1, LONGEST)
-        programs = shape.batch * shape.kv_heads * -(-rows // block_m)
+        tiles = -(-rows // block_m)
         blocks = -(-shape.capacity // block_n)
         if settings.left >= 0:  # a window may start inside a block
             blocks = min(blocks, -(-(left + shape.tokens) // block_n) + 1)
-        slots = on.multiprocessors * numbers["programs_per_multiprocessor"]
-        splits = min(settings.splits, blocks) or best_splits(programs, blocks, slots, numbers["start"])
-        if programs * splits >= 1 << 31 or shape.batch * shape.heads * shape.tokens >= 1 << 31:
+        each = min(settings.splits, blocks)
+        groups = shape.batch * each
+        if not each:
+            slots = on.multiprocessors * numbers["programs_per_multiprocessor"]
+            each, groups = best_shares(
+                shape.batch, shape.kv_heads * tiles, blocks, slots, numbers["start"]
+            )
+        programs = shape.kv_heads * tiles * groups
+        if programs >= 1 << 31 or shape.batch * shape.heads * shape.tokens >= 1 << 31 or ratio >= 1 << 15:
             raise ArgumentError(
-                f"flash_decoding: {shape.batch} sequences of {shape.tokens} x {shape.heads} queries are too many"
+                f"flash_decoding: {shape.batch} sequences of {shape.tokens} x {shape.heads} queries, {ratio} for each "
+                "head of keys, are too many"
             )
         cap = settings.softcap
         scales = (cap or settings.scale) * LOG2_E, settings.scale / cap if cap else 0.0
         table_row = 0 if block_table is None else block_table.stride(0)
         page_bits = shape.page_size.bit_length() - 1
-        sizes = (shape.kv_heads, ratio, shape.tokens, shape.dim, shape.capacity)
+        several = groups > 1 if not each else each > 1
+        part_rows = min(block_m, rows) if several else 0
+        by_ratio = (1 << 31) // ratio + 1
+        by_ratio -= (by_ratio >> 31) << 32
+        shares = (tiles, each, groups, part_rows)
         self._on, self._split, self._combine = on, split, combine
-        self._programs, self._rows, self._splits = (
-            programs * splits,
-            shape.batch * shape.heads * shape.tokens,
-            splits,
-        )
+        self._programs, self._rows = programs, shape.batch * shape.heads * shape.tokens
         self._flag = pending.flag("flash_decoding")
         self._split_numbers = (
-            *strides, table_row, *scales, *sizes, shape.pages, page_bits, splits, left, right,
+            *strides, table_row, *scales, shape.kv_heads, ratio, by_ratio, shape.tokens, shape.dim, shape.batch,
+            shape.capacity, shape.pages, page_bits, *shares, left, right,
         )  # fmt: skip
-        self._combine_numbers = (*sizes, splits, block_m, block_n, left, right)
+        self._combine_numbers = (
+            shape.kv_heads, ratio, shape.tokens, shape.dim, shape.batch, shape.capacity, *shares, block_m, block_n,
+            left, right,
+        )  # fmt: skip
         self._shape, self._lse_shape = q.shape, (shape.batch, shape.heads, shape.tokens)
-        self._parts = self._rows * splits * (shape.dim + 1)
+        part_lines = programs * part_rows * (1 if each else 2)
+        self._parts, self._part_sums = part_lines * (shape.dim + 1), 4 * part_lines * shape.dim
 
     def __call__(
         self,
@@ -115,9 +133,9 @@ class Plan:
     ) -> tuple[Tensor, Tensor]:
         on = self._on
         o, lse = q.new_empty(self._shape), q.new_empty(self._lse_shape, dtype=torch.float32)
-        parts = q.new_empty(self._parts, dtype=torch.float32) if self._splits > 1 else None
+        parts = q.new_empty(self._parts, dtype=torch.float32) if self._parts else None
         device, stream = on.device, on.stream(on.device)
-        results = o.data_ptr(), lse.data_ptr(), _at(parts)
+        results = o.data_ptr(), lse.data_ptr(), _at(parts), _at(parts) + self._part_sums
         lengths, sinks_at = _at(cache_seqlens), _at(sinks)
         self._split.launch(
             device, stream, self._programs, 1, 1,

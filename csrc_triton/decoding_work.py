@@ -1,0 +1,117 @@
+"""How the programs of flash_decoding share the keys of all sequences: both kernels and the host must agree on it.
+
+``width`` tiles of queries (of all heads of keys) take the same keys of a sequence; for each there are ``groups``
+programs, and all groups together take all blocks of all sequences, one sequence after the other. With ``each`` 0, a
+group takes as many blocks as any other, to one: where it begins and ends is known from the lengths. With ``each`` > 0,
+a sequence is shared by ``each`` groups of its own. A sequence without keys counts as one block: someone writes its
+result.
+
+A piece of a sequence that is not all of it goes to a slot of its program's: slot 1 if the sequence begins with it, else
+slot 0; a group cannot have two of a kind. With ``each`` there is one slot.
+
+The host sees to it that blocks of all sequences times groups, and those of one times ``each``, are below 2^32.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.decoding_keys import blocks_of, length_of
+
+MANY = tl.constexpr(128)  # sequences that are looked at at once
+
+
+@triton.jit
+def over(a, b):
+    """a // b of what is not negative: unsigned, which is half as long."""
+    return (a.to(tl.uint32, bitcast=True) // b.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N):
+    """Blocks that sequences b count as; 0 past the last."""
+    length, _, _ = length_of(LENGTHS, tl.minimum(b, batch - 1), capacity)
+    _, blocks = blocks_of(length, tokens, left, right, BLOCK_N)
+    return tl.where(b < batch, tl.maximum(blocks, 1), 0)
+
+
+@triton.jit
+def boundary(g, blocks, groups):
+    """Where group g of ``groups`` begins, of ``blocks``."""
+    return over(g * blocks, groups)
+
+
+@triton.jit
+def group_at(block, blocks, groups):
+    """The group, of at most ``blocks``, that has this one of the blocks."""
+    return over((block + 1) * groups - 1, blocks)
+
+
+@triton.jit
+def all_blocks(LENGTHS, batch, until, tokens, capacity, left, right, BLOCK_N):
+    """(of all sequences, of those before ``until``)"""
+    total = 0
+    before = 0
+    for first in range(0, batch, MANY):
+        b = first + tl.arange(0, MANY)
+        w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
+        total += tl.sum(w, 0)
+        before += tl.sum(tl.where(b < until, w, 0), 0)
+    return total, before
+
+
+@triton.jit
+def sequence_at(block, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
+    """(the sequence that has this one of all blocks, blocks of those before it)"""
+    found = 0
+    before = 0
+    upto = 0
+    for first in range(0, batch, MANY):
+        b = first + tl.arange(0, MANY)
+        w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
+        ends = upto + tl.cumsum(w, 0)
+        passed = (ends <= block) & (b < batch)
+        found += tl.sum(passed.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+        upto = tl.max(ends, 0)
+    return found, before
+
+
+@triton.jit
+def work_of(g, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
+    """Of group g: (its first sequence, the block of that where it begins, blocks)"""
+    if each > 0:
+        b = over(g, each)
+        part = g - b * each
+        w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
+        n = tl.minimum(each, w)
+        first = boundary(part, w, n)
+        blocks = tl.where(part < n, boundary(part + 1, w, n) - first, 0)
+    else:
+        total, _ = all_blocks(LENGTHS, batch, 0, tokens, capacity, left, right, BLOCK_N)
+        n = tl.minimum(groups, total)
+        first = boundary(g, total, n)
+        blocks = tl.where(g < n, boundary(g + 1, total, n) - first, 0)
+        b, before = sequence_at(first, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N)
+        first -= before
+    return b, first, blocks
+
+
+@triton.jit
+def sharers_of(b, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
+    """Of sequence b: (the first group that has a piece of it, how many groups have)"""
+    w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
+    if each > 0:
+        first = b * each
+        count = tl.minimum(each, w)
+    else:
+        total, before = all_blocks(LENGTHS, batch, b, tokens, capacity, left, right, BLOCK_N)
+        n = tl.minimum(groups, total)
+        first = group_at(before, total, n)
+        count = group_at(before + w - 1, total, n) - first + 1
+    return first, count
+
+
+@triton.jit
+def slot_of(program, first, each):
+    """Where a program's piece goes that begins at block ``first`` of its sequence."""
+    return tl.where(each > 0, program, 2 * program + (first == 0).to(tl.int32)).to(tl.int64)
