@@ -30,7 +30,7 @@ from csrc_triton.decoding_keys import (
     token_of,
 )
 from csrc_triton.decoding_work import over, sharers_of, slot_of, work_of
-from csrc_triton.overlap import let_next_start, once_previous_ended
+from csrc_triton.overlap import let_next_start, once_previous_ended, prefetch
 
 DECLARATION = {
     "op": "flash_decoding",
@@ -115,35 +115,37 @@ def split(
     width = tiles * kv_heads
     group = over(program, width)
     lane = program - group * width
-    head = over(lane, tiles)
-    tile = lane - head * tiles
-    # what is left of the last tile does its last row again: the same values to the same place
-    first_row = tile * BLOCK_M
-    lines = tl.minimum(tl.arange(0, BLOCK_M), tokens * ratio - 1 - first_row)
-    first_token = over(first_row, ratio)
-    lines_off = lines + (first_row - first_token * ratio)
-    ahead = token_of(lines_off, by_ratio)
-    token = first_token + ahead
-    query_head = head * ratio + lines_off - ahead * ratio
-    last_token = tl.max(token, 0)
-    cols = tl.arange(0, D)
-    in_cols = cols < dim
-    near = columns_of(dim, D, UNIT)
-    q_at = token.to(tl.int64) * q_token + query_head.to(tl.int64) * q_head
-    flagged = FLAG.to(tl.int64) != 0
     sequence, begin, blocks = work_of(
         group, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N
     )
     while blocks > 0:
         b = sequence.to(tl.int64)
-        q = tl.load((Q + b * q_batch + q_at)[:, None] + cols[None, :], mask=in_cols[None, :], other=0.0)
         length, wrong, given = length_of(LENGTHS, b, capacity)
+        # 0, which no compiler can know: what follows is computed anew for each sequence, and takes no registers between
+        zero = (length > capacity).to(tl.int32)
+        head = over(lane + zero, tiles)
+        tile = lane + zero - head * tiles
+        # what is left of the last tile does its last row again: the same values to the same place
+        first_row = tile * BLOCK_M
+        lines = tl.minimum(tl.arange(0, BLOCK_M), tokens * ratio - 1 - first_row)
+        first_token = over(first_row, ratio)
+        lines_off = lines + (first_row - first_token * ratio)
+        ahead = token_of(lines_off, by_ratio)
+        token = first_token + ahead
+        query_head = head * ratio + lines_off - ahead * ratio
+        last_token = tl.max(token, 0)
+        cols = tl.arange(0, D)
+        in_cols = cols < dim
+        near = columns_of(dim, D, UNIT)
+        q_at = token.to(tl.int64) * q_token + query_head.to(tl.int64) * q_head
+        q = tl.load((Q + b * q_batch + q_at)[:, None] + cols[None, :], mask=in_cols[None, :], other=0.0)
         block_0, count = blocks_of(length, tokens, left, right, BLOCK_N)
         count = tl.maximum(count, 1)
         here = tl.minimum(count - begin, blocks)
         start, stop = seen_by(length, first_token, last_token, tokens, left, right)
         first = block_0 + begin
         last = tl.minimum(first + here, tl.cdiv(stop, BLOCK_N))
+        flagged = FLAG.to(tl.int64) != 0
         tl.store(FLAG, given.to(tl.int64), mask=wrong & flagged)
         base = head.to(tl.int64) * k_head
         if not PAGED:
@@ -156,6 +158,12 @@ def split(
         if PAGED:
             page = page_of(table, keys_of(first, start, stop, BLOCK_N), page_bits)
 
+        if OVERLAP and not PAGED:
+            # The first copies are behind the wait for q, which has to be turned into an operand first.
+            half = tl.arange(0, D // 64) * 64
+            soon = keys_of(first, start, stop, BLOCK_N).to(tl.int64)[:, None] * k_row + half[None, :]
+            prefetch(of_keys + soon)
+            prefetch(of_values + soon)
         own = length - tokens + token
         low = own - left
         high = tl.minimum(own + right, length)
