@@ -15,9 +15,9 @@ The host sees to it that blocks of all sequences times groups, and those of one 
 import triton
 import triton.language as tl
 
-from csrc_triton.decoding_keys import blocks_of, length_of
+from csrc_triton.decoding_keys import blocks_of, length_of, seen_by
 
-MANY = tl.constexpr(128)  # sequences that are looked at at once
+MANY = tl.constexpr(128)  # sequences that are looked at at once; ``many`` is their range, which Gluon gives a layout
 
 
 @triton.jit
@@ -47,12 +47,12 @@ def group_at(block, blocks, groups):
 
 
 @triton.jit
-def all_blocks(LENGTHS, batch, until, tokens, capacity, left, right, BLOCK_N):
+def all_blocks(many, LENGTHS, batch, until, tokens, capacity, left, right, BLOCK_N):
     """(of all sequences, of those before ``until``)"""
     total = 0
     before = 0
     for first in range(0, batch, MANY):
-        b = first + tl.arange(0, MANY)
+        b = first + many
         w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
         total += tl.sum(w, 0)
         before += tl.sum(tl.where(b < until, w, 0), 0)
@@ -60,13 +60,13 @@ def all_blocks(LENGTHS, batch, until, tokens, capacity, left, right, BLOCK_N):
 
 
 @triton.jit
-def sequence_at(block, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
+def sequence_at(many, block, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
     """(the sequence that has this one of all blocks, blocks of those before it)"""
     found = 0
     before = 0
     upto = 0
     for first in range(0, batch, MANY):
-        b = first + tl.arange(0, MANY)
+        b = first + many
         w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
         ends = upto + tl.cumsum(w, 0)
         passed = (ends <= block) & (b < batch)
@@ -77,7 +77,7 @@ def sequence_at(block, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
 
 
 @triton.jit
-def work_of(g, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
+def work_of(many, g, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
     """Of group g: (its first sequence, the block of that where it begins, blocks)"""
     if each > 0:
         b = over(g, each)
@@ -87,28 +87,46 @@ def work_of(g, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOC
         first = boundary(part, w, n)
         blocks = tl.where(part < n, boundary(part + 1, w, n) - first, 0)
     else:
-        total, _ = all_blocks(LENGTHS, batch, 0, tokens, capacity, left, right, BLOCK_N)
+        total, _ = all_blocks(many, LENGTHS, batch, 0, tokens, capacity, left, right, BLOCK_N)
         n = tl.minimum(groups, total)
         first = boundary(g, total, n)
         blocks = tl.where(g < n, boundary(g + 1, total, n) - first, 0)
-        b, before = sequence_at(first, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N)
+        b, before = sequence_at(many, first, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N)
         first -= before
     return b, first, blocks
 
 
 @triton.jit
-def sharers_of(b, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
+def sharers_of(many, b, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
     """Of sequence b: (the first group that has a piece of it, how many groups have)"""
     w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
     if each > 0:
         first = b * each
         count = tl.minimum(each, w)
     else:
-        total, before = all_blocks(LENGTHS, batch, b, tokens, capacity, left, right, BLOCK_N)
+        total, before = all_blocks(many, LENGTHS, batch, b, tokens, capacity, left, right, BLOCK_N)
         n = tl.minimum(groups, total)
         first = group_at(before, total, n)
         count = group_at(before + w - 1, total, n) - first + 1
     return first, count
+
+
+@triton.jit
+def piece_of(
+    LENGTHS, b, begin, blocks, first_token, last_token, tokens, capacity, left, right, BLOCK_N
+):  # fmt: skip
+    """Of sequence b from its block ``begin`` on, ``blocks`` at most: (as ``length_of``; how many; whether that is all
+    of the sequence; first key that the tile of these tokens sees, behind the last; the first and behind the last of
+    the blocks that have any of them)"""
+    length, wrong, given = length_of(LENGTHS, b, capacity)
+    first, count = blocks_of(length, tokens, left, right, BLOCK_N)
+    count = tl.maximum(count, 1)
+    here = tl.minimum(count - begin, blocks)
+    start, stop = seen_by(length, first_token, last_token, tokens, left, right)
+    first += begin
+    behind = (tl.maximum(stop - 1, 0).to(tl.uint32) // BLOCK_N).to(tl.int32) + 1
+    last = tl.minimum(first + here, tl.where(stop > start, behind, 0))
+    return length, wrong, given, here, here == count, start, stop, first, last
 
 
 @triton.jit

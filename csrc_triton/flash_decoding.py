@@ -16,7 +16,11 @@ Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from csrc_triton.attention_groups import Ring, Sizes, ring
 from csrc_triton.decoding_keys import (
     NOTHING,
     blocks_of,
@@ -29,7 +33,8 @@ from csrc_triton.decoding_keys import (
     sink_of,
     token_of,
 )
-from csrc_triton.decoding_work import over, sharers_of, slot_of, work_of
+from csrc_triton.decoding_work import MANY, over, sharers_of, slot_of, work_of
+from csrc_triton.decoding_stream import attend, stream
 from csrc_triton.overlap import let_next_start, once_previous_ended, prefetch
 
 DECLARATION = {
@@ -69,6 +74,29 @@ DECLARATION = {
         },
         "flash_decoding_wide": {"like": "flash_decoding_split"},
         "flash_decoding_wide_paged": {"like": "flash_decoding_split_paged"},
+        "flash_decoding_stream": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
+                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64", "Q": "*dtype",
+                "LENGTHS": "*i32", "SINKS": "*fp32", "q_batch": "i64", "q_token": "i32", "q_head": "i32",
+                "scale": "fp32", "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32",
+                "dim": "i32", "batch": "i32", "capacity": "i32", "tiles": "i32", "each": "i32", "groups": "i32",
+                "part_rows": "i32", "left": "i32", "right": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"]},
+            "aligned": ["OUT", "PARTS", "Q", "q_batch", "q_token", "q_head", "dim"],
+            "forms": {
+                "stream": {
+                    "function": "split_stream",
+                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "START", "OVERLAP"],
+                    "defaults": {"OVERLAP": 0},
+                }
+            },
+        },
         "flash_decoding_combine": {
             "arguments": {
                 "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "LENGTHS": "*i32",
@@ -116,7 +144,7 @@ def split(
     group = over(program, width)
     lane = program - group * width
     sequence, begin, blocks = work_of(
-        group, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N
+        tl.arange(0, MANY), group, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N
     )
     while blocks > 0:
         b = sequence.to(tl.int64)
@@ -232,6 +260,64 @@ def split(
         sequence += 1
 
 
+@gluon.jit
+def split_stream(
+    K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, LENGTHS, SINKS, q_batch, q_token, q_head,
+    scale, cap, kv_heads, ratio, by_ratio, tokens, dim, batch, capacity, tiles, each, groups, part_rows, left, right,
+    BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    START: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """``split`` of a contiguous cache, by ``decoding_stream``: tiles are of 64 rows. K and V are tensor maps over (batch,
+    head, key, column) with boxes of BLOCK_N keys and BOX columns."""
+    if OVERLAP:  # noqa: SIM102 (as in split)
+        if part_rows > 0:
+            let_next_start()
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, 1, 0, 0)
+    program = gl.program_id(0)
+    width = tiles * kv_heads
+    group = over(program, width)
+    lane = program - group * width
+    head = over(lane, tiles)
+    tile = lane - head * tiles
+    first_token = over(tile * 64, ratio)
+    into = tile * 64 - first_token * ratio
+    count = gl.minimum(tokens * ratio - tile * 64, 64)
+    last_token = first_token + token_of(into + count - 1, by_ratio)
+    many = gl.arange(0, MANY, gl.BlockedLayout([1], [32], [4], [0]))
+    b, begin, blocks = work_of(
+        many, group, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N
+    )
+    k = ring(K, STAGES, 1, z)
+    v = ring(V, STAGES, 1, z)
+    q_first = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D1], K.layout)
+    q_second = q_first
+    if D2 > 0:
+        q_second = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D2], K.layout)
+    q = Ring(q_first, q_second, k.full, k.free)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                attend,
+                (
+                    z, q, k, v, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, SINKS, q_batch, q_token, q_head, scale, cap,
+                    kv_heads, ratio, by_ratio, dim, program, each, part_rows, count, into,
+                    head, b, begin, blocks, LENGTHS, first_token, last_token, tokens, capacity, left, right,
+                ),
+            ),
+            (
+                stream,
+                (
+                    z, K, V, k, v,
+                    head, b, begin, blocks, LENGTHS, first_token, last_token, tokens, capacity, left, right,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
 @triton.jit
 def combine(
     OUT, LSE, PARTS, PART_SUMS, LENGTHS, SINKS, kv_heads, ratio, tokens, dim, batch, capacity, tiles, each,
@@ -245,7 +331,7 @@ def combine(
     b = over(both, kv_heads)
     kv_head = both - b * kv_heads
     group, used = sharers_of(
-        b, each, groups, LENGTHS, batch, tokens, capacity, left, right, block_n.to(tl.uint32)
+        tl.arange(0, MANY), b, each, groups, LENGTHS, batch, tokens, capacity, left, right, block_n.to(tl.uint32)
     )
     if OVERLAP:
         # Until ``split`` has ended and all that it wrote is to be seen: PARTS may be read. A program with nothing to
