@@ -4,17 +4,19 @@ and the arguments. Nothing here looks at a length or a block table: those are th
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_aot import pending
-from liger_aot.attention import LOG2_E, LONGEST
+from liger_aot.attention import GROUP_ROWS, LOG2_E, LONGEST, Maps
 from liger_aot.errors import ArgumentError
-from liger_aot.runtime import OpOn
+from liger_aot.runtime import Loaded, OpOn
 
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
 MOST_SPLITS = 256
+LARGEST_STRIDE = 1 << 38  # elements: what a tensor map can say
 
 
 class Settings:
@@ -70,15 +72,19 @@ class Plan:
         shape = Shape(q, k, block_table)
         ratio = shape.heads // shape.kv_heads
         rows = shape.tokens * ratio
-        paged = "" if block_table is None else "_paged"
         strides = [*_strides(q)[:3], *_strides(k)[:3]]
         aligned = addresses_aligned and not any(stride % UNIT for stride in (*strides, shape.dim))
-        split = on.kernels[f"flash_decoding_split{paged}"]((q.dtype, aligned), shape.dim)
-        if rows > split.numbers["block_m"]:
-            split = on.kernels[f"flash_decoding_wide{paged}"]((q.dtype, aligned), shape.dim)
+        streams = aligned and block_table is None and all(0 < stride < LARGEST_STRIDE for stride in strides)
+        split = _stream(on, q, shape.dim) if streams else None
+        streams = split is not None
+        if split is None:
+            paged = "" if block_table is None else "_paged"
+            split = on.kernels[f"flash_decoding_split{paged}"]((q.dtype, aligned), shape.dim)
+            if rows > split.numbers["block_m"]:
+                split = on.kernels[f"flash_decoding_wide{paged}"]((q.dtype, aligned), shape.dim)
         combine = on.kernels["flash_decoding_combine"]((q.dtype, not shape.dim % UNIT), shape.dim)
         numbers = split.numbers
-        block_m, block_n = numbers["block_m"], numbers["block_n"]
+        block_m, block_n = numbers.get("block_m", GROUP_ROWS), numbers["block_n"]
         left = LONGEST if settings.left < 0 else min(settings.left, LONGEST)
         right = LONGEST if settings.right < 0 else min(settings.right + 1, LONGEST)
         tiles = -(-rows // block_m)
@@ -110,10 +116,12 @@ class Plan:
         self._on, self._split, self._combine = on, split, combine
         self._programs, self._rows = programs, shape.batch * shape.heads * shape.tokens
         self._flag = pending.flag("flash_decoding")
-        self._split_numbers = (
-            *strides, table_row, *scales, shape.kv_heads, ratio, by_ratio, shape.tokens, shape.dim, shape.batch,
-            shape.capacity, shape.pages, page_bits, *shares, left, right,
-        )  # fmt: skip
+        self._maps = [Maps(on.tensor_map, split, name, k, "bshd").at for name in "KV"] if streams else None
+        asked = (*scales, shape.kv_heads, ratio, by_ratio, shape.tokens, shape.dim, shape.batch, shape.capacity)
+        if streams:
+            self._split_numbers: tuple[Any, ...] = (*strides[:3], *asked, *shares, left, right)
+        else:
+            self._split_numbers = (*strides, table_row, *asked, shape.pages, page_bits, *shares, left, right)
         self._combine_numbers = (
             shape.kv_heads, ratio, shape.tokens, shape.dim, shape.batch, shape.capacity, *shares, block_m, block_n,
             left, right,
@@ -137,16 +145,31 @@ class Plan:
         device, stream = on.device, on.stream(on.device)
         results = o.data_ptr(), lse.data_ptr(), _at(parts), _at(parts) + self._part_sums
         lengths, sinks_at = _at(cache_seqlens), _at(sinks)
-        self._split.launch(
-            device, stream, self._programs, 1, 1,
-            *results, self._flag, q.data_ptr(), k.data_ptr(), v.data_ptr(), _at(block_table), lengths, sinks_at,
-            *self._split_numbers,
-        )  # fmt: skip
+        if self._maps is not None:
+            k_map, v_map = self._maps
+            self._split.launch(
+                device, stream, self._programs, 1, 1, k_map(k.data_ptr()), v_map(v.data_ptr()),
+                *results, self._flag, q.data_ptr(), lengths, sinks_at, *self._split_numbers,
+            )  # fmt: skip
+        else:
+            self._split.launch(
+                device, stream, self._programs, 1, 1, *results, self._flag,
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), _at(block_table), lengths, sinks_at, *self._split_numbers,
+            )  # fmt: skip
         if parts is not None:
             self._combine.launch(
                 device, stream, self._rows, 1, 1, *results, lengths, sinks_at, *self._combine_numbers
             )  # fmt: skip
         return o, lse
+
+
+def _stream(on: OpOn, q: Tensor, dim: int) -> Loaded | None:
+    """The kernel that streams a contiguous cache with tensor maps, where there is one for this dimension."""
+    kernel = on.kernels.get("flash_decoding_stream")
+    if kernel is None or on.tensor_map is None:
+        return None
+    loaded = kernel((q.dtype, True), dim)
+    return loaded if dim <= loaded.numbers["d1"] + loaded.numbers["d2"] else None
 
 
 def _at(t: Tensor | None) -> int:
