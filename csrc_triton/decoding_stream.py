@@ -89,15 +89,20 @@ def keep_keys(values, key, start, stop):
 
 
 @gluon.jit
-def put(TO, at, values, column: gl.constexpr, count, dim):
+def put(TO, at, values, layout: gl.constexpr, column: gl.constexpr, count, dim):
     """Columns of a tile's results from ``column`` on to where its rows are."""
-    layout: gl.constexpr = values.type.layout
     cols = column + gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
     at = gl.convert_layout(at, gl.SliceLayout(1, layout))
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     mask = gl.expand_dims(row < count, 1) & gl.expand_dims(cols < dim, 0)
-    to = TO + (gl.expand_dims(at, 1) * dim + gl.expand_dims(cols, 0))
-    gl.store(to, values.to(TO.dtype.element_ty), mask=mask)
+    gl.store(TO + (gl.expand_dims(at, 1) * dim + gl.expand_dims(cols, 0)), values, mask=mask)
+
+
+@gluon.jit
+def put_all(TO, at, acc, acc2, by, dtype: gl.constexpr, count, dim, z):
+    put(TO, at, scaled(acc, by).to(dtype), z.O1, 0, count, dim)
+    if z.D2 > 0:
+        put(TO, at, scaled(acc2, by).to(dtype), z.O2, z.D1, count, dim)
 
 
 @gluon.jit
@@ -172,16 +177,12 @@ def attend(
             heads = kv_heads * ratio
             at = (batch * tokens + token) * heads + query_head
             gl.store(LSE + (batch * heads + query_head) * tokens + token, lse, mask=there)
-            put(OUT, at, scaled(acc, by), 0, count, dim)
-            if z.D2 > 0:
-                put(OUT, at, scaled(acc2, by), z.D1, count, dim)
+            put_all(OUT, at, acc, acc2, by, v.first.dtype, count, dim, z)
         else:
             by = gl.where(total == 0.0, 0.0, 1.0 / total)
             at = slot_of(program, begin, each) * part_rows + row
             gl.store(PART_SUMS + at, m + gl.log2(total), mask=there)
-            put(PARTS, at, scaled(acc, by), 0, count, dim)
-            if z.D2 > 0:
-                put(PARTS, at, scaled(acc2, by), z.D1, count, dim)
+            put_all(PARTS, at, acc, acc2, by, gl.float32, count, dim, z)
         blocks -= here
         begin = 0
         b += 1

@@ -132,4 +132,4 @@ def piece_of(
 @triton.jit
 def slot_of(program, first, each):
     """Where a program's piece goes that begins at block ``first`` of its sequence."""
-    return tl.where(each > 0, program, 2 * program + (first == 0).to(tl.int32)).to(tl.int64)
+    return tl.where(each > 0, program, 2 * program + tl.where(first == 0, 1, 0)).to(tl.int64)

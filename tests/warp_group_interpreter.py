@@ -9,6 +9,7 @@ is not touched.
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 from collections.abc import Callable
 from importlib import import_module
@@ -27,8 +28,8 @@ from tests import storages
 from tests.drivers import InterpreterDriver, Launchable
 
 PATIENCE = 20.0  # seconds a group waits for a barrier
-SCALARS = ("i32", "fp32")
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
+SCALARS = ("i32", "i64", "fp32")
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 
 
 def memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
@@ -43,14 +44,17 @@ def memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
 
 
 class Pointer:
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
+    """To one place, or to as many as its address has elements."""
+
+    def __init__(self, address: Any, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype
 
     def __add__(self, elements: Any) -> Pointer:
-        return Pointer(self.address + int(elements) * self.dtype.itemsize, self.dtype)
+        elements = elements if isinstance(elements, Tensor) and elements.dim() else int(elements)
+        return Pointer(self.address + elements * self.dtype.itemsize, self.dtype)
 
-    def to(self, integers: torch.dtype) -> Pointer:
-        return self
+    def to(self, integers: torch.dtype) -> Any:
+        return self.address
 
 
 class TensorMap:
@@ -63,6 +67,7 @@ class TensorMap:
     def __init__(self, address: int, dtype: str, sizes: Any, strides: Any, box: Any, swizzle: int) -> None:
         self.address, self.dtype, self.sizes, self.strides = address, TYPES[dtype], sizes, strides
         self.block_shape = box
+        self.block_type = SimpleNamespace(nbytes=math.prod(box) * self.dtype.itemsize)
 
     def inside(self, at: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
         """The part of the box at ``at`` that memory holds, and where in the box it is; both may be empty."""
@@ -209,7 +214,8 @@ class Block:
             raise self.error
         assert not self.copies and not self.stores, "a copy is never waited for"
         # the compiler gives their memory to tiles, and a GPU that swaps a block out and in writes on it
-        assert all(any(b.used for b in made) for made in self.barriers), "barriers that nobody uses"
+        used = [any(b.used for b in made) for made in self.barriers]
+        assert all(used) or not any(used), "barriers that nobody uses"  # a program without work uses none
 
 
 class Const(int):
@@ -227,8 +233,25 @@ def _tensor(x: Any) -> Tensor:
     return x if isinstance(x, Tensor) else torch.as_tensor(x)
 
 
-def _load(at: Pointer) -> Tensor:
-    return memory(at.address, at.dtype, 1)[0].long()
+def _places(at: Pointer, mask: Any) -> list[tuple[int, int]]:
+    """(index, address) of what is not masked off."""
+    addresses = _tensor(at.address)
+    there = torch.broadcast_to(_tensor(True if mask is None else mask), addresses.shape).flatten()
+    return [(i, int(addresses.flatten()[i])) for i in there.nonzero().flatten().tolist()]
+
+
+def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    shape = _tensor(at.address).shape
+    found = torch.broadcast_to(_tensor(other), shape).to(at.dtype).flatten().clone()
+    for i, address in _places(at, mask):
+        found[i] = memory(address, at.dtype, 1)[0]
+    return found.view(shape) if at.dtype.is_floating_point else found.view(shape).long()
+
+
+def _store(at: Pointer, values: Any, mask: Any = None) -> None:
+    given = torch.broadcast_to(_tensor(values), _tensor(at.address).shape).flatten()
+    for i, address in _places(at, mask):
+        memory(address, at.dtype, 1)[0] = given[i]
 
 
 def _product(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -260,7 +283,27 @@ def _turn(assembly: str, constraints: str, operands: list[Any], *rest: Any) -> N
 
 
 def _to(x: Tensor, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
-    return x.view(dtype) if bitcast else x.type(dtype)
+    """Unsigned integers are kept in 64 bits."""
+    if dtype == torch.uint32:
+        return _convert(x, torch.int64) & 0xFFFFFFFF
+    if bitcast and x.dtype == torch.int64 and dtype == torch.int32:
+        return _convert(x, dtype)
+    return x.view(dtype) if bitcast else _convert(x, dtype)
+
+
+_convert = Tensor.type
+
+
+class _Type:
+    """A tensor's type: what ``x.type`` is in device code."""
+
+    layout = None
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __call__(self, *arguments: Any) -> Any:
+        return _convert(self.x, *arguments)
 
 
 def _language(block: Block) -> SimpleNamespace:
@@ -281,7 +324,14 @@ def _language(block: Block) -> SimpleNamespace:
         maximum=lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
         where=lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)),
         max=lambda x, axis: x.amax(axis),
-        exp2=torch.exp2, expand_dims=torch.unsqueeze, load=_load,
+        sum=lambda x, axis: x.sum(axis),
+        cumsum=lambda x, axis: x.cumsum(axis),
+        umulhi=lambda a, b: (a * b) >> 32,
+        log2=lambda x: torch.log2(_tensor(x)),
+        zeros_like=torch.zeros_like,
+        uint32=torch.uint32,
+        store=_store,
+        exp2=lambda x: torch.exp2(_tensor(x)), expand_dims=torch.unsqueeze, load=_load,
         convert_layout=lambda x, layout: x,
         static_range=range,
         static_assert=lambda condition: None,
@@ -299,7 +349,8 @@ class Code:
         language = _language(block)
         self._known: dict[Any, Any] = {}
         self._named = {
-            "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
+            "gl": language, "tl": language, "add_dq": add_dq, "pack": lambda e, dtype: e.to(dtype),
+            "unpack": lambda p, dtype, layout, columns: p, "let_next_start": lambda: None, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
@@ -364,7 +415,9 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
         for value, (name, kind) in zip(arguments, types.items(), strict=True)
     }
     # device code's values never change, and become others with the same bits
-    with patch.multiple(Tensor, __iadd__=Tensor.__add__, __imul__=Tensor.__mul__, to=_to):
+    with patch.multiple(
+        Tensor, __iadd__=Tensor.__add__, __isub__=Tensor.__sub__, __imul__=Tensor.__mul__, to=_to, type=property(_Type)
+    ):
         for program in range(grid[0]):
             made = Code(Block(program, grid[0])).python(function)
             made(**given, **{name: Const(value) for name, value in constants.items()})
