@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from csrc_triton.attention_groups import add_values, fetch, scaled, scores, wait_values
 from csrc_triton.attention_softmax import masked, pack, row_parts
 from csrc_triton.decoding_keys import NOTHING, finish, sink_of, token_of
-from csrc_triton.decoding_work import piece_of, slot_of
+from csrc_triton.decoding_work import MANY, piece_of, slot_of, work_of
 
 
 @gluon.constexpr_function
@@ -37,10 +37,19 @@ def turn(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def own_work(group, each, groups, LENGTHS, batch, tokens, capacity, left, right, z):
+    """``work_of`` by the warps of one role: the other need not be waited for."""
+    many = gl.arange(0, MANY, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return work_of(many, group, each, groups, LENGTHS, batch, tokens, capacity, left, right, z.BLOCK_N)
+
+
+@gluon.jit
 def stream(
-    z, K, V, k, v, head, b, begin, blocks, LENGTHS, first_token, last_token, tokens, capacity, left, right
+    z, K, V, k, v,
+    head, group, each, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
 ):  # fmt: skip
     """The producer: fills the rings with the blocks that ``attend`` takes, in its order."""
+    b, begin, blocks = own_work(group, each, groups, LENGTHS, batch, tokens, capacity, left, right, z)
     slot = 0
     phase = 1
     while blocks > 0:
@@ -108,19 +117,25 @@ def put_all(TO, at, acc, acc2, by, dtype: gl.constexpr, count, dim, z):
 @gluon.jit
 def attend(
     z, q, k, v, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, SINKS, q_batch, q_token, q_head, scale, cap, kv_heads, ratio,
-    by_ratio, dim, program, each, part_rows, count, into,
-    head, b, begin, blocks, LENGTHS, first_token, last_token, tokens, capacity, left, right,
+    by_ratio, dim, program, part_rows, all_count, all_into,
+    head, group, each, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
 ):  # fmt: skip
-    """The consumers: scores, softmax and values of ``count`` rows, and their results."""
+    """The consumers: scores, softmax and values of ``all_count`` rows, and their results."""
+    b, begin, blocks = own_work(group, each, groups, LENGTHS, batch, tokens, capacity, left, right, z)
     slot = 0
     phase = 0
-    row = gl.arange(0, 64, z.ROW)
     while blocks > 0:
         length, wrong, given, here, whole, start, stop, first, last = piece_of(
             LENGTHS, b, begin, blocks, first_token, last_token, tokens, capacity, left, right, z.BLOCK_N
         )
-        batch = b.to(gl.int64)
-        of_batch = Q + batch * q_batch
+        # 0, which no compiler can know: what belongs to rows is computed anew for each sequence, and takes no registers
+        # in between
+        zero = gl.where(length > capacity, 1, 0)
+        into = all_into + zero
+        count = all_count + zero
+        row = gl.arange(0, 64, z.ROW)
+        index = b.to(gl.int64)
+        of_batch = Q + index * q_batch
         load_q(
             of_batch, q.first.index(0).reshape([64, z.D1]), 0, count, first_token, into, head, ratio, by_ratio,
             q_token, q_head, dim,
@@ -175,8 +190,8 @@ def attend(
         if whole:
             lse, by = finish(m, total, sink_of(SINKS, query_head))
             heads = kv_heads * ratio
-            at = (batch * tokens + token) * heads + query_head
-            gl.store(LSE + (batch * heads + query_head) * tokens + token, lse, mask=there)
+            at = (index * tokens + token) * heads + query_head
+            gl.store(LSE + (index * heads + query_head) * tokens + token, lse, mask=there)
             put_all(OUT, at, acc, acc2, by, v.first.dtype, count, dim, z)
         else:
             by = gl.where(total == 0.0, 0.0, 1.0 / total)

@@ -283,10 +283,6 @@ def split_stream(
     into = tile * 64 - first_token * ratio
     count = gl.minimum(tokens * ratio - tile * 64, 64)
     last_token = first_token + token_of(into + count - 1, by_ratio)
-    many = gl.arange(0, MANY, gl.BlockedLayout([1], [32], [4], [0]))
-    b, begin, blocks = work_of(
-        many, group, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N
-    )
     k = ring(K, STAGES, 1, z)
     v = ring(V, STAGES, 1, z)
     q_first = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D1], K.layout)
@@ -301,15 +297,15 @@ def split_stream(
                 attend,
                 (
                     z, q, k, v, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, SINKS, q_batch, q_token, q_head, scale, cap,
-                    kv_heads, ratio, by_ratio, dim, program, each, part_rows, count, into,
-                    head, b, begin, blocks, LENGTHS, first_token, last_token, tokens, capacity, left, right,
+                    kv_heads, ratio, by_ratio, dim, program, part_rows, count, into,
+                    head, group, each, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
                 ),
             ),
             (
                 stream,
                 (
                     z, K, V, k, v,
-                    head, b, begin, blocks, LENGTHS, first_token, last_token, tokens, capacity, left, right,
+                    head, group, each, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
                 ),
             ),
         ],

@@ -317,6 +317,7 @@ def _language(block: Block) -> SimpleNamespace:
         float32=torch.float32, int32=torch.int32, int64=torch.int64,
         program_id=lambda axis: torch.tensor(block.program),
         num_programs=lambda axis: torch.tensor(block.programs),
+        num_warps=lambda: 4,
         arange=lambda start, end, layout: torch.arange(int(start), int(end)),
         zeros=lambda shape, dtype, layout: torch.zeros([int(n) for n in shape], dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full([int(n) for n in shape], value, dtype=dtype),
