@@ -23,6 +23,13 @@ def token_of(row, by_ratio):
 
 
 @triton.jit
+def row_of(row, first_token, into, head, ratio, by_ratio):
+    """(token, query head) of rows of a tile, whose first is the ``into``-th of the heads of its first token."""
+    ahead = token_of(row + into, by_ratio)
+    return first_token + ahead, head * ratio + (row + into - ahead * ratio)
+
+
+@triton.jit
 def seen_by(length, first, last, tokens, left, right):
     """(first key that tokens ``first`` to ``last`` see, behind the last); token t stands at key length - tokens + t."""
     before = length - tokens

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from csrc_triton.attention_groups import add_values, fetch, scaled, scores, wait_values
 from csrc_triton.attention_softmax import masked, pack, row_parts
-from csrc_triton.decoding_keys import NOTHING, finish, sink_of, token_of
+from csrc_triton.decoding_keys import NOTHING, finish, row_of, sink_of
 from csrc_triton.decoding_work import MANY, piece_of, slot_of, work_of
 
 
@@ -68,20 +68,15 @@ def stream(
 
 
 @gluon.jit
-def rows_of(row, first_token, into, head, ratio, by_ratio):
-    """(token, head) of rows of a tile that begins at ``into`` of the heads of its first token."""
-    ahead = token_of(row + into, by_ratio)
-    return first_token + ahead, head * ratio + (row + into - ahead * ratio)
-
-
-@gluon.jit
-def load_q(Q, to, column: gl.constexpr, count, first_token, into, head, ratio, by_ratio, q_token, q_head, dim):
+def load_q(
+    Q, to, column: gl.constexpr, count, first_token, into, head, ratio, by_ratio, q_token, q_head, dim
+):
     """Columns of a tile's rows from ``column`` on to shared memory, and zeros for what is not there."""
     width: gl.constexpr = to.shape[1]
     layout: gl.constexpr = lines_layout(width)
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     cols = column + gl.arange(0, width, gl.SliceLayout(0, layout))
-    token, query_head = rows_of(row, first_token, into, head, ratio, by_ratio)
+    token, query_head = row_of(row, first_token, into, head, ratio, by_ratio)
     at = token.to(gl.int64) * q_token + query_head.to(gl.int64) * q_head
     mask = gl.expand_dims(row < count, 1) & gl.expand_dims(cols < dim, 0)
     to.store(gl.load(Q + (gl.expand_dims(at, 1) + gl.expand_dims(cols, 0)), mask=mask, other=0.0))
@@ -148,7 +143,7 @@ def attend(
         fence_async_shared()
         gl.store(FLAG, given.to(gl.int64), mask=wrong & (FLAG.to(gl.int64) != 0))
         before = length - tokens
-        token, query_head = rows_of(row, first_token, into, head, ratio, by_ratio)
+        token, query_head = row_of(row, first_token, into, head, ratio, by_ratio)
         low = before + token - left
         high = gl.minimum(before + token + right, length)
         inner_low = before + last_token - left

@@ -17,7 +17,9 @@ import triton.language as tl
 
 from csrc_triton.decoding_keys import blocks_of, length_of, seen_by
 
-MANY = tl.constexpr(128)  # sequences that are looked at at once; ``many`` is their range, which Gluon gives a layout
+MANY = tl.constexpr(
+    128
+)  # sequences that are looked at at once; ``many`` is their range, which Gluon gives a layout
 
 
 @triton.jit
@@ -77,15 +79,21 @@ def sequence_at(many, block, LENGTHS, batch, tokens, capacity, left, right, BLOC
 
 
 @triton.jit
+def part_of(g, each, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
+    """Of group g where ``each`` groups share a sequence: (that sequence, the block of it where it begins, blocks)"""
+    b = over(g, each)
+    part = g - b * each
+    w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
+    n = tl.minimum(each, w)
+    first = boundary(part, w, n)
+    return b, first, tl.where(part < n, boundary(part + 1, w, n) - first, 0)
+
+
+@triton.jit
 def work_of(many, g, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
     """Of group g: (its first sequence, the block of that where it begins, blocks)"""
     if each > 0:
-        b = over(g, each)
-        part = g - b * each
-        w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
-        n = tl.minimum(each, w)
-        first = boundary(part, w, n)
-        blocks = tl.where(part < n, boundary(part + 1, w, n) - first, 0)
+        b, first, blocks = part_of(g, each, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N)
     else:
         total, _ = all_blocks(many, LENGTHS, batch, 0, tokens, capacity, left, right, BLOCK_N)
         n = tl.minimum(groups, total)
@@ -97,17 +105,19 @@ def work_of(many, g, each, groups, LENGTHS, batch, tokens, capacity, left, right
 
 
 @triton.jit
-def sharers_of(many, b, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
-    """Of sequence b: (the first group that has a piece of it, how many groups have)"""
+def sharers_of(
+    many, b, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N, EVENLY: tl.constexpr
+):  # fmt: skip
+    """Of sequence b: (the first group that has a piece of it, how many have). Without EVENLY, ``each`` is not 0."""
     w = weight(LENGTHS, b, batch, tokens, capacity, left, right, BLOCK_N)
-    if each > 0:
-        first = b * each
-        count = tl.minimum(each, w)
-    else:
-        total, before = all_blocks(many, LENGTHS, batch, b, tokens, capacity, left, right, BLOCK_N)
-        n = tl.minimum(groups, total)
-        first = group_at(before, total, n)
-        count = group_at(before + w - 1, total, n) - first + 1
+    first = b * each
+    count = tl.minimum(each, w)
+    if EVENLY:  # noqa: SIM102 (the outer is the compiler's)
+        if each == 0:
+            total, before = all_blocks(many, LENGTHS, batch, b, tokens, capacity, left, right, BLOCK_N)
+            n = tl.minimum(groups, total)
+            first = group_at(before, total, n)
+            count = group_at(before + w - 1, total, n) - first + 1
     return first, count
 
 

@@ -1,11 +1,11 @@
 """Decoding: a few query tokens against a long cache of keys and values, which many programs share.
 
-A tile is BLOCK_M rows of one head of keys: all query heads that share it (RATIO), token after token. ``split`` walks
-the keys of one sequence after the other, as many as are its program's (``decoding_work``). Of a sequence that it has all
-keys of, it writes the results; of another it leaves the weighted values, divided by their sum, and the base-2 logarithm
-of that sum (PARTS, PART_SUMS), and ``combine`` weighs a row's pieces. The host says from shapes alone how many programs
-there are; which keys are whose follows on the device from the lengths. The ``wide`` kernels are for more rows than a
-tile of the others has: the profile gives them taller tiles.
+A tile is BLOCK_M rows of one head of keys: all query heads that share it (RATIO), token after token. Programs share the
+keys as ``decoding_work`` says. Where a program has all keys of a sequence, it writes the results; where not, it leaves
+the weighted values, divided by their sum, and the base-2 logarithm of that sum (PARTS, PART_SUMS), and ``combine``
+weighs a row's pieces. The host says from shapes alone how many programs there are; which keys are whose follows on the
+device from the lengths. The ``wide`` kernels are for more rows than a tile of the others has: the profile gives them
+taller tiles. ``split_stream`` is for a contiguous cache on GPUs with TMA and wgmma.
 
 The cache is contiguous (a "page" is a whole sequence) or paged: TABLE[batch, i] is where the keys from i * page size on
 lie. A page that is not there is not read: rows that would see it are NaN, and its number goes to FLAG; likewise a
@@ -23,19 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from csrc_triton.attention_groups import Ring, Sizes, ring
 from csrc_triton.decoding_keys import (
     NOTHING,
-    blocks_of,
     columns_of,
     finish,
     keys_of,
-    length_of,
     page_of,
-    seen_by,
+    row_of,
     sink_of,
     token_of,
 )
-from csrc_triton.decoding_work import MANY, over, sharers_of, slot_of, work_of
 from csrc_triton.decoding_stream import attend, stream
-from csrc_triton.overlap import let_next_start, once_previous_ended, prefetch
+from csrc_triton.decoding_work import MANY, over, part_of, piece_of, sharers_of, slot_of
+from csrc_triton.overlap import let_next_start, once_previous_ended
 
 DECLARATION = {
     "op": "flash_decoding",
@@ -109,8 +107,8 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "combine",
-                    "constants": ["SHARES", "D", "OVERLAP"],
-                    "defaults": {"OVERLAP": 0},
+                    "constants": ["SHARES", "D", "EVENLY", "OVERLAP"],
+                    "defaults": {"EVENLY": 0, "OVERLAP": 0},
                     "follows": "OVERLAP",
                 }
             },
@@ -143,60 +141,45 @@ def split(
     width = tiles * kv_heads
     group = over(program, width)
     lane = program - group * width
-    sequence, begin, blocks = work_of(
-        tl.arange(0, MANY), group, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N
-    )
-    while blocks > 0:
+    head = over(lane, tiles)
+    tile = lane - head * tiles
+    sequence, begin, blocks = part_of(group, each, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N)
+    if blocks > 0:
         b = sequence.to(tl.int64)
-        length, wrong, given = length_of(LENGTHS, b, capacity)
-        # 0, which no compiler can know: what follows is computed anew for each sequence, and takes no registers between
-        zero = (length > capacity).to(tl.int32)
-        head = over(lane + zero, tiles)
-        tile = lane + zero - head * tiles
         # what is left of the last tile does its last row again: the same values to the same place
-        first_row = tile * BLOCK_M
-        lines = tl.minimum(tl.arange(0, BLOCK_M), tokens * ratio - 1 - first_row)
-        first_token = over(first_row, ratio)
-        lines_off = lines + (first_row - first_token * ratio)
-        ahead = token_of(lines_off, by_ratio)
-        token = first_token + ahead
-        query_head = head * ratio + lines_off - ahead * ratio
-        last_token = tl.max(token, 0)
-        cols = tl.arange(0, D)
-        in_cols = cols < dim
-        near = columns_of(dim, D, UNIT)
-        q_at = token.to(tl.int64) * q_token + query_head.to(tl.int64) * q_head
-        q = tl.load((Q + b * q_batch + q_at)[:, None] + cols[None, :], mask=in_cols[None, :], other=0.0)
-        block_0, count = blocks_of(length, tokens, left, right, BLOCK_N)
-        count = tl.maximum(count, 1)
-        here = tl.minimum(count - begin, blocks)
-        start, stop = seen_by(length, first_token, last_token, tokens, left, right)
-        first = block_0 + begin
-        last = tl.minimum(first + here, tl.cdiv(stop, BLOCK_N))
-        flagged = FLAG.to(tl.int64) != 0
-        tl.store(FLAG, given.to(tl.int64), mask=wrong & flagged)
+        rows = tl.minimum(tl.arange(0, BLOCK_M), tokens * ratio - 1 - tile * BLOCK_M)
+        first_token = over(tile * BLOCK_M, ratio)
+        into = tile * BLOCK_M - first_token * ratio
+        last_token = first_token + token_of(
+            into + tl.minimum(BLOCK_M, tokens * ratio - tile * BLOCK_M) - 1, by_ratio
+        )
+        length, wrong, given, _, whole, start, stop, first, last = piece_of(
+            LENGTHS, b, begin, blocks, first_token, last_token, tokens, capacity, left, right, BLOCK_N
+        )
         base = head.to(tl.int64) * k_head
         if not PAGED:
             base += b * k_page
-        of_keys = K + base
-        of_values = V + base
-        table = TABLE + b * table_row
+        K += base
+        V += base
+        TABLE += b * table_row
         unknown = tl.zeros([BLOCK_N], tl.int32)
         page = unknown
         if PAGED:
-            page = page_of(table, keys_of(first, start, stop, BLOCK_N), page_bits)
-
-        if OVERLAP and not PAGED:
-            # The first copies are behind the wait for q, which has to be turned into an operand first.
-            half = tl.arange(0, D // 64) * 64
-            soon = keys_of(first, start, stop, BLOCK_N).to(tl.int64)[:, None] * k_row + half[None, :]
-            prefetch(of_keys + soon)
-            prefetch(of_values + soon)
+            page = page_of(TABLE, keys_of(first, start, stop, BLOCK_N), page_bits)
+        flagged = FLAG.to(tl.int64) != 0
+        tl.store(FLAG, given.to(tl.int64), mask=wrong & flagged)
+        token, query_head = row_of(rows, first_token, into, head, ratio, by_ratio)
+        cols = tl.arange(0, D)
+        in_cols = cols < dim
+        near = columns_of(dim, D, UNIT)
+        of_query = Q + b * q_batch + token.to(tl.int64) * q_token + query_head.to(tl.int64) * q_head
+        q = tl.load(of_query[:, None] + cols[None, :], mask=in_cols[None, :], other=0.0)
         own = length - tokens + token
         low = own - left
         high = tl.minimum(own + right, length)
         seen = tl.maximum(high - low, 0).to(tl.uint32, bitcast=True)
-        all_low, all_high = tl.max(low, 0), tl.min(high, 0)
+        inner_low = length - tokens + last_token - left
+        inner_high = tl.minimum(length - tokens + first_token + right, length)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         m = tl.full([BLOCK_M], NOTHING, tl.float32)
         # where the warps share a row's keys, sums of columns are added up once, at the end
@@ -207,19 +190,19 @@ def split(
             if PAGED:
                 there = (page >= 0) & (page < pages)
                 unknown = tl.where(there, unknown, page)
-                here_page = tl.where(there, page, 0).to(tl.int64)
-                at = here_page * k_page + (line & ((1 << page_bits) - 1)).to(tl.int64) * k_row
+                here = tl.where(there, page, 0).to(tl.int64)
+                at = here * k_page + (line & ((1 << page_bits) - 1)).to(tl.int64) * k_row
                 # a block ahead: else the pipeline would give half of its stages to the table
-                page = page_of(table, keys_of(j + 1, start, stop, BLOCK_N), page_bits)
+                page = page_of(TABLE, keys_of(j + 1, start, stop, BLOCK_N), page_bits)
             else:
                 at = line.to(tl.int64) * k_row
-            k = tl.load(of_keys + at[:, None] + near[None, :])
+            k = tl.load(K + at[:, None] + near[None, :])
             s = tl.dot(q, tl.trans(k))
             if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
                 s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
             keys = j * BLOCK_N + tl.arange(0, BLOCK_N)
             s = s * scale
-            if (j * BLOCK_N < all_low) | (j * BLOCK_N + BLOCK_N > all_high):
+            if (j * BLOCK_N < inner_low) | (j * BLOCK_N + BLOCK_N > inner_high):
                 behind = (keys[None, :] - low[:, None]).to(
                     tl.uint32, bitcast=True
                 )  # one comparison for both ends
@@ -232,7 +215,7 @@ def split(
                 sums = sums * by[:, None] + p
             else:
                 sums = sums * by + tl.sum(p, 1)
-            v = tl.load(of_values + at[:, None] + near[None, :])
+            v = tl.load(V + at[:, None] + near[None, :])
             acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
         if PAGED:
             flag = FLAG + tl.zeros([BLOCK_N], tl.int32)
@@ -240,7 +223,7 @@ def split(
             wrong = wrong | (tl.max((unknown != 0).to(tl.int32), 0) > 0)
         total = tl.where(wrong, float("nan"), tl.sum(sums, 1) if BY_COLUMN else sums)
         keep = in_cols[None, :]
-        if here == count:
+        if whole:
             lse, by = finish(m, total, sink_of(SINKS, query_head))
             heads = kv_heads * ratio
             to = (b * tokens + token) * heads + query_head
@@ -252,12 +235,9 @@ def split(
             tl.store(LSE + (b * heads + query_head) * tokens + token, lse)
         else:
             by = tl.where(total == 0.0, 0.0, 1.0 / total)
-            to = slot_of(program, begin, each) * part_rows + lines
+            to = slot_of(program, begin, each) * part_rows + rows
             tl.store(PARTS + to[:, None] * dim + cols[None, :], acc * by[:, None], mask=keep)
             tl.store(PART_SUMS + to, m + tl.log2(total))
-        blocks -= here
-        begin = 0
-        sequence += 1
 
 
 @gluon.jit
@@ -267,8 +247,8 @@ def split_stream(
     BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
     START: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """``split`` of a contiguous cache, by ``decoding_stream``: tiles are of 64 rows. K and V are tensor maps over (batch,
-    head, key, column) with boxes of BLOCK_N keys and BOX columns."""
+    """``split`` of a contiguous cache, by ``decoding_stream``: tiles are of 64 rows. K and V are tensor maps over
+    (batch, head, key, column) with boxes of BLOCK_N keys and BOX columns."""
     if OVERLAP:  # noqa: SIM102 (as in split)
         if part_rows > 0:
             let_next_start()
@@ -318,7 +298,7 @@ def split_stream(
 def combine(
     OUT, LSE, PARTS, PART_SUMS, LENGTHS, SINKS, kv_heads, ratio, tokens, dim, batch, capacity, tiles, each,
     groups, part_rows, block_m, block_n, left, right,
-    SHARES: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARES: tl.constexpr, D: tl.constexpr, EVENLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of those that have several pieces, SHARES of them at a time. block_m, block_n: those of ``split``."""
     at = tl.program_id(0)
@@ -326,9 +306,9 @@ def combine(
     row = at - both * (tokens * ratio)
     b = over(both, kv_heads)
     kv_head = both - b * kv_heads
-    group, used = sharers_of(
-        tl.arange(0, MANY), b, each, groups, LENGTHS, batch, tokens, capacity, left, right, block_n.to(tl.uint32)
-    )
+    many = tl.arange(0, MANY)
+    n = block_n.to(tl.uint32)
+    group, used = sharers_of(many, b, each, groups, LENGTHS, batch, tokens, capacity, left, right, n, EVENLY)
     if OVERLAP:
         # Until ``split`` has ended and all that it wrote is to be seen: PARTS may be read. A program with nothing to
         # combine waits, too: what follows in the stream waits for this kernel alone, which must not end before
@@ -341,13 +321,19 @@ def combine(
         tile = over(row, block_m)
         width = tiles * kv_heads
         program = group * width + kv_head * tiles + tile
+        lines = part_rows  # of a program: the slots that ``slot_of`` says
+        if EVENLY:
+            lines = part_rows * tl.where(each > 0, 1, 2)
+        first_line = program.to(tl.int64) * lines + (row - tile * block_m)
+        step = width.to(tl.int64) * lines
         m = NOTHING
         total = 0.0
         for first in range(0, used, SHARES):
             part = first + tl.arange(0, SHARES)
             there = part < used
-            slot = slot_of(program + part * width, part, each)
-            to = slot * part_rows + (row - tile * block_m)
+            to = first_line + part * step
+            if EVENLY:
+                to += tl.where(part == 0, lines - part_rows, 0)
             lse = tl.load(PART_SUMS + to, mask=there, other=float("-inf"))
             values = tl.load(
                 PARTS + to[:, None] * dim + cols[None, :], mask=there[:, None] & in_cols[None, :], other=0.0

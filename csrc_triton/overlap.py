@@ -24,12 +24,3 @@ def once_previous_ended(value):
         "{ .reg .pred %known; setp.ge.s32 %known, $1, 0; @%known griddepcontrol.wait; mov.b32 $0, $1; }",
         "=r,r", [value], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def prefetch(pointers):
-    """Ask for the second-level cache to have what is there. PTX ISA, prefetch; the result is nothing."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip

@@ -29,7 +29,13 @@ from tests.drivers import InterpreterDriver, Launchable
 
 PATIENCE = 20.0  # seconds a group waits for a barrier
 SCALARS = ("i32", "i64", "fp32")
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32, "i64": torch.int64}
+TYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
 
 
 def memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
@@ -351,7 +357,8 @@ class Code:
         self._known: dict[Any, Any] = {}
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "pack": lambda e, dtype: e.to(dtype),
-            "unpack": lambda p, dtype, layout, columns: p, "let_next_start": lambda: None, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
+            "unpack": lambda p, dtype, layout, columns: p, "let_next_start": lambda: None,
+            "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
@@ -417,7 +424,12 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
     }
     # device code's values never change, and become others with the same bits
     with patch.multiple(
-        Tensor, __iadd__=Tensor.__add__, __isub__=Tensor.__sub__, __imul__=Tensor.__mul__, to=_to, type=property(_Type)
+        Tensor,
+        __iadd__=Tensor.__add__,
+        __isub__=Tensor.__sub__,
+        __imul__=Tensor.__mul__,
+        to=_to,
+        type=property(_Type),
     ):
         for program in range(grid[0]):
             made = Code(Block(program, grid[0])).python(function)

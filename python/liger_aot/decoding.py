@@ -16,6 +16,7 @@ from liger_aot.runtime import Loaded, OpOn
 
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
 MOST_SPLITS = 256
+MOST = (1 << 32) - 1  # blocks times those who share them, in the kernels' arithmetic
 LARGEST_STRIDE = 1 << 38  # elements: what a tensor map can say
 
 
@@ -39,22 +40,29 @@ class Shape:
         self.capacity = self.page_size * (1 if block_table is None else block_table.shape[1])
 
 
-def best_shares(batch: int, width: int, blocks: int, slots: int, start: int) -> tuple[int, int]:
-    """(each, groups) of csrc_triton/decoding_work.py that are done first: for each of ``width`` tiles, ``batch``
-    sequences of ``blocks`` blocks. ``slots`` programs run at once; a block costs a program 1, its start and end
-    ``start``, as much as another sequence and as a second launch."""
-    best, least = (1, batch), math.inf
-    for each in range(1, min(blocks, MOST_SPLITS) + 1):
-        waves = -(-batch * width * each // slots)
-        cost = waves * (-(-blocks // each) + start) + (start if each > 1 else 0)
-        if cost < least and each * blocks < 1 << 32:
-            best, least = (each, batch * each), cost
-    for groups in range(2, min(batch * blocks, slots) + 1) if batch > 1 else ():
+def best_splits(programs: int, blocks: int, slots: int, start: int) -> tuple[int, float]:
+    """(the number of shares of a sequence that is done first, what it costs), where ``slots`` programs run at once,
+    each block of keys costs a program 1 and its start and end ``start``, as much as a second launch."""
+    best, least = 1, math.inf
+    for splits in range(1, min(blocks, MOST_SPLITS, MOST // max(blocks, 1)) + 1):
+        waves = -(-programs * splits // slots)
+        cost = waves * (-(-blocks // splits) + start) + (start if splits > 1 else 0)
+        if cost < least:
+            best, least = splits, cost
+    return best, least
+
+
+def best_groups(batch: int, width: int, blocks: int, slots: int, start: int) -> tuple[int, float]:
+    """(the number of groups, of ``width`` programs each, that share all blocks of all sequences and are done first,
+    what it costs): as ``best_splits``, and every further sequence of a program costs ``start``."""
+    best, least = 1, math.inf
+    for groups in range(1, min(batch * blocks, slots, MOST // max(batch * blocks, 1)) + 1):
         waves = -(-width * groups // slots)
-        cost = waves * (-(-batch * blocks // groups) + start * (1 + batch / groups)) + start
-        if cost < least and groups * batch * blocks < 1 << 32:
-            best, least = (0, groups), cost
-    return best
+        pieces = 1 + batch / groups
+        cost = waves * (-(-batch * blocks // groups) + start * pieces) + (start if groups > 1 else 0)
+        if cost < least:
+            best, least = groups, cost
+    return best, least
 
 
 class Plan:
@@ -91,14 +99,21 @@ class Plan:
         blocks = -(-shape.capacity // block_n)
         if settings.left >= 0:  # a window may start inside a block
             blocks = min(blocks, -(-(left + shape.tokens) // block_n) + 1)
-        each = min(settings.splits, blocks)
-        groups = shape.batch * each
-        if not each:
-            slots = on.multiprocessors * numbers["programs_per_multiprocessor"]
-            each, groups = best_shares(
-                shape.batch, shape.kv_heads * tiles, blocks, slots, numbers["start"]
+        if shape.batch * blocks > MOST:
+            raise ArgumentError(
+                f"flash_decoding: {shape.batch} sequences of up to {shape.capacity} keys are too many"
             )
-        programs = shape.kv_heads * tiles * groups
+        slots, start = on.multiprocessors * numbers["programs_per_multiprocessor"], numbers["start"]
+        width = shape.kv_heads * tiles
+        each, least = min(settings.splits, blocks), 0.0
+        if not each:
+            each, least = best_splits(shape.batch * width, blocks, slots, start)
+        groups = shape.batch * each
+        if streams and shape.batch > 1 and not settings.splits:
+            evenly, cost = best_groups(shape.batch, width, blocks, slots, start)
+            if cost < least:
+                each, groups = 0, evenly
+        programs = width * groups
         if programs >= 1 << 31 or shape.batch * shape.heads * shape.tokens >= 1 << 31 or ratio >= 1 << 15:
             raise ArgumentError(
                 f"flash_decoding: {shape.batch} sequences of {shape.tokens} x {shape.heads} queries, {ratio} for each "
@@ -108,7 +123,7 @@ class Plan:
         scales = (cap or settings.scale) * LOG2_E, settings.scale / cap if cap else 0.0
         table_row = 0 if block_table is None else block_table.stride(0)
         page_bits = shape.page_size.bit_length() - 1
-        several = groups > 1 if not each else each > 1
+        several = (each or groups) > 1
         part_rows = min(block_m, rows) if several else 0
         by_ratio = (1 << 31) // ratio + 1
         by_ratio -= (by_ratio >> 31) << 32
@@ -116,8 +131,18 @@ class Plan:
         self._on, self._split, self._combine = on, split, combine
         self._programs, self._rows = programs, shape.batch * shape.heads * shape.tokens
         self._flag = pending.flag("flash_decoding")
-        self._maps = [Maps(on.tensor_map, split, name, k, "bshd").at for name in "KV"] if streams else None
-        asked = (*scales, shape.kv_heads, ratio, by_ratio, shape.tokens, shape.dim, shape.batch, shape.capacity)
+        encode: Any = on.tensor_map
+        self._maps = [Maps(encode, split, name, k, "bshd").at for name in "KV"] if streams else None
+        asked = (
+            *scales,
+            shape.kv_heads,
+            ratio,
+            by_ratio,
+            shape.tokens,
+            shape.dim,
+            shape.batch,
+            shape.capacity,
+        )
         if streams:
             self._split_numbers: tuple[Any, ...] = (*strides[:3], *asked, *shares, left, right)
         else:
