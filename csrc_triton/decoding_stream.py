@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from csrc_triton.attention_groups import add_values, fetch, scaled, scores, wait_values
 from csrc_triton.attention_softmax import masked, pack, row_parts
 from csrc_triton.decoding_keys import NOTHING, finish, row_of, sink_of
-from csrc_triton.decoding_work import MANY, piece_of, slot_of, work_of
+from csrc_triton.decoding_work import MANY, even_work_of, piece_of
 
 
 @gluon.constexpr_function
@@ -37,19 +37,19 @@ def turn(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def own_work(group, each, groups, LENGTHS, batch, tokens, capacity, left, right, z):
-    """``work_of`` by the warps of one role: the other need not be waited for."""
+def own_work(group, groups, LENGTHS, batch, tokens, capacity, left, right, z):
+    """``even_work_of`` by the warps of one role: the other need not be waited for."""
     many = gl.arange(0, MANY, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    return work_of(many, group, each, groups, LENGTHS, batch, tokens, capacity, left, right, z.BLOCK_N)
+    return even_work_of(many, group, groups, LENGTHS, batch, tokens, capacity, left, right, z.BLOCK_N)
 
 
 @gluon.jit
 def stream(
     z, K, V, k, v,
-    head, group, each, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
+    head, group, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
 ):  # fmt: skip
     """The producer: fills the rings with the blocks that ``attend`` takes, in its order."""
-    b, begin, blocks = own_work(group, each, groups, LENGTHS, batch, tokens, capacity, left, right, z)
+    b, begin, blocks = own_work(group, groups, LENGTHS, batch, tokens, capacity, left, right, z)
     slot = 0
     phase = 1
     while blocks > 0:
@@ -113,10 +113,10 @@ def put_all(TO, at, acc, acc2, by, dtype: gl.constexpr, count, dim, z):
 def attend(
     z, q, k, v, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, SINKS, q_batch, q_token, q_head, scale, cap, kv_heads, ratio,
     by_ratio, dim, program, part_rows, all_count, all_into,
-    head, group, each, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
+    head, group, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
 ):  # fmt: skip
     """The consumers: scores, softmax and values of ``all_count`` rows, and their results."""
-    b, begin, blocks = own_work(group, each, groups, LENGTHS, batch, tokens, capacity, left, right, z)
+    b, begin, blocks = own_work(group, groups, LENGTHS, batch, tokens, capacity, left, right, z)
     slot = 0
     phase = 0
     while blocks > 0:
@@ -190,7 +190,7 @@ def attend(
             put_all(OUT, at, acc, acc2, by, v.first.dtype, count, dim, z)
         else:
             by = gl.where(total == 0.0, 0.0, 1.0 / total)
-            at = slot_of(program, begin, each) * part_rows + row
+            at = (2 * program + gl.where(begin == 0, 1, 0)).to(gl.int64) * part_rows + row
             gl.store(PART_SUMS + at, m + gl.log2(total), mask=there)
             put_all(PARTS, at, acc, acc2, by, gl.float32, count, dim, z)
         blocks -= here

@@ -1,13 +1,15 @@
 """How the programs of flash_decoding share the keys of all sequences: both kernels and the host must agree on it.
 
 ``width`` tiles of queries (of all heads of keys) take the same keys of a sequence; for each there are ``groups``
-programs, and all groups together take all blocks of all sequences, one sequence after the other. With ``each`` 0, a
-group takes as many blocks as any other, to one: where it begins and ends is known from the lengths. With ``each`` > 0,
-a sequence is shared by ``each`` groups of its own. A sequence without keys counts as one block: someone writes its
-result.
+programs. There are two ways:
 
-A piece of a sequence that is not all of it goes to a slot of its program's: slot 1 if the sequence begins with it, else
-slot 0; a group cannot have two of a kind. With ``each`` there is one slot.
+- By sequence: each is shared by ``each`` groups of its own, each of which has at most one piece.
+- Evenly (``each`` is 0): all groups together take all blocks of all sequences, one sequence after the other, and a
+  group as many as any other, to one: where it begins and ends is known from the lengths.
+
+A sequence without keys counts as one block: someone writes its result. A piece of a sequence that is not all of it goes
+to a slot of its program's. By sequence there is one; evenly there are two, the second for the piece that begins its
+sequence: a group cannot have two of a kind.
 
 The host sees to it that blocks of all sequences times groups, and those of one times ``each``, are below 2^32.
 """
@@ -90,18 +92,14 @@ def part_of(g, each, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
 
 
 @triton.jit
-def work_of(many, g, each, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
-    """Of group g: (its first sequence, the block of that where it begins, blocks)"""
-    if each > 0:
-        b, first, blocks = part_of(g, each, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N)
-    else:
-        total, _ = all_blocks(many, LENGTHS, batch, 0, tokens, capacity, left, right, BLOCK_N)
-        n = tl.minimum(groups, total)
-        first = boundary(g, total, n)
-        blocks = tl.where(g < n, boundary(g + 1, total, n) - first, 0)
-        b, before = sequence_at(many, first, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N)
-        first -= before
-    return b, first, blocks
+def even_work_of(many, g, groups, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N):
+    """Of group g where all share all evenly: (its first sequence, the block of that where it begins, blocks)"""
+    total, _ = all_blocks(many, LENGTHS, batch, 0, tokens, capacity, left, right, BLOCK_N)
+    n = tl.minimum(groups, total)
+    first = boundary(g, total, n)
+    blocks = tl.where(g < n, boundary(g + 1, total, n) - first, 0)
+    b, before = sequence_at(many, first, LENGTHS, batch, tokens, capacity, left, right, BLOCK_N)
+    return b, first - before, blocks
 
 
 @triton.jit
@@ -137,9 +135,3 @@ def piece_of(
     behind = (tl.maximum(stop - 1, 0).to(tl.uint32) // BLOCK_N).to(tl.int32) + 1
     last = tl.minimum(first + here, tl.where(stop > start, behind, 0))
     return length, wrong, given, here, here == count, start, stop, first, last
-
-
-@triton.jit
-def slot_of(program, first, each):
-    """Where a program's piece goes that begins at block ``first`` of its sequence."""
-    return tl.where(each > 0, program, 2 * program + tl.where(first == 0, 1, 0)).to(tl.int64)

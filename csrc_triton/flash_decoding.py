@@ -32,7 +32,7 @@ from csrc_triton.decoding_keys import (
     token_of,
 )
 from csrc_triton.decoding_stream import attend, stream
-from csrc_triton.decoding_work import MANY, over, part_of, piece_of, sharers_of, slot_of
+from csrc_triton.decoding_work import MANY, over, part_of, piece_of, sharers_of
 from csrc_triton.overlap import let_next_start, once_previous_ended
 
 DECLARATION = {
@@ -45,8 +45,7 @@ DECLARATION = {
                 "q_batch": "i64", "q_token": "i32", "q_head": "i32", "k_page": "i64", "k_row": "i32", "k_head": "i32",
                 "table_row": "i64", "scale": "fp32", "cap": "fp32", "kv_heads": "i32", "ratio": "i32",
                 "by_ratio": "i32", "tokens": "i32", "dim": "i32", "batch": "i32", "capacity": "i32", "pages": "i32",
-                "page_bits": "i32", "tiles": "i32", "each": "i32", "groups": "i32", "part_rows": "i32", "left": "i32",
-                "right": "i32",
+                "page_bits": "i32", "tiles": "i32", "each": "i32", "part_rows": "i32", "left": "i32", "right": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [
@@ -82,15 +81,15 @@ DECLARATION = {
                 "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64", "Q": "*dtype",
                 "LENGTHS": "*i32", "SINKS": "*fp32", "q_batch": "i64", "q_token": "i32", "q_head": "i32",
                 "scale": "fp32", "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32",
-                "dim": "i32", "batch": "i32", "capacity": "i32", "tiles": "i32", "each": "i32", "groups": "i32",
-                "part_rows": "i32", "left": "i32", "right": "i32",
+                "dim": "i32", "batch": "i32", "capacity": "i32", "tiles": "i32", "groups": "i32", "part_rows": "i32",
+                "left": "i32", "right": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": ["OUT", "PARTS", "Q", "q_batch", "q_token", "q_head", "dim"],
             "forms": {
                 "stream": {
                     "function": "split_stream",
-                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "START", "OVERLAP"],
+                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "OVERLAP"],
                     "defaults": {"OVERLAP": 0},
                 }
             },
@@ -121,11 +120,11 @@ DECLARATION = {
 def split(
     OUT, LSE, PARTS, PART_SUMS, FLAG, Q, K, V, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
     k_page, k_row, k_head, table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim,
-    batch, capacity, pages, page_bits, tiles, each, groups, part_rows, left, right,
+    batch, capacity, pages, page_bits, tiles, each, part_rows, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
     START: tl.constexpr, PAGED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The work of one group for one tile. Programs that read the same keys follow each other.
+    """A tile's share of a sequence. Programs that read the same keys follow each other.
 
     scale is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). A row sees
     ``left`` keys before its own and ``right`` from its own on. A page is 2^page_bits keys. by_ratio: see ``token_of``.
@@ -235,7 +234,7 @@ def split(
             tl.store(LSE + (b * heads + query_head) * tokens + token, lse)
         else:
             by = tl.where(total == 0.0, 0.0, 1.0 / total)
-            to = slot_of(program, begin, each) * part_rows + rows
+            to = program.to(tl.int64) * part_rows + rows
             tl.store(PARTS + to[:, None] * dim + cols[None, :], acc * by[:, None], mask=keep)
             tl.store(PART_SUMS + to, m + tl.log2(total))
 
@@ -243,11 +242,11 @@ def split(
 @gluon.jit
 def split_stream(
     K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, LENGTHS, SINKS, q_batch, q_token, q_head,
-    scale, cap, kv_heads, ratio, by_ratio, tokens, dim, batch, capacity, tiles, each, groups, part_rows, left, right,
+    scale, cap, kv_heads, ratio, by_ratio, tokens, dim, batch, capacity, tiles, groups, part_rows, left, right,
     BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
-    START: gl.constexpr, OVERLAP: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """``split`` of a contiguous cache, by ``decoding_stream``: tiles are of 64 rows. K and V are tensor maps over
+    """All sequences evenly, by ``decoding_stream``: tiles are of 64 rows. K and V are tensor maps over
     (batch, head, key, column) with boxes of BLOCK_N keys and BOX columns."""
     if OVERLAP:  # noqa: SIM102 (as in split)
         if part_rows > 0:
@@ -278,14 +277,14 @@ def split_stream(
                 (
                     z, q, k, v, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, SINKS, q_batch, q_token, q_head, scale, cap,
                     kv_heads, ratio, by_ratio, dim, program, part_rows, count, into,
-                    head, group, each, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
+                    head, group, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
                 ),
             ),
             (
                 stream,
                 (
                     z, K, V, k, v,
-                    head, group, each, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
+                    head, group, groups, LENGTHS, first_token, last_token, batch, tokens, capacity, left, right,
                 ),
             ),
         ],
@@ -321,7 +320,7 @@ def combine(
         tile = over(row, block_m)
         width = tiles * kv_heads
         program = group * width + kv_head * tiles + tile
-        lines = part_rows  # of a program: the slots that ``slot_of`` says
+        lines = part_rows  # of a program, in one slot or two
         if EVENLY:
             lines = part_rows * tl.where(each > 0, 1, 2)
         first_line = program.to(tl.int64) * lines + (row - tile * block_m)
