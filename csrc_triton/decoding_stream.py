@@ -70,7 +70,7 @@ def stream(
 @gluon.jit
 def load_q(
     Q, to, column: gl.constexpr, count, first_token, into, head, ratio, by_ratio, q_token, q_head, dim
-):
+):  # fmt: skip
     """Columns of a tile's rows from ``column`` on to shared memory, and zeros for what is not there."""
     width: gl.constexpr = to.shape[1]
     layout: gl.constexpr = lines_layout(width)
@@ -104,6 +104,7 @@ def put(TO, at, values, layout: gl.constexpr, column: gl.constexpr, count, dim):
 
 @gluon.jit
 def put_all(TO, at, acc, acc2, by, dtype: gl.constexpr, count, dim, z):
+    """Both panels, scaled by row."""
     put(TO, at, scaled(acc, by).to(dtype), z.O1, 0, count, dim)
     if z.D2 > 0:
         put(TO, at, scaled(acc2, by).to(dtype), z.O2, z.D1, count, dim)

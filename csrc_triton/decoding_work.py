@@ -11,7 +11,7 @@ A sequence without keys counts as one block: someone writes its result. A piece 
 to a slot of its program's. By sequence there is one; evenly there are two, the second for the piece that begins its
 sequence: a group cannot have two of a kind.
 
-The host sees to it that blocks of all sequences times groups, and those of one times ``each``, are below 2^32.
+The host sees to it that blocks of all sequences times groups, and those of one times ``each``, are below 2^31.
 """
 
 import triton
@@ -19,9 +19,8 @@ import triton.language as tl
 
 from csrc_triton.decoding_keys import blocks_of, length_of, seen_by
 
-MANY = tl.constexpr(
-    128
-)  # sequences that are looked at at once; ``many`` is their range, which Gluon gives a layout
+# Sequences that are looked at at once; ``many`` is their range, which Gluon gives a layout.
+MANY = tl.constexpr(128)
 
 
 @triton.jit

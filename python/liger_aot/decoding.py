@@ -16,8 +16,11 @@ from liger_aot.runtime import Loaded, OpOn
 
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
 MOST_SPLITS = 256
-MOST = (1 << 32) - 1  # blocks times those who share them, in the kernels' arithmetic
+MOST = (1 << 31) - 1  # blocks times those who share them, in the kernels' arithmetic
 UNEVEN = 0.6
+STREAMED = (
+    128  # the largest dimension of the kernel that streams: beyond, programs of split are as fast as copies
+)
 LARGEST_STRIDE = 1 << 38  # elements: what a tensor map can say
 
 
@@ -201,15 +204,14 @@ def _stream(
     kernel = on.kernels.get("flash_decoding_stream")
     width = shape.kv_heads * -(-shape.tokens * shape.heads // (shape.kv_heads * GROUP_ROWS))
     mapped = on.tensor_map is not None and 0 < least_stride <= largest_stride < LARGEST_STRIDE
-    if kernel is None or not mapped or shape.batch * width < on.multiprocessors:
+    if kernel is None or not mapped or shape.dim > STREAMED or shape.batch * width < on.multiprocessors:
         return None
     loaded = kernel((dtype, True), shape.dim)
     numbers = loaded.numbers
     groups = on.multiprocessors * numbers["programs_per_multiprocessor"] // width
     blocks = shape.batch * -(-shape.capacity // numbers["block_n"])
     long = width * blocks >= numbers["least_blocks"] * on.multiprocessors
-    fits = shape.dim <= numbers["d1"] + numbers["d2"] and blocks * groups <= MOST
-    return loaded if groups and long and fits else None
+    return loaded if groups and long and blocks * groups <= MOST else None
 
 
 def _at(t: Tensor | None) -> int:
