@@ -18,7 +18,8 @@ from build_tools.build import make_plans
 from build_tools.compile import compile_variants
 from liger_aot import pending
 from liger_aot.attention import LOG2_E
-from liger_aot.attention_varlen import GROUP_DIMS, MOST_TOKENS, groups_kernel
+from liger_aot.attention_backward import GROUP_DIMS
+from liger_aot.attention_varlen import MOST_TOKENS, groups_kernel
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from tests.attention_cases import BF16, FP16
