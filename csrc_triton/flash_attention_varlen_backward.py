@@ -48,7 +48,7 @@ GROUPS = {
         "Q": "dtype[1, 1, BLOCK_M, BOX]", "K": "dtype[1, 1, 64, BOX]", "V": "dtype[1, 1, 64, BOX]",
         "DY": "dtype[1, 1, BLOCK_M, BOX]", "DK": "dtype[1, 1, 64, BOX]", "DV": "dtype[1, 1, 64, BOX]",
         "LSE2": "fp32[1, 1, 1, BLOCK_M]", "DELTA": "fp32[1, 1, 1, BLOCK_M]", "DQ32": "*fp32", **BOUNDS,
-        "scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "padded": "i32", **SIZES,
+        "scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "padded": "i32", "section": "i32", **SIZES,
     },
     "aligned": [],
 }  # fmt: skip
@@ -183,8 +183,8 @@ def packed_query_tiles(
 
 @gluon.jit
 def packed_backward_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, sequences,
-    tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
+    sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
     BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr,
     WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -196,7 +196,7 @@ def packed_backward_groups(
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED, 1)
     tile, len_k, from_right = packed_tile(
-        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, sequences, tokens_q, tokens_k, right, z
+        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
     )
     if tile.steps > 0:
         heads = gl.num_programs(0) // tiles_a_head * ratio
@@ -211,8 +211,8 @@ def packed_backward_groups(
 
 @gluon.jit
 def packed_backward_roles(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, sequences,
-    tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
+    sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
     BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -220,7 +220,7 @@ def packed_backward_roles(
     gl.static_assert(WARP_GROUPS == 3 and BLOCK_N == 64 and D2 > 0)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED, 1)
     tile, len_k, from_right = packed_tile(
-        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, sequences, tokens_q, tokens_k, right, z
+        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
     )
     if tile.steps > 0:
         heads = gl.num_programs(0) // tiles_a_head * ratio

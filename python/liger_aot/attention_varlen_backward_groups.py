@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from liger_aot.attention import PACKED, Maps, Settings, checked_tiles, scales_of, shape_of, strides_of
+from liger_aot.attention import PACKED, Maps, Settings, Shape, checked_tiles, scales_of, shape_of, strides_of
 from liger_aot.attention_backward import BackwardPlan, sinks_gradient
 from liger_aot.attention_backward_groups import TILE_ROWS
 from liger_aot.attention_varlen import OP, PackedProducts, packed_window, tiles_of
@@ -16,6 +16,10 @@ from liger_aot.attention_varlen_groups import bytes_before, placed
 from liger_aot.runtime import OpOn
 
 UNIT = 128  # rows of float32 sums: a sequence's start at a multiple, as the kernels find them
+
+
+def section_of(shape: Shape) -> int:
+    return 1
 
 
 class PackedGroupsBackward:
@@ -52,7 +56,7 @@ class PackedGroupsBackward:
         a_head = tiles_of(shape.len_k, self._loaded.numbers["block_n"], sequences)
         self._programs = checked_tiles(shape._replace(heads=shape.kv_heads), a_head)
         self._numbers = (
-            scales_of(settings)[0], a_head, ratio, padded, sequences, shape.len_q, shape.len_k, right,
+            scales_of(settings)[0], a_head, ratio, padded, section_of(shape), sequences, shape.len_q, shape.len_k, right,
         )  # fmt: skip
 
         columns = self._loaded.numbers["d1"] + self._loaded.numbers["d2"]
