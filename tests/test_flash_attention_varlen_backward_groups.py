@@ -16,7 +16,7 @@ from torch import Tensor
 
 import liger_aot
 from benchmarks import attention, attention_trial, attention_trial_packed_backward
-from benchmarks.attention_candidates import KERNELS, PACKED, _write_profile, candidates, tables
+from benchmarks.attention_candidates import KERNELS, PACKED, _write_profile, candidates
 from build_tools.audit import audit
 from build_tools.build import Tree, make_plans
 from build_tools.compile import compile_variants
@@ -25,14 +25,13 @@ from build_tools.profile import Profile
 from liger_aot.attention import LOG2_E
 from liger_aot.attention_backward import GROUP_DIMS
 from liger_aot.attention_varlen import MOST_TOKENS
-from liger_aot.attention_varlen_backward_groups import UNIT
+from liger_aot.attention_varlen_backward_groups import UNIT, heads_in_turns
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from tests.attention_cases import FP16
 from tests.conftest import built_pack
 from tests.drivers import bound_op
-from tests.own_tables import pack_with
 from tests.recording import RecordingDriver, all_launches, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import Problem
@@ -62,7 +61,7 @@ def test_a_profile_must_name_them(tmp_path: Path) -> None:
     assert set(plan.kernels) >= NEW
     for dim in GROUP_DIMS:
         kernel = plan.kernels[f"{GROUPS}_{dim}"]
-        assert kernel.kernel.signature() == "44444444" + "ppp" + "f" + 7 * "i"
+        assert kernel.kernel.signature() == "44444444" + "ppp" + "f" + 8 * "i"
         for variant in kernel.variants.values():
             c = variant.constants
             assert c["D1"] + c["D2"] == dim and c["BLOCK_N"] == (64 if dim > 128 else 128)
@@ -94,9 +93,8 @@ def test_what_was_baked(tmp_path: Path, dim: int, dtype: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    rows = tables("sm90", candidates("sm90", DIRECTION)[0], "a test")
-    return pack_with(FlashAttentionVarlenBackward, tmp_path_factory.mktemp("packs") / "sm90", rows)
+def pack() -> Pack:
+    return built_pack("sm90")
 
 
 def launched(
@@ -143,13 +141,20 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
     sums, *rest = arguments[8:]
     assert rest[:2] == [cu_q.data_ptr(), cu_k.data_ptr()]
     right = 1 if causal else MOST_TOKENS
-    assert rest[2:] == [0.5 * LOG2_E, tiles, 3, padded, 2, 1024, 1536, right]
+    assert rest[2:] == [0.5 * LOG2_E, tiles, 3, padded, 1, 2, 1024, 1536, right]
 
     assert launches[f"{own}_finish"] == (
         6 * padded // 64 * 3, 1, 1, dq.data_ptr(), sums, cu_q.data_ptr(), 96, row, 0.5, padded // 64, 3, 96, 2, 1024,
     )  # fmt: skip
     assert launches[f"{dense}_sinks"][-5:] == (lse2, delta, 1, 6, padded)
     assert dq.shape == q.shape and dk.shape == dv.shape == k.shape and dsinks.shape == (6,)
+
+
+def test_heads_in_turns() -> None:
+    """All where sequences are short, a divisor of all; none where a head fills the GPU twice."""
+    found = [heads_in_turns(12, tiles, 132) for tiles in (1, 22, 30, 60, 100, 132, 263, 264, 1000)]
+    assert found == [12, 12, 6, 4, 3, 2, 2, 1, 1]
+    assert heads_in_turns(7, 50, 132) == 1 and heads_in_turns(1, 1, 132) == 1
 
 
 BY_GROUPS = {
@@ -200,14 +205,14 @@ def test_a_pack_without_them_has_the_tiles() -> None:
     assert set(launched(built_pack("sm80"), BY_GROUPS["full"][0])[0]) == TILES
 
 
-def test_one_gradient_alone_takes_its_own_kernel() -> None:
+def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
     q, k, v, cu_q, cu_k, _ = (problem := BY_GROUPS["full"][0]).tensors()
     for need, kernels in (
         ((True, False, False), TILES - {f"{OP}_keys"}),
         ((False, True, True), TILES - {f"{OP}_queries"}),
         ((True, False, True), {f"{OP}_rows", f"{GROUPS}_64", f"{OP}_finish"}),
     ):
-        op, made = recorded(FlashAttentionVarlen, built_pack("sm90"))
+        op, made = recorded(FlashAttentionVarlen, pack)
         saved = (q, k, v, cu_q, cu_k, None, q, torch.zeros(2, 100))
         settings = (*problem.longest(), *problem.settings()[2:])
         found = op.run_backward((q, None), saved, settings, (*need, False, False, False))

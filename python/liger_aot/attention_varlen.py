@@ -33,6 +33,11 @@ def tiles_of(tokens: int, block: int, sequences: int) -> int:
     return tokens // block + sequences + 1
 
 
+def average_length(tokens: int, sequences: int) -> int:
+    """Of a sequence: what schedules go by, as lengths are on the device."""
+    return max(-(-tokens // max(sequences, 1)), 1)
+
+
 class PackedPlan:
     """A forward, for all calls with tensors like these."""
 

@@ -19,7 +19,15 @@ from liger_aot.attention import (
     section_of,
     strides_of,
 )
-from liger_aot.attention_varlen import OP, PackedPlan, groups_kernel, packed_sizes, packed_window, tiles_of
+from liger_aot.attention_varlen import (
+    OP,
+    PackedPlan,
+    average_length,
+    groups_kernel,
+    packed_sizes,
+    packed_window,
+    tiles_of,
+)
 from liger_aot.runtime import OpOn
 
 
@@ -106,7 +114,7 @@ class PackedGroupsPlan:
 def heads_together(shape: Shape, sequences: int, megabytes: int, element_bytes: int) -> int:
     """Heads of q that start their longest tiles together: as many as ``section_of`` gives for a sequence of average
     length, in sections of nearly the same size. A small last one would leave much of the GPU idle at the end."""
-    average = shape._replace(len_k=-(-shape.len_k // max(sequences, 1)))
+    average = shape._replace(len_k=average_length(shape.len_k, sequences))
     ratio = shape.heads // shape.kv_heads
     sections = shape.heads // section_of(average, megabytes, element_bytes)
     return -(-shape.kv_heads // sections) * ratio
