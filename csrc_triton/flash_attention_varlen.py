@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention_groups import CAUSAL, Sizes, Work, ring
-from csrc_triton.attention_packed_groups import Packed, consume_packed, packed_board, produce_packed, schedule_packed
+from csrc_triton.attention_packed_groups import Packed, consume_packed, packed_board, produce_packed
 from csrc_triton.attention_sequences import BOUNDS, DTYPES, LONGEST, SIZES, STRIDES, find, report, span
 from csrc_triton.attention_tiles import attend_tile
 
@@ -121,7 +121,7 @@ def packed_groups(
     q = ring(Q, WARP_GROUPS, 1, z)
     k = ring(K, STAGES, WARP_GROUPS, z)
     v = ring(V, STAGES, WARP_GROUPS, z)
-    board = packed_board(WARP_GROUPS + 1)
+    board = packed_board(WARP_GROUPS)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
@@ -131,20 +131,24 @@ def packed_groups(
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(2), Y, LSE, SINKS, scale, 2)),
-                (produce_packed, (z, work, packed, Q, K, V, q, k, v, board)),
-                (schedule_packed, (z, work, packed, board, COUNT, FLAG, longest_q, longest_k)),
+                (
+                    produce_packed,
+                    (z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longest_q, longest_k),
+                ),
             ],
-            [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, 24, 24],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
         )
     else:
         gl.warp_specialize(
             [
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
-                (produce_packed, (z, work, packed, Q, K, V, q, k, v, board)),
-                (schedule_packed, (z, work, packed, board, COUNT, FLAG, longest_q, longest_k)),
+                (
+                    produce_packed,
+                    (z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longest_q, longest_k),
+                ),
             ],
-            [4, 1, 1],
-            [REGISTERS, 24, 24],
+            [4, 1],
+            [REGISTERS, 24],
         )
