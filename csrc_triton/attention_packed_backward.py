@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_backward_groups import KEYS, in_turns
+from csrc_triton.attention_backward_groups import KEYS
 from csrc_triton.attention_sequences import find, padded_start, span
 
 

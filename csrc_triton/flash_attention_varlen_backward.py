@@ -3,7 +3,8 @@
 In plain Triton dK and dV come from one kernel, dQ from another, the same bits every time; what each row needs comes
 from ``flash_attention_backward``'s kernel, to which all tokens are one sequence. By warp groups (see
 ``attention_packed_backward``) sums of rows and dQ are padded, a sequence at a time: ``packed_row_sums`` makes them,
-``packed_backward_groups`` or ``packed_backward_roles`` adds dQ up, ``packed_finish`` rounds it. The sinks' gradient is the dense form's in both.
+``packed_backward_groups`` and, for wide heads, ``packed_backward_roles`` add dQ up, ``packed_finish`` rounds it. The
+sinks' gradient is the dense form's in both.
 """
 
 import triton
@@ -184,8 +185,8 @@ def packed_query_tiles(
 @gluon.jit
 def packed_backward_groups(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
-    sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
-    BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr,
+    D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr,
     WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """As ``flash_attention_backward.backward_groups``, of 128 keys of a head of a sequence, the first keys first.
@@ -212,8 +213,8 @@ def packed_backward_groups(
 @gluon.jit
 def packed_backward_roles(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
-    sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
-    BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr,
+    D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """As ``packed_backward_groups``, of 64 keys: three consumer groups have a role each."""

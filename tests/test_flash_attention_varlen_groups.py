@@ -129,7 +129,7 @@ def test_heads_together() -> None:
 
     assert found(32, 32, 1 << 15, 8) == 8  # 2 MB each
     assert found(32, 32, 1 << 15, 1) == 1
-    assert found(10, 10, 1 << 15, 3) == 4  # 3 would leave one for the end
+    assert found(10, 10, 10240, 1) == 4  # 5 MB each; 3 would leave one for the end
     assert found(32, 8, 1 << 15, 8) == found(32, 8, 1 << 20, 1000) == 32
     assert found(32, 4, 1 << 15, 1) == 8 and found(5, 5, 1 << 10, 0) == 5
 

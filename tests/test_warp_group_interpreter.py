@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from benchmarks import attention_candidates
+from csrc_triton.attention_groups import barriers
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
@@ -116,8 +120,33 @@ def test_what_is_wrong(block: interpreter.Block) -> None:
     with pytest.raises(AssertionError, match="no tensor holds"):
         block.copy_in(tensor_map(t, rows_before=1 << 20), [0, 0, 0, 0], full, to)
 
+    block.named_barrier("bar.arrive 8, 256; mov.b32 $0, $1;")
+    block.named_barrier("bar.sync 8, 256; mov.b32 $0, $1;")
+    with pytest.raises(AssertionError, match="nobody passes on"):
+        block.named_barrier("bar.sync 8, 256; mov.b32 $0, $1;")
+
     def group(*arguments: Any) -> None:
         raise ValueError("of a group")
 
     with pytest.raises(ValueError, match="of a group"):
         block.specialize([(block.wait, (full, 0)), (group, ())], [1], [24])
+
+
+@gluon.jit
+def two_pairs(USED: gl.constexpr):
+    used = barriers(1, 1)
+    idle = barriers(1, 1)
+    gl.warp_specialize([(arrive, (used,)), (arrive, (used if USED == 1 else idle,))], [4], [24])
+
+
+@gluon.jit
+def arrive(at):
+    if gl.program_id(0) == 1:  # it is enough that one program uses them
+        mbarrier.arrive(at.index(0), count=1)
+
+
+@pytest.mark.interpreter
+def test_barriers_that_nobody_uses() -> None:
+    interpreter.run(two_pairs, {}, {"USED": 2}, (2, 1, 1), ())
+    with pytest.raises(AssertionError, match="nobody uses"):
+        interpreter.run(two_pairs, {}, {"USED": 1}, (2, 1, 1), ())

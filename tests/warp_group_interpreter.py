@@ -124,8 +124,8 @@ class Block:
         self.stores.setdefault(get_ident(), []).append(lambda: part.copy_(source.values[where]))
 
     def store_wait(self, left: int) -> None:
-        for store in self.stores.pop(get_ident(), []):
-            store()
+        for leave in self.stores.pop(get_ident(), []):
+            leave()
 
     # groups
 
@@ -213,7 +213,10 @@ def _language(block: Block) -> SimpleNamespace:
         maximum=lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
         where=lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)),
         max=lambda x, axis: x.amax(axis),
-        split=lambda x: x.unbind(-1), exp2=torch.exp2, log2=torch.log2, sum=lambda x, axis: x.sum(axis), expand_dims=torch.unsqueeze, load=load, store=store, atomic_add=atomic_add,
+        sum=lambda x, axis: x.sum(axis),
+        split=lambda x: x.unbind(-1),
+        exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,
+        load=load, store=store, atomic_add=atomic_add,
         convert_layout=lambda x, layout: x,
         static_range=range,
         static_assert=lambda condition: None,

@@ -56,7 +56,7 @@ def load(at: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
     if not mask:
         return torch.tensor(other)
     value = memory(at.address, at.dtype, 1)[0]
-    return value if at.dtype.is_floating_point else value.long()
+    return value.clone() if at.dtype.is_floating_point else value.long()
 
 
 def store(at: Pointer, values: Any, mask: Any = True) -> None:
