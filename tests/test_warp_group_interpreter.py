@@ -18,7 +18,7 @@ from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from tests import storages
 from tests import warp_group_interpreter as interpreter
-from tests.attention_cases import FP16, Problem
+from tests.attention_cases import FP16, Problem, errors
 from tests.attention_gradients import gradient_errors
 from tests.conftest import built_pack
 from tests.drivers import bound_op
@@ -63,6 +63,29 @@ def test_longest_blocks_together(problem: Problem, tmp_path: Path) -> None:
     chosen = attention_candidates.candidates("sm90", "causal")[1]
     tables = attention_candidates.tables("sm90", chosen, "a test")
     assert "together132" in check(pack_with(FlashAttentionBackward, tmp_path / "pack", tables), problem)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(2, 4, 2, 300, 300, 64, causal=True, sinks=True), Problem(1, 2, 2, 130, 200, 192, causal=True),
+        Problem(1, 2, 1, 200, 450, 128, FP16, "bhsd"), Problem(1, 2, 2, 300, 300, 96, window=(100, 0)),
+        Problem(1, 1, 1, 140, 140, 256, softcap=5.0),
+    ],
+)  # fmt: skip
+def test_the_dense_forward(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory that holds NaN; the counters are zeros again."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *s, **kind: empty(*s, **kind).fill_(torch.nan))
+    op = bound_op(FlashAttention, built_pack("sm90"), Dense)
+    *tensors, sinks = problem.tensors()
+    o, lse = op(*tensors, **problem.keywords(sinks))
+    worst = errors(o, lse, (*tensors, sinks), problem, REFERENCE, approximate=False)
+    assert max(worst) <= 1, worst
+    on = op._own.of(torch.empty(1), "q")
+    assert any("-groups-" in name for name in on._loaded) and on.plans["counters"].on(0).tolist() == [0, 0]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ def masked(s: Tensor, key: Any, bounds: tuple[Tensor, Tensor], left: Any) -> Ten
 
 
 SOFTMAX = {
+    "soft_cap": lambda s, inner: torch.tanh(s * inner) if inner else s,
     "masked": masked,
     "pack": lambda e, dtype: e.type(dtype),
     "unpack": lambda x, dtype, layout, n: x,
