@@ -249,7 +249,7 @@ PROBLEMS = (
     Problem(1, 1, (64, 70), (128, 129), 104, FP16, window=(None, 3), sinks=True, behind=(80, 1)),
     Problem(1, 1, (300,), (50,), 128, scale=32.0),
     Problem(2, 1, (70, 0, 1, 64), (70, 12, 130, 0), 192, causal=True, sinks=True, behind=(9, 5)),
-    Problem(1, 1, (65, 3), (64, 1), 136, FP16, behind=(0, 70)),
+    Problem(4, 4, (65, 3), (64, 1), 136, FP16, behind=(0, 70)),  # two sections of heads
     Problem(2, 1, (129, 10), (65, 30), 256, FP16, causal=True, behind=(1, 0)),
     Problem(3, 1, (1, 64, 0), (66, 20, 3), 208, window=(None, 3), scale=0.5),
 )
