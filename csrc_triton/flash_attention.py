@@ -16,7 +16,7 @@ from csrc_triton.attention_tiles import attend_tile
 GROUPS_FORM = {
     "function": "forward_groups",
     "constants": [
-        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
+        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK", "LATE",
     ],
 }  # fmt: skip
 
@@ -53,27 +53,27 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [],
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0}}},
         },
         "flash_attention_forward_causal": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
         },
         "flash_attention_forward_local": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0}}},
         },
         "flash_attention_forward_short_64": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
         },
         "flash_attention_forward_short_96": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
         },
         "flash_attention_forward_short_128": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
         },
         "flash_attention_forward_tiles": {
             "optional": True,
@@ -158,6 +158,7 @@ def forward_groups(
     REGISTERS: gl.constexpr,
     TURNS: gl.constexpr,
     MASK: gl.constexpr,
+    LATE: gl.constexpr,
 ):
     """WARP_GROUPS consumer groups of REGISTERS registers a thread, and a producer warp.
 
@@ -165,7 +166,7 @@ def forward_groups(
     is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two
     zeros, which the last block leaves as zeros again. Y leaves through buffers of OUT columns.
     """
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS)
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE)
     work = Work(
         tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left
     )
