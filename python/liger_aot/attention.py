@@ -121,6 +121,8 @@ class Counters:
             return self._zeros()
         pair = self._pairs.get(stream)
         if pair is None:
+            if len(self._pairs) >= REMEMBERED:
+                self._pairs.clear()  # of the stream that they are used on, so its launches come before their next use
             pair = self._pairs.setdefault(stream, self._zeros())
         return pair
 
