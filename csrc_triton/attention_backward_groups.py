@@ -101,14 +101,14 @@ class KeyTile:
 
 
 @gluon.jit
-def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left=None, TOGETHER: gl.constexpr = None):
-    """This program's. The first keys, which most rows see, come first: of one head after the other or, with TOGETHER
-    blocks that run at once, of as many heads as have them, so that no long block starts late."""
-    if TOGETHER:
-        both, number = in_turns(tiles_a_head, (TOGETHER + tiles_a_head - 1) // tiles_a_head)
-    else:
+def tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=None):
+    """This program's. The first keys, which most rows see, come first: of one head after the other or, with
+    ``section``, of so many heads in turns, so that no long block starts late."""
+    if section is None:
         both = gl.program_id(0) // tiles_a_head
         number = gl.program_id(0) - both * tiles_a_head
+    else:
+        both, number = in_turns(tiles_a_head, section)
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
 
 

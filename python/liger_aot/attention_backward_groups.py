@@ -37,9 +37,10 @@ class GroupsProducts:
         scale, cap = scales_of(settings)
         right, left = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
-        # in order, heads take turns to start a block, as many as fit onto the GPU together: the blocks of one head then
-        # start one after the other, as they add to dQ
-        self._section = -(-on.multiprocessors // tiles)
+        # Heads of K take turns to start a block, as many as fit onto the GPU together. With a bound blocks differ, and
+        # no long one starts late; in order, the blocks of one head start one after the other, as they add to dQ.
+        bounded = settings.left >= 0 or settings.right >= 0 or bool(cap)
+        self._section = (max(1, on.multiprocessors // tiles),) if bounded or self._turns else ()
         self._numbers = (
             scale,
             tiles,
@@ -76,11 +77,11 @@ class GroupsProducts:
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         zeros = q.new_zeros(self._sums + self._turns, dtype=torch.float32)  # an int32 0 has the same bits
         sums_at = zeros.data_ptr()
-        order = (sums_at + 4 * self._sums, self._section) if self._turns else ()
+        turns = (sums_at + 4 * self._sums,) if self._turns else ()
         tensors = (*(t.data_ptr() for t in (q, k, v, do, dk, dv)), lse2_at, delta_at)
         maps = (at(address) for at, address in zip(self._maps, tensors, strict=True))
         self._loaded.launch(
-            device, stream, self._programs, 1, 1, *maps, sums_at, *self._numbers, *order
+            device, stream, self._programs, 1, 1, *maps, sums_at, *self._numbers, *turns, *self._section
         )  # fmt: skip
         self._finish.launch(
             device, stream, self._finish_programs, 1, 1, dq.data_ptr(), sums_at, *self._finish_numbers
