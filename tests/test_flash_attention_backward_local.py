@@ -84,7 +84,9 @@ def test_grids_and_numbers(pack: Pack, deterministic: bool, right: int | None, l
     assert (x, y, z) == (2 * 2 * 12, 1, 1)
     assert arguments[9:18] == [0.5 * LOG2_E, 12, 2, 3, 1024, 1000, 1500, last, 500 - 7]
     at = arguments[8] + 4 * 2 * 6 * 1024 * 64
-    assert arguments[18:] == [*([at] if deterministic else []), max(1, MULTIPROCESSORS // 12)]
+    assert arguments[18:] == (
+        [at, -(-MULTIPROCESSORS // 12)] if deterministic else [max(1, MULTIPROCESSORS // 12)]
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -37,10 +37,13 @@ class GroupsProducts:
         scale, cap = scales_of(settings)
         right, left = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
-        # Heads of K take turns to start a block, as many as fit onto the GPU together. With a bound blocks differ, and
-        # no long one starts late; in order, the blocks of one head start one after the other, as they add to dQ.
+        # Heads of K take turns to start a block. In order, as many as fill the GPU: the blocks of one head then start
+        # one after the other, as they add to dQ. Else, with a bound, as many as fit onto it: blocks differ, and no long
+        # one starts late.
         bounded = settings.left >= 0 or settings.right >= 0 or bool(cap)
-        self._section = (max(1, on.multiprocessors // tiles),) if bounded or self._turns else ()
+        fitting, more = divmod(on.multiprocessors, tiles)
+        section = fitting + bool(more) if self._turns else max(1, fitting)
+        self._section = (section,) if bounded or self._turns else ()
         self._numbers = (
             scale,
             tiles,
