@@ -22,6 +22,7 @@ SIZES = {
     "cap": "fp32",
     "gradient_scale": "fp32",
     "tiles_a_head": "i32",
+    "section": "i32",
     "heads": "i32",
     "ratio": "i32",
     "dim": "i32",

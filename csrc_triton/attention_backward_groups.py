@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_groups import LOCAL, Ring, barriers
+from csrc_triton.attention_turns import in_turns
 
 CAPPED = gl.constexpr(3)  # both bounds and a soft cap
 GROUPS = gl.constexpr(2)
@@ -110,15 +111,6 @@ def tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=N
     else:
         both, number = in_turns(tiles_a_head, section)
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
-
-
-@gluon.jit
-def in_turns(tiles_a_head, section):
-    """(head of K of all batches, tile of it) of this program: ``section`` heads at a time take turns."""
-    before = gl.program_id(0) // (section * tiles_a_head) * section  # heads in sections before
-    width = gl.minimum(section, gl.num_programs(0) // tiles_a_head - before)
-    number = (gl.program_id(0) - before * tiles_a_head) // width
-    return gl.program_id(0) - before * tiles_a_head - number * width + before, number
 
 
 @gluon.jit

@@ -34,6 +34,7 @@ from csrc_triton.attention_backward_order import tile_in_order
 from csrc_triton.attention_backward_roles import by_roles
 from csrc_triton.attention_backward_rows import finish_rows, sum_rows
 from csrc_triton.attention_gradients import key_tile, query_tile
+from csrc_triton.attention_turns import in_turns
 
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
@@ -115,16 +116,15 @@ def row_sums(
 def key_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, dk_batch, dk_head, dk_row, q_batch, q_head, q_row, k_batch, k_head,
     k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head,
-    heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    section, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of K. The first keys, which most rows see, come first.
 
-    ``heads`` are K's, each shared by ``ratio`` of Q's. ``scale`` and ``cap`` as the forward takes them;
-    ``gradient_scale`` is d score / d (q k) without the soft cap's slope.
+    ``section`` is ``in_turns``'. ``heads`` are K's, each shared by ``ratio`` of Q's. ``scale`` and ``cap`` as the
+    forward takes them; ``gradient_scale`` is d score / d (q k) without the soft cap's slope.
     """
-    tile = tl.program_id(0) % tiles_a_head
-    both = tl.program_id(0) // tiles_a_head
+    both, tile = in_turns(tiles_a_head, section)
     batch = (both // heads).to(tl.int64)
     head = both % heads
     K += batch * k_batch + head.to(tl.int64) * k_head
@@ -145,12 +145,12 @@ def key_tiles(
 def query_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, dq_batch, dq_head, dq_row, q_batch, q_head, q_row, k_batch, k_head,
     k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head,
-    heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    section, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows of a head, the last rows first. ``heads`` are Q's; the rest as in ``key_tiles``."""
-    tile = tiles_a_head - 1 - tl.program_id(0) % tiles_a_head
-    both = tl.program_id(0) // tiles_a_head
+    both, number = in_turns(tiles_a_head, section)
+    tile = tiles_a_head - 1 - number
     batch = (both // heads).to(tl.int64)
     head = both % heads
     Q += batch * q_batch + head.to(tl.int64) * q_head

@@ -13,6 +13,7 @@ import pytest
 
 from csrc_triton import attention_backward_groups as groups
 from csrc_triton import attention_backward_order as ordering
+from csrc_triton import attention_turns as turns
 from liger_aot.attention import LONGEST
 
 FIELDS = ("batch", "kv_head", "head", "key", "row", "rows", "steps")
@@ -64,7 +65,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     for module, instead in (
         (
             groups,
-            {"gl": gl, "KeyTile": tile_of, "tile_at": groups.tile_at.fn, "in_turns": groups.in_turns.fn},
+            {"gl": gl, "KeyTile": tile_of, "tile_at": groups.tile_at.fn, "in_turns": turns.in_turns.fn},
         ),
         (
             ordering,
@@ -73,9 +74,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
                 "mbarrier": nothing,
                 "next_rows": groups.next_rows.fn,
                 "tile_at": groups.tile_at.fn,
-                "in_turns": groups.in_turns.fn,
+                "in_turns": turns.in_turns.fn,
             },
         ),
+        (turns, {"tl": gl}),
     ):
         for name, value in instead.items():
             monkeypatch.setattr(module, name, value)

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_aot.attention import Maps, Settings, bounds_of, checked_tiles, scales_of, shape_of, strides_of
+from liger_aot.attention import (
+    Maps,
+    Settings,
+    bounds_of,
+    checked_tiles,
+    heads_in_turns,
+    scales_of,
+    shape_of,
+    strides_of,
+)
 from liger_aot.attention_backward import KERNEL, padded_rows
 from liger_aot.runtime import OpOn
 
@@ -37,12 +46,11 @@ class GroupsProducts:
         scale, cap = scales_of(settings)
         right, left = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
-        # Heads of K take turns to start a block. In order, as many as fill the GPU: the blocks of one head then start
-        # one after the other, as they add to dQ. Else, with a bound, as many as fit onto it: blocks differ, and no long
-        # one starts late.
+        # In order, as many heads of K take turns to start a block as fill the GPU: the blocks of one head then start
+        # one after the other, as they add to dQ.
+        filling = -(-on.multiprocessors // tiles)
+        section = filling if self._turns else heads_in_turns(on, loaded, tiles, settings)
         bounded = settings.left >= 0 or settings.right >= 0 or bool(cap)
-        fitting, more = divmod(on.multiprocessors, tiles)
-        section = fitting + bool(more) if self._turns else max(1, fitting)
         self._section = (section,) if bounded or self._turns else ()
         self._numbers = (
             scale,
