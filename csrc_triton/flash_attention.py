@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from csrc_triton.attention_consumer import consume
 from csrc_triton.attention_groups import Sizes, Work, board_ring, produce, ring
 from csrc_triton.attention_tiles import attend_tile
+from csrc_triton.attention_turns import in_turns
 
 GROUPS_FORM = {
     "function": "forward_groups",
@@ -101,6 +102,7 @@ DECLARATION = {
                 "scale": "fp32",
                 "cap": "fp32",
                 "tiles_a_head": "i32",
+                "section": "i32",
                 "heads": "i32",
                 "ratio": "i32",
                 "dim": "i32",
@@ -223,6 +225,7 @@ def forward_tiles(
     scale,
     cap,
     tiles_a_head,
+    section,
     heads,
     ratio,
     dim,
@@ -236,9 +239,10 @@ def forward_tiles(
     D2: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_M rows of a head of Q a program, the last rows of a head first. Arguments as ``forward_groups``'."""
-    tile = tiles_a_head - 1 - tl.program_id(0) % tiles_a_head
-    both = tl.program_id(0) // tiles_a_head
+    """BLOCK_M rows of a head of Q a program, the last rows of a head first. ``section`` is ``in_turns``', the
+    other arguments ``forward_groups``'."""
+    both, number = in_turns(tiles_a_head, section)
+    tile = tiles_a_head - 1 - number
     batch = (both // heads).to(tl.int64)
     head = both % heads
     Q += batch * q_batch + head.to(tl.int64) * q_head

@@ -25,7 +25,7 @@ from build_tools.profile import Profile
 from liger_aot.attention import LOG2_E
 from liger_aot.attention_backward import GROUP_DIMS
 from liger_aot.attention_varlen import MOST_TOKENS
-from liger_aot.attention_varlen_backward_groups import UNIT, heads_in_turns
+from liger_aot.attention_varlen_backward_groups import UNIT, turns_of
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.flash_attention_varlen_backward import FlashAttentionVarlenBackward
@@ -150,11 +150,11 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
     assert dq.shape == q.shape and dk.shape == dv.shape == k.shape and dsinks.shape == (6,)
 
 
-def test_heads_in_turns() -> None:
+def test_turns_of() -> None:
     """All where sequences are short, a divisor of all; none where a head fills the GPU twice."""
-    found = [heads_in_turns(12, tiles, 132) for tiles in (1, 22, 30, 60, 100, 132, 263, 264, 1000)]
+    found = [turns_of(12, tiles, 132) for tiles in (1, 22, 30, 60, 100, 132, 263, 264, 1000)]
     assert found == [12, 12, 6, 4, 3, 2, 2, 1, 1]
-    assert heads_in_turns(7, 50, 132) == 1 and heads_in_turns(1, 1, 132) == 1
+    assert turns_of(7, 50, 132) == 1 and turns_of(1, 1, 132) == 1
 
 
 BY_GROUPS = {
