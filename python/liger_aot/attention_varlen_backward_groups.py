@@ -121,10 +121,10 @@ class PackedGroupsBackward:
 
 
 def turns_of(kv_heads: int, tiles: int, multiprocessors: int) -> int:
-    """Heads of K that take turns to start a tile, of which a sequence has so many: a divisor of all, as the kernel at 96
-    would spill with more to work out. Sequences differ more than a head's tiles: where as many heads as fit onto the GPU
-    together are right for the dense form, twice as many are up to 3% faster. Of more, what they add to leaves the cache:
-    on one NVIDIA H200 32 heads of 256 at once took 1.8 times as long as 2.
+    """Heads of K that take turns to start a tile, of which a sequence has so many: a divisor of all, as the kernel at
+    96 would spill with more to work out. Twice as many as fit onto the GPU together are up to 3% faster than as many,
+    since sequences differ, too. Of more, what they add to leaves the cache: on one NVIDIA H200 32 heads of 256 at once
+    took 1.8 times as long as 2.
     """
     most = min(-(-2 * multiprocessors // tiles), kv_heads)
     return next(n for n in range(most, 0, -1) if not kv_heads % n)
