@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.layernorm_held import held_row
 from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
 from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
@@ -46,6 +47,12 @@ DECLARATION = {
                     "covers": "BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
                     "requires": {"aligned": [True]},
+                },
+                "held": {
+                    "function": "forward_held",
+                    "constants": ["BLOCK", "BLOCKS", "AGAIN", "EARLY"],
+                    "covers": "BLOCKS * BLOCK",
+                    "requires": {"aligned": [True], "dtype": ["bf16", "fp16"]},
                 },
             },
         },
@@ -204,6 +211,19 @@ def forward_folded(
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     long_of(
         Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, fold
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_held(
+    Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, AGAIN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``forward_folded`` with all loads of a row under way before the first is used."""
+    fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+    held_row(
+        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, AGAIN, EARLY,
+        fold,
     )  # fmt: skip
 
 

@@ -26,11 +26,13 @@ import triton.language as tl
 from csrc_triton.softmax_gradient import (
     BACKWARD,
     BACKWARD_ARGUMENTS,
+    BACKWARD_FORMS,
     gradient_blocks,
     gradient_long,
     gradient_row,
     gradient_tile,
 )
+from csrc_triton.sparsemax_gradient import gradient_vectors
 from csrc_triton.softmax_statistics import DTYPES, FORWARD_ALIGNED, FORWARD_ARGUMENTS, vectors
 
 DECLARATION = {
@@ -51,7 +53,21 @@ DECLARATION = {
                 "long": {"function": "forward_long", "constants": ["BLOCK"]},
             },
         },
-        "sparsemax_backward": {"arguments": BACKWARD_ARGUMENTS, **BACKWARD},
+        "sparsemax_backward": {
+            "arguments": BACKWARD_ARGUMENTS,
+            **BACKWARD,
+            "forms": {
+                **BACKWARD_FORMS,
+                "vectors": {
+                    "function": "backward_vectors",
+                    "constants": ["BLOCK", "BLOCKS", "HOLD"],
+                    "defaults": {"BLOCKS": 0},
+                    "covers": "BLOCKS * BLOCK",
+                    "any_length": "BLOCKS",
+                    "requires": {"aligned": [True]},
+                },
+            },
+        },
     },
 }
 
@@ -222,3 +238,11 @@ def backward_long(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, REPACK: tl.constexpr
 ):  # fmt: skip
     gradient_long(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, 1.0, BLOCK, REPACK, "sparsemax")
+
+
+@triton.jit
+def backward_vectors(
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    HOLD: tl.constexpr,
+):  # fmt: skip
+    gradient_vectors(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, BLOCK, BLOCKS, HOLD)
