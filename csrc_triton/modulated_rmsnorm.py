@@ -27,6 +27,7 @@ from triton.experimental.gluon import language as gl
 from csrc_triton.modulated_rows import (
     add_up,
     factors,
+    hold_row,
     job_of,
     modulated,
     run_of,
@@ -68,6 +69,12 @@ DECLARATION = {
                     "defaults": {"BLOCKS": 0, "WIDE": False},
                     "covers": "BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
+                    "requires": {"aligned": [True]},
+                },
+                "held": {
+                    "function": "forward_held",
+                    "constants": ["BLOCK", "BLOCKS", "AGAIN", "EARLY"],
+                    "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
                 },
                 "any": {
@@ -197,6 +204,25 @@ def forward_long(
         Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
         offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, WIDE,
     )  # fmt: skip
+
+
+@triton.jit
+def forward_held(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, AGAIN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``forward_long`` with all loads of a row under way before the first is used."""
+    if weight_kind != 0:
+        hold_row(
+            Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
+            offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, AGAIN, EARLY, True,
+        )  # fmt: skip
+    else:
+        hold_row(
+            Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
+            offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, AGAIN, EARLY, False,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.norm_vectors import load_vector, store_as
+from csrc_triton.packed import repack
 
 
 @triton.jit
@@ -78,6 +79,61 @@ def walk_row(
             Y, X, SCALE, SHIFT, W, scale_start, shift_start, blocks, n_cols, rstd, offset, scale_kind, shift_kind,
             weight_kind, round_first, BLOCK, WIDE, False,
         )  # fmt: skip
+
+
+@triton.jit
+def load_blocks(V, block, n_cols, wanted, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EVICT: tl.constexpr):
+    """A row by blocks, in its own dtype; zeros where it is not wanted."""
+    blocks = ()
+    for i in tl.static_range(BLOCKS):
+        cols = block + i * BLOCK
+        blocks += (tl.load(V + cols, mask=(cols < n_cols) & wanted, other=0.0, eviction_policy=EVICT),)
+    return blocks
+
+
+@triton.jit
+def hold_row(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps, offset,
+    scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, AGAIN: tl.constexpr, EARLY: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """A program's row, whose loads are all in flight before the first value is used."""
+    row = tl.program_id(0).to(tl.int64)
+    group = group_of_program(rows_per_group)
+    X += row * x_stride
+    Y += row * y_stride
+    SCALE += group * scale_stride
+    SHIFT += group * shift_stride
+    block = tl.arange(0, BLOCK)
+    xs = load_blocks(X, block, n_cols, True, BLOCK, BLOCKS, "evict_last" if AGAIN else "evict_first")
+    if EARLY:
+        scales = load_blocks(SCALE, block, n_cols, scale_kind != 0, BLOCK, BLOCKS, "")
+        shifts = load_blocks(SHIFT, block, n_cols, shift_kind != 0, BLOCK, BLOCKS, "")
+    tl.debug_barrier()  # or the compiler takes the loads down to where they are used
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        x = xs[i].to(tl.float32)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
+    if store_rstd != 0:
+        tl.store(RSTD + row, rstd)
+    if AGAIN:
+        xs = load_blocks(X, block, n_cols, True, BLOCK, BLOCKS, "evict_first")
+    if not EARLY:
+        scales = load_blocks(SCALE, block, n_cols, scale_kind != 0, BLOCK, BLOCKS, "")
+        shifts = load_blocks(SHIFT, block, n_cols, shift_kind != 0, BLOCK, BLOCKS, "")
+    if WEIGHTED:
+        ws = load_blocks(W, block, n_cols, weight_kind != 0, BLOCK, BLOCKS, "")
+    for i in tl.static_range(BLOCKS):
+        cols = block + i * BLOCK
+        x = xs[i]
+        if not AGAIN:
+            x = repack(x)
+        m = 1.0 + scales[i].to(tl.float32)
+        if WEIGHTED:
+            m *= ws[i].to(tl.float32) + offset
+        y = modulated(x.to(tl.float32), rstd, m, shifts[i].to(tl.float32), round_first, X.dtype.element_ty)
+        tl.store(Y + cols, y, mask=cols < n_cols, eviction_policy="evict_first")
 
 
 @triton.jit

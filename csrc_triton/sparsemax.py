@@ -33,6 +33,8 @@ from csrc_triton.softmax_gradient import (
     gradient_tile,
 )
 from csrc_triton.sparsemax_gradient import gradient_vectors
+from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left
+from csrc_triton.sparsemax_vectors import row_by_vectors
 from csrc_triton.softmax_statistics import DTYPES, FORWARD_ALIGNED, FORWARD_ARGUMENTS, vectors
 
 DECLARATION = {
@@ -51,6 +53,12 @@ DECLARATION = {
                     "covers": "BLOCK",
                 },
                 "long": {"function": "forward_long", "constants": ["BLOCK"]},
+                "vectors": {
+                    "function": "forward_vectors",
+                    "constants": ["BLOCK", "BLOCKS"],
+                    "covers": "BLOCKS * BLOCK",
+                    "requires": {"aligned": [True]},
+                },
             },
         },
         "sparsemax_backward": {
@@ -70,42 +78,6 @@ DECLARATION = {
         },
     },
 }
-
-
-@triton.jit
-def excess(z, tau):
-    """z - tau above tau, else 0. NaN stays NaN."""
-    return tl.where(z <= tau, 0.0, z - tau)
-
-
-@triton.jit
-def above(z, tau):
-    """1 above tau, else 0, in fp32: exact to 2^24 elements, near enough past that. NaN counts."""
-    return tl.where(z <= tau, 0.0, 1.0)
-
-
-@triton.jit
-def both_sums(excesses, counts, AXIS: tl.constexpr):
-    """Two sums over AXIS, in one exchange between threads."""
-    return tl.split(tl.sum(tl.join(excesses, counts), AXIS))
-
-
-@triton.jit
-def newton(tau, excess_sum, count, n_cols):
-    """The next tau. It is at most -1/n, which rounding might pass in a long row of equal values."""
-    found = tau + (excess_sum - 1.0) / count
-    greatest = -1.0 / n_cols
-    return tl.where(found > greatest, greatest, found)
-
-
-@triton.jit
-def returns_left(returns, found, tau, count, last_count):
-    """How many more steps may go back: none after one that dropped no element, unless it was longer than rounding
-    explains (the last count may be of a part of the row). No comparison holds for NaN, which ends the search."""
-    moved = found - tau > tau * -(2.0**-20)
-    return tl.where(
-        count == last_count, tl.where(moved, returns, 0), tl.where(found < tau, returns - 1, returns)
-    )
 
 
 @triton.jit
@@ -210,6 +182,15 @@ def forward_long(Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr):
     tl.store(
         Y + kept_cols, excess(kept, tau).to(Y.dtype.element_ty), mask=mask, eviction_policy="evict_first"
     )
+
+
+@triton.jit
+def forward_vectors(
+    Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """One row a program, of which registers hold the greatest value of each 16-byte vector."""
+    row = tl.program_id(0).to(tl.int64)
+    row_by_vectors(Y + row * y_stride, X + row * x_stride, n_cols, BLOCK, BLOCKS)
 
 
 @triton.jit

@@ -52,11 +52,11 @@ def gradient_vectors(
 def hold_row(DX, DY, Y, cols, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     ys, dys = (), ()
     for i in tl.static_range(BLOCKS):
-        at = i * BLOCK + cols
+        at = cols + i * BLOCK
         ys += (tl.load(Y + at, mask=at < n_cols, other=0.0, eviction_policy="evict_first"),)
     tl.debug_barrier()  # or the compiler takes the loads down to where they are used
     for i in tl.static_range(BLOCKS):
-        at = i * BLOCK + cols
+        at = cols + i * BLOCK
         mask = needed_of(ys[i]) & (at < n_cols)
         dys += (tl.load(DY + at, mask=mask, other=0.0, eviction_policy="evict_first"),)
     tl.debug_barrier()
@@ -70,7 +70,7 @@ def hold_row(DX, DY, Y, cols, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr)
             sums, counts = sums + added, counts + counted
     c = mean_of(sums, counts)
     for i in tl.static_range(BLOCKS):
-        at = i * BLOCK + cols
+        at = cols + i * BLOCK
         y, dy = repack(ys[i]).to(tl.float32), repack(dys[i]).to(tl.float32)
         dx = gradient(y, dy, c, 1.0, "sparsemax").to(DX.dtype.element_ty)
         tl.store(DX + at, dx, mask=at < n_cols, eviction_policy="evict_first")
@@ -82,7 +82,7 @@ def read_twice(DX, DY, Y, cols, n_cols, blocks, BLOCK: tl.constexpr):
     sums = tl.zeros([lines], tl.float32)
     counts = tl.zeros([lines], tl.float32)
     for i in range(blocks):
-        at = i * BLOCK + cols
+        at = cols + i * BLOCK
         y = tl.load(Y + at, mask=at < n_cols, other=0.0, eviction_policy="evict_last")
         mask = needed_of(y) & (at < n_cols)
         dy = tl.load(DY + at, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
