@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.layernorm_ahead import walk_ahead
 from csrc_triton.layernorm_held import held_row
 from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
@@ -50,9 +51,16 @@ DECLARATION = {
                 },
                 "held": {
                     "function": "forward_held",
-                    "constants": ["BLOCK", "BLOCKS", "AGAIN", "EARLY"],
+                    "constants": ["BLOCK", "BLOCKS"],
                     "covers": "BLOCKS * BLOCK",
-                    "requires": {"aligned": [True], "dtype": ["bf16", "fp16"]},
+                    "requires": {"aligned": [True]},
+                },
+                "ahead": {
+                    "function": "forward_ahead",
+                    "language": "gluon",
+                    "constants": ["PIECES", "BLOCK"],
+                    "covers": "2 * PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
             },
         },
@@ -217,13 +225,23 @@ def forward_folded(
 @triton.jit
 def forward_held(
     Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, AGAIN: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """``forward_folded`` with all loads of a row under way before the first is used."""
+    """``forward_folded`` with all loads of a row under way before the first is used, at both reads."""
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     held_row(
-        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, AGAIN, EARLY,
-        fold,
+        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, fold
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_ahead(
+    Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step in registers, the next one under way: see ``layernorm_ahead``."""
+    walk_ahead(
+        Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats, PIECES, BLOCK
     )  # fmt: skip
 
 

@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.layernorm_long import scale_blocks
 from csrc_triton.moments import lane_counts
-from csrc_triton.packed import repack
 
 
 @triton.jit
@@ -30,50 +28,36 @@ def held_moments(xs, n_cols, BLOCK: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
+def load_blocks(V, block, n_cols, wanted, other, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
+    """A row, or a vector of a row's length, by blocks; ``other`` where it is not wanted."""
+    blocks = ()
+    for i in tl.static_range(BLOCKS):
+        cols = block + i * BLOCK
+        blocks += (tl.load(V + cols, mask=(cols < n_cols) & wanted, other=other, eviction_policy=EVICT),)
+    return blocks
+
+
+@triton.jit
 def held_row(
     Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, AGAIN: tl.constexpr, EARLY: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
+    """A program's row, read twice, the second time from the first-level cache."""
     row = tl.program_id(0).to(tl.int64)
     X += row * x_stride
     Y += row * y_stride
     block = tl.arange(0, BLOCK)
-    xs, ws, bs = (), (), ()
-    for i in tl.static_range(BLOCKS):
-        cols = i * BLOCK + block
-        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last" if AGAIN else "evict_first"),)
-    if EARLY:
-        ws, bs = load_both(W, B, block, n_cols, w_kind, b_kind, BLOCKS, BLOCK)
+    xs = load_blocks(X, block, n_cols, True, 0.0, BLOCKS, BLOCK, "evict_last")
     tl.debug_barrier()  # or the compiler takes the loads down to where they are used
     mean, deviations = held_moments(xs, n_cols, BLOCK, FOLD)
     rstd = tl.rsqrt(deviations / n_cols + eps)
     if store_stats != 0:
         tl.store(STATS + row * 2, mean)
         tl.store(STATS + row * 2 + 1, rstd)
-    if AGAIN == 2:
-        scale_blocks(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, BLOCKS, BLOCK)
-    else:
-        held = ()
-        for i in tl.static_range(BLOCKS):
-            if AGAIN:
-                cols = i * BLOCK + block
-                held += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_first"),)
-            else:
-                held += (repack(xs[i]),)
-        if not EARLY:
-            ws, bs = load_both(W, B, block, n_cols, w_kind, b_kind, BLOCKS, BLOCK)
-        for i in tl.static_range(BLOCKS):
-            cols = i * BLOCK + block
-            y = (held[i].to(tl.float32) - mean) * rstd * ws[i].to(tl.float32) + bs[i].to(tl.float32)
-            tl.store(Y + cols, y.to(Y.dtype.element_ty), mask=cols < n_cols, eviction_policy="evict_first")
-
-
-@triton.jit
-def load_both(W, B, block, n_cols, w_kind, b_kind, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    ws, bs = (), ()
+    xs = load_blocks(X, block, n_cols, True, 0.0, BLOCKS, BLOCK, "evict_first")
+    ws = load_blocks(W, block, n_cols, w_kind != 0, 1.0, BLOCKS, BLOCK, "")
+    bs = load_blocks(B, block, n_cols, b_kind != 0, 0.0, BLOCKS, BLOCK, "")
     for i in tl.static_range(BLOCKS):
-        cols = i * BLOCK + block
-        mask = cols < n_cols
-        ws += (tl.load(W + cols, mask=mask & (w_kind != 0), other=1.0),)
-        bs += (tl.load(B + cols, mask=mask & (b_kind != 0), other=0.0),)
-    return ws, bs
+        cols = block + i * BLOCK
+        y = (xs[i].to(tl.float32) - mean) * rstd * ws[i].to(tl.float32) + bs[i].to(tl.float32)
+        tl.store(Y + cols, y.to(Y.dtype.element_ty), mask=cols < n_cols, eviction_policy="evict_first")
