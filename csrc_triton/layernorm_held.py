@@ -28,13 +28,13 @@ def held_moments(xs, n_cols, BLOCK: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(V, block, n_cols, wanted, other, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
-    """A row, or a vector of a row's length, by blocks; ``other`` where it is not wanted."""
-    blocks = ()
+def load_row(X, block, n_cols, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
+    """A row by blocks."""
+    row = ()
     for i in tl.static_range(BLOCKS):
-        cols = block + i * BLOCK
-        blocks += (tl.load(V + cols, mask=(cols < n_cols) & wanted, other=other, eviction_policy=EVICT),)
-    return blocks
+        cols = i * BLOCK + block
+        row += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy=EVICT),)
+    return row
 
 
 @triton.jit
@@ -47,17 +47,21 @@ def held_row(
     X += row * x_stride
     Y += row * y_stride
     block = tl.arange(0, BLOCK)
-    xs = load_blocks(X, block, n_cols, True, 0.0, BLOCKS, BLOCK, "evict_last")
+    xs = load_row(X, block, n_cols, BLOCKS, BLOCK, "evict_last")
     tl.debug_barrier()  # or the compiler takes the loads down to where they are used
     mean, deviations = held_moments(xs, n_cols, BLOCK, FOLD)
     rstd = tl.rsqrt(deviations / n_cols + eps)
     if store_stats != 0:
         tl.store(STATS + row * 2, mean)
         tl.store(STATS + row * 2 + 1, rstd)
-    xs = load_blocks(X, block, n_cols, True, 0.0, BLOCKS, BLOCK, "evict_first")
-    ws = load_blocks(W, block, n_cols, w_kind != 0, 1.0, BLOCKS, BLOCK, "")
-    bs = load_blocks(B, block, n_cols, b_kind != 0, 0.0, BLOCKS, BLOCK, "")
+    xs = load_row(X, block, n_cols, BLOCKS, BLOCK, "evict_first")
+    ws, bs = (), ()
     for i in tl.static_range(BLOCKS):
-        cols = block + i * BLOCK
+        cols = i * BLOCK + block
+        mask = cols < n_cols
+        ws += (tl.load(W + cols, mask=mask & (w_kind != 0), other=1.0),)
+        bs += (tl.load(B + cols, mask=mask & (b_kind != 0), other=0.0),)
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
         y = (xs[i].to(tl.float32) - mean) * rstd * ws[i].to(tl.float32) + bs[i].to(tl.float32)
         tl.store(Y + cols, y.to(Y.dtype.element_ty), mask=cols < n_cols, eviction_policy="evict_first")
