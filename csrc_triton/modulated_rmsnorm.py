@@ -24,6 +24,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.modulated_ahead import walk_ahead
 from csrc_triton.modulated_rows import (
     add_up,
     factors,
@@ -76,6 +77,14 @@ DECLARATION = {
                     "constants": ["BLOCK", "BLOCKS", "AGAIN", "EARLY"],
                     "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
+                },
+                "ahead": {
+                    "function": "forward_ahead",
+                    "language": "gluon",
+                    "constants": ["PIECES", "BLOCK", "RUN"],
+                    "defaults": {"RUN": 8},
+                    "covers": "2 * PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
                 "any": {
                     "function": "forward_long",
@@ -223,6 +232,19 @@ def forward_held(
             Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
             offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, AGAIN, EARLY, False,
         )  # fmt: skip
+
+
+@gluon.jit
+def forward_ahead(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, RUN: gl.constexpr,
+):  # fmt: skip
+    """``forward_part`` with vectors in shared memory: see ``modulated_ahead``."""
+    walk_ahead(
+        Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group,
+        rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, PIECES, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
