@@ -51,7 +51,7 @@ DECLARATION = {
                 },
                 "held": {
                     "function": "forward_held",
-                    "constants": ["BLOCK", "BLOCKS"],
+                    "constants": ["BLOCK", "BLOCKS", "TOGETHER"],
                     "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
                 },
@@ -225,12 +225,14 @@ def forward_folded(
 @triton.jit
 def forward_held(
     Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """``forward_folded`` with all loads of a row under way before the first is used, at both reads."""
+    """``forward_folded`` with all loads of a row under way before the first is used; at the second read, those of
+    TOGETHER blocks."""
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     held_row(
-        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, fold
+        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, TOGETHER,
+        fold,
     )  # fmt: skip
 
 
