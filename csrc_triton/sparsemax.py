@@ -68,7 +68,7 @@ DECLARATION = {
                 **BACKWARD_FORMS,
                 "vectors": {
                     "function": "backward_vectors",
-                    "constants": ["BLOCK", "BLOCKS", "HOLD"],
+                    "constants": ["BLOCK", "BLOCKS"],
                     "defaults": {"BLOCKS": 0},
                     "covers": "BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
@@ -223,7 +223,6 @@ def backward_long(
 
 @triton.jit
 def backward_vectors(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    HOLD: tl.constexpr,
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    gradient_vectors(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, BLOCK, BLOCKS, HOLD)
+    gradient_vectors(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, BLOCK, BLOCKS)
