@@ -12,7 +12,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.layernorm_ahead import walk_ahead
 from csrc_triton.layernorm_held import held_row
 from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
@@ -54,13 +53,6 @@ DECLARATION = {
                     "constants": ["BLOCK", "BLOCKS", "TOGETHER"],
                     "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
-                },
-                "ahead": {
-                    "function": "forward_ahead",
-                    "language": "gluon",
-                    "constants": ["PIECES", "BLOCK"],
-                    "covers": "2 * PIECES * BLOCK",
-                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
             },
         },
@@ -233,17 +225,6 @@ def forward_held(
     held_row(
         Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, TOGETHER,
         fold,
-    )  # fmt: skip
-
-
-@gluon.jit
-def forward_ahead(
-    Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """Persistent programs, a long row a step in registers, the next one under way: see ``layernorm_ahead``."""
-    walk_ahead(
-        Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats, PIECES, BLOCK
     )  # fmt: skip
 
 

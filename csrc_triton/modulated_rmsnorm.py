@@ -24,7 +24,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.modulated_ahead import walk_ahead
 from csrc_triton.modulated_rows import (
     add_up,
     factors,
@@ -74,17 +73,9 @@ DECLARATION = {
                 },
                 "held": {
                     "function": "forward_held",
-                    "constants": ["BLOCK", "BLOCKS", "AGAIN", "EARLY"],
+                    "constants": ["BLOCK", "BLOCKS", "TOGETHER"],
                     "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
-                },
-                "ahead": {
-                    "function": "forward_ahead",
-                    "language": "gluon",
-                    "constants": ["PIECES", "BLOCK", "RUN"],
-                    "defaults": {"RUN": 8},
-                    "covers": "2 * PIECES * BLOCK",
-                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
                 "any": {
                     "function": "forward_long",
@@ -219,31 +210,13 @@ def forward_long(
 def forward_held(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
     rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, AGAIN: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """``forward_long`` with all loads of a row under way before the first is used."""
-    if weight_kind != 0:
-        hold_row(
-            Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
-            offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, AGAIN, EARLY, True,
-        )  # fmt: skip
-    else:
-        hold_row(
-            Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
-            offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, AGAIN, EARLY, False,
-        )  # fmt: skip
-
-
-@gluon.jit
-def forward_ahead(
-    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, RUN: gl.constexpr,
-):  # fmt: skip
-    """``forward_part`` with vectors in shared memory: see ``modulated_ahead``."""
-    walk_ahead(
-        Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group,
-        rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, PIECES, BLOCK,
+    """``forward_long`` with all loads of a row under way before the first is used; at the second read, those of
+    TOGETHER blocks."""
+    hold_row(
+        Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
+        offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, TOGETHER,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from csrc_triton.norm_vectors import load_vector, store_as
-from csrc_triton.packed import repack
 
 
 @triton.jit
@@ -82,22 +81,13 @@ def walk_row(
 
 
 @triton.jit
-def load_blocks(V, block, n_cols, wanted, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EVICT: tl.constexpr):
-    """A row by blocks, in its own dtype; zeros where it is not wanted."""
-    blocks = ()
-    for i in tl.static_range(BLOCKS):
-        cols = block + i * BLOCK
-        blocks += (tl.load(V + cols, mask=(cols < n_cols) & wanted, other=0.0, eviction_policy=EVICT),)
-    return blocks
-
-
-@triton.jit
 def hold_row(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps, offset,
     scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, AGAIN: tl.constexpr, EARLY: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A program's row, whose loads are all in flight before the first value is used."""
+    """A program's row, read twice, the second time from the first-level cache. All its loads are under way before the
+    first value is used."""
     row = tl.program_id(0).to(tl.int64)
     group = group_of_program(rows_per_group)
     X += row * x_stride
@@ -105,10 +95,10 @@ def hold_row(
     SCALE += group * scale_stride
     SHIFT += group * shift_stride
     block = tl.arange(0, BLOCK)
-    xs = load_blocks(X, block, n_cols, True, BLOCK, BLOCKS, "evict_last" if AGAIN else "evict_first")
-    if EARLY:
-        scales = load_blocks(SCALE, block, n_cols, scale_kind != 0, BLOCK, BLOCKS, "")
-        shifts = load_blocks(SHIFT, block, n_cols, shift_kind != 0, BLOCK, BLOCKS, "")
+    xs = ()
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last"),)
     tl.debug_barrier()  # or the compiler takes the loads down to where they are used
     squares = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -117,22 +107,45 @@ def hold_row(
     rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
     if store_rstd != 0:
         tl.store(RSTD + row, rstd)
-    if AGAIN:
-        xs = load_blocks(X, block, n_cols, True, BLOCK, BLOCKS, "evict_first")
-    if not EARLY:
-        scales = load_blocks(SCALE, block, n_cols, scale_kind != 0, BLOCK, BLOCKS, "")
-        shifts = load_blocks(SHIFT, block, n_cols, shift_kind != 0, BLOCK, BLOCKS, "")
-    if WEIGHTED:
-        ws = load_blocks(W, block, n_cols, weight_kind != 0, BLOCK, BLOCKS, "")
-    for i in tl.static_range(BLOCKS):
-        cols = block + i * BLOCK
-        x = xs[i]
-        if not AGAIN:
-            x = repack(x)
+    if weight_kind != 0:  # fewer blocks together: registers are those of both branches
+        for i in tl.static_range(BLOCKS):
+            modulate_together(
+                Y + i * BLOCK, X + i * BLOCK, SCALE + i * BLOCK, SHIFT + i * BLOCK, W + i * BLOCK, block,
+                n_cols - i * BLOCK, rstd, offset, scale_kind, shift_kind, round_first, BLOCK, 1, True,
+            )  # fmt: skip
+    else:
+        for i in tl.static_range(0, BLOCKS, TOGETHER):
+            modulate_together(
+                Y + i * BLOCK, X + i * BLOCK, SCALE + i * BLOCK, SHIFT + i * BLOCK, W, block,
+                n_cols - i * BLOCK, rstd, offset, scale_kind, shift_kind, round_first, BLOCK,
+                TOGETHER if i + TOGETHER < BLOCKS else BLOCKS - i, False,
+            )  # fmt: skip
+
+
+@triton.jit
+def modulate_together(
+    Y, X, SCALE, SHIFT, W, block, n_cols, rstd, offset, scale_kind, shift_kind, round_first,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Blocks of the second read whose loads are under way together."""
+    xs, scales, shifts, ws = (), (), (), ()
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
+        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_first"),)
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
+        mask = cols < n_cols
+        scales += (tl.load(SCALE + cols, mask=mask & (scale_kind != 0), other=0.0),)
+        shifts += (tl.load(SHIFT + cols, mask=mask & (shift_kind != 0), other=0.0),)
+        if WEIGHTED:
+            ws += (tl.load(W + cols, mask=mask, other=0.0),)
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
         m = 1.0 + scales[i].to(tl.float32)
         if WEIGHTED:
             m *= ws[i].to(tl.float32) + offset
-        y = modulated(x.to(tl.float32), rstd, m, shifts[i].to(tl.float32), round_first, X.dtype.element_ty)
+        shift = shifts[i].to(tl.float32)
+        y = modulated(xs[i].to(tl.float32), rstd, m, shift, round_first, X.dtype.element_ty)
         tl.store(Y + cols, y, mask=cols < n_cols, eviction_policy="evict_first")
 
 

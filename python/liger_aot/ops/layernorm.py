@@ -102,11 +102,9 @@ class LayerNorm(DifferentiableOp):
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
         if FP32_BESIDE_16 in (w_kind, b_kind) and "rows" not in loaded.numbers:
             loaded = kernel((dtype, aligned), ANY_LENGTH)  # it and tiles alone take them
-        device, programs = on.device, -(-rows // loaded.rows)
-        if resident := loaded.numbers.get("programs_per_multiprocessor"):
-            programs = min(programs, resident * on.multiprocessors)
+        device = on.device
         loaded.launch(
-            device, on.stream(device), programs, 1, 1,
+            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
             y_at, x_at, w_at, b_at, None if stats is None else stats.data_ptr(), n, x_stride, rows, n, settings[0],
             w_kind, b_kind, keep,
         )  # fmt: skip

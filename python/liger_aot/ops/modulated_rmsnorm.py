@@ -158,10 +158,10 @@ class ModulatedRMSNorm(DifferentiableOp):
         strides = x_stride | scale_stride | shift_stride
         aligned = not (places | strides | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        if in_group < FEW_ROWS and "programs_per_multiprocessor" in loaded.numbers:
+        if in_group < FEW_ROWS and "stages" in loaded.numbers:
             loaded = kernel((dtype, aligned), LONGEST)
         groups, in_part, parts = rows, 1, 1
-        if "programs_per_multiprocessor" in loaded.numbers:
+        if "stages" in loaded.numbers:
             groups = in_scale[5]
             in_part, parts = _parts(on, loaded, groups, in_group)
         elif aligned and WIDE in (scale_kind, weight_kind):
