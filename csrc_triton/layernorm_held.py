@@ -55,7 +55,9 @@ def held_row(
 
 
 @triton.jit
-def scale_together(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, block, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def scale_together(
+    Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, block, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Blocks whose loads are under way together."""
     xs, ws, bs = (), (), ()
     for i in tl.static_range(COUNT):

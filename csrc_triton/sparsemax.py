@@ -32,10 +32,10 @@ from csrc_triton.softmax_gradient import (
     gradient_row,
     gradient_tile,
 )
+from csrc_triton.softmax_statistics import DTYPES, FORWARD_ALIGNED, FORWARD_ARGUMENTS, vectors
 from csrc_triton.sparsemax_gradient import gradient_vectors
 from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left
 from csrc_triton.sparsemax_vectors import row_by_vectors
-from csrc_triton.softmax_statistics import DTYPES, FORWARD_ALIGNED, FORWARD_ARGUMENTS, vectors
 
 DECLARATION = {
     "op": "sparsemax",

@@ -7,8 +7,8 @@ again, from the cache.
 import triton
 import triton.language as tl
 
-from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left
 from csrc_triton.softmax_statistics import vectors
+from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left
 
 
 @triton.jit
