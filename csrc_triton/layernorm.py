@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from csrc_triton.layernorm_held import held_row
-from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
+from csrc_triton.layernorm_long import long_of, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
 from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import as_fp32, load_vector
@@ -118,32 +118,6 @@ def tile_of(
     tl.store(STATS + rows * 2 + 1, rstd, mask=in_rows & (store_stats != 0))
     y = scaled(apart * rstd[:, None], W, B, cols[None, :], in_row[None, :], w_kind, b_kind)
     tl.store(Y + rows[:, None] * y_stride + cols[None, :], y.to(Y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def long_of(
-    Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    X += row * x_stride
-    Y += row * y_stride
-    if BLOCKS > 0:
-        blocks = BLOCKS
-    else:
-        blocks = tl.cdiv(n_cols, BLOCK)
-    mean, deviations = block_moments(X, n_cols, blocks, BLOCK, FOLD)
-    rstd = tl.rsqrt(deviations / n_cols + eps)
-    if store_stats != 0:
-        tl.store(STATS + row * 2, mean)
-        tl.store(STATS + row * 2 + 1, rstd)
-    if BLOCKS == 0:
-        if (w_kind == 2) | (b_kind == 2):
-            scale_blocks(Y, X, as_fp32(W), as_fp32(B), mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
-        else:
-            scale_blocks(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
-    else:
-        scale_blocks(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
 
 
 # fp32 vectors beside rows of 16 bits (kind 2) double a binary: the dtype is asked once, before anything is loaded,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.moments import lane_counts
+from csrc_triton.layernorm_long import merged
 
 
 @triton.jit
@@ -21,10 +21,7 @@ def held_moments(xs, n_cols, BLOCK: tl.constexpr, FOLD: tl.constexpr):
         in_row = i * lines + line < n_cols // FOLD
         sums += tl.where(in_row, tl.sum(apart, 1), 0.0)
         squares += tl.where(in_row, tl.sum(apart * apart, 1), 0.0)
-    counts = lane_counts(line, n_cols // FOLD, lines) * FOLD
-    mean = tl.sum(pivot * counts + sums, 0) / n_cols
-    apart = pivot - mean
-    return mean, tl.sum(squares + apart * (2.0 * sums + apart * counts), 0)
+    return merged(pivot, sums, squares, n_cols, FOLD)
 
 
 @triton.jit

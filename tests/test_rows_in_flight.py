@@ -88,21 +88,21 @@ def test_vectors_of_sparsemax(tmp_path: Path) -> None:
         check_special_rows(tests, way, n, BF16)
 
 
-def test_modulated_rmsnorm_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [1, 3, 4])
+def test_held_rows_of_modulated_rmsnorm(together: int, tmp_path: Path) -> None:
     tests = test_modulated_rmsnorm.TestModulatedRMSNorm()
-    numbers = "pieces = 4, block = 64, run = 2, num_warps = 4, programs_per_multiprocessor = 1"
     rows = f"""
       {{ form = "any", aligned = false, block = 64, num_warps = 4 }},
-      {{ max_n = 512, form = "ahead", dtype = ["bf16", "fp16"], {numbers} }},
+      {{ max_n = 256, form = "held", block = 64, blocks = 4, together = {together}, num_warps = 4 }},
       {{ form = "long", block = 64, num_warps = 4 }},
     """
     way = way_of(tests, tmp_path, modulated_rmsnorm_forward=rows)
     cases = [
         Case((2, 5, 16), BF16, scale=(2,), weight=BF16),
         Case((2, 5, 128), FP16, scale=(2,), shifted=False, casting_mode="gemma"),
-        Case((3, 4, 144), BF16, scale=(3,), vectors=FP32, weight=FP32, offset=1.0),
-        Case((3, 4, 400), FP16, scale=(3,), vectors=FP32),
-        Case((9, 512), BF16, scale=(1,), weight=FP32, gap=16),
-        Case((3, 4, 528), BF16, scale=(3,)),
+        Case((3, 4, 144), FP32, scale=(3,), weight=FP32, offset=1.0),
+        Case((9, 256), BF16, scale=(9,), gap=16),
+        Case((3, 4, 80), BF16, scale=(3,), vectors=FP32, weight=FP32),
+        Case((3, 4, 272), BF16, scale=(3,)),
     ]
-    check(tests, way, "ahead", *cases)
+    check(tests, way, "held", *cases)
