@@ -8,8 +8,8 @@ A ``part`` of a group a program: vectors are read once and kept, as are a row's 
 whose next power of two would idle too many lanes. In the forward parts are short: programs that share out all rows
 evenly wait for the slowest multiprocessor (0.90 of the copy instead of 0.94 at 4096 columns, H200).
 
-Groups of few rows, and long rows, are read row by row (``long``): vectors are read with every row, and the aligned
-variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).
+Groups of few rows, and long rows, are read row by row (``held``, ``long``): vectors are read with every row, and the
+aligned variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).
 
 On Hopper the backward copies long rows to shared memory ahead of their use (``ring``).
 

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from csrc_triton.norm_vectors import load_vector, store_as
-from csrc_triton.packed import round_to
 
 
 @triton.jit
@@ -100,9 +99,6 @@ def hold_row(
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
         xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last"),)
-    if TOGETHER == 0:
-        scales = load_blocks(SCALE, block, n_cols, scale_kind, BLOCK, BLOCKS)
-        shifts = load_blocks(SHIFT, block, n_cols, shift_kind, BLOCK, BLOCKS)
     tl.debug_barrier()  # or the compiler takes the loads down to where they are used
     squares = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -111,50 +107,46 @@ def hold_row(
     rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
     if store_rstd != 0:
         tl.store(RSTD + row, rstd)
-    if TOGETHER == 0:
-        modulate_blocks(
-            Y, X, scales, shifts, W, block, n_cols, rstd, offset, weight_kind, round_first, BLOCK, BLOCKS
-        )
+    if weight_kind != 0:  # fewer blocks together: registers are those of both branches
+        for i in tl.static_range(BLOCKS):
+            modulate_together(
+                Y + i * BLOCK, X + i * BLOCK, SCALE + i * BLOCK, SHIFT + i * BLOCK, W + i * BLOCK, block,
+                n_cols - i * BLOCK, rstd, offset, scale_kind, shift_kind, round_first, BLOCK, 1, True,
+            )  # fmt: skip
     else:
         for i in tl.static_range(0, BLOCKS, TOGETHER):
-            modulate_blocks(
-                Y + i * BLOCK, X + i * BLOCK,
-                load_blocks(SCALE + i * BLOCK, block, n_cols - i * BLOCK, scale_kind, BLOCK, min(TOGETHER, BLOCKS - i)),
-                load_blocks(SHIFT + i * BLOCK, block, n_cols - i * BLOCK, shift_kind, BLOCK, min(TOGETHER, BLOCKS - i)),
-                W + i * BLOCK, block, n_cols - i * BLOCK, rstd, offset, weight_kind, round_first, BLOCK,
-                min(TOGETHER, BLOCKS - i),
+            modulate_together(
+                Y + i * BLOCK, X + i * BLOCK, SCALE + i * BLOCK, SHIFT + i * BLOCK, W, block,
+                n_cols - i * BLOCK, rstd, offset, scale_kind, shift_kind, round_first, BLOCK,
+                TOGETHER if i + TOGETHER < BLOCKS else BLOCKS - i, False,
             )  # fmt: skip
 
 
 @triton.jit
-def load_blocks(V, block, n_cols, kind, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """Blocks of a vector of x's dtype; zeros where there is none."""
-    blocks = ()
-    for i in tl.static_range(COUNT):
-        cols = i * BLOCK + block
-        blocks += (tl.load(V + cols, mask=(cols < n_cols) & (kind != 0), other=0.0),)
-    return blocks
-
-
-@triton.jit
-def modulate_blocks(
-    Y, X, scales, shifts, W, block, n_cols, rstd, offset, weight_kind, round_first, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr,
+def modulate_together(
+    Y, X, SCALE, SHIFT, W, block, n_cols, rstd, offset, scale_kind, shift_kind, round_first,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of the second read, whose loads are under way together."""
-    xs = ()
+    """Blocks of the second read whose loads are under way together."""
+    xs, scales, shifts, ws = (), (), (), ()
     for i in tl.static_range(COUNT):
         cols = i * BLOCK + block
         xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_first"),)
     for i in tl.static_range(COUNT):
         cols = i * BLOCK + block
         mask = cols < n_cols
+        scales += (tl.load(SCALE + cols, mask=mask & (scale_kind != 0), other=0.0),)
+        shifts += (tl.load(SHIFT + cols, mask=mask & (shift_kind != 0), other=0.0),)
+        if WEIGHTED:
+            ws += (tl.load(W + cols, mask=mask, other=0.0),)
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
         m = 1.0 + scales[i].to(tl.float32)
-        if weight_kind != 0:
-            m *= tl.load(W + cols, mask=mask, other=0.0).to(tl.float32) + offset
-        y = xs[i].to(tl.float32) * rstd
-        y = tl.where(round_first != 0, round_to(y, X.dtype.element_ty), y) * m + shifts[i].to(tl.float32)
-        tl.store(Y + cols, y.to(Y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        if WEIGHTED:
+            m *= ws[i].to(tl.float32) + offset
+        shift = shifts[i].to(tl.float32)
+        y = modulated(xs[i].to(tl.float32), rstd, m, shift, round_first, X.dtype.element_ty)
+        tl.store(Y + cols, y, mask=cols < n_cols, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -45,21 +45,3 @@ def pair_up(low, high, dtype: tl.constexpr):
         return tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
-
-
-@triton.jit
-def round_to(x, dtype: tl.constexpr):
-    """fp32 values rounded to ``dtype``, as fp32, two at a time: a single conversion is sixteen a clock. PTX only."""
-    if dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 %pair; cvt.rn.bf16x2.f32 %pair, $3, $2; shl.b32 $0, %pair, 16; and.b32 $1, %pair, 0xffff0000; }",
-            "=r,=r,f,f", [x], dtype=tl.int32, is_pure=True, pack=2,
-        ).to(tl.float32, bitcast=True)  # fmt: skip
-    elif dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 %low, %high; .reg .b32 %pair; cvt.rn.f16x2.f32 %pair, $3, $2; mov.b32 {%low, %high}, %pair; "
-            "cvt.f32.f16 $0, %low; cvt.f32.f16 $1, %high; }",
-            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return x

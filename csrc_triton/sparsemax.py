@@ -16,6 +16,9 @@ Any subset's root is left of the row's. So a few values that hold most of the su
 at the whole row complete: the greatest of each 16-byte vector or, where a row is too long for registers, of each class
 of columns modulo BLOCK.
 
+Where the greatest of a vector is not above tau, its other values are nothing: they are not read again (``vectors``).
+Nor does the backward read dy where y has no support.
+
 Martins and Astudillo, From Softmax to Sparsemax (2016); Michelot, A finite algorithm for finding the projection of a
 point onto the canonical simplex (1986).
 """
