@@ -37,7 +37,7 @@ from csrc_triton.softmax_gradient import (
 )
 from csrc_triton.softmax_statistics import DTYPES, FORWARD_ALIGNED, FORWARD_ARGUMENTS, vectors
 from csrc_triton.sparsemax_gradient import gradient_vectors
-from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left
+from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left, root_of
 from csrc_triton.sparsemax_vectors import row_by_vectors
 
 DECLARATION = {
@@ -84,21 +84,6 @@ DECLARATION = {
 
 
 @triton.jit
-def root_of(z, n_cols):
-    """tau of values that are held in registers, and how many lie above it."""
-    tau = tl.full((), -1.0, tl.float32)
-    last_count = tl.full((), 0.0, tl.float32)
-    returns = tl.full((), 2, tl.int32)
-    while returns > 0:
-        excess_sum, count = both_sums(excess(z, tau), above(z, tau), 0)
-        found = newton(tau, excess_sum, count, n_cols)
-        returns = returns_left(returns, found, tau, count, last_count)
-        tau = found
-        last_count = count
-    return tau, last_count
-
-
-@triton.jit
 def forward_tile(Y, X, y_stride, x_stride, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """ROWS whole rows a program, held in registers, as many steps as the slowest of them takes; n_cols <= BLOCK."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -132,7 +117,7 @@ def forward_row(Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr, A
     x = tl.load(X + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
     greatest = tl.max(x, AXIS)
     highest = tl.max(greatest, 0)
-    tau, last_count = root_of(greatest - highest, n_cols)
+    tau, last_count = root_of((greatest - highest,), n_cols)
     z = x - highest
     returns = tl.full((), 2, tl.int32)
     while returns > 0:
@@ -163,7 +148,7 @@ def forward_long(Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr):
         x = tl.load(X + (i * BLOCK + cols), eviction_policy="evict_last").to(tl.float32)
         greatest = tl.maximum(greatest, x)
     highest = tl.max(greatest, 0)
-    tau, last_count = root_of(greatest - highest, n_cols)
+    tau, last_count = root_of((greatest - highest,), n_cols)
     kept -= highest
     returns = tl.full((), 2, tl.int32)
     while returns > 0:

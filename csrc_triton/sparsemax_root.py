@@ -1,4 +1,4 @@
-"""A step of Newton's method for sparsemax's threshold; see ``sparsemax``."""
+"""Newton's method for sparsemax's threshold; see ``sparsemax``."""
 
 import triton
 import triton.language as tl
@@ -38,3 +38,23 @@ def returns_left(returns, found, tau, count, last_count):
     return tl.where(
         count == last_count, tl.where(moved, returns, 0), tl.where(found < tau, returns - 1, returns)
     )
+
+
+@triton.jit
+def root_of(values, n_cols):
+    """tau of tensors of values that are held in registers, and how many lie above it."""
+    tau = tl.full((), -1.0, tl.float32)
+    last_count = tl.full((), 0.0, tl.float32)
+    returns = tl.full((), 2, tl.int32)
+    while returns > 0:
+        excesses = excess(values[0], tau)
+        counts = above(values[0], tau)
+        for i in tl.static_range(1, len(values)):
+            excesses += excess(values[i], tau)
+            counts += above(values[i], tau)
+        excess_sum, count = both_sums(excesses, counts, 0)
+        found = newton(tau, excess_sum, count, n_cols)
+        returns = returns_left(returns, found, tau, count, last_count)
+        tau = found
+        last_count = count
+    return tau, last_count

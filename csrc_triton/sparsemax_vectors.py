@@ -8,32 +8,13 @@ import triton
 import triton.language as tl
 
 from csrc_triton.softmax_statistics import vectors
-from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left
+from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left, root_of
 
 
 @triton.jit
 def greater(a, b):
     """Of NaN and a number NaN: a vector with one is looked at."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def greatest_of(tops):
-    """Of all blocks' values."""
-    greatest = tops[0]
-    for i in tl.static_range(1, len(tops)):
-        greatest = greater(greatest, tops[i])
-    return tl.reduce(greatest, 0, greater)
-
-
-@triton.jit
-def sums_of_tops(tops, tau):
-    excesses = excess(tops[0], tau)
-    counts = above(tops[0], tau)
-    for i in tl.static_range(1, len(tops)):
-        excesses += excess(tops[i], tau)
-        counts += above(tops[i], tau)
-    return both_sums(excesses, counts, 0)
 
 
 @triton.jit
@@ -44,49 +25,35 @@ def differences(X, at, n_cols, top, tau, highest):
 
 
 @triton.jit
-def sums_of_row(X, cols, n_cols, tops, tau, highest, BLOCK: tl.constexpr):
-    excesses = tl.zeros([cols.shape[0]], tl.float32)
-    counts = tl.zeros([cols.shape[0]], tl.float32)
-    for i in tl.static_range(len(tops)):
-        z = differences(X, cols + i * BLOCK, n_cols, tops[i], tau, highest)
-        excesses += tl.sum(excess(z, tau), 1)
-        counts += tl.sum(above(z, tau), 1)
-    return both_sums(excesses, counts, 0)
-
-
-@triton.jit
-def search(X, cols, n_cols, tops, highest, tau, last_count, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """(tau, how many lie above it) of the whole ROW, or of the vectors' greatest values alone."""
-    returns = tl.full((), 2, tl.int32)
-    while returns > 0:
-        if ROW:
-            excess_sum, count = sums_of_row(X, cols, n_cols, tops, tau, highest, BLOCK)
-        else:
-            excess_sum, count = sums_of_tops(tops, tau)
-        found = newton(tau, excess_sum, count, n_cols)
-        returns = returns_left(returns, found, tau, count, last_count)
-        tau = found
-        last_count = count
-    return tau, last_count
-
-
-@triton.jit
 def row_by_vectors(Y, X, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     cols = vectors(BLOCK, X.dtype.element_ty, False)
-    xs, values, tops = (), (), ()
+    xs, greatest, tops = (), (), ()
     for i in tl.static_range(BLOCKS):
         at = cols + i * BLOCK
         xs += (tl.load(X + at, mask=at < n_cols, other=-float("inf"), eviction_policy="evict_last"),)
     tl.debug_barrier()  # or the compiler takes the loads down to where they are used
     for i in tl.static_range(BLOCKS):
-        values += (tl.reduce(xs[i].to(tl.float32), 1, greater),)
-    highest = greatest_of(values)
+        greatest += (tl.reduce(xs[i].to(tl.float32), 1, greater),)
+    highest = greatest[0]
+    for i in tl.static_range(1, BLOCKS):
+        highest = greater(highest, greatest[i])
+    highest = tl.reduce(highest, 0, greater)
     for i in tl.static_range(BLOCKS):
-        tops += (values[i] - highest,)
-    tau = tl.full((), -1.0, tl.float32)
-    count = tl.full((), 0.0, tl.float32)
-    tau, count = search(X, cols, n_cols, tops, highest, tau, count, False, BLOCK)
-    tau, count = search(X, cols, n_cols, tops, highest, tau, count, True, BLOCK)
+        tops += (greatest[i] - highest,)
+    tau, last_count = root_of(tops, n_cols)
+    returns = tl.full((), 2, tl.int32)
+    while returns > 0:
+        excesses = tl.zeros([cols.shape[0]], tl.float32)
+        counts = tl.zeros([cols.shape[0]], tl.float32)
+        for i in tl.static_range(BLOCKS):
+            z = differences(X, cols + i * BLOCK, n_cols, tops[i], tau, highest)
+            excesses += tl.sum(excess(z, tau), 1)
+            counts += tl.sum(above(z, tau), 1)
+        excess_sum, count = both_sums(excesses, counts, 0)
+        found = newton(tau, excess_sum, count, n_cols)
+        returns = returns_left(returns, found, tau, count, last_count)
+        tau = found
+        last_count = count
     for i in tl.static_range(BLOCKS):
         at = cols + i * BLOCK
         y = excess(differences(X, at, n_cols, tops[i], tau, highest), tau).to(Y.dtype.element_ty)
