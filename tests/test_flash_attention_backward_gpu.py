@@ -188,6 +188,7 @@ def test_graph(op: FlashAttention, deterministic: bool) -> None:
         return torch.autograd.grad(op(*leaves, causal=True, deterministic=deterministic), leaves, do)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         wanted = run()
     torch.cuda.synchronize()

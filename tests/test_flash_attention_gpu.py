@@ -91,6 +91,7 @@ def test_graphs_replayed_at_once(op: FlashAttention) -> None:
             results = [op(q, k, v, causal=True) for _ in range(2)]
         graphs.append((graph, results))
     streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
     for _ in range(10):
         for (graph, _), stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):

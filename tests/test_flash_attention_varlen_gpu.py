@@ -131,6 +131,7 @@ def test_graph_of_other_lengths(op: FlashAttentionVarlen, deterministic: bool) -
         return *torch.autograd.grad(o, leaves, do), o
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.synchronize()

@@ -359,6 +359,7 @@ def test_cuda_graph() -> None:
     one = torch.ones((), device="cuda")
     drawn = draw(case, 0, "cuda")
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run(op, case, drawn, one)
     torch.cuda.current_stream().wait_stream(side)
