@@ -24,6 +24,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.groupnorm_held import walk_held
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
 from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
@@ -82,6 +83,13 @@ DECLARATION = {
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["Y", "X", "W", "B", "width", "n_cols"],
             "forms": {
+                "held": {
+                    "language": "gluon",
+                    "function": "forward_held",
+                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS"],
+                    "cooperative": "SPLIT",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                },
                 "last": {
                     "function": "forward_last",
                     "constants": ["SPLIT", "ROWS", "BLOCK", "GROUPS", "TILES"],
@@ -246,6 +254,19 @@ def forward_last(
             tl.program_id(0), Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols,
             spatial, length, split, eps, w_kind, b_kind, store_stats, SPLIT, ROWS, BLOCK, GROUPS,
         )  # fmt: skip
+
+
+@gluon.jit
+def forward_held(
+    Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
+    w_kind, b_kind, store_stats,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Units are images, of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
+    walk_held(
+        Y, X, W, B, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
+        store_stats, SPLIT, GROUPS, LINES, SLOTS, AHEAD,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from functools import cache
+from threading import local
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -78,8 +79,8 @@ class _Gluon:
         return _Memory(dtype, shape, layout)
 
 
-class _AsyncCopy:
-    """``async_copy``: copies in groups, each carried out when it is waited for. One program at a time."""
+class _AsyncCopy(local):
+    """``async_copy``: copies in groups, each carried out when it is waited for. A program is a thread."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

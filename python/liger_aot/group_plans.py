@@ -9,6 +9,7 @@ import torch
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn
 
 LONGEST = (1 << 31) - 1  # takes a table's last row
+HANDOVER = 4  # tiles that a program has time for while the parts of an image are exchanged
 PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
 
 
@@ -76,11 +77,12 @@ def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> t
             loaded = kernel((dtype, aligned := False), n)
         while way == "backward" and shape.channels // shape.groups > _most_channels(loaded):
             loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
-        if _shares(on, loaded, shape):
+        held = _held(on, loaded, shape) if "slots" in loaded.numbers else None
+        if held is None and ("slots" in loaded.numbers or _shares(on, loaded, shape)):
             loaded = kernel((dtype, aligned), LONGEST)
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
-        on.plans[key] = found = loaded, _plan(on, loaded, way, shape)
+        on.plans[key] = found = loaded, held or _plan(on, loaded, way, shape)
     return found
 
 
@@ -119,6 +121,33 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     return Plan(teams * split, split, length, words, (*runs, group * shape.spatial), runs)
 
 
+def _held(on: OpOn, loaded: Loaded, shape: Shape) -> Plan | None:
+    """For programs that hold a part of an image each in shared memory, in tiles; None where they can't."""
+    numbers = loaded.numbers
+    group = shape.channels // shape.groups
+    rows = numbers["lines"] * 8 // shape.channels  # places of a tile
+    resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
+    if shape.groups > numbers["groups"] or not (group == 4 or group >= 7) or not rows:
+        return None
+
+    def cost(tiles: int) -> tuple[int, int]:
+        split = -(-shape.spatial // (tiles * rows))
+        steps = -(-shape.images // (resident // split))
+        slack = min(tiles, numbers["slots"] - numbers["ahead"] - tiles)
+        return steps * (tiles + max(1, HANDOVER - slack)), tiles
+
+    least = -(-shape.spatial // (rows * min(numbers["split"], resident)))
+    most = min(numbers["slots"] - numbers["ahead"], -(-shape.spatial // rows))
+    if least > most:
+        return None
+    length = min(range(least, most + 1), key=cost) * rows
+    split = -(-shape.spatial // length)
+    teams = min(resident // split, shape.images)
+    words = shape.images * split * numbers["groups"]
+    sizes = (shape.images, 1, shape.groups, group, shape.channels, shape.channels, shape.spatial)
+    return Plan(teams * split, split, length, words, sizes, sizes)
+
+
 def split_of(units: int, elements: int, least: int, most: int, resident: int) -> int:
     """Into how many parts, ``least`` to ``most``, to split each of so many units of so many elements for the least
     time, where ``resident`` programs run at once, as teams that take one unit after another."""
@@ -142,6 +171,8 @@ def _most_channels(loaded: Loaded) -> int:
 
 def _width(loaded: Loaded, shape: Shape) -> int:
     """Channels a program takes."""
+    if "slots" in loaded.numbers:
+        return shape.channels
     if shape.last:
         return shape.width(loaded.block, loaded.numbers["groups"], _longest(loaded))
     return shape.channels // shape.groups

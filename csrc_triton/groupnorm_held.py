@@ -1,0 +1,306 @@
+"""GroupNorm of channels-last images that programs hold in shared memory (Gluon, Hopper); see ``groupnorm.forward_held``.
+
+What bounds it, at 132 multiprocessors and 4.3 TB/s of reads and writes: 32 bytes a nanosecond each, half of them reads,
+whose latency of 1.2 to 1.5 us takes 24 KB under way at every moment. Seven instructions an element, twice read from
+shared memory, are a quarter of the schedulers' time. Read from memory twice, as ``groupnorm_last`` does, x costs a half
+more.
+
+A team of ``split`` programs takes an image. Each copies a part of its places, whole rows of channels and so one run of
+memory, to shared memory, finds the moments of each group, hands them to the others and waits for theirs (the launch is
+cooperative), and normalises what it still holds. Tiles are of LINES lines of 16 bytes, of as many places as fit. They go
+through a ring of SLOTS tiles, AHEAD of them under way. A tile of the next image is included in the sums with every tile
+that is finished; a part's first ``slack`` tiles wait for as many of the next part, while the exchange takes place. Every
+thread reads back what it copied itself, and a line is of the same channels in every tile: what is added up, and what
+scales it, stays in its thread's registers.
+
+Eight channels a line are of two groups at most: groups are of four channels, or of seven or more.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from csrc_triton.exchange import poll
+from csrc_triton.norm_ring import lines_layout
+from csrc_triton.norm_vectors import load_vector
+from csrc_triton.packed import even, odd, pair_up
+
+
+@gluon.jit
+def ask(ring, slot, X, image, n_images, image_words, tile, row, rows, count, tile_words):
+    """Begin to copy a tile; where a row is past the part's last, the line of its first tile once more."""
+    offset = gl.where(row + tile * rows < count, tile * tile_words, 0)
+    mask = (row < gl.minimum(rows, count)) & (image < n_images)
+    pointers = X + gl.cast(image, gl.int64) * image_words + offset[:, None]
+    async_copy.async_copy_global_to_shared(ring.index(slot), pointers, mask=mask[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def include(sums, pivot, x, dtype: gl.constexpr):
+    """Add what a tile differs from the part's first one."""
+    low = even(x, dtype) - even(pivot, dtype)
+    high = odd(x, dtype) - odd(pivot, dtype)
+    return sums[0] + low, sums[1] + high, sums[2] + low * low, sums[3] + high * high
+
+
+@gluon.jit
+def line_moments(sums, pivot, size, n_first, inside, dtype: gl.constexpr):
+    """(mean, sum of squared deviations) of the channels of a line that are ``inside`` a group, a (low, high) pair."""
+    one = 1.0 / gl.maximum(size, 1.0)[:, None]
+    low = even(pivot, dtype) + sums[0] * one
+    high = odd(pivot, dtype) + sums[1] * one
+    mean = gl.sum(gl.where(inside[0], low, 0.0) + gl.where(inside[1], high, 0.0), 1) / n_first
+    low_apart = low - mean[:, None]
+    high_apart = high - mean[:, None]
+    low = sums[2] - sums[0] * sums[0] * one + size[:, None] * low_apart * low_apart
+    high = sums[3] - sums[1] * sums[1] * one + size[:, None] * high_apart * high_apart
+    return mean, gl.sum(gl.where(inside[0], low, 0.0) + gl.where(inside[1], high, 0.0), 1)
+
+
+@gluon.jit
+def add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit
+def merge_more(mean, deviation, held, means, deviations, counts, axis: gl.constexpr):
+    """The moments of ``held`` elements, merged with those of others along ``axis``; see ``moments``."""
+    here, totals = gl.reduce((counts, means * counts), axis, add_both)
+    here_mean = totals / gl.maximum(here, 1.0)
+    apart = means - gl.expand_dims(here_mean, axis)
+    both = held + here
+    share = here / gl.maximum(both, 1.0)
+    shift = here_mean - mean
+    more = gl.sum(deviations + counts * apart * apart, axis)
+    return mean + shift * share, deviation + more + shift * shift * held * share, both
+
+
+@gluon.jit
+def places_of(count, row, rows):
+    """How many places of a part are in row ``row`` of its tiles."""
+    return (gl.maximum(count - row + (rows - 1), 0) // rows).to(gl.float32)
+
+
+@gluon.jit
+def group_moments(
+    sums, pivot, word, vector, row, rows, vectors, count, groups, channels, dtype: gl.constexpr,
+    GROUPS: gl.constexpr, MEMBERS: gl.constexpr,
+):  # fmt: skip
+    """(mean, sum of squared deviations) of each group over a part, [GROUPS] each."""
+    size = places_of(count, row, rows)
+    first = vector * 8 // channels
+    n_first = gl.minimum((first + 1) * channels - vector * 8, 8)
+    in_first = (word * 2 < n_first[:, None], word * 2 + 1 < n_first[:, None])
+    in_second = (word * 2 >= n_first[:, None], word * 2 + 1 >= n_first[:, None])
+    count_first = n_first.to(gl.float32)
+    first_mean, first_deviation = line_moments(sums, pivot, size, count_first, in_first, dtype)
+    second_mean, second_deviation = line_moments(
+        sums, pivot, size, gl.maximum(8.0 - count_first, 1.0), in_second, dtype
+    )
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    table: gl.constexpr = gl.BlockedLayout([1, 4], [128 // MEMBERS, MEMBERS // 4], [gl.num_warps(), 1], [1, 0])
+    item = gl.arange(0, GROUPS * MEMBERS, layout=flat)
+    group = item // MEMBERS
+    group_vector = group * channels // 8
+    across = ((group + 1) * channels - 1) // 8 + 1 - group_vector  # lines of a place that a group is in
+    most = (channels + 6) // 8 + 1
+    mean = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(1, table))
+    deviation, held = mean, mean
+    for begin in range(0, most * rows, MEMBERS):
+        member = begin + item % MEMBERS
+        member_row = member // across
+        member_vector = group_vector + member - member_row * across
+        live = (member_row < rows) & (group < groups)
+        at = gl.where(live, member_row * vectors + member_vector, 0)
+        member_first = member_vector * 8 // channels
+        is_first = member_first == group
+        n = gl.minimum((member_first + 1) * channels - member_vector * 8, 8)
+        n = gl.where(is_first, n, 8 - n).to(gl.float32) * places_of(count, member_row, rows)
+        n = gl.where(live, n, 0.0)
+        means = gl.where(is_first, gl.gather(first_mean, at, 0), gl.gather(second_mean, at, 0))
+        deviations = gl.where(is_first, gl.gather(first_deviation, at, 0), gl.gather(second_deviation, at, 0))
+        deviations = gl.where(live, deviations, 0.0)
+        means = gl.convert_layout(means.reshape([GROUPS, MEMBERS]), table)
+        deviations = gl.convert_layout(deviations.reshape([GROUPS, MEMBERS]), table)
+        n = gl.convert_layout(n.reshape([GROUPS, MEMBERS]), table)
+        mean, deviation, held = merge_more(mean, deviation, held, means, deviations, n, 1)
+    return mean, deviation
+
+
+@gluon.jit
+def post_both(pointers, a, b, mask):
+    """Publish two fp32 values in one 64-bit word, the first with its last bit set: never 0."""
+    high = (a.to(gl.uint32, bitcast=True) | 1).to(gl.int64) << 32
+    gl.store(pointers, high | b.to(gl.uint32, bitcast=True).to(gl.int64), mask=mask)
+
+
+@gluon.jit
+def image_moments(
+    WORDS, image, split, length, spatial, channels, PARTS: gl.constexpr, GROUPS: gl.constexpr, layout: gl.constexpr
+):
+    """(mean, sum of squared deviations) of each group of an image, once all parts are posted."""
+    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, layout))
+    WORDS += gl.cast(image, gl.int64) * split * GROUPS + group[None, :]
+    mean = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(0, layout))
+    deviation, held = mean, mean
+    for begin in range(0, split, PARTS):
+        at = WORDS + gl.minimum(begin + part, split - 1)[:, None] * GROUPS
+        words = gl.full([PARTS, GROUPS], 0, gl.int64, layout)
+        while gl.min(gl.min((words != 0).to(gl.int32), 1), 0) == 0:
+            words = poll(at)
+        means = ((words >> 32) & 0xFFFFFFFF).to(gl.uint32).to(gl.float32, bitcast=True)
+        deviations = (words & 0xFFFFFFFF).to(gl.uint32).to(gl.float32, bitcast=True)
+        places = gl.maximum(gl.minimum(length, spatial - (begin + part) * length), 0)
+        live = (begin + part < split)[:, None]
+        counts = gl.where(live, (places.to(gl.float32) * channels)[:, None], gl.zeros([PARTS, GROUPS], gl.float32, layout))
+        deviations = gl.where(live, deviations, 0.0)
+        mean, deviation, held = merge_more(mean, deviation, held, means, deviations, counts, 0)
+    return mean, deviation
+
+
+@gluon.jit
+def vector_of(V, channel, mask, kind, missing):
+    """Weight or bias of a line's (even, odd) channels."""
+    low = load_vector(V, channel, mask, kind) + gl.where(kind == 0, missing, 0.0)
+    return low, load_vector(V, channel + 1, mask, kind) + gl.where(kind == 0, missing, 0.0)
+
+
+@gluon.jit
+def lines_of(mean, rstd, w, b, word, vector, groups, channels):
+    """What an image's lines are scaled by and shifted by, (even, odd) channels each."""
+    first = gl.minimum(vector * 8 // channels, groups - 1)
+    second = gl.minimum(first + 1, groups - 1)
+    n_first = ((first + 1) * channels - vector * 8)[:, None]
+    first_mean, first_rstd = gl.gather(mean, first, 0)[:, None], gl.gather(rstd, first, 0)[:, None]
+    second_mean, second_rstd = gl.gather(mean, second, 0)[:, None], gl.gather(rstd, second, 0)[:, None]
+    scale, shift = (), ()
+    for i in gl.static_range(2):
+        inside = word * 2 + i < n_first
+        scale += (w[i] * gl.where(inside, first_rstd, second_rstd),)
+        shift += (b[i] - gl.where(inside, first_mean, second_mean) * scale[i],)
+    return scale, shift
+
+
+@gluon.jit
+def finish(Y, x, scale, shift, mask, dtype: gl.constexpr):
+    low = even(x, dtype) * scale[0] + shift[0]
+    high = odd(x, dtype) * scale[1] + shift[1]
+    gl.store(Y, pair_up(low, high, dtype), mask=mask)
+
+
+@gluon.jit
+def nothing(LINES: gl.constexpr, layout: gl.constexpr):
+    zeros = gl.zeros([LINES, 4], gl.float32, layout)
+    return zeros, zeros, zeros, zeros
+
+
+@gluon.jit
+def walk_held(
+    Y, X, W, B, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
+    store_stats,
+    SPLIT: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Images team, team + teams, ... in parts of ``length`` places. WORDS[n_images, split, GROUPS] must be zero."""
+    dtype: gl.constexpr = X.dtype.element_ty
+    pairs: gl.constexpr = gl.pointer_type(gl.int32)
+    layout: gl.constexpr = lines_layout(gl.num_warps())
+    columns: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    PARTS: gl.constexpr = min(SPLIT, 32)
+    ring = gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
+    at = line[:, None] * 4 + word
+    vectors = n_cols // 8
+    rows = LINES // vectors
+    row = line // vectors
+    vector = line - row * vectors
+    tile_words = rows * (n_cols // 2)
+    image_words = gl.cast(spatial, gl.int64) * (n_cols // 2)
+    teams = gl.num_programs(0) // split
+    team = gl.program_id(0) // split
+    part = gl.program_id(0) % split
+    start = part * length
+    count = gl.minimum(length, spatial - start)
+    tiles = (count + rows - 1) // rows
+    X = X.to(pairs, bitcast=True) + (gl.cast(start, gl.int64) * (n_cols // 2) + at)
+    Y = Y.to(pairs, bitcast=True) + (gl.cast(start, gl.int64) * (n_cols // 2) + at)
+    slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
+    slots = tiles + slack + AHEAD
+    channel = vector[:, None] * 8 + word * 2
+    in_use = (row < rows)[:, None]
+    w = vector_of(W, channel, in_use, w_kind, 1.0)
+    b = vector_of(B, channel, in_use, b_kind, 0.0)
+    ask_image, ask_tile = team, team * 0
+    for i in range(AHEAD):
+        ask(ring, i, X, ask_image, n_images, image_words, ask_tile, row, rows, count, tile_words)
+        ask_tile += 1
+        ask_image = gl.where(ask_tile < tiles, ask_image, ask_image + teams)
+        ask_tile = gl.where(ask_tile < tiles, ask_tile, 0)
+    slot = team * 0
+    free = slot + AHEAD
+    async_copy.wait_group(AHEAD - 1)
+    pivot = ring.index(slot).load(layout)
+    sums = nothing(LINES, layout)
+    scale, shift = w, b
+    # Before the first image only: there is nothing to finish.
+    for i in range(tiles):
+        async_copy.wait_group(AHEAD - 1)
+        sums = include(sums, pivot, ring.index(slot).load(layout), dtype)
+        ask(ring, free, X, ask_image, n_images, image_words, ask_tile, row, rows, count, tile_words)
+        slot = gl.where(slot < slots - 1, slot + 1, 0)
+        free = gl.where(free < slots - 1, free + 1, 0)
+        ask_tile += 1
+        ask_image = gl.where(ask_tile < tiles, ask_image, ask_image + teams)
+        ask_tile = gl.where(ask_tile < tiles, ask_tile, 0)
+    for last in range(team - teams, n_images, teams):
+        # ``last``: the image being finished; its first tiles - slack tiles are.
+        image = last + teams
+        there = image < n_images
+        mean, deviation = group_moments(
+            sums, pivot, word, vector, row, rows, vectors, count, groups, channels, dtype, GROUPS, 64
+        )
+        group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])))
+        words = WORDS + (gl.cast(image, gl.int64) * split + part) * GROUPS + group
+        post_both(words, mean, deviation, there & (group < GROUPS))
+        async_copy.wait_group(AHEAD - 1)
+        pivot = ring.index(slot).load(layout)
+        sums = nothing(LINES, layout)
+        for i in range(slack):
+            async_copy.wait_group(AHEAD - 1)
+            x = ring.index(slot).load(layout)
+            done = ring.index(free).load(layout)
+            ask(ring, free, X, ask_image, n_images, image_words, ask_tile, row, rows, count, tile_words)
+            tile = tiles - slack + i
+            mask = ((row + tile * rows < count) & (row < rows) & (last >= 0))[:, None]
+            finish(Y + gl.cast(last, gl.int64) * image_words + tile * tile_words, done, scale, shift, mask, dtype)
+            sums = include(sums, pivot, x, dtype)
+            slot = gl.where(slot < slots - 1, slot + 1, 0)
+            free = gl.where(free < slots - 1, free + 1, 0)
+            ask_tile += 1
+            ask_image = gl.where(ask_tile < tiles, ask_image, ask_image + teams)
+            ask_tile = gl.where(ask_tile < tiles, ask_tile, 0)
+        known = gl.where(there, image, team)
+        mean, deviation = image_moments(WORDS, known, split, length, spatial, channels, PARTS, GROUPS, columns)
+        rstd = gl.rsqrt(deviation / (spatial.to(gl.float32) * channels) + eps)
+        group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, columns))
+        stats = STATS + (image * groups + group) * 2
+        live = there & (group < groups) & (store_stats != 0) & (part == 0)
+        gl.store(stats, mean, mask=live)
+        gl.store(stats + 1, rstd, mask=live)
+        scale, shift = lines_of(mean, rstd, w, b, word, vector, groups, channels)
+        for i in range(tiles - slack):
+            async_copy.wait_group(AHEAD - 1)
+            x = ring.index(slot).load(layout)
+            done = ring.index(free).load(layout)
+            ask(ring, free, X, ask_image, n_images, image_words, ask_tile, row, rows, count, tile_words)
+            mask = ((row + i * rows < count) & (row < rows) & there)[:, None]
+            finish(Y + gl.cast(image, gl.int64) * image_words + i * tile_words, done, scale, shift, mask, dtype)
+            sums = include(sums, pivot, x, dtype)
+            slot = gl.where(slot < slots - 1, slot + 1, 0)
+            free = gl.where(free < slots - 1, free + 1, 0)
+            ask_tile += 1
+            ask_image = gl.where(ask_tile < tiles, ask_image, ask_image + teams)
+            ask_tile = gl.where(ask_tile < tiles, ask_tile, 0)
+    async_copy.wait_group(0)

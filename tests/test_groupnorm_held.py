@@ -1,0 +1,42 @@
+"""GroupNorm of channels-last images that programs hold, a part each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import test_groupnorm
+from tests.op_tests import BF16, FP16, FP32, Case, Way
+from tests.own_tables import way_with
+
+pytestmark = pytest.mark.interpreter
+
+TABLES = """
+[kernel.groupnorm_forward_last]
+provenance = "made up for a test"
+rows = [
+  { aligned = false, form = "last", rows = 4, block = 64, groups = 2, num_warps = 4 },
+  { max_n = 1000000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, groups = 4, num_warps = 4, programs_per_multiprocessor = 3 },
+  { form = "last", rows = 4, block = 64, groups = 2, num_warps = 4 },
+]
+"""
+
+CASES = (
+    Case((1, 16, 4, 4), BF16, channels_last=True),
+    Case((1, 32, 25, 4), FP16, channels_last=True, num_groups=4, wide=True),
+    Case((5, 32, 10, 3), BF16, channels_last=True, num_groups=4, offset=300.0),
+    Case((7, 48, 10, 4), FP16, channels_last=True, num_groups=4, weight=None),
+    Case((3, 80, 11, 2), BF16, channels_last=True, num_groups=2, bias=None, wide=True),
+    Case((13, 16, 3, 3), FP16, channels_last=True, num_groups=4),
+    Case((2, 256, 17, 1), BF16, channels_last=True, num_groups=1),
+    Case((1, 16, 1, 1), BF16, channels_last=True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_held(case: Case, poisoned: None, tmp_path: Path) -> None:
+    tests = test_groupnorm.TestGroupNorm()
+    way = way_with(tests.op_class, tmp_path / "pack", TABLES)
+    tests.check(way.op, case, way.allowed)
+    assert any("held" in name for name in way.loaded())
