@@ -40,3 +40,21 @@ def total(words, lane, count: tl.constexpr):
     """Sum of the first ``count`` posted values, in the order of the programs: the same in every program."""
     values = ((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     return tl.sum(tl.where(lane < count, values, 0.0), 0)
+
+
+@triton.jit
+def arrive(counter, programs):
+    """Come to a barrier of all the programs of a cooperative launch: what a program wrote before is seen by all others
+    once they have waited. ``counter`` (int32) is 0 when it is first used; from then on the barrier leaves it as the next
+    one needs it: each flips its sign, to which one program adds what makes the others' ones up to 2^31."""
+    one = tl.where(tl.program_id(0) == 0, 0x80000000 - (programs.to(tl.int64) - 1), 1).to(tl.int32)
+    return tl.atomic_add(counter, one, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def arrived(counter, before):
+    """Whether all have come since ``arrive`` returned ``before``."""
+    now = tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+    return (now ^ before) < 0

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.exchange import poll
+from csrc_triton.exchange import arrive, arrived, poll
 from csrc_triton.norm_ring import lines_layout
 from csrc_triton.norm_vectors import load_vector
 from csrc_triton.packed import even, odd, pair_up
@@ -82,6 +82,12 @@ def places_of(count, row, rows):
     return (gl.maximum(count - row + (rows - 1), 0) // rows).to(gl.float32)
 
 
+@gluon.constexpr_function
+def table_layout(members, warps):
+    """The layout of a table of groups and of ``members`` of each."""
+    return gl.BlockedLayout([1, 4], [128 // members, members // 4], [warps, 1], [1, 0])
+
+
 @gluon.jit
 def group_moments(
     sums, pivot, word, vector, row, rows, vectors, count, groups, channels, dtype: gl.constexpr,
@@ -99,7 +105,7 @@ def group_moments(
         sums, pivot, size, gl.maximum(8.0 - count_first, 1.0), in_second, dtype
     )
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    table: gl.constexpr = gl.BlockedLayout([1, 4], [128 // MEMBERS, MEMBERS // 4], [gl.num_warps(), 1], [1, 0])
+    table: gl.constexpr = table_layout(MEMBERS, gl.num_warps())
     item = gl.arange(0, GROUPS * MEMBERS, layout=flat)
     group = item // MEMBERS
     group_vector = group * channels // 8
@@ -202,11 +208,13 @@ def walk_held(
     store_stats,
     SPLIT: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Images team, team + teams, ... in parts of ``length`` places. WORDS[n_images, split, GROUPS] must be zero."""
+    """Images team, team + teams, ... in parts of ``length`` places. WORDS holds a barrier's counter in its first word
+    and room for [n_images, split, GROUPS] words from its third on."""
     dtype: gl.constexpr = X.dtype.element_ty
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
     layout: gl.constexpr = lines_layout(gl.num_warps())
     columns: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    table: gl.constexpr = gl.SliceLayout(1, table_layout(64, gl.num_warps()))
     PARTS: gl.constexpr = min(SPLIT, 32)
     ring = gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
@@ -232,6 +240,15 @@ def walk_held(
     in_use = (row < rows)[:, None]
     w = vector_of(W, channel, in_use, w_kind, 1.0)
     b = vector_of(B, channel, in_use, b_kind, 0.0)
+    group = gl.arange(0, GROUPS, layout=table)
+    counter = WORDS.to(gl.pointer_type(gl.int32), bitcast=True)
+    WORDS += 2
+    for image in range(team, n_images, teams):
+        words = WORDS + (gl.cast(image, gl.int64) * split + part) * GROUPS + group
+        gl.store(words, gl.zeros([GROUPS], gl.int64, table))
+    gl.thread_barrier()
+    before = arrive(counter, gl.num_programs(0))
+    waiting = True
     ask_image, ask_tile = team, team * 0
     for i in range(AHEAD):
         ask(ring, i, X, ask_image, n_images, image_words, ask_tile, row, rows, count, tile_words)
@@ -261,9 +278,8 @@ def walk_held(
         mean, deviation = group_moments(
             sums, pivot, word, vector, row, rows, vectors, count, groups, channels, dtype, GROUPS, 64
         )
-        group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])))
         words = WORDS + (gl.cast(image, gl.int64) * split + part) * GROUPS + group
-        post_both(words, mean, deviation, there & (group < GROUPS))
+        post_both(words, mean, deviation, there)
         async_copy.wait_group(AHEAD - 1)
         pivot = ring.index(slot).load(layout)
         sums = nothing(LINES, layout)
@@ -281,12 +297,14 @@ def walk_held(
             ask_tile += 1
             ask_image = gl.where(ask_tile < tiles, ask_image, ask_image + teams)
             ask_tile = gl.where(ask_tile < tiles, ask_tile, 0)
+        while waiting:
+            waiting = not arrived(counter, before)
         known = gl.where(there, image, team)
         mean, deviation = image_moments(WORDS, known, split, length, spatial, channels, PARTS, GROUPS, columns)
         rstd = gl.rsqrt(deviation / (spatial.to(gl.float32) * channels) + eps)
-        group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, columns))
-        stats = STATS + (image * groups + group) * 2
-        live = there & (group < groups) & (store_stats != 0) & (part == 0)
+        column = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, columns))
+        stats = STATS + (image * groups + column) * 2
+        live = there & (column < groups) & (store_stats != 0) & (part == 0)
         gl.store(stats, mean, mask=live)
         gl.store(stats + 1, rstd, mask=live)
         scale, shift = lines_of(mean, rstd, w, b, word, vector, groups, channels)

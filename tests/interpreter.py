@@ -183,6 +183,10 @@ def _teach_inline_assembly() -> None:
             result = _interpreter.load(
                 data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64)
             )
+        elif operation == "ld.acquire.gpu.global.u32":
+            mask = np.ones_like(data[0], dtype=bool)
+            nothing = np.zeros(data[0].shape, np.int32)
+            result = _interpreter.load(data[0].astype(np.uint64), mask, nothing, np.dtype(np.int32))
         elif operation == "lg2.approx.ftz.f32":
             result = np.log2(data[0])
         elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):

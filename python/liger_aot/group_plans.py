@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn
+from liger_aot.stream_words import StreamWords
 
 LONGEST = (1 << 31) - 1  # takes a table's last row
 HANDOVER = 4  # tiles that a program has time for while the parts of an image are exchanged
@@ -84,6 +86,18 @@ def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> t
             on.plans.clear()
         on.plans[key] = found = loaded, held or _plan(on, loaded, way, shape)
     return found
+
+
+def words_of(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> Tensor | None:
+    """What the programs of a launch exchange through, beside x."""
+    if not plan.words:
+        return None
+    if "slots" not in loaded.numbers:
+        return x.new_zeros(plan.words, dtype=torch.int64)
+    kept: StreamWords | None = on.plans.get("words")
+    if kept is None:
+        kept = on.plans.setdefault("words", StreamWords(x.device))
+    return kept.on(stream, plan.words)
 
 
 def _shares(on: OpOn, loaded: Loaded, shape: Shape) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.group_plans import Shape, find
+from liger_aot.group_plans import Shape, find, words_of
 from liger_aot.layout import Rows, rows_of
 from liger_aot.op import Problem, check_tensor, check_vector
 from liger_aot.ops import column_sums
@@ -126,9 +126,10 @@ class GroupNorm(DifferentiableOp):
         x_at, y_at, (w_at, b_at, w_kind, b_kind) = in_x[0], y.data_ptr(), vectors
         places = x_at | y_at | w_at | b_at
         loaded, plan = find(on, "forward", x.dtype, places, shape)
-        words = x.new_zeros(plan.words, dtype=torch.int64) if plan.words else None
+        stream = on.stream(on.device)
+        words = words_of(on, stream, loaded, plan, x)
         loaded.launch(
-            on.device, on.stream(on.device), plan.programs, 1, 1,
+            on.device, stream, plan.programs, 1, 1,
             y_at, x_at, w_at, b_at, None if stats is None else stats.data_ptr(),
             None if words is None else words.data_ptr(), *plan.forward, plan.length, plan.split, eps,
             w_kind, b_kind, keep,
