@@ -86,7 +86,7 @@ DECLARATION = {
                 "held": {
                     "language": "gluon",
                     "function": "forward_held",
-                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS"],
+                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS"],
                     "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
@@ -261,11 +261,12 @@ def forward_held(
     Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
     w_kind, b_kind, store_stats,
     SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
+    MEMBERS: gl.constexpr,
 ):  # fmt: skip
     """Units are images, of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
     walk_held(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
-        store_stats, SPLIT, GROUPS, LINES, SLOTS, AHEAD,
+        store_stats, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD,
     )  # fmt: skip
 
 

@@ -28,34 +28,39 @@ from csrc_triton.packed import even, odd, pair_up
 
 @gluon.jit
 def ask(ring, slot, X, image, n_images, image_words, tile, row, rows, count, tile_words):
-    """Begin to copy a tile; where a row is past the part's last, the line of its first tile once more."""
-    offset = gl.where(row + tile * rows < count, tile * tile_words, 0)
-    mask = (row < gl.minimum(rows, count)) & (image < n_images)
-    pointers = X + gl.cast(image, gl.int64) * image_words + offset[:, None]
+    """Begin to copy a tile."""
+    mask = (row < rows) & (row + tile * rows < count) & (image < n_images)
+    pointers = X + (gl.cast(image, gl.int64) * image_words + tile * tile_words)
     async_copy.async_copy_global_to_shared(ring.index(slot), pointers, mask=mask[:, None])
     async_copy.commit_group()
 
 
 @gluon.jit
-def include(sums, pivot, x, dtype: gl.constexpr):
-    """Add what a tile differs from the part's first one."""
+def include(sums, pivot, x, live, dtype: gl.constexpr):
+    """Add what a tile's lines, of those that are ``live``, differ from the pivots."""
+    x = gl.where(live, x, pivot)
     low = even(x, dtype) - even(pivot, dtype)
     high = odd(x, dtype) - odd(pivot, dtype)
     return sums[0] + low, sums[1] + high, sums[2] + low * low, sums[3] + high * high
 
 
 @gluon.jit
-def line_moments(sums, pivot, size, n_first, inside, dtype: gl.constexpr):
-    """(mean, sum of squared deviations) of the channels of a line that are ``inside`` a group, a (low, high) pair."""
-    one = 1.0 / gl.maximum(size, 1.0)[:, None]
-    low = even(pivot, dtype) + sums[0] * one
-    high = odd(pivot, dtype) + sums[1] * one
-    mean = gl.sum(gl.where(inside[0], low, 0.0) + gl.where(inside[1], high, 0.0), 1) / n_first
-    low_apart = low - mean[:, None]
-    high_apart = high - mean[:, None]
-    low = sums[2] - sums[0] * sums[0] * one + size[:, None] * low_apart * low_apart
-    high = sums[3] - sums[1] * sums[1] * one + size[:, None] * high_apart * high_apart
-    return mean, gl.sum(gl.where(inside[0], low, 0.0) + gl.where(inside[1], high, 0.0), 1)
+def first_of(x, word, inside):
+    """For the channels of a line pivots, close to what they are: its first channel's first place for those ``inside``
+    that one's group, its last channel's for the others."""
+    first = gl.sum(gl.where(word == 0, x & 0xFFFF, 0), 1)[:, None]
+    last = gl.sum(gl.where(word == 3, (x >> 16) & 0xFFFF, 0), 1)[:, None]
+    return gl.where(inside[0], first, last) | (gl.where(inside[1], first, last) << 16)
+
+
+@gluon.jit
+def line_moments(sums, pivot, n, inside):
+    """(mean, sum of squared deviations) of the n elements of a line that are ``inside`` a group."""
+    zeros = gl.zeros_like(sums[0])
+    total = gl.sum(gl.where(inside[0], sums[0], zeros) + gl.where(inside[1], sums[1], zeros), 1)
+    squares = gl.sum(gl.where(inside[0], sums[2], zeros) + gl.where(inside[1], sums[3], zeros), 1)
+    mean = total / gl.maximum(n, 1.0)
+    return pivot + mean, gl.maximum(squares - total * mean, 0.0)
 
 
 @gluon.jit
@@ -79,7 +84,7 @@ def merge_more(mean, deviation, held, means, deviations, counts, axis: gl.conste
 @gluon.jit
 def places_of(count, row, rows):
     """How many places of a part are in row ``row`` of its tiles."""
-    return (gl.maximum(count - row + (rows - 1), 0) // rows).to(gl.float32)
+    return gl.maximum(count - row + (rows - 1), 0) // rows
 
 
 @gluon.constexpr_function
@@ -89,49 +94,49 @@ def table_layout(members, warps):
 
 
 @gluon.jit
+def members_of(
+    count, rows, vectors, groups, channels, GROUPS: gl.constexpr, MEMBERS: gl.constexpr
+):  # fmt: skip
+    """Which lines of a tile have channels of a group: of each, in a table [GROUPS, MEMBERS], three things in an int32:
+    the line; whether the group is the one of the line's first channel; how many elements a part has of them."""
+    item = gl.arange(0, GROUPS * MEMBERS, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    group = item // MEMBERS
+    first_vector = group * channels // 8
+    across = ((group + 1) * channels - 1) // 8 + 1 - first_vector  # lines of a place
+    row = item % MEMBERS // across
+    vector = first_vector + item % MEMBERS - row * across
+    group_of_first = vector * 8 // channels
+    is_first = group_of_first == group
+    n = gl.minimum((group_of_first + 1) * channels - vector * 8, 8)
+    n = gl.where(is_first, n, 8 - n) * places_of(count, row, rows)
+    live = (row < rows) & (group < groups)
+    return gl.where(live, (n * 2 + is_first.to(gl.int32)) * 4096 + row * vectors + vector, 0)
+
+
+@gluon.jit
 def group_moments(
-    sums, pivot, word, vector, row, rows, vectors, count, groups, channels, dtype: gl.constexpr,
+    sums, pivot, word, n_first, n_second, members, in_first, in_second, dtype: gl.constexpr,
     GROUPS: gl.constexpr, MEMBERS: gl.constexpr,
 ):  # fmt: skip
     """(mean, sum of squared deviations) of each group over a part, [GROUPS] each."""
-    size = places_of(count, row, rows)
-    first = vector * 8 // channels
-    n_first = gl.minimum((first + 1) * channels - vector * 8, 8)
-    in_first = (word * 2 < n_first[:, None], word * 2 + 1 < n_first[:, None])
-    in_second = (word * 2 >= n_first[:, None], word * 2 + 1 >= n_first[:, None])
-    count_first = n_first.to(gl.float32)
-    first_mean, first_deviation = line_moments(sums, pivot, size, count_first, in_first, dtype)
-    second_mean, second_deviation = line_moments(
-        sums, pivot, size, gl.maximum(8.0 - count_first, 1.0), in_second, dtype
-    )
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     table: gl.constexpr = table_layout(MEMBERS, gl.num_warps())
-    item = gl.arange(0, GROUPS * MEMBERS, layout=flat)
-    group = item // MEMBERS
-    group_vector = group * channels // 8
-    across = ((group + 1) * channels - 1) // 8 + 1 - group_vector  # lines of a place that a group is in
-    most = (channels + 6) // 8 + 1
-    mean = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(1, table))
-    deviation, held = mean, mean
-    for begin in range(0, most * rows, MEMBERS):
-        member = begin + item % MEMBERS
-        member_row = member // across
-        member_vector = group_vector + member - member_row * across
-        live = (member_row < rows) & (group < groups)
-        at = gl.where(live, member_row * vectors + member_vector, 0)
-        member_first = member_vector * 8 // channels
-        is_first = member_first == group
-        n = gl.minimum((member_first + 1) * channels - member_vector * 8, 8)
-        n = gl.where(is_first, n, 8 - n).to(gl.float32) * places_of(count, member_row, rows)
-        n = gl.where(live, n, 0.0)
-        means = gl.where(is_first, gl.gather(first_mean, at, 0), gl.gather(second_mean, at, 0))
-        deviations = gl.where(is_first, gl.gather(first_deviation, at, 0), gl.gather(second_deviation, at, 0))
-        deviations = gl.where(live, deviations, 0.0)
-        means = gl.convert_layout(means.reshape([GROUPS, MEMBERS]), table)
-        deviations = gl.convert_layout(deviations.reshape([GROUPS, MEMBERS]), table)
-        n = gl.convert_layout(n.reshape([GROUPS, MEMBERS]), table)
-        mean, deviation, held = merge_more(mean, deviation, held, means, deviations, n, 1)
-    return mean, deviation
+    pivot_first = gl.sum(gl.where(word == 0, even(pivot, dtype), 0.0), 1)
+    pivot_second = gl.sum(gl.where(word == 3, odd(pivot, dtype), 0.0), 1)
+    first_mean, first_deviation = line_moments(sums, pivot_first, n_first, in_first)
+    second_mean, second_deviation = line_moments(sums, pivot_second, n_second, in_second)
+    at = members & 4095
+    is_first = (members & 4096) != 0
+    n = (members >> 13).to(gl.float32)
+    means = gl.where(is_first, gl.gather(first_mean, at, 0), gl.gather(second_mean, at, 0))
+    deviations = gl.where(is_first, gl.gather(first_deviation, at, 0), gl.gather(second_deviation, at, 0))
+    deviations = gl.where(n > 0.0, deviations, 0.0)
+    means = gl.convert_layout(means.reshape([GROUPS, MEMBERS]), table)
+    deviations = gl.convert_layout(deviations.reshape([GROUPS, MEMBERS]), table)
+    n = gl.convert_layout(n.reshape([GROUPS, MEMBERS]), table)
+    held, totals = gl.reduce((n, means * n), 1, add_both)
+    mean = totals / gl.maximum(held, 1.0)
+    apart = means - mean[:, None]
+    return mean, gl.sum(deviations + n * apart * apart, 1)
 
 
 @gluon.jit
@@ -174,18 +179,16 @@ def vector_of(V, channel, mask, kind, missing):
 
 
 @gluon.jit
-def lines_of(mean, rstd, w, b, word, vector, groups, channels):
+def lines_of(mean, rstd, w, b, vector, inside, groups, channels):
     """What an image's lines are scaled by and shifted by, (even, odd) channels each."""
     first = gl.minimum(vector * 8 // channels, groups - 1)
     second = gl.minimum(first + 1, groups - 1)
-    n_first = ((first + 1) * channels - vector * 8)[:, None]
     first_mean, first_rstd = gl.gather(mean, first, 0)[:, None], gl.gather(rstd, first, 0)[:, None]
     second_mean, second_rstd = gl.gather(mean, second, 0)[:, None], gl.gather(rstd, second, 0)[:, None]
     scale, shift = (), ()
     for i in gl.static_range(2):
-        inside = word * 2 + i < n_first
-        scale += (w[i] * gl.where(inside, first_rstd, second_rstd),)
-        shift += (b[i] - gl.where(inside, first_mean, second_mean) * scale[i],)
+        scale += (w[i] * gl.where(inside[i], first_rstd, second_rstd),)
+        shift += (b[i] - gl.where(inside[i], first_mean, second_mean) * scale[i],)
     return scale, shift
 
 
@@ -206,7 +209,7 @@ def nothing(LINES: gl.constexpr, layout: gl.constexpr):
 def walk_held(
     Y, X, W, B, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
     store_stats,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Images team, team + teams, ... in parts of ``length`` places. WORDS holds a barrier's counter in its first word
     and room for [n_images, split, GROUPS] words from its third on."""
@@ -214,8 +217,8 @@ def walk_held(
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
     layout: gl.constexpr = lines_layout(gl.num_warps())
     columns: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
-    table: gl.constexpr = gl.SliceLayout(1, table_layout(64, gl.num_warps()))
-    PARTS: gl.constexpr = min(SPLIT, 32)
+    table: gl.constexpr = gl.SliceLayout(1, table_layout(MEMBERS, gl.num_warps()))
+    PARTS: gl.constexpr = min(SPLIT, 64)
     ring = gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
@@ -240,6 +243,14 @@ def walk_held(
     in_use = (row < rows)[:, None]
     w = vector_of(W, channel, in_use, w_kind, 1.0)
     b = vector_of(B, channel, in_use, b_kind, 0.0)
+    here = gl.minimum((vector * 8 // channels + 1) * channels - vector * 8, 8)[:, None]  # channels of the first group
+    in_first = (word * 2 < here, word * 2 + 1 < here)
+    in_second = (word * 2 >= here, word * 2 + 1 >= here)
+    size = gl.where(row < rows, places_of(count, row, rows), 0)
+    here = gl.minimum((vector * 8 // channels + 1) * channels - vector * 8, 8)
+    n_first = (size * here).to(gl.float32)
+    n_second = (size * (8 - here)).to(gl.float32)
+    members = members_of(count, rows, vectors, groups, channels, GROUPS, MEMBERS)
     group = gl.arange(0, GROUPS, layout=table)
     counter = WORDS.to(gl.pointer_type(gl.int32), bitcast=True)
     WORDS += 2
@@ -258,13 +269,14 @@ def walk_held(
     slot = team * 0
     free = slot + AHEAD
     async_copy.wait_group(AHEAD - 1)
-    pivot = ring.index(slot).load(layout)
+    pivot = first_of(ring.index(slot).load(layout), word, in_first)
     sums = nothing(LINES, layout)
     scale, shift = w, b
     # Before the first image only: there is nothing to finish.
     for i in range(tiles):
         async_copy.wait_group(AHEAD - 1)
-        sums = include(sums, pivot, ring.index(slot).load(layout), dtype)
+        live = ((row < rows) & (row + i * rows < count))[:, None]
+        sums = include(sums, pivot, ring.index(slot).load(layout), live, dtype)
         ask(ring, free, X, ask_image, n_images, image_words, ask_tile, row, rows, count, tile_words)
         slot = gl.where(slot < slots - 1, slot + 1, 0)
         free = gl.where(free < slots - 1, free + 1, 0)
@@ -276,12 +288,12 @@ def walk_held(
         image = last + teams
         there = image < n_images
         mean, deviation = group_moments(
-            sums, pivot, word, vector, row, rows, vectors, count, groups, channels, dtype, GROUPS, 64
+            sums, pivot, word, n_first, n_second, members, in_first, in_second, dtype, GROUPS, MEMBERS
         )
         words = WORDS + (gl.cast(image, gl.int64) * split + part) * GROUPS + group
         post_both(words, mean, deviation, there)
         async_copy.wait_group(AHEAD - 1)
-        pivot = ring.index(slot).load(layout)
+        pivot = first_of(ring.index(slot).load(layout), word, in_first)
         sums = nothing(LINES, layout)
         for i in range(slack):
             async_copy.wait_group(AHEAD - 1)
@@ -289,9 +301,10 @@ def walk_held(
             done = ring.index(free).load(layout)
             ask(ring, free, X, ask_image, n_images, image_words, ask_tile, row, rows, count, tile_words)
             tile = tiles - slack + i
-            mask = ((row + tile * rows < count) & (row < rows) & (last >= 0))[:, None]
+            mask = ((row < rows) & (row + tile * rows < count) & (last >= 0))[:, None]
             finish(Y + gl.cast(last, gl.int64) * image_words + tile * tile_words, done, scale, shift, mask, dtype)
-            sums = include(sums, pivot, x, dtype)
+            live = ((row < rows) & (row + i * rows < count))[:, None]
+            sums = include(sums, pivot, x, live, dtype)
             slot = gl.where(slot < slots - 1, slot + 1, 0)
             free = gl.where(free < slots - 1, free + 1, 0)
             ask_tile += 1
@@ -304,10 +317,10 @@ def walk_held(
         rstd = gl.rsqrt(deviation / (spatial.to(gl.float32) * channels) + eps)
         column = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, columns))
         stats = STATS + (image * groups + column) * 2
-        live = there & (column < groups) & (store_stats != 0) & (part == 0)
-        gl.store(stats, mean, mask=live)
-        gl.store(stats + 1, rstd, mask=live)
-        scale, shift = lines_of(mean, rstd, w, b, word, vector, groups, channels)
+        first_part = there & (column < groups) & (store_stats != 0) & (part == 0)
+        gl.store(stats, mean, mask=first_part)
+        gl.store(stats + 1, rstd, mask=first_part)
+        scale, shift = lines_of(mean, rstd, w, b, vector, in_first, groups, channels)
         for i in range(tiles - slack):
             async_copy.wait_group(AHEAD - 1)
             x = ring.index(slot).load(layout)
@@ -315,7 +328,8 @@ def walk_held(
             ask(ring, free, X, ask_image, n_images, image_words, ask_tile, row, rows, count, tile_words)
             mask = ((row + i * rows < count) & (row < rows) & there)[:, None]
             finish(Y + gl.cast(image, gl.int64) * image_words + i * tile_words, done, scale, shift, mask, dtype)
-            sums = include(sums, pivot, x, dtype)
+            live = ((row < rows) & (row + (slack + i) * rows < count))[:, None]
+            sums = include(sums, pivot, x, live, dtype)
             slot = gl.where(slot < slots - 1, slot + 1, 0)
             free = gl.where(free < slots - 1, free + 1, 0)
             ask_tile += 1
