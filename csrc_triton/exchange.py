@@ -43,6 +43,19 @@ def total(words, lane, count: tl.constexpr):
 
 
 @triton.jit
+def post_both(pointers, a, b, mask):
+    """Publish two fp32 values in one word, the first with its last bit set, so that no word is 0."""
+    high = (a.to(tl.uint32, bitcast=True) | 1).to(tl.int64) << 32
+    tl.store(pointers, high | b.to(tl.uint32, bitcast=True).to(tl.int64), mask=mask)
+
+
+@triton.jit
+def posted_both(words):
+    first = ((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+    return first, (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def arrive(counter, programs):
     """Come to a barrier of all the programs of a cooperative launch: what a program wrote before is seen by all others
     once they have waited. ``counter`` (int32) is 0 when it is first used; from then on the barrier leaves it as the next

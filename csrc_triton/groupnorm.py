@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.groupnorm_held import walk_held
+from csrc_triton.groupnorm_held import walk_images
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
 from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
@@ -264,7 +264,7 @@ def forward_held(
     MEMBERS: gl.constexpr,
 ):  # fmt: skip
     """Units are images, of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
-    walk_held(
+    walk_images(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
         store_stats, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD,
     )  # fmt: skip

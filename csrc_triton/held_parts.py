@@ -1,0 +1,181 @@
+"""The walk of programs that hold a part of a unit each, and share what they find in it (Gluon, Hopper).
+
+A unit is what must be read whole before any of it can be written, and too long for one program: an image of GroupNorm's,
+or a group. What bounds it, at 132 multiprocessors and 4.3 TB/s of reads and writes: 32 bytes a nanosecond each, and
+reads, half of them, under way for 1.2 to 1.5 us: 24 KB at every moment. To read units twice costs a half more.
+
+So a team of ``split`` programs takes a unit. Each copies its part to shared memory and includes it in its sums, hands
+these to the others and waits for theirs (the launch is cooperative), and finishes what it still holds. Tiles are of LINES
+lines of 16 bytes, two 16-bit elements to an int32, and go through a ring of SLOTS tiles, AHEAD of them under way. With
+every tile that is finished, one of the next unit is included; a part's last ``slack`` tiles wait for as many of the next
+part, while the exchange takes place. Every thread reads back what it copied itself.
+
+Lines of a tile are in ``rows`` rows, of which the ones from ``count`` on are past the part's end.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from csrc_triton.exchange import arrive, arrived, poll, post_both, posted_both
+from csrc_triton.norm_ring import lines_layout
+from csrc_triton.row_ring_parts import tiles_in, words_of_block
+
+
+@gluon.constexpr_function
+def words_layout(groups, warps):
+    """The layout of the words [parts, groups] of a unit."""
+    lanes = min(32, groups)
+    return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def table_layout(members, warps):
+    """The layout of a table [groups, members]: four neighbours a thread. Parts' sums have its rows'."""
+    across = min(32, members // 4)
+    return gl.BlockedLayout([1, 4], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def live_lines(tile, row, rows, count):
+    """Which lines of a part's tile are there."""
+    return (row < rows) & (row + tile * rows < count)
+
+
+@gluon.jit
+def ask(rings, slot, ins, unit, n_units, unit_words, tile, row, rows, count, tile_words):
+    """Begin to copy a tile of each input."""
+    mask = (live_lines(tile, row, rows, count) & (unit < n_units))[:, None]
+    at = gl.cast(unit, gl.int64) * unit_words + tile * tile_words
+    for i in gl.static_range(len(ins)):
+        async_copy.async_copy_global_to_shared(rings[i].index(slot), ins[i] + at, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def following(slot, slots):
+    return gl.where(slot < slots - 1, slot + 1, 0)
+
+
+@gluon.jit
+def exchanged(
+    WORDS, unit, split, given, merge: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr
+):  # fmt: skip
+    """What all parts of a unit posted, merged in their order."""
+    layout: gl.constexpr = words_layout(GROUPS, gl.num_warps())
+    PARTS: gl.constexpr = min(SPLIT, 64)
+    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, layout))
+    WORDS += gl.cast(unit, gl.int64) * split * GROUPS + group[None, :]
+    zeros = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(0, layout))
+    totals = zeros, zeros, zeros
+    for begin in range(0, split, PARTS):
+        at = WORDS + gl.minimum(begin + part, split - 1)[:, None] * GROUPS
+        words = gl.full([PARTS, GROUPS], 0, gl.int64, layout)
+        while gl.min(gl.min((words != 0).to(gl.int32), 1), 0) == 0:
+            words = poll(at)
+        first, second = posted_both(words)
+        live = (begin + part < split)[:, None]
+        totals = merge(totals, first, gl.where(live, second, 0.0), live, begin + part, given)
+    return totals
+
+
+@gluon.jit
+def walk_parts(
+    OUT, ins, WORDS, n_units, unit_words, tile_words, split, row, rows, count, given, carried,
+    begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, merge: gl.constexpr, settle: gl.constexpr,
+    finish: gl.constexpr,
+    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Units team, team + teams, ..., of ``unit_words`` int32 each. OUT and ``ins`` point to the part in unit 0. WORDS holds a barrier's counter in its first word and room for [n_units, split, GROUPS] from its
+    third on.
+
+    What is computed, where all get what is ``given`` and the dtype: ``begin(tiles, given, LINES, dtype)`` makes sums of nothing, of the first
+    tile of each input; ``include(sums, tiles, live, given, dtype)`` adds a tile's lines; ``fold(sums, carried, unit, there,
+    given, GROUPS, MEMBERS, dtype)`` makes of a part's sums two values a group, and of what is ``carried`` from unit to unit, whatever it is, the
+    next; ``merge(totals, first, second, live, part, given)`` adds what parts posted to three values a group;
+    ``settle(totals, unit, there, given)`` makes of these what ``finish(tiles, settled, tile, given, dtype)`` takes for the
+    words of a tile of OUT. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
+    dtype: gl.constexpr = OUT.dtype.element_ty
+    layout: gl.constexpr = lines_layout(gl.num_warps())
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums_layout: gl.constexpr = gl.SliceLayout(1, table_layout(MEMBERS, gl.num_warps()))
+    rings = ()
+    for _ in gl.static_range(len(ins)):
+        rings += (gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], shared),)
+    at = words_of_block(LINES, layout)
+    out = OUT.to(gl.pointer_type(gl.int32), bitcast=True) + at
+    sources = ()
+    for i in gl.static_range(len(ins)):
+        sources += (ins[i].to(gl.pointer_type(gl.int32), bitcast=True) + at,)
+    ins = sources
+    team, teams = gl.program_id(0) // split, gl.num_programs(0) // split
+    part = gl.program_id(0) % split
+    tiles = (count + rows - 1) // rows
+    slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
+    slots = tiles + slack + AHEAD
+    counter = WORDS.to(gl.pointer_type(gl.int32), bitcast=True)
+    group = gl.arange(0, GROUPS, layout=sums_layout)
+    WORDS += 2
+    for unit in range(team, n_units, teams):
+        words = WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group
+        gl.store(words, gl.zeros([GROUPS], gl.int64, sums_layout))
+    gl.thread_barrier()
+    before = arrive(counter, gl.num_programs(0))
+    waiting = True
+    ask_unit, ask_tile = team, team * 0
+    for i in range(AHEAD):
+        ask(rings, i, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
+        ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
+        ask_tile = following(ask_tile, tiles)
+    slot = team * 0
+    free = slot + AHEAD
+    async_copy.wait_group(AHEAD - 1)
+    sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
+    for i in range(tiles):
+        async_copy.wait_group(AHEAD - 1)
+        sums = include(sums, tiles_in(rings, slot, layout), live_lines(i, row, rows, count)[:, None], given, dtype)
+        ask(rings, free, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
+        ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
+        ask_tile = following(ask_tile, tiles)
+        slot, free = following(slot, slots), following(free, slots)
+    zeros = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(0, words_layout(GROUPS, gl.num_warps())))
+    settled = settle((zeros, zeros, zeros), team, False, given)
+    for last in range(team - teams, n_units, teams):
+        # All of ``unit`` is included, and all but ``slack`` tiles of ``last``, which may be none, are finished.
+        unit = last + teams
+        there = unit < n_units
+        first, second, carried = fold(sums, carried, unit, there, given, GROUPS, MEMBERS, dtype)
+        post_both(WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group, first, second, there)
+        async_copy.wait_group(AHEAD - 1)
+        sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
+        for i in range(slack):
+            async_copy.wait_group(AHEAD - 1)
+            new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
+            ask(rings, free, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
+            ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
+            ask_tile = following(ask_tile, tiles)
+            tile = tiles - slack + i
+            to = out + (gl.cast(last, gl.int64) * unit_words + tile * tile_words)
+            mask = live_lines(tile, row, rows, count) & (last >= 0)
+            gl.store(to, finish(old, settled, tile, given, dtype), mask=mask[:, None])
+            sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
+            slot, free = following(slot, slots), following(free, slots)
+        while waiting:
+            waiting = not arrived(counter, before)
+        totals = exchanged(WORDS, gl.where(there, unit, team), split, given, merge, SPLIT, GROUPS)
+        settled = settle(totals, unit, there, given)
+        for i in range(tiles - slack):
+            async_copy.wait_group(AHEAD - 1)
+            new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
+            ask(rings, free, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
+            ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
+            ask_tile = following(ask_tile, tiles)
+            to = out + (gl.cast(unit, gl.int64) * unit_words + i * tile_words)
+            mask = live_lines(i, row, rows, count) & there
+            gl.store(to, finish(old, settled, i, given, dtype), mask=mask[:, None])
+            sums = include(sums, new, live_lines(slack + i, row, rows, count)[:, None], given, dtype)
+            slot, free = following(slot, slots), following(free, slots)
+    async_copy.wait_group(0)
+    return carried
