@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.groupnorm_held import walk_images
+from csrc_triton.groupnorm_held import walk_images, walk_runs
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
 from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
@@ -65,6 +65,13 @@ DECLARATION = {
                     "covers": "PIECES * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
+                "held": {
+                    "language": "gluon",
+                    "function": "forward_held",
+                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD"],
+                    "cooperative": "SPLIT",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                },
                 "any": {
                     "function": "forward_any",
                     "constants": ["SPLIT", "BLOCK", "TILES"],
@@ -85,7 +92,7 @@ DECLARATION = {
             "forms": {
                 "held": {
                     "language": "gluon",
-                    "function": "forward_held",
+                    "function": "forward_last_held",
                     "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS"],
                     "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
@@ -193,6 +200,19 @@ def forward_ring(
     )  # fmt: skip
 
 
+@gluon.jit
+def forward_held(
+    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    store_stats,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Groups of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
+    walk_runs(
+        Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+        store_stats, SPLIT, LINES, SLOTS, AHEAD,
+    )  # fmt: skip
+
+
 @triton.jit
 def forward_any(
     Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
@@ -257,7 +277,7 @@ def forward_last(
 
 
 @gluon.jit
-def forward_held(
+def forward_last_held(
     Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
     w_kind, b_kind, store_stats,
     SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,

@@ -233,3 +233,73 @@ def walk_images(
         begin_last, include_apart, fold_last, merge_last, settle_last, finish_last,
         SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD,
     )  # fmt: skip
+
+
+@gluon.jit
+def begin_run(tiles, given, LINES: gl.constexpr, dtype: gl.constexpr):
+    """A line's pivot: its first element."""
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
+    first = gl.sum(gl.where(word == 0, tiles[0] & 0xFFFF, 0), 1)[:, None]
+    zeros = zeros_of(LINES)
+    return first | (first << 16), zeros, zeros, zeros, zeros
+
+
+@gluon.jit
+def fold_run(sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, dtype: gl.constexpr):
+    line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
+    pivot = gl.sum(even(sums[0], dtype), 1)
+    total, squares = gl.sum(sums[1] + sums[2], 1), gl.sum(sums[3] + sums[4], 1)
+    means, deviations = moments_of(total, squares, pivot, n)
+    held, total = gl.reduce((n, means * n), 0, add_both)
+    mean = total / held
+    deviation = gl.sum(gl.where(n > 0.0, deviations, 0.0) + n * (means - mean) * (means - mean), 0)
+    one = gl.zeros([1], gl.float32, gl.SliceLayout(1, table_layout(MEMBERS, gl.num_warps())))
+    return one + mean, one + deviation, carried
+
+
+@gluon.jit
+def merge_run(totals, means, deviations, live, part, given):
+    line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
+    counts = gl.maximum(gl.minimum(length, size - part * length), 0).to(gl.float32)[:, None]
+    return merge_parts(totals, means, deviations, gl.where(live, counts, 0.0))
+
+
+@gluon.jit
+def settle_run(totals, unit, there, given):
+    line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
+    rstd = gl.rsqrt(totals[1] / size.to(gl.float32) + eps)
+    store_statistics(STATS, totals[0], rstd, unit, 1, there & store)
+    return gl.sum(totals[0], 0), gl.sum(rstd, 0), unit % groups * channels
+
+
+@gluon.jit
+def finish_run(tiles, settled, tile, given, dtype: gl.constexpr):
+    line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
+    mean, rstd, first_channel = settled
+    inside = (start + (tile * line.shape[0] + line) * 8) // spatial
+    here = inside < channels
+    w = (load_vector(W, first_channel + inside, here, w_kind) + gl.where(w_kind == 0, 1.0, 0.0)) * rstd
+    b = load_vector(B, first_channel + inside, here, b_kind) - mean * w
+    low = even(tiles[0], dtype) * w[:, None] + b[:, None]
+    high = odd(tiles[0], dtype) * w[:, None] + b[:, None]
+    return pair_up(low, high, dtype)
+
+
+@gluon.jit
+def walk_runs(
+    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind, store_stats,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Groups that are one run of ``size`` elements, in parts of ``length``."""
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
+    part = gl.program_id(0) % split
+    start = part * length
+    count = (gl.minimum(length, size - start) // 8).to(gl.int32)
+    n = (places_of(count, line, LINES) * 8).to(gl.float32)
+    store = (store_stats != 0) & (part == 0)
+    given = (line, n, W, B, w_kind, b_kind, STATS, start.to(gl.int32), groups, channels, spatial, size, length, eps,
+        store)  # fmt: skip
+    walk_parts(
+        Y + start, (X + start,), WORDS, n_units, size // 2, LINES * 4, split, line, LINES, count, given, (),
+        begin_run, include_apart, fold_run, merge_run, settle_run, finish_run, SPLIT, 1, 4, LINES, SLOTS, AHEAD,
+    )  # fmt: skip

@@ -13,6 +13,13 @@ from tests.own_tables import way_with
 pytestmark = pytest.mark.interpreter
 
 TABLES = """
+[kernel.groupnorm_forward]
+provenance = "made up for a test"
+rows = [
+  { aligned = false, form = "any", block = 64, num_warps = 4 },
+  { max_n = 1000000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, num_warps = 4, programs_per_multiprocessor = 3 },
+  { form = "first", block = 64, num_warps = 4 },
+]
 [kernel.groupnorm_forward_last]
 provenance = "made up for a test"
 rows = [
@@ -31,6 +38,10 @@ CASES = (
     Case((13, 16, 3, 3), FP16, channels_last=True, num_groups=4),
     Case((2, 256, 17, 1), BF16, channels_last=True, num_groups=1),
     Case((1, 16, 1, 1), BF16, channels_last=True),
+    Case((1, 2, 8, 4), BF16),
+    Case((3, 6, 16, 10), FP16, wide=True),
+    Case((5, 4, 16, 20), BF16, offset=300.0, weight=None),
+    Case((1, 3, 16, 25), FP16, num_groups=1, bias=None),
 )
 
 

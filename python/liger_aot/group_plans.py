@@ -136,30 +136,37 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
 
 
 def _held(on: OpOn, loaded: Loaded, shape: Shape) -> Plan | None:
-    """For programs that hold a part of an image each in shared memory, in tiles; None where they can't."""
-    numbers = loaded.numbers
-    group = shape.channels // shape.groups
-    rows = numbers["lines"] * 8 // shape.channels  # places of a tile
+    """For programs that hold a part of a unit each, in tiles of lines of eight elements: of a channels-last image, a
+    tile of whole places; of a group that is one run, of any elements. None where they can't."""
+    numbers, group = loaded.numbers, shape.channels // shape.groups
+    step = numbers["lines"] * 8
+    units, extent, words = shape.images * shape.groups, group * shape.spatial, 1
+    if shape.last:
+        step //= shape.channels
+        units, extent, words = shape.images, shape.spatial, numbers["groups"]
+        across = group // 8 if not group & 7 else (group + 6) // 8 + 1  # lines of a place that a group is in
+        two = group == 4 or group >= 7  # no line is of three groups
+        if not step or not two or shape.groups > words or across * step > numbers["members"]:
+            return None
     resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
-    if shape.groups > numbers["groups"] or not (group == 4 or group >= 7) or not rows:
+    most = min(numbers["slots"] - numbers["ahead"], -(-extent // step))
+    least = -(-extent // (step * min(numbers["split"], resident)))
+    if least > most:
         return None
 
     def cost(tiles: int) -> tuple[int, int]:
-        split = -(-shape.spatial // (tiles * rows))
-        steps = -(-shape.images // (resident // split))
+        teams = resident // -(-extent // (tiles * step))
         slack = min(tiles, numbers["slots"] - numbers["ahead"] - tiles)
-        return steps * (tiles + max(1, HANDOVER - slack)), tiles
+        return -(-units // teams) * (tiles + max(1, HANDOVER - slack)), tiles
 
-    least = -(-shape.spatial // (rows * min(numbers["split"], resident)))
-    most = min(numbers["slots"] - numbers["ahead"], -(-shape.spatial // rows))
-    if least > most:
-        return None
-    length = min(range(least, most + 1), key=cost) * rows
-    split = -(-shape.spatial // length)
-    teams = min(resident // split, shape.images)
-    words = shape.images * split * numbers["groups"]
-    sizes = (shape.images, 1, shape.groups, group, shape.channels, shape.channels, shape.spatial)
-    return Plan(teams * split, split, length, words, sizes, sizes)
+    length = min(range(least, most + 1), key=cost) * step
+    split = -(-extent // length)
+    programs = min(resident // split, units) * split
+    if shape.last:
+        sizes = (units, 1, shape.groups, group, shape.channels, shape.channels, shape.spatial)
+        return Plan(programs, split, length, units * split * words, sizes, sizes)
+    runs = (units, shape.groups, group, shape.spatial)
+    return Plan(programs, split, length, units * split, (*runs, extent), runs)
 
 
 def split_of(units: int, elements: int, least: int, most: int, resident: int) -> int:
