@@ -133,6 +133,21 @@ def store_statistics(STATS, mean, rstd, unit, groups, there):
 
 
 @gluon.jit
+def prepare_last(given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr):
+    W, B, w_kind, b_kind, STATS, groups, channels, spatial, length, eps, store_stats, row, rows, vector, count, part = given
+    here, inside = halves_of(vector, channels)
+    size = gl.where(row < rows, places_of(count, row, rows), 0)
+    n_first, n_second = (size * here).to(gl.float32), (size * (8 - here)).to(gl.float32)
+    members = members_of(count, rows, groups * channels // 8, groups, channels, GROUPS, MEMBERS)
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
+    channel = vector[:, None] * 8 + word * 2
+    w = vector_of(W, channel, (row < rows)[:, None], w_kind, 1.0)
+    b = vector_of(B, channel, (row < rows)[:, None], b_kind, 0.0)
+    store = (store_stats != 0) & (part == 0)
+    return vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store
+
+
+@gluon.jit
 def begin_last(tiles, given, LINES: gl.constexpr, dtype: gl.constexpr):
     """Pivots for the channels of a line: its first channel's first place for those of the first group, its last
     channel's for the others."""
@@ -211,28 +226,24 @@ def walk_images(
     vectors = n_cols // 8
     rows = LINES // vectors
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
     row = line // vectors
     vector = line - row * vectors
     part = gl.program_id(0) % split
     start = part * length
     count = gl.minimum(length, spatial - start)
     at = gl.cast(start, gl.int64) * n_cols
-    here, inside = halves_of(vector, channels)
-    size = gl.where(row < rows, places_of(count, row, rows), 0)
-    n_first, n_second = (size * here).to(gl.float32), (size * (8 - here)).to(gl.float32)
-    members = members_of(count, rows, vectors, groups, channels, GROUPS, MEMBERS)
-    channel = vector[:, None] * 8 + word * 2
-    w = vector_of(W, channel, (row < rows)[:, None], w_kind, 1.0)
-    b = vector_of(B, channel, (row < rows)[:, None], b_kind, 0.0)
-    store = (store_stats != 0) & (part == 0)
-    given = vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store
+    given = W, B, w_kind, b_kind, STATS, groups, channels, spatial, length, eps, store_stats, row, rows, vector, count, part
     walk_parts(
         Y + at, (X + at,), WORDS, n_images, gl.cast(spatial, gl.int64) * (n_cols // 2), rows * (n_cols // 2), split,
         row, rows, count, given, (),
-        begin_last, include_apart, fold_last, merge_last, settle_last, finish_last,
+        prepare_last, begin_last, include_apart, fold_last, merge_last, settle_last, finish_last,
         SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD,
     )  # fmt: skip
+
+
+@gluon.jit
+def prepare_run(given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr):
+    return given
 
 
 @gluon.jit
@@ -301,5 +312,5 @@ def walk_runs(
         store)  # fmt: skip
     walk_parts(
         Y + start, (X + start,), WORDS, n_units, size // 2, LINES * 4, split, line, LINES, count, given, (),
-        begin_run, include_apart, fold_run, merge_run, settle_run, finish_run, SPLIT, 1, 4, LINES, SLOTS, AHEAD,
+        prepare_run, begin_run, include_apart, fold_run, merge_run, settle_run, finish_run, SPLIT, 1, 4, LINES, SLOTS, AHEAD,
     )  # fmt: skip

@@ -63,7 +63,7 @@ def exchanged(
 ):  # fmt: skip
     """What all parts of a unit posted, merged in their order."""
     layout: gl.constexpr = words_layout(GROUPS, gl.num_warps())
-    PARTS: gl.constexpr = min(SPLIT, 64)
+    PARTS: gl.constexpr = min(SPLIT, 32)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))
     part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, layout))
     WORDS += gl.cast(unit, gl.int64) * split * GROUPS + group[None, :]
@@ -83,7 +83,7 @@ def exchanged(
 @gluon.jit
 def walk_parts(
     OUT, ins, WORDS, n_units, unit_words, tile_words, split, row, rows, count, given, carried,
-    begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, merge: gl.constexpr, settle: gl.constexpr,
+    prepare: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, merge: gl.constexpr, settle: gl.constexpr,
     finish: gl.constexpr,
     SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -91,7 +91,8 @@ def walk_parts(
     """Units team, team + teams, ..., of ``unit_words`` int32 each. OUT and ``ins`` point to the part in unit 0. WORDS holds a barrier's counter in its first word and room for [n_units, split, GROUPS] from its
     third on.
 
-    What is computed, where all get what is ``given`` and the dtype: ``begin(tiles, given, LINES, dtype)`` makes sums of nothing, of the first
+    What is computed, where all get the dtype and what is ``given``, or rather what ``prepare(given, GROUPS, MEMBERS,
+    LINES)`` makes of it while the first tiles are under way: ``begin(tiles, given, LINES, dtype)`` makes sums of nothing, of the first
     tile of each input; ``include(sums, tiles, live, given, dtype)`` adds a tile's lines; ``fold(sums, carried, unit, there,
     given, GROUPS, MEMBERS, dtype)`` makes of a part's sums two values a group, and of what is ``carried`` from unit to unit, whatever it is, the
     next; ``merge(totals, first, second, live, part, given)`` adds what parts posted to three values a group;
@@ -115,6 +116,11 @@ def walk_parts(
     tiles = (count + rows - 1) // rows
     slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
     slots = tiles + slack + AHEAD
+    ask_unit, ask_tile = team, team * 0
+    for i in range(AHEAD):
+        ask(rings, i, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
+        ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
+        ask_tile = following(ask_tile, tiles)
     counter = WORDS.to(gl.pointer_type(gl.int32), bitcast=True)
     group = gl.arange(0, GROUPS, layout=sums_layout)
     WORDS += 2
@@ -124,11 +130,7 @@ def walk_parts(
     gl.thread_barrier()
     before = arrive(counter, gl.num_programs(0))
     waiting = True
-    ask_unit, ask_tile = team, team * 0
-    for i in range(AHEAD):
-        ask(rings, i, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
-        ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
-        ask_tile = following(ask_tile, tiles)
+    given = prepare(given, GROUPS, MEMBERS, LINES)
     slot = team * 0
     free = slot + AHEAD
     async_copy.wait_group(AHEAD - 1)
