@@ -43,16 +43,22 @@ def total(words, lane, count: tl.constexpr):
 
 
 @triton.jit
-def post_both(pointers, a, b, mask):
-    """Publish two fp32 values in one word, the first with its last bit set, so that no word is 0."""
-    high = (a.to(tl.uint32, bitcast=True) | 1).to(tl.int64) << 32
-    tl.store(pointers, high | b.to(tl.uint32, bitcast=True).to(tl.int64), mask=mask)
+def both(a, b):
+    """Two fp32 values in one word."""
+    return (a.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | b.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
-def posted_both(words):
+def each(words):
+    """The two fp32 values of ``both``."""
     first = ((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     return first, (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def post_both(pointers, a, b, mask):
+    """Publish two fp32 values in one word, the first with its last bit set, so that no word is 0."""
+    tl.store(pointers, both(a, b) | (1 << 32), mask=mask)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ Statistics are as in ``moments``; pivots are elements of a line's own.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.exchange import both, each
 from csrc_triton.held_parts import table_layout, walk_parts, words_layout
 from csrc_triton.norm_ring import add_both, lines_layout
 from csrc_triton.norm_vectors import load_vector
@@ -40,13 +41,18 @@ def merge_along(means, deviations, counts, axis: gl.constexpr):
 
 
 @gluon.jit
-def merge_parts(totals, means, deviations, counts):
-    """The moments of parts added to those of ``totals``."""
-    mean, deviation, held = merge_along(means, deviations, counts, 0)
-    both = totals[2] + held
-    share = held / gl.maximum(both, 1.0)
-    shift = mean - totals[0]
-    return totals[0] + shift * share, totals[1] + deviation + shift * shift * totals[2] * share, both
+def weigh_moments(words, firsts, n):
+    """What parts of n elements, whose moments are in ``words``, add to the sum of all from the first part's mean, and
+    to that of their squares. A mean over many elements is a good pivot."""
+    apart = words[0] - firsts[0]
+    return n * apart, words[1] + n * apart * apart
+
+
+@gluon.jit
+def all_moments(totals, n):
+    """(mean, variance) of n elements from sums of ``weigh_moments``."""
+    apart = totals[0] / n
+    return totals[2] + apart, gl.maximum(totals[1] - totals[0] * apart, 0.0) / n
 
 
 @gluon.jit
@@ -100,26 +106,26 @@ def members_of(count, rows, vectors, groups, channels, GROUPS: gl.constexpr, MEM
 
 
 @gluon.jit
-def to_groups(first, second, members, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
-    """What lines have of their first group and of their second, in the table of groups; what is no member is any's."""
+def of_members(first, second, members, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
+    """The two values that lines have of their first group, and of their second, in the table of groups, with counts.
+    What is no member of a group has a count of 0."""
+    table: gl.constexpr = table_layout(MEMBERS, gl.num_warps())
     at = members & 4095
-    found = gl.where((members & 4096) != 0, gl.gather(first, at, 0), gl.gather(second, at, 0))
-    return gl.convert_layout(found.reshape([GROUPS, MEMBERS]), table_layout(MEMBERS, gl.num_warps()))
-
-
-@gluon.jit
-def counts_of(members, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
+    first = gl.gather(both(first[0], first[1]), at, 0)
+    second = gl.gather(both(second[0], second[1]), at, 0)
     counts = (members >> 13).to(gl.float32).reshape([GROUPS, MEMBERS])
-    return gl.convert_layout(counts, table_layout(MEMBERS, gl.num_warps()))
+    a, b = each(gl.where((members & 4096) != 0, first, second).reshape([GROUPS, MEMBERS]))
+    return gl.convert_layout(a, table), gl.convert_layout(b, table), gl.convert_layout(counts, table)
 
 
 @gluon.jit
-def of_lines(values, vector, inside, groups, channels):
-    """A value a group for a line's (even, odd) channels."""
+def of_lines(a, b, vector, inside, groups, channels):
+    """Two values a group for a line's even channels, and for its odd ones."""
+    values = both(a, b)
     first = gl.minimum(vector * 8 // channels, groups - 1)
-    second = gl.minimum(first + 1, groups - 1)
-    of_first, of_second = gl.gather(values, first, 0)[:, None], gl.gather(values, second, 0)[:, None]
-    return gl.where(inside[0], of_first, of_second), gl.where(inside[1], of_first, of_second)
+    second = gl.gather(values, gl.minimum(first + 1, groups - 1), 0)[:, None]
+    first = gl.gather(values, first, 0)[:, None]
+    return each(gl.where(inside[0], first, second)), each(gl.where(inside[1], first, second))
 
 
 @gluon.jit
@@ -181,31 +187,29 @@ def fold_last(sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: 
     pivot = gl.sum(gl.where(word == 3, odd(sums[0], dtype), 0.0), 1)
     total, squares = other_sum((sums[1], sums[2]), inside), other_sum((sums[3], sums[4]), inside)
     second_mean, second_deviation = moments_of(total, squares, pivot, n_second)
-    means = to_groups(first_mean, second_mean, members, GROUPS, MEMBERS)
-    deviations = to_groups(first_deviation, second_deviation, members, GROUPS, MEMBERS)
-    counts = counts_of(members, GROUPS, MEMBERS)
+    means, deviations, counts = of_members(
+        (first_mean, first_deviation), (second_mean, second_deviation), members, GROUPS, MEMBERS
+    )
     mean, deviation, _ = merge_along(means, gl.where(counts > 0.0, deviations, 0.0), counts, 1)
     return mean, deviation, carried
 
 
 @gluon.jit
-def merge_last(totals, means, deviations, live, part, given):
+def weigh_last(words, firsts, part, given):
     vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = given
     places = gl.maximum(gl.minimum(length, spatial - part * length), 0)
-    counts = (places.to(gl.float32) * channels)[:, None]
-    return merge_parts(totals, means, deviations, gl.where(live, counts, gl.zeros_like(means)))
+    return weigh_moments(words, firsts, (places.to(gl.float32) * channels)[:, None])
 
 
 @gluon.jit
 def settle_last(totals, unit, there, given):
     vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = given
-    mean = totals[0]
-    rstd = gl.rsqrt(totals[1] / (spatial.to(gl.float32) * channels) + eps)
+    mean, variance = all_moments(totals, spatial.to(gl.float32) * channels)
+    rstd = gl.rsqrt(variance + eps)
     store_statistics(STATS, mean, rstd, unit, groups, there & store)
-    mean_low, mean_high = of_lines(mean, vector, inside, groups, channels)
-    rstd_low, rstd_high = of_lines(rstd, vector, inside, groups, channels)
-    low, high = w[0] * rstd_low, w[1] * rstd_high
-    return low, high, b[0] - mean_low * low, b[1] - mean_high * high
+    evens, odds = of_lines(mean, rstd, vector, inside, groups, channels)
+    low, high = w[0] * evens[1], w[1] * odds[1]
+    return low, high, b[0] - evens[0] * low, b[1] - odds[0] * high
 
 
 @gluon.jit
@@ -236,7 +240,7 @@ def walk_images(
     walk_parts(
         Y + at, (X + at,), WORDS, n_images, gl.cast(spatial, gl.int64) * (n_cols // 2), rows * (n_cols // 2), split,
         row, rows, count, given, (),
-        prepare_last, begin_last, include_apart, fold_last, merge_last, settle_last, finish_last,
+        prepare_last, begin_last, include_apart, fold_last, weigh_last, settle_last, finish_last,
         SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD,
     )  # fmt: skip
 
@@ -269,18 +273,19 @@ def fold_run(sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: g
 
 
 @gluon.jit
-def merge_run(totals, means, deviations, live, part, given):
+def weigh_run(words, firsts, part, given):
     line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
-    counts = gl.maximum(gl.minimum(length, size - part * length), 0).to(gl.float32)[:, None]
-    return merge_parts(totals, means, deviations, gl.where(live, counts, 0.0))
+    counts = gl.maximum(gl.minimum(length, size - part * length), 0).to(gl.float32)
+    return weigh_moments(words, firsts, counts[:, None])
 
 
 @gluon.jit
 def settle_run(totals, unit, there, given):
     line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
-    rstd = gl.rsqrt(totals[1] / size.to(gl.float32) + eps)
-    store_statistics(STATS, totals[0], rstd, unit, 1, there & store)
-    return gl.sum(totals[0], 0), gl.sum(rstd, 0), unit % groups * channels
+    mean, variance = all_moments(totals, size.to(gl.float32))
+    rstd = gl.rsqrt(variance + eps)
+    store_statistics(STATS, mean, rstd, unit, 1, there & store)
+    return gl.sum(mean, 0), gl.sum(rstd, 0), unit % groups * channels
 
 
 @gluon.jit
@@ -312,5 +317,5 @@ def walk_runs(
         store)  # fmt: skip
     walk_parts(
         Y + start, (X + start,), WORDS, n_units, size // 2, LINES * 4, split, line, LINES, count, given, (),
-        prepare_run, begin_run, include_apart, fold_run, merge_run, settle_run, finish_run, SPLIT, 1, 4, LINES, SLOTS, AHEAD,
+        prepare_run, begin_run, include_apart, fold_run, weigh_run, settle_run, finish_run, SPLIT, 1, 4, LINES, SLOTS, AHEAD,
     )  # fmt: skip

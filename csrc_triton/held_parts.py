@@ -17,8 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.exchange import arrive, arrived, poll, post_both, posted_both
-from csrc_triton.norm_ring import lines_layout
+from csrc_triton.exchange import arrive, arrived, each, poll, post_both
+from csrc_triton.norm_ring import add_both, lines_layout
 from csrc_triton.row_ring_parts import tiles_in, words_of_block
 
 
@@ -43,13 +43,19 @@ def live_lines(tile, row, rows, count):
 
 
 @gluon.jit
-def ask(rings, slot, ins, unit, n_units, unit_words, tile, row, rows, count, tile_words):
+def ask(rings, slot, ins, at, there, tile, row, rows, count):
     """Begin to copy a tile of each input."""
-    mask = (live_lines(tile, row, rows, count) & (unit < n_units))[:, None]
-    at = gl.cast(unit, gl.int64) * unit_words + tile * tile_words
+    mask = (live_lines(tile, row, rows, count) & there)[:, None]
     for i in gl.static_range(len(ins)):
         async_copy.async_copy_global_to_shared(rings[i].index(slot), ins[i] + at, mask=mask)
     async_copy.commit_group()
+
+
+@gluon.jit
+def next_tile(unit, tile, at, tiles, teams, tile_words, jump):
+    """Of the unit under way or of the team's next one: which, and where."""
+    last = tile == tiles - 1
+    return gl.where(last, unit + teams, unit), gl.where(last, 0, tile + 1), at + gl.where(last, jump, tile_words)
 
 
 @gluon.jit
@@ -58,32 +64,35 @@ def following(slot, slots):
 
 
 @gluon.jit
-def exchanged(
-    WORDS, unit, split, given, merge: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr
-):  # fmt: skip
-    """What all parts of a unit posted, merged in their order."""
+def exchanged(WORDS, unit, split, given, weigh: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr):
+    """What all parts of a unit posted, weighed and added up, and what the first part posted."""
     layout: gl.constexpr = words_layout(GROUPS, gl.num_warps())
     PARTS: gl.constexpr = min(SPLIT, 32)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))
     part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, layout))
     WORDS += gl.cast(unit, gl.int64) * split * GROUPS + group[None, :]
-    zeros = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(0, layout))
-    totals = zeros, zeros, zeros
+    a = gl.zeros([PARTS, GROUPS], gl.float32, layout)
+    b = a
     for begin in range(0, split, PARTS):
         at = WORDS + gl.minimum(begin + part, split - 1)[:, None] * GROUPS
         words = gl.full([PARTS, GROUPS], 0, gl.int64, layout)
-        while gl.min(gl.min((words != 0).to(gl.int32), 1), 0) == 0:
+        firsts = gl.full([1, GROUPS], 0, gl.int64, layout)
+        while gl.min(gl.min(((words != 0) & (firsts != 0)).to(gl.int32), 1), 0) == 0:
             words = poll(at)
-        first, second = posted_both(words)
+            firsts = poll(WORDS)
+        more_a, more_b = weigh(each(words), each(firsts), begin + part, given)
         live = (begin + part < split)[:, None]
-        totals = merge(totals, first, gl.where(live, second, 0.0), live, begin + part, given)
-    return totals
+        a += gl.where(live, more_a, 0.0)
+        b += gl.where(live, more_b, 0.0)
+    first = gl.sum(each(poll(WORDS))[0], 0)
+    a, b = gl.reduce((a, b), 0, add_both)
+    return a, b, first
 
 
 @gluon.jit
 def walk_parts(
     OUT, ins, WORDS, n_units, unit_words, tile_words, split, row, rows, count, given, carried,
-    prepare: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, merge: gl.constexpr, settle: gl.constexpr,
+    prepare: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, weigh: gl.constexpr, settle: gl.constexpr,
     finish: gl.constexpr,
     SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -95,8 +104,8 @@ def walk_parts(
     LINES)`` makes of it while the first tiles are under way: ``begin(tiles, given, LINES, dtype)`` makes sums of nothing, of the first
     tile of each input; ``include(sums, tiles, live, given, dtype)`` adds a tile's lines; ``fold(sums, carried, unit, there,
     given, GROUPS, MEMBERS, dtype)`` makes of a part's sums two values a group, and of what is ``carried`` from unit to unit, whatever it is, the
-    next; ``merge(totals, first, second, live, part, given)`` adds what parts posted to three values a group;
-    ``settle(totals, unit, there, given)`` makes of these what ``finish(tiles, settled, tile, given, dtype)`` takes for the
+    next; ``weigh(words, firsts, part, given)`` makes of what parts posted, and of what the first one did, two values a
+    group to add up; ``settle(totals, unit, there, given)`` makes of these sums and of the first part's first value what ``finish(tiles, settled, tile, given, dtype)`` takes for the
     words of a tile of OUT. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
     dtype: gl.constexpr = OUT.dtype.element_ty
     layout: gl.constexpr = lines_layout(gl.num_warps())
@@ -116,11 +125,12 @@ def walk_parts(
     tiles = (count + rows - 1) // rows
     slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
     slots = tiles + slack + AHEAD
-    ask_unit, ask_tile = team, team * 0
+    ask_unit, ask_tile, ask_at = team, team * 0, gl.cast(team, gl.int64) * unit_words
+    jump = teams * unit_words - gl.cast(tiles - 1, gl.int64) * tile_words
+    tile_words = gl.cast(tile_words, gl.int64)
     for i in range(AHEAD):
-        ask(rings, i, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
-        ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
-        ask_tile = following(ask_tile, tiles)
+        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+        ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
     counter = WORDS.to(gl.pointer_type(gl.int32), bitcast=True)
     group = gl.arange(0, GROUPS, layout=sums_layout)
     WORDS += 2
@@ -138,10 +148,10 @@ def walk_parts(
     for i in range(tiles):
         async_copy.wait_group(AHEAD - 1)
         sums = include(sums, tiles_in(rings, slot, layout), live_lines(i, row, rows, count)[:, None], given, dtype)
-        ask(rings, free, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
-        ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
-        ask_tile = following(ask_tile, tiles)
+        ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+        ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
         slot, free = following(slot, slots), following(free, slots)
+    out_at = ask_at
     zeros = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(0, words_layout(GROUPS, gl.num_warps())))
     settled = settle((zeros, zeros, zeros), team, False, given)
     for last in range(team - teams, n_units, teams):
@@ -155,28 +165,27 @@ def walk_parts(
         for i in range(slack):
             async_copy.wait_group(AHEAD - 1)
             new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
-            ask(rings, free, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
-            ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
-            ask_tile = following(ask_tile, tiles)
+            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+            ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             tile = tiles - slack + i
-            to = out + (gl.cast(last, gl.int64) * unit_words + tile * tile_words)
             mask = live_lines(tile, row, rows, count) & (last >= 0)
-            gl.store(to, finish(old, settled, tile, given, dtype), mask=mask[:, None])
+            gl.store(out + out_at, finish(old, settled, tile, given, dtype), mask=mask[:, None])
+            out_at += tile_words
             sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
             slot, free = following(slot, slots), following(free, slots)
         while waiting:
             waiting = not arrived(counter, before)
-        totals = exchanged(WORDS, gl.where(there, unit, team), split, given, merge, SPLIT, GROUPS)
+        totals = exchanged(WORDS, gl.where(there, unit, team), split, given, weigh, SPLIT, GROUPS)
         settled = settle(totals, unit, there, given)
+        out_at = gl.cast(unit, gl.int64) * unit_words
         for i in range(tiles - slack):
             async_copy.wait_group(AHEAD - 1)
             new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
-            ask(rings, free, ins, ask_unit, n_units, unit_words, ask_tile, row, rows, count, tile_words)
-            ask_unit = gl.where(ask_tile < tiles - 1, ask_unit, ask_unit + teams)
-            ask_tile = following(ask_tile, tiles)
-            to = out + (gl.cast(unit, gl.int64) * unit_words + i * tile_words)
+            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+            ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             mask = live_lines(i, row, rows, count) & there
-            gl.store(to, finish(old, settled, i, given, dtype), mask=mask[:, None])
+            gl.store(out + out_at, finish(old, settled, i, given, dtype), mask=mask[:, None])
+            out_at += tile_words
             sums = include(sums, new, live_lines(slack + i, row, rows, count)[:, None], given, dtype)
             slot, free = following(slot, slots), following(free, slots)
     async_copy.wait_group(0)
