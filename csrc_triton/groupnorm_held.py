@@ -119,13 +119,13 @@ def of_members(first, second, members, GROUPS: gl.constexpr, MEMBERS: gl.constex
 
 
 @gluon.jit
-def of_lines(a, b, vector, inside, groups, channels):
-    """Two values a group for a line's even channels, and for its odd ones."""
+def of_halves(a, b, vector, groups, channels):
+    """Two values a group, each for a line's first group and for its second."""
     values = both(a, b)
     first = gl.minimum(vector * 8 // channels, groups - 1)
-    second = gl.gather(values, gl.minimum(first + 1, groups - 1), 0)[:, None]
-    first = gl.gather(values, first, 0)[:, None]
-    return each(gl.where(inside[0], first, second)), each(gl.where(inside[1], first, second))
+    second = each(gl.gather(values, gl.minimum(first + 1, groups - 1), 0)[:, None])
+    first = each(gl.gather(values, first, 0)[:, None])
+    return (first[0], second[0]), (first[1], second[1])
 
 
 @gluon.jit
@@ -207,9 +207,11 @@ def settle_last(totals, unit, there, given):
     mean, variance = all_moments(totals, spatial.to(gl.float32) * channels)
     rstd = gl.rsqrt(variance + eps)
     store_statistics(STATS, mean, rstd, unit, groups, there & store)
-    evens, odds = of_lines(mean, rstd, vector, inside, groups, channels)
-    low, high = w[0] * evens[1], w[1] * odds[1]
-    return low, high, b[0] - evens[0] * low, b[1] - odds[0] * high
+    means, rstds = of_halves(mean, rstd, vector, groups, channels)
+    low = w[0] * gl.where(inside[0], rstds[0], rstds[1])
+    high = w[1] * gl.where(inside[1], rstds[0], rstds[1])
+    low_shift = b[0] - gl.where(inside[0], means[0], means[1]) * low
+    return low, high, low_shift, b[1] - gl.where(inside[1], means[0], means[1]) * high
 
 
 @gluon.jit
@@ -239,7 +241,7 @@ def walk_images(
     given = W, B, w_kind, b_kind, STATS, groups, channels, spatial, length, eps, store_stats, row, rows, vector, count, part
     walk_parts(
         Y + at, (X + at,), WORDS, n_images, gl.cast(spatial, gl.int64) * (n_cols // 2), rows * (n_cols // 2), split,
-        row, rows, count, given, (),
+        row, rows, count, True, given, (),
         prepare_last, begin_last, include_apart, fold_last, weigh_last, settle_last, finish_last,
         SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD,
     )  # fmt: skip
@@ -316,6 +318,6 @@ def walk_runs(
     given = (line, n, W, B, w_kind, b_kind, STATS, start.to(gl.int32), groups, channels, spatial, size, length, eps,
         store)  # fmt: skip
     walk_parts(
-        Y + start, (X + start,), WORDS, n_units, size // 2, LINES * 4, split, line, LINES, count, given, (),
+        Y + start, (X + start,), WORDS, n_units, size // 2, LINES * 4, split, line, LINES, count, True, given, (),
         prepare_run, begin_run, include_apart, fold_run, weigh_run, settle_run, finish_run, SPLIT, 1, 4, LINES, SLOTS, AHEAD,
     )  # fmt: skip

@@ -91,7 +91,7 @@ def exchanged(WORDS, unit, split, given, weigh: gl.constexpr, SPLIT: gl.constexp
 
 @gluon.jit
 def walk_parts(
-    OUT, ins, WORDS, n_units, unit_words, tile_words, split, row, rows, count, given, carried,
+    OUT, ins, WORDS, n_units, unit_words, tile_words, split, row, rows, count, store, given, carried,
     prepare: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, weigh: gl.constexpr, settle: gl.constexpr,
     finish: gl.constexpr,
     SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
@@ -106,7 +106,7 @@ def walk_parts(
     given, GROUPS, MEMBERS, dtype)`` makes of a part's sums two values a group, and of what is ``carried`` from unit to unit, whatever it is, the
     next; ``weigh(words, firsts, part, given)`` makes of what parts posted, and of what the first one did, two values a
     group to add up; ``settle(totals, unit, there, given)`` makes of these sums and of the first part's first value what ``finish(tiles, settled, tile, given, dtype)`` takes for the
-    words of a tile of OUT. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
+    words of a tile of OUT, if they are to be stored. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
     dtype: gl.constexpr = OUT.dtype.element_ty
     layout: gl.constexpr = lines_layout(gl.num_warps())
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -168,7 +168,7 @@ def walk_parts(
             ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             tile = tiles - slack + i
-            mask = live_lines(tile, row, rows, count) & (last >= 0)
+            mask = live_lines(tile, row, rows, count) & (last >= 0) & store
             gl.store(out + out_at, finish(old, settled, tile, given, dtype), mask=mask[:, None])
             out_at += tile_words
             sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
@@ -183,7 +183,7 @@ def walk_parts(
             new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
             ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
-            mask = live_lines(i, row, rows, count) & there
+            mask = live_lines(i, row, rows, count) & there & store
             gl.store(out + out_at, finish(old, settled, i, given, dtype), mask=mask[:, None])
             out_at += tile_words
             sums = include(sums, new, live_lines(slack + i, row, rows, count)[:, None], given, dtype)

@@ -27,6 +27,13 @@ rows = [
   { max_n = 1000000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, groups = 4, members = 64, num_warps = 4, programs_per_multiprocessor = 3 },
   { form = "last", rows = 4, block = 64, groups = 2, num_warps = 4 },
 ]
+[kernel.groupnorm_backward_last]
+provenance = "made up for a test"
+rows = [
+  { aligned = false, form = "last", rows = 4, block = 64, groups = 2, num_warps = 4 },
+  { max_n = 1000000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, groups = 4, members = 64, num_warps = 4, programs_per_multiprocessor = 3 },
+  { form = "last", rows = 4, block = 64, groups = 2, num_warps = 4 },
+]
 """
 
 CASES = (

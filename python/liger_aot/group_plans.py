@@ -63,6 +63,7 @@ class Plan(NamedTuple):
     split: int
     length: int
     words: int  # to exchange through
+    sums: int  # rows of partial sums that a backward stores
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
@@ -130,9 +131,9 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     words = units * 2 * split * numbers.get("groups", 1) if split > 1 else 0
     if shape.last:
         sizes = (units, units // shape.images, shape.groups, group, width, shape.channels, shape.spatial)
-        return Plan(teams * split, split, length, words, sizes, sizes)
+        return Plan(teams * split, split, length, words, shape.images * split, sizes, sizes)
     runs = (units, shape.groups, group, shape.spatial)
-    return Plan(teams * split, split, length, words, (*runs, group * shape.spatial), runs)
+    return Plan(teams * split, split, length, words, shape.images * split, (*runs, group * shape.spatial), runs)
 
 
 def _held(on: OpOn, loaded: Loaded, shape: Shape) -> Plan | None:
@@ -164,9 +165,9 @@ def _held(on: OpOn, loaded: Loaded, shape: Shape) -> Plan | None:
     programs = min(resident // split, units) * split
     if shape.last:
         sizes = (units, 1, shape.groups, group, shape.channels, shape.channels, shape.spatial)
-        return Plan(programs, split, length, units * split * words, sizes, sizes)
+        return Plan(programs, split, length, units * split * words, programs, sizes, sizes)
     runs = (units, shape.groups, group, shape.spatial)
-    return Plan(programs, split, length, units * split, (*runs, extent), runs)
+    return Plan(programs, split, length, units * split, programs, (*runs, extent), runs)
 
 
 def split_of(units: int, elements: int, least: int, most: int, resident: int) -> int:
