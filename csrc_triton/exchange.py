@@ -74,6 +74,11 @@ def arrive(counter, programs):
 def arrived(counter, before):
     """Whether all have come since ``arrive`` returned ``before``."""
     now = tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        "ld.acquire.gpu.global.u32 $0, [$1];",
+        "=r,l",
+        [counter.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
     return (now ^ before) < 0

@@ -140,7 +140,24 @@ def store_statistics(STATS, mean, rstd, unit, groups, there):
 
 @gluon.jit
 def prepare_last(given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr):
-    W, B, w_kind, b_kind, STATS, groups, channels, spatial, length, eps, store_stats, row, rows, vector, count, part = given
+    (
+        W,
+        B,
+        w_kind,
+        b_kind,
+        STATS,
+        groups,
+        channels,
+        spatial,
+        length,
+        eps,
+        store_stats,
+        row,
+        rows,
+        vector,
+        count,
+        part,
+    ) = given
     here, inside = halves_of(vector, channels)
     size = gl.where(row < rows, places_of(count, row, rows), 0)
     n_first, n_second = (size * here).to(gl.float32), (size * (8 - here)).to(gl.float32)
@@ -150,7 +167,22 @@ def prepare_last(given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.c
     w = vector_of(W, channel, (row < rows)[:, None], w_kind, 1.0)
     b = vector_of(B, channel, (row < rows)[:, None], b_kind, 0.0)
     store = (store_stats != 0) & (part == 0)
-    return vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store
+    return (
+        vector,
+        inside,
+        n_first,
+        n_second,
+        members,
+        w,
+        b,
+        STATS,
+        groups,
+        channels,
+        spatial,
+        length,
+        eps,
+        store,
+    )
 
 
 @gluon.jit
@@ -178,8 +210,12 @@ def include_apart(sums, tiles, live, given, dtype: gl.constexpr):
 
 
 @gluon.jit
-def fold_last(sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, dtype: gl.constexpr):
-    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = given
+def fold_last(
+    sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, dtype: gl.constexpr
+):
+    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = (
+        given
+    )
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
     pivot = gl.sum(gl.where(word == 0, even(sums[0], dtype), 0.0), 1)
     total, squares = half_sum((sums[1], sums[2]), inside), half_sum((sums[3], sums[4]), inside)
@@ -196,14 +232,18 @@ def fold_last(sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: 
 
 @gluon.jit
 def weigh_last(words, firsts, part, given):
-    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = given
+    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = (
+        given
+    )
     places = gl.maximum(gl.minimum(length, spatial - part * length), 0)
     return weigh_moments(words, firsts, (places.to(gl.float32) * channels)[:, None])
 
 
 @gluon.jit
 def settle_last(totals, unit, there, given):
-    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = given
+    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = (
+        given
+    )
     mean, variance = all_moments(totals, spatial.to(gl.float32) * channels)
     rstd = gl.rsqrt(variance + eps)
     store_statistics(STATS, mean, rstd, unit, groups, there & store)
@@ -238,7 +278,24 @@ def walk_images(
     start = part * length
     count = gl.minimum(length, spatial - start)
     at = gl.cast(start, gl.int64) * n_cols
-    given = W, B, w_kind, b_kind, STATS, groups, channels, spatial, length, eps, store_stats, row, rows, vector, count, part
+    given = (
+        W,
+        B,
+        w_kind,
+        b_kind,
+        STATS,
+        groups,
+        channels,
+        spatial,
+        length,
+        eps,
+        store_stats,
+        row,
+        rows,
+        vector,
+        count,
+        part,
+    )
     walk_parts(
         Y + at, (X + at,), WORDS, n_images, gl.cast(spatial, gl.int64) * (n_cols // 2), rows * (n_cols // 2), split,
         row, rows, count, True, given, (),
@@ -262,7 +319,9 @@ def begin_run(tiles, given, LINES: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def fold_run(sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, dtype: gl.constexpr):
+def fold_run(
+    sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, dtype: gl.constexpr
+):
     line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
     pivot = gl.sum(even(sums[0], dtype), 1)
     total, squares = gl.sum(sums[1] + sums[2], 1), gl.sum(sums[3] + sums[4], 1)

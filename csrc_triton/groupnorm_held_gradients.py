@@ -8,7 +8,16 @@ images, and is stored once: a row of PARTIALS a program.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.groupnorm_held import half_sum, halves_of, members_of, of_halves, of_members, other_sum, vector_of, zeros_of
+from csrc_triton.groupnorm_held import (
+    half_sum,
+    halves_of,
+    members_of,
+    of_halves,
+    of_members,
+    other_sum,
+    vector_of,
+    zeros_of,
+)
 from csrc_triton.held_parts import walk_parts, words_layout
 from csrc_triton.norm_ring import lines_layout
 from csrc_triton.packed import even, odd, pair_up

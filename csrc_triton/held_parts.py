@@ -55,7 +55,11 @@ def ask(rings, slot, ins, at, there, tile, row, rows, count):
 def next_tile(unit, tile, at, tiles, teams, tile_words, jump):
     """Of the unit under way or of the team's next one: which, and where."""
     last = tile == tiles - 1
-    return gl.where(last, unit + teams, unit), gl.where(last, 0, tile + 1), at + gl.where(last, jump, tile_words)
+    return (
+        gl.where(last, unit + teams, unit),
+        gl.where(last, 0, tile + 1),
+        at + gl.where(last, jump, tile_words),
+    )
 
 
 @gluon.jit
@@ -147,7 +151,9 @@ def walk_parts(
     sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
     for i in range(tiles):
         async_copy.wait_group(AHEAD - 1)
-        sums = include(sums, tiles_in(rings, slot, layout), live_lines(i, row, rows, count)[:, None], given, dtype)
+        sums = include(
+            sums, tiles_in(rings, slot, layout), live_lines(i, row, rows, count)[:, None], given, dtype
+        )
         ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
         slot, free = following(slot, slots), following(free, slots)

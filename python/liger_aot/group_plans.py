@@ -133,7 +133,9 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
         sizes = (units, units // shape.images, shape.groups, group, width, shape.channels, shape.spatial)
         return Plan(teams * split, split, length, words, shape.images * split, sizes, sizes)
     runs = (units, shape.groups, group, shape.spatial)
-    return Plan(teams * split, split, length, words, shape.images * split, (*runs, group * shape.spatial), runs)
+    return Plan(
+        teams * split, split, length, words, shape.images * split, (*runs, group * shape.spatial), runs
+    )
 
 
 def _held(on: OpOn, loaded: Loaded, shape: Shape) -> Plan | None:
