@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from csrc_triton.exchange import both, each
-from csrc_triton.held_parts import table_layout, walk_parts, words_layout
+from csrc_triton.held_parts import meeting, rings_for, stream_parts, table_layout, talk_parts, words_layout
 from csrc_triton.norm_ring import add_both, lines_layout
 from csrc_triton.norm_vectors import load_vector
 from csrc_triton.packed import even, odd, pair_up
@@ -123,9 +123,9 @@ def of_halves(a, b, vector, groups, channels):
     """Two values a group, each for a line's first group and for its second."""
     values = both(a, b)
     first = gl.minimum(vector * 8 // channels, groups - 1)
-    second = each(gl.gather(values, gl.minimum(first + 1, groups - 1), 0)[:, None])
-    first = each(gl.gather(values, first, 0)[:, None])
-    return (first[0], second[0]), (first[1], second[1])
+    second = each(gl.gather(values, gl.minimum(first + 1, groups - 1), 0))
+    first = each(gl.gather(values, first, 0))
+    return first, second
 
 
 @gluon.jit
@@ -136,53 +136,6 @@ def store_statistics(STATS, mean, rstd, unit, groups, there):
     mask = (group < groups) & there
     gl.store(at, mean, mask=mask)
     gl.store(at + 1, rstd, mask=mask)
-
-
-@gluon.jit
-def prepare_last(given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr):
-    (
-        W,
-        B,
-        w_kind,
-        b_kind,
-        STATS,
-        groups,
-        channels,
-        spatial,
-        length,
-        eps,
-        store_stats,
-        row,
-        rows,
-        vector,
-        count,
-        part,
-    ) = given
-    here, inside = halves_of(vector, channels)
-    size = gl.where(row < rows, places_of(count, row, rows), 0)
-    n_first, n_second = (size * here).to(gl.float32), (size * (8 - here)).to(gl.float32)
-    members = members_of(count, rows, groups * channels // 8, groups, channels, GROUPS, MEMBERS)
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
-    channel = vector[:, None] * 8 + word * 2
-    w = vector_of(W, channel, (row < rows)[:, None], w_kind, 1.0)
-    b = vector_of(B, channel, (row < rows)[:, None], b_kind, 0.0)
-    store = (store_stats != 0) & (part == 0)
-    return (
-        vector,
-        inside,
-        n_first,
-        n_second,
-        members,
-        w,
-        b,
-        STATS,
-        groups,
-        channels,
-        spatial,
-        length,
-        eps,
-        store,
-    )
 
 
 @gluon.jit
@@ -210,48 +163,52 @@ def include_apart(sums, tiles, live, given, dtype: gl.constexpr):
 
 
 @gluon.jit
-def fold_last(
-    sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, dtype: gl.constexpr
-):
-    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = (
-        given
-    )
+def fold_last(sums, carried, unit, there, given, dtype: gl.constexpr):
+    """(mean, sum of squared deviations) of a line's channels of its first group, and of those of its second."""
+    vector, inside, n_first, n_second, w, b = given
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
     pivot = gl.sum(gl.where(word == 0, even(sums[0], dtype), 0.0), 1)
     total, squares = half_sum((sums[1], sums[2]), inside), half_sum((sums[3], sums[4]), inside)
-    first_mean, first_deviation = moments_of(total, squares, pivot, n_first)
+    first = moments_of(total, squares, pivot, n_first)
     pivot = gl.sum(gl.where(word == 3, odd(sums[0], dtype), 0.0), 1)
     total, squares = other_sum((sums[1], sums[2]), inside), other_sum((sums[3], sums[4]), inside)
-    second_mean, second_deviation = moments_of(total, squares, pivot, n_second)
-    means, deviations, counts = of_members(
-        (first_mean, first_deviation), (second_mean, second_deviation), members, GROUPS, MEMBERS
-    )
+    return first, moments_of(total, squares, pivot, n_second), carried
+
+
+@gluon.jit
+def gather_last(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
+    means, deviations, counts = of_members(first, second, given[0], GROUPS, MEMBERS)
     mean, deviation, _ = merge_along(means, gl.where(counts > 0.0, deviations, 0.0), counts, 1)
-    return mean, deviation, carried
+    return mean, deviation
 
 
 @gluon.jit
 def weigh_last(words, firsts, part, given):
-    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = (
-        given
-    )
+    members, vector, STATS, groups, channels, spatial, length, eps, store = given
     places = gl.maximum(gl.minimum(length, spatial - part * length), 0)
     return weigh_moments(words, firsts, (places.to(gl.float32) * channels)[:, None])
 
 
 @gluon.jit
-def settle_last(totals, unit, there, given):
-    vector, inside, n_first, n_second, members, w, b, STATS, groups, channels, spatial, length, eps, store = (
-        given
-    )
+def conclude_last(totals, unit, given):
+    """(mean, 1 / sqrt(var + eps)) of a line's first group, and of its second."""
+    members, vector, STATS, groups, channels, spatial, length, eps, store = given
     mean, variance = all_moments(totals, spatial.to(gl.float32) * channels)
     rstd = gl.rsqrt(variance + eps)
-    store_statistics(STATS, mean, rstd, unit, groups, there & store)
-    means, rstds = of_halves(mean, rstd, vector, groups, channels)
-    low = w[0] * gl.where(inside[0], rstds[0], rstds[1])
-    high = w[1] * gl.where(inside[1], rstds[0], rstds[1])
-    low_shift = b[0] - gl.where(inside[0], means[0], means[1]) * low
-    return low, high, low_shift, b[1] - gl.where(inside[1], means[0], means[1]) * high
+    store_statistics(STATS, mean, rstd, unit, groups, store)
+    return of_halves(mean, rstd, vector, groups, channels)
+
+
+@gluon.jit
+def settle_last(first, second, unit, carried, given):
+    """What the (even, odd) channels of a line are multiplied by, and what is added."""
+    vector, inside, n_first, n_second, w, b = given
+    scale, shift = (), ()
+    for i in gl.static_range(2):
+        mean = gl.where(inside[i], first[0][:, None], second[0][:, None])
+        scale += (w[i] * gl.where(inside[i], first[1][:, None], second[1][:, None]),)
+        shift += (b[i] - mean * scale[i],)
+    return scale[0], scale[1], shift[0], shift[1]
 
 
 @gluon.jit
@@ -262,51 +219,70 @@ def finish_last(tiles, settled, tile, given, dtype: gl.constexpr):
 
 
 @gluon.jit
-def walk_images(
-    Y, X, W, B, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
-    store_stats,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr,
-):  # fmt: skip
-    """Channels-last images, in parts of ``length`` places."""
+def places_in(n_cols, spatial, length, split, LINES: gl.constexpr):
+    """Of a part of an image: its first place, how many it has; of a tile: rows, and each line's row and place in it."""
     vectors = n_cols // 8
-    rows = LINES // vectors
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
+    start = gl.program_id(0) % split * length
     row = line // vectors
-    vector = line - row * vectors
-    part = gl.program_id(0) % split
-    start = part * length
-    count = gl.minimum(length, spatial - start)
+    return start, gl.minimum(length, spatial - start), LINES // vectors, row, line - row * vectors
+
+
+@gluon.jit
+def stream_images(
+    place, rings, Y, X, W, B, n_images, channels, n_cols, spatial, length, split, w_kind, b_kind,
+    LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    start, count, rows, row, vector = places_in(n_cols, spatial, length, split, LINES)
     at = gl.cast(start, gl.int64) * n_cols
-    given = (
-        W,
-        B,
-        w_kind,
-        b_kind,
-        STATS,
-        groups,
-        channels,
-        spatial,
-        length,
-        eps,
-        store_stats,
-        row,
-        rows,
-        vector,
-        count,
-        part,
-    )
-    walk_parts(
-        Y + at, (X + at,), WORDS, n_images, gl.cast(spatial, gl.int64) * (n_cols // 2), rows * (n_cols // 2), split,
-        row, rows, count, True, given, (),
-        prepare_last, begin_last, include_apart, fold_last, weigh_last, settle_last, finish_last,
-        SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD,
+    here, inside = halves_of(vector, channels)
+    size = gl.where(row < rows, places_of(count, row, rows), 0)
+    n_first, n_second = (size * here).to(gl.float32), (size * (8 - here)).to(gl.float32)
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
+    channel = vector[:, None] * 8 + word * 2
+    w = vector_of(W, channel, (row < rows)[:, None], w_kind, 1.0)
+    b = vector_of(B, channel, (row < rows)[:, None], b_kind, 0.0)
+    stream_parts(
+        place, rings, Y + at, (X + at,), n_images, gl.cast(spatial, gl.int64) * (n_cols // 2), rows * (n_cols // 2),
+        split, row, rows, count, True, (vector, inside, n_first, n_second, w, b), (),
+        begin_last, include_apart, fold_last, settle_last, finish_last, LINES, SLOTS, AHEAD,
     )  # fmt: skip
 
 
 @gluon.jit
-def prepare_run(given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr):
-    return given
+def talk_of_images(
+    place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, store_stats,
+    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    start, count, rows, row, vector = places_in(n_cols, spatial, length, split, LINES)
+    members = members_of(count, rows, n_cols // 8, groups, channels, GROUPS, MEMBERS)
+    store = (store_stats != 0) & (start == 0)
+    given = members, vector, STATS, groups, channels, spatial, length, eps, store
+    talk_parts(
+        place, WORDS, n_images, split, given, gather_last, weigh_last, conclude_last, SPLIT, GROUPS, MEMBERS, LINES
+    )
+
+
+@gluon.jit
+def walk_images(
+    Y, X, W, B, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
+    store_stats,
+    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
+    AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Channels-last images, in parts of ``length`` places."""
+    rings = rings_for(1, SLOTS, LINES)
+    place = meeting(LINES)
+    gl.warp_specialize(
+        [
+            (stream_images, (place, rings, Y, X, W, B, n_images, channels, n_cols, spatial, length, split, w_kind,
+                             b_kind, LINES, SLOTS, AHEAD)),
+            (talk_of_images, (place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps,
+                              store_stats, SPLIT, GROUPS, MEMBERS, LINES)),
+        ],
+        [4],
+        [REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -319,39 +295,52 @@ def begin_run(tiles, given, LINES: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def fold_run(
-    sums, carried, unit, there, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, dtype: gl.constexpr
-):
-    line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
+def fold_run(sums, carried, unit, there, given, dtype: gl.constexpr):
+    """(mean, sum of squared deviations) of a line."""
+    line, n, W, B, w_kind, b_kind, start, groups, channels, spatial = given
     pivot = gl.sum(even(sums[0], dtype), 1)
-    total, squares = gl.sum(sums[1] + sums[2], 1), gl.sum(sums[3] + sums[4], 1)
-    means, deviations = moments_of(total, squares, pivot, n)
-    held, total = gl.reduce((n, means * n), 0, add_both)
+    found = moments_of(gl.sum(sums[1] + sums[2], 1), gl.sum(sums[3] + sums[4], 1), pivot, n)
+    return found, found, carried
+
+
+@gluon.jit
+def gather_run(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
+    n, STATS, size, length, eps, store = given
+    held, total = gl.reduce((n, first[0] * n), 0, add_both)
     mean = total / held
-    deviation = gl.sum(gl.where(n > 0.0, deviations, 0.0) + n * (means - mean) * (means - mean), 0)
+    apart = first[0] - mean
+    deviation = gl.sum(gl.where(n > 0.0, first[1], 0.0) + n * apart * apart, 0)
     one = gl.zeros([1], gl.float32, gl.SliceLayout(1, table_layout(MEMBERS, gl.num_warps())))
-    return one + mean, one + deviation, carried
+    return one + mean, one + deviation
 
 
 @gluon.jit
 def weigh_run(words, firsts, part, given):
-    line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
+    n, STATS, size, length, eps, store = given
     counts = gl.maximum(gl.minimum(length, size - part * length), 0).to(gl.float32)
     return weigh_moments(words, firsts, counts[:, None])
 
 
 @gluon.jit
-def settle_run(totals, unit, there, given):
-    line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
+def conclude_run(totals, unit, given):
+    """(mean, 1 / sqrt(var + eps)) for every line."""
+    n, STATS, size, length, eps, store = given
     mean, variance = all_moments(totals, size.to(gl.float32))
     rstd = gl.rsqrt(variance + eps)
-    store_statistics(STATS, mean, rstd, unit, 1, there & store)
-    return gl.sum(mean, 0), gl.sum(rstd, 0), unit % groups * channels
+    store_statistics(STATS, mean, rstd, unit, 1, store)
+    found = gl.sum(mean, 0) + n * 0.0, gl.sum(rstd, 0) + n * 0.0
+    return found, found
+
+
+@gluon.jit
+def settle_run(first, second, unit, carried, given):
+    line, n, W, B, w_kind, b_kind, start, groups, channels, spatial = given
+    return first[0], first[1], unit % groups * channels
 
 
 @gluon.jit
 def finish_run(tiles, settled, tile, given, dtype: gl.constexpr):
-    line, n, W, B, w_kind, b_kind, STATS, start, groups, channels, spatial, size, length, eps, store = given
+    line, n, W, B, w_kind, b_kind, start, groups, channels, spatial = given
     mean, rstd, first_channel = settled
     inside = (start + (tile * line.shape[0] + line) * 8) // spatial
     here = inside < channels
@@ -363,20 +352,51 @@ def finish_run(tiles, settled, tile, given, dtype: gl.constexpr):
 
 
 @gluon.jit
+def lines_in(size, length, split, LINES: gl.constexpr):
+    """Of a part of a run: where it starts, how many lines it has; of a tile: its lines, and how many elements a part
+    has in each."""
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
+    start = gl.program_id(0) % split * length
+    count = (gl.minimum(length, size - start) // 8).to(gl.int32)
+    return start, count, line, (places_of(count, line, LINES) * 8).to(gl.float32)
+
+
+@gluon.jit
+def stream_runs(
+    place, rings, Y, X, W, B, n_units, groups, channels, spatial, size, length, split, w_kind, b_kind,
+    LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    start, count, line, n = lines_in(size, length, split, LINES)
+    given = line, n, W, B, w_kind, b_kind, start.to(gl.int32), groups, channels, spatial
+    stream_parts(
+        place, rings, Y + start, (X + start,), n_units, size // 2, LINES * 4, split, line, LINES, count, True, given,
+        (), begin_run, include_apart, fold_run, settle_run, finish_run, LINES, SLOTS, AHEAD,
+    )  # fmt: skip
+
+
+@gluon.jit
+def talk_of_runs(
+    place, STATS, WORDS, n_units, size, length, split, eps, store_stats, SPLIT: gl.constexpr, LINES: gl.constexpr
+):
+    start, count, line, n = lines_in(size, length, split, LINES)
+    given = n, STATS, size, length, eps, (store_stats != 0) & (start == 0)
+    talk_parts(place, WORDS, n_units, split, given, gather_run, weigh_run, conclude_run, SPLIT, 1, 4, LINES)
+
+
+@gluon.jit
 def walk_runs(
     Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind, store_stats,
-    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Groups that are one run of ``size`` elements, in parts of ``length``."""
-    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
-    part = gl.program_id(0) % split
-    start = part * length
-    count = (gl.minimum(length, size - start) // 8).to(gl.int32)
-    n = (places_of(count, line, LINES) * 8).to(gl.float32)
-    store = (store_stats != 0) & (part == 0)
-    given = (line, n, W, B, w_kind, b_kind, STATS, start.to(gl.int32), groups, channels, spatial, size, length, eps,
-        store)  # fmt: skip
-    walk_parts(
-        Y + start, (X + start,), WORDS, n_units, size // 2, LINES * 4, split, line, LINES, count, True, given, (),
-        prepare_run, begin_run, include_apart, fold_run, weigh_run, settle_run, finish_run, SPLIT, 1, 4, LINES, SLOTS, AHEAD,
+    rings = rings_for(1, SLOTS, LINES)
+    place = meeting(LINES)
+    gl.warp_specialize(
+        [
+            (stream_runs, (place, rings, Y, X, W, B, n_units, groups, channels, spatial, size, length, split, w_kind,
+                           b_kind, LINES, SLOTS, AHEAD)),
+            (talk_of_runs, (place, STATS, WORDS, n_units, size, length, split, eps, store_stats, SPLIT, LINES)),
+        ],
+        [4],
+        [REGISTERS],
     )  # fmt: skip

@@ -16,8 +16,9 @@ Lines of a tile are in ``rows`` rows, of which the ones from ``count`` on are pa
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from csrc_triton.exchange import arrive, arrived, each, poll, post_both
+from csrc_triton.exchange import arrive, arrived, both, each, poll, post_both
 from csrc_triton.norm_ring import add_both, lines_layout
 from csrc_triton.row_ring_parts import tiles_in, words_of_block
 
@@ -94,47 +95,43 @@ def exchanged(WORDS, unit, split, given, weigh: gl.constexpr, SPLIT: gl.constexp
 
 
 @gluon.jit
-def walk_parts(
-    OUT, ins, WORDS, n_units, unit_words, tile_words, split, row, rows, count, store, given, carried,
-    prepare: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, weigh: gl.constexpr, settle: gl.constexpr,
-    finish: gl.constexpr,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr,
-):  # fmt: skip
-    """Units team, team + teams, ..., of ``unit_words`` int32 each. OUT and ``ins`` point to the part in unit 0. WORDS holds a barrier's counter in its first word and room for [n_units, split, GROUPS] from its
-    third on.
+def meeting(LINES: gl.constexpr):
+    """Where the warps that stream and those that talk meet: two words a line, and barriers for either direction."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    first = gl.allocate_shared_memory(gl.int64, [LINES], shared)
+    second = gl.allocate_shared_memory(gl.int64, [LINES], shared)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.init(full.index(1), count=1)
+    return first, second, full
 
-    What is computed, where all get the dtype and what is ``given``, or rather what ``prepare(given, GROUPS, MEMBERS,
-    LINES)`` makes of it while the first tiles are under way: ``begin(tiles, given, LINES, dtype)`` makes sums of nothing, of the first
-    tile of each input; ``include(sums, tiles, live, given, dtype)`` adds a tile's lines; ``fold(sums, carried, unit, there,
-    given, GROUPS, MEMBERS, dtype)`` makes of a part's sums two values a group, and of what is ``carried`` from unit to unit, whatever it is, the
-    next; ``weigh(words, firsts, part, given)`` makes of what parts posted, and of what the first one did, two values a
-    group to add up; ``settle(totals, unit, there, given)`` makes of these sums and of the first part's first value what ``finish(tiles, settled, tile, given, dtype)`` takes for the
-    words of a tile of OUT, if they are to be stored. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
-    dtype: gl.constexpr = OUT.dtype.element_ty
-    layout: gl.constexpr = lines_layout(gl.num_warps())
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+@gluon.jit
+def leave(place, first, second, barrier: gl.constexpr):
+    """Two pairs of values a line, for the other side."""
+    place[0].store(both(first[0], first[1]))
+    place[1].store(both(second[0], second[1]))
+    gl.thread_barrier()
+    mbarrier.arrive(place[2].index(barrier), count=1)
+
+
+@gluon.jit
+def take(place, LINES: gl.constexpr):
+    """The two pairs of values a line."""
+    layout: gl.constexpr = gl.SliceLayout(1, lines_layout(gl.num_warps()))
+    return each(place[0].load(layout)), each(place[1].load(layout))
+
+
+@gluon.jit
+def talk_parts(
+    place, WORDS, n_units, split, given,
+    gather: gl.constexpr, weigh: gl.constexpr, conclude: gl.constexpr,
+    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    """The warps that hand a part's sums to the other programs, while the others stream: see ``stream_parts``."""
     sums_layout: gl.constexpr = gl.SliceLayout(1, table_layout(MEMBERS, gl.num_warps()))
-    rings = ()
-    for _ in gl.static_range(len(ins)):
-        rings += (gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], shared),)
-    at = words_of_block(LINES, layout)
-    out = OUT.to(gl.pointer_type(gl.int32), bitcast=True) + at
-    sources = ()
-    for i in gl.static_range(len(ins)):
-        sources += (ins[i].to(gl.pointer_type(gl.int32), bitcast=True) + at,)
-    ins = sources
     team, teams = gl.program_id(0) // split, gl.num_programs(0) // split
     part = gl.program_id(0) % split
-    tiles = (count + rows - 1) // rows
-    slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
-    slots = tiles + slack + AHEAD
-    ask_unit, ask_tile, ask_at = team, team * 0, gl.cast(team, gl.int64) * unit_words
-    jump = teams * unit_words - gl.cast(tiles - 1, gl.int64) * tile_words
-    tile_words = gl.cast(tile_words, gl.int64)
-    for i in range(AHEAD):
-        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
-        ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
     counter = WORDS.to(gl.pointer_type(gl.int32), bitcast=True)
     group = gl.arange(0, GROUPS, layout=sums_layout)
     WORDS += 2
@@ -144,28 +141,78 @@ def walk_parts(
     gl.thread_barrier()
     before = arrive(counter, gl.num_programs(0))
     waiting = True
-    given = prepare(given, GROUPS, MEMBERS, LINES)
+    turn = 0
+    for unit in range(team, n_units, teams):
+        mbarrier.wait(place[2].index(0), turn)
+        first, second = take(place, LINES)
+        a, b = gather(first, second, given, GROUPS, MEMBERS)
+        post_both(WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group, a, b, True)
+        while waiting:
+            waiting = not arrived(counter, before)
+        totals = exchanged(WORDS, unit, split, given, weigh, SPLIT, GROUPS)
+        first, second = conclude(totals, unit, given)
+        leave(place, first, second, 1)
+        turn = turn ^ 1
+
+
+@gluon.jit
+def stream_parts(
+    place, rings, OUT, ins, n_units, unit_words, tile_words, split, row, rows, count, store, given, carried,
+    begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, settle: gl.constexpr, finish: gl.constexpr,
+    LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Units team, team + teams, ..., of ``unit_words`` int32 each. OUT and ``ins`` point to the part in unit 0. WORDS
+    holds a barrier's counter in its first word and room for [n_units, split, GROUPS] from its third on.
+
+    What is computed, where all get what is ``given`` and most the dtype: ``begin(tiles, given, LINES, dtype)`` makes sums
+    of nothing, of the first tile of each input; ``include(sums, tiles, live, given, dtype)`` adds a tile's lines;
+    ``fold(sums, carried, unit, there, given, dtype)`` makes of a part's sums two pairs of values a line, and of what is
+    ``carried`` from unit to unit, whatever it is, the next. The warps that talk make of these, with ``gather(first,
+    second, given, GROUPS, MEMBERS)``, two values a group; with ``weigh(words, firsts, part, given)``, of what parts
+    posted and of what the first one did, two to add up; with ``conclude(totals, unit, given)``, of these sums and of the
+    first part's first value, two pairs of values a line. ``settle(first, second, unit, carried, given)`` makes of them
+    what ``finish(tiles, settled, tile, given, dtype)`` takes for the words of a tile of OUT. What is carried in the end
+    is returned."""
+    dtype: gl.constexpr = OUT.dtype.element_ty
+    layout: gl.constexpr = lines_layout(gl.num_warps())
+    at = words_of_block(LINES, layout)
+    out = OUT.to(gl.pointer_type(gl.int32), bitcast=True) + at
+    sources = ()
+    for i in gl.static_range(len(ins)):
+        sources += (ins[i].to(gl.pointer_type(gl.int32), bitcast=True) + at,)
+    ins = sources
+    team, teams = gl.program_id(0) // split, gl.num_programs(0) // split
+    tiles = (count + rows - 1) // rows
+    slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
+    slots = tiles + slack + AHEAD
+    ask_unit, ask_tile, ask_at = team, team * 0, gl.cast(team, gl.int64) * unit_words
+    jump = teams * unit_words - gl.cast(tiles - 1, gl.int64) * tile_words
+    tile_words = gl.cast(tile_words, gl.int64)
+    for i in range(AHEAD):
+        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+        ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
     slot = team * 0
     free = slot + AHEAD
     async_copy.wait_group(AHEAD - 1)
     sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
     for i in range(tiles):
         async_copy.wait_group(AHEAD - 1)
-        sums = include(
-            sums, tiles_in(rings, slot, layout), live_lines(i, row, rows, count)[:, None], given, dtype
-        )
+        new = tiles_in(rings, slot, layout)
+        sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
         ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
         slot, free = following(slot, slots), following(free, slots)
     out_at = ask_at
-    zeros = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(0, words_layout(GROUPS, gl.num_warps())))
-    settled = settle((zeros, zeros, zeros), team, False, given)
+    zeros = gl.zeros([LINES], gl.float32, gl.SliceLayout(1, layout))
+    settled = settle((zeros, zeros), (zeros, zeros), team, carried, given)
+    turn = 0
     for last in range(team - teams, n_units, teams):
         # All of ``unit`` is included, and all but ``slack`` tiles of ``last``, which may be none, are finished.
         unit = last + teams
         there = unit < n_units
-        first, second, carried = fold(sums, carried, unit, there, given, GROUPS, MEMBERS, dtype)
-        post_both(WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group, first, second, there)
+        first, second, carried = fold(sums, carried, unit, there, given, dtype)
+        if there:
+            leave(place, first, second, 0)
         async_copy.wait_group(AHEAD - 1)
         sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
         for i in range(slack):
@@ -179,10 +226,10 @@ def walk_parts(
             out_at += tile_words
             sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
             slot, free = following(slot, slots), following(free, slots)
-        while waiting:
-            waiting = not arrived(counter, before)
-        totals = exchanged(WORDS, gl.where(there, unit, team), split, given, weigh, SPLIT, GROUPS)
-        settled = settle(totals, unit, there, given)
+        if there:
+            mbarrier.wait(place[2].index(1), turn)
+        first, second = take(place, LINES)
+        settled = settle(first, second, unit, carried, given)
         out_at = gl.cast(unit, gl.int64) * unit_words
         for i in range(tiles - slack):
             async_copy.wait_group(AHEAD - 1)
@@ -194,5 +241,16 @@ def walk_parts(
             out_at += tile_words
             sums = include(sums, new, live_lines(slack + i, row, rows, count)[:, None], given, dtype)
             slot, free = following(slot, slots), following(free, slots)
+        turn = turn ^ 1
     async_copy.wait_group(0)
     return carried
+
+
+@gluon.jit
+def rings_for(count: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr):
+    """A ring of tiles for each of so many inputs."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rings = ()
+    for _ in gl.static_range(count):
+        rings += (gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], shared),)
+    return rings

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interpreter
 
 HELD = (
     'max_n = 1000000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, '
-    "num_warps = 4, programs_per_multiprocessor = 3"
+    "registers = 24, num_warps = 4, programs_per_multiprocessor = 3"
 )
 LAST = f"""
 rows = [
@@ -32,9 +32,6 @@ rows = [
   {{ form = "first", block = 64, num_warps = 4 }},
 ]
 [kernel.groupnorm_forward_last]
-provenance = "made up for a test"
-{LAST}
-[kernel.groupnorm_backward_last]
 provenance = "made up for a test"
 {LAST}
 """
@@ -60,6 +57,6 @@ def test_held(case: Case, poisoned: None, tmp_path: Path) -> None:
     tests = test_groupnorm.TestGroupNorm()
     way = way_with(tests.op_class, tmp_path / "pack", TABLES)
     tests.check(way.op, case, way.allowed)
-    ways = ("forward_last", "backward_last") if case.get("channels_last") else ("forward",)
+    ways = ("forward_last",) if case.get("channels_last") else ("forward",)
     for kernel in ways:
         assert any(name.startswith(f"groupnorm_{kernel}-held-") for name in way.loaded()), kernel
