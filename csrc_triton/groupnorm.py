@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from csrc_triton.groupnorm_held import walk_images, walk_runs
+from csrc_triton.groupnorm_held_gradients import walk_image_gradients
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
 from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
@@ -150,6 +151,13 @@ DECLARATION = {
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DX", "DY", "X", "W", "PARTIALS", "width", "n_cols", "columns", "db_column"],
             "forms": {
+                "held": {
+                    "language": "gluon",
+                    "function": "backward_last_held",
+                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "REGISTERS"],
+                    "cooperative": "SPLIT",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                },
                 "last": {
                     "function": "backward_last",
                     "constants": ["SPLIT", "ROWS", "BLOCK", "GROUPS", "TILES"],
@@ -383,3 +391,17 @@ def backward_last(
             n_cols, spatial, length, split, columns, db_column, w_kind, store_dx, store_dw, store_db, SPLIT,
             ROWS, BLOCK, GROUPS,
         )  # fmt: skip
+
+
+@gluon.jit
+def backward_last_held(
+    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
+    columns, db_column, w_kind, store_dx, store_dw, store_db,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
+    MEMBERS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """``forward_last_held`` for the gradients, with a row of PARTIALS a program: see ``groupnorm_held_gradients``."""
+    walk_image_gradients(
+        DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns,
+        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, REGISTERS,
+    )  # fmt: skip

@@ -34,6 +34,9 @@ rows = [
 [kernel.groupnorm_forward_last]
 provenance = "made up for a test"
 {LAST}
+[kernel.groupnorm_backward_last]
+provenance = "made up for a test"
+{LAST}
 """
 
 CASES = (
@@ -57,6 +60,6 @@ def test_held(case: Case, poisoned: None, tmp_path: Path) -> None:
     tests = test_groupnorm.TestGroupNorm()
     way = way_with(tests.op_class, tmp_path / "pack", TABLES)
     tests.check(way.op, case, way.allowed)
-    ways = ("forward_last",) if case.get("channels_last") else ("forward",)
+    ways = ("forward_last", "backward_last") if case.get("channels_last") else ("forward",)
     for kernel in ways:
         assert any(name.startswith(f"groupnorm_{kernel}-held-") for name in way.loaded()), kernel
