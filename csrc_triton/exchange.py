@@ -62,6 +62,40 @@ def post_both(pointers, a, b, mask):
 
 
 @triton.jit
+def posted(pointers, PACK: tl.constexpr):
+    """Words that ``post_both`` publishes, once they are there. A thread waits for PACK of its own at a time, and for no
+    other thread."""
+    if PACK == 4:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred %missing;
+            again:
+            ld.relaxed.gpu.global.u64 $0, [$4];
+            ld.relaxed.gpu.global.u64 $1, [$5];
+            ld.relaxed.gpu.global.u64 $2, [$6];
+            ld.relaxed.gpu.global.u64 $3, [$7];
+            setp.eq.u64 %missing, $0, 0;
+            setp.eq.or.u64 %missing, $1, 0, %missing;
+            setp.eq.or.u64 %missing, $2, 0, %missing;
+            setp.eq.or.u64 %missing, $3, 0, %missing;
+            @%missing bra again;
+            }""",
+            "=&l,=&l,=&l,=&l,l,l,l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred %missing;
+            again:
+            ld.relaxed.gpu.global.u64 $0, [$1];
+            setp.eq.u64 %missing, $0, 0;
+            @%missing bra again;
+            }""",
+            "=&l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def arrive(counter, programs):
     """Come to a barrier of all the programs of a cooperative launch: what a program wrote before is seen by all others
     once they have waited. ``counter`` (int32) is 0 when it is first used; from then on the barrier leaves it as the next

@@ -41,10 +41,10 @@ def merge_along(means, deviations, counts, axis: gl.constexpr):
 
 
 @gluon.jit
-def weigh_moments(words, firsts, n):
-    """What parts of n elements, whose moments are in ``words``, add to the sum of all from the first part's mean, and
-    to that of their squares. A mean over many elements is a good pivot."""
-    apart = words[0] - firsts[0]
+def weigh_moments(words, own, n):
+    """What parts of n elements, whose moments are in ``words``, add to the sum of all from this part's own mean, and to
+    that of their squares. A mean over many elements is a good pivot."""
+    apart = words[0] - own
     return n * apart, words[1] + n * apart * apart
 
 
@@ -183,10 +183,10 @@ def gather_last(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexp
 
 
 @gluon.jit
-def weigh_last(words, firsts, part, given):
+def weigh_last(words, own, part, given):
     members, vector, STATS, groups, channels, spatial, length, eps, store = given
     places = gl.maximum(gl.minimum(length, spatial - part * length), 0)
-    return weigh_moments(words, firsts, (places.to(gl.float32) * channels)[:, None])
+    return weigh_moments(words, own, (places.to(gl.float32) * channels)[:, None])
 
 
 @gluon.jit
@@ -259,7 +259,18 @@ def talk_of_images(
     store = (store_stats != 0) & (start == 0)
     given = members, vector, STATS, groups, channels, spatial, length, eps, store
     talk_parts(
-        place, WORDS, n_images, split, given, gather_last, weigh_last, conclude_last, SPLIT, GROUPS, MEMBERS, LINES
+        place,
+        WORDS,
+        n_images,
+        split,
+        given,
+        gather_last,
+        weigh_last,
+        conclude_last,
+        SPLIT,
+        GROUPS,
+        MEMBERS,
+        LINES,
     )
 
 
@@ -268,7 +279,7 @@ def walk_images(
     Y, X, W, B, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
     store_stats,
     SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Channels-last images, in parts of ``length`` places."""
     rings = rings_for(1, SLOTS, LINES)
@@ -280,7 +291,7 @@ def walk_images(
             (talk_of_images, (place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps,
                               store_stats, SPLIT, GROUPS, MEMBERS, LINES)),
         ],
-        [4],
+        [TALKERS],
         [REGISTERS],
     )  # fmt: skip
 
@@ -315,10 +326,10 @@ def gather_run(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr
 
 
 @gluon.jit
-def weigh_run(words, firsts, part, given):
+def weigh_run(words, own, part, given):
     n, STATS, size, length, eps, store = given
     counts = gl.maximum(gl.minimum(length, size - part * length), 0).to(gl.float32)
-    return weigh_moments(words, firsts, counts[:, None])
+    return weigh_moments(words, own, counts[:, None])
 
 
 @gluon.jit
@@ -376,7 +387,17 @@ def stream_runs(
 
 @gluon.jit
 def talk_of_runs(
-    place, STATS, WORDS, n_units, size, length, split, eps, store_stats, SPLIT: gl.constexpr, LINES: gl.constexpr
+    place,
+    STATS,
+    WORDS,
+    n_units,
+    size,
+    length,
+    split,
+    eps,
+    store_stats,
+    SPLIT: gl.constexpr,
+    LINES: gl.constexpr,
 ):
     start, count, line, n = lines_in(size, length, split, LINES)
     given = n, STATS, size, length, eps, (store_stats != 0) & (start == 0)
@@ -386,7 +407,7 @@ def talk_of_runs(
 @gluon.jit
 def walk_runs(
     Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind, store_stats,
-    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Groups that are one run of ``size`` elements, in parts of ``length``."""
     rings = rings_for(1, SLOTS, LINES)
@@ -397,6 +418,6 @@ def walk_runs(
                            b_kind, LINES, SLOTS, AHEAD)),
             (talk_of_runs, (place, STATS, WORDS, n_units, size, length, split, eps, store_stats, SPLIT, LINES)),
         ],
-        [4],
+        [TALKERS],
         [REGISTERS],
     )  # fmt: skip

@@ -78,7 +78,7 @@ def gather(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def weigh(words, firsts, part, given):
+def weigh(words, own, part, given):
     return words
 
 
@@ -177,7 +177,7 @@ def walk_image_gradients(
     DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
     SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Channels-last images, in parts of ``length`` places. PARTIALS[programs, columns]."""
     rings = rings_for(2, SLOTS, LINES)
@@ -189,6 +189,6 @@ def walk_image_gradients(
             (talk, (place, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split,
                     SPLIT, GROUPS, MEMBERS, LINES)),
         ],
-        [4],
+        [TALKERS],
         [REGISTERS],
     )  # fmt: skip

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from csrc_triton.exchange import arrive, arrived, both, each, poll, post_both
+from csrc_triton.exchange import arrive, arrived, both, each, post_both, posted
 from csrc_triton.norm_ring import add_both, lines_layout
 from csrc_triton.row_ring_parts import tiles_in, words_of_block
 
@@ -69,29 +69,25 @@ def following(slot, slots):
 
 
 @gluon.jit
-def exchanged(WORDS, unit, split, given, weigh: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr):
-    """What all parts of a unit posted, weighed and added up, and what the first part posted."""
+def exchanged(WORDS, unit, split, own, given, weigh: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr):
+    """What all parts of a unit posted, weighed and added up, and the first of this part's ``own`` values, [GROUPS]."""
     layout: gl.constexpr = words_layout(GROUPS, gl.num_warps())
     PARTS: gl.constexpr = min(SPLIT, 32)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))
     part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, layout))
-    WORDS += gl.cast(unit, gl.int64) * split * GROUPS + group[None, :]
     a = gl.zeros([PARTS, GROUPS], gl.float32, layout)
     b = a
+    WORDS += gl.cast(unit, gl.int64) * split * GROUPS + group[None, :]
+    PACK: gl.constexpr = 4 if PARTS * GROUPS >= 128 * gl.num_warps() else 1
+    own = gl.convert_layout(own, gl.SliceLayout(0, layout))
     for begin in range(0, split, PARTS):
-        at = WORDS + gl.minimum(begin + part, split - 1)[:, None] * GROUPS
-        words = gl.full([PARTS, GROUPS], 0, gl.int64, layout)
-        firsts = gl.full([1, GROUPS], 0, gl.int64, layout)
-        while gl.min(gl.min(((words != 0) & (firsts != 0)).to(gl.int32), 1), 0) == 0:
-            words = poll(at)
-            firsts = poll(WORDS)
-        more_a, more_b = weigh(each(words), each(firsts), begin + part, given)
+        words = posted(WORDS + gl.minimum(begin + part, split - 1)[:, None] * GROUPS, PACK)
+        more_a, more_b = weigh(each(words), own[None, :], begin + part, given)
         live = (begin + part < split)[:, None]
         a += gl.where(live, more_a, 0.0)
         b += gl.where(live, more_b, 0.0)
-    first = gl.sum(each(poll(WORDS))[0], 0)
     a, b = gl.reduce((a, b), 0, add_both)
-    return a, b, first
+    return a, b, own
 
 
 @gluon.jit
@@ -149,7 +145,7 @@ def talk_parts(
         post_both(WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group, a, b, True)
         while waiting:
             waiting = not arrived(counter, before)
-        totals = exchanged(WORDS, unit, split, given, weigh, SPLIT, GROUPS)
+        totals = exchanged(WORDS, unit, split, a, given, weigh, SPLIT, GROUPS)
         first, second = conclude(totals, unit, given)
         leave(place, first, second, 1)
         turn = turn ^ 1
@@ -168,9 +164,9 @@ def stream_parts(
     of nothing, of the first tile of each input; ``include(sums, tiles, live, given, dtype)`` adds a tile's lines;
     ``fold(sums, carried, unit, there, given, dtype)`` makes of a part's sums two pairs of values a line, and of what is
     ``carried`` from unit to unit, whatever it is, the next. The warps that talk make of these, with ``gather(first,
-    second, given, GROUPS, MEMBERS)``, two values a group; with ``weigh(words, firsts, part, given)``, of what parts
-    posted and of what the first one did, two to add up; with ``conclude(totals, unit, given)``, of these sums and of the
-    first part's first value, two pairs of values a line. ``settle(first, second, unit, carried, given)`` makes of them
+    second, given, GROUPS, MEMBERS)``, two values a group; with ``weigh(words, own, part, given)``, of what parts
+    posted and of the first value of this one's, two to add up; with ``conclude(totals, unit, given)``, of these sums and
+    of that value, two pairs of values a line. ``settle(first, second, unit, carried, given)`` makes of them
     what ``finish(tiles, settled, tile, given, dtype)`` takes for the words of a tile of OUT. What is carried in the end
     is returned."""
     dtype: gl.constexpr = OUT.dtype.element_ty

@@ -183,6 +183,11 @@ def _teach_inline_assembly() -> None:
             result = _interpreter.load(
                 data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64)
             )
+        elif "bra again" in text:  # posted
+            mask, zeros = np.ones_like(data[0], dtype=bool), np.zeros_like(data[0])
+            result, addresses = zeros, data[0].astype(np.uint64)
+            while not result.all():
+                result = _interpreter.load(addresses, mask, zeros, np.dtype(np.int64))
         elif operation == "ld.acquire.gpu.global.u32":
             mask = np.ones_like(data[0], dtype=bool)
             nothing = np.zeros(data[0].shape, np.int32)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interpreter
 
 HELD = (
     'max_n = 1000000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, '
-    "registers = 24, num_warps = 4, programs_per_multiprocessor = 3"
+    "talkers = 4, registers = 24, num_warps = 4, programs_per_multiprocessor = 3"
 )
 LAST = f"""
 rows = [

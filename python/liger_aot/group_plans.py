@@ -11,7 +11,7 @@ from liger_aot.runtime import REMEMBERED, Loaded, OpOn
 from liger_aot.stream_words import StreamWords
 
 LONGEST = (1 << 31) - 1  # takes a table's last row
-HANDOVER = 4  # tiles that a program has time for while the parts of an image are exchanged
+HANDOVER = 5  # tiles that a program streams, at least, while the parts of a unit are exchanged
 PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
 
 
@@ -152,17 +152,18 @@ def _held(on: OpOn, loaded: Loaded, shape: Shape) -> Plan | None:
         if not step or not two or shape.groups > words or across * step > numbers["members"]:
             return None
     resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
-    most = min(numbers["slots"] - numbers["ahead"], -(-extent // step))
     least = -(-extent // (step * min(numbers["split"], resident)))
-    if least > most:
-        return None
+    room = numbers["slots"] - numbers["ahead"]
 
     def cost(tiles: int) -> tuple[int, int]:
         teams = resident // -(-extent // (tiles * step))
-        slack = min(tiles, numbers["slots"] - numbers["ahead"] - tiles)
-        return -(-units // teams) * (tiles + max(1, HANDOVER - slack)), tiles
+        return -(-units // teams) * (tiles + 1), tiles
 
-    length = min(range(least, most + 1), key=cost) * step
+    # A part's last tiles are held while the next part's first ones come, as many as the exchange takes time for.
+    fitting = [t for t in range(least, -(-extent // step) + 1) if t + min(t, HANDOVER) <= room]
+    if not fitting:
+        return None
+    length = min(fitting, key=cost) * step
     split = -(-extent // length)
     programs = min(resident // split, units) * split
     if shape.last:
