@@ -98,8 +98,8 @@ def posted(pointers, PACK: tl.constexpr):
 @triton.jit
 def arrive(counter, programs):
     """Come to a barrier of all the programs of a cooperative launch: what a program wrote before is seen by all others
-    once they have waited. ``counter`` (int32) is 0 when it is first used; from then on the barrier leaves it as the next
-    one needs it: each flips its sign, to which one program adds what makes the others' ones up to 2^31."""
+    once they have waited. ``counter`` (int32) is 0 when it is first used, and the barrier leaves it as the next one
+    needs it: each flips its sign, to which one program adds what makes the others' ones up to 2^31."""
     one = tl.where(tl.program_id(0) == 0, 0x80000000 - (programs.to(tl.int64) - 1), 1).to(tl.int32)
     return tl.atomic_add(counter, one, sem="acq_rel", scope="gpu")
 

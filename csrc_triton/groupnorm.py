@@ -11,7 +11,8 @@ the second time, a team of ``split`` programs shares it: each finds the moments 
 spatial dimensions, of TILES tiles if that takes no more than SPLIT programs; TILES is for the host alone, as the
 longest group of a program where SPLIT is 1. There is no exchange on AMD.
 
-On Hopper a program copies groups that its registers can hold to shared memory ahead of their use (``ring``).
+On Hopper a program copies groups that its registers can hold to shared memory ahead of their use (``ring``), and teams
+hold channels-last images in it, of which they read each once (``held``, a candidate).
 
 Statistics are fp32 and never a difference of large sums (``moments``). STATS[n_units, 2] holds mean and
 1 / sqrt(var + eps). Weight and bias are of x's dtype or fp32 (``norm_vectors``): that is asked once, ahead of loops.
@@ -24,7 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.groupnorm_held import walk_images, walk_runs
+from csrc_triton.groupnorm_held import walk_images
 from csrc_triton.groupnorm_held_gradients import walk_image_gradients
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
@@ -64,13 +65,6 @@ DECLARATION = {
                     "constants": ["PIECES", "BLOCK", "STAGES", "TILES"],
                     "defaults": {"TILES": 0},
                     "covers": "PIECES * BLOCK",
-                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-                },
-                "held": {
-                    "language": "gluon",
-                    "function": "forward_held",
-                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "TALKERS", "REGISTERS"],
-                    "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
                 "any": {
@@ -205,19 +199,6 @@ def forward_ring(
     walk_ring(
         Y, X, W, B, STATS, n_units, groups, channels, spatial, size, eps, w_kind, b_kind, store_stats, PIECES,
         BLOCK // 8, STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit
-def forward_held(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-    store_stats,
-    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Groups of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
-    walk_runs(
-        Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-        store_stats, SPLIT, LINES, SLOTS, AHEAD, TALKERS, REGISTERS,
     )  # fmt: skip
 
 
@@ -403,5 +384,6 @@ def backward_last_held(
     """``forward_last_held`` for the gradients, with a row of PARTIALS a program: see ``groupnorm_held_gradients``."""
     walk_image_gradients(
         DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns,
-        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, TALKERS, REGISTERS,
+        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, TALKERS,
+        REGISTERS,
     )  # fmt: skip

@@ -1,12 +1,11 @@
-"""GroupNorm by programs that hold parts in shared memory (Gluon, Hopper): see ``held_parts`` for the walk.
+"""GroupNorm of channels-last images by programs that hold parts of them in shared memory (Gluon, Hopper): see
+``held_parts`` for the walk.
 
-Channels-last images: a part is of some places, whole rows of channels and so one run of memory, and a tile of as many
-places as fit. A line is of the same channels in every tile, so that what is added up, and what scales it, stays in its
-thread's registers. Eight channels a line are of two groups at most: groups are of four channels, or of seven or more.
+A part is of some places, whole rows of channels and so one run of memory, a tile of as many places as fit. A line is of
+the same channels in every tile, so that what is added up, and what scales it, stays in its thread's registers. Eight
+channels a line are of two groups at most: groups are of four channels, or of seven or more.
 
-Groups that are one run of memory: a part is some of it, a line of one channel.
-
-Statistics are as in ``moments``; pivots are elements of a line's own.
+Statistics are as in ``moments``; a line's pivots are its own elements.
 """
 
 from triton.experimental import gluon
@@ -165,7 +164,7 @@ def include_apart(sums, tiles, live, given, dtype: gl.constexpr):
 @gluon.jit
 def fold_last(sums, carried, unit, there, given, dtype: gl.constexpr):
     """(mean, sum of squared deviations) of a line's channels of its first group, and of those of its second."""
-    vector, inside, n_first, n_second, w, b = given
+    _vector, inside, n_first, n_second, _w, _b = given
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
     pivot = gl.sum(gl.where(word == 0, even(sums[0], dtype), 0.0), 1)
     total, squares = half_sum((sums[1], sums[2]), inside), half_sum((sums[3], sums[4]), inside)
@@ -184,7 +183,7 @@ def gather_last(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexp
 
 @gluon.jit
 def weigh_last(words, own, part, given):
-    members, vector, STATS, groups, channels, spatial, length, eps, store = given
+    _members, _vector, _STATS, _groups, channels, spatial, length, _eps, _store = given
     places = gl.maximum(gl.minimum(length, spatial - part * length), 0)
     return weigh_moments(words, own, (places.to(gl.float32) * channels)[:, None])
 
@@ -192,7 +191,7 @@ def weigh_last(words, own, part, given):
 @gluon.jit
 def conclude_last(totals, unit, given):
     """(mean, 1 / sqrt(var + eps)) of a line's first group, and of its second."""
-    members, vector, STATS, groups, channels, spatial, length, eps, store = given
+    _members, vector, STATS, groups, channels, spatial, _length, eps, store = given
     mean, variance = all_moments(totals, spatial.to(gl.float32) * channels)
     rstd = gl.rsqrt(variance + eps)
     store_statistics(STATS, mean, rstd, unit, groups, store)
@@ -202,7 +201,7 @@ def conclude_last(totals, unit, given):
 @gluon.jit
 def settle_last(first, second, unit, carried, given):
     """What the (even, odd) channels of a line are multiplied by, and what is added."""
-    vector, inside, n_first, n_second, w, b = given
+    _vector, inside, _n_first, _n_second, w, b = given
     scale, shift = (), ()
     for i in gl.static_range(2):
         mean = gl.where(inside[i], first[0][:, None], second[0][:, None])
@@ -254,7 +253,7 @@ def talk_of_images(
     place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, store_stats,
     SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
-    start, count, rows, row, vector = places_in(n_cols, spatial, length, split, LINES)
+    start, count, rows, _, vector = places_in(n_cols, spatial, length, split, LINES)
     members = members_of(count, rows, n_cols // 8, groups, channels, GROUPS, MEMBERS)
     store = (store_stats != 0) & (start == 0)
     given = members, vector, STATS, groups, channels, spatial, length, eps, store
@@ -290,133 +289,6 @@ def walk_images(
                              b_kind, LINES, SLOTS, AHEAD)),
             (talk_of_images, (place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps,
                               store_stats, SPLIT, GROUPS, MEMBERS, LINES)),
-        ],
-        [TALKERS],
-        [REGISTERS],
-    )  # fmt: skip
-
-
-@gluon.jit
-def begin_run(tiles, given, LINES: gl.constexpr, dtype: gl.constexpr):
-    """A line's pivot: its first element."""
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
-    first = gl.sum(gl.where(word == 0, tiles[0] & 0xFFFF, 0), 1)[:, None]
-    zeros = zeros_of(LINES)
-    return first | (first << 16), zeros, zeros, zeros, zeros
-
-
-@gluon.jit
-def fold_run(sums, carried, unit, there, given, dtype: gl.constexpr):
-    """(mean, sum of squared deviations) of a line."""
-    line, n, W, B, w_kind, b_kind, start, groups, channels, spatial = given
-    pivot = gl.sum(even(sums[0], dtype), 1)
-    found = moments_of(gl.sum(sums[1] + sums[2], 1), gl.sum(sums[3] + sums[4], 1), pivot, n)
-    return found, found, carried
-
-
-@gluon.jit
-def gather_run(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
-    n, STATS, size, length, eps, store = given
-    held, total = gl.reduce((n, first[0] * n), 0, add_both)
-    mean = total / held
-    apart = first[0] - mean
-    deviation = gl.sum(gl.where(n > 0.0, first[1], 0.0) + n * apart * apart, 0)
-    one = gl.zeros([1], gl.float32, gl.SliceLayout(1, table_layout(MEMBERS, gl.num_warps())))
-    return one + mean, one + deviation
-
-
-@gluon.jit
-def weigh_run(words, own, part, given):
-    n, STATS, size, length, eps, store = given
-    counts = gl.maximum(gl.minimum(length, size - part * length), 0).to(gl.float32)
-    return weigh_moments(words, own, counts[:, None])
-
-
-@gluon.jit
-def conclude_run(totals, unit, given):
-    """(mean, 1 / sqrt(var + eps)) for every line."""
-    n, STATS, size, length, eps, store = given
-    mean, variance = all_moments(totals, size.to(gl.float32))
-    rstd = gl.rsqrt(variance + eps)
-    store_statistics(STATS, mean, rstd, unit, 1, store)
-    found = gl.sum(mean, 0) + n * 0.0, gl.sum(rstd, 0) + n * 0.0
-    return found, found
-
-
-@gluon.jit
-def settle_run(first, second, unit, carried, given):
-    line, n, W, B, w_kind, b_kind, start, groups, channels, spatial = given
-    return first[0], first[1], unit % groups * channels
-
-
-@gluon.jit
-def finish_run(tiles, settled, tile, given, dtype: gl.constexpr):
-    line, n, W, B, w_kind, b_kind, start, groups, channels, spatial = given
-    mean, rstd, first_channel = settled
-    inside = (start + (tile * line.shape[0] + line) * 8) // spatial
-    here = inside < channels
-    w = (load_vector(W, first_channel + inside, here, w_kind) + gl.where(w_kind == 0, 1.0, 0.0)) * rstd
-    b = load_vector(B, first_channel + inside, here, b_kind) - mean * w
-    low = even(tiles[0], dtype) * w[:, None] + b[:, None]
-    high = odd(tiles[0], dtype) * w[:, None] + b[:, None]
-    return pair_up(low, high, dtype)
-
-
-@gluon.jit
-def lines_in(size, length, split, LINES: gl.constexpr):
-    """Of a part of a run: where it starts, how many lines it has; of a tile: its lines, and how many elements a part
-    has in each."""
-    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
-    start = gl.program_id(0) % split * length
-    count = (gl.minimum(length, size - start) // 8).to(gl.int32)
-    return start, count, line, (places_of(count, line, LINES) * 8).to(gl.float32)
-
-
-@gluon.jit
-def stream_runs(
-    place, rings, Y, X, W, B, n_units, groups, channels, spatial, size, length, split, w_kind, b_kind,
-    LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
-    start, count, line, n = lines_in(size, length, split, LINES)
-    given = line, n, W, B, w_kind, b_kind, start.to(gl.int32), groups, channels, spatial
-    stream_parts(
-        place, rings, Y + start, (X + start,), n_units, size // 2, LINES * 4, split, line, LINES, count, True, given,
-        (), begin_run, include_apart, fold_run, settle_run, finish_run, LINES, SLOTS, AHEAD,
-    )  # fmt: skip
-
-
-@gluon.jit
-def talk_of_runs(
-    place,
-    STATS,
-    WORDS,
-    n_units,
-    size,
-    length,
-    split,
-    eps,
-    store_stats,
-    SPLIT: gl.constexpr,
-    LINES: gl.constexpr,
-):
-    start, count, line, n = lines_in(size, length, split, LINES)
-    given = n, STATS, size, length, eps, (store_stats != 0) & (start == 0)
-    talk_parts(place, WORDS, n_units, split, given, gather_run, weigh_run, conclude_run, SPLIT, 1, 4, LINES)
-
-
-@gluon.jit
-def walk_runs(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind, store_stats,
-    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Groups that are one run of ``size`` elements, in parts of ``length``."""
-    rings = rings_for(1, SLOTS, LINES)
-    place = meeting(LINES)
-    gl.warp_specialize(
-        [
-            (stream_runs, (place, rings, Y, X, W, B, n_units, groups, channels, spatial, size, length, split, w_kind,
-                           b_kind, LINES, SLOTS, AHEAD)),
-            (talk_of_runs, (place, STATS, WORDS, n_units, size, length, split, eps, store_stats, SPLIT, LINES)),
         ],
         [TALKERS],
         [REGISTERS],

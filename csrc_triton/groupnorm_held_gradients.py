@@ -85,7 +85,7 @@ def weigh(words, own, part, given):
 @gluon.jit
 def conclude(totals, unit, given):
     """(slope, level) of the line in x that dx has beside w * dy / deviation."""
-    members, vector, STATS, groups, channels, spatial = given
+    _members, vector, STATS, groups, channels, spatial = given
     GROUPS: gl.constexpr = totals[0].shape[0]
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, words_layout(GROUPS, gl.num_warps())))
     at = STATS + (unit * groups + gl.minimum(group, groups - 1)) * 2
@@ -97,7 +97,7 @@ def conclude(totals, unit, given):
 
 @gluon.jit
 def settle(first, second, unit, carried, given):
-    STATS, n_units, groups, channels, vector, inside, w, teams = given
+    _STATS, _n_units, _groups, _channels, _vector, inside, w, _teams = given
     of_first, of_second = carried[2]
     scale = ()
     for i in gl.static_range(2):
@@ -143,7 +143,7 @@ def stream(
 ):  # fmt: skip
     start, count, rows, row, vector = places_in(n_cols, spatial, length, split, LINES)
     at = gl.cast(start, gl.int64) * n_cols
-    here, inside = halves_of(vector, channels)
+    _, inside = halves_of(vector, channels)
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
     channel = vector[:, None] * 8 + word * 2
     w = vector_of(W, channel, (row < rows)[:, None], w_kind, 1.0)
@@ -166,7 +166,7 @@ def talk(
     place, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split,
     SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
-    start, count, rows, row, vector = places_in(n_cols, spatial, length, split, LINES)
+    _, count, rows, _, vector = places_in(n_cols, spatial, length, split, LINES)
     members = members_of(count, rows, n_cols // 8, groups, channels, GROUPS, MEMBERS)
     given = members, vector, STATS, groups, channels, spatial
     talk_parts(place, WORDS, n_units, split, given, gather, weigh, conclude, SPLIT, GROUPS, MEMBERS, LINES)

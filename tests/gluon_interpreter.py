@@ -14,7 +14,6 @@ from threading import Condition, local
 from types import FunctionType, ModuleType
 from typing import Any
 
-
 PATIENCE = 20.0  # seconds a group of warps waits for a barrier
 
 

@@ -1,44 +1,44 @@
-"""GroupNorm of channels-last images that programs hold, a part each."""
+"""GroupNorm of channels-last images that teams of programs hold, a part each: candidates for Hopper."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from build_tools.audit import audit
+from build_tools.compile import compile_variants
+from build_tools.declaration import read_declaration
+from build_tools.paths import PROFILES
+from build_tools.plan import check_row, make_variant
+from build_tools.profile import read_profile, read_row
+from build_tools.tune import read_problems
+from liger_aot.group_plans import HANDOVER, Shape, held_plan
+from liger_aot.stream_words import HEAD, PER_THREAD_STREAM, StreamWords
 from tests import test_groupnorm
-from tests.op_tests import BF16, FP16, Case
+from tests.op_tests import BF16, FP16, FP32, Case
 from tests.own_tables import way_with
 
-pytestmark = pytest.mark.interpreter
-
 HELD = (
-    'max_n = 1000000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, '
-    "talkers = 4, registers = 24, num_warps = 4, programs_per_multiprocessor = 3"
+    'max_n = 1000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, groups = 4, '
+    "members = 64, talkers = 4, registers = 24, num_warps = 4, programs_per_multiprocessor = 3"
 )
-LAST = f"""
+TABLES = "".join(
+    f"""
+[kernel.groupnorm_{way}_last]
+provenance = "made up for a test"
 rows = [
   {{ aligned = false, form = "last", rows = 4, block = 64, groups = 2, num_warps = 4 }},
-  {{ {HELD}, groups = 4, members = 64 }},
+  {{ {HELD} }},
   {{ form = "last", rows = 4, block = 64, groups = 2, num_warps = 4 }},
 ]
 """
-TABLES = f"""
-[kernel.groupnorm_forward]
-provenance = "made up for a test"
-rows = [
-  {{ aligned = false, form = "any", block = 64, num_warps = 4 }},
-  {{ {HELD} }},
-  {{ form = "first", block = 64, num_warps = 4 }},
-]
-[kernel.groupnorm_forward_last]
-provenance = "made up for a test"
-{LAST}
-[kernel.groupnorm_backward_last]
-provenance = "made up for a test"
-{LAST}
-"""
-
+    for way in ("forward", "backward")
+)
+# Images of one part and of several, of part of a tile; one image a team, several, fewer for some teams. Groups that
+# begin within a line, of one line, of four channels, of many lines.
 CASES = (
     Case((1, 16, 4, 4), BF16, channels_last=True),
     Case((1, 32, 25, 4), FP16, channels_last=True, num_groups=4, wide=True),
@@ -48,18 +48,80 @@ CASES = (
     Case((13, 16, 3, 3), FP16, channels_last=True, num_groups=4),
     Case((2, 256, 17, 1), BF16, channels_last=True, num_groups=1),
     Case((1, 16, 1, 1), BF16, channels_last=True),
-    Case((1, 2, 8, 4), BF16),
-    Case((3, 6, 16, 10), FP16, wide=True),
-    Case((5, 4, 16, 20), BF16, offset=300.0, weight=None),
-    Case((1, 3, 16, 25), FP16, num_groups=1, bias=None),
 )
+# Another dtype; channels that are not aligned; more groups than a program has, groups of which a line has three, an
+# image too large to be held.
+OTHERS = (
+    Case((2, 32, 5), FP32, channels_last=True),
+    Case((2, 20, 5), BF16, channels_last=True, num_groups=2),
+    Case((1, 64, 3), BF16, channels_last=True, num_groups=8),
+    Case((1, 48, 3), FP16, channels_last=True, num_groups=16),
+    Case((1, 256, 40), BF16, channels_last=True),
+)
+KERNELS = ("groupnorm_forward_last", "groupnorm_backward_last")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_held(case: Case, poisoned: None, tmp_path: Path) -> None:
+@pytest.mark.interpreter
+@pytest.mark.parametrize("cases,form", [(CASES, "held"), (OTHERS, "last")], ids=["held", "others"])
+def test_images(cases: tuple[Case, ...], form: str, poisoned: None, tmp_path: Path) -> None:
+    """One after another: a launch takes the words, and the barrier's counter, as the last one left them."""
     tests = test_groupnorm.TestGroupNorm()
     way = way_with(tests.op_class, tmp_path / "pack", TABLES)
-    tests.check(way.op, case, way.allowed)
-    ways = ("forward_last", "backward_last") if case.get("channels_last") else ("forward",)
-    for kernel in ways:
-        assert any(name.startswith(f"groupnorm_{kernel}-held-") for name in way.loaded()), kernel
+    for seed, case in enumerate(cases):
+        tests.check(way.op, case, way.allowed, seed=seed)
+    (on,) = way.op._own.bound.values()
+    launched = {found[0].variant.name.split("-")[1] for key, found in on.plans.items() if key != "words"}
+    assert launched == {form}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_plans(kernel: str) -> None:
+    """Every place is some part's, all programs are resident at once, and a part's tiles and those of the next one that
+    come during the exchange fit in the ring."""
+    multiprocessors = 132
+    for numbers in candidates(kernel):
+        loaded = SimpleNamespace(numbers=numbers)
+        for images, channels, places in (
+            (32, 320, 4096),
+            (64, 1280, 256),
+            (1, 512, 64),
+            (3, 128, 1000),
+            (1, 640, 1),
+        ):
+            found = held_plan(multiprocessors, loaded, Shape(images, channels, 32, places, True))
+            assert found is not None
+            assert (found.split - 1) * found.length < places <= found.split * found.length
+            assert found.programs % found.split == 0 and found.programs <= multiprocessors
+            tiles = -(-found.length // (numbers["lines"] * 8 // channels))
+            assert tiles + min(tiles, HANDOVER) <= numbers["slots"] - numbers["ahead"]
+            assert found.words >= images * found.split * 32
+        assert held_plan(multiprocessors, loaded, Shape(1, 128, 32, 1 << 18, True)) is None
+
+
+def test_words_of_streams() -> None:
+    words = StreamWords(torch.device("cpu"))
+    first = words.on(7, 10)
+    assert first.numel() >= HEAD + 10 and not first[:HEAD].any()
+    assert words.on(7, 4) is first and words.on(8, 4) is not first
+    assert words.on(7, 100).numel() >= HEAD + 100
+    assert words.on(PER_THREAD_STREAM, 4) is not words.on(PER_THREAD_STREAM, 4)
+
+
+def candidates(kernel: str) -> list[dict[str, int]]:
+    problems = read_problems(PROFILES / "candidates" / f"sm90-{kernel}.toml")
+    found = [dict(c) for problem in problems for c in problem.candidates if c["form"] == "held"]
+    assert found
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_no_candidate_spills(kernel: str, dtype: str, tmp_path: Path) -> None:
+    profile, declared = read_profile("sm90"), read_declaration("groupnorm").kernels[kernel]
+    row = read_row("a candidate", {**candidates(kernel)[0], "max_n": 64}, profile.arch)
+    check_row(declared, row, profile)
+    variant = make_variant("groupnorm", declared, row, {"dtype": dtype}, True)
+    compiled = compile_variants([variant], profile, cache=tmp_path, workers=1, progress=False)
+    audited = audit(variant, compiled[variant.name], profile.arch)  # refuses a binary that spills
+    assert audited.resident >= variant.host["programs_per_multiprocessor"]

@@ -76,12 +76,16 @@ def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> t
         kernel, n = on.kernels[shape.kernel(way)], shape.n(way)
         aligned = not places & 15
         loaded = kernel((dtype, aligned), n)
+        held = None
+        if "slots" in loaded.numbers:
+            held = held_plan(on.multiprocessors, loaded, shape)
+            if held is None:
+                loaded = kernel((dtype, aligned), LONGEST)
         if aligned and not shape.aligned(_width(loaded, shape)):
-            loaded = kernel((dtype, aligned := False), n)
+            loaded, held = kernel((dtype, aligned := False), n), None
         while way == "backward" and shape.channels // shape.groups > _most_channels(loaded):
             loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
-        held = _held(on, loaded, shape) if "slots" in loaded.numbers else None
-        if held is None and ("slots" in loaded.numbers or _shares(on, loaded, shape)):
+        if held is None and _shares(on, loaded, shape):
             loaded = kernel((dtype, aligned), LONGEST)
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
@@ -138,39 +142,36 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     )
 
 
-def _held(on: OpOn, loaded: Loaded, shape: Shape) -> Plan | None:
-    """For programs that hold a part of a unit each, in tiles of lines of eight elements: of a channels-last image, a
-    tile of whole places; of a group that is one run, of any elements. None where they can't."""
-    numbers, group = loaded.numbers, shape.channels // shape.groups
-    step = numbers["lines"] * 8
-    units, extent, words = shape.images * shape.groups, group * shape.spatial, 1
-    if shape.last:
-        step //= shape.channels
-        units, extent, words = shape.images, shape.spatial, numbers["groups"]
-        across = group // 8 if not group & 7 else (group + 6) // 8 + 1  # lines of a place that a group is in
-        two = group == 4 or group >= 7  # no line is of three groups
-        if not step or not two or shape.groups > words or across * step > numbers["members"]:
-            return None
-    resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
-    least = -(-extent // (step * min(numbers["split"], resident)))
+def held_plan(multiprocessors: int, loaded: Loaded, shape: Shape) -> Plan | None:
+    """For teams of programs that hold a part of a channels-last image each, in tiles of lines of eight channels; None
+    where they can't."""
+    numbers, group, places = loaded.numbers, shape.channels // shape.groups, shape.spatial
+    step = numbers["lines"] * 8 // shape.channels  # places of a tile
+    across = (
+        group // 8 if not group & 7 else (group + 6) // 8 + 1
+    )  # lines of a place that a group is in, at most
+    in_two = group == 4 or group >= 7  # no line is of three groups
+    if not step or not in_two or shape.groups > numbers["groups"] or across * step > numbers["members"]:
+        return None
+    resident = numbers["programs_per_multiprocessor"] * multiprocessors
+    least = -(-places // (step * min(numbers["split"], resident)))
     room = numbers["slots"] - numbers["ahead"]
 
     def cost(tiles: int) -> tuple[int, int]:
-        teams = resident // -(-extent // (tiles * step))
-        return -(-units // teams) * (tiles + 1), tiles
+        split = -(-places // (tiles * step))
+        return -(-shape.images // (resident // split)) * (
+            tiles + 1 + split // 32
+        ), tiles  # words are read 32 at a time
 
     # A part's last tiles are held while the next part's first ones come, as many as the exchange takes time for.
-    fitting = [t for t in range(least, -(-extent // step) + 1) if t + min(t, HANDOVER) <= room]
+    fitting = [t for t in range(least, -(-places // step) + 1) if t + min(t, HANDOVER) <= room]
     if not fitting:
         return None
     length = min(fitting, key=cost) * step
-    split = -(-extent // length)
-    programs = min(resident // split, units) * split
-    if shape.last:
-        sizes = (units, 1, shape.groups, group, shape.channels, shape.channels, shape.spatial)
-        return Plan(programs, split, length, units * split * words, programs, sizes, sizes)
-    runs = (units, shape.groups, group, shape.spatial)
-    return Plan(programs, split, length, units * split, programs, (*runs, extent), runs)
+    split = -(-places // length)
+    programs = min(resident // split, shape.images) * split
+    sizes = (shape.images, 1, shape.groups, group, shape.channels, shape.channels, places)
+    return Plan(programs, split, length, shape.images * split * numbers["groups"], programs, sizes, sizes)
 
 
 def split_of(units: int, elements: int, least: int, most: int, resident: int) -> int:
