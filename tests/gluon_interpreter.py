@@ -2,7 +2,8 @@
 need it.
 
 Layouts are left out, as they change no value. A block of shared memory holds garbage until it is written, and one that
-is being copied to until the copy has been waited for: a wait that comes too late, or not at all, shows.
+is being copied to until the copy has been waited for: a wait that comes too late, or not at all, shows. Groups of warps
+are threads, each with its own copies, that wait for each other at barriers.
 """
 
 from __future__ import annotations

@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from threading import Lock, local
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+PATIENCE = 60.0  # seconds a program waits for another's word
 
 
 def interpret(
@@ -185,8 +188,10 @@ def _teach_inline_assembly() -> None:
             )
         elif "bra again" in text:  # posted
             mask, zeros = np.ones_like(data[0], dtype=bool), np.zeros_like(data[0])
-            result, addresses = zeros, data[0].astype(np.uint64)
+            result, addresses, until = zeros, data[0].astype(np.uint64), monotonic() + PATIENCE
             while not result.all():
+                assert monotonic() < until, "a word that nobody posts"
+                sleep(0.001)  # other programs get on meanwhile
                 result = _interpreter.load(addresses, mask, zeros, np.dtype(np.int64))
         elif operation == "ld.acquire.gpu.global.u32":
             mask = np.ones_like(data[0], dtype=bool)
