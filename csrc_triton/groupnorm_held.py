@@ -106,14 +106,15 @@ def members_of(count, rows, vectors, groups, channels, GROUPS: gl.constexpr, MEM
 
 @gluon.jit
 def of_members(first, second, members, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
-    """The two values that lines have of their first group, and of their second, in the table of groups, with counts.
-    What is no member of a group has a count of 0."""
+    """The two values that lines have of their first group, and of their second, in the table of groups, with counts:
+    zeros where there is no member."""
     table: gl.constexpr = table_layout(MEMBERS, gl.num_warps())
     at = members & 4095
     first = gl.gather(both(first[0], first[1]), at, 0)
     second = gl.gather(both(second[0], second[1]), at, 0)
     counts = (members >> 13).to(gl.float32).reshape([GROUPS, MEMBERS])
-    a, b = each(gl.where((members & 4096) != 0, first, second).reshape([GROUPS, MEMBERS]))
+    words = gl.where((members & 4096) != 0, first, second)
+    a, b = each(gl.where(members >= 8192, words, 0).reshape([GROUPS, MEMBERS]))
     return gl.convert_layout(a, table), gl.convert_layout(b, table), gl.convert_layout(counts, table)
 
 
@@ -177,7 +178,7 @@ def fold_last(sums, carried, unit, there, given, dtype: gl.constexpr):
 @gluon.jit
 def gather_last(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
     means, deviations, counts = of_members(first, second, given[0], GROUPS, MEMBERS)
-    mean, deviation, _ = merge_along(means, gl.where(counts > 0.0, deviations, 0.0), counts, 1)
+    mean, deviation, _ = merge_along(means, deviations, counts, 1)
     return mean, deviation
 
 

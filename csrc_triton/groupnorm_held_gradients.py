@@ -72,9 +72,8 @@ def fold(sums, carried, unit, there, given, dtype: gl.constexpr):
 
 @gluon.jit
 def gather(first, second, given, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
-    alongs, offsets, counts = of_members(first, second, given[0], GROUPS, MEMBERS)
-    along = gl.sum(gl.where(counts > 0.0, alongs, 0.0), 1)
-    return along, gl.sum(gl.where(counts > 0.0, offsets, 0.0), 1)
+    alongs, offsets, _ = of_members(first, second, given[0], GROUPS, MEMBERS)
+    return gl.sum(alongs, 1), gl.sum(offsets, 1)
 
 
 @gluon.jit

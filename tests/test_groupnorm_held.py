@@ -18,7 +18,7 @@ from build_tools.tune import read_problems
 from liger_aot.group_plans import HANDOVER, Shape, held_plan
 from liger_aot.stream_words import HEAD, PER_THREAD_STREAM, StreamWords
 from tests import test_groupnorm
-from tests.op_tests import BF16, FP16, FP32, Case
+from tests.op_tests import BF16, FP16, FP32, Case, Way
 from tests.own_tables import way_with
 
 HELD = (
@@ -61,6 +61,12 @@ OTHERS = (
 KERNELS = ("groupnorm_forward_last", "groupnorm_backward_last")
 
 
+def launched(way: Way) -> set[str]:
+    """Forms."""
+    (on,) = way.op._own.bound.values()
+    return {found[0].variant.name.split("-")[1] for key, found in on.plans.items() if key != "words"}
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("cases,form", [(CASES, "held"), (OTHERS, "last")], ids=["held", "others"])
 def test_images(cases: tuple[Case, ...], form: str, poisoned: None, tmp_path: Path) -> None:
@@ -69,9 +75,21 @@ def test_images(cases: tuple[Case, ...], form: str, poisoned: None, tmp_path: Pa
     way = way_with(tests.op_class, tmp_path / "pack", TABLES)
     for seed, case in enumerate(cases):
         tests.check(way.op, case, way.allowed, seed=seed)
-    (on,) = way.op._own.bound.values()
-    launched = {found[0].variant.name.split("-")[1] for key, found in on.plans.items() if key != "words"}
-    assert launched == {form}
+    assert launched(way) == {form}
+
+
+@pytest.mark.interpreter
+def test_what_is_no_number_stays_in_its_group(tmp_path: Path) -> None:
+    way = way_with(test_groupnorm.TestGroupNorm.op_class, tmp_path / "pack", TABLES)
+    x = torch.randn(3, 10, 48).to(BF16)  # channels last, four groups of 12
+    x[1, 0, 0] = torch.nan
+    x.requires_grad_()
+    y = way.op(x.movedim(-1, 1), 4)  # type: ignore[operator]
+    y.backward(torch.ones_like(y))
+    for t in (y.movedim(1, -1), x.grad):
+        assert t is not None
+        assert t[1, :, :12].isnan().all() and not t[1, :, 12:].isnan().any() and not t[[0, 2]].isnan().any()
+    assert launched(way) == {"held"}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
