@@ -5,14 +5,14 @@
     python -m benchmarks.attention_candidates tables
 
 ``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
-each head dimension in a pack. Directions are the backward, that of causal calls alone (causal), of sliding windows
-(local) and of soft caps (capped), the packed forward and backward (varlen, varlen_backward) and the forward, whose
-number 0 is the profile as it is. ``measure`` first checks every kernel but the forward's against float64 and against
-the tiles (``attention_trial``), in processes that are killed when a case takes too long: a kernel may wait forever.
-Then it times what passed (the backward with dQ in order, too), beside the tiles and cuDNN (windows beside
-FlashAttention-2, soft caps beside the tiles alone, the packed forms beside the dense ones), and the forward with 2 and
-3 warp groups. It writes results-<directions>.json and, as tables to add to the profile, the winners of those that the
-profile may lack: winners.toml. ``tables`` prints such tables of rows that nothing was measured of.
+each head dimension in a pack. Directions are the backward, that of sliding windows (local) and of soft caps (capped),
+the packed forward and backward (varlen, varlen_backward) and the forward, whose number 0 is the profile as it is.
+``measure`` first checks every kernel but the forward's against float64 and against the tiles (``attention_trial``), in
+processes that are killed when a case takes too long: a kernel may wait forever. Then it times what passed (the backward
+with dQ in order, too), beside the tiles and cuDNN (windows beside FlashAttention-2, soft caps beside the tiles alone,
+the packed forms beside the dense ones), and the forward with 2 and 3 warp groups. It writes results-<directions>.json
+and, as tables to add to the profile, the winners of those that the profile may lack: winners.toml. ``tables`` prints
+such tables of rows that nothing was measured of.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from build_tools.tune import Problem, read_problems
 from . import attention_trial as trial
 
 FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
-DENSE_BACKWARD = ("backward", "causal", "local", "capped")
+DENSE_BACKWARD = ("backward", "local", "capped")
 KERNELS = {
     "forward": FORWARD, **dict.fromkeys(DENSE_BACKWARD, f"{BACKWARD}_groups"),
     "varlen": "flash_attention_varlen_forward_groups", "varlen_backward": "flash_attention_varlen_backward_groups",
@@ -64,20 +64,14 @@ DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
 WINDOWS = {"window 1024": 1024, "window 4096": 4096}  # keys before a row's own, of causal calls
 # Of a direction whose kernels are not those of KINDS: how they end, and the calls that run them.
-ENDINGS = {"causal": "_causal", "local": "_local", "capped": "_capped", **dict.fromkeys(PACKED, "")}
-CALLS = {
-    "causal": ("causal",),
-    "local": (*WINDOWS,),
-    "capped": ("causal", *WINDOWS),
-    **dict.fromkeys(PACKED, (*KINDS,)),
-}
+ENDINGS = {"local": "_local", "capped": "_capped", **dict.fromkeys(PACKED, "")}
+CALLS = {"local": (*WINDOWS,), "capped": ("causal", *WINDOWS), **dict.fromkeys(PACKED, (*KINDS,))}
 SOFTCAP = 50.0  # Gemma 2's
 # dQ in any order, and in a fixed one: kernels of their own
 ORDER = dict.fromkeys(("backward", "local", "capped"), ("", "_ordered"))
 MEASURED = (2048, 8192, 16384)  # lengths that a winner is chosen by; shorter ones are in the table
 FIRST_ROWS = {
     "backward": "the settings of a prototype",
-    "causal": "the rows of the profile",
     "local": "rows of the causal kernels",
     "capped": "rows of the causal kernels",
     "varlen": "the rows of flash_attention_forward",
@@ -110,8 +104,9 @@ def candidates(arch: str, direction: str, dims: Iterable[int] = DIMS) -> list[Ch
 def tables(arch: str, chosen: Chosen, provenance: str) -> str:
     """Kernels of new directions as tables of a profile, with what they need beside them."""
     found = {kernel: [row] for kernel, ((_, row),) in chosen.items()}
-    endings = tuple(filter(None, ENDINGS.values()))
-    whole = [k for k in chosen if not k.removesuffix("_ordered").endswith(endings)]
+    whole = [
+        k for k in chosen if not k.removesuffix("_ordered").endswith((ENDINGS["local"], ENDINGS["capped"]))
+    ]
     for direction, kernels in BESIDE.items():
         if any(kernel.startswith(KERNELS[direction]) for kernel in whole):
             for kernel in kernels:

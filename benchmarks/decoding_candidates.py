@@ -36,8 +36,15 @@ from .providers import COPY
 from .workload import TOLERANCE, rotated_sets
 
 OP = "flash_decoding"
+KINDS = ("split", "split_paged", "wide", "wide_paged", "stream", "combine")
 Sizes = tuple[tuple[int, int], ...]  # batch, cached keys
 SIZES: Sizes = ((1, 32768), (8, 32768), (24, 16384), (128, 8192))
+STREAM_SIZES: Sizes = (
+    (20, 16384),
+    (32, 8192),
+    (32, 32768),
+    (128, 8192),
+)  # what is streamed: many long sequences
 
 
 def read_sizes(text: str) -> Sizes:
@@ -50,6 +57,8 @@ def read_sizes(text: str) -> Sizes:
 
 def points(kernel: str, dim: int, sizes: Sizes = SIZES) -> list[Point]:
     """What a kernel is measured at: 8 heads of keys, 8 rows of queries each, 32 of the wide kernels."""
+    if kernel.endswith("_stream") and sizes == SIZES:
+        sizes = STREAM_SIZES
     page, tokens = 64 if kernel.endswith("_paged") else 0, 4 if "_wide" in kernel else 1
     found = [Point(*size, page=page, dim=dim, tokens=tokens) for size in sizes]
     return [*found, replace(found[1], page=16)] if page and len(found) > 1 else found
@@ -190,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("step", choices=("build", "measure"))
     parser.add_argument("--folder", type=Path, required=True, help="of the candidates' packs")
     parser.add_argument("--arch", default="sm90")
-    kernels = ",".join(f"{OP}_{kind}" for kind in ("split", "split_paged", "wide", "wide_paged", "combine"))
+    kernels = ",".join(f"{OP}_{kind}" for kind in KINDS)
     parser.add_argument("--kernel", default=kernels, help="(default: %(default)s)")
     parser.add_argument("--sizes", type=read_sizes, default=SIZES, help="measure: as 1x8192,8x32768")
     parser.add_argument("--dims", type=int, nargs="*", help="build: head dimensions (default: all)")

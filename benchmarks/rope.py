@@ -1,6 +1,7 @@
 """Rotary embedding of q and k, shape (batch, tokens, q heads, k heads, head dimension): (batch, heads, tokens, d)
 views of (batch, tokens, heads, d) memory, as a projection gives them; half-split pairs, cos and sin rows by token.
-"rotary 64": the first 64 of a head's dimensions alone are rotated; "interleaved": neighbours are the pairs.
+"rotary 64": the first 64 of a head's dimensions alone are rotated, "rotary 64 inplace" where they lie, as Liger always
+does; "interleaved": neighbours are the pairs.
 
 A backward rotates the gradients back and reads neither q nor k."""
 
@@ -26,6 +27,8 @@ class Rotary(OpEntry):
     def overwritten(self, provider: str, case: Case) -> Overwritten:
         # Liger rotates q and k, and their gradients, where they lie. (That a backward's forward does so, once, changes
         # nothing: no backward reads them.)
+        if provider == "liger_aot" and "inplace" in case.variant:
+            return Overwritten((0, 1))
         if provider != "liger":
             return Overwritten()
         return Overwritten((0, 1)) if case.direction == "forward" else Overwritten(grads=True)
@@ -46,6 +49,7 @@ class RoPE(Rotary):
     points = (
         *both([LLAMA_8B, (4, 8192, 32, 8, 64)]),
         *both([LLAMA_8B], "rotary 64"),
+        Case("forward", torch.bfloat16, LLAMA_8B, "rotary 64 inplace"),
         *both([LLAMA_8B], "interleaved"),
     )
     small = (1, 4, 32, 8, 128)
@@ -54,18 +58,20 @@ class RoPE(Rotary):
 
     def inputs(self, case: Case, random: Random) -> tuple[Tensor, ...]:
         q, k = queries_and_keys(case, random)
-        rotary = 64 if case.variant == "rotary 64" else case.shape[-1]
+        rotary = 64 if case.variant.startswith("rotary 64") else case.shape[-1]
         return q, k, *angles(random, case.shape[1], rotary)
 
     def keywords(self, variant: str) -> Mapping[str, Any]:
-        return {"interleaved": variant == "interleaved"}
+        return {"interleaved": variant == "interleaved", "inplace": "inplace" in variant}
 
     def eager(self, variant: str) -> Function:
         if variant == "interleaved":
             return lambda q, k, cos, sin: (_interleaved(q, cos, sin), _interleaved(k, cos, sin))
-        return _partial if variant == "rotary 64" else _whole
+        return _partial if variant.startswith("rotary 64") else _whole
 
     def offers(self, provider: str, variant: str) -> bool:
+        if "inplace" in variant:
+            return provider in ("liger_aot", "liger")
         return provider in self.providers and (provider != "liger" or variant != "interleaved")
 
     def liger(self, variant: str) -> Function:

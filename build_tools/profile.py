@@ -26,6 +26,8 @@ HOST_NUMBERS = {
     "programs_per_multiprocessor": "programs",
     "cache_megabytes": "cache",  # of keys and values that programs side by side work on
     "longest": "longest",  # keys that a kernel for short sequences is for
+    "busy": "busy",  # programs that keep a multiprocessor's share of memory busy
+    "least_blocks": "least",  # a multiprocessor, from which on this kernel is chosen
     "lone_rows": "lone",  # up to so many rows, one program that writes the final sums beats two launches
 }
 

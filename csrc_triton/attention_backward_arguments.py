@@ -22,6 +22,7 @@ SIZES = {
     "cap": "fp32",
     "gradient_scale": "fp32",
     "tiles_a_head": "i32",
+    "section": "i32",
     "heads": "i32",
     "ratio": "i32",
     "dim": "i32",
@@ -151,11 +152,9 @@ ROLES_CONSTANTS = [
 ]  # fmt: skip
 BY_GROUPS = {"function": "backward_groups", "constants": GROUPS_CONSTANTS}
 ROLES = {"function": "backward_roles", "constants": ROLES_CONSTANTS}
-# Blocks of causal calls differ: a row may have several heads of K start their longest ones first, in turns.
-BY_GROUPS_CAUSAL = {"function": "backward_groups", "constants": [*GROUPS_CONSTANTS, "TOGETHER"]}
-ROLES_CAUSAL = {"function": "backward_roles", "constants": [*ROLES_CONSTANTS, "TOGETHER"]}
-CAUSAL = {"BOUNDED": 1, "TOGETHER": 0}
-TURNS = {"TURNS": "*i32", "section": "i32"}
+SECTION = {"section": "i32"}
+TURNS = {"TURNS": "*i32", **SECTION}
+CAUSAL = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, **SECTION}}  # with a bound, blocks of keys differ
 IN_ORDER = {**GROUPS, "arguments": {**GROUPS_ARGUMENTS, **TURNS}}
 D64 = {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64}
 D96 = {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32}
@@ -171,7 +170,7 @@ ROLES_KERNELS = {
         **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 0}}},
     },
     "flash_attention_backward_groups_192_causal": {
-        **GROUPS, "forms": {"roles": {**ROLES_CAUSAL, "defaults": {**D192, **CAUSAL}}},
+        **CAUSAL, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 1}}},
     },
     "flash_attention_backward_groups_192_causal_ordered": {
         **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D192, "BOUNDED": 1}}},
@@ -183,7 +182,7 @@ ROLES_KERNELS = {
         **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 0}}},
     },
     "flash_attention_backward_groups_256_causal": {
-        **GROUPS, "forms": {"roles": {**ROLES_CAUSAL, "defaults": {**D256, **CAUSAL}}},
+        **CAUSAL, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 1}}},
     },
     "flash_attention_backward_groups_256_causal_ordered": {
         **IN_ORDER, "forms": {"roles": {**ROLES, "defaults": {**D256, "BOUNDED": 1}}},
@@ -192,10 +191,10 @@ ROLES_KERNELS = {
 
 # With a left bound, too; and with a soft cap, where it does not spill: heads of 64 and 128 would.
 LOCAL_ARGUMENTS = {**GROUPS_ARGUMENTS, "left": "i32"}
-LOCAL = {**GROUPS, "arguments": LOCAL_ARGUMENTS}
+LOCAL = {**GROUPS, "arguments": {**LOCAL_ARGUMENTS, **SECTION}}
 LOCAL_IN_ORDER = {**GROUPS, "arguments": {**LOCAL_ARGUMENTS, **TURNS}}
 CAPPED_ARGUMENTS = {**LOCAL_ARGUMENTS, "cap": "fp32"}
-CAPPED = {**GROUPS, "arguments": CAPPED_ARGUMENTS}
+CAPPED = {**GROUPS, "arguments": {**CAPPED_ARGUMENTS, **SECTION}}
 CAPPED_IN_ORDER = {**GROUPS, "arguments": {**CAPPED_ARGUMENTS, **TURNS}}
 LOCAL_KERNELS = {
     "flash_attention_backward_groups_64_local": {

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_groups import LOCAL, Ring, barriers
+from csrc_triton.attention_turns import in_turns
 
 CAPPED = gl.constexpr(3)  # both bounds and a soft cap
 GROUPS = gl.constexpr(2)
@@ -101,24 +102,15 @@ class KeyTile:
 
 
 @gluon.jit
-def tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left=None, TOGETHER: gl.constexpr = None):
-    """This program's. The first keys, which most rows see, come first: of one head after the other or, with TOGETHER
-    blocks that run at once, of as many heads as have them, so that no long block starts late."""
-    if TOGETHER:
-        both, number = in_turns(tiles_a_head, (TOGETHER + tiles_a_head - 1) // tiles_a_head)
-    else:
+def tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=None):
+    """This program's. The first keys, which most rows see, come first: of one head after the other or, with
+    ``section``, of so many heads in turns, so that no long block starts late."""
+    if section is None:
         both = gl.program_id(0) // tiles_a_head
         number = gl.program_id(0) - both * tiles_a_head
+    else:
+        both, number = in_turns(tiles_a_head, section)
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
-
-
-@gluon.jit
-def in_turns(tiles_a_head, section):
-    """(head of K of all batches, tile of it) of this program: ``section`` heads at a time take turns."""
-    before = gl.program_id(0) // (section * tiles_a_head) * section  # heads in sections before
-    width = gl.minimum(section, gl.num_programs(0) // tiles_a_head - before)
-    number = (gl.program_id(0) - before * tiles_a_head) // width
-    return gl.program_id(0) - before * tiles_a_head - number * width + before, number
 
 
 @gluon.jit

@@ -21,8 +21,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_backward_groups import in_turns, next_rows, tile_at
+from csrc_triton.attention_backward_groups import next_rows, tile_at
 from csrc_triton.attention_groups import barriers
+from csrc_triton.attention_turns import in_turns
 
 
 @aggregate

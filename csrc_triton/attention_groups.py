@@ -42,6 +42,7 @@ class Sizes:
     GROUPS: gl.constexpr
     MASK: gl.constexpr
     TURNS: gl.constexpr
+    LATE: gl.constexpr  # whether a tile is taken behind the last block of the one before: see ``produce``
     S: gl.constexpr  # layouts of the scores, of both panels of the output, of P as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -49,7 +50,7 @@ class Sizes:
     ROW: gl.constexpr  # a value a row, as the scores have it
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS):
+    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -58,7 +59,7 @@ class Sizes:
         value = gl.constexpr
         self.BLOCK_N, self.D1, self.D2, self.BOX = value(BLOCK_N), value(D1), value(D2), value(BOX)
         self.STAGES, self.GROUPS = value(STAGES), value(GROUPS)
-        self.MASK, self.TURNS = value(MASK), value(TURNS)
+        self.MASK, self.TURNS, self.LATE = value(MASK), value(TURNS), value(LATE)
         self.S = value(wgmma(self.BLOCK_N.value))
         self.O1 = value(wgmma(self.D1.value))
         self.O2 = value(wgmma(self.D2.value or 16))
@@ -199,16 +200,29 @@ def announced(i, board):
 
 
 @gluon.jit
+def take_tile(i, board, COUNT):
+    """The next tile's number, which the consumers' i-th is."""
+    t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
+    announce(t, i, board)
+    return t
+
+
+@gluon.jit
 def produce(z, work, Q, K, V, q, k, v, board, COUNT):
-    """The producer warp: takes tiles from the counter, tells the consumers on the board, fills the rings."""
+    """The producer warp: takes tiles from the counter, tells the consumers on the board, fills the rings.
+
+    A tile that is taken before the blocks of another one waits for them, however long they take, and at the end others
+    are idle. With LATE it is taken behind them, while the consumers have a ring of blocks left; where tiles are short
+    that is too late.
+    """
     b = 0  # blocks of keys so far
     i = 0  # tiles so far
     t = gl.program_id(0)
     announce(t, 0, board)
     while t < work.tiles:
         m, batch, head = work.tile(t, z)
-        t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
-        announce(t, i + 1, board)
+        if not z.LATE:
+            t = take_tile(i + 1, board, COUNT)
         row = m * (64 * z.GROUPS)
         first, last = work.blocks(row, row + 64 * z.GROUPS, z)
         for j in range(last - first):
@@ -225,6 +239,8 @@ def produce(z, work, Q, K, V, q, k, v, board, COUNT):
             fetch(V, batch, head // work.ratio, key, v, slot, z)
             b += 1
         i += 1
+        if z.LATE:
+            t = take_tile(i, board, COUNT)
     if gl.atomic_add(COUNT + 1, 1) == gl.num_programs(0) - 1:  # the last one out: zeros for the next launch
         gl.store(COUNT, 0)
         gl.store(COUNT + 1, 0)

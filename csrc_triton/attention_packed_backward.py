@@ -58,10 +58,13 @@ class PackedKeyTile:
 
 
 @gluon.jit
-def packed_tile(BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, sequences, tokens_q, tokens_k, right, z):
-    """This program's tile, the keys of its sequence, and the bound: row r of the sums sees those before r + it."""
-    kv_head = gl.program_id(0) // tiles_a_head
-    number = gl.program_id(0) - kv_head * tiles_a_head
+def packed_tile(BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z):
+    """This program's tile, the keys of its sequence, and the bound: row r of the sums sees those before r + it. Heads
+    of K take turns, ``section`` at a time, so that the longest tiles of the last one do not start late."""
+    group = gl.program_id(0) // (section * tiles_a_head)
+    place = gl.program_id(0) - group * (section * tiles_a_head)
+    number = place // section
+    kv_head = group * section + place - number * section
     sequence, start_k, len_k, key = find(BOUNDS_K, number, sequences, tokens_k, z.BLOCK_N)
     start_q, len_q = span(BOUNDS_Q, sequence, sequences, tokens_q)
     key = gl.where((key < 0) | (key > len_k), len_k, key)

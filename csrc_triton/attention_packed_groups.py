@@ -1,8 +1,10 @@
 """Attention forward by warp groups over packed sequences: ``attention_groups``, a tile of a sequence at a time.
 
-- The producer finds a tile's sequence and tells the consumers on the board. It passes over tiles that no sequence
-  needs: consumers never see them. It looks for the next tile where the dense form takes its next number, before it
-  fetches this one's blocks; the barriers and their order are the dense form's.
+- A warp of its own takes tiles from the counter, finds their sequences and tells the producer and the consumers on the
+  board. It passes over tiles that no sequence needs: nobody else sees them. The search among the starts of sequences
+  waits for memory several times over: done by the producer, it leaves the consumers without keys.
+- It takes a tile when the producer asks for it, ASK blocks before the end of the one before: earlier, the tile would
+  wait for this program while others are idle, and the last ones end late.
 - Tensor maps are over (place, head, row, column); place and row both step from token to token, there are as many rows
   as tokens, and the map starts that many rows before the tensor. Then row ``tokens - length + r`` at place ``start +
   length`` is a sequence's row r, and behind its last one TMA itself ends: rows there read as zeros, whatever lies in
@@ -115,21 +117,43 @@ def announce_tile(tile, i, board):
 
 
 @gluon.jit
-def read_note(at, board):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def read_note(at, board, WARPS: gl.constexpr):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(board.first.index(at).load(one), 0)
 
 
 @gluon.jit
-def announced_tile(i, board):
+def announced_tile(i, board, WARPS: gl.constexpr):
+    """The i-th tile, for a group of so many warps."""
     mbarrier.wait(board.full.index(i & 1), (i >> 1) & 1)
     at = (i & 1) * NOTES
     tile = Tile(
-        read_note(at, board), read_note(at + 1, board), read_note(at + 2, board), read_note(at + 3, board),
-        read_note(at + 4, board), read_note(at + 5, board), read_note(at + 6, board), read_note(at + 7, board),
+        read_note(at, board, WARPS), read_note(at + 1, board, WARPS), read_note(at + 2, board, WARPS),
+        read_note(at + 3, board, WARPS), read_note(at + 4, board, WARPS), read_note(at + 5, board, WARPS),
+        read_note(at + 6, board, WARPS), read_note(at + 7, board, WARPS),
     )  # fmt: skip
     mbarrier.arrive(board.free.index(i & 1), count=1)
     return tile
+
+
+@gluon.jit
+def schedule_packed(z, work, packed, board, asked, COUNT, FLAG, longest_q, longest_k):
+    """The scheduling warp: announces tiles, behind the last one that there is none. At its end it reports what is wrong
+    with sequences."""
+    i = 0
+    tile = next_tile(gl.program_id(0), work, packed, COUNT, z)
+    announce_tile(tile, 0, board)
+    while tile.number < work.tiles:
+        mbarrier.wait(asked.index(0), i & 1)
+        i += 1
+        tile = next_tile(gl.atomic_add(COUNT, 1) + gl.num_programs(0), work, packed, COUNT, z)
+        announce_tile(tile, i, board)
+    for s in range(gl.program_id(0), packed.sequences, gl.num_programs(0)):
+        report(FLAG, packed.bounds_q, s, packed.tokens_q, longest_q)
+        report(FLAG, packed.bounds_k, s, packed.tokens_k, longest_k)
+    if gl.atomic_add(COUNT + 1, 1) == gl.num_programs(0) - 1:  # the last one out: zeros for the next launch
+        gl.store(COUNT, 0)
+        gl.store(COUNT + 1, 0)
 
 
 @gluon.jit
@@ -146,20 +170,19 @@ def clear(to, slot, z):
 
 
 @gluon.jit
-def produce_packed(z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longest_q, longest_k):
-    """The producer warp, as ``attention_groups.produce``; at its end it reports what is wrong with sequences."""
+def produce_packed(z, work, packed, Q, K, V, q, k, v, board, asked, ASK):
+    """The producer warp: fills the rings as ``attention_groups.produce``, and asks for the next tile."""
     b = 0  # blocks of keys so far
     i = 0  # tiles so far
-    tile = next_tile(gl.program_id(0), work, packed, COUNT, z)
-    announce_tile(tile, 0, board)
+    tile = announced_tile(0, board, 1)
     while tile.number < work.tiles:
-        following = next_tile(gl.atomic_add(COUNT, 1) + gl.num_programs(0), work, packed, COUNT, z)
-        announce_tile(following, i + 1, board)
         row = tile.at * (64 * z.GROUPS)
         first, last = tile.work(work).blocks(row, row + 64 * z.GROUPS, z)
         place_k = tile.start_k + tile.len_k
         past_k = packed.tokens_k - tile.len_k
         for j in range(last - first):
+            if j == gl.maximum(last - first - ASK, 0):
+                mbarrier.arrive(asked.index(0), count=1)
             key = past_k + (last - 1 - j) * z.BLOCK_N
             slot = b % z.STAGES
             phase = ((b // z.STAGES) & 1) ^ 1
@@ -183,13 +206,7 @@ def produce_packed(z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longes
                 clear(v, slot, z)
             b += 1
         i += 1
-        tile = following
-    for s in range(gl.program_id(0), packed.sequences, gl.num_programs(0)):
-        report(FLAG, packed.bounds_q, s, packed.tokens_q, longest_q)
-        report(FLAG, packed.bounds_k, s, packed.tokens_k, longest_k)
-    if gl.atomic_add(COUNT + 1, 1) == gl.num_programs(0) - 1:  # the last one out: zeros for the next launch
-        gl.store(COUNT, 0)
-        gl.store(COUNT + 1, 0)
+        tile = announced_tile(i, board, 1)
 
 
 @gluon.jit
@@ -200,12 +217,12 @@ def consume_packed(z, work, packed, q, k, v, board, buffer, Y, LSE, SINKS, scale
     rows = gl.arange(0, 64, z.ROW)
     b = 0
     i = 0
-    tile = announced_tile(0, board)
+    tile = announced_tile(0, board, 4)
     while tile.number < work.tiles:
         b = consume_tile(
             tile.at, 0, tile.head, tile.start_q + tile.len_q, packed.tokens_q - tile.len_q, tile.inside != 0, rows, b,
             i, q, k, v, tile.work(work), buffer, Y, LSE + tile.start_q, packed.tokens_q, SINKS, scale, scale, g, z,
         )  # fmt: skip
         i += 1
-        tile = announced_tile(i, board)
+        tile = announced_tile(i, board, 4)
     tma.store_wait(0)

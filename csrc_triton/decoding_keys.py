@@ -1,5 +1,4 @@
-"""What both kernels of flash_decoding must agree on: which keys a tile of rows sees and how splits share them, and how
-a row is finished."""
+"""What both kernels of flash_decoding must agree on: which keys tokens see, and how a row is finished."""
 
 import triton
 import triton.language as tl
@@ -16,23 +15,43 @@ def length_of(LENGTHS, batch, capacity):
 
 
 @triton.jit
-def share(length, tokens, ratio, tile, left, right, splits, BLOCK_M, BLOCK_N):
-    """(first key that a tile of BLOCK_M rows sees, behind the last, blocks of keys a share, shares that have any, at
-    least 1). Row r is token r // ratio, and stands at key length - tokens + r // ratio. Blocks are counted from key 0.
-    """
+def token_of(row, by_ratio):
+    """row // ratio, where row * ratio < 2^31 and by_ratio is 2^31 // ratio + 1: one multiplication."""
+    return tl.umulhi((2 * row).to(tl.uint32, bitcast=True), by_ratio.to(tl.uint32, bitcast=True)).to(
+        tl.int32, bitcast=True
+    )
+
+
+@triton.jit
+def row_of(row, first_token, into, head, ratio, by_ratio):
+    """(token, query head) of rows of a tile, whose first is the ``into``-th of the heads of its first token."""
+    ahead = token_of(row + into, by_ratio)
+    return first_token + ahead, head * ratio + (row + into - ahead * ratio)
+
+
+@triton.jit
+def seen_by(length, first, last, tokens, left, right):
+    """(first key that tokens ``first`` to ``last`` see, behind the last); token t stands at key length - tokens + t."""
     before = length - tokens
-    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // ratio, tokens - 1)
-    start = tl.minimum(tl.maximum(before + tile * BLOCK_M // ratio - left, 0), length)
-    stop = tl.maximum(tl.minimum(before + last_token + right, length), start)
-    blocks = tl.where(stop > start, tl.cdiv(stop, BLOCK_N) - start // BLOCK_N, 0)
-    each = tl.maximum(tl.cdiv(blocks, splits), 1)
-    return start, stop, each, tl.maximum(tl.cdiv(blocks, each), 1)
+    start = tl.minimum(tl.maximum(before + first - left, 0), length)
+    return start, tl.maximum(tl.minimum(before + last + right, length), start)
+
+
+@triton.jit
+def blocks_of(length, tokens, left, right, BLOCK_N):
+    """(first block of a sequence that any token sees, how many from there on); counted from key 0. BLOCK_N is a
+    constant or uint32."""
+    start, stop = seen_by(length, 0, tokens - 1, tokens, left, right)
+    first = (start.to(tl.uint32) // BLOCK_N).to(tl.int32)
+    behind = (tl.maximum(stop - 1, 0).to(tl.uint32) // BLOCK_N).to(tl.int32) + 1
+    return first, tl.where(stop > start, behind - first, 0)
 
 
 @triton.jit
 def keys_of(block, start, stop, BLOCK_N: tl.constexpr):
-    """The keys of a block; for one outside of [start, stop) the nearest in it, so that all may be read."""
-    return tl.minimum(tl.maximum(block * BLOCK_N + tl.arange(0, BLOCK_N), start), stop - 1)
+    """The keys of a block; for one outside of [start, stop) the nearest in it, so that all may be read (key 0 of a
+    sequence without any, which the cache has)."""
+    return tl.maximum(tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), stop - 1), start)
 
 
 @triton.jit

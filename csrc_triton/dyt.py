@@ -37,6 +37,7 @@ DECLARATION = {
             "aligned": ["Y", "X", "W", "B", "y_stride", "x_stride", "n_cols"],
             "forms": {
                 "tile": {"function": "forward_tile", "constants": ["ROWS", "BLOCK"]},
+                "rows": {"function": "forward_rows", "constants": ["ROWS", "BLOCK"]},
                 "row": {"function": "forward_row", "constants": ["BLOCK", "STAGES"], "staged": ["X"]},
             },
         },
@@ -172,6 +173,30 @@ def forward_tile(
     y = tanh_of(x * unit) * w[None, :] + b[None, :]
     y_at = Y + first * y_stride + rows[:, None] * y_stride + cols[None, :]
     tl.store(y_at, y.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_rows(
+    Y, X, ALPHA, W, B, y_stride, x_stride, n_rows, n_cols, blocks, alpha_kind, w_kind, b_kind,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``forward_tile`` row by row, 1-D, with all loads in flight before the first is used: the compiler would take the
+    loads of later rows down to where they are used, which a barrier does not let it."""
+    program = tl.program_id(0)
+    first = (program // blocks).to(tl.int64) * ROWS
+    cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    in_row = cols < n_cols
+    xs = ()
+    for i in tl.static_range(ROWS):
+        xs += (tl.load(X + (first + i) * x_stride + cols, mask=in_row & (first + i < n_rows), other=0.0),)
+    unit = units(load_vector(ALPHA, 0, alpha_kind != 0, alpha_kind))
+    w = load_vector(W, cols, in_row, w_kind) + (w_kind == 0)
+    b = load_vector(B, cols, in_row, b_kind)
+    tl.debug_barrier()
+    for i in tl.static_range(ROWS):
+        y = tanh_of(xs[i].to(tl.float32) * unit) * w + b
+        y_at = Y + (first + i) * y_stride + cols
+        tl.store(y_at, y.to(Y.dtype.element_ty), mask=in_row & (first + i < n_rows))
 
 
 @triton.jit

@@ -12,11 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from csrc_triton.attention_consumer import consume
 from csrc_triton.attention_groups import Sizes, Work, board_ring, produce, ring
 from csrc_triton.attention_tiles import attend_tile
+from csrc_triton.attention_turns import in_turns
 
 GROUPS_FORM = {
     "function": "forward_groups",
     "constants": [
-        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK",
+        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK", "LATE",
     ],
 }  # fmt: skip
 
@@ -53,27 +54,27 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [],
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0}}},
         },
         "flash_attention_forward_causal": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
         },
         "flash_attention_forward_local": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0}}},
         },
         "flash_attention_forward_short_64": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
         },
         "flash_attention_forward_short_96": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
         },
         "flash_attention_forward_short_128": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
         },
         "flash_attention_forward_tiles": {
             "optional": True,
@@ -101,6 +102,7 @@ DECLARATION = {
                 "scale": "fp32",
                 "cap": "fp32",
                 "tiles_a_head": "i32",
+                "section": "i32",
                 "heads": "i32",
                 "ratio": "i32",
                 "dim": "i32",
@@ -158,6 +160,7 @@ def forward_groups(
     REGISTERS: gl.constexpr,
     TURNS: gl.constexpr,
     MASK: gl.constexpr,
+    LATE: gl.constexpr,
 ):
     """WARP_GROUPS consumer groups of REGISTERS registers a thread, and a producer warp.
 
@@ -165,7 +168,7 @@ def forward_groups(
     is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two
     zeros, which the last block leaves as zeros again. Y leaves through buffers of OUT columns.
     """
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS)
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE)
     work = Work(
         tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left
     )
@@ -222,6 +225,7 @@ def forward_tiles(
     scale,
     cap,
     tiles_a_head,
+    section,
     heads,
     ratio,
     dim,
@@ -235,9 +239,10 @@ def forward_tiles(
     D2: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_M rows of a head of Q a program, the last rows of a head first. Arguments as ``forward_groups``'."""
-    tile = tiles_a_head - 1 - tl.program_id(0) % tiles_a_head
-    both = tl.program_id(0) // tiles_a_head
+    """BLOCK_M rows of a head of Q a program, the last rows of a head first. ``section`` is ``in_turns``', the
+    other arguments ``forward_groups``'."""
+    both, number = in_turns(tiles_a_head, section)
+    tile = tiles_a_head - 1 - number
     batch = (both // heads).to(tl.int64)
     head = both % heads
     Q += batch * q_batch + head.to(tl.int64) * q_head

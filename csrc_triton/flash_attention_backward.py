@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 
 from csrc_triton.attention_backward_arguments import (
     BY_GROUPS,
-    BY_GROUPS_CAUSAL,
     CAUSAL,
     D64,
     D96,
@@ -35,6 +34,7 @@ from csrc_triton.attention_backward_order import tile_in_order
 from csrc_triton.attention_backward_roles import by_roles
 from csrc_triton.attention_backward_rows import finish_rows, sum_rows
 from csrc_triton.attention_gradients import key_tile, query_tile
+from csrc_triton.attention_turns import in_turns
 
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
@@ -57,7 +57,7 @@ DECLARATION = {
             **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_64_causal": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS_CAUSAL, "defaults": {**D64, **CAUSAL}}},
+            **CAUSAL, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_64_causal_ordered": {
             **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 1}}},
@@ -69,7 +69,7 @@ DECLARATION = {
             **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_96_causal": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS_CAUSAL, "defaults": {**D96, **CAUSAL}}},
+            **CAUSAL, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_96_causal_ordered": {
             **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 1}}},
@@ -81,7 +81,7 @@ DECLARATION = {
             **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 0}}},
         },
         "flash_attention_backward_groups_128_causal": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS_CAUSAL, "defaults": {**D128, **CAUSAL}}},
+            **CAUSAL, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
         },
         "flash_attention_backward_groups_128_causal_ordered": {
             **IN_ORDER, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
@@ -116,16 +116,15 @@ def row_sums(
 def key_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, dk_batch, dk_head, dk_row, q_batch, q_head, q_row, k_batch, k_head,
     k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head,
-    heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    section, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of K. The first keys, which most rows see, come first.
 
-    ``heads`` are K's, each shared by ``ratio`` of Q's. ``scale`` and ``cap`` as the forward takes them;
-    ``gradient_scale`` is d score / d (q k) without the soft cap's slope.
+    ``section`` is ``in_turns``'. ``heads`` are K's, each shared by ``ratio`` of Q's. ``scale`` and ``cap`` as the
+    forward takes them; ``gradient_scale`` is d score / d (q k) without the soft cap's slope.
     """
-    tile = tl.program_id(0) % tiles_a_head
-    both = tl.program_id(0) // tiles_a_head
+    both, tile = in_turns(tiles_a_head, section)
     batch = (both // heads).to(tl.int64)
     head = both % heads
     K += batch * k_batch + head.to(tl.int64) * k_head
@@ -146,12 +145,12 @@ def key_tiles(
 def query_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, dq_batch, dq_head, dq_row, q_batch, q_head, q_row, k_batch, k_head,
     k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head,
-    heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    section, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows of a head, the last rows first. ``heads`` are Q's; the rest as in ``key_tiles``."""
-    tile = tiles_a_head - 1 - tl.program_id(0) % tiles_a_head
-    both = tl.program_id(0) // tiles_a_head
+    both, number = in_turns(tiles_a_head, section)
+    tile = tiles_a_head - 1 - number
     batch = (both // heads).to(tl.int64)
     head = both % heads
     Q += batch * q_batch + head.to(tl.int64) * q_head
@@ -187,19 +186,19 @@ def backward_groups(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, TOGETHER: gl.constexpr = None, left=None, TURNS=None, section=None,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, left=None, TURNS=None, section=None,
 ):  # fmt: skip
     """dK and dV of 128 keys of a head of K, and what they add to dQ: two consumer groups and a producer warp.
 
     The tensor maps are over (batch, head, row, column), those of LSE2 and DELTA over (batch, head, 1, row). DQ32 is
     [batch, heads, padded / 64] tiles as ``add_dq`` lays them out. Row r sees the keys before r + right where BOUNDED,
     and from r + left on where there is ``left``. With TURNS one warp more keeps the order in which programs add to dQ:
-    see ``keep_order``, and ``tile_in_order`` for ``section``, ``tile_of_keys`` for TOGETHER.
+    see ``keep_order``, and ``tile_in_order`` for ``section``, which without TURNS is as in ``tile_of_keys``.
     """
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED)
     if TURNS is None:
-        tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left, TOGETHER)
+        tile = tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
     else:
         tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
     by_groups(
@@ -213,7 +212,7 @@ def backward_roles(
     Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, TOGETHER: gl.constexpr = None, left=None, cap=None, TURNS=None,
+    DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, left=None, cap=None, TURNS=None,
     section=None,
 ):  # fmt: skip
     """As ``backward_groups``, of 64 keys: three consumer groups have a role each, and three warps keep the order. With
@@ -221,7 +220,7 @@ def backward_roles(
     gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED)
     if TURNS is None:
-        tile = tile_of_keys(tiles_a_head, kv_heads, ratio, len_q, right, z, left, TOGETHER)
+        tile = tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
     else:
         tile = tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left)
     by_roles(

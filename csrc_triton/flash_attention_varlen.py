@@ -10,8 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from csrc_triton.attention_groups import CAUSAL, Sizes, Work, ring
-from csrc_triton.attention_packed_groups import Packed, consume_packed, packed_board, produce_packed
+from csrc_triton.attention_groups import CAUSAL, Sizes, Work, barriers, ring
+from csrc_triton.attention_packed_groups import (
+    Packed,
+    consume_packed,
+    packed_board,
+    produce_packed,
+    schedule_packed,
+)
 from csrc_triton.attention_sequences import BOUNDS, DTYPES, LONGEST, SIZES, STRIDES, find, report, span
 from csrc_triton.attention_tiles import attend_tile
 
@@ -31,7 +37,7 @@ GROUPS = {
 }  # fmt: skip
 BY_GROUPS = {
     "function": "packed_groups",
-    "constants": ["BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS"],
+    "constants": ["BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "ASK"],
 }
 
 DECLARATION = {
@@ -109,7 +115,7 @@ def packed_groups(
     Q, K, V, Y, LSE, SINKS, BOUNDS_Q, BOUNDS_K, FLAG, COUNT, scale, tiles, tiles_a_head, heads, ratio, section,
     section_heads, sequences, tokens_q, tokens_k, right, longest_q, longest_k, BLOCK_N: gl.constexpr,
     D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, ASK: gl.constexpr,
 ):  # fmt: skip
     """As ``flash_attention.forward_groups``, without a left bound and a soft cap. Tensor maps are over (place, head,
     row, column), as ``attention_packed_groups`` says; LSE, ``right`` and the report are ``packed_tiles``'."""
@@ -121,7 +127,8 @@ def packed_groups(
     q = ring(Q, WARP_GROUPS, 1, z)
     k = ring(K, STAGES, WARP_GROUPS, z)
     v = ring(V, STAGES, WARP_GROUPS, z)
-    board = packed_board(WARP_GROUPS)
+    board = packed_board(WARP_GROUPS + 1)
+    asked = barriers(1, 1)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
@@ -131,24 +138,20 @@ def packed_groups(
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(2), Y, LSE, SINKS, scale, 2)),
-                (
-                    produce_packed,
-                    (z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longest_q, longest_k),
-                ),
+                (produce_packed, (z, work, packed, Q, K, V, q, k, v, board, asked, ASK)),
+                (schedule_packed, (z, work, packed, board, asked, COUNT, FLAG, longest_q, longest_k)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
             [
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
                 (consume_packed, (z, work, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
-                (
-                    produce_packed,
-                    (z, work, packed, Q, K, V, q, k, v, board, COUNT, FLAG, longest_q, longest_k),
-                ),
+                (produce_packed, (z, work, packed, Q, K, V, q, k, v, board, asked, ASK)),
+                (schedule_packed, (z, work, packed, board, asked, COUNT, FLAG, longest_q, longest_k)),
             ],
-            [4, 1],
-            [REGISTERS, 24],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
         )

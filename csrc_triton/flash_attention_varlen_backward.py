@@ -3,7 +3,8 @@
 In plain Triton dK and dV come from one kernel, dQ from another, the same bits every time; what each row needs comes
 from ``flash_attention_backward``'s kernel, to which all tokens are one sequence. By warp groups (see
 ``attention_packed_backward``) sums of rows and dQ are padded, a sequence at a time: ``packed_row_sums`` makes them,
-``packed_backward_groups`` adds dQ up, ``packed_finish`` rounds it. The sinks' gradient is the dense form's in both.
+``packed_backward_groups`` and, for wide heads, ``packed_backward_roles`` add dQ up, ``packed_finish`` rounds it. The
+sinks' gradient is the dense form's in both.
 """
 
 import triton
@@ -11,9 +12,19 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.attention_backward_arguments import D64, D96, D128, GROUPS_CONSTANTS, READ
+from csrc_triton.attention_backward_arguments import (
+    D64,
+    D96,
+    D128,
+    D192,
+    D256,
+    GROUPS_CONSTANTS,
+    READ,
+    ROLES_CONSTANTS,
+)
 from csrc_triton.attention_backward_consumer import by_groups
 from csrc_triton.attention_backward_groups import BackwardSizes
+from csrc_triton.attention_backward_roles import by_roles
 from csrc_triton.attention_backward_rows import finish_rows, sum_rows
 from csrc_triton.attention_gradients import key_tile, query_tile
 from csrc_triton.attention_packed_backward import packed_tile, put_zeros
@@ -38,12 +49,13 @@ GROUPS = {
         "Q": "dtype[1, 1, BLOCK_M, BOX]", "K": "dtype[1, 1, 64, BOX]", "V": "dtype[1, 1, 64, BOX]",
         "DY": "dtype[1, 1, BLOCK_M, BOX]", "DK": "dtype[1, 1, 64, BOX]", "DV": "dtype[1, 1, 64, BOX]",
         "LSE2": "fp32[1, 1, 1, BLOCK_M]", "DELTA": "fp32[1, 1, 1, BLOCK_M]", "DQ32": "*fp32", **BOUNDS,
-        "scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "padded": "i32", **SIZES,
+        "scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "padded": "i32", "section": "i32", **SIZES,
     },
     "aligned": [],
 }  # fmt: skip
 # One kernel for full and causal calls: a right bound that hides nothing costs nothing but in blocks that it masks.
 BY_GROUPS = {"function": "packed_backward_groups", "constants": GROUPS_CONSTANTS}
+BY_ROLES = {"function": "packed_backward_roles", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_varlen_backward",
@@ -79,6 +91,12 @@ DECLARATION = {
         },
         "flash_attention_varlen_backward_groups_128": {
             **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
+        },
+        "flash_attention_varlen_backward_groups_192": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 1}}},
+        },
+        "flash_attention_varlen_backward_groups_256": {
+            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 1}}},
         },
         "flash_attention_varlen_backward_rows": {
             "optional": True,
@@ -166,9 +184,9 @@ def packed_query_tiles(
 
 @gluon.jit
 def packed_backward_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, sequences,
-    tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
-    BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
+    sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr,
+    D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr,
     WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """As ``flash_attention_backward.backward_groups``, of 128 keys of a head of a sequence, the first keys first.
@@ -179,13 +197,37 @@ def packed_backward_groups(
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED, 1)
     tile, len_k, from_right = packed_tile(
-        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, sequences, tokens_q, tokens_k, right, z
+        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
     )
     if tile.steps > 0:
         heads = gl.num_programs(0) // tiles_a_head * ratio
         by_groups(
             Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, heads, padded, len_k, from_right,
             REGISTERS, z,
+        )  # fmt: skip
+    else:
+        put_zeros(DK, tile, len_k, z)
+        put_zeros(DV, tile, len_k, z)
+
+
+@gluon.jit
+def packed_backward_roles(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
+    sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr,
+    D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """As ``packed_backward_groups``, of 64 keys: three consumer groups have a role each."""
+    gl.static_assert(WARP_GROUPS == 3 and BLOCK_N == 64 and D2 > 0)
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED, 1)
+    tile, len_k, from_right = packed_tile(
+        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
+    )
+    if tile.steps > 0:
+        heads = gl.num_programs(0) // tiles_a_head * ratio
+        by_roles(
+            Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, heads, padded, len_k, from_right,
+            REGISTERS, DQ_REGISTERS, z,
         )  # fmt: skip
     else:
         put_zeros(DK, tile, len_k, z)

@@ -12,7 +12,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.layernorm_long import block_moments, scale_blocks, scaled, walk_blocks
+from csrc_triton.layernorm_held import held_row
+from csrc_triton.layernorm_long import long_of, scaled, walk_blocks
 from csrc_triton.layernorm_pairs import walk_rows
 from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import as_fp32, load_vector
@@ -45,6 +46,12 @@ DECLARATION = {
                     "defaults": {"BLOCKS": 0},
                     "covers": "BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
+                    "requires": {"aligned": [True]},
+                },
+                "held": {
+                    "function": "forward_held",
+                    "constants": ["BLOCK", "BLOCKS", "TOGETHER"],
+                    "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
                 },
             },
@@ -113,32 +120,6 @@ def tile_of(
     tl.store(Y + rows[:, None] * y_stride + cols[None, :], y.to(Y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def long_of(
-    Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    X += row * x_stride
-    Y += row * y_stride
-    if BLOCKS > 0:
-        blocks = BLOCKS
-    else:
-        blocks = tl.cdiv(n_cols, BLOCK)
-    mean, deviations = block_moments(X, n_cols, blocks, BLOCK, FOLD)
-    rstd = tl.rsqrt(deviations / n_cols + eps)
-    if store_stats != 0:
-        tl.store(STATS + row * 2, mean)
-        tl.store(STATS + row * 2 + 1, rstd)
-    if BLOCKS == 0:
-        if (w_kind == 2) | (b_kind == 2):
-            scale_blocks(Y, X, as_fp32(W), as_fp32(B), mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
-        else:
-            scale_blocks(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
-    else:
-        scale_blocks(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
-
-
 # fp32 vectors beside rows of 16 bits (kind 2) double a binary: the dtype is asked once, before anything is loaded,
 # because a branch further down costs up to a fifth of the copy (measured on the H200). So only two kinds of row take
 # them, ``tile`` and the last one, for any length; the host sends them there.
@@ -204,6 +185,20 @@ def forward_folded(
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     long_of(
         Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, fold
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_held(
+    Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """``forward_folded`` with all loads of a row under way before the first is used; at the second read, those of
+    TOGETHER blocks."""
+    fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+    held_row(
+        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, TOGETHER,
+        fold,
     )  # fmt: skip
 
 

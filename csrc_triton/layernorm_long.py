@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.moments import lane_counts
-from csrc_triton.norm_vectors import load_vector
+from csrc_triton.norm_vectors import as_fp32, load_vector
 
 
 @triton.jit
@@ -34,7 +34,14 @@ def block_moments(X, n_cols, blocks, BLOCK: tl.constexpr, FOLD: tl.constexpr):
         in_row = i * lines + line < n_cols // FOLD
         sums += tl.where(in_row, tl.sum(apart, 1), 0.0)
         squares += tl.where(in_row, tl.sum(apart * apart, 1), 0.0)
-    counts = lane_counts(line, n_cols // FOLD, lines) * FOLD
+    return merged(pivot, sums, squares, n_cols, FOLD)
+
+
+@triton.jit
+def merged(pivot, sums, squares, n_cols, FOLD: tl.constexpr):
+    """(mean, sum of squared deviations from it) of what lines have."""
+    lines: tl.constexpr = pivot.shape[0]
+    counts = lane_counts(tl.arange(0, lines), n_cols // FOLD, lines) * FOLD
     mean = tl.sum(pivot * counts + sums, 0) / n_cols
     apart = pivot - mean
     return mean, tl.sum(squares + apart * (2.0 * sums + apart * counts), 0)
@@ -57,6 +64,33 @@ def scaled(normal, W, B, cols, mask, w_kind, b_kind):
     w = tl.load(W + cols, mask=mask & (w_kind != 0), other=1.0).to(tl.float32)
     b = tl.load(B + cols, mask=mask & (b_kind != 0), other=0.0).to(tl.float32)
     return normal * w + b
+
+
+@triton.jit
+def long_of(
+    Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """The forward of a program's row; BLOCKS is 0 where it is not known."""
+    row = tl.program_id(0).to(tl.int64)
+    X += row * x_stride
+    Y += row * y_stride
+    if BLOCKS > 0:
+        blocks = BLOCKS
+    else:
+        blocks = tl.cdiv(n_cols, BLOCK)
+    mean, deviations = block_moments(X, n_cols, blocks, BLOCK, FOLD)
+    rstd = tl.rsqrt(deviations / n_cols + eps)
+    if store_stats != 0:
+        tl.store(STATS + row * 2, mean)
+        tl.store(STATS + row * 2 + 1, rstd)
+    if BLOCKS == 0:
+        if (w_kind == 2) | (b_kind == 2):
+            scale_blocks(Y, X, as_fp32(W), as_fp32(B), mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
+        else:
+            scale_blocks(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
+    else:
+        scale_blocks(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ A ``part`` of a group a program: vectors are read once and kept, as are a row's 
 whose next power of two would idle too many lanes. In the forward parts are short: programs that share out all rows
 evenly wait for the slowest multiprocessor (0.90 of the copy instead of 0.94 at 4096 columns, H200).
 
-Groups of few rows, and long rows, are read row by row (``long``): vectors are read with every row, and the aligned
-variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).
+Groups of few rows, and long rows, are read row by row (``held``, ``long``): vectors are read with every row, and the
+aligned variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).
 
 On Hopper the backward copies long rows to shared memory ahead of their use (``ring``).
 
@@ -27,6 +27,7 @@ from triton.experimental.gluon import language as gl
 from csrc_triton.modulated_rows import (
     add_up,
     factors,
+    hold_row,
     job_of,
     modulated,
     run_of,
@@ -68,6 +69,12 @@ DECLARATION = {
                     "defaults": {"BLOCKS": 0, "WIDE": False},
                     "covers": "BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
+                    "requires": {"aligned": [True]},
+                },
+                "held": {
+                    "function": "forward_held",
+                    "constants": ["BLOCK", "BLOCKS", "TOGETHER"],
+                    "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
                 },
                 "any": {
@@ -196,6 +203,20 @@ def forward_long(
     walk_row(
         Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
         offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, WIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_held(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """``forward_long`` with all loads of a row under way before the first is used; at the second read, those of
+    TOGETHER blocks."""
+    hold_row(
+        Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps,
+        offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, BLOCK, BLOCKS, TOGETHER,
     )  # fmt: skip
 
 

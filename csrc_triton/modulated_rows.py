@@ -81,6 +81,75 @@ def walk_row(
 
 
 @triton.jit
+def hold_row(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group, eps, offset,
+    scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """A program's row, read twice, the second time from the first-level cache. All its loads are under way before the
+    first value is used."""
+    row = tl.program_id(0).to(tl.int64)
+    group = group_of_program(rows_per_group)
+    X += row * x_stride
+    Y += row * y_stride
+    SCALE += group * scale_stride
+    SHIFT += group * shift_stride
+    block = tl.arange(0, BLOCK)
+    xs = ()
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last"),)
+    tl.debug_barrier()  # or the compiler takes the loads down to where they are used
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        x = xs[i].to(tl.float32)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
+    if store_rstd != 0:
+        tl.store(RSTD + row, rstd)
+    if weight_kind != 0:  # fewer blocks together: registers are those of both branches
+        for i in tl.static_range(BLOCKS):
+            modulate_together(
+                Y + i * BLOCK, X + i * BLOCK, SCALE + i * BLOCK, SHIFT + i * BLOCK, W + i * BLOCK, block,
+                n_cols - i * BLOCK, rstd, offset, scale_kind, shift_kind, round_first, BLOCK, 1, True,
+            )  # fmt: skip
+    else:
+        for i in tl.static_range(0, BLOCKS, TOGETHER):
+            modulate_together(
+                Y + i * BLOCK, X + i * BLOCK, SCALE + i * BLOCK, SHIFT + i * BLOCK, W, block,
+                n_cols - i * BLOCK, rstd, offset, scale_kind, shift_kind, round_first, BLOCK,
+                TOGETHER if i + TOGETHER < BLOCKS else BLOCKS - i, False,
+            )  # fmt: skip
+
+
+@triton.jit
+def modulate_together(
+    Y, X, SCALE, SHIFT, W, block, n_cols, rstd, offset, scale_kind, shift_kind, round_first,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Blocks of the second read whose loads are under way together."""
+    xs, scales, shifts, ws = (), (), (), ()
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
+        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_first"),)
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
+        mask = cols < n_cols
+        scales += (tl.load(SCALE + cols, mask=mask & (scale_kind != 0), other=0.0),)
+        shifts += (tl.load(SHIFT + cols, mask=mask & (shift_kind != 0), other=0.0),)
+        if WEIGHTED:
+            ws += (tl.load(W + cols, mask=mask, other=0.0),)
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
+        m = 1.0 + scales[i].to(tl.float32)
+        if WEIGHTED:
+            m *= ws[i].to(tl.float32) + offset
+        shift = shifts[i].to(tl.float32)
+        y = modulated(xs[i].to(tl.float32), rstd, m, shift, round_first, X.dtype.element_ty)
+        tl.store(Y + cols, y, mask=cols < n_cols, eviction_policy="evict_first")
+
+
+@triton.jit
 def run_of(rows_per_group, rows_per_part, parts):
     """A program's group, the first row of its part of it, and the first row after that."""
     group = (tl.program_id(0) // parts).to(tl.int64)

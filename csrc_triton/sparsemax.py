@@ -16,6 +16,9 @@ Any subset's root is left of the row's. So a few values that hold most of the su
 at the whole row complete: the greatest of each 16-byte vector or, where a row is too long for registers, of each class
 of columns modulo BLOCK.
 
+Where the greatest of a vector is not above tau, its other values are nothing: they are not read again (``vectors``).
+Nor does the backward read dy where y has no support.
+
 Martins and Astudillo, From Softmax to Sparsemax (2016); Michelot, A finite algorithm for finding the projection of a
 point onto the canonical simplex (1986).
 """
@@ -26,12 +29,16 @@ import triton.language as tl
 from csrc_triton.softmax_gradient import (
     BACKWARD,
     BACKWARD_ARGUMENTS,
+    BACKWARD_FORMS,
     gradient_blocks,
     gradient_long,
     gradient_row,
     gradient_tile,
 )
 from csrc_triton.softmax_statistics import DTYPES, FORWARD_ALIGNED, FORWARD_ARGUMENTS, vectors
+from csrc_triton.sparsemax_gradient import gradient_vectors
+from csrc_triton.sparsemax_root import above, both_sums, excess, newton, returns_left, root_of
+from csrc_triton.sparsemax_vectors import row_by_vectors
 
 DECLARATION = {
     "op": "sparsemax",
@@ -49,62 +56,31 @@ DECLARATION = {
                     "covers": "BLOCK",
                 },
                 "long": {"function": "forward_long", "constants": ["BLOCK"]},
+                "vectors": {
+                    "function": "forward_vectors",
+                    "constants": ["BLOCK", "BLOCKS"],
+                    "covers": "BLOCKS * BLOCK",
+                    "requires": {"aligned": [True]},
+                },
             },
         },
-        "sparsemax_backward": {"arguments": BACKWARD_ARGUMENTS, **BACKWARD},
+        "sparsemax_backward": {
+            "arguments": BACKWARD_ARGUMENTS,
+            **BACKWARD,
+            "forms": {
+                **BACKWARD_FORMS,
+                "vectors": {
+                    "function": "backward_vectors",
+                    "constants": ["BLOCK", "BLOCKS"],
+                    "defaults": {"BLOCKS": 0},
+                    "covers": "BLOCKS * BLOCK",
+                    "any_length": "BLOCKS",
+                    "requires": {"aligned": [True]},
+                },
+            },
+        },
     },
 }
-
-
-@triton.jit
-def excess(z, tau):
-    """z - tau above tau, else 0. NaN stays NaN."""
-    return tl.where(z <= tau, 0.0, z - tau)
-
-
-@triton.jit
-def above(z, tau):
-    """1 above tau, else 0, in fp32: exact to 2^24 elements, near enough past that. NaN counts."""
-    return tl.where(z <= tau, 0.0, 1.0)
-
-
-@triton.jit
-def both_sums(excesses, counts, AXIS: tl.constexpr):
-    """Two sums over AXIS, in one exchange between threads."""
-    return tl.split(tl.sum(tl.join(excesses, counts), AXIS))
-
-
-@triton.jit
-def newton(tau, excess_sum, count, n_cols):
-    """The next tau. It is at most -1/n, which rounding might pass in a long row of equal values."""
-    found = tau + (excess_sum - 1.0) / count
-    greatest = -1.0 / n_cols
-    return tl.where(found > greatest, greatest, found)
-
-
-@triton.jit
-def returns_left(returns, found, tau, count, last_count):
-    """How many more steps may go back: none after one that dropped no element, unless it was longer than rounding
-    explains (the last count may be of a part of the row). No comparison holds for NaN, which ends the search."""
-    moved = found - tau > tau * -(2.0**-20)
-    return tl.where(
-        count == last_count, tl.where(moved, returns, 0), tl.where(found < tau, returns - 1, returns)
-    )
-
-
-@triton.jit
-def root_of(z, n_cols):
-    """tau of values that are held in registers, and how many lie above it."""
-    tau = tl.full((), -1.0, tl.float32)
-    last_count = tl.full((), 0.0, tl.float32)
-    returns = tl.full((), 2, tl.int32)
-    while returns > 0:
-        excess_sum, count = both_sums(excess(z, tau), above(z, tau), 0)
-        found = newton(tau, excess_sum, count, n_cols)
-        returns = returns_left(returns, found, tau, count, last_count)
-        tau = found
-        last_count = count
-    return tau, last_count
 
 
 @triton.jit
@@ -141,7 +117,7 @@ def forward_row(Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr, A
     x = tl.load(X + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
     greatest = tl.max(x, AXIS)
     highest = tl.max(greatest, 0)
-    tau, last_count = root_of(greatest - highest, n_cols)
+    tau, last_count = root_of((greatest - highest,), n_cols)
     z = x - highest
     returns = tl.full((), 2, tl.int32)
     while returns > 0:
@@ -172,7 +148,7 @@ def forward_long(Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr):
         x = tl.load(X + (i * BLOCK + cols), eviction_policy="evict_last").to(tl.float32)
         greatest = tl.maximum(greatest, x)
     highest = tl.max(greatest, 0)
-    tau, last_count = root_of(greatest - highest, n_cols)
+    tau, last_count = root_of((greatest - highest,), n_cols)
     kept -= highest
     returns = tl.full((), 2, tl.int32)
     while returns > 0:
@@ -194,6 +170,15 @@ def forward_long(Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr):
     tl.store(
         Y + kept_cols, excess(kept, tau).to(Y.dtype.element_ty), mask=mask, eviction_policy="evict_first"
     )
+
+
+@triton.jit
+def forward_vectors(
+    Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """One row a program, of which registers hold the greatest value of each 16-byte vector."""
+    row = tl.program_id(0).to(tl.int64)
+    row_by_vectors(Y + row * y_stride, X + row * x_stride, n_cols, BLOCK, BLOCKS)
 
 
 @triton.jit
@@ -222,3 +207,10 @@ def backward_long(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, REPACK: tl.constexpr
 ):  # fmt: skip
     gradient_long(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, 1.0, BLOCK, REPACK, "sparsemax")
+
+
+@triton.jit
+def backward_vectors(
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    gradient_vectors(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, BLOCK, BLOCKS)

@@ -13,21 +13,30 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def in_group(work: Callable[..., None], world: int, *arguments: Any, backend: str = "gloo") -> None:
-    """Run ``work(rank, device, *arguments)`` in ``world`` new processes, which form the default group: on the CPU with
-    gloo, on a GPU each with NCCL. ``work`` is a module's function. What one of them raises is raised here."""
+def in_group(
+    work: Callable[..., None], world: int, *arguments: Any, backend: str = "gloo", device: str = "cpu"
+) -> None:
+    """Run ``work(rank, device, *arguments)`` in ``world`` new processes, which form the default group: with gloo, on
+    ``device`` all of them; with NCCL, on a GPU each. ``work`` is a module's function. What one of them raises is
+    raised here."""
     with tempfile.TemporaryDirectory() as folder:
         meet = f"file://{Path(folder) / 'meet'}"
-        mp.spawn(_one, args=(work, world, backend, meet, arguments), nprocs=world)  # type: ignore[no-untyped-call]
+        given = work, world, backend, device, meet, arguments
+        mp.spawn(_one, args=given, nprocs=world)  # type: ignore[no-untyped-call]
 
 
 def _one(
-    rank: int, work: Callable[..., None], world: int, backend: str, meet: str, arguments: tuple[Any, ...]
+    rank: int,
+    work: Callable[..., None],
+    world: int,
+    backend: str,
+    where: str,
+    meet: str,
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device(where)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=meet, rank=rank, world_size=world)
     try:

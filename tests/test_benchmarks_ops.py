@@ -33,6 +33,9 @@ def variants(op: str) -> list[str]:
 
 
 KINDS = [(op, variant) for op in OPS for variant in variants(op)]
+WAYS = [
+    way for op in OPS for way in dict.fromkeys((op, c.variant, c.direction) for c in entry.load(op).points)
+]
 
 
 def small_case(op: str, direction: str, dtype: torch.dtype = BF16, variant: str = "") -> Case:
@@ -43,14 +46,15 @@ def problem_of(case: Case, op: str, sets: int = 2) -> workload.Problem:
     return entry.load(op).problem(case, CPU, sets, seed=0)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize(("op", "variant"), KINDS)
+@pytest.mark.parametrize(("op", "variant", "direction"), WAYS)
 def test_providers_agree_with_the_reference(op: str, variant: str, direction: str) -> None:
     for dtype in (BF16, FP32):
         case = small_case(op, direction, dtype, variant)
         with torch.set_grad_enabled(direction == "backward"):
             problem = problem_of(case, op)
             for provider in ("liger_aot", "torch"):
+                if not entry.load(op).offers(provider, variant):
+                    continue
                 calls = problem.calls(provider)
                 assert len(calls) == 2
                 results = calls[0].run()

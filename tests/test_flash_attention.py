@@ -369,7 +369,7 @@ def test_a_stream_has_a_counter_of_its_own(
     """And so have launches that need not follow each other: those of a graph, those on each thread's own stream."""
     op, driver = recorded
     q, k, v, _ = Problem(1, 2, 2, 10, 10, 64).tensors()
-    zeros = [torch.zeros(2, dtype=torch.int32) for _ in range(9)]
+    zeros = [torch.zeros(2, dtype=torch.int32) for _ in range(10)]
     given = iter(zeros)
     monkeypatch.setattr("liger_aot.attention.Counters._zeros", lambda self: next(given))
 
@@ -380,8 +380,10 @@ def test_a_stream_has_a_counter_of_its_own(
 
     assert [counter(s) for s in (0, 7, 0, 9, 7)] == [0, 1, 0, 2, 1]
     assert [counter(2), counter(2)] == [3, 4]
+    monkeypatch.setattr("liger_aot.attention.REMEMBERED", 3)  # streams come and go
+    assert [counter(11), counter(11), counter(0)] == [5, 5, 6]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert [counter(0), counter(0), counter(7)] == [5, 6, 7]
+    assert [counter(0), counter(0), counter(7)] == [7, 8, 9]
 
 
 def test_sections_hold_what_the_cache_does(recorded: tuple[FlashAttention, Recorder]) -> None:

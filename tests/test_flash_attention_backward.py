@@ -4,6 +4,7 @@ that is the backward alone, what is launched."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from liger_aot.attention import LOG2_E, LONGEST
+from liger_aot.attention import LOG2_E, LONGEST, Settings, heads_in_turns
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
@@ -274,11 +275,22 @@ def test_grids_and_numbers(arch: str, layout: str) -> None:
     sizes = (3, 64, padded, 1000, 1500, 500 + 5 + 1, 500 - 7)
     x, _, _, *keys = driver.launches["keys"]
     tiles = math.ceil(1500 / numbers["keys"]["block_n"])
-    assert x == 4 * tiles and tuple(keys[8:]) == (*keyed, *shared, tiles, 2, *sizes)
+    assert x == 4 * tiles and tuple(keys[8:]) == (*keyed, *shared, tiles, 1, 2, *sizes)
     x, _, _, *queries = driver.launches["queries"]
     tiles = math.ceil(1000 / numbers["queries"]["block_m"])
-    assert x == 12 * tiles and tuple(queries[7:]) == (*strides, *shared, tiles, 6, *sizes)
+    assert x == 12 * tiles and tuple(queries[7:]) == (*strides, *shared, tiles, 1, 6, *sizes)
     assert rows[:2] == keys[6:8] == queries[5:7]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "tiles", "section"),
+    [((-1, -1), 4, 1), ((-1, 0), 4, 8), ((9, -1), 5, 6), ((9, 9), 32, 1), ((-1, 0), 1000, 1)],
+)
+def test_heads_that_fit_take_turns(bounds: tuple[int, int], tiles: int, section: int) -> None:
+    """16 multiprocessors hold 2 programs each."""
+    on: Any = SimpleNamespace(multiprocessors=16)
+    loaded: Any = SimpleNamespace(variant=SimpleNamespace(resident=2))
+    assert heads_in_turns(on, loaded, tiles, Settings(1.0, *bounds, 0.0, "bshd")) == section
 
 
 def test_what_depends_on_settings() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from csrc_triton import attention_backward_groups as groups
 from csrc_triton import attention_backward_order as ordering
+from csrc_triton import attention_turns as turns
 from liger_aot.attention import LONGEST
 
 FIELDS = ("batch", "kv_head", "head", "key", "row", "rows", "steps")
@@ -64,7 +65,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     for module, instead in (
         (
             groups,
-            {"gl": gl, "KeyTile": tile_of, "tile_at": groups.tile_at.fn, "in_turns": groups.in_turns.fn},
+            {"gl": gl, "KeyTile": tile_of, "tile_at": groups.tile_at.fn, "in_turns": turns.in_turns.fn},
         ),
         (
             ordering,
@@ -73,9 +74,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
                 "mbarrier": nothing,
                 "next_rows": groups.next_rows.fn,
                 "tile_at": groups.tile_at.fn,
-                "in_turns": groups.in_turns.fn,
+                "in_turns": turns.in_turns.fn,
             },
         ),
+        (turns, {"tl": gl}),
     ):
         for name, value in instead.items():
             monkeypatch.setattr(module, name, value)
@@ -140,18 +142,18 @@ def test_turns(
     assert device.added == wanted and not missing
 
 
-@pytest.mark.parametrize("together", [None, 0, 1, 12, 20, 1000])
-def test_longest_blocks_of_several_heads_start_together(device: Device, together: int | None) -> None:
-    """Each block of keys once; with ``together``, heads in sections of at least so many blocks, longest first."""
+@pytest.mark.parametrize("section", [None, 1, 2, 4, 100])
+def test_longest_blocks_of_several_heads_start_together(device: Device, section: int | None) -> None:
+    """Each block of keys once; heads in sections, longest first."""
     kv_heads, heads, tiles = 3, 6, 8
     z = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, BOUNDED=1)
     device.programs = heads * tiles
     found = []
     for program in range(heads * tiles):
         device.program = program
-        tile = groups.tile_of_keys.fn(tiles, kv_heads, 1, tiles * 128, 1, z, None, together)
+        tile = groups.tile_of_keys.fn(tiles, section, kv_heads, 1, tiles * 128, 1, z)
         found.append((tile.batch * kv_heads + tile.kv_head, tile.key // 128, int(tile.steps)))
-    section = min(-(-together // tiles), heads) if together else 1
-    sections = [found[i : i + section * tiles] for i in range(0, len(found), section * tiles)]
+    together = min(section or 1, heads)
+    sections = [found[i : i + together * tiles] for i in range(0, len(found), together * tiles)]
     assert sorted(found) == [(h, t, 16 - 2 * t) for h in range(heads) for t in range(tiles)]
     assert all(part == sorted(part, key=lambda one: (-one[2], one[0])) for part in sections)

@@ -23,8 +23,9 @@ from build_tools.compile import compile_variants
 from build_tools.plan import Plan
 from build_tools.profile import Profile
 from liger_aot.attention import LOG2_E
-from liger_aot.attention_varlen import BACKWARD_DIMS, MOST_TOKENS
-from liger_aot.attention_varlen_backward_groups import UNIT
+from liger_aot.attention_backward import GROUP_DIMS
+from liger_aot.attention_varlen import MOST_TOKENS
+from liger_aot.attention_varlen_backward_groups import UNIT, turns_of
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.flash_attention_varlen_backward import FlashAttentionVarlenBackward
@@ -39,7 +40,7 @@ from tests.warp_group_interpreter import GroupsDriver
 OP = "flash_attention_varlen_backward"
 DIRECTION = "varlen_backward"
 GROUPS = KERNELS[DIRECTION]
-NEW = {f"{GROUPS}_{dim}" for dim in BACKWARD_DIMS} | {f"{OP}_rows", f"{OP}_finish"}
+NEW = {f"{GROUPS}_{dim}" for dim in GROUP_DIMS} | {f"{OP}_rows", f"{OP}_finish"}
 
 
 def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
@@ -58,14 +59,13 @@ def test_a_profile_must_name_them(tmp_path: Path) -> None:
         assert not NEW & set(plan.kernels)
     _, plan = planned(tmp_path, 0)
     assert set(plan.kernels) >= NEW
-    for dim in BACKWARD_DIMS:
+    for dim in GROUP_DIMS:
         kernel = plan.kernels[f"{GROUPS}_{dim}"]
-        assert kernel.kernel.signature() == "44444444" + "ppp" + "f" + 7 * "i"
+        assert kernel.kernel.signature() == "44444444" + "ppp" + "f" + 8 * "i"
         for variant in kernel.variants.values():
             c = variant.constants
-            assert (
-                c["D1"] + c["D2"] == dim and c["BLOCK_N"] == 128 and c["BOUNDED"] and UNIT % c["BLOCK_M"] == 0
-            )
+            assert c["D1"] + c["D2"] == dim and c["BLOCK_N"] == (64 if dim > 128 else 128)
+            assert c["BOUNDED"] and UNIT % c["BLOCK_M"] == 0
     for variant in plan.kernels[f"{OP}_rows"].variants.values():
         assert UNIT % variant.constants["BLOCK_M"] == 0
 
@@ -75,14 +75,15 @@ def test_host_and_kernels_agree_on_padded_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "fp16")])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "fp16"), (192, "fp16"), (256, "bf16")])
 def test_what_was_baked(tmp_path: Path, dim: int, dtype: str) -> None:
     """Matrix instructions, register budgets, no local memory."""
     read, plan = planned(tmp_path, 0)
     (variant,) = (v for v in plan.variants if v.kernel == f"{GROUPS}_{dim}" and v.axes["dtype"] == dtype)
     made = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)
     audited = audit(variant, made[variant.name], read.arch)
-    assert audited.threads == 384 and {240, 24} <= set(audited.facts.register_budgets)
+    budgets = {192: {192, 96, 32}, 256: {208, 64, 32}}.get(dim, {240, 24})
+    assert audited.threads == (512 if dim > 128 else 384) and budgets <= set(audited.facts.register_budgets)
     assert audited.facts.matrix["HGMMA"] > 0 and audited.facts.local_bytes == 0 and audited.resident == 1
     rows = variant.constants["BLOCK_M"]
     assert [m["box"][2] for m in made[variant.name].maps] == [rows, 64, 64, rows, 64, 64, 1, 1]
@@ -140,7 +141,7 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
     sums, *rest = arguments[8:]
     assert rest[:2] == [cu_q.data_ptr(), cu_k.data_ptr()]
     right = 1 if causal else MOST_TOKENS
-    assert rest[2:] == [0.5 * LOG2_E, tiles, 3, padded, 2, 1024, 1536, right]
+    assert rest[2:] == [0.5 * LOG2_E, tiles, 3, padded, 1, 2, 1024, 1536, right]
 
     assert launches[f"{own}_finish"] == (
         6 * padded // 64 * 3, 1, 1, dq.data_ptr(), sums, cu_q.data_ptr(), 96, row, 0.5, padded // 64, 3, 96, 2, 1024,
@@ -149,15 +150,22 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
     assert dq.shape == q.shape and dk.shape == dv.shape == k.shape and dsinks.shape == (6,)
 
 
+def test_turns_of() -> None:
+    """All where sequences are short, a divisor of all; none where a head fills the GPU twice."""
+    found = [turns_of(12, tiles, 132) for tiles in (1, 22, 30, 60, 100, 132, 263, 264, 1000)]
+    assert found == [12, 12, 6, 4, 3, 2, 2, 1, 1]
+    assert turns_of(7, 50, 132) == 1 and turns_of(1, 1, 132) == 1
+
+
 BY_GROUPS = {
     "full": (Problem(2, 1, (100,), (200,), 64), 64),
     "causal": (Problem(2, 1, (100,), (200,), 128, causal=True), 128),
     "a right bound": (Problem(2, 1, (100,), (200,), 40, FP16, window=(None, 3)), 64),
+    "wide heads": (Problem(2, 1, (100,), (200,), 136), 192),
     "a left bound that binds nothing": (Problem(2, 1, (100,), (200,), 72, window=(300, 0)), 96),
 }
 BY_TILES = {
     "a left bound": (Problem(2, 1, (100,), (200,), 64, window=(9, 0)), {}),
-    "wide heads": (Problem(2, 1, (100,), (200,), 136), {}),
     "deterministic": (Problem(2, 1, (100,), (200,), 64), {"deterministic": True}),
 }
 TILES = {"flash_attention_backward_rows", f"{OP}_keys", f"{OP}_queries"}
@@ -240,6 +248,10 @@ PROBLEMS = (
     Problem(2, 1, (20, 140, 0, 7), (150, 10, 3, 64), 128, causal=True, scale=0.5),
     Problem(1, 1, (64, 70), (128, 129), 104, FP16, window=(None, 3), sinks=True, behind=(80, 1)),
     Problem(1, 1, (300,), (50,), 128, scale=32.0),
+    Problem(2, 1, (70, 0, 1, 64), (70, 12, 130, 0), 192, causal=True, sinks=True, behind=(9, 5)),
+    Problem(4, 4, (65, 3), (64, 1), 136, FP16, behind=(0, 70)),  # two sections of heads
+    Problem(2, 1, (129, 10), (65, 30), 256, FP16, causal=True, behind=(1, 0)),
+    Problem(3, 1, (1, 64, 0), (66, 20, 3), 208, window=(None, 3), scale=0.5),
 )
 
 
@@ -251,7 +263,7 @@ def test_gradients(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Tensor, "new_empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
     op = bound_op(FlashAttentionVarlenBackward, pack, GroupsDriver)
     problem = PROBLEMS[seed]
-    width = next(width for width in BACKWARD_DIMS if problem.dim <= width)
+    width = next(width for width in GROUP_DIMS if problem.dim <= width)
     on = op._own.of(torch.empty(1), "q")
     found = attention_trial_packed_backward.check(
         op, reference_tiles, on, f"{GROUPS}_{width}", problem, REFERENCE, seed, "cpu"
@@ -276,7 +288,7 @@ def test_starts_out_of_order_or_range(pack: Pack, starts: tuple[int, ...], which
 # ---- The trial ----
 
 
-@pytest.mark.parametrize("width", BACKWARD_DIMS)
+@pytest.mark.parametrize("width", GROUP_DIMS)
 def test_cases_are_the_kernels(pack: Pack, width: int) -> None:
     """Each case of a kernel is one that the host would give it."""
     for problem in attention_trial.cases(f"{GROUPS}_{width}"):
@@ -347,4 +359,4 @@ def test_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_direction_of_its_own() -> None:
     """Each kernel's candidates are for full and causal calls, and no dimension is left out."""
     assert DIRECTION in PACKED
-    assert set(candidates("sm90", DIRECTION)[0]) == {f"{GROUPS}_{dim}" for dim in BACKWARD_DIMS}
+    assert set(candidates("sm90", DIRECTION)[0]) == {f"{GROUPS}_{dim}" for dim in GROUP_DIMS}

@@ -3,6 +3,7 @@ its candidates."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +18,19 @@ from build_tools.audit import audit
 from build_tools.build import make_plans
 from build_tools.compile import compile_variants
 from liger_aot import pending
-from liger_aot.attention import LOG2_E
-from liger_aot.attention_varlen import GROUP_DIMS, MOST_TOKENS, groups_kernel
+from liger_aot.attention import LOG2_E, Shape
+from liger_aot.attention_backward import GROUP_DIMS
+from liger_aot.attention_varlen import MOST_TOKENS, groups_kernel
+from liger_aot.attention_varlen_groups import heads_together
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from tests.attention_cases import BF16, FP16
 from tests.conftest import built_pack
+from tests.drivers import bound_op
 from tests.recording import recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import Problem
+from tests.warp_group_interpreter import GroupsDriver
 
 OP = "flash_attention_varlen"
 TILES = f"{OP}_forward"
@@ -115,6 +120,20 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
     assert o.shape == q.shape and lse.shape == (6, 1024)
 
 
+def test_heads_together() -> None:
+    """As many as the cache holds keys and values of, for a sequence of average length: whole heads of K, in sections of
+    nearly the same size."""
+
+    def found(heads: int, kv_heads: int, tokens: int, sequences: int) -> int:
+        return heads_together(Shape(1, heads, kv_heads, tokens, tokens, 128), sequences, 16, 2)
+
+    assert found(32, 32, 1 << 15, 8) == 8  # 2 MB each
+    assert found(32, 32, 1 << 15, 1) == 1
+    assert found(10, 10, 10240, 1) == 4  # 5 MB each; 3 would leave one for the end
+    assert found(32, 8, 1 << 15, 8) == found(32, 8, 1 << 20, 1000) == 32
+    assert found(32, 4, 1 << 15, 1) == 8 and found(5, 5, 1 << 10, 0) == 5
+
+
 def elements(
     found: tuple[Any, ...], place: int, head: int, row: int, column: int, t: Tensor
 ) -> tuple[int, ...] | None:
@@ -186,6 +205,36 @@ def test_by_tiles_where_no_map_can_start(pack: Pack, monkeypatch: pytest.MonkeyP
         before[:] = [size]
         problem = GROUPS["full"]
         assert set(launched(pack, problem, problem.tensors())[0]) == {kernel}
+
+
+# ---- The device code ----
+
+
+# Lengths of 1, none, ends within a block and at its end; queries and keys of different lengths, rows that see no key,
+# tokens behind the last sequence and none; two programs have several tiles each.
+PROBLEMS = (
+    Problem(2, 1, (200, 0, 1, 64), (270, 12, 200, 0), 64, causal=True, sinks=True, behind=(9, 5)),
+    Problem(3, 3, (1, 129, 0, 300), (128, 165, 3, 40), 96, FP16),
+    Problem(4, 2, (20, 140, 0, 7), (150, 10, 3, 64), 128, causal=True, scale=0.5),
+    Problem(1, 1, (129, 70), (140, 300), 160, FP16, causal=True, behind=(70, 0)),
+    Problem(2, 1, (70, 0, 65), (64, 130, 20), 256, window=(None, 3)),
+)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(len(PROBLEMS)))
+def test_results(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the host's own launches, beside NaN behind and between sequences, in memory that holds NaN."""
+    empty = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
+    op = bound_op(FlashAttentionVarlen, pack, GroupsDriver)
+    problem = PROBLEMS[seed]
+    on = op._own.of(torch.empty(1), "q")
+    found = attention_trial_packed.check(
+        op, reference_tiles, on, groups_kernel(problem.dim), problem, REFERENCE, seed, "cpu"
+    )
+    assert not found["wrong"], found
+    assert on.plans["counters"].on(0).tolist() == [0, 0]
 
 
 # ---- The trial ----

@@ -16,6 +16,7 @@ from torch import Tensor
 import liger_aot
 from build_tools.binary import inspect
 from build_tools.cubin import Cubin
+from liger_aot import decoding
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.flash_decoding import FlashDecoding
 from liger_aot.torch_library import register
@@ -24,6 +25,7 @@ from tests.conftest import built_pack
 from tests.decoding_cases import BF16, EMPTY, FP16, MORE_BINARIES, SMALL, Problem, check
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.tolerances import REFERENCE
+from tests.warp_group_interpreter import GroupsDriver
 
 emulated = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
@@ -281,6 +283,34 @@ def test_device_code_on_the_interpreter(
     check(bound_op(FlashDecoding, pack, InterpreterDriver), problem._replace(dtype=dtype), allowed)
 
 
+STREAMED = (  # by how many groups of programs for each tile
+    (1, Problem(8, 1, 1, 200, (200, 137, 1, 0), 64)),
+    (3, Problem(8, 1, 1, 200, (200, 137, 1, 0), 64)),
+    (3, Problem(4, 2, 2, 300, (300, 3, 0, 211, 299), 128, FP16)),
+    (7, Problem(4, 2, 1, 300, (300, 3, 0, 211, 299), 128)),
+    (3, Problem(6, 2, 1, 300, (300, 3, 211), 96, window=(100, None), softcap=10.0, sinks=True)),
+    (3, Problem(40, 1, 2, 130, (130, 40), 80, causal=False)),  # two tiles
+    (5, Problem(2, 1, 1, 33, tuple(i % 34 for i in range(140)), 64)),  # more than are looked at at once
+    (7, Problem(3, 1, 1, 250, (250, 250), 128, full=True)),
+)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", range(len(STREAMED)))
+def test_the_stream_on_the_interpreter(case: int, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """However few the keys are."""
+    groups, problem = STREAMED[case]
+    pack = built_pack("sm90")
+    op = bound_op(FlashDecoding, pack, GroupsDriver)
+    on = op._own.on(-1)
+    loaded = on.kernels["flash_decoding_stream"]((problem.dtype, True), problem.dim)
+    loaded.numbers = {**loaded.numbers, "programs_per_multiprocessor": 1}
+    ratio = problem.heads // problem.kv_heads
+    on.multiprocessors = groups * problem.kv_heads * -(-problem.tokens * ratio // 64)
+    monkeypatch.setattr(decoding, "_stream", lambda *arguments: loaded)
+    check(op, problem, dict(pack.tolerance))
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_products_are_the_matrix_units(arch: str) -> None:
     """On sm90 wgmma wants 64 rows: a small tile takes mma, as sm80."""
@@ -302,8 +332,8 @@ def test_combine_waits_for_split_on_sm90(arch: str) -> None:
 
 
 def test_where_combine_waits() -> None:
-    """On the way of every program, and after the length alone has been asked for; split says that it may start first of
-    all. The opcodes are what nvdisasm prints as ACQBULK, PREEXIT, EXIT and LDG."""
+    """On the way of every program, and after lengths alone have been asked for, a row's own and many at a time; split
+    says that it may start first of all. The opcodes are what nvdisasm prints as ACQBULK, PREEXIT, EXIT and LDG."""
     wait, let_start, end, load = 0x02E, 0x02D, 0x14D, 0x181
     op = built_pack("sm90").op("flash_decoding")
     for variant in map(op.variant, op.variants):
@@ -314,7 +344,9 @@ def test_where_combine_waits() -> None:
         ]
         if "_combine" in variant.name:
             before, after = found[: found.index(wait)], found[found.index(wait) + 1 :]
-            assert end not in before and before.count(load) == 1 and load in after and let_start not in found
+            assert end not in before and before.count(load) == 2 and load in after and let_start not in found
+        elif "_stream" in variant.name:  # the producer's code lies before
+            assert let_start in found and wait not in found
         else:
             assert end not in found[: found.index(let_start)] and load not in found[: found.index(let_start)]
 
@@ -326,8 +358,8 @@ def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = built_pack(arch)
     monkeypatch.setenv("LIGER_AOT_PACKS", str(pack.folder.parent))
     choices = explain("flash_decoding", arch=arch, shape=(1, 1, 8, 96), dtype="bf16")
-    kinds = ("split", "split_paged", "wide", "wide_paged", "combine")
+    kinds = ["split", "split_paged", "wide", "wide_paged", "combine", *(["stream"] if arch == "sm90" else [])]
     assert [c.kernel for c in choices] == [f"flash_decoding_{kind}" for kind in kinds]
-    assert all(c.numbers["d"] == 128 and not c.local_bytes for c in choices)
+    assert all(c.numbers["d"] == 128 for c in choices[:5]) and not any(c.local_bytes for c in choices)
     with pytest.raises(ArgumentError, match="1 to 256"):
         explain("flash_decoding", arch=arch, shape=(1, 1, 8, 257), dtype="bf16")

@@ -34,6 +34,10 @@ LARGE = (
     Problem(64, 8, 1, 65536, (65536, 40001), 128, page=16),
     Problem(8, 1, 1, 131072, (131072,), 128, FP16, splits=256),
     *(Problem(64, 8, 1, 600, tuple(range(1, 597, 5)), 128, page=page) for page in (0, 16)),
+    # many long sequences, which are streamed
+    Problem(64, 8, 1, 16384, tuple(range(0, 16385, 400)), 64, sinks=True),
+    Problem(64, 8, 2, 8192, tuple(range(0, 8193, 200)), 96, FP16, window=(3000, None)),
+    Problem(64, 8, 1, 8192, tuple(range(0, 8193, 200)), 128, softcap=20.0),
 )
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel losses against those of the whole vocabulary: gloo on the CPU, NCCL on two GPUs."""
+"""The vocabulary-parallel losses against those of the whole vocabulary: gloo on the CPU and on one GPU, NCCL on two."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, bound_op
 from tests.linear_loss_cases import BF16, FP16, FP32, Drawn, LinearCase, draw, formula, worst_linear
+from tests.op_gpu_tests import PTX, lowered_from_ptx
 from tests.process_groups import in_group
 
 NAMES = ("vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy")
@@ -49,15 +50,17 @@ def everywhere_the_same(value: Tensor) -> None:
 
 def compare(rank: int, device: torch.device, arch: str = "") -> None:
     """Args:
-    arch: whose binaries the emulator runs; none is plain torch, or the GPU's own.
+    arch: whose binaries the emulator runs, or whose PTX the GPU; none is plain torch, or the GPU's own binaries.
     """
     world, gpu = dist.get_world_size(), device.type == "cuda"
     dtypes = (FP32, BF16, FP16)
     ops: Any = [load(name) for name in NAMES]
-    if arch:
+    if gpu and arch:
+        ops = [lowered_from_ptx(type(op), built_pack(arch)) for op in ops]
+    elif arch:
         ops = [bound_op(type(op), built_pack(arch), EmulatorDriver) for op in ops]
     for i, keywords in enumerate(OPTIONS):
-        for even in (False,) if arch else (True, False):
+        for even in (False,) if arch and not gpu else (True, False):
             # 37 columns more than a kernel's block on a GPU; shards of several sizes where they are not even
             vocabulary = world * (1040 if gpu else 20) if even else world * (1040 if gpu else 20) + 1
             case = LinearCase(
@@ -205,6 +208,12 @@ def test_no_group(name: str) -> None:
 @needs_two_gpus
 def test_shards_on_two_gpus() -> None:
     in_group(compare, 2, backend="nccl")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("binaries", ["", PTX])
+def test_shards_on_one_gpu(binaries: str) -> None:
+    in_group(compare, 2, "sm80" if binaries else "", device="cuda:0")
 
 
 @pytest.mark.gpu

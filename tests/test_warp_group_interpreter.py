@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from benchmarks import attention_candidates
-from liger_aot.manifest import Pack
+from csrc_triton.attention_groups import barriers
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from tests import storages
 from tests import warp_group_interpreter as interpreter
-from tests.attention_cases import FP16, Problem
+from tests.attention_cases import FP16, Problem, errors
 from tests.attention_gradients import gradient_errors
 from tests.conftest import built_pack
 from tests.drivers import bound_op
-from tests.own_tables import pack_with
 from tests.tolerances import REFERENCE
 
 
@@ -28,37 +28,49 @@ class Dense(interpreter.GroupsDriver):
     tensor_map = type("Map", (interpreter.TensorMap,), {"outside": True})
 
 
-def check(pack: Pack, problem: Problem) -> str:
-    """Compare the gradients with float64; the name of the binary by warp groups that made them."""
-    op = bound_op(FlashAttentionBackward, pack, Dense)
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(1, 2, 1, 200, 150, 64, causal=True),
+        Problem(1, 1, 1, 70, 130, 128, FP16, "bhsd"),
+        Problem(2, 4, 2, 130, 100, 64, causal=True),  # heads take turns to start a block
+        Problem(1, 2, 2, 130, 200, 192, causal=True),
+    ],
+)
+def test_the_dense_backward(problem: Problem) -> None:
+    op = bound_op(FlashAttentionBackward, built_pack("sm90"), Dense)
     q, k, v, _ = tensors = problem.tensors()
     o, lse = (t.contiguous() for t in FlashAttention.reference(*tensors, *problem.settings()))
     do = torch.randn_like(o)
     keywords = {"causal": problem.causal, "layout": problem.layout}
     found = op(do, q, k, v, o, lse, **keywords)
     worst = gradient_errors(found, tensors, do, None, problem, REFERENCE, approximate=False)
+    assert any("_groups_" in name for name in op._own.of(torch.empty(1), "q")._loaded)
     assert max(worst.values()) <= 1, worst
-    (name,) = (name for name in op._own.of(torch.empty(1), "q")._loaded if "_groups_" in name)
-    return name
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    "problem", [Problem(1, 2, 1, 200, 150, 64, causal=True), Problem(1, 1, 1, 70, 130, 128, FP16, "bhsd")]
-)
-def test_the_dense_backward(problem: Problem) -> None:
-    check(built_pack("sm90"), problem)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "problem", [Problem(2, 4, 2, 300, 300, 64, causal=True), Problem(1, 2, 2, 130, 200, 192, causal=True)]
-)
-def test_longest_blocks_together(problem: Problem, tmp_path: Path) -> None:
-    """The candidates of causal calls, whose heads take turns to start a block."""
-    chosen = attention_candidates.candidates("sm90", "causal")[1]
-    tables = attention_candidates.tables("sm90", chosen, "a test")
-    assert "together132" in check(pack_with(FlashAttentionBackward, tmp_path / "pack", tables), problem)
+    "problem",
+    [
+        Problem(2, 4, 2, 300, 300, 64, causal=True, sinks=True), Problem(1, 2, 2, 130, 200, 192, causal=True),
+        Problem(1, 2, 1, 200, 450, 128, FP16, "bhsd"), Problem(1, 2, 2, 300, 300, 96, window=(100, 0)),
+        Problem(1, 1, 1, 140, 140, 256, softcap=5.0),
+    ],
+)  # fmt: skip
+def test_the_dense_forward(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory that holds NaN; the counters are zeros again."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *s, **kind: empty(*s, **kind).fill_(torch.nan))
+    op = bound_op(FlashAttention, built_pack("sm90"), Dense)
+    *tensors, sinks = problem.tensors()
+    o, lse = op(*tensors, **problem.keywords(sinks))
+    worst = errors(o, lse, (*tensors, sinks), problem, REFERENCE, approximate=False)
+    assert max(worst) <= 1, worst
+    on = op._own.of(torch.empty(1), "q")
+    assert any("-groups-" in name for name in on._loaded) and on.plans["counters"].on(0).tolist() == [0, 0]
 
 
 @pytest.fixture
@@ -116,8 +128,33 @@ def test_what_is_wrong(block: interpreter.Block) -> None:
     with pytest.raises(AssertionError, match="no tensor holds"):
         block.copy_in(tensor_map(t, rows_before=1 << 20), [0, 0, 0, 0], full, to)
 
+    block.named_barrier("bar.arrive 8, 256; mov.b32 $0, $1;")
+    block.named_barrier("bar.sync 8, 256; mov.b32 $0, $1;")
+    with pytest.raises(AssertionError, match="nobody passes on"):
+        block.named_barrier("bar.sync 8, 256; mov.b32 $0, $1;")
+
     def group(*arguments: Any) -> None:
         raise ValueError("of a group")
 
     with pytest.raises(ValueError, match="of a group"):
         block.specialize([(block.wait, (full, 0)), (group, ())], [1], [24])
+
+
+@gluon.jit
+def two_pairs(USED: gl.constexpr):
+    used = barriers(1, 1)
+    idle = barriers(1, 1)
+    gl.warp_specialize([(arrive, (used,)), (arrive, (used if USED == 1 else idle,))], [4], [24])
+
+
+@gluon.jit
+def arrive(at):
+    if gl.program_id(0) == 1:  # it is enough that one program uses them
+        mbarrier.arrive(at.index(0), count=1)
+
+
+@pytest.mark.interpreter
+def test_barriers_that_nobody_uses() -> None:
+    interpreter.run(two_pairs, {}, {"USED": 2}, (2, 1, 1), ())
+    with pytest.raises(AssertionError, match="nobody uses"):
+        interpreter.run(two_pairs, {}, {"USED": 1}, (2, 1, 1), ())

@@ -8,8 +8,8 @@ is not touched.
 
 from __future__ import annotations
 
-import ctypes
 import random
+import re
 from collections.abc import Callable
 from importlib import import_module
 from threading import Condition, Thread, get_ident
@@ -17,7 +17,6 @@ from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,88 +24,11 @@ from build_tools.declaration import read_declaration
 from liger_aot.manifest import Pack, Variant
 from tests import storages
 from tests.drivers import InterpreterDriver, Launchable
+from tests.warp_group_memory import TYPES, Pointer, Shared, TensorMap, atomic_add, load, memory, store
+from tests.warp_group_softmax import SOFTMAX
 
 PATIENCE = 20.0  # seconds a group waits for a barrier
 SCALARS = ("i32", "fp32")
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
-
-
-def memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
-    """What lies at an address, which a living tensor must hold."""
-    size = elements * dtype.itemsize
-    (found,) = storages.living([address]).items() or [(0, 0)]
-    assert found[0] <= address and address + size <= sum(found), (
-        f"no tensor holds {size} bytes at {address:#x}"
-    )
-    array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-    return torch.from_numpy(array).view(dtype)
-
-
-class Pointer:
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.address, self.dtype = address, dtype
-
-    def __add__(self, elements: Any) -> Pointer:
-        return Pointer(self.address + int(elements) * self.dtype.itemsize, self.dtype)
-
-    def to(self, integers: torch.dtype) -> Pointer:
-        return self
-
-
-class TensorMap:
-    """What the host asked the driver to encode. A box wholly outside of it is an error: where a map starts before its
-    tensor, as those of packed sequences do, a GPU reads there."""
-
-    layout = None
-    outside = False  # whether it is none
-
-    def __init__(self, address: int, dtype: str, sizes: Any, strides: Any, box: Any, swizzle: int) -> None:
-        self.address, self.dtype, self.sizes, self.strides = address, TYPES[dtype], sizes, strides
-        self.block_shape = box
-
-    def inside(self, at: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
-        """The part of the box at ``at`` that memory holds, and where in the box it is; both may be empty."""
-        ranges = [
-            (max(0, -int(c)), min(box, size - int(c)), int(c))
-            for c, box, size in zip(at, self.block_shape, self.sizes, strict=True)
-        ]
-        if not all(low < high for low, high, _ in ranges):
-            assert self.outside, f"a box at {at} is wholly outside of {self.sizes}"
-            return torch.empty(0, 0, 0, 0, dtype=self.dtype), (slice(0),) * 4
-        first = sum((c + low) * s for (low, _, c), s in zip(ranges, self.strides, strict=True))
-        shape = [high - low for low, high, _ in ranges]
-        last = sum((n - 1) * s for n, s in zip(shape, self.strides, strict=True))
-        flat = memory(self.address + first * self.dtype.itemsize, self.dtype, last + 1)
-        return flat.as_strided(shape, self.strides), tuple(slice(low, high) for low, high, _ in ranges)
-
-
-class Shared:
-    """A descriptor of shared memory."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values, self.dtype, self.shape = values, values.dtype, list(values.shape)
-
-    def index(self, i: Any) -> Shared:
-        return Shared(self.values[int(i)])
-
-    def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
-        return Shared(self.values.narrow(dim, int(start), int(length)))
-
-    def reshape(self, shape: list[int]) -> Shared:
-        return Shared(self.values.view([int(n) for n in shape]))
-
-    def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.values.permute(order))
-
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        return Shared(self.values.view(dtype).view([int(n) for n in shape]))
-
-    def load(self, layout: Any) -> Tensor:
-        return self.values.clone()
-
-    def store(self, values: Tensor) -> None:
-        assert values.dtype == self.dtype and values.shape == self.values.shape
-        self.values.copy_(values)
 
 
 class Barrier:
@@ -123,6 +45,7 @@ class Block:
         self.changed = Condition()
         self.barriers: list[list[Barrier]] = []
         self.copies: list[Callable[[], None]] = []
+        self.passed: dict[str, int] = {}  # turns, by named barrier
         self.stores: dict[int, list[Callable[[], None]]] = {}
         self.error: BaseException | None = None
         self.random = random.Random(program)
@@ -166,6 +89,21 @@ class Block:
                 elif not self.changed.wait(PATIENCE) or self.error:
                     raise self.error or AssertionError("a barrier's phase never ends")
 
+    def named_barrier(self, assembly: str) -> None:
+        """As the forward's groups take turns: who waits goes on once another has arrived."""
+        found = re.match(r"bar\.(sync|arrive) (\d+), 256;", assembly)
+        assert found, assembly
+        what, number = found.groups()
+        with self.changed:
+            if what == "arrive":
+                self.passed[number] = self.passed.get(number, 0) + 1
+                self.changed.notify_all()
+                return
+            while not self.passed.get(number):
+                if not self.changed.wait(PATIENCE) or self.error:
+                    raise self.error or AssertionError("a turn that nobody passes on")
+            self.passed[number] -= 1
+
     # TMA
 
     def copy_in(self, of: TensorMap, at: list[Any], barrier: Barrier, to: Shared) -> None:
@@ -186,8 +124,8 @@ class Block:
         self.stores.setdefault(get_ident(), []).append(lambda: part.copy_(source.values[where]))
 
     def store_wait(self, left: int) -> None:
-        for store in self.stores.pop(get_ident(), []):
-            store()
+        for leave in self.stores.pop(get_ident(), []):
+            leave()
 
     # groups
 
@@ -208,8 +146,6 @@ class Block:
         if self.error:
             raise self.error
         assert not self.copies and not self.stores, "a copy is never waited for"
-        # the compiler gives their memory to tiles, and a GPU that swaps a block out and in writes on it
-        assert all(any(b.used for b in made) for made in self.barriers), "barriers that nobody uses"
 
 
 class Const(int):
@@ -225,10 +161,6 @@ class _Layout:
 
 def _tensor(x: Any) -> Tensor:
     return x if isinstance(x, Tensor) else torch.as_tensor(x)
-
-
-def _load(at: Pointer) -> Tensor:
-    return memory(at.address, at.dtype, 1)[0].long()
 
 
 def _product(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -260,7 +192,11 @@ def _turn(assembly: str, constraints: str, operands: list[Any], *rest: Any) -> N
 
 
 def _to(x: Tensor, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
-    return x.view(dtype) if bitcast else x.type(dtype)
+    """Integers are kept in 64 bits: what is unsigned by its value."""
+    if dtype == torch.uint32:
+        return x.type(torch.int64) & 0xFFFFFFFF
+    same = not bitcast or x.dtype == torch.int64
+    return x.type(dtype) if same else x.view(dtype)
 
 
 def _language(block: Block) -> SimpleNamespace:
@@ -271,9 +207,10 @@ def _language(block: Block) -> SimpleNamespace:
     return SimpleNamespace(
         **dict.fromkeys(names, _Layout),
         constexpr=lambda x: x if isinstance(x, _Layout) else Const(x),
-        float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        float32=torch.float32, int32=torch.int32, int64=torch.int64, uint32=torch.uint32,
         program_id=lambda axis: torch.tensor(block.program),
         num_programs=lambda axis: torch.tensor(block.programs),
+        num_warps=lambda: 4,
         arange=lambda start, end, layout: torch.arange(int(start), int(end)),
         zeros=lambda shape, dtype, layout: torch.zeros([int(n) for n in shape], dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full([int(n) for n in shape], value, dtype=dtype),
@@ -281,7 +218,13 @@ def _language(block: Block) -> SimpleNamespace:
         maximum=lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
         where=lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)),
         max=lambda x, axis: x.amax(axis),
-        exp2=torch.exp2, expand_dims=torch.unsqueeze, load=_load,
+        sum=lambda x, axis: x.sum(axis),
+        cumsum=lambda x, axis: x.cumsum(axis),
+        umulhi=lambda a, b: (a * b) >> 32,
+        zeros_like=torch.zeros_like,
+        split=lambda x: x.unbind(-1),
+        exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,
+        load=load, store=store, atomic_add=atomic_add,
         convert_layout=lambda x, layout: x,
         static_range=range,
         static_assert=lambda condition: None,
@@ -300,7 +243,8 @@ class Code:
         self._known: dict[Any, Any] = {}
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
-            "fence_async_shared": lambda: None,
+            "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
+            "let_next_start": lambda: None,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),
@@ -364,10 +308,15 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
         for value, (name, kind) in zip(arguments, types.items(), strict=True)
     }
     # device code's values never change, and become others with the same bits
-    with patch.multiple(Tensor, __iadd__=Tensor.__add__, __imul__=Tensor.__mul__, to=_to):
-        for program in range(grid[0]):
-            made = Code(Block(program, grid[0])).python(function)
+    add, subtract, multiply = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
+    with patch.multiple(Tensor, __iadd__=add, __isub__=subtract, __imul__=multiply, to=_to):
+        blocks = [Block(program, grid[0]) for program in range(grid[0])]
+        for block in blocks:
+            made = Code(block).python(function)
             made(**given, **{name: Const(value) for name, value in constants.items()})
+    # the compiler gives their memory to tiles, and a GPU that swaps a block out and in writes on it
+    for same in zip(*(block.barriers for block in blocks if block.barriers), strict=True):
+        assert any(b.used for made in same for b in made), "barriers that nobody uses"
 
 
 class GroupsDriver(InterpreterDriver):

@@ -121,6 +121,8 @@ class Counters:
             return self._zeros()
         pair = self._pairs.get(stream)
         if pair is None:
+            if len(self._pairs) >= REMEMBERED:
+                self._pairs.clear()  # of the stream that they are used on, so its launches come before their next use
             pair = self._pairs.setdefault(stream, self._zeros())
         return pair
 
@@ -218,6 +220,7 @@ class TilesPlan:
             *(stride for t in (o, q, k, v) for stride in strides_of(t, settings.layout)),
             *scales_of(settings),
             tiles_a_head,
+            heads_in_turns(on, loaded, tiles_a_head, settings),
             shape.heads,
             shape.heads // shape.kv_heads,
             shape.dim,
@@ -257,6 +260,14 @@ def checked_tiles(shape: Shape, tiles_a_head: int) -> int:
             f"too many: lengths must be below {LONGEST}, tiles of rows below 2^31"
         )
     return tiles
+
+
+def heads_in_turns(on: OpOn, loaded: Loaded, tiles_a_head: int, settings: Settings) -> int:
+    """How many heads at a time take turns to start a tile, of kernels with a program a tile. With a bound tiles differ:
+    as many as fit onto the GPU together, so that no long tile starts late."""
+    if settings.left < 0 and settings.right < 0:
+        return 1
+    return max(1, on.multiprocessors * loaded.variant.resident // tiles_a_head)
 
 
 def section_of(shape: Shape, megabytes: int, element_bytes: int) -> int:

@@ -17,6 +17,7 @@ from liger_aot.attention import (
     bounds_of,
     checked_tiles,
     fitted,
+    heads_in_turns,
     scales_of,
     shape_of,
     strides_of,
@@ -136,11 +137,13 @@ class TilesProducts:
         tiles = -(-shape.len_k // self._keys.numbers["block_n"])
         self._key_programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
         dk = strides_of(torch.empty(k.shape, dtype=k.dtype, device="meta"), layout)
-        self._key_numbers = (*dk, *inputs, *scales, tiles, shape.kv_heads, *sizes)
+        section = heads_in_turns(on, self._keys, tiles, settings)
+        self._key_numbers = (*dk, *inputs, *scales, tiles, section, shape.kv_heads, *sizes)
         tiles = -(-shape.len_q // self._queries.numbers["block_m"])
         self._query_programs = checked_tiles(shape, tiles)
         dq = strides_of(torch.empty(q.shape, dtype=q.dtype, device="meta"), layout)
-        self._query_numbers = (*dq, *inputs, *scales, tiles, shape.heads, *sizes)
+        section = heads_in_turns(on, self._queries, tiles, settings)
+        self._query_numbers = (*dq, *inputs, *scales, tiles, section, shape.heads, *sizes)
 
     def __call__(
         self, stream: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse2_at: int, delta_at: int,

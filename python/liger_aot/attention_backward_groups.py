@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_aot.attention import Maps, Settings, bounds_of, checked_tiles, scales_of, shape_of, strides_of
+from liger_aot.attention import (
+    Maps,
+    Settings,
+    bounds_of,
+    checked_tiles,
+    heads_in_turns,
+    scales_of,
+    shape_of,
+    strides_of,
+)
 from liger_aot.attention_backward import KERNEL, padded_rows
 from liger_aot.runtime import OpOn
 
@@ -37,9 +46,12 @@ class GroupsProducts:
         scale, cap = scales_of(settings)
         right, left = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
-        # in order, heads take turns to start a block, as many as fit onto the GPU together: the blocks of one head then
-        # start one after the other, as they add to dQ
-        self._section = -(-on.multiprocessors // tiles)
+        # In order, as many heads of K take turns to start a block as fill the GPU: the blocks of one head then start
+        # one after the other, as they add to dQ.
+        filling = -(-on.multiprocessors // tiles)
+        section = filling if self._turns else heads_in_turns(on, loaded, tiles, settings)
+        bounded = settings.left >= 0 or settings.right >= 0 or bool(cap)
+        self._section = (section,) if bounded or self._turns else ()
         self._numbers = (
             scale,
             tiles,
@@ -76,11 +88,11 @@ class GroupsProducts:
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         zeros = q.new_zeros(self._sums + self._turns, dtype=torch.float32)  # an int32 0 has the same bits
         sums_at = zeros.data_ptr()
-        order = (sums_at + 4 * self._sums, self._section) if self._turns else ()
+        turns = (sums_at + 4 * self._sums,) if self._turns else ()
         tensors = (*(t.data_ptr() for t in (q, k, v, do, dk, dv)), lse2_at, delta_at)
         maps = (at(address) for at, address in zip(self._maps, tensors, strict=True))
         self._loaded.launch(
-            device, stream, self._programs, 1, 1, *maps, sums_at, *self._numbers, *order
+            device, stream, self._programs, 1, 1, *maps, sums_at, *self._numbers, *turns, *self._section
         )  # fmt: skip
         self._finish.launch(
             device, stream, self._finish_programs, 1, 1, dq.data_ptr(), sums_at, *self._finish_numbers

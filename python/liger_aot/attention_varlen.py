@@ -25,14 +25,17 @@ from liger_aot.attention_backward import BackwardPlan, TilesProducts, for_groups
 from liger_aot.runtime import Loaded, OpOn
 
 OP = "flash_attention_varlen"
-GROUP_DIMS = (64, 96, 128, 192, 256)  # head dimensions that kernels by warp groups are written for
-BACKWARD_DIMS = (64, 96, 128)  # and in the backward
 MOST_TOKENS = 1 << 29  # a row's number, a bound and the lengths' difference add up in 32 bits
 
 
 def tiles_of(tokens: int, block: int, sequences: int) -> int:
     """Tiles of ``block`` tokens a head, whatever the lengths: those that no sequence needs end at once."""
     return tokens // block + sequences + 1
+
+
+def average_length(tokens: int, sequences: int) -> int:
+    """Of a sequence: what schedules go by, as lengths are on the device."""
+    return max(-(-tokens // max(sequences, 1)), 1)
 
 
 class PackedPlan:
@@ -138,7 +141,7 @@ class PackedProducts(TilesProducts):
 
 def groups_kernel(dim: int) -> str:
     """The kernel by warp groups for a head dimension; a pack need not have it."""
-    return f"{OP}_forward_groups_{next(width for width in GROUP_DIMS if dim <= width)}"
+    return f"{OP}_forward_groups_{groups_width(dim)}"
 
 
 def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]) -> Any:
@@ -165,10 +168,8 @@ def backward_groups_kernel(
 
 def backward_kernels(dim: int) -> tuple[str, ...]:
     """What a call without a soft cap and without sinks may run; a pack need not have all."""
-    groups = ("rows", f"groups_{groups_width(dim)}", "finish") if dim <= max(BACKWARD_DIMS) else ()
-    return "flash_attention_backward_rows", *(
-        f"{OP}_backward_{kind}" for kind in ("keys", "queries", *groups)
-    )
+    kinds = ("keys", "queries", "rows", f"groups_{groups_width(dim)}", "finish")
+    return "flash_attention_backward_rows", *(f"{OP}_backward_{kind}" for kind in kinds)
 
 
 def backward_plan(

@@ -13,12 +13,21 @@ from liger_aot.attention import (
     PACKED,
     Counters,
     Maps,
+    Shape,
     checked_tiles,
     scales_of,
     section_of,
     strides_of,
 )
-from liger_aot.attention_varlen import OP, PackedPlan, groups_kernel, packed_sizes, packed_window, tiles_of
+from liger_aot.attention_varlen import (
+    OP,
+    PackedPlan,
+    average_length,
+    groups_kernel,
+    packed_sizes,
+    packed_window,
+    tiles_of,
+)
 from liger_aot.runtime import OpOn
 
 
@@ -33,7 +42,7 @@ class PackedGroupsPlan:
         numbers = loaded.numbers
         tiles_a_head = tiles_of(shape.len_q, GROUP_ROWS * numbers["warp_groups"], sequences)
         tiles = checked_tiles(shape, tiles_a_head)
-        section = section_of(shape, numbers["cache_megabytes"], q.element_size())
+        section = heads_together(shape, sequences, numbers["cache_megabytes"], q.element_size())
         scale, _ = scales_of(bound)
         right, _ = packed_window(shape, bound)
         self._on, self._loaded = on, loaded
@@ -100,6 +109,15 @@ class PackedGroupsPlan:
             min(max_seqlen_k, self._tokens[1]),
         )
         return o, lse
+
+
+def heads_together(shape: Shape, sequences: int, megabytes: int, element_bytes: int) -> int:
+    """Heads of q that start their longest tiles together: as many as ``section_of`` gives for a sequence of average
+    length, in sections of nearly the same size. A small last one would leave much of the GPU idle at the end."""
+    average = shape._replace(len_k=average_length(shape.len_k, sequences))
+    ratio = shape.heads // shape.kv_heads
+    sections = shape.heads // section_of(average, megabytes, element_bytes)
+    return -(-shape.kv_heads // sections) * ratio
 
 
 def placed(t: Tensor) -> Tensor:

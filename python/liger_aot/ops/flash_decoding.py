@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_aot import pending
 from liger_aot.attention_checks import check_dim, settings_of
-from liger_aot.decoding import UNIT, Plan, Settings, Shape
+from liger_aot.decoding import STREAMED, UNIT, Plan, Settings, Shape
 from liger_aot.decoding_checks import check_arguments, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
@@ -45,7 +45,8 @@ class FlashDecoding(DifferentiableOp):
         softcap: above 0: scores become softcap * tanh(score / softcap).
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head the score of one more key, whose value
             is 0.
-        splits: how many programs share a sequence's keys at most. None: chosen from the shapes and the profile.
+        splits: how many programs share a sequence's keys at most. None: chosen from the shapes and the profile; where
+            programs then share all sequences' keys evenly, a result's last bits depend on the other lengths, too.
         return_lse: also return the logarithm of each token's sum.
 
     Returns:
@@ -173,10 +174,13 @@ class FlashDecoding(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """``shape`` is q's. Of a contiguous cache and of a paged one; ``wide`` are for many rows of q a head of k."""
+        """``shape`` is q's. Of a contiguous cache and of a paged one; ``wide`` are for many rows of q a head of k,
+        ``stream`` is for many long sequences."""
         check_dim(self.name, shape[-1])
-        kernels = ("split", "split_paged", "wide", "wide_paged", "combine")
         aligned = not shape[-1] % UNIT
+        kernels = ["split", "split_paged", "wide", "wide_paged", "combine"]
+        if aligned and shape[-1] <= STREAMED:
+            kernels.append("stream")
         return tuple(Problem(f"{self.name}_{kernel}", (dtype,), aligned, shape[-1]) for kernel in kernels)
 
     @staticmethod
