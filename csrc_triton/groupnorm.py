@@ -11,7 +11,8 @@ the second time, a team of ``split`` programs shares it: each finds the moments 
 spatial dimensions, of TILES tiles if that takes no more than SPLIT programs; TILES is for the host alone, as the
 longest group of a program where SPLIT is 1. There is no exchange on AMD.
 
-On Hopper a program copies groups that its registers can hold to shared memory ahead of their use (``ring``).
+On Hopper a program copies groups that its registers can hold to shared memory ahead of their use (``ring``), and teams
+hold channels-last images in it, of which they read each once (``held``, a candidate).
 
 Statistics are fp32 and never a difference of large sums (``moments``). STATS[n_units, 2] holds mean and
 1 / sqrt(var + eps). Weight and bias are of x's dtype or fp32 (``norm_vectors``): that is asked once, ahead of loops.
@@ -24,6 +25,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.groupnorm_held import walk_images
+from csrc_triton.groupnorm_held_gradients import walk_image_gradients
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
 from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
@@ -82,6 +85,13 @@ DECLARATION = {
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["Y", "X", "W", "B", "width", "n_cols"],
             "forms": {
+                "held": {
+                    "language": "gluon",
+                    "function": "forward_last_held",
+                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS"],
+                    "cooperative": "SPLIT",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                },
                 "last": {
                     "function": "forward_last",
                     "constants": ["SPLIT", "ROWS", "BLOCK", "GROUPS", "TILES"],
@@ -135,6 +145,13 @@ DECLARATION = {
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DX", "DY", "X", "W", "PARTIALS", "width", "n_cols", "columns", "db_column"],
             "forms": {
+                "held": {
+                    "language": "gluon",
+                    "function": "backward_last_held",
+                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS"],
+                    "cooperative": "SPLIT",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+                },
                 "last": {
                     "function": "backward_last",
                     "constants": ["SPLIT", "ROWS", "BLOCK", "GROUPS", "TILES"],
@@ -248,6 +265,20 @@ def forward_last(
         )  # fmt: skip
 
 
+@gluon.jit
+def forward_last_held(
+    Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
+    w_kind, b_kind, store_stats,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
+    MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Units are images, of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
+    walk_images(
+        Y, X, W, B, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
+        store_stats, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, TALKERS, REGISTERS,
+    )  # fmt: skip
+
+
 @triton.jit
 def backward_first(
     DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
@@ -341,3 +372,18 @@ def backward_last(
             n_cols, spatial, length, split, columns, db_column, w_kind, store_dx, store_dw, store_db, SPLIT,
             ROWS, BLOCK, GROUPS,
         )  # fmt: skip
+
+
+@gluon.jit
+def backward_last_held(
+    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
+    columns, db_column, w_kind, store_dx, store_dw, store_db,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
+    MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """``forward_last_held`` for the gradients, with a row of PARTIALS a program: see ``groupnorm_held_gradients``."""
+    walk_image_gradients(
+        DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns,
+        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, TALKERS,
+        REGISTERS,
+    )  # fmt: skip

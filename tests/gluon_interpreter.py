@@ -2,19 +2,27 @@
 need it.
 
 Layouts are left out, as they change no value. A block of shared memory holds garbage until it is written, and one that
-is being copied to until the copy has been waited for: a wait that comes too late, or not at all, shows.
+is being copied to until the copy has been waited for: a wait that comes too late, or not at all, shows. Groups of warps
+are threads, each with its own copies, that wait for each other at barriers.
 """
 
 from __future__ import annotations
 
 import operator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Condition, local
 from types import FunctionType, ModuleType
 from typing import Any
 
+PATIENCE = 20.0  # seconds a group of warps waits for a barrier
+
 
 class _Block:
-    """A block of shared memory."""
+    """A block of shared memory, or a barrier in it."""
+
+    phases: int
+    changed: Condition
 
     def __init__(self, dtype: Any, shape: list[Any]) -> None:
         import triton.language as tl
@@ -74,12 +82,51 @@ class _Gluon:
     def convert_layout(self, value: Any, layout: Any) -> Any:
         return value
 
-    def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> _Memory:
-        return _Memory(dtype, shape, layout)
+    def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> _Memory | _Block:
+        return _Memory(dtype, shape, layout) if len(shape) > 1 else _Block(dtype, shape)
+
+    def warp_specialize(self, functions: Any, warps: Any, registers: Any) -> Any:
+        """A group of warps is a thread; of the first one, the caller's own, the result."""
+        from triton.runtime.interpreter import interpreter_builder
+
+        where = interpreter_builder.grid_idx
+
+        def run(function: Any, arguments: Any) -> None:
+            interpreter_builder.grid_idx = where
+            function(*arguments)
+
+        (first, arguments), *others = functions
+        with ThreadPoolExecutor(len(others)) as pool:
+            waiting = [pool.submit(run, *one) for one in others]
+            result = first(*arguments)
+            for one in waiting:
+                one.result()
+        return result
 
 
-class _AsyncCopy:
-    """``async_copy``: copies in groups, each carried out when it is waited for. One program at a time."""
+class _Barriers:
+    """``mbarrier``, of one arrival a phase."""
+
+    def MBarrierLayout(self) -> None:
+        pass
+
+    def init(self, block: _Block, count: int) -> None:
+        assert int(count) == 1
+        block.phases, block.changed = 0, Condition()
+
+    def arrive(self, block: _Block, count: int) -> None:
+        with block.changed:
+            block.phases += 1
+            block.changed.notify_all()
+
+    def wait(self, block: _Block, phase: Any) -> None:
+        """Until a phase of this parity is over: the one under way is of the other."""
+        with block.changed:
+            assert block.changed.wait_for(lambda: block.phases & 1 != int(phase), PATIENCE), "nobody arrives"
+
+
+class _AsyncCopy(local):
+    """``async_copy``: copies in groups, each carried out when it is waited for. A program is a thread."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -131,5 +178,6 @@ _interpreted: dict[Any, Any] = {}  # by the Python function: a Gluon one's hash 
 def _stand_ins() -> dict[str, Any]:
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-    return {language.__name__: _Gluon(), async_copy.__name__: _AsyncCopy()}
+    return {language.__name__: _Gluon(), async_copy.__name__: _AsyncCopy(), mbarrier.__name__: _Barriers()}

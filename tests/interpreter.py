@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from threading import Lock, local
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+PATIENCE = 60.0  # seconds a program waits for another's word
 
 
 def interpret(
@@ -183,6 +186,17 @@ def _teach_inline_assembly() -> None:
             result = _interpreter.load(
                 data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64)
             )
+        elif "bra again" in text:  # posted
+            mask, zeros = np.ones_like(data[0], dtype=bool), np.zeros_like(data[0])
+            result, addresses, until = zeros, data[0].astype(np.uint64), monotonic() + PATIENCE
+            while not result.all():
+                assert monotonic() < until, "a word that nobody posts"
+                sleep(0.001)  # other programs get on meanwhile
+                result = _interpreter.load(addresses, mask, zeros, np.dtype(np.int64))
+        elif operation == "ld.acquire.gpu.global.u32":
+            mask = np.ones_like(data[0], dtype=bool)
+            nothing = np.zeros(data[0].shape, np.int32)
+            result = _interpreter.load(data[0].astype(np.uint64), mask, nothing, np.dtype(np.int32))
         elif operation == "lg2.approx.ftz.f32":
             result = np.log2(data[0])
         elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):

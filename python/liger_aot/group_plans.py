@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn
+from liger_aot.stream_words import StreamWords
 
 LONGEST = (1 << 31) - 1  # takes a table's last row
+HANDOVER = 5  # tiles that a program streams, at least, while the parts of a unit are exchanged
 PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
 
 
@@ -60,6 +63,7 @@ class Plan(NamedTuple):
     split: int
     length: int
     words: int  # to exchange through
+    sums: int  # rows of partial sums that a backward stores
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
@@ -72,16 +76,33 @@ def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> t
         kernel, n = on.kernels[shape.kernel(way)], shape.n(way)
         aligned = not places & 15
         loaded = kernel((dtype, aligned), n)
+        held = None
+        if "slots" in loaded.numbers:
+            held = held_plan(on.multiprocessors, loaded, shape)
+            if held is None:
+                loaded = kernel((dtype, aligned), LONGEST)
         if aligned and not shape.aligned(_width(loaded, shape)):
-            loaded = kernel((dtype, aligned := False), n)
+            loaded, held = kernel((dtype, aligned := False), n), None
         while way == "backward" and shape.channels // shape.groups > _most_channels(loaded):
             loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
-        if _shares(on, loaded, shape):
+        if held is None and _shares(on, loaded, shape):
             loaded = kernel((dtype, aligned), LONGEST)
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
-        on.plans[key] = found = loaded, _plan(on, loaded, way, shape)
+        on.plans[key] = found = loaded, held or _plan(on, loaded, way, shape)
     return found
+
+
+def words_of(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> Tensor | None:
+    """What the programs of a launch exchange through, beside x."""
+    if not plan.words:
+        return None
+    if "slots" not in loaded.numbers:
+        return x.new_zeros(plan.words, dtype=torch.int64)
+    kept: StreamWords | None = on.plans.get("words")
+    if kept is None:
+        kept = on.plans.setdefault("words", StreamWords(x.device))
+    return kept.on(stream, plan.words)
 
 
 def _shares(on: OpOn, loaded: Loaded, shape: Shape) -> bool:
@@ -114,9 +135,43 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     words = units * 2 * split * numbers.get("groups", 1) if split > 1 else 0
     if shape.last:
         sizes = (units, units // shape.images, shape.groups, group, width, shape.channels, shape.spatial)
-        return Plan(teams * split, split, length, words, sizes, sizes)
+        return Plan(teams * split, split, length, words, shape.images * split, sizes, sizes)
     runs = (units, shape.groups, group, shape.spatial)
-    return Plan(teams * split, split, length, words, (*runs, group * shape.spatial), runs)
+    return Plan(
+        teams * split, split, length, words, shape.images * split, (*runs, group * shape.spatial), runs
+    )
+
+
+def held_plan(multiprocessors: int, loaded: Loaded, shape: Shape) -> Plan | None:
+    """For teams of programs that hold a part of a channels-last image each, in tiles of lines of eight channels; None
+    where they can't."""
+    numbers, group, places = loaded.numbers, shape.channels // shape.groups, shape.spatial
+    step = numbers["lines"] * 8 // shape.channels  # places of a tile
+    across = (
+        group // 8 if not group & 7 else (group + 6) // 8 + 1
+    )  # lines of a place that a group is in, at most
+    in_two = group == 4 or group >= 7  # no line is of three groups
+    if not step or not in_two or shape.groups > numbers["groups"] or across * step > numbers["members"]:
+        return None
+    resident = numbers["programs_per_multiprocessor"] * multiprocessors
+    least = -(-places // (step * min(numbers["split"], resident)))
+    room = numbers["slots"] - numbers["ahead"]
+
+    def cost(tiles: int) -> tuple[int, int]:
+        split = -(-places // (tiles * step))
+        return -(-shape.images // (resident // split)) * (
+            tiles + 1 + split // 32
+        ), tiles  # words are read 32 at a time
+
+    # A part's last tiles are held while the next part's first ones come, as many as the exchange takes time for.
+    fitting = [t for t in range(least, -(-places // step) + 1) if t + min(t, HANDOVER) <= room]
+    if not fitting:
+        return None
+    length = min(fitting, key=cost) * step
+    split = -(-places // length)
+    programs = min(resident // split, shape.images) * split
+    sizes = (shape.images, 1, shape.groups, group, shape.channels, shape.channels, places)
+    return Plan(programs, split, length, shape.images * split * numbers["groups"], programs, sizes, sizes)
 
 
 def split_of(units: int, elements: int, least: int, most: int, resident: int) -> int:
@@ -142,6 +197,8 @@ def _most_channels(loaded: Loaded) -> int:
 
 def _width(loaded: Loaded, shape: Shape) -> int:
     """Channels a program takes."""
+    if "slots" in loaded.numbers:
+        return shape.channels
     if shape.last:
         return shape.width(loaded.block, loaded.numbers["groups"], _longest(loaded))
     return shape.channels // shape.groups

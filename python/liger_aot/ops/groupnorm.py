@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.group_plans import Shape, find
+from liger_aot.group_plans import Shape, find, words_of
 from liger_aot.layout import Rows, rows_of
 from liger_aot.op import Problem, check_tensor, check_vector
 from liger_aot.ops import column_sums
@@ -126,9 +126,10 @@ class GroupNorm(DifferentiableOp):
         x_at, y_at, (w_at, b_at, w_kind, b_kind) = in_x[0], y.data_ptr(), vectors
         places = x_at | y_at | w_at | b_at
         loaded, plan = find(on, "forward", x.dtype, places, shape)
-        words = x.new_zeros(plan.words, dtype=torch.int64) if plan.words else None
+        stream = on.stream(on.device)
+        words = words_of(on, stream, loaded, plan, x)
         loaded.launch(
-            on.device, on.stream(on.device), plan.programs, 1, 1,
+            on.device, stream, plan.programs, 1, 1,
             y_at, x_at, w_at, b_at, None if stats is None else stats.data_ptr(),
             None if words is None else words.data_ptr(), *plan.forward, plan.length, plan.split, eps,
             w_kind, b_kind, keep,
@@ -160,16 +161,16 @@ class GroupNorm(DifferentiableOp):
         if weight is not None:
             w_at, w_kind = weight.data_ptr(), 1 if weight.dtype == x.dtype else 2
         loaded, plan = find(on, "backward", x.dtype, in_x[0] | in_dy[0] | w_at, shape)
-        words = x.new_zeros(plan.words, dtype=torch.int64) if plan.words else None
+        stream = on.stream(on.device)
+        words = words_of(on, stream, loaded, plan, x)
         db_column = (channels + 15) & -16 if need_dw else 0  # aligned, as the halves of one buffer
         columns = db_column + (channels if need_db else 0)
-        parts = images * plan.split
         sums = partials = None
         if columns:
-            partials = x.new_empty((parts, columns), dtype=torch.float32)
+            partials = x.new_empty((plan.sums, columns), dtype=torch.float32)
             sums = x.new_empty(columns, dtype=like.dtype)
         loaded.launch(
-            on.device, on.stream(on.device), plan.programs, 1, 1,
+            on.device, stream, plan.programs, 1, 1,
             None if dx is None else dx.data_ptr(), in_dy[0], in_x[0], w_at, stats.data_ptr(),
             None if partials is None else partials.data_ptr(), None if words is None else words.data_ptr(),
             *plan.backward, plan.length, plan.split, columns, db_column,
@@ -181,7 +182,7 @@ class GroupNorm(DifferentiableOp):
             self._column_sums.find(in_x[1], in_x[2]) or self._column_sums.on(in_x[2]),
             sums,
             partials,
-            parts,
+            plan.sums,
             columns,
         )
         dweight = sums[:channels] if need_dw else None
