@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.layernorm_long import merged
+from csrc_triton.row_blocks import load_blocks
 
 
 @triton.jit
@@ -34,11 +35,7 @@ def held_row(
     X += row * x_stride
     Y += row * y_stride
     block = tl.arange(0, BLOCK)
-    xs = ()
-    for i in tl.static_range(BLOCKS):
-        cols = i * BLOCK + block
-        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last"),)
-    tl.debug_barrier()  # or the compiler takes the loads down to where they are used
+    xs = load_blocks(X, n_cols, block, BLOCKS)
     mean, deviations = held_moments(xs, n_cols, BLOCK, FOLD)
     rstd = tl.rsqrt(deviations / n_cols + eps)
     if store_stats != 0:

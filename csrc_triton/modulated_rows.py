@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.norm_vectors import load_vector, store_as
+from csrc_triton.row_blocks import load_blocks
 
 
 @triton.jit
@@ -95,11 +96,7 @@ def hold_row(
     SCALE += group * scale_stride
     SHIFT += group * shift_stride
     block = tl.arange(0, BLOCK)
-    xs = ()
-    for i in tl.static_range(BLOCKS):
-        cols = i * BLOCK + block
-        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_last"),)
-    tl.debug_barrier()  # or the compiler takes the loads down to where they are used
+    xs = load_blocks(X, n_cols, block, BLOCKS)
     squares = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
         x = xs[i].to(tl.float32)
