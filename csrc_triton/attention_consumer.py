@@ -19,6 +19,7 @@ from csrc_triton.attention_groups import (
     scaled,
     scores,
     skip,
+    skip_values,
     step,
     take_turn,
     value_number,
@@ -56,10 +57,11 @@ def put_all(acc, acc2, by, buffer, Y, batch, head, row, z):
 
 
 @gluon.jit
-def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z):
+def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z, s=None):
     """Walk blocks last - 1 down to first, the b-th and later of the ring, for rows ``row`` to ``row`` + 63.
 
-    Gives the sums of P V, of the last product still under way, and each row's largest score and parts of its sum.
+    Gives the sums of P V, of the last product still under way, and each row's largest score and parts of its sum. With
+    AHEAD ``s`` are the first block's scores.
     """
     rows = gl.arange(0, 64, z.ROW) + row
     # the first key that each row sees, the one behind the last, and the blocks that all rows see whole
@@ -78,15 +80,18 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
         lower = gl.minimum(gl.maximum(lower, first), whole)
     bounds = (low, high)
 
-    at = key_number(b, True, z)
-    slot = at % z.STAGES
-    mbarrier.wait(q.full.index(g), i & 1)
-    mbarrier.wait(k.full.index(slot), (at // z.STAGES) & 1)
-    take_turn(g, z)
-    s = scores(q, g, k, slot, z)
-    pass_turn(g, z)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k.free.index(slot), count=1)
+    if not z.AHEAD:
+        at = key_number(b, True, z)
+        slot = at % z.STAGES
+        mbarrier.wait(q.full.index(g), i & 1)
+        mbarrier.wait(k.full.index(slot), (at // z.STAGES) & 1)
+        take_turn(g, z)
+        s = scores(q, g, k, slot, z)
+        pass_turn(g, z)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k.free.index(slot), count=1)
+    elif last - first == 1:
+        mbarrier.arrive(q.free.index(g), count=1)
     if z.MASK == LOCAL:
         s = soft_cap(s, cap)
     if z.MASK != FULL:
@@ -122,19 +127,37 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
             )
     end = b + last - first
     for j in range(end - (whole - first), end - (lower - first)):
-        p, acc, acc2, m, sums = step(j, 0, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, False, g, z)
+        p, acc, acc2, m, sums = step(
+            j, 0, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, False, g, z, end
+        )
     if z.MASK == LOCAL:
         for j in range(end - (lower - first), end):
             key = (first + end - 1 - j) * z.BLOCK_N
             p, acc, acc2, m, sums = step(
                 j, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, True, g, z
             )
-    mbarrier.arrive(q.free.index(g), count=1)
+    if not z.AHEAD:
+        mbarrier.arrive(q.free.index(g), count=1)
     at = value_number(end - 1, True, z)
     slot = at % z.STAGES
     mbarrier.wait(v.full.index(slot), (at // z.STAGES) & 1)
     acc, acc2 = add_values(p, v, slot, acc, acc2, z)
     return acc, acc2, m, sums
+
+
+@gluon.jit
+def sum_up(m, sums, has_sink, rows, row, batch, head, work, LSE, lse_stride, SINKS, z):
+    """Store what rows add up to; gives what their output is multiplied by."""
+    total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
+    # a sink is a key without a value; none is a score of minus infinity
+    seen = (SINKS.to(gl.int64) != 0) & has_sink
+    sink = gl.load(SINKS + head, mask=seen, other=float("-inf")) * 1.4426950408889634
+    new_m = gl.maximum(m, sink)
+    by = gl.exp2(m - new_m)
+    total = total * by + gl.exp2(sink - new_m)
+    at = (batch * work.heads + head).to(gl.int64) * lse_stride + row
+    gl.store(LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row)
+    return gl.where(total > 0, by / total, 0.0)
 
 
 @gluon.jit
@@ -153,16 +176,7 @@ def consume_tile(
         acc, acc2, m, sums = attend(
             row, first, last, b + tile_last - last, q, k, v, work, scale, cap, i, g, z
         )
-        total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
-        # a sink is a key without a value; none is a score of minus infinity
-        seen = (SINKS.to(gl.int64) != 0) & has_sink
-        sink = gl.load(SINKS + head, mask=seen, other=float("-inf")) * 1.4426950408889634
-        new_m = gl.maximum(m, sink)
-        by = gl.exp2(m - new_m)
-        total = total * by + gl.exp2(sink - new_m)
-        at = (batch * work.heads + head).to(gl.int64) * lse_stride + row
-        gl.store(LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row)
-        by = gl.where(total > 0, by / total, 0.0)
+        by = sum_up(m, sums, has_sink, rows, row, batch, head, work, LSE, lse_stride, SINKS, z)
         acc, acc2 = wait_values(acc, acc2, z)
         at = value_number(b + tile_last - first - 1, True, z)
         mbarrier.arrive(v.free.index(at % z.STAGES), count=1)
@@ -176,8 +190,71 @@ def consume_tile(
 
 
 @gluon.jit
-def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, cap, g: gl.constexpr):
-    """Consumer group g: rows 64 g to 64 g + 63 of each tile."""
+def first_scores(there, b, i, q, k, g: gl.constexpr, z):
+    """Scores of the i-th tile's first block, the b-th of the ring, under way; where it is not ``there``, of whatever
+    lies in memory."""
+    at = key_number(b, True, z)
+    if there:
+        mbarrier.wait(q.full.index(g), i & 1)
+        mbarrier.wait(k.full.index(at % z.STAGES), (at // z.STAGES) & 1)
+    take_turn(g, z)
+    s = scores(q, g, k, at % z.STAGES, z, b)
+    pass_turn(g, z)
+    return s
+
+
+@gluon.jit
+def free_keys(b, k, z):
+    mbarrier.arrive(k.free.index(key_number(b, True, z) % z.STAGES), count=1)
+
+
+@gluon.jit
+def consume_ahead(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, cap, g: gl.constexpr):
+    """As ``consume_each``, of tiles without a mask: the next tile's first scores run while a tile's output leaves. No product
+    is under way where ways part or meet: all would be serialised."""
+    if g == z.GROUPS - 1:
+        pass_turn(g, z)  # the first group starts
+    rows = gl.arange(0, 64, z.ROW)
+    panels: gl.constexpr = 2 if z.D2 > 0 else 1
+    b = 0
+    i = 0
+    t = announced(0, board)
+    s = first_scores(True, b, i, q, k, g, z)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    free_keys(b, k, z)
+    while t < work.tiles:
+        tile, batch, head = work.tile(t, z)
+        row = (tile * z.GROUPS + g) * 64
+        first, last = work.blocks(row, row + 64, z)
+        end = b + last - first
+        if row < work.len_q:
+            acc, acc2, m, sums = attend(row, first, last, b, q, k, v, work, scale, cap, i, g, z, s)
+            t = announced(i + 1, board)
+            s = first_scores(t < work.tiles, end, i + 1, q, k, g, z)
+            by = sum_up(m, sums, True, rows, row, batch, head, work, LSE, lse_stride, SINKS, z)
+            if z.D2 > 0:
+                acc, acc2 = warpgroup_mma_wait(panels, deps=(acc, acc2))
+            else:
+                acc = warpgroup_mma_wait(panels, deps=(acc,))
+            mbarrier.arrive(v.free.index(value_number(end - 1, True, z) % z.STAGES), count=1)
+            put_all(acc, acc2, by, buffer, Y, batch, head, row, z)
+            s = warpgroup_mma_wait(0, deps=(s,))
+        else:
+            mbarrier.arrive(q.free.index(g), count=1)
+            skip_values(b, v, z)
+            skip(last - first - 1, b + 1, k, v, g, z)
+            t = announced(i + 1, board)
+            s = first_scores(t < work.tiles, end, i + 1, q, k, g, z)
+            s = warpgroup_mma_wait(0, deps=(s,))
+        free_keys(end, k, z)
+        b = end
+        i += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_each(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, cap, g: gl.constexpr):
+    """One tile after the other."""
     if g == z.GROUPS - 1:
         pass_turn(g, z)  # the first group starts
     rows = gl.arange(0, 64, z.ROW)
@@ -193,3 +270,12 @@ def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, c
         i += 1
         t = announced(i, board)
     tma.store_wait(0)
+
+
+@gluon.jit
+def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, cap, g: gl.constexpr):
+    """Consumer group g: rows 64 g to 64 g + 63 of each tile."""
+    if z.AHEAD:
+        consume_ahead(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, cap, g)
+    else:
+        consume_each(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, cap, g)

@@ -44,6 +44,7 @@ class Sizes:
     TURNS: gl.constexpr
     LATE: gl.constexpr  # whether a tile is taken behind the last block of the one before: see ``produce``
     SHARED: gl.constexpr  # whether K and V have one ring: see ``shared_ring``
+    AHEAD: gl.constexpr  # whether a tile's first scores start before the output of the one before leaves
     S: gl.constexpr  # layouts of the scores, of both panels of the output, of P as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -51,7 +52,7 @@ class Sizes:
     ROW: gl.constexpr  # a value a row, as the scores have it
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, SHARED=0):
+    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, SHARED=0, AHEAD=0):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -61,7 +62,7 @@ class Sizes:
         self.BLOCK_N, self.D1, self.D2, self.BOX = value(BLOCK_N), value(D1), value(D2), value(BOX)
         self.STAGES, self.GROUPS = value(STAGES), value(GROUPS)
         self.MASK, self.TURNS, self.LATE = value(MASK), value(TURNS), value(LATE)
-        self.SHARED = value(SHARED)
+        self.SHARED, self.AHEAD = value(SHARED), value(AHEAD)
         self.S = value(wgmma(self.BLOCK_N.value))
         self.O1 = value(wgmma(self.D1.value))
         self.O2 = value(wgmma(self.D2.value or 16))
@@ -335,9 +336,14 @@ def skip(count, b, k, v, g: gl.constexpr, z):
         take_turn(g, z)
         pass_turn(g, z)
         mbarrier.arrive(k.free.index(at % z.STAGES), count=1)
-        at = value_number(j, True, z)
-        mbarrier.wait(v.full.index(at % z.STAGES), (at // z.STAGES) & 1)
-        mbarrier.arrive(v.free.index(at % z.STAGES), count=1)
+        skip_values(j, v, z)
+
+
+@gluon.jit
+def skip_values(b, v, z):
+    at = value_number(b, True, z)
+    mbarrier.wait(v.full.index(at % z.STAGES), (at // z.STAGES) & 1)
+    mbarrier.arrive(v.free.index(at % z.STAGES), count=1)
 
 
 @gluon.jit
@@ -383,9 +389,10 @@ def scaled(acc, by):
 
 @gluon.jit
 def step(
-    b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, MASKED: gl.constexpr, g: gl.constexpr, z
+    b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, MASKED: gl.constexpr, g: gl.constexpr, z, end=0
 ):
-    """Block b's scores and softmax while block b - 1's product with V runs."""
+    """Block b's scores and softmax while block b - 1's product with V runs. With AHEAD, Q is free after block
+    ``end`` - 1's scores."""
     at_k = key_number(b, False, z)
     at_v = value_number(b - 1, False, z)
     slot = at_k % z.STAGES
@@ -398,6 +405,9 @@ def step(
     pass_turn(g, z)
     s = warpgroup_mma_wait(2 if z.D2 > 0 else 1, deps=(s,))
     mbarrier.arrive(k.free.index(slot), count=1)
+    if z.AHEAD:
+        if b == end - 1:
+            mbarrier.arrive(q.free.index(g), count=1)
     if z.MASK == LOCAL:
         s = soft_cap(s, cap)
     if MASKED:

@@ -17,7 +17,7 @@ from csrc_triton.attention_turns import in_turns
 GROUPS_FORM = {
     "function": "forward_groups",
     "constants": [
-        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK", "LATE", "SHARED",
+        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK", "LATE", "SHARED", "AHEAD",
     ],
 }  # fmt: skip
 
@@ -54,27 +54,27 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [],
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0, "SHARED": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0, "SHARED": 0, "AHEAD": 0}}},
         },
         "flash_attention_forward_causal": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "SHARED": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "SHARED": 0, "AHEAD": 0}}},
         },
         "flash_attention_forward_local": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0, "SHARED": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0, "SHARED": 0, "AHEAD": 0}}},
         },
         "flash_attention_forward_short_64": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "SHARED": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "SHARED": 0, "AHEAD": 0}}},
         },
         "flash_attention_forward_short_96": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "SHARED": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "SHARED": 0, "AHEAD": 0}}},
         },
         "flash_attention_forward_short_128": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "SHARED": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "SHARED": 0, "AHEAD": 0}}},
         },
         "flash_attention_forward_tiles": {
             "optional": True,
@@ -162,6 +162,7 @@ def forward_groups(
     MASK: gl.constexpr,
     LATE: gl.constexpr,
     SHARED: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """WARP_GROUPS consumer groups of REGISTERS registers a thread, and a producer warp.
 
@@ -169,16 +170,16 @@ def forward_groups(
     is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two
     zeros, which the last block leaves as zeros again. Y leaves through buffers of OUT columns.
     """
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE, SHARED)
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE, SHARED, AHEAD)
     work = Work(
         tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left
     )
     q = ring(Q, WARP_GROUPS, 1, z)
     k = ring(K, STAGES, WARP_GROUPS, z)
     v = k
-    if SHARED:
+    if SHARED or AHEAD:
         gl.static_assert(MASK == FULL)  # a group passes over no block alone
-    else:
+    if not SHARED:
         v = ring(V, STAGES, WARP_GROUPS, z)
     board = board_ring(WARP_GROUPS)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
