@@ -119,10 +119,10 @@ class Work:
 
     @gluon.jit
     def keys(self, row, z):
-        """len_k. With SHARED ``row`` >> 30 is added, which is zero, but not to the compiler: it would keep what it works
+        """len_k. With SHARED or AHEAD ``row`` >> 30 is added, which is zero, but not to the compiler: it would keep what it works
         out for all tiles in local memory."""
         n = self.len_k
-        if z.SHARED:
+        if z.SHARED or z.AHEAD:
             n += row >> 30
         return n
 
