@@ -198,10 +198,8 @@ def make_dq(z, tile, DQ32, k, ds_ring, order, padded, heads):
         c = i % slots
         mbarrier.wait(ds_ring.full.index(c), (i // slots) & 1)
         ds = ds_ring.tiles.index(c).permute((1, 0))
-        if order is not None:
-            begin_turn(i, order)
-        add_parts(to, ds, k.first.index(i >> 30).reshape([KEYS, z.D1]))
-        add_parts(to + 64 * z.D1, ds, k.second.index(i >> 30).reshape([KEYS, z.D2]))
+        add_parts(to, ds, k.first.index(i >> 30).reshape([KEYS, z.D1]), i, order)
+        add_parts(to + 64 * z.D1, ds, k.second.index(i >> 30).reshape([KEYS, z.D2]), i, None)
         if order is not None:
             end_turn(i, order)
         mbarrier.arrive(ds_ring.free.index(c), count=1)
@@ -212,8 +210,9 @@ def make_dq(z, tile, DQ32, k, ds_ring, order, padded, heads):
 
 
 @gluon.jit
-def add_parts(to, ds, keys):
-    """Add dS keys, of a panel of columns, to float32 at ``to``."""
+def add_parts(to, ds, keys, i, order):
+    """Add dS keys, of a panel of columns, to float32 at ``to``; where there is an order, at this program's turn for
+    the i-th block of rows, which the first part's product does not wait for."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16]
     )
@@ -221,6 +220,9 @@ def add_parts(to, ds, keys):
         dq = gl.zeros([64, PART], gl.float32, layout)
         dq = warpgroup_mma(ds, keys.slice(n * PART, PART, dim=1), dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
+        if n == 0:
+            if order is not None:
+                begin_turn(i, order)
         add_dq(to + n * (64 * PART), dq)
         gl.thread_barrier()  # ptxas would start the next product before it has added this one, and spill
 
