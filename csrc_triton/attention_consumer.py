@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from csrc_triton.attention_groups import (
+    CAUSAL,
     FULL,
     LOCAL,
     add_values,
@@ -105,6 +106,7 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
     p = pack(e, v.first.dtype)
     acc = gl.zeros([64, z.D1], gl.float32, z.O1)
     acc2 = gl.zeros([64, z.D2 if z.D2 > 0 else 16], gl.float32, z.O2)
+    end = b + last - first
     if z.MASK != FULL:
         for j in range(last - 1 - whole):
             p, acc, acc2, m, sums = step(
@@ -124,8 +126,8 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
                 True,
                 g,
                 z,
+                end,
             )
-    end = b + last - first
     for j in range(end - (whole - first), end - (lower - first)):
         p, acc, acc2, m, sums = step(
             j, 0, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, False, g, z, end
@@ -190,17 +192,35 @@ def consume_tile(
 
 
 @gluon.jit
-def first_scores(there, b, i, q, k, g: gl.constexpr, z):
-    """Scores of the i-th tile's first block, the b-th of the ring, under way; where it is not ``there``, of whatever
-    lies in memory."""
-    at = key_number(b, True, z)
-    if there:
+def group_start(t, b, work, g: gl.constexpr, z):
+    """The number of the first block that group g's rows of tile t see, whose own first block is the b-th."""
+    if z.MASK != FULL:
+        tile, _, _ = work.tile(t, z)
+        row = tile * (64 * z.GROUPS)
+        _, tile_last = work.blocks(row, row + 64 * z.GROUPS, z)
+        _, last = work.blocks(row + g * 64, row + g * 64 + 64, z)
+        b = gl.where(t < work.tiles, b + tile_last - last, b)
+    return b
+
+
+@gluon.jit
+def first_scores(t, b, i, work, q, k, g: gl.constexpr, z):
+    """Group g's first scores of tile t, the i-th, whose blocks are the b-th and later, under way, and their block's
+    number; keys that the group does not need pass. Behind the last tile they are of whatever lies in memory."""
+    start = group_start(t, b, work, g, z)
+    for j in range(b, start):
+        mbarrier.wait(k.full.index(j % z.STAGES), (j // z.STAGES) & 1)
+        take_turn(g, z)
+        pass_turn(g, z)
+        mbarrier.arrive(k.free.index(j % z.STAGES), count=1)
+    at = key_number(start, True, z)
+    if t < work.tiles:
         mbarrier.wait(q.full.index(g), i & 1)
         mbarrier.wait(k.full.index(at % z.STAGES), (at // z.STAGES) & 1)
     take_turn(g, z)
-    s = scores(q, g, k, at % z.STAGES, z, b)
+    s = scores(q, g, k, at % z.STAGES, z, start)
     pass_turn(g, z)
-    return s
+    return s, start
 
 
 @gluon.jit
@@ -210,8 +230,10 @@ def free_keys(b, k, z):
 
 @gluon.jit
 def consume_ahead(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, cap, g: gl.constexpr):
-    """As ``consume_each``, of tiles without a mask: the next tile's first scores run while a tile's output leaves. No product
-    is under way where ways part or meet: all would be serialised."""
+    """As ``consume_each``: a tile's output leaves while the next one's first scores run. No product is under way where
+    ways part or meet: ptxas would serialise all."""
+    # a group passes over keys while it keeps values from the producer
+    gl.static_assert(z.MASK == FULL or (z.MASK == CAUSAL and (z.GROUPS - 1) * 64 <= (z.STAGES - 1) * z.BLOCK_N))
     if g == z.GROUPS - 1:
         pass_turn(g, z)  # the first group starts
     rows = gl.arange(0, 64, z.ROW)
@@ -219,18 +241,20 @@ def consume_ahead(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, sc
     b = 0
     i = 0
     t = announced(0, board)
-    s = first_scores(True, b, i, q, k, g, z)
+    s, start = first_scores(t, b, i, work, q, k, g, z)
     s = warpgroup_mma_wait(0, deps=(s,))
-    free_keys(b, k, z)
+    free_keys(start, k, z)
     while t < work.tiles:
         tile, batch, head = work.tile(t, z)
         row = (tile * z.GROUPS + g) * 64
         first, last = work.blocks(row, row + 64, z)
-        end = b + last - first
+        end = start + last - first
+        for j in range(b, start):
+            skip_values(j, v, z)
         if row < work.len_q:
-            acc, acc2, m, sums = attend(row, first, last, b, q, k, v, work, scale, cap, i, g, z, s)
+            acc, acc2, m, sums = attend(row, first, last, start, q, k, v, work, scale, cap, i, g, z, s)
             t = announced(i + 1, board)
-            s = first_scores(t < work.tiles, end, i + 1, q, k, g, z)
+            s, start = first_scores(t, end, i + 1, work, q, k, g, z)
             by = sum_up(m, sums, True, rows, row, batch, head, work, LSE, lse_stride, SINKS, z)
             if z.D2 > 0:
                 acc, acc2 = warpgroup_mma_wait(panels, deps=(acc, acc2))
@@ -241,12 +265,12 @@ def consume_ahead(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, sc
             s = warpgroup_mma_wait(0, deps=(s,))
         else:
             mbarrier.arrive(q.free.index(g), count=1)
-            skip_values(b, v, z)
-            skip(last - first - 1, b + 1, k, v, g, z)
+            skip_values(start, v, z)
+            skip(last - first - 1, start + 1, k, v, g, z)
             t = announced(i + 1, board)
-            s = first_scores(t < work.tiles, end, i + 1, q, k, g, z)
+            s, start = first_scores(t, end, i + 1, work, q, k, g, z)
             s = warpgroup_mma_wait(0, deps=(s,))
-        free_keys(end, k, z)
+        free_keys(start, k, z)
         b = end
         i += 1
     tma.store_wait(0)

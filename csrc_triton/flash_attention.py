@@ -177,9 +177,9 @@ def forward_groups(
     q = ring(Q, WARP_GROUPS, 1, z)
     k = ring(K, STAGES, WARP_GROUPS, z)
     v = k
-    if SHARED or AHEAD:
+    if SHARED:
         gl.static_assert(MASK == FULL)  # a group passes over no block alone
-    if not SHARED:
+    else:
         v = ring(V, STAGES, WARP_GROUPS, z)
     board = board_ring(WARP_GROUPS)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
