@@ -195,7 +195,7 @@ def consume_tile(
 def group_start(t, b, work, g: gl.constexpr, z):
     """The number of the first block that group g's rows of tile t see, whose own first block is the b-th."""
     if z.MASK != FULL:
-        tile, _, _ = work.tile(t, z)
+        tile, _, _ = work.tile(gl.minimum(t, work.tiles - 1), z)
         row = tile * (64 * z.GROUPS)
         _, tile_last = work.blocks(row, row + 64 * z.GROUPS, z)
         _, last = work.blocks(row + g * 64, row + g * 64 + 64, z)
