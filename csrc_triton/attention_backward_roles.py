@@ -220,9 +220,8 @@ def add_parts(to, ds, keys, i, order):
         dq = gl.zeros([64, PART], gl.float32, layout)
         dq = warpgroup_mma(ds, keys.slice(n * PART, PART, dim=1), dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        if n == 0:
-            if order is not None:
-                begin_turn(i, order)
+        if n == 0 and order is not None:
+            begin_turn(i, order)
         add_dq(to + n * (64 * PART), dq)
         gl.thread_barrier()  # ptxas would start the next product before it has added this one, and spill
 

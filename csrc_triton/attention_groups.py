@@ -43,7 +43,7 @@ class Sizes:
     MASK: gl.constexpr
     TURNS: gl.constexpr
     LATE: gl.constexpr  # whether a tile is taken behind the last block of the one before: see ``produce``
-    SHARED: gl.constexpr  # whether K and V have one ring: see ``shared_ring``
+    ONE_RING: gl.constexpr  # whether K and V have one ring: see ``shared_ring``
     AHEAD: gl.constexpr  # whether a tile's first scores start before the output of the one before leaves
     S: gl.constexpr  # layouts of the scores, of both panels of the output, of P as an operand
     O1: gl.constexpr
@@ -52,7 +52,7 @@ class Sizes:
     ROW: gl.constexpr  # a value a row, as the scores have it
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, SHARED=0, AHEAD=0):
+    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, ONE_RING=0, AHEAD=0):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -62,7 +62,7 @@ class Sizes:
         self.BLOCK_N, self.D1, self.D2, self.BOX = value(BLOCK_N), value(D1), value(D2), value(BOX)
         self.STAGES, self.GROUPS = value(STAGES), value(GROUPS)
         self.MASK, self.TURNS, self.LATE = value(MASK), value(TURNS), value(LATE)
-        self.SHARED, self.AHEAD = value(SHARED), value(AHEAD)
+        self.ONE_RING, self.AHEAD = value(ONE_RING), value(AHEAD)
         self.S = value(wgmma(self.BLOCK_N.value))
         self.O1 = value(wgmma(self.D1.value))
         self.O2 = value(wgmma(self.D2.value or 16))
@@ -119,10 +119,10 @@ class Work:
 
     @gluon.jit
     def keys(self, row, z):
-        """len_k. With SHARED or AHEAD ``row`` >> 30 is added, which is zero, but not to the compiler: it would keep what it works
-        out for all tiles in local memory."""
+        """len_k. With ONE_RING or AHEAD ``row`` >> 30 is added, which is zero, but not to the compiler: it would keep
+        what it works out for all tiles in local memory."""
         n = self.len_k
-        if z.SHARED or z.AHEAD:
+        if z.ONE_RING or z.AHEAD:
             n += row >> 30
         return n
 
@@ -175,11 +175,11 @@ def ring(of, slots: gl.constexpr, readers: gl.constexpr, z):
 
 @gluon.jit
 def key_number(b, FIRST: gl.constexpr, z):
-    """The number in its ring of the keys of block b, FIRST of its tile or not. With SHARED keys and values lie in one
+    """The number in its ring of the keys of block b, FIRST of its tile or not. With ONE_RING keys and values lie in one
     ring in the order in which groups need them: each block's keys before the values of the block before. Three slots
     are as good as two pairs then: a slot is asked for while the groups work on both others."""
     n = b
-    if z.SHARED:
+    if z.ONE_RING:
         n = 2 * b if FIRST else 2 * b - 1
     return n
 
@@ -188,7 +188,7 @@ def key_number(b, FIRST: gl.constexpr, z):
 def value_number(b, LAST: gl.constexpr, z):
     """The number in its ring of the values of block b, LAST of its tile or not."""
     n = b
-    if z.SHARED:
+    if z.ONE_RING:
         n = 2 * b + 1 if LAST else 2 * b + 2
     return n
 
@@ -252,7 +252,7 @@ def produce(z, work, Q, K, V, q, k, v, board, COUNT):
     are idle. With LATE it is taken behind them, while the consumers have a ring of blocks left; where tiles are short
     that is too late.
     """
-    b = 0  # blocks of keys so far; with SHARED tiles of keys and values
+    b = 0  # blocks of keys so far; with ONE_RING tiles of keys and values
     i = 0  # tiles so far
     t = gl.program_id(0)
     announce(t, 0, board)
@@ -272,7 +272,7 @@ def produce(z, work, Q, K, V, q, k, v, board, COUNT):
                 for g in gl.static_range(z.GROUPS):
                     mbarrier.wait(q.free.index(g), (i & 1) ^ 1)
                     fetch(Q, batch, head, row + g * 64, q, g, z)
-            if z.SHARED:
+            if z.ONE_RING:
                 if j > 0:
                     b += 1
                     wait_free(v, b, z)
@@ -281,7 +281,7 @@ def produce(z, work, Q, K, V, q, k, v, board, COUNT):
                 mbarrier.wait(v.free.index(slot), phase)
                 fetch(V, batch, head // work.ratio, key, v, slot, z)
             b += 1
-        if z.SHARED:
+        if z.ONE_RING:
             wait_free(v, b, z)
             fetch(V, batch, head // work.ratio, first * z.BLOCK_N, v, b % z.STAGES, z)
             b += 1
@@ -331,7 +331,7 @@ def pass_turn(g: gl.constexpr, z):
 def skip(count, b, k, v, g: gl.constexpr, z):
     """Let blocks b to b + count - 1 pass, which this group does not need."""
     for j in range(b, b + count):
-        at = key_number(j, True, z)  # with SHARED there are whole tiles alone: their slots one after the other
+        at = key_number(j, True, z)  # with ONE_RING all slots of whole tiles, one after the other
         mbarrier.wait(k.full.index(at % z.STAGES), (at // z.STAGES) & 1)
         take_turn(g, z)
         pass_turn(g, z)
@@ -350,8 +350,10 @@ def skip_values(b, v, z):
 def scores(q, g: gl.constexpr, k, slot, z, b=0):
     """Q K^T of a block, under way."""
     at = g
-    if z.SHARED:
-        at = g + (b >> 30)  # g, but not to the compiler: it would keep the descriptors of Q in registers, and spill
+    if z.ONE_RING:
+        at += (
+            b >> 30
+        )  # zero, but not to the compiler: it would keep the descriptors of Q in registers, and spill
     a = q.first.index(at).reshape([64, z.D1])
     keys = k.first.index(slot).reshape([z.BLOCK_N, z.D1]).permute((1, 0))
     zeros = gl.zeros([64, z.BLOCK_N], gl.float32, z.S)
@@ -389,8 +391,8 @@ def scaled(acc, by):
 
 @gluon.jit
 def step(
-    b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, MASKED: gl.constexpr, g: gl.constexpr, z, end=0
-):
+    b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, MASKED: gl.constexpr, g: gl.constexpr, z, end=0,
+):  # fmt: skip
     """Block b's scores and softmax while block b - 1's product with V runs. With AHEAD, Q is free after block
     ``end`` - 1's scores."""
     at_k = key_number(b, False, z)
@@ -405,7 +407,7 @@ def step(
     pass_turn(g, z)
     s = warpgroup_mma_wait(2 if z.D2 > 0 else 1, deps=(s,))
     mbarrier.arrive(k.free.index(slot), count=1)
-    if z.AHEAD:
+    if z.AHEAD:  # noqa: SIM102
         if b == end - 1:
             mbarrier.arrive(q.free.index(g), count=1)
     if z.MASK == LOCAL:
