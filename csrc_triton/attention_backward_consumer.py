@@ -28,7 +28,16 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
-from csrc_triton.attention_backward_order import begin_turn, end_turn, keep_order, order_barriers
+from csrc_triton.attention_backward_order import (
+    START,
+    begin_turn,
+    end_turn,
+    inner_heads,
+    keep_order,
+    next_step,
+    order_barriers,
+    write_walk,
+)
 from csrc_triton.attention_groups import LOCAL, barriers
 
 DS_SLOTS = gl.constexpr(4)  # of dS; with four no barrier must say that one is free: see ``step``
@@ -202,12 +211,13 @@ def crossed(at, masked, notes, g: gl.constexpr, z):
 
 @gluon.jit
 def step(
-    i, at, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, FIRST: gl.constexpr,
-    g: gl.constexpr, z,
+    i, at, c, gap, to, view, dk, dk2, dv, dv2, s, notes, walk, k, v, q, dy, lse, delta, ds, ds_full, order,
+    FIRST: gl.constexpr, g: gl.constexpr, z,
 ):  # fmt: skip
     """Block i, which starts ``at`` rows after the first of its head that is walked. ``to`` is where block i - 1's dQ
-    goes; it comes back for block i's, as ``at`` does for the next. With AHEAD ``s`` are the block's scores, and the
-    next block's come back."""
+    goes; it comes back for block i's, as ``at`` does for the next. Where there is a ``walk``, ``c`` is
+    ``next_step``'s and ``gap`` what lies between both blocks' dQ. With AHEAD ``s`` are the block's scores, and the next
+    block's come back."""
     panels: gl.constexpr = 2 if z.D2 > 0 else 1  # products in flight for one of S^T, dP^T, dK, dV
     qi = i % z.Q_STAGES
     yi = i % z.DY_STAGES
@@ -256,9 +266,9 @@ def step(
             mbarrier.arrive(dy.free.index(yi), count=1)
     else:
         j = i - 1  # dQ lags one block
-        c = j % DS_SLOTS
-        mbarrier.wait(ds_full.index(c), (j // DS_SLOTS) & 1)
-        dq = dq_product(ds, c, k, zero, g, z)
+        slot = j % DS_SLOTS
+        mbarrier.wait(ds_full.index(slot), (j // DS_SLOTS) & 1)
+        dq = dq_product(ds, slot, k, zero, g, z)
         dk, dk2 = add_product(ds_a, q, qi, dk, dk2, z)
         if z.AHEAD:
             s, dq = warpgroup_mma_wait(panels, deps=(s, dq))
@@ -269,15 +279,20 @@ def step(
                 dv, dq = warpgroup_mma_wait(panels, deps=(dv, dq))
             mbarrier.arrive(dy.free.index(yi), count=1)
         add_in_turn(to, dq, j, order)  # while dK runs
-        to += gl.where(at == 0, view.jump, z.BLOCK_M).to(gl.int64) * (z.D1 + z.D2)
+        if walk is None:
+            gap = gl.where(at == 0, view.jump, z.BLOCK_M)
+        to += gap.to(gl.int64) * (z.D1 + z.D2)
     if z.D2 > 0:
         dk, dk2 = warpgroup_mma_wait(0, deps=(dk, dk2))
     else:
         dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q.free.index(qi), count=1)
-    at += z.BLOCK_M
-    at = gl.where(at == view.rows, 0, at)
-    return at, to, dk, dk2, dv, dv2, s
+    if walk is None:
+        at += z.BLOCK_M
+        at = gl.where(at == view.rows, 0, at)
+    else:
+        at, c, gap = next_step(at, c, walk)
+    return at, c, gap, to, dk, dk2, dv, dv2, s
 
 
 @gluon.jit
@@ -299,7 +314,8 @@ def put(values, buffer, of, notes, column: gl.constexpr, g: gl.constexpr, z):
 
 @gluon.jit
 def consume(
-    z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale, g: gl.constexpr
+    z, tile, notes, walk, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
+    g: gl.constexpr,
 ):  # fmt: skip
     """Consumer group g: keys 64 g to 64 g + 63 of the tile."""
     columns: gl.constexpr = z.D1 + z.D2
@@ -322,12 +338,18 @@ def consume(
         s = times_rows(k, g, q, 0, z)
         s = warpgroup_mma_wait(0, deps=(s,))
     zero = tile.steps * 0
-    at, to, dk, dk2, dv, dv2, s = step(
-        zero, zero, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, True, g, z
+    at = zero
+    if walk is not None:
+        at += noted(walk, START)
+        to += at.to(gl.int64) * columns
+    at, c, gap, to, dk, dk2, dv, dv2, s = step(
+        zero, at, zero, zero, to, view, dk, dk2, dv, dv2, s, notes, walk, k, v, q, dy, lse, delta, ds, ds_full, order,
+        True, g, z,
     )  # fmt: skip
     for i in range(1, tile.steps):
-        at, to, dk, dk2, dv, dv2, s = step(
-            i, at, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, False, g, z
+        at, c, gap, to, dk, dk2, dv, dv2, s = step(
+            i, at, c, gap, to, view, dk, dk2, dv, dv2, s, notes, walk, k, v, q, dy, lse, delta, ds, ds_full, order,
+            False, g, z,
         )  # fmt: skip
     # V's rows of this group are spent, and only it reads them: they carry dV out, then dK
     put(dv, v.first.index(g), DV, notes, 0, g, z)
@@ -355,6 +377,12 @@ def by_groups(
     """A block of 128 keys, whose ``tile`` it is, by two consumer groups and a producer warp. TURNS are None where there
     is no order, ``left`` where there is no left bound."""
     notes = write_notes(tile, right, len_k, left)
+    inner = None
+    walk = None
+    if TURNS is not None:
+        inner = inner_heads(tile.steps // (tile.rows // z.BLOCK_M), z)
+        if inner is not None:
+            walk = write_walk(tile, padded, inner, z)
     k = held_tiles(K, 2, z)
     v = held_tiles(V, 2, z)
     q = tile_ring(Q, z.Q_STAGES, z)
@@ -368,9 +396,9 @@ def by_groups(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
+                (consume, (z, tile, notes, None, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
                            scale, 0)),
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
+                (consume, (z, tile, notes, None, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
                            scale, 1)),
                 (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
             ],
@@ -382,12 +410,12 @@ def by_groups(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
-                           scale, 0)),
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
-                           scale, 1)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
+                (consume, (z, tile, notes, walk, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded,
+                           heads, scale, 0)),
+                (consume, (z, tile, notes, walk, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded,
+                           heads, scale, 1)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, inner)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0, inner)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],

@@ -13,7 +13,10 @@ each next one meets only turns that are passed on sooner or later.
 The order is such that waits are few. Without a bound all programs begin with the first rows, where each waits for the
 one before. So several heads take turns to start programs (``tile_in_order``), and a head's start one after the other.
 With a bound a program begins at its diagonal. There the last keys go first: the first to add to a row is the program
-that sees it first, and at any moment each one adds to other rows. (With the first keys first most would wait.)
+that sees it first, and at any moment each one adds to other rows. (With the first keys first most would wait.) But
+the longest programs end last then. Where more than two query heads share a head of K, these take turns instead, the
+last rows first: a program follows the one before at a small distance, whatever rows that sees beyond its own, and the
+first keys, the longest, go first.
 """
 
 from triton.experimental import gluon
@@ -21,8 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_backward_groups import next_rows, tile_at
-from csrc_triton.attention_groups import barriers
+from csrc_triton.attention_backward_groups import first_row, next_rows, noted, tile_at, write_note
+from csrc_triton.attention_groups import CAUSAL, barriers
 from csrc_triton.attention_turns import in_turns
 
 
@@ -44,13 +47,55 @@ def order_barriers(groups: gl.constexpr, warps: gl.constexpr):
 
 
 @gluon.jit
+def inner_heads(ratio, z):
+    """How many query heads take turns, the last rows first; none where it is 0."""
+    inner = None
+    if z.BOUNDED == CAUSAL:
+        inner = gl.where(ratio > 2, ratio, 0)
+    return inner
+
+
+@gluon.jit
 def tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=None):
     """This program's tile: ``section`` heads of K at a time take turns. The last keys come first where there is a
-    bound."""
+    bound and query heads don't take turns."""
     both, number = in_turns(tiles_a_head, section)
     if z.BOUNDED:
-        number = tiles_a_head - 1 - number
+        last = tiles_a_head - 1 - number
+        if z.BOUNDED == CAUSAL:
+            last = gl.where(inner_heads(ratio, z) > 0, number, last)
+        number = last
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
+
+
+# What the consumers need to follow ``next_rows``, in shared memory: held in registers over the loop, it would make them
+# spill. From the start of its rows, the first block of a head and, of a step to the next block and of each COUNT-th
+# step, how far it goes among a head's rows and in DQ32.
+START, COUNT, STEP, STEP_TO, TURN, TURN_TO = (gl.constexpr(i) for i in range(6))
+
+
+@gluon.jit
+def write_walk(tile, padded, inner, z):
+    walk = gl.allocate_shared_memory(gl.int32, [6, 1], mbarrier.MBarrierLayout())
+    taking = inner > 0
+    back = z.BLOCK_M - tile.rows
+    write_note(walk, START, gl.where(taking, -back, 0))
+    write_note(walk, COUNT, gl.where(taking, inner, tile.rows // z.BLOCK_M))
+    write_note(walk, STEP, gl.where(taking, 0, z.BLOCK_M))
+    write_note(walk, STEP_TO, gl.where(taking, padded, z.BLOCK_M))
+    write_note(walk, TURN, gl.where(taking, -z.BLOCK_M, back))
+    write_note(walk, TURN_TO, gl.where(taking, (1 - inner) * padded - z.BLOCK_M, padded + back))
+    return walk
+
+
+@gluon.jit
+def next_step(at, c, walk):
+    """Behind a block that starts ``at`` rows after the first of its head, the c-th since a turn: the next one's, and
+    how many rows of DQ32 lie between them."""
+    c += 1
+    over = c == noted(walk, COUNT)
+    at += gl.where(over, noted(walk, TURN), noted(walk, STEP))
+    return at, gl.where(over, 0, c), gl.where(over, noted(walk, TURN_TO), noted(walk, STEP_TO))
 
 
 @gluon.jit
@@ -80,7 +125,7 @@ PASS_ON = gl.constexpr("st.release.gpu.global.s32 [$1], $2; mov.b32 $0, $2;")
 
 
 @gluon.jit
-def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.constexpr):
+def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.constexpr, inner=None):
     """Ordering warp w. TURNS are [batch, heads, padded / BLOCK_M], zeros before the launch."""
     warps: gl.constexpr = order.turn.shape[0]
     turn = tile.key // z.BLOCK_N
@@ -88,10 +133,13 @@ def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.
     if z.BOUNDED:
         turn = tiles_a_head - 1 - turn
         alone = gl.maximum(tile.key + z.BLOCK_N - right + 1, 0) // z.BLOCK_M * z.BLOCK_M
+    if inner is not None:  # all programs before see all its rows
+        turn = gl.where(inner > 0, tile.key // z.BLOCK_N, turn)
+        alone = gl.where(inner > 0, 0, alone)
     head = tile.head
-    row = tile.row
+    row = first_row(tile, z, inner)
     for _ in gl.static_range(w):
-        head, row = next_rows(head, row, tile, z)
+        head, row = next_rows(head, row, tile, z, inner)
     for i in range(w, tile.steps, warps):
         block = (tile.batch * heads + head) * (padded // z.BLOCK_M) + row // z.BLOCK_M
         at = (TURNS + block).to(gl.int64)
@@ -101,4 +149,4 @@ def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.
         mbarrier.wait(order.added.index(w), (i // warps) & 1)
         gl.inline_asm_elementwise(PASS_ON, "=r,l,r", [at, turn + 1], gl.int32, False, 1)
         for _ in gl.static_range(warps):
-            head, row = next_rows(head, row, tile, z)
+            head, row = next_rows(head, row, tile, z, inner)
