@@ -396,10 +396,10 @@ def by_groups(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (z, tile, notes, None, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
-                           scale, 0)),
-                (consume, (z, tile, notes, None, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
-                           scale, 1)),
+                (consume, (z, tile, notes, None, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded,
+                           heads, scale, 0)),
+                (consume, (z, tile, notes, None, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded,
+                           heads, scale, 1)),
                 (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
             ],
             [4, 1],
