@@ -32,13 +32,11 @@ from csrc_triton.attention_backward_order import (
     START,
     begin_turn,
     end_turn,
-    inner_heads,
     keep_order,
     next_step,
-    order_barriers,
-    write_walk,
+    order_of,
 )
-from csrc_triton.attention_groups import LOCAL, barriers
+from csrc_triton.attention_groups import CAUSAL, LOCAL, barriers
 
 DS_SLOTS = gl.constexpr(4)  # of dS; with four no barrier must say that one is free: see ``step``
 SLAB_BYTES = gl.constexpr(2048)  # eight columns of 64 rows of dQ in float32
@@ -211,11 +209,11 @@ def crossed(at, masked, notes, g: gl.constexpr, z):
 
 @gluon.jit
 def step(
-    i, at, c, gap, to, view, dk, dk2, dv, dv2, s, notes, walk, k, v, q, dy, lse, delta, ds, ds_full, order,
+    i, at, c, gap, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order,
     FIRST: gl.constexpr, g: gl.constexpr, z,
 ):  # fmt: skip
     """Block i, which starts ``at`` rows after the first of its head that is walked. ``to`` is where block i - 1's dQ
-    goes; it comes back for block i's, as ``at`` does for the next. Where there is a ``walk``, ``c`` is
+    goes; it comes back for block i's, as ``at`` does for the next. Where there is an order, ``c`` is
     ``next_step``'s and ``gap`` what lies between both blocks' dQ. With AHEAD ``s`` are the block's scores, and the next
     block's come back."""
     panels: gl.constexpr = 2 if z.D2 > 0 else 1  # products in flight for one of S^T, dP^T, dK, dV
@@ -279,7 +277,7 @@ def step(
                 dv, dq = warpgroup_mma_wait(panels, deps=(dv, dq))
             mbarrier.arrive(dy.free.index(yi), count=1)
         add_in_turn(to, dq, j, order)  # while dK runs
-        if walk is None:
+        if order is None or z.BOUNDED != CAUSAL:
             gap = gl.where(at == 0, view.jump, z.BLOCK_M)
         to += gap.to(gl.int64) * (z.D1 + z.D2)
     if z.D2 > 0:
@@ -287,11 +285,11 @@ def step(
     else:
         dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q.free.index(qi), count=1)
-    if walk is None:
+    if order is None or z.BOUNDED != CAUSAL:
         at += z.BLOCK_M
         at = gl.where(at == view.rows, 0, at)
     else:
-        at, c, gap = next_step(at, c, walk)
+        at, c, gap = next_step(at, c, order)
     return at, c, gap, to, dk, dk2, dv, dv2, s
 
 
@@ -314,7 +312,7 @@ def put(values, buffer, of, notes, column: gl.constexpr, g: gl.constexpr, z):
 
 @gluon.jit
 def consume(
-    z, tile, notes, walk, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
+    z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
     g: gl.constexpr,
 ):  # fmt: skip
     """Consumer group g: keys 64 g to 64 g + 63 of the tile."""
@@ -339,16 +337,16 @@ def consume(
         s = warpgroup_mma_wait(0, deps=(s,))
     zero = tile.steps * 0
     at = zero
-    if walk is not None:
-        at += noted(walk, START)
+    if order is not None and z.BOUNDED == CAUSAL:
+        at += noted(order.walk, START)
         to += at.to(gl.int64) * columns
     at, c, gap, to, dk, dk2, dv, dv2, s = step(
-        zero, at, zero, zero, to, view, dk, dk2, dv, dv2, s, notes, walk, k, v, q, dy, lse, delta, ds, ds_full, order,
+        zero, at, zero, zero, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order,
         True, g, z,
     )  # fmt: skip
     for i in range(1, tile.steps):
         at, c, gap, to, dk, dk2, dv, dv2, s = step(
-            i, at, c, gap, to, view, dk, dk2, dv, dv2, s, notes, walk, k, v, q, dy, lse, delta, ds, ds_full, order,
+            i, at, c, gap, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order,
             False, g, z,
         )  # fmt: skip
     # V's rows of this group are spent, and only it reads them: they carry dV out, then dK
@@ -377,12 +375,6 @@ def by_groups(
     """A block of 128 keys, whose ``tile`` it is, by two consumer groups and a producer warp. TURNS are None where there
     is no order, ``left`` where there is no left bound."""
     notes = write_notes(tile, right, len_k, left)
-    inner = None
-    walk = None
-    if TURNS is not None:
-        inner = inner_heads(tile.steps // (tile.rows // z.BLOCK_M), z)
-        if inner is not None:
-            walk = write_walk(tile, padded, inner, z)
     k = held_tiles(K, 2, z)
     v = held_tiles(V, 2, z)
     q = tile_ring(Q, z.Q_STAGES, z)
@@ -396,9 +388,9 @@ def by_groups(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (z, tile, notes, None, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded,
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded,
                            heads, scale, 0)),
-                (consume, (z, tile, notes, None, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded,
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded,
                            heads, scale, 1)),
                 (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
             ],
@@ -406,16 +398,16 @@ def by_groups(
             [REGISTERS, 24],
         )  # fmt: skip
     else:
-        order = order_barriers(2, 1)
+        order = order_of(tile, padded, 2, 1, z)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (z, tile, notes, walk, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded,
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded,
                            heads, scale, 0)),
-                (consume, (z, tile, notes, walk, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded,
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded,
                            heads, scale, 1)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, inner)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0, inner)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, order)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],

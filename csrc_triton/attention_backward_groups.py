@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_groups import LOCAL, Ring, barriers
+from csrc_triton.attention_groups import CAUSAL, LOCAL, Ring, barriers
 from csrc_triton.attention_turns import in_turns
 
 CAPPED = gl.constexpr(3)  # both bounds and a soft cap
@@ -237,18 +237,18 @@ def fetch_rows(of, sums_of, tile, head, row, to, sums, slot, z):
 
 
 @gluon.jit
-def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, inner=None):
-    """The producer warp. What lies outside a tensor arrives as zeros. ``inner``: see ``next_rows``."""
+def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, order=None):
+    """The producer warp. What lies outside a tensor arrives as zeros."""
     fetch_keys(K, tile, k, z)
     head = tile.head
-    row = first_row(tile, z, inner)
+    row = first_row(tile, z, order)
     fetch_rows(Q, LSE2, tile, head, row, q, lse, 0, z)
     fetch_keys(V, tile, v, z)
     for i in range(tile.steps):
         slot = i % z.DY_STAGES
         mbarrier.wait(dy.free.index(slot), ((i // z.DY_STAGES) & 1) ^ 1)
         fetch_rows(DY, DELTA, tile, head, row, dy, delta, slot, z)
-        head, row = next_rows(head, row, tile, z, inner)
+        head, row = next_rows(head, row, tile, z, order)
         j = i + 1
         if z.AHEAD or j < tile.steps:  # with AHEAD the last Q is a dummy: scores that nobody uses
             slot = j % z.Q_STAGES
@@ -257,21 +257,22 @@ def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, inner=No
 
 
 @gluon.jit
-def first_row(tile, z, inner=None):
+def first_row(tile, z, order=None):
     row = tile.row
-    if inner is not None:
-        row = gl.where(inner > 0, tile.row + tile.rows - z.BLOCK_M, row)
+    if order is not None and z.BOUNDED == CAUSAL:
+        row = gl.where(order.inner > 0, tile.row + tile.rows - z.BLOCK_M, row)
     return row
 
 
 @gluon.jit
-def next_rows(head, row, tile, z, inner=None):
-    """The block after one: of the same head, or the next head's first. Where ``inner`` query heads take turns, the
+def next_rows(head, row, tile, z, order=None):
+    """The block after one: of the same head, or the next head's first. Where query heads take turns in an order, the
     last rows of each come first, then the rows before them: see ``attention_backward_order``."""
     after = row + z.BLOCK_M
     last = after == tile.row + tile.rows
     to_head, to_row = gl.where(last, head + 1, head), gl.where(last, tile.row, after)
-    if inner is not None:
+    if order is not None and z.BOUNDED == CAUSAL:
+        inner = order.inner
         last = head + 1 == tile.head + inner
         to_head = gl.where(inner > 0, gl.where(last, tile.head, head + 1), to_head)
         to_row = gl.where(inner > 0, gl.where(last, row - z.BLOCK_M, row), to_row)

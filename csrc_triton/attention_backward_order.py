@@ -35,21 +35,27 @@ class Order:
 
     turn: gl.shared_memory_descriptor  # is the program's
     added: gl.shared_memory_descriptor  # all groups have
+    walk: gl.shared_memory_descriptor  # see ``next_step``; only of causal kernels
+    inner: gl.tensor  # how many query heads take turns, the last rows first; 0: none
 
     @gluon.constexpr_function
-    def __init__(self, turn, added):
-        self.turn, self.added = turn, added
+    def __init__(self, turn, added, walk, inner):
+        self.turn, self.added, self.walk, self.inner = turn, added, walk, inner
 
 
 @gluon.jit
-def order_barriers(groups: gl.constexpr, warps: gl.constexpr):
-    return Order(barriers(warps, 1), barriers(warps, groups))
+def order_of(tile, padded, groups: gl.constexpr, warps: gl.constexpr, z):
+    turn = barriers(warps, 1)
+    inner = inner_heads(tile.steps // (tile.rows // z.BLOCK_M), z)
+    walk = turn
+    if z.BOUNDED == CAUSAL:
+        walk = write_walk(tile, padded, inner, z)
+    return Order(turn, barriers(warps, groups), walk, inner)
 
 
 @gluon.jit
 def inner_heads(ratio, z):
-    """How many query heads take turns, the last rows first; none where it is 0."""
-    inner = None
+    inner = ratio * 0
     if z.BOUNDED == CAUSAL:
         inner = gl.where(ratio > 2, ratio, 0)
     return inner
@@ -61,10 +67,7 @@ def tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=
     bound and query heads don't take turns."""
     both, number = in_turns(tiles_a_head, section)
     if z.BOUNDED:
-        last = tiles_a_head - 1 - number
-        if z.BOUNDED == CAUSAL:
-            last = gl.where(inner_heads(ratio, z) > 0, number, last)
-        number = last
+        number = gl.where(inner_heads(ratio, z) > 0, number, tiles_a_head - 1 - number)
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
 
 
@@ -89,9 +92,10 @@ def write_walk(tile, padded, inner, z):
 
 
 @gluon.jit
-def next_step(at, c, walk):
+def next_step(at, c, order):
     """Behind a block that starts ``at`` rows after the first of its head, the c-th since a turn: the next one's, and
     how many rows of DQ32 lie between them."""
+    walk = order.walk
     c += 1
     over = c == noted(walk, COUNT)
     at += gl.where(over, noted(walk, TURN), noted(walk, STEP))
@@ -125,7 +129,7 @@ PASS_ON = gl.constexpr("st.release.gpu.global.s32 [$1], $2; mov.b32 $0, $2;")
 
 
 @gluon.jit
-def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.constexpr, inner=None):
+def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.constexpr):
     """Ordering warp w. TURNS are [batch, heads, padded / BLOCK_M], zeros before the launch."""
     warps: gl.constexpr = order.turn.shape[0]
     turn = tile.key // z.BLOCK_N
@@ -133,13 +137,13 @@ def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.
     if z.BOUNDED:
         turn = tiles_a_head - 1 - turn
         alone = gl.maximum(tile.key + z.BLOCK_N - right + 1, 0) // z.BLOCK_M * z.BLOCK_M
-    if inner is not None:  # all programs before see all its rows
-        turn = gl.where(inner > 0, tile.key // z.BLOCK_N, turn)
-        alone = gl.where(inner > 0, 0, alone)
+    if z.BOUNDED == CAUSAL:  # where query heads take turns, the programs before see all its rows
+        turn = gl.where(order.inner > 0, tile.key // z.BLOCK_N, turn)
+        alone = gl.where(order.inner > 0, 0, alone)
     head = tile.head
-    row = first_row(tile, z, inner)
+    row = first_row(tile, z, order)
     for _ in gl.static_range(w):
-        head, row = next_rows(head, row, tile, z, inner)
+        head, row = next_rows(head, row, tile, z, order)
     for i in range(w, tile.steps, warps):
         block = (tile.batch * heads + head) * (padded // z.BLOCK_M) + row // z.BLOCK_M
         at = (TURNS + block).to(gl.int64)
@@ -149,4 +153,4 @@ def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.
         mbarrier.wait(order.added.index(w), (i // warps) & 1)
         gl.inline_asm_elementwise(PASS_ON, "=r,l,r", [at, turn + 1], gl.int32, False, 1)
         for _ in gl.static_range(warps):
-            head, row = next_rows(head, row, tile, z, inner)
+            head, row = next_rows(head, row, tile, z, order)

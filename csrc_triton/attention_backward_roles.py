@@ -55,13 +55,11 @@ from csrc_triton.attention_backward_order import (
     START,
     begin_turn,
     end_turn,
-    inner_heads,
     keep_order,
     next_step,
-    order_barriers,
-    write_walk,
+    order_of,
 )
-from csrc_triton.attention_groups import barriers
+from csrc_triton.attention_groups import CAUSAL, barriers
 
 UNSEEN = gl.constexpr(1e18)  # so far out of a soft cap that P is 0, and finite when squared
 PART = gl.constexpr(64)  # columns of dQ that ``make_dq`` has in registers
@@ -125,7 +123,7 @@ def probabilities(s, base, at, masked, scale, notes, z):
 
 
 @gluon.jit
-def make_dv(z, tile, notes, walk, DV, k, q, dy, lse, p_ring, scale):
+def make_dv(z, tile, notes, order, DV, k, q, dy, lse, p_ring, scale):
     dv, dv2 = zeros_of(z)
     rows = tile.rows
     # masked: all blocks where not all keys are there, else those whose first row does not see all
@@ -134,8 +132,8 @@ def make_dv(z, tile, notes, walk, DV, k, q, dy, lse, p_ring, scale):
     mbarrier.wait(k.full.index(0), 0)
     at = 0  # rows after the first of its head that is walked
     c = 0
-    if walk is not None:
-        at = noted(walk, START)
+    if order is not None and z.BOUNDED == CAUSAL:
+        at = noted(order.walk, START)
     for i in range(tile.steps):
         qi = i % z.Q_STAGES
         yi = i % z.DY_STAGES
@@ -157,11 +155,11 @@ def make_dv(z, tile, notes, walk, DV, k, q, dy, lse, p_ring, scale):
         dv, dv2 = add_product(gl.convert_layout(p.to(q.first.dtype), z.P), dy, yi, dv, dv2, z)
         dv, dv2 = warpgroup_mma_wait(0, deps=(dv, dv2))
         mbarrier.arrive(dy.free.index(yi), count=1)
-        if walk is None:
+        if order is None or z.BOUNDED != CAUSAL:
             at += z.BLOCK_M
             at = gl.where(at == rows, 0, at)
         else:
-            at, c, _ = next_step(at, c, walk)
+            at, c, _ = next_step(at, c, order)
     # the last rows of dY are spent, once both groups say so: they carry dV out
     j = tile.steps - 1
     slot = j % z.DY_STAGES
@@ -202,7 +200,7 @@ def make_dk(z, tile, notes, DK, v, q, dy, delta, p_ring, ds_ring, scale):
 
 
 @gluon.jit
-def make_dq(z, tile, walk, DQ32, k, ds_ring, order, padded, heads):
+def make_dq(z, tile, DQ32, k, ds_ring, order, padded, heads):
     columns: gl.constexpr = z.D1 + z.D2
     slots: gl.constexpr = ds_ring.tiles.shape[0]
     to = DQ32 + ((tile.batch * heads + tile.head).to(gl.int64) * padded + tile.row) * columns
@@ -210,8 +208,8 @@ def make_dq(z, tile, walk, DQ32, k, ds_ring, order, padded, heads):
     mbarrier.wait(k.full.index(0), 0)
     at = 0
     c = 0
-    if walk is not None:
-        at = noted(walk, START)
+    if order is not None and z.BOUNDED == CAUSAL:
+        at = noted(order.walk, START)
         to += at.to(gl.int64) * columns
     for i in range(tile.steps):
         slot = i % slots
@@ -222,13 +220,13 @@ def make_dq(z, tile, walk, DQ32, k, ds_ring, order, padded, heads):
         if order is not None:
             end_turn(i, order)
         mbarrier.arrive(ds_ring.free.index(slot), count=1)
-        if walk is None:
+        if order is None or z.BOUNDED != CAUSAL:
             at += z.BLOCK_M
             last = at == tile.rows
             to += gl.where(last, jump, z.BLOCK_M).to(gl.int64) * columns
             at = gl.where(last, 0, at)
         else:
-            at, c, gap = next_step(at, c, walk)
+            at, c, gap = next_step(at, c, order)
             to += gap.to(gl.int64) * columns
 
 
@@ -257,12 +255,6 @@ def by_roles(
     """A block of 64 keys, whose ``tile`` it is: as ``backward_groups``. TURNS are None where there is no order,
     ``left`` and ``cap`` where there is no left bound and no soft cap."""
     notes = write_notes(tile, right, len_k, left, cap)
-    inner = None
-    walk = None
-    if TURNS is not None:
-        inner = inner_heads(tile.steps // (tile.rows // z.BLOCK_M), z)
-        if inner is not None:
-            walk = write_walk(tile, padded, inner, z)
     k = held_tiles(K, 1, z)
     v = held_tiles(V, 1, z)
     q = tile_ring(Q, z.Q_STAGES, z)
@@ -279,24 +271,24 @@ def by_roles(
             [
                 (make_dv, (z, tile, notes, None, DV, k, q, dy, lse, p, scale)),
                 (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
-                (make_dq, (z, tile, None, DQ32, k, ds, None, padded, heads)),
+                (make_dq, (z, tile, DQ32, k, ds, None, padded, heads)),
                 (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
             ],
             [4, 4, 1],
             [REGISTERS, DQ_REGISTERS, 32],
         )
     else:
-        order = order_barriers(1, 3)
+        order = order_of(tile, padded, 1, 3, z)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (make_dv, (z, tile, notes, walk, DV, k, q, dy, lse, p, scale)),
+                (make_dv, (z, tile, notes, order, DV, k, q, dy, lse, p, scale)),
                 (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
-                (make_dq, (z, tile, walk, DQ32, k, ds, order, padded, heads)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, inner)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0, inner)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 1, inner)),
-                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 2, inner)),
+                (make_dq, (z, tile, DQ32, k, ds, order, padded, heads)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, order)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 1)),
+                (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 2)),
             ],
             [4, 4, 1, 1, 1, 1],
             [REGISTERS, DQ_REGISTERS, 32, 32, 32, 32],
