@@ -56,11 +56,10 @@ def put_all(acc, acc2, by, buffer, Y, batch, head, row, z):
 
 
 @gluon.jit
-def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z, s=None):
+def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z):
     """Walk blocks last - 1 down to first, the b-th and later of the ring, for rows ``row`` to ``row`` + 63.
 
-    Gives the sums of P V, of the last product still under way, and each row's largest score and parts of its sum. With
-    AHEAD ``s`` are the first block's scores.
+    Gives the sums of P V, of the last product still under way, and each row's largest score and parts of its sum.
     """
     rows = gl.arange(0, 64, z.ROW) + row
     # the first key that each row sees, the one behind the last, and the blocks that all rows see whole
@@ -79,18 +78,15 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
         lower = gl.minimum(gl.maximum(lower, first), whole)
     bounds = (low, high)
 
-    if not z.AHEAD:
-        at = key_number(b, True, z)
-        slot = at % z.STAGES
-        mbarrier.wait(q.full.index(g), i & 1)
-        mbarrier.wait(k.full.index(slot), (at // z.STAGES) & 1)
-        take_turn(g, z)
-        s = scores(q, g, k, slot, z)
-        pass_turn(g, z)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k.free.index(slot), count=1)
-    elif last - first == 1:
-        mbarrier.arrive(q.free.index(g), count=1)
+    at = key_number(b, True, z)
+    slot = at % z.STAGES
+    mbarrier.wait(q.full.index(g), i & 1)
+    mbarrier.wait(k.full.index(slot), (at // z.STAGES) & 1)
+    take_turn(g, z)
+    s = scores(q, g, k, slot, z)
+    pass_turn(g, z)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(k.free.index(slot), count=1)
     if z.MASK == LOCAL:
         s = soft_cap(s, cap)
     if z.MASK != FULL:
@@ -104,7 +100,6 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
     p = pack(e, v.first.dtype)
     acc = gl.zeros([64, z.D1], gl.float32, z.O1)
     acc2 = gl.zeros([64, z.D2 if z.D2 > 0 else 16], gl.float32, z.O2)
-    end = b + last - first
     if z.MASK != FULL:
         for j in range(last - 1 - whole):
             p, acc, acc2, m, sums = step(
@@ -124,40 +119,22 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
                 True,
                 g,
                 z,
-                end,
             )
+    end = b + last - first
     for j in range(end - (whole - first), end - (lower - first)):
-        p, acc, acc2, m, sums = step(
-            j, 0, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, False, g, z, end
-        )
+        p, acc, acc2, m, sums = step(j, 0, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, False, g, z)
     if z.MASK == LOCAL:
         for j in range(end - (lower - first), end):
             key = (first + end - 1 - j) * z.BLOCK_N
             p, acc, acc2, m, sums = step(
                 j, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, True, g, z
             )
-    if not z.AHEAD:
-        mbarrier.arrive(q.free.index(g), count=1)
+    mbarrier.arrive(q.free.index(g), count=1)
     at = value_number(end - 1, True, z)
     slot = at % z.STAGES
     mbarrier.wait(v.full.index(slot), (at // z.STAGES) & 1)
     acc, acc2 = add_values(p, v, slot, acc, acc2, z)
     return acc, acc2, m, sums
-
-
-@gluon.jit
-def sum_up(m, sums, has_sink, rows, row, batch, head, work, LSE, lse_stride, SINKS, z):
-    """Store what rows add up to; gives what their output is multiplied by."""
-    total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
-    # a sink is a key without a value; none is a score of minus infinity
-    seen = (SINKS.to(gl.int64) != 0) & has_sink
-    sink = gl.load(SINKS + head, mask=seen, other=float("-inf")) * 1.4426950408889634
-    new_m = gl.maximum(m, sink)
-    by = gl.exp2(m - new_m)
-    total = total * by + gl.exp2(sink - new_m)
-    at = (batch * work.heads + head).to(gl.int64) * lse_stride + row
-    gl.store(LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row)
-    return gl.where(total > 0, by / total, 0.0)
 
 
 @gluon.jit
@@ -176,10 +153,19 @@ def consume_tile(
         acc, acc2, m, sums = attend(
             row, first, last, b + tile_last - last, q, k, v, work, scale, cap, i, g, z
         )
-        by = sum_up(m, sums, has_sink, rows, row, batch, head, work, LSE, lse_stride, SINKS, z)
+        total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
+        # a sink is a key without a value; none is a score of minus infinity
+        seen = (SINKS.to(gl.int64) != 0) & has_sink
+        sink = gl.load(SINKS + head, mask=seen, other=float("-inf")) * 1.4426950408889634
+        new_m = gl.maximum(m, sink)
+        by = gl.exp2(m - new_m)
+        total = total * by + gl.exp2(sink - new_m)
+        at = (batch * work.heads + head).to(gl.int64) * lse_stride + row
+        gl.store(LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row)
+        by = gl.where(total > 0, by / total, 0.0)
         acc, acc2 = wait_values(acc, acc2, z)
-        at = value_number(b + tile_last - first - 1, True, z)
-        mbarrier.arrive(v.free.index(at % z.STAGES), count=1)
+        spent = value_number(b + tile_last - first - 1, True, z) % z.STAGES
+        mbarrier.arrive(v.free.index(spent), count=1)
         put_all(acc, acc2, by, buffer, Y, y_batch, head, row + past, z)
         skip(first - tile_first, b_next - (first - tile_first), k, v, g, z)
     else:

@@ -43,8 +43,7 @@ class Sizes:
     MASK: gl.constexpr
     TURNS: gl.constexpr
     LATE: gl.constexpr  # whether a tile is taken behind the last block of the one before: see ``produce``
-    ONE_RING: gl.constexpr  # whether K and V have one ring: see ``shared_ring``
-    AHEAD: gl.constexpr  # whether a tile's first scores start before the output of the one before leaves
+    ONE_RING: gl.constexpr  # whether K and V have one ring: see ``key_number``
     S: gl.constexpr  # layouts of the scores, of both panels of the output, of P as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -52,7 +51,7 @@ class Sizes:
     ROW: gl.constexpr  # a value a row, as the scores have it
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, ONE_RING=0, AHEAD=0):
+    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, ONE_RING=0):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -62,7 +61,7 @@ class Sizes:
         self.BLOCK_N, self.D1, self.D2, self.BOX = value(BLOCK_N), value(D1), value(D2), value(BOX)
         self.STAGES, self.GROUPS = value(STAGES), value(GROUPS)
         self.MASK, self.TURNS, self.LATE = value(MASK), value(TURNS), value(LATE)
-        self.ONE_RING, self.AHEAD = value(ONE_RING), value(AHEAD)
+        self.ONE_RING = value(ONE_RING)
         self.S = value(wgmma(self.BLOCK_N.value))
         self.O1 = value(wgmma(self.D1.value))
         self.O2 = value(wgmma(self.D2.value or 16))
@@ -119,10 +118,10 @@ class Work:
 
     @gluon.jit
     def keys(self, row, z):
-        """len_k. With ONE_RING or AHEAD ``row`` >> 30 is added, which is zero, but not to the compiler: it would keep
-        what it works out for all tiles in local memory."""
+        """len_k. With ONE_RING ``row`` >> 30 is added, which is zero, but not to the compiler: it would keep what it
+        works out for all tiles in local memory."""
         n = self.len_k
-        if z.ONE_RING or z.AHEAD:
+        if z.ONE_RING:
             n += row >> 30
         return n
 
@@ -336,24 +335,17 @@ def skip(count, b, k, v, g: gl.constexpr, z):
         take_turn(g, z)
         pass_turn(g, z)
         mbarrier.arrive(k.free.index(at % z.STAGES), count=1)
-        skip_values(j, v, z)
-
-
-@gluon.jit
-def skip_values(b, v, z):
-    at = value_number(b, True, z)
-    mbarrier.wait(v.full.index(at % z.STAGES), (at // z.STAGES) & 1)
-    mbarrier.arrive(v.free.index(at % z.STAGES), count=1)
+        at = value_number(j, True, z)
+        mbarrier.wait(v.full.index(at % z.STAGES), (at // z.STAGES) & 1)
+        mbarrier.arrive(v.free.index(at % z.STAGES), count=1)
 
 
 @gluon.jit
 def scores(q, g: gl.constexpr, k, slot, z, b=0):
     """Q K^T of a block, under way."""
     at = g
-    if z.ONE_RING:
-        at += (
-            b >> 30
-        )  # zero, but not to the compiler: it would keep the descriptors of Q in registers, and spill
+    if z.ONE_RING:  # b >> 30 is zero, but not to the compiler: it would keep the descriptors of Q in registers
+        at += b >> 30
     a = q.first.index(at).reshape([64, z.D1])
     keys = k.first.index(slot).reshape([z.BLOCK_N, z.D1]).permute((1, 0))
     zeros = gl.zeros([64, z.BLOCK_N], gl.float32, z.S)
@@ -391,10 +383,9 @@ def scaled(acc, by):
 
 @gluon.jit
 def step(
-    b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, MASKED: gl.constexpr, g: gl.constexpr, z, end=0,
-):  # fmt: skip
-    """Block b's scores and softmax while block b - 1's product with V runs. With AHEAD, Q is free after block
-    ``end`` - 1's scores."""
+    b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, MASKED: gl.constexpr, g: gl.constexpr, z
+):
+    """Block b's scores and softmax while block b - 1's product with V runs."""
     at_k = key_number(b, False, z)
     at_v = value_number(b - 1, False, z)
     slot = at_k % z.STAGES
@@ -407,9 +398,6 @@ def step(
     pass_turn(g, z)
     s = warpgroup_mma_wait(2 if z.D2 > 0 else 1, deps=(s,))
     mbarrier.arrive(k.free.index(slot), count=1)
-    if z.AHEAD:  # noqa: SIM102
-        if b == end - 1:
-            mbarrier.arrive(q.free.index(g), count=1)
     if z.MASK == LOCAL:
         s = soft_cap(s, cap)
     if MASKED:

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from csrc_triton.attention_ahead import consume
+from csrc_triton.attention_consumer import consume
 from csrc_triton.attention_groups import FULL, Sizes, Work, board_ring, produce, ring
 from csrc_triton.attention_tiles import attend_tile
 from csrc_triton.attention_turns import in_turns
@@ -18,7 +18,6 @@ GROUPS_FORM = {
     "function": "forward_groups",
     "constants": [
         "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK", "LATE", "ONE_RING",
-        "AHEAD",
     ],
 }  # fmt: skip
 
@@ -55,27 +54,27 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [],
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0, "ONE_RING": 0, "AHEAD": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0, "ONE_RING": 0}}},
         },
         "flash_attention_forward_causal": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "AHEAD": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0}}},
         },
         "flash_attention_forward_local": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0, "ONE_RING": 0, "AHEAD": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0, "ONE_RING": 0}}},
         },
         "flash_attention_forward_short_64": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "AHEAD": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0}}},
         },
         "flash_attention_forward_short_96": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "AHEAD": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0}}},
         },
         "flash_attention_forward_short_128": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "AHEAD": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0}}},
         },
         "flash_attention_forward_tiles": {
             "optional": True,
@@ -163,7 +162,6 @@ def forward_groups(
     MASK: gl.constexpr,
     LATE: gl.constexpr,
     ONE_RING: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """WARP_GROUPS consumer groups of REGISTERS registers a thread, and a producer warp.
 
@@ -171,7 +169,7 @@ def forward_groups(
     is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two
     zeros, which the last block leaves as zeros again. Y leaves through buffers of OUT columns.
     """
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE, ONE_RING, AHEAD)
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE, ONE_RING)
     work = Work(
         tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left
     )
