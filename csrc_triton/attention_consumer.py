@@ -183,13 +183,14 @@ def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, c
     rows = gl.arange(0, 64, z.ROW)
     b = 0
     i = 0
-    t = announced(0, board)
+    t, tile, batch, head = announced(0, board, z)
     while t < work.tiles:
-        tile, batch, head = work.tile(t, z)
+        if not z.TOLD:
+            tile, batch, head = work.tile(t, z)
         b = consume_tile(
             tile, batch, head, batch, 0, True, rows, b, i, q, k, v, work, buffer, Y, LSE, lse_stride, SINKS, scale, cap,
             g, z,
         )  # fmt: skip
         i += 1
-        t = announced(i, board)
+        t, tile, batch, head = announced(i, board, z)
     tma.store_wait(0)

@@ -44,6 +44,9 @@ class Sizes:
     TURNS: gl.constexpr
     LATE: gl.constexpr  # whether a tile is taken behind the last block of the one before: see ``produce``
     ONE_RING: gl.constexpr  # whether K and V have one ring: see ``key_number``
+    TOLD: (
+        gl.constexpr
+    )  # whether the producer tells the consumers of which head a tile is; else they divide, too
     S: gl.constexpr  # layouts of the scores, of both panels of the output, of P as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -51,7 +54,7 @@ class Sizes:
     ROW: gl.constexpr  # a value a row, as the scores have it
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, ONE_RING=0):
+    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, ONE_RING=0, TOLD=0):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -61,7 +64,7 @@ class Sizes:
         self.BLOCK_N, self.D1, self.D2, self.BOX = value(BLOCK_N), value(D1), value(D2), value(BOX)
         self.STAGES, self.GROUPS = value(STAGES), value(GROUPS)
         self.MASK, self.TURNS, self.LATE = value(MASK), value(TURNS), value(LATE)
-        self.ONE_RING = value(ONE_RING)
+        self.ONE_RING, self.TOLD = value(ONE_RING), value(TOLD)
         self.S = value(wgmma(self.BLOCK_N.value))
         self.O1 = value(wgmma(self.D1.value))
         self.O2 = value(wgmma(self.D2.value or 16))
@@ -193,9 +196,10 @@ def value_number(b, LAST: gl.constexpr, z):
 
 
 @gluon.jit
-def board_ring(readers: gl.constexpr):
-    """Where the producer writes the next tile's number, two deep."""
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+def board_ring(readers: gl.constexpr, z):
+    """Where the producer writes the next tile, two deep: its number and, with TOLD, what ``Work.tile`` says of it."""
+    notes: gl.constexpr = 8 if z.TOLD else 2
+    numbers = gl.allocate_shared_memory(gl.int32, [notes, 1], mbarrier.MBarrierLayout())
     return Ring(numbers, numbers, barriers(2, 1), barriers(2, readers))
 
 
@@ -218,28 +222,53 @@ def wait_free(to, n, z):
 
 
 @gluon.jit
-def announce(t, i, board):
-    """Tell the consumers which tile is their i-th."""
+def write_note(value, at, board):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    board.first.index(at).store(gl.full([1], 0, gl.int32, one) + value)
+
+
+@gluon.jit
+def read_note(at, board):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(board.first.index(at).load(one), 0)
+
+
+@gluon.jit
+def announce(t, i, work, board, z):
+    """Tell the consumers which tile is their i-th."""
     mbarrier.wait(board.free.index(i & 1), ((i >> 1) & 1) ^ 1)
-    board.first.index(i & 1).store(gl.full([1], 0, gl.int32, one) + t)
+    if z.TOLD:
+        m, batch, head = work.tile(gl.minimum(t, work.tiles - 1), z)
+        at = (i & 1) * 4
+        write_note(t, at, board)
+        write_note(m, at + 1, board)
+        write_note(batch, at + 2, board)
+        write_note(head, at + 3, board)
+    else:
+        write_note(t, i & 1, board)
     mbarrier.arrive(board.full.index(i & 1), count=1)
 
 
 @gluon.jit
-def announced(i, board):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def announced(i, board, z):
+    """The i-th tile's number and, with TOLD, tile of the head, batch and head."""
     mbarrier.wait(board.full.index(i & 1), (i >> 1) & 1)
-    t = gl.max(board.first.index(i & 1).load(one), 0)
+    if z.TOLD:
+        at = (i & 1) * 4
+        t, m = read_note(at, board), read_note(at + 1, board)
+        batch, head = read_note(at + 2, board), read_note(at + 3, board)
+    else:
+        t = read_note(i & 1, board)
+        m, batch, head = t, t, t
     mbarrier.arrive(board.free.index(i & 1), count=1)
-    return t
+    return t, m, batch, head
 
 
 @gluon.jit
-def take_tile(i, board, COUNT):
+def take_tile(i, work, board, COUNT, z):
     """The next tile's number, which the consumers' i-th is."""
     t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
-    announce(t, i, board)
+    announce(t, i, work, board, z)
     return t
 
 
@@ -254,11 +283,11 @@ def produce(z, work, Q, K, V, q, k, v, board, COUNT):
     b = 0  # blocks of keys so far; with ONE_RING tiles of keys and values
     i = 0  # tiles so far
     t = gl.program_id(0)
-    announce(t, 0, board)
+    announce(t, 0, work, board, z)
     while t < work.tiles:
         m, batch, head = work.tile(t, z)
         if not z.LATE:
-            t = take_tile(i + 1, board, COUNT)
+            t = take_tile(i + 1, work, board, COUNT, z)
         row = m * (64 * z.GROUPS)
         first, last = work.blocks(row, row + 64 * z.GROUPS, z)
         for j in range(last - first):
@@ -286,7 +315,7 @@ def produce(z, work, Q, K, V, q, k, v, board, COUNT):
             b += 1
         i += 1
         if z.LATE:
-            t = take_tile(i, board, COUNT)
+            t = take_tile(i, work, board, COUNT, z)
     if gl.atomic_add(COUNT + 1, 1) == gl.num_programs(0) - 1:  # the last one out: zeros for the next launch
         gl.store(COUNT, 0)
         gl.store(COUNT + 1, 0)
@@ -344,7 +373,9 @@ def skip(count, b, k, v, g: gl.constexpr, z):
 def scores(q, g: gl.constexpr, k, slot, z, b=0):
     """Q K^T of a block, under way."""
     at = g
-    if z.ONE_RING:  # b >> 30 is zero, but not to the compiler: it would keep the descriptors of Q in registers
+    if (
+        z.ONE_RING
+    ):  # b >> 30 is zero, but not to the compiler: it would keep the descriptors of Q in registers
         at += b >> 30
     a = q.first.index(at).reshape([64, z.D1])
     keys = k.first.index(slot).reshape([z.BLOCK_N, z.D1]).permute((1, 0))

@@ -18,6 +18,7 @@ GROUPS_FORM = {
     "function": "forward_groups",
     "constants": [
         "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK", "LATE", "ONE_RING",
+        "TOLD",
     ],
 }  # fmt: skip
 
@@ -54,27 +55,27 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [],
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0, "ONE_RING": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_causal": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_local": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0, "ONE_RING": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_short_64": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_short_96": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_short_128": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_tiles": {
             "optional": True,
@@ -162,6 +163,7 @@ def forward_groups(
     MASK: gl.constexpr,
     LATE: gl.constexpr,
     ONE_RING: gl.constexpr,
+    TOLD: gl.constexpr,
 ):
     """WARP_GROUPS consumer groups of REGISTERS registers a thread, and a producer warp.
 
@@ -169,7 +171,7 @@ def forward_groups(
     is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two
     zeros, which the last block leaves as zeros again. Y leaves through buffers of OUT columns.
     """
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE, ONE_RING)
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE, ONE_RING, TOLD)
     work = Work(
         tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left
     )
@@ -180,7 +182,7 @@ def forward_groups(
         gl.static_assert(MASK == FULL)  # a group passes over no block alone
     else:
         v = ring(V, STAGES, WARP_GROUPS, z)
-    board = board_ring(WARP_GROUPS)
+    board = board_ring(WARP_GROUPS, z)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
