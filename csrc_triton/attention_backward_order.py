@@ -35,7 +35,7 @@ class Order:
 
     turn: gl.shared_memory_descriptor  # is the program's
     added: gl.shared_memory_descriptor  # all groups have
-    walk: gl.shared_memory_descriptor  # see ``next_step``; only of causal kernels
+    walk: gl.shared_memory_descriptor  # see ``next_step``; ``turn`` again but in causal kernels
     inner: gl.tensor  # how many query heads take turns, the last rows first; 0: none
 
     @gluon.constexpr_function
@@ -55,6 +55,7 @@ def order_of(tile, padded, groups: gl.constexpr, warps: gl.constexpr, z):
 
 @gluon.jit
 def inner_heads(ratio, z):
+    """``Order.inner`` where ``ratio`` query heads share a head of K."""
     inner = ratio * 0
     if z.BOUNDED == CAUSAL:
         inner = gl.where(ratio > 2, ratio, 0)

@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_backward_consumer import (
-    add_dq,
     add_product,
     crossed,
     put,
@@ -38,6 +37,7 @@ from csrc_triton.attention_backward_consumer import (
     seen,
     times_rows,
 )
+from csrc_triton.attention_backward_dq import add_dq
 from csrc_triton.attention_backward_groups import (
     CAPPED,
     COUNT,

@@ -13,7 +13,6 @@ from csrc_triton.attention_groups import (
     FULL,
     LOCAL,
     add_values,
-    announced,
     key_number,
     pass_turn,
     scaled,
@@ -25,6 +24,7 @@ from csrc_triton.attention_groups import (
     wait_values,
     whole_blocks,
 )
+from csrc_triton.attention_producer import announced
 from csrc_triton.attention_softmax import masked, pack, row_parts, soft_cap
 
 

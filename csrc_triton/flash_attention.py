@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention_consumer import consume
-from csrc_triton.attention_groups import FULL, Sizes, Work, board_ring, produce, ring
+from csrc_triton.attention_groups import FULL, Sizes, Work, ring
+from csrc_triton.attention_producer import board_ring, produce
 from csrc_triton.attention_tiles import attend_tile
 from csrc_triton.attention_turns import in_turns
 
