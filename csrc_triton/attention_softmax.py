@@ -4,16 +4,37 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
+SEE_BEFORE = gl.constexpr("{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }")
+SEE_FROM = gl.constexpr("{ .reg .pred p; setp.ge.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }")
+
+
 @gluon.jit
 def masked(s, key, bounds, LEFT: gl.constexpr):
     """Minus infinity where a row does not see a key. ``key`` is the block's first, ``bounds`` the first key that each
-    row sees and the one behind the last; the first counts only with LEFT."""
+    row sees and the one behind the last; the first counts only with LEFT.
+
+    A thread holds keys 8 a + 2 b + c of a row, with a b of its own. So all that differs between its values are
+    constants, which take no registers while other blocks are walked. In assembly, as LLVM packs the answers of all
+    comparisons into words first: four times the instructions.
+    """
     first, last = bounds
-    keys = gl.expand_dims(key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
-    s = gl.where(keys < gl.expand_dims(last, 1), s, float("-inf"))
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    OF: gl.constexpr = parts.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF)))
+    a = 8 * gl.arange(0, s.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, OF))))
+    b = key + 2 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OF))))
+    c = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OF))))
+    a = gl.expand_dims(gl.expand_dims(gl.expand_dims(a, 0), 2), 3)
+    b = gl.expand_dims(gl.expand_dims(gl.expand_dims(b, 0), 1), 3)
+    at = a + gl.expand_dims(gl.expand_dims(gl.expand_dims(c, 0), 1), 2)
+    last = gl.convert_layout(last, ROW, assert_trivial=True)
+    last = gl.expand_dims(gl.expand_dims(gl.expand_dims(last, 1), 2), 3) - b
+    parts = gl.inline_asm_elementwise(SEE_BEFORE, "=f,f,r,r", [parts, at, last], gl.float32, True, 1)
     if LEFT:
-        s = gl.where(keys >= gl.expand_dims(first, 1), s, float("-inf"))
-    return s
+        first = gl.convert_layout(first, ROW, assert_trivial=True)
+        first = gl.expand_dims(gl.expand_dims(gl.expand_dims(first, 1), 2), 3) - b
+        parts = gl.inline_asm_elementwise(SEE_FROM, "=f,f,r,r", [parts, at, first], gl.float32, True, 1)
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit

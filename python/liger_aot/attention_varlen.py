@@ -150,9 +150,9 @@ def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings
     _, bound = packed_sizes(q, k, settings)
     by_groups = on.tensor_map is not None and groups_kernel(q.shape[-1]) in on.kernels
     if by_groups and bound.left < 0 and not bound.softcap:
-        from liger_aot.attention_varlen_groups import PackedGroupsPlan  # the op's load need not wait for it
+        from liger_aot.attention_varlen_groups import groups_plan  # the op's load need not wait for it
 
-        return PackedGroupsPlan(on, q, k, v, sequences, settings)
+        return groups_plan(on, q, k, v, sequences, settings)
     return PackedPlan(on, q, k, v, sequences, settings)
 
 
