@@ -24,7 +24,7 @@ from csrc_triton.attention_groups import (
     wait_values,
     whole_blocks,
 )
-from csrc_triton.attention_softmax import masked, pack, row_parts, soft_cap
+from csrc_triton.attention_softmax import here, less_own_keys, masked, pack, row_parts, soft_cap
 
 
 @gluon.jit
@@ -60,7 +60,7 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
 
     Gives the sums of P V, of the last product still under way, and each row's largest score and parts of its sum.
     """
-    rows = gl.arange(0, 64, z.ROW) + row
+    rows = here(gl.arange(0, 64, z.ROW)) + row
     # the first key that each row sees, the one behind the last, and the blocks that all rows see whole
     low = rows
     high = gl.full([64], 0, gl.int32, z.ROW) + work.len_k
@@ -75,7 +75,6 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
         whole = gl.maximum(whole, first)
         lower = whole_blocks(gl.maximum(row + 63 + work.left + z.BLOCK_N - 1, 0), z)
         lower = gl.minimum(gl.maximum(lower, first), whole)
-    bounds = (low, high)
 
     slot = b % z.STAGES
     mbarrier.wait(q.full.index(g), i & 1)
@@ -85,6 +84,7 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
     pass_turn(g, z)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k.free.index(slot), count=1)
+    bounds = (less_own_keys(low, s), less_own_keys(high, s))
     if z.MASK == LOCAL:
         s = soft_cap(s, cap)
     if z.MASK != FULL:
@@ -142,11 +142,13 @@ class Place:
     head: gl.tensor
     past: gl.tensor
     lse: gl.tensor
+    rows: gl.tensor  # how many there are
     has_sink: gl.tensor  # without it sinks don't count
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, past, lse, has_sink):
-        self.batch, self.head, self.past, self.lse, self.has_sink = batch, head, past, lse, has_sink
+    def __init__(self, batch, head, past, lse, rows, has_sink):
+        self.batch, self.head, self.past, self.lse = batch, head, past, lse
+        self.rows, self.has_sink = rows, has_sink
 
     @gluon.jit
     def found(self):
@@ -176,7 +178,7 @@ def consume_tile(
         new_m = gl.maximum(m, sink)
         by = gl.exp2(m - new_m)
         total = total * by + gl.exp2(sink - new_m)
-        gl.store(LSE + (to.lse + row) + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row)
+        gl.store(LSE + (to.lse + row) + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < to.rows - row)
         by = gl.where(total > 0, by / total, 0.0)
         acc, acc2 = wait_values(acc, acc2, z)
         mbarrier.arrive(v.free.index((b + tile_last - first - 1) % z.STAGES), count=1)
@@ -201,7 +203,7 @@ def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, c
     while t < work.tiles:
         tile, batch, head = work.tile(t, z)
         lse = (batch * work.heads + head).to(gl.int64) * lse_stride
-        place = Place(batch, head, batch * 0, lse, batch >= 0)
+        place = Place(batch, head, batch * 0, lse, work.len_q, batch >= 0)
         b = consume_tile(
             tile, place, rows, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g, z
         )

@@ -261,7 +261,7 @@ class Announced:
         length = read_note(self.at + 4, self.notes, 4)
         inside = read_note(self.at + 8, self.notes, 4)
         lse = head.to(gl.int64) * self.tokens_q.to(gl.uint32) + start
-        return Place(start + length, head, self.tokens_q - length, lse, inside != 0)
+        return Place(start + length, head, self.tokens_q - length, lse, length, inside != 0)
 
 
 @gluon.jit
