@@ -138,6 +138,7 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
 class Place:
     """Where the rows of a tile go: row r to Y's (batch, head, r + past) and LSE's r + lse."""
 
+    tile: gl.tensor  # its number in its head
     batch: gl.tensor
     head: gl.tensor
     past: gl.tensor
@@ -146,8 +147,8 @@ class Place:
     has_sink: gl.tensor  # without it sinks don't count
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, past, lse, rows, has_sink):
-        self.batch, self.head, self.past, self.lse = batch, head, past, lse
+    def __init__(self, tile, batch, head, past, lse, rows, has_sink):
+        self.tile, self.batch, self.head, self.past, self.lse = tile, batch, head, past, lse
         self.rows, self.has_sink = rows, has_sink
 
     @gluon.jit
@@ -157,7 +158,7 @@ class Place:
 
 @gluon.jit
 def consume_tile(
-    tile, place, rows, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr, z
+    tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr, z
 ):
     """Group g's 64 rows of a tile, whose blocks are the b-th and later of the ring; gives the number of the block
     behind them. ``place`` finds where they go."""
@@ -172,12 +173,14 @@ def consume_tile(
         )
         total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
         to = place.found()
+        row = (to.tile * z.GROUPS + g) * 64
         # a sink is a key without a value; none is a score of minus infinity
         seen = (SINKS.to(gl.int64) != 0) & to.has_sink
         sink = gl.load(SINKS + to.head, mask=seen, other=float("-inf")) * 1.4426950408889634
         new_m = gl.maximum(m, sink)
         by = gl.exp2(m - new_m)
         total = total * by + gl.exp2(sink - new_m)
+        rows = here(gl.arange(0, 64, z.ROW))
         gl.store(LSE + (to.lse + row) + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < to.rows - row)
         by = gl.where(total > 0, by / total, 0.0)
         acc, acc2 = wait_values(acc, acc2, z)
@@ -196,16 +199,15 @@ def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, c
     """Consumer group g: rows 64 g to 64 g + 63 of each tile."""
     if g == z.GROUPS - 1:
         pass_turn(g, z)  # the first group starts
-    rows = gl.arange(0, 64, z.ROW)
     b = 0
     i = 0
     t = announced(0, board)
     while t < work.tiles:
         tile, batch, head = work.tile(t, z)
         lse = (batch * work.heads + head).to(gl.int64) * lse_stride
-        place = Place(batch, head, batch * 0, lse, work.len_q, batch >= 0)
+        place = Place(tile, batch, head, batch * 0, lse, work.len_q, batch >= 0)
         b = consume_tile(
-            tile, place, rows, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g, z
+            tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g, z
         )
         i += 1
         t = announced(i, board)

@@ -256,12 +256,13 @@ class Announced:
 
     @gluon.jit
     def found(self):
+        at = read_note(self.at + 1, self.notes, 4)
         head = read_note(self.at + 2, self.notes, 4)
         start = read_note(self.at + 3, self.notes, 4)
         length = read_note(self.at + 4, self.notes, 4)
         inside = read_note(self.at + 8, self.notes, 4)
         lse = head.to(gl.int64) * self.tokens_q.to(gl.uint32) + start
-        return Place(start + length, head, self.tokens_q - length, lse, length, inside != 0)
+        return Place(at, start + length, head, self.tokens_q - length, lse, length, inside != 0)
 
 
 @gluon.jit
@@ -269,14 +270,13 @@ def consume_packed(z, packed, q, k, v, board, buffer, Y, LSE, SINKS, scale, g: g
     """Consumer group g: rows 64 g to 64 g + 63 of each tile."""
     if g == z.GROUPS - 1:
         pass_turn(g, z)  # the first group starts
-    rows = gl.arange(0, 64, z.ROW)
     b = 0
     i = 0
     tile = announced_tile(0, board, 4)
     while tile.number < packed.tiles:
         place = Announced(board.first, (i & 1) * NOTES, packed.tokens_q)
         b = consume_tile(
-            tile.at, place, rows, b, i, q, k, v, tile.work(packed), buffer, Y, LSE, SINKS, scale, scale, g, z
+            tile.at, place, b, i, q, k, v, tile.work(packed), buffer, Y, LSE, SINKS, scale, scale, g, z
         )
         free_tile(i, board)
         i += 1
