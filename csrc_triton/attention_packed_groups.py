@@ -172,7 +172,11 @@ def schedule_packed(z, packed, order, board, asked, COUNT, FLAG, longest_q, long
             announce_tile(tile, i, board)
             mbarrier.wait(asked.index(0), i & 1)
             i += 1
-        t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
+            t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
+        elif s + WINDOW > packed.sequences:  # behind the last tile of the last window
+            t = packed.tiles
+        else:
+            t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
     announce_end(packed, i, board)
     for s in range(gl.program_id(0), packed.sequences, gl.num_programs(0)):
         report(FLAG, packed.bounds_q, s, packed.tokens_q, longest_q)

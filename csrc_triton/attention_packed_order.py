@@ -15,6 +15,7 @@ from csrc_triton.attention_groups import FULL
 
 WINDOW = gl.constexpr(64)  # what is behind the last sequence counts as one
 STEP = gl.constexpr(2)  # sequences that all are compared with at a time: more take registers
+TURNS = gl.constexpr(2)  # tiles of a section that a program has at least, on average: fewer, and it ends unevenly
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))  # of sequences, by one warp
 OWN = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0])))
 FIRST, END, START_Q, LEN_Q, START_K, LEN_K, NUMBERS = (gl.constexpr(i) for i in range(7))  # of a sequence
@@ -129,18 +130,21 @@ def number_of(which: gl.constexpr, here, order):
 
 @gluon.jit
 def place_in(r, tiles, len_k, packed, z):
-    """(tile, head) of a sequence's r-th tile."""
+    """(tile, head) of a sequence's r-th tile. Sections are of nearly the same number of heads of K."""
     if z.MASK == FULL:
         head = divided(r, tiles)
         m = r - head * tiles
     else:
         kv_heads = divided(packed.heads, packed.ratio)
-        fitting = gl.maximum(divided(packed.together, gl.maximum(len_k, 1)), 1)
-        width = whole(kv_heads, whole(kv_heads, fitting)) * packed.ratio
-        section = divided(r, width * tiles)
-        r -= section * width * tiles
-        across = gl.minimum(width, packed.heads - section * width)
-        m = divided(r, across)
-        head = section * width + r - m * across
+        tiles_a_head = tiles * packed.ratio  # of K
+        fitting = divided(packed.together, gl.maximum(len_k, 1))
+        enough = whole(gl.num_programs(0) * TURNS, tiles_a_head)
+        sections = divided(kv_heads, gl.minimum(gl.maximum(fitting, enough), kv_heads))
+        section = divided((divided(r, tiles_a_head) + 1) * sections - 1, kv_heads)
+        first = divided(section * kv_heads, sections)
+        heads = (divided((section + 1) * kv_heads, sections) - first) * packed.ratio
+        r -= first * tiles_a_head
+        m = divided(r, heads)
+        head = first * packed.ratio + r - m * heads
         m = tiles - 1 - m
     return m, head
