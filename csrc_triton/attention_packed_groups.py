@@ -1,8 +1,8 @@
 """Attention forward by warp groups over packed sequences: ``attention_groups``, a tile of a sequence at a time.
 
 - A warp of its own takes tiles from the counter, finds their sequences and tells the producer and the consumers on the
-  board. It passes over tiles that no sequence needs: nobody else sees them. The search among the starts of sequences
-  waits for memory several times over: done by the producer, it leaves the consumers without keys.
+  board: see ``attention_packed_order``. It waits for memory several times over: done by the producer, it leaves the
+  consumers without keys.
 - It takes a tile when the producer asks for it, ASK blocks before the end of the one before: earlier, the tile would
   wait for this program while others are idle, and the last ones end late.
 - Tensor maps are over (place, head, row, column); place and row both step from token to token, there are as many rows
@@ -11,8 +11,8 @@
   memory, and are not written. So neither NaN behind a sequence's values nor another sequence's output needs care. The
   trick is that of Triton's ragged_tma and of FlashAttention's output on Hopper. But a box wholly behind a sequence is
   never asked for: an H200 then reads where the map starts, which may be nobody's memory (an illegal access).
-- All else is the dense form's tile, whose ``Work`` has the sequence's lengths and bounds. There is one kind of mask, a
-  right bound: nearly every sequence ends within a block of keys, which the mask's first step is for in any case.
+- All else is the dense form's tile, whose ``Work`` has the sequence's lengths and bounds: with a right bound, which is
+  out of reach where there is none, or without.
 """
 
 from triton.experimental import gluon

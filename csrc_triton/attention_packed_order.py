@@ -15,7 +15,7 @@ from csrc_triton.attention_groups import FULL
 
 WINDOW = gl.constexpr(64)  # what is behind the last sequence counts as one
 STEP = gl.constexpr(2)  # sequences that all are compared with at a time: more take registers
-TURNS = gl.constexpr(2)  # tiles of a section that a program has at least, on average: fewer, and it ends unevenly
+ROUNDS = gl.constexpr(2)  # tiles of a section that a program has at least, on average: fewer, and it ends unevenly
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))  # of sequences, by one warp
 OWN = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0])))
 FIRST, END, START_Q, LEN_Q, START_K, LEN_K, NUMBERS = (gl.constexpr(i) for i in range(7))  # of a sequence
@@ -138,7 +138,7 @@ def place_in(r, tiles, len_k, packed, z):
         kv_heads = divided(packed.heads, packed.ratio)
         tiles_a_head = tiles * packed.ratio  # of K
         fitting = divided(packed.together, gl.maximum(len_k, 1))
-        enough = whole(gl.num_programs(0) * TURNS, tiles_a_head)
+        enough = whole(gl.num_programs(0) * ROUNDS, tiles_a_head)
         sections = divided(kv_heads, gl.minimum(gl.maximum(fitting, enough), kv_heads))
         section = divided((divided(r, tiles_a_head) + 1) * sections - 1, kv_heads)
         first = divided(section * kv_heads, sections)

@@ -139,9 +139,10 @@ class PackedProducts(TilesProducts):
         self._query_programs, self._query_numbers = numbers(q, self._queries, "block_m")
 
 
-def groups_kernel(dim: int) -> str:
-    """The kernel by warp groups for a head dimension; a pack need not have it."""
-    return f"{OP}_forward_groups_{groups_width(dim)}"
+def groups_kernel(dim: int, kind: str = "") -> str:
+    """The kernel by warp groups for a head dimension; a pack need not have it. Without that of a kind, which is for
+    calls without a right bound ("full") or over few keys ("short"), the one for all computes these, too."""
+    return f"{OP}_forward_groups_{groups_width(dim)}{kind and '_'}{kind}"
 
 
 def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]) -> Any:

@@ -120,19 +120,20 @@ def groups_plan(
     on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
 ) -> PackedGroupsPlan | ShortOrLongPlan:
     """By the kernel for calls without a right bound, or by that for few keys and that for many."""
-    _, bound = packed_sizes(q, k, settings)
-    name, dim, others = groups_kernel(q.shape[-1]), q.shape[-1], (on, q, k, v, sequences, settings)
+    dim = q.shape[-1]
+    others = on, q, k, v, sequences, settings
 
     def found(kind: str) -> Loaded | None:
-        kernel = on.kernels.get(name + kind)
+        kernel = on.kernels.get(groups_kernel(dim, kind))
         return None if kernel is None else kernel((q.dtype, True), dim)
 
-    if bound.right < 0 and (full := found("_full")) is not None:
+    _, bound = packed_sizes(q, k, settings)
+    if bound.right < 0 and (full := found("full")) is not None:
         return PackedGroupsPlan(full, *others)
-    long, short = on.kernels[name]((q.dtype, True), dim), found("_short")
-    if short is None:
-        return PackedGroupsPlan(long, *others)
-    return ShortOrLongPlan(short, long, *others)
+    long = on.kernels[groups_kernel(dim)]((q.dtype, True), dim)
+    if bound.right >= 0 and (short := found("short")) is not None:
+        return ShortOrLongPlan(short, long, *others)
+    return PackedGroupsPlan(long, *others)
 
 
 def keys_together(dim: int, megabytes: int, element_bytes: int) -> int:
