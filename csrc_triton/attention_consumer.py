@@ -24,7 +24,7 @@ from csrc_triton.attention_groups import (
     wait_values,
     whole_blocks,
 )
-from csrc_triton.attention_softmax import here, less_own_keys, masked, pack, row_parts, soft_cap
+from csrc_triton.attention_softmax import here, masked, pack, row_parts, soft_cap
 
 
 @gluon.jit
@@ -75,6 +75,7 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
         whole = gl.maximum(whole, first)
         lower = whole_blocks(gl.maximum(row + 63 + work.left + z.BLOCK_N - 1, 0), z)
         lower = gl.minimum(gl.maximum(lower, first), whole)
+    bounds = (low, high)
 
     slot = b % z.STAGES
     mbarrier.wait(q.full.index(g), i & 1)
@@ -84,14 +85,12 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
     pass_turn(g, z)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k.free.index(slot), count=1)
-    bounds = (less_own_keys(low, s), less_own_keys(high, s))
     if z.MASK == LOCAL:
         s = soft_cap(s, cap)
     if z.MASK != FULL:
         s = masked(s, (last - 1) * z.BLOCK_N, bounds, z.MASK == LOCAL)
     elif last != whole_blocks(work.len_k, z):
-        # i >> 30 is zero, but not to the compiler: it would keep the mask of all tiles in registers
-        s = masked(s, (last - 1) * z.BLOCK_N + (i >> 30), bounds, False)
+        s = masked(s, (last - 1) * z.BLOCK_N, bounds, False)
     m = gl.maximum(gl.max(s, 1) * scale, -1.0e30)  # finite: a row that sees no key gives no NaN
     e = gl.exp2(s * scale - gl.expand_dims(m, 1))
     sums = row_parts(e)
@@ -157,9 +156,7 @@ class Place:
 
 
 @gluon.jit
-def consume_tile(
-    tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr, z
-):
+def consume_tile(tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr, z):
     """Group g's 64 rows of a tile, whose blocks are the b-th and later of the ring; gives the number of the block
     behind them. ``place`` finds where they go."""
     row = (tile * z.GROUPS + g) * 64
@@ -181,7 +178,11 @@ def consume_tile(
         by = gl.exp2(m - new_m)
         total = total * by + gl.exp2(sink - new_m)
         rows = here(gl.arange(0, 64, z.ROW))
-        gl.store(LSE + (to.lse + row) + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < to.rows - row)
+        gl.store(
+            LSE + (to.lse + row) + rows,
+            (new_m + gl.log2(total)) * 0.6931471805599453,
+            mask=rows < to.rows - row,
+        )
         by = gl.where(total > 0, by / total, 0.0)
         acc, acc2 = wait_values(acc, acc2, z)
         mbarrier.arrive(v.free.index((b + tile_last - first - 1) % z.STAGES), count=1)
@@ -206,9 +207,7 @@ def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, c
         tile, batch, head = work.tile(t, z)
         lse = (batch * work.heads + head).to(gl.int64) * lse_stride
         place = Place(tile, batch, head, batch * 0, lse, work.len_q, batch >= 0)
-        b = consume_tile(
-            tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g, z
-        )
+        b = consume_tile(tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g, z)
         i += 1
         t = announced(i, board)
     tma.store_wait(0)

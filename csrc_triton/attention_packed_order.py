@@ -15,7 +15,9 @@ from csrc_triton.attention_groups import FULL
 
 WINDOW = gl.constexpr(64)  # what is behind the last sequence counts as one
 STEP = gl.constexpr(2)  # sequences that all are compared with at a time: more take registers
-ROUNDS = gl.constexpr(2)  # tiles of a section that a program has at least, on average: fewer, and it ends unevenly
+ROUNDS = gl.constexpr(
+    2
+)  # tiles of a section that a program has at least, on average: fewer, and it ends unevenly
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))  # of sequences, by one warp
 OWN = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0])))
 FIRST, END, START_Q, LEN_Q, START_K, LEN_K, NUMBERS = (gl.constexpr(i) for i in range(7))  # of a sequence

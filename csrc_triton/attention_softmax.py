@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
 SEE_BEFORE = gl.constexpr("{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }")
 SEE_FROM = gl.constexpr("{ .reg .pred p; setp.ge.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }")
 
@@ -17,9 +16,9 @@ def here(x):
 
 @gluon.jit
 def less_own_keys(bound, s):
-    """A bound of each row of scores like ``s``, as ``masked`` takes it. A thread holds keys 8 a + 2 b + c of a row, with
-    a b of its own: less 2 b, all its values have the same bound, and what differs are constants, which take no
-    registers while blocks are walked."""
+    """A bound of each row of scores ``s``, less the first key of a block that a thread holds. Its keys are 8 a + 2 b +
+    c, with a b of its own: so all of them have the same bound, and what differs are constants, which take no registers
+    while blocks are walked."""
     OF: gl.constexpr = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF)))
     b = here(2 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OF)))))
@@ -31,8 +30,8 @@ def less_own_keys(bound, s):
 @gluon.jit
 def masked(s, key, bounds, LEFT: gl.constexpr):
     """Minus infinity where a row does not see a key. ``key`` is the block's first, ``bounds`` the first key that each
-    row sees and the one behind the last, ``less_own_keys``; the first counts only with LEFT. In assembly, as LLVM packs
-    the answers of all comparisons into words first: four times the instructions."""
+    row sees and the one behind the last; the first counts only with LEFT. In assembly, as LLVM packs the answers of all
+    comparisons into words first: four times the instructions."""
     first, last = bounds
     parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
     OF: gl.constexpr = parts.type.layout
@@ -40,13 +39,11 @@ def masked(s, key, bounds, LEFT: gl.constexpr):
     c = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OF))))
     own = gl.expand_dims(gl.expand_dims(gl.expand_dims(a, 0), 2), 3)
     own += gl.expand_dims(gl.expand_dims(gl.expand_dims(c, 0), 1), 2)
-    parts = gl.inline_asm_elementwise(
-        SEE_BEFORE, "=f,f,r,r", [parts, own, last - key], gl.float32, True, 1
-    )
+    last = less_own_keys(last, s) - key
+    parts = gl.inline_asm_elementwise(SEE_BEFORE, "=f,f,r,r", [parts, own, last], gl.float32, True, 1)
     if LEFT:
-        parts = gl.inline_asm_elementwise(
-            SEE_FROM, "=f,f,r,r", [parts, own, first - key], gl.float32, True, 1
-        )
+        first = less_own_keys(first, s) - key
+        parts = gl.inline_asm_elementwise(SEE_FROM, "=f,f,r,r", [parts, own, first], gl.float32, True, 1)
     return gl.convert_layout(parts.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 

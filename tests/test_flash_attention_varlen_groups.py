@@ -60,7 +60,8 @@ def test_a_profile_must_name_them() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dim", "kind", "threads", "budget"), [(64, "short", 512, 160), (192, "", 384, 240), (256, "full", 384, 240)]
+    ("dim", "kind", "threads", "budget"),
+    [(64, "short", 512, 160), (192, "", 384, 240), (256, "full", 384, 240)],
 )
 def test_what_was_baked(tmp_path: Path, dim: int, kind: str, threads: int, budget: int) -> None:
     """Matrix instructions, register budgets, no local memory."""
@@ -239,7 +240,10 @@ PROBLEMS = (
     ("", Problem(4, 2, (20, 140, 0, 7), (1150, 10, 3, 64), 128, causal=True, scale=0.5)),
     ("", Problem(1, 1, (129, 70), (140, 300), 160, FP16, causal=True, behind=(70, 0))),
     ("", Problem(2, 1, (70, 0, 65), (64, 130, 20), 256, window=(None, 3))),
-    ("full", Problem(1, 1, (5, 0, 70) * 22, (7, 3, 64) * 22, 64, behind=(3, 1))),  # more than are sorted at a time
+    (
+        "full",
+        Problem(1, 1, (5, 0, 70) * 22, (7, 3, 64) * 22, 64, behind=(3, 1)),
+    ),  # more than are sorted at a time
 )
 
 

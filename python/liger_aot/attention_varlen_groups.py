@@ -32,7 +32,14 @@ class PackedGroupsPlan:
     """A forward by warp groups, for all calls with tensors like these."""
 
     def __init__(
-        self, loaded: Loaded, on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
+        self,
+        loaded: Loaded,
+        on: OpOn,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: int,
+        settings: tuple[Any, ...],
     ) -> None:
         shape, bound = packed_sizes(q, k, settings)
         numbers = loaded.numbers

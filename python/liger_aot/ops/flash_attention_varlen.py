@@ -34,10 +34,10 @@ class FlashAttentionVarlen(DifferentiableOp):
 
     As ``flash_attention`` of each sequence by itself: exact, differentiable in q, k, v, sinks, also through
     ``return_lse``. A sequence's results and gradients have the same bits every time, whatever lies beside it, for one
-    ``max_seqlen_k``; for q's gradient see ``deterministic``. Where sequences start stays on the device, and nothing waits for it. The backward
-    alone is the op ``flash_attention_varlen_backward``. Works under torch.compile and, after ``preload`` and one call,
-    in CUDA graphs, whose cu_seqlens may change between replays. CPU tensors take the plain-torch reference, whose
-    memory grows with the square of all tokens.
+    ``max_seqlen_k``; for q's gradient see ``deterministic``. Where sequences start stays on the device, and nothing
+    waits for it. The backward alone is the op ``flash_attention_varlen_backward``. Works under torch.compile and, after
+    ``preload`` and one call, in CUDA graphs, whose cu_seqlens may change between replays. CPU tensors take the
+    plain-torch reference, whose memory grows with the square of all tokens.
 
     Args:
         q: (tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1. Tensors whose rows don't
