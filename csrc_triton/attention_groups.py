@@ -259,13 +259,11 @@ def skip(count, b, k, v, g: gl.constexpr, z):
 
 
 @gluon.jit
-def scores(q, g: gl.constexpr, k, slot, z, b=0):
+def scores(q, g: gl.constexpr, k, slot, z):
     """Q K^T of a block, under way."""
     at = g
-    if (
-        z.ONE_RING
-    ):  # b >> 30 is zero, but not to the compiler: it would keep the descriptors of Q in registers
-        at += b >> 30
+    if z.ONE_RING or z.D1 == 256:
+        at += slot >> 30  # zero, but not to the compiler: it would keep the descriptors of Q in registers
     a = q.first.index(at).reshape([64, z.D1])
     keys = k.first.index(slot).reshape([z.BLOCK_N, z.D1]).permute((1, 0))
     zeros = gl.zeros([64, z.BLOCK_N], gl.float32, z.S)
@@ -312,7 +310,7 @@ def step(
     before = at_v % z.STAGES
     mbarrier.wait(k.full.index(slot), (at_k // z.STAGES) & 1)
     take_turn(g, z)
-    s = scores(q, g, k, slot, z, b)
+    s = scores(q, g, k, slot, z)
     mbarrier.wait(v.full.index(before), (at_v // z.STAGES) & 1)
     acc, acc2 = add_values(p, v, before, acc, acc2, z)
     pass_turn(g, z)

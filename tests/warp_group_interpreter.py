@@ -292,6 +292,12 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def device_values() -> Any:
+    """Tensors as device code has values: they never change, and become others with the same bits."""
+    add, subtract, multiply = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
+    return patch.multiple(Tensor, __iadd__=add, __isub__=subtract, __imul__=multiply, to=_to)
+
+
 def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: Any, arguments: Any) -> None:
     """Launch a kernel, one program after the other.
 
@@ -307,9 +313,7 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
         else value
         for value, (name, kind) in zip(arguments, types.items(), strict=True)
     }
-    # device code's values never change, and become others with the same bits
-    add, subtract, multiply = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
-    with patch.multiple(Tensor, __iadd__=add, __isub__=subtract, __imul__=multiply, to=_to):
+    with device_values():
         blocks = [Block(program, grid[0]) for program in range(grid[0])]
         for block in blocks:
             made = Code(block).python(function)
