@@ -149,6 +149,53 @@ def test_inside_vmap(tensor_rows: Any) -> None:
     assert seen == [None]
 
 
+def left_behind() -> torch.Tensor:
+    """A tensor of a transform that has ended."""
+    seen: list[torch.Tensor] = []
+    torch.func.grad(lambda x: seen.append(x * 2) or x.sum())(torch.zeros(2, 3))
+    return seen[0]
+
+
+READABLE = {
+    "None": None,
+    "tensor": torch.zeros(2, 3),
+    "parameter": torch.nn.Parameter(torch.zeros(2, 3)),
+    "scalar": torch.zeros(()),
+    "transposed": torch.zeros(2, 3).t(),
+    "no element": torch.zeros(2, 0),
+    "integers": torch.zeros(2, dtype=torch.int64),
+}
+UNREADABLE = {
+    "int": 3,
+    "list": [1.0],
+    "subclass": torch.zeros(2, 3).as_subclass(Subclass),
+    "meta": torch.zeros(2, 3, device="meta"),
+    "sparse": torch.zeros(2, 3).to_sparse(),
+    "functional": torch._to_functional_tensor(torch.zeros(2, 3)),
+    "left behind": left_behind(),
+}
+
+
+@pytest.mark.parametrize("name", [*READABLE, *UNREADABLE])
+def test_all_readable(native: Any, name: str) -> None:
+    value = (READABLE | UNREADABLE)[name]
+    for others in ((), (None,), (torch.ones(2), None)):
+        assert native.all_readable((*others, value)) is (name in READABLE)
+        assert native.all_readable((value, *others)) is (name in READABLE)
+
+
+def test_all_readable_takes_a_tuple(native: Any) -> None:
+    assert native.all_readable(()) is True
+    with pytest.raises(TypeError, match="tuple"):
+        native.all_readable([torch.zeros(2)])
+    x = torch.zeros(2, 3)
+    tensors = (x, None, 3)
+    references, blocks = sys.getrefcount(x), sys.getallocatedblocks()
+    for _ in range(1000):
+        native.all_readable(tensors)
+    assert sys.getrefcount(x) == references and sys.getallocatedblocks() - blocks < 100
+
+
 def test_torch_may_come_after_the_launcher(launcher_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor_rows = import_launcher(launcher_path).tensor_rows
     x = torch.zeros(2, 3)

@@ -50,8 +50,14 @@ PyDoc_STRVAR(tensor_rows_doc,
              "(address, device_type, device_index, dtype_code, dtype_bits, rows, columns, row_stride).\n"
              "None where it is not such a tensor, or torch (before 2.10) has no such API.");
 
+PyDoc_STRVAR(all_readable_doc,
+             "all_readable($module, tensors, /)\n--\n\n"
+             "Whether each of a tuple is None or a plain tensor with memory of its own, so that torch's dispatcher has\n"
+             "nothing to unwrap. False for all tensors where torch (before 2.10) has no DLPack exchange API.");
+
 static PyMethodDef module_methods[] = {
     {"tensor_rows", tensor_rows, METH_O, tensor_rows_doc},
+    {"all_readable", all_readable, METH_O, all_readable_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -42,15 +42,20 @@ def _row_stride(x: Tensor) -> int | None:
     return outer[-1][1]
 
 
-def _choose() -> Callable[[Tensor], Rows | None]:
+def _python_all_readable(tensors: tuple[object, ...]) -> bool:
+    """``_launch.all_readable``, which says no where it cannot look."""
+    return all(t is None for t in tensors)
+
+
+def _choose() -> tuple[Callable[[Tensor], Rows | None], Callable[[tuple[object, ...]], bool]]:
     try:
-        from liger_aot._launch import tensor_rows
+        from liger_aot._launch import all_readable, tensor_rows
     except ImportError:  # the source tree, not built: the CPU reference works all the same
-        return python_rows
-    return tensor_rows if tensor_rows(torch.empty(1)) is not None else python_rows
+        return python_rows, _python_all_readable
+    return tensor_rows if tensor_rows(torch.empty(1)) is not None else python_rows, all_readable
 
 
-rows_of = _choose()
+rows_of, all_readable = _choose()
 
 
 def apart(out: Rows, x: Rows, weight: Rows | None) -> bool:

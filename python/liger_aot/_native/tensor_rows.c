@@ -174,3 +174,35 @@ PyObject *tensor_rows(PyObject *module, PyObject *tensor) {
     if (described.data == NULL && rows.rows > 0 && rows.columns > 0) Py_RETURN_NONE;
     return as_tuple(&described, &rows);
 }
+
+/* ---- Whether there is memory ---- */
+
+static int has_elements(const DlTensor *tensor) {
+    for (int i = 0; i < tensor->dimensions; i++)
+        if (tensor->sizes[i] == 0) return 0;
+    return 1;
+}
+
+/* 1 where a value is None or a tensor with memory of its own, 0 where not, -1 with an error set. */
+static int is_readable(ModuleState *state, PyObject *value) {
+    if (value == Py_None) return 1;
+    const ExchangeApi *api = find_api(state, value);
+    DlTensor described;
+    int known = api == NULL ? 0 : describe(api, value, &described);
+    return known <= 0 ? known : described.data != NULL || !has_elements(&described);
+}
+
+PyObject *all_readable(PyObject *module, PyObject *tensors) {
+    ModuleState *state = PyModule_GetState(module);
+    if (!PyTuple_Check(tensors)) {
+        PyErr_SetString(PyExc_TypeError, "all_readable takes one tuple");
+        return NULL;
+    }
+    Py_ssize_t count = PyTuple_Size(tensors);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int readable = is_readable(state, PyTuple_GetItem(tensors, i));
+        if (readable < 0) return NULL;
+        if (!readable) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
