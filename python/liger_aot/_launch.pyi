@@ -179,3 +179,15 @@ def all_readable(tensors: tuple[Any, ...], /) -> bool:
     Raises:
         TypeError: ``tensors`` is no tuple.
     """
+
+def layouts(tensors: tuple[Any, ...], /) -> tuple[Any, ...] | None:
+    """How tensors lie in memory, each None or readable as ``all_readable`` has it.
+
+    Returns:
+        (key, *addresses): two keys are equal where the tensors' devices, dtypes, sizes and strides are; an address is 0
+        for None. Torch's lazy negation and conjugation bits do not show. None where one is not readable, or where 256
+        words do not hold the key (three a tensor and two a dimension).
+
+    Raises:
+        TypeError: ``tensors`` is no tuple.
+    """
