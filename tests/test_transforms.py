@@ -53,3 +53,17 @@ def test_inside_a_transform_a_gradient_is_refused(op: str) -> None:
         torch.func.grad(CALLS[op])(torch.zeros(4, 6))
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(lambda y: CALLS[op](x) + y.sum())(torch.zeros(3))
+
+
+@pytest.mark.parametrize("op", ["rmsnorm", "flash_attention", "rope"])
+def test_vmap_without_gradients(op: str) -> None:
+    """No tensor there has memory to read: the reference computes."""
+    x = torch.randn(3, 1, 8, 2, 64, generator=torch.Generator().manual_seed(0))
+    angles = torch.zeros(8, 64)
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "rmsnorm": lambda y: liger_aot.load("rmsnorm")(y),
+        "flash_attention": lambda y: liger_aot.load("flash_attention")(y, y, y, causal=True),
+        "rope": lambda y: liger_aot.load("rope")(y, y, angles, angles, layout="bshd")[0],
+    }
+    expected = torch.stack([calls[op](y) for y in x])
+    torch.testing.assert_close(torch.vmap(calls[op])(x), expected)
