@@ -52,13 +52,13 @@ PyDoc_STRVAR(tensor_rows_doc,
 
 PyDoc_STRVAR(all_readable_doc,
              "all_readable($module, tensors, /)\n--\n\n"
-             "Whether each of a tuple is None or a plain tensor with memory of its own, so that torch's dispatcher has\n"
-             "nothing to unwrap. False for all tensors where torch (before 2.10) has no DLPack exchange API.");
+             "Whether each of a tuple is None or a plain tensor with memory of its own: torch's dispatcher has nothing\n"
+             "to unwrap. False for all tensors where torch (before 2.10) has no DLPack exchange API.");
 
 PyDoc_STRVAR(layouts_doc,
              "layouts($module, tensors, /)\n--\n\n"
-             "(key, *addresses) of a tuple of tensors and Nones: equal keys, equal devices, dtypes, sizes and strides.\n"
-             "None where one is no plain tensor with memory of its own, or torch (before 2.10) has no DLPack exchange API.");
+             "(key, *addresses) of a tuple of tensors and Nones: equal keys, equal devices, dtypes, sizes, strides.\n"
+             "None where one is no plain tensor with memory of its own, or torch (before 2.10) has no exchange API.");
 
 static PyMethodDef module_methods[] = {
     {"tensor_rows", tensor_rows, METH_O, tensor_rows_doc},

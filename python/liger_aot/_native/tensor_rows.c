@@ -1,5 +1,6 @@
-/* Reading torch tensors, as rows or as they lie, through the C table that DLPack 1.2 defines for it and torch 2.10 introduced. It
- * needs no header of torch, and answers in one call what data_ptr(), device, dtype, shape and stride() do in five. */
+/* Reading torch tensors, as rows or as they lie, through the C table that DLPack 1.2 defines for it and torch 2.10
+ * introduced. It needs no header of torch, and answers in one call what data_ptr(), device, dtype, shape and stride()
+ * do in five. */
 #include "module.h"
 
 #include <stdint.h>
@@ -216,7 +217,7 @@ PyObject *all_readable(PyObject *module, PyObject *tensors) {
 /* What one call can describe, in 64-bit words. */
 #define MAX_WORDS 256
 
-/* Writes all of a tensor but its address, so that no two layouts give the same words. Returns how many, 0 without room. */
+/* Writes all of a tensor but its address: no two layouts give the same words. Returns how many, 0 without room. */
 static int put_layout(const DlTensor *tensor, int64_t *words, int room) {
     int dimensions = tensor->dimensions;
     if (room < 3 + 2 * dimensions) return 0;
@@ -243,7 +244,7 @@ static int read_layout(ModuleState *state, PyObject *value, uint64_t *address, i
     return put_layout(&described, words, room);
 }
 
-/* (bytes of the words, *addresses): takes the reference to `tuple` where that cannot be made. */
+/* Fills the tuple with (bytes of the words, *addresses) and returns it; where that cannot be, lets go of it. */
 static PyObject *read_layouts(ModuleState *state, PyObject *tensors, Py_ssize_t count, PyObject *tuple) {
     int64_t words[MAX_WORDS];
     int used = 0;
