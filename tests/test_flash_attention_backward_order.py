@@ -15,6 +15,7 @@ from csrc_triton import attention_backward_groups as groups
 from csrc_triton import attention_backward_order as ordering
 from csrc_triton import attention_turns as turns
 from liger_aot.attention import LONGEST
+from liger_aot.attention_backward_groups import QUERY_HEADS_TAKE_TURNS, heads_in_order
 
 FIELDS = ("batch", "kv_head", "head", "key", "row", "rows", "steps")
 
@@ -126,6 +127,7 @@ def test_turns(
     order = SimpleNamespace(turn=SimpleNamespace(index=lambda _: None, shape=[warps]))
     order.added = order.turn
     order.inner = ordering.inner_heads(ratio, z)
+    assert (order.inner > 0) == (bounded == 1 and ratio > QUERY_HEADS_TAKE_TURNS)
     wanted: dict[int, list[int]] = {}
     device.programs = batch * kv_heads * tiles
     missing = {(b, h, t) for b in range(batch) for h in range(kv_heads) for t in range(tiles)}
@@ -180,3 +182,12 @@ def test_longest_blocks_of_several_heads_start_together(device: Device, section:
     sections = [found[i : i + together * tiles] for i in range(0, len(found), together * tiles)]
     assert sorted(found) == [(h, t, 16 - 2 * t) for h in range(heads) for t in range(tiles)]
     assert all(part == sorted(part, key=lambda one: (-one[2], one[0])) for part in sections)
+
+
+def test_heads_that_take_turns_in_order() -> None:
+    on: Any = SimpleNamespace(multiprocessors=132)
+    narrow: Any = SimpleNamespace(numbers={})
+    wide: Any = SimpleNamespace(numbers={"fillings": 2})
+    assert [heads_in_order(on, narrow, tiles, 1, True) for tiles in (4, 128, 200)] == [33, 2, 1]
+    assert [heads_in_order(on, wide, 32, ratio, False) for ratio in (1, 2, 3)] == [10, 10, 5]
+    assert [heads_in_order(on, wide, 32, ratio, True) for ratio in (1, 2, 3)] == [10, 10, 20]
