@@ -33,10 +33,11 @@ from csrc_triton.attention_packed_order import (
     WINDOW,
     blocks,
     divided,
+    fill_window,
     first_place,
+    lanes,
     number_of,
     place_in,
-    sort_window,
 )
 from csrc_triton.attention_sequences import report
 
@@ -79,7 +80,7 @@ def tile_at(t, s, order, packed, z):
     u = divided(t, packed.heads)
     first = order.index(FIRST).load(OWN)
     here = (first <= u) & (u < order.index(END).load(OWN))
-    sequence = gl.max(gl.where(here, s + gl.arange(0, WINDOW, OWN), -1), 0)
+    sequence = gl.max(gl.where(here, s + lanes(), -1), 0)
     start_q, len_q = number_of(START_Q, here, order), number_of(LEN_Q, here, order)
     start_k, len_k = number_of(START_K, here, order), number_of(LEN_K, here, order)
     r = gl.maximum(t - number_of(FIRST, here, order) * packed.heads, 0)
@@ -159,21 +160,20 @@ def schedule_packed(z, packed, order, board, asked, COUNT, FLAG, longest_q, long
     block: gl.constexpr = 64 * z.GROUPS
     i = 0
     s = 0
-    sort_window(0, packed, order, block)
+    fill_window(0, packed, order, block)
     end = first_place(WINDOW, packed, block)
     t = gl.program_id(0)
     while t < packed.tiles:
         while divided(t, packed.heads) >= end:
             s += WINDOW
-            sort_window(s, packed, order, block)
+            fill_window(s, packed, order, block)
             end = first_place(s + WINDOW, packed, block)
         tile = tile_at(t, s, order, packed, z)
         if tile.at >= 0:
             announce_tile(tile, i, board)
             mbarrier.wait(asked.index(0), i & 1)
             i += 1
-            t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
-        elif s + WINDOW > packed.sequences:  # behind the last tile of the last window
+        if (tile.at < 0) & (packed.sequences < WINDOW):  # sorted, there is none behind the last
             t = packed.tiles
         else:
             t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)

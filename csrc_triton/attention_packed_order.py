@@ -2,8 +2,9 @@
 tile starts late, and a sequence's heads in sections whose keys and values fit into L2 together, so that programs read
 the same ones at a time. In a section masked tiles go longest first, each of all its heads.
 
-Where sequences start is on the device. The scheduling warp of each program sorts WINDOW sequences at a time; windows
-follow each other as sequences lie, and have the places for tiles that ``attention_sequences`` gives them.
+Where sequences start is on the device. The scheduling warp of each program keeps the numbers of WINDOW sequences at a
+time, which follow each other as they lie and have the places for tiles that ``attention_sequences`` gives them. It
+sorts them where one window holds all: more than once, that would take longer than short tiles.
 """
 
 from triton.experimental import gluon
@@ -12,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_groups import FULL
+from csrc_triton.attention_softmax import here
 
 WINDOW = gl.constexpr(64)  # what is behind the last sequence counts as one
 STEP = gl.constexpr(2)  # sequences that all are compared with at a time: more take registers
@@ -85,6 +87,12 @@ def rows_of(s, packed):
 
 
 @gluon.jit
+def lanes():
+    """Of a window's sequences; computed again each time."""
+    return here(gl.arange(0, WINDOW, OWN))
+
+
+@gluon.jit
 def order_board():
     """Where the numbers of a window's sequences are kept: the scheduling warp's registers are few."""
     return gl.allocate_shared_memory(gl.int32, [NUMBERS, WINDOW], mbarrier.MBarrierLayout())
@@ -98,9 +106,9 @@ def first_place(s, packed, block: gl.constexpr):
 
 
 @gluon.jit
-def sort_window(s, packed, order, block: gl.constexpr):
-    """Write the numbers of sequence ``s`` and those behind it. Equally long ones keep their order."""
-    own = s + gl.arange(0, WINDOW, OWN)
+def fill_window(s, packed, order, block: gl.constexpr):
+    """Write the numbers of sequence ``s`` and those behind it. Sorted, equally long ones keep their order."""
+    own = s + lanes()
     start_q, len_q = rows_of(own, packed)
     start_k, len_k = spans(packed.bounds_k, own, packed, packed.tokens_k)
     order.index(START_Q).store(start_q.to(gl.int32))
@@ -108,7 +116,7 @@ def sort_window(s, packed, order, block: gl.constexpr):
     order.index(START_K).store(start_k.to(gl.int32))
     order.index(LEN_K).store(len_k.to(gl.int32))
     first = gl.zeros([WINDOW], gl.int32, OWN) + first_place(s, packed, block)
-    for i in range(0, gl.minimum(packed.sequences + 1 - s, WINDOW), STEP):
+    for i in range(0, gl.where(packed.sequences < WINDOW, packed.sequences + 1, 0), STEP):
         others = s + i + gl.arange(0, STEP, gl.SliceLayout(0, PAIRS))
         _, rows = rows_of(others, packed)
         _, keys = spans(packed.bounds_k, others, packed, packed.tokens_k)
@@ -122,6 +130,11 @@ def sort_window(s, packed, order, block: gl.constexpr):
     tiles = gl.where(own <= packed.sequences, tiles, 0)
     order.index(FIRST).store(first.to(gl.int32))
     order.index(END).store((first + tiles).to(gl.int32))
+    if packed.sequences >= WINDOW:
+        first = blocks(order.index(START_Q).load(OWN), block) + s + lanes()
+        end = first + order.index(END).load(OWN) - order.index(FIRST).load(OWN)
+        order.index(FIRST).store(first.to(gl.int32))
+        order.index(END).store(end.to(gl.int32))
 
 
 @gluon.jit

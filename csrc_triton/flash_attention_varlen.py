@@ -194,5 +194,5 @@ def packed_groups(
                 (schedule_packed, (z, packed, order, board, asked, COUNT, FLAG, longest_q, longest_k)),
             ],
             [4, 1, 1],
-            [REGISTERS, 24, 24],
+            [REGISTERS, 32, 32],
         )

@@ -38,7 +38,7 @@ def taken(
         **{
             name: code.python(getattr(of, name))
             for of, names in (
-                (attention_packed_order, ("Packed", "order_board", "sort_window", "first_place", "WINDOW")),
+                (attention_packed_order, ("Packed", "order_board", "fill_window", "first_place", "WINDOW")),
                 (attention_packed_groups, ("tile_at",)),
             )
             for name in names
@@ -55,7 +55,7 @@ def taken(
         for t in map(torch.tensor, range(tiles)):
             while t // heads >= end:
                 s = s + device.WINDOW
-                device.sort_window(s, packed, order, Const(ROWS))
+                device.fill_window(s, packed, order, Const(ROWS))
                 end = device.first_place(s + device.WINDOW, packed, Const(ROWS))
             tile = device.tile_at(t, s, order, packed, z)
             if tile.at >= 0:
