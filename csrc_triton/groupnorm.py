@@ -88,7 +88,10 @@ DECLARATION = {
                 "held": {
                     "language": "gluon",
                     "function": "forward_last_held",
-                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS"],
+                    "constants": [
+                        "SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS",
+                    ],
+                    "defaults": {"FOLD": 1},
                     "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
@@ -148,7 +151,10 @@ DECLARATION = {
                 "held": {
                     "language": "gluon",
                     "function": "backward_last_held",
-                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS"],
+                    "constants": [
+                        "SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS",
+                    ],
+                    "defaults": {"FOLD": 1},
                     "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
@@ -269,13 +275,13 @@ def forward_last(
 def forward_last_held(
     Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
     w_kind, b_kind, store_stats,
-    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
-    MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    GROUPS: gl.constexpr, MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Units are images, of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
     walk_images(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
-        store_stats, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, TALKERS, REGISTERS,
+        store_stats, SPLIT, GROUPS, MEMBERS, LINES, FOLD, SLOTS, AHEAD, TALKERS, REGISTERS,
     )  # fmt: skip
 
 
@@ -378,12 +384,12 @@ def backward_last(
 def backward_last_held(
     DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
     columns, db_column, w_kind, store_dx, store_dw, store_db,
-    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
-    MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    GROUPS: gl.constexpr, MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``forward_last_held`` for the gradients, with a row of PARTIALS a program: see ``groupnorm_held_gradients``."""
     walk_image_gradients(
         DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns,
-        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, TALKERS,
+        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, GROUPS, MEMBERS, LINES, FOLD, SLOTS, AHEAD, TALKERS,
         REGISTERS,
     )  # fmt: skip

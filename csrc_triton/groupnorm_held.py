@@ -278,11 +278,11 @@ def talk_of_images(
 def walk_images(
     Y, X, W, B, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
     store_stats,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr,
+    SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Channels-last images, in parts of ``length`` places."""
-    rings = rings_for(1, SLOTS, LINES)
+    rings = rings_for(1, SLOTS, LINES, FOLD)
     place = meeting(LINES)
     gl.warp_specialize(
         [

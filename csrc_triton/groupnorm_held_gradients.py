@@ -175,11 +175,11 @@ def talk(
 def walk_image_gradients(
     DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr,
+    SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Channels-last images, in parts of ``length`` places. PARTIALS[programs, columns]."""
-    rings = rings_for(2, SLOTS, LINES)
+    rings = rings_for(2, SLOTS, LINES, FOLD)
     place = meeting(LINES)
     gl.warp_specialize(
         [

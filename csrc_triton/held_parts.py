@@ -43,18 +43,48 @@ def table_layout(members, warps):
 
 
 @gluon.jit
-def live_lines(tile, row, rows, count):
-    """Which lines of a part's tile are there."""
-    return (row < rows) & (row + tile * rows < count)
+def live_lines(block, row, rows, count):
+    """Which lines of a part's block are there."""
+    return (row < rows) & (row + block * rows < count)
 
 
 @gluon.jit
-def ask(rings, slot, ins, at, there, tile, row, rows, count):
+def ask(rings, slot, ins, at, there, tile, row, rows, count, block_words):
     """Begin to copy a tile of each input."""
-    mask = (live_lines(tile, row, rows, count) & there)[:, None]
-    for i in gl.static_range(len(ins)):
-        async_copy.async_copy_global_to_shared(rings[i].index(slot), ins[i] + at, mask=mask)
+    FOLD: gl.constexpr = len(rings)
+    for f in gl.static_range(FOLD):
+        mask = (live_lines(tile * FOLD + f, row, rows, count) & there)[:, None]
+        for i in gl.static_range(len(ins)):
+            async_copy.async_copy_global_to_shared(rings[f][i].index(slot), ins[i] + (at + f * block_words), mask=mask)
     async_copy.commit_group()
+
+
+@gluon.jit
+def tile_in(rings, slot, layout: gl.constexpr):
+    """The blocks of a tile, of each input."""
+    blocks = ()
+    for f in gl.static_range(len(rings)):
+        blocks += (tiles_in(rings[f], slot, layout),)
+    return blocks
+
+
+@gluon.jit
+def include_tile(sums, blocks, tile, row, rows, count, given, dtype: gl.constexpr, include: gl.constexpr):
+    FOLD: gl.constexpr = len(blocks)
+    for f in gl.static_range(FOLD):
+        live = live_lines(tile * FOLD + f, row, rows, count)[:, None]
+        sums = include(sums, blocks[f], live, given, dtype)
+    return sums
+
+
+@gluon.jit
+def finish_tile(
+    out, blocks, settled, tile, row, rows, count, store, block_words, given, dtype: gl.constexpr, finish: gl.constexpr
+):
+    FOLD: gl.constexpr = len(blocks)
+    for f in gl.static_range(FOLD):
+        mask = (live_lines(tile * FOLD + f, row, rows, count) & store)[:, None]
+        gl.store(out + f * block_words, finish(blocks[f], settled, tile, given, dtype), mask=mask)
 
 
 @gluon.jit
@@ -163,7 +193,7 @@ def talk_parts(
 
 @gluon.jit
 def stream_parts(
-    place, rings, OUT, ins, n_units, unit_words, tile_words, split, row, rows, count, store, given, carried,
+    place, rings, OUT, ins, n_units, unit_words, block_words, split, row, rows, count, store, given, carried,
     begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, settle: gl.constexpr, finish: gl.constexpr,
     LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -184,24 +214,26 @@ def stream_parts(
         sources += (ins[i].to(gl.pointer_type(gl.int32), bitcast=True) + at,)
     ins = sources
     team, teams = gl.program_id(0) // split, gl.num_programs(0) // split
-    tiles = (count + rows - 1) // rows
+    FOLD: gl.constexpr = len(rings)
+    tiles = (count + rows * FOLD - 1) // (rows * FOLD)
     slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
     slots = tiles + slack + AHEAD
     ask_unit, ask_tile, ask_at = team, team * 0, gl.cast(team, gl.int64) * unit_words
-    jump = teams * unit_words - gl.cast(tiles - 1, gl.int64) * tile_words
-    tile_words = gl.cast(tile_words, gl.int64)
+    block_words = gl.cast(block_words, gl.int64)
+    tile_words = FOLD * block_words
+    jump = teams * unit_words - (tiles - 1) * tile_words
     for i in range(AHEAD):
-        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
     slot = team * 0
     free = slot + AHEAD
     async_copy.wait_group(AHEAD - 1)
-    sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
+    sums = begin(tiles_in(rings[0], slot, layout), given, LINES, dtype)
     for i in range(tiles):
         async_copy.wait_group(AHEAD - 1)
-        new = tiles_in(rings, slot, layout)
-        sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
-        ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+        new = tile_in(rings, slot, layout)
+        sums = include_tile(sums, new, i, row, rows, count, given, dtype, include)
+        ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
         slot, free = following(slot, slots), following(free, slots)
     out_at = ask_at
@@ -216,17 +248,17 @@ def stream_parts(
         if there:
             leave(place, first, second, 0)
         async_copy.wait_group(AHEAD - 1)
-        sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
+        sums = begin(tiles_in(rings[0], slot, layout), given, LINES, dtype)
         for i in range(slack):
             async_copy.wait_group(AHEAD - 1)
-            new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
-            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+            new, old = tile_in(rings, slot, layout), tile_in(rings, free, layout)
+            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             tile = tiles - slack + i
-            mask = live_lines(tile, row, rows, count) & (last >= 0) & store
-            gl.store(out + out_at, finish(old, settled, tile, given, dtype), mask=mask[:, None])
+            live = (last >= 0) & store
+            finish_tile(out + out_at, old, settled, tile, row, rows, count, live, block_words, given, dtype, finish)
             out_at += tile_words
-            sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
+            sums = include_tile(sums, new, i, row, rows, count, given, dtype, include)
             slot, free = following(slot, slots), following(free, slots)
         if there:
             mbarrier.wait(place[2].index(1), turn)
@@ -235,13 +267,13 @@ def stream_parts(
         out_at = gl.cast(unit, gl.int64) * unit_words
         for i in range(tiles - slack):
             async_copy.wait_group(AHEAD - 1)
-            new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
-            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+            new, old = tile_in(rings, slot, layout), tile_in(rings, free, layout)
+            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
-            mask = live_lines(i, row, rows, count) & there & store
-            gl.store(out + out_at, finish(old, settled, i, given, dtype), mask=mask[:, None])
+            live = there & store
+            finish_tile(out + out_at, old, settled, i, row, rows, count, live, block_words, given, dtype, finish)
             out_at += tile_words
-            sums = include(sums, new, live_lines(slack + i, row, rows, count)[:, None], given, dtype)
+            sums = include_tile(sums, new, slack + i, row, rows, count, given, dtype, include)
             slot, free = following(slot, slots), following(free, slots)
         turn = turn ^ 1
     async_copy.wait_group(0)
@@ -249,10 +281,13 @@ def stream_parts(
 
 
 @gluon.jit
-def rings_for(count: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr):
-    """A ring of tiles for each of so many inputs."""
+def rings_for(count: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr):
+    """Rings of tiles of FOLD blocks, one a block for each of so many inputs."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rings = ()
-    for _ in gl.static_range(count):
-        rings += (gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], shared),)
+    for _ in gl.static_range(FOLD):
+        of_inputs = ()
+        for _ in gl.static_range(count):
+            of_inputs += (gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], shared),)
+        rings += (of_inputs,)
     return rings

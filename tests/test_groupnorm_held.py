@@ -22,7 +22,7 @@ from tests.op_tests import BF16, FP16, FP32, Case, Way
 from tests.own_tables import way_with
 
 HELD = (
-    'max_n = 1000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, slots = 9, ahead = 2, groups = 4, '
+    'max_n = 1000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, fold = 2, slots = 9, ahead = 2, groups = 4, '
     "members = 64, talkers = 4, registers = 24, num_warps = 4, programs_per_multiprocessor = 3"
 )
 TABLES = "".join(

@@ -146,12 +146,13 @@ def held_plan(multiprocessors: int, loaded: Loaded, shape: Shape) -> Plan | None
     """For teams of programs that hold a part of a channels-last image each, in tiles of lines of eight channels; None
     where they can't."""
     numbers, group, places = loaded.numbers, shape.channels // shape.groups, shape.spatial
-    step = numbers["lines"] * 8 // shape.channels  # places of a tile
+    rows = numbers["lines"] * 8 // shape.channels  # places of a block
+    step = rows * numbers["fold"]  # of a tile
     across = (
         group // 8 if not group & 7 else (group + 6) // 8 + 1
     )  # lines of a place that a group is in, at most
     in_two = group == 4 or group >= 7  # no line is of three groups
-    if not step or not in_two or shape.groups > numbers["groups"] or across * step > numbers["members"]:
+    if not rows or not in_two or shape.groups > numbers["groups"] or across * rows > numbers["members"]:
         return None
     resident = numbers["programs_per_multiprocessor"] * multiprocessors
     least = -(-places // (step * min(numbers["split"], resident)))
