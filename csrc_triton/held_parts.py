@@ -55,7 +55,9 @@ def ask(rings, slot, ins, at, there, tile, row, rows, count, block_words):
     for f in gl.static_range(FOLD):
         mask = (live_lines(tile * FOLD + f, row, rows, count) & there)[:, None]
         for i in gl.static_range(len(ins)):
-            async_copy.async_copy_global_to_shared(rings[f][i].index(slot), ins[i] + (at + f * block_words), mask=mask)
+            async_copy.async_copy_global_to_shared(
+                rings[f][i].index(slot), ins[i] + (at + f * block_words), mask=mask
+            )
     async_copy.commit_group()
 
 
@@ -79,7 +81,18 @@ def include_tile(sums, blocks, tile, row, rows, count, given, dtype: gl.constexp
 
 @gluon.jit
 def finish_tile(
-    out, blocks, settled, tile, row, rows, count, store, block_words, given, dtype: gl.constexpr, finish: gl.constexpr
+    out,
+    blocks,
+    settled,
+    tile,
+    row,
+    rows,
+    count,
+    store,
+    block_words,
+    given,
+    dtype: gl.constexpr,
+    finish: gl.constexpr,
 ):
     FOLD: gl.constexpr = len(blocks)
     for f in gl.static_range(FOLD):
@@ -256,7 +269,9 @@ def stream_parts(
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             tile = tiles - slack + i
             live = (last >= 0) & store
-            finish_tile(out + out_at, old, settled, tile, row, rows, count, live, block_words, given, dtype, finish)
+            finish_tile(
+                out + out_at, old, settled, tile, row, rows, count, live, block_words, given, dtype, finish
+            )
             out_at += tile_words
             sums = include_tile(sums, new, i, row, rows, count, given, dtype, include)
             slot, free = following(slot, slots), following(free, slots)
@@ -271,7 +286,9 @@ def stream_parts(
             ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             live = there & store
-            finish_tile(out + out_at, old, settled, i, row, rows, count, live, block_words, given, dtype, finish)
+            finish_tile(
+                out + out_at, old, settled, i, row, rows, count, live, block_words, given, dtype, finish
+            )
             out_at += tile_words
             sums = include_tile(sums, new, slack + i, row, rows, count, given, dtype, include)
             slot, free = following(slot, slots), following(free, slots)

@@ -16,14 +16,13 @@ from build_tools.plan import check_row, make_variant
 from build_tools.profile import read_profile, read_row
 from build_tools.tune import read_problems
 from liger_aot.group_plans import HANDOVER, Shape, held_plan
-from liger_aot.stream_words import HEAD, PER_THREAD_STREAM, StreamWords
 from tests import test_groupnorm
 from tests.op_tests import BF16, FP16, FP32, Case, Way
 from tests.own_tables import way_with
 
 HELD = (
-    'max_n = 1000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, fold = 2, slots = 9, ahead = 2, groups = 4, '
-    "members = 64, talkers = 4, registers = 24, num_warps = 4, programs_per_multiprocessor = 3"
+    'max_n = 1000, form = "held", dtype = ["bf16", "fp16"], split = 8, lines = 32, fold = 2, slots = 9, ahead = 2, '
+    "groups = 4, members = 64, talkers = 4, registers = 24, num_warps = 4, programs_per_multiprocessor = 3"
 )
 TABLES = "".join(
     f"""
@@ -114,15 +113,6 @@ def test_plans(kernel: str) -> None:
             assert tiles + min(tiles, HANDOVER) <= numbers["slots"] - numbers["ahead"]
             assert found.words >= images * found.split * 32
         assert held_plan(multiprocessors, loaded, Shape(1, 128, 32, 1 << 18, True)) is None
-
-
-def test_words_of_streams() -> None:
-    words = StreamWords(torch.device("cpu"))
-    first = words.on(7, 10)
-    assert first.numel() >= HEAD + 10 and not first[:HEAD].any()
-    assert words.on(7, 4) is first and words.on(8, 4) is not first
-    assert words.on(7, 100).numel() >= HEAD + 100
-    assert words.on(PER_THREAD_STREAM, 4) is not words.on(PER_THREAD_STREAM, 4)
 
 
 def candidates(kernel: str) -> list[dict[str, int]]:

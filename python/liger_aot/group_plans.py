@@ -11,6 +11,7 @@ from liger_aot.runtime import REMEMBERED, Loaded, OpOn
 from liger_aot.stream_words import StreamWords
 
 LONGEST = (1 << 31) - 1  # takes a table's last row
+HEAD = 2  # words ahead of those that a held launch exchanges through: the counter of csrc_triton.exchange's barrier
 HANDOVER = 5  # tiles that a program streams, at least, while the parts of a unit are exchanged
 PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
 
@@ -102,7 +103,7 @@ def words_of(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> Te
     kept: StreamWords | None = on.plans.get("words")
     if kept is None:
         kept = on.plans.setdefault("words", StreamWords(x.device))
-    return kept.on(stream, plan.words)
+    return kept.on(stream, HEAD + plan.words)
 
 
 def _shares(on: OpOn, loaded: Loaded, shape: Shape) -> bool:
