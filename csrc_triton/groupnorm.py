@@ -37,8 +37,8 @@ DECLARATION = {
         "groupnorm_forward": {
             "arguments": {
                 "Y": "*dtype", "X": "*dtype", "W": "*dtype", "B": "*dtype", "STATS": "*fp32", "WORDS": "*i64",
-                "n_units": "i32", "groups": "i32", "channels": "i32", "spatial": "i32", "size": "i64",
-                "length": "i64", "split": "i32", "eps": "fp32", "w_kind": "i32", "b_kind": "i32",
+                "launch": "i32", "n_units": "i32", "groups": "i32", "channels": "i32", "spatial": "i32",
+                "size": "i64", "length": "i64", "split": "i32", "eps": "fp32", "w_kind": "i32", "b_kind": "i32",
                 "store_stats": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
@@ -78,8 +78,8 @@ DECLARATION = {
         "groupnorm_forward_last": {
             "arguments": {
                 "Y": "*dtype", "X": "*dtype", "W": "*dtype", "B": "*dtype", "STATS": "*fp32", "WORDS": "*i64",
-                "n_units": "i32", "units": "i32", "groups": "i32", "channels": "i32", "width": "i32",
-                "n_cols": "i32", "spatial": "i32", "length": "i32", "split": "i32", "eps": "fp32",
+                "launch": "i32", "n_units": "i32", "units": "i32", "groups": "i32", "channels": "i32",
+                "width": "i32", "n_cols": "i32", "spatial": "i32", "length": "i32", "split": "i32", "eps": "fp32",
                 "w_kind": "i32", "b_kind": "i32", "store_stats": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
@@ -106,9 +106,9 @@ DECLARATION = {
         "groupnorm_backward": {
             "arguments": {
                 "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "W": "*dtype", "STATS": "*fp32",
-                "PARTIALS": "*fp32", "WORDS": "*i64", "n_units": "i32", "groups": "i32", "channels": "i32",
-                "spatial": "i32", "length": "i32", "split": "i32", "columns": "i32", "db_column": "i32",
-                "w_kind": "i32", "store_dx": "i32", "store_dw": "i32", "store_db": "i32",
+                "PARTIALS": "*fp32", "WORDS": "*i64", "launch": "i32", "n_units": "i32", "groups": "i32",
+                "channels": "i32", "spatial": "i32", "length": "i32", "split": "i32", "columns": "i32",
+                "db_column": "i32", "w_kind": "i32", "store_dx": "i32", "store_dw": "i32", "store_db": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DX", "DY", "X", "spatial", "length"],
@@ -140,8 +140,8 @@ DECLARATION = {
         "groupnorm_backward_last": {
             "arguments": {
                 "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "W": "*dtype", "STATS": "*fp32",
-                "PARTIALS": "*fp32", "WORDS": "*i64", "n_units": "i32", "units": "i32", "groups": "i32",
-                "channels": "i32", "width": "i32", "n_cols": "i32", "spatial": "i32", "length": "i32",
+                "PARTIALS": "*fp32", "WORDS": "*i64", "launch": "i32", "n_units": "i32", "units": "i32",
+                "groups": "i32", "channels": "i32", "width": "i32", "n_cols": "i32", "spatial": "i32", "length": "i32",
                 "split": "i32", "columns": "i32", "db_column": "i32", "w_kind": "i32", "store_dx": "i32",
                 "store_dw": "i32", "store_db": "i32",
             },
@@ -172,7 +172,7 @@ DECLARATION = {
 
 @triton.jit
 def forward_whole(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def forward_whole(
 
 @triton.jit
 def forward_first(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -190,14 +190,14 @@ def forward_first(
     one channel."""
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     walk_groups(
-        Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+        Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
         store_stats, SPLIT, BLOCK, BLOCKS, fold,
     )  # fmt: skip
 
 
 @gluon.jit
 def forward_ring(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
     PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
@@ -210,21 +210,21 @@ def forward_ring(
 
 @triton.jit
 def forward_any(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``forward_first`` with a channel for every element."""
     walk_groups(
-        Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+        Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
         store_stats, SPLIT, BLOCK, 0, 1,
     )  # fmt: skip
 
 
 @triton.jit
 def forward_unit(
-    unit, Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
-    w_kind, b_kind, store_stats,
+    unit, Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length, split,
+    eps, w_kind, b_kind, store_stats,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a unit."""
@@ -238,7 +238,7 @@ def forward_unit(
     mean, deviation = part_moments(X + at, width, channels, n_cols, count, ROWS, BLOCK, GROUPS)
     if SPLIT > 1:
         mean, deviation = team_moments(
-            WORDS, unit, mean, deviation, part, split, length, spatial, channels, SPLIT, GROUPS
+            WORDS, launch, unit, mean, deviation, part, split, length, spatial, channels, SPLIT, GROUPS
         )
     rstd = tl.rsqrt(deviation / (spatial.to(tl.float32) * channels) + eps)
     stats = STATS + (image * groups + column // channels + group) * 2
@@ -253,7 +253,7 @@ def forward_unit(
 
 @triton.jit
 def forward_last(
-    Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
+    Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
     w_kind, b_kind, store_stats,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -261,19 +261,19 @@ def forward_last(
     if SPLIT > 1:
         for unit in range(tl.program_id(0) // split, n_units, tl.num_programs(0) // split):
             forward_unit(
-                unit, Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial,
+                unit, Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial,
                 length, split, eps, w_kind, b_kind, store_stats, SPLIT, ROWS, BLOCK, GROUPS,
             )  # fmt: skip
     else:
         forward_unit(
-            tl.program_id(0), Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols,
+            tl.program_id(0), Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols,
             spatial, length, split, eps, w_kind, b_kind, store_stats, SPLIT, ROWS, BLOCK, GROUPS,
         )  # fmt: skip
 
 
 @gluon.jit
 def forward_last_held(
-    Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
+    Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
     w_kind, b_kind, store_stats,
     SPLIT: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
     GROUPS: gl.constexpr, MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -287,7 +287,7 @@ def forward_last_held(
 
 @triton.jit
 def backward_first(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -295,14 +295,14 @@ def backward_first(
     channels by BLOCK. PARTIALS[images * split, columns] gets each channel's sums over a part."""
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     walk_gradients(
-        DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
-        w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, fold,
+        DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns,
+        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, fold,
     )  # fmt: skip
 
 
 @gluon.jit
 def backward_ring(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
     PIECES: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
@@ -315,21 +315,21 @@ def backward_ring(
 
 @triton.jit
 def backward_any(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``backward_first`` for elements that are loaded one by one."""
     walk_gradients(
-        DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
-        w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, 1,
+        DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns,
+        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, 1,
     )  # fmt: skip
 
 
 @triton.jit
 def backward_unit(
-    unit, DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
-    columns, db_column, w_kind, store_dx, store_dw, store_db,
+    unit, DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial,
+    length, split, columns, db_column, w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a unit."""
@@ -350,7 +350,7 @@ def backward_unit(
         width, channels, n_cols, count, db_column, w_kind, store_dw, store_db, ROWS, BLOCK, GROUPS,
     )  # fmt: skip
     if SPLIT > 1:
-        along, offset = team_sums(WORDS, unit, along, offset, part, split, SPLIT, GROUPS)
+        along, offset = team_sums(WORDS, launch, unit, along, offset, part, split, SPLIT, GROUPS)
     if store_dx != 0:
         finish_last(
             DX + at, X + at, DY + at, W, column, mean, rstd, along / n, offset / n, width, channels, n_cols, count,
@@ -360,21 +360,21 @@ def backward_unit(
 
 @triton.jit
 def backward_last(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
-    columns, db_column, w_kind, store_dx, store_dw, store_db,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length,
+    split, columns, db_column, w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Units and parts as in ``forward_last``, partials as in ``backward_first``."""
     if SPLIT > 1:
         for unit in range(tl.program_id(0) // split, n_units, tl.num_programs(0) // split):
             backward_unit(
-                unit, DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols,
+                unit, DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols,
                 spatial, length, split, columns, db_column, w_kind, store_dx, store_dw, store_db, SPLIT,
                 ROWS, BLOCK, GROUPS,
             )  # fmt: skip
     else:
         backward_unit(
-            tl.program_id(0), DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width,
+            tl.program_id(0), DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width,
             n_cols, spatial, length, split, columns, db_column, w_kind, store_dx, store_dw, store_db, SPLIT,
             ROWS, BLOCK, GROUPS,
         )  # fmt: skip
@@ -382,8 +382,8 @@ def backward_last(
 
 @gluon.jit
 def backward_last_held(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
-    columns, db_column, w_kind, store_dx, store_dw, store_db,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length,
+    split, columns, db_column, w_kind, store_dx, store_dw, store_db,
     SPLIT: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
     GROUPS: gl.constexpr, MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip

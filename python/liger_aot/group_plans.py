@@ -94,16 +94,14 @@ def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> t
     return found
 
 
-def words_of(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> Tensor | None:
-    """What the programs of a launch exchange through, beside x."""
+def words_of(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> tuple[Tensor | None, int]:
+    """What the programs of a launch exchange through, beside x, and the launch's number."""
     if not plan.words:
-        return None
-    if "slots" not in loaded.numbers:
-        return x.new_zeros(plan.words, dtype=torch.int64)
+        return None, 0
     kept: StreamWords | None = on.plans.get("words")
     if kept is None:
         kept = on.plans.setdefault("words", StreamWords(x.device))
-    return kept.on(stream, HEAD + plan.words)
+    return kept.numbered(stream, HEAD + plan.words)
 
 
 def _shares(on: OpOn, loaded: Loaded, shape: Shape) -> bool:
