@@ -67,13 +67,6 @@ DECLARATION = {
                     "covers": "PIECES * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
-                "team": {
-                    "language": "gluon",
-                    "function": "forward_team",
-                    "constants": ["SPLIT", "PIECES", "BLOCK", "STAGES", "TILES"],
-                    "cooperative": "SPLIT",
-                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-                },
                 "any": {
                     "function": "forward_any",
                     "constants": ["SPLIT", "BLOCK", "TILES"],
@@ -210,21 +203,8 @@ def forward_ring(
 ):  # fmt: skip
     """Persistent programs, a group a step, held in shared memory: see ``groupnorm_ring``."""
     walk_ring(
-        Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-        store_stats, 1, PIECES, BLOCK // 8, STAGES,
-    )  # fmt: skip
-
-
-@gluon.jit
-def forward_team(
-    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-    store_stats,
-    SPLIT: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
-    """``forward_ring`` for groups that teams hold, a part each program."""
-    walk_ring(
-        Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-        store_stats, SPLIT, PIECES, BLOCK // 8, STAGES,
+        Y, X, W, B, STATS, n_units, groups, channels, spatial, size, eps, w_kind, b_kind, store_stats, PIECES,
+        BLOCK // 8, STAGES,
     )  # fmt: skip
 
 

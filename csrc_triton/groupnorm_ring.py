@@ -10,9 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.exchange import poll, post
-from csrc_triton.groupnorm_parts import channels_of, posted, reciprocal
-from csrc_triton.moments import merge
+from csrc_triton.groupnorm_parts import reciprocal
 from csrc_triton.norm_ring import add_both, lines_layout
 from csrc_triton.norm_vectors import load_vector
 from csrc_triton.packed import even, odd, pair_up
@@ -28,51 +26,32 @@ def ask(xs, slot, X, at, size, there, PIECES: gl.constexpr, LINES: gl.constexpr)
 
 
 @gluon.jit
-def swap(WORDS, launch, unit, a, b, part, split, SPLIT: gl.constexpr):
-    """``groupnorm_parts.swap`` of one value each: [SPLIT], of which the ones from ``split`` on are the last one's."""
-    WORDS += gl.cast(unit, gl.int64) * 2 * split
-    post(WORDS + part, a, launch)
-    post(WORDS + split + part, b, launch)
-    lane = gl.arange(0, SPLIT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    at = WORDS + gl.minimum(lane, split - 1)
-    first, second = poll(at), poll(at + split)
-    while gl.max((first.to(gl.int32) ^ launch) | (second.to(gl.int32) ^ launch), 0) != 0:
-        first = poll(at)
-        second = poll(at + split)
-    return posted(first), posted(second), lane
-
-
-@gluon.jit
 def walk_ring(
-    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
-    store_stats,
-    SPLIT: gl.constexpr, PIECES: gl.constexpr, LINES: gl.constexpr, STAGES: gl.constexpr,
+    Y, X, W, B, STATS, n_units, groups, channels, spatial, size, eps, w_kind, b_kind, store_stats,
+    PIECES: gl.constexpr, LINES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Groups program_id, program_id + programs, ..., or teams' parts of ``length`` elements of them; PIECES blocks of
-    LINES lines of four pairs hold one."""
+    """Groups program_id, program_id + programs, ...; PIECES blocks of LINES lines of four pairs hold one."""
     dtype: gl.constexpr = X.dtype.element_ty
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
     layout: gl.constexpr = lines_layout(gl.num_warps())
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
     at = line[:, None] * 4 + gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
-    first, step, part = gl.program_id(0), gl.num_programs(0), 0
-    if SPLIT > 1:
-        first, step, part = first // split, step // split, first % split
-    start = part * length
-    X = X.to(pairs, bitcast=True) + start // 2 + at
-    Y = Y.to(pairs, bitcast=True) + start // 2 + at
-    n = gl.minimum(length, size - start).to(gl.int32)
-    half, half_size = n // 2, size // 2
+    X = X.to(pairs, bitcast=True) + at
+    Y = Y.to(pairs, bitcast=True) + at
+    n = size.to(gl.int32)
+    half = n // 2
+    part = 1.0 / n
     magic = reciprocal(spatial)
-    before, offset = (start // spatial).to(gl.int32), (start % spatial).to(gl.int32)
+    step = gl.num_programs(0)
     zero = n_units >> 31  # unknown to the compiler: fp32 copies of what is kept would be kept, too
     xs = ()
     for _ in gl.static_range(PIECES):
         xs += (gl.allocate_shared_memory(gl.int32, [STAGES, LINES, 4], shared),)
+    first = gl.program_id(0)
     for i in gl.static_range(STAGES):
         unit = first + i * step
-        ask(xs, i, X + unit * half_size, at, half, unit < n_units, PIECES, LINES)
+        ask(xs, i, X + gl.cast(unit, gl.int64) * half, at, half, unit < n_units, PIECES, LINES)
     slot = 0
     for unit in range(first, n_units, step):
         async_copy.wait_group(STAGES - 1)
@@ -80,12 +59,12 @@ def walk_ring(
         for i in gl.static_range(PIECES):
             kept += (xs[i].index(slot).load(layout),)
         later = unit + STAGES * step
-        ask(xs, slot, X + later * half_size, at, half, later < n_units, PIECES, LINES)
+        ask(xs, slot, X + gl.cast(later, gl.int64) * half, at, half, later < n_units, PIECES, LINES)
         slot = gl.where(slot < STAGES - 1, slot + 1, 0)
         sums = gl.zeros([LINES, 4], gl.float32, layout)
         for i in gl.static_range(PIECES):
             sums += even(kept[i], dtype) + odd(kept[i], dtype)
-        mean = gl.sum(gl.sum(sums, 1), 0) / n
+        mean = gl.sum(gl.sum(sums, 1), 0) * part
         squares = gl.zeros([LINES, 4], gl.float32, layout)
         for i in gl.static_range(PIECES):
             inside = at < half - i * LINES * 4
@@ -94,21 +73,15 @@ def walk_ring(
             high = gl.where(inside, odd(x, dtype) - mean, 0.0)
             squares += low * low
             squares += high * high
-        deviation = gl.sum(gl.sum(squares, 1), 0)
-        if SPLIT > 1:
-            means, deviations, lane = swap(WORDS, launch, unit, mean, deviation, part, split, SPLIT)
-            counts = gl.maximum(gl.minimum(length, size - lane.to(gl.int64) * length), 0).to(gl.float32)
-            counts = gl.where(lane < split, counts, 0.0)
-            mean, deviation = merge(means, deviations, counts, size.to(gl.float32))
-        rstd = gl.rsqrt(deviation / size + eps)
-        if (store_stats != 0) & (part == 0):
+        rstd = gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) * part + eps)
+        if store_stats != 0:
             gl.store(STATS + unit * 2, mean)
             gl.store(STATS + unit * 2 + 1, rstd)
-        first_channel = unit % groups * channels + before
-        out = Y + unit * half_size
+        first_channel = unit % groups * channels
+        out = Y + gl.cast(unit, gl.int64) * half
         for i in gl.static_range(PIECES):
             place = (i * LINES + line) * 8
-            channel = first_channel + channels_of(offset + place, spatial, magic, PIECES * LINES * 8)
+            channel = first_channel + gl.umulhi(place.to(gl.uint32), magic).to(gl.int32)
             live = place < n
             w = gl.where(w_kind == 0, 1.0, load_vector(W, channel, live, w_kind)) * rstd
             b = load_vector(B, channel, live, b_kind) - mean * w
@@ -134,13 +107,6 @@ def ask_channels(xs, dys, slot, X, DY, mask, row, channels, half, PIECES: gl.con
         async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * ROWS * half, mask=live)
         async_copy.async_copy_global_to_shared(dys[i].index(slot), DY + i * ROWS * half, mask=live)
     async_copy.commit_group()
-
-
-@gluon.jit
-def add_ten(
-    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9
-):  # fmt: skip
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7, a8 + b8, a9 + b9
 
 
 @gluon.jit
@@ -195,20 +161,17 @@ def walk_gradients_ring(
         slot = gl.where(slot < STAGES - 1, slot + 1, 0)
         first_channel = unit % groups * channels
         sums = PARTIALS + gl.cast(unit // groups, gl.int64) * columns + first_channel
-        dots, totals = (), ()
-        for i in gl.static_range(PIECES):
-            low = even(kept_dy[i], dtype)
-            high = odd(kept_dy[i], dtype)
-            dots += (low * (even(kept_x[i], dtype) - mean) + high * (odd(kept_x[i], dtype) - mean),)
-            totals += (low + high,)
-        along_rows = gl.reduce(dots + totals, 1, add_ten)
         alongs = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
         offsets = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
         ws = ()
         for i in gl.static_range(PIECES):
             channel = i * ROWS + row
             in_rows = channel < channels
-            dw, db = along_rows[i] * rstd, along_rows[PIECES + i]
+            low = even(kept_dy[i], dtype)
+            high = odd(kept_dy[i], dtype)
+            dots = low * (even(kept_x[i], dtype) - mean) + high * (odd(kept_x[i], dtype) - mean)
+            dw, db = gl.reduce((dots, low + high), 1, add_both)
+            dw *= rstd
             gl.store(sums + channel, dw, mask=in_rows & (store_dw != 0))
             gl.store(sums + db_column + channel, db, mask=in_rows & (store_db != 0))
             w = gl.where(w_kind == 0, 1.0, load_vector(W, first_channel + channel, in_rows, w_kind))

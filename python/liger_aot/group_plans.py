@@ -10,8 +10,7 @@ from torch import Tensor
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn
 from liger_aot.stream_words import StreamWords
 
-LONGEST = (1 << 31) - 1  # takes a table's last row, for teams that read a group twice
-TEAMS = LONGEST - 1  # and the one before it, for teams that hold it; of the same row where there is none such
+LONGEST = (1 << 31) - 1  # takes a table's last row
 HEAD = 2  # words ahead of those that a held launch exchanges through: the counter of csrc_triton.exchange's barrier
 HANDOVER = 5  # tiles that a program streams, at least, while the parts of a unit are exchanged
 PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
@@ -88,9 +87,7 @@ def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> t
         while way == "backward" and shape.channels // shape.groups > _most_channels(loaded):
             loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
         if held is None and _shares(on, loaded, shape):
-            loaded = kernel((dtype, aligned), TEAMS)
-            if _width(loaded, shape) * shape.spatial > loaded.numbers.get("split", 1) * _longest(loaded):
-                loaded = kernel((dtype, aligned), LONGEST)
+            loaded = kernel((dtype, aligned), LONGEST)
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
         on.plans[key] = found = loaded, held or _plan(on, loaded, way, shape)
