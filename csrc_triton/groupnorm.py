@@ -89,7 +89,8 @@ DECLARATION = {
                     "language": "gluon",
                     "function": "forward_last_held",
                     "constants": [
-                        "SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS",
+                        "SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "PARTS", "TALKERS",
+                        "REGISTERS",
                     ],
                     "defaults": {"FOLD": 1},
                     "cooperative": "SPLIT",
@@ -152,7 +153,8 @@ DECLARATION = {
                     "language": "gluon",
                     "function": "backward_last_held",
                     "constants": [
-                        "SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS",
+                        "SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "PARTS", "TALKERS",
+                        "REGISTERS",
                     ],
                     "defaults": {"FOLD": 1},
                     "cooperative": "SPLIT",
@@ -276,12 +278,13 @@ def forward_last_held(
     Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
     w_kind, b_kind, store_stats,
     SPLIT: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-    GROUPS: gl.constexpr, MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr, MEMBERS: gl.constexpr, PARTS: gl.constexpr, TALKERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Units are images, of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
     walk_images(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
-        store_stats, SPLIT, GROUPS, MEMBERS, LINES, FOLD, SLOTS, AHEAD, TALKERS, REGISTERS,
+        store_stats, PARTS, GROUPS, MEMBERS, LINES, FOLD, SLOTS, AHEAD, TALKERS, REGISTERS,
     )  # fmt: skip
 
 
@@ -385,11 +388,12 @@ def backward_last_held(
     DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length,
     split, columns, db_column, w_kind, store_dx, store_dw, store_db,
     SPLIT: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-    GROUPS: gl.constexpr, MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr, MEMBERS: gl.constexpr, PARTS: gl.constexpr, TALKERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``forward_last_held`` for the gradients, with a row of PARTIALS a program: see ``groupnorm_held_gradients``."""
     walk_image_gradients(
         DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns,
-        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, GROUPS, MEMBERS, LINES, FOLD, SLOTS, AHEAD, TALKERS,
+        db_column, w_kind, store_dx, store_dw, store_db, PARTS, GROUPS, MEMBERS, LINES, FOLD, SLOTS, AHEAD, TALKERS,
         REGISTERS,
     )  # fmt: skip

@@ -252,7 +252,7 @@ def stream_images(
 @gluon.jit
 def talk_of_images(
     place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, store_stats,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     start, count, rows, _, vector = places_in(n_cols, spatial, length, split, LINES)
     members = members_of(count, rows, n_cols // 8, groups, channels, GROUPS, MEMBERS)
@@ -267,7 +267,7 @@ def talk_of_images(
         gather_last,
         weigh_last,
         conclude_last,
-        SPLIT,
+        PARTS,
         GROUPS,
         MEMBERS,
         LINES,
@@ -278,7 +278,7 @@ def talk_of_images(
 def walk_images(
     Y, X, W, B, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
     store_stats,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr,
     SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Channels-last images, in parts of ``length`` places."""
@@ -289,7 +289,7 @@ def walk_images(
             (stream_images, (place, rings, Y, X, W, B, n_images, channels, n_cols, spatial, length, split, w_kind,
                              b_kind, LINES, SLOTS, AHEAD)),
             (talk_of_images, (place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps,
-                              store_stats, SPLIT, GROUPS, MEMBERS, LINES)),
+                              store_stats, PARTS, GROUPS, MEMBERS, LINES)),
         ],
         [TALKERS],
         [REGISTERS],

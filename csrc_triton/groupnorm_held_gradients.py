@@ -163,19 +163,19 @@ def stream(
 @gluon.jit
 def talk(
     place, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     _, count, rows, _, vector = places_in(n_cols, spatial, length, split, LINES)
     members = members_of(count, rows, n_cols // 8, groups, channels, GROUPS, MEMBERS)
     given = members, vector, STATS, groups, channels, spatial
-    talk_parts(place, WORDS, n_units, split, given, gather, weigh, conclude, SPLIT, GROUPS, MEMBERS, LINES)
+    talk_parts(place, WORDS, n_units, split, given, gather, weigh, conclude, PARTS, GROUPS, MEMBERS, LINES)
 
 
 @gluon.jit
 def walk_image_gradients(
     DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr,
     SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Channels-last images, in parts of ``length`` places. PARTIALS[programs, columns]."""
@@ -186,7 +186,7 @@ def walk_image_gradients(
             (stream, (place, rings, DX, DY, X, W, STATS, PARTIALS, n_units, groups, channels, n_cols, spatial, length,
                       split, columns, db_column, w_kind, store_dx, store_dw, store_db, LINES, SLOTS, AHEAD)),
             (talk, (place, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split,
-                    SPLIT, GROUPS, MEMBERS, LINES)),
+                    PARTS, GROUPS, MEMBERS, LINES)),
         ],
         [TALKERS],
         [REGISTERS],

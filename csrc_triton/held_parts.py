@@ -117,10 +117,9 @@ def following(slot, slots):
 
 
 @gluon.jit
-def exchanged(WORDS, unit, split, own, given, weigh: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr):
+def exchanged(WORDS, unit, split, own, given, weigh: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr):
     """What all parts of a unit posted, weighed and added up, and the first of this part's ``own`` values, [GROUPS]."""
     layout: gl.constexpr = words_layout(GROUPS, gl.num_warps())
-    PARTS: gl.constexpr = min(SPLIT, 32)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))
     part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, layout))
     a = gl.zeros([PARTS, GROUPS], gl.float32, layout)
@@ -170,7 +169,7 @@ def take(place, LINES: gl.constexpr):
 def talk_parts(
     place, WORDS, n_units, split, given,
     gather: gl.constexpr, weigh: gl.constexpr, conclude: gl.constexpr,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     """The warps that hand a part's sums to the other programs, while others stream: see ``stream_parts``. WORDS holds a
     barrier's counter in its first word and room for [n_units, split, GROUPS] from its third on.
@@ -198,7 +197,7 @@ def talk_parts(
         post_both(WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group, a, b, True)
         while waiting:
             waiting = not arrived(counter, before)
-        totals = exchanged(WORDS, unit, split, a, given, weigh, SPLIT, GROUPS)
+        totals = exchanged(WORDS, unit, split, a, given, weigh, PARTS, GROUPS)
         first, second = conclude(totals, unit, given)
         leave(place, first, second, 1)
         turn = turn ^ 1
