@@ -29,3 +29,14 @@ def test_launches_that_need_not_follow_each_other_share_none(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     captured = words.on(0, 4)
     assert captured is not kept and words.on(0, 4) is not captured
+
+
+def test_no_words_have_the_number_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = StreamWords(torch.device("cpu"))
+    first, one = words.numbered(7, 4)
+    again, two = words.numbered(7, 4)
+    assert again is first and 0 < one < two
+    monkeypatch.setattr("liger_aot.stream_words.NUMBERS", 4)  # it begins again, with words that are zeros
+    first.fill_(1)
+    numbers = {words.numbered(7, 4)[1] for _ in range(2)}
+    assert numbers == {3, 1} and not words.on(7, 4).any()
