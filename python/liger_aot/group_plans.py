@@ -15,7 +15,7 @@ HEAD = 2  # words ahead of those that a held launch exchanges through: the count
 HANDOVER = 72 << 10  # bytes that a program reads while the parts of a unit are exchanged
 ROUND = 24 << 10  # and while another PARTS of them are read
 UNIT = 16 << 10  # and while it adds up what its lines found in a part
-ALONE = 112 << 10  # bytes of a part that no other follows: what is longer is read twice in as much time
+ALONE = 96 << 10  # bytes of a part: where they are more, and of one or two images, the other form is faster
 PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
 
 
@@ -178,7 +178,7 @@ def held_plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan | None:
     length = min(fitting, key=cost) * step
     split = -(-places // length)
     teams = min(resident // split, shape.images)
-    if teams == shape.images and length // step * tile > ALONE:
+    if shape.images <= 2 * teams and length // step * tile > ALONE:
         return None
     sizes = (shape.images, 1, shape.groups, group, shape.channels, shape.channels, places)
     return Plan(
