@@ -12,7 +12,8 @@ spatial dimensions, of TILES tiles if that takes no more than SPLIT programs; TI
 longest group of a program where SPLIT is 1. There is no exchange on AMD.
 
 On Hopper a program copies groups that its registers can hold to shared memory ahead of their use (``ring``), and teams
-hold channels-last images in it, of which they read each once (``held``, a candidate).
+hold channels-last images in it, of which they read each once (``held``). What teams that read twice hand over in WORDS
+is marked with ``launch``, a number that no launch before had: so nobody need zero them (0.02 of the copy).
 
 Statistics are fp32 and never a difference of large sums (``moments``). STATS[n_units, 2] holds mean and
 1 / sqrt(var + eps). Weight and bias are of x's dtype or fp32 (``norm_vectors``): that is asked once, ahead of loops.
@@ -30,6 +31,8 @@ from csrc_triton.groupnorm_held_gradients import walk_image_gradients
 from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, scale_last
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
 from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
+
+HELD = ["SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "PARTS", "TALKERS", "REGISTERS"]
 
 DECLARATION = {
     "op": "groupnorm",
@@ -88,10 +91,7 @@ DECLARATION = {
                 "held": {
                     "language": "gluon",
                     "function": "forward_last_held",
-                    "constants": [
-                        "SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "PARTS", "TALKERS",
-                        "REGISTERS",
-                    ],
+                    "constants": HELD,
                     "defaults": {"FOLD": 1},
                     "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
@@ -152,10 +152,7 @@ DECLARATION = {
                 "held": {
                     "language": "gluon",
                     "function": "backward_last_held",
-                    "constants": [
-                        "SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "PARTS", "TALKERS",
-                        "REGISTERS",
-                    ],
+                    "constants": HELD,
                     "defaults": {"FOLD": 1},
                     "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},

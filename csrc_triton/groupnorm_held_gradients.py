@@ -105,7 +105,7 @@ def settle(first, second, unit, carried, given):
 
 
 @gluon.jit
-def finish(tiles, settled, tile, given, dtype: gl.constexpr):
+def finish(tiles, settled, given, dtype: gl.constexpr):
     inside = given[5]
     x, dy = tiles
     scale, first, second = settled
@@ -119,7 +119,7 @@ def finish(tiles, settled, tile, given, dtype: gl.constexpr):
 
 @gluon.jit
 def store_sums(PARTIALS, sums, row, rows, vectors, channel, store):
-    """The sums of a tile's rows, (even, odd) channels."""
+    """The sums of a block's rows, (even, odd) channels."""
     line = gl.arange(0, sums[0].shape[0], layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
     left, low, high = rows, sums[0], sums[1]
     while left > 1:

@@ -6,16 +6,17 @@ half of them, are under way for 1.2 to 1.5 us: 24 KB at every moment. To read un
 
 So a team of ``split`` programs takes a unit. Each copies its part to shared memory and includes it in its sums, hands
 these to the others and waits for theirs (the launch is cooperative), and finishes what it still holds. Tiles are of
-LINES lines of 16 bytes, two 16-bit elements to an int32, and go through a ring of SLOTS tiles, AHEAD of them under way.
-With every tile that is finished, one of the next unit is included; a part's last ``slack`` tiles wait for as many of
-the next part, while the exchange takes place. Every thread reads back what it copied itself.
+FOLD blocks of LINES lines of 16 bytes, two 16-bit elements to an int32, and go through a ring of SLOTS tiles, AHEAD of
+them under way. With every tile that is finished, one of the next unit is included; a part's last ``slack`` tiles wait
+for as many of the next part, while the exchange takes place. Every thread reads back what it copied itself; the
+compiler puts two barriers about a tile all the same, which is why a tile may be of several blocks.
 
-To bring a part's sums together takes 1.4 us and to exchange them 2 us, and left out of the warps that stream, 32 images
-of 320x64x64 took 63 us instead of 76; without either, they would take 48, and a copy 42 (H200). So warps of their own
-talk to the other programs. What is still lost is the time from the last tile that is included to the first that is
-finished, once at a launch's start and once at its end.
+What it falls short by (H200: 32 images of 320x64x64 take 56 us, a copy 43): to bring a part's sums together takes 0.5
+to 1 us (2.3 with 64 MEMBERS), to exchange them 2 us, 1.2 us more for every PARTS above the first, and ``slack`` covers
+3 us of these. So warps of their own talk to the other programs: left to the warps that stream, it took a quarter more.
+Two programs a multiprocessor, with rings of half the size, were slower.
 
-Lines of a tile are in ``rows`` rows, of which the ones from ``count`` on are past the part's end.
+Lines of a block are in ``rows`` rows, of which the ones from ``count`` on are past the part's end.
 """
 
 from triton.experimental import gluon
@@ -43,17 +44,17 @@ def table_layout(members, warps):
 
 
 @gluon.jit
-def live_lines(block, row, rows, count):
-    """Which lines of a part's block are there."""
-    return (row < rows) & (row + block * rows < count)
+def live_lines(block, lines):
+    """Which lines of a part's block are there. ``lines`` are (row, rows, count)."""
+    return (lines[0] < lines[1]) & (lines[0] + block * lines[1] < lines[2])
 
 
 @gluon.jit
-def ask(rings, slot, ins, at, there, tile, row, rows, count, block_words):
+def ask(rings, slot, ins, at, there, tile, lines, block_words):
     """Begin to copy a tile of each input."""
     FOLD: gl.constexpr = len(rings)
     for f in gl.static_range(FOLD):
-        mask = (live_lines(tile * FOLD + f, row, rows, count) & there)[:, None]
+        mask = (live_lines(tile * FOLD + f, lines) & there)[:, None]
         for i in gl.static_range(len(ins)):
             async_copy.async_copy_global_to_shared(
                 rings[f][i].index(slot), ins[i] + (at + f * block_words), mask=mask
@@ -71,33 +72,21 @@ def tile_in(rings, slot, layout: gl.constexpr):
 
 
 @gluon.jit
-def include_tile(sums, blocks, tile, row, rows, count, given, dtype: gl.constexpr, include: gl.constexpr):
+def include_tile(sums, blocks, tile, lines, given, dtype: gl.constexpr, include: gl.constexpr):
     FOLD: gl.constexpr = len(blocks)
     for f in gl.static_range(FOLD):
-        live = live_lines(tile * FOLD + f, row, rows, count)[:, None]
-        sums = include(sums, blocks[f], live, given, dtype)
+        sums = include(sums, blocks[f], live_lines(tile * FOLD + f, lines)[:, None], given, dtype)
     return sums
 
 
 @gluon.jit
 def finish_tile(
-    out,
-    blocks,
-    settled,
-    tile,
-    row,
-    rows,
-    count,
-    store,
-    block_words,
-    given,
-    dtype: gl.constexpr,
-    finish: gl.constexpr,
+    out, blocks, settled, tile, lines, store, block_words, given, dtype: gl.constexpr, finish: gl.constexpr
 ):
     FOLD: gl.constexpr = len(blocks)
     for f in gl.static_range(FOLD):
-        mask = (live_lines(tile * FOLD + f, row, rows, count) & store)[:, None]
-        gl.store(out + f * block_words, finish(blocks[f], settled, tile, given, dtype), mask=mask)
+        mask = (live_lines(tile * FOLD + f, lines) & store)[:, None]
+        gl.store(out + f * block_words, finish(blocks[f], settled, given, dtype), mask=mask)
 
 
 @gluon.jit
@@ -211,12 +200,12 @@ def stream_parts(
 ):  # fmt: skip
     """Units team, team + teams, ..., of ``unit_words`` int32 each. OUT and ``ins`` point to the part in unit 0.
 
-    What is computed, where all get what is ``given``: ``begin(tiles, given, LINES, dtype)`` makes sums of nothing, of
-    the first tile of each input; ``include(sums, tiles, live, given, dtype)`` adds a tile's lines; ``fold(sums,
+    What is computed, where all get what is ``given``: ``begin(blocks, given, LINES, dtype)`` makes sums of nothing, of
+    the first block of each input; ``include(sums, blocks, live, given, dtype)`` adds a block's lines; ``fold(sums,
     carried, unit, there, given, dtype)`` makes of a part's sums two pairs of values a line, and of what is ``carried``
     from unit to unit, whatever it is, the next. ``talk_parts`` makes two other pairs of these, of which ``settle(first,
-    second, unit, carried, given)`` makes what ``finish(tiles, settled, tile, given, dtype)`` takes for the words of a
-    tile of OUT. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
+    second, unit, carried, given)`` makes what ``finish(blocks, settled, given, dtype)`` takes for the words of a
+    block of OUT. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
     dtype: gl.constexpr = OUT.dtype.element_ty
     layout: gl.constexpr = lines_layout(gl.num_warps())
     at = words_of_block(LINES, layout)
@@ -227,6 +216,7 @@ def stream_parts(
     ins = sources
     team, teams = gl.program_id(0) // split, gl.num_programs(0) // split
     FOLD: gl.constexpr = len(rings)
+    lines = row, rows, count
     tiles = (count + rows * FOLD - 1) // (rows * FOLD)
     slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
     slots = tiles + slack + AHEAD
@@ -235,7 +225,7 @@ def stream_parts(
     tile_words = FOLD * block_words
     jump = teams * unit_words - (tiles - 1) * tile_words
     for i in range(AHEAD):
-        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
+        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
     slot = team * 0
     free = slot + AHEAD
@@ -244,8 +234,8 @@ def stream_parts(
     for i in range(tiles):
         async_copy.wait_group(AHEAD - 1)
         new = tile_in(rings, slot, layout)
-        sums = include_tile(sums, new, i, row, rows, count, given, dtype, include)
-        ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
+        sums = include_tile(sums, new, i, lines, given, dtype, include)
+        ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
         slot, free = following(slot, slots), following(free, slots)
     out_at = ask_at
@@ -264,15 +254,13 @@ def stream_parts(
         for i in range(slack):
             async_copy.wait_group(AHEAD - 1)
             new, old = tile_in(rings, slot, layout), tile_in(rings, free, layout)
-            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
+            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             tile = tiles - slack + i
             live = (last >= 0) & store
-            finish_tile(
-                out + out_at, old, settled, tile, row, rows, count, live, block_words, given, dtype, finish
-            )
+            finish_tile(out + out_at, old, settled, tile, lines, live, block_words, given, dtype, finish)
             out_at += tile_words
-            sums = include_tile(sums, new, i, row, rows, count, given, dtype, include)
+            sums = include_tile(sums, new, i, lines, given, dtype, include)
             slot, free = following(slot, slots), following(free, slots)
         if there:
             mbarrier.wait(place[2].index(1), turn)
@@ -282,14 +270,12 @@ def stream_parts(
         for i in range(tiles - slack):
             async_copy.wait_group(AHEAD - 1)
             new, old = tile_in(rings, slot, layout), tile_in(rings, free, layout)
-            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count, block_words)
+            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             live = there & store
-            finish_tile(
-                out + out_at, old, settled, i, row, rows, count, live, block_words, given, dtype, finish
-            )
+            finish_tile(out + out_at, old, settled, i, lines, live, block_words, given, dtype, finish)
             out_at += tile_words
-            sums = include_tile(sums, new, slack + i, row, rows, count, given, dtype, include)
+            sums = include_tile(sums, new, slack + i, lines, given, dtype, include)
             slot, free = following(slot, slots), following(free, slots)
         turn = turn ^ 1
     async_copy.wait_group(0)
