@@ -152,9 +152,8 @@ def held_plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan | None:
     numbers, group, places = loaded.numbers, shape.channels // shape.groups, shape.spatial
     rows = numbers["lines"] * 8 // shape.channels  # places of a block
     in_two = group == 4 or group >= 7  # no line is of three groups
-    across = (
-        group // 8 if not group & 7 else (group + 6) // 8 + 1
-    )  # lines of a place that a group is in, at most
+    # Lines of a place that a group is in, at most.
+    across = group // 8 if not group & 7 else (group + 6) // 8 + 1
     if not rows or not in_two or shape.groups > numbers["groups"] or across * rows > numbers["members"]:
         return None
     step = rows * numbers["fold"]  # places of a tile
