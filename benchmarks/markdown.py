@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .records import Run
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"  # of the GPU whose figures the pages show
 
@@ -28,6 +30,15 @@ def made_on(environment: Mapping[str, Any]) -> str:
     known = [f"{label} {environment[key]}" for key, label in versions if environment.get(key)]
     date = [environment["date"][:10]] if environment.get("date") else []
     return f"{environment['gpu']} ({', '.join([*known, *date])})"
+
+
+def made_in(run: Run) -> str:
+    """Where a run was made, and those of its sections that were measured again after it."""
+    sections: dict[str, list[str]] = {}
+    for section, seen in run.again.items():
+        sections.setdefault(made_on(vars(seen)), []).append(section)
+    again = (f"; {' and '.join(names)} again on one {made}" for made, names in sections.items())
+    return made_on(vars(run.environment)) + "".join(again)
 
 
 def link(path: Path, start: Path = ROOT) -> str:

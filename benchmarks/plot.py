@@ -38,7 +38,7 @@ def plot(path: Path) -> list[Path]:
         return _plot_models(path, data, figure)
     run = read(path)
     _draw(run, figure, path)
-    seen = run.environment
+    seen = (run.environments("forward", "backward") or [run.environment])[0]
     figure.suptitle(
         f"{run.op} on {seen.gpu} ({seen.date[:10]}): liger-aot {seen.liger_aot}, torch {seen.torch}, "
         f"triton {seen.triton}, Liger {seen.liger_kernel}, QuACK {seen.quack}",

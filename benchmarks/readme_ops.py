@@ -7,7 +7,7 @@ from math import log2
 from pathlib import Path
 
 from . import records, summary
-from .markdown import link, made_on, table
+from .markdown import link, made_in, made_on, table
 from .providers import COPY, NAMES, label
 from .records import Measurement, Run
 
@@ -45,9 +45,9 @@ def rmsnorm(results: Path) -> str:
     copy = sorted(m.bandwidth_gb_s or 0 for m in run.measurements if m.provider == COPY)
     parts = [
         "### RMSNorm",
-        f"One {made_on(vars(run.environment))}, all in one run of `python -m benchmarks rmsnorm`. Every record is in "
-        f"{link(results / 'rmsnorm.json')}; the fractions are of a device-to-device copy of as many bytes, timed in "
-        f"turn with each case (about {copy[len(copy) // 2]:.0f} GB/s).",
+        f"One {made_in(run)}, {'' if run.again else 'all in one run '}of `python -m benchmarks rmsnorm`. Every record "
+        f"is in {link(results / 'rmsnorm.json')}; the fractions are of a device-to-device copy of as many bytes, timed "
+        f"in turn with each case (about {copy[len(copy) // 2]:.0f} GB/s).",
     ]
     for direction, note in (("forward", ""), ("backward", ", every launch counted")):
         found = run.select(direction=direction, dtype="bfloat16")
@@ -111,7 +111,8 @@ def _runs(results: Path, ops: Iterable[str]) -> dict[str, Run]:
 
 def _sources(runs: dict[str, Run]) -> str:
     """Each way the runs were made, one after the other where there are several."""
-    made = dict.fromkeys(made_on(vars(run.environment)) for run in runs.values())
+    seen = (one for run in runs.values() for one in run.environments("forward", "backward"))
+    made = dict.fromkeys(made_on(vars(one)) for one in seen)
     return f"Runs of `python -m benchmarks` on one {'; on one '.join(made)}"
 
 

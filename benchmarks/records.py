@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,11 @@ class Measurement:
             )
 
     @property
+    def section(self) -> str:
+        """The part of a run that it belongs to: "forward", "backward", "host" or "cold"."""
+        return self.direction.partition("_")[0]
+
+    @property
     def point(self) -> str:
         """Which problem, in a table's words: the row length of (rows, n), any other shape whole."""
         shape = str(self.shape[-1]) if len(self.shape) == 2 else "x".join(map(str, self.shape))
@@ -81,11 +87,29 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Run:
-    """All measurements of one op in one run."""
+    """All measurements of one op: of one run, but for the sections that were measured again after it."""
 
     op: str
     environment: Environment
     measurements: tuple[Measurement, ...]
+    again: dict[str, Environment] = dataclasses.field(default_factory=dict)
+    """Section -> where and from what it was measured again."""
+
+    def environments(self, *sections: str) -> list[Environment]:
+        """Those that the sections' measurements were made in, each once; of all sections by default."""
+        made = (m.section for m in self.measurements if not sections or m.section in sections)
+        found: list[Environment] = []
+        for seen in (self.again.get(section, self.environment) for section in dict.fromkeys(made)):
+            if seen not in found:
+                found.append(seen)
+        return found
+
+    def without(self, sections: Sequence[str], environment: Environment) -> Run:
+        """What stays of it where these sections are measured again in another environment."""
+        kept = tuple(m for m in self.measurements if m.section not in sections)
+        if not kept:
+            return Run(self.op, environment, ())
+        return Run(self.op, self.environment, kept, self.again | dict.fromkeys(sections, environment))
 
     def select(self, **fields: object) -> list[Measurement]:
         """The measurements whose named fields have these values, in the order they were made."""
@@ -131,9 +155,11 @@ def _problem(m: Measurement) -> str | None:
 def write(path: Path, run: Run) -> None:
     """Write a run as JSON, one measurement a line so that a diff reads well. Replaces the file whole."""
     environment = json.dumps(dataclasses.asdict(run.environment), indent=1)
+    again = json.dumps({section: dataclasses.asdict(seen) for section, seen in run.again.items()}, indent=1)
+    again = f'"again": {again},\n' if run.again else ""
     lines = ",\n".join(json.dumps(dataclasses.asdict(m)) for m in run.measurements)
     text = (
-        f'{{"format": {FORMAT}, "op": {json.dumps(run.op)},\n"environment": {environment},\n'
+        f'{{"format": {FORMAT}, "op": {json.dumps(run.op)},\n"environment": {environment},\n{again}'
         f'"measurements": [\n{lines}\n]}}\n'
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +184,8 @@ def read(path: Path) -> Run:
             _build(Measurement, {**item, **added, "shape": tuple(item["shape"])})
             for item in data["measurements"]
         )
-        return Run(str(data["op"]), environment, measurements)
+        again = {section: _build(Environment, seen) for section, seen in data.get("again", {}).items()}
+        return Run(str(data["op"]), environment, measurements, again)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 

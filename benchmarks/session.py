@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from .entry import load
 from .op_entry import OpEntry
 from .plot import plot
 from .providers import absence, first_line
-from .records import Environment, Measurement, Run
+from .records import Measurement, Run
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -22,15 +23,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 class Recorder:
     """Collects measurements and keeps the file up to date, so that a run cut short keeps what it had."""
 
-    def __init__(self, op: str, path: Path, environment: Environment) -> None:
-        self.run = Run(op, environment, ())
+    def __init__(self, run: Run, path: Path) -> None:
+        self.run = run
         self.path = path
         self._start = time.monotonic()
 
     def add(self, title: str, measurements: Iterable[Measurement]) -> None:
         """Record what an iterator measures, then save."""
         made = tuple(measurements)
-        self.run = Run(self.run.op, self.run.environment, self.run.measurements + made)
+        self.run = replace(self.run, measurements=self.run.measurements + made)
         records.write(self.path, self.run)
         failed = [m.provider for m in made if m.status == "error"]
         note = f"; failed: {', '.join(failed)}" if failed else ""
@@ -49,9 +50,9 @@ def measure(
 ) -> Run:
     """Measure an op on GPU 0 and write OP.json, OP.png and OP.svg into `results` (or the GPU's own folder).
 
-    Sections are "forward", "backward", "host" and "cold", by default those that the op's entry names; a file there
-    from before is replaced whole. What goes wrong is recorded as an error of all providers: the next op is measured
-    all the same.
+    Sections are "forward", "backward", "host" and "cold"; a file there from before keeps the others, with the
+    environment of each part beside it. By default they are those that the op's entry names, and the file is replaced
+    whole. What goes wrong is recorded as an error of all providers: the next op is measured all the same.
     """
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -59,14 +60,17 @@ def measure(
     present = [name for name in providers if name not in absent]
     seen = environment.observe(device, command=command, commit=commit, absent=absent)
     folder = results or RESULTS / environment.folder_name(seen.gpu)
-    recorder = Recorder(op, folder / f"{op}.json", seen)
+    path = folder / f"{op}.json"
+    again = sections is not None and path.exists()
+    run = records.read(path).without(sections or (), seen) if again else Run(op, seen, ())
+    recorder = Recorder(run, path)
     try:
         _sections(recorder, load(op), sections, present, device, runner.EFFORTS[effort])
     except Exception as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {first_line(error)}"
         failures = [
-            Measurement(op, "forward", "bfloat16", (), name, status="error", reason=reason)
+            Measurement(op, (sections or ["forward"])[0], "bfloat16", (), name, status="error", reason=reason)
             for name in present
         ]
         recorder.add("stopped", failures)

@@ -13,7 +13,8 @@ Lines = list[list[str]]
 def render(run: Run) -> str:
     """All tables of a run as text, then what is absent and what failed."""
     parts = [f"{run.op}{title}\n{_aligned(lines)}" for title, lines in tables(run)]
-    parts += [f"{name} is absent: {reason}" for name, reason in run.environment.absent.items()]
+    absent = {name: reason for seen in run.environments() for name, reason in seen.absent.items()}
+    parts += [f"{name} is absent: {reason}" for name, reason in absent.items()]
     failures = {(m.provider, m.reason): m for m in run.measurements if m.status == "error"}
     parts += [f"{m.provider} failed ({m.direction} {m.point}): {m.reason}" for m in failures.values()]
     return "\n\n".join(parts)

@@ -1,6 +1,6 @@
 """The storages of CPU tensors whose addresses host code took: what a driver without a GPU may touch.
 
-An op gets a tensor's address from ``data_ptr()`` or from ``rows_of``; both note the tensor's storage here.
+An op gets a tensor's address from ``data_ptr()``, ``rows_of`` or ``layouts_of``; they note the tensor's storage here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from liger_aot import layout, pending
 
 _noted: dict[int, tuple[StorageWeakRef, int]] = {}  # by address; and the size in bytes
-_data_ptr, _rows_of = Tensor.data_ptr, layout.rows_of
+_data_ptr, _rows_of, _layouts_of = Tensor.data_ptr, layout.rows_of, layout.layouts_of
 
 
 def watch() -> None:
@@ -25,8 +25,11 @@ def watch() -> None:
         _note(word.memory)
     Tensor.data_ptr = _noting_data_ptr  # type: ignore[method-assign]
     for name, module in list(sys.modules.items()):
-        if name.startswith("liger_aot.") and getattr(module, "rows_of", None) is _rows_of:
-            module.rows_of = _noting_rows_of  # type: ignore[attr-defined]
+        if name.startswith("liger_aot."):
+            if getattr(module, "rows_of", None) is _rows_of:
+                module.rows_of = _noting_rows_of  # type: ignore[attr-defined]
+            if getattr(module, "layouts_of", None) is _layouts_of:
+                module.layouts_of = _noting_layouts_of  # type: ignore[attr-defined]
 
 
 def living(addresses: Iterable[int]) -> dict[int, int]:
@@ -57,3 +60,9 @@ def _noting_rows_of(x: Tensor) -> layout.Rows | None:
     if rows is not None:
         _note(x)
     return rows
+
+
+def _noting_layouts_of(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    for x in tensors:
+        _note(x)
+    return _layouts_of(tensors)

@@ -22,6 +22,7 @@ from benchmarks import (
 )
 from benchmarks.__main__ import main
 from benchmarks.environment import folder_name
+from benchmarks.markdown import made_in
 from benchmarks.records import Environment, Measurement, Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,12 +194,37 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_is_saved_as_it_goes(tmp_path: Path) -> None:
     path = tmp_path / "rmsnorm.json"
-    recorder = session.Recorder("rmsnorm", path, ENVIRONMENT)
+    recorder = session.Recorder(Run("rmsnorm", ENVIRONMENT, ()), path)
     made = sample_run().measurements
     recorder.add("first", iter(made[:3]))
     assert records.read(path).measurements == made[:3]
     recorder.add("second", iter(made[3:]))
     assert records.read(path) == sample_run()
+
+
+def test_a_part_measured_again_replaces_that_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = dataclasses.replace(ENVIRONMENT, date="2030-01-02T00:00:00+00:00", commit="later")
+    made = Measurement("rmsnorm", "host_forward", "bfloat16", (4, 4096), "torch", host_us=1.5)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(session.environment, "observe", lambda *_, **__: later)
+    monkeypatch.setattr(session.runner, "host_measurements", lambda *_: [made])
+    monkeypatch.setattr(session, "plot", lambda path: None)
+
+    def measured(sections: list[str] | None) -> Run:
+        session.measure(
+            "rmsnorm", sections=sections, providers=["torch"], effort="quick", results=tmp_path, command="", commit=None
+        )  # fmt: skip
+        return records.read(tmp_path / "rmsnorm.json")
+
+    assert measured(["host"]) == Run("rmsnorm", later, (made,))  # nothing was there before
+    records.write(tmp_path / "rmsnorm.json", sample_run())
+    run = measured(["host"])
+    kept = tuple(m for m in sample_run().measurements if not m.direction.startswith("host_"))
+    assert run == Run("rmsnorm", ENVIRONMENT, (*kept, made), {"host": later})
+    assert run.environments("host") == [later] and run.environments("forward") == [ENVIRONMENT]
+    assert run.environments() == [ENVIRONMENT, later]
+    assert "host again on" in made_in(run) and "2030-01-02" in made_in(run)
+    assert "again" not in made_in(sample_run())
 
 
 # Arithmetic ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Cross entropy on every driver: against torch's function in float64, in place, and what its kernels have beside."""
+"""Cross entropy on every driver: against torch's function in float64, and what its kernels have beside."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from liger_aot import loss_checks, losses, pending
-from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.loss_checks import RowLoss
 from liger_aot.ops.cross_entropy import CrossEntropy
 from tests.cross_entropy_cases import CASES, EMPTY, EVERYTHING, IGNORED, CrossEntropyCases
-from tests.op_tests import BF16, BINARIES, DTYPES, FP16, FP32, WAYS, Case, Exact, OpTests, Way
+from tests.op_tests import BF16, BINARIES, DTYPES, FP32, WAYS, Case, OpTests, Way
 
 X, T = torch.ones(4, 8), torch.tensor([0, 7, 3, 1])
 # NumPy's, on the interpreter: differences to -inf and the lowest value are meant to overflow
@@ -195,12 +194,12 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             (logits, target, weight), _, _ = self.draw(
                 Case((4, n), FP32, ignored=3, weight=FP32), 0, way.device
             )
-            row_loss, on = RowLoss(**options), _on(way)
+            row_loss, on = RowLoss(**options), runtime_of(way)
             weight_sum = weight.sum()
             more = {"weight": weight, "weight_sum": weight_sum, "vocabulary": n}
-            whole = _stats(on, logits, target, row_loss, **more)
+            whole = statistics(on, logits, target, row_loss, **more)
             halves = [(0, logits[:, :cut]), (cut, logits[:, cut:])]
-            found = [_stats(on, x, target, row_loss, vocab_start=at, **more) for at, x in halves]
+            found = [statistics(on, x, target, row_loss, vocab_start=at, **more) for at, x in halves]
             lse = torch.logaddexp(found[0][1], found[1][1])
             kept = target != IGNORED
             torch.testing.assert_close(lse[kept], whole[1][kept], rtol=1e-6, atol=1e-6)
@@ -221,7 +220,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
         """A row's loss and gradient times its target's probability; the gradient does not go through that."""
         for n in (60, 2003):
             (logits, target, _), _, _ = self.draw(Case((5, n), FP32, ignored=4), 0, way.device)
-            on, row_loss = _on(way), RowLoss(token_scaling=True, lse_square_scale=0.01, **options)
+            on, row_loss = runtime_of(way), RowLoss(token_scaling=True, lse_square_scale=0.01, **options)
             leaf = logits.double().requires_grad_()
             cap = options.get("softcap")
             x = cap * torch.tanh(leaf / cap) if cap else leaf
@@ -232,7 +231,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             each = each * p
             scale = torch.rand(5, device=way.device)
             (wanted,) = torch.autograd.grad(each, leaf, scale.double())
-            loss, lse, parts = _stats(on, logits, target, row_loss)
+            loss, lse, parts = statistics(on, logits, target, row_loss)
             torch.testing.assert_close(loss.double(), each.detach(), rtol=1e-5, atol=1e-7)
             out = torch.empty_like(logits)
             losses.gradient(on, out, logits, target, row_loss, lse=lse, parts=parts, grad=scale)
@@ -262,141 +261,12 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             torch.testing.assert_close(accuracy, hits)
 
 
-@quiet
-class TestCrossEntropyInPlace(TestCrossEntropy):
-    """The gradient over the logits, which are a copy of the leaf: every test above again."""
-
-    large = (*TestCrossEntropy.large[:14], Case((5, (1 << 20) + 3), BF16))
-    bad: Mapping[str, Any] = {}
-    test_bad_input = None
-    test_layouts = None  # what is overwritten must be rows: test_other_layouts
-    test_compile_is_one_graph = None  # inplace_grad changes nothing there
-    test_compile = None
-    test_registration = None
-    test_more_results = None
-    test_target_out_of_range = None
-    test_debug_raises_at_once = None
-    test_shards_of_the_vocabulary = None
-    test_token_scaling = None
-    test_sums_in_two_levels = None
-    test_infinite_logits = None
-    test_target_layouts = None
-    test_problems_are_in_the_tables = None
-    test_reference_is_the_formula = None
-
-    def call(self, op: DifferentiableOp, tensors: Tensors, settings: tuple[Any, ...]) -> Any:
-        logits, target, weight = tensors
-        named = dict(zip(self.setting_names(), settings, strict=True))
-        if not isinstance(logits, Tensor) or not logits.is_floating_point():
-            return op(logits, target, weight, **named, inplace_grad=True)  # type: ignore[operator]
-        wanted = logits.requires_grad and torch.is_grad_enabled()
-        with torch.enable_grad():  # else the forward alone would run, with other roundings
-            made = _Copy.apply(logits if wanted else logits.detach().requires_grad_())
-            loss = op(made, target, weight, **named, inplace_grad=True)  # type: ignore[operator]
-        return loss if wanted else loss.detach()
-
-    def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
-        """The gradient of the forward is rounded before it is multiplied by that of the loss."""
-        found = super().limits(exact)
-        if not found:
-            return {}
-        dlogits = found["dlogits"]
-        scale = dlogits["scale"] + max(exact.grads[0].abs().flatten().tolist(), default=0.0)
-        return {**found, "dlogits": {**dlogits, "roundings": 2, "scale": scale}}
-
-    def table_case(
-        self, kernel: str, dtypes: Mapping[str, torch.dtype], n: int, aligned: bool, rows: int
-    ) -> Case | None:
-        if kernel not in ("cross_entropy_both", "cross_entropy_scale"):
-            return None
-        return Case((rows, n), dtypes["dtype"], reduction="none", ignored=rows)
-
-    @pytest.mark.parametrize("way", WAYS, indirect=True)
-    def test_other_layouts(self, way: Way) -> None:
-        many = Case((70, 20), FP32, reduction="none")  # more rows than programs that scale them
-        for case in (Case((3, 1203), BF16, shift=3, gap=7), Case((3, 48), FP16, gap=1), many):
-            self.check(way.op, case, way.allowed, device=way.device)
-        logits = torch.randn(8, 3, device=way.device, requires_grad=True).t() * 1
-        target = torch.zeros(3, dtype=torch.int64, device=way.device)
-        with pytest.raises(ArgumentError, match="logits has strides"):
-            way.op(logits, target, inplace_grad=True)
-
-    @pytest.mark.parametrize("way", WAYS, indirect=True)
-    def test_views(self, way: Way) -> None:
-        """Logits that are a view of a model's: as Hugging Face's losses call it."""
-        leaf = torch.randn(2, 5, 48, device=way.device, requires_grad=True)
-        target = torch.randint(48, (10,), device=way.device)
-        view = (leaf * 2).view(-1, 48)
-        (got,) = torch.autograd.grad(way.op(view, target, inplace_grad=True) * 3.0, leaf)
-        loss = functional.cross_entropy((leaf * 2).view(-1, 48), target) * 3.0
-        torch.testing.assert_close(got, torch.autograd.grad(loss, leaf)[0], rtol=1e-5, atol=1e-7)
-
-    @pytest.mark.parametrize("view", [False, True])
-    def test_autograd_knows(self, view: bool) -> None:
-        op, leaf = CrossEntropy(), torch.randn(4, 8, requires_grad=True)
-
-        def logits() -> Tensor:
-            made = leaf * 1
-            return made.view(4, 8) if view else made
-
-        with pytest.raises(ArgumentError, match="logits is a leaf that requires a gradient"):
-            op(leaf.view(4, 8) if view else leaf, T, inplace_grad=True)
-        before = logits()
-        squares = before * before  # needs the values
-        op(before, T, inplace_grad=True)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            squares.sum().backward()
-        after = logits()
-        loss = op(after, T, inplace_grad=True)
-        if not view:
-            with pytest.raises(RuntimeError, match="nothing that needs a gradient"):
-                (loss + after.sum()).backward()
-        loss = op(logits(), T, inplace_grad=True)
-        loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="a second one needs inplace_grad=False"):
-            loss.backward()
-        overwritten = logits()
-        loss = op(overwritten, T, inplace_grad=True)
-        with torch.no_grad():
-            overwritten.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    def test_without_a_gradient(self) -> None:
-        op, logits = CrossEntropy(), torch.randn(4, 8)
-        before = logits.clone()
-        op(logits, T, inplace_grad=True)
-        with torch.no_grad():
-            op(logits.requires_grad_(), T, inplace_grad=True)
-        assert torch.equal(before, logits)
-
-
-class _Copy(torch.autograd.Function):
-    """A copy, laid out in memory as the argument is, from the boundaries of cache lines too: they decide in which order
-    a row is added up."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        size = storage.nbytes()
-        room = torch.empty(size + 128, dtype=torch.uint8, device=t.device)
-        skip = (storage.data_ptr() - room.data_ptr()) % 128
-        room[skip : skip + size] = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-        made = torch.empty(0, dtype=t.dtype, device=t.device)
-        offset = skip // t.element_size() + t.storage_offset()
-        return made.set_(room.untyped_storage(), offset, t.shape, t.stride())
-
-    @staticmethod
-    def backward(ctx: Any, dt: Tensor) -> Tensor:
-        return dt.clone()
-
-
-def _on(way: Way) -> Any:
+def runtime_of(way: Way) -> Any:
     where = torch.empty(1, device=way.device)
     return way.op._own.of(where, "where")
 
 
-def _stats(on: Any, logits: Tensor, target: Tensor, row_loss: RowLoss, **more: Any) -> tuple[Tensor, ...]:
+def statistics(on: Any, logits: Tensor, target: Tensor, row_loss: RowLoss, **more: Any) -> tuple[Tensor, ...]:
     rows = logits.shape[0]
     made = torch.empty(2, rows, device=logits.device), torch.zeros(3, rows, device=logits.device)
     losses.row_stats(on, logits, target, row_loss, losses=made[0][0], lse=made[0][1], parts=made[1], **more)

@@ -13,7 +13,11 @@ from torch.nn import functional
 
 from liger_aot import losses
 from liger_aot.loss_checks import RowLoss
-from tests import drivers, test_cross_entropy  # not its classes: those would be collected once more
+from tests import (  # not its classes: those would be collected once more
+    drivers,
+    test_cross_entropy,
+    test_cross_entropy_in_place,
+)
 from tests.cross_entropy_cases import IGNORED
 from tests.op_tests import BF16, DTYPES, FP16, FP32, Case, Way
 from tests.own_tables import AGAIN, HELD, LENGTHS, LONGER, way_with, with_rings
@@ -37,7 +41,7 @@ rows = [
 """
 # Programs, of which there are two, have one row each, one of them alone, or four and five.
 ROWS = (1, 2, 9)
-TESTS = test_cross_entropy.TestCrossEntropyInPlace()
+TESTS = test_cross_entropy_in_place.TestCrossEntropyInPlace()
 
 
 def of_rings(folder: Path, numbers: str = HELD, ahead: int = 2) -> Way:
@@ -78,7 +82,7 @@ def test_ignored_rows_are_not_read(
 ) -> None:
     """Whatever stands in them, their gradient is 0; the others are as if they were not there."""
     way = of_rings(tmp_path / "pack", numbers, ahead)
-    on = test_cross_entropy._on(way)
+    on = test_cross_entropy.runtime_of(way)
     for pattern in (0, 1, 0b110, 0b101101101101, 0b11110001111000, 0b100111100000, (1 << 14) - 1):
         target = torch.randint(n, (14,), generator=torch.Generator().manual_seed(pattern))
         ignored = torch.tensor([pattern >> i & 1 for i in range(14)], dtype=torch.bool)
@@ -99,7 +103,7 @@ def test_ignored_rows_are_not_read(
 def test_all_that_scales_a_row(numbers: str, tmp_path: Path) -> None:
     """Weights, z-loss, the target's probability, a gradient for all rows or one a row, totals; every statistic."""
     way = of_rings(tmp_path / "pack", numbers)
-    on, n = test_cross_entropy._on(way), 272 if numbers is HELD else 656
+    on, n = test_cross_entropy.runtime_of(way), 272 if numbers is HELD else 656
     draw = torch.Generator().manual_seed(0)
     for seed, dtype in enumerate((FP32, BF16, FP16, FP32, FP32)):
         logits = torch.randn(7, n, generator=draw).mul_(3).to(dtype)
@@ -126,7 +130,7 @@ def test_all_that_scales_a_row(numbers: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("numbers", [HELD, AGAIN], ids=["held", "again"])
 def test_targets_out_of_range_and_infinite_logits(numbers: str, tmp_path: Path) -> None:
     way = of_rings(tmp_path / "pack", numbers)
-    on, n = test_cross_entropy._on(way), 256 if numbers is HELD else 512
+    on, n = test_cross_entropy.runtime_of(way), 256 if numbers is HELD else 512
     inf, flag = float("inf"), torch.zeros(1, dtype=torch.int64)
     for wrong in (n, -1, n + (1 << 32), -(1 << 40)):
         logits = torch.randn(8, n, generator=torch.Generator().manual_seed(0))
@@ -154,7 +158,7 @@ def test_other_rows_take_other_forms(tmp_path: Path) -> None:
 
 def test_programs_walk_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more of them than multiprocessors; of other forms one a row."""
-    on = test_cross_entropy._on(of_rings(tmp_path / "pack"))
+    on = test_cross_entropy.runtime_of(of_rings(tmp_path / "pack"))
     launched, launch = [], drivers.Launchable.launch
 
     def recorded(self: drivers.Launchable, device: int, stream: int, x: int, *more: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 import liger_aot
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.embedding import Embedding
+from liger_aot.ops.embedding import ONE_BLOCK, Embedding, _sorted
 from tests.op_tests import BF16, BINARIES, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests, Way, made
 
 TABLE, INDICES = torch.ones(4, 8), torch.tensor([[0, 3]])
@@ -165,3 +165,19 @@ def test_weight_may_change_before_the_backward() -> None:
         weight.zero_()
     (dweight,) = torch.autograd.grad(y.sum(), weight)
     assert torch.equal(dweight, torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None].expand(4, 8))
+
+
+@pytest.mark.parametrize("tokens", [100, ONE_BLOCK, ONE_BLOCK + 1])
+@pytest.mark.parametrize("vocabulary", [6, 40_000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sorted_whatever_the_width(tokens: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """In the order of the tokens, also of those outside of the table, which stay there."""
+    indices = torch.arange(tokens, dtype=dtype) * 7919 % (vocabulary + 2) - 1
+    indices[3:5] = torch.iinfo(dtype).max
+    keys, order = _sorted(indices, vocabulary)
+    assert keys.dtype == torch.int32 and bool((keys.diff() >= 0).all())
+    known = (indices >= 0) & (indices < vocabulary)
+    assert torch.equal(keys.long()[known[order]], indices[order].long()[known[order]])
+    assert not bool(((keys >= 0) & (keys < vocabulary))[~known[order]].any())
+    same = keys.diff() == 0
+    assert bool((order.diff()[same & known[order][1:]] > 0).all())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from liger_aot import layout
 from tests.stand_in import import_launcher
 
 pytest_plugins = ("tests.launcher_fixtures",)
@@ -147,6 +148,106 @@ def test_inside_vmap(tensor_rows: Any) -> None:
     seen: list[Any] = []
     torch.func.vmap(lambda row: seen.append(tensor_rows(row)) or row)(torch.zeros(2, 3))
     assert seen == [None]
+
+
+def left_behind() -> torch.Tensor:
+    """A tensor of a transform that has ended."""
+    seen: list[torch.Tensor] = []
+    torch.func.grad(lambda x: seen.append(x * 2) or x.sum())(torch.zeros(2, 3))
+    return seen[0]
+
+
+READABLE = {
+    "None": None,
+    "tensor": torch.zeros(2, 3),
+    "parameter": torch.nn.Parameter(torch.zeros(2, 3)),
+    "scalar": torch.zeros(()),
+    "transposed": torch.zeros(2, 3).t(),
+    "no element": torch.zeros(2, 0),
+    "integers": torch.zeros(2, dtype=torch.int64),
+}
+UNREADABLE = {
+    "int": 3,
+    "list": [1.0],
+    "subclass": torch.zeros(2, 3).as_subclass(Subclass),
+    "meta": torch.zeros(2, 3, device="meta"),
+    "sparse": torch.zeros(2, 3).to_sparse(),
+    "functional": torch._to_functional_tensor(torch.zeros(2, 3)),
+    "left behind": left_behind(),
+}
+
+
+@pytest.mark.parametrize("name", [*READABLE, *UNREADABLE])
+def test_all_readable(native: Any, name: str) -> None:
+    value = (READABLE | UNREADABLE)[name]
+    for others in ((), (None,), (torch.ones(2), None)):
+        assert native.all_readable((*others, value)) is (name in READABLE)
+        assert native.all_readable((value, *others)) is (name in READABLE)
+
+
+def test_all_readable_takes_a_tuple(native: Any) -> None:
+    assert native.all_readable(()) is True
+    with pytest.raises(TypeError, match="tuple"):
+        native.all_readable([torch.zeros(2)])
+    x = torch.zeros(2, 3)
+    tensors = (x, None, 3)
+    references, blocks = sys.getrefcount(x), sys.getallocatedblocks()
+    for _ in range(1000):
+        native.all_readable(tensors)
+    assert sys.getrefcount(x) == references and sys.getallocatedblocks() - blocks < 100
+
+
+def varied() -> list[Any]:
+    """Values of which no two lie alike."""
+    x = torch.zeros(4, 6, 8)
+    views = [x, x[:2], x[:, :3], x.transpose(0, 1), x.flatten(), x.flatten(1), x[:0], x[0, 0, 0], x[:, :0]]
+    types = [x.half(), x.bfloat16(), x.double(), x.long(), torch.complex(x, x)]
+    return [None, *views, *types, x.expand(2, 4, 6, 8), x[::2], torch.zeros(6, 4, 8)]
+
+
+def test_layouts_tell_tensors_apart(native: Any) -> None:
+    values = varied()
+    keys = [native.layouts((value,))[0] for value in values]
+    keys += [native.layouts((a, b))[0] for a in values for b in values]
+    assert len(set(keys)) == len(keys) and all(type(key) is bytes for key in keys)
+
+
+def test_layouts_are_those_of_the_memory(native: Any) -> None:
+    for value in varied()[1:]:
+        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        key, at, none = native.layouts((value, None))
+        assert native.layouts((copy, None)) == (key, copy.data_ptr(), 0)
+        assert none == 0 and (at == value.data_ptr() or not value.numel())
+    x = torch.zeros(3, 4)
+    assert native.layouts((torch.nn.Parameter(x), x))[1:] == (x.data_ptr(), x.data_ptr())
+    assert native.layouts(()) == (b"",)
+
+
+def test_layouts_without_the_exchange_api() -> None:
+    values = varied()
+    keys = [layout.python_layouts((value, None)) for value in values]
+    assert len({key for key, *_ in keys}) == len(keys)
+    assert [at for _, *at in keys] == [[0 if v is None else v.data_ptr(), 0] for v in values]
+    assert layout.layouts_of((torch.zeros(2, device="meta"),))[1:] == (0,)
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_layouts_of_what_has_no_memory(native: Any, name: str) -> None:
+    assert native.layouts((torch.zeros(2), UNREADABLE[name], None)) is None
+
+
+def test_layouts_of_too_many(native: Any) -> None:
+    x = torch.zeros(2, 3)
+    assert len(native.layouts((x,) * 36)) == 37  # 7 words each
+    assert native.layouts((x,) * 37) is None and native.layouts((None,) * 257) is None
+    with pytest.raises(TypeError, match="tuple"):
+        native.layouts(x)
+    tensors = (x, None, 3)
+    references, blocks = sys.getrefcount(x), sys.getallocatedblocks()
+    for _ in range(1000):
+        native.layouts(tensors)
+        native.layouts(tensors[:2])
+    assert sys.getrefcount(x) == references and sys.getallocatedblocks() - blocks < 100
 
 
 def test_torch_may_come_after_the_launcher(launcher_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import liger_aot
 from benchmarks import markdown, readme, records, table
-from benchmarks.markdown import ROOT, link, made_on
+from benchmarks.markdown import ROOT, link, made_in
 from benchmarks.providers import COPY, label
 from benchmarks.records import Run
 from build_tools.plan import ALIGNMENT
@@ -157,7 +157,7 @@ def _bounds(op: str) -> list[str]:
 
 def _measured(op: str, run: Run, file: Path) -> str:
     parts = [
-        f"One {made_on(vars(run.environment))}; every record is in {link(file, FOLDER)}. Fractions are of a copy of as "
+        f"One {made_in(run)}; every record is in {link(file, FOLDER)}. Fractions are of a copy of as "
         "many bytes, timed in turn with each case.",
         f"![{op} against its peers]({op}.svg)",
     ]

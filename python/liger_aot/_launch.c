@@ -50,8 +50,20 @@ PyDoc_STRVAR(tensor_rows_doc,
              "(address, device_type, device_index, dtype_code, dtype_bits, rows, columns, row_stride).\n"
              "None where it is not such a tensor, or torch (before 2.10) has no such API.");
 
+PyDoc_STRVAR(all_readable_doc,
+             "all_readable($module, tensors, /)\n--\n\n"
+             "Whether each of a tuple is None or a plain tensor with memory of its own: torch's dispatcher has nothing\n"
+             "to unwrap. False for all tensors where torch (before 2.10) has no DLPack exchange API.");
+
+PyDoc_STRVAR(layouts_doc,
+             "layouts($module, tensors, /)\n--\n\n"
+             "(key, *addresses) of a tuple of tensors and Nones: equal keys, equal devices, dtypes, sizes, strides.\n"
+             "None where one is no plain tensor with memory of its own, or torch (before 2.10) has no exchange API.");
+
 static PyMethodDef module_methods[] = {
     {"tensor_rows", tensor_rows, METH_O, tensor_rows_doc},
+    {"all_readable", all_readable, METH_O, all_readable_doc},
+    {"layouts", layouts, METH_O, layouts_doc},
     {NULL, NULL, 0, NULL},
 };
 

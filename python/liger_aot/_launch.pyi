@@ -171,3 +171,23 @@ def tensor_rows(tensor: Any, /) -> tuple[int, int, int, int, int, int, int, int]
         4 bfloat16, 6 bool. `columns` is the last size, `rows` the product of the others, `row_stride` in
         elements; it is `columns` where there is but one row, or no element.
     """
+
+def all_readable(tensors: tuple[Any, ...], /) -> bool:
+    """Whether each is None or an exact torch.Tensor or torch.nn.Parameter with memory of its own, or without elements:
+    no subclass, no wrapper of a transform (alive or dead), nothing sparse. Older torch: False for every tensor.
+
+    Raises:
+        TypeError: ``tensors`` is no tuple.
+    """
+
+def layouts(tensors: tuple[Any, ...], /) -> tuple[Any, ...] | None:
+    """How tensors lie in memory, each None or readable as ``all_readable`` has it.
+
+    Returns:
+        (key, *addresses): two keys are equal where the tensors' devices, dtypes, sizes and strides are; an address is 0
+        for None. Torch's lazy negation and conjugation bits do not show. None where one is not readable, or where 256
+        words do not hold the key (three a tensor and two a dimension).
+
+    Raises:
+        TypeError: ``tensors`` is no tuple.
+    """

@@ -11,16 +11,62 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_active
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError
-from liger_aot.layout import rows_of
+from liger_aot.layout import all_readable, rows_of
 from liger_aot.op import PLAIN_OR_NONE, Op, as_rows
 from liger_aot.torch_library import register
 
 # Each a tensor or None: an optional argument, a gradient that is not there.
 Tensors = tuple[Any, ...]
+
+
+class Function(torch.autograd.Function):
+    """torch's, with a shorter way in. ``apply`` first unwraps tensors that a transform of torch.func left behind, which
+    takes longer than a launch; ``direct`` is what it ends in, for tensors that are all readable."""
+
+    direct: ClassVar[Any]
+
+    def __init_subclass__(cls) -> None:
+        cls.direct = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
+
+class _Function(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        op: DifferentiableOp,
+        settings: tuple[Any, ...],
+        out: Sequence[Tensor] | None,
+        *tensors: Tensor | None,
+    ) -> Any:
+        results = op.run_forward(tensors, settings, True, out)
+        ctx.save_for_backward(*op.saved(tensors, results))
+        ctx.op, ctx.settings = op, settings
+        ctx.set_materialize_grads(False)
+        if out is not None:
+            ctx.mark_dirty(*out)
+        return results[0] if op.outputs == 1 else results[: op.outputs]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _backward_once(ctx, *grads)
+        op: DifferentiableOp = ctx.op
+        needed = ctx.needs_input_grad[3:]
+        for g in grads:
+            if g is not None:
+                return None, None, None, *op.run_backward(grads, ctx.saved_tensors, ctx.settings, needed)
+        return (None,) * (3 + len(needed))
+
+
+@once_differentiable
+def _backward_once(ctx: Any, *grads: Tensor | None) -> Any:
+    """Where a graph of the gradient is asked for: it may not be differentiated again."""
+    return _Function.backward(ctx, *grads)
 
 
 class DifferentiableOp(Op):
@@ -40,6 +86,7 @@ class DifferentiableOp(Op):
     contiguous: ClassVar[bool] = (
         True  # whether all results are; else they lie in memory as the references' do
     )
+    function: ClassVar[type[Function]] = _Function  # takes (op, settings, out, *tensors)
 
     # ---- what a subclass gives ------------------------------------------------------------------------------
 
@@ -96,13 +143,18 @@ class DifferentiableOp(Op):
         Args:
             out: memory for the outputs. With gradients only arguments themselves: they are overwritten in place.
         """
-        if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
+        if is_compiling():
+            return _through_torch(self, tensors, settings, out)
+        readable = all_readable(tensors)
+        if not readable and not PLAIN_OR_NONE.issuperset(map(type, tensors)):
             return _through_torch(self, tensors, settings, out)
         if torch.is_grad_enabled() and needs_gradient(tensors):
             if out is not None:
                 self.check(tensors, settings)
                 check_writable(self, tensors, out)
-            return _Function.apply(self, settings, out, *tensors)  # type: ignore[no-untyped-call]
+            function = self.function
+            apply = function.direct if readable and not transforms_active() else function.apply
+            return apply(self, settings, out, *tensors)
         results = self.run_forward(tensors, settings, False, out)
         return results[0] if self.outputs == 1 else results[: self.outputs]
 
@@ -174,41 +226,6 @@ def check_writable(op: DifferentiableOp, tensors: Tensors, out: Sequence[Tensor]
 def _readable(tensors: Tensors) -> Tensors:
     """With contiguous copies of those that are no rows (a gradient may be an expanded scalar)."""
     return tuple(t if t is None or rows_of(t) is not None else t.contiguous() for t in tensors)
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        op: DifferentiableOp,
-        settings: tuple[Any, ...],
-        out: Sequence[Tensor] | None,
-        *tensors: Tensor | None,
-    ) -> Any:
-        results = op.run_forward(tensors, settings, True, out)
-        ctx.save_for_backward(*op.saved(tensors, results))
-        ctx.op, ctx.settings = op, settings
-        ctx.set_materialize_grads(False)
-        if out is not None:
-            ctx.mark_dirty(*out)
-        return results[0] if op.outputs == 1 else results[: op.outputs]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            return _backward_once(ctx, *grads)
-        op: DifferentiableOp = ctx.op
-        needed = ctx.needs_input_grad[3:]
-        for g in grads:
-            if g is not None:
-                return None, None, None, *op.run_backward(grads, ctx.saved_tensors, ctx.settings, needed)
-        return (None,) * (3 + len(needed))
-
-
-@once_differentiable
-def _backward_once(ctx: Any, *grads: Tensor | None) -> Any:
-    """Where a graph of the gradient is asked for: it may not be differentiated again."""
-    return _Function.backward(ctx, *grads)
 
 
 def _through_torch(

@@ -15,14 +15,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.compiler import is_compiling
 
-from liger_aot.differentiable import DifferentiableOp, Tensors
+from liger_aot.differentiable import DifferentiableOp, Function, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.grid import persistent
 from liger_aot.layout import rows_of
 from liger_aot.loss_checks import counted
-from liger_aot.op import PLAIN_OR_NONE, Problem, as_rows, check_rows, check_same_device, check_tensor
+from liger_aot.op import Problem, as_rows, check_rows, check_same_device, check_tensor
 from liger_aot.runtime import OpOn
 
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
@@ -44,12 +43,40 @@ class Summand(NamedTuple):
     ignored: int = -100
 
 
+class _Handed(Function):
+    """The eager way. What the forward found is no saved tensor: it is given away."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: Divergence, settings: tuple[Any, ...], out: None, *tensors: Tensor | None
+    ) -> Tensor:
+        loss, ctx.ready = op.loss_and_gradient(tensors, settings, True)
+        ctx.save_for_backward(*tensors)
+        ctx.op, ctx.settings = op, settings
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _handed_once(ctx, dloss)
+        ready, ctx.ready = ctx.ready, None
+        dx = ctx.op.gradient(dloss, ctx.saved_tensors, ctx.settings, ready)
+        return (None, None, None, dx, *(None,) * (len(ctx.saved_tensors) - 1))
+
+
+@once_differentiable
+def _handed_once(ctx: Any, dloss: Tensor) -> Any:
+    """Where a graph of the gradient is asked for: it may not be differentiated again."""
+    return _Handed.backward(ctx, dloss)
+
+
 class Divergence(DifferentiableOp):
     """Base of the three. ``tensors`` are the student's (which gets the gradient), the teacher's and, but for
     ``kl_div``, labels that say which rows count. The kernels are ``<name>_forward``, ``<name>_both``
     (the loss and its gradient) and ``<name>_backward``."""
 
     uses = ("divergence_sums",)
+    function = _Handed
     batch_is_first: ClassVar[bool] = False  # batchmean divides by the first dimension, not by the rows
 
     # ---- what a subclass gives ------------------------------------------------------------------------------
@@ -64,21 +91,12 @@ class Divergence(DifferentiableOp):
     def differentiable(
         self, tensors: Tensors, settings: tuple[Any, ...] = (), out: Sequence[Tensor] | None = None
     ) -> Any:
-        grads = torch.is_grad_enabled()
-        if grads and isinstance(tensors[1], Tensor) and tensors[1].requires_grad:
+        if torch.is_grad_enabled() and isinstance(tensors[1], Tensor) and tensors[1].requires_grad:
             name, student = self.tensors[1], self.tensors[0]
             raise ArgumentError(
                 f"{self.name}: {name} requires a gradient, and only {student} gets one: give {name}.detach(), or "
                 "compute it under torch.no_grad()"
             )
-        if (
-            grads
-            and isinstance(tensors[0], Tensor)
-            and tensors[0].requires_grad
-            and not is_compiling()
-            and PLAIN_OR_NONE.issuperset(map(type, tensors))
-        ):
-            return _Handed.apply(self, settings, *tensors)  # type: ignore[no-untyped-call]
         return super().differentiable(tensors, settings, out)
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
@@ -282,31 +300,6 @@ class Divergence(DifferentiableOp):
         """``divergence_sums`` where ``on`` is."""
         runtimes = self._runtimes["divergence_sums"]
         return runtimes.bound.get(on.device) or runtimes.on(on.device)
-
-
-class _Handed(torch.autograd.Function):
-    """The eager way. What the forward found is no saved tensor: it is given away."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Divergence, settings: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
-        loss, ctx.ready = op.loss_and_gradient(tensors, settings, True)
-        ctx.save_for_backward(*tensors)
-        ctx.op, ctx.settings = op, settings
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            return _handed_once(ctx, dloss)
-        ready, ctx.ready = ctx.ready, None
-        dx = ctx.op.gradient(dloss, ctx.saved_tensors, ctx.settings, ready)
-        return (None, None, dx, *(None,) * (len(ctx.saved_tensors) - 1))
-
-
-@once_differentiable
-def _handed_once(ctx: Any, dloss: Tensor) -> Any:
-    """Where a graph of the gradient is asked for: it may not be differentiated again."""
-    return _Handed.backward(ctx, dloss)
 
 
 def count_labels(on: OpOn, labels: Tensor, ignored: int) -> Tensor:

@@ -66,7 +66,8 @@ class GatedActivation(DifferentiableOp):
             y = gate.new_empty((*gate.shape[:-1], n))
         y_at, dtype = y.data_ptr(), gate.dtype
         aligned = not (y_at | gate_at | up_at | gate_stride | up_stride | n) & 15
-        loaded = on.kernels[f"{self.name}_forward"]((dtype, aligned), 1)
+        kernel = on.kernels[f"{self.name}_forward"]
+        loaded = kernel.recent.get((dtype, aligned, 1)) or kernel((dtype, aligned), 1)
         blocks = -(-n // loaded.block)
         device = on.device
         loaded.launch(
@@ -103,7 +104,8 @@ class GatedActivation(DifferentiableOp):
                 gate_stride = up_stride = dy_stride = dx_stride = n
         places = dgate_at | dup_at | dy_at | gate_at | up_at
         aligned = not (places | dx_stride | dy_stride | gate_stride | up_stride | n) & 15
-        loaded = on.kernels[f"{self.name}_backward"]((gate.dtype, aligned), 1)
+        dtype, kernel = gate.dtype, on.kernels[f"{self.name}_backward"]
+        loaded = kernel.recent.get((dtype, aligned, 1)) or kernel((dtype, aligned), 1)
         blocks = -(-n // loaded.block)
         device = on.device
         loaded.launch(

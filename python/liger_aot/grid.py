@@ -8,9 +8,7 @@ from liger_aot.runtime import REMEMBERED, Loaded, OpOn
 def programs_of(on: OpOn, loaded: Loaded, rows: int) -> int:
     """Of a kernel that takes so many rows a program or, where a profile says how many programs a multiprocessor gets,
     walks the rows."""
-    if "programs_per_multiprocessor" in loaded.numbers:
-        return persistent(on, loaded, rows)[0]
-    return -(-rows // loaded.rows)
+    return persistent(on, loaded, rows)[0] if loaded.walks else -(-rows // loaded.rows)
 
 
 def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:

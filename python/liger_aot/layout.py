@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,15 +43,31 @@ def _row_stride(x: Tensor) -> int | None:
     return outer[-1][1]
 
 
-def _choose() -> Callable[[Tensor], Rows | None]:
+def python_layouts(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """``_launch.layouts`` of tensors or a torch that it can't read."""
+    key = tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    return key, *(0 if t is None else t.data_ptr() for t in tensors)
+
+
+def _choose() -> tuple[
+    Callable[[Tensor], Rows | None],
+    Callable[[tuple[Any, ...]], bool],
+    Callable[[tuple[Any, ...]], tuple[Any, ...] | None],
+]:
     try:
-        from liger_aot._launch import tensor_rows
+        from liger_aot._launch import all_readable, layouts, tensor_rows
     except ImportError:  # the source tree, not built: the CPU reference works all the same
-        return python_rows
-    return tensor_rows if tensor_rows(torch.empty(1)) is not None else python_rows
+        return python_rows, lambda tensors: False, lambda tensors: None
+    return tensor_rows if tensor_rows(torch.empty(1)) is not None else python_rows, all_readable, layouts
 
 
-rows_of = _choose()
+# ``all_readable`` says no, and ``_layouts`` None, where they can't look.
+rows_of, all_readable, _layouts = _choose()
+
+
+def layouts_of(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """(key, *addresses): what ``_launch.layouts`` gives, or as much in Python."""
+    return _layouts(tensors) or python_layouts(tensors)
 
 
 def apart(out: Rows, x: Rows, weight: Rows | None) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
-from liger_aot.layout import overlap
+from liger_aot.layout import layouts_of, overlap
 from liger_aot.op import check_same_device, check_tensor
 from liger_aot.runtime import REMEMBERED, OpOn
 
@@ -63,9 +63,9 @@ class Rotary(DifferentiableOp):
 
     # ---- what a subclass gives ------------------------------------------------------------------------------
 
-    def table_key(self, tables: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """All of the tables that a plan depends on."""
-        raise NotImplementedError
+    def table_key(self, tables: Sequence[Tensor | None]) -> Any:
+        """What a plan depends on of the tables, but for how they lie in memory."""
+        return None
 
     def readable_tables(self, tables: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The tables, with copies of those that lie as no kernel can read them."""
@@ -151,15 +151,11 @@ class Rotary(DifferentiableOp):
         sign: float,
         out: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        key = (
-            q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, k.get_device(), settings, out is None,
-            *self.table_key(tables),
-        )  # fmt: skip
+        layouts, q_at, k_at, *at = layouts_of((q, k, *tables))
+        key = (layouts, settings, out is None, self.table_key(tables))
         plan: _Plan | None = on.plans.get(key)
         if plan is None:
             return self._prepare(on, key, q, k, tables, settings, sign, out)
-        q_at, k_at = q.data_ptr(), k.data_ptr()
-        at = [0 if t is None else t.data_ptr() for t in tables]
         if out is None:
             q_out, k_out = torch.empty_like(q), torch.empty_like(k)
             q_out_at, k_out_at = q_out.data_ptr(), k_out.data_ptr()

@@ -41,7 +41,17 @@ class Driver(Protocol):
 class Loaded:
     """A variant that is ready to launch, with its launch numbers as attributes the hot path reads."""
 
-    __slots__ = ("block", "contiguous", "kernel", "launch", "numbers", "rows", "variant", "writes_sums")
+    __slots__ = (
+        "block",
+        "contiguous",
+        "kernel",
+        "launch",
+        "numbers",
+        "rows",
+        "variant",
+        "walks",
+        "writes_sums",
+    )
 
     def __init__(self, variant: Variant, kernel: Launchable) -> None:
         self.variant = variant
@@ -51,6 +61,7 @@ class Loaded:
         self.rows = variant.numbers.get("rows", 1)
         self.block = variant.numbers.get("block", 1)
         self.contiguous = variant.contiguous
+        self.walks = "programs_per_multiprocessor" in variant.numbers  # so many programs share the rows
         self.writes_sums = "lone_rows" in variant.numbers  # a lone program can write the final sums itself
 
 
@@ -73,6 +84,9 @@ class KernelOn:
 
     def __call__(self, key: tuple[Any, ...], n: int) -> Loaded:
         """The variant for a problem of size ``n``; ``key`` holds the axes' torch dtypes and whether all is aligned."""
+        known = self.recent.get((*key, n))
+        if known is not None:
+            return known
         try:
             bounds, names, found = self._tables[key]
         except KeyError:

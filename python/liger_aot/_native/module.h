@@ -45,8 +45,10 @@ void raise_driver_error(const DriverObject *driver, Outcome outcome, const char 
 /* True once the interpreter is shutting down: the driver may be gone by then, so nothing is given back to it. */
 int interpreter_is_finalising(void);
 
-/* The module's tensor_rows(tensor). */
+/* The module's tensor_rows(tensor), all_readable(tensors) and layouts(tensors). */
 PyObject *tensor_rows(PyObject *module, PyObject *tensor);
+PyObject *all_readable(PyObject *module, PyObject *tensors);
+PyObject *layouts(PyObject *module, PyObject *tensors);
 
 #pragma GCC visibility pop
 #endif

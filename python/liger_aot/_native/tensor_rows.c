@@ -1,5 +1,6 @@
-/* Reading a torch tensor as rows, through the C table that DLPack 1.2 defines for it and torch 2.10 introduced. It
- * needs no header of torch, and answers in one call what data_ptr(), device, dtype, shape and stride() do in five. */
+/* Reading torch tensors, as rows or as they lie, through the C table that DLPack 1.2 defines for it and torch 2.10
+ * introduced. It needs no header of torch, and answers in one call what data_ptr(), device, dtype, shape and stride()
+ * do in five. */
 #include "module.h"
 
 #include <stdint.h>
@@ -173,4 +174,99 @@ PyObject *tensor_rows(PyObject *module, PyObject *tensor) {
     if (!known || described.type.lanes != 1 || !collapse(&described, &rows)) Py_RETURN_NONE;
     if (described.data == NULL && rows.rows > 0 && rows.columns > 0) Py_RETURN_NONE;
     return as_tuple(&described, &rows);
+}
+
+/* ---- Whether there is memory ---- */
+
+static int has_elements(const DlTensor *tensor) {
+    for (int i = 0; i < tensor->dimensions; i++)
+        if (tensor->sizes[i] == 0) return 0;
+    return 1;
+}
+
+/* 1 where a value is a tensor with memory of its own, 0 where not, -1 with an error set. */
+static int describe_readable(ModuleState *state, PyObject *value, DlTensor *described) {
+    const ExchangeApi *api = find_api(state, value);
+    int known = api == NULL ? 0 : describe(api, value, described);
+    return known <= 0 ? known : described->data != NULL || !has_elements(described);
+}
+
+/* How many values a tuple has, or -1 with an error set. */
+static Py_ssize_t count_of(PyObject *tensors, const char *function) {
+    if (PyTuple_Check(tensors)) return PyTuple_Size(tensors);
+    PyErr_Format(PyExc_TypeError, "%s takes one tuple", function);
+    return -1;
+}
+
+PyObject *all_readable(PyObject *module, PyObject *tensors) {
+    ModuleState *state = PyModule_GetState(module);
+    Py_ssize_t count = count_of(tensors, "all_readable");
+    if (count < 0) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *value = PyTuple_GetItem(tensors, i);
+        DlTensor described;
+        int readable = value == Py_None ? 1 : describe_readable(state, value, &described);
+        if (readable < 0) return NULL;
+        if (!readable) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+/* ---- Layouts ---- */
+
+/* What one call can describe, in 64-bit words. */
+#define MAX_WORDS 256
+
+/* Writes all of a tensor but its address: no two layouts give the same words. Returns how many, 0 without room. */
+static int put_layout(const DlTensor *tensor, int64_t *words, int room) {
+    int dimensions = tensor->dimensions;
+    if (room < 3 + 2 * dimensions) return 0;
+    *words++ = dimensions;
+    *words++ = (int64_t)tensor->device.type << 32 | (uint32_t)tensor->device.index;
+    *words++ = (int64_t)tensor->type.lanes << 16 | tensor->type.code << 8 | tensor->type.bits;
+    for (int i = 0; i < dimensions; i++) *words++ = tensor->sizes[i];
+    for (int i = 0; i < dimensions; i++) *words++ = tensor->strides[i];
+    return 3 + 2 * dimensions;
+}
+
+/* Reads one value: sets its address and adds its words. Returns how many, 0 where it has none, -1 with an error set. */
+static int read_layout(ModuleState *state, PyObject *value, uint64_t *address, int64_t *words, int room) {
+    DlTensor described;
+    *address = 0;
+    if (value == Py_None) {
+        if (room < 1) return 0;
+        *words = -1;
+        return 1;
+    }
+    int readable = describe_readable(state, value, &described);
+    if (readable <= 0) return readable;
+    *address = (uint64_t)(uintptr_t)described.data + described.byte_offset;
+    return put_layout(&described, words, room);
+}
+
+/* Fills the tuple with (bytes of the words, *addresses) and returns it; where that cannot be, lets go of it. */
+static PyObject *read_layouts(ModuleState *state, PyObject *tensors, Py_ssize_t count, PyObject *tuple) {
+    int64_t words[MAX_WORDS];
+    int used = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint64_t address;
+        int added = read_layout(state, PyTuple_GetItem(tensors, i), &address, words + used, MAX_WORDS - used);
+        if (added <= 0 || put(tuple, i + 1, PyLong_FromUnsignedLongLong(address)) < 0) {
+            Py_DECREF(tuple);
+            if (added != 0) return NULL;
+            Py_RETURN_NONE;
+        }
+        used += added;
+    }
+    if (put(tuple, 0, PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof *words)) < 0) {
+        Py_DECREF(tuple);
+        return NULL;
+    }
+    return tuple;
+}
+
+PyObject *layouts(PyObject *module, PyObject *tensors) {
+    Py_ssize_t count = count_of(tensors, "layouts");
+    PyObject *tuple = count < 0 ? NULL : PyTuple_New(count + 1);
+    return tuple == NULL ? NULL : read_layouts(PyModule_GetState(module), tensors, count, tuple);
 }

@@ -168,8 +168,8 @@ class DyT(DifferentiableOp):
             kind, 0 if w_at is None else kind, need_dx, need_dweight, need_dbias, need_dalpha,
         )  # fmt: skip
         if partials is not None:
-            dweight = alpha.new_empty(reach)[:n] if need_dweight else None
-            dbias = alpha.new_empty(reach)[:n] if need_dbias else None
+            dweight = _in_blocks(alpha, n, reach) if need_dweight else None
+            dbias = _in_blocks(alpha, n, reach) if need_dbias else None
             dalpha = torch.empty_like(alpha) if need_dalpha else None
             second.launch(
                 device, stream, -(-width // second.block) + need_dalpha, 1, 1,
@@ -221,6 +221,12 @@ def _place(vector: Tensor, in_alpha: Rows, n: int) -> int:
     found = rows_of(vector)
     fits = found is not None and found[6] == n and found[1:5] == in_alpha[1:5] and vector.dim() == 1
     return found[0] if fits and found is not None else 0
+
+
+def _in_blocks(like: Tensor, n: int, reach: int) -> Tensor:
+    """n elements of a buffer of ``reach``."""
+    whole = like.new_empty(reach)
+    return whole if reach == n else whole[:n]
 
 
 def _with_rows(op: DyT, tensors: Tensors) -> Tensors:

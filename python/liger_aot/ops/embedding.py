@@ -15,6 +15,7 @@ from liger_aot.op import Problem, as_rows, check_same_device, check_tensor
 
 WORDS = {torch.int32: 1, torch.int64: 2}  # 32-bit words an index
 NO_PADDING = -1
+ONE_BLOCK = 4096  # keys that torch sorts within one block, whatever their width
 
 
 class Embedding(DifferentiableOp):
@@ -25,8 +26,8 @@ class Embedding(DifferentiableOp):
 
     The gradient is dense and deterministic: summed in float32 in the order of the tokens, cut into chunks that do not
     depend on how often a token occurs, and rounded once. Its launches are torch's stable sort of the indices (beside it
-    two small ones that narrow them and, for a small table, one that widens them again), and one or two of ours, which
-    read dy and write the gradient once.
+    up to three small ones that narrow them and widen them again), and one or two of ours, which read dy and write the
+    gradient once.
 
     Args:
         indices: (...) int32 or int64, of any layout.
@@ -207,9 +208,10 @@ class Embedding(DifferentiableOp):
 
 
 def _sorted(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """(the indices in ascending order as int32, where each was). The sort takes a pass for every few bits of a key, so
-    they are narrowed first; what is outside of the table stays there."""
-    narrow = torch.int16 if vocabulary <= torch.iinfo(torch.int16).max else torch.int32
+    """(the indices in ascending order as int32, where each was). The sort of many takes a pass for every few bits of a
+    key, so they are narrowed first; what is outside of the table stays there."""
+    short = vocabulary <= torch.iinfo(torch.int16).max and indices.numel() > ONE_BLOCK
+    narrow = torch.int16 if short else torch.int32
     if indices.dtype != narrow:
         indices = indices.clamp(NO_PADDING, vocabulary).to(narrow)
     keys, order = torch.sort(indices, stable=True)

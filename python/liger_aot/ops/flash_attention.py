@@ -25,6 +25,7 @@ from liger_aot.attention import (
 from liger_aot.attention_backward import backward_kernels, gradients
 from liger_aot.attention_checks import check_attention, problems_of, settings_of
 from liger_aot.differentiable import DifferentiableOp, Tensors
+from liger_aot.layout import layouts_of
 from liger_aot.op import Problem
 from liger_aot.runtime import REMEMBERED
 
@@ -102,14 +103,14 @@ class FlashAttention(DifferentiableOp):
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
-        q, k, v, sinks = tensors
         try:
-            plan = self._plans.get(_key(q, k, v, sinks, settings))
-        except (AttributeError, TypeError):  # not tensors, or settings that are no numbers: the checks say so
-            plan = None
-        if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ADDRESS_UNIT:
+            layouts, q_at, k_at, v_at, _ = layouts_of(tensors)
+            plan = self._plans.get((layouts, settings))
+        except (AttributeError, RuntimeError, TypeError):
+            plan = None  # not tensors, or none with memory, or settings that are no numbers: the slow way sorts it out
+        if plan is None or (q_at | k_at | v_at) % ADDRESS_UNIT:
             return self.prepare_forward(tensors, settings, keep, out)
-        found: Tensors = plan(q, k, v, sinks)
+        found: Tensors = plan(*tensors)
         return found
 
     def prepare_forward(
@@ -125,7 +126,7 @@ class FlashAttention(DifferentiableOp):
         unit = unit_of(on)
         dim, q, k, v = q.shape[-1], fitted(q, unit), fitted(k, unit), fitted(v, unit)
         sinks = None if sinks is None else sinks.float().contiguous()
-        key = _key(q, k, v, sinks, settings)
+        key = layouts_of((q, k, v, sinks))[0], settings
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
@@ -253,17 +254,6 @@ def _scores(
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
     return a, b, c, scores, slope
-
-
-def _key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that a plan depends on; addresses apart."""
-    extra = None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device)
-    return (
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
-        extra, settings,
-    )  # fmt: skip
 
 
 OP = FlashAttention

@@ -20,8 +20,9 @@ from liger_aot.attention_checks import check_dim, problems_of, settings_of
 from liger_aot.attention_varlen import backward_kernels, backward_plan, groups_kernel, plan_for, seen_keys
 from liger_aot.attention_varlen_checks import check_packed, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
+from liger_aot.layout import layouts_of
 from liger_aot.op import Problem
-from liger_aot.ops.flash_attention import FlashAttention, _key
+from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.runtime import REMEMBERED, Runtimes
 
 EARLIER = "a cu_seqlens, by the tokens or max_seqlen of an earlier call,"
@@ -121,23 +122,22 @@ class FlashAttentionVarlen(DifferentiableOp):
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
-        q, k, v = tensors[:3]
-        max_q, max_k = settings[:2]
+        max_q, max_k, *_ = settings
         try:
-            plan = self._plans.get(_packed_key(tensors, settings))
-        except (AttributeError, TypeError):  # not tensors, or settings that are no numbers: the checks say so
-            plan = None
+            layouts, q_at, k_at, v_at, *_ = layouts_of(tensors)
+            plan = self._plans.get((layouts, settings[2:]))
+        except (AttributeError, RuntimeError, TypeError):
+            plan = None  # not tensors, or none with memory, or settings that are no numbers: the slow way sorts it out
         if (
             plan is None
-            or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ADDRESS_UNIT
+            or (q_at | k_at | v_at) % ADDRESS_UNIT
             or not type(max_q) is type(max_k) is int
             or min(max_q, max_k) < 0
         ):
             return self.prepare_forward(tensors, settings, keep, out)
         pending.raise_if_any(self.name, EARLIER)
-        _, _, _, cu_q, cu_k, sinks = tensors
-        results: Tensors = plan(q, k, v, cu_q, cu_k, sinks, max_q, max_k)
-        pending.check_now(self.name, q.device)
+        results: Tensors = plan(*tensors, max_q, max_k)
+        pending.check_now(self.name, tensors[0].device)
         return results
 
     def prepare_forward(
@@ -156,7 +156,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         sinks = None if sinks is None else sinks.float().contiguous()
         tensors = (q, k, v, cu_q.contiguous(), cu_k.contiguous(), sinks)
         settings = (*map(int, settings[:2]), *settings[2:])
-        key = _packed_key(tensors, settings)
+        key = layouts_of(tensors)[0], settings[2:]
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
@@ -263,22 +263,6 @@ def packed_settings(
 ) -> Settings:
     """Of the op's settings but for the longest lengths."""
     return Settings(scale, left, right, softcap, PACKED, deterministic)
-
-
-def _packed_key(tensors: Tensors, settings: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that a plan depends on; addresses apart."""
-    q, k, v, cu_q, cu_k, sinks = tensors
-    starts = (
-        cu_q.shape,
-        cu_q.stride(),
-        cu_q.dtype,
-        cu_q.device,
-        cu_k.shape,
-        cu_k.stride(),
-        cu_k.dtype,
-        cu_k.device,
-    )
-    return (*starts, *_key(q, k, v, sinks, settings[2:]))
 
 
 OP = FlashAttentionVarlen

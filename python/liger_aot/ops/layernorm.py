@@ -147,7 +147,7 @@ class LayerNorm(DifferentiableOp):
         db_column = (n + 15) & -16 if need_dw else 0  # aligned, as the halves of one buffer
         width = db_column + (n if need_db else 0)
         if width:
-            partials = x.new_empty((groups, width), dtype=torch.float32)
+            partials = x.new_empty(groups * width, dtype=torch.float32)
             sums = x.new_empty(width, dtype=like.dtype)
         if split > 1:
             words = x.new_zeros((rows, split), dtype=torch.int64)

@@ -187,7 +187,10 @@ class ModulatedRMSNorm(DifferentiableOp):
         if on is None or in_x is None or in_dy is None or in_scale is None or not dy.numel():
             return self.prepare_backward(grads, saved, settings, needed)
         arguments = zip((x, scale, shift, weight), needed, strict=True)
-        made = tuple(t.new_empty(t.shape) if need else None for t, need in arguments)
+        made = tuple(
+            torch.empty_like(t, memory_format=torch.contiguous_format) if need else None
+            for t, need in arguments
+        )
         by = self._by_token if in_scale[5] == in_x[5] else self._by_group
         by(on, in_x, in_dy, in_scale, weight, rstd, settings[1], x.dtype, made)
         return made
@@ -216,9 +219,9 @@ class ModulatedRMSNorm(DifferentiableOp):
         in_part, parts = _parts(on, loaded, groups, in_group)
         normal = plain = None
         if dscale is not None or dweight is not None:
-            normal = rstd.new_empty((groups * parts, n))
+            normal = rstd.new_empty(groups * parts * n)
         if dshift is not None:
-            plain = rstd.new_empty((groups * parts, n))
+            plain = rstd.new_empty(groups * parts * n)
         normal_at = 0 if normal is None else normal.data_ptr()
         plain_at = 0 if plain is None else plain.data_ptr()
         device = on.device
@@ -262,7 +265,7 @@ class ModulatedRMSNorm(DifferentiableOp):
         aligned = WIDE not in (scale_kind, weight_kind) and not (places | strides | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
         programs, _, _ = persistent(on, loaded, rows)
-        partials = None if dweight is None else rstd.new_empty((programs, n))
+        partials = None if dweight is None else rstd.new_empty(programs * n)
         device = on.device
         loaded.launch(
             device, on.stream(device), programs, 1, 1,

@@ -117,14 +117,6 @@ class RoPE(Rotary):
                 )
         return super().prepare_forward(tensors, settings, keep, out)
 
-    def table_key(self, tables: Sequence[Any]) -> tuple[Any, ...]:
-        cos, sin, ids = tables
-        of_ids = None if ids is None else (ids.shape, ids.stride(), ids.dtype, ids.get_device())
-        return (
-            cos.shape, cos.stride(), cos.dtype, cos.get_device(),
-            sin.shape, sin.stride(), sin.dtype, sin.get_device(), of_ids,
-        )  # fmt: skip
-
     def readable_tables(self, tables: Sequence[Any]) -> tuple[Tensor | None, ...]:
         cos, sin, ids = tables
         if ids is not None and sum(s * (n - 1) for s, n in zip(ids.stride(), ids.shape, strict=True)) > MOST:

@@ -68,9 +68,8 @@ class Llama4RoPE(Rotary):
             wanted = " or ".join(map(str, dict.fromkeys(shapes)))
             raise ArgumentError(f"rope_llama4: freqs_cis must be {wanted}, got {tuple(freqs.shape)}")
 
-    def table_key(self, tables: Sequence[Any]) -> tuple[Any, ...]:
-        (freqs,) = tables
-        return freqs.shape, freqs.stride(), freqs.dtype, freqs.get_device(), freqs.is_conj()
+    def table_key(self, tables: Sequence[Any]) -> bool:
+        return bool(tables[0].is_conj())
 
     def readable_tables(self, tables: Sequence[Any]) -> tuple[Tensor | None, ...]:
         freqs = tables[0].resolve_conj()

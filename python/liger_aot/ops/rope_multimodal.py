@@ -86,13 +86,6 @@ class MultimodalRoPE(Rotary):
                 f"them, and at most to half of the head dimension {n}; got {tuple(sections)}"
             )
 
-    def table_key(self, tables: Sequence[Any]) -> tuple[Any, ...]:
-        cos, sin = tables
-        return (
-            cos.shape, cos.stride(), cos.dtype, cos.get_device(),
-            sin.shape, sin.stride(), sin.dtype, sin.get_device(),
-        )  # fmt: skip
-
     def readable_tables(self, tables: Sequence[Any]) -> tuple[Tensor | None, ...]:
         cos, sin = tables
         planes = cos[0], sin[0]

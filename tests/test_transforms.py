@@ -1,0 +1,69 @@
+"""Gradients beside the transforms of torch.func: what they refuse, and the tensors that they leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_aot
+from liger_aot.layout import all_readable
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu_squared": lambda x: liger_aot.load("relu_squared")(x).sum(),
+    "rmsnorm": lambda x: liger_aot.load("rmsnorm")(x, torch.ones(6)).sum(),
+    "kl_div": lambda x: liger_aot.load("kl_div")(x, torch.full((4, 6), 1 / 6)),
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_a_tensor_that_a_transform_left_behind(op: str) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    seen: list[Tensor] = []
+
+    def leave(twos: Tensor) -> Tensor:
+        seen.append(x * twos)
+        return twos.sum()
+
+    torch.func.grad(leave)(torch.full((4, 6), 2.0))
+    assert torch._C._functorch.is_functorch_wrapped_tensor(seen[0])
+    (found,) = torch.autograd.grad(CALLS[op](seen[0]), x)
+    (expected,) = torch.autograd.grad(CALLS[op](x * 2), x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(
+    not all_readable((torch.zeros(1),)), reason="torch before 2.10 has no DLPack exchange API"
+)
+@pytest.mark.parametrize("op", CALLS)
+def test_plain_tensors_take_the_short_way(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def long_way(*_: object) -> None:
+        raise AssertionError("through torch's apply")
+
+    monkeypatch.setattr(torch.autograd.Function, "apply", long_way)
+    CALLS[op](torch.zeros(4, 6, requires_grad=True)).backward()
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_inside_a_transform_a_gradient_is_refused(op: str) -> None:
+    x = torch.zeros(4, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(CALLS[op])(torch.zeros(4, 6))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda y: CALLS[op](x) + y.sum())(torch.zeros(3))
+
+
+@pytest.mark.parametrize("op", ["rmsnorm", "flash_attention", "rope"])
+def test_vmap_without_gradients(op: str) -> None:
+    """No tensor there has memory to read: the reference computes."""
+    x = torch.randn(3, 1, 8, 2, 64, generator=torch.Generator().manual_seed(0))
+    angles = torch.zeros(8, 64)
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "rmsnorm": lambda y: liger_aot.load("rmsnorm")(y),
+        "flash_attention": lambda y: liger_aot.load("flash_attention")(y, y, y, causal=True),
+        "rope": lambda y: liger_aot.load("rope")(y, y, angles, angles, layout="bshd")[0],
+    }
+    expected = torch.stack([calls[op](y) for y in x])
+    torch.testing.assert_close(torch.vmap(calls[op])(x), expected)
