@@ -31,6 +31,7 @@ from csrc_triton.decoding_keys import (
     sink_of,
     token_of,
 )
+from csrc_triton.decoding_once import share
 from csrc_triton.decoding_stream import attend, stream
 from csrc_triton.decoding_work import MANY, over, part_of, piece_of, sharers_of
 from csrc_triton.overlap import let_next_start, once_previous_ended
@@ -91,6 +92,49 @@ DECLARATION = {
                     "function": "split_stream",
                     "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "OVERLAP"],
                     "defaults": {"OVERLAP": 0},
+                }
+            },
+        },
+        "flash_decoding_once": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
+                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64",
+                "COUNTS": "*i32", "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
+                "q_batch": "i64", "q_token": "i32", "q_head": "i32", "table_row": "i64", "scale": "fp32",
+                "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
+                "capacity": "i32", "pages": "i32", "page_bits": "i32", "tiles": "i32", "each": "i32", "by_each": "i32",
+                "part_rows": "i32", "left": "i32", "right": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"]},
+            "aligned": ["OUT", "PARTS", "Q", "q_batch", "q_token", "q_head", "dim"],
+            "forms": {
+                "once": {
+                    "function": "once",
+                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "SHARES", "START", "PAGED"],
+                    "defaults": {"PAGED": 0},
+                }
+            },
+        },
+        "flash_decoding_once_paged": {
+            "like": "flash_decoding_once",
+            "arguments": {
+                "K": "dtype[1, 1, 16, BOX]", "V": "dtype[1, 1, 16, BOX]",
+                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64",
+                "COUNTS": "*i32", "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
+                "q_batch": "i64", "q_token": "i32", "q_head": "i32", "table_row": "i64", "scale": "fp32",
+                "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
+                "capacity": "i32", "pages": "i32", "page_bits": "i32", "tiles": "i32", "each": "i32", "by_each": "i32",
+                "part_rows": "i32", "left": "i32", "right": "i32",
+            },
+            "forms": {
+                "once": {
+                    "function": "once",
+                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "SHARES", "START", "PAGED"],
+                    "defaults": {"PAGED": 1},
                 }
             },
         },
@@ -290,6 +334,27 @@ def split_stream(
         ],
         [1],
         [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def once(
+    K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
+    table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits,
+    tiles, each, by_each, part_rows, left, right,
+    BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    SHARES: gl.constexpr, START: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """Sharing and combining in one launch, by ``decoding_once``; the grid is (tiles of all heads, each, sequences)."""
+    lane = gl.program_id(0)
+    head = lane
+    if tiles > 1:
+        head = over(lane, tiles)
+    share(
+        K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
+        table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages,
+        page_bits, each, by_each, part_rows, left, right, lane - head * tiles, head, lane, kv_heads * tiles,
+        BLOCK_N, D1, D2, BOX, STAGES, SHARES, PAGED,
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def store(at: Pointer, values: Any, mask: Any = True) -> None:
         memory(at.address + distance * at.dtype.itemsize, at.dtype, 1)[0] = value
 
 
-def atomic_add(at: Pointer, number: int) -> Tensor:
+def atomic_add(at: Pointer, number: int, sem: str = "acq_rel", scope: str = "gpu") -> Tensor:
     """Programs run one after the other, and one warp of each counts."""
     before = load(at)
     store(at, before + number)

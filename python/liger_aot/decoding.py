@@ -71,6 +71,31 @@ def best_splits(programs: int, blocks: int, slots: int, busy: int, start: int) -
     return best
 
 
+ONCE = True
+
+
+def plan_for(on: OpOn, q: Tensor, k: Tensor, block_table: Tensor | None, settings: Settings, addresses_aligned: bool) -> Any:
+    from liger_aot.decoding_once import OncePlan
+    from liger_aot.attention import GROUP_ROWS
+
+    shape = Shape(q, k, block_table)
+    strides = [*_strides(q)[:3], *_strides(k)[:3]]
+    aligned = addresses_aligned and not any(stride % UNIT for stride in (*strides, shape.dim))
+    kernel = on.kernels.get("flash_decoding_once" if block_table is None else "flash_decoding_once_paged")
+    if ONCE and kernel is not None and aligned and shape.dim <= STREAMED and on.tensor_map is not None:
+        loaded = kernel((q.dtype, True), shape.dim)
+        numbers = loaded.numbers
+        rows = shape.tokens * shape.heads // shape.kv_heads
+        width = shape.kv_heads * -(-rows // GROUP_ROWS)
+        blocks = -(-shape.capacity // numbers["block_n"])
+        if settings.left >= 0:
+            blocks = min(blocks, -(-(settings.left + shape.tokens) // numbers["block_n"]) + 1)
+        slots = on.multiprocessors * numbers["programs_per_multiprocessor"]
+        each = min(settings.splits, blocks) or best_splits(shape.batch * width, blocks, slots, on.multiprocessors * numbers.get("busy", numbers["programs_per_multiprocessor"]), numbers["start"])
+        return OncePlan(on, loaded, q, k, block_table, settings, shape, strides, each)
+    return Plan(on, q, k, block_table, settings, addresses_aligned)
+
+
 class Plan:
     """All calls with tensors like these: of these shapes, strides, dtypes and alignment."""
 

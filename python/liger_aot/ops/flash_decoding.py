@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_aot import pending
 from liger_aot.attention_checks import check_dim, settings_of
-from liger_aot.decoding import STREAMED, UNIT, Plan, Settings, Shape
+from liger_aot.decoding import STREAMED, UNIT, Plan, Settings, Shape, plan_for
 from liger_aot.decoding_checks import check_arguments, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
@@ -147,7 +147,7 @@ class FlashDecoding(DifferentiableOp):
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            self._plans[key] = Plan(on, q, k, block_table, Settings(*settings), addresses_aligned=key[0])
+            self._plans[key] = plan_for(on, q, k, block_table, Settings(*settings), addresses_aligned=key[0])
         return self.run_forward(tensors, settings, keep, out)
 
     def on_reference(self, tensors: Tensors) -> bool:
