@@ -24,7 +24,6 @@ from csrc_triton.decoding_keys import (
     NOTHING,
     blocks_of,
     finish,
-    length_of,
     row_of,
     seen_by,
     sink_of,
@@ -118,6 +117,44 @@ def slots(of, count: gl.constexpr, rows: gl.constexpr, full, z):
 
 
 @gluon.jit
+def zero_here(zero):
+    """``zero``, which is 0, as the compiler cannot know: what is computed from it stays behind this place."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 %now; mov.u32 %now, %clock; and.b32 $0, %now, $1; }",
+        "=r,r", [zero], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def fetch_length(LENGTHS, OUT, b):
+    """Begin to bring a sequence's length near; ``length_here`` reads it."""
+    at = gl.where(LENGTHS.to(gl.int64) != 0, (LENGTHS + b).to(gl.int64), OUT.to(gl.int64))
+    gl.inline_asm_elementwise("prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def length_here(LENGTHS, b, capacity):
+    """As ``length_of``; the load, and what is computed from it, stay behind this place."""
+    at = (LENGTHS + b).to(gl.int64)
+    length = gl.inline_asm_elementwise(
+        "{ .reg .pred %given; setp.ne.u64 %given, $2, 0; mov.b32 $0, $3; @%given ld.global.b32 $0, [$1]; }",
+        "=&r,l,l,r", [at, LENGTHS.to(gl.int64), capacity], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    wrong = (length < 0) | (length > capacity)
+    return gl.where(wrong, 0, length), wrong, length
+
+
+@gluon.jit
+def fetch_maps():
+    """Begin to fetch both tensor maps, the first parameters of the kernel ``once``: else the first copy waits for them
+    after the length has come."""
+    gl.inline_asm_elementwise(
+        "prefetch.param.tensormap [once_param_0]; prefetch.param.tensormap [once_param_9]; mov.b32 $0, 0;",
+        "=r", [], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def share(
     K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits,
@@ -127,15 +164,18 @@ def share(
 ):  # fmt: skip
     """A part of a sequence's keys: its result where it is all of them, else a piece, and from the last of the parts
     the result."""
+    fetch_maps()
     z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, 1, 0, 0)
     D: gl.constexpr = D1 * 2 if D2 > 0 else D1  # of a line of PARTS
     part = gl.program_id(1)
     sequence = gl.program_id(2)
-    length, wrong, given = length_of(LENGTHS, sequence, capacity)
+    fetch_length(LENGTHS, OUT, sequence)  # while the barriers are made
     full = barriers(STAGES, 2)  # of keys and of values
     k = slots(K, STAGES, BLOCK_N, full, z)
     v = slots(V, STAGES, BLOCK_N, full, z)
     fence_async_shared()
+    gl.thread_barrier()
+    length, wrong, given = length_here(LENGTHS, sequence, capacity)
     first_token = token_of(tile * 64, by_ratio)
     into = tile * 64 - first_token * ratio
     count = gl.minimum(tokens * ratio - tile * 64, 64)
@@ -155,8 +195,13 @@ def share(
             key = (first + i) * BLOCK_N
             bad = ask(K, V, TABLE, k, v, i, sequence, head, key, start, stop, page_bits, pages, z, PAGED)
             unknown = gl.where(bad != 0, bad, unknown)
+        # q's addresses are computed behind the copies
+        zero = zero_here(gl.where(length > capacity, 1, 0))
+        into += zero
+        count += zero
+        first_token += zero
         q = slots(K, 1, 64, k.full, z)
-        of_batch = Q + b * q_batch
+        of_batch = Q + (b + zero) * q_batch
         load_q(
             of_batch, q.first.index(0).reshape([64, D1]), 0, count, first_token, into, head, ratio, by_ratio,
             q_token, q_head, dim,
