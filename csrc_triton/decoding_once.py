@@ -133,15 +133,12 @@ def fetch_length(LENGTHS, OUT, b):
 
 
 @gluon.jit
-def length_here(LENGTHS, b, capacity):
-    """As ``length_of``; the load, and what is computed from it, stay behind this place."""
-    at = (LENGTHS + b).to(gl.int64)
-    length = gl.inline_asm_elementwise(
-        "{ .reg .pred %given; setp.ne.u64 %given, $2, 0; mov.b32 $0, $3; @%given ld.global.b32 $0, [$1]; }",
-        "=&r,l,l,r", [at, LENGTHS.to(gl.int64), capacity], gl.int32, is_pure=False, pack=1,
+def load_here(AT, given, other):
+    """An int32, or ``other`` where none is given; the load, and what is computed from it, stay behind this place."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred %given; setp.ne.s32 %given, $2, 0; mov.b32 $0, $3; @%given ld.global.b32 $0, [$1]; }",
+        "=&r,l,r,r", [AT.to(gl.int64), given.to(gl.int32), other], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    wrong = (length < 0) | (length > capacity)
-    return gl.where(wrong, 0, length), wrong, length
 
 
 @gluon.jit
@@ -175,7 +172,9 @@ def share(
     v = slots(V, STAGES, BLOCK_N, full, z)
     fence_async_shared()
     gl.thread_barrier()
-    length, wrong, given = length_here(LENGTHS, sequence, capacity)
+    given = load_here(LENGTHS + sequence, LENGTHS.to(gl.int64) != 0, capacity)
+    wrong = (given < 0) | (given > capacity)
+    length = gl.where(wrong, 0, given)
     first_token = token_of(tile * 64, by_ratio)
     into = tile * 64 - first_token * ratio
     count = gl.minimum(tokens * ratio - tile * 64, 64)

@@ -245,7 +245,8 @@ class Code:
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
-            "let_next_start": lambda: None,
+            "let_next_start": lambda: None, "fetch_maps": lambda: None, "fetch_length": lambda *ahead: None,
+            "zero_here": lambda zero: zero, "load_here": lambda at, given, other: load(at, given, other),
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),
@@ -293,6 +294,11 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def in_turn(programs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The order that programs run in; tests have others."""
+    return programs
+
+
 def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: Any, arguments: Any) -> None:
     """Launch a kernel, one program after the other.
 
@@ -310,8 +316,8 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
     # device code's values never change, and become others with the same bits
     add, subtract, multiply = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
     with patch.multiple(Tensor, __iadd__=add, __isub__=subtract, __imul__=multiply, to=_to):
-        programs = itertools.product(*(range(n) for n in reversed(grid)))
-        blocks = [Block(program[::-1], tuple(grid)) for program in programs]
+        programs = [p[::-1] for p in itertools.product(*(range(n) for n in reversed(grid)))]
+        blocks = [Block(program, tuple(grid)) for program in in_turn(programs)]
         for block in blocks:
             made = Code(block).python(function)
             made(**given, **{name: Const(value) for name, value in constants.items()})

@@ -1,4 +1,5 @@
-"""How decoding is launched where one kernel shares a sequence's keys and combines the shares: `csrc_triton.decoding_once`."""
+"""How decoding is launched where one kernel shares the keys and weighs the shares (``csrc_triton/decoding_once.py``),
+and which calls that is."""
 
 from __future__ import annotations
 
@@ -8,56 +9,67 @@ import torch
 from torch import Tensor
 
 from liger_aot import pending
-from liger_aot.attention import GROUP_ROWS, LOG2_E, LONGEST, Maps
+from liger_aot.attention import GROUP_ROWS, Maps
+from liger_aot.decoding import STREAMED, Call, Plan, Settings, at, signed
 from liger_aot.runtime import Loaded, OpOn
-from liger_aot.stream_words import HEAD, StreamWords
+from liger_aot.stream_words import StreamWords
 
-LARGEST_STRIDE = 1 << 38  # elements: what a tensor map can say
-MOST_SEQUENCES = (1 << 16) - 1  # of a grid's last dimension
-DIVIDED = 1 << 32  # what the shares' multiplication for a division is right below
+MOST_SEQUENCES = (1 << 16) - 1  # what the last dimension of a grid has
+DIVIDED = 1 << 32  # up to where the kernel multiplies instead of dividing
+MOST_LINES = 1 << 31  # elements of a sequence's shares: their distances are 32-bit numbers
+
+
+def plan_for(
+    on: OpOn,
+    q: Tensor,
+    k: Tensor,
+    block_table: Tensor | None,
+    settings: Settings,
+    addresses_aligned: bool,
+) -> Plan | OncePlan:
+    """The plan of all calls with tensors like these."""
+    call = Call(q, k, block_table, settings, addresses_aligned)
+    kernel = on.kernels.get(f"flash_decoding_once{'_paged' if call.paged else ''}")
+    if kernel is not None and call.aligned and call.shape.dim <= STREAMED and call.mapped(on):
+        loaded = kernel((q.dtype, True), call.shape.dim)
+        plan = OncePlan.of(on, loaded, call, q, k)
+        if plan is not None:
+            return plan
+    return Plan(on, call, q, k)
 
 
 class OncePlan:
-    """All calls with tensors like these."""
+    """All calls with tensors like these, in one launch."""
+
+    @classmethod
+    def of(cls, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor) -> OncePlan | None:
+        """None where the kernel cannot do the call, or the other way is the faster."""
+        shape, numbers = call.shape, loaded.numbers
+        width = shape.kv_heads * -(-call.rows // GROUP_ROWS)
+        each = call.shares(on, numbers, width)
+        blocks = call.blocks(numbers["block_n"])
+        lines = each * width * GROUP_ROWS * columns_of(loaded)
+        if shape.batch > MOST_SEQUENCES or each * each * max(blocks, 1) >= DIVIDED or lines >= MOST_LINES:
+            return None
+        return cls(on, loaded, call, q, k, width, each)
 
     def __init__(
-        self, on: OpOn, loaded: Loaded, q: Tensor, k: Tensor, block_table: Tensor | None, settings: Any, shape: Any,
-        strides: list[int], each: int,
-    ) -> None:  # fmt: skip
-        ratio = shape.heads // shape.kv_heads
-        rows = shape.tokens * ratio
-        tiles = -(-rows // GROUP_ROWS)
-        width = shape.kv_heads * tiles
-        part_rows = min(GROUP_ROWS, rows) if each > 1 else 0
-        cap = settings.softcap
+        self, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor, width: int, each: int
+    ) -> None:
+        shape = call.shape
         self._on, self._loaded = on, loaded
         self._grid = width, each, shape.batch
         self._flag = pending.flag("flash_decoding")
         encode: Any = on.tensor_map
         self._k_map, self._v_map = (Maps(encode, loaded, name, k, "bshd").at for name in "KV")
+        part_rows = min(GROUP_ROWS, call.rows) if each > 1 else 0
+        by_each = signed((1 << 32) // each + 1) if each > 1 else 0
         self._numbers = (
-            *strides[:3],
-            0 if block_table is None else block_table.stride(0),
-            (cap or settings.scale) * LOG2_E,
-            settings.scale / cap if cap else 0.0,
-            shape.kv_heads,
-            ratio,
-            signed((1 << 31) // ratio + 1),
-            shape.tokens,
-            shape.dim,
-            shape.capacity,
-            shape.pages,
-            shape.page_size.bit_length() - 1,
-            tiles,
-            each,
-            signed((1 << 32) // each + 1) if each > 1 else 0,
-            part_rows,
-            LONGEST if settings.left < 0 else min(settings.left, LONGEST),
-            LONGEST if settings.right < 0 else min(settings.right + 1, LONGEST),
-        )
-        self._shape, self._lse_shape = q.shape, (shape.batch, shape.heads, shape.tokens)
-        lines = width * each * shape.batch * part_rows
-        columns = loaded.numbers["d1"] * (2 if loaded.numbers["d2"] else 1)
+            *call.strides[:3], call.table_row, *call.asked, shape.capacity, shape.pages,
+            shape.page_size.bit_length() - 1, width // shape.kv_heads, each, by_each, part_rows, call.left, call.right,
+        )  # fmt: skip
+        self._shape, self._lse_shape = q.shape, call.lse_shape
+        lines, columns = width * each * shape.batch * part_rows, columns_of(loaded)
         self._parts, self._part_sums = lines * (columns + 1), 4 * lines * columns
         self._words = width * shape.batch
         self._counts = on.plans.setdefault("counts", StreamWords(q.device))
@@ -74,22 +86,19 @@ class OncePlan:
         on = self._on
         o, lse = q.new_empty(self._shape), q.new_empty(self._lse_shape, dtype=torch.float32)
         device, stream = on.device, on.stream(on.device)
-        parts_at = sums_at = counts_at = 0
+        parts = counts = None
         if self._parts:
             parts = q.new_empty(self._parts, dtype=torch.float32)
             counts = self._counts.on(stream, self._words)
-            parts_at = parts.data_ptr()
-            sums_at, counts_at = parts_at + self._part_sums, counts.data_ptr()
         self._loaded.launch(
-            device, stream, *self._grid, self._k_map(k.data_ptr()), self._v_map(v.data_ptr()),
-            o.data_ptr(), lse.data_ptr(), parts_at, sums_at, self._flag, counts_at, q.data_ptr(),
-            0 if block_table is None else block_table.data_ptr(),
-            0 if cache_seqlens is None else cache_seqlens.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(), *self._numbers,
+            device, stream, *self._grid, self._k_map(k.data_ptr()), self._v_map(v.data_ptr()), o.data_ptr(),
+            lse.data_ptr(), at(parts), at(parts) + self._part_sums, self._flag, at(counts), q.data_ptr(),
+            at(block_table), at(cache_seqlens), at(sinks), *self._numbers,
         )  # fmt: skip
         return o, lse
 
 
-def signed(x: int) -> int:
-    """An unsigned 32-bit number as the launcher takes it."""
-    return x - (x >> 31 << 32)
+def columns_of(loaded: Loaded) -> int:
+    """Of a line of a share."""
+    numbers = loaded.numbers
+    return numbers["d1"] * (2 if numbers["d2"] else 1)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from liger_aot import pending
 from liger_aot.attention_checks import check_dim, settings_of
-from liger_aot.decoding import STREAMED, UNIT, Plan, Settings, Shape, plan_for
+from liger_aot.decoding import STREAMED, UNIT, Plan, Settings, Shape
 from liger_aot.decoding_checks import check_arguments, check_values
+from liger_aot.decoding_once import OncePlan, plan_for
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Problem
@@ -73,7 +74,7 @@ class FlashDecoding(DifferentiableOp):
 
     def __init__(self, runtimes: Any = None) -> None:
         super().__init__(runtimes)
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, Plan | OncePlan] = {}
 
     def __call__(
         self,
