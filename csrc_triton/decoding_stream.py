@@ -111,42 +111,6 @@ def put_all(TO, at, acc, acc2, by, dtype: gl.constexpr, count, dim, z):
 
 
 @gluon.jit
-def add_block(
-    z, q, k, v, slot, phase, key, m, sums, acc, acc2, scale, cap, low, high, inner_low, inner_high, start, stop,
-    FREE: gl.constexpr,
-):  # fmt: skip
-    """A block's scores, softmax and values added to a tile's: (largest scores, sums, both panels). With FREE its slots
-    are free again."""
-    mbarrier.wait(k.full.index(slot), phase)
-    s = warpgroup_mma_wait(0, deps=(scores(q, 0, k, slot, z),))
-    if FREE:
-        mbarrier.arrive(k.free.index(slot), count=1)
-    if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
-        s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
-    if (key < inner_low) | (key + z.BLOCK_N > inner_high):
-        s = masked(s, key, (low, high), True)
-    new_m = gl.maximum(m, gl.max(s, 1) * scale)
-    e = gl.exp2(s * scale - gl.expand_dims(new_m, 1))
-    by = gl.exp2(m - new_m)
-    m = new_m
-    sums = scaled(sums, by) + row_parts(e)
-    acc = scaled(acc, by)
-    if z.D2 > 0:
-        acc2 = scaled(acc2, by)
-    mbarrier.wait(v.full.index(slot), phase)
-    if (key < start) | (key + z.BLOCK_N > stop):
-        keep_keys(v.first.index(slot).reshape([z.BLOCK_N, z.D1]), key, start, stop)
-        if z.D2 > 0:
-            keep_keys(v.second.index(slot).reshape([z.BLOCK_N, z.D2]), key, start, stop)
-        fence_async_shared()
-    acc, acc2 = add_values(pack(e, v.first.dtype), v, slot, acc, acc2, z)
-    acc, acc2 = wait_values(acc, acc2, z)
-    if FREE:
-        mbarrier.arrive(v.free.index(slot), count=1)
-    return m, sums, acc, acc2
-
-
-@gluon.jit
 def attend(
     z, q, k, v, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, SINKS, q_batch, q_token, q_head, scale, cap, kv_heads, ratio,
     by_ratio, dim, program, part_rows, all_count, all_into,
@@ -190,10 +154,31 @@ def attend(
         acc = gl.zeros([64, z.D1], gl.float32, z.O1)
         acc2 = gl.zeros([64, z.D2 if z.D2 > 0 else 16], gl.float32, z.O2)
         for j in range(first, last):
-            m, sums, acc, acc2 = add_block(
-                z, q, k, v, slot, phase, j * z.BLOCK_N, m, sums, acc, acc2, scale, cap, low, high, inner_low,
-                inner_high, start, stop, True,
-            )  # fmt: skip
+            key = j * z.BLOCK_N
+            mbarrier.wait(k.full.index(slot), phase)
+            s = warpgroup_mma_wait(0, deps=(scores(q, 0, k, slot, z),))
+            mbarrier.arrive(k.free.index(slot), count=1)
+            if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+                s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
+            if (key < inner_low) | (key + z.BLOCK_N > inner_high):
+                s = masked(s, key, (low, high), True)
+            new_m = gl.maximum(m, gl.max(s, 1) * scale)
+            e = gl.exp2(s * scale - gl.expand_dims(new_m, 1))
+            by = gl.exp2(m - new_m)
+            m = new_m
+            sums = scaled(sums, by) + row_parts(e)
+            acc = scaled(acc, by)
+            if z.D2 > 0:
+                acc2 = scaled(acc2, by)
+            mbarrier.wait(v.full.index(slot), phase)
+            if (key < start) | (key + z.BLOCK_N > stop):
+                keep_keys(v.first.index(slot).reshape([z.BLOCK_N, z.D1]), key, start, stop)
+                if z.D2 > 0:
+                    keep_keys(v.second.index(slot).reshape([z.BLOCK_N, z.D2]), key, start, stop)
+                fence_async_shared()
+            acc, acc2 = add_values(pack(e, v.first.dtype), v, slot, acc, acc2, z)
+            acc, acc2 = wait_values(acc, acc2, z)
+            mbarrier.arrive(v.free.index(slot), count=1)
             slot, phase = turn(slot, phase, z.STAGES)
         total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
         total = gl.where(wrong, float("nan"), total)

@@ -101,20 +101,20 @@ DECLARATION = {
             "always_aligned": True,
             "matrix": True,
             "arguments": {
-                "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
+                "K": "dtype[1, 1, BLOCK_N, 64]", "V": "dtype[1, 1, BLOCK_N, 64]",
                 "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64",
                 "COUNTS": "*i32", "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
                 "q_batch": "i64", "q_token": "i32", "q_head": "i32", "table_row": "i64", "scale": "fp32",
                 "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
                 "capacity": "i32", "pages": "i32", "page_bits": "i32", "tiles": "i32", "each": "i32", "by_each": "i32",
-                "part_rows": "i32", "left": "i32", "right": "i32",
+                "left": "i32", "right": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": ["OUT", "PARTS", "Q", "q_batch", "q_token", "q_head", "dim"],
             "forms": {
                 "once": {
                     "function": "once",
-                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "SHARES", "START", "PAGED"],
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "STAGES", "SHARES", "START", "PAGED"],
                     "defaults": {"PAGED": 0},
                 }
             },
@@ -122,18 +122,18 @@ DECLARATION = {
         "flash_decoding_once_paged": {
             "like": "flash_decoding_once",
             "arguments": {
-                "K": "dtype[1, 1, 16, BOX]", "V": "dtype[1, 1, 16, BOX]",
+                "K": "dtype[1, 1, 16, 64]", "V": "dtype[1, 1, 16, 64]",
                 "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64",
                 "COUNTS": "*i32", "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
                 "q_batch": "i64", "q_token": "i32", "q_head": "i32", "table_row": "i64", "scale": "fp32",
                 "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
                 "capacity": "i32", "pages": "i32", "page_bits": "i32", "tiles": "i32", "each": "i32", "by_each": "i32",
-                "part_rows": "i32", "left": "i32", "right": "i32",
+                "left": "i32", "right": "i32",
             },
             "forms": {
                 "once": {
                     "function": "once",
-                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "SHARES", "START", "PAGED"],
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "STAGES", "SHARES", "START", "PAGED"],
                     "defaults": {"PAGED": 1},
                 }
             },
@@ -341,9 +341,9 @@ def split_stream(
 def once(
     K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits,
-    tiles, each, by_each, part_rows, left, right,
-    BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
-    SHARES: gl.constexpr, START: gl.constexpr, PAGED: gl.constexpr,
+    tiles, each, by_each, left, right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
+    START: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """Sharing and combining in one launch, by ``decoding_once``; the grid is (tiles of all heads, each, sequences)."""
     lane = gl.program_id(0)
@@ -353,8 +353,8 @@ def once(
     share(
         K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
         table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages,
-        page_bits, each, by_each, part_rows, left, right, lane - head * tiles, head, lane, kv_heads * tiles,
-        BLOCK_N, D1, D2, BOX, STAGES, SHARES, PAGED,
+        page_bits, each, by_each, left, right, lane - head * tiles, head, lane, kv_heads * tiles,
+        BLOCK_M, BLOCK_N, D, STAGES, SHARES, PAGED,
     )  # fmt: skip
 
 

@@ -159,6 +159,10 @@ class _Layout:
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.value = self
 
+    @classmethod
+    def get_default_for(cls, *arguments: Any) -> _Layout:
+        return cls()
+
 
 def _tensor(x: Any) -> Tensor:
     return x if isinstance(x, Tensor) else torch.as_tensor(x)
@@ -245,8 +249,7 @@ class Code:
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
-            "let_next_start": lambda: None, "fetch_maps": lambda: None, "fetch_length": lambda *ahead: None,
-            "zero_here": lambda zero: zero, "load_here": lambda at, given, other: load(at, given, other),
+            "let_next_start": lambda: None,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),

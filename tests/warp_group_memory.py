@@ -71,6 +71,7 @@ def store(at: Pointer, values: Any, mask: Any = True) -> None:
         if mask:
             memory(at.address, at.dtype, 1)[0] = values
         return
+    mask = torch.as_tensor(mask).expand(at.behind.shape)
     for distance, value in zip(at.behind[mask].tolist(), values[mask], strict=True):
         memory(at.address + distance * at.dtype.itemsize, at.dtype, 1)[0] = value
 

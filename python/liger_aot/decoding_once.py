@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_aot import pending
-from liger_aot.attention import GROUP_ROWS, Maps
+from liger_aot.attention import Maps
 from liger_aot.decoding import STREAMED, Call, Plan, Settings, at, signed
 from liger_aot.runtime import Loaded, OpOn
 from liger_aot.stream_words import StreamWords
@@ -45,10 +45,10 @@ class OncePlan:
     def of(cls, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor) -> OncePlan | None:
         """None where the kernel cannot do the call, or the other way is the faster."""
         shape, numbers = call.shape, loaded.numbers
-        width = shape.kv_heads * -(-call.rows // GROUP_ROWS)
+        width = shape.kv_heads * -(-call.rows // numbers["block_m"])
         each = call.shares(on, numbers, width)
         blocks = call.blocks(numbers["block_n"])
-        lines = each * width * GROUP_ROWS * columns_of(loaded)
+        lines = each * width * numbers["block_m"] * numbers["d"]
         if shape.batch > MOST_SEQUENCES or each * each * max(blocks, 1) >= DIVIDED or lines >= MOST_LINES:
             return None
         return cls(on, loaded, call, q, k, width, each)
@@ -62,16 +62,16 @@ class OncePlan:
         self._flag = pending.flag("flash_decoding")
         encode: Any = on.tensor_map
         self._k_map, self._v_map = (Maps(encode, loaded, name, k, "bshd").at for name in "KV")
-        part_rows = min(GROUP_ROWS, call.rows) if each > 1 else 0
         by_each = signed((1 << 32) // each + 1) if each > 1 else 0
         self._numbers = (
             *call.strides[:3], call.table_row, *call.asked, shape.capacity, shape.pages,
-            shape.page_size.bit_length() - 1, width // shape.kv_heads, each, by_each, part_rows, call.left, call.right,
+            shape.page_size.bit_length() - 1, width // shape.kv_heads, each, by_each, call.left, call.right,
         )  # fmt: skip
         self._shape, self._lse_shape = q.shape, call.lse_shape
-        lines, columns = width * each * shape.batch * part_rows, columns_of(loaded)
+        rows, columns = loaded.numbers["block_m"], loaded.numbers["d"]
+        lines = width * each * shape.batch * rows if each > 1 else 0
         self._parts, self._part_sums = lines * (columns + 1), 4 * lines * columns
-        self._words = width * shape.batch
+        self._words = (width * shape.batch + 1) // 2  # two a 64-bit word
         self._counts = on.plans.setdefault("counts", StreamWords(q.device))
 
     def __call__(
@@ -96,9 +96,3 @@ class OncePlan:
             at(block_table), at(cache_seqlens), at(sinks), *self._numbers,
         )  # fmt: skip
         return o, lse
-
-
-def columns_of(loaded: Loaded) -> int:
-    """Of a line of a share."""
-    numbers = loaded.numbers
-    return numbers["d1"] * (2 if numbers["d2"] else 1)
