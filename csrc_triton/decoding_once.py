@@ -1,11 +1,11 @@
-"""flash_decoding in one launch (Gluon, Hopper): shares of a sequence's keys, and the last of them to end weighs them all.
+"""flash_decoding in one launch (Gluon, Hopper): shares of a sequence's keys, and the last of them to end weighs all.
 
 For calls so short that what is not reading counts. q is asked for before anything is known, then the length, then the
-first STAGES blocks of keys and values by TMA, and no number is divided on the way to them. Behind those q would wait for
-them all: they are read at the memory's speed.
+first STAGES blocks of keys and values by TMA, and no number is divided on the way to them. Behind those, q would wait
+until all of them are here.
 
 Products are turned round, K Q^T and V^T P^T: wgmma's 64 rows are keys and columns of values, and its columns, of which
-there may be 8, are the rows of queries (BLOCK_M). So few registers and instructions are spent on rows that are not there.
+there may be 8, are the rows of queries (BLOCK_M). So nothing is computed for rows that are not there.
 
 Pages are brought in pieces of 16 keys, which all page sizes are multiples of.
 
@@ -69,7 +69,7 @@ def part_blocks(part, each, by_each, w):
 
 
 @gluon.jit
-def ask(
+def fetch(
     of, TABLE, to, full, b, head, key, start, stop, page_bits, pages,
     BLOCK_N: gl.constexpr, D: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
@@ -96,6 +96,19 @@ def ask(
 
 
 @gluon.jit
+def ask(
+    K, V, TABLE, ks, vs, full, slot, unknown, b, head, block, start, stop, page_bits, pages,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy a block's keys and values into a slot; returns ``unknown``, or a page that is not there."""
+    key = block * BLOCK_N
+    own = full.index(slot)
+    bad = fetch(K, TABLE, ks.index(slot), own, b, head, key, start, stop, page_bits, pages, BLOCK_N, D, PAGED)
+    fetch(V, TABLE, vs.index(slot), own, b, head, key, start, stop, page_bits, pages, BLOCK_N, D, PAGED)
+    return gl.where(bad != 0, bad, unknown)
+
+
+@gluon.jit
 def share(
     K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits,
@@ -115,7 +128,9 @@ def share(
     first_token = token_of(tile * BLOCK_M, by_ratio)
     into = tile * BLOCK_M - first_token * ratio
     count = gl.minimum(tokens * ratio - tile * BLOCK_M, BLOCK_M)
-    q = load_q(Q + b * q_batch, count, first_token, into, head, ratio, by_ratio, q_token, q_head, dim, BLOCK_M, D)
+    q = load_q(
+        Q + b * q_batch, count, first_token, into, head, ratio, by_ratio, q_token, q_head, dim, BLOCK_M, D
+    )
     length, wrong, given = length_of(LENGTHS, sequence, capacity)
     full = barriers(STAGES, 2)  # of keys and of values
     ks = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], K.layout)
@@ -131,18 +146,14 @@ def share(
         behind = (gl.maximum(stop - 1, 0).to(gl.uint32) // BLOCK_N).to(gl.int32) + 1
         last = gl.minimum(first + blocks, gl.where(stop > start, behind, 0))
         unknown = first - first
-        for i in range(0, gl.minimum(last - first, STAGES)):
-            key = (first + i) * BLOCK_N
-            bad = ask(
-                K, TABLE, ks.index(i), full.index(i), sequence, head, key, start, stop, page_bits, pages, BLOCK_N, D,
-                PAGED,
+        for i in range(gl.minimum(last - first, STAGES)):
+            unknown = ask(
+                K, V, TABLE, ks, vs, full, i, unknown, sequence, head, first + i, start, stop, page_bits, pages,
+                BLOCK_N, D, PAGED,
             )  # fmt: skip
-            ask(
-                V, TABLE, vs.index(i), full.index(i), sequence, head, key, start, stop, page_bits, pages, BLOCK_N, D,
-                PAGED,
-            )  # fmt: skip
-            unknown = gl.where(bad != 0, bad, unknown)
-        qs = gl.allocate_shared_memory(dtype, [BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype))
+        qs = gl.allocate_shared_memory(
+            dtype, [BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
+        )
         ps = gl.allocate_shared_memory(
             dtype, [BLOCK_M, BLOCK_N], gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
         )
@@ -152,7 +163,7 @@ def share(
         flagged = FLAG.to(gl.int64) != 0
         gl.store(FLAG, given.to(gl.int64), mask=wrong & flagged)
         row = gl.arange(0, BLOCK_M, ROW)
-        token, query_head = row_of(row, first_token, into, head, ratio, by_ratio)
+        token, _ = row_of(row, first_token, into, head, ratio, by_ratio)
         own = length - tokens + token
         low = own - left
         high = gl.minimum(own + right, length)
@@ -192,16 +203,10 @@ def share(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             if j + STAGES < last:
                 gl.thread_barrier()  # all are done with the slot
-                key = (j + STAGES) * BLOCK_N
-                bad = ask(
-                    K, TABLE, ks.index(slot), full.index(slot), sequence, head, key, start, stop, page_bits, pages,
-                    BLOCK_N, D, PAGED,
+                unknown = ask(
+                    K, V, TABLE, ks, vs, full, slot, unknown, sequence, head, j + STAGES, start, stop, page_bits,
+                    pages, BLOCK_N, D, PAGED,
                 )  # fmt: skip
-                ask(
-                    V, TABLE, vs.index(slot), full.index(slot), sequence, head, key, start, stop, page_bits, pages,
-                    BLOCK_N, D, PAGED,
-                )  # fmt: skip
-                unknown = gl.where(bad != 0, bad, unknown)
             slot, phase = turn(slot, phase, STAGES)
         if PAGED:
             gl.store(FLAG, unknown.to(gl.int64), mask=(unknown != 0) & flagged)
@@ -234,7 +239,18 @@ def share(
 
 @gluon.jit
 def load_q(
-    Q, count, first_token, into, head, ratio, by_ratio, q_token, q_head, dim, BLOCK_M: gl.constexpr, D: gl.constexpr
+    Q,
+    count,
+    first_token,
+    into,
+    head,
+    ratio,
+    by_ratio,
+    q_token,
+    q_head,
+    dim,
+    BLOCK_M: gl.constexpr,
+    D: gl.constexpr,
 ):
     """A tile's rows, and zeros for what is not there."""
     layout: gl.constexpr = lines_layout(D)
@@ -259,7 +275,8 @@ def put(
     gl.store(LSE + (b * heads + query_head) * tokens + token, lse, mask=kept)
     at = ((b * tokens + token) * heads + query_head) * dim
     mask = gl.expand_dims(kept, 0) & gl.expand_dims(cols < dim, 1)
-    gl.store(OUT + (gl.expand_dims(at, 0) + gl.expand_dims(cols, 1)), (acc * gl.expand_dims(by, 0)).to(dtype), mask=mask)
+    result = (acc * gl.expand_dims(by, 0)).to(dtype)
+    gl.store(OUT + (gl.expand_dims(at, 0) + gl.expand_dims(cols, 1)), result, mask=mask)
 
 
 @gluon.jit

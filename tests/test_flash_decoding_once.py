@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from liger_aot.decoding import Settings
 from liger_aot.decoding_once import OncePlan, plan_for
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.flash_decoding import FlashDecoding
+from liger_aot.stream_words import AHEAD, StreamWords
 from tests import warp_group_interpreter
 from tests.conftest import built_pack
 from tests.decoding_cases import FP16, Problem, check
@@ -56,7 +58,9 @@ def test_whoever_is_last_weighs_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     found = []
     for seed in range(3):
         monkeypatch.setattr(
-            warp_group_interpreter, "in_turn", lambda all, seed=seed: random.Random(seed).sample(all, len(all))
+            warp_group_interpreter,
+            "in_turn",
+            lambda all, seed=seed: random.Random(seed).sample(all, len(all)),
         )
         found.append(op_on_interpreter()(*tensors[:3], **problem.keywords(tensors)))
     for other in found[1:]:
@@ -82,11 +86,8 @@ def test_pages_and_lengths_out_of_range() -> None:
 
 
 def planned(op: FlashDecoding, problem: Problem) -> Any:
-    tensors = problem.tensors()
-    q, k, *_ = tensors
-    from liger_aot.decoding import Settings
-
-    return plan_for(op._own.on(-1), q, k, tensors[4], Settings(*problem.settings()), addresses_aligned=not problem.shift)
+    q, k, _, _, table, _ = problem.tensors()
+    return plan_for(op._own.on(-1), q, k, table, Settings(*problem.settings()), not problem.shift)
 
 
 @pytest.mark.parametrize(
@@ -102,3 +103,17 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
 )
 def test_which_calls(problem: Problem, once: bool) -> None:
     assert isinstance(planned(op_on_interpreter(), problem), OncePlan) == once
+
+
+def test_words_of_graphs() -> None:
+    """Each launch has its own of those that were made before, as long as there are any."""
+    words = StreamWords(torch.device("cpu"))
+    assert words._of_graph(10).numel() == 10  # none were made: its own
+    words.prepare()
+    first, second = words._of_graph(10), words._of_graph(10)
+    assert first.data_ptr() + 10 * 8 == second.data_ptr() and not first.any()
+    rest = words._of_graph(AHEAD - 20)
+    assert rest.data_ptr() == second.data_ptr() + 10 * 8
+    assert words._of_graph(1).data_ptr() != rest.data_ptr() + rest.nbytes
+    words.prepare()
+    assert words._of_graph(AHEAD).numel() == AHEAD and len(words._ahead) == 2

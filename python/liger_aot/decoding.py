@@ -52,7 +52,18 @@ class Shape:
 class Call:
     """What plans need of a call's shapes, strides and settings."""
 
-    __slots__ = ("aligned", "left", "paged", "ratio", "right", "rows", "settings", "shape", "strides", "table_row")
+    __slots__ = (
+        "aligned",
+        "left",
+        "paged",
+        "ratio",
+        "right",
+        "rows",
+        "settings",
+        "shape",
+        "strides",
+        "table_row",
+    )
 
     def __init__(
         self, q: Tensor, k: Tensor, block_table: Tensor | None, settings: Settings, addresses_aligned: bool
@@ -77,9 +88,13 @@ class Call:
     def shares(self, on: OpOn, numbers: Mapping[str, int], width: int) -> int:
         """How many programs share the keys of a sequence, where its queries are ``width`` tiles."""
         a_multiprocessor = numbers["programs_per_multiprocessor"]
-        slots, busy = (n * on.multiprocessors for n in (a_multiprocessor, numbers.get("busy", a_multiprocessor)))
+        slots, busy = (
+            n * on.multiprocessors for n in (a_multiprocessor, numbers.get("busy", a_multiprocessor))
+        )
         blocks, programs = self.blocks(numbers["block_n"]), self.shape.batch * width
-        return min(self.settings.splits, blocks) or best_splits(programs, blocks, slots, busy, numbers["start"])
+        return min(self.settings.splits, blocks) or best_splits(
+            programs, blocks, slots, busy, numbers["start"]
+        )
 
     def mapped(self, on: OpOn) -> bool:
         """Whether there are tensor maps of keys and values."""
@@ -126,7 +141,9 @@ class Plan:
 
     def __init__(self, on: OpOn, call: Call, q: Tensor, k: Tensor) -> None:
         shape, rows, settings = call.shape, call.rows, call.settings
-        split = _stream(on, q.dtype, call) if call.aligned and not call.paged and not settings.splits else None
+        split = (
+            _stream(on, q.dtype, call) if call.aligned and not call.paged and not settings.splits else None
+        )
         streams = split is not None
         if split is None:
             paged = "_paged" if call.paged else ""
@@ -144,7 +161,11 @@ class Plan:
             each = max(min(call.shares(on, numbers, width), MOST // max(call.blocks(block_n), 1)), 1)
             groups = shape.batch * each
         programs = width * groups
-        if programs >= 1 << 31 or shape.batch * shape.heads * shape.tokens >= 1 << 31 or call.ratio >= 1 << 15:
+        if (
+            programs >= 1 << 31
+            or shape.batch * shape.heads * shape.tokens >= 1 << 31
+            or call.ratio >= 1 << 15
+        ):
             raise ArgumentError(
                 f"flash_decoding: {shape.batch} sequences of {shape.tokens} x {shape.heads} queries, {call.ratio} for "
                 "each head of keys, are too many"

@@ -72,7 +72,7 @@ class OncePlan:
         lines = width * each * shape.batch * rows if each > 1 else 0
         self._parts, self._part_sums = lines * (columns + 1), 4 * lines * columns
         self._words = (width * shape.batch + 1) // 2  # two a 64-bit word
-        self._counts = on.plans.setdefault("counts", StreamWords(q.device))
+        self._counts = counts_of(on, q.device)
 
     def __call__(
         self,
@@ -96,3 +96,9 @@ class OncePlan:
             at(block_table), at(cache_seqlens), at(sinks), *self._numbers,
         )  # fmt: skip
         return o, lse
+
+
+def counts_of(on: OpOn, device: torch.device) -> StreamWords:
+    """Where programs count who has ended: zeros, which launches leave as zeros."""
+    counts: StreamWords = on.plans.setdefault("counts", StreamWords(device))
+    return counts

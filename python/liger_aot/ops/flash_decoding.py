@@ -13,7 +13,7 @@ from liger_aot import pending
 from liger_aot.attention_checks import check_dim, settings_of
 from liger_aot.decoding import STREAMED, UNIT, Plan, Settings, Shape
 from liger_aot.decoding_checks import check_arguments, check_values
-from liger_aot.decoding_once import OncePlan, plan_for
+from liger_aot.decoding_once import OncePlan, counts_of, plan_for
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Problem
@@ -106,6 +106,9 @@ class FlashDecoding(DifferentiableOp):
     def preload(self, device: torch.device | int | str | None = None) -> None:
         super().preload(device)
         pending.flag(self.name)
+        for index, on in self._own.bound.items():
+            if "flash_decoding_once" in on.kernels and index >= 0:
+                counts_of(on, torch.device("cuda", index)).prepare()
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         check_arguments(self.name, tensors, settings)
