@@ -9,8 +9,8 @@ there may be 8, are the rows of queries (BLOCK_M). So nothing is computed for ro
 
 Pages are brought in pieces of 16 keys, which all page sizes are multiples of.
 
-Programs of a tile count in a word who has ended; the last one finds all pieces in L2, combines them in their order, so
-that who was last changes no bit, and leaves the word as zero.
+Programs of a sequence's head count in a word who has ended; the last one finds all pieces in L2, combines them in their
+order, so that who was last changes no bit, and leaves the word as zero.
 """
 
 from triton.experimental import gluon
@@ -32,11 +32,10 @@ from csrc_triton.decoding_keys import (
     row_of,
     seen_by,
     sink_of,
-    token_of,
 )
 from csrc_triton.decoding_stream import keep_keys, lines_layout, turn
 
-ROWS = gl.constexpr(8)  # of a tile that are weighed at a time
+ROWS = gl.constexpr(8)  # that are weighed at a time
 
 
 @gluon.constexpr_function
@@ -112,7 +111,7 @@ def ask(
 def share(
     K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits,
-    each, by_each, left, right, tile, head, lane, width,
+    each, by_each, left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
     PAGED: gl.constexpr,
 ):  # fmt: skip
@@ -122,26 +121,22 @@ def share(
     # scores (key, row) and values (column, row)
     T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, T)
+    head = gl.program_id(0)
     part = gl.program_id(1)
     sequence = gl.program_id(2)
     b = sequence.to(gl.int64)
-    first_token = token_of(tile * BLOCK_M, by_ratio)
-    into = tile * BLOCK_M - first_token * ratio
-    count = gl.minimum(tokens * ratio - tile * BLOCK_M, BLOCK_M)
-    q = load_q(
-        Q + b * q_batch, count, first_token, into, head, ratio, by_ratio, q_token, q_head, dim, BLOCK_M, D
-    )
+    count = tokens * ratio
+    q = load_q(Q + b * q_batch, count, head, ratio, by_ratio, q_token, q_head, dim, BLOCK_M, D)
     length, wrong, given = length_of(LENGTHS, sequence, capacity)
     full = barriers(STAGES, 2)  # of keys and of values
     ks = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], K.layout)
     vs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], V.layout)
     fence_async_shared()
-    last_token = first_token + token_of(into + count - 1, by_ratio)
     before_blocks, w = blocks_of(length, tokens, left, right, BLOCK_N)
     begin, blocks, used = part_blocks(part, each, by_each, gl.maximum(w, 1))
     if blocks > 0:
         TABLE += b * table_row
-        start, stop = seen_by(length, first_token, last_token, tokens, left, right)
+        start, stop = seen_by(length, 0, tokens - 1, tokens, left, right)
         first = before_blocks + begin
         behind = (gl.maximum(stop - 1, 0).to(gl.uint32) // BLOCK_N).to(gl.int32) + 1
         last = gl.minimum(first + blocks, gl.where(stop > start, behind, 0))
@@ -163,12 +158,12 @@ def share(
         flagged = FLAG.to(gl.int64) != 0
         gl.store(FLAG, given.to(gl.int64), mask=wrong & flagged)
         row = gl.arange(0, BLOCK_M, ROW)
-        token, _ = row_of(row, first_token, into, head, ratio, by_ratio)
+        token, _ = row_of(row, 0, 0, head, ratio, by_ratio)
         own = length - tokens + token
         low = own - left
         high = gl.minimum(own + right, length)
-        inner_low = length - tokens + last_token - left
-        inner_high = gl.minimum(length - tokens + first_token + right, length)
+        inner_low = length - 1 - left
+        inner_high = gl.minimum(length - tokens + right, length)
         m = gl.full([BLOCK_M], NOTHING, gl.float32, ROW)
         sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, T)
         acc = gl.zeros([D, BLOCK_M], gl.float32, T)
@@ -215,12 +210,12 @@ def share(
         cols = gl.arange(0, D, gl.SliceLayout(1, T))
         if used == 1:
             put(
-                OUT, LSE, SINKS, m, total, acc, cols, row, count, b, head, first_token, into, tokens, kv_heads, ratio,
+                OUT, LSE, SINKS, m, total, acc, cols, row, count, b, head, tokens, kv_heads, ratio,
                 by_ratio, dim, dtype,
             )  # fmt: skip
         else:
-            of_sequence = (b * each * width + lane) * BLOCK_M
-            step = width * BLOCK_M
+            of_sequence = (b * each * kv_heads + head) * BLOCK_M
+            step = kv_heads * BLOCK_M
             PARTS += of_sequence * D
             PART_SUMS += of_sequence
             gl.store(PART_SUMS + (part * step + row), m + gl.log2(total))
@@ -228,35 +223,22 @@ def share(
             at = part * step * D + gl.expand_dims(cols * BLOCK_M, 1) + gl.expand_dims(row, 0)
             gl.store(PARTS + at, acc * gl.expand_dims(by, 0))
             gl.thread_barrier()
-            word = COUNTS + b * width + lane
+            word = COUNTS + b * kv_heads + head
             if gl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == used - 1:
                 gl.store(word, 0)
                 weigh(
                     OUT, LSE, PARTS, PART_SUMS, SINKS, step, used, b, head, kv_heads, ratio, by_ratio, tokens, dim,
-                    first_token, into, count, dtype, SHARES, BLOCK_M, D,
+                    count, dtype, SHARES, BLOCK_M, D,
                 )  # fmt: skip
 
 
 @gluon.jit
-def load_q(
-    Q,
-    count,
-    first_token,
-    into,
-    head,
-    ratio,
-    by_ratio,
-    q_token,
-    q_head,
-    dim,
-    BLOCK_M: gl.constexpr,
-    D: gl.constexpr,
-):
-    """A tile's rows, and zeros for what is not there."""
+def load_q(Q, count, head, ratio, by_ratio, q_token, q_head, dim, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """The rows of a head's queries, and zeros for what is not there."""
     layout: gl.constexpr = lines_layout(D)
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     cols = gl.arange(0, D, gl.SliceLayout(0, layout))
-    token, query_head = row_of(row, first_token, into, head, ratio, by_ratio)
+    token, query_head = row_of(row, 0, 0, head, ratio, by_ratio)
     at = token.to(gl.int64) * q_token + query_head.to(gl.int64) * q_head
     mask = gl.expand_dims(row < count, 1) & gl.expand_dims(cols < dim, 0)
     return gl.load(Q + (gl.expand_dims(at, 1) + gl.expand_dims(cols, 0)), mask=mask, other=0.0)
@@ -264,11 +246,11 @@ def load_q(
 
 @gluon.jit
 def put(
-    OUT, LSE, SINKS, m, total, acc, cols, row, count, b, head, first_token, into, tokens, kv_heads, ratio, by_ratio,
+    OUT, LSE, SINKS, m, total, acc, cols, row, count, b, head, tokens, kv_heads, ratio, by_ratio,
     dim, dtype: gl.constexpr,
 ):  # fmt: skip
     """Results of rows from (column, row), not yet divided by their sums."""
-    token, query_head = row_of(row, first_token, into, head, ratio, by_ratio)
+    token, query_head = row_of(row, 0, 0, head, ratio, by_ratio)
     kept = row < count
     lse, by = finish(m, total, sink_of(SINKS, query_head))
     heads = kv_heads * ratio
@@ -282,9 +264,9 @@ def put(
 @gluon.jit
 def weigh(
     OUT, LSE, PARTS, PART_SUMS, SINKS, step, used, b, head, kv_heads, ratio, by_ratio, tokens, dim,
-    first_token, into, count, dtype: gl.constexpr, SHARES: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+    count, dtype: gl.constexpr, SHARES: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The results of a tile's rows from all their pieces, SHARES at a time. What is not there is read from its
+    """The results of rows from all their pieces, SHARES at a time. What is not there is read from its
     neighbour, and weighs nothing or is not kept: a mask would cost as many instructions as all the rest."""
     C: gl.constexpr = pieces_layout(SHARES)
     A: gl.constexpr = gl.SliceLayout(0, C)
@@ -315,5 +297,5 @@ def weigh(
             acc = acc * gl.expand_dims(gl.convert_layout(by, R), 0) + gl.sum(values * weights, 0)
         put(
             OUT, LSE, SINKS, gl.convert_layout(m, R), gl.convert_layout(total, R), acc, cols, row, count, b, head,
-            first_token, into, tokens, kv_heads, ratio, by_ratio, dim, dtype,
+            tokens, kv_heads, ratio, by_ratio, dim, dtype,
         )  # fmt: skip

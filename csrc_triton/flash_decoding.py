@@ -106,7 +106,7 @@ DECLARATION = {
                 "COUNTS": "*i32", "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
                 "q_batch": "i64", "q_token": "i32", "q_head": "i32", "table_row": "i64", "scale": "fp32",
                 "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
-                "capacity": "i32", "pages": "i32", "page_bits": "i32", "tiles": "i32", "each": "i32", "by_each": "i32",
+                "capacity": "i32", "pages": "i32", "page_bits": "i32", "each": "i32", "by_each": "i32",
                 "left": "i32", "right": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
@@ -127,7 +127,7 @@ DECLARATION = {
                 "COUNTS": "*i32", "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
                 "q_batch": "i64", "q_token": "i32", "q_head": "i32", "table_row": "i64", "scale": "fp32",
                 "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
-                "capacity": "i32", "pages": "i32", "page_bits": "i32", "tiles": "i32", "each": "i32", "by_each": "i32",
+                "capacity": "i32", "pages": "i32", "page_bits": "i32", "each": "i32", "by_each": "i32",
                 "left": "i32", "right": "i32",
             },
             "forms": {
@@ -340,21 +340,16 @@ def split_stream(
 @gluon.jit
 def once(
     K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
-    table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits,
-    tiles, each, by_each, left, right,
+    table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, each, by_each,
+    left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
     START: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """Sharing and combining in one launch, by ``decoding_once``; the grid is (tiles of all heads, each, sequences)."""
-    lane = gl.program_id(0)
-    head = lane
-    if tiles > 1:
-        head = over(lane, tiles)
+    """Sharing and combining in one launch, by ``decoding_once``; the grid is (heads of keys, each, sequences)."""
     share(
         K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
-        table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages,
-        page_bits, each, by_each, left, right, lane - head * tiles, head, lane, kv_heads * tiles,
-        BLOCK_M, BLOCK_N, D, STAGES, SHARES, PAGED,
+        table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, each, by_each,
+        left, right, BLOCK_M, BLOCK_N, D, STAGES, SHARES, PAGED,
     )  # fmt: skip
 
 

@@ -22,11 +22,11 @@ from tests.warp_group_interpreter import GroupsDriver
 PROBLEMS = (
     Problem(8, 1, 1, 900, (900, 137, 1, 0), 64, splits=3),  # the second has fewer blocks than shares
     Problem(8, 2, 1, 640, (640, 500), 128, FP16, page=16, splits=2),
-    Problem(8, 1, 4, 300, (300, 130), 128, page=64, splits=5, sinks=True),
-    Problem(2, 2, 1, 1500, (1500,), 128, splits=20),  # more shares than are weighed at a time
+    Problem(4, 1, 2, 300, (300, 130), 128, page=64, splits=5, sinks=True),
+    Problem(1, 1, 1, 1300, (1300,), 128, splits=20),  # more shares than are weighed at a time
     Problem(6, 2, 1, 300, (300, 3, 211), 96, window=(100, None), softcap=10.0, splits=2),
-    Problem(40, 1, 2, 130, (130, 40), 80, page=32, causal=False, splits=2),  # two tiles
-    Problem(3, 1, 1, 1100, (1100, 1100), 128, full=True, splits=1),  # a ring of blocks, more than once
+    Problem(6, 2, 2, 130, (130, 40), 80, page=32, causal=False, splits=2),
+    Problem(3, 1, 1, 700, (700, 300), 128, full=True, splits=1),  # a ring of blocks, more than once
     Problem(1, 1, 2, 520, (520, 77), 64, page=16, window=(300, 0), splits=4),
 )
 
@@ -95,6 +95,7 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
     [
         (Problem(8, 1, 1, 256, (256,), 128), True),
         (Problem(8, 1, 1, 256, (256,), 64, page=16), True),
+        (Problem(9, 1, 1, 256, (256,), 64), False),  # more rows than it has
         (Problem(8, 1, 1, 256, (256,), 192), False),  # no kernel for it
         (Problem(8, 1, 1, 256, (256,), 72), False),  # not aligned
         (Problem(8, 1, 1, 256, (256,), 64, shift=1), False),

@@ -137,14 +137,11 @@ def best_splits(programs: int, blocks: int, slots: int, busy: int, start: int) -
 
 
 class Plan:
-    """All calls with tensors like these, in one launch or two: ``combine`` weighs the shares of the first."""
+    """All calls with tensors like these, by ``stream``, or by the split kernels: ``combine`` weighs their shares."""
 
-    def __init__(self, on: OpOn, call: Call, q: Tensor, k: Tensor) -> None:
-        shape, rows, settings = call.shape, call.rows, call.settings
-        split = (
-            _stream(on, q.dtype, call) if call.aligned and not call.paged and not settings.splits else None
-        )
-        streams = split is not None
+    def __init__(self, on: OpOn, call: Call, q: Tensor, k: Tensor, stream: Loaded | None) -> None:
+        shape, rows = call.shape, call.rows
+        streams, split = stream is not None, stream
         if split is None:
             paged = "_paged" if call.paged else ""
             split = on.kernels[f"flash_decoding_split{paged}"]((q.dtype, call.aligned), shape.dim)
@@ -227,9 +224,11 @@ class Plan:
         return o, lse
 
 
-def _stream(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:
+def stream_for(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:
     """The kernel that streams a contiguous cache with tensor maps, where there is one and it is the faster: for few
     rows, as many heads of keys of all sequences as there are multiprocessors, and caches as long as its row says."""
+    if not call.aligned or call.paged or call.settings.splits:
+        return None
     kernel, shape = on.kernels.get("flash_decoding_stream"), call.shape
     width = shape.kv_heads
     if kernel is None or not call.mapped(on) or shape.dim > STREAMED or call.rows > STREAMED_ROWS:

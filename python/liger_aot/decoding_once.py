@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot import pending
+from liger_aot import decoding, pending
 from liger_aot.attention import Maps
 from liger_aot.decoding import STREAMED, Call, Plan, Settings, at, signed
 from liger_aot.runtime import Loaded, OpOn
@@ -16,7 +16,7 @@ from liger_aot.stream_words import StreamWords
 
 MOST_SEQUENCES = (1 << 16) - 1  # what the last dimension of a grid has
 DIVIDED = 1 << 32  # up to where the kernel multiplies instead of dividing
-MOST_LINES = 1 << 31  # elements of a sequence's shares: their distances are 32-bit numbers
+MOST_ELEMENTS = 1 << 31  # of a sequence's shares: their distances are 32-bit numbers
 
 
 def plan_for(
@@ -29,34 +29,34 @@ def plan_for(
 ) -> Plan | OncePlan:
     """The plan of all calls with tensors like these."""
     call = Call(q, k, block_table, settings, addresses_aligned)
-    kernel = on.kernels.get(f"flash_decoding_once{'_paged' if call.paged else ''}")
-    if kernel is not None and call.aligned and call.shape.dim <= STREAMED and call.mapped(on):
-        loaded = kernel((q.dtype, True), call.shape.dim)
-        plan = OncePlan.of(on, loaded, call, q, k)
-        if plan is not None:
-            return plan
-    return Plan(on, call, q, k)
+    stream = decoding.stream_for(on, q.dtype, call)
+    plan = OncePlan.of(on, call, q, k) if stream is None else None
+    return plan or Plan(on, call, q, k, stream)
 
 
 class OncePlan:
     """All calls with tensors like these, in one launch."""
 
     @classmethod
-    def of(cls, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor) -> OncePlan | None:
-        """None where the kernel cannot do the call, or the other way is the faster."""
-        shape, numbers = call.shape, loaded.numbers
-        width = shape.kv_heads * -(-call.rows // numbers["block_m"])
-        each = call.shares(on, numbers, width)
-        blocks = call.blocks(numbers["block_n"])
-        lines = each * width * numbers["block_m"] * numbers["d"]
-        if shape.batch > MOST_SEQUENCES or each * each * max(blocks, 1) >= DIVIDED or lines >= MOST_LINES:
-            return None
-        return cls(on, loaded, call, q, k, width, each)
-
-    def __init__(
-        self, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor, width: int, each: int
-    ) -> None:
+    def of(cls, on: OpOn, call: Call, q: Tensor, k: Tensor) -> OncePlan | None:
+        """None where there is no kernel that can do the call."""
         shape = call.shape
+        kernel = on.kernels.get(f"flash_decoding_once{'_paged' if call.paged else ''}")
+        if kernel is None or not call.aligned or shape.dim > STREAMED or not call.mapped(on):
+            return None
+        loaded = kernel((q.dtype, True), shape.dim)
+        numbers = loaded.numbers
+        if not (0 < call.rows <= numbers["block_m"] and 0 < shape.batch <= MOST_SEQUENCES):
+            return None
+        each = call.shares(on, numbers, shape.kv_heads)
+        blocks = max(call.blocks(numbers["block_n"]), 1)
+        elements = each * shape.kv_heads * numbers["block_m"] * numbers["d"]
+        if each * each * blocks >= DIVIDED or elements >= MOST_ELEMENTS:
+            return None
+        return cls(on, loaded, call, q, k, each)
+
+    def __init__(self, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor, each: int) -> None:
+        shape, width = call.shape, call.shape.kv_heads
         self._on, self._loaded = on, loaded
         self._grid = width, each, shape.batch
         self._flag = pending.flag("flash_decoding")
@@ -65,7 +65,7 @@ class OncePlan:
         by_each = signed((1 << 32) // each + 1) if each > 1 else 0
         self._numbers = (
             *call.strides[:3], call.table_row, *call.asked, shape.capacity, shape.pages,
-            shape.page_size.bit_length() - 1, width // shape.kv_heads, each, by_each, call.left, call.right,
+            shape.page_size.bit_length() - 1, each, by_each, call.left, call.right,
         )  # fmt: skip
         self._shape, self._lse_shape = q.shape, call.lse_shape
         rows, columns = loaded.numbers["block_m"], loaded.numbers["d"]

@@ -179,12 +179,12 @@ class FlashDecoding(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """``shape`` is q's. Of a contiguous cache and of a paged one; ``wide`` are for many rows of q a head of k,
-        ``stream`` is for many long sequences."""
+        ``once`` for few where there is such a kernel, ``stream`` for many long sequences."""
         check_dim(self.name, shape[-1])
         aligned = not shape[-1] % UNIT
         kernels = ["split", "split_paged", "wide", "wide_paged", "combine"]
         if aligned and shape[-1] <= STREAMED:
-            kernels.append("stream")
+            kernels += ["stream", "once", "once_paged"]
         return tuple(Problem(f"{self.name}_{kernel}", (dtype,), aligned, shape[-1]) for kernel in kernels)
 
     @staticmethod
