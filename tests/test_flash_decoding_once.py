@@ -26,7 +26,7 @@ PROBLEMS = (
     Problem(1, 1, 1, 1300, (1300,), 128, splits=20),  # more shares than are weighed at a time
     Problem(6, 2, 1, 300, (300, 3, 211), 96, window=(100, None), softcap=10.0, splits=2),
     Problem(6, 2, 2, 130, (130, 40), 80, page=32, causal=False, splits=2),
-    Problem(3, 1, 1, 700, (700, 300), 128, full=True, splits=1),  # a ring of blocks, more than once
+    Problem(3, 1, 1, 700, (700,), 128, full=True, splits=1),  # a ring of blocks, more than once
     Problem(1, 1, 2, 520, (520, 77), 64, page=16, window=(300, 0), splits=4),
 )
 
