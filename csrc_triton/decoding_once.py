@@ -35,13 +35,11 @@ from csrc_triton.decoding_keys import (
 )
 from csrc_triton.decoding_stream import keep_keys, lines_layout, turn
 
-ROWS = gl.constexpr(8)  # that are weighed at a time
-
 
 @gluon.constexpr_function
-def pieces_layout(shares):
+def pieces_layout(shares, rows):
     """(share, column, row) of fp32, where a thread has all shares of what it has."""
-    return gl.BlockedLayout([shares, 1, 4], [1, 16, 2], [1, 4, 1], [2, 1, 0])
+    return gl.BlockedLayout([shares, 1, 4], [1, 128 // rows, rows // 4], [1, 4, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -266,9 +264,9 @@ def weigh(
     OUT, LSE, PARTS, PART_SUMS, SINKS, step, used, b, head, kv_heads, ratio, by_ratio, tokens, dim,
     count, dtype: gl.constexpr, SHARES: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The results of rows from all their pieces, SHARES at a time. What is not there is read from its
-    neighbour, and weighs nothing or is not kept: a mask would cost as many instructions as all the rest."""
-    C: gl.constexpr = pieces_layout(SHARES)
+    """The results of rows from all their pieces, SHARES at a time. What is not there is read from its neighbour, and
+    weighs nothing: a mask would cost as many instructions as all the rest."""
+    C: gl.constexpr = pieces_layout(SHARES, BLOCK_M)
     A: gl.constexpr = gl.SliceLayout(0, C)
     R: gl.constexpr = gl.SliceLayout(0, A)
     W: gl.constexpr = weights_layout(SHARES)
@@ -276,26 +274,25 @@ def weigh(
     shares = gl.arange(0, SHARES, gl.SliceLayout(1, gl.SliceLayout(2, C)))
     weighed = gl.arange(0, SHARES, gl.SliceLayout(1, W))
     cols = gl.arange(0, D, gl.SliceLayout(1, A))
-    for first_row in range(0, count, ROWS):
-        row = first_row + gl.arange(0, ROWS, R)
-        inside = gl.expand_dims(gl.expand_dims(cols * BLOCK_M, 1) + gl.expand_dims(row, 0), 0)
-        m = gl.full([ROWS], NOTHING, gl.float32, M)
-        total = gl.zeros([ROWS], gl.float32, M)
-        acc = gl.zeros([D, ROWS], gl.float32, A)
-        for first in range(0, used, SHARES):
-            at = gl.minimum(first + shares, used - 1) * (step * D)
-            values = gl.load(PARTS + (gl.expand_dims(gl.expand_dims(at, 1), 2) + inside))
-            at = gl.expand_dims(gl.minimum(first + weighed, used - 1) * step, 1)
-            lse = gl.load(PART_SUMS + (at + gl.expand_dims(first_row + gl.arange(0, ROWS, M), 0)))
-            lse = gl.where(gl.expand_dims(first + weighed < used, 1), lse, float("-inf"))
-            new_m = gl.maximum(m, gl.max(lse, 0))
-            weights = gl.exp2(lse - gl.expand_dims(new_m, 0))
-            by = gl.exp2(m - new_m)
-            m = new_m
-            total = total * by + gl.sum(weights, 0)
-            weights = gl.expand_dims(gl.convert_layout(weights, gl.SliceLayout(1, C)), 1)
-            acc = acc * gl.expand_dims(gl.convert_layout(by, R), 0) + gl.sum(values * weights, 0)
-        put(
-            OUT, LSE, SINKS, gl.convert_layout(m, R), gl.convert_layout(total, R), acc, cols, row, count, b, head,
-            tokens, kv_heads, ratio, by_ratio, dim, dtype,
-        )  # fmt: skip
+    row = gl.arange(0, BLOCK_M, R)
+    inside = gl.expand_dims(gl.expand_dims(cols * BLOCK_M, 1) + gl.expand_dims(row, 0), 0)
+    m = gl.full([BLOCK_M], NOTHING, gl.float32, M)
+    total = gl.zeros([BLOCK_M], gl.float32, M)
+    acc = gl.zeros([D, BLOCK_M], gl.float32, A)
+    for first in range(0, used, SHARES):
+        at = gl.minimum(first + shares, used - 1) * (step * D)
+        values = gl.load(PARTS + (gl.expand_dims(gl.expand_dims(at, 1), 2) + inside))
+        at = gl.expand_dims(gl.minimum(first + weighed, used - 1) * step, 1)
+        lse = gl.load(PART_SUMS + (at + gl.expand_dims(gl.arange(0, BLOCK_M, M), 0)))
+        lse = gl.where(gl.expand_dims(first + weighed < used, 1), lse, float("-inf"))
+        new_m = gl.maximum(m, gl.max(lse, 0))
+        weights = gl.exp2(lse - gl.expand_dims(new_m, 0))
+        by = gl.exp2(m - new_m)
+        m = new_m
+        total = total * by + gl.sum(weights, 0)
+        weights = gl.expand_dims(gl.convert_layout(weights, gl.SliceLayout(1, C)), 1)
+        acc = acc * gl.expand_dims(gl.convert_layout(by, R), 0) + gl.sum(values * weights, 0)
+    put(
+        OUT, LSE, SINKS, gl.convert_layout(m, R), gl.convert_layout(total, R), acc, cols, row, count, b, head,
+        tokens, kv_heads, ratio, by_ratio, dim, dtype,
+    )  # fmt: skip

@@ -360,7 +360,8 @@ def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = built_pack(arch)
     monkeypatch.setenv("LIGER_AOT_PACKS", str(pack.folder.parent))
     choices = explain("flash_decoding", arch=arch, shape=(1, 1, 8, 96), dtype="bf16")
-    kinds = ["split", "split_paged", "wide", "wide_paged", "combine", *(["stream", "once", "once_paged"] if arch == "sm90" else [])]
+    kinds = ["split", "split_paged", "wide", "wide_paged", "combine"]
+    kinds += ["stream", "once", "once_paged"] if arch == "sm90" else []
     assert [c.kernel for c in choices] == [f"flash_decoding_{kind}" for kind in kinds]
     assert all(c.numbers["d"] == 128 for c in choices[:5]) and not any(c.local_bytes for c in choices)
     with pytest.raises(ArgumentError, match="1 to 256"):
