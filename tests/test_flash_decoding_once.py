@@ -94,7 +94,9 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
     ("problem", "once"),
     [
         (Problem(8, 1, 1, 256, (256,), 128), True),
-        (Problem(8, 1, 1, 256, (256,), 64, page=16), True),
+        (Problem(8, 1, 1, 4096, (4096,), 64, page=16), True),
+        (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16), False),  # paged, and nothing to share
+        (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16, splits=1), True),
         (Problem(9, 1, 1, 256, (256,), 64), False),  # more rows than it has
         (Problem(8, 1, 1, 256, (256,), 192), False),  # no kernel for it
         (Problem(8, 1, 1, 256, (256,), 72), False),  # not aligned
@@ -104,6 +106,15 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
 )
 def test_which_calls(problem: Problem, once: bool) -> None:
     assert isinstance(planned(op_on_interpreter(), problem), OncePlan) == once
+
+
+def test_one_wave() -> None:
+    """Of a contiguous cache, as long as each share can have a multiprocessor of its own."""
+    op = op_on_interpreter()
+    for batch, each in ((1, 16), (2, 8), (3, 5), (5, 3), (12, 1), (16, 1)):
+        op._own.on(-1).multiprocessors = 132
+        assert planned(op, Problem(8, 8, 1, 4096, (4096,) * batch, 16))._grid == (8, each, batch)
+    assert planned(op, Problem(8, 8, 1, 4096, (4096,), 16, splits=3))._grid == (8, 3, 1)
 
 
 def test_words_of_graphs() -> None:

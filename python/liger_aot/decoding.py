@@ -85,15 +85,16 @@ class Call:
             blocks = min(blocks, -(-(self.left + self.shape.tokens) // block_n) + 1)
         return blocks
 
-    def shares(self, on: OpOn, numbers: Mapping[str, int], width: int) -> int:
-        """How many programs share the keys of a sequence, where its queries are ``width`` tiles."""
+    def shares(self, on: OpOn, numbers: Mapping[str, int], width: int, most: int = MOST_SPLITS) -> int:
+        """How many programs share the keys of a sequence, where its queries are ``width`` tiles: unless the call says,
+        ``most`` at most."""
         a_multiprocessor = numbers["programs_per_multiprocessor"]
         slots, busy = (
             n * on.multiprocessors for n in (a_multiprocessor, numbers.get("busy", a_multiprocessor))
         )
         blocks, programs = self.blocks(numbers["block_n"]), self.shape.batch * width
         return min(self.settings.splits, blocks) or best_splits(
-            programs, blocks, slots, busy, numbers["start"]
+            programs, blocks, slots, busy, numbers["start"], most
         )
 
     def mapped(self, on: OpOn) -> bool:
@@ -113,8 +114,10 @@ class Call:
         return self.shape.batch, self.shape.heads, self.shape.tokens
 
 
-def best_splits(programs: int, blocks: int, slots: int, busy: int, start: int) -> int:
-    """The number of shares of a sequence that is done first.
+def best_splits(
+    programs: int, blocks: int, slots: int, busy: int, start: int, most: int = MOST_SPLITS
+) -> int:
+    """The number of shares of a sequence, ``most`` at most, that is done first.
 
     ``busy`` programs at once keep memory busy, ``slots`` have room; a block of keys costs one of the busy 1, and a wave
     of programs ``start`` to start and end, as much as a second launch, which takes 1 / 16 more for each share that it
@@ -123,7 +126,7 @@ def best_splits(programs: int, blocks: int, slots: int, busy: int, start: int) -
     So chosen, decoding on one NVIDIA H200 was within 2% of the fastest of the numbers tried at 11 sizes.
     """
     best, least = 1, math.inf
-    for splits in range(1, min(blocks, MOST_SPLITS) + 1):
+    for splits in range(1, min(blocks, most) + 1):
         waves, rest = divmod(programs * splits, slots)
         last = max(rest / busy, 1.0, -(-rest // busy) / MOST_OF_ONE) if rest else 0.0
         if waves and rest:
