@@ -24,6 +24,8 @@ LARGE = (
             Problem(16, 2, 1, 4096, (4096, 3001), dim, FP16, page=16),
             Problem(12, 4, 3, 2048, (2048, 1999), dim, page=256, sinks=True),
             Problem(40, 1, 1, 1500, (1500, 1), dim, FP16, splits=7),
+            Problem(12, 1, 1, 2000, (2000, 999), dim, splits=5),
+            Problem(16, 1, 1, 2000, (2000, 999), dim, FP16),
             Problem(8, 2, 8, 1024, (1000, 1024), dim, page=64, softcap=20.0),
             Problem(6, 6, 1, 4096, (4096, 4000), dim, window=(1000, 0)),
             Problem(32, 4, 5, 4096, (4096, 77), dim, FP16, page=32, window=(500, None), splits=9),
