@@ -35,6 +35,15 @@ from csrc_triton.decoding_keys import (
 )
 from csrc_triton.decoding_stream import keep_keys, lines_layout, turn
 
+# What the kernels take behind the tensor maps of keys and values.
+SHARE = {
+    "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64", "COUNTS": "*i32",
+    "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32", "q_batch": "i64", "q_token": "i32",
+    "q_head": "i32", "table_row": "i64", "scale": "fp32", "cap": "fp32", "kv_heads": "i32", "ratio": "i32",
+    "by_ratio": "i32", "tokens": "i32", "dim": "i32", "capacity": "i32", "pages": "i32", "page_bits": "i32",
+    "each": "i32", "by_each": "i32", "left": "i32", "right": "i32",
+}  # fmt: skip
+
 
 @gluon.constexpr_function
 def pieces_layout(shares, rows):

@@ -31,7 +31,7 @@ from csrc_triton.decoding_keys import (
     sink_of,
     token_of,
 )
-from csrc_triton.decoding_once import share
+from csrc_triton.decoding_once import SHARE, share
 from csrc_triton.decoding_stream import attend, stream
 from csrc_triton.decoding_work import MANY, over, part_of, piece_of, sharers_of
 from csrc_triton.overlap import let_next_start, once_previous_ended
@@ -100,15 +100,7 @@ DECLARATION = {
             "optional": True,
             "always_aligned": True,
             "matrix": True,
-            "arguments": {
-                "K": "dtype[1, 1, BLOCK_N, 64]", "V": "dtype[1, 1, BLOCK_N, 64]",
-                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64",
-                "COUNTS": "*i32", "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
-                "q_batch": "i64", "q_token": "i32", "q_head": "i32", "table_row": "i64", "scale": "fp32",
-                "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
-                "capacity": "i32", "pages": "i32", "page_bits": "i32", "each": "i32", "by_each": "i32",
-                "left": "i32", "right": "i32",
-            },
+            "arguments": {"K": "dtype[1, 1, BLOCK_N, 64]", "V": "dtype[1, 1, BLOCK_N, 64]", **SHARE},
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": ["OUT", "PARTS", "Q", "q_batch", "q_token", "q_head", "dim"],
             "forms": {
@@ -121,15 +113,7 @@ DECLARATION = {
         },
         "flash_decoding_once_paged": {
             "like": "flash_decoding_once",
-            "arguments": {
-                "K": "dtype[1, 1, 16, 64]", "V": "dtype[1, 1, 16, 64]",
-                "OUT": "*dtype", "LSE": "*fp32", "PARTS": "*fp32", "PART_SUMS": "*fp32", "FLAG": "*i64",
-                "COUNTS": "*i32", "Q": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32", "SINKS": "*fp32",
-                "q_batch": "i64", "q_token": "i32", "q_head": "i32", "table_row": "i64", "scale": "fp32",
-                "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
-                "capacity": "i32", "pages": "i32", "page_bits": "i32", "each": "i32", "by_each": "i32",
-                "left": "i32", "right": "i32",
-            },
+            "arguments": {"K": "dtype[1, 1, 16, 64]", "V": "dtype[1, 1, 16, 64]", **SHARE},
             "forms": {
                 "once": {
                     "function": "once",
