@@ -6,7 +6,8 @@
 
 ``build`` needs no GPU: packs with the candidates of arch_profiles/candidates, DIR/<direction>/<number>, a candidate of
 each head dimension in a pack. Directions are the backward, that of sliding windows (local) and of soft caps (capped),
-the packed forward and backward (varlen, varlen_backward) and the forward, whose number 0 is the profile as it is.
+the packed forward with a bound, without one and of short sequences (varlen, varlen_full, varlen_short) and backward
+(varlen_backward) and the forward, whose number 0 is the profile as it is.
 ``measure`` first checks every kernel but the forward's against float64 and against the tiles (``attention_trial``), in
 processes that are killed when a case takes too long: a kernel may wait forever. Then it times what passed (the backward
 with dQ in order, too), beside the tiles and cuDNN (windows beside FlashAttention-2, soft caps beside the tiles alone,
@@ -42,9 +43,10 @@ FORWARD, BACKWARD = "flash_attention_forward", "flash_attention_backward"
 DENSE_BACKWARD = ("backward", "local", "capped")
 KERNELS = {
     "forward": FORWARD, **dict.fromkeys(DENSE_BACKWARD, f"{BACKWARD}_groups"),
-    "varlen": "flash_attention_varlen_forward_groups", "varlen_backward": "flash_attention_varlen_backward_groups",
+    **dict.fromkeys(("varlen", "varlen_full", "varlen_short"), "flash_attention_varlen_forward_groups"),
+    "varlen_backward": "flash_attention_varlen_backward_groups",
 }  # fmt: skip
-PACKED = ("varlen", "varlen_backward")  # whose kernels are for full and causal calls both
+PACKED = ("varlen", "varlen_full", "varlen_short", "varlen_backward")
 # directions of kernels that a profile may lack, one a head dimension
 NEW = (*DENSE_BACKWARD, *PACKED)
 # What a direction's kernels need beside them. A profile that has rows for windows or soft caps has what they need.
@@ -55,7 +57,7 @@ BESIDE = {
 OPS = {
     "forward": ("flash_attention",),
     **dict.fromkeys(DENSE_BACKWARD, ("flash_attention_backward",)),
-    "varlen": ("flash_attention_varlen", "flash_attention"),
+    **dict.fromkeys(PACKED[:3], ("flash_attention_varlen", "flash_attention")),
     "varlen_backward": (
         "flash_attention_varlen_backward", "flash_attention_backward", "flash_attention_varlen", "flash_attention",
     ),
@@ -64,8 +66,14 @@ DIMS = (64, 96, 128, 192, 256)
 KINDS = {"full": "", "causal": "_causal"}
 WINDOWS = {"window 1024": 1024, "window 4096": 4096}  # keys before a row's own, of causal calls
 # Of a direction whose kernels are not those of KINDS: how they end, and the calls that run them.
-ENDINGS = {"local": "_local", "capped": "_capped", **dict.fromkeys(PACKED, "")}
-CALLS = {"local": (*WINDOWS,), "capped": ("causal", *WINDOWS), **dict.fromkeys(PACKED, (*KINDS,))}
+ENDINGS = {
+    "local": "_local", "capped": "_capped", "varlen": "", "varlen_full": "_full", "varlen_short": "_short",
+    "varlen_backward": "",
+}  # fmt: skip
+CALLS = {
+    "local": (*WINDOWS,), "capped": ("causal", *WINDOWS), "varlen": ("causal",), "varlen_full": ("full",),
+    "varlen_short": ("causal",), "varlen_backward": (*KINDS,),
+}  # fmt: skip
 SOFTCAP = 50.0  # Gemma 2's
 # dQ in any order, and in a fixed one: kernels of their own
 ORDER = dict.fromkeys(("backward", "local", "capped"), ("", "_ordered"))
@@ -74,7 +82,8 @@ FIRST_ROWS = {
     "backward": "the settings of a prototype",
     "local": "rows of the causal kernels",
     "capped": "rows of the causal kernels",
-    "varlen": "the rows of flash_attention_forward",
+    **dict.fromkeys(PACKED[:2], "the rows of flash_attention_forward"),
+    "varlen_short": "the rows of flash_attention_forward_short",
     "varlen_backward": "the rows of the dense causal form",
 }
 Chosen = dict[str, list[tuple[Problem, Mapping[str, Any]]]]  # kernel -> the candidates that are its rows

@@ -114,7 +114,8 @@ def cases(kernel: str) -> list[Any]:
     """What a kernel of the backward or a packed form must get right, the simplest first."""
     width = int(kernel.partition("_groups_")[2].partition("_")[0])
     if kernel.startswith(PACKED):
-        return attention_trial_packed.cases(width)
+        backward = kernel.startswith(PACKED_BACKWARD)
+        return attention_trial_packed.cases(width) if backward else attention_trial_packed.cases_of(kernel)
     odd = {64: 40, 96: 72, 128: 104, 192: 136, 256: 216}[width]
     if "_local" in kernel or "_capped" in kernel:
         return attention_trial_windows.cases(width, odd, "_capped" in kernel)

@@ -19,6 +19,7 @@ from tests.varlen_cases import Problem
 
 NARROWER = {64: 40, 96: 72, 128: 104, 192: 160, 256: 208}  # head dimensions that the same kernels serve
 LENGTHS = (1, 700, 0, 64, 3, 129, 300, 192)
+SHORT = 1024  # keys: a kernel for short sequences is for these at least
 
 
 def cases(width: int) -> list[Problem]:
@@ -37,6 +38,16 @@ def cases(width: int) -> list[Problem]:
         Problem(1, 1, (300,), (8192,), width, FP16),  # many times around every ring
         Problem(8, 2, (2048, 3000, 17), (2048, 3000, 400), width, causal=True),
     ]
+
+
+def cases_of(kernel: str) -> list[Problem]:
+    """Those of its width that the host gives to a kernel of the forward."""
+    width, _, kind = kernel.partition("_groups_")[2].partition("_")
+    longest = SHORT if kind == "short" else math.inf
+    return [
+        p for p in cases(int(width))
+        if (p.causal or p.window is not None) == (kind != "full") and max(p.lengths_k) <= longest
+    ]  # fmt: skip
 
 
 def check(

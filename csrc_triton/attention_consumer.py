@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_groups import (
     FULL,
@@ -23,7 +24,7 @@ from csrc_triton.attention_groups import (
     wait_values,
     whole_blocks,
 )
-from csrc_triton.attention_softmax import masked, pack, row_parts, soft_cap
+from csrc_triton.attention_softmax import here, masked, pack, row_parts, soft_cap
 
 
 @gluon.jit
@@ -59,7 +60,7 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
 
     Gives the sums of P V, of the last product still under way, and each row's largest score and parts of its sum.
     """
-    rows = gl.arange(0, 64, z.ROW) + row
+    rows = here(gl.arange(0, 64, z.ROW)) + row
     # the first key that each row sees, the one behind the last, and the blocks that all rows see whole
     low = rows
     high = gl.full([64], 0, gl.int32, z.ROW) + work.len_k
@@ -89,8 +90,7 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
     if z.MASK != FULL:
         s = masked(s, (last - 1) * z.BLOCK_N, bounds, z.MASK == LOCAL)
     elif last != whole_blocks(work.len_k, z):
-        # i >> 30 is zero, but not to the compiler: it would keep the mask of all tiles in registers
-        s = masked(s, (last - 1) * z.BLOCK_N + (i >> 30), bounds, False)
+        s = masked(s, (last - 1) * z.BLOCK_N, bounds, False)
     m = gl.maximum(gl.max(s, 1) * scale, -1.0e30)  # finite: a row that sees no key gives no NaN
     e = gl.exp2(s * scale - gl.expand_dims(m, 1))
     sums = row_parts(e)
@@ -133,13 +133,32 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
     return acc, acc2, m, sums
 
 
+@aggregate
+class Place:
+    """Where the rows of a tile go: row r to Y's (batch, head, r + past) and LSE's r + lse."""
+
+    tile: gl.tensor  # its number in its head
+    batch: gl.tensor
+    head: gl.tensor
+    past: gl.tensor
+    lse: gl.tensor
+    rows: gl.tensor  # how many there are
+    has_sink: gl.tensor  # without it sinks don't count
+
+    @gluon.constexpr_function
+    def __init__(self, tile, batch, head, past, lse, rows, has_sink):
+        self.tile, self.batch, self.head, self.past, self.lse = tile, batch, head, past, lse
+        self.rows, self.has_sink = rows, has_sink
+
+    @gluon.jit
+    def found(self):
+        return self
+
+
 @gluon.jit
-def consume_tile(
-    tile, batch, head, y_batch, past, has_sink, rows, b, i, q, k, v, work, buffer, Y, LSE, lse_stride, SINKS, scale,
-    cap, g: gl.constexpr, z,
-):  # fmt: skip
+def consume_tile(tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr, z):
     """Group g's 64 rows of a tile, whose blocks are the b-th and later of the ring; gives the number of the block
-    behind them. Row r goes to Y's (y_batch, head, r + past); without ``has_sink`` sinks don't count."""
+    behind them. ``place`` finds where they go."""
     row = (tile * z.GROUPS + g) * 64
     tile_first, tile_last = work.blocks(tile * (64 * z.GROUPS), (tile + 1) * (64 * z.GROUPS), z)
     b_next = b + tile_last - tile_first
@@ -150,18 +169,24 @@ def consume_tile(
             row, first, last, b + tile_last - last, q, k, v, work, scale, cap, i, g, z
         )
         total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
+        to = place.found()
+        row = (to.tile * z.GROUPS + g) * 64
         # a sink is a key without a value; none is a score of minus infinity
-        seen = (SINKS.to(gl.int64) != 0) & has_sink
-        sink = gl.load(SINKS + head, mask=seen, other=float("-inf")) * 1.4426950408889634
+        seen = (SINKS.to(gl.int64) != 0) & to.has_sink
+        sink = gl.load(SINKS + to.head, mask=seen, other=float("-inf")) * 1.4426950408889634
         new_m = gl.maximum(m, sink)
         by = gl.exp2(m - new_m)
         total = total * by + gl.exp2(sink - new_m)
-        at = (batch * work.heads + head).to(gl.int64) * lse_stride + row
-        gl.store(LSE + at + rows, (new_m + gl.log2(total)) * 0.6931471805599453, mask=rows < work.len_q - row)
+        rows = here(gl.arange(0, 64, z.ROW))
+        gl.store(
+            LSE + (to.lse + row) + rows,
+            (new_m + gl.log2(total)) * 0.6931471805599453,
+            mask=rows < to.rows - row,
+        )
         by = gl.where(total > 0, by / total, 0.0)
         acc, acc2 = wait_values(acc, acc2, z)
         mbarrier.arrive(v.free.index((b + tile_last - first - 1) % z.STAGES), count=1)
-        put_all(acc, acc2, by, buffer, Y, y_batch, head, row + past, z)
+        put_all(acc, acc2, by, buffer, Y, to.batch, to.head, row + to.past, z)
         skip(first - tile_first, b_next - (first - tile_first), k, v, g, z)
     else:
         mbarrier.wait(q.full.index(g), i & 1)
@@ -175,16 +200,14 @@ def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, c
     """Consumer group g: rows 64 g to 64 g + 63 of each tile."""
     if g == z.GROUPS - 1:
         pass_turn(g, z)  # the first group starts
-    rows = gl.arange(0, 64, z.ROW)
     b = 0
     i = 0
     t = announced(0, board)
     while t < work.tiles:
         tile, batch, head = work.tile(t, z)
-        b = consume_tile(
-            tile, batch, head, batch, 0, True, rows, b, i, q, k, v, work, buffer, Y, LSE, lse_stride, SINKS, scale, cap,
-            g, z,
-        )  # fmt: skip
+        lse = (batch * work.heads + head).to(gl.int64) * lse_stride
+        place = Place(tile, batch, head, batch * 0, lse, work.len_q, batch >= 0)
+        b = consume_tile(tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g, z)
         i += 1
         t = announced(i, board)
     tma.store_wait(0)

@@ -1,8 +1,8 @@
 """Attention forward by warp groups over packed sequences: ``attention_groups``, a tile of a sequence at a time.
 
 - A warp of its own takes tiles from the counter, finds their sequences and tells the producer and the consumers on the
-  board. It passes over tiles that no sequence needs: nobody else sees them. The search among the starts of sequences
-  waits for memory several times over: done by the producer, it leaves the consumers without keys.
+  board: see ``attention_packed_order``. It waits for memory several times over: done by the producer, it leaves the
+  consumers without keys.
 - It takes a tile when the producer asks for it, ASK blocks before the end of the one before: earlier, the tile would
   wait for this program while others are idle, and the last ones end late.
 - Tensor maps are over (place, head, row, column); place and row both step from token to token, there are as many rows
@@ -11,8 +11,8 @@
   memory, and are not written. So neither NaN behind a sequence's values nor another sequence's output needs care. The
   trick is that of Triton's ragged_tma and of FlashAttention's output on Hopper. But a box wholly behind a sequence is
   never asked for: an H200 then reads where the map starts, which may be nobody's memory (an illegal access).
-- All else is the dense form's tile, whose ``Work`` has the sequence's lengths and bounds. There is one kind of mask, a
-  right bound: nearly every sequence ends within a block of keys, which the mask's first step is for in any case.
+- All else is the dense form's tile, whose ``Work`` has the sequence's lengths and bounds: with a right bound, which is
+  out of reach where there is none, or without.
 """
 
 from triton.experimental import gluon
@@ -20,27 +20,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_consumer import consume_tile
+from csrc_triton.attention_consumer import Place, consume_tile
 from csrc_triton.attention_groups import Ring, Work, barriers, fetch, pass_turn
-from csrc_triton.attention_sequences import find, report, span
+from csrc_triton.attention_packed_order import (
+    END,
+    FIRST,
+    LEN_K,
+    LEN_Q,
+    OWN,
+    START_K,
+    START_Q,
+    WINDOW,
+    blocks,
+    divided,
+    fill_window,
+    first_place,
+    lanes,
+    number_of,
+    place_in,
+)
+from csrc_triton.attention_sequences import report
 
-NOTES = gl.constexpr(8)  # numbers of a tile on the board
-
-
-@aggregate
-class Packed:
-    """Where sequences start, and the tokens of all."""
-
-    bounds_q: gl.tensor
-    bounds_k: gl.tensor
-    sequences: gl.tensor
-    tokens_q: gl.tensor
-    tokens_k: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, bounds_q, bounds_k, sequences, tokens_q, tokens_k):
-        self.bounds_q, self.bounds_k, self.sequences = bounds_q, bounds_k, sequences
-        self.tokens_q, self.tokens_k = tokens_q, tokens_k
+NOTES = gl.constexpr(9)  # numbers of a tile on the board
 
 
 @aggregate
@@ -54,37 +55,39 @@ class Tile:
     len_q: gl.tensor
     start_k: gl.tensor
     len_k: gl.tensor
+    right: gl.tensor  # row r sees keys before r + right
     inside: gl.tensor  # 0 behind the last sequence, else 1
 
     @gluon.constexpr_function
-    def __init__(self, number, at, head, start_q, len_q, start_k, len_k, inside):
+    def __init__(self, number, at, head, start_q, len_q, start_k, len_k, right, inside):
         self.number, self.at, self.head = number, at, head
         self.start_q, self.len_q, self.start_k, self.len_k = start_q, len_q, start_k, len_k
-        self.inside = inside
+        self.right, self.inside = right, inside
 
     @gluon.jit
-    def work(self, of_all):
-        """``of_all`` tiles, with this one's lengths and bounds."""
-        past = self.len_k - self.len_q
+    def work(self, packed):
+        """This tile's lengths and bounds; the order of tiles is the packed form's own."""
         return Work(
-            of_all.tiles, of_all.tiles_a_head, of_all.heads, of_all.all_heads, of_all.ratio, of_all.section,
-            of_all.section_heads, self.len_q, self.len_k, of_all.right + past, of_all.left,
+            packed.tiles, packed.tiles, packed.heads, packed.heads, packed.ratio, packed.tiles, packed.heads,
+            self.len_q, self.len_k, self.right, self.right,
         )  # fmt: skip
 
 
 @gluon.jit
-def next_tile(t, work, packed, COUNT, z):
-    """Tile t, or the first behind it that the counter gives and that has rows."""
+def tile_at(t, s, order, packed, z):
+    """Tile t, which is of the window from sequence ``s`` on; one that no sequence needs is its -1st."""
     block: gl.constexpr = 64 * z.GROUPS
-    m, _, head = work.tile(gl.minimum(t, work.tiles - 1), z)
-    sequence, start_q, len_q, row = find(packed.bounds_q, m, packed.sequences, packed.tokens_q, block)
-    while (t < work.tiles) & ((row < 0) | (row >= len_q)):
-        t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
-        m, _, head = work.tile(gl.minimum(t, work.tiles - 1), z)
-        sequence, start_q, len_q, row = find(packed.bounds_q, m, packed.sequences, packed.tokens_q, block)
-    start_k, len_k = span(packed.bounds_k, sequence, packed.sequences, packed.tokens_k)
+    u = divided(t, packed.heads)
+    first = order.index(FIRST).load(OWN)
+    here = (first <= u) & (u < order.index(END).load(OWN))
+    sequence = gl.max(gl.where(here, s + lanes(), -1), 0)
+    start_q, len_q = number_of(START_Q, here, order), number_of(LEN_Q, here, order)
+    start_k, len_k = number_of(START_K, here, order), number_of(LEN_K, here, order)
+    r = gl.maximum(t - number_of(FIRST, here, order) * packed.heads, 0)
+    at, head = place_in(r, gl.maximum(blocks(len_q + block - 1, block), 1), len_k, packed, z)
+    at = gl.where(sequence >= 0, at, -1)
     inside = (sequence < packed.sequences).to(gl.int32)
-    return Tile(t, row // block, head, start_q, len_q, start_k, len_k, inside)
+    return Tile(t, at, head, start_q, len_q, start_k, len_k, packed.right + len_k - len_q, inside)
 
 
 @gluon.jit
@@ -112,14 +115,23 @@ def announce_tile(tile, i, board):
     write_note(tile.len_q, at + 4, board)
     write_note(tile.start_k, at + 5, board)
     write_note(tile.len_k, at + 6, board)
-    write_note(tile.inside, at + 7, board)
+    write_note(tile.right, at + 7, board)
+    write_note(tile.inside, at + 8, board)
     mbarrier.arrive(board.full.index(i & 1), count=1)
 
 
 @gluon.jit
-def read_note(at, board, WARPS: gl.constexpr):
+def announce_end(packed, i, board):
+    """Tell them that there is no i-th."""
+    mbarrier.wait(board.free.index(i & 1), ((i >> 1) & 1) ^ 1)
+    write_note(packed.tiles, (i & 1) * NOTES, board)
+    mbarrier.arrive(board.full.index(i & 1), count=1)
+
+
+@gluon.jit
+def read_note(at, notes, WARPS: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(board.first.index(at).load(one), 0)
+    return gl.max(notes.index(at).load(one), 0)
 
 
 @gluon.jit
@@ -127,27 +139,45 @@ def announced_tile(i, board, WARPS: gl.constexpr):
     """The i-th tile, for a group of so many warps."""
     mbarrier.wait(board.full.index(i & 1), (i >> 1) & 1)
     at = (i & 1) * NOTES
-    tile = Tile(
-        read_note(at, board, WARPS), read_note(at + 1, board, WARPS), read_note(at + 2, board, WARPS),
-        read_note(at + 3, board, WARPS), read_note(at + 4, board, WARPS), read_note(at + 5, board, WARPS),
-        read_note(at + 6, board, WARPS), read_note(at + 7, board, WARPS),
+    notes = board.first
+    return Tile(
+        read_note(at, notes, WARPS), read_note(at + 1, notes, WARPS), read_note(at + 2, notes, WARPS),
+        read_note(at + 3, notes, WARPS), read_note(at + 4, notes, WARPS), read_note(at + 5, notes, WARPS),
+        read_note(at + 6, notes, WARPS), read_note(at + 7, notes, WARPS), read_note(at + 8, notes, WARPS),
     )  # fmt: skip
-    mbarrier.arrive(board.free.index(i & 1), count=1)
-    return tile
 
 
 @gluon.jit
-def schedule_packed(z, work, packed, board, asked, COUNT, FLAG, longest_q, longest_k):
+def free_tile(i, board):
+    """Who has read all it needs of the i-th tile lets the board take another one."""
+    mbarrier.arrive(board.free.index(i & 1), count=1)
+
+
+@gluon.jit
+def schedule_packed(z, packed, order, board, asked, COUNT, FLAG, longest_q, longest_k):
     """The scheduling warp: announces tiles, behind the last one that there is none. At its end it reports what is wrong
     with sequences."""
+    block: gl.constexpr = 64 * z.GROUPS
     i = 0
-    tile = next_tile(gl.program_id(0), work, packed, COUNT, z)
-    announce_tile(tile, 0, board)
-    while tile.number < work.tiles:
-        mbarrier.wait(asked.index(0), i & 1)
-        i += 1
-        tile = next_tile(gl.atomic_add(COUNT, 1) + gl.num_programs(0), work, packed, COUNT, z)
-        announce_tile(tile, i, board)
+    s = 0
+    fill_window(0, packed, order, block)
+    end = first_place(WINDOW, packed, block)
+    t = gl.program_id(0)
+    while t < packed.tiles:
+        while divided(t, packed.heads) >= end:
+            s += WINDOW
+            fill_window(s, packed, order, block)
+            end = first_place(s + WINDOW, packed, block)
+        tile = tile_at(t, s, order, packed, z)
+        if tile.at >= 0:
+            announce_tile(tile, i, board)
+            mbarrier.wait(asked.index(0), i & 1)
+            i += 1
+        if (tile.at < 0) & (packed.sequences < WINDOW):  # sorted, there is none behind the last
+            t = packed.tiles
+        else:
+            t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
+    announce_end(packed, i, board)
     for s in range(gl.program_id(0), packed.sequences, gl.num_programs(0)):
         report(FLAG, packed.bounds_q, s, packed.tokens_q, longest_q)
         report(FLAG, packed.bounds_k, s, packed.tokens_k, longest_k)
@@ -159,25 +189,31 @@ def schedule_packed(z, work, packed, board, asked, COUNT, FLAG, longest_q, longe
 @gluon.jit
 def clear(to, slot, z):
     """A slot of a ring full of zeros, written by the producer itself."""
-    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    to.first.index(slot).reshape([z.BLOCK_N, z.D1]).store(gl.zeros([z.BLOCK_N, z.D1], to.first.dtype, lanes))
+    clear_words(to.first.index(slot), z.BLOCK_N * z.D1)
     if z.D2 > 0:
-        to.second.index(slot).reshape([z.BLOCK_N, z.D2]).store(
-            gl.zeros([z.BLOCK_N, z.D2], to.second.dtype, lanes)
-        )
+        clear_words(to.second.index(slot), z.BLOCK_N * z.D2)
     fence_async_shared()
     mbarrier.arrive(to.full.index(slot), count=1)
 
 
 @gluon.jit
-def produce_packed(z, work, packed, Q, K, V, q, k, v, board, asked, ASK):
+def clear_words(panel, values: gl.constexpr):
+    """``values`` of 16 bits; zeros need no swizzle, whose addresses would take registers from all tiles."""
+    lanes: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    words = panel._reinterpret(gl.int32, [values // 2], mbarrier.MBarrierLayout())
+    words.store(gl.zeros([values // 2], gl.int32, lanes))
+
+
+@gluon.jit
+def produce_packed(z, packed, Q, K, V, q, k, v, board, asked, ASK):
     """The producer warp: fills the rings as ``attention_groups.produce``, and asks for the next tile."""
     b = 0  # blocks of keys so far
     i = 0  # tiles so far
     tile = announced_tile(0, board, 1)
-    while tile.number < work.tiles:
+    while tile.number < packed.tiles:
+        free_tile(i, board)
         row = tile.at * (64 * z.GROUPS)
-        first, last = tile.work(work).blocks(row, row + 64 * z.GROUPS, z)
+        first, last = tile.work(packed).blocks(row, row + 64 * z.GROUPS, z)
         place_k = tile.start_k + tile.len_k
         past_k = packed.tokens_k - tile.len_k
         for j in range(last - first):
@@ -188,7 +224,7 @@ def produce_packed(z, work, packed, Q, K, V, q, k, v, board, asked, ASK):
             phase = ((b // z.STAGES) & 1) ^ 1
             mbarrier.wait(k.free.index(slot), phase)
             if tile.len_k > 0:
-                fetch(K, place_k, tile.head // work.ratio, key, k, slot, z)
+                fetch(K, place_k, tile.head // packed.ratio, key, k, slot, z)
             else:  # the one block of no keys: all scores are masked, whatever they are
                 mbarrier.arrive(k.full.index(slot), count=1)
             if j == 0:
@@ -201,7 +237,7 @@ def produce_packed(z, work, packed, Q, K, V, q, k, v, board, asked, ASK):
                         mbarrier.arrive(q.full.index(g), count=1)
             mbarrier.wait(v.free.index(slot), phase)
             if tile.len_k > 0:
-                fetch(V, place_k, tile.head // work.ratio, key, v, slot, z)
+                fetch(V, place_k, tile.head // packed.ratio, key, v, slot, z)
             else:  # 0 times what lay there could be NaN
                 clear(v, slot, z)
             b += 1
@@ -209,20 +245,44 @@ def produce_packed(z, work, packed, Q, K, V, q, k, v, board, asked, ASK):
         tile = announced_tile(i, board, 1)
 
 
+@aggregate
+class Announced:
+    """The place of the i-th tile's rows, read from the board when it is asked for: while keys are walked, registers are
+    few."""
+
+    notes: gl.shared_memory_descriptor
+    at: gl.tensor
+    tokens_q: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, notes, at, tokens_q):
+        self.notes, self.at, self.tokens_q = notes, at, tokens_q
+
+    @gluon.jit
+    def found(self):
+        at = read_note(self.at + 1, self.notes, 4)
+        head = read_note(self.at + 2, self.notes, 4)
+        start = read_note(self.at + 3, self.notes, 4)
+        length = read_note(self.at + 4, self.notes, 4)
+        inside = read_note(self.at + 8, self.notes, 4)
+        lse = head.to(gl.int64) * self.tokens_q.to(gl.uint32) + start
+        return Place(at, start + length, head, self.tokens_q - length, lse, length, inside != 0)
+
+
 @gluon.jit
-def consume_packed(z, work, packed, q, k, v, board, buffer, Y, LSE, SINKS, scale, g: gl.constexpr):
+def consume_packed(z, packed, q, k, v, board, buffer, Y, LSE, SINKS, scale, g: gl.constexpr):
     """Consumer group g: rows 64 g to 64 g + 63 of each tile."""
     if g == z.GROUPS - 1:
         pass_turn(g, z)  # the first group starts
-    rows = gl.arange(0, 64, z.ROW)
     b = 0
     i = 0
     tile = announced_tile(0, board, 4)
-    while tile.number < work.tiles:
+    while tile.number < packed.tiles:
+        place = Announced(board.first, (i & 1) * NOTES, packed.tokens_q)
         b = consume_tile(
-            tile.at, 0, tile.head, tile.start_q + tile.len_q, packed.tokens_q - tile.len_q, tile.inside != 0, rows, b,
-            i, q, k, v, tile.work(work), buffer, Y, LSE + tile.start_q, packed.tokens_q, SINKS, scale, scale, g, z,
-        )  # fmt: skip
+            tile.at, place, b, i, q, k, v, tile.work(packed), buffer, Y, LSE, SINKS, scale, scale, g, z
+        )
+        free_tile(i, board)
         i += 1
         tile = announced_tile(i, board, 4)
     tma.store_wait(0)

@@ -10,14 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from csrc_triton.attention_groups import CAUSAL, Sizes, Work, barriers, ring
+from csrc_triton.attention_groups import Sizes, barriers, ring
 from csrc_triton.attention_packed_groups import (
-    Packed,
     consume_packed,
     packed_board,
     produce_packed,
     schedule_packed,
 )
+from csrc_triton.attention_packed_order import Packed, order_board
 from csrc_triton.attention_sequences import BOUNDS, DTYPES, LONGEST, SIZES, STRIDES, find, report, span
 from csrc_triton.attention_tiles import attend_tile
 
@@ -29,16 +29,35 @@ GROUPS = {
     "arguments": {
         "Q": "dtype[1, 1, 64, BOX]", "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
         "Y": "dtype[1, 1, 64, BOX]", "LSE": "*fp32", "SINKS": "*fp32", **BOUNDS, "FLAG": "*i64", "COUNT": "*i32",
-        "scale": "fp32", "tiles": "i32", "tiles_a_head": "i32", "heads": "i32", "ratio": "i32", "section": "i32",
-        "section_heads": "i32", **SIZES, **LONGEST,
+        "scale": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32", "together": "i32", **SIZES, **LONGEST,
     },
     "axes": DTYPES,
     "aligned": [],
 }  # fmt: skip
 BY_GROUPS = {
     "function": "packed_groups",
-    "constants": ["BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "ASK"],
+    "constants": [
+        "BLOCK_N",
+        "D1",
+        "D2",
+        "BOX",
+        "OUT",
+        "STAGES",
+        "WARP_GROUPS",
+        "REGISTERS",
+        "TURNS",
+        "ASK",
+        "MASK",
+    ],
 }
+
+ONE_SPILLS = {"may_spill": "one register, once a tile, outside of the loops over its keys"}
+# A head dimension's panels of columns, boxes and pieces of the output.
+OF_64 = {"D1": 64, "D2": 0, "BOX": 64, "OUT": 64}
+OF_96 = {"D1": 64, "D2": 32, "BOX": 32, "OUT": 64}
+OF_128 = {"D1": 128, "D2": 0, "BOX": 64, "OUT": 128}
+OF_192 = {"D1": 128, "D2": 64, "BOX": 64, "OUT": 128}
+OF_256 = {"D1": 256, "D2": 0, "BOX": 64, "OUT": 128}
 
 DECLARATION = {
     "op": "flash_attention_varlen",
@@ -61,19 +80,43 @@ DECLARATION = {
             },
         },
         "flash_attention_varlen_forward_groups_64": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 64, "D2": 0, "BOX": 64, "OUT": 64}}},
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_64, "MASK": 1}}},
         },
         "flash_attention_varlen_forward_groups_96": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 64, "D2": 32, "BOX": 32, "OUT": 64}}},
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_96, "MASK": 1}}},
         },
         "flash_attention_varlen_forward_groups_128": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 128, "D2": 0, "BOX": 64, "OUT": 128}}},
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_128, "MASK": 1}}},
         },
         "flash_attention_varlen_forward_groups_192": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 128, "D2": 64, "BOX": 64, "OUT": 128}}},
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_192, "MASK": 1}}},
         },
         "flash_attention_varlen_forward_groups_256": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {"D1": 256, "D2": 0, "BOX": 64, "OUT": 128}}},
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_256, "MASK": 1}}},
+        },
+        "flash_attention_varlen_forward_groups_64_full": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_64, "MASK": 0}}},
+        },
+        "flash_attention_varlen_forward_groups_96_full": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_96, "MASK": 0}}},
+        },
+        "flash_attention_varlen_forward_groups_128_full": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_128, "MASK": 0}}},
+        },
+        "flash_attention_varlen_forward_groups_192_full": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_192, "MASK": 0}}},
+        },
+        "flash_attention_varlen_forward_groups_256_full": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_256, "MASK": 0}}},
+        },
+        "flash_attention_varlen_forward_groups_64_short": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_64, "MASK": 1}}},
+        },
+        "flash_attention_varlen_forward_groups_96_short": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, **ONE_SPILLS, "defaults": {**OF_96, "MASK": 1}}},
+        },
+        "flash_attention_varlen_forward_groups_128_short": {
+            **GROUPS, "forms": {"groups": {**BY_GROUPS, **ONE_SPILLS, "defaults": {**OF_128, "MASK": 1}}},
         },
     },
 }  # fmt: skip
@@ -112,22 +155,20 @@ def packed_tiles(
 
 @gluon.jit
 def packed_groups(
-    Q, K, V, Y, LSE, SINKS, BOUNDS_Q, BOUNDS_K, FLAG, COUNT, scale, tiles, tiles_a_head, heads, ratio, section,
-    section_heads, sequences, tokens_q, tokens_k, right, longest_q, longest_k, BLOCK_N: gl.constexpr,
-    D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, ASK: gl.constexpr,
+    Q, K, V, Y, LSE, SINKS, BOUNDS_Q, BOUNDS_K, FLAG, COUNT, scale, tiles, heads, ratio, together, sequences,
+    tokens_q, tokens_k, right, longest_q, longest_k, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
+    BOX: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, ASK: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """As ``flash_attention.forward_groups``, without a left bound and a soft cap. Tensor maps are over (place, head,
     row, column), as ``attention_packed_groups`` says; LSE, ``right`` and the report are ``packed_tiles``'."""
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, CAUSAL, TURNS)
-    work = Work(
-        tiles, tiles_a_head, heads, heads, ratio, section, section_heads, tokens_q, tokens_k, right, right
-    )
-    packed = Packed(BOUNDS_Q, BOUNDS_K, sequences, tokens_q, tokens_k)
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS)
+    packed = Packed(BOUNDS_Q, BOUNDS_K, sequences, tokens_q, tokens_k, tiles, heads, ratio, together, right)
     q = ring(Q, WARP_GROUPS, 1, z)
     k = ring(K, STAGES, WARP_GROUPS, z)
     v = ring(V, STAGES, WARP_GROUPS, z)
     board = packed_board(WARP_GROUPS + 1)
+    order = order_board()
     asked = barriers(1, 1)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
@@ -135,11 +176,11 @@ def packed_groups(
     if WARP_GROUPS == 3:
         gl.warp_specialize(
             [
-                (consume_packed, (z, work, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
-                (consume_packed, (z, work, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
-                (consume_packed, (z, work, packed, q, k, v, board, out.index(2), Y, LSE, SINKS, scale, 2)),
-                (produce_packed, (z, work, packed, Q, K, V, q, k, v, board, asked, ASK)),
-                (schedule_packed, (z, work, packed, board, asked, COUNT, FLAG, longest_q, longest_k)),
+                (consume_packed, (z, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
+                (consume_packed, (z, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
+                (consume_packed, (z, packed, q, k, v, board, out.index(2), Y, LSE, SINKS, scale, 2)),
+                (produce_packed, (z, packed, Q, K, V, q, k, v, board, asked, ASK)),
+                (schedule_packed, (z, packed, order, board, asked, COUNT, FLAG, longest_q, longest_k)),
             ],
             [4, 4, 1, 1],
             [REGISTERS, REGISTERS, 24, 24],
@@ -147,11 +188,11 @@ def packed_groups(
     else:
         gl.warp_specialize(
             [
-                (consume_packed, (z, work, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
-                (consume_packed, (z, work, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
-                (produce_packed, (z, work, packed, Q, K, V, q, k, v, board, asked, ASK)),
-                (schedule_packed, (z, work, packed, board, asked, COUNT, FLAG, longest_q, longest_k)),
+                (consume_packed, (z, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
+                (consume_packed, (z, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
+                (produce_packed, (z, packed, Q, K, V, q, k, v, board, asked, ASK)),
+                (schedule_packed, (z, packed, order, board, asked, COUNT, FLAG, longest_q, longest_k)),
             ],
             [4, 1, 1],
-            [REGISTERS, 24, 24],
+            [REGISTERS, 32, 32],
         )

@@ -148,22 +148,25 @@ def test_winners() -> None:
     assert chosen[name + "64"][0][1]["number"] == 1
 
 
-def test_the_packed_forwards_kernel_wins_by_both_masks() -> None:
-    kernel = "flash_attention_varlen_forward_groups_64"
+def test_the_packed_forwards_kernels_win_by_their_own_calls() -> None:
+    name = "flash_attention_varlen_forward_groups_64"
+    kernels = {"varlen": name, "varlen_full": f"{name}_full", "varlen_backward": name.replace("for", "back")}
     entries = [
-        {"direction": "varlen", "pack": n, "kernel": kernel, "dim": 64, "row": {"number": n}, "refused": None}
+        {"direction": d, "pack": n, "kernel": kernel, "dim": 64, "row": {"number": n}, "refused": None}
+        for d, kernel in kernels.items()
         for n in range(2)
     ]
     lines = [
         {"direction": direction, "dim": 64, "causal": causal, "length": 8192, "tflops": tflops}
-        for direction, causal, tflops in (
-            ("varlen", False, {"0": 400, "1": 200, "tiles": 100}),
-            ("varlen", True, {"0": 100, "1": 300, "tiles": 100}),
-            ("backward", False, {"0": 900, "1": 1, "tiles": 100}),
+        for direction in kernels
+        for causal, tflops in (
+            (False, {"0": 400, "1": 200, "tiles": 100}),
+            (True, {"0": 100, "1": 300, "tiles": 100}),
         )
     ]
     chosen, reached = attention_candidates.winners(entries, lines)
-    assert chosen[kernel][0][1] == {"number": 1} and reached == {kernel: round(6**0.5, 3)}
+    assert reached == dict(zip(kernels.values(), (3.0, 4.0, round(6**0.5, 3)), strict=True))
+    assert [chosen[k][0][1]["number"] for k in kernels.values()] == [1, 0, 1]
 
 
 def test_a_windows_kernel_wins_by_both_windows() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.attention_candidates import BACKWARD, candidates, tables
+from benchmarks.attention_candidates import BACKWARD, OPS, candidates, tables
 from build_tools.audit import audit
 from build_tools.build import Tree, make_plans
 from build_tools.compile import Compiled, compile_variants
@@ -294,7 +294,7 @@ def test_finish(pack: Pack, dim: int, columns: int) -> None:
 
 
 def test_candidates_are_written_once() -> None:
-    for direction in ("backward", "local", "capped", "forward", "varlen"):
+    for direction in OPS:
         packs = candidates("sm90", direction)
         for kernel in {k for p in packs for k in p}:
             rows = [json.dumps([problem.max_n, row]) for p in packs for problem, row in p.get(kernel, ())]

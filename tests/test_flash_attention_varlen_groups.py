@@ -18,10 +18,10 @@ from build_tools.audit import audit
 from build_tools.build import make_plans
 from build_tools.compile import compile_variants
 from liger_aot import pending
-from liger_aot.attention import LOG2_E, Shape
+from liger_aot.attention import LOG2_E
 from liger_aot.attention_backward import GROUP_DIMS
 from liger_aot.attention_varlen import MOST_TOKENS, groups_kernel
-from liger_aot.attention_varlen_groups import heads_together
+from liger_aot.attention_varlen_groups import keys_together
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from tests.attention_cases import BF16, FP16
@@ -41,30 +41,36 @@ KERNEL = f"{TILES}_groups"
 
 
 def test_a_profile_must_name_them() -> None:
-    groups = {f"{KERNEL}_{dim}" for dim in GROUP_DIMS}
+    groups = {groups_kernel(dim, kind) for dim in GROUP_DIMS for kind in ("", "full")}
+    groups |= {groups_kernel(dim, "short") for dim in (64, 96, 128)}
     for arch in ("sm80", "gfx90a", "gfx942"):
         _, (plan,) = make_plans(arch, (OP,))
         assert not groups & set(plan.kernels)
     _, (plan,) = make_plans("sm90", (OP,))
     assert groups | {TILES} == set(plan.kernels)
-    for dim in GROUP_DIMS:
-        kernel = plan.kernels[f"{KERNEL}_{dim}"]
-        assert kernel.kernel.signature() == "4444" + 6 * "p" + "f" + 12 * "i"
+    for name in groups:
+        kernel, dim = plan.kernels[name], int(name.removeprefix(f"{KERNEL}_").partition("_")[0])
+        assert kernel.kernel.signature() == "4444" + 6 * "p" + "f" + 10 * "i"
         for variant in kernel.variants.values():
             c = variant.constants
+            assert c["MASK"] == (not name.endswith("_full"))
             assert c["D1"] + c["D2"] == dim and c["D1"] % c["BOX"] == c["D2"] % c["BOX"] == 0
             assert c["OUT"] >= min(128, c["D1"])  # where the output goes through
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "threads", "budget"), [(64, 512, 160), (192, 384, 240)])
-def test_what_was_baked(tmp_path: Path, dim: int, threads: int, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "kind", "threads", "budgets"),
+    [(64, "short", 512, {160, 24}), (192, "", 384, {240, 32}), (256, "full", 384, {240, 32})],
+)
+def test_what_was_baked(tmp_path: Path, dim: int, kind: str, threads: int, budgets: set[int]) -> None:
     """Matrix instructions, register budgets, no local memory."""
     read, (plan,) = make_plans("sm90", (OP,))
-    (variant,) = (v for v in plan.variants if v.kernel == f"{KERNEL}_{dim}" and v.axes["dtype"] == "bf16")
+    name = groups_kernel(dim, kind)
+    (variant,) = (v for v in plan.variants if v.kernel == name and v.axes["dtype"] == "bf16")
     compiled = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)
     audited = audit(variant, compiled[variant.name], read.arch)
-    assert audited.threads == threads and {budget, 24} <= set(audited.facts.register_budgets)
+    assert audited.threads == threads and budgets <= set(audited.facts.register_budgets)
     assert audited.facts.matrix["HGMMA"] > 0 and audited.facts.local_bytes == 0 and audited.resident == 1
     keys = variant.constants["BLOCK_N"]
     assert [m["box"] for m in compiled[variant.name].maps] == [
@@ -90,12 +96,12 @@ def launched(pack: Pack, problem: Problem, tensors: list[Any]) -> tuple[dict[str
 @pytest.mark.parametrize("causal", [False, True])
 def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
     """From shapes alone: no number depends on what cu_seqlens hold."""
-    problem = Problem(6, 2, (900, 100), (600, 900), 96, FP16, causal, scale=0.5, sinks=True, behind=(24, 36))
+    problem = Problem(6, 2, (900, 100), (600, 3900), 96, FP16, causal, scale=0.5, sinks=True, behind=(24, 36))
     tensors = problem.tensors()
     q, k, v, cu_q, cu_k, sinks = tensors
     launches, (o, lse) = launched(pack, problem, tensors)
-    assert set(launches) == {f"{KERNEL}_96"}
-    x, y, z, *arguments = launches[f"{KERNEL}_96"]
+    ((kernel, (x, y, z, *arguments)),) = launches.items()
+    assert kernel == groups_kernel(96, "" if causal else "full")
     tiles = 1024 // 128 + 3
     assert (x, y, z) == (2, 1, 1)  # a multiprocessor each
     for t, keys, found in zip((q, k, v, o), (64, 128, 128, 64), arguments[:4], strict=True):
@@ -109,23 +115,13 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
     assert count
     right = 1 if causal else MOST_TOKENS
     assert arguments[10:] == [
-        0.5 * LOG2_E, 6 * tiles, tiles, 6, 3, 6 * tiles, 6, 2, 1024, 1536, right, 900, 900,
+        0.5 * LOG2_E, 6 * tiles, 6, 3, keys_together(96, 16, 2), 2, 1024, 4536, right, 900, 3900,
     ]  # fmt: skip
     assert o.shape == q.shape and lse.shape == (6, 1024)
 
 
-def test_heads_together() -> None:
-    """As many as the cache holds keys and values of, for a sequence of average length: whole heads of K, in sections of
-    nearly the same size."""
-
-    def found(heads: int, kv_heads: int, tokens: int, sequences: int) -> int:
-        return heads_together(Shape(1, heads, kv_heads, tokens, tokens, 128), sequences, 16, 2)
-
-    assert found(32, 32, 1 << 15, 8) == 8  # 2 MB each
-    assert found(32, 32, 1 << 15, 1) == 1
-    assert found(10, 10, 10240, 1) == 4  # 5 MB each; 3 would leave one for the end
-    assert found(32, 8, 1 << 15, 8) == found(32, 8, 1 << 20, 1000) == 32
-    assert found(32, 4, 1 << 15, 1) == 8 and found(5, 5, 1 << 10, 0) == 5
+def test_keys_together() -> None:
+    assert keys_together(128, 16, 2) == (16 << 20) // 512 and keys_together(96, 1, 2) == (1 << 20) // 384
 
 
 def elements(
@@ -153,7 +149,7 @@ def test_maps_end_where_a_sequence_does(pack: Pack, tokens: int, strided: bool) 
     if strided:
         tensors[0] = torch.zeros(tokens, 3, 2, 64, dtype=BF16)[:, 1]
     launches, _ = launched(pack, problem, tensors)
-    q, found = tensors[0], launches[f"{KERNEL}_64"][3]
+    q, found = tensors[0], launches[groups_kernel(64, "full")][3]
     for start in range(tokens + 1):
         for length in range(tokens - start + 1):
             place, past = start + length, tokens - length
@@ -167,11 +163,13 @@ def test_maps_end_where_a_sequence_does(pack: Pack, tokens: int, strided: bool) 
 
 
 GROUPS = {
-    "full": Problem(2, 1, (100,), (200,), 64),
-    "causal": Problem(2, 1, (100,), (200,), 128, causal=True),
-    "a right bound": Problem(2, 1, (100,), (200,), 40, FP16, window=(None, 3)),
-    "a left bound that binds nothing": Problem(2, 1, (100,), (200,), 192, window=(300, 0)),
-    "sinks": Problem(2, 1, (100,), (200,), 208, sinks=True),
+    "full": ("full", Problem(2, 1, (100,), (200,), 64)),
+    "causal": ("", Problem(2, 1, (100,), (4000,), 128, causal=True)),
+    "causal, short": ("short", Problem(2, 1, (100,), (200,), 128, causal=True)),
+    "a right bound": ("short", Problem(2, 1, (100,), (200,), 40, FP16, window=(None, 3))),
+    "a right bound that binds nothing": ("full", Problem(2, 1, (100,), (200,), 72, FP16, window=(None, 300))),
+    "a left bound that binds nothing": ("", Problem(2, 1, (100,), (200,), 192, window=(300, 0))),
+    "sinks": ("full", Problem(2, 1, (100,), (200,), 208, sinks=True)),
 }
 BY_TILES = {
     "a left bound": Problem(2, 1, (100,), (200,), 64, window=(9, 0)),
@@ -181,8 +179,32 @@ BY_TILES = {
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_by_groups(pack: Pack, name: str) -> None:
-    problem = GROUPS[name]
-    assert set(launched(pack, problem, problem.tensors())[0]) == {groups_kernel(problem.dim)}
+    kind, problem = GROUPS[name]
+    assert set(launched(pack, problem, problem.tensors())[0]) == {groups_kernel(problem.dim, kind)}
+
+
+@pytest.mark.parametrize("lacks", ["full", "short"])
+def test_a_pack_without_a_kind(pack: Pack, lacks: str) -> None:
+    """The kernel for all computes its calls."""
+    problem = Problem(2, 1, (100,), (200,), 64, causal=lacks == "short")
+    op, made = recorded(FlashAttentionVarlen, pack)
+    on = op._own.of(torch.empty(1), "q")
+    on.kernels = {name: kernel for name, kernel in on.kernels.items() if not name.endswith(lacks)}
+    *tensors, sinks = problem.tensors()
+    op(*tensors, *problem.longest(), **problem.keywords(sinks))
+    assert set(made[0].launches) == {groups_kernel(64)}
+
+
+def test_one_plan_for_short_and_long(pack: Pack) -> None:
+    """What a call says of its longest sequence chooses, whatever the calls before it said."""
+    op, made = recorded(FlashAttentionVarlen, pack)
+    problem = Problem(2, 1, (100,), (200,), 64, causal=True)
+    *tensors, sinks = problem.tensors()
+    for longest, kind in ((200, "short"), (100_000, ""), (1024, "short"), (1025, "")):
+        made[0].launches.clear()
+        op(*tensors, 100, longest, **problem.keywords(sinks))
+        assert set(made[0].launches) == {groups_kernel(64, kind)}
+    assert len(op._plans) == 1
 
 
 @pytest.mark.parametrize("name", BY_TILES)
@@ -195,9 +217,9 @@ def test_by_tiles_where_no_map_can_start(pack: Pack, monkeypatch: pytest.MonkeyP
     """A tensor larger than its address; other calls of the same plan are as ever."""
     before = []
     monkeypatch.setattr("liger_aot.attention_varlen_groups.bytes_before", lambda t: before[0])
-    for size, kernel in ((1 << 62, TILES), (0, f"{KERNEL}_64")):
+    for size, kernel in ((1 << 62, TILES), (0, groups_kernel(64, "full"))):
         before[:] = [size]
-        problem = GROUPS["full"]
+        _, problem = GROUPS["full"]
         assert set(launched(pack, problem, problem.tensors())[0]) == {kernel}
 
 
@@ -207,11 +229,15 @@ def test_by_tiles_where_no_map_can_start(pack: Pack, monkeypatch: pytest.MonkeyP
 # Lengths of 1, none, ends within a block and at its end; queries and keys of different lengths, rows that see no key,
 # tokens behind the last sequence and none; two programs have several tiles each.
 PROBLEMS = (
-    Problem(2, 1, (200, 0, 1, 64), (270, 12, 200, 0), 64, causal=True, sinks=True, behind=(9, 5)),
-    Problem(3, 3, (1, 129, 0, 300), (128, 165, 3, 40), 96, FP16),
-    Problem(4, 2, (20, 140, 0, 7), (150, 10, 3, 64), 128, causal=True, scale=0.5),
-    Problem(1, 1, (129, 70), (140, 300), 160, FP16, causal=True, behind=(70, 0)),
-    Problem(2, 1, (70, 0, 65), (64, 130, 20), 256, window=(None, 3)),
+    ("short", Problem(2, 1, (200, 0, 1, 64), (270, 12, 200, 0), 64, causal=True, sinks=True, behind=(9, 5))),
+    ("full", Problem(3, 3, (1, 129, 0, 300), (128, 165, 3, 40), 96, FP16)),
+    ("", Problem(4, 2, (20, 140, 0, 7), (1150, 10, 3, 64), 128, causal=True, scale=0.5)),
+    ("", Problem(1, 1, (129, 70), (140, 300), 160, FP16, causal=True, behind=(70, 0))),
+    ("", Problem(2, 1, (70, 0, 65), (64, 130, 20), 256, window=(None, 3))),
+    (
+        "full",
+        Problem(1, 1, (5, 0, 70) * 22, (7, 3, 64) * 22, 64, behind=(3, 1)),
+    ),  # more than are sorted at a time
 )
 
 
@@ -222,10 +248,10 @@ def test_results(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
     op = bound_op(FlashAttentionVarlen, pack, GroupsDriver)
-    problem = PROBLEMS[seed]
+    kind, problem = PROBLEMS[seed]
     on = op._own.of(torch.empty(1), "q")
     found = attention_trial_packed.check(
-        op, reference_tiles, on, groups_kernel(problem.dim), problem, REFERENCE, seed, "cpu"
+        op, reference_tiles, on, groups_kernel(problem.dim, kind), problem, REFERENCE, seed, "cpu"
     )
     assert not found["wrong"], found
     assert on.plans["counters"].on(0, 1).tolist() == [0]
@@ -234,12 +260,16 @@ def test_results(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
 # ---- The trial ----
 
 
+@pytest.mark.parametrize("kind", ["", "full", "short"])
 @pytest.mark.parametrize("width", GROUP_DIMS)
-def test_cases_are_the_kernels(pack: Pack, width: int) -> None:
-    """Each case of a kernel is one that the host would give it."""
-    for problem in attention_trial_packed.cases(width):
+def test_cases_are_the_kernels(pack: Pack, width: int, kind: str) -> None:
+    """Each case of a kernel is one that the host would give it, or the one for few keys."""
+    cases = attention_trial_packed.cases_of(groups_kernel(width, kind))
+    assert len(cases) > 3
+    for problem in cases:
         if sum(problem.lengths_q) < 3000:
-            assert set(launched(pack, problem, problem.tensors())[0]) == {f"{KERNEL}_{width}"}, problem
+            may = {groups_kernel(width, k) for k in ({kind} if kind == "full" else {"", "short"})}
+            assert set(launched(pack, problem, problem.tensors())[0]) <= may, problem
 
 
 @pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "behind", "leak"])

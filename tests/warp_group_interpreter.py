@@ -302,6 +302,12 @@ def in_turn(programs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return programs
 
 
+def device_values() -> Any:
+    """Tensors as device code has values: they never change, and become others with the same bits."""
+    add, subtract, multiply = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
+    return patch.multiple(Tensor, __iadd__=add, __isub__=subtract, __imul__=multiply, to=_to)
+
+
 def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: Any, arguments: Any) -> None:
     """Launch a kernel, one program after the other.
 
@@ -316,9 +322,7 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
         else value
         for value, (name, kind) in zip(arguments, types.items(), strict=True)
     }
-    # device code's values never change, and become others with the same bits
-    add, subtract, multiply = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
-    with patch.multiple(Tensor, __iadd__=add, __isub__=subtract, __imul__=multiply, to=_to):
+    with device_values():
         programs = [p[::-1] for p in itertools.product(*(range(n) for n in reversed(grid)))]
         blocks = [Block(program, tuple(grid)) for program in in_turn(programs)]
         for block in blocks:

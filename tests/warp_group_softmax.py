@@ -19,6 +19,7 @@ def masked(s: Tensor, key: Any, bounds: tuple[Tensor, Tensor], left: Any) -> Ten
 
 SOFTMAX = {
     "soft_cap": lambda s, inner: torch.tanh(s * inner) if inner else s,
+    "here": lambda x: x,
     "masked": masked,
     "pack": lambda e, dtype: e.type(dtype),
     "unpack": lambda x, dtype, layout, n: x,

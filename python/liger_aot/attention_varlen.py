@@ -139,9 +139,10 @@ class PackedProducts(TilesProducts):
         self._query_programs, self._query_numbers = numbers(q, self._queries, "block_m")
 
 
-def groups_kernel(dim: int) -> str:
-    """The kernel by warp groups for a head dimension; a pack need not have it."""
-    return f"{OP}_forward_groups_{groups_width(dim)}"
+def groups_kernel(dim: int, kind: str = "") -> str:
+    """The kernel by warp groups for a head dimension; a pack need not have it. Without that of a kind, which is for
+    calls without a right bound ("full") or over few keys ("short"), the one for all computes these, too."""
+    return f"{OP}_forward_groups_{groups_width(dim)}{kind and '_'}{kind}"
 
 
 def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]) -> Any:
@@ -150,9 +151,9 @@ def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings
     _, bound = packed_sizes(q, k, settings)
     by_groups = on.tensor_map is not None and groups_kernel(q.shape[-1]) in on.kernels
     if by_groups and bound.left < 0 and not bound.softcap:
-        from liger_aot.attention_varlen_groups import PackedGroupsPlan  # the op's load need not wait for it
+        from liger_aot.attention_varlen_groups import groups_plan  # the op's load need not wait for it
 
-        return PackedGroupsPlan(on, q, k, v, sequences, settings)
+        return groups_plan(on, q, k, v, sequences, settings)
     return PackedPlan(on, q, k, v, sequences, settings)
 
 

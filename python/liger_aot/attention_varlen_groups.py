@@ -13,22 +13,19 @@ from liger_aot.attention import (
     GROUP_ROWS,
     PACKED,
     Maps,
-    Shape,
     checked_tiles,
     scales_of,
-    section_of,
     strides_of,
 )
 from liger_aot.attention_varlen import (
     OP,
     PackedPlan,
-    average_length,
     groups_kernel,
     packed_sizes,
     packed_window,
     tiles_of,
 )
-from liger_aot.runtime import OpOn
+from liger_aot.runtime import Loaded, OpOn
 from liger_aot.stream_words import StreamWords
 
 
@@ -36,14 +33,18 @@ class PackedGroupsPlan:
     """A forward by warp groups, for all calls with tensors like these."""
 
     def __init__(
-        self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
+        self,
+        loaded: Loaded,
+        on: OpOn,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: int,
+        settings: tuple[Any, ...],
     ) -> None:
         shape, bound = packed_sizes(q, k, settings)
-        loaded = on.kernels[groups_kernel(shape.dim)]((q.dtype, True), shape.dim)
         numbers = loaded.numbers
-        tiles_a_head = tiles_of(shape.len_q, GROUP_ROWS * numbers["warp_groups"], sequences)
-        tiles = checked_tiles(shape, tiles_a_head)
-        section = heads_together(shape, sequences, numbers["cache_megabytes"], q.element_size())
+        tiles = checked_tiles(shape, tiles_of(shape.len_q, GROUP_ROWS * numbers["warp_groups"], sequences))
         scale, _ = scales_of(bound)
         right, _ = packed_window(shape, bound)
         self._on, self._loaded = on, loaded
@@ -55,11 +56,9 @@ class PackedGroupsPlan:
         self._numbers = (
             scale,
             tiles,
-            tiles_a_head,
             shape.heads,
             shape.heads // shape.kv_heads,
-            section * tiles_a_head,
-            section,
+            keys_together(shape.dim, numbers["cache_megabytes"], q.element_size()),
             sequences,
             *self._tokens,
             right,
@@ -112,13 +111,42 @@ class PackedGroupsPlan:
         return o, lse
 
 
-def heads_together(shape: Shape, sequences: int, megabytes: int, element_bytes: int) -> int:
-    """Heads of q that start their longest tiles together: as many as ``section_of`` gives for a sequence of average
-    length, in sections of nearly the same size. A small last one would leave much of the GPU idle at the end."""
-    average = shape._replace(len_k=average_length(shape.len_k, sequences))
-    ratio = shape.heads // shape.kv_heads
-    sections = shape.heads // section_of(average, megabytes, element_bytes)
-    return -(-shape.kv_heads // sections) * ratio
+class ShortOrLongPlan:
+    """Calls whose sequences may be short, by the most keys that one may have."""
+
+    def __init__(self, short: Loaded, long: Loaded, *others: Any) -> None:
+        self._longest = short.numbers["longest"]
+        self._short = PackedGroupsPlan(short, *others)
+        self._long = PackedGroupsPlan(long, *others)
+
+    def __call__(self, *call: Any) -> tuple[Tensor, Tensor]:
+        plan = self._short if call[-1] <= self._longest else self._long
+        return plan(*call)
+
+
+def groups_plan(
+    on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
+) -> PackedGroupsPlan | ShortOrLongPlan:
+    """By the kernel for calls without a right bound, or by that for few keys and that for many."""
+    dim = q.shape[-1]
+    others = on, q, k, v, sequences, settings
+
+    def found(kind: str) -> Loaded | None:
+        kernel = on.kernels.get(groups_kernel(dim, kind))
+        return None if kernel is None else kernel((q.dtype, True), dim)
+
+    _, bound = packed_sizes(q, k, settings)
+    if bound.right < 0 and (full := found("full")) is not None:
+        return PackedGroupsPlan(full, *others)
+    long = on.kernels[groups_kernel(dim)]((q.dtype, True), dim)
+    if bound.right >= 0 and (short := found("short")) is not None:
+        return ShortOrLongPlan(short, long, *others)
+    return PackedGroupsPlan(long, *others)
+
+
+def keys_together(dim: int, megabytes: int, element_bytes: int) -> int:
+    """Of a head, with their values, in so much memory."""
+    return (megabytes << 20) // (2 * dim * element_bytes)
 
 
 def placed(t: Tensor) -> Tensor:

@@ -34,11 +34,11 @@ class FlashAttentionVarlen(DifferentiableOp):
     attention within each of the sequences that follow each other in q, k and v.
 
     As ``flash_attention`` of each sequence by itself: exact, differentiable in q, k, v, sinks, also through
-    ``return_lse``. A sequence's results and gradients have the same bits every time, whatever lies beside it; for q's
-    gradient see ``deterministic``. Where sequences start stays on the device, and nothing waits for it. The backward
-    alone is the op ``flash_attention_varlen_backward``. Works under torch.compile and, after ``preload`` and one call,
-    in CUDA graphs, whose cu_seqlens may change between replays. CPU tensors take the plain-torch reference, whose
-    memory grows with the square of all tokens.
+    ``return_lse``. A sequence's results and gradients have the same bits every time, whatever lies beside it, for one
+    ``max_seqlen_k``; for q's gradient see ``deterministic``. Where sequences start stays on the device, and nothing
+    waits for it. The backward alone is the op ``flash_attention_varlen_backward``. Works under torch.compile and, after
+    ``preload`` and one call, in CUDA graphs, whose cu_seqlens may change between replays. CPU tensors take the
+    plain-torch reference, whose memory grows with the square of all tokens.
 
     Args:
         q: (tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1. Tensors whose rows don't
@@ -48,7 +48,8 @@ class FlashAttentionVarlen(DifferentiableOp):
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device: where each sequence starts in q, and in k and
             v, then where the last one ends: at the tokens or before. They start at 0 and don't fall; a sequence may
             have no queries, or no keys.
-        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more. Nothing depends on it: it is checked.
+        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more: they are checked. By max_seqlen_k a pack may
+            have a kernel for short sequences, whose last bits may differ.
         causal: a query sees no key after its own position, where a sequence's last query stands at its last key.
         scale: of the scores, above 0. Default 1 / sqrt(dim).
         window: (left, right): a query sees so many keys before and after its own position. None is no bound.
@@ -186,8 +187,9 @@ class FlashAttentionVarlen(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         """Of a call without a soft cap, a left bound and sinks, and of its backward; a pack need not have all."""
         check_dim(self.name, shape[-1])
-        forward = ("flash_attention_varlen_forward", groups_kernel(shape[-1]))
-        return problems_of(self.name, (*forward, *backward_kernels(shape[-1])), shape, dtype)
+        groups = (groups_kernel(shape[-1], kind) for kind in ("", "full", "short"))
+        kernels = ("flash_attention_varlen_forward", *groups, *backward_kernels(shape[-1]))
+        return problems_of(self.name, kernels, shape, dtype)
 
     @staticmethod
     def reference(
