@@ -7,9 +7,13 @@ run-time argument. ``has_weight`` is a kind of ``norm_vectors``.
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
 from csrc_triton.packed import repack
+from csrc_triton.ring_forms import NORM_RING
 from csrc_triton.rmsnorm_pairs import walk_rows
 
 DECLARATION = {
@@ -127,6 +131,7 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "may_spill": "168 registers let half as many programs again hide the exchange",
                 },
+                "ring": {**NORM_RING, "function": "backward_ring"},
             },
         },
     },
@@ -388,3 +393,25 @@ def backward_pairs(
     partials = PARTIALS + group * n_cols + cols.to(tl.int64) * 2
     tl.store(partials, dw_even, mask=mask & (store_partials != 0))
     tl.store(partials + 1, dw_odd, mask=mask & (store_partials != 0))
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, DSUM, SUM, W, RSTD, DW, PARTIALS, WORDS, dx_stride, dy_stride, dsum_stride, sum_stride, n_rows, n_cols,
+    offset, has_weight, has_dsum, store_dx, store_partials, store_dw,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
+    layout: gl.constexpr = ring_layout(gl.num_warps())
+    program = gl.program_id(0).to(gl.int64)
+    ms = ()
+    for i in gl.static_range(2 * PIECES):
+        cols = columns_of(i, BLOCK, layout)
+        mask = cols < n_cols
+        ms += (gl.where(mask, load_vector(W, cols, mask, has_weight) + offset, 0.0),)
+    sums, _ = walk_ring(
+        DX, DY, SUM, DSUM, RSTD, ms, dx_stride, dy_stride, sum_stride, dsum_stride, program, n_rows,
+        gl.num_programs(0).to(gl.int64), n_cols, store_dx, has_dsum != 0, False, False, True, PIECES, BLOCK, STAGES,
+        layout,
+    )  # fmt: skip
+    store_halves(PARTIALS + program * n_cols, sums, n_cols, store_partials, PIECES, BLOCK)

@@ -374,8 +374,8 @@ def backward_ring(
         mask = cols < n_cols
         ms += (gl.where(mask & (w_kind == 0), 1.0, load_vector(W, cols, mask, w_kind)),)
     dw, db = walk_ring(
-        DX, DY, X, STATS, ms, dx_stride, dy_stride, x_stride, program, n_rows, gl.num_programs(0).to(gl.int64),
-        n_cols, store_dx, True, PIECES, BLOCK, STAGES, layout,
+        DX, DY, X, X, STATS, ms, dx_stride, dy_stride, x_stride, x_stride, program, n_rows,
+        gl.num_programs(0).to(gl.int64), n_cols, store_dx, False, True, True, False, PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
     PARTIALS += program * width
     store_halves(PARTIALS, dw, n_cols, store_dw, PIECES, BLOCK)

@@ -28,6 +28,7 @@ from csrc_triton.modulated_rows import (
     add_up,
     factors,
     hold_row,
+    hold_rows,
     job_of,
     modulated,
     run_of,
@@ -62,6 +63,12 @@ DECLARATION = {
                     "defaults": {"PIECES": 1, "RUN": 8},
                     "covers": "PIECES * BLOCK",
                     "staged": ["X"],
+                },
+                "tile": {
+                    "function": "forward_tile",
+                    "constants": ["ROWS", "PIECES", "BLOCK", "REPACK"],
+                    "defaults": {"PIECES": 1, "REPACK": False},
+                    "covers": "PIECES * BLOCK",
                 },
                 "long": {
                     "function": "forward_long",
@@ -193,6 +200,21 @@ def forward_part(
 
 
 @triton.jit
+def forward_tile(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, REPACK: tl.constexpr,
+):  # fmt: skip
+    """A part of a group of up to ROWS rows a program, all of whose loads are under way before the first value is used;
+    the rows of x are held."""
+    hold_rows(
+        Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group,
+        rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, ROWS, PIECES,
+        BLOCK, REPACK,
+    )  # fmt: skip
+
+
+@triton.jit
 def forward_long(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
     rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
@@ -301,8 +323,8 @@ def backward_ring(
         w = load_vector(W, cols, mask, weight_kind) + offset
         ms += (gl.where(mask, (1.0 + scale) * w, 0.0),)
     normals, plains = walk_ring(
-        DX, DY, X, RSTD, ms, dx_stride, dy_stride, x_stride, first, last, parts.to(gl.int64), n_cols, store_dx, False,
-        PIECES, BLOCK, STAGES, layout,
+        DX, DY, X, X, RSTD, ms, dx_stride, dy_stride, x_stride, x_stride, first, last, parts.to(gl.int64), n_cols,
+        store_dx, False, False, True, False, PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
     store_halves(NORMAL + program * n_cols, normals, n_cols, store_normal, PIECES, BLOCK)
     store_halves(PLAIN + program * n_cols, plains, n_cols, store_plain, PIECES, BLOCK)
