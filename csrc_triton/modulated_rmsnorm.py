@@ -24,6 +24,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.modulated_ring import walk_forward
 from csrc_triton.modulated_rows import (
     add_up,
     factors,
@@ -63,6 +64,14 @@ DECLARATION = {
                     "defaults": {"PIECES": 1, "RUN": 8},
                     "covers": "PIECES * BLOCK",
                     "staged": ["X"],
+                },
+                "ring": {
+                    "language": "gluon",
+                    "function": "forward_ring",
+                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN"],
+                    "defaults": {"RUN": 8},
+                    "covers": "2 * PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
                 "tile": {
                     "function": "forward_tile",
@@ -211,6 +220,21 @@ def forward_tile(
         Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group,
         rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, ROWS, PIECES,
         BLOCK, REPACK,
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_ring(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, RUN: gl.constexpr,
+):  # fmt: skip
+    """``forward_part`` with rows that pass through shared memory: see ``modulated_ring``."""
+    group, first, last = run_of(rows_per_group, rows_per_part, parts)
+    walk_forward(
+        Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, group * scale_stride, group * shift_stride, first, last,
+        n_cols, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, PIECES, BLOCK, STAGES,
+        ring_layout(gl.num_warps()),
     )  # fmt: skip
 
 
