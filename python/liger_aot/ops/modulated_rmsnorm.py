@@ -164,6 +164,9 @@ class ModulatedRMSNorm(DifferentiableOp):
         if "stages" in loaded.numbers:
             groups = in_scale[5]
             in_part, parts = _parts(on, loaded, groups, in_group)
+        elif "rows" in loaded.numbers:
+            groups, in_part = in_scale[5], loaded.rows
+            parts = -(-in_group // in_part)
         elif aligned and WIDE in (scale_kind, weight_kind):
             # row by row, aligned variants are for vectors of x's dtype alone
             loaded = kernel((dtype, False), n)
