@@ -45,7 +45,7 @@ def add_kernels(path: Path, plan: Plan) -> None:
             document["kernels"][name] = {
                 "arguments": list(kernel.kernel.arguments),
                 "signature": kernel.kernel.signature(),
-                "axes": ["dtype"],
+                "axes": list(kernel.kernel.axes),
                 "aligned": list(kernel.kernel.aligned),
                 "alignment": 16,
                 "tables": {key: [list(entry) for entry in entries] for key, entries in kernel.tables.items()},
