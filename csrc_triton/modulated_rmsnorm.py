@@ -39,6 +39,7 @@ from csrc_triton.modulated_rows import (
 )
 from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
+from csrc_triton.overlap import once_previous_ended
 from csrc_triton.ring_forms import NORM_RING
 
 DECLARATION = {
@@ -137,7 +138,14 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DSCALE", "DSHIFT", "DW", "NORMAL", "PLAIN", "SCALE", "W", "scale_stride", "n_cols"],
-            "forms": {"tile": {"function": "sums", "constants": ["BLOCK", "PARTS"]}},
+            "forms": {
+                "tile": {
+                    "function": "sums",
+                    "constants": ["BLOCK", "PARTS", "OVERLAP"],
+                    "defaults": {"OVERLAP": 0},
+                    "follows": "OVERLAP",
+                }
+            },
         },
         "modulated_rmsnorm_backward_tokens": {
             "arguments": {
@@ -358,9 +366,11 @@ def backward_ring(
 def sums(
     DSCALE, DSHIFT, DW, NORMAL, PLAIN, SCALE, W, scale_stride, n_cols, groups, parts, offset, scale_kind, weight_kind,
     dscale_kind, dshift_kind, dw_kind,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The second level: BLOCK columns of one row of dscale, dshift or dw a program, PARTS parts a step."""
+    if OVERLAP:
+        parts = once_previous_ended(parts)  # by the kernel before this one NORMAL and PLAIN are written
     blocks = tl.cdiv(n_cols, BLOCK)
     job = tl.program_id(0) // blocks
     group, first, last, is_dscale, is_dshift, is_dw = job_of(job, groups, parts, dscale_kind, dshift_kind)
