@@ -93,7 +93,14 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "may_spill": "more programs with fewer registers may hide the exchange better",
                 },
-                "ring": {**NORM_RING, "function": "backward_ring"},
+                "ring": {
+                    **NORM_RING,
+                    "function": "backward_ring",
+                    "constants": ["PIECES", "BLOCK", "STAGES", "SPLIT"],
+                    "defaults": {"SPLIT": 1},
+                    "covers": "2 * SPLIT * PIECES * BLOCK",
+                    "cooperative": "SPLIT",
+                },
             },
         },
     },
@@ -363,20 +370,22 @@ def backward_pairs(
 def backward_ring(
     DX, DY, X, W, STATS, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, width, db_column,
     w_kind, store_dx, store_dw, store_db,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
+    """Persistent programs, a long row a step, or one of its halves, held in shared memory: see ``norm_ring``."""
     layout: gl.constexpr = ring_layout(gl.num_warps())
-    program = gl.program_id(0).to(gl.int64)
+    group = (gl.program_id(0) // SPLIT).to(gl.int64)
+    start = gl.program_id(0) % SPLIT * (PIECES * BLOCK)  # the program's first pair
     ms = ()
     for i in gl.static_range(2 * PIECES):
-        cols = columns_of(i, BLOCK, layout)
+        cols = 2 * start + columns_of(i, BLOCK, layout)
         mask = cols < n_cols
         ms += (gl.where(mask & (w_kind == 0), 1.0, load_vector(W, cols, mask, w_kind)),)
     dw, db = walk_ring(
-        DX, DY, X, X, STATS, ms, dx_stride, dy_stride, x_stride, x_stride, program, n_rows,
-        gl.num_programs(0).to(gl.int64), n_cols, store_dx, False, True, True, False, PIECES, BLOCK, STAGES, layout,
+        DX, DY, X, X, STATS, WORDS, ms, dx_stride, dy_stride, x_stride, x_stride, group, n_rows,
+        (gl.num_programs(0) // SPLIT).to(gl.int64), start, n_cols, store_dx, False, True, True, False, SPLIT, PIECES,
+        BLOCK, STAGES, layout,
     )  # fmt: skip
-    PARTIALS += program * width
-    store_halves(PARTIALS, dw, n_cols, store_dw, PIECES, BLOCK)
-    store_halves(PARTIALS + db_column, db, n_cols, store_db, PIECES, BLOCK)
+    PARTIALS += group * width + 2 * start
+    store_halves(PARTIALS, dw, n_cols - 2 * start, store_dw, PIECES, BLOCK)
+    store_halves(PARTIALS + db_column, db, n_cols - 2 * start, store_db, PIECES, BLOCK)

@@ -355,8 +355,8 @@ def backward_ring(
         w = load_vector(W, cols, mask, weight_kind) + offset
         ms += (gl.where(mask, (1.0 + scale) * w, 0.0),)
     normals, plains = walk_ring(
-        DX, DY, X, X, RSTD, ms, dx_stride, dy_stride, x_stride, x_stride, first, last, parts.to(gl.int64), n_cols,
-        store_dx, False, False, True, False, PIECES, BLOCK, STAGES, layout,
+        DX, DY, X, X, RSTD, X, ms, dx_stride, dy_stride, x_stride, x_stride, first, last, parts.to(gl.int64), 0, n_cols,
+        store_dx, False, False, True, False, 1, PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
     store_halves(NORMAL + program * n_cols, normals, n_cols, store_normal, PIECES, BLOCK)
     store_halves(PLAIN + program * n_cols, plains, n_cols, store_plain, PIECES, BLOCK)

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from csrc_triton.exchange import each, poll, post_both, posted
 from csrc_triton.packed import even, odd, pair_up
 
 
@@ -95,14 +96,21 @@ def add_dots(x, dy, low, high, dots, totals, dtype: gl.constexpr, CENTERED: gl.c
 
 
 @gluon.jit
-def line_of(dots, totals, mean, rstd, part, CENTERED: gl.constexpr):
+def folded(dots, totals, CENTERED: gl.constexpr):
+    if CENTERED:
+        return gl.reduce((dots, totals), 0, add_both)
+    else:
+        return gl.sum(dots, 0), 0.0
+
+
+@gluon.jit
+def line_of(dot, total, mean, rstd, part, CENTERED: gl.constexpr):
     """(slope, level) of what is added to dy * weight * rstd for dx, a line in x."""
     if CENTERED:  # rows are of 16 bits: fp32 has room for a mean 2^8 deviations away
-        dot, total = gl.reduce((dots, totals), 0, add_both)
         slope = (mean * total - dot) * (rstd * rstd * rstd * part)
         return slope, -mean * slope - total * (rstd * part)
     else:
-        return -gl.sum(dots, 0) * (rstd * rstd * rstd * part), 0.0
+        return -dot * (rstd * rstd * rstd * part), 0.0
 
 
 @gluon.jit
@@ -113,10 +121,35 @@ def finish_half(x, dy, m, mean, rstd, slope, level):
 
 
 @gluon.jit
+def dots_of(xs, dys, slot, ms, zeros, dtype: gl.constexpr, CENTERED: gl.constexpr, layout: gl.constexpr):
+    """A program's part of a row's sums."""
+    dots, totals = zeros, zeros
+    for i in gl.static_range(len(xs)):
+        x, dy = xs[i].index(slot).load(layout), dys[i].index(slot).load(layout)
+        dots, totals = add_dots(x, dy, ms[2 * i], ms[2 * i + 1], dots, totals, dtype, CENTERED)
+    return folded(dots, totals, CENTERED)
+
+
+@gluon.jit
+def word_of_other(WORDS, row, last):
+    """Where the other half's sums of a row are to be, or of the last row."""
+    return WORDS + gl.minimum(row, last - 1) * 2 + 1 - gl.program_id(0) % 2
+
+
+@gluon.jit
+def of_both_halves(WORDS, row, last, dot, total, word):
+    """The sums of a whole row. ``word`` is 0 or what was found of the other half's."""
+    if word == 0:
+        word = posted(word_of_other(WORDS, row, last), 1)
+    other_dot, other_total = each(word)
+    return dot + other_dot, total + other_total
+
+
+@gluon.jit
 def walk_ring(
-    DX, DY, X, ADD, STATS, ms, dx_stride, dy_stride, x_stride, add_stride, first, last, step, n_cols, store_dx,
-    has_add, CENTERED: gl.constexpr, PLAIN: gl.constexpr, ADDED: gl.constexpr, PIECES: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    DX, DY, X, ADD, STATS, WORDS, ms, dx_stride, dy_stride, x_stride, add_stride, first, last, step, start, n_cols,
+    store_dx, has_add, CENTERED: gl.constexpr, PLAIN: gl.constexpr, ADDED: gl.constexpr, SPLIT: gl.constexpr,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Rows ``first``, ``first`` + ``step``, ... below ``last``, at least one: dx is stored; sums over the rows of dy *
     the normalised x, and of dy if PLAIN, are returned. STATS holds mean and 1 / sqrt(var + eps) of a row, or only the
@@ -125,12 +158,17 @@ def walk_ring(
 
     A piece of a row is asked for as soon as the piece that it takes the place of has been finished: STAGES - 1 rows but
     for two pieces are under way at every moment. That happens behind the barrier of the next wait, and so costs none
-    of its own."""
-    gl.static_assert(STAGES >= 2 and PIECES >= 2)
+    of its own.
+
+    If SPLIT, a program walks one half of the rows, from the pair ``start`` on, and hands its part of a row's sums to
+    the program of the other half through WORDS[rows, 2], which are zero before, one row earlier than alone: so the
+    sums have a row's time for their way, and one row fewer is under way. Waiting needs a cooperative launch."""
+    LEAD: gl.constexpr = SPLIT  # rows that sums are ahead
+    gl.static_assert(STAGES > LEAD and PIECES >= 2 and SPLIT <= 2)
     dtype: gl.constexpr = X.dtype.element_ty
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
-    block = gl.arange(0, BLOCK, layout=layout)
-    n = n_cols // 2
+    block = start + gl.arange(0, BLOCK, layout=layout)
+    n = n_cols // 2 - start
     part = 1.0 / n_cols
     dx_stride, dy_stride, x_stride = dx_stride >> 1, dy_stride >> 1, x_stride >> 1  # of pairs
     X = X.to(pairs, bitcast=True) + block
@@ -139,6 +177,7 @@ def walk_ring(
     if ADDED:
         add_stride = add_stride >> 1
         ADD = ADD.to(pairs, bitcast=True) + block
+    block = gl.arange(0, BLOCK, layout=layout)
     xs, dys, adds, normals, plains = (), (), (), (), ()
     for _ in gl.static_range(PIECES):
         xs += (blocks_of(STAGES, BLOCK),)
@@ -157,21 +196,23 @@ def walk_ring(
         )  # fmt: skip
     mean, rstd = statistics(STATS, first, last, CENTERED)
     zeros = gl.zeros([BLOCK], gl.float32, layout)
-    dots, totals = zeros, zeros
     async_copy.wait_group((STAGES - 1) * PIECES - 1)
-    for i in gl.static_range(PIECES):
-        x, dy = xs[i].index(0).load(layout), dys[i].index(0).load(layout)
-        dots, totals = add_dots(x, dy, ms[2 * i], ms[2 * i + 1], dots, totals, dtype, CENTERED)
-    slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)
-    slot = 0
-    last_slot = STAGES - 1
+    dot, total = dots_of(xs, dys, 0, ms, zeros, dtype, CENTERED, layout)
+    if SPLIT > 1:
+        here = WORDS + gl.program_id(0) % 2
+        post_both(here + first * 2, dot, total, first < last)
+        async_copy.wait_group((STAGES - 2) * PIECES - 1)
+        next_dot, next_total = dots_of(xs, dys, 1, ms, zeros, dtype, CENTERED, layout)
+        post_both(here + (first + step) * 2, next_dot, next_total, first + step < last)
+        dot, total = of_both_halves(WORDS, first, last, dot, total, gl.full([], 0, gl.int64))
+    slope, level = line_of(dot, total, mean, rstd, part, CENTERED)
+    slot, dots_slot, last_slot = 0, LEAD, STAGES - 1
     for row in range(first, last, step):
         next_mean, next_rstd = statistics(STATS, row + step, last, CENTERED)
-        next_slot = gl.where(slot < STAGES - 1, slot + 1, 0)
         dots, totals = zeros, zeros
         new_normals, new_plains = (), ()
         for i in gl.static_range(PIECES):
-            async_copy.wait_group((STAGES - 1) * PIECES - 2)
+            async_copy.wait_group((STAGES - LEAD) * PIECES - 2)
             if i == 0:
                 later = row + (STAGES - 1) * step
                 ask(
@@ -184,8 +225,10 @@ def walk_ring(
                     xs, dys, adds, i - 1, slot, X + later * x_stride, DY + later * dy_stride,
                     ADD + later * add_stride, n, later < last, has_add, BLOCK, ADDED, layout,
                 )  # fmt: skip
+            if SPLIT > 1 and i == PIECES // 2:
+                word = poll(word_of_other(WORDS, row + step, last))
             low, high = ms[2 * i], ms[2 * i + 1]
-            x, dy = xs[i].index(next_slot).load(layout), dys[i].index(next_slot).load(layout)
+            x, dy = xs[i].index(dots_slot).load(layout), dys[i].index(dots_slot).load(layout)
             dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
             x, dy = xs[i].index(slot).load(layout), dys[i].index(slot).load(layout)
             low_dx, low_normal = finish_half(even(x, dtype), even(dy, dtype), low, mean, rstd, slope, level)
@@ -200,7 +243,16 @@ def walk_ring(
             if PLAIN:
                 new_plains += (plains[2 * i] + even(dy, dtype), plains[2 * i + 1] + odd(dy, dtype))
         normals, plains = new_normals, new_plains
-        mean, rstd, last_slot, slot = next_mean, next_rstd, slot, next_slot
-        slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)
+        mean, rstd, last_slot = next_mean, next_rstd, slot
+        slot = gl.where(slot < STAGES - 1, slot + 1, 0)
+        dots_slot = gl.where(dots_slot < STAGES - 1, dots_slot + 1, 0)
+        dot, total = folded(dots, totals, CENTERED)
+        if SPLIT > 1:
+            later = row + 2 * step
+            post_both(here + later * 2, dot, total, later < last)
+            sums = of_both_halves(WORDS, row + step, last, next_dot, next_total, word)
+            next_dot, next_total = dot, total
+            dot, total = sums
+        slope, level = line_of(dot, total, mean, rstd, part, CENTERED)
     async_copy.wait_group(0)
     return normals, plains

@@ -386,7 +386,8 @@ def backward_ring(
         w = gl.load(W + cols, mask=(cols < n_cols) & (has_weight != 0), other=0.0).to(gl.float32)
         ms += (gl.where(cols < n_cols, w + offset, 0.0),)
     sums, _ = walk_ring(
-        DX, DY, X, X, RSTD, ms, dx_stride, dy_stride, x_stride, x_stride, program, n_rows,
-        gl.num_programs(0).to(gl.int64), n_cols, store_dx, False, False, False, False, PIECES, BLOCK, STAGES, layout,
+        DX, DY, X, X, RSTD, WORDS, ms, dx_stride, dy_stride, x_stride, x_stride, program, n_rows,
+        gl.num_programs(0).to(gl.int64), 0, n_cols, store_dx, False, False, False, False, 1, PIECES, BLOCK, STAGES,
+        layout,
     )  # fmt: skip
     store_halves(PARTIALS + program * n_cols, sums, n_cols, store_partials, PIECES, BLOCK)

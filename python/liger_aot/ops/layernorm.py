@@ -228,7 +228,7 @@ def vectors_of(
 def _programs(on: OpOn, loaded: Loaded, rows: int, n: int) -> tuple[int, int, int]:
     """(programs, groups of them that share rows, programs a group): as many share a row as it fills, two elements to
     each of a program's lanes."""
-    if "split" not in loaded.numbers:
+    if "split" not in loaded.numbers or "pieces" in loaded.numbers:
         return persistent(on, loaded, rows)
     known: tuple[int, int, int] | None = on.plans.get((loaded, rows, n))
     if known is None:
