@@ -37,6 +37,14 @@ def ask_row(xs, slot, X, n, there, BLOCK: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def weighted(ms, ws, offset):
+    products = ()
+    for i in gl.static_range(len(ms)):
+        products += (ms[i] * (ws[i] + offset),)
+    return products
+
+
+@gluon.jit
 def scaled(low, high, rstd, round_first, dtype: gl.constexpr):
     """x * rstd, rounded to ``dtype`` if ``round_first``."""
     low, high = low * rstd, high * rstd
@@ -66,9 +74,10 @@ def walk_forward(
         ask_row(xs, i, X + (first + i) * x_stride, n, first + i < last, BLOCK, layout)
     scales = halves_of(SCALE, scale_start, n_cols, scale_kind, PIECES, BLOCK, layout)
     shifts = halves_of(SHIFT, shift_start, n_cols, shift_kind, PIECES, BLOCK, layout)
-    ws = halves_of(W, 0, n_cols, weight_kind, PIECES, BLOCK, layout)
     for i in gl.static_range(2 * PIECES):
-        ms += ((1.0 + scales[i]) * (ws[i] + offset),)
+        ms += (1.0 + scales[i],)
+    if weight_kind != 0:
+        ms = weighted(ms, halves_of(W, 0, n_cols, weight_kind, PIECES, BLOCK, layout), offset)
     slot = 0
     for row in range(first, last):
         async_copy.wait_group(STAGES - 1)

@@ -29,10 +29,10 @@ from csrc_triton.modulated_rows import (
     add_up,
     factors,
     hold_row,
-    hold_rows,
     job_of,
     modulated,
     run_of,
+    turn_of,
     walk_part,
     walk_row,
     walk_tokens,
@@ -50,8 +50,9 @@ DECLARATION = {
                 "Y": "*dtype", "X": "*dtype", "SCALE": "*dtype", "SHIFT": "*dtype", "W": "*dtype",
                 "RSTD": "*fp32", "y_stride": "i64", "x_stride": "i64", "scale_stride": "i64",
                 "shift_stride": "i64", "n_rows": "i64", "n_cols": "i32", "rows_per_group": "i64",
-                "rows_per_part": "i64", "parts": "i32", "eps": "fp32", "offset": "fp32", "scale_kind": "i32",
-                "shift_kind": "i32", "weight_kind": "i32", "round_first": "i32", "store_rstd": "i32",
+                "rows_per_part": "i64", "parts": "i32", "all_parts": "i32", "rows_per_short": "i64",
+                "shorts": "i32", "eps": "fp32", "offset": "fp32", "scale_kind": "i32", "shift_kind": "i32",
+                "weight_kind": "i32", "round_first": "i32", "store_rstd": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
@@ -61,24 +62,18 @@ DECLARATION = {
             "forms": {
                 "part": {
                     "function": "forward_part",
-                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN"],
-                    "defaults": {"PIECES": 1, "RUN": 8},
+                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN", "SHORT"],
+                    "defaults": {"PIECES": 1, "RUN": 8, "SHORT": 0},
                     "covers": "PIECES * BLOCK",
                     "staged": ["X"],
                 },
                 "ring": {
                     "language": "gluon",
                     "function": "forward_ring",
-                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN"],
-                    "defaults": {"RUN": 8},
+                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN", "SHORT"],
+                    "defaults": {"RUN": 8, "SHORT": 0},
                     "covers": "2 * PIECES * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-                },
-                "tile": {
-                    "function": "forward_tile",
-                    "constants": ["ROWS", "PIECES", "BLOCK", "REPACK"],
-                    "defaults": {"PIECES": 1, "REPACK": False},
-                    "covers": "PIECES * BLOCK",
                 },
                 "long": {
                     "function": "forward_long",
@@ -186,12 +181,14 @@ DECLARATION = {
 @triton.jit
 def forward_part(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    rows_per_part, parts, all_parts, rows_per_short, shorts, eps, offset, scale_kind, shift_kind, weight_kind,
+    round_first, store_rstd,
     PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
-    """A part of a group a program; the next rows' loads are in flight meanwhile. RUN is for the host alone: the most
-    rows of a part."""
-    group, first, last = run_of(rows_per_group, rows_per_part, parts)
+    """A part of a group a program; the next rows' loads are in flight meanwhile. RUN and SHORT are for the host alone:
+    the most rows of a part, and of those that come last."""
+    group, first, last = turn_of(rows_per_group, rows_per_part, parts, all_parts, rows_per_short, shorts)
     block = tl.arange(0, BLOCK)
     part = 1.0 / n_cols
     ms, shifts = (), ()
@@ -216,29 +213,16 @@ def forward_part(
             tl.store(Y + row * y_stride + cols, y, mask=cols < n_cols)
 
 
-@triton.jit
-def forward_tile(
-    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, REPACK: tl.constexpr,
-):  # fmt: skip
-    """A part of a group of up to ROWS rows a program, all of whose loads are under way before the first value is used;
-    the rows of x are held."""
-    hold_rows(
-        Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group,
-        rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, ROWS, PIECES,
-        BLOCK, REPACK,
-    )  # fmt: skip
-
-
 @gluon.jit
 def forward_ring(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    rows_per_part, parts, all_parts, rows_per_short, shorts, eps, offset, scale_kind, shift_kind, weight_kind,
+    round_first, store_rstd,
     PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, RUN: gl.constexpr,
+    SHORT: gl.constexpr,
 ):  # fmt: skip
     """``forward_part`` with rows that pass through shared memory: see ``modulated_ring``."""
-    group, first, last = run_of(rows_per_group, rows_per_part, parts)
+    group, first, last = turn_of(rows_per_group, rows_per_part, parts, all_parts, rows_per_short, shorts)
     walk_forward(
         Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, group * scale_stride, group * shift_stride, first, last,
         n_cols, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, PIECES, BLOCK, STAGES,
@@ -249,7 +233,8 @@ def forward_ring(
 @triton.jit
 def forward_long(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    rows_per_part, parts, all_parts, rows_per_short, shorts, eps, offset, scale_kind, shift_kind, weight_kind,
+    round_first, store_rstd,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One row of any length a program. BLOCKS, where it is known, unrolls the loops, so that the blocks' loads are in
@@ -263,7 +248,8 @@ def forward_long(
 @triton.jit
 def forward_held(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    rows_per_part, parts, all_parts, rows_per_short, shorts, eps, offset, scale_kind, shift_kind, weight_kind,
+    round_first, store_rstd,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """``forward_long`` with all loads of a row under way before the first is used; at the second read, those of

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from csrc_triton.norm_vectors import load_vector, store_as
-from csrc_triton.packed import repack
 from csrc_triton.row_blocks import load_blocks
 
 
@@ -148,71 +147,28 @@ def modulate_together(
 
 
 @triton.jit
-def hold_rows(
-    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_cols, rows_per_group,
-    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, REPACK: tl.constexpr,
-):  # fmt: skip
-    """A program's part of a group, up to ROWS rows, all of whose loads and those of scale and shift are under way
-    before the first value is used."""
-    group, first, last = run_of(rows_per_group, rows_per_part, parts)
-    rows = first + tl.arange(0, ROWS)
-    there = (rows < last)[:, None]
-    rows = tl.minimum(rows, last - 1)  # no mask: rows past the last are read as that one
-    X_at = X + (rows * x_stride)[:, None]
-    Y += (rows * y_stride)[:, None]
-    SCALE += group * scale_stride
-    SHIFT += group * shift_stride
-    block = tl.arange(0, BLOCK)
-    xs, scales, shifts = (), (), ()
-    for i in tl.static_range(PIECES):
-        cols = i * BLOCK + block
-        xs += (tl.load(X_at + cols[None, :], mask=(cols < n_cols)[None, :], other=0.0),)
-    for i in tl.static_range(PIECES):
-        cols = i * BLOCK + block
-        scales += (tl.load(SCALE + cols, mask=(cols < n_cols) & (scale_kind != 0), other=0.0),)
-        shifts += (tl.load(SHIFT + cols, mask=(cols < n_cols) & (shift_kind != 0), other=0.0),)
-    tl.debug_barrier()  # or the compiler takes the loads down to where they are used
-    squares = tl.zeros([ROWS, BLOCK], tl.float32)
-    for i in tl.static_range(PIECES):
-        x = xs[i].to(tl.float32)
-        squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares, 1) / n_cols + eps)
-    tl.store(RSTD + rows, rstd, mask=(rows < last) & (store_rstd != 0))
-    rstd = rstd[:, None]
-    if weight_kind != 0:
-        for i in tl.static_range(PIECES):
-            cols = i * BLOCK + block
-            w = tl.load(W + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + offset
-            modulate_held(
-                Y, xs[i], scales[i], shifts[i], w, cols, there, n_cols, rstd, round_first, REPACK
-            )  # fmt: skip
-    else:
-        for i in tl.static_range(PIECES):
-            modulate_held(
-                Y, xs[i], scales[i], shifts[i], 1.0, i * BLOCK + block, there, n_cols, rstd, round_first, REPACK
-            )  # fmt: skip
-
-
-@triton.jit
-def modulate_held(Y, x, scale, shift, w, cols, there, n_cols, rstd, round_first, REPACK: tl.constexpr):
-    """A block of rows that are held."""
-    if REPACK:
-        x = repack(x)
-    m = (1.0 + scale.to(tl.float32)) * w
-    y = modulated(
-        x.to(tl.float32), rstd, m[None, :], shift.to(tl.float32)[None, :], round_first, Y.dtype.element_ty
-    )
-    tl.store(Y + cols[None, :], y, mask=there & (cols < n_cols)[None, :])
-
-
-@triton.jit
 def run_of(rows_per_group, rows_per_part, parts):
     """A program's group, the first row of its part of it, and the first row after that."""
     group = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     first = group * rows_per_group + part * rows_per_part
     return group, first, tl.minimum(first + rows_per_part, (group + 1) * rows_per_group)
+
+
+@triton.jit
+def turn_of(rows_per_group, rows_per_part, parts, all_parts, rows_per_short, shorts):
+    """``run_of`` where, once the ``parts`` of all groups have had their turn, ``all_parts`` programs, what is left of
+    each group comes in ``shorts`` of fewer rows: the last programs to end are short."""
+    at = tl.program_id(0)
+    short = at >= all_parts
+    at = tl.where(short, at - all_parts, at)
+    each = tl.where(short, shorts, parts)
+    group = (at // each).to(tl.int64)
+    part = at % each
+    end = (group + 1) * rows_per_group
+    rows = tl.where(short, rows_per_short, rows_per_part)
+    first = group * rows_per_group + part * rows + tl.where(short, parts * rows_per_part, 0)
+    return group, first, tl.minimum(first + rows, end)
 
 
 @triton.jit

@@ -69,11 +69,12 @@ def test_of_sums_and_means(tests: OpTests, pieces: int, stages: int, tmp_path: P
 
 
 @SIZES
-def test_modulated(pieces: int, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("short", [0, 2])
+def test_modulated(short: int, pieces: int, stages: int, tmp_path: Path) -> None:
     tests = test_modulated_rmsnorm.TestModulatedRMSNorm()
     forward = f"""
       {{ form = "any", aligned = false, block = 64, num_warps = 4 }},
-      {rings(pieces, stages, ", run = 3")},
+      {rings(pieces, stages, f", run = 3, short = {short}")},
       {{ form = "long", block = 64, num_warps = 4 }},
     """
     tables = {"forward": forward, "backward": backward(pieces, stages)}
@@ -87,23 +88,4 @@ def test_modulated(pieces: int, stages: int, tmp_path: Path) -> None:
         Case((2, 4, n - 16), FP16, scale=(2,), vectors=FP32, shifted=False, casting_mode="gemma"),
         Case((3, 5, 16), BF16, scale=(3,), weight=FP32, offset=1.0),
         Case((31, n - 48), FP16, scale=(1,), gap=16),
-    )
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_rows_held_together(rows: int, tmp_path: Path) -> None:
-    tests = test_modulated_rmsnorm.TestModulatedRMSNorm()
-    forward = f"""
-      {{ form = "any", aligned = false, block = 64, num_warps = 4 }},
-      {{ max_n = 192, form = "tile", rows = {rows}, pieces = 3, block = 64, num_warps = 4 }},
-      {{ form = "long", block = 64, num_warps = 4 }},
-    """
-    way = way_of(tests, tmp_path, modulated_rmsnorm_forward=forward)
-    check(
-        tests,
-        way,
-        "tile",
-        Case((2, 9, 192), BF16, scale=(2,), weight=BF16),
-        Case((2, 4, 144), FP16, scale=(2,), shifted=False, casting_mode="gemma"),
-        Case((3, 5, 16), FP32, scale=(3,), weight=FP32, offset=1.0),
     )
