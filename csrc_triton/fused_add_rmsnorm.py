@@ -411,7 +411,7 @@ def backward_ring(
         ms += (gl.where(mask, load_vector(W, cols, mask, has_weight) + offset, 0.0),)
     sums, _ = walk_ring(
         DX, DY, SUM, DSUM, RSTD, WORDS, ms, dx_stride, dy_stride, sum_stride, dsum_stride, program, n_rows,
-        gl.num_programs(0).to(gl.int64), 0, n_cols, store_dx, has_dsum != 0, False, False, True, 1, PIECES, BLOCK,
+        gl.num_programs(0).to(gl.int64), 0, n_cols, store_dx, has_dsum != 0, False, False, True, False, 1, PIECES, BLOCK,
         STAGES, layout,
     )  # fmt: skip
     store_halves(PARTIALS + program * n_cols, sums, n_cols, store_partials, PIECES, BLOCK)

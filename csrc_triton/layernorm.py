@@ -376,14 +376,24 @@ def backward_ring(
     layout: gl.constexpr = ring_layout(gl.num_warps())
     group = (gl.program_id(0) // SPLIT).to(gl.int64)
     start = gl.program_id(0) % SPLIT * (PIECES * BLOCK)  # the program's first pair
+    PACKED: gl.constexpr = SPLIT > 1  # registers are few: such rows take a weight of their dtype alone
     ms = ()
-    for i in gl.static_range(2 * PIECES):
-        cols = 2 * start + columns_of(i, BLOCK, layout)
-        mask = cols < n_cols
-        ms += (gl.where(mask & (w_kind == 0), 1.0, load_vector(W, cols, mask, w_kind)),)
+    if PACKED:
+        W = W.to(gl.pointer_type(gl.int32), bitcast=True)
+        ones: gl.constexpr = 0x3F803F80 if X.dtype.element_ty == gl.bfloat16 else 0x3C003C00
+        for i in gl.static_range(PIECES):
+            at = start + i * BLOCK + gl.arange(0, BLOCK, layout=layout)
+            in_row = at < n_cols // 2
+            w = gl.load(W + at, mask=in_row & (w_kind != 0), other=0)
+            ms += (gl.where(in_row & (w_kind == 0), ones, w),)
+    else:
+        for i in gl.static_range(2 * PIECES):
+            cols = columns_of(i, BLOCK, layout)
+            mask = cols < n_cols
+            ms += (gl.where(mask & (w_kind == 0), 1.0, load_vector(W, cols, mask, w_kind)),)
     dw, db = walk_ring(
         DX, DY, X, X, STATS, WORDS, ms, dx_stride, dy_stride, x_stride, x_stride, group, n_rows,
-        (gl.num_programs(0) // SPLIT).to(gl.int64), start, n_cols, store_dx, False, True, True, False, SPLIT, PIECES,
+        (gl.num_programs(0) // SPLIT).to(gl.int64), start, n_cols, store_dx, False, True, True, False, PACKED, SPLIT, PIECES,
         BLOCK, STAGES, layout,
     )  # fmt: skip
     PARTIALS += group * width + 2 * start

@@ -342,7 +342,7 @@ def backward_ring(
         ms += (gl.where(mask, (1.0 + scale) * w, 0.0),)
     normals, plains = walk_ring(
         DX, DY, X, X, RSTD, X, ms, dx_stride, dy_stride, x_stride, x_stride, first, last, parts.to(gl.int64), 0, n_cols,
-        store_dx, False, False, True, False, 1, PIECES, BLOCK, STAGES, layout,
+        store_dx, False, False, True, False, False, 1, PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
     store_halves(NORMAL + program * n_cols, normals, n_cols, store_normal, PIECES, BLOCK)
     store_halves(PLAIN + program * n_cols, plains, n_cols, store_plain, PIECES, BLOCK)

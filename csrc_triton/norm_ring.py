@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.exchange import each, poll, post_both, posted
+from csrc_triton.exchange import each, post_both, posted
 from csrc_triton.packed import even, odd, pair_up
 
 
@@ -121,39 +121,41 @@ def finish_half(x, dy, m, mean, rstd, slope, level):
 
 
 @gluon.jit
-def dots_of(xs, dys, slot, ms, zeros, dtype: gl.constexpr, CENTERED: gl.constexpr, layout: gl.constexpr):
+def weights_of(ms, i: gl.constexpr, dtype: gl.constexpr, PACKED: gl.constexpr):
+    """The halves of the ``i``-th piece of the weight in fp32."""
+    if PACKED:  # out of the compiler's sight, which would keep the halves, not the pairs
+        pair = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ms[i]], gl.int32, is_pure=False, pack=1)
+        return even(pair, dtype), odd(pair, dtype)
+    else:
+        return ms[2 * i], ms[2 * i + 1]
+
+
+@gluon.jit
+def dots_of(xs, dys, slot, ms, zeros, dtype: gl.constexpr, CENTERED: gl.constexpr, PACKED: gl.constexpr, layout: gl.constexpr):
     """A program's part of a row's sums."""
     dots, totals = zeros, zeros
     for i in gl.static_range(len(xs)):
         x, dy = xs[i].index(slot).load(layout), dys[i].index(slot).load(layout)
-        dots, totals = add_dots(x, dy, ms[2 * i], ms[2 * i + 1], dots, totals, dtype, CENTERED)
+        low, high = weights_of(ms, i, dtype, PACKED)
+        dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
     return folded(dots, totals, CENTERED)
 
 
 @gluon.jit
-def word_of_other(WORDS, row, last):
-    """Where the other half's sums of a row are to be, or of the last row."""
-    return WORDS + gl.minimum(row, last - 1) * 2 + 1 - gl.program_id(0) % 2
-
-
-@gluon.jit
-def of_both_halves(WORDS, row, last, dot, total, word):
-    """The sums of a whole row. ``word`` is 0 or what was found of the other half's."""
-    if word == 0:
-        word = posted(word_of_other(WORDS, row, last), 1)
-    other_dot, other_total = each(word)
-    return dot + other_dot, total + other_total
+def of_other_half(WORDS, row, last):
+    """The other half's sums of a row, or of the last row, once they are there."""
+    return each(posted(WORDS + gl.minimum(row, last - 1) * 2 + 1 - gl.program_id(0) % 2, 1))
 
 
 @gluon.jit
 def walk_ring(
     DX, DY, X, ADD, STATS, WORDS, ms, dx_stride, dy_stride, x_stride, add_stride, first, last, step, start, n_cols,
-    store_dx, has_add, CENTERED: gl.constexpr, PLAIN: gl.constexpr, ADDED: gl.constexpr, SPLIT: gl.constexpr,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    store_dx, has_add, CENTERED: gl.constexpr, PLAIN: gl.constexpr, ADDED: gl.constexpr, PACKED: gl.constexpr,
+    SPLIT: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Rows ``first``, ``first`` + ``step``, ... below ``last``, at least one: dx is stored; sums over the rows of dy *
     the normalised x, and of dy if PLAIN, are returned. STATS holds mean and 1 / sqrt(var + eps) of a row, or only the
-    latter. ``ms`` is the weight, or what stands for it, in fp32, 0 past the end of a row. If ADDED, rows of ADD are
+    latter. ``ms`` is the weight, or what stands for it, 0 past the end of a row: in fp32, or PACKED, pairs. If ADDED, rows of ADD are
     added to dx where ``has_add``.
 
     A piece of a row is asked for as soon as the piece that it takes the place of has been finished: STAGES - 1 rows but
@@ -197,14 +199,15 @@ def walk_ring(
     mean, rstd = statistics(STATS, first, last, CENTERED)
     zeros = gl.zeros([BLOCK], gl.float32, layout)
     async_copy.wait_group((STAGES - 1) * PIECES - 1)
-    dot, total = dots_of(xs, dys, 0, ms, zeros, dtype, CENTERED, layout)
+    dot, total = dots_of(xs, dys, 0, ms, zeros, dtype, CENTERED, PACKED, layout)
     if SPLIT > 1:
         here = WORDS + gl.program_id(0) % 2
         post_both(here + first * 2, dot, total, first < last)
         async_copy.wait_group((STAGES - 2) * PIECES - 1)
-        next_dot, next_total = dots_of(xs, dys, 1, ms, zeros, dtype, CENTERED, layout)
+        next_dot, next_total = dots_of(xs, dys, 1, ms, zeros, dtype, CENTERED, PACKED, layout)
         post_both(here + (first + step) * 2, next_dot, next_total, first + step < last)
-        dot, total = of_both_halves(WORDS, first, last, dot, total, gl.full([], 0, gl.int64))
+        other_dot, other_total = of_other_half(WORDS, first, last)
+        dot, total = dot + other_dot, total + other_total
     slope, level = line_of(dot, total, mean, rstd, part, CENTERED)
     slot, dots_slot, last_slot = 0, LEAD, STAGES - 1
     for row in range(first, last, step):
@@ -226,8 +229,8 @@ def walk_ring(
                     ADD + later * add_stride, n, later < last, has_add, BLOCK, ADDED, layout,
                 )  # fmt: skip
             if SPLIT > 1 and i == PIECES // 2:
-                word = poll(word_of_other(WORDS, row + step, last))
-            low, high = ms[2 * i], ms[2 * i + 1]
+                other_dot, other_total = of_other_half(WORDS, row + step, last)
+            low, high = weights_of(ms, i, dtype, PACKED)
             x, dy = xs[i].index(dots_slot).load(layout), dys[i].index(dots_slot).load(layout)
             dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
             x, dy = xs[i].index(slot).load(layout), dys[i].index(slot).load(layout)
@@ -250,7 +253,7 @@ def walk_ring(
         if SPLIT > 1:
             later = row + 2 * step
             post_both(here + later * 2, dot, total, later < last)
-            sums = of_both_halves(WORDS, row + step, last, next_dot, next_total, word)
+            sums = next_dot + other_dot, next_total + other_total
             next_dot, next_total = dot, total
             dot, total = sums
         slope, level = line_of(dot, total, mean, rstd, part, CENTERED)

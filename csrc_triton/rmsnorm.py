@@ -387,7 +387,7 @@ def backward_ring(
         ms += (gl.where(cols < n_cols, w + offset, 0.0),)
     sums, _ = walk_ring(
         DX, DY, X, X, RSTD, WORDS, ms, dx_stride, dy_stride, x_stride, x_stride, program, n_rows,
-        gl.num_programs(0).to(gl.int64), 0, n_cols, store_dx, False, False, False, False, 1, PIECES, BLOCK, STAGES,
+        gl.num_programs(0).to(gl.int64), 0, n_cols, store_dx, False, False, False, False, False, 1, PIECES, BLOCK, STAGES,
         layout,
     )  # fmt: skip
     store_halves(PARTIALS + program * n_cols, sums, n_cols, store_partials, PIECES, BLOCK)

@@ -32,9 +32,9 @@ def rings(pieces: int, stages: int, more: str = "") -> str:
     return f'{{ form = "ring", {sizes}, {GRID} {more} }}'
 
 
-def backward(pieces: int, stages: int) -> str:
+def backward(pieces: int, stages: int, more: str = "") -> str:
     long = f'form = "long", rows = 1, block = 64, num_warps = 4, {GRID}'
-    return f"{{ aligned = false, {long} }}, {rings(pieces, stages)}, {{ {long} }}"
+    return f"{{ aligned = false, {long} }}, {rings(pieces, stages, more)}, {{ {long} }}"
 
 
 @SIZES
@@ -88,4 +88,23 @@ def test_modulated(short: int, pieces: int, stages: int, tmp_path: Path) -> None
         Case((2, 4, n - 16), FP16, scale=(2,), vectors=FP32, shifted=False, casting_mode="gemma"),
         Case((3, 5, 16), BF16, scale=(3,), weight=FP32, offset=1.0),
         Case((31, n - 48), FP16, scale=(1,), gap=16),
+    )
+
+
+@pytest.mark.parametrize(("pieces", "stages"), [(2, 3), (3, 4)])
+def test_halves_of_rows(pieces: int, stages: int, tmp_path: Path) -> None:
+    """Of rows that two programs share."""
+    tests = test_layernorm.TestLayerNorm()
+    table = backward(pieces, stages, ", split = 2").replace(f"max_n = {64 * pieces}", f"max_n = {128 * pieces}")
+    way = way_of(tests, tmp_path, layernorm_backward=table)
+    n = 128 * pieces
+    check(
+        tests,
+        way,
+        "ring",
+        Case((9, n), BF16),
+        Case((3, n - 16), FP16, weight=None),
+        Case((17, 16), FP16, bias=None),
+        Case((1, n // 2 + 16), BF16, wide=True),
+        Case((2, n - 48), FP16, gap=16),
     )
