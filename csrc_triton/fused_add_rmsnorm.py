@@ -10,8 +10,9 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
+from csrc_triton.norm_ring import halves_of, plus, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
+from csrc_triton.overlap import let_next_start
 from csrc_triton.packed import repack
 from csrc_triton.ring_forms import NORM_RING
 from csrc_triton.rmsnorm_pairs import walk_rows
@@ -399,19 +400,17 @@ def backward_pairs(
 def backward_ring(
     DX, DY, DSUM, SUM, W, RSTD, DW, PARTIALS, WORDS, dx_stride, dy_stride, dsum_stride, sum_stride, n_rows, n_cols,
     offset, has_weight, has_dsum, store_dx, store_partials, store_dw,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
+    if OVERLAP:
+        let_next_start()
     layout: gl.constexpr = ring_layout(gl.num_warps())
     program = gl.program_id(0).to(gl.int64)
-    ms = ()
-    for i in gl.static_range(2 * PIECES):
-        cols = columns_of(i, BLOCK, layout)
-        mask = cols < n_cols
-        ms += (gl.where(mask, load_vector(W, cols, mask, has_weight) + offset, 0.0),)
+    ms = plus(halves_of(W, 0, n_cols, has_weight, PIECES, BLOCK, layout), offset)
     sums, _ = walk_ring(
-        DX, DY, SUM, DSUM, RSTD, WORDS, ms, dx_stride, dy_stride, sum_stride, dsum_stride, program, n_rows,
-        gl.num_programs(0).to(gl.int64), 0, n_cols, store_dx, has_dsum != 0, False, False, True, False, 1, PIECES, BLOCK,
-        STAGES, layout,
+        DX, DY, SUM, DSUM, RSTD, ms, dx_stride, dy_stride, sum_stride, dsum_stride, program, n_rows,
+        gl.num_programs(0).to(gl.int64), n_cols, store_dx, has_dsum != 0, False, False, True, False, PIECES, BLOCK,
+        STAGES, EACH, layout,
     )  # fmt: skip
     store_halves(PARTIALS + program * n_cols, sums, n_cols, store_partials, PIECES, BLOCK)

@@ -115,5 +115,6 @@ def backward_ring(
 ):  # fmt: skip
     """``forward_ring`` with two tensors to read."""
     gradient_ring(
-        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS, "log_softmax"
+        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
+        "log_softmax",
     )  # fmt: skip

@@ -9,21 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.norm_ring import blocks_of
-from csrc_triton.norm_vectors import load_vector
+from csrc_triton.norm_ring import blocks_of, halves_of, plus, times
 from csrc_triton.packed import even, odd, pair_up
-
-
-@gluon.jit
-def halves_of(V, start, n_cols, kind, PIECES: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """The halves of a vector in fp32, zeros past the end of a row and where there is none."""
-    neighbours: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    halves = ()
-    for i in gl.static_range(PIECES):
-        cols = i * 2 * BLOCK + gl.arange(0, 2 * BLOCK, layout=neighbours)
-        low, high = gl.split(load_vector(V, cols, cols < n_cols, kind, start).reshape([BLOCK, 2]))
-        halves += (gl.convert_layout(low, layout), gl.convert_layout(high, layout))
-    return halves
 
 
 @gluon.jit
@@ -34,14 +21,6 @@ def ask_row(xs, slot, X, n, there, BLOCK: gl.constexpr, layout: gl.constexpr):
         mask = (block < n - i * BLOCK) & there
         async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * BLOCK, mask=mask)
     async_copy.commit_group()
-
-
-@gluon.jit
-def weighted(ms, ws, offset):
-    products = ()
-    for i in gl.static_range(len(ms)):
-        products += (ms[i] * (ws[i] + offset),)
-    return products
 
 
 @gluon.jit
@@ -67,17 +46,15 @@ def walk_forward(
     y_stride, x_stride = y_stride >> 1, x_stride >> 1  # of pairs
     X = X.to(pairs, bitcast=True) + block
     Y = Y.to(pairs, bitcast=True) + block
-    xs, ms = (), ()
+    xs = ()
     for _ in gl.static_range(PIECES):
         xs += (blocks_of(STAGES, BLOCK),)
     for i in gl.static_range(STAGES):
         ask_row(xs, i, X + (first + i) * x_stride, n, first + i < last, BLOCK, layout)
-    scales = halves_of(SCALE, scale_start, n_cols, scale_kind, PIECES, BLOCK, layout)
+    ms = plus(halves_of(SCALE, scale_start, n_cols, scale_kind, PIECES, BLOCK, layout), 1.0)
     shifts = halves_of(SHIFT, shift_start, n_cols, shift_kind, PIECES, BLOCK, layout)
-    for i in gl.static_range(2 * PIECES):
-        ms += (1.0 + scales[i],)
     if weight_kind != 0:
-        ms = weighted(ms, halves_of(W, 0, n_cols, weight_kind, PIECES, BLOCK, layout), offset)
+        ms = times(ms, plus(halves_of(W, 0, n_cols, weight_kind, PIECES, BLOCK, layout), offset))
     slot = 0
     for row in range(first, last):
         async_copy.wait_group(STAGES - 1)

@@ -37,9 +37,9 @@ from csrc_triton.modulated_rows import (
     walk_row,
     walk_tokens,
 )
-from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
+from csrc_triton.norm_ring import halves_of, plus, ring_layout, store_halves, times, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
-from csrc_triton.overlap import once_previous_ended
+from csrc_triton.overlap import let_next_start, once_previous_ended
 from csrc_triton.ring_forms import NORM_RING
 
 DECLARATION = {
@@ -115,8 +115,8 @@ DECLARATION = {
             "forms": {
                 "part": {
                     "function": "backward_part",
-                    "constants": ["PIECES", "BLOCK", "STAGES"],
-                    "defaults": {"PIECES": 1},
+                    "constants": ["PIECES", "BLOCK", "STAGES", "OVERLAP"],
+                    "defaults": {"PIECES": 1, "OVERLAP": 0},
                     "covers": "PIECES * BLOCK",
                     "staged": ["DY", "X"],
                 },
@@ -264,10 +264,12 @@ def forward_held(
 def backward_part(
     DX, DY, X, SCALE, W, RSTD, NORMAL, PLAIN, dx_stride, dy_stride, x_stride, scale_stride, n_cols, rows_per_group,
     rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A part of a group a program, as in ``forward_part``. NORMAL and PLAIN get the sums of dy * x * rstd and of dy, a
     row a program."""
+    if OVERLAP:
+        let_next_start()
     program = tl.program_id(0).to(tl.int64)
     group, first, last = run_of(rows_per_group, rows_per_part, parts)
     block = tl.arange(0, BLOCK)
@@ -324,25 +326,24 @@ def backward_long(
 def backward_ring(
     DX, DY, X, SCALE, W, RSTD, NORMAL, PLAIN, dx_stride, dy_stride, x_stride, scale_stride, n_cols, rows_per_group,
     rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """``backward_part`` for long rows, held in shared memory: see ``norm_ring``. A part is every ``parts``-th row of a
     group: with a step that is known, addresses would take twice the registers."""
+    if OVERLAP:
+        let_next_start()
     layout: gl.constexpr = ring_layout(gl.num_warps())
     program = gl.program_id(0).to(gl.int64)
     group = (gl.program_id(0) // parts).to(gl.int64)
     first = group * rows_per_group + gl.program_id(0) % parts
     last = (group + 1) * rows_per_group
-    ms = ()
-    for i in gl.static_range(2 * PIECES):
-        cols = columns_of(i, BLOCK, layout)
-        mask = cols < n_cols
-        scale = load_vector(SCALE, cols, mask, scale_kind, group * scale_stride)
-        w = load_vector(W, cols, mask, weight_kind) + offset
-        ms += (gl.where(mask, (1.0 + scale) * w, 0.0),)
+    ms = times(
+        plus(halves_of(SCALE, group * scale_stride, n_cols, scale_kind, PIECES, BLOCK, layout), 1.0),
+        plus(halves_of(W, 0, n_cols, weight_kind, PIECES, BLOCK, layout), offset),
+    )
     normals, plains = walk_ring(
-        DX, DY, X, X, RSTD, X, ms, dx_stride, dy_stride, x_stride, x_stride, first, last, parts.to(gl.int64), 0, n_cols,
-        store_dx, False, False, True, False, False, 1, PIECES, BLOCK, STAGES, layout,
+        DX, DY, X, X, RSTD, ms, dx_stride, dy_stride, x_stride, x_stride, first, last, parts.to(gl.int64), n_cols,
+        store_dx, False, False, True, False, False, PIECES, BLOCK, STAGES, EACH, layout,
     )  # fmt: skip
     store_halves(NORMAL + program * n_cols, normals, n_cols, store_normal, PIECES, BLOCK)
     store_halves(PLAIN + program * n_cols, plains, n_cols, store_plain, PIECES, BLOCK)

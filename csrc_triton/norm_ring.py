@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.exchange import each, post_both, posted
+from csrc_triton.norm_vectors import load_vector
 from csrc_triton.packed import even, odd, pair_up
 
 
@@ -39,9 +39,31 @@ def blocks_of(count: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def columns_of(half, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """Columns of the ``half``-th half of pieces: even ones of a piece, odd ones, even ones of the next."""
-    return 2 * (half // 2 * BLOCK + gl.arange(0, BLOCK, layout=layout)) + half % 2
+def halves_of(V, start, n_cols, kind, PIECES: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
+    """The halves of a vector of n_cols from ``start`` on, in fp32; zeros past its end and where there is none."""
+    neighbours: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    halves = ()
+    for i in gl.static_range(PIECES):
+        cols = i * 2 * BLOCK + gl.arange(0, 2 * BLOCK, layout=neighbours)
+        low, high = gl.split(load_vector(V, cols, cols < n_cols, kind, start).reshape([BLOCK, 2]))
+        halves += (gl.convert_layout(low, layout), gl.convert_layout(high, layout))
+    return halves
+
+
+@gluon.jit
+def plus(halves, value):
+    sums = ()
+    for i in gl.static_range(len(halves)):
+        sums += (halves[i] + value,)
+    return sums
+
+
+@gluon.jit
+def times(halves, others):
+    products = ()
+    for i in gl.static_range(len(halves)):
+        products += (halves[i] * others[i],)
+    return products
 
 
 @gluon.jit
@@ -63,7 +85,10 @@ def add_both(a, b, c, d):
 
 
 @gluon.jit
-def ask(xs, dys, adds, i: gl.constexpr, slot, X, DY, ADD, n, there, has_add, BLOCK: gl.constexpr, ADDED: gl.constexpr, layout: gl.constexpr):
+def ask(
+    xs, dys, adds, i: gl.constexpr, slot, X, DY, ADD, n, there, has_add, BLOCK: gl.constexpr, ADDED: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
     """Begin to copy the ``i``-th piece of a row of each input; zeros if it is not there."""
     mask = (gl.arange(0, BLOCK, layout=layout) < n - i * BLOCK) & there
     async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * BLOCK, mask=mask)
@@ -96,21 +121,14 @@ def add_dots(x, dy, low, high, dots, totals, dtype: gl.constexpr, CENTERED: gl.c
 
 
 @gluon.jit
-def folded(dots, totals, CENTERED: gl.constexpr):
-    if CENTERED:
-        return gl.reduce((dots, totals), 0, add_both)
-    else:
-        return gl.sum(dots, 0), 0.0
-
-
-@gluon.jit
-def line_of(dot, total, mean, rstd, part, CENTERED: gl.constexpr):
+def line_of(dots, totals, mean, rstd, part, CENTERED: gl.constexpr):
     """(slope, level) of what is added to dy * weight * rstd for dx, a line in x."""
     if CENTERED:  # rows are of 16 bits: fp32 has room for a mean 2^8 deviations away
+        dot, total = gl.reduce((dots, totals), 0, add_both)
         slope = (mean * total - dot) * (rstd * rstd * rstd * part)
         return slope, -mean * slope - total * (rstd * part)
     else:
-        return -dot * (rstd * rstd * rstd * part), 0.0
+        return -gl.sum(dots, 0) * (rstd * rstd * rstd * part), 0.0
 
 
 @gluon.jit
@@ -131,46 +149,24 @@ def weights_of(ms, i: gl.constexpr, dtype: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def dots_of(xs, dys, slot, ms, zeros, dtype: gl.constexpr, CENTERED: gl.constexpr, PACKED: gl.constexpr, layout: gl.constexpr):
-    """A program's part of a row's sums."""
-    dots, totals = zeros, zeros
-    for i in gl.static_range(len(xs)):
-        x, dy = xs[i].index(slot).load(layout), dys[i].index(slot).load(layout)
-        low, high = weights_of(ms, i, dtype, PACKED)
-        dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
-    return folded(dots, totals, CENTERED)
-
-
-@gluon.jit
-def of_other_half(WORDS, row, last):
-    """The other half's sums of a row, or of the last row, once they are there."""
-    return each(posted(WORDS + gl.minimum(row, last - 1) * 2 + 1 - gl.program_id(0) % 2, 1))
-
-
-@gluon.jit
 def walk_ring(
-    DX, DY, X, ADD, STATS, WORDS, ms, dx_stride, dy_stride, x_stride, add_stride, first, last, step, start, n_cols,
-    store_dx, has_add, CENTERED: gl.constexpr, PLAIN: gl.constexpr, ADDED: gl.constexpr, PACKED: gl.constexpr,
-    SPLIT: gl.constexpr, PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    DX, DY, X, ADD, STATS, ms, dx_stride, dy_stride, x_stride, add_stride, first, last, step, n_cols, store_dx, has_add,
+    CENTERED: gl.constexpr, PLAIN: gl.constexpr, ADDED: gl.constexpr, PACKED: gl.constexpr, PIECES: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Rows ``first``, ``first`` + ``step``, ... below ``last``, at least one: dx is stored; sums over the rows of dy *
     the normalised x, and of dy if PLAIN, are returned. STATS holds mean and 1 / sqrt(var + eps) of a row, or only the
-    latter. ``ms`` is the weight, or what stands for it, 0 past the end of a row: in fp32, or PACKED, pairs. If ADDED, rows of ADD are
+    latter. ``ms`` is the weight, or what stands for it: halves in fp32 or, PACKED, pairs. If ADDED, rows of ADD are
     added to dx where ``has_add``.
 
-    A piece of a row is asked for as soon as the piece that it takes the place of has been finished: STAGES - 1 rows but
-    for two pieces are under way at every moment. That happens behind the barrier of the next wait, and so costs none
-    of its own.
-
-    If SPLIT, a program walks one half of the rows, from the pair ``start`` on, and hands its part of a row's sums to
-    the program of the other half through WORDS[rows, 2], which are zero before, one row earlier than alone: so the
-    sums have a row's time for their way, and one row fewer is under way. Waiting needs a cooperative launch."""
-    LEAD: gl.constexpr = SPLIT  # rows that sums are ahead
-    gl.static_assert(STAGES > LEAD and PIECES >= 2 and SPLIT <= 2)
+    EACH piece of a row is asked for as soon as the piece that it takes the place of has been finished: STAGES - 1 rows
+    but for two pieces are under way at every moment. That happens behind the barrier of the next wait, and so costs
+    none of its own. Otherwise rows are asked for and waited for whole, which takes fewer registers."""
+    gl.static_assert(STAGES >= 2 and PIECES >= 2)
     dtype: gl.constexpr = X.dtype.element_ty
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
-    block = start + gl.arange(0, BLOCK, layout=layout)
-    n = n_cols // 2 - start
+    block = gl.arange(0, BLOCK, layout=layout)
+    n = n_cols // 2
     part = 1.0 / n_cols
     dx_stride, dy_stride, x_stride = dx_stride >> 1, dy_stride >> 1, x_stride >> 1  # of pairs
     X = X.to(pairs, bitcast=True) + block
@@ -179,7 +175,6 @@ def walk_ring(
     if ADDED:
         add_stride = add_stride >> 1
         ADD = ADD.to(pairs, bitcast=True) + block
-    block = gl.arange(0, BLOCK, layout=layout)
     xs, dys, adds, normals, plains = (), (), (), (), ()
     for _ in gl.static_range(PIECES):
         xs += (blocks_of(STAGES, BLOCK),)
@@ -190,7 +185,8 @@ def walk_ring(
         normals += (gl.zeros([BLOCK], gl.float32, layout),)
         if PLAIN:
             plains += (gl.zeros([BLOCK], gl.float32, layout),)
-    for i in gl.static_range(STAGES * PIECES - 1):  # the last one: in the loop
+    LATE: gl.constexpr = 1 if EACH else 0  # pieces of the last row that the loop asks for
+    for i in gl.static_range(STAGES * PIECES - LATE):
         row = first + i // PIECES * step
         ask(
             xs, dys, adds, i % PIECES, i // PIECES, X + row * x_stride, DY + row * dy_stride, ADD + row * add_stride,
@@ -198,40 +194,38 @@ def walk_ring(
         )  # fmt: skip
     mean, rstd = statistics(STATS, first, last, CENTERED)
     zeros = gl.zeros([BLOCK], gl.float32, layout)
-    async_copy.wait_group((STAGES - 1) * PIECES - 1)
-    dot, total = dots_of(xs, dys, 0, ms, zeros, dtype, CENTERED, PACKED, layout)
-    if SPLIT > 1:
-        here = WORDS + gl.program_id(0) % 2
-        post_both(here + first * 2, dot, total, first < last)
-        async_copy.wait_group((STAGES - 2) * PIECES - 1)
-        next_dot, next_total = dots_of(xs, dys, 1, ms, zeros, dtype, CENTERED, PACKED, layout)
-        post_both(here + (first + step) * 2, next_dot, next_total, first + step < last)
-        other_dot, other_total = of_other_half(WORDS, first, last)
-        dot, total = dot + other_dot, total + other_total
-    slope, level = line_of(dot, total, mean, rstd, part, CENTERED)
-    slot, dots_slot, last_slot = 0, LEAD, STAGES - 1
+    dots, totals = zeros, zeros
+    async_copy.wait_group((STAGES - 1) * PIECES - LATE)
+    for i in gl.static_range(PIECES):
+        x, dy = xs[i].index(0).load(layout), dys[i].index(0).load(layout)
+        low, high = weights_of(ms, i, dtype, PACKED)
+        dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
+    slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)
+    slot, last_slot = 0, STAGES - 1
     for row in range(first, last, step):
         next_mean, next_rstd = statistics(STATS, row + step, last, CENTERED)
+        next_slot = gl.where(slot < STAGES - 1, slot + 1, 0)
         dots, totals = zeros, zeros
         new_normals, new_plains = (), ()
+        later = row + STAGES * step
         for i in gl.static_range(PIECES):
-            async_copy.wait_group((STAGES - LEAD) * PIECES - 2)
-            if i == 0:
-                later = row + (STAGES - 1) * step
-                ask(
-                    xs, dys, adds, PIECES - 1, last_slot, X + later * x_stride, DY + later * dy_stride,
-                    ADD + later * add_stride, n, later < last, has_add, BLOCK, ADDED, layout,
-                )  # fmt: skip
-            else:
-                later = row + STAGES * step
-                ask(
-                    xs, dys, adds, i - 1, slot, X + later * x_stride, DY + later * dy_stride,
-                    ADD + later * add_stride, n, later < last, has_add, BLOCK, ADDED, layout,
-                )  # fmt: skip
-            if SPLIT > 1 and i == PIECES // 2:
-                other_dot, other_total = of_other_half(WORDS, row + step, last)
+            if EACH:
+                async_copy.wait_group((STAGES - 1) * PIECES - 2)
+                if i == 0:
+                    before = later - step
+                    ask(
+                        xs, dys, adds, PIECES - 1, last_slot, X + before * x_stride, DY + before * dy_stride,
+                        ADD + before * add_stride, n, before < last, has_add, BLOCK, ADDED, layout,
+                    )  # fmt: skip
+                else:
+                    ask(
+                        xs, dys, adds, i - 1, slot, X + later * x_stride, DY + later * dy_stride,
+                        ADD + later * add_stride, n, later < last, has_add, BLOCK, ADDED, layout,
+                    )  # fmt: skip
+            elif i == 0:
+                async_copy.wait_group((STAGES - 2) * PIECES)
             low, high = weights_of(ms, i, dtype, PACKED)
-            x, dy = xs[i].index(dots_slot).load(layout), dys[i].index(dots_slot).load(layout)
+            x, dy = xs[i].index(next_slot).load(layout), dys[i].index(next_slot).load(layout)
             dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
             x, dy = xs[i].index(slot).load(layout), dys[i].index(slot).load(layout)
             low_dx, low_normal = finish_half(even(x, dtype), even(dy, dtype), low, mean, rstd, slope, level)
@@ -246,16 +240,13 @@ def walk_ring(
             if PLAIN:
                 new_plains += (plains[2 * i] + even(dy, dtype), plains[2 * i + 1] + odd(dy, dtype))
         normals, plains = new_normals, new_plains
-        mean, rstd, last_slot = next_mean, next_rstd, slot
-        slot = gl.where(slot < STAGES - 1, slot + 1, 0)
-        dots_slot = gl.where(dots_slot < STAGES - 1, dots_slot + 1, 0)
-        dot, total = folded(dots, totals, CENTERED)
-        if SPLIT > 1:
-            later = row + 2 * step
-            post_both(here + later * 2, dot, total, later < last)
-            sums = next_dot + other_dot, next_total + other_total
-            next_dot, next_total = dot, total
-            dot, total = sums
-        slope, level = line_of(dot, total, mean, rstd, part, CENTERED)
+        if not EACH:
+            for i in gl.static_range(PIECES):
+                ask(
+                    xs, dys, adds, i, slot, X + later * x_stride, DY + later * dy_stride, ADD + later * add_stride, n,
+                    later < last, has_add, BLOCK, ADDED, layout,
+                )  # fmt: skip
+        mean, rstd, last_slot, slot = next_mean, next_rstd, slot, next_slot
+        slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)
     async_copy.wait_group(0)
     return normals, plains

@@ -142,7 +142,7 @@ def walk_again(
     OUT, ins, out_stride, strides, n_rows, n_cols, given,
     look: gl.constexpr, wanted: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr,
     finish: gl.constexpr, end: gl.constexpr, FILL: gl.constexpr,
-    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr,
+    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """``walk_rows`` of any length."""
     gl.static_assert(SLOTS >= AHEAD and AHEAD >= 1 and KEPT >= 1)
@@ -183,21 +183,24 @@ def walk_again(
             async_copy.commit_group()
         ask_first = ask_row
         wants = wanted_of(asked, wanted, given)
-        for i in range(again):
-            async_copy.wait_group(AHEAD - 1)
-            tiles = tiles_in(ring, slot, layout)
-            ask_row, use = ask_again(
-                ring, slot, ins, strides, ask_row, use, step, n_rows, again, at, wants, ask_first, WORDS
-            )  # fmt: skip
-            slot = gl.where(slot < AHEAD - 1, slot + 1, 0)
-            sums = include(sums, tiles, given, dtype)
-            if i < held:
-                sums = include(sums, tiles_in(slots, i, layout), given, dtype)
+        for turn in gl.static_range(TURNS):
+            for i in range(again * turn // TURNS, again * (turn + 1) // TURNS):
+                async_copy.wait_group(AHEAD - 1)
+                tiles = tiles_in(ring, slot, layout)
+                ask_row, use = ask_again(
+                    ring, slot, ins, strides, ask_row, use, step, n_rows, again, at, wants, ask_first, WORDS
+                )  # fmt: skip
+                slot = gl.where(slot < AHEAD - 1, slot + 1, 0)
+                sums = include(sums, tiles, given, dtype)
+                if i < held:
+                    sums = include(sums, tiles_in(slots, i, layout), given, dtype)
+            if turn < TURNS - 1:
+                sums = include_kept(sums, kept, given, include, dtype, turn, TURNS)
         for i in range(again, held):
             async_copy.wait_group(AHEAD - 1)
             sums = include(sums, tiles_in(slots, i, layout), given, dtype)
             async_copy.commit_group()
-        folded = fold(include_kept(sums, kept, given, include, dtype), given, dtype)
+        folded = fold(include_kept(sums, kept, given, include, dtype, TURNS - 1, TURNS), given, dtype)
         out_row = out[0] + row * out_stride[0]
         here = wanted(told, given)
         sums = begin(row + step, told, given, LINES, layout)
@@ -254,5 +257,5 @@ def walk_rows(
     else:
         walk_again(
             OUT, ins, out_stride, strides, n_rows, n_cols, given, look, wanted, begin, include, fold, finish, end, FILL,
-            BLOCK, SLOTS, AHEAD, KEPT,
+            BLOCK, SLOTS, AHEAD, KEPT, TURNS,
         )  # fmt: skip

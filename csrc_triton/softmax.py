@@ -117,5 +117,6 @@ def backward_ring(
 ):  # fmt: skip
     """``forward_ring`` with two tensors to read."""
     gradient_ring(
-        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS, "softmax"
+        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
+        "softmax",
     )  # fmt: skip

@@ -135,8 +135,8 @@ class LayerNorm(DifferentiableOp):
         kernel = on.kernels["layernorm_backward"]
         aligned = not (x_at | dy_at | w_at | x_stride | dy_stride | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        if loaded.numbers.get("split", 1) > 1:  # programs that share rows: a weight of their dtype
-            if w_kind == FP32_BESIDE_16:
+        if loaded.contiguous or "packed" in loaded.numbers:  # two elements to a register
+            if w_kind == FP32_BESIDE_16 and loaded.numbers.get("packed", True):  # and a weight of their dtype
                 loaded = kernel((dtype, aligned), ANY_LENGTH)
             elif loaded.contiguous and not x_stride == dy_stride == n:
                 packed = dy.contiguous(), (x.contiguous(), weight, bias, stats)
@@ -228,7 +228,7 @@ def vectors_of(
 def _programs(on: OpOn, loaded: Loaded, rows: int, n: int) -> tuple[int, int, int]:
     """(programs, groups of them that share rows, programs a group): as many share a row as it fills, two elements to
     each of a program's lanes."""
-    if "split" not in loaded.numbers or "pieces" in loaded.numbers:
+    if "split" not in loaded.numbers:
         return persistent(on, loaded, rows)
     known: tuple[int, int, int] | None = on.plans.get((loaded, rows, n))
     if known is None:
