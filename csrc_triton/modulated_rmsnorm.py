@@ -32,14 +32,13 @@ from csrc_triton.modulated_rows import (
     job_of,
     modulated,
     run_of,
-    turn_of,
     walk_part,
     walk_row,
     walk_tokens,
 )
 from csrc_triton.norm_ring import halves_of, plus, ring_layout, store_halves, times, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
-from csrc_triton.overlap import let_next_start, once_previous_ended
+from csrc_triton.overlap import once_previous_ended
 from csrc_triton.ring_forms import NORM_RING
 
 DECLARATION = {
@@ -50,9 +49,8 @@ DECLARATION = {
                 "Y": "*dtype", "X": "*dtype", "SCALE": "*dtype", "SHIFT": "*dtype", "W": "*dtype",
                 "RSTD": "*fp32", "y_stride": "i64", "x_stride": "i64", "scale_stride": "i64",
                 "shift_stride": "i64", "n_rows": "i64", "n_cols": "i32", "rows_per_group": "i64",
-                "rows_per_part": "i64", "parts": "i32", "all_parts": "i32", "rows_per_short": "i64",
-                "shorts": "i32", "eps": "fp32", "offset": "fp32", "scale_kind": "i32", "shift_kind": "i32",
-                "weight_kind": "i32", "round_first": "i32", "store_rstd": "i32",
+                "rows_per_part": "i64", "parts": "i32", "eps": "fp32", "offset": "fp32", "scale_kind": "i32",
+                "shift_kind": "i32", "weight_kind": "i32", "round_first": "i32", "store_rstd": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
@@ -62,16 +60,16 @@ DECLARATION = {
             "forms": {
                 "part": {
                     "function": "forward_part",
-                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN", "SHORT"],
-                    "defaults": {"PIECES": 1, "RUN": 8, "SHORT": 0},
+                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN"],
+                    "defaults": {"PIECES": 1, "RUN": 8},
                     "covers": "PIECES * BLOCK",
                     "staged": ["X"],
                 },
                 "ring": {
                     "language": "gluon",
                     "function": "forward_ring",
-                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN", "SHORT"],
-                    "defaults": {"RUN": 8, "SHORT": 0},
+                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN"],
+                    "defaults": {"RUN": 8},
                     "covers": "2 * PIECES * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
@@ -115,8 +113,8 @@ DECLARATION = {
             "forms": {
                 "part": {
                     "function": "backward_part",
-                    "constants": ["PIECES", "BLOCK", "STAGES", "OVERLAP"],
-                    "defaults": {"PIECES": 1, "OVERLAP": 0},
+                    "constants": ["PIECES", "BLOCK", "STAGES"],
+                    "defaults": {"PIECES": 1},
                     "covers": "PIECES * BLOCK",
                     "staged": ["DY", "X"],
                 },
@@ -181,14 +179,12 @@ DECLARATION = {
 @triton.jit
 def forward_part(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, all_parts, rows_per_short, shorts, eps, offset, scale_kind, shift_kind, weight_kind,
-    round_first, store_rstd,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
     PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr,
-    SHORT: tl.constexpr,
 ):  # fmt: skip
-    """A part of a group a program; the next rows' loads are in flight meanwhile. RUN and SHORT are for the host alone:
-    the most rows of a part, and of those that come last."""
-    group, first, last = turn_of(rows_per_group, rows_per_part, parts, all_parts, rows_per_short, shorts)
+    """A part of a group a program; the next rows' loads are in flight meanwhile. RUN is for the host alone: the most
+    rows of a part."""
+    group, first, last = run_of(rows_per_group, rows_per_part, parts)
     block = tl.arange(0, BLOCK)
     part = 1.0 / n_cols
     ms, shifts = (), ()
@@ -216,13 +212,11 @@ def forward_part(
 @gluon.jit
 def forward_ring(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, all_parts, rows_per_short, shorts, eps, offset, scale_kind, shift_kind, weight_kind,
-    round_first, store_rstd,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
     PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, RUN: gl.constexpr,
-    SHORT: gl.constexpr,
 ):  # fmt: skip
     """``forward_part`` with rows that pass through shared memory: see ``modulated_ring``."""
-    group, first, last = turn_of(rows_per_group, rows_per_part, parts, all_parts, rows_per_short, shorts)
+    group, first, last = run_of(rows_per_group, rows_per_part, parts)
     walk_forward(
         Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, group * scale_stride, group * shift_stride, first, last,
         n_cols, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, PIECES, BLOCK, STAGES,
@@ -233,8 +227,7 @@ def forward_ring(
 @triton.jit
 def forward_long(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, all_parts, rows_per_short, shorts, eps, offset, scale_kind, shift_kind, weight_kind,
-    round_first, store_rstd,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One row of any length a program. BLOCKS, where it is known, unrolls the loops, so that the blocks' loads are in
@@ -248,8 +241,7 @@ def forward_long(
 @triton.jit
 def forward_held(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
-    rows_per_part, parts, all_parts, rows_per_short, shorts, eps, offset, scale_kind, shift_kind, weight_kind,
-    round_first, store_rstd,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """``forward_long`` with all loads of a row under way before the first is used; at the second read, those of
@@ -264,12 +256,10 @@ def forward_held(
 def backward_part(
     DX, DY, X, SCALE, W, RSTD, NORMAL, PLAIN, dx_stride, dy_stride, x_stride, scale_stride, n_cols, rows_per_group,
     rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A part of a group a program, as in ``forward_part``. NORMAL and PLAIN get the sums of dy * x * rstd and of dy, a
     row a program."""
-    if OVERLAP:
-        let_next_start()
     program = tl.program_id(0).to(tl.int64)
     group, first, last = run_of(rows_per_group, rows_per_part, parts)
     block = tl.arange(0, BLOCK)
@@ -326,12 +316,10 @@ def backward_long(
 def backward_ring(
     DX, DY, X, SCALE, W, RSTD, NORMAL, PLAIN, dx_stride, dy_stride, x_stride, scale_stride, n_cols, rows_per_group,
     rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``backward_part`` for long rows, held in shared memory: see ``norm_ring``. A part is every ``parts``-th row of a
     group: with a step that is known, addresses would take twice the registers."""
-    if OVERLAP:
-        let_next_start()
     layout: gl.constexpr = ring_layout(gl.num_warps())
     program = gl.program_id(0).to(gl.int64)
     group = (gl.program_id(0) // parts).to(gl.int64)
@@ -343,7 +331,7 @@ def backward_ring(
     )
     normals, plains = walk_ring(
         DX, DY, X, X, RSTD, ms, dx_stride, dy_stride, x_stride, x_stride, first, last, parts.to(gl.int64), n_cols,
-        store_dx, False, False, True, False, False, PIECES, BLOCK, STAGES, EACH, layout,
+        store_dx, False, False, True, False, PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
     store_halves(NORMAL + program * n_cols, normals, n_cols, store_normal, PIECES, BLOCK)
     store_halves(PLAIN + program * n_cols, plains, n_cols, store_plain, PIECES, BLOCK)

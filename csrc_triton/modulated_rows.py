@@ -156,22 +156,6 @@ def run_of(rows_per_group, rows_per_part, parts):
 
 
 @triton.jit
-def turn_of(rows_per_group, rows_per_part, parts, all_parts, rows_per_short, shorts):
-    """``run_of`` where, once the ``parts`` of all groups have had their turn, ``all_parts`` programs, what is left of
-    each group comes in ``shorts`` of fewer rows: the last programs to end are short."""
-    at = tl.program_id(0)
-    short = at >= all_parts
-    at = tl.where(short, at - all_parts, at)
-    each = tl.where(short, shorts, parts)
-    group = (at // each).to(tl.int64)
-    part = at % each
-    end = (group + 1) * rows_per_group
-    rows = tl.where(short, rows_per_short, rows_per_part)
-    first = group * rows_per_group + part * rows + tl.where(short, parts * rows_per_part, 0)
-    return group, first, tl.minimum(first + rows, end)
-
-
-@triton.jit
 def factors(
     SCALE, W, cols, mask, scale_kind, weight_kind, offset, row_start, start=0, WIDE: tl.constexpr = True
 ):

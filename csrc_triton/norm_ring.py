@@ -2,14 +2,15 @@
 
 A program copies its rows to shared memory ahead of their use, STAGES of them, and reads each twice from there: for the
 sums over the row, and one step later for its dx and the sums of columns. So no other program need share a row,
-registers hold the sums of columns, two fp32 values a column, and the weight alone, and the two reads, of two rows, are
-under way together: neither waits for the other. Every thread reads back what it copied itself.
+registers hold the sums of columns and the weight alone, two or three fp32 values a column, and the two reads, of two
+rows, are under way together: neither waits for the other. Every thread reads back what it copied itself.
 
 Rows are of 16-bit elements, two to an int32. A row is PIECES blocks of BLOCK pairs, each with a place in shared memory
 of its own: copies to the same one would be kept in order by barriers.
 
-``walk_ring`` is of LayerNorm (CENTERED: rows have a mean) and of the modulated RMSNorm. What is a tensor a piece goes
-by halves: the even columns of a piece, the odd ones, the even ones of the next.
+``walk_ring`` is of RMSNorm, with a gradient to add or without (ADDED), of LayerNorm (CENTERED: rows have a mean) and of
+the modulated RMSNorm; the last two want the sums of dy, too (PLAIN). What is a tensor a piece goes by halves: the even
+columns of a piece, the odd ones, the even ones of the next.
 """
 
 from triton.experimental import gluon
@@ -36,6 +37,12 @@ def lines_layout(warps):
 def blocks_of(count: gl.constexpr, BLOCK: gl.constexpr):
     """Blocks in shared memory."""
     return gl.allocate_shared_memory(gl.int32, [count, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def columns_of(half, BLOCK: gl.constexpr, layout: gl.constexpr):
+    """Columns of the ``half``-th half of pieces: even ones of a piece, odd ones, even ones of the next."""
+    return 2 * (half // 2 * BLOCK + gl.arange(0, BLOCK, layout=layout)) + half % 2
 
 
 @gluon.jit
@@ -139,29 +146,19 @@ def finish_half(x, dy, m, mean, rstd, slope, level):
 
 
 @gluon.jit
-def weights_of(ms, i: gl.constexpr, dtype: gl.constexpr, PACKED: gl.constexpr):
-    """The halves of the ``i``-th piece of the weight in fp32."""
-    if PACKED:  # out of the compiler's sight, which would keep the halves, not the pairs
-        pair = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [ms[i]], gl.int32, is_pure=False, pack=1)
-        return even(pair, dtype), odd(pair, dtype)
-    else:
-        return ms[2 * i], ms[2 * i + 1]
-
-
-@gluon.jit
 def walk_ring(
     DX, DY, X, ADD, STATS, ms, dx_stride, dy_stride, x_stride, add_stride, first, last, step, n_cols, store_dx, has_add,
-    CENTERED: gl.constexpr, PLAIN: gl.constexpr, ADDED: gl.constexpr, PACKED: gl.constexpr, PIECES: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, layout: gl.constexpr,
+    CENTERED: gl.constexpr, PLAIN: gl.constexpr, ADDED: gl.constexpr, PIECES: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Rows ``first``, ``first`` + ``step``, ... below ``last``, at least one: dx is stored; sums over the rows of dy *
     the normalised x, and of dy if PLAIN, are returned. STATS holds mean and 1 / sqrt(var + eps) of a row, or only the
-    latter. ``ms`` is the weight, or what stands for it: halves in fp32 or, PACKED, pairs. If ADDED, rows of ADD are
+    latter. ``ms`` is the weight, or what stands for it, in fp32. If ADDED, rows of ADD are
     added to dx where ``has_add``.
 
-    EACH piece of a row is asked for as soon as the piece that it takes the place of has been finished: STAGES - 1 rows
-    but for two pieces are under way at every moment. That happens behind the barrier of the next wait, and so costs
-    none of its own. Otherwise rows are asked for and waited for whole, which takes fewer registers."""
+    A piece of a row is asked for as soon as the piece that it takes the place of has been finished: STAGES - 1 rows but
+    for two pieces are under way at every moment. That happens behind the barrier of the next wait, and so costs none
+    of its own."""
     gl.static_assert(STAGES >= 2 and PIECES >= 2)
     dtype: gl.constexpr = X.dtype.element_ty
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
@@ -185,8 +182,7 @@ def walk_ring(
         normals += (gl.zeros([BLOCK], gl.float32, layout),)
         if PLAIN:
             plains += (gl.zeros([BLOCK], gl.float32, layout),)
-    LATE: gl.constexpr = 1 if EACH else 0  # pieces of the last row that the loop asks for
-    for i in gl.static_range(STAGES * PIECES - LATE):
+    for i in gl.static_range(STAGES * PIECES - 1):  # the last one: in the loop
         row = first + i // PIECES * step
         ask(
             xs, dys, adds, i % PIECES, i // PIECES, X + row * x_stride, DY + row * dy_stride, ADD + row * add_stride,
@@ -195,11 +191,10 @@ def walk_ring(
     mean, rstd = statistics(STATS, first, last, CENTERED)
     zeros = gl.zeros([BLOCK], gl.float32, layout)
     dots, totals = zeros, zeros
-    async_copy.wait_group((STAGES - 1) * PIECES - LATE)
+    async_copy.wait_group((STAGES - 1) * PIECES - 1)
     for i in gl.static_range(PIECES):
         x, dy = xs[i].index(0).load(layout), dys[i].index(0).load(layout)
-        low, high = weights_of(ms, i, dtype, PACKED)
-        dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
+        dots, totals = add_dots(x, dy, ms[2 * i], ms[2 * i + 1], dots, totals, dtype, CENTERED)
     slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)
     slot, last_slot = 0, STAGES - 1
     for row in range(first, last, step):
@@ -209,22 +204,19 @@ def walk_ring(
         new_normals, new_plains = (), ()
         later = row + STAGES * step
         for i in gl.static_range(PIECES):
-            if EACH:
-                async_copy.wait_group((STAGES - 1) * PIECES - 2)
-                if i == 0:
-                    before = later - step
-                    ask(
-                        xs, dys, adds, PIECES - 1, last_slot, X + before * x_stride, DY + before * dy_stride,
-                        ADD + before * add_stride, n, before < last, has_add, BLOCK, ADDED, layout,
-                    )  # fmt: skip
-                else:
-                    ask(
-                        xs, dys, adds, i - 1, slot, X + later * x_stride, DY + later * dy_stride,
-                        ADD + later * add_stride, n, later < last, has_add, BLOCK, ADDED, layout,
-                    )  # fmt: skip
-            elif i == 0:
-                async_copy.wait_group((STAGES - 2) * PIECES)
-            low, high = weights_of(ms, i, dtype, PACKED)
+            async_copy.wait_group((STAGES - 1) * PIECES - 2)
+            if i == 0:
+                before = later - step
+                ask(
+                    xs, dys, adds, PIECES - 1, last_slot, X + before * x_stride, DY + before * dy_stride,
+                    ADD + before * add_stride, n, before < last, has_add, BLOCK, ADDED, layout,
+                )  # fmt: skip
+            else:
+                ask(
+                    xs, dys, adds, i - 1, slot, X + later * x_stride, DY + later * dy_stride, ADD + later * add_stride,
+                    n, later < last, has_add, BLOCK, ADDED, layout,
+                )  # fmt: skip
+            low, high = ms[2 * i], ms[2 * i + 1]
             x, dy = xs[i].index(next_slot).load(layout), dys[i].index(next_slot).load(layout)
             dots, totals = add_dots(x, dy, low, high, dots, totals, dtype, CENTERED)
             x, dy = xs[i].index(slot).load(layout), dys[i].index(slot).load(layout)
@@ -240,12 +232,6 @@ def walk_ring(
             if PLAIN:
                 new_plains += (plains[2 * i] + even(dy, dtype), plains[2 * i + 1] + odd(dy, dtype))
         normals, plains = new_normals, new_plains
-        if not EACH:
-            for i in gl.static_range(PIECES):
-                ask(
-                    xs, dys, adds, i, slot, X + later * x_stride, DY + later * dy_stride, ADD + later * add_stride, n,
-                    later < last, has_add, BLOCK, ADDED, layout,
-                )  # fmt: skip
         mean, rstd, last_slot, slot = next_mean, next_rstd, slot, next_slot
         slope, level = line_of(dots, totals, mean, rstd, part, CENTERED)
     async_copy.wait_group(0)

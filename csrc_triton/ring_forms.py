@@ -12,8 +12,7 @@ ROW_RING = {
 # Of norm_ring's.
 NORM_RING = {
     "language": "gluon",
-    "constants": ["PIECES", "BLOCK", "STAGES", "EACH", "OVERLAP"],
-    "defaults": {"EACH": True, "OVERLAP": 0},
+    "constants": ["PIECES", "BLOCK", "STAGES"],
     "covers": "2 * PIECES * BLOCK",
     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
     "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",

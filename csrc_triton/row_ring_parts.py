@@ -96,7 +96,13 @@ def load_kept(
 
 @gluon.jit
 def include_kept(
-    sums, kept, given, include: gl.constexpr, dtype: gl.constexpr, TURN: gl.constexpr = 0, TURNS: gl.constexpr = 1
+    sums,
+    kept,
+    given,
+    include: gl.constexpr,
+    dtype: gl.constexpr,
+    TURN: gl.constexpr = 0,
+    TURNS: gl.constexpr = 1,
 ):
     """The ``TURN``-th of TURNS parts of the kept blocks."""
     for i in gl.static_range(TURN * len(kept) // TURNS, (TURN + 1) * len(kept) // TURNS):

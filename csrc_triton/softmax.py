@@ -78,7 +78,9 @@ def forward_ring(
     TURNS: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
-    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS, False)
+    normalize_ring(
+        Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS, False
+    )
 
 
 @triton.jit

@@ -32,9 +32,9 @@ def rings(pieces: int, stages: int, more: str = "") -> str:
     return f'{{ form = "ring", {sizes}, {GRID} {more} }}'
 
 
-def backward(pieces: int, stages: int, more: str = "") -> str:
+def backward(pieces: int, stages: int) -> str:
     long = f'form = "long", rows = 1, block = 64, num_warps = 4, {GRID}'
-    return f"{{ aligned = false, {long} }}, {rings(pieces, stages, more)}, {{ {long} }}"
+    return f"{{ aligned = false, {long} }}, {rings(pieces, stages)}, {{ {long} }}"
 
 
 @SIZES
@@ -53,10 +53,11 @@ def test_of_squares(pieces: int, stages: int, tmp_path: Path) -> None:
 
 
 @SIZES
-@pytest.mark.parametrize("tests", [test_fused_add_rmsnorm.TestFusedAddRMSNorm(), test_layernorm.TestLayerNorm()])
+@pytest.mark.parametrize(
+    "tests", [test_fused_add_rmsnorm.TestFusedAddRMSNorm(), test_layernorm.TestLayerNorm()]
+)
 def test_of_sums_and_means(tests: OpTests, pieces: int, stages: int, tmp_path: Path) -> None:
-    more = ", each = false" if pieces == 3 else ""
-    way = way_of(tests, tmp_path, **{f"{tests.op_class.name}_backward": backward(pieces, stages, more)})
+    way = way_of(tests, tmp_path, **{f"{tests.op_class.name}_backward": backward(pieces, stages)})
     n = 64 * pieces
     check(
         tests,
@@ -70,12 +71,11 @@ def test_of_sums_and_means(tests: OpTests, pieces: int, stages: int, tmp_path: P
 
 
 @SIZES
-@pytest.mark.parametrize("short", [0, 2])
-def test_modulated(short: int, pieces: int, stages: int, tmp_path: Path) -> None:
+def test_modulated(pieces: int, stages: int, tmp_path: Path) -> None:
     tests = test_modulated_rmsnorm.TestModulatedRMSNorm()
     forward = f"""
       {{ form = "any", aligned = false, block = 64, num_warps = 4 }},
-      {rings(pieces, stages, f", run = 3, short = {short}")},
+      {rings(pieces, stages, ", run = 3")},
       {{ form = "long", block = 64, num_warps = 4 }},
     """
     tables = {"forward": forward, "backward": backward(pieces, stages)}
@@ -90,10 +90,3 @@ def test_modulated(short: int, pieces: int, stages: int, tmp_path: Path) -> None
         Case((3, 5, 16), BF16, scale=(3,), weight=FP32, offset=1.0),
         Case((31, n - 48), FP16, scale=(1,), gap=16),
     )
-
-
-def test_pairs_of_the_weight(tmp_path: Path) -> None:
-    tests = test_layernorm.TestLayerNorm()
-    way = way_of(tests, tmp_path, layernorm_backward=backward(2, 2, ", packed = true"))
-    ring = Case((9, 128), BF16), Case((3, 112), FP16, weight=None)
-    check(tests, way, "ring", *ring, Case((3, 112), BF16, wide=True))

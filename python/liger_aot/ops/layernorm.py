@@ -135,10 +135,10 @@ class LayerNorm(DifferentiableOp):
         kernel = on.kernels["layernorm_backward"]
         aligned = not (x_at | dy_at | w_at | x_stride | dy_stride | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        if loaded.contiguous or "packed" in loaded.numbers:  # two elements to a register
-            if w_kind == FP32_BESIDE_16 and loaded.numbers.get("packed", True):  # and a weight of their dtype
+        if loaded.contiguous:  # two elements to a register: packed rows, and a weight of their dtype
+            if w_kind == FP32_BESIDE_16:
                 loaded = kernel((dtype, aligned), ANY_LENGTH)
-            elif loaded.contiguous and not x_stride == dy_stride == n:
+            elif not x_stride == dy_stride == n:
                 packed = dy.contiguous(), (x.contiguous(), weight, bias, stats)
                 return self.run_backward(packed[:1], packed[1], settings, needed)
         programs, groups, split = _programs(on, loaded, rows, n)

@@ -160,18 +160,18 @@ class ModulatedRMSNorm(DifferentiableOp):
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
         if in_group < FEW_ROWS and "stages" in loaded.numbers:
             loaded = kernel((dtype, aligned), LONGEST)
-        groups, in_part, parts, in_short, shorts = rows, 1, 1, 1, 0
+        groups, in_part, parts = rows, 1, 1
         if "stages" in loaded.numbers:
             groups = in_scale[5]
-            in_part, parts, in_short, shorts = _parts(on, loaded, groups, in_group)
+            in_part, parts = _parts(on, loaded, groups, in_group)
         elif aligned and WIDE in (scale_kind, weight_kind):
             # row by row, aligned variants are for vectors of x's dtype alone
             loaded = kernel((dtype, False), n)
         loaded.launch(
-            device, on.stream(device), groups * (parts + shorts), 1, 1,
+            device, on.stream(device), groups * parts, 1, 1,
             y_at, x_at, scale_at, shift_at, w_at, None if rstd is None else rstd.data_ptr(),
-            n, x_stride, scale_stride, shift_stride, rows, n, in_group, in_part, parts, groups * parts, in_short, shorts,
-            eps, offset, scale_kind, shift_kind, weight_kind, round_first, keep,
+            n, x_stride, scale_stride, shift_stride, rows, n, in_group, in_part, parts, eps, offset,
+            scale_kind, shift_kind, weight_kind, round_first, keep,
         )  # fmt: skip
         return y, rstd
 
@@ -213,7 +213,7 @@ class ModulatedRMSNorm(DifferentiableOp):
         strides = x_stride | dy_stride | scale_stride
         aligned = not (x_at | dy_at | dx_at | scale_at | w_at | strides | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        in_part, parts, _, _ = _parts(on, loaded, groups, in_group)
+        in_part, parts = _parts(on, loaded, groups, in_group)
         normal = plain = None
         if dscale is not None or dweight is not None:
             normal = rstd.new_empty((groups * parts, n))
@@ -355,28 +355,15 @@ def parts_of(groups: int, rows: int, resident: int) -> tuple[int, int]:
     return best[1:]
 
 
-def shortened(groups: int, rows: int, resident: int, in_part: int, in_short: int) -> tuple[int, int]:
-    """(parts, shorts) of a group of so many rows: parts of ``in_part``, and so many of ``in_short`` that programs whose
-    last part ends early, half a part on average, take the rest."""
-    rest = min(rows, -(-resident * in_part // (2 * groups)))
-    parts = (rows - rest) // in_part
-    return parts, -(-(rows - parts * in_part) // in_short)
-
-
-def _parts(on: OpOn, loaded: Loaded, groups: int, rows: int) -> tuple[int, int, int, int]:
-    """(rows a part, parts a group, rows of a shorter one, how many of these): ``parts_of`` and ``shortened``,
-    remembered."""
-    known: tuple[int, int, int, int] | None = on.plans.get((loaded, groups, rows))
+def _parts(on: OpOn, loaded: Loaded, groups: int, rows: int) -> tuple[int, int]:
+    """``parts_of``, remembered."""
+    known: tuple[int, int] | None = on.plans.get((loaded, groups, rows))
     if known is None:
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
         resident = loaded.numbers["programs_per_multiprocessor"] * on.multiprocessors
         in_part = min(parts_of(groups, rows, resident)[0], loaded.numbers.get("run", rows))
-        in_short = loaded.numbers.get("short", 0)
-        parts, shorts = -(-rows // in_part), 0
-        if 0 < in_short < in_part:
-            parts, shorts = shortened(groups, rows, resident, in_part, in_short)
-        on.plans[(loaded, groups, rows)] = known = in_part, parts, max(1, in_short), shorts
+        on.plans[(loaded, groups, rows)] = known = in_part, -(-rows // in_part)
     return known
 
 
