@@ -11,7 +11,8 @@ evenly wait for the slowest multiprocessor (0.90 of the copy instead of 0.94 at 
 Groups of few rows, and long rows, are read row by row (``held``, ``long``): vectors are read with every row, and the
 aligned variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).
 
-On Hopper the backward copies long rows to shared memory ahead of their use (``ring``).
+On Hopper rows are copied to shared memory ahead of their use (``ring``): those of the forward in parts of 2 to 4 rows,
+so that no multiprocessor is left alone with the last one, and in the backward where that is faster.
 
 The backward has two sums over the rows of a group: of dy, which is dshift, and of dy * x * rstd, which is dscale but
 for the weight and dweight but for 1 + scale.
