@@ -153,7 +153,7 @@ def walk_ring(
 ):  # fmt: skip
     """Rows ``first``, ``first`` + ``step``, ... below ``last``, at least one: dx is stored; sums over the rows of dy *
     the normalised x, and of dy if PLAIN, are returned. STATS holds mean and 1 / sqrt(var + eps) of a row, or only the
-    latter. ``ms`` is the weight, or what stands for it, in fp32. If ADDED, rows of ADD are added to dx where ``has_add``.
+    latter. ``ms`` is the weight, or what stands for it, in fp32. If ADDED, ADD is added to dx where ``has_add``.
 
     A piece of a row is asked for as soon as the piece that it takes the place of has been finished: STAGES - 1 rows but
     for two pieces are under way at every moment. That happens behind the barrier of the next wait, and so costs none
