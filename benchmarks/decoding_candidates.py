@@ -36,7 +36,7 @@ from .providers import COPY
 from .workload import TOLERANCE, rotated_sets
 
 OP = "flash_decoding"
-KINDS = ("split", "split_paged", "wide", "wide_paged", "stream", "combine")
+KINDS = ("split", "split_paged", "wide", "wide_paged", "stream", "once", "once_paged", "combine")
 Sizes = tuple[tuple[int, int], ...]  # batch, cached keys
 SIZES: Sizes = ((1, 32768), (8, 32768), (24, 16384), (128, 8192))
 STREAM_SIZES: Sizes = (

@@ -331,11 +331,12 @@ def both_long(
 def both_ring(
     X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
     flags, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
     both_in_ring(
         X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
-        flags, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+        flags, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
     )  # fmt: skip
 
 

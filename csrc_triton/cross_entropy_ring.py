@@ -144,6 +144,7 @@ def end(row, folded, given, dtype: gl.constexpr):
 def both_in_ring(
     X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
     flags, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """See ``row_ring.walk_rows``."""
     FILL: gl.constexpr = nothing(X.dtype.element_ty)
@@ -156,5 +157,5 @@ def both_in_ring(
     )  # fmt: skip
     walk_rows(
         X, (X,), x_stride, (x_stride,), n_rows, n_cols, given, look, wanted, begin, include, fold, finish, end, FILL,
-        BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+        BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
     )  # fmt: skip

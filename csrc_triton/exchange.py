@@ -1,8 +1,9 @@
 """One fp32 value a program, handed to neighbour programs through global memory.
 
-Value and flag travel in one 64-bit word, so that no ordering between two stores is needed. The words must be zero
-when the kernel starts. Waiting for a neighbour is only safe when it is sure to run: the launch must be cooperative,
-which makes the driver keep all programs of the grid resident or refuse the launch. PTX only.
+Value and mark travel in one 64-bit word, so that no ordering between two stores is needed. The words must be zero
+when the kernel starts, or have other marks than this launch's. Waiting for a neighbour is only safe when it is sure to
+run: the launch must be cooperative, which makes the driver keep all programs of the grid resident or refuse the launch.
+PTX only.
 """
 
 import triton
@@ -10,9 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def post(pointer, value):
-    """Publish ``value`` at ``pointer`` (int64)."""
-    tl.store(pointer, (value.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | 1)
+def post(pointer, value, mark=1):
+    """Publish ``value`` at ``pointer`` (int64), marked with a positive int32."""
+    tl.store(pointer, (value.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | mark)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from csrc_triton.decoding_keys import (
     sink_of,
     token_of,
 )
+from csrc_triton.decoding_once import SHARE, share
 from csrc_triton.decoding_stream import attend, stream
 from csrc_triton.decoding_work import MANY, over, part_of, piece_of, sharers_of
 from csrc_triton.overlap import let_next_start, once_previous_ended
@@ -91,6 +92,33 @@ DECLARATION = {
                     "function": "split_stream",
                     "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "OVERLAP"],
                     "defaults": {"OVERLAP": 0},
+                }
+            },
+        },
+        "flash_decoding_once": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {"K": "dtype[1, 1, BLOCK_N, 64]", "V": "dtype[1, 1, BLOCK_N, 64]", **SHARE},
+            "axes": {"dtype": ["bf16", "fp16"]},
+            "aligned": ["OUT", "PARTS", "Q", "q_batch", "q_token", "q_head", "dim"],
+            "forms": {
+                "once": {
+                    "function": "once",
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "STAGES", "SHARES", "START", "PAGED"],
+                    "defaults": {"PAGED": 0},
+                }
+            },
+        },
+        "flash_decoding_once_paged": {
+            "like": "flash_decoding_once",
+            "arguments": {"K": "dtype[1, 1, 16, 64]", "V": "dtype[1, 1, 16, 64]", **SHARE},
+            "forms": {
+                "once": {
+                    "function": "once",
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "STAGES", "SHARES", "START", "PAGED"],
+                    "defaults": {"PAGED": 1},
                 }
             },
         },
@@ -290,6 +318,22 @@ def split_stream(
         ],
         [1],
         [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def once(
+    K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
+    table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, each, by_each,
+    left, right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
+    START: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """Sharing and combining in one launch, by ``decoding_once``; the grid is (heads of keys, each, sequences)."""
+    share(
+        K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, COUNTS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
+        table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, each, by_each,
+        left, right, BLOCK_M, BLOCK_N, D, STAGES, SHARES, PAGED,
     )  # fmt: skip
 
 

@@ -7,9 +7,13 @@ run-time argument. ``has_weight`` is a kind of ``norm_vectors``.
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from csrc_triton.norm_ring import halves_of, plus, ring_layout, store_halves, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
 from csrc_triton.packed import repack
+from csrc_triton.ring_forms import NORM_RING
 from csrc_triton.rmsnorm_pairs import walk_rows
 
 DECLARATION = {
@@ -17,36 +21,14 @@ DECLARATION = {
     "kernels": {
         "fused_add_rmsnorm_forward": {
             "arguments": {
-                "Y": "*dtype",
-                "SUM": "*dtype",
-                "X": "*dtype",
-                "RESIDUAL": "*dtype",
-                "W": "*dtype",
-                "RSTD": "*fp32",
-                "y_stride": "i64",
-                "sum_stride": "i64",
-                "x_stride": "i64",
-                "residual_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "eps": "fp32",
-                "offset": "fp32",
-                "has_weight": "i32",
-                "round_first": "i32",
-                "store_rstd": "i32",
+                "Y": "*dtype", "SUM": "*dtype", "X": "*dtype", "RESIDUAL": "*dtype", "W": "*dtype", "RSTD": "*fp32",
+                "y_stride": "i64", "sum_stride": "i64", "x_stride": "i64", "residual_stride": "i64",
+                "n_rows": "i64", "n_cols": "i32", "eps": "fp32", "offset": "fp32", "has_weight": "i32",
+                "round_first": "i32", "store_rstd": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "Y",
-                "SUM",
-                "X",
-                "RESIDUAL",
-                "W",
-                "y_stride",
-                "sum_stride",
-                "x_stride",
-                "residual_stride",
-                "n_cols",
+                "Y", "SUM", "X", "RESIDUAL", "W", "y_stride", "sum_stride", "x_stride", "residual_stride", "n_cols",
             ],
             "forms": {
                 "tile": {
@@ -66,42 +48,16 @@ DECLARATION = {
         },
         "fused_add_rmsnorm_backward": {
             "arguments": {
-                "DX": "*dtype",
-                "DY": "*dtype",
-                "DSUM": "*dtype",
-                "SUM": "*dtype",
-                "W": "*dtype",
-                "RSTD": "*fp32",
-                "DW": "*dtype",
-                "PARTIALS": "*fp32",
-                "WORDS": "*i64",
-                "dx_stride": "i64",
-                "dy_stride": "i64",
-                "dsum_stride": "i64",
-                "sum_stride": "i64",
-                "n_rows": "i64",
-                "n_cols": "i32",
-                "offset": "fp32",
-                "has_weight": "i32",
-                "has_dsum": "i32",
-                "store_dx": "i32",
-                "store_partials": "i32",
+                "DX": "*dtype", "DY": "*dtype", "DSUM": "*dtype", "SUM": "*dtype", "W": "*dtype", "RSTD": "*fp32",
+                "DW": "*dtype", "PARTIALS": "*fp32", "WORDS": "*i64", "dx_stride": "i64", "dy_stride": "i64",
+                "dsum_stride": "i64", "sum_stride": "i64", "n_rows": "i64", "n_cols": "i32", "offset": "fp32",
+                "has_weight": "i32", "has_dsum": "i32", "store_dx": "i32", "store_partials": "i32",
                 "store_dw": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [
-                "DX",
-                "DY",
-                "DSUM",
-                "SUM",
-                "W",
-                "DW",
-                "PARTIALS",
-                "dx_stride",
-                "dy_stride",
-                "dsum_stride",
-                "sum_stride",
-                "n_cols",
+                "DX", "DY", "DSUM", "SUM", "W", "DW", "PARTIALS", "dx_stride", "dy_stride", "dsum_stride",
+                "sum_stride", "n_cols",
             ],
             "forms": {
                 "tile": {
@@ -127,10 +83,11 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "may_spill": "168 registers let half as many programs again hide the exchange",
                 },
+                "ring": {**NORM_RING, "function": "backward_ring"},
             },
         },
     },
-}
+}  # fmt: skip
 
 
 @triton.jit
@@ -388,3 +345,21 @@ def backward_pairs(
     partials = PARTIALS + group * n_cols + cols.to(tl.int64) * 2
     tl.store(partials, dw_even, mask=mask & (store_partials != 0))
     tl.store(partials + 1, dw_odd, mask=mask & (store_partials != 0))
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, DSUM, SUM, W, RSTD, DW, PARTIALS, WORDS, dx_stride, dy_stride, dsum_stride, sum_stride, n_rows, n_cols,
+    offset, has_weight, has_dsum, store_dx, store_partials, store_dw,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
+    layout: gl.constexpr = ring_layout(gl.num_warps())
+    program = gl.program_id(0).to(gl.int64)
+    ms = plus(halves_of(W, 0, n_cols, has_weight, PIECES, BLOCK, layout), offset)
+    sums, _ = walk_ring(
+        DX, DY, SUM, DSUM, RSTD, ms, dx_stride, dy_stride, sum_stride, dsum_stride, program, n_rows,
+        gl.num_programs(0).to(gl.int64), n_cols, store_dx, has_dsum != 0, False, False, True, PIECES, BLOCK,
+        STAGES, layout,
+    )  # fmt: skip
+    store_halves(PARTIALS + program * n_cols, sums, n_cols, store_partials, PIECES, BLOCK)

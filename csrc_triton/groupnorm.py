@@ -12,7 +12,8 @@ spatial dimensions, of TILES tiles if that takes no more than SPLIT programs; TI
 longest group of a program where SPLIT is 1. There is no exchange on AMD.
 
 On Hopper a program copies groups that its registers can hold to shared memory ahead of their use (``ring``), and teams
-hold channels-last images in it, of which they read each once (``held``, a candidate).
+hold channels-last images in it, of which they read each once (``held``). What teams that read twice hand over in WORDS
+is marked with ``launch``, a number that no launch before had: so nobody need zero them (0.02 of the copy).
 
 Statistics are fp32 and never a difference of large sums (``moments``). STATS[n_units, 2] holds mean and
 1 / sqrt(var + eps). Weight and bias are of x's dtype or fp32 (``norm_vectors``): that is asked once, ahead of loops.
@@ -31,14 +32,16 @@ from csrc_triton.groupnorm_last import finish_last, part_moments, part_sums, sca
 from csrc_triton.groupnorm_parts import team_moments, team_sums, walk_gradients, walk_groups, whole_of
 from csrc_triton.groupnorm_ring import walk_gradients_ring, walk_ring
 
+HELD = ["SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "PARTS", "TALKERS", "REGISTERS"]
+
 DECLARATION = {
     "op": "groupnorm",
     "kernels": {
         "groupnorm_forward": {
             "arguments": {
                 "Y": "*dtype", "X": "*dtype", "W": "*dtype", "B": "*dtype", "STATS": "*fp32", "WORDS": "*i64",
-                "n_units": "i32", "groups": "i32", "channels": "i32", "spatial": "i32", "size": "i64",
-                "length": "i64", "split": "i32", "eps": "fp32", "w_kind": "i32", "b_kind": "i32",
+                "launch": "i32", "n_units": "i32", "groups": "i32", "channels": "i32", "spatial": "i32",
+                "size": "i64", "length": "i64", "split": "i32", "eps": "fp32", "w_kind": "i32", "b_kind": "i32",
                 "store_stats": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
@@ -78,8 +81,8 @@ DECLARATION = {
         "groupnorm_forward_last": {
             "arguments": {
                 "Y": "*dtype", "X": "*dtype", "W": "*dtype", "B": "*dtype", "STATS": "*fp32", "WORDS": "*i64",
-                "n_units": "i32", "units": "i32", "groups": "i32", "channels": "i32", "width": "i32",
-                "n_cols": "i32", "spatial": "i32", "length": "i32", "split": "i32", "eps": "fp32",
+                "launch": "i32", "n_units": "i32", "units": "i32", "groups": "i32", "channels": "i32",
+                "width": "i32", "n_cols": "i32", "spatial": "i32", "length": "i32", "split": "i32", "eps": "fp32",
                 "w_kind": "i32", "b_kind": "i32", "store_stats": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
@@ -88,7 +91,8 @@ DECLARATION = {
                 "held": {
                     "language": "gluon",
                     "function": "forward_last_held",
-                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS"],
+                    "constants": HELD,
+                    "defaults": {"FOLD": 1},
                     "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
@@ -103,9 +107,9 @@ DECLARATION = {
         "groupnorm_backward": {
             "arguments": {
                 "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "W": "*dtype", "STATS": "*fp32",
-                "PARTIALS": "*fp32", "WORDS": "*i64", "n_units": "i32", "groups": "i32", "channels": "i32",
-                "spatial": "i32", "length": "i32", "split": "i32", "columns": "i32", "db_column": "i32",
-                "w_kind": "i32", "store_dx": "i32", "store_dw": "i32", "store_db": "i32",
+                "PARTIALS": "*fp32", "WORDS": "*i64", "launch": "i32", "n_units": "i32", "groups": "i32",
+                "channels": "i32", "spatial": "i32", "length": "i32", "split": "i32", "columns": "i32",
+                "db_column": "i32", "w_kind": "i32", "store_dx": "i32", "store_dw": "i32", "store_db": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DX", "DY", "X", "spatial", "length"],
@@ -137,8 +141,8 @@ DECLARATION = {
         "groupnorm_backward_last": {
             "arguments": {
                 "DX": "*dtype", "DY": "*dtype", "X": "*dtype", "W": "*dtype", "STATS": "*fp32",
-                "PARTIALS": "*fp32", "WORDS": "*i64", "n_units": "i32", "units": "i32", "groups": "i32",
-                "channels": "i32", "width": "i32", "n_cols": "i32", "spatial": "i32", "length": "i32",
+                "PARTIALS": "*fp32", "WORDS": "*i64", "launch": "i32", "n_units": "i32", "units": "i32",
+                "groups": "i32", "channels": "i32", "width": "i32", "n_cols": "i32", "spatial": "i32", "length": "i32",
                 "split": "i32", "columns": "i32", "db_column": "i32", "w_kind": "i32", "store_dx": "i32",
                 "store_dw": "i32", "store_db": "i32",
             },
@@ -148,7 +152,8 @@ DECLARATION = {
                 "held": {
                     "language": "gluon",
                     "function": "backward_last_held",
-                    "constants": ["SPLIT", "LINES", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "TALKERS", "REGISTERS"],
+                    "constants": HELD,
+                    "defaults": {"FOLD": 1},
                     "cooperative": "SPLIT",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
@@ -166,7 +171,7 @@ DECLARATION = {
 
 @triton.jit
 def forward_whole(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +181,7 @@ def forward_whole(
 
 @triton.jit
 def forward_first(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -184,14 +189,14 @@ def forward_first(
     one channel."""
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     walk_groups(
-        Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+        Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
         store_stats, SPLIT, BLOCK, BLOCKS, fold,
     )  # fmt: skip
 
 
 @gluon.jit
 def forward_ring(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
     PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
@@ -204,21 +209,21 @@ def forward_ring(
 
 @triton.jit
 def forward_any(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``forward_first`` with a channel for every element."""
     walk_groups(
-        Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+        Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
         store_stats, SPLIT, BLOCK, 0, 1,
     )  # fmt: skip
 
 
 @triton.jit
 def forward_unit(
-    unit, Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
-    w_kind, b_kind, store_stats,
+    unit, Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length, split,
+    eps, w_kind, b_kind, store_stats,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a unit."""
@@ -232,7 +237,7 @@ def forward_unit(
     mean, deviation = part_moments(X + at, width, channels, n_cols, count, ROWS, BLOCK, GROUPS)
     if SPLIT > 1:
         mean, deviation = team_moments(
-            WORDS, unit, mean, deviation, part, split, length, spatial, channels, SPLIT, GROUPS
+            WORDS, launch, unit, mean, deviation, part, split, length, spatial, channels, SPLIT, GROUPS
         )
     rstd = tl.rsqrt(deviation / (spatial.to(tl.float32) * channels) + eps)
     stats = STATS + (image * groups + column // channels + group) * 2
@@ -247,7 +252,7 @@ def forward_unit(
 
 @triton.jit
 def forward_last(
-    Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
+    Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
     w_kind, b_kind, store_stats,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -255,33 +260,34 @@ def forward_last(
     if SPLIT > 1:
         for unit in range(tl.program_id(0) // split, n_units, tl.num_programs(0) // split):
             forward_unit(
-                unit, Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial,
+                unit, Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial,
                 length, split, eps, w_kind, b_kind, store_stats, SPLIT, ROWS, BLOCK, GROUPS,
             )  # fmt: skip
     else:
         forward_unit(
-            tl.program_id(0), Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols,
+            tl.program_id(0), Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols,
             spatial, length, split, eps, w_kind, b_kind, store_stats, SPLIT, ROWS, BLOCK, GROUPS,
         )  # fmt: skip
 
 
 @gluon.jit
 def forward_last_held(
-    Y, X, W, B, STATS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
+    Y, X, W, B, STATS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length, split, eps,
     w_kind, b_kind, store_stats,
-    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
-    MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    GROUPS: gl.constexpr, MEMBERS: gl.constexpr, PARTS: gl.constexpr, TALKERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Units are images, of whose parts programs hold one each in shared memory: see ``groupnorm_held``."""
     walk_images(
         Y, X, W, B, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
-        store_stats, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, TALKERS, REGISTERS,
+        store_stats, PARTS, GROUPS, MEMBERS, LINES, FOLD, SLOTS, AHEAD, TALKERS, REGISTERS,
     )  # fmt: skip
 
 
 @triton.jit
 def backward_first(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -289,14 +295,14 @@ def backward_first(
     channels by BLOCK. PARTIALS[images * split, columns] gets each channel's sums over a part."""
     fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     walk_gradients(
-        DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
-        w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, fold,
+        DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns,
+        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, fold,
     )  # fmt: skip
 
 
 @gluon.jit
 def backward_ring(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
     PIECES: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
@@ -309,21 +315,21 @@ def backward_ring(
 
 @triton.jit
 def backward_any(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``backward_first`` for elements that are loaded one by one."""
     walk_gradients(
-        DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
-        w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, 1,
+        DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns,
+        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, 1,
     )  # fmt: skip
 
 
 @triton.jit
 def backward_unit(
-    unit, DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
-    columns, db_column, w_kind, store_dx, store_dw, store_db,
+    unit, DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial,
+    length, split, columns, db_column, w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a unit."""
@@ -344,7 +350,7 @@ def backward_unit(
         width, channels, n_cols, count, db_column, w_kind, store_dw, store_db, ROWS, BLOCK, GROUPS,
     )  # fmt: skip
     if SPLIT > 1:
-        along, offset = team_sums(WORDS, unit, along, offset, part, split, SPLIT, GROUPS)
+        along, offset = team_sums(WORDS, launch, unit, along, offset, part, split, SPLIT, GROUPS)
     if store_dx != 0:
         finish_last(
             DX + at, X + at, DY + at, W, column, mean, rstd, along / n, offset / n, width, channels, n_cols, count,
@@ -354,21 +360,21 @@ def backward_unit(
 
 @triton.jit
 def backward_last(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
-    columns, db_column, w_kind, store_dx, store_dw, store_db,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length,
+    split, columns, db_column, w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Units and parts as in ``forward_last``, partials as in ``backward_first``."""
     if SPLIT > 1:
         for unit in range(tl.program_id(0) // split, n_units, tl.num_programs(0) // split):
             backward_unit(
-                unit, DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols,
+                unit, DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols,
                 spatial, length, split, columns, db_column, w_kind, store_dx, store_dw, store_db, SPLIT,
                 ROWS, BLOCK, GROUPS,
             )  # fmt: skip
     else:
         backward_unit(
-            tl.program_id(0), DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width,
+            tl.program_id(0), DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width,
             n_cols, spatial, length, split, columns, db_column, w_kind, store_dx, store_dw, store_db, SPLIT,
             ROWS, BLOCK, GROUPS,
         )  # fmt: skip
@@ -376,14 +382,15 @@ def backward_last(
 
 @gluon.jit
 def backward_last_held(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, units, groups, channels, width, n_cols, spatial, length, split,
-    columns, db_column, w_kind, store_dx, store_dw, store_db,
-    SPLIT: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, GROUPS: gl.constexpr,
-    MEMBERS: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, units, groups, channels, width, n_cols, spatial, length,
+    split, columns, db_column, w_kind, store_dx, store_dw, store_db,
+    SPLIT: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
+    GROUPS: gl.constexpr, MEMBERS: gl.constexpr, PARTS: gl.constexpr, TALKERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``forward_last_held`` for the gradients, with a row of PARTIALS a program: see ``groupnorm_held_gradients``."""
     walk_image_gradients(
         DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns,
-        db_column, w_kind, store_dx, store_dw, store_db, SPLIT, GROUPS, MEMBERS, LINES, SLOTS, AHEAD, TALKERS,
+        db_column, w_kind, store_dx, store_dw, store_db, PARTS, GROUPS, MEMBERS, LINES, FOLD, SLOTS, AHEAD, TALKERS,
         REGISTERS,
     )  # fmt: skip

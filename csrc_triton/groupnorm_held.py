@@ -1,9 +1,9 @@
 """GroupNorm of channels-last images by programs that hold parts of them in shared memory (Gluon, Hopper): see
 ``held_parts`` for the walk.
 
-A part is of some places, whole rows of channels and so one run of memory, a tile of as many places as fit. A line is of
-the same channels in every tile, so that what is added up, and what scales it, stays in its thread's registers. Eight
-channels a line are of two groups at most: groups are of four channels, or of seven or more.
+A part is of some places, whole rows of channels and so one run of memory, a block of as many places as fit. A line is
+of the same channels in every block, so that what is added up, and what scales it, stays in its thread's registers.
+Eight channels a line are of two groups at most: groups are of four channels, or of seven or more.
 
 Statistics are as in ``moments``; a line's pivots are its own elements.
 """
@@ -88,7 +88,7 @@ def other_sum(values, inside):
 
 @gluon.jit
 def members_of(count, rows, vectors, groups, channels, GROUPS: gl.constexpr, MEMBERS: gl.constexpr):
-    """Which lines of a tile have channels of a group: of each, in a table [GROUPS, MEMBERS], three things in an int32:
+    """Which lines of a block have channels of a group: of each, in a table [GROUPS, MEMBERS], three things in an int32:
     the line; whether the group is the one of the line's first channel; how many elements a part has of them."""
     item = gl.arange(0, GROUPS * MEMBERS, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     group = item // MEMBERS
@@ -154,7 +154,7 @@ def begin_last(tiles, given, LINES: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def include_apart(sums, tiles, live, given, dtype: gl.constexpr):
-    """Add what a tile differs from the pivots."""
+    """Add what a block differs from the pivots."""
     pivot = sums[0]
     x = gl.where(live, tiles[0], pivot)
     low = even(x, dtype) - even(pivot, dtype)
@@ -212,7 +212,7 @@ def settle_last(first, second, unit, carried, given):
 
 
 @gluon.jit
-def finish_last(tiles, settled, tile, given, dtype: gl.constexpr):
+def finish_last(tiles, settled, given, dtype: gl.constexpr):
     low = even(tiles[0], dtype) * settled[0] + settled[2]
     high = odd(tiles[0], dtype) * settled[1] + settled[3]
     return pair_up(low, high, dtype)
@@ -220,7 +220,7 @@ def finish_last(tiles, settled, tile, given, dtype: gl.constexpr):
 
 @gluon.jit
 def places_in(n_cols, spatial, length, split, LINES: gl.constexpr):
-    """Of a part of an image: its first place, how many it has; of a tile: rows, and each line's row and place in it."""
+    """Of a part of an image: its first place, how many it has; of a block: rows, each line's row and place in it."""
     vectors = n_cols // 8
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
     start = gl.program_id(0) % split * length
@@ -252,7 +252,7 @@ def stream_images(
 @gluon.jit
 def talk_of_images(
     place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, store_stats,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     start, count, rows, _, vector = places_in(n_cols, spatial, length, split, LINES)
     members = members_of(count, rows, n_cols // 8, groups, channels, GROUPS, MEMBERS)
@@ -267,7 +267,7 @@ def talk_of_images(
         gather_last,
         weigh_last,
         conclude_last,
-        SPLIT,
+        PARTS,
         GROUPS,
         MEMBERS,
         LINES,
@@ -278,18 +278,18 @@ def talk_of_images(
 def walk_images(
     Y, X, W, B, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps, w_kind, b_kind,
     store_stats,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr,
+    SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Channels-last images, in parts of ``length`` places."""
-    rings = rings_for(1, SLOTS, LINES)
+    rings = rings_for(1, SLOTS, LINES, FOLD)
     place = meeting(LINES)
     gl.warp_specialize(
         [
             (stream_images, (place, rings, Y, X, W, B, n_images, channels, n_cols, spatial, length, split, w_kind,
                              b_kind, LINES, SLOTS, AHEAD)),
             (talk_of_images, (place, STATS, WORDS, n_images, groups, channels, n_cols, spatial, length, split, eps,
-                              store_stats, SPLIT, GROUPS, MEMBERS, LINES)),
+                              store_stats, PARTS, GROUPS, MEMBERS, LINES)),
         ],
         [TALKERS],
         [REGISTERS],

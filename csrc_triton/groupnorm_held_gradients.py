@@ -105,7 +105,7 @@ def settle(first, second, unit, carried, given):
 
 
 @gluon.jit
-def finish(tiles, settled, tile, given, dtype: gl.constexpr):
+def finish(tiles, settled, given, dtype: gl.constexpr):
     inside = given[5]
     x, dy = tiles
     scale, first, second = settled
@@ -119,7 +119,7 @@ def finish(tiles, settled, tile, given, dtype: gl.constexpr):
 
 @gluon.jit
 def store_sums(PARTIALS, sums, row, rows, vectors, channel, store):
-    """The sums of a tile's rows, (even, odd) channels."""
+    """The sums of a block's rows, (even, odd) channels."""
     line = gl.arange(0, sums[0].shape[0], layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
     left, low, high = rows, sums[0], sums[1]
     while left > 1:
@@ -163,30 +163,30 @@ def stream(
 @gluon.jit
 def talk(
     place, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     _, count, rows, _, vector = places_in(n_cols, spatial, length, split, LINES)
     members = members_of(count, rows, n_cols // 8, groups, channels, GROUPS, MEMBERS)
     given = members, vector, STATS, groups, channels, spatial
-    talk_parts(place, WORDS, n_units, split, given, gather, weigh, conclude, SPLIT, GROUPS, MEMBERS, LINES)
+    talk_parts(place, WORDS, n_units, split, given, gather, weigh, conclude, PARTS, GROUPS, MEMBERS, LINES)
 
 
 @gluon.jit
 def walk_image_gradients(
     DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, n_cols, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr,
+    SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALKERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Channels-last images, in parts of ``length`` places. PARTIALS[programs, columns]."""
-    rings = rings_for(2, SLOTS, LINES)
+    rings = rings_for(2, SLOTS, LINES, FOLD)
     place = meeting(LINES)
     gl.warp_specialize(
         [
             (stream, (place, rings, DX, DY, X, W, STATS, PARTIALS, n_units, groups, channels, n_cols, spatial, length,
                       split, columns, db_column, w_kind, store_dx, store_dw, store_db, LINES, SLOTS, AHEAD)),
             (talk, (place, STATS, WORDS, n_units, groups, channels, n_cols, spatial, length, split,
-                    SPLIT, GROUPS, MEMBERS, LINES)),
+                    PARTS, GROUPS, MEMBERS, LINES)),
         ],
         [TALKERS],
         [REGISTERS],

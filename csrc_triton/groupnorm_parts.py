@@ -11,18 +11,18 @@ from csrc_triton.norm_vectors import load_vector
 
 
 @triton.jit
-def swap(WORDS, unit, a, b, part, split, SPLIT: tl.constexpr, GROUPS: tl.constexpr):
+def swap(WORDS, launch, unit, a, b, part, split, SPLIT: tl.constexpr, GROUPS: tl.constexpr):
     """Hand a and b [GROUPS] to the other programs of the team and wait for theirs: [SPLIT, GROUPS] each, in the order
-    of the parts, 0 past ``split``. WORDS[n_units, 2, split, GROUPS] must be zero."""
+    of the parts, 0 past ``split``. WORDS[n_units, 2, split, GROUPS] hold zeros or what other launches left."""
     WORDS += tl.cast(unit, tl.int64) * 2 * split * GROUPS
     group = tl.arange(0, GROUPS)
-    post(WORDS + part * GROUPS + group, a)
-    post(WORDS + (split + part) * GROUPS + group, b)
+    post(WORDS + part * GROUPS + group, a, launch)
+    post(WORDS + (split + part) * GROUPS + group, b, launch)
     lane = tl.arange(0, triton.next_power_of_2(SPLIT))
     at = WORDS + tl.minimum(lane, split - 1)[:, None] * GROUPS + group[None, :]
     first = tl.zeros([triton.next_power_of_2(SPLIT), GROUPS], tl.int64)
     second = first
-    while unposted(first, second):
+    while unposted(first, second, launch):
         first = poll(at)
         second = poll(at + split * GROUPS)
     live = (lane < split)[:, None]
@@ -30,9 +30,9 @@ def swap(WORDS, unit, a, b, part, split, SPLIT: tl.constexpr, GROUPS: tl.constex
 
 
 @triton.jit
-def unposted(first, second):
+def unposted(first, second, launch):
     """True while any word is missing."""
-    return tl.min(tl.min(tl.minimum(first & 0xFFFFFFFF, second & 0xFFFFFFFF), 1), 0) == 0
+    return tl.max(tl.max((first.to(tl.int32) ^ launch) | (second.to(tl.int32) ^ launch), 1), 0) != 0
 
 
 @triton.jit
@@ -42,12 +42,12 @@ def posted(words):
 
 @triton.jit
 def team_moments(
-    WORDS, unit, mean, deviation, part, split, length, size, channels, SPLIT: tl.constexpr, GROUPS: tl.constexpr
+    WORDS, launch, unit, mean, deviation, part, split, length, size, channels, SPLIT: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     """(mean, sum of squared deviations) [GROUPS] of all parts: each is of ``length`` of the ``size`` places (but
     for the last) of every one of ``channels``."""
     if split > 1:
-        means, deviations = swap(WORDS, unit, mean, deviation, part, split, SPLIT, GROUPS)
+        means, deviations = swap(WORDS, launch, unit, mean, deviation, part, split, SPLIT, GROUPS)
         lane = tl.arange(0, triton.next_power_of_2(SPLIT))
         places = tl.maximum(tl.minimum(length, size - lane.to(tl.int64) * length), 0)
         counts = places.to(tl.float32) * channels
@@ -56,10 +56,10 @@ def team_moments(
 
 
 @triton.jit
-def team_sums(WORDS, unit, a, b, part, split, SPLIT: tl.constexpr, GROUPS: tl.constexpr):
+def team_sums(WORDS, launch, unit, a, b, part, split, SPLIT: tl.constexpr, GROUPS: tl.constexpr):
     """a and b [GROUPS], added up over the parts."""
     if split > 1:
-        all_a, all_b = swap(WORDS, unit, a, b, part, split, SPLIT, GROUPS)
+        all_a, all_b = swap(WORDS, launch, unit, a, b, part, split, SPLIT, GROUPS)
         a = tl.sum(all_a, 0)
         b = tl.sum(all_b, 0)
     return a, b
@@ -121,7 +121,8 @@ def scale_part(
 
 @triton.jit
 def scale_group(
-    unit, Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    unit, Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind,
+    b_kind,
     store_stats, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a group."""
@@ -137,7 +138,7 @@ def scale_group(
     if SPLIT > 1:
         one = tl.zeros([1], tl.float32)
         all_mean, all_deviation = team_moments(
-            WORDS, unit, one + mean, one + deviation, part, split, length, size, 1, SPLIT, 1
+            WORDS, launch, unit, one + mean, one + deviation, part, split, length, size, 1, SPLIT, 1
         )
         mean = tl.sum(all_mean, 0)
         deviation = tl.sum(all_deviation, 0)
@@ -154,18 +155,18 @@ def scale_group(
 
 @triton.jit
 def walk_groups(
-    Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
+    Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps, w_kind, b_kind,
     store_stats, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     if SPLIT > 1:
         for unit in range(tl.program_id(0) // split, n_units, tl.num_programs(0) // split):
             scale_group(
-                unit, Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length, split, eps,
+                unit, Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length, split, eps,
                 w_kind, b_kind, store_stats, SPLIT, BLOCK, BLOCKS, FOLD,
             )  # fmt: skip
     else:
         scale_group(
-            tl.program_id(0), Y, X, W, B, STATS, WORDS, n_units, groups, channels, spatial, size, length,
+            tl.program_id(0), Y, X, W, B, STATS, WORDS, launch, n_units, groups, channels, spatial, size, length,
             split, eps, w_kind, b_kind, store_stats, SPLIT, BLOCK, BLOCKS, FOLD,
         )  # fmt: skip
 
@@ -202,8 +203,8 @@ def add_both(a, b, c, d):
 
 @triton.jit
 def group_gradients(
-    unit, DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
-    w_kind, store_dx, store_dw, store_db,
+    unit, DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns,
+    db_column, w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a group."""
@@ -243,7 +244,9 @@ def group_gradients(
     along, offset = tl.reduce((alongs, offsets), 0, add_both)
     if SPLIT > 1:
         one = tl.zeros([1], tl.float32)
-        all_along, all_offset = team_sums(WORDS, unit, one + along, one + offset, part, split, SPLIT, 1)
+        all_along, all_offset = team_sums(
+            WORDS, launch, unit, one + along, one + offset, part, split, SPLIT, 1
+        )
         along = tl.sum(all_along, 0)
         offset = tl.sum(all_offset, 0)
     if store_dx != 0:
@@ -270,19 +273,19 @@ def group_gradients(
 
 @triton.jit
 def walk_gradients(
-    DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length, split, columns, db_column,
+    DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length, split, columns, db_column,
     w_kind, store_dx, store_dw, store_db,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     if SPLIT > 1:
         for unit in range(tl.program_id(0) // split, n_units, tl.num_programs(0) // split):
             group_gradients(
-                unit, DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial, length,
+                unit, DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial, length,
                 split, columns, db_column, w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK, FOLD,
             )  # fmt: skip
     else:
         group_gradients(
-            tl.program_id(0), DX, DY, X, W, STATS, PARTIALS, WORDS, n_units, groups, channels, spatial,
+            tl.program_id(0), DX, DY, X, W, STATS, PARTIALS, WORDS, launch, n_units, groups, channels, spatial,
             length, split, columns, db_column, w_kind, store_dx, store_dw, store_db, SPLIT, ROWS, BLOCK,
             FOLD,
         )  # fmt: skip

@@ -6,16 +6,17 @@ half of them, are under way for 1.2 to 1.5 us: 24 KB at every moment. To read un
 
 So a team of ``split`` programs takes a unit. Each copies its part to shared memory and includes it in its sums, hands
 these to the others and waits for theirs (the launch is cooperative), and finishes what it still holds. Tiles are of
-LINES lines of 16 bytes, two 16-bit elements to an int32, and go through a ring of SLOTS tiles, AHEAD of them under way.
-With every tile that is finished, one of the next unit is included; a part's last ``slack`` tiles wait for as many of
-the next part, while the exchange takes place. Every thread reads back what it copied itself.
+FOLD blocks of LINES lines of 16 bytes, two 16-bit elements to an int32, and go through a ring of SLOTS tiles, AHEAD of
+them under way. With every tile that is finished, one of the next unit is included; a part's last ``slack`` tiles wait
+for as many of the next part, while the exchange takes place. Every thread reads back what it copied itself; the
+compiler puts two barriers about a tile all the same, which is why a tile may be of several blocks.
 
-To bring a part's sums together takes 1.4 us and to exchange them 2 us, and left out of the warps that stream, 32 images
-of 320x64x64 took 63 us instead of 76; without either, they would take 48, and a copy 42 (H200). So warps of their own
-talk to the other programs. What is still lost is the time from the last tile that is included to the first that is
-finished, once at a launch's start and once at its end.
+What it falls short by (H200: 32 images of 320x64x64 take 56 us, a copy 43): to bring a part's sums together takes 0.5
+to 1 us (2.3 with 64 MEMBERS), to exchange them 2 us, 1.2 us more for every PARTS above the first, and ``slack`` covers
+3 us of these. So warps of their own talk to the other programs: left to the warps that stream, it took a quarter more.
+Two programs a multiprocessor, with rings of half the size, were slower.
 
-Lines of a tile are in ``rows`` rows, of which the ones from ``count`` on are past the part's end.
+Lines of a block are in ``rows`` rows, of which the ones from ``count`` on are past the part's end.
 """
 
 from triton.experimental import gluon
@@ -43,18 +44,49 @@ def table_layout(members, warps):
 
 
 @gluon.jit
-def live_lines(tile, row, rows, count):
-    """Which lines of a part's tile are there."""
-    return (row < rows) & (row + tile * rows < count)
+def live_lines(block, lines):
+    """Which lines of a part's block are there. ``lines`` are (row, rows, count)."""
+    return (lines[0] < lines[1]) & (lines[0] + block * lines[1] < lines[2])
 
 
 @gluon.jit
-def ask(rings, slot, ins, at, there, tile, row, rows, count):
+def ask(rings, slot, ins, at, there, tile, lines, block_words):
     """Begin to copy a tile of each input."""
-    mask = (live_lines(tile, row, rows, count) & there)[:, None]
-    for i in gl.static_range(len(ins)):
-        async_copy.async_copy_global_to_shared(rings[i].index(slot), ins[i] + at, mask=mask)
+    FOLD: gl.constexpr = len(rings)
+    for f in gl.static_range(FOLD):
+        mask = (live_lines(tile * FOLD + f, lines) & there)[:, None]
+        for i in gl.static_range(len(ins)):
+            async_copy.async_copy_global_to_shared(
+                rings[f][i].index(slot), ins[i] + (at + f * block_words), mask=mask
+            )
     async_copy.commit_group()
+
+
+@gluon.jit
+def tile_in(rings, slot, layout: gl.constexpr):
+    """The blocks of a tile, of each input."""
+    blocks = ()
+    for f in gl.static_range(len(rings)):
+        blocks += (tiles_in(rings[f], slot, layout),)
+    return blocks
+
+
+@gluon.jit
+def include_tile(sums, blocks, tile, lines, given, dtype: gl.constexpr, include: gl.constexpr):
+    FOLD: gl.constexpr = len(blocks)
+    for f in gl.static_range(FOLD):
+        sums = include(sums, blocks[f], live_lines(tile * FOLD + f, lines)[:, None], given, dtype)
+    return sums
+
+
+@gluon.jit
+def finish_tile(
+    out, blocks, settled, tile, lines, store, block_words, given, dtype: gl.constexpr, finish: gl.constexpr
+):
+    FOLD: gl.constexpr = len(blocks)
+    for f in gl.static_range(FOLD):
+        mask = (live_lines(tile * FOLD + f, lines) & store)[:, None]
+        gl.store(out + f * block_words, finish(blocks[f], settled, given, dtype), mask=mask)
 
 
 @gluon.jit
@@ -74,10 +106,9 @@ def following(slot, slots):
 
 
 @gluon.jit
-def exchanged(WORDS, unit, split, own, given, weigh: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr):
+def exchanged(WORDS, unit, split, own, given, weigh: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr):
     """What all parts of a unit posted, weighed and added up, and the first of this part's ``own`` values, [GROUPS]."""
     layout: gl.constexpr = words_layout(GROUPS, gl.num_warps())
-    PARTS: gl.constexpr = min(SPLIT, 32)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))
     part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, layout))
     a = gl.zeros([PARTS, GROUPS], gl.float32, layout)
@@ -127,7 +158,7 @@ def take(place, LINES: gl.constexpr):
 def talk_parts(
     place, WORDS, n_units, split, given,
     gather: gl.constexpr, weigh: gl.constexpr, conclude: gl.constexpr,
-    SPLIT: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     """The warps that hand a part's sums to the other programs, while others stream: see ``stream_parts``. WORDS holds a
     barrier's counter in its first word and room for [n_units, split, GROUPS] from its third on.
@@ -155,7 +186,7 @@ def talk_parts(
         post_both(WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group, a, b, True)
         while waiting:
             waiting = not arrived(counter, before)
-        totals = exchanged(WORDS, unit, split, a, given, weigh, SPLIT, GROUPS)
+        totals = exchanged(WORDS, unit, split, a, given, weigh, PARTS, GROUPS)
         first, second = conclude(totals, unit, given)
         leave(place, first, second, 1)
         turn = turn ^ 1
@@ -163,18 +194,18 @@ def talk_parts(
 
 @gluon.jit
 def stream_parts(
-    place, rings, OUT, ins, n_units, unit_words, tile_words, split, row, rows, count, store, given, carried,
+    place, rings, OUT, ins, n_units, unit_words, block_words, split, row, rows, count, store, given, carried,
     begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr, settle: gl.constexpr, finish: gl.constexpr,
     LINES: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Units team, team + teams, ..., of ``unit_words`` int32 each. OUT and ``ins`` point to the part in unit 0.
 
-    What is computed, where all get what is ``given``: ``begin(tiles, given, LINES, dtype)`` makes sums of nothing, of
-    the first tile of each input; ``include(sums, tiles, live, given, dtype)`` adds a tile's lines; ``fold(sums,
+    What is computed, where all get what is ``given``: ``begin(blocks, given, LINES, dtype)`` makes sums of nothing, of
+    the first block of each input; ``include(sums, blocks, live, given, dtype)`` adds a block's lines; ``fold(sums,
     carried, unit, there, given, dtype)`` makes of a part's sums two pairs of values a line, and of what is ``carried``
     from unit to unit, whatever it is, the next. ``talk_parts`` makes two other pairs of these, of which ``settle(first,
-    second, unit, carried, given)`` makes what ``finish(tiles, settled, tile, given, dtype)`` takes for the words of a
-    tile of OUT. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
+    second, unit, carried, given)`` makes what ``finish(blocks, settled, given, dtype)`` takes for the words of a
+    block of OUT. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
     dtype: gl.constexpr = OUT.dtype.element_ty
     layout: gl.constexpr = lines_layout(gl.num_warps())
     at = words_of_block(LINES, layout)
@@ -184,24 +215,27 @@ def stream_parts(
         sources += (ins[i].to(gl.pointer_type(gl.int32), bitcast=True) + at,)
     ins = sources
     team, teams = gl.program_id(0) // split, gl.num_programs(0) // split
-    tiles = (count + rows - 1) // rows
+    FOLD: gl.constexpr = len(rings)
+    lines = row, rows, count
+    tiles = (count + rows * FOLD - 1) // (rows * FOLD)
     slack = gl.minimum(tiles, SLOTS - AHEAD - tiles)
     slots = tiles + slack + AHEAD
     ask_unit, ask_tile, ask_at = team, team * 0, gl.cast(team, gl.int64) * unit_words
-    jump = teams * unit_words - gl.cast(tiles - 1, gl.int64) * tile_words
-    tile_words = gl.cast(tile_words, gl.int64)
+    block_words = gl.cast(block_words, gl.int64)
+    tile_words = FOLD * block_words
+    jump = teams * unit_words - (tiles - 1) * tile_words
     for i in range(AHEAD):
-        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
     slot = team * 0
     free = slot + AHEAD
     async_copy.wait_group(AHEAD - 1)
-    sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
+    sums = begin(tiles_in(rings[0], slot, layout), given, LINES, dtype)
     for i in range(tiles):
         async_copy.wait_group(AHEAD - 1)
-        new = tiles_in(rings, slot, layout)
-        sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
-        ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+        new = tile_in(rings, slot, layout)
+        sums = include_tile(sums, new, i, lines, given, dtype, include)
+        ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
         slot, free = following(slot, slots), following(free, slots)
     out_at = ask_at
@@ -216,17 +250,17 @@ def stream_parts(
         if there:
             leave(place, first, second, 0)
         async_copy.wait_group(AHEAD - 1)
-        sums = begin(tiles_in(rings, slot, layout), given, LINES, dtype)
+        sums = begin(tiles_in(rings[0], slot, layout), given, LINES, dtype)
         for i in range(slack):
             async_copy.wait_group(AHEAD - 1)
-            new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
-            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+            new, old = tile_in(rings, slot, layout), tile_in(rings, free, layout)
+            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             tile = tiles - slack + i
-            mask = live_lines(tile, row, rows, count) & (last >= 0) & store
-            gl.store(out + out_at, finish(old, settled, tile, given, dtype), mask=mask[:, None])
+            live = (last >= 0) & store
+            finish_tile(out + out_at, old, settled, tile, lines, live, block_words, given, dtype, finish)
             out_at += tile_words
-            sums = include(sums, new, live_lines(i, row, rows, count)[:, None], given, dtype)
+            sums = include_tile(sums, new, i, lines, given, dtype, include)
             slot, free = following(slot, slots), following(free, slots)
         if there:
             mbarrier.wait(place[2].index(1), turn)
@@ -235,13 +269,13 @@ def stream_parts(
         out_at = gl.cast(unit, gl.int64) * unit_words
         for i in range(tiles - slack):
             async_copy.wait_group(AHEAD - 1)
-            new, old = tiles_in(rings, slot, layout), tiles_in(rings, free, layout)
-            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, row, rows, count)
+            new, old = tile_in(rings, slot, layout), tile_in(rings, free, layout)
+            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
-            mask = live_lines(i, row, rows, count) & there & store
-            gl.store(out + out_at, finish(old, settled, i, given, dtype), mask=mask[:, None])
+            live = there & store
+            finish_tile(out + out_at, old, settled, i, lines, live, block_words, given, dtype, finish)
             out_at += tile_words
-            sums = include(sums, new, live_lines(slack + i, row, rows, count)[:, None], given, dtype)
+            sums = include_tile(sums, new, slack + i, lines, given, dtype, include)
             slot, free = following(slot, slots), following(free, slots)
         turn = turn ^ 1
     async_copy.wait_group(0)
@@ -249,10 +283,13 @@ def stream_parts(
 
 
 @gluon.jit
-def rings_for(count: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr):
-    """A ring of tiles for each of so many inputs."""
+def rings_for(count: gl.constexpr, SLOTS: gl.constexpr, LINES: gl.constexpr, FOLD: gl.constexpr):
+    """Rings of tiles of FOLD blocks, one a block for each of so many inputs."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rings = ()
-    for _ in gl.static_range(count):
-        rings += (gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], shared),)
+    for _ in gl.static_range(FOLD):
+        of_inputs = ()
+        for _ in gl.static_range(count):
+            of_inputs += (gl.allocate_shared_memory(gl.int32, [SLOTS, LINES, 4], shared),)
+        rings += (of_inputs,)
     return rings

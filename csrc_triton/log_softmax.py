@@ -73,9 +73,12 @@ def forward_long(
 def forward_ring(
     Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
     KEPT: gl.constexpr, WHOLE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
-    normalize_ring(Y, X, y_stride, x_stride, n_rows, n_cols, LOG2_E, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, True)
+    normalize_ring(
+        Y, X, y_stride, x_stride, n_rows, n_cols, LOG2_E, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS, True
+    )
 
 
 @triton.jit
@@ -110,8 +113,10 @@ def backward_long(
 def backward_ring(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
     AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """``forward_ring`` with two tensors to read."""
     gradient_ring(
-        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, "log_softmax"
+        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
+        "log_softmax",
     )  # fmt: skip

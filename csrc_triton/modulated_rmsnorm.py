@@ -11,7 +11,8 @@ evenly wait for the slowest multiprocessor (0.90 of the copy instead of 0.94 at 
 Groups of few rows, and long rows, are read row by row (``held``, ``long``): vectors are read with every row, and the
 aligned variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).
 
-On Hopper the backward copies long rows to shared memory ahead of their use (``ring``).
+On Hopper rows are copied to shared memory ahead of their use (``ring``): those of the forward in parts of 2 to 4 rows,
+so that no multiprocessor is left alone with the last one, and in the backward where that is faster.
 
 The backward has two sums over the rows of a group: of dy, which is dshift, and of dy * x * rstd, which is dscale but
 for the weight and dweight but for 1 + scale.
@@ -24,6 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.modulated_ring import walk_forward
 from csrc_triton.modulated_rows import (
     add_up,
     factors,
@@ -35,8 +37,9 @@ from csrc_triton.modulated_rows import (
     walk_row,
     walk_tokens,
 )
-from csrc_triton.norm_ring import columns_of, ring_layout, store_halves, walk_ring
+from csrc_triton.norm_ring import halves_of, plus, ring_layout, store_halves, times, walk_ring
 from csrc_triton.norm_vectors import load_vector, store_as
+from csrc_triton.overlap import once_previous_ended
 from csrc_triton.ring_forms import NORM_RING
 
 DECLARATION = {
@@ -62,6 +65,14 @@ DECLARATION = {
                     "defaults": {"PIECES": 1, "RUN": 8},
                     "covers": "PIECES * BLOCK",
                     "staged": ["X"],
+                },
+                "ring": {
+                    "language": "gluon",
+                    "function": "forward_ring",
+                    "constants": ["PIECES", "BLOCK", "STAGES", "RUN"],
+                    "defaults": {"RUN": 8},
+                    "covers": "2 * PIECES * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
                 "long": {
                     "function": "forward_long",
@@ -121,7 +132,14 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DSCALE", "DSHIFT", "DW", "NORMAL", "PLAIN", "SCALE", "W", "scale_stride", "n_cols"],
-            "forms": {"tile": {"function": "sums", "constants": ["BLOCK", "PARTS"]}},
+            "forms": {
+                "tile": {
+                    "function": "sums",
+                    "constants": ["BLOCK", "PARTS", "OVERLAP"],
+                    "defaults": {"OVERLAP": 0},
+                    "follows": "OVERLAP",
+                }
+            },
         },
         "modulated_rmsnorm_backward_tokens": {
             "arguments": {
@@ -190,6 +208,21 @@ def forward_part(
             cols = i * BLOCK + block
             y = modulated(xs[i], rstd, ms[i], shifts[i], round_first, Y.dtype.element_ty)
             tl.store(Y + row * y_stride + cols, y, mask=cols < n_cols)
+
+
+@gluon.jit
+def forward_ring(
+    Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
+    rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, RUN: gl.constexpr,
+):  # fmt: skip
+    """``forward_part`` with rows that pass through shared memory: see ``modulated_ring``."""
+    group, first, last = run_of(rows_per_group, rows_per_part, parts)
+    walk_forward(
+        Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, group * scale_stride, group * shift_stride, first, last,
+        n_cols, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd, PIECES, BLOCK, STAGES,
+        ring_layout(gl.num_warps()),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -293,16 +326,13 @@ def backward_ring(
     group = (gl.program_id(0) // parts).to(gl.int64)
     first = group * rows_per_group + gl.program_id(0) % parts
     last = (group + 1) * rows_per_group
-    ms = ()
-    for i in gl.static_range(2 * PIECES):
-        cols = columns_of(i, BLOCK, layout)
-        mask = cols < n_cols
-        scale = load_vector(SCALE, cols, mask, scale_kind, group * scale_stride)
-        w = load_vector(W, cols, mask, weight_kind) + offset
-        ms += (gl.where(mask, (1.0 + scale) * w, 0.0),)
+    ms = times(
+        plus(halves_of(SCALE, group * scale_stride, n_cols, scale_kind, PIECES, BLOCK, layout), 1.0),
+        plus(halves_of(W, 0, n_cols, weight_kind, PIECES, BLOCK, layout), offset),
+    )
     normals, plains = walk_ring(
-        DX, DY, X, RSTD, ms, dx_stride, dy_stride, x_stride, first, last, parts.to(gl.int64), n_cols, store_dx, False,
-        PIECES, BLOCK, STAGES, layout,
+        DX, DY, X, X, RSTD, ms, dx_stride, dy_stride, x_stride, x_stride, first, last, parts.to(gl.int64), n_cols,
+        store_dx, False, False, True, False, PIECES, BLOCK, STAGES, layout,
     )  # fmt: skip
     store_halves(NORMAL + program * n_cols, normals, n_cols, store_normal, PIECES, BLOCK)
     store_halves(PLAIN + program * n_cols, plains, n_cols, store_plain, PIECES, BLOCK)
@@ -312,9 +342,11 @@ def backward_ring(
 def sums(
     DSCALE, DSHIFT, DW, NORMAL, PLAIN, SCALE, W, scale_stride, n_cols, groups, parts, offset, scale_kind, weight_kind,
     dscale_kind, dshift_kind, dw_kind,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The second level: BLOCK columns of one row of dscale, dshift or dw a program, PARTS parts a step."""
+    if OVERLAP:
+        parts = once_previous_ended(parts)  # by the kernel before this one NORMAL and PLAIN are written
     blocks = tl.cdiv(n_cols, BLOCK)
     job = tl.program_id(0) // blocks
     group, first, last, is_dscale, is_dshift, is_dw = job_of(job, groups, parts, dscale_kind, dshift_kind)

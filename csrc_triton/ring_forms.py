@@ -3,8 +3,8 @@
 # Of row_ring's walks.
 ROW_RING = {
     "language": "gluon",
-    "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE"],
-    "defaults": {"WHOLE": True},
+    "constants": ["BLOCK", "SLOTS", "AHEAD", "KEPT", "WHOLE", "TURNS"],
+    "defaults": {"WHOLE": True, "TURNS": 1},
     "covers": "SLOTS * BLOCK + KEPT * BLOCK",
     "any_length": "WHOLE",
     "requires": {"aligned": [True]},

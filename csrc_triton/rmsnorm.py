@@ -9,8 +9,12 @@ Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from csrc_triton.norm_ring import halves_of, plus, ring_layout, store_halves, walk_ring
 from csrc_triton.packed import repack
+from csrc_triton.ring_forms import NORM_RING
 from csrc_triton.rmsnorm_long import load_block, scale_row
 from csrc_triton.rmsnorm_pairs import walk_rows
 
@@ -116,6 +120,7 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "may_spill": "168 registers let half as many programs again hide the exchange",
                 },
+                "ring": {**NORM_RING, "function": "backward_ring"},
             },
         },
     },
@@ -364,3 +369,21 @@ def backward_pairs(
     partials = PARTIALS + group * n_cols + cols.to(tl.int64) * 2
     tl.store(partials, dw_even, mask=mask & (store_partials != 0))
     tl.store(partials + 1, dw_odd, mask=mask & (store_partials != 0))
+
+
+@gluon.jit
+def backward_ring(
+    DX, DY, X, W, RSTD, DW, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, offset,
+    has_weight, store_dx, store_partials, store_dw,
+    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
+    layout: gl.constexpr = ring_layout(gl.num_warps())
+    program = gl.program_id(0).to(gl.int64)
+    ms = plus(halves_of(W, 0, n_cols, has_weight, PIECES, BLOCK, layout), offset)
+    sums, _ = walk_ring(
+        DX, DY, X, X, RSTD, ms, dx_stride, dy_stride, x_stride, x_stride, program, n_rows,
+        gl.num_programs(0).to(gl.int64), n_cols, store_dx, False, False, False, False, PIECES, BLOCK, STAGES,
+        layout,
+    )  # fmt: skip
+    store_halves(PARTIALS + program * n_cols, sums, n_cols, store_partials, PIECES, BLOCK)

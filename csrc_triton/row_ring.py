@@ -51,7 +51,7 @@ def walk_held(
     OUT, ins, out_stride, strides, n_rows, n_cols, given,
     look: gl.constexpr, wanted: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr,
     finish: gl.constexpr, end: gl.constexpr, FILL: gl.constexpr,
-    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr,
+    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """``walk_rows`` of at most SLOTS + KEPT blocks."""
     gl.static_assert(AHEAD >= 1 and KEPT >= 1)
@@ -84,10 +84,12 @@ def walk_held(
         async_copy.wait_group(COPIES - 1)
         sums = include(sums, tiles_in(rings, i, layout), given, dtype)
         async_copy.commit_group()  # an empty one: the next wait is for the next block
+    for turn in gl.static_range(TURNS - 1):
+        sums = include_kept(sums, kept, given, include, dtype, turn, TURNS)
     slot = 0
     next_slot = blocks
     for row in range(first, n_rows, step):
-        folded = fold(include_kept(sums, kept, given, include, dtype), given, dtype)
+        folded = fold(include_kept(sums, kept, given, include, dtype, TURNS - 1, TURNS), given, dtype)
         out_row = out[0] + row * out_stride[0]
         here = wanted(told, given)
         sums = begin(row + step, told, given, LINES, layout)
@@ -99,20 +101,23 @@ def walk_held(
             out_row, ins, strides, kept, folded, row + step, n_rows, n_kept, blocks, at, here, given, zero,
             finish, FILL, dtype, WORDS,
         )  # fmt: skip
-        for i in range(blocks):
-            async_copy.wait_group(AHEAD - 1)
-            tiles = tiles_in(rings, slot, layout)
-            next_tiles = tiles_in(rings, next_slot, layout)
-            word = ask_block * WORDS
-            there = (at >= 0) & (ask_row < n_rows) & among(wants, ask_row, ask_first, step)
-            ask(rings, slot, ins, strides, ask_row, word, there)
-            gl.store(out_row + i * WORDS, finish(tiles, folded, given, dtype))
-            sums = include(sums, next_tiles, given, dtype)
-            slot = gl.where(slot < COPIES - 1, slot + 1, 0)
-            next_slot = gl.where(next_slot < COPIES - 1, next_slot + 1, 0)
-            ask_block += 1
-            ask_row = gl.where(ask_block < blocks, ask_row, ask_row + step)
-            ask_block = gl.where(ask_block < blocks, ask_block, 0)
+        for turn in gl.static_range(TURNS):
+            for i in range(blocks * turn // TURNS, blocks * (turn + 1) // TURNS):
+                async_copy.wait_group(AHEAD - 1)
+                tiles = tiles_in(rings, slot, layout)
+                next_tiles = tiles_in(rings, next_slot, layout)
+                word = ask_block * WORDS
+                there = (at >= 0) & (ask_row < n_rows) & among(wants, ask_row, ask_first, step)
+                ask(rings, slot, ins, strides, ask_row, word, there)
+                gl.store(out_row + i * WORDS, finish(tiles, folded, given, dtype))
+                sums = include(sums, next_tiles, given, dtype)
+                slot = gl.where(slot < COPIES - 1, slot + 1, 0)
+                next_slot = gl.where(next_slot < COPIES - 1, next_slot + 1, 0)
+                ask_block += 1
+                ask_row = gl.where(ask_block < blocks, ask_row, ask_row + step)
+                ask_block = gl.where(ask_block < blocks, ask_block, 0)
+            if turn < TURNS - 1:  # what is left for the moment between two rows holds up the writes
+                sums = include_kept(sums, kept, given, include, dtype, turn, TURNS)
         end(row, folded, given, dtype)
     async_copy.wait_group(0)
 
@@ -137,7 +142,7 @@ def walk_again(
     OUT, ins, out_stride, strides, n_rows, n_cols, given,
     look: gl.constexpr, wanted: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr,
     finish: gl.constexpr, end: gl.constexpr, FILL: gl.constexpr,
-    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr,
+    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """``walk_rows`` of any length."""
     gl.static_assert(SLOTS >= AHEAD and AHEAD >= 1 and KEPT >= 1)
@@ -178,21 +183,24 @@ def walk_again(
             async_copy.commit_group()
         ask_first = ask_row
         wants = wanted_of(asked, wanted, given)
-        for i in range(again):
-            async_copy.wait_group(AHEAD - 1)
-            tiles = tiles_in(ring, slot, layout)
-            ask_row, use = ask_again(
-                ring, slot, ins, strides, ask_row, use, step, n_rows, again, at, wants, ask_first, WORDS
-            )  # fmt: skip
-            slot = gl.where(slot < AHEAD - 1, slot + 1, 0)
-            sums = include(sums, tiles, given, dtype)
-            if i < held:
-                sums = include(sums, tiles_in(slots, i, layout), given, dtype)
+        for turn in gl.static_range(TURNS):
+            for i in range(again * turn // TURNS, again * (turn + 1) // TURNS):
+                async_copy.wait_group(AHEAD - 1)
+                tiles = tiles_in(ring, slot, layout)
+                ask_row, use = ask_again(
+                    ring, slot, ins, strides, ask_row, use, step, n_rows, again, at, wants, ask_first, WORDS
+                )  # fmt: skip
+                slot = gl.where(slot < AHEAD - 1, slot + 1, 0)
+                sums = include(sums, tiles, given, dtype)
+                if i < held:
+                    sums = include(sums, tiles_in(slots, i, layout), given, dtype)
+            if turn < TURNS - 1:
+                sums = include_kept(sums, kept, given, include, dtype, turn, TURNS)
         for i in range(again, held):
             async_copy.wait_group(AHEAD - 1)
             sums = include(sums, tiles_in(slots, i, layout), given, dtype)
             async_copy.commit_group()
-        folded = fold(include_kept(sums, kept, given, include, dtype), given, dtype)
+        folded = fold(include_kept(sums, kept, given, include, dtype, TURNS - 1, TURNS), given, dtype)
         out_row = out[0] + row * out_stride[0]
         here = wanted(told, given)
         sums = begin(row + step, told, given, LINES, layout)
@@ -226,6 +234,7 @@ def walk_rows(
     look: gl.constexpr, wanted: gl.constexpr, begin: gl.constexpr, include: gl.constexpr, fold: gl.constexpr,
     finish: gl.constexpr, end: gl.constexpr, FILL: gl.constexpr,
     BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Rows program_id, program_id + programs, ..., in blocks of BLOCK columns: WHOLE rows of at most SLOTS + KEPT
     blocks, or rows of any length.
@@ -243,10 +252,10 @@ def walk_rows(
     if WHOLE:
         walk_held(
             OUT, ins, out_stride, strides, n_rows, n_cols, given, look, wanted, begin, include, fold, finish, end, FILL,
-            BLOCK, SLOTS, AHEAD, KEPT,
+            BLOCK, SLOTS, AHEAD, KEPT, TURNS,
         )  # fmt: skip
     else:
         walk_again(
             OUT, ins, out_stride, strides, n_rows, n_cols, given, look, wanted, begin, include, fold, finish, end, FILL,
-            BLOCK, SLOTS, AHEAD, KEPT,
+            BLOCK, SLOTS, AHEAD, KEPT, TURNS,
         )  # fmt: skip

@@ -95,8 +95,17 @@ def load_kept(
 
 
 @gluon.jit
-def include_kept(sums, kept, given, include: gl.constexpr, dtype: gl.constexpr):
-    for i in gl.static_range(len(kept)):
+def include_kept(
+    sums,
+    kept,
+    given,
+    include: gl.constexpr,
+    dtype: gl.constexpr,
+    TURN: gl.constexpr = 0,
+    TURNS: gl.constexpr = 1,
+):
+    """The ``TURN``-th of TURNS parts of the kept blocks."""
+    for i in gl.static_range(TURN * len(kept) // TURNS, (TURN + 1) * len(kept) // TURNS):
         sums = include(sums, kept[i], given, dtype)
     return sums
 

@@ -63,16 +63,16 @@ def finish_log_softmax(tiles, folded, scale, dtype: gl.constexpr):
 def gradient_ring(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale,
     BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    KIND: gl.constexpr,
+    TURNS: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """See ``row_ring.walk_rows``."""
     if KIND == "softmax":
         walk_rows(
             DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, look_nowhere, always, begin,
-            include_softmax, fold, finish_softmax, end_plainly, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+            include_softmax, fold, finish_softmax, end_plainly, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
         )  # fmt: skip
     else:
         walk_rows(
             DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, look_nowhere, always, begin,
-            include_log_softmax, fold, finish_log_softmax, end_plainly, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+            include_log_softmax, fold, finish_log_softmax, end_plainly, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
         )  # fmt: skip

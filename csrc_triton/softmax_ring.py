@@ -105,17 +105,17 @@ def finish_logarithms(tiles, folded, scale, dtype: gl.constexpr):
 def normalize_ring(
     Y, X, y_stride, x_stride, n_rows, n_cols, scale,
     BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    LOG: gl.constexpr,
+    TURNS: gl.constexpr, LOG: gl.constexpr,
 ):  # fmt: skip
     """See ``row_ring.walk_rows``."""
     FILL: gl.constexpr = nothing(X.dtype.element_ty)
     if LOG:
         walk_rows(
             Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, look_nowhere, always, begin, include,
-            fold_logarithms, finish_logarithms, end_plainly, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+            fold_logarithms, finish_logarithms, end_plainly, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
         )  # fmt: skip
     else:
         walk_rows(
             Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, look_nowhere, always, begin, include,
-            fold_powers, finish_powers, end_plainly, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE,
+            fold_powers, finish_powers, end_plainly, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
         )  # fmt: skip

@@ -183,6 +183,9 @@ SMALL = (
     Problem(6, 1, 3, 48, (48, 31), 72, page=16, sinks=True),
     Problem(2, 1, 1, 40, (40,), 64, shift=1),
     Problem(8, 1, 3, 100, (1, 2, 0), 64, splits=2, sinks=True),
+    Problem(12, 1, 1, 70, (70, 37), 64, splits=2),
+    Problem(12, 1, 1, 70, (70,), 128, splits=2),
+    Problem(4, 1, 1, 80, (80, 40), 128, page=16, splits=2),
 )
 # What SMALL leaves of the tables of the AMD packs: other dtypes, and pages, of the same head dims.
 MORE_BINARIES = (

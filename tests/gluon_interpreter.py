@@ -68,10 +68,10 @@ class _Gluon:
 
         return tl.full(shape, value, dtype)
 
-    def static_range(self, end: Any) -> Any:
+    def static_range(self, *bounds: Any) -> Any:
         import triton.language as tl
 
-        return [tl.constexpr(i) for i in range(int(end))]
+        return [tl.constexpr(i) for i in range(*map(int, bounds))]
 
     def num_warps(self) -> int:
         return 4

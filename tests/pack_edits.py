@@ -45,7 +45,7 @@ def add_kernels(path: Path, plan: Plan) -> None:
             document["kernels"][name] = {
                 "arguments": list(kernel.kernel.arguments),
                 "signature": kernel.kernel.signature(),
-                "axes": ["dtype"],
+                "axes": list(kernel.kernel.axes),
                 "aligned": list(kernel.kernel.aligned),
                 "alignment": 16,
                 "tables": {key: [list(entry) for entry in entries] for key, entries in kernel.tables.items()},
@@ -59,6 +59,7 @@ def add_kernels(path: Path, plan: Plan) -> None:
                 document["variants"][variant.name] = {
                     **like,
                     "form": variant.form.name,
+                    "cooperative": variant.cooperative,
                     "numbers": {**{k.lower(): int(v) for k, v in variant.constants.items()}, **variant.host},
                     "maps": {a: {"box": box, "swizzle": 3 if box[2] > 1 else 0} for a, box in boxes.items()},
                 }

@@ -10,6 +10,8 @@ code of every binary that it can be of shows the order in one of two forms; all 
 - A pair of mbarriers hands the place on. The writer waits for the one on which the reader arrives behind its access,
   the reader for the one on which the writer does; between an access and the arrival, which is one thread's, the warps
   of a group of several meet. Whether phases are right the code does not show: tests of the interpreter do.
+- Two groups take turns: each waits in one place of its code for one mbarrier, on which the other arrives in one place,
+  where its warps have just met. Both accesses lie between the wait and the arrival, in a loop of them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _OF_ALL = re.compile(r"BAR\.SYNC\S* 0x1$")
 _OF_A_GROUP = re.compile(r"BAR\.SYNC\S* 0x\w+, 0x80$")
 _OF_SEVERAL_WARPS = re.compile(rf"{_OF_A_GROUP.pattern}|\bWARPGROUP\.")
+_OF_EIGHT_WARPS = re.compile(r"BAR\.SYNC\S* 0x\w+, 0x(80|100)$")  # or of four
 _SYNCHRONIZES = re.compile(r"\b(BAR|SYNCS)\.")
 _MATTERS = re.compile(r"\b(BAR|SYNCS|LDSM?|STSM?)\b")
 _MBARRIER = re.compile(r"SYNCS\.(PHASECHK|ARRIVE)\..*\[.*?(0x[0-9a-f]+)\]")
@@ -47,7 +50,7 @@ class Code:
         return all(_KINDS[kind].search(self.instructions.get(at, "")) for kind, at in accesses)
 
     def ordered(self, a: int, b: int) -> bool:
-        return self._apart(a, b) or self._handed_on(a, b)
+        return self._apart(a, b) or self._handed_on(a, b) or self._by_turns(a, b)
 
     def _apart(self, a: int, b: int) -> bool:
         """The first group's code is the last and has four barriers of all: the others start, have started, have ended,
@@ -67,11 +70,31 @@ class Code:
         barriers = self._mbarriers(a)
         return len(set(barriers)) == 2 and self._mbarriers(b) == barriers[::-1]
 
-    def _mbarriers(self, access: int) -> tuple[int, ...]:
-        """(waited for before it, arrived on behind it), or none."""
+    def _by_turns(self, a: int, b: int) -> bool:
+        turn = self._turn(a)
+        return len(set(turn)) == 2 and self._turn(b) == turn[::-1]
+
+    def _turn(self, access: int) -> tuple[int, ...]:
+        """(waited for, arrived on) where the access is in its group's turn."""
+        role = self._role(access)
+        found = [(at, m[1], int(m[2], 16)) for at, what in role.items() if (m := _MBARRIER.search(what))]
+        if sorted(kind for _, kind, _ in found) != ["ARRIVE", "PHASECHK"]:
+            return ()
+        (arrives, _, on), (waits, _, for_) = sorted(found, key=lambda one: one[1])
+        met = max((at for at, what in role.items() if at < arrives and _SYNCHRONIZES.search(what)), default=0)
+        inside = waits < access < arrives if waits < arrives else not arrives <= access <= waits
+        ready = _OF_EIGHT_WARPS.search(role.get(met, "")) and not met < access < arrives
+        return (for_, on) if inside and ready else ()
+
+    def _role(self, access: int) -> dict[int, str]:
+        """The code of the access's group."""
         first = max((at for at in self._of_all if at < access), default=0)
         last = min((at for at in self._of_all if at > access), default=first)
-        role = {at: what for at, what in self.instructions.items() if first < at < last}
+        return {at: what for at, what in self.instructions.items() if first < at < last}
+
+    def _mbarriers(self, access: int) -> tuple[int, ...]:
+        """(waited for before it, arrived on behind it), or none."""
+        role = self._role(access)
         before = [what for at, what in role.items() if at < access and _SYNCHRONIZES.search(what)]
         behind = [what for at, what in role.items() if at > access and _SYNCHRONIZES.search(what)]
         several = any(map(_OF_SEVERAL_WARPS.search, role.values()))

@@ -307,7 +307,7 @@ def test_the_stream_on_the_interpreter(case: int, monkeypatch: pytest.MonkeyPatc
     loaded.numbers = {**loaded.numbers, "programs_per_multiprocessor": 1}
     ratio = problem.heads // problem.kv_heads
     on.multiprocessors = groups * problem.kv_heads * -(-problem.tokens * ratio // 64)
-    monkeypatch.setattr(decoding, "_stream", lambda *arguments: loaded)
+    monkeypatch.setattr(decoding, "stream_for", lambda *arguments: loaded)
     check(op, problem, dict(pack.tolerance))
 
 
@@ -345,6 +345,8 @@ def test_where_combine_waits() -> None:
         if "_combine" in variant.name:
             before, after = found[: found.index(wait)], found[found.index(wait) + 1 :]
             assert end not in before and before.count(load) == 2 and load in after and let_start not in found
+        elif "_once" in variant.name:
+            assert let_start not in found and wait not in found
         elif "_stream" in variant.name:  # the producer's code lies before
             assert let_start in found and wait not in found
         else:
@@ -358,7 +360,8 @@ def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = built_pack(arch)
     monkeypatch.setenv("LIGER_AOT_PACKS", str(pack.folder.parent))
     choices = explain("flash_decoding", arch=arch, shape=(1, 1, 8, 96), dtype="bf16")
-    kinds = ["split", "split_paged", "wide", "wide_paged", "combine", *(["stream"] if arch == "sm90" else [])]
+    kinds = ["split", "split_paged", "wide", "wide_paged", "combine"]
+    kinds += ["stream", "once", "once_paged"] if arch == "sm90" else []
     assert [c.kernel for c in choices] == [f"flash_decoding_{kind}" for kind in kinds]
     assert all(c.numbers["d"] == 128 for c in choices[:5]) and not any(c.local_bytes for c in choices)
     with pytest.raises(ArgumentError, match="1 to 256"):

@@ -24,6 +24,8 @@ LARGE = (
             Problem(16, 2, 1, 4096, (4096, 3001), dim, FP16, page=16),
             Problem(12, 4, 3, 2048, (2048, 1999), dim, page=256, sinks=True),
             Problem(40, 1, 1, 1500, (1500, 1), dim, FP16, splits=7),
+            Problem(12, 1, 1, 2000, (2000, 999), dim, splits=5),
+            Problem(16, 1, 1, 2000, (2000, 999), dim, FP16),
             Problem(8, 2, 8, 1024, (1000, 1024), dim, page=64, softcap=20.0),
             Problem(6, 6, 1, 4096, (4096, 4000), dim, window=(1000, 0)),
             Problem(32, 4, 5, 4096, (4096, 77), dim, FP16, page=32, window=(500, None), splits=9),
@@ -137,11 +139,36 @@ def test_streams_at_once(op: FlashDecoding) -> None:
     assert all(torch.equal(o, wanted) for o in results)
 
 
+@pytest.mark.parametrize("prepared", [True, False])
+def test_graphs_at_once(prepared: bool) -> None:
+    """Graphs of one call, replayed on streams of their own: what their programs count in is their own, too."""
+    op = FlashDecoding()
+    problem = Problem(64, 8, 1, 8192, (8192, 8000), 128)
+    tensors = problem.tensors(device="cuda")
+    wanted, _ = op(*tensors[:3], **problem.keywords(tensors))
+    if prepared:
+        op.preload()
+    captured = []
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o, _ = op(*tensors[:3], **problem.keywords(tensors))
+        captured.append((graph, o, torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, _, stream in captured:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(o, wanted) for _, o, _ in captured)
+
+
+@pytest.mark.parametrize("dim", [128, 256])  # of one launch, of two
 @pytest.mark.parametrize("longest", [60, 512])
-def test_what_follows_waits_for_every_share(op: FlashDecoding, longest: int) -> None:
+def test_what_follows_waits_for_every_share(op: FlashDecoding, longest: int, dim: int) -> None:
     """Results are read, and inputs overwritten, by the next kernels of the stream. Of short sequences ``split`` writes
     all results: ``combine`` has nothing to do, and must not end before it."""
-    problem = Problem(64, 8, 1, 512, tuple(longest - i % 50 for i in range(400)), 128, splits=8)
+    problem = Problem(64, 8, 1, 512, tuple(longest - i % 50 for i in range(400)), dim, splits=8)
     other = problem._replace(lengths=problem.lengths[::-1])
     sets = [p.tensors(seed, "cuda")[:4] for seed, p in enumerate((problem, other))]
     wanted = []

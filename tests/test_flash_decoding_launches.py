@@ -116,7 +116,10 @@ def test_the_small_problems_take_every_binary(arch: str) -> None:
         tensors = problem.tensors()
         op(*tensors[:3], **problem.keywords(tensors))
     used = {variant.name for variant, *_ in driver.launches}
-    assert used == {v for v in built_pack(arch).op("flash_decoding").variants if "_stream" not in v}
+    mapped = ("_stream", "_once")  # tensor maps, which the recorder has none of
+    assert used == {
+        v for v in built_pack(arch).op("flash_decoding").variants if not any(m in v for m in mapped)
+    }
 
 
 # ---- How many shares ----

@@ -61,7 +61,6 @@ def on_stand_in(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(devices, "driver", lambda: driver)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # keeps code for many shapes of products
     return lambda op_class: bound_op(op_class, pack, OnStandIn)
 

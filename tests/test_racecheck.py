@@ -70,6 +70,37 @@ def test_what_is_wrong() -> None:
     assert not ordered(WRITES, READS, WRITES=LINES[HANDS], HANDS=LINES[WRITES])
 
 
+# Two groups that take turns, in loops: one begins with its wait, the other, of eight warps, with its arrival.
+FOUR, EIGHT = "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "BAR.SYNC.DEFER_BLOCKING 0x0, 0x100"
+TURNS = (
+    ALL, "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4+0x80], RZ", "LDS R9, [UR4+0x70]", FOUR, "STS [UR4+0x70], R4", FOUR,
+    "@!P2 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x90], RZ", "LDS R9, [UR4+0x78]", ALL,
+    "STS [UR4+0x70], R4", EIGHT, "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x80], RZ", EIGHT, "LDS R9, [UR4+0x78]",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3+URZ+0x90], R0", "LDS R9, [UR4+0x70]", EIGHT, ALL,
+)  # fmt: skip
+
+
+def test_turns() -> None:
+    code = Code(text(TURNS))
+    for a, b in ((2, 9), (4, 15), (4, 9), (2, 15)):
+        assert code.ordered(16 * a, 16 * b) and code.ordered(16 * b, 16 * a)
+    for a, b in ((7, 9), (4, 13), (2, 4), (9, 15)):  # out of turn; of one group
+        assert not code.ordered(16 * a, 16 * b) and not code.ordered(16 * b, 16 * a)
+
+
+@pytest.mark.parametrize(
+    ("at", "line"),
+    [
+        *((i, "NOP") for i in (1, 5, 6, 10, 11, 14)),
+        (11, TURNS[6]),  # the same mbarrier
+        (12, TURNS[11]),  # another arrival
+    ],
+)
+def test_no_turns(at: int, line: str) -> None:
+    code = Code(text((*TURNS[:at], line, *TURNS[at + 1 :])))
+    assert not code.ordered(16 * 4, 16 * 15)
+
+
 def log(*found: tuple[int, int]) -> str:
     """A report for each: a read and a write."""
     return (

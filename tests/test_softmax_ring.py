@@ -62,6 +62,13 @@ def test_rows_of_every_length(tests: OpTests, numbers: str, ahead: int, tmp_path
     assert {name.split("-")[1] for name in way.loaded()} == {"ring"}
 
 
+def test_kept_blocks_added_up_in_turns(tests: OpTests, tmp_path: Path) -> None:
+    way = of_rings(tests, tmp_path / "pack", HELD + ", turns = 2")
+    for seed, n in enumerate(LENGTHS[::2]):
+        tests.check(way.op, Case((ROWS[seed % 3], n), DTYPES[seed % 3]), way.allowed, seed=seed)
+    assert {name.split("-")[1] for name in way.loaded()} == {"ring"}
+
+
 @pytest.mark.parametrize(
     "numbers,n,dtype",
     [(HELD, 16, BF16), (HELD, 208, BF16), (HELD, 320, FP16), (HELD, 320, FP32), (AGAIN, 656, BF16)],

@@ -8,6 +8,7 @@ is not touched.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class Barrier:
 class Block:
     """A running program: its barriers, copies under way, and groups."""
 
-    def __init__(self, program: int, programs: int) -> None:
+    def __init__(self, program: tuple[int, ...], programs: tuple[int, ...]) -> None:
         self.program, self.programs = program, programs
         self.changed = Condition()
         self.barriers: list[list[Barrier]] = []
@@ -48,7 +49,7 @@ class Block:
         self.passed: dict[str, int] = {}  # turns, by named barrier
         self.stores: dict[int, list[Callable[[], None]]] = {}
         self.error: BaseException | None = None
-        self.random = random.Random(program)
+        self.random = random.Random(str(program))
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype == torch.int64:
@@ -158,6 +159,10 @@ class _Layout:
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.value = self
 
+    @classmethod
+    def get_default_for(cls, *arguments: Any) -> _Layout:
+        return cls()
+
 
 def _tensor(x: Any) -> Tensor:
     return x if isinstance(x, Tensor) else torch.as_tensor(x)
@@ -208,8 +213,8 @@ def _language(block: Block) -> SimpleNamespace:
         **dict.fromkeys(names, _Layout),
         constexpr=lambda x: x if isinstance(x, _Layout) else Const(x),
         float32=torch.float32, int32=torch.int32, int64=torch.int64, uint32=torch.uint32,
-        program_id=lambda axis: torch.tensor(block.program),
-        num_programs=lambda axis: torch.tensor(block.programs),
+        program_id=lambda axis: torch.tensor(block.program[axis]),
+        num_programs=lambda axis: torch.tensor(block.programs[axis]),
         num_warps=lambda: 4,
         arange=lambda start, end, layout: torch.arange(int(start), int(end)),
         zeros=lambda shape, dtype, layout: torch.zeros([int(n) for n in shape], dtype=dtype),
@@ -292,6 +297,11 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def in_turn(programs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The order that programs run in; tests have others."""
+    return programs
+
+
 def device_values() -> Any:
     """Tensors as device code has values: they never change, and become others with the same bits."""
     add, subtract, multiply = Tensor.__add__, Tensor.__sub__, Tensor.__mul__
@@ -304,7 +314,6 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
     Args:
         types: of the run-time arguments by name, in order; those that are not pointers are numbers or ``TensorMap``.
     """
-    assert tuple(grid[1:]) == (1, 1)
     given = {
         name: Pointer(value, TYPES[kind[1:]])
         if kind[0] == "*"
@@ -314,10 +323,12 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
         for value, (name, kind) in zip(arguments, types.items(), strict=True)
     }
     with device_values():
-        blocks = [Block(program, grid[0]) for program in range(grid[0])]
+        programs = [p[::-1] for p in itertools.product(*(range(n) for n in reversed(grid)))]
+        blocks = [Block(program, tuple(grid)) for program in in_turn(programs)]
         for block in blocks:
             made = Code(block).python(function)
             made(**given, **{name: Const(value) for name, value in constants.items()})
+            assert not block.copies, "a copy is never waited for"
     # the compiler gives their memory to tiles, and a GPU that swaps a block out and in writes on it
     for same in zip(*(block.barriers for block in blocks if block.barriers), strict=True):
         assert any(b.used for made in same for b in made), "barriers that nobody uses"

@@ -71,11 +71,12 @@ def store(at: Pointer, values: Any, mask: Any = True) -> None:
         if mask:
             memory(at.address, at.dtype, 1)[0] = values
         return
+    mask = torch.as_tensor(mask).expand(at.behind.shape)
     for distance, value in zip(at.behind[mask].tolist(), values[mask], strict=True):
         memory(at.address + distance * at.dtype.itemsize, at.dtype, 1)[0] = value
 
 
-def atomic_add(at: Pointer, number: int) -> Tensor:
+def atomic_add(at: Pointer, number: int, sem: str = "acq_rel", scope: str = "gpu") -> Tensor:
     """Programs run one after the other, and one warp of each counts."""
     before = load(at)
     store(at, before + number)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError
 from liger_aot.runtime import DTYPE_NAMES, REMEMBERED, Loaded, OpOn
+from liger_aot.stream_words import StreamWords
 
 LOG2_E = math.log2(math.e)
 LONGEST = 1 << 30  # of a sequence: a row's number and a bound add up in 32 bits
@@ -18,8 +19,8 @@ LARGEST_STRIDE = 1 << 31  # in elements; of a tensor map 2^39
 GROUP_ROWS = 64  # rows of Q that one warp group owns
 ADDRESS_UNIT = 16  # bytes
 TILE_UNIT = 16  # elements: what kernels of tiles assume sizes and strides to be multiples of
+COUNTERS = 1  # words: the scheduler's two zeros, of 32 bits each
 PACKED = "thd"  # the layout (token, head, dim) of sequences one behind the other
-PER_THREAD_STREAM = 2  # CUDA's handle of "this thread's default stream", which is another one in each thread
 
 
 class Shape(NamedTuple):
@@ -107,29 +108,6 @@ class Maps:
         return known
 
 
-class Counters:
-    """The scheduler's two zeros, a pair a stream: a launch leaves them as zeros, and launches on one stream follow each
-    other. Where they need not, a launch has a pair of its own: in a graph, which may be replayed on any stream, and on
-    the handle that is another stream in each thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pairs: dict[int, Tensor] = {}
-
-    def on(self, stream: int) -> Tensor:
-        if stream == PER_THREAD_STREAM or torch.cuda.is_current_stream_capturing():
-            return self._zeros()
-        pair = self._pairs.get(stream)
-        if pair is None:
-            if len(self._pairs) >= REMEMBERED:
-                self._pairs.clear()  # of the stream that they are used on, so its launches come before their next use
-            pair = self._pairs.setdefault(stream, self._zeros())
-        return pair
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.int32, device=self._device)
-
-
 class GroupsPlan:
     """A forward by warp groups, for all calls with tensors like these."""
 
@@ -162,7 +140,7 @@ class GroupsPlan:
         named = (("Q", q), ("K", k), ("V", v), ("Y", o))
         self._maps = tuple(Maps(on.tensor_map, loaded, name, t, settings.layout).at for name, t in named)
         self._lse_shape = (shape.batch, shape.heads, shape.len_q)
-        self._counters = on.plans.setdefault("counters", Counters(q.device))
+        self._counters = on.plans.setdefault("counters", StreamWords(q.device))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         on = self._on
@@ -182,7 +160,7 @@ class GroupsPlan:
             o_map(o.data_ptr()),
             lse.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
-            self._counters.on(stream).data_ptr(),
+            self._counters.on(stream, COUNTERS).data_ptr(),
             *self._numbers,
         )
         return o, lse

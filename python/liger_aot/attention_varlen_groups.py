@@ -9,9 +9,9 @@ from torch import Tensor
 
 from liger_aot import pending
 from liger_aot.attention import (
+    COUNTERS,
     GROUP_ROWS,
     PACKED,
-    Counters,
     Maps,
     checked_tiles,
     scales_of,
@@ -26,6 +26,7 @@ from liger_aot.attention_varlen import (
     tiles_of,
 )
 from liger_aot.runtime import Loaded, OpOn
+from liger_aot.stream_words import StreamWords
 
 
 class PackedGroupsPlan:
@@ -68,7 +69,7 @@ class PackedGroupsPlan:
         self._maps = tuple(Maps(on.tensor_map, loaded, name, placed(t), "bhsd").at for name, t in named)
         self._before = tuple(bytes_before(t) for _, t in named)
         self._lse_shape = (shape.heads, shape.len_q)
-        self._counters = on.plans.setdefault("counters", Counters(q.device))
+        self._counters = on.plans.setdefault("counters", StreamWords(q.device))
 
     def __call__(
         self,
@@ -101,7 +102,7 @@ class PackedGroupsPlan:
             cu_seqlens_q.data_ptr(),
             cu_seqlens_k.data_ptr(),
             self._flag,
-            self._counters.on(stream).data_ptr(),
+            self._counters.on(stream, COUNTERS).data_ptr(),
             *self._numbers,
             # a length past the tokens is reported all the same
             min(max_seqlen_q, self._tokens[0]),

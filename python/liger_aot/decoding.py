@@ -4,6 +4,7 @@ and the arguments. Nothing here looks at a length or a block table: those are th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,8 +49,75 @@ class Shape:
         self.capacity = self.page_size * (1 if block_table is None else block_table.shape[1])
 
 
-def best_splits(programs: int, blocks: int, slots: int, busy: int, start: int) -> int:
-    """The number of shares of a sequence that is done first.
+class Call:
+    """What plans need of a call's shapes, strides and settings."""
+
+    __slots__ = (
+        "aligned",
+        "left",
+        "paged",
+        "ratio",
+        "right",
+        "rows",
+        "settings",
+        "shape",
+        "strides",
+        "table_row",
+    )
+
+    def __init__(
+        self, q: Tensor, k: Tensor, block_table: Tensor | None, settings: Settings, addresses_aligned: bool
+    ) -> None:
+        shape = self.shape = Shape(q, k, block_table)
+        self.settings, self.paged = settings, block_table is not None
+        self.ratio = shape.heads // shape.kv_heads
+        self.rows = shape.tokens * self.ratio
+        self.strides = [*_strides(q)[:3], *_strides(k)[:3]]
+        self.aligned = addresses_aligned and not any(n % UNIT for n in (*self.strides, shape.dim))
+        self.table_row = 0 if block_table is None else block_table.stride(0)
+        self.left = LONGEST if settings.left < 0 else min(settings.left, LONGEST)
+        self.right = LONGEST if settings.right < 0 else min(settings.right + 1, LONGEST)
+
+    def blocks(self, block_n: int) -> int:
+        """Of a sequence's keys, at most."""
+        blocks = -(-self.shape.capacity // block_n)
+        if self.settings.left >= 0:  # a window may start inside a block
+            blocks = min(blocks, -(-(self.left + self.shape.tokens) // block_n) + 1)
+        return blocks
+
+    def shares(self, on: OpOn, numbers: Mapping[str, int], width: int, most: int = MOST_SPLITS) -> int:
+        """How many programs share the keys of a sequence, where its queries are ``width`` tiles: unless the call says,
+        ``most`` at most."""
+        a_multiprocessor = numbers["programs_per_multiprocessor"]
+        slots, busy = (
+            n * on.multiprocessors for n in (a_multiprocessor, numbers.get("busy", a_multiprocessor))
+        )
+        blocks, programs = self.blocks(numbers["block_n"]), self.shape.batch * width
+        return min(self.settings.splits, blocks) or best_splits(
+            programs, blocks, slots, busy, numbers["start"], most
+        )
+
+    def mapped(self, on: OpOn) -> bool:
+        """Whether there are tensor maps of keys and values."""
+        return on.tensor_map is not None and 0 < min(self.strides) <= max(self.strides) < LARGEST_STRIDE
+
+    @property
+    def asked(self) -> tuple[Any, ...]:
+        """The kernels' arguments from the scales to the sizes."""
+        shape, cap = self.shape, self.settings.softcap
+        scales = (cap or self.settings.scale) * LOG2_E, self.settings.scale / cap if cap else 0.0
+        by_ratio = signed((1 << 31) // self.ratio + 1)
+        return (*scales, shape.kv_heads, self.ratio, by_ratio, shape.tokens, shape.dim)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.shape.batch, self.shape.heads, self.shape.tokens
+
+
+def best_splits(
+    programs: int, blocks: int, slots: int, busy: int, start: int, most: int = MOST_SPLITS
+) -> int:
+    """The number of shares of a sequence, ``most`` at most, that is done first.
 
     ``busy`` programs at once keep memory busy, ``slots`` have room; a block of keys costs one of the busy 1, and a wave
     of programs ``start`` to start and end, as much as a second launch, which takes 1 / 16 more for each share that it
@@ -58,7 +126,7 @@ def best_splits(programs: int, blocks: int, slots: int, busy: int, start: int) -
     So chosen, decoding on one NVIDIA H200 was within 2% of the fastest of the numbers tried at 11 sizes.
     """
     best, least = 1, math.inf
-    for splits in range(1, min(blocks, MOST_SPLITS) + 1):
+    for splits in range(1, min(blocks, most) + 1):
         waves, rest = divmod(programs * splits, slots)
         last = max(rest / busy, 1.0, -(-rest // busy) / MOST_OF_ONE) if rest else 0.0
         if waves and rest:
@@ -72,99 +140,57 @@ def best_splits(programs: int, blocks: int, slots: int, busy: int, start: int) -
 
 
 class Plan:
-    """All calls with tensors like these: of these shapes, strides, dtypes and alignment."""
+    """All calls with tensors like these, by ``stream``, or by the split kernels: ``combine`` weighs their shares."""
 
-    def __init__(
-        self,
-        on: OpOn,
-        q: Tensor,
-        k: Tensor,
-        block_table: Tensor | None,
-        settings: Settings,
-        addresses_aligned: bool,
-    ) -> None:
-        shape = Shape(q, k, block_table)
-        ratio = shape.heads // shape.kv_heads
-        rows = shape.tokens * ratio
-        strides = [*_strides(q)[:3], *_strides(k)[:3]]
-        aligned = addresses_aligned and not any(stride % UNIT for stride in (*strides, shape.dim))
-        split = None
-        if aligned and block_table is None and not settings.splits:
-            split = _stream(on, q.dtype, shape, min(strides), max(strides))
-        streams = split is not None
+    def __init__(self, on: OpOn, call: Call, q: Tensor, k: Tensor, stream: Loaded | None) -> None:
+        shape, rows = call.shape, call.rows
+        streams, split = stream is not None, stream
         if split is None:
-            paged = "" if block_table is None else "_paged"
-            split = on.kernels[f"flash_decoding_split{paged}"]((q.dtype, aligned), shape.dim)
+            paged = "_paged" if call.paged else ""
+            split = on.kernels[f"flash_decoding_split{paged}"]((q.dtype, call.aligned), shape.dim)
             if rows > split.numbers["block_m"]:
-                split = on.kernels[f"flash_decoding_wide{paged}"]((q.dtype, aligned), shape.dim)
+                split = on.kernels[f"flash_decoding_wide{paged}"]((q.dtype, call.aligned), shape.dim)
         combine = on.kernels["flash_decoding_combine"]((q.dtype, not shape.dim % UNIT), shape.dim)
         numbers = split.numbers
         block_m, block_n = numbers.get("block_m", GROUP_ROWS), numbers["block_n"]
-        left = LONGEST if settings.left < 0 else min(settings.left, LONGEST)
-        right = LONGEST if settings.right < 0 else min(settings.right + 1, LONGEST)
         tiles = -(-rows // block_m)
-        blocks = -(-shape.capacity // block_n)
-        if settings.left >= 0:  # a window may start inside a block
-            blocks = min(blocks, -(-(left + shape.tokens) // block_n) + 1)
-        slots = on.multiprocessors * numbers["programs_per_multiprocessor"]
         width = shape.kv_heads * tiles
         if streams:
-            each, groups = 0, slots // width
+            each, groups = 0, on.multiprocessors * numbers["programs_per_multiprocessor"] // width
         else:
-            busy = on.multiprocessors * numbers.get("busy", numbers["programs_per_multiprocessor"])
-            each = min(settings.splits, blocks) or best_splits(
-                shape.batch * width, blocks, slots, busy, numbers["start"]
-            )
-            each = max(min(each, MOST // max(blocks, 1)), 1)
+            each = max(min(call.shares(on, numbers, width), MOST // max(call.blocks(block_n), 1)), 1)
             groups = shape.batch * each
         programs = width * groups
-        if programs >= 1 << 31 or shape.batch * shape.heads * shape.tokens >= 1 << 31 or ratio >= 1 << 15:
+        if (
+            programs >= 1 << 31
+            or shape.batch * shape.heads * shape.tokens >= 1 << 31
+            or call.ratio >= 1 << 15
+        ):
             raise ArgumentError(
-                f"flash_decoding: {shape.batch} sequences of {shape.tokens} x {shape.heads} queries, {ratio} for each "
-                "head of keys, are too many"
+                f"flash_decoding: {shape.batch} sequences of {shape.tokens} x {shape.heads} queries, {call.ratio} for "
+                "each head of keys, are too many"
             )
-        cap = settings.softcap
-        scales = (cap or settings.scale) * LOG2_E, settings.scale / cap if cap else 0.0
-        table_row = 0 if block_table is None else block_table.stride(0)
-        page_bits = shape.page_size.bit_length() - 1
-        several = (each or groups) > 1
-        part_rows = min(block_m, rows) if several else 0
-        by_ratio = (1 << 31) // ratio + 1
-        by_ratio -= (by_ratio >> 31) << 32
+        part_rows = min(block_m, rows) if (each or groups) > 1 else 0
         self._on, self._split, self._combine = on, split, combine
         self._programs, self._rows = programs, shape.batch * shape.heads * shape.tokens
         self._flag = pending.flag("flash_decoding")
         encode: Any = on.tensor_map
         self._maps = [Maps(encode, split, name, k, "bshd").at for name in "KV"] if streams else None
-        asked = (
-            *scales,
-            shape.kv_heads,
-            ratio,
-            by_ratio,
-            shape.tokens,
-            shape.dim,
-            shape.batch,
-            shape.capacity,
-        )
+        asked = (*call.asked, shape.batch, shape.capacity)
+        bounds = call.left, call.right
+        self._split_numbers: tuple[Any, ...]
         if streams:
-            self._split_numbers: tuple[Any, ...] = (
-                *strides[:3],
-                *asked,
-                tiles,
-                groups,
-                part_rows,
-                left,
-                right,
-            )
+            self._split_numbers = (*call.strides[:3], *asked, tiles, groups, part_rows, *bounds)
         else:
+            page_bits = shape.page_size.bit_length() - 1
             self._split_numbers = (
-                *strides, table_row, *asked, shape.pages, page_bits, tiles, each, part_rows, left, right,
+                *call.strides, call.table_row, *asked, shape.pages, page_bits, tiles, each, part_rows, *bounds
             )  # fmt: skip
         self._combine_numbers = (
-            shape.kv_heads, ratio, shape.tokens, shape.dim, shape.batch, shape.capacity, tiles, each, groups, part_rows,
-            block_m, block_n, left, right,
+            shape.kv_heads, call.ratio, shape.tokens, shape.dim, shape.batch, shape.capacity, tiles, each, groups,
+            part_rows, block_m, block_n, *bounds,
         )  # fmt: skip
-        self._shape, self._lse_shape = q.shape, (shape.batch, shape.heads, shape.tokens)
+        self._shape, self._lse_shape = q.shape, call.lse_shape
         part_lines = programs * part_rows * (1 if each else 2)
         self._parts, self._part_sums = part_lines * (shape.dim + 1), 4 * part_lines * shape.dim
 
@@ -181,8 +207,8 @@ class Plan:
         o, lse = q.new_empty(self._shape), q.new_empty(self._lse_shape, dtype=torch.float32)
         parts = q.new_empty(self._parts, dtype=torch.float32) if self._parts else None
         device, stream = on.device, on.stream(on.device)
-        results = o.data_ptr(), lse.data_ptr(), _at(parts), _at(parts) + self._part_sums
-        lengths, sinks_at = _at(cache_seqlens), _at(sinks)
+        results = o.data_ptr(), lse.data_ptr(), at(parts), at(parts) + self._part_sums
+        lengths, sinks_at = at(cache_seqlens), at(sinks)
         if self._maps is not None:
             k_map, v_map = self._maps
             self._split.launch(
@@ -192,7 +218,7 @@ class Plan:
         else:
             self._split.launch(
                 device, stream, self._programs, 1, 1, *results, self._flag,
-                q.data_ptr(), k.data_ptr(), v.data_ptr(), _at(block_table), lengths, sinks_at, *self._split_numbers,
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), at(block_table), lengths, sinks_at, *self._split_numbers,
             )  # fmt: skip
         if parts is not None:
             self._combine.launch(
@@ -201,16 +227,14 @@ class Plan:
         return o, lse
 
 
-def _stream(
-    on: OpOn, dtype: torch.dtype, shape: Shape, least_stride: int, largest_stride: int
-) -> Loaded | None:
+def stream_for(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:
     """The kernel that streams a contiguous cache with tensor maps, where there is one and it is the faster: for few
     rows, as many heads of keys of all sequences as there are multiprocessors, and caches as long as its row says."""
-    kernel = on.kernels.get("flash_decoding_stream")
+    if not call.aligned or call.paged or call.settings.splits:
+        return None
+    kernel, shape = on.kernels.get("flash_decoding_stream"), call.shape
     width = shape.kv_heads
-    mapped = on.tensor_map is not None and 0 < least_stride <= largest_stride < LARGEST_STRIDE
-    rows = shape.tokens * shape.heads // shape.kv_heads
-    if kernel is None or not mapped or shape.dim > STREAMED or rows > STREAMED_ROWS:
+    if kernel is None or not call.mapped(on) or shape.dim > STREAMED or call.rows > STREAMED_ROWS:
         return None
     if shape.batch * width < on.multiprocessors:
         return None
@@ -222,8 +246,13 @@ def _stream(
     return loaded if groups and long and blocks * groups <= MOST else None
 
 
-def _at(t: Tensor | None) -> int:
+def at(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
+
+
+def signed(x: int) -> int:
+    """An unsigned 32-bit number as the launcher takes it."""
+    return x - (x >> 31 << 32)
 
 
 def _strides(t: Tensor) -> list[int]:

@@ -11,7 +11,11 @@ from liger_aot.runtime import REMEMBERED, Loaded, OpOn
 from liger_aot.stream_words import StreamWords
 
 LONGEST = (1 << 31) - 1  # takes a table's last row
-HANDOVER = 5  # tiles that a program streams, at least, while the parts of a unit are exchanged
+HEAD = 2  # words ahead of those that a held launch exchanges through: the counter of csrc_triton.exchange's barrier
+HANDOVER = 72 << 10  # bytes that a program reads while the parts of a unit are exchanged
+ROUND = 24 << 10  # and while another PARTS of them are read
+UNIT = 16 << 10  # and while it adds up what its lines found in a part
+ALONE = 96 << 10  # bytes of a part: where they are more, and of one or two images, the other form is faster
 PART_COST = 4096  # elements that the exchange between a unit's parts costs as much as
 
 
@@ -78,7 +82,7 @@ def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> t
         loaded = kernel((dtype, aligned), n)
         held = None
         if "slots" in loaded.numbers:
-            held = held_plan(on.multiprocessors, loaded, shape)
+            held = held_plan(on, loaded, way, shape)
             if held is None:
                 loaded = kernel((dtype, aligned), LONGEST)
         if aligned and not shape.aligned(_width(loaded, shape)):
@@ -93,16 +97,16 @@ def find(on: OpOn, way: str, dtype: torch.dtype, places: int, shape: Shape) -> t
     return found
 
 
-def words_of(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> Tensor | None:
-    """What the programs of a launch exchange through, beside x."""
+def words_of(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> tuple[Tensor | None, int]:
+    """What the programs of a launch exchange through, beside x, and the launch's number, of which that is marked."""
     if not plan.words:
-        return None
-    if "slots" not in loaded.numbers:
-        return x.new_zeros(plan.words, dtype=torch.int64)
-    kept: StreamWords | None = on.plans.get("words")
+        return None, 0
+    held = "slots" in loaded.numbers
+    name = "held" if held else "words"  # held images' words have no marks: others can't have them
+    kept: StreamWords | None = on.plans.get(name)
     if kept is None:
-        kept = on.plans.setdefault("words", StreamWords(x.device))
-    return kept.on(stream, plan.words)
+        kept = on.plans.setdefault(name, StreamWords(x.device))
+    return (kept.on(stream, HEAD + plan.words), 0) if held else kept.numbered(stream, plan.words)
 
 
 def _shares(on: OpOn, loaded: Loaded, shape: Shape) -> bool:
@@ -142,36 +146,43 @@ def _plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan:
     )
 
 
-def held_plan(multiprocessors: int, loaded: Loaded, shape: Shape) -> Plan | None:
+def held_plan(on: OpOn, loaded: Loaded, way: str, shape: Shape) -> Plan | None:
     """For teams of programs that hold a part of a channels-last image each, in tiles of lines of eight channels; None
-    where they can't."""
+    where they can't, or another form is faster."""
     numbers, group, places = loaded.numbers, shape.channels // shape.groups, shape.spatial
-    step = numbers["lines"] * 8 // shape.channels  # places of a tile
-    across = (
-        group // 8 if not group & 7 else (group + 6) // 8 + 1
-    )  # lines of a place that a group is in, at most
+    rows = numbers["lines"] * 8 // shape.channels  # places of a block
     in_two = group == 4 or group >= 7  # no line is of three groups
-    if not step or not in_two or shape.groups > numbers["groups"] or across * step > numbers["members"]:
+    # Lines of a place that a group is in, at most.
+    across = group // 8 if not group & 7 else (group + 6) // 8 + 1
+    if not rows or not in_two or shape.groups > numbers["groups"] or across * rows > numbers["members"]:
         return None
-    resident = numbers["programs_per_multiprocessor"] * multiprocessors
+    step = rows * numbers["fold"]  # places of a tile
+    tile = step * shape.channels * (4 if way == "backward" else 2)  # bytes
+    resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
     least = -(-places // (step * min(numbers["split"], resident)))
     room = numbers["slots"] - numbers["ahead"]
 
     def cost(tiles: int) -> tuple[int, int]:
+        """Bytes that a program could have read."""
         split = -(-places // (tiles * step))
-        return -(-shape.images // (resident // split)) * (
-            tiles + 1 + split // 32
-        ), tiles  # words are read 32 at a time
+        units = -(-shape.images // (resident // split))
+        slack = 0 if units == 1 else min(tiles, room - tiles)
+        idle = max(0, HANDOVER - slack * tile) + (split - 1) // numbers["parts"] * ROUND
+        return units * (tiles * tile + UNIT + idle), tiles
 
-    # A part's last tiles are held while the next part's first ones come, as many as the exchange takes time for.
-    fitting = [t for t in range(least, -(-places // step) + 1) if t + min(t, HANDOVER) <= room]
+    # A part's last tiles are held while the next part's first ones come; without them none are under way.
+    fitting = range(least, min(-(-places // step), room - 2) + 1)
     if not fitting:
         return None
     length = min(fitting, key=cost) * step
     split = -(-places // length)
-    programs = min(resident // split, shape.images) * split
+    teams = min(resident // split, shape.images)
+    if shape.images <= 2 * teams and length // step * tile > ALONE:
+        return None
     sizes = (shape.images, 1, shape.groups, group, shape.channels, shape.channels, places)
-    return Plan(programs, split, length, shape.images * split * numbers["groups"], programs, sizes, sizes)
+    return Plan(
+        teams * split, split, length, shape.images * split * numbers["groups"], teams * split, sizes, sizes
+    )
 
 
 def split_of(units: int, elements: int, least: int, most: int, resident: int) -> int:

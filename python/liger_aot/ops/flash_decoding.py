@@ -13,6 +13,7 @@ from liger_aot import pending
 from liger_aot.attention_checks import check_dim, settings_of
 from liger_aot.decoding import STREAMED, UNIT, Plan, Settings, Shape
 from liger_aot.decoding_checks import check_arguments, check_values
+from liger_aot.decoding_once import OncePlan, counts_of, plan_for
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Problem
@@ -73,7 +74,7 @@ class FlashDecoding(DifferentiableOp):
 
     def __init__(self, runtimes: Any = None) -> None:
         super().__init__(runtimes)
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, Plan | OncePlan] = {}
 
     def __call__(
         self,
@@ -105,6 +106,9 @@ class FlashDecoding(DifferentiableOp):
     def preload(self, device: torch.device | int | str | None = None) -> None:
         super().preload(device)
         pending.flag(self.name)
+        for index, on in self._own.bound.items():
+            if "flash_decoding_once" in on.kernels and index >= 0:
+                counts_of(on, torch.device("cuda", index)).prepare()
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         check_arguments(self.name, tensors, settings)
@@ -147,7 +151,7 @@ class FlashDecoding(DifferentiableOp):
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            self._plans[key] = Plan(on, q, k, block_table, Settings(*settings), addresses_aligned=key[0])
+            self._plans[key] = plan_for(on, q, k, block_table, Settings(*settings), addresses_aligned=key[0])
         return self.run_forward(tensors, settings, keep, out)
 
     def on_reference(self, tensors: Tensors) -> bool:
@@ -175,12 +179,12 @@ class FlashDecoding(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """``shape`` is q's. Of a contiguous cache and of a paged one; ``wide`` are for many rows of q a head of k,
-        ``stream`` is for many long sequences."""
+        ``once`` for few where there is such a kernel, ``stream`` for many long sequences."""
         check_dim(self.name, shape[-1])
         aligned = not shape[-1] % UNIT
         kernels = ["split", "split_paged", "wide", "wide_paged", "combine"]
         if aligned and shape[-1] <= STREAMED:
-            kernels.append("stream")
+            kernels += ["stream", "once", "once_paged"]
         return tuple(Problem(f"{self.name}_{kernel}", (dtype,), aligned, shape[-1]) for kernel in kernels)
 
     @staticmethod

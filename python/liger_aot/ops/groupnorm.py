@@ -127,11 +127,11 @@ class GroupNorm(DifferentiableOp):
         places = x_at | y_at | w_at | b_at
         loaded, plan = find(on, "forward", x.dtype, places, shape)
         stream = on.stream(on.device)
-        words = words_of(on, stream, loaded, plan, x)
+        words, launch = words_of(on, stream, loaded, plan, x)
         loaded.launch(
             on.device, stream, plan.programs, 1, 1,
             y_at, x_at, w_at, b_at, None if stats is None else stats.data_ptr(),
-            None if words is None else words.data_ptr(), *plan.forward, plan.length, plan.split, eps,
+            None if words is None else words.data_ptr(), launch, *plan.forward, plan.length, plan.split, eps,
             w_kind, b_kind, keep,
         )  # fmt: skip
         return y, stats
@@ -162,7 +162,7 @@ class GroupNorm(DifferentiableOp):
             w_at, w_kind = weight.data_ptr(), 1 if weight.dtype == x.dtype else 2
         loaded, plan = find(on, "backward", x.dtype, in_x[0] | in_dy[0] | w_at, shape)
         stream = on.stream(on.device)
-        words = words_of(on, stream, loaded, plan, x)
+        words, launch = words_of(on, stream, loaded, plan, x)
         db_column = (channels + 15) & -16 if need_dw else 0  # aligned, as the halves of one buffer
         columns = db_column + (channels if need_db else 0)
         sums = partials = None
@@ -173,7 +173,7 @@ class GroupNorm(DifferentiableOp):
             on.device, stream, plan.programs, 1, 1,
             None if dx is None else dx.data_ptr(), in_dy[0], in_x[0], w_at, stats.data_ptr(),
             None if partials is None else partials.data_ptr(), None if words is None else words.data_ptr(),
-            *plan.backward, plan.length, plan.split, columns, db_column,
+            launch, *plan.backward, plan.length, plan.split, columns, db_column,
             w_kind, need_dx, need_dw, need_db,
         )  # fmt: skip
         if sums is None or partials is None:
