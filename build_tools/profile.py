@@ -25,6 +25,7 @@ OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")
 HOST_NUMBERS = {
     "programs_per_multiprocessor": "programs",
     "cache_megabytes": "cache",  # of keys and values that programs side by side work on
+    "fillings": "fillings",  # of the GPU, by heads that take turns to start a block
     "longest": "longest",  # keys that a kernel for short sequences is for
     "busy": "busy",  # programs that keep a multiprocessor's share of memory busy
     "least_blocks": "least",  # a multiprocessor, from which on this kernel is chosen

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from csrc_triton.attention_backward_dq import add_dq
 from csrc_triton.attention_backward_groups import (
     BATCH,
     COUNT,
@@ -28,11 +29,17 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
-from csrc_triton.attention_backward_order import begin_turn, end_turn, keep_order, order_barriers
-from csrc_triton.attention_groups import LOCAL, barriers
+from csrc_triton.attention_backward_order import (
+    START,
+    begin_turn,
+    end_turn,
+    keep_order,
+    next_step,
+    order_of,
+)
+from csrc_triton.attention_groups import CAUSAL, LOCAL, barriers
 
 DS_SLOTS = gl.constexpr(4)  # of dS; with four no barrier must say that one is free: see ``step``
-SLAB_BYTES = gl.constexpr(2048)  # eight columns of 64 rows of dQ in float32
 
 
 @aggregate
@@ -47,45 +54,6 @@ class View:
     @gluon.constexpr_function
     def __init__(self, rows, jump, masked, scale):
         self.rows, self.jump, self.masked, self.scale = rows, jump, masked, scale
-
-
-# One statement adds all of a thread's values, a vector of four for each slab; operands are the results (which inline
-# assembly must have), then as many pointers as values, all the same, then the values.
-@gluon.constexpr_function
-def reduction(values):
-    pointer, first = values // 4, values // 4 + values
-    vectors = (
-        (SLAB_BYTES.value * j, ", ".join(f"${first + 4 * j + e}" for e in range(4)))
-        for j in range(values // 4)
-    )
-    return " ".join(
-        f"red.relaxed.gpu.global.add.v4.f32 [${pointer}+{at}], {{{four}}};" for at, four in vectors
-    )
-
-
-@gluon.constexpr_function
-def reduction_operands(values):
-    return ",".join(["=r"] * (values // 4) + ["l"] * values + ["f"] * values)
-
-
-@gluon.jit
-def add_dq(to, dq):
-    """Add [64, N] of dQ to float32 at ``to``, where tiles of 64 rows lie in the order of accumulators: slabs of eight
-    columns, in each the 4 values of a thread of the group beside each other (``finish`` undoes it). A warp adds 512
-    bytes side by side, with no trip through shared memory."""
-    layout: gl.constexpr = dq.type.layout
-    values: gl.constexpr = dq.shape[1] // 2  # a thread's
-    c = gl.arange(0, dq.shape[1], gl.SliceLayout(0, layout))
-    r = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    thread = gl.expand_dims((r // 16) * 32 + (r % 8) * 4, 1) + gl.expand_dims((c % 8) // 2, 0)
-    gl.inline_asm_elementwise(
-        reduction(values),
-        reduction_operands(values),
-        [(to + thread * 4).to(gl.int64), dq],
-        dtype=gl.int8,
-        is_pure=False,
-        pack=values,
-    )
 
 
 @gluon.jit
@@ -202,12 +170,13 @@ def crossed(at, masked, notes, g: gl.constexpr, z):
 
 @gluon.jit
 def step(
-    i, at, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, FIRST: gl.constexpr,
-    g: gl.constexpr, z,
+    i, at, c, gap, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order,
+    FIRST: gl.constexpr, g: gl.constexpr, z,
 ):  # fmt: skip
     """Block i, which starts ``at`` rows after the first of its head that is walked. ``to`` is where block i - 1's dQ
-    goes; it comes back for block i's, as ``at`` does for the next. With AHEAD ``s`` are the block's scores, and the
-    next block's come back."""
+    goes; it comes back for block i's, as ``at`` does for the next. Where there is an order, ``c`` is
+    ``next_step``'s and ``gap`` what lies between both blocks' dQ. With AHEAD ``s`` are the block's scores, and the next
+    block's come back."""
     panels: gl.constexpr = 2 if z.D2 > 0 else 1  # products in flight for one of S^T, dP^T, dK, dV
     qi = i % z.Q_STAGES
     yi = i % z.DY_STAGES
@@ -256,9 +225,9 @@ def step(
             mbarrier.arrive(dy.free.index(yi), count=1)
     else:
         j = i - 1  # dQ lags one block
-        c = j % DS_SLOTS
-        mbarrier.wait(ds_full.index(c), (j // DS_SLOTS) & 1)
-        dq = dq_product(ds, c, k, zero, g, z)
+        slot = j % DS_SLOTS
+        mbarrier.wait(ds_full.index(slot), (j // DS_SLOTS) & 1)
+        dq = dq_product(ds, slot, k, zero, g, z)
         dk, dk2 = add_product(ds_a, q, qi, dk, dk2, z)
         if z.AHEAD:
             s, dq = warpgroup_mma_wait(panels, deps=(s, dq))
@@ -269,15 +238,20 @@ def step(
                 dv, dq = warpgroup_mma_wait(panels, deps=(dv, dq))
             mbarrier.arrive(dy.free.index(yi), count=1)
         add_in_turn(to, dq, j, order)  # while dK runs
-        to += gl.where(at == 0, view.jump, z.BLOCK_M).to(gl.int64) * (z.D1 + z.D2)
+        if order is None or z.BOUNDED != CAUSAL:
+            gap = gl.where(at == 0, view.jump, z.BLOCK_M)
+        to += gap.to(gl.int64) * (z.D1 + z.D2)
     if z.D2 > 0:
         dk, dk2 = warpgroup_mma_wait(0, deps=(dk, dk2))
     else:
         dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q.free.index(qi), count=1)
-    at += z.BLOCK_M
-    at = gl.where(at == view.rows, 0, at)
-    return at, to, dk, dk2, dv, dv2, s
+    if order is None or z.BOUNDED != CAUSAL:
+        at += z.BLOCK_M
+        at = gl.where(at == view.rows, 0, at)
+    else:
+        at, c, gap = next_step(at, c, order)
+    return at, c, gap, to, dk, dk2, dv, dv2, s
 
 
 @gluon.jit
@@ -299,7 +273,8 @@ def put(values, buffer, of, notes, column: gl.constexpr, g: gl.constexpr, z):
 
 @gluon.jit
 def consume(
-    z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale, g: gl.constexpr
+    z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads, scale,
+    g: gl.constexpr,
 ):  # fmt: skip
     """Consumer group g: keys 64 g to 64 g + 63 of the tile."""
     columns: gl.constexpr = z.D1 + z.D2
@@ -322,12 +297,18 @@ def consume(
         s = times_rows(k, g, q, 0, z)
         s = warpgroup_mma_wait(0, deps=(s,))
     zero = tile.steps * 0
-    at, to, dk, dk2, dv, dv2, s = step(
-        zero, zero, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, True, g, z
+    at = zero
+    if order is not None and z.BOUNDED == CAUSAL:
+        at += noted(order.walk, START)
+        to += at.to(gl.int64) * columns
+    at, c, gap, to, dk, dk2, dv, dv2, s = step(
+        zero, at, zero, zero, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order,
+        True, g, z,
     )  # fmt: skip
     for i in range(1, tile.steps):
-        at, to, dk, dk2, dv, dv2, s = step(
-            i, at, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order, False, g, z
+        at, c, gap, to, dk, dk2, dv, dv2, s = step(
+            i, at, c, gap, to, view, dk, dk2, dv, dv2, s, notes, k, v, q, dy, lse, delta, ds, ds_full, order,
+            False, g, z,
         )  # fmt: skip
     # V's rows of this group are spent, and only it reads them: they carry dV out, then dK
     put(dv, v.first.index(g), DV, notes, 0, g, z)
@@ -368,25 +349,25 @@ def by_groups(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
-                           scale, 0)),
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded, heads,
-                           scale, 1)),
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded,
+                           heads, scale, 0)),
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, None, padded,
+                           heads, scale, 1)),
                 (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
             ],
             [4, 1],
             [REGISTERS, 24],
         )  # fmt: skip
     else:
-        order = order_barriers(2, 1)
+        order = order_of(tile, padded, 2, 1, z)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
-                           scale, 0)),
-                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded, heads,
-                           scale, 1)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded,
+                           heads, scale, 0)),
+                (consume, (z, tile, notes, DK, DV, DQ32, k, v, q, dy, lse, delta, ds, ds_full, order, padded,
+                           heads, scale, 1)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, order)),
                 (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
             ],
             [4, 1, 1],

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_groups import LOCAL, Ring, barriers
+from csrc_triton.attention_groups import CAUSAL, LOCAL, Ring, barriers
 from csrc_triton.attention_turns import in_turns
 
 CAPPED = gl.constexpr(3)  # both bounds and a soft cap
@@ -142,21 +142,21 @@ def write_notes(tile, right, len_k, left=None, cap=None):
     count: gl.constexpr = LAST_ROW if left is None else CAP if cap is None else CAP + 1
     notes = gl.allocate_shared_memory(gl.int32, [count, 1], mbarrier.MBarrierLayout())
     batch, key = tile.keys_at(0)
-    _write(notes, BATCH, batch)
-    _write(notes, KV_HEAD, tile.kv_head)
-    _write(notes, KEY, key)
-    _write(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
-    _write(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
+    write_note(notes, BATCH, batch)
+    write_note(notes, KV_HEAD, tile.kv_head)
+    write_note(notes, KEY, key)
+    write_note(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
+    write_note(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
     if left is not None:
         # the last of the rows walked that sees the first key; each later key is seen by one more
-        _write(notes, LAST_ROW, tile.key - left - tile.row)
+        write_note(notes, LAST_ROW, tile.key - left - tile.row)
     if cap is not None:
-        _write(notes, CAP, cap.to(gl.int32, bitcast=True))
+        write_note(notes, CAP, cap.to(gl.int32, bitcast=True))
     return notes
 
 
 @gluon.jit
-def _write(notes, what: gl.constexpr, value):
+def write_note(notes, what: gl.constexpr, value):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     notes.index(what).store(gl.full([1], 0, gl.int32, one) + value)
 
@@ -237,18 +237,18 @@ def fetch_rows(of, sums_of, tile, head, row, to, sums, slot, z):
 
 
 @gluon.jit
-def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta):
+def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, order=None):
     """The producer warp. What lies outside a tensor arrives as zeros."""
     fetch_keys(K, tile, k, z)
     head = tile.head
-    row = tile.row
+    row = first_row(tile, z, order)
     fetch_rows(Q, LSE2, tile, head, row, q, lse, 0, z)
     fetch_keys(V, tile, v, z)
     for i in range(tile.steps):
         slot = i % z.DY_STAGES
         mbarrier.wait(dy.free.index(slot), ((i // z.DY_STAGES) & 1) ^ 1)
         fetch_rows(DY, DELTA, tile, head, row, dy, delta, slot, z)
-        head, row = next_rows(head, row, tile, z)
+        head, row = next_rows(head, row, tile, z, order)
         j = i + 1
         if z.AHEAD or j < tile.steps:  # with AHEAD the last Q is a dummy: scores that nobody uses
             slot = j % z.Q_STAGES
@@ -257,8 +257,23 @@ def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta):
 
 
 @gluon.jit
-def next_rows(head, row, tile, z):
-    """The block after one: of the same head, or the next head's first."""
-    row += z.BLOCK_M
-    last = row == tile.row + tile.rows
-    return gl.where(last, head + 1, head), gl.where(last, tile.row, row)
+def first_row(tile, z, order=None):
+    row = tile.row
+    if order is not None and z.BOUNDED == CAUSAL:
+        row = gl.where(order.inner > 0, tile.row + tile.rows - z.BLOCK_M, row)
+    return row
+
+
+@gluon.jit
+def next_rows(head, row, tile, z, order=None):
+    """The block after one: of the same head, or the next head's first. Where query heads take turns in an order, the
+    last rows of each come first, then the rows before them: see ``attention_backward_order``."""
+    after = row + z.BLOCK_M
+    last = after == tile.row + tile.rows
+    to_head, to_row = gl.where(last, head + 1, head), gl.where(last, tile.row, after)
+    if order is not None and z.BOUNDED == CAUSAL:
+        inner = order.inner
+        last = head + 1 == tile.head + inner
+        to_head = gl.where(inner > 0, gl.where(last, tile.head, head + 1), to_head)
+        to_row = gl.where(inner > 0, gl.where(last, row - z.BLOCK_M, row), to_row)
+    return to_head, to_row

@@ -13,7 +13,10 @@ each next one meets only turns that are passed on sooner or later.
 The order is such that waits are few. Without a bound all programs begin with the first rows, where each waits for the
 one before. So several heads take turns to start programs (``tile_in_order``), and a head's start one after the other.
 With a bound a program begins at its diagonal. There the last keys go first: the first to add to a row is the program
-that sees it first, and at any moment each one adds to other rows. (With the first keys first most would wait.)
+that sees it first, and at any moment each one adds to other rows. (With the first keys first most would wait.) But
+the longest programs end last then. Where more than two query heads share a head of K, these take turns instead, the
+last rows first: a program follows the one before at a small distance, whatever rows that sees beyond its own, and the
+first keys, the longest, go first.
 """
 
 from triton.experimental import gluon
@@ -21,8 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention_backward_groups import next_rows, tile_at
-from csrc_triton.attention_groups import barriers
+from csrc_triton.attention_backward_groups import first_row, next_rows, noted, tile_at, write_note
+from csrc_triton.attention_groups import CAUSAL, barriers
 from csrc_triton.attention_turns import in_turns
 
 
@@ -32,25 +35,72 @@ class Order:
 
     turn: gl.shared_memory_descriptor  # is the program's
     added: gl.shared_memory_descriptor  # all groups have
+    walk: gl.shared_memory_descriptor  # see ``next_step``; ``turn`` again but in causal kernels
+    inner: gl.tensor  # how many query heads take turns, the last rows first; 0: none
 
     @gluon.constexpr_function
-    def __init__(self, turn, added):
-        self.turn, self.added = turn, added
+    def __init__(self, turn, added, walk, inner):
+        self.turn, self.added, self.walk, self.inner = turn, added, walk, inner
 
 
 @gluon.jit
-def order_barriers(groups: gl.constexpr, warps: gl.constexpr):
-    return Order(barriers(warps, 1), barriers(warps, groups))
+def order_of(tile, padded, groups: gl.constexpr, warps: gl.constexpr, z):
+    turn = barriers(warps, 1)
+    inner = inner_heads(tile.steps // (tile.rows // z.BLOCK_M), z)
+    walk = turn
+    if z.BOUNDED == CAUSAL:
+        walk = write_walk(tile, padded, inner, z)
+    return Order(turn, barriers(warps, groups), walk, inner)
+
+
+@gluon.jit
+def inner_heads(ratio, z):
+    """``Order.inner`` where ``ratio`` query heads share a head of K."""
+    inner = ratio * 0
+    if z.BOUNDED == CAUSAL:
+        inner = gl.where(ratio > 2, ratio, 0)
+    return inner
 
 
 @gluon.jit
 def tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=None):
     """This program's tile: ``section`` heads of K at a time take turns. The last keys come first where there is a
-    bound."""
+    bound and query heads don't take turns."""
     both, number = in_turns(tiles_a_head, section)
     if z.BOUNDED:
-        number = tiles_a_head - 1 - number
+        number = gl.where(inner_heads(ratio, z) > 0, number, tiles_a_head - 1 - number)
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
+
+
+# What the consumers need to follow ``next_rows``, in shared memory: held in registers over the loop, it would make them
+# spill. From the start of its rows, the first block of a head and, of a step to the next block and of each COUNT-th
+# step, how far it goes among a head's rows and in DQ32.
+START, COUNT, STEP, STEP_TO, TURN, TURN_TO = (gl.constexpr(i) for i in range(6))
+
+
+@gluon.jit
+def write_walk(tile, padded, inner, z):
+    walk = gl.allocate_shared_memory(gl.int32, [6, 1], mbarrier.MBarrierLayout())
+    taking = inner > 0
+    back = z.BLOCK_M - tile.rows
+    write_note(walk, START, gl.where(taking, -back, 0))
+    write_note(walk, COUNT, gl.where(taking, inner, tile.rows // z.BLOCK_M))
+    write_note(walk, STEP, gl.where(taking, 0, z.BLOCK_M))
+    write_note(walk, STEP_TO, gl.where(taking, padded, z.BLOCK_M))
+    write_note(walk, TURN, gl.where(taking, -z.BLOCK_M, back))
+    write_note(walk, TURN_TO, gl.where(taking, (1 - inner) * padded - z.BLOCK_M, padded + back))
+    return walk
+
+
+@gluon.jit
+def next_step(at, c, order):
+    """Behind a block that starts ``at`` rows after the first of its head, the c-th since a turn: the next one's, and
+    how many rows of DQ32 lie between them."""
+    walk = order.walk
+    c += 1
+    over = c == noted(walk, COUNT)
+    at += gl.where(over, noted(walk, TURN), noted(walk, STEP))
+    return at, gl.where(over, 0, c), gl.where(over, noted(walk, TURN_TO), noted(walk, STEP_TO))
 
 
 @gluon.jit
@@ -88,10 +138,13 @@ def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.
     if z.BOUNDED:
         turn = tiles_a_head - 1 - turn
         alone = gl.maximum(tile.key + z.BLOCK_N - right + 1, 0) // z.BLOCK_M * z.BLOCK_M
+    if z.BOUNDED == CAUSAL:  # where query heads take turns, the programs before see all its rows
+        turn = gl.where(order.inner > 0, tile.key // z.BLOCK_N, turn)
+        alone = gl.where(order.inner > 0, 0, alone)
     head = tile.head
-    row = tile.row
+    row = first_row(tile, z, order)
     for _ in gl.static_range(w):
-        head, row = next_rows(head, row, tile, z)
+        head, row = next_rows(head, row, tile, z, order)
     for i in range(w, tile.steps, warps):
         block = (tile.batch * heads + head) * (padded // z.BLOCK_M) + row // z.BLOCK_M
         at = (TURNS + block).to(gl.int64)
@@ -101,4 +154,4 @@ def keep_order(z, tile, TURNS, order, tiles_a_head, heads, padded, right, w: gl.
         mbarrier.wait(order.added.index(w), (i // warps) & 1)
         gl.inline_asm_elementwise(PASS_ON, "=r,l,r", [at, turn + 1], gl.int32, False, 1)
         for _ in gl.static_range(warps):
-            head, row = next_rows(head, row, tile, z)
+            head, row = next_rows(head, row, tile, z, order)

@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention_backward_consumer import (
-    add_dq,
     add_product,
     crossed,
     put,
@@ -38,6 +37,7 @@ from csrc_triton.attention_backward_consumer import (
     seen,
     times_rows,
 )
+from csrc_triton.attention_backward_dq import add_dq
 from csrc_triton.attention_backward_groups import (
     CAPPED,
     COUNT,
@@ -51,8 +51,15 @@ from csrc_triton.attention_backward_groups import (
     tile_ring,
     write_notes,
 )
-from csrc_triton.attention_backward_order import begin_turn, end_turn, keep_order, order_barriers
-from csrc_triton.attention_groups import barriers
+from csrc_triton.attention_backward_order import (
+    START,
+    begin_turn,
+    end_turn,
+    keep_order,
+    next_step,
+    order_of,
+)
+from csrc_triton.attention_groups import CAUSAL, barriers
 
 UNSEEN = gl.constexpr(1e18)  # so far out of a soft cap that P is 0, and finite when squared
 PART = gl.constexpr(64)  # columns of dQ that ``make_dq`` has in registers
@@ -116,7 +123,7 @@ def probabilities(s, base, at, masked, scale, notes, z):
 
 
 @gluon.jit
-def make_dv(z, tile, notes, DV, k, q, dy, lse, p_ring, scale):
+def make_dv(z, tile, notes, order, DV, k, q, dy, lse, p_ring, scale):
     dv, dv2 = zeros_of(z)
     rows = tile.rows
     # masked: all blocks where not all keys are there, else those whose first row does not see all
@@ -124,6 +131,9 @@ def make_dv(z, tile, notes, DV, k, q, dy, lse, p_ring, scale):
     masked = gl.where(noted(notes, COUNT) < KEYS, rows, masked)
     mbarrier.wait(k.full.index(0), 0)
     at = 0  # rows after the first of its head that is walked
+    c = 0
+    if order is not None and z.BOUNDED == CAUSAL:
+        at = noted(order.walk, START)
     for i in range(tile.steps):
         qi = i % z.Q_STAGES
         yi = i % z.DY_STAGES
@@ -145,8 +155,11 @@ def make_dv(z, tile, notes, DV, k, q, dy, lse, p_ring, scale):
         dv, dv2 = add_product(gl.convert_layout(p.to(q.first.dtype), z.P), dy, yi, dv, dv2, z)
         dv, dv2 = warpgroup_mma_wait(0, deps=(dv, dv2))
         mbarrier.arrive(dy.free.index(yi), count=1)
-        at += z.BLOCK_M
-        at = gl.where(at == rows, 0, at)
+        if order is None or z.BOUNDED != CAUSAL:
+            at += z.BLOCK_M
+            at = gl.where(at == rows, 0, at)
+        else:
+            at, c, _ = next_step(at, c, order)
     # the last rows of dY are spent, once both groups say so: they carry dV out
     j = tile.steps - 1
     slot = j % z.DY_STAGES
@@ -194,26 +207,33 @@ def make_dq(z, tile, DQ32, k, ds_ring, order, padded, heads):
     jump = padded - tile.rows + z.BLOCK_M  # from the last block of a head to the first of the next
     mbarrier.wait(k.full.index(0), 0)
     at = 0
+    c = 0
+    if order is not None and z.BOUNDED == CAUSAL:
+        at = noted(order.walk, START)
+        to += at.to(gl.int64) * columns
     for i in range(tile.steps):
-        c = i % slots
-        mbarrier.wait(ds_ring.full.index(c), (i // slots) & 1)
-        ds = ds_ring.tiles.index(c).permute((1, 0))
-        if order is not None:
-            begin_turn(i, order)
-        add_parts(to, ds, k.first.index(i >> 30).reshape([KEYS, z.D1]))
-        add_parts(to + 64 * z.D1, ds, k.second.index(i >> 30).reshape([KEYS, z.D2]))
+        slot = i % slots
+        mbarrier.wait(ds_ring.full.index(slot), (i // slots) & 1)
+        ds = ds_ring.tiles.index(slot).permute((1, 0))
+        add_parts(to, ds, k.first.index(i >> 30).reshape([KEYS, z.D1]), i, order)
+        add_parts(to + 64 * z.D1, ds, k.second.index(i >> 30).reshape([KEYS, z.D2]), i, None)
         if order is not None:
             end_turn(i, order)
-        mbarrier.arrive(ds_ring.free.index(c), count=1)
-        at += z.BLOCK_M
-        last = at == tile.rows
-        to += gl.where(last, jump, z.BLOCK_M).to(gl.int64) * columns
-        at = gl.where(last, 0, at)
+        mbarrier.arrive(ds_ring.free.index(slot), count=1)
+        if order is None or z.BOUNDED != CAUSAL:
+            at += z.BLOCK_M
+            last = at == tile.rows
+            to += gl.where(last, jump, z.BLOCK_M).to(gl.int64) * columns
+            at = gl.where(last, 0, at)
+        else:
+            at, c, gap = next_step(at, c, order)
+            to += gap.to(gl.int64) * columns
 
 
 @gluon.jit
-def add_parts(to, ds, keys):
-    """Add dS keys, of a panel of columns, to float32 at ``to``."""
+def add_parts(to, ds, keys, i, order):
+    """Add dS keys, of a panel of columns, to float32 at ``to``; where there is an order, at this program's turn for
+    the i-th block of rows, which the first part's product does not wait for."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16]
     )
@@ -221,6 +241,8 @@ def add_parts(to, ds, keys):
         dq = gl.zeros([64, PART], gl.float32, layout)
         dq = warpgroup_mma(ds, keys.slice(n * PART, PART, dim=1), dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
+        if n == 0 and order is not None:
+            begin_turn(i, order)
         add_dq(to + n * (64 * PART), dq)
         gl.thread_barrier()  # ptxas would start the next product before it has added this one, and spill
 
@@ -247,7 +269,7 @@ def by_roles(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
+                (make_dv, (z, tile, notes, None, DV, k, q, dy, lse, p, scale)),
                 (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
                 (make_dq, (z, tile, DQ32, k, ds, None, padded, heads)),
                 (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
@@ -256,14 +278,14 @@ def by_roles(
             [REGISTERS, DQ_REGISTERS, 32],
         )
     else:
-        order = order_barriers(1, 3)
+        order = order_of(tile, padded, 1, 3, z)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (make_dv, (z, tile, notes, DV, k, q, dy, lse, p, scale)),
+                (make_dv, (z, tile, notes, order, DV, k, q, dy, lse, p, scale)),
                 (make_dk, (z, tile, notes, DK, v, q, dy, delta, p, ds, scale)),
                 (make_dq, (z, tile, DQ32, k, ds, order, padded, heads)),
-                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta)),
+                (produce, (z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, order)),
                 (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 0)),
                 (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 1)),
                 (keep_order, (z, tile, TURNS, order, tiles_a_head, heads, padded, right, 2)),

@@ -14,16 +14,18 @@ from csrc_triton.attention_groups import (
     FULL,
     LOCAL,
     add_values,
-    announced,
+    key_number,
     pass_turn,
     scaled,
     scores,
     skip,
     step,
     take_turn,
+    value_number,
     wait_values,
     whole_blocks,
 )
+from csrc_triton.attention_producer import announced
 from csrc_triton.attention_softmax import here, masked, pack, row_parts, soft_cap
 
 
@@ -63,8 +65,8 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
     rows = here(gl.arange(0, 64, z.ROW)) + row
     # the first key that each row sees, the one behind the last, and the blocks that all rows see whole
     low = rows
-    high = gl.full([64], 0, gl.int32, z.ROW) + work.len_k
-    whole = whole_blocks(work.len_k, z)
+    high = gl.full([64], 0, gl.int32, z.ROW) + work.keys(row, z)
+    whole = whole_blocks(work.keys(row, z), z)
     if z.MASK != FULL:
         high = gl.minimum(rows + work.right, work.len_k)
         whole = gl.minimum(whole, whole_blocks(gl.maximum(row + work.right, 0), z))
@@ -77,9 +79,10 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
         lower = gl.minimum(gl.maximum(lower, first), whole)
     bounds = (low, high)
 
-    slot = b % z.STAGES
+    at = key_number(b, True, z)
+    slot = at % z.STAGES
     mbarrier.wait(q.full.index(g), i & 1)
-    mbarrier.wait(k.full.index(slot), (b // z.STAGES) & 1)
+    mbarrier.wait(k.full.index(slot), (at // z.STAGES) & 1)
     take_turn(g, z)
     s = scores(q, g, k, slot, z)
     pass_turn(g, z)
@@ -89,7 +92,7 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
         s = soft_cap(s, cap)
     if z.MASK != FULL:
         s = masked(s, (last - 1) * z.BLOCK_N, bounds, z.MASK == LOCAL)
-    elif last != whole_blocks(work.len_k, z):
+    elif last != whole_blocks(work.keys(row, z), z):
         s = masked(s, (last - 1) * z.BLOCK_N, bounds, False)
     m = gl.maximum(gl.max(s, 1) * scale, -1.0e30)  # finite: a row that sees no key gives no NaN
     e = gl.exp2(s * scale - gl.expand_dims(m, 1))
@@ -127,8 +130,9 @@ def attend(row, first, last, b, q, k, v, work, scale, cap, i, g: gl.constexpr, z
                 j, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, True, g, z
             )
     mbarrier.arrive(q.free.index(g), count=1)
-    slot = (end - 1) % z.STAGES
-    mbarrier.wait(v.full.index(slot), ((end - 1) // z.STAGES) & 1)
+    at = value_number(end - 1, True, z)
+    slot = at % z.STAGES
+    mbarrier.wait(v.full.index(slot), (at // z.STAGES) & 1)
     acc, acc2 = add_values(p, v, slot, acc, acc2, z)
     return acc, acc2, m, sums
 
@@ -185,7 +189,8 @@ def consume_tile(tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale,
         )
         by = gl.where(total > 0, by / total, 0.0)
         acc, acc2 = wait_values(acc, acc2, z)
-        mbarrier.arrive(v.free.index((b + tile_last - first - 1) % z.STAGES), count=1)
+        spent = value_number(b + tile_last - first - 1, True, z) % z.STAGES
+        mbarrier.arrive(v.free.index(spent), count=1)
         put_all(acc, acc2, by, buffer, Y, to.batch, to.head, row + to.past, z)
         skip(first - tile_first, b_next - (first - tile_first), k, v, g, z)
     else:
@@ -202,12 +207,13 @@ def consume(z, work, q, k, v, board, buffer, Y, LSE, lse_stride, SINKS, scale, c
         pass_turn(g, z)  # the first group starts
     b = 0
     i = 0
-    t = announced(0, board)
+    t, tile, batch, head = announced(0, board, z)
     while t < work.tiles:
-        tile, batch, head = work.tile(t, z)
+        if not z.TOLD:
+            tile, batch, head = work.tile(t, z)
         lse = (batch * work.heads + head).to(gl.int64) * lse_stride
         place = Place(tile, batch, head, batch * 0, lse, work.len_q, batch >= 0)
         b = consume_tile(tile, place, b, i, q, k, v, work, buffer, Y, LSE, SINKS, scale, cap, g, z)
         i += 1
-        t = announced(i, board)
+        t, tile, batch, head = announced(i, board, z)
     tma.store_wait(0)

@@ -13,6 +13,8 @@ with wgmma. After FlashAttention-3 (Shah et al., 2024), with these choices:
   any strides, lengths and head dimensions work without a copy.
 - A head dimension between two powers of two has two panels of columns, D1 + D2: 96 = 64 + 32, 192 = 128 + 64.
 - With TURNS, groups issue their products one after the other, so that one's softmax meets another's products.
+- With ONE_RING, K and V share a ring. Where two stages of both do not fit beside Q, three slots let blocks be twice as
+  long as two pairs of slots would.
 """
 
 from triton.experimental import gluon
@@ -43,6 +45,10 @@ class Sizes:
     MASK: gl.constexpr
     TURNS: gl.constexpr
     LATE: gl.constexpr  # whether a tile is taken behind the last block of the one before: see ``produce``
+    ONE_RING: gl.constexpr  # whether K and V have one ring: see ``key_number``
+    TOLD: (
+        gl.constexpr
+    )  # whether the producer tells the consumers of which head a tile is; else they divide, too
     S: gl.constexpr  # layouts of the scores, of both panels of the output, of P as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -50,7 +56,7 @@ class Sizes:
     ROW: gl.constexpr  # a value a row, as the scores have it
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0):
+    def __init__(self, BLOCK_N, D1, D2, BOX, STAGES, GROUPS, MASK, TURNS, LATE=0, ONE_RING=0, TOLD=0):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -60,6 +66,7 @@ class Sizes:
         self.BLOCK_N, self.D1, self.D2, self.BOX = value(BLOCK_N), value(D1), value(D2), value(BOX)
         self.STAGES, self.GROUPS = value(STAGES), value(GROUPS)
         self.MASK, self.TURNS, self.LATE = value(MASK), value(TURNS), value(LATE)
+        self.ONE_RING, self.TOLD = value(ONE_RING), value(TOLD)
         self.S = value(wgmma(self.BLOCK_N.value))
         self.O1 = value(wgmma(self.D1.value))
         self.O2 = value(wgmma(self.D2.value or 16))
@@ -115,10 +122,19 @@ class Work:
         return m, batch, both - batch * self.heads
 
     @gluon.jit
+    def keys(self, row, z):
+        """len_k. With ONE_RING ``row`` >> 30 is added, which is zero, but not to the compiler: it would keep what it
+        works out for all tiles in local memory."""
+        n = self.len_k
+        if z.ONE_RING:
+            n += row >> 30
+        return n
+
+    @gluon.jit
     def blocks(self, row, end, z):
         """The range of blocks of keys that rows ``row`` to ``end`` - 1 see. It holds at least one: a block that no row
         sees does no harm."""
-        stop = self.len_k
+        stop = self.keys(row, z)
         if z.MASK != FULL:
             stop = gl.minimum(stop, end - 1 + self.right)
         last = whole_blocks(gl.maximum(stop, 1) + z.BLOCK_N - 1, z)
@@ -162,10 +178,23 @@ def ring(of, slots: gl.constexpr, readers: gl.constexpr, z):
 
 
 @gluon.jit
-def board_ring(readers: gl.constexpr):
-    """Where the producer writes the next tile's number, two deep."""
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
-    return Ring(numbers, numbers, barriers(2, 1), barriers(2, readers))
+def key_number(b, FIRST: gl.constexpr, z):
+    """The number in its ring of the keys of block b, FIRST of its tile or not. With ONE_RING keys and values lie in one
+    ring in the order in which groups need them: each block's keys before the values of the block before. Three slots
+    are as good as two pairs then: a slot is asked for while the groups work on both others."""
+    n = b
+    if z.ONE_RING:
+        n = 2 * b if FIRST else 2 * b - 1
+    return n
+
+
+@gluon.jit
+def value_number(b, LAST: gl.constexpr, z):
+    """The number in its ring of the values of block b, LAST of its tile or not."""
+    n = b
+    if z.ONE_RING:
+        n = 2 * b + 1 if LAST else 2 * b + 2
+    return n
 
 
 @gluon.jit
@@ -179,71 +208,6 @@ def fetch(of, batch, head, row, to, slot, z):
     for c in gl.static_range(z.D2 // z.BOX):
         piece = to.second.index(slot).slice(c * z.BOX, z.BOX, dim=3)
         tma.async_copy_global_to_shared(of, [batch, head, row, z.D1 + c * z.BOX], full, piece)
-
-
-@gluon.jit
-def announce(t, i, board):
-    """Tell the consumers which tile is their i-th."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.wait(board.free.index(i & 1), ((i >> 1) & 1) ^ 1)
-    board.first.index(i & 1).store(gl.full([1], 0, gl.int32, one) + t)
-    mbarrier.arrive(board.full.index(i & 1), count=1)
-
-
-@gluon.jit
-def announced(i, board):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(board.full.index(i & 1), (i >> 1) & 1)
-    t = gl.max(board.first.index(i & 1).load(one), 0)
-    mbarrier.arrive(board.free.index(i & 1), count=1)
-    return t
-
-
-@gluon.jit
-def take_tile(i, board, COUNT):
-    """The next tile's number, which the consumers' i-th is."""
-    t = gl.atomic_add(COUNT, 1) + gl.num_programs(0)
-    announce(t, i, board)
-    return t
-
-
-@gluon.jit
-def produce(z, work, Q, K, V, q, k, v, board, COUNT):
-    """The producer warp: takes tiles from the counter, tells the consumers on the board, fills the rings.
-
-    A tile that is taken before the blocks of another one waits for them, however long they take, and at the end others
-    are idle. With LATE it is taken behind them, while the consumers have a ring of blocks left; where tiles are short
-    that is too late.
-    """
-    b = 0  # blocks of keys so far
-    i = 0  # tiles so far
-    t = gl.program_id(0)
-    announce(t, 0, board)
-    while t < work.tiles:
-        m, batch, head = work.tile(t, z)
-        if not z.LATE:
-            t = take_tile(i + 1, board, COUNT)
-        row = m * (64 * z.GROUPS)
-        first, last = work.blocks(row, row + 64 * z.GROUPS, z)
-        for j in range(last - first):
-            key = (last - 1 - j) * z.BLOCK_N
-            slot = b % z.STAGES
-            phase = ((b // z.STAGES) & 1) ^ 1
-            mbarrier.wait(k.free.index(slot), phase)
-            fetch(K, batch, head // work.ratio, key, k, slot, z)
-            if j == 0:
-                for g in gl.static_range(z.GROUPS):
-                    mbarrier.wait(q.free.index(g), (i & 1) ^ 1)
-                    fetch(Q, batch, head, row + g * 64, q, g, z)
-            mbarrier.wait(v.free.index(slot), phase)
-            fetch(V, batch, head // work.ratio, key, v, slot, z)
-            b += 1
-        i += 1
-        if z.LATE:
-            t = take_tile(i, board, COUNT)
-    if gl.atomic_add(COUNT + 1, 1) == gl.num_programs(0) - 1:  # the last one out: zeros for the next launch
-        gl.store(COUNT, 0)
-        gl.store(COUNT + 1, 0)
 
 
 # Barriers 8 to 10 are the groups' turns (128 threads wait, 128 pass); Triton's own are 0 to 4.
@@ -284,26 +248,28 @@ def pass_turn(g: gl.constexpr, z):
 def skip(count, b, k, v, g: gl.constexpr, z):
     """Let blocks b to b + count - 1 pass, which this group does not need."""
     for j in range(b, b + count):
-        slot = j % z.STAGES
-        phase = (j // z.STAGES) & 1
-        mbarrier.wait(k.full.index(slot), phase)
+        at = key_number(j, True, z)  # with ONE_RING all slots of whole tiles, one after the other
+        mbarrier.wait(k.full.index(at % z.STAGES), (at // z.STAGES) & 1)
         take_turn(g, z)
         pass_turn(g, z)
-        mbarrier.arrive(k.free.index(slot), count=1)
-        mbarrier.wait(v.full.index(slot), phase)
-        mbarrier.arrive(v.free.index(slot), count=1)
+        mbarrier.arrive(k.free.index(at % z.STAGES), count=1)
+        at = value_number(j, True, z)
+        mbarrier.wait(v.full.index(at % z.STAGES), (at // z.STAGES) & 1)
+        mbarrier.arrive(v.free.index(at % z.STAGES), count=1)
 
 
 @gluon.jit
 def scores(q, g: gl.constexpr, k, slot, z):
     """Q K^T of a block, under way."""
-    # slot >> 30 is zero, but not to the compiler: it would keep the descriptors of Q in registers
-    a = q.first.index(g + (slot >> 30) if z.D1 == 256 else g).reshape([64, z.D1])
+    at = g
+    if z.ONE_RING or z.D1 == 256:
+        at += slot >> 30  # zero, but not to the compiler: it would keep the descriptors of Q in registers
+    a = q.first.index(at).reshape([64, z.D1])
     keys = k.first.index(slot).reshape([z.BLOCK_N, z.D1]).permute((1, 0))
     zeros = gl.zeros([64, z.BLOCK_N], gl.float32, z.S)
     s = warpgroup_mma(a, keys, zeros, use_acc=False, is_async=True)
     if z.D2 > 0:
-        a = q.second.index(g).reshape([64, z.D2])
+        a = q.second.index(at).reshape([64, z.D2])
         keys = k.second.index(slot).reshape([z.BLOCK_N, z.D2]).permute((1, 0))
         s = warpgroup_mma(a, keys, s, is_async=True)
     return s
@@ -338,12 +304,14 @@ def step(
     b, key, q, k, v, bounds, scale, cap, p, acc, acc2, m, sums, MASKED: gl.constexpr, g: gl.constexpr, z
 ):
     """Block b's scores and softmax while block b - 1's product with V runs."""
-    slot = b % z.STAGES
-    before = (b - 1) % z.STAGES
-    mbarrier.wait(k.full.index(slot), (b // z.STAGES) & 1)
+    at_k = key_number(b, False, z)
+    at_v = value_number(b - 1, False, z)
+    slot = at_k % z.STAGES
+    before = at_v % z.STAGES
+    mbarrier.wait(k.full.index(slot), (at_k // z.STAGES) & 1)
     take_turn(g, z)
     s = scores(q, g, k, slot, z)
-    mbarrier.wait(v.full.index(before), ((b - 1) // z.STAGES) & 1)
+    mbarrier.wait(v.full.index(before), (at_v // z.STAGES) & 1)
     acc, acc2 = add_values(p, v, before, acc, acc2, z)
     pass_turn(g, z)
     s = warpgroup_mma_wait(2 if z.D2 > 0 else 1, deps=(s,))

@@ -10,14 +10,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention_consumer import consume
-from csrc_triton.attention_groups import Sizes, Work, board_ring, produce, ring
+from csrc_triton.attention_groups import FULL, Sizes, Work, ring
+from csrc_triton.attention_producer import board_ring, produce
 from csrc_triton.attention_tiles import attend_tile
 from csrc_triton.attention_turns import in_turns
 
 GROUPS_FORM = {
     "function": "forward_groups",
     "constants": [
-        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK", "LATE",
+        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "TURNS", "MASK", "LATE", "ONE_RING",
+        "TOLD",
     ],
 }  # fmt: skip
 
@@ -54,27 +56,27 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"]},
             "aligned": [],
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_causal": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_local": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 2, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_short_64": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_short_96": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_short_128": {
             "like": "flash_attention_forward",
-            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0}}},
+            "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 1, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },
         "flash_attention_forward_tiles": {
             "optional": True,
@@ -161,6 +163,8 @@ def forward_groups(
     TURNS: gl.constexpr,
     MASK: gl.constexpr,
     LATE: gl.constexpr,
+    ONE_RING: gl.constexpr,
+    TOLD: gl.constexpr,
 ):
     """WARP_GROUPS consumer groups of REGISTERS registers a thread, and a producer warp.
 
@@ -168,14 +172,18 @@ def forward_groups(
     is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). COUNT is two
     zeros, which the last block leaves as zeros again. Y leaves through buffers of OUT columns.
     """
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE)
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS, LATE, ONE_RING, TOLD)
     work = Work(
         tiles, tiles_a_head, heads, all_heads, ratio, section, section_heads, len_q, len_k, right, left
     )
     q = ring(Q, WARP_GROUPS, 1, z)
     k = ring(K, STAGES, WARP_GROUPS, z)
-    v = ring(V, STAGES, WARP_GROUPS, z)
-    board = board_ring(WARP_GROUPS)
+    v = k
+    if ONE_RING:
+        gl.static_assert(MASK == FULL)  # a group passes over no block alone
+    else:
+        v = ring(V, STAGES, WARP_GROUPS, z)
+    board = board_ring(WARP_GROUPS, z)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values

@@ -30,6 +30,9 @@ DENSE = (
     Problem(1, 2, 1, 260, 260, 104, causal=True),
     Problem(1, 1, 1, 150, 200, 192, window=(None, 20)),
     Problem(1, 2, 1, 130, 70, 256, FP16),
+    # in order, query heads take turns
+    Problem(1, 4, 1, 200, 260, 64, FP16, "bhsd", causal=True),
+    Problem(2, 3, 1, 260, 130, 192, causal=True),
 )
 # Windows that are smaller than a block, that end at an edge of one or a row beside it (a block's last row alone does
 # not see a group's first key; a tile's last key alone is seen by a block of rows), and that are almost as long as the

@@ -33,7 +33,7 @@ def taken(
     tokens_q, tokens_k = sum(lengths_q) + behind, sum(lengths_k)
     sequences = len(lengths_q)
     tiles = (tokens_q // ROWS + sequences + 1) * heads
-    code = Code(Block(0, PROGRAMS))
+    code = Code(Block((0, 0, 0), (PROGRAMS, 1, 1)))
     device = SimpleNamespace(
         **{
             name: code.python(getattr(of, name))

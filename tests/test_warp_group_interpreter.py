@@ -56,7 +56,8 @@ def test_the_dense_backward(problem: Problem) -> None:
     [
         Problem(2, 4, 2, 300, 300, 64, causal=True, sinks=True), Problem(1, 2, 2, 130, 200, 192, causal=True),
         Problem(1, 2, 1, 200, 450, 128, FP16, "bhsd"), Problem(1, 2, 2, 300, 300, 96, window=(100, 0)),
-        Problem(1, 1, 1, 140, 140, 256, softcap=5.0),
+        Problem(1, 1, 1, 140, 140, 256, softcap=5.0), Problem(1, 4, 2, 300, 513, 192, FP16),
+        Problem(2, 1, 1, 200, 100, 192), Problem(1, 1, 1, 200, 64, 96),
     ],
 )  # fmt: skip
 def test_the_dense_forward(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:

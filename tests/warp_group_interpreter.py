@@ -179,7 +179,7 @@ def _wait(left: int, deps: tuple[Tensor, ...]) -> Any:
 
 
 def add_dq(to: Pointer, dq: Tensor) -> None:
-    """``attention_backward_consumer.add_dq``, whose assembly says in which order a thread's values lie."""
+    """``attention_backward_dq.add_dq``, whose assembly says in which order a thread's values lie."""
     r, c = torch.arange(64)[:, None], torch.arange(dq.shape[1])[None]
     thread = 32 * (r // 16) + 4 * (r % 8) + c % 8 // 2
     at = 512 * (c // 8) + 4 * thread + 2 * (r % 16 // 8) + c % 2

@@ -18,9 +18,10 @@ from liger_aot.attention import (
     strides_of,
 )
 from liger_aot.attention_backward import KERNEL, padded_rows
-from liger_aot.runtime import OpOn
+from liger_aot.runtime import Loaded, OpOn
 
 TILE_ROWS = 64  # of float32 dQ, in the order of accumulators
+QUERY_HEADS_TAKE_TURNS = 2  # of a head of K, from more than so many on: ``attention_backward_order``
 
 
 class GroupsProducts:
@@ -46,10 +47,9 @@ class GroupsProducts:
         scale, cap = scales_of(settings)
         right, left = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
-        # In order, as many heads of K take turns to start a block as fill the GPU: the blocks of one head then start
-        # one after the other, as they add to dQ.
-        filling = -(-on.multiprocessors // tiles)
-        section = filling if self._turns else heads_in_turns(on, loaded, tiles, settings)
+        section = heads_in_turns(on, loaded, tiles, settings)
+        if self._turns:
+            section = heads_in_order(on, loaded, tiles, ratio, kernel.endswith("_causal_ordered"))
         bounded = settings.left >= 0 or settings.right >= 0 or bool(cap)
         self._section = (section,) if bounded or self._turns else ()
         self._numbers = (
@@ -98,3 +98,13 @@ class GroupsProducts:
             device, stream, self._finish_programs, 1, 1, dq.data_ptr(), sums_at, *self._finish_numbers
         )  # fmt: skip
         return dq, dk, dv
+
+
+def heads_in_order(on: OpOn, loaded: Loaded, tiles: int, ratio: int, causal: bool) -> int:
+    """How many heads of K at a time take turns to start a block where dQ is added in order: as many as fill the GPU, or
+    some times as many. The more there are the less the blocks of one wait for each other, and the less of their rows
+    stays in L2. Where query heads take turns, too, all blocks of a head are at nearly the same rows."""
+    filling = -(-on.multiprocessors // tiles)
+    if ratio > QUERY_HEADS_TAKE_TURNS:
+        return filling * (4 if causal else 1)
+    return filling * loaded.numbers.get("fillings", 1)
