@@ -7,8 +7,6 @@ Norms write one row of partials a persistent program; this adds them in a fixed 
 import triton
 import triton.language as tl
 
-from csrc_triton.overlap import once_previous_ended
-
 DECLARATION = {
     "op": "column_sums",
     "kernels": {
@@ -21,26 +19,15 @@ DECLARATION = {
             },
             "axes": {"out": ["bf16", "fp16", "fp32"]},
             "aligned": ["OUT", "PARTIALS", "n_cols"],
-            "forms": {
-                "tile": {
-                    "function": "column_sums",
-                    "constants": ["BLOCK", "PARTS", "OVERLAP"],
-                    "defaults": {"OVERLAP": 0},
-                    "follows": "OVERLAP",
-                }
-            },
+            "forms": {"tile": {"function": "column_sums", "constants": ["BLOCK", "PARTS"]}},
         }
     },
 }
 
 
 @triton.jit
-def column_sums(
-    OUT, PARTIALS, parts, n_cols, BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr
-):
+def column_sums(OUT, PARTIALS, parts, n_cols, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """OUT[n_cols] = sum over parts of PARTIALS[parts, n_cols]; BLOCK columns a program, PARTS rows a step."""
-    if OVERLAP:
-        parts = once_previous_ended(parts)  # by the kernel before this one PARTIALS are written
     cols = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_row = cols < n_cols
     part = tl.arange(0, PARTS)

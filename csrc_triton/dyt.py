@@ -315,7 +315,7 @@ def sums(
     out = DWEIGHT
     if tl.program_id(0) * BLOCK >= dbias_at:
         out = DBIAS - dbias_at
-    column_sums(out, PARTIALS, parts, width, BLOCK, PARTS, False)
+    column_sums(out, PARTIALS, parts, width, BLOCK, PARTS)
     if (store_dalpha != 0) & (tl.program_id(0) == tl.num_programs(0) - 1):
         total = tl.zeros([PARTS * BLOCK], tl.float32)
         for first in range(0, alphas, PARTS * BLOCK):

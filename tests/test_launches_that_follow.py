@@ -46,13 +46,8 @@ def test_what_a_manifest_says_reaches_the_driver(
     stand_in_gpu: Path, stand_in: StandIn, follows: bool | None
 ) -> None:
     """Manifests of before say nothing."""
-
-    def say(document: dict[str, Any]) -> None:
-        for variant in document["variants"].values():
-            variant.pop("follows", None)
-            variant.update({} if follows is None else {"follows": follows})
-
-    edit(stand_in_gpu / "column_sums.json", say)
+    said = {} if follows is None else {"follows": follows}
+    edit(stand_in_gpu / "column_sums.json", lambda d: [v.update(said) for v in d["variants"].values()])
     launch(Runtimes("column_sums").on(0), torch.empty(64), torch.ones(4, 64), 4, 64)
     assert [one.follows for one in stand_in.launches()] == [bool(follows)]
 
