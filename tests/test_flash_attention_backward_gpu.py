@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_aot
+from liger_aot.attention_backward_groups import QUERY_HEADS_TAKE_TURNS
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.packs import pack_for
 from tests.attention_cases import BF16, EMPTY, FP16, LARGE, Problem
@@ -41,12 +42,11 @@ def allowed() -> dict[str, float]:
     return dict(pack_for(gpu(0).device).tolerance)
 
 
-def same(found: Sequence[Tensor], wanted: Sequence[Tensor], deterministic: bool = True) -> bool:
-    """The same bits; unless deterministic, of dq, the first, the same but for a rounding."""
-    if not deterministic:
-        assert (found[0] - wanted[0]).norm() <= UNIT_ROUNDOFF[found[0].dtype] * wanted[0].norm()
-        found, wanted = found[1:], wanted[1:]
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+def same(found: Sequence[Tensor], wanted: Sequence[Tensor], rounded: int = 0) -> bool:
+    """The same bits; of the first ``rounded`` ones (dq, dk, dv) the same but for a rounding."""
+    for a, b in zip(found[:rounded], wanted[:rounded], strict=True):
+        assert (a - b).norm() <= UNIT_ROUNDOFF[a.dtype] * b.norm()
+    return all(torch.equal(a, b) for a, b in zip(found[rounded:], wanted[rounded:], strict=True))
 
 
 def gradients(
@@ -175,7 +175,10 @@ def test_beside_other_processes(op: FlashAttention, dim: int) -> None:
 
 @pytest.mark.parametrize("problem", REPEATED)
 def test_the_order_is_all_that_differs(op: FlashAttention, problem: Problem) -> None:
-    assert same(gradients(op, problem, deterministic=False), gradients(op, problem), deterministic=False)
+    """Of dQ's sums; where query heads take turns, too, also of dK's and dV's."""
+    take_turns = problem.causal and problem.heads > QUERY_HEADS_TAKE_TURNS * problem.kv_heads
+    fast, ordered = gradients(op, problem, deterministic=False), gradients(op, problem)
+    assert same(fast, ordered, rounded=3 if take_turns else 1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -198,7 +201,7 @@ def test_graph(op: FlashAttention, deterministic: bool) -> None:
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    assert same(found, wanted, deterministic)
+    assert same(found, wanted, rounded=0 if deterministic else 1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -214,7 +217,7 @@ def test_compile(op: FlashAttention, deterministic: bool) -> None:
     do = torch.randn(q.shape, device="cuda").to(BF16)
     found = torch.autograd.grad(torch.compile(call, fullgraph=True)(*leaves), leaves, do)
     wanted = torch.autograd.grad(call(*leaves), leaves, do)
-    assert same(found, wanted, deterministic)
+    assert same(found, wanted, rounded=0 if deterministic else 1)
 
 
 def test_alone(op: FlashAttention) -> None:
