@@ -3,13 +3,14 @@
 Of kernels by warp groups it reports accesses soon after the barriers of all threads by which Triton (3.6.0) starts and
 ends a ``warp_specialize``: the word that tells a warp what to run, captured values, the first tile on the forward's
 board. Later tiles, handed on by the same instructions, it does not report. A report counts as none where the machine
-code of every binary that it can be of shows the order in one of two forms; all else remains an error:
+code of every binary that it can be of shows the order in one of three forms; all else remains an error:
 
 - One of the accesses alone is the first group's before it lets the others start, or after they have ended. A barrier
   of all threads lies between.
 - A pair of mbarriers hands the place on. The writer waits for the one on which the reader arrives behind its access,
   the reader for the one on which the writer does; between an access and the arrival, which is one thread's, the warps
-  of a group of several meet. Whether phases are right the code does not show: tests of the interpreter do.
+  of a group of several meet. One of the two may wait for other things, too, while it has the place, if it arrives in
+  one place of its code alone. Whether phases are right the code does not show: tests of the interpreter do.
 - Two groups take turns: each waits in one place of its code for one mbarrier, on which the other arrives in one place,
   where its warps have just met. Both accesses lie between the wait and the arrival, in a loop of them.
 """
@@ -67,8 +68,31 @@ class Code:
         return [what for at, what in self.instructions.items() if at < barrier and _MATTERS.search(what)][-1]
 
     def _handed_on(self, a: int, b: int) -> bool:
+        return self._hands_on(a, b) or self._hands_on(b, a)
+
+    def _hands_on(self, a: int, b: int) -> bool:
         barriers = self._mbarriers(a)
-        return len(set(barriers)) == 2 and self._mbarriers(b) == barriers[::-1]
+        back = barriers[::-1]
+        return len(set(barriers)) == 2 and (self._mbarriers(b) == back or self._keeps(b, *back))
+
+    def _keeps(self, access: int, waited: int, arrived: int) -> bool:
+        """Whether a group has the place from where it waits for one mbarrier to the only arrival on the other, whatever
+        else it waits for between them."""
+        role = self._role(access)
+        found = [(at, m[1], int(m[2], 16)) for at, what in role.items() if (m := _MBARRIER.search(what))]
+        waits = [at for at, kind, on in found if (kind, on) == ("PHASECHK", waited)]
+        arrivals = [at for at, kind, on in found if (kind, on) == ("ARRIVE", arrived)]
+        if len(arrivals) != 1:
+            return False
+        begins = arrivals[0] if access >= arrivals[0] else 0
+        if not any(begins < at < access for at in waits):
+            return False
+        if not any(map(_OF_SEVERAL_WARPS.search, role.values())):
+            return True
+        met = max(
+            (at for at, what in role.items() if at < arrivals[0] and _SYNCHRONIZES.search(what)), default=0
+        )
+        return bool(_OF_A_GROUP.search(role.get(met, ""))) and not met < access < arrivals[0]
 
     def _by_turns(self, a: int, b: int) -> bool:
         turn = self._turn(a)
