@@ -24,7 +24,7 @@ CHOSEN = (
     ("fused_add_rmsnorm", "8192"),
     ("modulated_rmsnorm", "32x4096x4096"),
     ("groupnorm", "64x1280x16x16"),
-    ("groupnorm", "channels_last 4x512x128x128"),
+    ("groupnorm", "channels_last 32x320x64x64"),
     ("rope", "4x8192x32x8x128"),
     ("swiglu", "11008"),
     ("geglu", "11008"),
