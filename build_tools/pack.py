@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from build_tools.audit import Audited
-from build_tools.compile import BINARY
+from build_tools.compiler import BINARY
 from build_tools.plan import ALIGNMENT, Plan
 from build_tools.profile import Profile
 from build_tools.stored import Stored, stored
