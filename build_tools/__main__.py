@@ -37,7 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--arch", default="all", help="comma list of architectures, 'all' or 'none' (default: all)"
     )
-    common.add_argument("--kernel", default="", metavar="OPS", help="comma list of ops, built with those that they launch (default: every one)")
+    common.add_argument(
+        "--kernel",
+        default="",
+        metavar="OPS",
+        help="comma list of ops, built with those that they launch (default: every one)",
+    )
     common.add_argument("--profiles", type=Path, default=PROFILES, help="folder of profiles")
     common.add_argument("--cache", type=Path, default=CACHE, help="folder of compiled kernels to reuse")
     common.add_argument("--packs", type=Path, default=PACKS, help="folder to write packs to")

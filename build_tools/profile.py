@@ -124,7 +124,7 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
         where = f"{path.name}: extends"
         if not isinstance(extends, str) or extends == name or extends not in profile_names(folder):
             raise ProfileError(f"{where} must name another profile, found {extends!r}")
-        base_path, base_raw, base_digest = _read(extends, folder)
+        _, base_raw, base_digest = _read(extends, folder)
         if "extends" in base_raw:
             raise ProfileError(f"{where} {extends!r}, which extends another itself")
         base = read_profile(extends, folder)
