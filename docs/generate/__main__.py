@@ -43,6 +43,7 @@ def index() -> str:
                 "# liger-aot",
                 "- [Moving to liger-aot](migration.md): from Liger, Transformers, flash-attn and plain torch\n"
                 "- [What has run where](support.md): ops and architectures\n"
+                "- [The pack format](pack-format.md): to read binaries without liger-aot\n"
                 "- [The README](../README.md): install, use, figures",
                 "## Ops",
                 markdown.table(["op", "what it computes", "gradient", "architectures"], rows),
