@@ -99,6 +99,28 @@ def try_all(
     yield from _run(missing, [_effort(work[index][0]) for index, _, _ in missing], workers, progress)
 
 
+def compile_here(variant: Variant, profile: Profile, cache: Path = CACHE) -> Compiled:
+    """Compile one variant in this process, or take it from the cache; CompileError where that fails."""
+    check_toolchain(profile)
+    job = _job(variant, profile)
+    entry = cache / _key(job, _made_by(variant.op))
+    if (found := _read(entry, job.variant)) is not None:
+        return found
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="liger-aot-") as scratch:
+        before = dict(os.environ)
+        start_worker(scratch)
+        outcome = compile_job(job)
+        for name in (n for n in set(os.environ) | set(before) if os.environ.get(n) != before.get(n)):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+    if isinstance(outcome, str):
+        raise CompileError(outcome)
+    _write(entry, outcome)
+    return outcome
+
+
 def _effort(variant: Variant) -> int:
     """How long a variant takes to compile, beside others."""
     if variant.language == "gluon":
