@@ -92,6 +92,12 @@ def _measure(arguments: Sequence[str]) -> int:
         choices=SECTIONS,
         help="this part (may be repeated)",
     )
+    parser.add_argument(
+        "--point",
+        action="append",
+        default=[],
+        help="this point of the device figures, as the tables call it: 4096, 'packed 11008' (may be repeated)",
+    )
     parser.add_argument("--providers", default=",".join(NAMES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
@@ -103,6 +109,12 @@ def _measure(arguments: Sequence[str]) -> int:
     strangers = [name for name in providers if name not in NAMES]
     if strangers:
         parser.error(f"no provider {', '.join(strangers)}: there are {', '.join(NAMES)}")
+    for name in ops if options.point else ():
+        known = list(dict.fromkeys(case.point for case in entry.load(name).cases()))
+        if not set(known) & set(options.point):
+            parser.error(
+                f"{name} has none of the points {', '.join(options.point)}: it has {', '.join(known)}"
+            )
 
     import torch
 
@@ -117,6 +129,7 @@ def _measure(arguments: Sequence[str]) -> int:
             sections=options.only,
             providers=providers,
             effort=options.effort,
+            points=options.point,
             results=options.out,
             command=command,
             commit=options.commit,

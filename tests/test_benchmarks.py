@@ -323,6 +323,10 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
         (["rmsnorm", "--providers", "liger_aot,apex"], "no provider apex"),
         (["rmsnorm", "--only", "sideways"], "invalid choice"),
         (["rmsnorm", "--effort", "some"], "invalid choice"),
+        (
+            ["rmsnorm", "swiglu", "--point", "4096"],
+            "swiglu has none of the points 4096: it has 5120, 11008, ",
+        ),
         ([], "required"),
         (["plot", "nowhere.json"], "nowhere.json"),
         (["summary", "nowhere.json"], "nowhere.json"),
