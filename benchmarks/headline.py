@@ -36,7 +36,9 @@ def headline(gpus: Sequence[Gpu], start: Path) -> str:
     rows = [[title, *(cell for gpu in shown for cell in cells[title, gpu] or ["-", "-"])] for title in titles]
     copies = [f"{rate:.0f} GB/s on the {gpu.name}" for gpu in shown if (rate := _copy(gpu))]
     limit = f" A device-to-device copy reaches {' and '.join(copies)}." if copies else ""
-    return f"{table(header, rows)}\n\nAll in bf16.{limit}"
+    eager = [f"{ms:.1f} ms on the {gpu.name}" for gpu in shown if (ms := _cold(gpu).get("torch"))]
+    without = f" The last row leaves out torch eager, which compiles nothing: {' and '.join(eager)}." if eager else ""
+    return f"{table(header, rows)}\n\nAll in bf16.{limit}{without}"
 
 
 def _cells(row: Row, directions: Sequence[Figures]) -> list[str]:
@@ -117,10 +119,14 @@ def _linear(gpu: Gpu) -> list[Figures]:
 
 
 def _first_call(gpu: Gpu) -> list[Figures]:
-    """Milliseconds from import to the result, of those that bring kernels of their own."""
+    return [{short_label(name): ms for name, ms in _cold(gpu).items() if name != "torch"}]
+
+
+def _cold(gpu: Gpu) -> Figures:
+    """Milliseconds from import to the result, by provider."""
     path = gpu.folder / "rmsnorm.json"
     cold = records.read(path).select(direction="cold_total", status="ok") if path.exists() else []
-    return [{short_label(m.provider): m.median_ms for m in cold if m.median_ms and m.provider != "torch"}]
+    return {m.provider: m.median_ms for m in cold if m.median_ms}
 
 
 def _copy(gpu: Gpu) -> float:

@@ -36,7 +36,7 @@ class Gpu:
 
 def gpus(results: Path = RESULTS) -> list[Gpu]:
     """The GPUs that have a folder of results, in the order of the tables."""
-    folders = sorted(path for path in results.iterdir() if path.is_dir())
+    folders = sorted(path for path in results.glob("*") if path.is_dir())
     return [Gpu(folder) for folder in sorted(folders, key=lambda folder: folder.name != FIRST)]
 
 

@@ -307,6 +307,10 @@ def test_the_headline_has_a_column_a_gpu(tmp_path: Path) -> None:
     records.write(tmp_path / "h200" / "rmsnorm.json", sample_run())
     (row,) = (row for row in section("headline", tmp_path) if row[0].startswith("RMSNorm"))
     assert row[1:] == ["4130 / 4130", "2684 / 2684 torch eager"]
+    (row,) = (row for row in section("headline", tmp_path) if row[0].startswith("First"))
+    assert row[1:] == ["9.5", "-"] and "leaves out torch eager, which compiles nothing: 10.5 ms" in rendered(
+        "headline", tmp_path
+    )
     (tmp_path / "h200" / "steps").mkdir()
     timed = [
         {"shape": [8192, 4096, 128256], "provider": name, "median_ms": ms, "failed": failed}
