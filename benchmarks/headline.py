@@ -37,7 +37,11 @@ def headline(gpus: Sequence[Gpu], start: Path) -> str:
     copies = [f"{rate:.0f} GB/s on the {gpu.name}" for gpu in shown if (rate := _copy(gpu))]
     limit = f" A device-to-device copy reaches {' and '.join(copies)}." if copies else ""
     eager = [f"{ms:.1f} ms on the {gpu.name}" for gpu in shown if (ms := _cold(gpu).get("torch"))]
-    without = f" The last row leaves out torch eager, which compiles nothing: {' and '.join(eager)}." if eager else ""
+    without = (
+        f" The last row leaves out torch eager, which compiles nothing: {' and '.join(eager)}."
+        if eager
+        else ""
+    )
     return f"{table(header, rows)}\n\nAll in bf16.{limit}{without}"
 
 

@@ -229,7 +229,7 @@ def _seconds(r: Result) -> str:
 
 def _source(found: Sequence[Steps], start: Path, module: str) -> str:
     """A sentence: what measured it, where, and the files."""
-    on = " and ".join(f"{made_on(one.environment)}: {link(one.path, start)}" for one in found)
+    on = ", and on ".join(f"{made_on(one.environment)}: {link(one.path, start)}" for one in found)
     return f"Measured by `python -m benchmarks.{module}` on {on}."
 
 

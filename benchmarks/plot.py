@@ -1,4 +1,4 @@
-"""The figures of a run, from its JSON alone: PNG and SVG beside it."""
+"""Plots of a run, from its JSON alone: a PNG and an SVG beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one run of the benchmarks found: frozen records, and the JSON file that keeps them."""
+"""What one run of the benchmarks measured, and the JSON file that keeps it."""
 
 from __future__ import annotations
 

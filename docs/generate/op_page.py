@@ -138,15 +138,15 @@ def _binaries(op: str) -> str:
     totals = ["all", "", "", *(str(facts.binaries(op, arch)) for arch in facts.ARCHS)]
     header = ["kernel", "dtypes", "variants", *facts.ARCHS]
     note = (
-        "Binaries of each kernel, and whether the launch numbers of its table are measured or derived. The aligned "
-        f"variant assumes pointers divisible by {ALIGNMENT} bytes, strides and sizes by {ALIGNMENT} elements; each "
-        "call takes it where that holds, else the generic one, where there is one."
+        "Number of binaries of each kernel, and whether its launch numbers are measured or derived. The aligned "
+        f"variant assumes that pointers are divisible by {ALIGNMENT} bytes, and strides and sizes by {ALIGNMENT} "
+        "elements. Calls for which that holds take it; all others take the generic variant, where there is one."
     )
     return "\n\n".join([note, markdown.table(header, [*rows, totals]), *_bounds(op)])
 
 
 def _bounds(op: str) -> list[str]:
-    """The sizes that the tables tell apart."""
+    """The sizes that the launch tables distinguish."""
     lines = []
     for name, by_arch in facts.kernels(op).items():
         told: dict[str, list[str]] = {}
