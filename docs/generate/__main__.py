@@ -45,6 +45,7 @@ def index() -> str:
                 "- [Moving to liger-aot](migration.md): from Liger, Transformers, flash-attn and plain torch\n"
                 "- [What has run where](support.md): ops and architectures\n"
                 "- [Performance](performance.md): all tables of figures\n"
+                "- [The pack format](pack-format.md): reading binaries without liger-aot\n"
                 "- [The README](../README.md): install, use",
                 "## Ops",
                 markdown.table(["op", "what it computes", "gradient", "architectures"], rows),
