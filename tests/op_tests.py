@@ -100,10 +100,8 @@ def made(tests: OpCases, name: str) -> Way:
         return Way(op_class(), "cpu", REFERENCE)
     if driver == "interpreter":
         pack = built_pack(arch)
-        allowed = dict(pack.tolerance)
-        allowed["bf16"] *= 2  # Triton 3.6's interpreter truncates fp32 to bf16 instead of rounding it
         op = bound_op(op_class, pack, InterpreterDriver)
-        return Way(op, "cpu", allowed, pack, tests.longest_interpreted)
+        return Way(op, "cpu", dict(pack.tolerance), pack, tests.longest_interpreted)
     if driver == "emulator":
         pack = built_pack(arch)
         op = bound_op(op_class, pack, EmulatorDriver)
