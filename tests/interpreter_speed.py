@@ -1,5 +1,5 @@
-"""Short ways through Triton's interpreter, which spends nine tenths of a small kernel's time on types. Values and dtypes are
-what they are without, but for bf16: it is rounded to the nearest, as on a GPU."""
+"""Short ways through Triton's interpreter, which spends nine tenths of a small kernel's time on types. Values and
+dtypes are what they are without, but for bf16: it is rounded to the nearest, as on a GPU."""
 
 from __future__ import annotations
 
