@@ -134,7 +134,8 @@ def _broadcast_views(tl: Any, interpreter: Any) -> None:
 
 
 def _convert_bf16(tl: Any, interpreter: Any) -> None:
-    """Between fp32 and bf16 in two steps, to the nearest as a GPU does; Triton's took thirty and cut bits off."""
+    """Between fp32 and bf16 in two steps, to the nearest as a GPU does; Triton's took thirty and cut bits off. Matrices
+    of bf16 it multiplied as the integers that it keeps them as."""
     cast = interpreter.InterpreterBuilder.cast_impl
 
     def cast_impl(self: Any, source: Any, type: Any) -> Any:
@@ -148,6 +149,17 @@ def _convert_bf16(tl: Any, interpreter: Any) -> None:
         return interpreter.TensorHandle(data, type.scalar)
 
     interpreter.InterpreterBuilder.cast_impl = cast_impl
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar.name != "bf16":
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def rounded_to_bf16(x: Any) -> Any:

@@ -81,9 +81,14 @@ class Way:
 
 
 no_emulator = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
+INTERPRETED = [
+    pytest.param(f"interpreter {arch}", marks=pytest.mark.interpreter) for arch in ("sm90", "gfx942")
+]
 BINARIES = [
-    pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
-    pytest.param("interpreter gfx942", marks=pytest.mark.interpreter),
+    INTERPRETED[0],
+    pytest.param(
+        "interpreter gfx942", marks=[pytest.mark.interpreter, pytest.mark.slow]
+    ),  # but for its forms
     pytest.param("emulator gfx90a", marks=no_emulator),
     pytest.param("emulator gfx942", marks=no_emulator),
     pytest.param("gpu", marks=pytest.mark.gpu),
@@ -157,7 +162,7 @@ class OpTests(OpGPUTests):
         for seed, case in enumerate((*self.cases, *self.empty)):
             self.check(way.op, case, way.allowed, seed=seed, device=way.device)
 
-    @pytest.mark.parametrize("way", BINARIES[:2], indirect=True)
+    @pytest.mark.parametrize("way", INTERPRETED, indirect=True)
     def test_every_form(self, way: Way) -> None:
         """At the least length of the first row of the tables that has it."""
         assert way.pack is not None
@@ -198,7 +203,7 @@ class OpTests(OpGPUTests):
         for output in range(self.op_class.outputs):
             self.check(way.op, self.cases[0], way.allowed, device=way.device, unused=output)
 
-    @pytest.mark.parametrize("way", slow_on(WAYS, "interpreter gfx942"), indirect=True)
+    @pytest.mark.parametrize("way", WAYS, indirect=True)
     def test_layouts(self, way: Way) -> None:
         """Arguments and gradients that are no contiguous, aligned rows."""
         case = self.cases[0]
