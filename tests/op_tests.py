@@ -40,7 +40,7 @@ and where its nature asks for it:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ from liger_aot.torch_library import register
 from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
-from tests.op_cases import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpCases, Results, same
+from tests.op_cases import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpCases, Results, form_of, same
 from tests.op_gpu_tests import PTX, OpGPUTests, installed, lowered_from_ptx
 from tests.tolerances import REFERENCE
 
@@ -81,15 +81,30 @@ class Way:
 
 
 no_emulator = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
+INTERPRETED = [
+    pytest.param(f"interpreter {arch}", marks=pytest.mark.interpreter) for arch in ("sm90", "gfx942")
+]
 BINARIES = [
-    pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
-    pytest.param("interpreter gfx942", marks=pytest.mark.interpreter),
+    INTERPRETED[0],
+    pytest.param(
+        "interpreter gfx942", marks=[pytest.mark.interpreter, pytest.mark.slow]
+    ),  # but for its forms
     pytest.param("emulator gfx90a", marks=no_emulator),
     pytest.param("emulator gfx942", marks=no_emulator),
     pytest.param("gpu", marks=pytest.mark.gpu),
     PTX,
 ]
 WAYS = ["reference", *BINARIES]
+
+
+def slow_on(ways: Sequence[Any], *drivers: str) -> list[Any]:
+    """The same ways; on these drivers, or on these of one architecture, a test is slow."""
+    made = []
+    for way in ways:
+        values, marks = (way.values, way.marks) if hasattr(way, "values") else ((way,), ())
+        is_slow = values[0].startswith(drivers)
+        made.append(pytest.param(*values, marks=[*marks, *([pytest.mark.slow] if is_slow else [])]))
+    return made
 
 
 def made(tests: OpCases, name: str) -> Way:
@@ -100,10 +115,8 @@ def made(tests: OpCases, name: str) -> Way:
         return Way(op_class(), "cpu", REFERENCE)
     if driver == "interpreter":
         pack = built_pack(arch)
-        allowed = dict(pack.tolerance)
-        allowed["bf16"] *= 2  # Triton 3.6's interpreter truncates fp32 to bf16 instead of rounding it
         op = bound_op(op_class, pack, InterpreterDriver)
-        return Way(op, "cpu", allowed, pack, tests.longest_interpreted)
+        return Way(op, "cpu", dict(pack.tolerance), pack, tests.longest_interpreted)
     if driver == "emulator":
         pack = built_pack(arch)
         op = bound_op(op_class, pack, EmulatorDriver)
@@ -149,7 +162,21 @@ class OpTests(OpGPUTests):
         for seed, case in enumerate((*self.cases, *self.empty)):
             self.check(way.op, case, way.allowed, seed=seed, device=way.device)
 
-    @pytest.mark.parametrize("way", BINARIES, indirect=True)
+    @pytest.mark.parametrize("way", INTERPRETED, indirect=True)
+    def test_every_form(self, way: Way) -> None:
+        """At the least length of the first row of the tables that has it."""
+        assert way.pack is not None
+        manifest = way.pack.op(self.op_class.name)
+        wanted, done = set(), set()
+        for seed, (variant, case) in enumerate(self.form_cases(manifest, way.rows)):
+            wanted.add(form_of(variant))
+            if str(case) not in done:
+                self.check(way.op, case, way.allowed, seed=seed, device=way.device)
+                done.add(str(case))
+        assert wanted, "no form has a case"
+        assert not (left := wanted - set(map(form_of, way.loaded()))), f"forms that no case took: {left}"
+
+    @pytest.mark.parametrize("way", slow_on(BINARIES, "interpreter"), indirect=True)
     def test_every_row_of_the_tables(self, way: Way) -> None:
         assert way.pack is not None
         manifest = way.pack.op(self.op_class.name)

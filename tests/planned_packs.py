@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 from build_tools.audit import Audited, audit
@@ -78,13 +79,13 @@ def built(arch: str, op: str, name: str) -> Packed:
         for key, entries in kernel.tables.items()
         if any(variant == name for _, variant in entries)
     }
-    alone = Plan(op, arch, {kernel.kernel.name: type(kernel)(kernel.kernel, tables, {name: kernel.variants[name]})})
+    alone = Plan(
+        op, arch, {kernel.kernel.name: type(kernel)(kernel.kernel, tables, {name: kernel.variants[name]})}
+    )
     folder = _folder() / "built" / f"{arch}-{name}"
     folder.mkdir(parents=True)
     text = write_op(folder, alone, {name: audited(arch, op, name)})
     path = folder / f"{op}.json"
-    from hashlib import sha256
-
     return OpManifest(path, folder / f"{op}.bin", sha256(text).hexdigest()).variant(name)
 
 
@@ -123,7 +124,9 @@ def _placeholder(variant: Variant, profile: Profile) -> Audited:
             dtype, sizes = tiles_of(kind.removeprefix("tensordesc<").rstrip(">")) or ("", ())
             box = [int(size) for size in sizes]
             maps.append({"swizzle": min(LINE, box[-1] * (4 if dtype == "fp32" else 2)), "box": box})
-    compiled = Compiled(variant.name, variant.name.encode(), "", variant.function, warps, 1, 0, 0, tuple(maps))
+    compiled = Compiled(
+        variant.name, variant.name.encode(), "", variant.function, warps, 1, 0, 0, tuple(maps)
+    )
     facts = BinaryFacts(
         kind="", arch=arch.machine, kernel=variant.function, format_version=ABI[arch.backend], registers=0,
         accumulator_registers=0, scalar_registers=0, granted_registers=0, granted_scalars=0, spilled_registers=0,

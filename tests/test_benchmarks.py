@@ -274,7 +274,7 @@ def test_host_time_counts_each_call() -> None:
     made = []
     microseconds = measure.time_host(lambda: made.append(0), calls=7, repeats=5, synchronize=lambda: None)
     assert len(made) == 7 * 6
-    assert 0 < microseconds < 1e4
+    assert microseconds > 0
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_points_of_chosen_sizes() -> None:
             decoding_candidates.read_sizes(text)
 
 
+@pytest.mark.slow  # compiles all of flash_decoding
 def test_a_candidate_is_a_pack_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from build_tools.tune import Problem
     from liger_aot.manifest import Pack
