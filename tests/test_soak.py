@@ -19,7 +19,7 @@ def test_it_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as main does
     monkeypatch.setattr(soak.time, "perf_counter", itertools.count().__next__)
     names = ("swiglu", "rmsnorm", "flash_decoding", "flash_attention", "fused_linear_jsd")
-    assert soak.soak(300.0, "cpu", 2, 7, names) == []
+    assert soak.soak(100.0, "cpu", 2, 7, names) == []
     assert len(capsys.readouterr().out.splitlines()) == soak.ROUNDS + 1
 
 
