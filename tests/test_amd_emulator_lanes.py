@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.amd_emulator import missing_tool
 from tests.amd_emulator.single_step import bits, execute, f16, result
 from tests.amd_emulator.wave import LANE, MASK32, VCC, mask_of
-
-pytestmark = pytest.mark.skipif(bool(missing_tool()), reason=str(missing_tool()))
 
 F16, F32, U32, I32, U64 = np.float16, np.float32, np.uint32, np.int32, np.uint64
 TOP = 0x80000000

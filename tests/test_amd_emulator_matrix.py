@@ -8,11 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.amd_emulator import EmulatorError, missing_tool
+from tests.amd_emulator import EmulatorError
 from tests.amd_emulator.single_step import bits, execute
 from tests.amd_emulator.wave import FIRST_ACCUMULATOR
-
-pytestmark = pytest.mark.skipif(bool(missing_tool()), reason=str(missing_tool()))
 
 BF16 = ml_dtypes.bfloat16
 # (name, arch, size, K, dtype of A and B, dtype of the result)
@@ -89,10 +87,10 @@ def test_denormals(arch: str, expected: float) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("v_mfma_f32_4x4x4_16b_f16 v[0:3], v[4:5], v[6:7], 0", "unknown matrix instruction"),
-        ("v_mfma_f32_16x16x4_4b_f16 v[0:15], v[16:17], v[18:19], 0", "unknown matrix instruction"),
+        ("v_mfma_f32_4x4x4_16b_f16 v[0:3], v[4:5], v[6:7], 0", "unknown instruction: VOP3P"),
+        ("v_mfma_f32_16x16x4_4b_f16 v[0:15], v[16:17], v[18:19], 0", "unknown instruction: VOP3P"),
         ("v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], 0 cbsz:1", "modifier cbsz"),
-        ("v_mfma_f32_16x16x32_fp8_fp8 v[0:3], v[4:5], v[6:7], 0", "unknown matrix instruction"),
+        ("v_mfma_f32_16x16x32_fp8_fp8 v[0:3], v[4:5], v[6:7], 0", "unknown instruction: VOP3P"),
     ],
 )
 def test_what_is_not_implemented_is_refused(line: str, message: str) -> None:

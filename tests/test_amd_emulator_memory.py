@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.amd_emulator import EmulatorError, Memory, missing_tool
+from tests.amd_emulator import EmulatorError, Memory
 from tests.amd_emulator.program import WorkGroup
 from tests.amd_emulator.single_step import bits, execute, f16, new_wave, result
 from tests.amd_emulator.wave import LANE, MASK32, POISON, Wave
-
-pytestmark = pytest.mark.skipif(bool(missing_tool()), reason=str(missing_tool()))
 
 U8, U16, U32, U64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.float32
 ADDRESS, DATA = 2, 8  # v[2:3] and v8..

@@ -18,14 +18,13 @@ from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.rmsnorm import RMSNorm
 from liger_aot.ops.softmax import Softmax
 from tests import attention_cases, drivers, rmsnorm_cases, test_softmax
-from tests.amd_emulator import EmulatorError, Program, missing_tool
+from tests.amd_emulator import EmulatorError, Program
 from tests.amd_emulator.mutation import flipped
 from tests.conftest import built_pack
 from tests.op_cases import BF16, Case
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(missing_tool()), reason=str(missing_tool())),
     pytest.mark.usefixtures("poisoned"),
 ]
 MOST_INSTRUCTIONS = 60_000  # of a launch: a flip may make an endless loop

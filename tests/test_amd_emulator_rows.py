@@ -7,11 +7,8 @@ import pytest
 import triton
 import triton.language as tl
 
-from tests.amd_emulator import missing_tool
 from tests.amd_emulator.comparison import DTYPES, UNTOUCHED, check, random, untouched, wide
 from tests.amd_emulator.triton_kernel import compile_kernel
-
-pytestmark = pytest.mark.skipif(bool(missing_tool()), reason=str(missing_tool()))
 
 ARCHS = ("gfx90a", "gfx942")
 

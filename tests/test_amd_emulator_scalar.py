@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.amd_emulator import EmulatorError, missing_tool
+from tests.amd_emulator import EmulatorError
 from tests.amd_emulator.program import build_step
 from tests.amd_emulator.single_step import decode, execute, new_wave
 from tests.amd_emulator.wave import EXEC, MASK32, MASK64, VCC
-
-pytestmark = pytest.mark.skipif(bool(missing_tool()), reason=str(missing_tool()))
 
 A, B, D = 2, 4, 6  # first registers of the operands and of the result
 TOP = 0x80000000

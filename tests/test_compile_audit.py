@@ -15,7 +15,7 @@ import pytest
 
 from build_tools.audit import Audited, _resident, audit, parameter_layout, report
 from build_tools.binary import inspect
-from build_tools.build import Tree, build_pack
+from build_tools.build import Tree, build_packs
 from build_tools.compile import Compiled, compile_variants, sources
 from build_tools.declaration import read_declaration
 from build_tools.errors import AuditError, BuildError, CompileError
@@ -287,11 +287,11 @@ def test_a_failed_build_leaves_the_old_pack(tmp_path: Path) -> None:
     shutil.copy(KERNELS / "column_sums.py", kernels)
     tree = Tree(tmp_path / "profiles", kernels, tmp_path / "packs", tmp_path / "cache")
     write_profile(tree.profiles, "gfx942", hardware("gfx942") + table % ROW)
-    build_pack("gfx942", tree=tree, workers=1, progress=False)
+    build_packs(("gfx942",), tree=tree, workers=1, progress=False)
     before = folder_bytes(tree.packs)
     write_profile(tree.profiles, "gfx942", hardware("gfx942") + table % SPILLING)
     with pytest.raises(AuditError, match="spills"):
-        build_pack("gfx942", tree=tree, workers=1, progress=False)
+        build_packs(("gfx942",), tree=tree, workers=1, progress=False)
     assert folder_bytes(tree.packs) == before
 
 

@@ -7,11 +7,8 @@ import torch
 
 from liger_aot.divergences import count_labels
 from liger_aot.ops.divergence_sums import DivergenceSums
-from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, bound_op
-
-pytestmark = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -17,13 +17,11 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
 from liger_aot.manifest import Pack, Variant
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.torch_library import register
-from tests import amd_emulator
 from tests.attention_cases import BF16, EMPTY, FP16, SMALL, Problem, check
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.tolerances import REFERENCE
 
-emulated = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 
 
@@ -192,7 +190,6 @@ def test_registration() -> None:
 # ---- The binaries and the device code of tiles ----
 
 
-@emulated
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
 @pytest.mark.parametrize("problem", (*SMALL, *EMPTY), ids=str)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
@@ -201,7 +198,6 @@ def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     check(op, problem, dict(pack.tolerance))
 
 
-@emulated
 def test_every_row_of_the_tables_has_a_problem() -> None:
     for arch in ("gfx90a", "gfx942"):
         kernels = built_pack(arch).op("flash_attention").kernels
@@ -214,7 +210,6 @@ def test_every_row_of_the_tables_has_a_problem() -> None:
                 low = high
 
 
-@emulated
 def test_float32_is_refused_where_there_are_binaries() -> None:
     op = bound_op(FlashAttention, built_pack("gfx942"), EmulatorDriver)
     with pytest.raises(ArgumentTypeError, match=r"not built for dtypes \(float32\)"):

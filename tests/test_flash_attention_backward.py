@@ -16,14 +16,13 @@ from liger_aot.attention import LOG2_E, LONGEST, Settings, heads_in_turns
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
-from tests import amd_emulator, recording
+from tests import recording
 from tests.attention_cases import BF16, EMPTY, FP16, Problem
 from tests.attention_gradients import SMALL_GRADIENTS, check_gradients, gradient_errors
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.tolerances import REFERENCE
 
-emulated = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 CASES = [(seed, problem) for seed, problem in enumerate((*SMALL_GRADIENTS, *EMPTY))]
 
@@ -58,7 +57,6 @@ def test_limits_notice_what_is_wrong() -> None:
 # ---- The binaries and the device code ----
 
 
-@emulated
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
 @pytest.mark.parametrize(("seed", "problem"), CASES, ids=str)
 def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) -> None:
@@ -67,7 +65,6 @@ def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) ->
     check_gradients(op, problem, dict(pack.tolerance), seed=seed)
 
 
-@emulated
 @pytest.mark.parametrize("kind", ["rows", "keys", "keys_capped", "queries", "queries_capped"])
 def test_every_row_of_the_tables_has_a_problem(kind: str) -> None:
     problems = [p for p in SMALL_GRADIENTS if kind == "rows" or bool(p.softcap) == kind.endswith("capped")]
@@ -122,7 +119,6 @@ def test_windows_that_end_at_the_edge_of_a_block(offset: int) -> None:
 # ---- Which gradients, of what ----
 
 
-@emulated
 def test_only_what_is_needed() -> None:
     """Alone, every gradient has the bits that it has among all; no other is made."""
     op = bound_op(FlashAttention, built_pack("gfx942"), EmulatorDriver)
@@ -142,7 +138,6 @@ def test_only_what_is_needed() -> None:
         assert torch.equal(one, whole[i])
 
 
-@emulated
 def test_a_gradient_of_any_strides() -> None:
     op = bound_op(FlashAttentionBackward, built_pack("gfx942"), EmulatorDriver)
     problem = Problem(1, 2, 2, 20, 30, 64)
@@ -160,7 +155,6 @@ def test_a_gradient_of_any_strides() -> None:
             assert got is wanted is None or torch.equal(got, wanted)
 
 
-@emulated
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_that_see_nothing(sinks: bool) -> None:
     """Their gradients are zeros, whatever the gradient of their lse: that of -inf is often NaN."""
@@ -188,7 +182,6 @@ def test_no_gradient_of_o() -> None:
 # ---- The backward alone ----
 
 
-@emulated
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_alone_it_is_autograds(layout: str) -> None:
     problem = Problem(2, 2, 1, 20, 30, 40, layout=layout, causal=True, sinks=True)

@@ -18,7 +18,6 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from liger_aot.torch_library import register
-from tests import amd_emulator
 from tests.attention_cases import BF16, FP16
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
@@ -26,7 +25,6 @@ from tests.recording import RecordingDriver, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import EMPTY, SMALL, Problem, check, starts_of
 
-emulated = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 CASES = list(enumerate((*SMALL, *EMPTY)))
 
@@ -62,7 +60,6 @@ def test_reference_is_the_dense_ones_of_each_sequence(problem: Problem) -> None:
 # ---- The binaries and the device code ----
 
 
-@emulated
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
 @pytest.mark.parametrize(("seed", "problem"), CASES, ids=str)
 def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) -> None:
@@ -70,7 +67,6 @@ def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) ->
     check(bound_op(FlashAttentionVarlen, pack, EmulatorDriver), problem, dict(pack.tolerance), seed=seed)
 
 
-@emulated
 @pytest.mark.parametrize(
     "kernel",
     ["forward", "backward_keys", "backward_keys_capped", "backward_queries", "backward_queries_capped"],
@@ -96,7 +92,6 @@ def test_on_the_interpreter(seed: int, problem: Problem, poisoned: None) -> None
     check(op, problem, REFERENCE, seed=seed)
 
 
-@emulated
 def test_a_sequence_has_the_bits_that_it_has_alone() -> None:
     """Whatever lies beside it, NaN too."""
     op = bound_op(FlashAttentionVarlen, built_pack("gfx942"), EmulatorDriver)
@@ -126,7 +121,6 @@ WRONG = {
 }
 
 
-@emulated
 @pytest.mark.parametrize("which", [3, 4])
 @pytest.mark.parametrize("name", WRONG)
 def test_starts_out_of_order_or_range(name: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +145,6 @@ def test_starts_out_of_order_or_range(name: str, which: int, monkeypatch: pytest
 # ---- The backward alone ----
 
 
-@emulated
 def test_alone_it_is_autograds() -> None:
     problem = SMALL[1]._replace(lengths_q=(20, 1, 9), lengths_k=(40, 20, 3))
     pack = built_pack("gfx942")

@@ -18,14 +18,12 @@ from liger_aot import decoding
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.flash_decoding import FlashDecoding
 from liger_aot.torch_library import register
-from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.decoding_cases import BF16, EMPTY, FP16, MORE_BINARIES, SMALL, Problem, check
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.tolerances import REFERENCE
 from tests.warp_group_interpreter import GroupsDriver
 
-emulated = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 
 
@@ -210,7 +208,6 @@ def test_registration() -> None:
 # ---- The binaries and the device code ----
 
 
-@emulated
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
 @pytest.mark.parametrize("problem", (*SMALL, *MORE_BINARIES, *EMPTY), ids=str)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
@@ -227,7 +224,6 @@ def spoiled(device: str = "cpu") -> tuple[Problem, list[Any]]:
     return problem, tensors
 
 
-@emulated
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
 def test_pages_and_lengths_out_of_range(arch: str) -> None:
     """Nothing out of bounds is read, which the emulator would not let pass; the next call raises, once."""
@@ -243,7 +239,6 @@ def test_pages_and_lengths_out_of_range(arch: str) -> None:
     op(*tensors[:3], **problem.keywords(problem.tensors()))
 
 
-@emulated
 def test_float32_is_refused_where_there_are_binaries() -> None:
     op = bound_op(FlashDecoding, built_pack("gfx942"), EmulatorDriver)
     with pytest.raises(ArgumentTypeError, match=r"not built for dtypes \(float32\)"):

@@ -9,7 +9,6 @@ import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
 from liger_aot.torch_library import register_all
-from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.op_cases import form_of
@@ -52,7 +51,6 @@ def test_every_row_on_the_interpreter(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 @pytest.mark.usefixtures("poisoned")
 def test_amd_binaries(arch: str) -> None:
     """The pack's own machine code, executed in software."""

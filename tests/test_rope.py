@@ -14,7 +14,6 @@ from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.rope import RoPE
 from liger_aot.rotary import Rotary
-from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.op_tests import BF16, FP16, FP32, Case, Draw, Exact, OpTests
@@ -256,12 +255,7 @@ def test_hugging_face_call() -> None:
 @pytest.fixture(
     params=[
         pytest.param("interpreter", marks=pytest.mark.interpreter),
-        pytest.param(
-            "emulator",
-            marks=pytest.mark.skipif(
-                bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool())
-            ),
-        ),
+        "emulator",
     ]
 )
 def bound(request: pytest.FixtureRequest, poisoned: None) -> Rotary:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from liger_aot import load
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from tests import amd_emulator
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, bound_op
 from tests.linear_loss_cases import BF16, FP16, FP32, Drawn, LinearCase, draw, formula, worst_linear
@@ -19,7 +18,6 @@ from tests.op_gpu_tests import PTX, lowered_from_ptx
 from tests.process_groups import in_group
 
 NAMES = ("vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy")
-no_emulator = pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool()))
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"reduction": "sum"},
@@ -136,7 +134,6 @@ def test_shards_on_the_cpu(world: int) -> None:
     in_group(compare, world)
 
 
-@no_emulator
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
 def test_shards_on_amd_binaries(arch: str) -> None:
     built_pack(arch)  # skips where there is none

@@ -1,13 +1,12 @@
 """Runs AMD code objects (gfx90a, gfx942) without an AMD GPU, instruction by instruction, on numpy.
 
-llvm-objdump disassembles; each instruction becomes a closure over the 64 lanes of a wave. There is no
+Each instruction is decoded by decode.py and becomes a closure over the 64 lanes of a wave. There is no
 timing, there are no caches and no wait states: this checks results. What it does not know, and every wrong
 access to memory, is an EmulatorError that names the instruction and its address.
 """
 
-from .decode import missing_tool
 from .errors import EmulatorError
 from .memory import Memory
 from .program import Program
 
-__all__ = ["EmulatorError", "Memory", "Program", "missing_tool"]
+__all__ = ["EmulatorError", "Memory", "Program"]

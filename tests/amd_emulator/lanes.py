@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .arithmetic import clamp_to_one
-from .decode import Instruction
+from .decode import Instruction, Modifier
 from .errors import EmulatorError
 from .operand import BITS, DTYPES, Operand, Reader, Value, expect, modify, raw_reader, reader
 from .wave import LANE, LANES, Wave
@@ -29,18 +29,19 @@ _SELECT = {
 Writer = Callable[[Wave, Value], None]
 
 
-def dpp_sources(control: str, value: str) -> tuple[np.ndarray, np.ndarray]:
+def dpp_sources(control: str, value: Modifier) -> tuple[np.ndarray, np.ndarray]:
     """The lane that each lane reads, and whether there is one (else the lane number means nothing)."""
     row, lane_in_row = LANE & ~15, LANE & 15
     everywhere = np.ones(LANES, np.bool_)
     if control == "quad_perm":
-        picks = np.array([int(pick) for pick in value.strip("[]").split(",")])
+        picks = np.array(value)
         return (LANE & ~3) + picks[LANE & 3], everywhere
     if control == "row_mirror":
         return row + 15 - lane_in_row, everywhere
     if control == "row_half_mirror":
         return row + (lane_in_row ^ 7), everywhere
-    amount = int(value)
+    assert isinstance(value, int)
+    amount = value
     if control == "row_shl":
         return np.minimum(LANE + amount, 63), lane_in_row + amount < 16
     if control == "row_shr":
@@ -70,9 +71,9 @@ def _dpp(instruction: Instruction) -> tuple[np.ndarray, np.ndarray] | None:
 
 def source(instruction: Instruction, position: int, slot: int, name: str) -> Reader:
     """Read operand number `position` as type `name`; `slot` is its number among the sources."""
-    operand = Operand.parse(instruction.operands[position])
+    operand = instruction.operands[position]
     if instruction.sdwa and slot < 2:
-        return _sdwa_source(operand, instruction.modifiers.get(f"src{slot}_sel", "DWORD"), name)
+        return _sdwa_source(operand, instruction.modifiers[f"src{slot}_sel"], name)
     if operand.sign_extend:
         raise EmulatorError("sext() outside SDWA")
     dpp = _dpp(instruction)
@@ -93,10 +94,10 @@ def _dpp_source(operand: Operand, dpp: tuple[np.ndarray, np.ndarray], name: str,
     return lambda wave: np.where(exists & wave.lanes[lane], read(wave)[lane], nothing)
 
 
-def _sdwa_source(operand: Operand, selector: str, name: str) -> Reader:
+def _sdwa_source(operand: Operand, selector: Modifier, name: str) -> Reader:
     if BITS[name] == 64:
         raise EmulatorError("SDWA on a 64-bit operand")
-    first, bits = _SELECT[selector]
+    first, bits = _SELECT[str(selector)]
     read = raw_reader(operand.unmodified(), "b32")
     dtype, sign = DTYPES[name], np.uint32(1 << bits - 1)
     mask, shift, sign_extend = np.uint32((1 << bits) - 1), np.uint32(first), operand.sign_extend
@@ -138,7 +139,7 @@ def destination(instruction: Instruction, name: str, keep_high: bool = False) ->
 
 
 def _plain_destination(instruction: Instruction, name: str, keep_high: bool) -> Writer:
-    operand, bits = Operand.parse(instruction.operands[0]), BITS[name]
+    operand, bits = instruction.operands[0], BITS[name]
     register = expect(operand, "vector", max(1, bits // 32))
     lanes = written_lanes(instruction)
     if bits == 64:
@@ -173,8 +174,8 @@ def _partial_destination(instruction: Instruction, register: int, bits: int, kee
     """Place a result in some bits of the register; the others are zeroed or kept."""
     first, width, keeps = 0, 32, False
     if instruction.sdwa:
-        first, width = _SELECT[instruction.modifiers.get("dst_sel", "DWORD")]
-        unused = instruction.modifiers.get("dst_unused", "UNUSED_PAD")
+        first, width = _SELECT[str(instruction.modifiers["dst_sel"])]
+        unused = instruction.modifiers["dst_unused"]
         if unused not in ("UNUSED_PAD", "UNUSED_PRESERVE"):
             raise EmulatorError(f"dst_unused:{unused} is not implemented")
         keeps = unused == "UNUSED_PRESERVE"

@@ -72,7 +72,7 @@ def build(instruction: Instruction, arch: str) -> Step:
     if rest or not registers:
         raise EmulatorError("this shape has several blocks, which is not implemented")
     flushes = arch == "gfx90a" and source in _SMALLEST_SOURCE
-    operands = [Operand.parse(text) for text in instruction.operands]
+    operands = instruction.operands
     a, b = (
         _matrix(expect(operand, "vector", registers), registers, size, source, flushes)
         for operand in operands[1:3]

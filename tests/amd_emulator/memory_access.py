@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def build(instruction: Instruction) -> Step:
         return lambda wave: None  # there are no caches
     instruction.allow("offset", "offen", *_CACHE_HINTS)
     op, _, what = rest.partition("_")
-    operands = [Operand.parse(text) for text in instruction.operands]
+    operands = [*instruction.operands]
     # The register that an atomic returns to is an operand of its own, except in a buffer instruction.
     returns = op == "atomic" and bool(instruction.modifiers.keys() & {"glc", "sc0"})
     if family == "buffer":
@@ -79,7 +79,7 @@ def build(instruction: Instruction) -> Step:
     raise EmulatorError("unknown memory instruction")
 
 
-def _global_address(instruction: Instruction, pointer: Operand, rest: list[Operand]) -> Address:
+def _global_address(instruction: Instruction, pointer: Operand, rest: Sequence[Operand]) -> Address:
     """A 64-bit address a lane, or a scalar base and a 32-bit offset a lane; and a constant offset."""
     constant = instruction.integer("offset")
     if rest and rest[0].kind == "scalar":
@@ -94,7 +94,7 @@ def _global_address(instruction: Instruction, pointer: Operand, rest: list[Opera
     return lambda wave: (address(wave) + np.uint64(constant & MASK64), wave.lanes)
 
 
-def _buffer_address(instruction: Instruction, operands: list[Operand]) -> Address:
+def _buffer_address(instruction: Instruction, operands: Sequence[Operand]) -> Address:
     """A raw buffer: lanes past the descriptor's number of bytes read 0 and write nothing."""
     has_offset = "offen" in instruction.modifiers
     offset = expect(operands[1], "vector", 1) if has_offset else None
@@ -221,7 +221,7 @@ def build_local(instruction: Instruction) -> Step:
     """The step that executes a ds_ instruction."""
     name = instruction.name
     instruction.allow("offset", "offset0", "offset1")
-    operands = [Operand.parse(text) for text in instruction.operands]
+    operands = [*instruction.operands]
     if name in ("ds_bpermute_b32", "ds_permute_b32"):
         instruction.expect(3)
         return _permute(*operands, instruction.integer("offset"), pulls=name == "ds_bpermute_b32")
@@ -244,7 +244,7 @@ def build_local(instruction: Instruction) -> Step:
     return (_read_local if reads else _write_local)(what, operands, offsets)
 
 
-def _read_local(what: str, operands: list[Operand], offsets: list[int]) -> Step:
+def _read_local(what: str, operands: Sequence[Operand], offsets: list[int]) -> Step:
     size, signed, half = _parse_load(what)
     count = max(1, size // 4)
     register, address = expect(operands[0], "vector", count * len(offsets)), expect(operands[1], "vector", 1)
@@ -260,7 +260,7 @@ def _read_local(what: str, operands: list[Operand], offsets: list[int]) -> Step:
     return step
 
 
-def _write_local(what: str, operands: list[Operand], offsets: list[int]) -> Step:
+def _write_local(what: str, operands: Sequence[Operand], offsets: list[int]) -> Step:
     size, high = _parse_store(what)
     address = expect(operands[0], "vector", 1)
     registers = [expect(operand, "vector", max(1, size // 4)) for operand in operands[1:]]

@@ -1,8 +1,7 @@
-"""Operands: parsing their text and building closures that read them from a wave."""
+"""Operands: what an instruction names, and building closures that read it from a wave."""
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,17 +26,16 @@ BITS = {name: 8 * np.dtype(dtype).itemsize for name, dtype in DTYPES.items()}
 _UNSIGNED = {16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGN = {bits: dtype(1 << bits - 1) for bits, dtype in _UNSIGNED.items()}
 
-# name -> (number in the scalar register file, registers)
+# (number in the scalar register file, registers) -> name
 _NAMED = {
-    "vcc": (VCC, 2),
-    "vcc_lo": (VCC, 1),
-    "vcc_hi": (VCC + 1, 1),
-    "m0": (M0, 1),
-    "exec": (EXEC, 2),
-    "exec_lo": (EXEC, 1),
-    "exec_hi": (EXEC + 1, 1),
+    (VCC, 2): "vcc",
+    (VCC, 1): "vcc_lo",
+    (VCC + 1, 1): "vcc_hi",
+    (M0, 1): "m0",
+    (EXEC, 2): "exec",
+    (EXEC, 1): "exec_lo",
+    (EXEC + 1, 1): "exec_hi",
 }
-_REGISTER = re.compile(r"(?P<file>[vsa])(?:(?P<one>\d+)|\[(?P<first>\d+)(?::(?P<last>\d+))?\])")
 
 # What a reader returns: an array over the 64 lanes, or a numpy scalar that broadcasts over them.
 Value = Any
@@ -48,7 +46,8 @@ Reader = Callable[[Wave], Value]
 class Operand:
     """One operand. `kind` is vector, scalar, scc, integer, float or off.
 
-    `register` numbers vector registers with the accumulation registers after the 256 others.
+    `register` numbers vector registers with the accumulation registers after the 256 others; `count` is how many
+    32-bit registers it stands for.
     """
 
     kind: str
@@ -60,31 +59,43 @@ class Operand:
     absolute: bool = False
     sign_extend: bool = False
 
-    @classmethod
-    def parse(cls, text: str) -> Operand:
-        for pattern, flags in (
-            (r"sext\((.*)\)", {"sign_extend": True}),
-            (r"neg\((.*)\)|-((?:\||[a-z]).*)", {"negate": True}),
-            (r"abs\((.*)\)|\|(.*)\|", {"absolute": True}),
-        ):
-            if match := re.fullmatch(pattern, text):
-                inner = next(group for group in match.groups() if group is not None)
-                return replace(cls.parse(inner), **flags)
-        if match := _REGISTER.fullmatch(text):
-            first = int(match["one"] or match["first"])
-            count = int(match["last"]) - first + 1 if match["last"] else 1
-            if match["file"] == "s":
-                return cls("scalar", first, count)
-            return cls("vector", first + FIRST_ACCUMULATOR * (match["file"] == "a"), count)
-        if text in _NAMED:
-            return cls("scalar", *_NAMED[text])
-        if text in ("off", "scc", "src_scc"):
-            return cls(text.removeprefix("src_"))
-        if re.fullmatch(r"0x[0-9a-f]+|-?\d+", text):
-            return cls("integer", value=int(text, 0), literal=text.startswith("0x"))
-        if re.fullmatch(r"-?\d+\.\d+(e[+-]?\d+)?", text):
-            return cls("float", value=float(text))
-        raise EmulatorError(f"unknown operand {text!r}")
+    def __str__(self) -> str:
+        """As the assembler writes it."""
+        text = self._plain_text()
+        if self.absolute:
+            text = f"|{text}|"
+        if self.sign_extend:
+            text = f"sext({text})"
+        if self.negate:  # -1 is not the same as neg(1)
+            text = f"neg({text})" if self.kind in ("integer", "float") and not self.absolute else f"-{text}"
+        return text
+
+    def _plain_text(self) -> str:
+        if self.kind == "integer":
+            return f"{self.value:#x}" if self.literal else str(self.value)
+        if self.kind == "float":  # the one that is not short is 1 / (2 pi)
+            return (
+                str(self.value)
+                if self.count == 2
+                else f"{self.value:.8g}"
+                if self.value % 0.5
+                else str(self.value)
+            )
+        if self.kind == "scc":
+            return "src_scc"
+        if self.kind == "off":
+            return "off"
+        if self.kind == "scalar" and (self.register, self.count) in _NAMED:
+            return _NAMED[self.register, self.count]
+        name, first = self.register_file()
+        return f"{name}{first}" if self.count == 1 else f"{name}[{first}:{first + self.count - 1}]"
+
+    def register_file(self) -> tuple[str, int]:
+        """ "v", "a" or "s" and the number there; "" for what is no numbered register."""
+        if self.kind == "vector":
+            accumulator = self.register >= FIRST_ACCUMULATOR
+            return "va"[accumulator], self.register - FIRST_ACCUMULATOR * accumulator
+        return ("s", self.register) if self.kind == "scalar" and self.register < VCC else ("", 0)
 
     def unmodified(self) -> Operand:
         return replace(self, negate=False, absolute=False, sign_extend=False)

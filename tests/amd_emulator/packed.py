@@ -23,8 +23,8 @@ def _halves(instruction: Instruction, name: str, modifiers: tuple[str, str], def
     selected = instruction.bits(modifiers[0], default, count)
     negated = instruction.bits(modifiers[1], 0, count)
     return [
-        _half(Operand.parse(text), name, high, negate)
-        for text, high, negate in zip(instruction.operands[1:], selected, negated, strict=True)
+        _half(operand, name, high, negate)
+        for operand, high, negate in zip(instruction.operands[1:], selected, negated, strict=True)
     ]
 
 
@@ -67,7 +67,7 @@ def build_packed(instruction: Instruction) -> Step:
         function = lambda *sources: clamp_to_one(plain(*sources))  # noqa: E731
     low = _halves(instruction, kinds[-1], ("op_sel", "neg_lo"), 0)
     high = _halves(instruction, kinds[-1], ("op_sel_hi", "neg_hi"), 1)
-    destination = Operand.parse(instruction.operands[0])
+    destination = instruction.operands[0]
     if BITS[kinds[-1]] == 32:
         return _pair_step(expect(destination, "vector", 2), function, low, high)
     register = expect(destination, "vector", 1)
@@ -96,10 +96,10 @@ def _packed_move(instruction: Instruction) -> Step:
     instruction.expect(3)
     selected = instruction.bits("op_sel", 0, 2)
     first, second = (
-        _half(Operand.parse(text), "b32", high, 0)
-        for text, high in zip(instruction.operands[1:], selected, strict=True)
+        _half(operand, "b32", high, 0)
+        for operand, high in zip(instruction.operands[1:], selected, strict=True)
     )
-    register = expect(Operand.parse(instruction.operands[0]), "vector", 2)
+    register = expect(instruction.operands[0], "vector", 2)
     copies = lambda read: [lambda wave: read(wave).copy()]  # noqa: E731
     return _pair_step(register, lambda a: a, copies(first), copies(second))
 
@@ -110,10 +110,10 @@ def build_mixed(instruction: Instruction) -> Step:
     instruction.expect(4)
     halves, is_half = instruction.bits("op_sel", 0, 3), instruction.bits("op_sel_hi", 0, 3)
     sources = [
-        reader(Operand.parse(text), "f16" if narrow else "f32", bool(high and narrow))
-        for text, high, narrow in zip(instruction.operands[1:], halves, is_half, strict=True)
+        reader(operand, "f16" if narrow else "f32", bool(high and narrow))
+        for operand, high, narrow in zip(instruction.operands[1:], halves, is_half, strict=True)
     ]
-    register = expect(Operand.parse(instruction.operands[0]), "vector", 1)
+    register = expect(instruction.operands[0], "vector", 1)
     kind, clamps = instruction.base_name.removeprefix("v_fma_mix"), "clamp" in instruction.modifiers
     if kind not in ("_f32", "lo_f16", "hi_f16"):
         raise EmulatorError("unknown mixed-precision instruction")
@@ -137,7 +137,7 @@ def _dot(instruction: Instruction) -> Step:
     """v_dot2_f32_f16: the sum of two products and an f32, rounded once."""
     instruction.allow("clamp")
     instruction.expect(4)
-    operands = [Operand.parse(text) for text in instruction.operands]
+    operands = instruction.operands
     pairs = [[_half(operand, "f16", high, 0) for high in (0, 1)] for operand in operands[1:3]]
     addend = reader(operands[3], "f32")
     register, clamps = expect(operands[0], "vector", 1), "clamp" in instruction.modifiers

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from build_tools.elf import PF_X, PT_LOAD
 from build_tools.hsaco import CodeObject, KernelDescriptor
 
 from . import matrix, memory_access, scalar, vector
-from .decode import Instruction, disassemble
+from .decode import Instruction, decode, split
 from .errors import EmulatorError
 from .local_memory import LocalMemory
 from .memory import Memory
@@ -24,7 +24,6 @@ _PRELOAD_SKIP = 256  # bytes of code that load what a device with kernarg preloa
 # Fields of rsrc1: 32-bit and 16/64-bit rounding to nearest, denormals kept, NaN clamps to 0, IEEE NaNs.
 _FLOAT_MODE, _EXPECTED_FLOAT_MODE = 0xFF << 12, 0xF0 << 12
 _DX10_CLAMP = 1 << 21
-_REGISTER = re.compile(r"\b([vas])\[?(\d+)(?::(\d+))?")
 
 
 class WorkGroup:
@@ -49,11 +48,17 @@ class Program:
         self._image = bytearray(max(address + size for address, _, size in code.segments))
         for address, data, _ in code.segments:
             self._image[address : address + len(data)] = data
-        self.instructions: list[Instruction] = disassemble(image, arch)
-        self._index_of = {instruction.address: i for i, instruction in enumerate(self.instructions)}
-        # Instructions are translated when they are first reached.
+        # The address and the words of each instruction
+        self.code = [
+            place
+            for segment in code.elf.segments
+            if segment.type == PT_LOAD and segment.flags & PF_X
+            for place in split(code.read(segment.address, segment.memory_size), segment.address)
+        ]
+        self._index_of = {address: i for i, (address, _) in enumerate(self.code)}
+        # Instructions are decoded and translated when they are first reached.
         self.reached: list[Instruction] = []
-        self._steps: list[Step] = [self._translation(i) for i in range(len(self.instructions))]
+        self._steps: list[Step] = [self._translation(i) for i in range(len(self.code))]
         self._steps.append(_past_the_end)
         self._registers = _allocated_registers(self.descriptor)
 
@@ -66,7 +71,7 @@ class Program:
 
     def _translation(self, index: int) -> Step:
         def translate_and_run(wave: Wave) -> int | None:
-            instruction = self.instructions[index]
+            instruction = self.instruction(index)
             self._check_registers(instruction)
             step = self._steps[index] = build_step(instruction, self.arch)
             self.reached.append(instruction)
@@ -74,13 +79,16 @@ class Program:
 
         return translate_and_run
 
+    def instruction(self, index: int) -> Instruction:
+        """The instruction at a place of the code, in address order."""
+        address, words = self.code[index]
+        return decode(words, address, self.arch)
+
     def _check_registers(self, instruction: Instruction) -> None:
         for operand in instruction.operands:
-            for file, first, last in _REGISTER.findall(operand):
-                if int(last or first) >= self._registers[file]:
-                    raise EmulatorError(
-                        f"{operand}, but {self._registers[file]} {file} registers are allocated"
-                    )
+            file, first = operand.register_file()
+            if file and first + operand.count > self._registers[file]:
+                raise EmulatorError(f"{operand}, but {self._registers[file]} {file} registers are allocated")
 
     def launch(
         self,
@@ -187,10 +195,17 @@ class Program:
                     return executed
         except EmulatorError as error:
             where = f"workgroup {position}, wave {wave.index}"
-            if pc == len(self.instructions):
-                raise EmulatorError(f"{where}: {error}") from error
-            instruction = self.instructions[pc]
-            raise EmulatorError(f"{where}, {instruction.address:#x} {instruction.text}: {error}") from error
+            raise EmulatorError(f"{where}{self._at(pc)}: {error}") from error
+
+    def _at(self, pc: int) -> str:
+        """Where an instruction is and what it is, for an error; one that can't be decoded says so itself."""
+        if pc == len(self.code):
+            return ""
+        try:
+            instruction = self.instruction(pc)
+        except EmulatorError:
+            return ""
+        return f", {instruction.address:#x} {instruction}"
 
 
 _FAMILIES: dict[str, Callable[[Instruction], Step]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .decode import Instruction
 from .errors import EmulatorError
@@ -124,12 +124,12 @@ def build(instruction: Instruction) -> Step:
     if name in _BRANCH:
         instruction.expect(1)
         taken = _BRANCH[name]
-        target = instruction.address + 4 + 4 * signed(int(instruction.operands[0], 0), 16)
+        target = instruction.address + 4 + 4 * signed(int(instruction.operands[0].value), 16)
         return lambda wave: target if taken(wave) else None
     if name.startswith("s_load_dword"):
         return _load(instruction)
     instruction.allow()
-    operands = [Operand.parse(text) for text in instruction.operands]
+    operands = instruction.operands
     if name in ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64"):
         return _program_counter(instruction, operands)
     if match := re.fullmatch(r"s_(mov|add|mul|cmov|cmp)k_(?:(\w\w)_)?([iu])32", name):
@@ -143,7 +143,7 @@ def build(instruction: Instruction) -> Step:
     return _arithmetic(instruction, operands)
 
 
-def _arithmetic(instruction: Instruction, operands: list[Operand]) -> Step:
+def _arithmetic(instruction: Instruction, operands: Sequence[Operand]) -> Step:
     """Instructions with a destination and one or two sources."""
     name = instruction.name
     if name in _NAMED:
@@ -210,7 +210,7 @@ def _write(operand: Operand, bits: int) -> Callable[[Wave, int], None]:
 
 
 def _assign(
-    operands: list[Operand],
+    operands: Sequence[Operand],
     function: Callable[..., int],
     bits: int,
     result_bits: int,
@@ -239,7 +239,7 @@ def _assign(
     return binary
 
 
-def _add(operands: list[Operand], op: str, overflow: bool) -> Step:
+def _add(operands: Sequence[Operand], op: str, overflow: bool) -> Step:
     """SCC is the carry or borrow; for the signed forms it is the overflow."""
     write, a, b = _write(operands[0], 32), _read(operands[1], 32), _read(operands[2], 32)
     sign, carries = -1 if op.startswith("sub") else 1, op in ("addc", "subb")
@@ -257,7 +257,7 @@ def _add(operands: list[Operand], op: str, overflow: bool) -> Step:
     return step
 
 
-def _extremum(operands: list[Operand], choose: Callable[[int, int], int], sign: bool) -> Step:
+def _extremum(operands: Sequence[Operand], choose: Callable[[int, int], int], sign: bool) -> Step:
     """SCC says that the first operand was taken: for min it must be smaller, for max greater."""
     write, a, b = _write(operands[0], 32), _read(operands[1], 32, sign), _read(operands[2], 32, sign)
 
@@ -270,14 +270,14 @@ def _extremum(operands: list[Operand], choose: Callable[[int, int], int], sign: 
     return step
 
 
-def _select(operands: list[Operand], bits: int) -> Step:
+def _select(operands: Sequence[Operand], bits: int) -> Step:
     """cselect takes the first source if SCC, else the second; cmov leaves the destination instead."""
     write, taken = _write(operands[0], bits), _read(operands[1], bits)
     other = _read(operands[2] if len(operands) > 2 else operands[0], bits)
     return lambda wave: write(wave, taken(wave) if wave.scc else other(wave))
 
 
-def _shift_add(operands: list[Operand], shift: int) -> Step:
+def _shift_add(operands: Sequence[Operand], shift: int) -> Step:
     write, a, b = _write(operands[0], 32), _read(operands[1], 32), _read(operands[2], 32)
 
     def step(wave: Wave) -> None:
@@ -288,7 +288,7 @@ def _shift_add(operands: list[Operand], shift: int) -> Step:
     return step
 
 
-def _compare(operands: list[Operand], compare: Callable[[int, int], bool], bits: int, sign: bool) -> Step:
+def _compare(operands: Sequence[Operand], compare: Callable[[int, int], bool], bits: int, sign: bool) -> Step:
     a, b = _read(operands[0], bits, sign), _read(operands[1], bits, sign)
 
     def step(wave: Wave) -> None:
@@ -297,7 +297,7 @@ def _compare(operands: list[Operand], compare: Callable[[int, int], bool], bits:
     return step
 
 
-def _bit_compare(operands: list[Operand], wanted: int, bits: int) -> Step:
+def _bit_compare(operands: Sequence[Operand], wanted: int, bits: int) -> Step:
     a, b = _read(operands[0], bits), _read(operands[1], 32)
 
     def step(wave: Wave) -> None:
@@ -306,7 +306,9 @@ def _bit_compare(operands: list[Operand], wanted: int, bits: int) -> Step:
     return step
 
 
-def _short_constant(operands: list[Operand], op: str, condition: str | None, signed_constant: bool) -> Step:
+def _short_constant(
+    operands: Sequence[Operand], op: str, condition: str | None, signed_constant: bool
+) -> Step:
     """SOPK: a register and a 16-bit constant, sign-extended except for unsigned comparisons."""
     if len(operands) != 2 or operands[1].kind != "integer" or (op == "cmp") != (condition in _COMPARE):
         raise EmulatorError("unknown scalar instruction")
@@ -325,7 +327,7 @@ def _short_constant(operands: list[Operand], op: str, condition: str | None, sig
     return _assign([destination, constant], lambda a: a, 32, 32, False, [32])
 
 
-def _save_exec(operands: list[Operand], function: Callable[[int, int], int]) -> Step:
+def _save_exec(operands: Sequence[Operand], function: Callable[[int, int], int]) -> Step:
     write, source = _write(operands[0], 64), _read(operands[1], 64)
 
     def step(wave: Wave) -> None:
@@ -338,7 +340,7 @@ def _save_exec(operands: list[Operand], function: Callable[[int, int], int]) -> 
     return step
 
 
-def _program_counter(instruction: Instruction, operands: list[Operand]) -> Step:
+def _program_counter(instruction: Instruction, operands: Sequence[Operand]) -> Step:
     """Addresses in registers are device addresses; a step's address is one in the code object."""
     after = instruction.address + instruction.size
     if instruction.name == "s_getpc_b64":
@@ -367,7 +369,7 @@ def _load(instruction: Instruction) -> Step:
     if not match:
         raise EmulatorError("unknown scalar load")
     count = int(match[1] or 1)
-    destination, base, offset = (Operand.parse(text) for text in instruction.operands)
+    destination, base, offset = instruction.operands
     first = expect(destination, "scalar", count)
     pair = expect(base, "scalar", 2)
     constant = instruction.integer("offset") + (int(offset.value) if offset.kind == "integer" else 0)

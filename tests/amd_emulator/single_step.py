@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-import shutil
 import struct
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from .decode import Instruction, disassemble, find_tool, parse
+from .decode import Instruction
+from .decode import decode as decode_words
+from .encodings import assembled
 from .memory import Memory
 from .program import WorkGroup, build_step
 from .wave import LANES, MASK64, Wave
 
 
-@functools.cache
-def _assembler() -> str | None:
-    """The llvm-mc beside the disassembler, if there is one."""
-    tool = find_tool()[0]
-    return shutil.which(tool.replace("objdump", "mc")) if tool else None
-
-
-@functools.cache
-def decode(lines: tuple[str, ...], arch: str) -> list[Instruction]:
-    """Assemble and disassemble the lines, so that the encodings and the way of printing them are real ones.
-
-    Without an assembler the text is parsed as it stands.
-    """
-    assembler = _assembler()
-    if assembler is None:
-        return [parse(line, 4 * i) for i, line in enumerate(lines)]
-    command = [assembler, "-triple=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-filetype=obj", "-o", "-"]
-    result = subprocess.run(command, input="\n".join(lines).encode(), capture_output=True, check=False)
-    if result.returncode:
-        raise AssertionError(result.stderr.decode())
-    return disassemble(result.stdout, arch)
+def decode(lines: Sequence[str], arch: str) -> list[Instruction]:
+    """The instructions of lines of encodings.txt, one behind the other from address 0 on."""
+    code = [assembled(line, arch) for line in lines]
+    addresses = accumulate((4 * len(words) for words in code), initial=0)
+    return [decode_words(words, address, arch) for words, address in zip(code, addresses, strict=False)]
 
 
 def bits(values: Any, dtype: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from .arithmetic import FMA, OPERATIONS, SATURATING, mad_f32
 from .decode import Instruction
 from .errors import EmulatorError
 from .lanes import DPP_MODIFIERS, SDWA_MODIFIERS, destination, keeps_high_half, source
-from .operand import DTYPES, Operand, Reader, expect, raw_reader
+from .operand import DTYPES, Reader, expect, raw_reader
 from .packed import build_mixed, build_packed
 from .scalar import Step
 from .wave import LANE, LANES, MASK32, VCC, Wave, lanes_of, mask_of
@@ -82,7 +82,7 @@ def _multiply_accumulate(instruction: Instruction, name: str, function: Callable
     """The destination is the addend."""
     instruction.expect(3)
     sources = [source(instruction, 1 + i, i, name) for i in range(2)]
-    addend = Operand.parse(instruction.operands[0])
+    addend = instruction.operands[0]
     sources.append(raw_reader(addend, name))
     return _apply(function, sources, destination(instruction, name, keep_high=True))
 
@@ -93,7 +93,7 @@ def _compare(
     """The result is a scalar register pair with a bit a lane; inactive lanes give 0."""
     instruction.expect(3)
     a, b = (source(instruction, 1 + i, i, name) for i in range(2))
-    register = expect(Operand.parse(instruction.operands[0]), "scalar", 2)
+    register = expect(instruction.operands[0], "scalar", 2)
 
     def step(wave: Wave) -> None:
         mask = mask_of(compare(a(wave), b(wave)) & wave.lanes)
@@ -109,7 +109,7 @@ def _compare_class(instruction: Instruction) -> Step:
     instruction.expect(3)
     name = instruction.base_name.rsplit("_", 1)[1]
     value, classes = source(instruction, 1, 0, name), source(instruction, 2, 1, "u32")
-    register = expect(Operand.parse(instruction.operands[0]), "scalar", 2)
+    register = expect(instruction.operands[0], "scalar", 2)
     finfo = np.finfo(DTYPES[name])
     quiet = 1 << finfo.nmant - 1
 
@@ -139,7 +139,7 @@ def _conditional_move(instruction: Instruction) -> Step:
     """v_cndmask: the second source where the condition's bit is set, else the first."""
     instruction.expect(4)
     a, b = (source(instruction, 1 + i, i, "b32") for i in range(2))
-    condition = expect(Operand.parse(instruction.operands[3]), "scalar", 2)
+    condition = expect(instruction.operands[3], "scalar", 2)
     write = destination(instruction, "b32")
     return lambda wave: write(wave, np.where(lanes_of(wave.scalar64(condition)), b(wave), a(wave)))
 
@@ -152,8 +152,8 @@ def _carry(instruction: Instruction) -> Step:
     a, b = (source(instruction, 2 + i, i, "u32") for i in range(2))
     if op in ("subrev", "subbrev"):
         a, b = b, a
-    out = expect(Operand.parse(instruction.operands[1]), "scalar", 2)
-    carry_in = expect(Operand.parse(instruction.operands[4]), "scalar", 2) if carries else None
+    out = expect(instruction.operands[1], "scalar", 2)
+    carry_in = expect(instruction.operands[4], "scalar", 2) if carries else None
     sign = 1 if op.startswith("add") else -1
     write = destination(instruction, "u32")
 
@@ -174,7 +174,7 @@ def _wide_multiply_add(instruction: Instruction) -> Step:
     narrow, wide = ("u32", "u64") if "u64" in instruction.name else ("i32", "i64")
     a, b = (source(instruction, 2 + i, i, narrow) for i in range(2))
     c = source(instruction, 4, 2, wide)
-    out = expect(Operand.parse(instruction.operands[1]), "scalar", 2)
+    out = expect(instruction.operands[1], "scalar", 2)
     write, dtype = destination(instruction, wide), DTYPES[wide]
 
     def step(wave: Wave) -> None:
@@ -194,7 +194,7 @@ def _division(instruction: Instruction) -> Step:
     if kind == "scale":
         instruction.expect(5)
         value, denominator, numerator = (source(instruction, 2 + i, i, name) for i in range(3))
-        flag = expect(Operand.parse(instruction.operands[1]), "scalar", 2)
+        flag = expect(instruction.operands[1], "scalar", 2)
 
         def scale(wave: Wave) -> None:
             operands = [np.broadcast_to(read(wave), LANES) for read in (value, denominator, numerator)]
@@ -216,7 +216,7 @@ def _division(instruction: Instruction) -> Step:
 def _read_first_lane(instruction: Instruction) -> Step:
     """The lowest active lane, or lane 0 if none is."""
     instruction.expect(2)
-    register = expect(Operand.parse(instruction.operands[0]), "scalar", 1)
+    register = expect(instruction.operands[0], "scalar", 1)
     value = source(instruction, 1, 0, "b32")
 
     def step(wave: Wave) -> None:
@@ -228,15 +228,15 @@ def _read_first_lane(instruction: Instruction) -> Step:
 
 def _read_lane(instruction: Instruction) -> Step:
     instruction.expect(3)
-    register = expect(Operand.parse(instruction.operands[0]), "scalar", 1)
-    vector = expect(Operand.parse(instruction.operands[1]), "vector", 1)
+    register = expect(instruction.operands[0], "scalar", 1)
+    vector = expect(instruction.operands[1], "vector", 1)
     lane = source(instruction, 2, 1, "u32")
     return lambda wave: wave.set_scalar(register, int(wave.vectors[vector, int(lane(wave)) & 63]))
 
 
 def _write_lane(instruction: Instruction) -> Step:
     instruction.expect(3)
-    vector = expect(Operand.parse(instruction.operands[0]), "vector", 1)
+    vector = expect(instruction.operands[0], "vector", 1)
     value, lane = source(instruction, 1, 0, "u32"), source(instruction, 2, 1, "u32")
 
     def step(wave: Wave) -> None:
@@ -247,7 +247,7 @@ def _write_lane(instruction: Instruction) -> Step:
 
 def _swap(instruction: Instruction) -> Step:
     instruction.expect(2)
-    first, second = (expect(Operand.parse(text), "vector", 1) for text in instruction.operands)
+    first, second = (expect(operand, "vector", 1) for operand in instruction.operands)
 
     def step(wave: Wave) -> None:
         saved = wave.vectors[first].copy()
