@@ -42,6 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import pytest
@@ -82,12 +83,19 @@ class Way:
 BINARIES = [
     pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
     pytest.param("interpreter gfx942", marks=pytest.mark.interpreter),
-    "emulator gfx90a",
-    "emulator gfx942",
+    pytest.param("emulator gfx90a", marks=pytest.mark.slow),  # quick: test_every_form
+    pytest.param("emulator gfx942", marks=pytest.mark.slow),
     pytest.param("gpu", marks=pytest.mark.gpu),
     PTX,
 ]
 WAYS = ["reference", *BINARIES]
+QUICK = 600  # n that the emulator runs in about a second
+
+
+def form_of(variant: str) -> tuple[str, ...]:
+    """The kernel of a binary and which of the kernel's forms it is."""
+    kernel, form, *_ = variant.split("-")
+    return kernel, form
 
 
 def made(tests: OpCases, name: str) -> Way:
@@ -160,6 +168,21 @@ class OpTests(OpGPUTests):
                 done.add(str(case))
         assert wanted, "no row of the tables has a case"
         assert not (left := sorted(wanted - way.loaded())), f"rows that no case took: {left}"
+
+    @pytest.mark.parametrize("way", ["emulator gfx942"], indirect=True)
+    def test_every_form(self, way: Way) -> None:
+        """A binary of each form of each kernel: the typical case, and a small one of each form in the tables."""
+        assert way.pack is not None
+        manifest = way.pack.op(self.op_class.name)
+        cases: dict[tuple[str, ...], list[Case]] = {}
+        for variant, case in self.table_cases(manifest, QUICK, 2):
+            cases.setdefault(form_of(variant), []).append(case)
+        smallest = [min(of_form, key=lambda case: prod(case.shape)) for of_form in cases.values()]
+        for case in dict.fromkeys((self.cases[0], *smallest)):
+            self.check(way.op, case, way.allowed, device=way.device)
+        assert cases, "no row of the tables has a case"
+        left = cases.keys() - set(map(form_of, way.loaded()))
+        assert not left, f"forms that no case took: {left}"
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
     def test_one_gradient_at_a_time(self, way: Way) -> None:
