@@ -20,8 +20,6 @@ from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
 from tests import executed, storages
 from tests.amd_emulator import Memory, Program
-from tests.gluon_interpreter import interpreted
-from tests.interpreter import interpret
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 MULTIPROCESSORS = 2  # few, so that persistent programs have several steps
@@ -59,6 +57,9 @@ class InterpreterDriver:
         return 0
 
     def load(self, variant: Variant) -> Launchable:
+        from tests.gluon_interpreter import interpreted  # Triton, which the emulator does without
+        from tests.interpreter import interpret
+
         kernel_name, form_name, *_ = variant.name.split("-")
         kernel = self._kernels[kernel_name]
         form = kernel.forms[form_name]
