@@ -1,6 +1,6 @@
 """The command line: `python -m benchmarks OP ...` measures ops on this machine's GPU (`all`: every one),
 `python -m benchmarks plot FILE ...` draws kept results again, `python -m benchmarks summary FILE ...` compares ours in
-them with the best peer, and `python -m benchmarks readme` puts them into the README."""
+them with the best peer, `python -m benchmarks performance` writes the tables of README.md and docs/performance.md."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def main(arguments: Sequence[str]) -> int:
         return _plot(arguments[1:])
     if arguments[:1] == ["summary"]:
         return _summary(arguments[1:])
-    if arguments[:1] == ["readme"]:
-        return _readme(arguments[1:])
+    if arguments[:1] == ["performance"]:
+        return _performance(arguments[1:])
     return _measure(arguments)
 
 
@@ -57,23 +57,24 @@ def _summary(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _readme(arguments: Sequence[str]) -> int:
-    from . import markdown, readme
+def _performance(arguments: Sequence[str]) -> int:
+    from . import markdown, performance
 
     parser = argparse.ArgumentParser(
-        "python -m benchmarks readme", description="Put the results into the README, between its markers."
+        "python -m benchmarks performance",
+        description="Put the tables of figures into README.md and docs/performance.md, between their markers.",
     )
-    parser.add_argument("--readme", type=Path, default=markdown.ROOT / "README.md")
-    parser.add_argument("--results", type=Path, default=markdown.RESULTS, help="one GPU's folder")
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; 1 where the README is not up to date"
+        "--check", action="store_true", help="write nothing; 1 where a page is not up to date"
     )
     options = parser.parse_args(arguments)
     try:
-        same = readme.write(options.readme, options.results.resolve(), check=options.check)
+        stale = performance.write(check=options.check)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    return int(options.check and not same)
+    for page in stale:
+        print(page.relative_to(markdown.ROOT))
+    return int(options.check and bool(stale))
 
 
 def _measure(arguments: Sequence[str]) -> int:
@@ -91,6 +92,12 @@ def _measure(arguments: Sequence[str]) -> int:
         choices=SECTIONS,
         help="this part (may be repeated)",
     )
+    parser.add_argument(
+        "--point",
+        action="append",
+        default=[],
+        help="this point of the device figures, as the tables call it: 4096, 'packed 11008' (may be repeated)",
+    )
     parser.add_argument("--providers", default=",".join(NAMES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
@@ -102,6 +109,12 @@ def _measure(arguments: Sequence[str]) -> int:
     strangers = [name for name in providers if name not in NAMES]
     if strangers:
         parser.error(f"no provider {', '.join(strangers)}: there are {', '.join(NAMES)}")
+    for name in ops if options.point else ():
+        known = list(dict.fromkeys(case.point for case in entry.load(name).cases()))
+        if not set(known) & set(options.point):
+            parser.error(
+                f"{name} has none of the points {', '.join(options.point)}: it has {', '.join(known)}"
+            )
 
     import torch
 
@@ -116,6 +129,7 @@ def _measure(arguments: Sequence[str]) -> int:
             sections=options.only,
             providers=providers,
             effort=options.effort,
+            points=options.point,
             results=options.out,
             command=command,
             commit=options.commit,

@@ -1,8 +1,8 @@
 """Attention on this machine's GPU: TFLOP/s of ours beside cuDNN and FlashAttention-2, through torch SDPA.
 
-    python -m benchmarks.attention --out attention.json
-    python -m benchmarks.attention --backward --out attention_backward.json
-    python -m benchmarks.attention --packs two=DIR,three=DIR    # ours alone, of several packs: 2 against 3 warp groups
+    python -m benchmarks.attention
+    python -m benchmarks.attention --backward --dims 128 --lengths 2048,8192
+    python -m benchmarks.attention --packs two=DIR,three=DIR --out DIR    # ours alone, of several packs
 
 16384 tokens a batch and 2048 / dim heads, as FlashAttention's papers have it; bf16. FLOPs are 4 batch heads length^2
 dim, half of that causal; of the backward 2.5 times as many, whoever computes more. Providers take turns and results are
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -30,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_aot
 
-from .environment import observe
+from .environment import folder_name, observe
+from .session import RESULTS
 
 TOKENS, WIDTH = 16384, 2048
 DIMS = (64, 96, 128, 192, 256)
@@ -140,10 +142,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--packs", default="", metavar="NAME=DIR,...", help="ours alone, of each of these packs"
     )
-    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
     if options.packs:
+        if options.out is None:
+            parser.error(
+                "--packs needs --out, a folder: each pack's results come into a folder of its name there"
+            )
         return _each_pack(options)
     rows = []
     for dim in map(int, options.dims.split(",")):
@@ -155,13 +163,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append({"dim": dim, "length": length, "causal": causal, "tflops": found})
                 shown = ", ".join(f"{name} {value:.0f}" for name, value in found.items())
                 print(f"dim {dim}, length {length}, {'causal' if causal else 'full'}: {shown}", flush=True)
-    if options.out:
-        direction = "backward" if options.backward else "forward"
-        command = f"python -m benchmarks.attention {' '.join(sys.argv[1:])}"
-        where = observe(torch.device("cuda"), command=command, commit=options.commit, absent={})
-        content = {"environment": asdict(where), "tokens": TOKENS, "dtype": "bfloat16", direction: rows}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep("attention", "attention_backward" if options.backward else "attention_forward", rows, options)
     return 0
+
+
+def keep(module: str, name: str, rows: Sequence[object], options: argparse.Namespace) -> None:
+    """Write a run's rows as ``name``.json into ``options.out`` or the GPU's own folder."""
+    direction = "backward" if options.backward else "forward"
+    command = shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
+    where = observe(torch.device("cuda"), command=command, commit=options.commit, absent={})
+    content = {"environment": asdict(where), "tokens": TOKENS, "dtype": "bfloat16", direction: rows}
+    folder = options.out or RESULTS / folder_name(where.gpu) / "steps"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    print(file)
 
 
 def _each_pack(options: argparse.Namespace) -> int:
@@ -171,7 +187,7 @@ def _each_pack(options: argparse.Namespace) -> int:
         print(f"{name}:", flush=True)
         again = ["--dims", options.dims, "--lengths", options.lengths, "--rounds", str(options.rounds)]
         again += ["--backward"] if options.backward else []
-        out = ["--out", str(options.out.with_stem(f"{options.out.stem}-{name}"))] if options.out else []
+        out = ["--out", str(options.out / name)]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.attention", *again, "--providers", "none", *out],
             env={**os.environ, "LIGER_AOT_PACKS": folder},

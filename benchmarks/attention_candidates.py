@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from build_tools.audit import audit
-from build_tools.build import Tree, build_pack, make_plans
+from build_tools.build import Tree, build_packs, make_plans
 from build_tools.compile import try_variants
 from build_tools.errors import AuditError, BuildError
 from build_tools.paths import PROFILES
@@ -180,7 +180,7 @@ def _build_pack(arch: str, direction: str, folder: Path, chosen: Chosen) -> dict
             refused[variants[name].kernel] = why[-300:]
     if refused:
         _write_profile(arch, direction, folder, {k: rows for k, rows in chosen.items() if k not in refused})
-    build_pack(arch, OPS[direction], tree, progress=False)
+    build_packs((arch,), OPS[direction], tree, progress=False)
     return refused
 
 

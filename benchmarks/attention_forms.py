@@ -1,7 +1,7 @@
 """Attention's forms beside each other on this machine's GPU: dense, grouped queries, packed uneven sequences.
 
-    python -m benchmarks.attention_forms --out benchmarks/results/h200/steps/attention_forms.json
-    python -m benchmarks.attention_forms --backward --out ...
+    python -m benchmarks.attention_forms
+    python -m benchmarks.attention_forms --backward
 
 Each form has the FLOPs of dense attention of 16384 tokens a batch and 2048 / dim heads; bf16. ``gqa`` has 8 query heads
 a head of keys, where dim leaves a multiple of 8 heads. ``varlen`` has uneven sequences whose squares add up to the
@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
@@ -40,9 +38,9 @@ from benchmarks.attention import (
     _backward,
     _forward,
     _tried,
+    keep,
     milliseconds,
 )
-from benchmarks.environment import observe
 
 FORMS = ("dense", "gqa", "varlen")
 GROUP = 8
@@ -157,7 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--backward", action="store_true", help="the gradients instead of the forward")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
+    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
     rows = []
     for dim in map(int, options.dims.split(",")):
@@ -167,14 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append({"dim": dim, "length": length, "causal": causal, "tflops": found})
                 shown = ", ".join(f"{name} {value:.0f}" for name, value in found.items())
                 print(f"dim {dim}, length {length}, {'causal' if causal else 'full'}: {shown}", flush=True)
-    if options.out:
-        where = observe(
-            torch.device("cuda"), command=f"python -m benchmarks.attention_forms {' '.join(sys.argv[1:])}", commit=None,
-            absent={},
-        )  # fmt: skip
-        direction = "backward" if options.backward else "forward"
-        found = {"environment": asdict(where), "tokens": TOKENS, "dtype": "bfloat16", direction: rows}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    name = "attention_forms_backward" if options.backward else "attention_forms"
+    keep("attention_forms", name, rows, options)
     return 0
 
 

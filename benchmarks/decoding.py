@@ -30,6 +30,7 @@ from .session import RESULTS
 from .workload import TOLERANCE, relative_error, rotated_sets
 
 LARGEST_COPY = 4 << 30  # bytes: the bandwidth of a copy does not change any more
+OTHER_MEMORY = 2 << 30  # bytes: the driver's, and results
 CHECKED = ((0, 0), (-1, -1))  # sequences and heads of keys
 
 
@@ -197,6 +198,11 @@ def at(point: Point, names: Sequence[str], device: torch.device, rounds: int, mi
     return made
 
 
+def largest_cache(device: torch.device) -> float:
+    """Bytes: there are two caches, two sets of the copy's tensors, and OTHER_MEMORY."""
+    return (torch.cuda.get_device_properties(device).total_memory - OTHER_MEMORY) / 2 - LARGEST_COPY
+
+
 def line(r: Result) -> str:
     if r.failed:
         return f"  {r.provider:18s} failed: {r.failed}"
@@ -214,7 +220,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--min-ms", type=float, default=10.0, help="device time of a provider in a round")
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
     parser.add_argument(
-        "--most-gigabytes", type=float, default=80.0, help="points of larger caches are left out"
+        "--most-gigabytes",
+        type=float,
+        help="points of larger caches are left out (default: those that this GPU's memory does not hold twice)",
     )
     parser.add_argument("--uneven", action="store_true", help="odd batches instead of the points")
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
@@ -226,9 +234,10 @@ def main(arguments: Sequence[str]) -> int:
     seen = environment.observe(device, command=command, commit=options.commit, absent={})
     folder = options.out or RESULTS / environment.folder_name(seen.gpu) / "steps"
     file = folder / ("flash_decoding_uneven.json" if options.uneven else "flash_decoding_points.json")
+    most = largest_cache(device) if options.most_gigabytes is None else options.most_gigabytes * 1e9
     results: list[Result] = []
     for point in UNEVEN if options.uneven else POINTS:
-        if point.bytes > options.most_gigabytes * 1e9:
+        if point.bytes > most:
             continue
         print(point, flush=True)
         found = at(point, options.providers.split(","), device, options.rounds, options.min_ms)

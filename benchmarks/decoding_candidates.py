@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from build_tools.build import Tree, build_pack, make_plans
+from build_tools.build import Tree, build_packs, make_plans
 from build_tools.compile import try_variants
 from build_tools.errors import BuildError
 from build_tools.paths import PROFILES
@@ -95,7 +95,7 @@ def build(options: argparse.Namespace) -> int:
 def _refused(arch: str, tree: Tree) -> str | None:
     """Why a candidate has no pack, or None: it has one now."""
     try:
-        build_pack(arch, (OP,), tree, progress=False)
+        build_packs((arch,), (OP,), tree, progress=False)
     except BuildError as problem:
         return str(problem)[-300:]
     return None

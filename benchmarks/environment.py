@@ -43,9 +43,9 @@ def observe(
 
 
 def folder_name(gpu: str) -> str:
-    """A GPU's name as a folder of results: "NVIDIA H200" is "h200"."""
-    words = re.sub(r"^(nvidia|amd)\s+", "", gpu.strip().lower())
-    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+    """A GPU's name as a folder of results, without the vendor and the memory: "NVIDIA H100 80GB HBM3" is "h100"."""
+    words = re.split(r"[^a-z0-9]+", gpu.strip().lower())
+    return "-".join(w for w in words if w and not re.fullmatch(r"nvidia|amd|\d+gb|hbm\d*e?", w))
 
 
 def _version(distribution: str) -> str | None:

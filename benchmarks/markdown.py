@@ -1,16 +1,43 @@
-"""Tables and sources of figures as Markdown, for the README and the ops' pages."""
+"""Tables and sources of figures as Markdown, for the README, docs/performance.md and the ops' pages."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .records import Run
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "h200"  # of the GPU whose figures the pages show
+RESULTS = ROOT / "benchmarks" / "results"  # a folder for each GPU
+FIRST = "h200"  # the GPU on which sm90's launch numbers were measured: first in every table
+VERSIONS = (
+    ("driver", "driver"),
+    ("torch", "torch"),
+    ("triton", "Triton"),
+    ("liger_kernel", "Liger-Kernel"),
+    ("quack", "QuACK"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU with results in ``folder``, which `environment.folder_name` names."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """As the tables have it: "H200"."""
+        return self.folder.name.upper().replace("-", " ")
+
+
+def gpus(results: Path = RESULTS) -> list[Gpu]:
+    """The GPUs that have a folder of results, in the order of the tables."""
+    folders = sorted(path for path in results.glob("*") if path.is_dir())
+    return [Gpu(folder) for folder in sorted(folders, key=lambda folder: folder.name != FIRST)]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -18,18 +45,27 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
 
 
-def made_on(environment: Mapping[str, Any]) -> str:
-    """The GPU, versions and the date of a run, as far as its file has them."""
-    versions = (
-        ("driver", "driver"),
-        ("torch", "torch"),
-        ("triton", "Triton"),
-        ("liger_kernel", "Liger-Kernel"),
-        ("quack", "QuACK"),
-    )
-    known = [f"{label} {environment[key]}" for key, label in versions if environment.get(key)]
-    date = [environment["date"][:10]] if environment.get("date") else []
-    return f"{environment['gpu']} ({', '.join([*known, *date])})"
+def table_by_gpu(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a column "GPU", which is left out where all rows are of one GPU."""
+    at = header.index("GPU")
+    if len({row[at] for row in rows}) > 1:
+        return table(header, rows)
+    return table([*header[:at], *header[at + 1 :]], [[*row[:at], *row[at + 1 :]] for row in rows])
+
+
+def made_on(*environments: Mapping[str, Any]) -> str:
+    """The GPU, versions and dates of runs, as far as their files have them; runs that differ in the date alone are
+    told together."""
+    dates: dict[tuple[str, ...], set[str]] = {}
+    for environment in environments:
+        known = (f"{label} {environment[key]}" for key, label in VERSIONS if environment.get(key))
+        days = dates.setdefault((environment["gpu"], *known), set())
+        days |= {environment["date"][:10]} if environment.get("date") else set()
+    told = []
+    for (gpu, *known), days in dates.items():
+        inside = [*known, *([" and ".join(sorted(days))] if days else [])]
+        told.append(f"one {gpu} ({', '.join(inside)})" if inside else f"one {gpu}")
+    return " and ".join(told)
 
 
 def made_in(run: Run) -> str:
@@ -37,7 +73,7 @@ def made_in(run: Run) -> str:
     sections: dict[str, list[str]] = {}
     for section, seen in run.again.items():
         sections.setdefault(made_on(vars(seen)), []).append(section)
-    again = (f"; {' and '.join(names)} again on one {made}" for made, names in sections.items())
+    again = (f"; {' and '.join(names)} measured again on {made}" for made, names in sections.items())
     return made_on(vars(run.environment)) + "".join(again)
 
 

@@ -1,4 +1,4 @@
-"""The figures of the benchmarks of whole models, from their JSON."""
+"""Plots of the benchmarks of whole models, from their JSON."""
 
 from __future__ import annotations
 

@@ -138,8 +138,11 @@ class OpEntry:
         }
         return make[provider](variant)
 
-    def cases(self, most: int | None = None) -> list[Case]:
-        """The points of the device figures; at most so many of each kind, spread evenly."""
+    def cases(self, most: int | None = None, points: Sequence[str] = ()) -> list[Case]:
+        """The points of the device figures: those that are named or, where none is, all of them, at most so many of
+        each kind, spread evenly."""
+        if points:
+            return [case for case in self.points if case.point in points]
         kinds: dict[tuple[object, ...], list[Case]] = {}
         for case in self.points:
             kinds.setdefault((case.direction, case.dtype, case.variant), []).append(case)

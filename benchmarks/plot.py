@@ -1,4 +1,4 @@
-"""The figures of a run, from its JSON alone: PNG and SVG beside it, or in docs/ where whole models were run."""
+"""Plots of a run, from its JSON alone: a PNG and an SVG beside it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 # Colours that stay apart for colour-blind readers (Okabe and Ito), the product's the strongest.
 COLOURS = dict(zip(NAMES, ("#d55e00", "#999999", "#56b4e9", "#009e73", "#cc79a7"), strict=True))
 PANEL_INCHES = (6.4, 4.2)
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def plot(path: Path) -> list[Path]:
-    """Draw what a JSON file holds; returns the files written: of the same name with .png and .svg or, for whole models
-    in the kept results, docs/NAME-GPU.png and .svg.
+    """Draw what a JSON file holds; returns the files written, of the same name with .png and .svg.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -48,7 +46,6 @@ def plot(path: Path) -> list[Path]:
 
 
 def _plot_models(path: Path, data: dict[str, Any], figure: Figure) -> list[Path]:
-    from .environment import folder_name
     from .model_plots import DRAWN
 
     name, seen = data["benchmark"], data["environment"]
@@ -60,9 +57,7 @@ def _plot_models(path: Path, data: dict[str, Any], figure: Figure) -> list[Path]
         f"{seen['torch']}, triton {seen['triton']}, Liger {seen['liger_kernel']}",
         fontsize=10,
     )
-    kept = (ROOT / "benchmarks" / "results") in path.resolve().parents
-    stem = ROOT / "docs" / f"{name}-{folder_name(seen['gpu'])}" if kept else path.with_suffix("")
-    return _save(figure, stem, name)
+    return _save(figure, path.with_suffix(""), name)
 
 
 def _save(figure: Figure, stem: Path, salt: str) -> list[Path]:

@@ -35,6 +35,11 @@ def label(name: str) -> str:
     return next((provider.label for provider in PROVIDERS if provider.name == name), name)
 
 
+def short_label(name: str) -> str:
+    """The label without what stands in brackets."""
+    return label(name).partition(" (")[0]
+
+
 def absence(name: str) -> str | None:
     """Why a provider cannot be measured here, or None. Imports it: finding it is not enough, as a peer may
     lack a library of its own."""

@@ -1,4 +1,4 @@
-"""What one run of the benchmarks found: frozen records, and the JSON file that keeps them."""
+"""What one run of the benchmarks measured, and the JSON file that keeps it."""
 
 from __future__ import annotations
 
@@ -80,9 +80,13 @@ class Measurement:
 
     @property
     def point(self) -> str:
-        """Which problem, in a table's words: the row length of (rows, n), any other shape whole."""
-        shape = str(self.shape[-1]) if len(self.shape) == 2 else "x".join(map(str, self.shape))
-        return f"{self.variant} {shape}".strip()
+        return point(self.shape, self.variant)
+
+
+def point(shape: tuple[int, ...], variant: str) -> str:
+    """Which problem, in a table's words: the row length of (rows, n), any other shape whole."""
+    size = str(shape[-1]) if len(shape) == 2 else "x".join(map(str, shape))
+    return f"{variant} {size}".strip()
 
 
 @dataclass(frozen=True)

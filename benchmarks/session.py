@@ -44,6 +44,7 @@ def measure(
     sections: Sequence[str] | None,
     providers: Sequence[str],
     effort: str,
+    points: Sequence[str] = (),
     results: Path | None,
     command: str,
     commit: str | None,
@@ -52,7 +53,8 @@ def measure(
 
     Sections are "forward", "backward", "host" and "cold"; a file there from before keeps the others, with the
     environment of each part beside it. By default they are those that the op's entry names, and the file is replaced
-    whole. What goes wrong is recorded as an error of all providers: the next op is measured all the same.
+    whole. ``points`` names the points of the device figures to measure (default: as many as the effort says). What
+    goes wrong is recorded as an error of all providers: the next op is measured all the same.
     """
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -65,7 +67,7 @@ def measure(
     run = records.read(path).without(sections or (), seen) if again else Run(op, seen, ())
     recorder = Recorder(run, path)
     try:
-        _sections(recorder, load(op), sections, present, device, runner.EFFORTS[effort])
+        _sections(recorder, load(op), sections, present, device, runner.EFFORTS[effort], points)
     except Exception as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -90,12 +92,13 @@ def _sections(
     providers: Sequence[str],
     device: torch.device,
     effort: runner.Effort,
+    points: Sequence[str],
 ) -> None:
     op = entry.op
     sections = entry.sections if asked is None else asked
     if "host" in sections:
         recorder.add("host", runner.host_measurements(op, entry, providers, device, effort))
-    for case in entry.cases(effort.points):
+    for case in entry.cases(effort.points, points):
         if case.direction in sections:
             shape = " x ".join(map(str, case.shape))
             title = " ".join((case.direction, case.dtype_name, case.variant, shape))

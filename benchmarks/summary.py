@@ -1,4 +1,4 @@
-"""Several runs in one table: ours against the best peer at every point, and whether a peer is ahead."""
+"""Several runs in one table: at every point ours, the best peer, and whether that peer is ahead."""
 
 from __future__ import annotations
 

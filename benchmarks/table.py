@@ -1,4 +1,4 @@
-"""A run as short tables: rows of problems, columns of providers."""
+"""A run as short text tables: a row for each problem, a column for each provider."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Lines = list[list[str]]
 
 
 def render(run: Run) -> str:
-    """All tables of a run as text, then what is absent and what failed."""
+    """All tables of a run as text, followed by the providers that were absent and those that failed."""
     parts = [f"{run.op}{title}\n{_aligned(lines)}" for title, lines in tables(run)]
     absent = {name: reason for seen in run.environments() for name, reason in seen.absent.items()}
     parts += [f"{name} is absent: {reason}" for name, reason in absent.items()]

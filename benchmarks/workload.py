@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .measure import Call
+from .records import point
 
 CHECKED_ROWS = 64
 
@@ -32,6 +33,11 @@ class Case:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def point(self) -> str:
+        """As in Measurement."""
+        return point(self.shape, self.variant)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from build_tools.audit import report
-from build_tools.build import Tree, build_pack, compile_and_audit, make_plans
-from build_tools.declaration import declared_ops
+from build_tools.build import Tree, build_packs, compile_and_audit, make_plans
 from build_tools.detect import parse_archs
 from build_tools.errors import BuildError
 from build_tools.paths import CACHE, KERNELS, PACKS, PROFILES
 from build_tools.plan import Plan
 from build_tools.release import write_records
 from build_tools.variants import write_variants
-from build_tools.wheel import build_device_wheels, build_host_wheel, build_wheel
+from build_tools.wheel import build_device_wheels, build_host_wheel, build_wheel, parse_ops
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--arch", default="all", help="comma list of architectures, 'all' or 'none' (default: all)"
     )
-    common.add_argument("--kernel", default="", metavar="OPS", help="comma list of ops (default: every one)")
+    common.add_argument(
+        "--kernel",
+        default="",
+        metavar="OPS",
+        help="comma list of ops, built with those that they launch (default: every one)",
+    )
     common.add_argument("--profiles", type=Path, default=PROFILES, help="folder of profiles")
     common.add_argument("--cache", type=Path, default=CACHE, help="folder of compiled kernels to reuse")
     common.add_argument("--packs", type=Path, default=PACKS, help="folder to write packs to")
@@ -103,10 +107,8 @@ def _tree(options: argparse.Namespace) -> Tree:
 
 
 def _ops(options: argparse.Namespace) -> tuple[str, ...]:
-    names = tuple(n.strip() for n in options.kernel.split(",") if n.strip())
-    if unknown := [n for n in names if n not in declared_ops()]:
-        raise BuildError(f"unknown op {unknown[0]!r}: there are {', '.join(declared_ops())}")
-    return names
+    """Those asked for, with the ops that they launch; none: all."""
+    return parse_ops(options.kernel) if options.kernel else ()
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -131,9 +133,9 @@ def describe(plan: Plan) -> str:
 
 
 def _build(options: argparse.Namespace) -> int:
-    tree = _tree(options)
-    for arch in parse_archs(options.arch, tree.profiles):
-        audited = build_pack(arch, _ops(options), tree, workers=options.workers, progress=not options.quiet)
+    tree, archs = _tree(options), parse_archs(options.arch, _tree(options).profiles)
+    built = build_packs(archs, _ops(options), tree, workers=options.workers, progress=not options.quiet)
+    for arch, audited in built.items():
         size = sum(len(a.compiled.image) for a in audited.values())
         print(f"{arch}: {len(audited)} binaries, {size / 1e6:.2f} MB, audited, in {tree.packs / arch}")
     return 0
@@ -141,9 +143,10 @@ def _build(options: argparse.Namespace) -> int:
 
 def _audit(options: argparse.Namespace) -> int:
     tree = _tree(options)
-    for arch in parse_archs(options.arch, tree.profiles):
-        profile, plans = make_plans(arch, _ops(options), tree)
-        audited = compile_and_audit(profile, plans, tree, workers=options.workers, progress=not options.quiet)
+    planned = [make_plans(arch, _ops(options), tree) for arch in parse_archs(options.arch, tree.profiles)]
+    found = compile_and_audit(planned, tree, workers=options.workers, progress=not options.quiet)
+    for (profile, _), audited in zip(planned, found, strict=True):
+        arch = profile.arch.name
         print(f"{arch}:\n{report(audited.values())}")
         if options.assembly:
             suffix = "ptx" if profile.arch.backend == "cuda" else "s"
@@ -163,7 +166,7 @@ def _tune(options: argparse.Namespace) -> int:
 def _wheel(options: argparse.Namespace) -> int:
     archs = parse_archs(options.arch, options.profiles)
     if not options.split and not options.device:
-        build_wheel(archs, options.out)
+        build_wheel(archs, options.out, _ops(options))
         return 0
     if options.variants and not options.split:
         raise BuildError("--variants needs --split: they are made of the host wheel")

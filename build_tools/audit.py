@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from build_tools.binary import BinaryFacts, inspect
-from build_tools.compile import Compiled
+from build_tools.compiler import Compiled
 from build_tools.elf import BinaryFormatError
 from build_tools.errors import AuditError
 from build_tools.plan import Variant

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from build_tools.audit import Audited, audit
-from build_tools.compile import Compiled, compile_variants, ptxas_version
+from build_tools.compile import compile_all, ptxas_version
 from build_tools.declaration import declared_ops, read_declaration
 from build_tools.errors import BuildError
 from build_tools.pack import write_pack
@@ -47,37 +47,40 @@ def make_plans(arch: str, ops: Sequence[str] = (), tree: Tree | None = None) -> 
 
 
 def compile_and_audit(
-    profile: Profile,
-    plans: Sequence[Plan],
+    planned: Sequence[tuple[Profile, Sequence[Plan]]],
     tree: Tree | None = None,
     *,
     workers: int | None = None,
     progress: bool = True,
-) -> dict[str, Audited]:
-    """Compile every variant of ``plans`` and read each binary back."""
-    variants = [v for p in plans for v in p.variants]
-    compiled: dict[str, Compiled] = compile_variants(
-        variants, profile, cache=(tree or Tree()).cache, workers=workers, progress=progress
-    )
-    return {v.name: audit(v, compiled[v.name], profile.arch) for v in variants}
+) -> list[dict[str, Audited]]:
+    """Compile every variant of each architecture's plans, all of them in one pool of processes, and read each binary
+    back; what was found by variant name, an architecture an item."""
+    work = [(v, profile) for profile, plans in planned for p in plans for v in p.variants]
+    compiled = compile_all(work, cache=(tree or Tree()).cache, workers=workers, progress=progress)
+    found: dict[str, dict[str, Audited]] = {profile.arch.name: {} for profile, _ in planned}
+    for (variant, profile), one in zip(work, compiled, strict=True):
+        found[profile.arch.name][variant.name] = audit(variant, one, profile.arch)
+    return list(found.values())
 
 
-def build_pack(
-    arch: str,
+def build_packs(
+    archs: Sequence[str],
     ops: Sequence[str] = (),
     tree: Tree | None = None,
     *,
     workers: int | None = None,
     progress: bool = True,
-) -> dict[str, Audited]:
-    """Build the pack of ``arch`` under ``tree.packs``; the audit's facts by variant name."""
+) -> dict[str, dict[str, Audited]]:
+    """Build the packs of ``archs`` under ``tree.packs``; the audit's facts by architecture and variant name."""
     tree = tree or Tree()
-    profile, plans = make_plans(arch, ops, tree)
-    audited = compile_and_audit(profile, plans, tree, workers=workers, progress=progress)
-    compiler = (
-        f"ptxas {ptxas_version()}"
-        if profile.arch.backend == "cuda"
-        else f"llvm of triton {profile.toolchain.triton}"
-    )
-    write_pack(tree.packs / arch, profile, plans, audited, project_version(), compiler)
-    return audited
+    planned = [make_plans(arch, ops, tree) for arch in archs]
+    audited = compile_and_audit(planned, tree, workers=workers, progress=progress)
+    for (profile, plans), found in zip(planned, audited, strict=True):
+        compiler = (
+            f"ptxas {ptxas_version()}"
+            if profile.arch.backend == "cuda"
+            else f"llvm of triton {profile.toolchain.triton}"
+        )
+        folder = tree.packs / profile.arch.name
+        write_pack(folder, profile, plans, found, project_version(), compiler)
+    return dict(zip(archs, audited, strict=True))

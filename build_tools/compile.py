@@ -1,7 +1,4 @@
-"""Variants to binaries: persistent worker processes and a content-addressed cache.
-
-Triton compiles for a named target with no GPU, driver or torch. A worker imports Triton once and keeps it.
-"""
+"""Variants to binaries: one pool of compiler processes for all architectures, and a content-addressed cache."""
 
 from __future__ import annotations
 
@@ -12,52 +9,24 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from hashlib import sha256
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from build_tools import compiler
+from build_tools.compiler import Compiled, Job, compile_job, start_worker
 from build_tools.errors import BuildError, CompileError
-from build_tools.paths import CACHE, KERNELS, ROOT
-from build_tools.plan import ALIGNMENT, Variant
+from build_tools.paths import CACHE, KERNELS
+from build_tools.plan import Variant
 from build_tools.profile import Profile
 
-T = TypeVar("T")
-BINARY = {"cuda": "cubin", "hip": "hsaco"}
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """One variant's machine code, and what Triton says a launch of it needs."""
-
-    variant: str
-    image: bytes
-    assembly: str  # PTX or AMD assembly
-    symbol: str
-    num_warps: int  # as made: warp specialisation adds to what was asked
-    num_ctas: int
-    shared: int  # bytes of dynamic shared memory
-    scratch: int  # bytes of global scratch a launch would need
-    maps: tuple[Mapping[str, Any], ...]  # of its tensor maps, in the order of the arguments: swizzle, box
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a worker gets: plain data only."""
-
-    variant: str
-    module: str
-    function: str
-    signature: dict[str, str]
-    constants: dict[str, int | bool]
-    hinted: tuple[str, ...]
-    target: tuple[str, int | str, int]
-    options: dict[str, int | bool | str]
-    language: str
+# Roughly how long kinds of kernels take to compile, beside each other: it decides the order and the time left.
+GLUON, MATRIX, OTHER = 8, 3, 1
 
 
 def compile_variants(
@@ -68,13 +37,27 @@ def compile_variants(
     workers: int | None = None,
     progress: bool = True,
 ) -> dict[str, Compiled]:
-    """Compile, or take from the cache, every variant; CompileError at the first that fails."""
-    made: dict[str, Compiled] = {}
-    for name, outcome in try_variants(variants, profile, cache=cache, workers=workers, progress=progress):
+    """Compile, or take from the cache, every variant of one architecture; CompileError at the first that fails."""
+    work = [(variant, profile) for variant in variants]
+    made = compile_all(work, cache=cache, workers=workers, progress=progress)
+    return {variant.name: one for variant, one in zip(variants, made, strict=True)}
+
+
+def compile_all(
+    work: Sequence[tuple[Variant, Profile]],
+    *,
+    cache: Path = CACHE,
+    workers: int | None = None,
+    progress: bool = True,
+) -> list[Compiled]:
+    """The binary of each variant for its profile's architecture, in the order given; CompileError at the first that
+    fails."""
+    made: dict[int, Compiled] = {}
+    for index, outcome in try_all(work, cache=cache, workers=workers, progress=progress):
         if isinstance(outcome, str):
             raise CompileError(outcome)
-        made[name] = outcome
-    return made
+        made[index] = outcome
+    return [made[index] for index in range(len(work))]
 
 
 def try_variants(
@@ -86,18 +69,63 @@ def try_variants(
     progress: bool = True,
 ) -> Iterator[tuple[str, Compiled | str]]:
     """Every variant's name with its binary, or with the compiler's message."""
-    check_toolchain(profile)
+    work = [(variant, profile) for variant in variants]
+    for index, outcome in try_all(work, cache=cache, workers=workers, progress=progress):
+        yield variants[index].name, outcome
+
+
+def try_all(
+    work: Sequence[tuple[Variant, Profile]],
+    *,
+    cache: Path = CACHE,
+    workers: int | None = None,
+    progress: bool = True,
+) -> Iterator[tuple[int, Compiled | str]]:
+    """Each variant's place in ``work`` with its binary or the compiler's message, as they come: what the cache has
+    first, then the rest, what takes longest first, so that no process is left with a long one at the end."""
+    for profile in {id(profile): profile for _, profile in work}.values():
+        check_toolchain(profile)
     cache.mkdir(parents=True, exist_ok=True)
-    missing: list[tuple[Job, Path]] = []
-    made_by = {op: _made_by(op) for op in {variant.op for variant in variants}}
-    for variant in variants:
+    missing: list[tuple[int, Job, Path]] = []
+    made_by = {op: _made_by(op) for op in {variant.op for variant, _ in work}}
+    for index, (variant, profile) in enumerate(work):
         job = _job(variant, profile)
         entry = cache / _key(job, made_by[variant.op])
         if (found := _read(entry, job.variant)) is not None:
-            yield job.variant, found
+            yield index, found
         else:
-            missing.append((job, entry))
-    yield from _bar(_compile_all(missing, workers), len(missing), profile.arch.name, progress)
+            missing.append((index, job, entry))
+    missing.sort(key=lambda item: -_effort(work[item[0]][0]))
+    yield from _run(missing, [_effort(work[index][0]) for index, _, _ in missing], workers, progress)
+
+
+def compile_here(variant: Variant, profile: Profile, cache: Path = CACHE) -> Compiled:
+    """Compile one variant in this process, or take it from the cache; CompileError where that fails."""
+    check_toolchain(profile)
+    job = _job(variant, profile)
+    entry = cache / _key(job, _made_by(variant.op))
+    if (found := _read(entry, job.variant)) is not None:
+        return found
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="liger-aot-") as scratch:
+        before = dict(os.environ)
+        start_worker(scratch)
+        outcome = compile_job(job)
+        for name in (n for n in set(os.environ) | set(before) if os.environ.get(n) != before.get(n)):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+    if isinstance(outcome, str):
+        raise CompileError(outcome)
+    _write(entry, outcome)
+    return outcome
+
+
+def _effort(variant: Variant) -> int:
+    """How long a variant takes to compile, beside others."""
+    if variant.language == "gluon":
+        return GLUON
+    return MATRIX if variant.matrix else OTHER
 
 
 def check_toolchain(profile: Profile) -> None:
@@ -127,11 +155,11 @@ def _job(variant: Variant, profile: Profile) -> Job:
 
 
 def _made_by(op: str) -> dict[str, Any]:
-    """The same for all variants of an op: the device code, Triton, and this file."""
+    """The same for all variants of an op: the device code, Triton, and what a compiler process runs."""
+    texts = {path: path.read_bytes() for path in (*sources(op), Path(compiler.__file__))}
     return {
-        "sources": [sha256(path.read_bytes()).hexdigest() for path in sources(op)],
+        "sources": [sha256(text).hexdigest() for text in texts.values()],
         "triton": version("triton"),
-        "builder": sha256(Path(__file__).read_bytes()).hexdigest(),
     }
 
 
@@ -157,116 +185,60 @@ def sources(op: str, folder: Path = KERNELS) -> tuple[Path, ...]:
     return tuple(sorted(found))
 
 
-def _compile_all(
-    missing: list[tuple[Job, Path]], workers: int | None
-) -> Iterator[tuple[str, Compiled | str]]:
+def _run(
+    missing: Sequence[tuple[int, Job, Path]], efforts: Sequence[int], workers: int | None, progress: bool
+) -> Iterator[tuple[int, Compiled | str]]:
+    """Compile in processes that import Triton once; write each binary into the cache as it comes."""
     if not missing:
         return
     count = min(workers or len(os.sched_getaffinity(0)), len(missing))
     scratch = tempfile.mkdtemp(prefix="liger-aot-")
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _start_worker, (scratch,))
+    pool = ProcessPoolExecutor(count, get_context("spawn"), start_worker, (scratch,))
     try:
-        futures = {pool.submit(_compile, job): (job.variant, entry) for job, entry in missing}
-        for future in as_completed(futures):
-            outcome = future.result()
-            name, entry = futures[future]
-            if isinstance(outcome, Compiled):
-                _write(entry, outcome)
-            yield name, outcome
+        futures = {
+            pool.submit(compile_job, job): (index, entry, effort)
+            for (index, job, entry), effort in zip(missing, efforts, strict=True)
+        }
+        with _Bar(len(missing), sum(efforts), progress) as bar:
+            for future in as_completed(futures):
+                outcome = future.result()
+                index, entry, effort = futures[future]
+                if isinstance(outcome, Compiled):
+                    _write(entry, outcome)
+                bar.advance(effort)
+                yield index, outcome
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _bar(items: Iterable[T], total: int, arch: str, progress: bool) -> Iterable[T]:
-    if not progress or not total:
-        return items
-    from tqdm import tqdm
+class _Bar:
+    """How many kernels are compiled and how much time is left, by their efforts."""
 
-    quiet = 0.1 if sys.stderr.isatty() else 10.0  # a log wants few lines
-    bar: Iterable[T] = tqdm(
-        items, total=total, desc=f"compile {arch}", unit="kernel", mininterval=quiet, maxinterval=2 * quiet
-    )
-    return bar
+    def __init__(self, kernels: int, efforts: int, shown: bool) -> None:
+        from tqdm import tqdm
 
+        quiet = 0.1 if sys.stderr.isatty() else 10.0  # a log wants few lines
+        self._kernels, self._done = kernels, 0
+        self._bar: Any = tqdm(
+            total=efforts,
+            desc=f"compile 0/{kernels} kernels",
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed} passed, {remaining} left",
+            mininterval=quiet,
+            maxinterval=2 * quiet,
+            disable=not shown,
+        )
 
-def _start_worker(scratch: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = scratch
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # else the bytes depend on the folder
-    sys.path.insert(0, str(ROOT))
+    def advance(self, effort: int) -> None:
+        self._done += 1
+        self._bar.set_description_str(f"compile {self._done}/{self._kernels} kernels", refresh=False)
+        self._bar.update(effort)
 
+    def __enter__(self) -> _Bar:
+        return self
 
-def _compile(job: Job) -> Compiled | str:
-    """Runs in a worker. A failure comes back as its message: compiler exceptions don't all pickle."""
-    backend, target, warp_size = job.target
-    try:
-        return _run_triton(job)
-    except Exception as error:
-        place = f"{backend} {target}, warp size {warp_size}"
-        return f"{job.variant} ({place}): {type(error).__name__}: {error}"
-
-
-def _run_triton(job: Job) -> Compiled:
-    from importlib import import_module
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-
-    target = GPUTarget(*job.target)
-    backend = make_backend(target)
-    known = {f.name for f in fields(type(backend.parse_options({"num_warps": 4})))}
-    if unknown := sorted(set(job.options) - known):  # Triton would drop it without a word
-        raise ValueError(f"triton {triton.__version__} has no option {unknown[0]!r} for {job.target[0]}")
-    function = getattr(import_module(job.module), job.function)
-    names = function.arg_names
-    absent = {name: None for name in names if name not in job.signature}  # by the declaration
-    signature = {**job.signature, **dict.fromkeys(absent, "constexpr")}
-    source = _source_class(job.language)(
-        function,
-        {name: _laid_out(kind) if job.language == "gluon" else kind for name, kind in signature.items()},
-        {(names.index(name),): value for name, value in {**job.constants, **absent}.items()},
-        {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in job.hinted},
-    )
-    kernel = triton.compile(source, target=target, options=dict(job.options))
-    metadata: Any = kernel.metadata
-    return Compiled(
-        variant=job.variant,
-        image=kernel.asm[BINARY[job.target[0]]],
-        assembly=kernel.asm["ptx" if job.target[0] == "cuda" else "amdgcn"],
-        symbol=metadata.name,
-        num_warps=metadata.num_warps,
-        num_ctas=metadata.num_ctas,
-        shared=metadata.shared,
-        # the AMD backend knows no scratch and has no such fields
-        scratch=getattr(metadata, "global_scratch_size", 0) + getattr(metadata, "profile_scratch_size", 0),
-        maps=tuple(
-            {"swizzle": one["swizzle"], "box": list(one["block_size"])}
-            for one in getattr(metadata, "tensordesc_meta", None) or ()
-        ),
-    )
-
-
-def _source_class(language: str) -> Any:
-    if language == "gluon":
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        return GluonASTSource
-    from triton.compiler import ASTSource
-
-    return ASTSource
-
-
-def _laid_out(kind: str) -> str:
-    """A tensor map's type with the layout of its tiles in shared memory, which Gluon wants said: the widest swizzle."""
-    match = re.fullmatch(r"tensordesc<(\w+)\[(.*)\]>", kind)
-    if match is None:
-        return kind
-    from triton.experimental.gluon import language as gl
-
-    dtype = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[match[1]]
-    layout = gl.NVMMASharedLayout.get_default_for([int(size) for size in match[2].split(", ")], dtype)
-    return f"{kind[:-1]},{layout!r}>"
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
 
 
 def _write(entry: Path, compiled: Compiled) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,25 @@ def tiles_of(kind: str) -> tuple[str, tuple[str, ...]] | None:
 class Declaration:
     op: str
     path: Path
+    uses: tuple[str, ...]  # other ops that its host code launches
     kernels: Mapping[str, Kernel]
 
 
 def declared_ops(folder: Path = KERNELS) -> tuple[str, ...]:
     """Names of the ops that ``folder`` declares."""
     return tuple(sorted(p.stem for p in folder.glob("*.py") if _literal(p) is not None))
+
+
+def with_used(ops: Sequence[str], folder: Path = KERNELS) -> tuple[str, ...]:
+    """``ops`` and those that they launch, sorted: what must be built for ``ops`` to work."""
+    found: set[str] = set()
+    queue = [*ops]
+    while queue:
+        op = queue.pop()
+        if op not in found:
+            found.add(op)
+            queue += read_declaration(op, folder).uses
+    return tuple(sorted(found))
 
 
 def read_declaration(op: str, folder: Path = KERNELS) -> Declaration:
@@ -89,13 +102,16 @@ def read_declaration(op: str, folder: Path = KERNELS) -> Declaration:
     fields = _Fields(f"{path.name}: DECLARATION", raw)
     if fields.take("op") != op:
         raise DeclarationError(f"{path.name}: DECLARATION['op'] is {raw['op']!r}, the file is named {op}")
+    uses = tuple(fields.take("uses", ()))
+    if unknown := [name for name in uses if not (folder / f"{name}.py").is_file()]:
+        raise DeclarationError(f"{path.name}: DECLARATION['uses']: there is no op {unknown[0]!r}")
     functions = _functions(path)
     kernels = {
         name: _kernel(f"{path.name}: kernel {name}", name, body, functions)
         for name, body in _likened(path.name, fields.table("kernels")).items()
     }
     fields.finish()
-    return Declaration(op, path, kernels)
+    return Declaration(op, path, uses, kernels)
 
 
 class _Fields:

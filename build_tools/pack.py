@@ -1,6 +1,7 @@
-"""Audited binaries -> ``liger_aot_packs/<arch>/``: the manifests and the binaries, the same bytes from the same source.
+"""Audited binaries -> ``liger_aot_packs/<arch>/``: manifests and binaries, the same bytes from the same source.
 
-This module writes the format; ``liger_aot.manifest`` reads it. Nothing else passes between the two halves.
+This module writes the format that docs/pack-format.md describes; ``liger_aot.manifest`` reads it. Nothing else passes
+between the two halves.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from build_tools.audit import Audited
-from build_tools.compile import BINARY
 from build_tools.plan import ALIGNMENT, Plan
 from build_tools.profile import Profile
 from build_tools.stored import Stored, stored
 
-FORMAT = 4
+FORMAT = 5
 
 
 def write_pack(
@@ -36,14 +36,13 @@ def write_pack(
     fresh.mkdir(parents=True)
     ops: dict[str, Any] = {}
     for plan in plans:
-        text = write_op(fresh, plan, audited, suffix(arch.backend))
+        text = write_op(fresh, plan, audited)
         ops[plan.op] = {"sha256": sha256(text).hexdigest(), "binaries": len(plan.variants)}
     manifest = {
         "format": FORMAT,
         "arch": arch.name,
         "backend": arch.backend,
         "serves": arch.serves,
-        "binary": suffix(arch.backend),
         "binary_version": max(a.facts.format_version for a in audited.values()),
         "version": version,
         "toolchain": {"triton": profile.toolchain.triton, "compiler": compiler, **profile.toolchain.options},
@@ -56,23 +55,18 @@ def write_pack(
     fresh.rename(folder)
 
 
-def suffix(backend: str) -> str:
-    """What the names of a pack's binaries end in."""
-    return f"{BINARY[backend]}.z"
-
-
-def write_op(folder: Path, plan: Plan, audited: Mapping[str, Audited], ending: str) -> bytes:
-    """Write one op's manifest and binaries into a pack's folder; returns the manifest's text."""
-    files = stored(plan, {v.name: audited[v.name].compiled.image for v in plan.variants})
-    text = _json(_op_manifest(plan, audited, files))
+def write_op(folder: Path, plan: Plan, audited: Mapping[str, Audited]) -> bytes:
+    """Write one op's manifest and its file of binaries into a pack's folder; returns the manifest's text."""
+    binaries = stored(plan, {v.name: audited[v.name].compiled.image for v in plan.variants})
+    text = _json(_op_manifest(plan, audited, binaries))
     (folder / f"{plan.op}.json").write_bytes(text)
-    (folder / plan.op).mkdir()
-    for name, file in files.items():
-        (folder / plan.op / f"{name}.{ending}").write_bytes(file.data)
+    (folder / f"{plan.op}.bin").write_bytes(b"".join(binary.data for binary in binaries.values()))
     return text
 
 
-def _op_manifest(plan: Plan, audited: Mapping[str, Audited], files: Mapping[str, Stored]) -> dict[str, Any]:
+def _op_manifest(
+    plan: Plan, audited: Mapping[str, Audited], binaries: Mapping[str, Stored]
+) -> dict[str, Any]:
     """One op's part of a pack: its dispatch tables and what a launch of each binary needs."""
     kernels = {
         name: {
@@ -85,17 +79,27 @@ def _op_manifest(plan: Plan, audited: Mapping[str, Audited], files: Mapping[str,
         }
         for name, k in plan.kernels.items()
     }
-    variants = {v.name: _variant(audited[v.name], files[v.name]) for v in plan.variants}
+    blobs = _blobs(binaries)
+    variants = {v.name: {**_variant(audited[v.name]), **blobs[v.name]} for v in plan.variants}
     return {"format": FORMAT, "op": plan.op, "kernels": kernels, "variants": variants}
 
 
-def _variant(audited: Audited, file: Stored) -> dict[str, Any]:
+def _blobs(binaries: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
+    """Where each binary lies in its op's file, in which they follow one another, and what is needed to read it."""
+    blobs, offset = {}, 0
+    for name, binary in binaries.items():
+        length = len(binary.data)
+        digest = sha256(binary.data).hexdigest()
+        blobs[name] = {"offset": offset, "length": length, "sha256": digest, "base": binary.base}
+        offset += length
+    return blobs
+
+
+def _variant(audited: Audited) -> dict[str, Any]:
     variant, compiled, facts = audited.variant, audited.compiled, audited.facts
     follows = {"follows": True} if variant.follows else {}  # few do: said of those alone
     return {
         **follows,
-        "sha256": sha256(file.data).hexdigest(),
-        "base": file.base,
         "symbol": compiled.symbol,
         "threads": audited.threads,
         "shared": compiled.shared,

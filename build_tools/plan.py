@@ -9,9 +9,10 @@ from typing import Any
 
 from build_tools.declaration import DTYPES, Declaration, Form, Kernel, longest_row, tiles_of
 from build_tools.errors import ProfileError
-from build_tools.profile import HOST_NUMBERS, Arch, Profile, Row
+from build_tools.profile import ANY, HOST_NUMBERS, Arch, Profile, Row
 
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
+_ALIGNED = {True: "aligned", False: "generic"}
 OVERLAP = "OVERLAP"  # the constant that the profile's dependent_launch gives
 
 
@@ -90,7 +91,7 @@ def _fitted(kernel: Kernel, arch: Arch) -> Kernel:
 
 
 def dispatch_key(axes: Mapping[str, str], aligned: bool) -> str:
-    return "/".join((*axes.values(), "aligned" if aligned else "generic"))
+    return "/".join((*axes.values(), _ALIGNED[aligned]))
 
 
 def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
@@ -203,13 +204,17 @@ def matches(when: Mapping[str, tuple[Any, ...]], axes: Mapping[str, str], aligne
 
 
 def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, str], aligned: bool) -> Variant:
-    """The binary that a row asks for at one choice of dtypes and alignment."""
+    """The binary that a row asks for at one choice of dtypes and alignment: the same for both where alignment does not
+    matter to it."""
     form = kernel.forms[row.form]
     constants = {c: {**form.defaults, **row.constants}[c] for c in form.constants}
     numbers = [f"{k.lower()}{int(v)}" for k, v in constants.items() if v != form.defaults.get(k)]
     numbers += [f"{k.replace('num_', '')}{v}" for k, v in row.options.items()]
     numbers += [f"{HOST_NUMBERS[k]}{v}" for k, v in row.host.items()]
-    name = "-".join((kernel.name, form.name, dispatch_key(axes, aligned).replace("/", "-"), *numbers))
+    if row.any_alignment:
+        aligned = False
+    kind = ANY if row.any_alignment else _ALIGNED[aligned]
+    name = "-".join((kernel.name, form.name, *axes.values(), kind, *numbers))
     return Variant(
         name=name,
         op=op,

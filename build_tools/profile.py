@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ else:
     from setuptools.compat.py310 import tomllib
 
 BACKENDS = ("cuda", "hip")
+DERIVED = "derived, not measured"  # what the provenance of numbers that nobody measured begins with
+ANY = "any"  # a row's ``aligned``, where an aligned binary would not be faster
 # Launch numbers that are not constants of the device function: compile options, and what the host reads, with the word
 # that stands for it in a variant's name.
 OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")
@@ -54,6 +56,9 @@ class Arch:
     dependent_launch: bool  # whether kernels may start before the one before them has ended
 
 
+_ARCH_KEYS = {field.name for field in fields(Arch)}
+
+
 @dataclass(frozen=True)
 class Toolchain:
     triton: str
@@ -75,6 +80,7 @@ class Row:
     max_n: int | None
     form: str
     when: Mapping[str, tuple[Any, ...]]
+    any_alignment: bool  # whether one binary, which assumes nothing of addresses, serves aligned calls too
     constants: Mapping[str, int | bool]
     options: Mapping[str, int]
     host: Mapping[str, int]
@@ -107,15 +113,24 @@ def profile_names(folder: Path = PROFILES) -> tuple[str, ...]:
 
 
 def read_profile(name: str, folder: Path = PROFILES) -> Profile:
-    """Read ``<folder>/<name>.toml``; ProfileError names the file, table and row that is wrong."""
-    path = folder / f"{name}.toml"
-    if not path.is_file():
-        raise ProfileError(f"no architecture {name!r}: there are {', '.join(profile_names(folder))}")
-    text = path.read_bytes()
-    try:
-        raw = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path.name}: {error}") from None
+    """Read ``<folder>/<name>.toml``; ProfileError names the file, table and row that is wrong.
+
+    A profile that ``extends`` another has its [toolchain], [tolerance] and kernels' tables where it gives none itself,
+    and its [arch] key by key.
+    """
+    path, raw, digest = _read(name, folder)
+    base: Profile | None = None
+    if (extends := raw.pop("extends", None)) is not None:
+        where = f"{path.name}: extends"
+        if not isinstance(extends, str) or extends == name or extends not in profile_names(folder):
+            raise ProfileError(f"{where} must name another profile, found {extends!r}")
+        _, base_raw, base_digest = _read(extends, folder)
+        if "extends" in base_raw:
+            raise ProfileError(f"{where} {extends!r}, which extends another itself")
+        base = read_profile(extends, folder)
+        raw = {**{key: base_raw[key] for key in ("toolchain", "tolerance")}, "arch": {}, "kernel": {}, **raw}
+        raw["arch"] = {**base_raw["arch"], **_known(f"{path.name}: [arch]", raw["arch"], _ARCH_KEYS)}
+        digest = sha256((digest + base_digest).encode()).hexdigest()
     _known(path.name, raw, {"arch", "toolchain", "tolerance", "kernel"}, required=True)
     arch = _arch(path.name, raw["arch"])
     if arch.name != name:
@@ -125,14 +140,28 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     if not isinstance(raw["kernel"], dict):
         raise ProfileError(f"{path.name}: [kernel]: expected a table, found {raw['kernel']!r}")
     tables = {k: _table(path.name, k, body, arch) for k, body in raw["kernel"].items()}
-    return Profile(
-        path,
-        arch,
-        toolchain,
-        tolerance,
-        tables,
-        sha256(text).hexdigest(),
-    )
+    if base is not None:
+        tables = {**{k: _inherited(table, base) for k, table in base.tables.items()}, **tables}
+    return Profile(path, arch, toolchain, tolerance, tables, digest)
+
+
+def _read(name: str, folder: Path) -> tuple[Path, dict[str, Any], str]:
+    """A profile's file, what it says and its sha256."""
+    path = folder / f"{name}.toml"
+    if not path.is_file():
+        raise ProfileError(f"no architecture {name!r}: there are {', '.join(profile_names(folder))}")
+    text = path.read_bytes()
+    try:
+        return path, tomllib.loads(text.decode()), sha256(text).hexdigest()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path.name}: {error}") from None
+
+
+def _inherited(table: Table, base: Profile) -> Table:
+    """Another architecture's table: nothing in it was measured on this one."""
+    if table.provenance.startswith(DERIVED):
+        return table
+    return replace(table, provenance=f"{DERIVED}: the {base.arch.name} rows")
 
 
 def _known(where: str, raw: Any, keys: set[str], required: bool = False) -> dict[str, Any]:
@@ -147,7 +176,7 @@ def _known(where: str, raw: Any, keys: set[str], required: bool = False) -> dict
 
 def _arch(file: str, raw: Any) -> Arch:
     where = f"{file}: [arch]"
-    _known(where, raw, {f.name for f in fields(Arch)}, required=True)
+    _known(where, raw, _ARCH_KEYS, required=True)
     for field in fields(Arch):
         value = raw[field.name]
         if field.type == "int" and not (type(value) is int and value > 0):
@@ -223,12 +252,15 @@ def read_row(where: str, raw: Any, arch: Arch) -> Row:
     when: dict[str, tuple[Any, ...]] = {}
     constants: dict[str, int | bool] = {}
     for key, value in left.items():
-        if key == "aligned" and isinstance(value, bool):
-            when[key] = (value,)
+        if key == "aligned":
+            if not isinstance(value, bool) and value != ANY:
+                raise ProfileError(f'{where}: aligned must be true, false or "any", found {value!r}')
+            if isinstance(value, bool):
+                when[key] = (value,)
         elif isinstance(value, (str, list)):
             when[key] = tuple(value) if isinstance(value, list) else (value,)
         elif isinstance(value, int) and value >= 0:
             constants[key.upper()] = value
         else:
             raise ProfileError(f"{where}: {key}: unexpected value {value!r}")
-    return Row(max_n, form, when, constants, options, host, where)
+    return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where)

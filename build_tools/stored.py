@@ -1,5 +1,6 @@
-"""A pack's binaries as it holds them: zlib streams. Variants of one kernel differ little, so that most are compressed
-against another's bytes (zlib's preset dictionary), their base; a base has none itself. All of it a fourth of its size.
+"""A pack's binaries as its files hold them: zlib streams. Variants of one kernel differ little, so that most are
+compressed against another's bytes (zlib's preset dictionary), their base; a base has none itself. All of it takes a
+fourth of its size. LZMA would save 15% more, and take more than twice as long to unpack.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ class Stored:
 
 
 def stored(plan: Plan, images: Mapping[str, bytes]) -> dict[str, Stored]:
-    """The files of one op by variant, the same bytes from the same binaries."""
+    """The compressed binaries of one op by variant, in the order of its file; the same bytes from the same binaries."""
     groups: dict[tuple[str, str, bool], list[str]] = {}
     for v in plan.variants:
         groups.setdefault((v.kernel, v.form.name, v.aligned), []).append(v.name)
-    return {name: file for names in groups.values() for name, file in _group(names, images).items()}
+    return {name: binary for names in groups.values() for name, binary in _group(names, images).items()}
 
 
 def _group(names: list[str], images: Mapping[str, bytes]) -> dict[str, Stored]:
     by_size = sorted(names, key=lambda name: (len(images[name]), name))
     candidates = by_size[:: -(-len(names) // CANDIDATES)]
     base = min(candidates, key=lambda c: sum(len(compressed(images[n], images[c], level=1)) for n in names))
-    files = {base: Stored(compressed(images[base]), None)}
+    binaries = {base: Stored(compressed(images[base]), None)}
     for name in names:
         alone, against = compressed(images[name]), compressed(images[name], images[base])
         if name != base:
-            files[name] = Stored(against, base) if len(against) < len(alone) else Stored(alone, None)
-    return files
+            binaries[name] = Stored(against, base) if len(against) < len(alone) else Stored(alone, None)
+    return binaries
 
 
 def compressed(image: bytes, base: bytes = b"", level: int = 9) -> bytes:

@@ -329,7 +329,7 @@ def _bind(
 def _manifest(
     plan: Plan, audited: Mapping[str, Audited], folder: Path, chosen: Audited | None, key: str
 ) -> Any:
-    from build_tools.pack import suffix, write_op
+    from build_tools.pack import write_op
     from liger_aot.manifest import OpManifest
 
     kernels = dict(plan.kernels)
@@ -340,7 +340,5 @@ def _manifest(
             kernel.kernel, tables, {chosen.variant.name: chosen.variant}
         )
     changed = Plan(plan.op, plan.arch, kernels)
-    ending = suffix("hip" if chosen is not None and chosen.facts.kind == "hsaco" else "cuda")
-    text = write_op(folder, changed, audited, ending)
-    path = folder / f"{plan.op}.json"
-    return OpManifest(path, sha256(text).hexdigest(), folder / plan.op, ending)
+    text = write_op(folder, changed, audited)
+    return OpManifest(folder / f"{plan.op}.json", folder / f"{plan.op}.bin", sha256(text).hexdigest())

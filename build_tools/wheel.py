@@ -14,21 +14,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from build_tools.build import Tree, build_pack, project_version
+from build_tools.build import Tree, build_packs, project_version
+from build_tools.declaration import declared_ops, with_used
 from build_tools.detect import VARIABLE, chosen_archs
 from build_tools.device_wheel import EPOCH, NAMESPACE, distribution, note, write_device_wheel
 from build_tools.errors import BuildError
 from build_tools.paths import PACKS, ROOT
 from build_tools.profile import profile_names
 
+OPS = "LIGER_AOT_OPS"
 FILE, FOLDER = 0o644, 0o755  # a wheel holds its files' modes: these are the same whoever builds it
+
+
+def chosen_ops() -> tuple[str, ...]:
+    """By LIGER_AOT_OPS ("rmsnorm,swiglu"), with the ops that those launch; unset, all that are declared."""
+    asked = os.environ.get(OPS)
+    return declared_ops() if asked is None else parse_ops(asked)
+
+
+def parse_ops(text: str) -> tuple[str, ...]:
+    """A comma list of ops, with the ops that those launch; BuildError names what is unknown."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = declared_ops()
+    if not names or (unknown := [name for name in names if name not in known]):
+        wrong = unknown[0] if names else text
+        raise BuildError(f"unknown op {wrong!r}: there are {', '.join(known)}")
+    return with_used(names)
 
 
 def add_packs(build_lib: Path) -> tuple[str, ...]:
     """Build the chosen architectures' packs and copy them to ``build_lib``."""
     archs = chosen_archs()
+    build_packs(archs, chosen_ops())
     for arch in archs:
-        build_pack(arch)
         shutil.copytree(PACKS / arch, build_lib / NAMESPACE / arch)
         name, text = note(arch)
         (build_lib / NAMESPACE / name).write_text(text)
@@ -53,9 +71,11 @@ def extras() -> dict[str, list[str]]:
     return {**{arch: [pin] for arch, pin in pins.items()}, "all": sorted(pins.values())}
 
 
-def build_wheel(archs: Sequence[str], out: Path) -> None:
-    """Build the wheel with the packs of ``archs`` into ``out``, in this environment (no build isolation)."""
+def build_wheel(archs: Sequence[str], out: Path, ops: Sequence[str] = ()) -> None:
+    """Build the wheel with ``ops`` (none: all) for ``archs`` into ``out``, in this environment (no build isolation)."""
     environment = {**os.environ, VARIABLE: ",".join(archs) or "none"}
+    if ops:
+        environment[OPS] = ",".join(ops)
     environment.setdefault("SOURCE_DATE_EPOCH", EPOCH)
     command = [
         sys.executable,
@@ -110,8 +130,5 @@ def build_device_wheels(
 ) -> list[Path]:
     """Build the packs of ``archs`` with ``ops`` (none: all) and from each its device wheel, into ``out``."""
     tree = tree or Tree()
-    wheels = []
-    for arch in archs:
-        build_pack(arch, ops, tree, workers=workers, progress=progress)
-        wheels.append(write_device_wheel(tree.packs / arch, out))
-    return wheels
+    build_packs(archs, ops, tree, workers=workers, progress=progress)
+    return [write_device_wheel(tree.packs / arch, out) for arch in archs]

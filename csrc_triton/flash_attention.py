@@ -25,6 +25,7 @@ GROUPS_FORM = {
 
 DECLARATION = {
     "op": "flash_attention",
+    "uses": ["flash_attention_backward"],
     "kernels": {
         "flash_attention_forward": {
             "language": "gluon",

@@ -61,6 +61,7 @@ OF_256 = {"D1": 256, "D2": 0, "BOX": 64, "OUT": 128}
 
 DECLARATION = {
     "op": "flash_attention_varlen",
+    "uses": ["flash_attention_varlen_backward", "flash_attention_backward"],
     "kernels": {
         "flash_attention_varlen_forward": {
             "always_aligned": True,

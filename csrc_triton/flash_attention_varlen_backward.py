@@ -59,6 +59,7 @@ BY_ROLES = {"function": "packed_backward_roles", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_varlen_backward",
+    "uses": ["flash_attention_backward"],
     "kernels": {
         "flash_attention_varlen_backward_keys": {
             **SHARED,

@@ -18,6 +18,7 @@ from csrc_triton.rmsnorm_pairs import walk_rows
 
 DECLARATION = {
     "op": "fused_add_rmsnorm",
+    "uses": ["column_sums"],
     "kernels": {
         "fused_add_rmsnorm_forward": {
             "arguments": {

@@ -8,6 +8,7 @@ import triton.language as tl
 
 DECLARATION = {
     "op": "fused_linear_cross_entropy",
+    "uses": ["cross_entropy"],
     "kernels": {
         "fused_linear_cross_entropy_scale": {
             "arguments": {"X": "*dtype", "BY": "*fp32", "n": "i64"},

@@ -24,6 +24,7 @@ from csrc_triton.log_sums import padded_statistics
 
 DECLARATION = {
     "op": "fused_linear_jsd",
+    "uses": ["divergence_sums", "fused_linear_cross_entropy"],
     "kernels": {
         "fused_linear_jsd_rows": {
             "arguments": {

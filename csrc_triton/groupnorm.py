@@ -36,6 +36,7 @@ HELD = ["SPLIT", "LINES", "FOLD", "SLOTS", "AHEAD", "GROUPS", "MEMBERS", "PARTS"
 
 DECLARATION = {
     "op": "groupnorm",
+    "uses": ["column_sums"],
     "kernels": {
         "groupnorm_forward": {
             "arguments": {

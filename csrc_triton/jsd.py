@@ -11,6 +11,7 @@ from csrc_triton.divergence import BACKWARD, BOTH, FORWARD, both_blocks, gradien
 
 DECLARATION = {
     "op": "jsd",
+    "uses": ["divergence_sums"],
     "kernels": {"jsd_forward": FORWARD, "jsd_both": BOTH, "jsd_backward": BACKWARD},
 }
 

@@ -10,6 +10,7 @@ from csrc_triton.divergence import BACKWARD, BOTH, FORWARD, both_blocks, gradien
 
 DECLARATION = {
     "op": "kl_div",
+    "uses": ["divergence_sums"],
     "kernels": {"kl_div_forward": FORWARD, "kl_div_both": BOTH, "kl_div_backward": BACKWARD},
 }
 

@@ -21,6 +21,7 @@ from csrc_triton.ring_forms import NORM_RING
 
 DECLARATION = {
     "op": "layernorm",
+    "uses": ["column_sums"],
     "kernels": {
         "layernorm_forward": {
             "arguments": {

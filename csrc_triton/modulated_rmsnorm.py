@@ -44,6 +44,7 @@ from csrc_triton.ring_forms import NORM_RING
 
 DECLARATION = {
     "op": "modulated_rmsnorm",
+    "uses": ["column_sums"],
     "kernels": {
         "modulated_rmsnorm_forward": {
             "arguments": {

@@ -20,6 +20,7 @@ from csrc_triton.rmsnorm_pairs import walk_rows
 
 DECLARATION = {
     "op": "rmsnorm",
+    "uses": ["column_sums"],
     "kernels": {
         "rmsnorm_forward": {
             "arguments": {

@@ -7,6 +7,7 @@ from csrc_triton.divergence import BACKWARD, BOTH, FORWARD, both_blocks, gradien
 
 DECLARATION = {
     "op": "tvd",
+    "uses": ["divergence_sums"],
     "kernels": {"tvd_forward": FORWARD, "tvd_both": BOTH, "tvd_backward": BACKWARD},
 }
 

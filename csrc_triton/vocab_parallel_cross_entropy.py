@@ -8,6 +8,7 @@ from csrc_triton.vocab_rows import COMBINE, combine
 
 DECLARATION = {
     "op": "vocab_parallel_cross_entropy",
+    "uses": ["cross_entropy"],
     "kernels": {"vocab_parallel_cross_entropy_combine": COMBINE},
 }
 

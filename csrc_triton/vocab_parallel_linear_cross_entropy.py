@@ -7,6 +7,7 @@ from csrc_triton.vocab_rows import COMBINE, combine
 
 DECLARATION = {
     "op": "vocab_parallel_linear_cross_entropy",
+    "uses": ["cross_entropy", "fused_linear_cross_entropy"],
     "kernels": {"vocab_parallel_linear_cross_entropy_combine": COMBINE},
 }
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from benchmarks import workload
-from build_tools.paths import PACKS
 from liger_aot import pending
 from liger_aot.manifest import Pack
+from tests.planned_packs import planned_pack
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -73,11 +73,13 @@ def no_gpu() -> str | None:
 
 
 def built_pack(arch: str) -> Pack:
-    """The pack that ``make packs`` built, or the one under LIGER_AOT_PACKS."""
-    packs = Path(os.environ.get("LIGER_AOT_PACKS", PACKS))
-    if not (packs / arch / "manifest.json").is_file():
-        pytest.skip(f"no pack of {arch} under {packs}: run make packs")
-    return Pack(packs / arch)
+    """The pack of ``arch`` under LIGER_AOT_PACKS; unset, the one that this tree would be built into, whose binaries are
+    compiled when they are asked for (not on the interpreter, which needs none)."""
+    if (packs := os.environ.get("LIGER_AOT_PACKS")) is None:
+        return planned_pack(arch, compiles=not INTERPRETING)
+    if not (Path(packs) / arch / "manifest.json").is_file():
+        pytest.skip(f"no pack of {arch} under LIGER_AOT_PACKS={packs}")
+    return Pack(Path(packs) / arch)
 
 
 @pytest.fixture(autouse=True)

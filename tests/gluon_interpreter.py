@@ -15,7 +15,7 @@ from threading import Condition, local
 from types import FunctionType, ModuleType
 from typing import Any
 
-PATIENCE = 20.0  # seconds a group of warps waits for a barrier
+PATIENCE = 600.0  # seconds a group of warps waits for a barrier before that counts as a deadlock
 
 
 class _Block:

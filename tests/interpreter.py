@@ -4,17 +4,17 @@ and shorter ways for what takes it longest."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from threading import Lock, local
 from time import monotonic, sleep
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-PATIENCE = 60.0  # seconds a program waits for another's word
+from tests.interpreter_speed import save_time
+
+PATIENCE = 600.0  # seconds a program waits for another's word before that counts as a deadlock
 
 
 def interpret(
@@ -63,12 +63,11 @@ def interpret(
 @cache
 def _teach() -> None:
     """Once a process, which interprets for good."""
-    import triton.language as tl
     from triton.runtime import interpreter
 
     _teach_inline_assembly()
     _teach_reductions()
-    _save_time(tl, interpreter)
+    save_time()
     _parse_alone(interpreter)
 
 
@@ -82,38 +81,6 @@ def _parse_alone(interpreter: Any) -> None:
             return rewrite(self)
 
     interpreter.InterpretedFunction.rewrite = rewritten
-
-
-def _save_time(tl: Any, interpreter: Any) -> None:
-    """What a small kernel spends most of its time with, found by a profile: two thirds of it."""
-    # triton.language was patched anew for every device function that is called.
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda function: None
-    tl.tensor.__index__ = lambda self: self.handle.data.item()  # int() of an array: NumPy warns each time
-    # Integers were added once more in 64 bits, for an assertion that is made in debug mode alone.
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
-    # A table of dtypes and a tensor's shape were made anew for every value.
-    look_up, dtypes = interpreter._get_np_dtype, {}
-
-    def np_dtype(dtype: Any) -> Any:
-        scalar = dtype.scalar
-        return dtypes.get(scalar.name) or dtypes.setdefault(scalar.name, look_up(scalar))
-
-    interpreter._get_np_dtype = np_dtype
-    make, shapes = tl.tensor.__init__, {}
-
-    def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        shape = type.shape if type.is_block() else ()
-        known = shapes.get(shape)
-        if known is None:
-            make(self, handle, type)
-            shapes[shape] = self.shape, self.numel
-            return
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known
-
-    tl.tensor.__init__ = make_tensor
 
 
 def _teach_reductions() -> None:

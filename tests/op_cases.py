@@ -332,6 +332,17 @@ class OpCases:
                     if case is not None:
                         yield variant, case
 
+    def form_cases(self, manifest: OpManifest, rows: int) -> list[tuple[str, Case]]:
+        """(variant, a case that takes it) for every form of every kernel: the first row of the tables that has one."""
+        found: dict[str, tuple[str, Case]] = {}
+        for variant, case in self.table_cases(manifest, 64, rows):
+            found.setdefault(form_of(variant), (variant, case))
+        return list(found.values())
+
+
+def form_of(variant: str) -> str:
+    return "-".join(variant.split("-")[:2])  # its kernel's name stands first
+
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
     """Both missing, or equal to the bit."""

@@ -40,9 +40,8 @@ and where its nature asks for it:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ from liger_aot.manifest import Pack
 from liger_aot.torch_library import register
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
-from tests.op_cases import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpCases, Results, same
+from tests.op_cases import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpCases, Results, form_of, same
 from tests.op_gpu_tests import PTX, OpGPUTests, installed, lowered_from_ptx
 from tests.tolerances import REFERENCE
 
@@ -80,22 +79,30 @@ class Way:
         return {v for on in self.op._own.bound.values() for v in on._loaded}
 
 
+INTERPRETED = [
+    pytest.param(f"interpreter {arch}", marks=pytest.mark.interpreter) for arch in ("sm90", "gfx942")
+]
 BINARIES = [
-    pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
-    pytest.param("interpreter gfx942", marks=pytest.mark.interpreter),
+    INTERPRETED[0],
+    pytest.param(
+        "interpreter gfx942", marks=[pytest.mark.interpreter, pytest.mark.slow]
+    ),  # but for its forms
     pytest.param("emulator gfx90a", marks=pytest.mark.slow),  # quick: test_every_form
     pytest.param("emulator gfx942", marks=pytest.mark.slow),
     pytest.param("gpu", marks=pytest.mark.gpu),
     PTX,
 ]
 WAYS = ["reference", *BINARIES]
-QUICK = 600  # n that the emulator runs in about a second
 
 
-def form_of(variant: str) -> tuple[str, ...]:
-    """The kernel of a binary and which of the kernel's forms it is."""
-    kernel, form, *_ = variant.split("-")
-    return kernel, form
+def slow_on(ways: Sequence[Any], *drivers: str) -> list[Any]:
+    """The same ways; on these drivers, or on these of one architecture, a test is slow."""
+    made = []
+    for way in ways:
+        values, marks = (way.values, way.marks) if hasattr(way, "values") else ((way,), ())
+        is_slow = values[0].startswith(drivers)
+        made.append(pytest.param(*values, marks=[*marks, *([pytest.mark.slow] if is_slow else [])]))
+    return made
 
 
 def made(tests: OpCases, name: str) -> Way:
@@ -106,10 +113,8 @@ def made(tests: OpCases, name: str) -> Way:
         return Way(op_class(), "cpu", REFERENCE)
     if driver == "interpreter":
         pack = built_pack(arch)
-        allowed = dict(pack.tolerance)
-        allowed["bf16"] *= 2  # Triton 3.6's interpreter truncates fp32 to bf16 instead of rounding it
         op = bound_op(op_class, pack, InterpreterDriver)
-        return Way(op, "cpu", allowed, pack, tests.longest_interpreted)
+        return Way(op, "cpu", dict(pack.tolerance), pack, tests.longest_interpreted)
     if driver == "emulator":
         pack = built_pack(arch)
         op = bound_op(op_class, pack, EmulatorDriver)
@@ -155,7 +160,23 @@ class OpTests(OpGPUTests):
         for seed, case in enumerate((*self.cases, *self.empty)):
             self.check(way.op, case, way.allowed, seed=seed, device=way.device)
 
-    @pytest.mark.parametrize("way", BINARIES, indirect=True)
+    @pytest.mark.parametrize("way", [*INTERPRETED, "emulator gfx942"], indirect=True)
+    def test_every_form(self, way: Way) -> None:
+        """At the least length of the first row of the tables that has it; on the emulator the typical case, too."""
+        assert way.pack is not None
+        if way.beyond:
+            self.check(way.op, self.cases[0], way.allowed, device=way.device)
+        manifest = way.pack.op(self.op_class.name)
+        wanted, done = set(), set()
+        for seed, (variant, case) in enumerate(self.form_cases(manifest, way.rows)):
+            wanted.add(form_of(variant))
+            if str(case) not in done:
+                self.check(way.op, case, way.allowed, seed=seed, device=way.device)
+                done.add(str(case))
+        assert wanted, "no form has a case"
+        assert not (left := wanted - set(map(form_of, way.loaded()))), f"forms that no case took: {left}"
+
+    @pytest.mark.parametrize("way", slow_on(BINARIES, "interpreter"), indirect=True)
     def test_every_row_of_the_tables(self, way: Way) -> None:
         assert way.pack is not None
         manifest = way.pack.op(self.op_class.name)
@@ -168,21 +189,6 @@ class OpTests(OpGPUTests):
                 done.add(str(case))
         assert wanted, "no row of the tables has a case"
         assert not (left := sorted(wanted - way.loaded())), f"rows that no case took: {left}"
-
-    @pytest.mark.parametrize("way", ["emulator gfx942"], indirect=True)
-    def test_every_form(self, way: Way) -> None:
-        """A binary of each form of each kernel: the typical case, and a small one of each form in the tables."""
-        assert way.pack is not None
-        manifest = way.pack.op(self.op_class.name)
-        cases: dict[tuple[str, ...], list[Case]] = {}
-        for variant, case in self.table_cases(manifest, QUICK, 2):
-            cases.setdefault(form_of(variant), []).append(case)
-        smallest = [min(of_form, key=lambda case: prod(case.shape)) for of_form in cases.values()]
-        for case in dict.fromkeys((self.cases[0], *smallest)):
-            self.check(way.op, case, way.allowed, device=way.device)
-        assert cases, "no row of the tables has a case"
-        left = cases.keys() - set(map(form_of, way.loaded()))
-        assert not left, f"forms that no case took: {left}"
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
     def test_one_gradient_at_a_time(self, way: Way) -> None:

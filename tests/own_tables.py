@@ -56,5 +56,4 @@ def pack_with(op_class: type[Op], folder: Path, tables: str) -> Pack:
 def way_with(op_class: type[DifferentiableOp], folder: Path, tables: str) -> Way:
     """The op of such a pack on the interpreter."""
     pack = pack_with(op_class, folder, tables)
-    allowed = {**pack.tolerance, "bf16": pack.tolerance["bf16"] * 2}  # as in op_tests.made
-    return Way(bound_op(op_class, pack, InterpreterDriver), "cpu", allowed)
+    return Way(bound_op(op_class, pack, InterpreterDriver), "cpu", dict(pack.tolerance))

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,26 @@ def read_all(pack: Pack) -> int:
     return sum(len(m.variant(name).read()) for m in manifests for name in m.variants)
 
 
-def first_binary(root: Path, op: str = "column_sums") -> Path:
-    return min((root / op).iterdir())
+def replace_binaries(pack: Path, op: str, binaries: Mapping[str, bytes]) -> None:
+    """Let an op's variants have these compressed binaries, without a base; the others keep theirs."""
+
+    def replace(document: dict[str, Any]) -> None:
+        path = pack / f"{op}.bin"
+        old, new = path.read_bytes(), b""
+        for name, variant in document["variants"].items():
+            data = old[variant["offset"] :][: variant["length"]]
+            if name in binaries:
+                data = binaries[name]
+                variant.update(sha256=sha256(data).hexdigest(), base=None)
+            variant.update(offset=len(new), length=len(data))
+            new += data
+        path.write_bytes(new)
+
+    edit(pack / f"{op}.json", replace)
+
+
+def count_binaries(pack: Path, op: str) -> int:
+    return len(json.loads((pack / f"{op}.json").read_bytes())["variants"])
 
 
 def command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:

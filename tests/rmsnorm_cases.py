@@ -122,6 +122,12 @@ def table_cases(manifest: OpManifest, longest: int, rows: int = 3) -> list[Case]
     return list(cases)
 
 
+def form_cases(manifest: OpManifest, rows: int = 3) -> list[Case]:
+    """A case for every form of both kernels."""
+    cases = (case for _, case in RMSNormCases().form_cases(manifest, rows))
+    return [Case(rows, case.shape[-1], case.dtype, case.get("weight"), shift=case.shift) for case in cases]
+
+
 class RMSNormCases(OpCases):
     """The same as an op of the harness: what tests of all ops take. Rows of very different sizes."""
 

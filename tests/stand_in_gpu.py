@@ -6,7 +6,6 @@ It needs the fixtures of ``tests.pack_fixtures`` and ``tests.launcher_fixtures``
 from __future__ import annotations
 
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import torch
 
 from build_tools.stored import compressed
 from liger_aot import devices
+from liger_aot.manifest import Pack
 from liger_aot.packs import Device
-from tests.pack_edits import edit
+from tests.pack_edits import edit, replace_binaries
 from tests.stand_in import StandIn, image
 
 A100 = Device("cuda", "8.0", "NVIDIA A100")
@@ -28,14 +28,11 @@ def stand_in_gpu(
 ) -> Iterator[Path]:
     """An A100 whose driver takes images of its own kind: a pack of one op, with its binaries as such."""
 
-    def convert(document: Any) -> None:
-        for name, variant in document["variants"].items():
-            binary = compressed(image(f"{variant['symbol']}=ppii"))
-            (sm80 / "column_sums" / f"{name}.cubin.z").write_bytes(binary)
-            variant.update(sha256=sha256(binary).hexdigest(), base=None)
-
     edit(sm80 / "manifest.json", lambda m: m.update(ops={"column_sums": m["ops"]["column_sums"]}))
-    edit(sm80 / "column_sums.json", convert)
+    manifest = Pack(sm80).op("column_sums")
+    symbols = {name: manifest.variant(name).symbol for name in manifest.variants}
+    images = {name: compressed(image(f"{symbol}=ppii")) for name, symbol in symbols.items()}
+    replace_binaries(sm80, "column_sums", images)
     monkeypatch.setattr(devices, "gpu", lambda index: devices.GPU(index, A100, 108, 166912))
     monkeypatch.setattr(devices, "driver", lambda: native.Driver("cuda", stand_in.path))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

@@ -223,7 +223,7 @@ def test_a_part_measured_again_replaces_that_part(tmp_path: Path, monkeypatch: p
     assert run == Run("rmsnorm", ENVIRONMENT, (*kept, made), {"host": later})
     assert run.environments("host") == [later] and run.environments("forward") == [ENVIRONMENT]
     assert run.environments() == [ENVIRONMENT, later]
-    assert "host again on" in made_in(run) and "2030-01-02" in made_in(run)
+    assert "host measured again on" in made_in(run) and "2030-01-02" in made_in(run)
     assert "again" not in made_in(sample_run())
 
 
@@ -274,14 +274,16 @@ def test_host_time_counts_each_call() -> None:
     made = []
     microseconds = measure.time_host(lambda: made.append(0), calls=7, repeats=5, synchronize=lambda: None)
     assert len(made) == 7 * 6
-    assert 0 < microseconds < 1e4
+    assert microseconds > 0
 
 
 @pytest.mark.parametrize(
     ("gpu", "folder"),
     [
         ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4"),
         ("AMD Instinct MI300X", "instinct-mi300x"),
     ],
 )
@@ -321,6 +323,10 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
         (["rmsnorm", "--providers", "liger_aot,apex"], "no provider apex"),
         (["rmsnorm", "--only", "sideways"], "invalid choice"),
         (["rmsnorm", "--effort", "some"], "invalid choice"),
+        (
+            ["rmsnorm", "swiglu", "--point", "4096"],
+            "swiglu has none of the points 4096: it has 5120, 11008, ",
+        ),
         ([], "required"),
         (["plot", "nowhere.json"], "nowhere.json"),
         (["summary", "nowhere.json"], "nowhere.json"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ WORKER = """
 import json, sys, time
 for job in json.loads(sys.stdin.read()):
     if job["does"] == "hang":
-        time.sleep(60)
+        time.sleep(3600)
     if job["does"] == "die":
         sys.exit(1)
     print(json.dumps({"wrong": "", "fatal": job["does"] == "fail"}), flush=True)
@@ -32,14 +31,12 @@ def test_a_process_that_hangs_is_killed() -> None:
     """With the rest of its kernel; the others' jobs go on, none twice."""
     does = {"a": "work hang work", "b": "work die", "c": "fail work", "d": "work work"}
     jobs = [{"kernel": k, "does": d, "at": i} for k, v in does.items() for i, d in enumerate(v.split())]
-    begun = time.monotonic()
-    answers = list(attention_trial.supervised([sys.executable, "-c", WORKER], jobs, limit=1.0, start=20.0))
-    assert time.monotonic() - begun < 20.0
+    answers = list(attention_trial.supervised([sys.executable, "-c", WORKER], jobs, limit=3.0, start=60.0))
     assert [(j["kernel"], j["at"]) for j, _ in answers] == [
         ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0), ("d", 0), ("d", 1),
     ]  # fmt: skip
     assert [bool(a.get("fatal")) for _, a in answers] == [False, True, False, True, True, False, False]
-    assert answers[1][1]["wrong"] == "no answer in 1 s" and "ended" in answers[3][1]["wrong"]
+    assert answers[1][1]["wrong"] == "no answer in 3 s" and "ended" in answers[3][1]["wrong"]
 
 
 @pytest.mark.parametrize(

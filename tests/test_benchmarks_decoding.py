@@ -52,6 +52,18 @@ def test_points() -> None:
         assert point.heads % point.kv_heads == 0 and (not point.page or point.cached % point.page == 0)
 
 
+@pytest.mark.parametrize(("gib", "largest"), [(139.8, 128 * 131072), (79.1, 32 * 131072)])
+def test_caches_that_a_gpu_holds_are_measured(
+    gib: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H200 and H100."""
+    properties = Namespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    most = decoding.largest_cache(CPU)
+    usual = [p for p in POINTS if (p.dim, p.kv_heads) == (128, 8)]
+    assert max(p.batch * p.cached for p in usual if p.bytes <= most) == largest
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_candidates_fit_the_kernel(kernel: str) -> None:
     profile, declared = read_profile("sm90"), read_declaration("flash_decoding").kernels[kernel]
@@ -94,6 +106,7 @@ def test_points_of_chosen_sizes() -> None:
             decoding_candidates.read_sizes(text)
 
 
+@pytest.mark.slow  # compiles all of flash_decoding
 def test_a_candidate_is_a_pack_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from build_tools.tune import Problem
     from liger_aot.manifest import Pack

@@ -121,6 +121,8 @@ def test_points_are_distinct_and_fewer_ones_among_them(op: str) -> None:
             )
             assert len(some) == min(most, len(whole))
             assert most == 1 or (some[0], some[-1]) == (whole[0], whole[-1])
+    named = [cases[0].point, cases[-1].point]
+    assert {case.point for case in one.cases(1, named)} == set(named)
     # No input set is larger than a few GiB: two of them, the results and fp64 chunks fit a GPU.
     assert all(2**25 <= one.moved_bytes(case) <= 2**33 for case in cases)
 

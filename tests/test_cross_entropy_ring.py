@@ -54,7 +54,9 @@ def forms(way: Way) -> set[str]:
     return {name.split("-")[1] for name in way.loaded() if name.startswith("cross_entropy_both-")}
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("numbers", [HELD, AGAIN], ids=["held", "again"])
 def test_rows_of_every_length(numbers: str, ahead: int, tmp_path: Path) -> None:
     way = of_rings(tmp_path / "pack", numbers, ahead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -11,13 +12,17 @@ import pytest
 import torch
 
 import liger_aot
-from benchmarks import readme, records
-from benchmarks.markdown import RESULTS, ROOT
+from benchmarks import headline, performance, records
+from benchmarks.markdown import ROOT, gpus
+from benchmarks.records import Run
 from docs.generate import __main__ as generate
 from docs.generate import chart, docstring, facts, op_page, support
 from liger_aot.op import Op
 from tests.test_benchmarks import ENVIRONMENT, sample_run
 
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+# Written by hand, but for the tables of figures.
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/migration.md", "docs/pack-format.md", "docs/performance.md")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
@@ -51,9 +56,9 @@ def test_every_op_has_a_page_in_the_index_and_a_row_in_the_matrix(pages: dict[Pa
 
 def test_links_lead_somewhere(pages: dict[Path, str]) -> None:
     texts = {path: text for path, text in pages.items() if path.suffix == ".md"}
-    texts |= {ROOT / name: (ROOT / name).read_text() for name in ("README.md", "docs/migration.md")}
+    texts |= {ROOT / name: (ROOT / name).read_text() for name in PAGES}
     for path, text in texts.items():
-        for link in LINK.findall(text):
+        for link in LINK.findall(CODE.sub("", text)):
             assert "://" in link or (path.parent / link).exists(), f"{path.name}: {link}"
 
 
@@ -104,7 +109,8 @@ def test_whether_numbers_are_measured_is_the_profile_s_to_say() -> None:
     profile = facts.planned("sm90").profile
     assert facts.numbers(profile, "column_sums") == "measured"
     assert facts.numbers(profile, "flash_decoding_combine") == "derived"
-    assert re.fullmatch(r"\d+ of 33 rows measured", facts.numbers(profile, "rmsnorm_forward"))
+    told = re.fullmatch(r"(\d+) of (\d+) rows measured", facts.numbers(profile, "rmsnorm_forward"))
+    assert told is not None and int(told[1]) < int(told[2]) == len(profile.tables["rmsnorm_forward"].rows)
     assert facts.numbers(facts.planned("gfx942").profile, "rmsnorm_forward") == "derived"
 
 
@@ -205,49 +211,140 @@ def test_every_name_of_the_migration_page_exists() -> None:
     assert ("flash_attn_varlen_func" in not_there) != ("flash_attention_varlen" in liger_aot.ops())
 
 
-# The README ------------------------------------------------------------------------------------------------
+# The tables of figures ---------------------------------------------------------------------------------------
 
 
-def test_the_readme_s_figures_are_those_of_the_results() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert readme.rendered(text, RESULTS) == text, "`make docs` writes them anew"
-    assert {name for _, name, _, _ in readme.MARKED.findall(text)} == set(readme.SECTIONS)
+def test_the_figures_are_those_of_the_results() -> None:
+    texts = {page: page.read_text() for page in performance.PAGES}
+    for page, text in texts.items():
+        assert performance.rendered(text, gpus(), page.parent) == text, "`make docs` writes them anew"
+    marked = [name for text in texts.values() for _, name, _, _ in performance.MARKED.findall(text)]
+    assert sorted(marked) == sorted(performance.SECTIONS)
+
+
+def test_pages_that_are_not_up_to_date_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(marked("rmsnorm"))
+    monkeypatch.setattr(performance, "PAGES", (page,))
+    assert performance.write(check=True) == [page] and page.read_text() == marked("rmsnorm")
+    assert performance.write() == [page] and "| liger-aot | " in page.read_text()
+    assert performance.write() == []
 
 
 def marked(name: str) -> str:
     return f"before\n<!-- measured: {name} -->\nold\n<!-- /measured -->\nafter\n"
 
 
-@pytest.mark.parametrize("name", readme.SECTIONS)
+def rendered(name: str, results: Path) -> str:
+    return performance.rendered(marked(name), gpus(results), ROOT)
+
+
+@pytest.mark.parametrize("name", performance.SECTIONS)
 def test_a_section_without_results_is_left_out(tmp_path: Path, name: str) -> None:
-    assert readme.rendered(marked(name), tmp_path) == marked(name).replace("old\n", "")
+    (tmp_path / "h200").mkdir()
+    assert rendered(name, tmp_path) == marked(name).replace("old\n", "")
 
 
 def test_a_marker_of_no_section_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no section 'speed': there are rmsnorm"):
-        readme.rendered(marked("speed"), tmp_path)
+    with pytest.raises(ValueError, match="no section 'speed': there are headline"):
+        rendered("speed", tmp_path)
 
 
 def section(name: str, results: Path) -> list[list[str]]:
     """The cells of a section's tables."""
-    lines = readme.rendered(marked(name), results).splitlines()
+    lines = rendered(name, results).splitlines()
     return [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
+def test_gpus_are_the_folders_of_results(tmp_path: Path) -> None:
+    for name in ("b200", "h100-pcie", "h200"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.md").write_text("")
+    assert [gpu.name for gpu in gpus(tmp_path)] == ["H200", "B200", "H100 PCIE"]
+
+
 def test_records_become_tables(tmp_path: Path) -> None:
-    records.write(tmp_path / "rmsnorm.json", sample_run())
+    records.write(tmp_path / "h200" / "rmsnorm.json", sample_run())
     cells = section("rmsnorm", tmp_path)
     assert cells[:5] == [
-        ["n", "1024", "4096", "131072"],
+        ["", "1024", "4096", "131072"],
         ["---"] * 4,
         ["liger-aot", "0.96", "0.96", "0.96"],
         ["Liger (Triton JIT)", "-", "-", "fails"],
         ["torch eager", "0.62", "0.62", "0.62"],
     ]
-    records.write(tmp_path / "cross_entropy.json", sample_run())
+    records.write(tmp_path / "h200" / "cross_entropy.json", sample_run())
     cells = section("losses", tmp_path)
-    assert cells[0][1:] == ["forward: ours", "Liger", "torch.compile", "step: ours", "Liger", "torch.compile"]
+    assert cells[0][1:] == [
+        "forward: liger-aot", "Liger", "torch.compile", "step: liger-aot", "Liger", "torch.compile",
+    ]  # fmt: skip
     assert cells[-1] == ["`cross_entropy` 131072", "0.96", "fails", "-", "0.96", "-", "-"]
+
+
+def fewer_points() -> Run:
+    """What a short run on a second GPU has: one point of forward, ours and torch."""
+    run = sample_run()
+    short = tuple(m for m in run.measurements if m.direction == "forward" and m.point == "4096")
+    environment = dataclasses.replace(run.environment, gpu="NVIDIA H100 80GB HBM3", date="2026-02-02")
+    return Run(run.op, environment, short)
+
+
+def test_a_second_gpu_stands_beside_the_first(tmp_path: Path) -> None:
+    for op in ("rmsnorm", "cross_entropy"):
+        records.write(tmp_path / "h200" / f"{op}.json", sample_run())
+        records.write(tmp_path / "h100" / f"{op}.json", fewer_points())
+    cells = section("rmsnorm", tmp_path)
+    assert cells[0] == ["", "GPU", "1024", "4096", "131072"]
+    assert ["liger-aot", "H200", "0.96", "0.96", "0.96"] in cells
+    assert ["liger-aot", "H100", "-", "0.96", "-"] in cells
+    cells = section("losses", tmp_path)
+    assert cells[0][:2] == ["op, point", "GPU"]
+    first = next(i for i, row in enumerate(cells) if row[0] == "`cross_entropy` 4096")
+    assert [row[1:3] for row in cells[first : first + 2]] == [["H200", "0.96"], ["H100", "0.96"]]
+    assert "`cross_entropy` 131072" not in [row[0] for row in cells if row[1] == "H100"]
+    text = rendered("losses", tmp_path)
+    assert "one NVIDIA H200 (" in text and "one NVIDIA H100 80GB HBM3 (" in text and "2026-02-02" in text
+
+
+def test_the_headline_has_a_column_a_gpu(tmp_path: Path) -> None:
+    records.write(tmp_path / "h200" / "rmsnorm.json", sample_run())
+    (row,) = (row for row in section("headline", tmp_path) if row[0].startswith("RMSNorm"))
+    assert row[1:] == ["4130 / 4130", "2684 / 2684 torch eager"]
+    (row,) = (row for row in section("headline", tmp_path) if row[0].startswith("First"))
+    assert row[1:] == ["9.5", "-"] and "leaves out torch eager, which compiles nothing: 10.5 ms" in rendered(
+        "headline", tmp_path
+    )
+    (tmp_path / "h200" / "steps").mkdir()
+    timed = [
+        {"shape": [8192, 4096, 128256], "provider": name, "median_ms": ms, "failed": failed}
+        for name, ms, failed in (
+            ("products", 30.0, None),  # no peer
+            ("liger_aot", 38.04, None),
+            ("liger_aot, float32 dW", 37.0, None),
+            ("torch", 50.0, None),
+            ("liger", 41.0, None),
+            ("torch_compile", None, "out of memory"),
+        )
+    ]
+    steps = tmp_path / "h200" / "steps" / "fused_linear_cross_entropy_steps.json"
+    steps.write_text(json.dumps({"environment": {"gpu": "G"}, "results": timed}))
+    records.write(tmp_path / "h100" / "rmsnorm.json", fewer_points())
+    assert section("headline", tmp_path)[0] == ["", "H200: liger-aot", "best peer"]  # H100: half a row
+    records.write(tmp_path / "h100" / "rmsnorm.json", sample_run())
+    cells = section("headline", tmp_path)
+    assert cells[0][1:] == ["H200: liger-aot", "best peer", "H100: liger-aot", "best peer"]
+    assert [row[1:] for row in cells if row[0].startswith("RMSNorm")] == [
+        ["4130 / 4130", "2684 / 2684 torch eager"] * 2
+    ]
+    (row,) = (row for row in cells if row[0].startswith("Fused linear"))
+    assert row[1:] == ["38.0", "41.0 Liger", "-", "-"]
+    assert "reaches 4295 GB/s on the H200 and 4295 GB/s on the H100" in rendered("headline", tmp_path)
+
+
+@pytest.mark.parametrize("row", headline.ROWS, ids=lambda row: row.title.partition(",")[0])
+def test_every_row_of_the_headline_has_figures(row: headline.Row) -> None:
+    figures = row.figures(gpus()[0])
+    assert figures and all(headline.OURS in one and len(one) > 1 for one in figures)
 
 
 POINT = {"batch": 1, "cached": 8192, "page": 0, "dim": 128, "heads": 64, "kv_heads": 8, "tokens": 1}
@@ -287,18 +384,26 @@ STEPS = {
 }  # fmt: skip
 
 
+def write_steps(folder: Path, file: str, content: object) -> None:
+    (folder / "steps").mkdir(parents=True, exist_ok=True)
+    (folder / "steps" / f"{file}.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_become_tables(tmp_path: Path, name: str) -> None:
     """In the shapes that their benchmarks write."""
     file, content, row = STEPS[name]
-    (tmp_path / "steps").mkdir()
-    (tmp_path / "steps" / f"{file}.json").write_text(json.dumps(content))
+    write_steps(tmp_path / "h200", file, content)
     assert section(name, tmp_path)[-1] == row
+    write_steps(tmp_path / "h100", file, content)
+    header, _, *rows = section(name, tmp_path)
+    at = header.index("GPU")
+    assert [one[at] for one in rows] == ["H200", "H100"]
+    assert all([*one[:at], *one[at + 1 :]] == row for one in rows)
 
 
 def test_first_steps_stand_with_training(tmp_path: Path) -> None:
-    (tmp_path / "steps").mkdir()
-    (tmp_path / "steps" / "training.json").write_text(json.dumps(STEPS["training"][1]))
+    write_steps(tmp_path / "h200", "training", STEPS["training"][1])
     found = [
         {
             "goal": "token",
@@ -309,5 +414,5 @@ def test_first_steps_stand_with_training(tmp_path: Path) -> None:
         }
     ]
     first = {"environment": {"gpu": ENVIRONMENT.gpu}, "model": "llama-1b", "results": found}
-    (tmp_path / "steps" / "first_step.json").write_text(json.dumps(first))
+    write_steps(tmp_path / "h200", "first_step", first)
     assert section("training", tmp_path)[-1] == ["to the first token", "2.46 (0.46)"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import liger_aot
+from liger_aot import packs
 from liger_aot.cli import main
 from liger_aot.errors import (
     ArgumentError,
@@ -26,7 +27,7 @@ from liger_aot.manifest import OpManifest
 from liger_aot.packs import pack_of
 from liger_aot.runtime import DTYPE_NAMES, KernelOn, Loaded
 from liger_aot.verify import verify
-from tests.pack_edits import ARCHS, command, edit, flip
+from tests.pack_edits import ARCHS, command, count_binaries, edit, flip
 
 pytest_plugins = ("tests.pack_fixtures",)
 
@@ -221,29 +222,77 @@ def test_verify_finds_nothing_wrong_with_what_was_built(built: Path) -> None:
 def test_verify_goes_on_after_every_fault(copies: Callable[..., Path]) -> None:
     root = copies(*ARCHS)
     sm80, sm90, gfx90a = root / "sm80", root / "sm90", root / "gfx90a"
-    binaries = sorted((sm80 / "rmsnorm").iterdir())
-    flip(binaries[0], 100)
-    flip(binaries[1], -1)
-    binaries[2].unlink()
-    binaries[3].write_bytes(binaries[3].read_bytes()[:-1])
+    manifest = packs.open_pack(sm80).op("rmsnorm")
+    blobs = sorted((manifest.variant(name).blob for name in manifest.variants), key=lambda b: b.offset)
+    flip(manifest.binaries, blobs[-2].offset)
+    flip(manifest.binaries, blobs[-3].offset + blobs[-3].length - 1)
+    manifest.binaries.write_bytes(manifest.binaries.read_bytes()[:-1])
+    (sm80 / "extra.bin").write_bytes(b"")
+    (sm80 / "rmsnorm").mkdir()
     (sm80 / "rmsnorm" / "extra.cubin").write_bytes(b"")
     (sm80 / "column_sums.json").unlink()
     (sm80 / "column_sums.json.orig").write_bytes(b"{}")
     flip(sm90 / "rmsnorm.json", 5000)
     (gfx90a / "manifest.json").unlink()
     edit(root / "gfx942" / "manifest.json", lambda m: m.update(version="0.0.9"))
-    faults = {str(f.path.relative_to(root)): f.problem for f in verify()}
+    found = [(str(f.path.relative_to(root)), f.problem) for f in verify()]
+    faults = {path: problem for path, problem in found if path != "sm80/rmsnorm.bin"}
+    in_binaries = [problem for path, problem in found if path == "sm80/rmsnorm.bin"]
+    assert len(found) == len(faults) + len(in_binaries), "one fault for each other file"
+    damaged = [f"{blob.name}: sha256 is " for blob in blobs[-3:-1]]
+    cut_short = f"cut short: it ends at byte {blobs[-1].offset + blobs[-1].length - 1}"
+    for start in (*damaged, cut_short):
+        (one,) = (problem for problem in in_binaries if problem.startswith(start))
+        in_binaries.remove(one)
+    assert in_binaries == [], "each fault once"
     assert next(iter(faults)) == "gfx90a/manifest.json", "in order of the packs' names"
     assert faults.pop("gfx90a/manifest.json") == "No such file or directory"
     assert "is of version 0.0.9, liger-aot of" in faults.pop("gfx942")
     assert faults.pop("sm80/column_sums.json") == "No such file or directory"
     assert faults.pop("sm80/column_sums.json.orig") == "not in the manifest"
     assert faults.pop("sm80/rmsnorm/extra.cubin") == "not in the manifest"
-    assert faults.pop(f"sm80/rmsnorm/{binaries[2].name}") == "No such file or directory"
-    for binary in (binaries[0], binaries[1], binaries[3]):
-        assert faults.pop(f"sm80/rmsnorm/{binary.name}").startswith("sha256 is ")
+    assert faults.pop("sm80/extra.bin") == "not in the manifest"
     assert faults.pop("sm90/rmsnorm.json").startswith("sha256 is ")
     assert faults == {}, "what a damaged manifest names is not called extra"
+
+
+def test_verify_finds_bytes_that_are_in_no_binary_or_in_two(copies: Callable[..., Path]) -> None:
+    sm80 = copies("sm80") / "sm80"
+    path = sm80 / "column_sums.bin"
+    whole = path.read_bytes()
+    variants = json.loads((sm80 / "column_sums.json").read_bytes())["variants"].values()
+    ends = sorted(variant["offset"] + variant["length"] for variant in variants)
+
+    def problems() -> list[str]:
+        return [fault.problem for fault in verify() if fault.path == path]
+
+    path.write_bytes(whole + b"more")
+    assert problems() == [f"bytes from {len(whole)} on are in no binary"]
+
+    def move(document: Any) -> None:
+        for variant in document["variants"].values():
+            variant["offset"] += 3 * (variant["offset"] >= ends[0])
+
+    path.write_bytes(whole[: ends[0]] + b"gap" + whole[ends[0] :])
+    edit(sm80 / "column_sums.json", move)
+    assert problems() == [f"bytes {ends[0]} to {ends[0] + 3} are in no binary"]
+
+    def share(document: Any) -> None:
+        first = next(v for v in document["variants"].values() if v["offset"] == 0)
+        bases = {v["base"] for v in document["variants"].values()}
+        other = next(v for name, v in document["variants"].items() if v is not first and name not in bases)
+        other.update({key: first[key] for key in ("offset", "length", "sha256", "base")})
+
+    edit(sm80 / "column_sums.json", share)
+    assert f"bytes 0 to {ends[0]} are in two binaries" in problems()
+
+
+def test_verify_of_an_op_without_binaries(copies: Callable[..., Path]) -> None:
+    """A manifest that lists none has no error of its own, but the file is missed."""
+    sm80 = copies("sm80") / "sm80"
+    (sm80 / "column_sums.bin").unlink()
+    edit(sm80 / "column_sums.json", lambda document: document.update(kernels={}, variants={}))
+    assert [str(fault) for fault in verify()] == [f"{sm80 / 'column_sums.bin'}: No such file or directory"]
 
 
 # ---- the command ----
@@ -254,8 +303,7 @@ def test_list(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["op", *ARCHS]
     for op, *counts in rows:
-        folders = [built / arch / op for arch in ARCHS]
-        assert counts == [str(len(list(f.iterdir()))) for f in folders]
+        assert counts == [str(count_binaries(built / arch, op)) for arch in ARCHS]
     assert [row[0] for row in rows] == list(liger_aot.ops())
 
 

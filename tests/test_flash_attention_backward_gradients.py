@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -69,10 +72,26 @@ CAPPED = (
 ALL = (*DENSE, *WINDOWS, *CAPPED)
 
 
+def width_of(problem: Problem) -> int:
+    return next(width for width in DIMS if problem.dim <= width)
+
+
+def kind_of(problem: Problem) -> str:
+    causal = problem.causal or problem.window is not None
+    return "_capped" if problem in CAPPED else "_local" if problem in WINDOWS else "_causal" if causal else ""
+
+
+def cases() -> Iterator[Any]:
+    """The first of each kernel, and the others, which are slow."""
+    seen = set()
+    for problem, deterministic in [(p, True) for p in ALL] + [(p, False) for p in ALL[::3]]:
+        kernel = width_of(problem), kind_of(problem), deterministic
+        yield pytest.param(problem, deterministic, marks=[pytest.mark.slow] if kernel in seen else [])
+        seen.add(kernel)
+
+
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("problem", "deterministic"), [(p, True) for p in ALL] + [(p, False) for p in ALL[::3]], ids=str
-)
+@pytest.mark.parametrize(("problem", "deterministic"), cases(), ids=str)
 def test_gradients(pack: Pack, problem: Problem, deterministic: bool, request: pytest.FixtureRequest) -> None:
     """Memory holds NaN until it is written in the deterministic calls alone: torch has no other way to fill it."""
     if deterministic:
@@ -83,10 +102,8 @@ def test_gradients(pack: Pack, problem: Problem, deterministic: bool, request: p
     do = torch.randn(o.shape).to(o.dtype)
     op = bound_op(FlashAttentionBackward, pack, Dense)
     found = op(do, q, k, v, o, lse, deterministic=deterministic, **keywords)
-    width = next(width for width in DIMS if problem.dim <= width)
-    causal = problem.causal or problem.window is not None
-    kind = "_capped" if problem in CAPPED else "_local" if problem in WINDOWS else "_causal" if causal else ""
     loaded = {name.partition("-")[0] for name in op._own.of(torch.empty(1), "q")._loaded}
-    assert f"{BACKWARD}_groups_{width}{kind}{'_ordered' if deterministic else ''}" in loaded
+    kernel = f"{BACKWARD}_groups_{width_of(problem)}{kind_of(problem)}"
+    assert f"{kernel}{'_ordered' if deterministic else ''}" in loaded
     worst = gradient_errors(found, (q, k, v, sinks), do, None, problem, REFERENCE, approximate=False)
     assert max(worst.values()) <= 1, worst

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,8 +256,17 @@ PROBLEMS = (
 )
 
 
+def seeds() -> Iterator[Any]:
+    """The first problem of each kernel, and the others, which are slow."""
+    seen = set()
+    for seed, problem in enumerate(PROBLEMS):
+        width = next(width for width in GROUP_DIMS if problem.dim <= width)
+        yield pytest.param(seed, marks=[pytest.mark.slow] if width in seen else [])
+        seen.add(width)
+
+
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", range(len(PROBLEMS)))
+@pytest.mark.parametrize("seed", seeds())
 def test_gradients(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the host's own launches, beside NaN behind and between sequences, in memory that holds NaN."""
     empty = Tensor.new_empty

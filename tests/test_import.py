@@ -106,3 +106,48 @@ print(json.dumps(sorted(set(sys.modules) - before)))
         tmp_path,
     )
     assert not {"torch", "numpy", "importlib.metadata", "argparse", "asyncio", "subprocess"} & set(new)
+
+
+def test_an_op_brings_little_after_the_first(tmp_path: Path) -> None:
+    """What makes a load slow: modules that are not ours, files that are not their code, work at import. Source is
+    counted in bytes and work in calls of functions; the most that an op takes is half of either bound."""
+    found = run(
+        """
+import json, os, sys
+import torch, liger_aot
+first, *others = sorted(liger_aot.ops(), key=lambda name: name != "rmsnorm")
+liger_aot.load(first)
+opened, calls, found = [], 0, {}
+
+def hook(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir", "ctypes.dlopen", "subprocess.Popen", "socket.connect"):
+        opened.append(str(arguments[0]))
+
+def count(frame, event, argument):
+    global calls
+    calls += event in ("call", "c_call")
+
+sys.addaudithook(hook)
+for name in others:
+    before, calls = set(sys.modules), 0
+    opened.clear()
+    sys.setprofile(count)
+    liger_aot.load(name)
+    sys.setprofile(None)
+    new = {m: sys.modules[m].__file__ for m in sys.modules if m not in before}
+    code = {f for m in new for f in (new[m], sys.modules[m].__spec__.cached)}
+    code |= set(map(os.path.dirname, code))  # listed
+    found[name] = {
+        "new": sorted(new), "source": sum(map(os.path.getsize, new.values())), "calls": calls,
+        "foreign": sorted(set(opened) - code),
+    }
+print(json.dumps(found))
+""",
+        tmp_path,
+    )
+    assert len(found) > 20
+    for name, of in found.items():
+        assert all(m.startswith("liger_aot.") for m in of["new"]), f"{name} imports {of['new']}"
+        assert not of["foreign"], f"{name} opens {of['foreign']}"
+        assert of["source"] <= 96 << 10, f"{name} imports {of['source']} bytes of source: {of['new']}"
+        assert of["calls"] <= 2700, f"{name} calls {of['calls']} functions"

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import liger_aot
+from build_tools.stored import compressed
 from liger_aot import packs
 from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, PackTooNew
 from liger_aot.manifest import FORMAT, LARGEST_FILE, Pack
 from liger_aot.packs import Device, pack_for, pack_of
-from tests.pack_edits import believe, cut, edit, first_binary, flip, read_all
+from tests.pack_edits import believe, cut, edit, flip, read_all, replace_binaries
 
 pytest_plugins = ("tests.pack_fixtures",)
 
@@ -45,20 +46,25 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (lambda path: flip(path, 0), "sha256 is|not JSON"),
     (lambda path: flip(path, path.stat().st_size // 2), "sha256 is"),
     (lambda path: flip(path, -1), "sha256 is"),
-    (cut, "sha256 is|not JSON"),
-    (empty, "sha256 is|not JSON"),
+    (cut, "sha256 is|not JSON|cut short: it ends at byte"),
+    (empty, "sha256 is|not JSON|cut short: it ends at byte 0"),
     (Path.unlink, "No such file or directory"),
     (as_folder, "Is a directory"),
-    (too_large, f"larger than {LARGEST_FILE} bytes"),
 ]
+TOO_LARGE = (too_large, f"larger than {LARGEST_FILE} bytes")
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGE)
-@pytest.mark.parametrize("part", ["column_sums.json", "binary"])
+@pytest.mark.parametrize(
+    ("part", "damage", "message"),
+    [
+        *(("column_sums.json", *one) for one in (*DAMAGE, TOO_LARGE)),
+        *(("column_sums.bin", *one) for one in DAMAGE),
+    ],
+)
 def test_damage_is_found_where_it_is(
     sm80: Path, part: str, damage: Callable[[Path], None], message: str
 ) -> None:
-    path = first_binary(sm80) if part == "binary" else sm80 / part
+    path = sm80 / part
     damage(path)
     pack = pack_of("sm80")
     with pytest.raises(PackDamaged, match=message) as caught:
@@ -69,7 +75,7 @@ def test_damage_is_found_where_it_is(
     assert all(manifest.variant(name).read() for name in manifest.variants), "the pack's other op goes on"
 
 
-@pytest.mark.parametrize(("damage", "message"), [d for d in DAMAGE if d[1] != "sha256 is"])
+@pytest.mark.parametrize(("damage", "message"), [*(d for d in DAMAGE if d[1] != "sha256 is"), TOO_LARGE])
 def test_a_damaged_manifest(sm80: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(sm80 / "manifest.json")
     for device in (A100, L4):
@@ -87,7 +93,7 @@ def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path) -> None:
 
     def hashes(pack: Pack, op: str) -> list[str]:
         manifest = pack.op(op)
-        return [manifest.variant(name).file.sha256 for name in manifest.variants]
+        return [manifest.variant(name).blob.sha256 for name in manifest.variants]
 
     path = sm80 / "manifest.json"
     edit(
@@ -109,8 +115,7 @@ def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path) -> None:
 
 def test_an_unreadable_file_is_named(sm80: Path) -> None:
     """Mode 000, read by a user who is not root."""
-    binary = first_binary(sm80)
-    for path in (binary, sm80 / "column_sums.json", sm80 / "manifest.json", sm80):
+    for path in (sm80 / "column_sums.bin", sm80 / "column_sums.json", sm80 / "manifest.json", sm80):
         mode = path.stat().st_mode
         path.chmod(0)
         said = as_nobody(sm80.parent, lambda: read_all(packs.open_pack(Path("sm80"))))
@@ -203,11 +208,10 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_names_cannot_leave_the_pack(sm80: Path, name: str) -> None:
-    """In every place that a path is made from: the op's name, the binary's and its suffix, the architecture's."""
+    """In every place that a path is made from, and in the names of binaries and architectures, which are printed."""
     original = (sm80 / "manifest.json").read_bytes()
     changes: list[Callable[[Any], Any]] = [
         lambda m: m["ops"].update({name: m["ops"]["column_sums"]}),
-        lambda m: m.update(binary=name),
         lambda m: m.update(arch=name),
     ]
     for change in changes:
@@ -245,7 +249,17 @@ def test_names_cannot_leave_the_pack(sm80: Path, name: str) -> None:
         ("numbers", [], "numbers is not an object"),
         ("numbers", {"block": "32"}, "block is '32', expected int"),
         ("sha256", None, "sha256 is None, expected str"),
-        ("sha256", "0" * 64, "the manifest says 0000"),
+        ("sha256", "0" * 64, "the manifest says '0000"),
+        ("offset", None, "offset is None, expected int"),
+        ("offset", -1, "offset is -1"),
+        ("offset", 1 << 31, "offset is 2147483648"),
+        ("offset", (1 << 31) - 1, "cut short: it ends at byte"),
+        ("offset", 1, "sha256 is"),
+        ("length", "4", "length is '4', expected int"),
+        ("length", -1, "length is -1"),
+        ("length", LARGEST_FILE + 1, f"a binary has at most {LARGEST_FILE} bytes"),
+        ("length", LARGEST_FILE, "cut short: it ends at byte"),
+        ("length", 0, "sha256 is"),
     ],
 )
 def test_facts_of_a_binary_that_cannot_be(sm80: Path, field: str, value: Any, message: str) -> None:
@@ -318,15 +332,43 @@ def test_a_binary_with_a_base_is_read_against_it(sm80: Path) -> None:
     manifest = Pack(sm80).op("rmsnorm")
     name = next(n for n in manifest.variants if manifest.variant(n).base)
     variant = manifest.variant(name)
-    assert variant.base is not None and variant.read()[:4] == b"\x7fELF"
+    base = variant.base
+    assert base is not None and variant.read()[:4] == b"\x7fELF"
     bases = {manifest.variant(n).base for n in manifest.variants} - {None}
     assert len(bases) > 1
-    for other in (*(bases - {variant.base}), variant.file):
+    for other in (*(bases - {base}), variant.blob):
         with pytest.raises(PackDamaged, match="not a zlib stream"):
             variant._replace(base=other).read()
     with pytest.raises(PackDamaged, match="not a zlib stream"):
         variant._replace(base=None).read()
-    flip(variant.base.path, 40)
-    with pytest.raises(PackDamaged, match="sha256 is") as caught:
+    flip(base.path, base.offset + 40)
+    with pytest.raises(PackDamaged, match=f"{base.name}: sha256 is") as caught:
         variant.read()
-    assert caught.value.path == variant.base.path
+    assert caught.value.path == base.path == sm80 / "rmsnorm.bin"
+
+
+def test_a_binary_is_read_alone(sm80: Path) -> None:
+    """Neither damage elsewhere in its op's file matters, nor how long that file is."""
+    manifest = Pack(sm80).op("rmsnorm")
+    path, whole = manifest.binaries, manifest.binaries.read_bytes()
+    variants = [manifest.variant(name) for name in manifest.variants]
+    against = next(v for v in variants if v.base is not None)
+    for variant in (next(v for v in variants if v.base is None), against):
+        image, data = variant.read(), bytearray(len(whole))
+        for blob in {variant.blob, variant.base} - {None}:
+            place = slice(blob.offset, blob.offset + blob.length)
+            data[place] = whole[place]
+        path.write_bytes(data)
+        os.truncate(path, 1 << 40)  # of which the disk holds nothing
+        assert variant.read() == image
+        path.write_bytes(whole)
+
+
+def test_bytes_after_a_binary_are_refused(sm80: Path) -> None:
+    name = min(Pack(sm80).op("column_sums").variants)
+    image = Pack(sm80).op("column_sums").variant(name).read()
+    replace_binaries(sm80, "column_sums", {name: compressed(image)})
+    assert Pack(sm80).op("column_sums").variant(name).read() == image
+    replace_binaries(sm80, "column_sums", {name: compressed(image) + b"more"})
+    with pytest.raises(PackDamaged, match=f"{name}: 4 bytes follow the zlib stream"):
+        Pack(sm80).op("column_sums").variant(name).read()

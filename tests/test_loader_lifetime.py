@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ import liger_aot
 from build_tools.stored import compressed
 from liger_aot import packs
 from liger_aot.errors import DriverError, NotLoaded
+from liger_aot.manifest import Pack
 from liger_aot.ops.column_sums import ColumnSums, launch
 from liger_aot.runtime import Runtimes
 from tests.children import environment
-from tests.pack_edits import edit, first_binary
+from tests.pack_edits import count_binaries, replace_binaries
 from tests.stand_in import StandIn
 
 pytest_plugins = ("tests.launcher_fixtures", "tests.pack_fixtures", "tests.stand_in_gpu")
@@ -159,19 +159,14 @@ def test_capture_before_preload(stand_in: StandIn, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_binary_of_another_architecture(stand_in_gpu: Path) -> None:
-    """Its hash fits, the driver says no: the error names the file, and another op's or dtype's binary still loads."""
-    path = first_binary(stand_in_gpu)
-    data = compressed(b"\x7fHSA column_sums=ppii")
-    path.write_bytes(data)
-    name = path.name.removesuffix(".cubin.z")
-    edit(
-        stand_in_gpu / "column_sums.json",
-        lambda document: document["variants"][name].update(sha256=sha256(data).hexdigest()),
-    )
+    """Its hash fits, the driver says no: the error names file and binary, and another dtype's binary still loads."""
+    name = min(Pack(stand_in_gpu).op("column_sums").variants)
+    replace_binaries(stand_in_gpu, "column_sums", {name: compressed(b"\x7fHSA column_sums=ppii")})
     packs.installed.cache_clear()
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_IMAGE") as caught:
         ColumnSums().preload(0)
-    assert str(path) in str(caught.value) and "liger-aot doctor" in str(caught.value)
+    assert f"{stand_in_gpu / 'column_sums.bin'}: {name}: " in str(caught.value)
+    assert "liger-aot doctor" in str(caught.value)
     assert (caught.value.call, caught.value.code) == ("cuLibraryLoadData", 200)
     assert name.split("-")[2] == "bf16"
     run(Runtimes("column_sums"))
@@ -183,7 +178,7 @@ def test_a_binary_of_another_architecture(stand_in_gpu: Path) -> None:
 @pytest.mark.slow
 def test_ten_thousand_loads_through_an_op_leave_nothing(stand_in: StandIn, stand_in_gpu: Path) -> None:
     stand_in.log_calls(False)
-    binaries = len(list((stand_in_gpu / "column_sums").iterdir()))
+    binaries = count_binaries(stand_in_gpu, "column_sums")
 
     def cycle(times: int) -> None:
         for _ in range(times):

@@ -152,7 +152,7 @@ def test_damaged_op_manifests(pack: Path, opens: Opens, op: str, runs: int) -> N
         path.write_bytes(data)
         opens.watching = True
         try:
-            use(OpManifest(path, sha256(data).hexdigest(), pack / op, "cubin.z"))
+            use(OpManifest(path, pack / f"{op}.bin", sha256(data).hexdigest()))
             outcomes["works"] += 1
         except LigerAOTError as error:
             assert len(str(error)) < 2000, "a message is for reading"

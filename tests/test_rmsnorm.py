@@ -11,7 +11,8 @@ from liger_aot.ops.rmsnorm import RMSNorm, reference, reference_backward
 from liger_aot.torch_library import register_all
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
-from tests.rmsnorm_cases import BF16, DTYPES, EDGES, FP16, FP32, check, table_cases
+from tests.op_cases import form_of
+from tests.rmsnorm_cases import BF16, DTYPES, EDGES, FP16, FP32, check, form_cases, table_cases
 from tests.tolerances import worst
 
 # Beyond these a case takes more than a second or two; the GPU's tests have the longer ones.
@@ -28,12 +29,24 @@ def driven(arch: str, driver: type) -> RMSNorm:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("arch", ["sm90", "gfx942"])
 @pytest.mark.usefixtures("poisoned")
-def test_interpreter(arch: str) -> None:
-    """Every row of the tables, every dtype, both variants; programs that wait for each other run as threads."""
-    allowed = dict(built_pack(arch).tolerance)
-    allowed["bf16"] *= 2  # Triton 3.6's interpreter truncates fp32 to bf16 instead of rounding it
-    op = driven(arch, InterpreterDriver)
-    for seed, case in enumerate(EDGES + table_cases(built_pack(arch).op("rmsnorm"), LONGEST_INTERPRETED)):
+def test_every_form_on_the_interpreter(arch: str) -> None:
+    """Programs that wait for each other run as threads."""
+    op, pack = driven(arch, InterpreterDriver), built_pack(arch)
+    manifest = pack.op("rmsnorm")
+    for seed, case in enumerate(EDGES + form_cases(manifest)):
+        check(op, case, pack.tolerance, seed)
+    loaded = {form_of(v) for on in op._own.bound.values() for v in on._loaded}
+    assert loaded == set(map(form_of, manifest.variants))
+
+
+@pytest.mark.interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+@pytest.mark.usefixtures("poisoned")
+def test_every_row_on_the_interpreter(arch: str) -> None:
+    """Every row of the tables, every dtype, both variants."""
+    op, allowed = driven(arch, InterpreterDriver), built_pack(arch).tolerance
+    for seed, case in enumerate(table_cases(built_pack(arch).op("rmsnorm"), LONGEST_INTERPRETED)):
         check(op, case, allowed, seed)
 
 

@@ -52,7 +52,9 @@ def tests(request: pytest.FixtureRequest, poisoned: None) -> OpTests:
     return made
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("numbers", [HELD, AGAIN], ids=["held", "again"])
 def test_rows_of_every_length(tests: OpTests, numbers: str, ahead: int, tmp_path: Path) -> None:
     way = of_rings(tests, tmp_path / "pack", numbers, ahead)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -259,16 +258,10 @@ def test_torch_may_come_after_the_launcher(launcher_path: Path, monkeypatch: pyt
     assert tensor_rows(x) == (x.data_ptr(), CPU, 0, 2, 32, 2, 3, 3)
 
 
-def test_it_leaves_nothing_and_is_fast(tensor_rows: Any) -> None:
+def test_it_leaves_nothing(tensor_rows: Any) -> None:
     x = torch.zeros(4, 8, 4096)
-    count, best = 50_000, float("inf")
     tensor_rows(x)
     references, blocks = sys.getrefcount(x), sys.getallocatedblocks()
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(count):
-            tensor_rows(x)
-        best = min(best, (time.perf_counter() - start) / count)
+    for _ in range(10_000):
+        tensor_rows(x)
     assert sys.getrefcount(x) == references and sys.getallocatedblocks() - blocks < 100
-    print(f"\ntensor_rows: {best * 1e9:.0f} ns")
-    assert best < 5e-6

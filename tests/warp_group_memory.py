@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,21 @@ def memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
     )
     array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
     return torch.from_numpy(array).view(dtype)
+
+
+def storages_of(at: Pointer, distances: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each storage that holds elements at ``distances``: its memory, which ones, where they lie in it."""
+    size, left = at.dtype.itemsize, torch.ones(distances.shape, dtype=torch.bool)
+    while left.any():
+        first = at.address + int(distances[left][0]) * size
+        memory(first, at.dtype, 1)
+        ((storage, length),) = storages.living([first]).items()
+        beside = (first - storage) % size  # where elements lie in the storage
+        start, count = storage + beside, (length - beside) // size
+        elements = distances - (start - at.address) // size
+        inside = left & (elements >= 0) & (elements < count)
+        yield memory(start, at.dtype, count), inside, elements[inside]
+        left &= ~inside
 
 
 class Pointer:
@@ -55,10 +71,10 @@ def load(at: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
     if at.behind is not None:
         found = torch.full(at.behind.shape, other, dtype=at.dtype)
         there = torch.as_tensor(mask).expand(found.shape)
-        distances = at.behind[there].tolist()
-        places = [memory(at.address + n * at.dtype.itemsize, at.dtype, 1)[0] for n in distances]
-        if places:
-            found[there] = torch.stack(places)
+        values = torch.empty(int(there.sum()), dtype=at.dtype)
+        for places, which, elements in storages_of(at, at.behind[there]):
+            values[which] = places[elements]
+        found[there] = values
         return found if at.dtype.is_floating_point else found.long()
     if not mask:
         return torch.as_tensor(other)
@@ -72,8 +88,8 @@ def store(at: Pointer, values: Any, mask: Any = True) -> None:
             memory(at.address, at.dtype, 1)[0] = values
         return
     mask = torch.as_tensor(mask).expand(at.behind.shape)
-    for distance, value in zip(at.behind[mask].tolist(), values[mask], strict=True):
-        memory(at.address + distance * at.dtype.itemsize, at.dtype, 1)[0] = value
+    for places, which, elements in storages_of(at, at.behind[mask]):
+        places[elements] = values[mask][which].to(at.dtype)
 
 
 def atomic_add(at: Pointer, number: int, sem: str = "acq_rel", scope: str = "gpu") -> Tensor:

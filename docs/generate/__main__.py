@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import markdown
-from benchmarks.markdown import RESULTS, ROOT
+from benchmarks.markdown import ROOT
 from docs.generate import facts, op_page, support
 from liger_aot.ops import names
 
 INDEX = ROOT / "docs" / "index.md"
 
 
-def made(results: Path = RESULTS) -> dict[Path, str]:
+def made() -> dict[Path, str]:
     """Every generated file and what is to stand in it."""
     pages = {support.PAGE: support.page(support.read()), INDEX: index()}
+    gpus = markdown.gpus()
     for op in names():
-        pages |= op_page.pages(op, results)
+        pages |= op_page.pages(op, gpus)
     return pages
 
 
@@ -43,7 +44,9 @@ def index() -> str:
                 "# liger-aot",
                 "- [Moving to liger-aot](migration.md): from Liger, Transformers, flash-attn and plain torch\n"
                 "- [What has run where](support.md): ops and architectures\n"
-                "- [The README](../README.md): install, use, figures",
+                "- [Performance](performance.md): all tables of figures\n"
+                "- [The pack format](pack-format.md): reading binaries without liger-aot\n"
+                "- [The README](../README.md): install, use",
                 "## Ops",
                 markdown.table(["op", "what it computes", "gradient", "architectures"], rows),
                 "Pages are made by `make docs`.",

@@ -1,7 +1,7 @@
 """A run's device figures as one SVG: the fraction of the copy at each point, a panel a direction and dtype.
 
-Written by hand, and not by matplotlib as the figures beside the results: the pages must come out the same wherever they
-are made.
+It is written by hand, not drawn by matplotlib as the figures beside the results are, because the pages must come out
+the same on every machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the plans say of an op: its kernels, their tables and where the tables' numbers come from, by architecture."""
+"""What the plans say about an op, by architecture: its kernels, their launch tables, where the numbers come from."""
 
 from __future__ import annotations
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import liger_aot
-from benchmarks import markdown, readme, records, table
-from benchmarks.markdown import ROOT, link, made_in
+from benchmarks import markdown, performance, records, table
+from benchmarks.markdown import FIRST, ROOT, Gpu, link, made_in
 from benchmarks.providers import COPY, label
 from benchmarks.records import Run
 from build_tools.plan import ALIGNMENT
@@ -17,7 +18,7 @@ from docs.generate.chart import svg
 from liger_aot.ops import names
 
 FOLDER = ROOT / "docs" / "ops"
-# Figures of whole steps, as the README has them.
+# Sections of docs/performance.md that are of an op.
 STEPS = {
     "flash_attention": ("attention forward", "attention backward"),
     "flash_attention_backward": ("attention backward",),
@@ -31,8 +32,8 @@ def described(op: str) -> docstring.Docstring:
     return docstring.read(type(liger_aot.load(op)))
 
 
-def pages(op: str, results: Path) -> dict[Path, str]:
-    """The page of the op ``op`` and, where there are results, its chart."""
+def pages(op: str, gpus: Sequence[Gpu]) -> dict[Path, str]:
+    """The page of the op ``op`` and a chart for each GPU that has results of it."""
     kind, told = type(liger_aot.load(op)), described(op)
     parts = [
         f"# {op}",
@@ -51,11 +52,13 @@ def pages(op: str, results: Path) -> dict[Path, str]:
         _binaries(op),
     ]
     made: dict[Path, str] = {}
-    speed = _steps(op, results)
-    if (file := results / f"{op}.json").exists():
-        run = records.read(file)
-        made[FOLDER / f"{op}.svg"] = svg(run)
-        speed = [_measured(op, run, file), *speed]
+    speed = []
+    for gpu in gpus:
+        if (file := gpu.folder / f"{op}.json").exists():
+            run, chart = records.read(file), _chart(op, gpu)
+            made[chart] = svg(run)
+            speed.append(_measured(op, run, file, chart))
+    speed += [text for section in STEPS.get(op, ()) if (text := performance.body(section, gpus, FOLDER))]
     if speed:
         parts += ["## Speed", *speed]
     return {FOLDER / f"{op}.md": "\n\n".join(parts) + "\n", **made}
@@ -135,15 +138,15 @@ def _binaries(op: str) -> str:
     totals = ["all", "", "", *(str(facts.binaries(op, arch)) for arch in facts.ARCHS)]
     header = ["kernel", "dtypes", "variants", *facts.ARCHS]
     note = (
-        "Binaries of each kernel, and whether the launch numbers of its table are measured or derived. The aligned "
-        f"variant assumes pointers divisible by {ALIGNMENT} bytes, strides and sizes by {ALIGNMENT} elements; each "
-        "call takes it where that holds, else the generic one, where there is one."
+        "Number of binaries of each kernel, and whether its launch numbers are measured or derived. The aligned "
+        f"variant assumes that pointers are divisible by {ALIGNMENT} bytes, and strides and sizes by {ALIGNMENT} "
+        "elements. Calls for which that holds take it; all others take the generic variant, where there is one."
     )
     return "\n\n".join([note, markdown.table(header, [*rows, totals]), *_bounds(op)])
 
 
 def _bounds(op: str) -> list[str]:
-    """The sizes that the tables tell apart."""
+    """The sizes that the launch tables distinguish."""
     lines = []
     for name, by_arch in facts.kernels(op).items():
         told: dict[str, list[str]] = {}
@@ -155,18 +158,18 @@ def _bounds(op: str) -> list[str]:
     return ["Sizes n at which another binary takes over:\n\n" + "\n".join(lines)] if lines else []
 
 
-def _measured(op: str, run: Run, file: Path) -> str:
+def _chart(op: str, gpu: Gpu) -> Path:
+    return FOLDER / (f"{op}.svg" if gpu.folder.name == FIRST else f"{op}-{gpu.folder.name}.svg")
+
+
+def _measured(op: str, run: Run, file: Path, chart: Path) -> str:
+    made = made_in(run)
     parts = [
-        f"One {made_in(run)}; every record is in {link(file, FOLDER)}. Fractions are of a copy of as "
-        "many bytes, timed in turn with each case.",
-        f"![{op} against its peers]({op}.svg)",
+        f"{made[0].upper()}{made[1:]}; every record is in {link(file, FOLDER)}. Fractions are of a copy of as many "
+        "bytes, timed in turn with each case.",
+        f"![{op} against its peers]({chart.name})",
     ]
     for title, (header, *rows) in table.tables(run):
         labels = [name if name in ("", "n", f"{COPY} GB/s") else label(name) for name in header]
         parts.append(f"`{op}`{title}:\n\n{markdown.table(labels, rows)}")
     return "\n\n".join(parts)
-
-
-def _steps(op: str, results: Path) -> list[str]:
-    found = (readme.body(section, results) for section in STEPS.get(op, ()))
-    return [text.replace("](benchmarks/", "](../../benchmarks/") for text in found if text]

@@ -24,7 +24,7 @@ STATES = {
     "PTX executed on an NVIDIA H200": "the kernels' PTX ran through the driver's JIT; their cubins have not run",
     "executed in software": "the binaries ran instruction by instruction in an emulator; nothing is known of their "
     "speed",
-    AUDITED: "every binary was read back and is what the plan and the chip allow; the op's own binaries have not run",
+    AUDITED: "every binary was read back and checked against the plan and the chip's limits; the op's own have not run",
 }
 
 
@@ -84,15 +84,15 @@ def page(executed: Executed) -> str:
         "\n\n".join(
             [
                 "# What has run where",
-                "Each op on each architecture that binaries are built for. All of them are compiled and audited; "
-                "[executed.toml](executed.toml) says what was executed, too.",
+                "Each op on each architecture that has binaries of it. All binaries are compiled and audited; what was "
+                "executed is recorded in [executed.toml](executed.toml).",
                 "\n".join(f"- **{state}**: {meaning}." for state, meaning in STATES.items()),
                 markdown.table(["op", *facts.ARCHS], rows),
                 "\n".join(
                     f"{i}. {executed.runs[name].date}: {executed.runs[name].what}."
                     for name, i in notes.items()
                 ),
-                "On the CPU every op takes its plain-torch reference, in every test run.",
+                "On the CPU every op runs its plain-torch reference; every test run covers that.",
                 "## GPUs",
                 markdown.table(
                     ["architecture", "serves", "Triton"],

@@ -1,7 +1,8 @@
-"""What a pack says of itself: ``manifest.json`` and one ``<op>.json`` an op, read into objects.
+"""What a pack holds: ``manifest.json``, and ``<op>.json`` and ``<op>.bin`` an op, read into objects. The format is in
+docs/pack-format.md.
 
 The files are checked before anything in them is believed: types, sizes, names that could leave the pack's folder, the
-format's version, the sha256 of every file that is read.
+format's version, the sha256 of all that is read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
+from os import SEEK_END
 from pathlib import Path
 from reprlib import Repr
 from string import ascii_letters, digits
@@ -18,9 +20,9 @@ from typing import Any, NamedTuple
 
 from liger_aot.errors import PackDamaged, PackTooNew
 
-FORMAT = 4
+FORMAT = 5
 WINDOW = 1 << 15  # of a binary's base, how much its compression sees
-LARGEST_FILE = 64 << 20  # bytes; a binary of ours is a few tens of kilobytes
+LARGEST_FILE = 64 << 20  # bytes of a manifest, or of one binary; ours have a few tens of kilobytes
 DTYPES = ("bf16", "fp16", "fp32")  # what a dispatch key's axes may say
 MOST_THREADS = 1024  # a block, on every architecture
 MOST_ARGUMENTS = 64  # what the launcher takes
@@ -44,23 +46,58 @@ class TensorMaps(NamedTuple):
     swizzle: int
 
 
-class File(NamedTuple):
-    """A compressed binary."""
+class Blob(NamedTuple):
+    """A compressed binary: a range of bytes in the op's file."""
 
+    name: str
     path: Path
+    offset: int
+    length: int
     sha256: str
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
     def read(self) -> bytes:
-        """It as it lies there; PackDamaged unless it is the one the manifest was written for."""
-        return _checked(self.path, self.sha256)
+        """The compressed bytes; PackDamaged unless they are those the manifest was written for."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.length)
+                if len(data) < self.length:
+                    raise PackDamaged(self.path, f"cut short: it ends at byte {file.seek(0, SEEK_END)}")
+        except OSError as error:
+            raise PackDamaged(self.path, error.strerror or str(error)) from None
+        if (found := sha256(data).hexdigest()) != self.sha256:
+            raise PackDamaged(
+                self.path, f"{self.name}: sha256 is {found}, the manifest says {_shown(self.sha256)}"
+            )
+        return data
+
+    def unpack(self, dictionary: bytes = b"") -> bytes:
+        """The binary itself; ``dictionary`` is zlib's preset dictionary where it was compressed with one."""
+        data = self.read()
+        reader = zlib.decompressobj(zdict=dictionary)
+        try:
+            image = reader.decompress(data, LARGEST_FILE)
+        except zlib.error as error:
+            raise PackDamaged(self.path, f"{self.name}: not a zlib stream: {error}") from None
+        if not reader.eof:
+            raise PackDamaged(self.path, f"{self.name}: cut short, or holds more than {LARGEST_FILE} bytes")
+        if reader.unused_data:
+            raise PackDamaged(
+                self.path, f"{self.name}: {len(reader.unused_data)} bytes follow the zlib stream"
+            )
+        return image
 
 
 class Variant(NamedTuple):
     """One binary of a pack and what a launch of it needs."""
 
     name: str
-    file: File
-    base: File | None  # the binary against which this one is compressed
+    blob: Blob
+    base: Blob | None  # the binary against which this one is compressed
     symbol: str
     threads: int
     shared: int  # bytes of dynamic shared memory
@@ -78,11 +115,8 @@ class Variant(NamedTuple):
     maps: Mapping[str, TensorMaps]  # by argument
 
     def read(self) -> bytes:
-        """The binary; PackDamaged unless its file and its base's are those the manifest was written for."""
-        data, dictionary = self.file.read(), b""
-        if self.base is not None:
-            dictionary = _unpacked(self.base.path, self.base.read(), b"")[-WINDOW:]
-        return _unpacked(self.file.path, data, dictionary)
+        """The binary; PackDamaged unless its bytes and its base's are those the manifest was written for."""
+        return self.blob.unpack(b"" if self.base is None else self.base.unpack()[-WINDOW:])
 
 
 class Kernel(NamedTuple):
@@ -99,8 +133,8 @@ class Kernel(NamedTuple):
 class OpManifest:
     """One op's part of a pack."""
 
-    def __init__(self, path: Path, digest: str, folder: Path, suffix: str) -> None:
-        self.path, self._folder, self._suffix = path, folder, suffix
+    def __init__(self, path: Path, binaries: Path, digest: str) -> None:
+        self.path, self.binaries = path, binaries
         raw = _object(path, _parse(path, _checked(path, digest)))
         _check_format(path, raw)
         self._variants = _object(path, raw.get("variants"), "variants")
@@ -116,10 +150,6 @@ class OpManifest:
     @property
     def variants(self) -> tuple[str, ...]:
         return tuple(self._owner)
-
-    def binary(self, name: str) -> Path:
-        """Where the binary of a variant lies."""
-        return self._folder / f"{_safe(self.path, name)}.{self._suffix}"
 
     def variant(self, name: str) -> Variant:
         """One of ``variants``; PackDamaged where what is said of it can't be."""
@@ -140,8 +170,8 @@ class OpManifest:
         base = None if raw.get("base") is None else _typed(self.path, raw, "base", str, where)
         return Variant(
             name=name,
-            file=self._file(name),
-            base=None if base is None else self._file(base),
+            blob=self._blob(name),
+            base=None if base is None else self._blob(base),
             symbol=symbol,
             threads=threads,
             shared=_count(self.path, raw, "shared", where),
@@ -176,9 +206,16 @@ class OpManifest:
             maps[name] = TensorMaps(tuple(box), _count(self.path, one, "swizzle", f"{where}maps.{name}."))
         return maps
 
-    def _file(self, name: str) -> File:
+    def _blob(self, name: str) -> Blob:
         raw = _object(self.path, self._variants.get(name), _shown(name))
-        return File(self.binary(name), _typed(self.path, raw, "sha256", str, f"{_shown(name)}."))
+        where = f"{_safe(self.path, name)}."
+        length = _count(self.path, raw, "length", where)
+        if length > LARGEST_FILE:
+            raise PackDamaged(
+                self.path, f"{where}length is {length}, a binary has at most {LARGEST_FILE} bytes"
+            )
+        offset = _count(self.path, raw, "offset", where)
+        return Blob(name, self.binaries, offset, length, _typed(self.path, raw, "sha256", str, where))
 
     def _kernel(self, name: str, raw: dict[str, Any]) -> Kernel:
         signature = _typed(self.path, raw, "signature", str, f"{name}.")
@@ -241,7 +278,6 @@ class Pack:
         self.version = _typed(self.path, raw, "version", str)
         self.toolchain: Mapping[str, Any] = _object(self.path, raw.get("toolchain"), "toolchain")
         self.tolerance: Mapping[str, Any] = _object(self.path, raw.get("tolerance"), "tolerance")
-        self._suffix = _safe(self.path, _typed(self.path, raw, "binary", str))
         self.binary_version = _count(self.path, raw, "binary_version")  # ELF ABI (cubin), code object (hsaco)
         self._ops = _object(self.path, raw.get("ops"), "ops")
         for op in self._ops:
@@ -254,7 +290,7 @@ class Pack:
     def op(self, name: str) -> OpManifest:
         entry = _object(self.path, self._ops.get(name), f"ops.{name}")
         digest = _typed(self.path, entry, "sha256", str, f"ops.{name}.")
-        return OpManifest(self.folder / f"{name}.json", digest, self.folder / name, self._suffix)
+        return OpManifest(self.folder / f"{name}.json", self.folder / f"{name}.bin", digest)
 
 
 def _read(path: Path) -> bytes:
@@ -271,20 +307,8 @@ def _read(path: Path) -> bytes:
 def _checked(path: Path, digest: str) -> bytes:
     data = _read(path)
     if (found := sha256(data).hexdigest()) != digest:
-        raise PackDamaged(path, f"sha256 is {found}, the manifest says {digest}")
+        raise PackDamaged(path, f"sha256 is {found}, the manifest says {_shown(digest)}")
     return data
-
-
-def _unpacked(path: Path, data: bytes, dictionary: bytes) -> bytes:
-    """What a zlib stream holds, with or without a preset dictionary."""
-    reader = zlib.decompressobj(zdict=dictionary)
-    try:
-        image = reader.decompress(data, LARGEST_FILE)
-    except zlib.error as error:
-        raise PackDamaged(path, f"not a zlib stream: {error}") from None
-    if not reader.eof:
-        raise PackDamaged(path, f"cut short, or holds more than {LARGEST_FILE} bytes")
-    return image
 
 
 def _parse(path: Path, data: bytes) -> Any:

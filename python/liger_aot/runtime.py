@@ -171,7 +171,8 @@ class GPUDriver:
             )
         except DriverError as error:
             message = (
-                f"{variant.file.path}: {error}; liger-aot doctor compares the driver with what packs need"
+                f"{variant.blob.path}: {variant.name}: {error}; liger-aot doctor compares the driver with "
+                "what packs need"
             )
             raise DriverError(message, call=error.call, code=error.code, name=error.name) from None
         return kernel

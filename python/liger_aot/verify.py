@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from liger_aot.errors import LigerAOTError, PackDamaged
+from liger_aot.manifest import Blob, OpManifest
 from liger_aot.packs import open_pack, pack_folders
 
 
@@ -38,28 +39,53 @@ def verify_pack(folder: Path) -> Iterator[Fault]:
         yield _fault(folder, error)
         return
     known = {pack.path}
-    unread = []
-    damaged = set()  # a base is read with each binary that is compressed against it
     for op in pack.ops:
-        known.add(folder / f"{op}.json")
+        known |= {folder / f"{op}.json", folder / f"{op}.bin"}
         try:
             manifest = pack.op(op)
         except LigerAOTError as error:
             yield _fault(folder, error)
-            unread.append(folder / op)
-            continue
-        for name in manifest.variants:
-            known.add(manifest.binary(name))
-            try:
-                manifest.variant(name).read()
-            except LigerAOTError as error:
-                fault = _fault(folder, error)
-                if fault not in damaged:
-                    damaged.add(fault)
-                    yield fault
+        else:
+            yield from _binaries(folder, manifest)
     for path in _files(folder):
-        if path not in known and not any(path.is_relative_to(skipped) for skipped in unread):
+        if path not in known:
             yield Fault(path, "not in the manifest")
+
+
+def _binaries(folder: Path, manifest: OpManifest) -> Iterator[Fault]:
+    """The faults of an op's binaries, each once: a base is read with each binary that is compressed against it."""
+    read = [_blobs_or_fault(folder, manifest, name) for name in manifest.variants]
+    faults = dict.fromkeys(found for found in read if isinstance(found, Fault))
+    blobs = {blob for found in read if not isinstance(found, Fault) for blob in found}
+    yield from faults or _strays(manifest.binaries, blobs)
+
+
+def _blobs_or_fault(folder: Path, manifest: OpManifest, name: str) -> tuple[Blob, ...] | Fault:
+    """What was read for a binary: it and its base, or what is wrong with it."""
+    try:
+        variant = manifest.variant(name)
+        variant.read()
+    except LigerAOTError as error:
+        return _fault(folder, error)
+    return (variant.blob,) if variant.base is None else (variant.blob, variant.base)
+
+
+def _strays(path: Path, blobs: Iterable[Blob]) -> Iterator[Fault]:
+    """Bytes of a file of binaries that are in none of ``blobs``, or in two."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        yield Fault(path, error.strerror or str(error))
+        return
+    end = 0
+    for blob in sorted(blobs, key=lambda blob: blob.offset):
+        if blob.offset > end:
+            yield Fault(path, f"bytes {end} to {blob.offset} are in no binary")
+        if blob.offset < end:
+            yield Fault(path, f"bytes {blob.offset} to {min(end, blob.end)} are in two binaries")
+        end = max(end, blob.end)
+    if size > end:
+        yield Fault(path, f"bytes from {end} on are in no binary")
 
 
 def _files(folder: Path) -> Iterator[Path]:
