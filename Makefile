@@ -5,23 +5,28 @@ TORCH ?= torch==2.13.0
 ARCHS ?= all
 
 RUN := .venv/bin/python
+BUILDS := .venv/.builds
 READY := .venv/.ready
-LAUNCHER := $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
+SETUP := pyproject.toml setup.py .ci/venv $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packs wheel wheels check-wheels demo lint test test-fast sanitize soak golden docs clean
+.PHONY: help venv packs wheel wheels check-wheels demo lint test test-all sanitize soak golden docs clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 	@echo
-	@echo 'ARCHS=sm90,gfx942 chooses architectures for packs, wheel, wheels and demo (default: all).'
+	@echo 'ARCHS=sm90,gfx942 chooses architectures for packs, wheel and wheels (default: all).'
 	@echo 'Where there is no torch, TORCH=... is installed into .venv (default: $(TORCH)).'
 
 venv: $(READY)  ## .venv: the torch that is here or else one from the index, Triton, the tools, the launcher
 
-$(READY): pyproject.toml setup.py .ci/venv $(LAUNCHER)
-	@.ci/venv '$(PYTHON)' '$(TORCH)'
+$(BUILDS): $(SETUP)
+	@.ci/venv '$(PYTHON)' '$(TORCH)' build demo
+	@touch $@
+
+$(READY): $(BUILDS)
+	@.ci/venv '$(PYTHON)' '$(TORCH)' build demo test lint wheels
 	@touch $@
 
 packs: venv  ## compile, audit and pack the kernels: build/packs (what is compiled already is kept)
@@ -40,27 +45,31 @@ wheels: venv  ## what a release is made of: host wheel, device wheels, checksums
 check-wheels: wheels  ## the checks before an upload, of dist
 	@.ci/check-wheels dist
 
-demo: wheel  ## install the wheel where there is no Triton and no compiler, and run RMSNorm
-	@$(RUN) -m examples.fresh_environment build/demo-venv dist/*.whl
-	@cd build/demo-venv && PATH="$$PWD/bin" python -I '$(CURDIR)/examples/demo.py'
+demo:  ## build a wheel of a few ops, install it where there is no Triton and no compiler, run it
+	@began=$$(date +%s); [ -e $(BUILDS) ] && setup= || setup=yes; $(MAKE) --no-print-directory $(BUILDS) && \
+	DEMO_BEGAN=$$began DEMO_SETUP=$${setup:+$$(($$(date +%s) - began)) s} .ci/demo
 
 lint: venv  ## ruff and mypy
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 
-# Triton's interpreter needs a process of its own; tests on a GPU and those of time must not run beside each other.
-test: ARCHS := all
-test: packs  ## all tests
-	@.ci/llvm
-	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter $(PARALLEL)
-	LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m 'gpu or alone'
-	@rm -f build/executed
-	LIGER_AOT_EXECUTED=build/executed $(RUN) -m pytest -q -m 'not gpu and not alone' $(PARALLEL)
-	@[ ! -e build/executed ] || $(RUN) -m tests.executed build/executed
+# Triton's interpreter needs a process of its own. Tests compile the binaries that they run (build/cache keeps them).
+test: venv  ## a cross-section of the tests, without a GPU: every op, every kernel form
+	@rm -f build/executed && mkdir -p build
+	@.ci/stages \
+	'interpreter=TRITON_INTERPRET=1 $(RUN) -m pytest -q -m "interpreter and not slow" $(PARALLEL)' \
+	'tests=LIGER_AOT_EXECUTED=build/executed $(RUN) -m pytest -q -m "not gpu and not slow" $(PARALLEL)' \
+	'forms=$(RUN) -m tests.executed --forms build/executed'
 
-test-fast: packs  ## the tests that take no more than a few seconds each
-	$(RUN) -m pytest -q -m 'not slow and not gpu and not alone' $(PARALLEL)
+test-all: ARCHS := all
+test-all: packs  ## every test, and every AMD binary executed; with a GPU, the tests on it
+	@rm -f build/executed
+	@.ci/stages \
+	'interpreter=TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter $(PARALLEL)' \
+	'gpu=LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m gpu' \
+	'tests=LIGER_AOT_PACKS=build/packs LIGER_AOT_EXECUTED=build/executed $(RUN) -m pytest -q -m "not gpu" $(PARALLEL)' \
+	'binaries=LIGER_AOT_PACKS=build/packs $(RUN) -m tests.executed build/executed'
 
 sanitize: packs  ## compute-sanitizer's memcheck and racecheck over every binary of this machine's GPU
 	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.sanitize
@@ -73,10 +82,10 @@ golden: venv  ## write the golden plans anew, after a profile or a declaration h
 	| while read -r arch; do $(RUN) -m build_tools plan --arch "$$arch" > "tests/golden/plan_$$arch.txt"; done
 	-@git --no-pager diff --stat -- tests/golden
 
-docs: venv  ## write the generated pages of docs/ and the README's figures anew
+docs: venv  ## write the generated pages of docs/ and the tables of figures in README.md and docs/performance.md anew
 	@$(RUN) -m docs.generate
-	@$(RUN) -m benchmarks readme
+	@$(RUN) -m benchmarks performance
 
 clean:  ## remove what was built, but for .venv
-	rm -rf build dist python/liger_aot.egg-info $(READY)
+	rm -rf build dist python/liger_aot.egg-info $(BUILDS) $(READY)
 	find python -name '*.so' -delete

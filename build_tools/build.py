@@ -63,6 +63,13 @@ def compile_and_audit(
     return list(found.values())
 
 
+def compiler(profile: Profile) -> str:
+    """What makes the machine code, for a pack's manifest."""
+    if profile.arch.backend == "cuda":
+        return f"ptxas {ptxas_version()}"
+    return f"llvm of triton {profile.toolchain.triton}"
+
+
 def build_packs(
     archs: Sequence[str],
     ops: Sequence[str] = (),
@@ -76,11 +83,6 @@ def build_packs(
     planned = [make_plans(arch, ops, tree) for arch in archs]
     audited = compile_and_audit(planned, tree, workers=workers, progress=progress)
     for (profile, plans), found in zip(planned, audited, strict=True):
-        compiler = (
-            f"ptxas {ptxas_version()}"
-            if profile.arch.backend == "cuda"
-            else f"llvm of triton {profile.toolchain.triton}"
-        )
         folder = tree.packs / profile.arch.name
-        write_pack(folder, profile, plans, found, project_version(), compiler)
+        write_pack(folder, profile, plans, found, project_version(), compiler(profile))
     return dict(zip(archs, audited, strict=True))

@@ -20,9 +20,13 @@ def chosen_archs(folder: Path = PROFILES) -> tuple[str, ...]:
     asked = os.environ.get(VARIABLE)
     if asked is not None:
         return parse_archs(asked, folder)
+    return seen_archs(folder) or profile_names(folder)
+
+
+def seen_archs(folder: Path = PROFILES) -> tuple[str, ...]:
+    """The profiles that serve this machine's GPUs."""
     targets = {*_cuda_targets(), *_hip_targets()}
-    found = tuple(n for n in profile_names(folder) if targets & set(read_profile(n, folder).arch.serves))
-    return found or profile_names(folder)
+    return tuple(n for n in profile_names(folder) if targets & set(read_profile(n, folder).arch.serves))
 
 
 def parse_archs(text: str, folder: Path = PROFILES) -> tuple[str, ...]:

@@ -34,6 +34,16 @@ def believe(path: Path) -> None:
     edit(path.parent / "manifest.json", lambda m: m["ops"][path.stem].update(sha256=digest))
 
 
+def need_shared(path: Path, amount: int) -> None:
+    """Let every binary of an op need so many bytes of shared memory."""
+
+    def need(document: dict[str, Any]) -> None:
+        for variant in document["variants"].values():
+            variant["shared"] = amount
+
+    edit(path, need)
+
+
 def add_kernels(path: Path, plan: Plan) -> None:
     """Let an op's manifest name the kernels of ``plan`` that it lacks. Of their binaries there is nothing."""
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from build_tools.paths import PACKS
 from liger_aot import packs
 from tests.conftest import built_pack
 from tests.pack_edits import ARCHS
@@ -43,11 +42,10 @@ def copies(tmp_path: Path, install: Callable[..., None]) -> Callable[..., Path]:
 
 @pytest.fixture
 def built(install: Callable[..., None]) -> Path:
-    """The folder of the built packs of all architectures, installed."""
-    for arch in ARCHS:
-        built_pack(arch)  # skips where it is not built
-    install(PACKS)
-    return PACKS
+    """The folder of the packs of all architectures, installed."""
+    (root,) = {built_pack(arch).folder.parent for arch in ARCHS}
+    install(root)
+    return root
 
 
 @pytest.fixture

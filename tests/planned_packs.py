@@ -17,7 +17,7 @@ from pathlib import Path
 
 from build_tools.audit import Audited, audit
 from build_tools.binary import BinaryFacts
-from build_tools.build import Tree, make_plans, project_version
+from build_tools.build import compiler, make_plans, project_version
 from build_tools.compile import compile_here
 from build_tools.compiler import Compiled
 from build_tools.declaration import tiles_of
@@ -96,8 +96,21 @@ def planned_pack(arch: str, compiles: bool) -> PlannedPack:
     folder = planned_root() / arch
     if not folder.is_dir():
         found = {v.name: _placeholder(v, profile) for p in plans.values() for v in p.variants}
-        write_pack(folder, profile, list(plans.values()), found, project_version(), "none")
+        write_pack(folder, profile, list(plans.values()), found, project_version(), compiler(profile))
     return PlannedPack(folder, arch, compiles)
+
+
+@cache
+def compiled_pack(arch: str, *ops: str) -> Pack:
+    """A pack of these ops alone with their binaries in it, or the whole one under LIGER_AOT_PACKS."""
+    if packs := os.environ.get("LIGER_AOT_PACKS"):
+        return Pack(Path(packs) / arch)
+    profile, plans = plans_of(arch)
+    folder = _folder() / "compiled" / f"{arch}-{'-'.join(ops)}"
+    found = {v.name: audited(arch, op, v.name) for op in ops for v in plans[op].variants}
+    folder.parent.mkdir(exist_ok=True)
+    write_pack(folder, profile, [plans[op] for op in ops], found, project_version(), compiler(profile))
+    return Pack(folder)
 
 
 def planned_root() -> Path:

@@ -14,7 +14,7 @@ import liger_aot
 from liger_aot import devices, doctor
 from liger_aot.cli import main
 from liger_aot.errors import DriverNotFound
-from tests.pack_edits import command, edit
+from tests.pack_edits import command, edit, need_shared
 
 pytest_plugins = ("tests.pack_fixtures",)
 
@@ -106,12 +106,14 @@ def test_doctor_of_gpus_of_which_one_has_no_pack(
 
 
 def test_doctor_finds_what_a_pack_lacks(copies: Callable[..., Path], machine: Callable[..., None]) -> None:
-    edit(copies("sm80") / "sm80" / "manifest.json", lambda m: m["ops"].pop("column_sums"))
+    folder = copies("sm80") / "sm80"
+    edit(folder / "manifest.json", lambda m: m["ops"].pop("column_sums"))
+    need_shared(folder / "rmsnorm.json", 8193)
     machine(SimpleNamespace(**{**vars(A10), "shared_memory_per_block_optin": 8192}))
     report = doctor.examine()
     found = lines(report, "GPUs")
     assert not report.healthy and "takes pack sm80; it lacks column_sums" in found
-    assert "binaries of rmsnorm need up to" in found and "this GPU has 8192" in found
+    assert "binaries of rmsnorm need up to 8193" in found and "this GPU has 8192" in found
 
 
 @pytest.mark.parametrize(

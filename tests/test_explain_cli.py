@@ -108,13 +108,15 @@ def test_dtypes_have_their_usual_names(built: Path, dtype: Any) -> None:
 
 def test_bounds_in_words(built: Path) -> None:
     def why(n: int) -> str:
-        (choice,) = liger_aot.explain("column_sums", arch="sm80", shape=(4, n), dtype="fp32")
+        choice, _ = liger_aot.explain("softmax", arch="sm80", shape=(4, n), dtype="fp32")
         return choice.why
 
-    document = json.loads((built / "sm80" / "column_sums.json").read_bytes())
-    first = document["kernels"]["column_sums"]["tables"]["fp32/aligned"][0][0]
-    assert f"is held by the bound {first} (1 to {first}): sm80.toml: [kernel.column_sums] row 1" in why(first)
-    assert f"is past the last bound, {first}: sm80.toml: [kernel.column_sums] row 2" in why(first + 16)
+    document = json.loads((built / "sm80" / "softmax.json").read_bytes())
+    table = document["kernels"]["softmax_forward"]["tables"]["fp32/aligned"]
+    (first, held), (last, _), (_, rest) = table[0], table[-2], table[-1]
+    rows = {name: document["variants"][name]["row"] for name in (held, rest)}
+    assert f"is held by the bound {first} (1 to {first}): {rows[held]}" in why(first)
+    assert f"is past the last bound, {last}: {rows[rest]}" in why(last + 16)
 
 
 def test_warp_groups_are_those_of_the_profile(copies: Callable[..., Path]) -> None:

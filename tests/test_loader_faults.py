@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, PackTooNe
 from liger_aot.manifest import FORMAT, LARGEST_FILE, Pack
 from liger_aot.packs import Device, pack_for, pack_of
 from tests.pack_edits import believe, cut, edit, flip, read_all, replace_binaries
+from tests.planned_packs import compiled_pack
 
 pytest_plugins = ("tests.pack_fixtures",)
 
@@ -327,9 +329,10 @@ def test_text_that_is_no_manifest(sm80: Path, text: bytes, message: str) -> None
         pack_for(A100).op("column_sums")
 
 
-def test_a_binary_with_a_base_is_read_against_it(sm80: Path) -> None:
+def test_a_binary_with_a_base_is_read_against_it(tmp_path: Path) -> None:
     """Whole, it reads; where its base is another's, damaged, not there or has a base itself, the error names a file."""
-    manifest = Pack(sm80).op("rmsnorm")
+    sm80 = Path(shutil.copytree(compiled_pack("sm80", "swiglu").folder, tmp_path / "sm80"))
+    manifest = Pack(sm80).op("swiglu")
     name = next(n for n in manifest.variants if manifest.variant(n).base)
     variant = manifest.variant(name)
     base = variant.base
@@ -344,7 +347,7 @@ def test_a_binary_with_a_base_is_read_against_it(sm80: Path) -> None:
     flip(base.path, base.offset + 40)
     with pytest.raises(PackDamaged, match=f"{base.name}: sha256 is") as caught:
         variant.read()
-    assert caught.value.path == base.path == sm80 / "rmsnorm.bin"
+    assert caught.value.path == base.path == sm80 / "swiglu.bin"
 
 
 def test_a_binary_is_read_alone(sm80: Path) -> None:

@@ -16,6 +16,7 @@ from liger_aot import manifest
 from liger_aot.runtime import DTYPE_NAMES, KernelOn
 from tests.conftest import built_pack
 from tests.pack_edits import ARCHS
+from tests.planned_packs import compiled_pack
 
 PAGE = (ROOT / "docs" / "pack-format.md").read_text()
 
@@ -35,7 +36,7 @@ def reader() -> dict[str, Any]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_code_on_the_page_reads_every_binary(arch: str, reader: dict[str, Any]) -> None:
-    pack = built_pack(arch)
+    pack = compiled_pack(arch, "column_sums", "swiglu")
     for name in pack.ops:
         op, document = pack.op(name), reader["read_op"](pack.folder, name)
         assert sorted(document["variants"]) == sorted(op.variants)
@@ -91,7 +92,7 @@ def test_the_page_gives_the_numbers_of_the_code() -> None:
 
 def test_every_byte_is_in_one_binary() -> None:
     for arch in ARCHS:
-        pack = built_pack(arch)
+        pack = manifest.Pack(built_pack(arch).folder)
         for name in pack.ops:
             op, end = pack.op(name), 0
             for blob in sorted((op.variant(v).blob for v in op.variants), key=lambda blob: blob.offset):

@@ -16,7 +16,7 @@ from liger_aot.errors import DriverNotFound, PackDamaged, PackNotFound, UnknownO
 from liger_aot.ops.column_sums import ColumnSums
 from liger_aot.packs import Device, pack_for
 from liger_aot.runtime import Runtimes
-from tests.pack_edits import count_binaries, cut, edit, flip, read_all
+from tests.pack_edits import count_binaries, cut, edit, flip, need_shared, read_all
 from tests.stand_in import StandIn
 
 pytest_plugins = ("tests.launcher_fixtures", "tests.pack_fixtures", "tests.stand_in_gpu")
@@ -164,7 +164,11 @@ def test_a_binary_that_needs_more_shared_memory_than_there_is(
     stand_in_gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "gpu", lambda index: devices.GPU(index, L4, 58, 16))
-    with pytest.raises(PackNotFound, match="bytes of shared memory a block, this GPU gives 16"):
+    need_shared(stand_in_gpu / "column_sums.json", 1024)
+    packs.installed.cache_clear()
+    with pytest.raises(
+        PackNotFound, match="needs 1024 bytes of shared memory a block, this GPU gives 16"
+    ):
         ColumnSums().preload(0)
 
 
