@@ -132,10 +132,14 @@ class EmulatorDriver:
                 else int(value)
                 for letter, value in zip(variant.signature, arguments, strict=True)
             ]
-            program.launch(memory, grid, values, variant.threads, variant.shared)
-            executed.record(self._arch, self._op, variant.name)
+            count = program.launch(memory, grid, values, variant.threads, variant.shared)
+            self.launched(variant, program, count)
 
         return Launchable(run)
+
+    def launched(self, variant: Variant, program: Program, instructions: int) -> None:
+        """A launch has ended well; its waves executed so many instructions."""
+        executed.record(self._arch, self._op, variant.name)
 
 
 @lru_cache(maxsize=64)  # some megabytes each; the tests of an op use the same binaries again and again

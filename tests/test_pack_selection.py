@@ -166,9 +166,7 @@ def test_a_binary_that_needs_more_shared_memory_than_there_is(
     monkeypatch.setattr(devices, "gpu", lambda index: devices.GPU(index, L4, 58, 16))
     need_shared(stand_in_gpu / "column_sums.json", 1024)
     packs.installed.cache_clear()
-    with pytest.raises(
-        PackNotFound, match="needs 1024 bytes of shared memory a block, this GPU gives 16"
-    ):
+    with pytest.raises(PackNotFound, match="needs 1024 bytes of shared memory a block, this GPU gives 16"):
         ColumnSums().preload(0)
 
 
