@@ -7,6 +7,8 @@ waves store the same element). Reading bytes that nobody wrote is an error.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from .errors import EmulatorError
@@ -56,7 +58,7 @@ class LocalMemory:
         """
         unit, indices = self._indices(wave, addresses, size, "read")
         self._note_read(wave, unit, indices)
-        values = self._views[unit][0][indices]
+        values = self._views[unit][0].take(indices)
         if wave.all_lanes:
             return values if unit == 4 else values.astype(np.uint32)
         result = np.zeros((len(indices), LANES), np.uint32)
@@ -91,16 +93,15 @@ class LocalMemory:
         _, writer, reader = self._views[unit]
         each = _UNITS[unit][1]
         mine, settled, nobody, several = (s * each for s in (wave.index, _SETTLED, _NOBODY, _SEVERAL))
-        written = writer[indices]
-        if not (written == settled).all():
+        written = writer.take(indices)
+        if not _all_are(written, settled):
             fine = (written == settled) | (written == mine)
             if not fine.all():
                 self._check_writers(wave, unit, indices[~fine], "read")
-        read = reader[indices]
-        alone = read == mine
-        if alone.all():
+        read = reader.take(indices)
+        if _all_are(read, mine):
             return
-        alone |= read == nobody
+        alone = (read == mine) | (read == nobody)
         if alone.all():
             reader[indices] = mine
         elif (alone | (read == several)).all():
@@ -116,10 +117,13 @@ class LocalMemory:
         data, writer, reader = self._views[unit]
         each = _UNITS[unit][1]
         mine, settled, nobody, unwritten = (s * each for s in (wave.index, _SETTLED, _NOBODY, _UNWRITTEN))
-        read, written = reader[indices], writer[indices]
-        fine = (read == nobody) | (read == mine)
-        fine &= (written == settled) | (written == unwritten) | (written == mine)
-        if not fine.all():
+        read, written = reader.take(indices), writer.take(indices)
+        if not (
+            (_all_are(read, nobody) or _all_are(read, mine))
+            and (_all_are(written, settled) or _all_are(written, mine))
+        ):
+            fine = (read == nobody) | (read == mine)
+            fine &= (written == settled) | (written == unwritten) | (written == mine)
             changed = ~fine & (data[indices] != values)
             if changed.any():
                 self._check_writers(wave, unit, indices[changed], "write")
@@ -156,3 +160,13 @@ class LocalMemory:
 def _bytes_of(unit: int, indices: np.ndarray) -> np.ndarray:
     """The numbers of the bytes of some units."""
     return (indices.reshape(-1, 1) * unit + np.arange(unit)).reshape(-1)
+
+
+def _all_are(states: np.ndarray, state: int) -> bool:
+    """Whether all are the same one; comparing bytes is the fastest way for as few as a wave has."""
+    return states.tobytes() == _repeated(state, states.dtype, states.size)
+
+
+@lru_cache(maxsize=4096)
+def _repeated(state: int, dtype: np.dtype, count: int) -> bytes:
+    return np.full(count, state, dtype).tobytes()
