@@ -20,6 +20,7 @@ from liger_aot.torch_library import register
 from tests.attention_cases import BF16, EMPTY, FP16, SMALL, Problem, check
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
 from tests.tolerances import REFERENCE
 
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
@@ -190,8 +191,7 @@ def test_registration() -> None:
 # ---- The binaries and the device code of tiles ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize("problem", (*SMALL, *EMPTY), ids=str)
+@pytest.mark.parametrize(("problem", "arch"), emulated((p,) for p in (*SMALL, *EMPTY)), ids=str)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     op = bound_op(FlashAttention, pack, EmulatorDriver)

@@ -21,6 +21,7 @@ from liger_aot.torch_library import register
 from tests.attention_cases import BF16, FP16
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
 from tests.recording import RecordingDriver, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import EMPTY, SMALL, Problem, check, starts_of
@@ -60,8 +61,7 @@ def test_reference_is_the_dense_ones_of_each_sequence(problem: Problem) -> None:
 # ---- The binaries and the device code ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize(("seed", "problem"), CASES, ids=str)
+@pytest.mark.parametrize(("seed", "problem", "arch"), emulated(CASES), ids=str)
 def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashAttentionVarlen, pack, EmulatorDriver), problem, dict(pack.tolerance), seed=seed)

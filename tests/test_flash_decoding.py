@@ -21,6 +21,7 @@ from liger_aot.torch_library import register
 from tests.conftest import built_pack
 from tests.decoding_cases import BF16, EMPTY, FP16, MORE_BINARIES, SMALL, Problem, check
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
 from tests.tolerances import REFERENCE
 from tests.warp_group_interpreter import GroupsDriver
 
@@ -208,8 +209,9 @@ def test_registration() -> None:
 # ---- The binaries and the device code ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize("problem", (*SMALL, *MORE_BINARIES, *EMPTY), ids=str)
+@pytest.mark.parametrize(
+    ("problem", "arch"), emulated((p,) for p in (*SMALL, *MORE_BINARIES, *EMPTY)), ids=str
+)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashDecoding, pack, EmulatorDriver), problem, dict(pack.tolerance))
@@ -224,7 +226,7 @@ def spoiled(device: str = "cpu") -> tuple[Problem, list[Any]]:
     return problem, tensors
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx90a", marks=pytest.mark.slow), "gfx942"])
 def test_pages_and_lengths_out_of_range(arch: str) -> None:
     """Nothing out of bounds is read, which the emulator would not let pass; the next call raises, once."""
     op = bound_op(FlashDecoding, built_pack(arch), EmulatorDriver)
