@@ -20,6 +20,7 @@ from liger_aot.torch_library import register
 from tests.attention_cases import BF16, EMPTY, FP16, SMALL, Problem, check
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.planned_packs import tables_of
 from tests.tolerances import REFERENCE
 
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
@@ -296,7 +297,7 @@ def recorded() -> tuple[FlashAttention, Recorder]:
         made.append(Recorder(op, pack))
         return made[-1]
 
-    return bound_op(FlashAttention, built_pack("sm90"), driver), made[0]
+    return bound_op(FlashAttention, tables_of("sm90"), driver), made[0]
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
