@@ -20,8 +20,6 @@ from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
 from tests import executed, storages
 from tests.amd_emulator import Memory, Program
-from tests.gluon_interpreter import interpreted
-from tests.interpreter import interpret
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 MULTIPROCESSORS = 2  # few, so that persistent programs have several steps
@@ -63,6 +61,9 @@ class InterpreterDriver:
         return 0
 
     def load(self, variant: Variant) -> Launchable:
+        from tests.gluon_interpreter import interpreted  # Triton, which the emulator does without
+        from tests.interpreter import interpret
+
         kernel_name, form_name, *_ = variant.name.split("-")
         kernel = self._kernels[kernel_name]
         form = kernel.forms[form_name]
@@ -131,10 +132,14 @@ class EmulatorDriver:
                 else int(value)
                 for letter, value in zip(variant.signature, arguments, strict=True)
             ]
-            program.launch(memory, grid, values, variant.threads, variant.shared)
-            executed.record(self._arch, self._op, variant.name)
+            count = program.launch(memory, grid, values, variant.threads, variant.shared)
+            self.launched(variant, program, count)
 
         return Launchable(run)
+
+    def launched(self, variant: Variant, program: Program, instructions: int) -> None:
+        """A launch has ended well; its waves executed so many instructions."""
+        executed.record(self._arch, self._op, variant.name)
 
 
 @lru_cache(maxsize=64)  # some megabytes each; the tests of an op use the same binaries again and again

@@ -93,7 +93,7 @@ def built(arch: str, op: str, name: str) -> Packed:
 def planned_pack(arch: str, compiles: bool) -> PlannedPack:
     """The pack of the present tree for ``arch``; a process writes its manifests once."""
     profile, plans = plans_of(arch)
-    folder = _folder() / "packs" / arch / arch  # a root each: the loader reads a root once
+    folder = _folder() / "packs" / arch
     if not folder.is_dir():
         found = {v.name: _placeholder(v, profile) for p in plans.values() for v in p.variants}
         write_pack(folder, profile, list(plans.values()), found, project_version(), compiler(profile))

@@ -21,6 +21,7 @@ from tests.attention_cases import BF16, EMPTY, FP16, Problem
 from tests.attention_gradients import SMALL_GRADIENTS, check_gradients, gradient_errors
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
 from tests.planned_packs import tables_of
 from tests.tolerances import REFERENCE
 
@@ -58,8 +59,7 @@ def test_limits_notice_what_is_wrong() -> None:
 # ---- The binaries and the device code ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize(("seed", "problem"), CASES, ids=str)
+@pytest.mark.parametrize(("seed", "problem", "arch"), emulated(CASES), ids=str)
 def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     op = bound_op(FlashAttention, pack, EmulatorDriver)

@@ -4,6 +4,7 @@ Triton's interpreter, the checks, torch.compile, what is launched."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from liger_aot.torch_library import register
 from tests.attention_cases import BF16, FP16
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
 from tests.planned_packs import tables_of
 from tests.recording import RecordingDriver, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import EMPTY, SMALL, Problem, check, starts_of
 
+pytest_plugins = ("tests.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 CASES = list(enumerate((*SMALL, *EMPTY)))
 
@@ -61,8 +64,7 @@ def test_reference_is_the_dense_ones_of_each_sequence(problem: Problem) -> None:
 # ---- The binaries and the device code ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize(("seed", "problem"), CASES, ids=str)
+@pytest.mark.parametrize(("seed", "problem", "arch"), emulated(CASES), ids=str)
 def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashAttentionVarlen, pack, EmulatorDriver), problem, dict(pack.tolerance), seed=seed)
@@ -353,10 +355,9 @@ def test_bounds_that_bind_nothing() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
-    monkeypatch.setenv("LIGER_AOT_PACKS", str(built_pack(arch).folder.parent))
     choices = explain("flash_attention_varlen", arch=arch, shape=(1024, 8, 96), dtype="bf16")
     kernels = ["backward_rows", "varlen_backward_keys", "varlen_backward_queries"]
     if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +24,12 @@ from liger_aot.torch_library import register
 from tests.conftest import built_pack
 from tests.decoding_cases import BF16, EMPTY, FP16, MORE_BINARIES, SMALL, Problem, check
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
 from tests.op_cases import form_of
 from tests.tolerances import REFERENCE
 from tests.warp_group_interpreter import GroupsDriver
 
+pytest_plugins = ("tests.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 
 
@@ -211,8 +214,9 @@ def test_registration() -> None:
 # ---- The binaries and the device code ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize("problem", (*SMALL, *MORE_BINARIES, *EMPTY), ids=str)
+@pytest.mark.parametrize(
+    ("problem", "arch"), emulated((p,) for p in (*SMALL, *MORE_BINARIES, *EMPTY)), ids=str
+)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashDecoding, pack, EmulatorDriver), problem, dict(pack.tolerance))
@@ -227,7 +231,7 @@ def spoiled(device: str = "cpu") -> tuple[Problem, list[Any]]:
     return problem, tensors
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx90a", marks=pytest.mark.slow), "gfx942"])
 def test_pages_and_lengths_out_of_range(arch: str) -> None:
     """Nothing out of bounds is read, which the emulator would not let pass; the next call raises, once."""
     op = bound_op(FlashDecoding, built_pack(arch), EmulatorDriver)
@@ -338,11 +342,9 @@ def test_where_combine_waits(which: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
-    pack = built_pack(arch)
-    monkeypatch.setenv("LIGER_AOT_PACKS", str(pack.folder.parent))
     choices = explain("flash_decoding", arch=arch, shape=(1, 1, 8, 96), dtype="bf16")
     kinds = ["split", "split_paged", "wide", "wide_paged", "combine"]
     kinds += ["stream", "once", "once_paged"] if arch == "sm90" else []

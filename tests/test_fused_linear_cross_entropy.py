@@ -22,7 +22,7 @@ from tests.op_gpu_tests import PTX, lowered_from_ptx
 WAYS = [
     "reference",
     pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
-    "emulator gfx90a",
+    pytest.param("emulator gfx90a", marks=pytest.mark.slow),
     "emulator gfx942",
     pytest.param("gpu", marks=pytest.mark.gpu),
     PTX,

@@ -134,7 +134,7 @@ def test_shards_on_the_cpu(world: int) -> None:
     in_group(compare, world)
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx90a", marks=pytest.mark.slow), "gfx942"])
 def test_shards_on_amd_binaries(arch: str) -> None:
     built_pack(arch)  # skips where there is none
     in_group(compare, 2, arch)
