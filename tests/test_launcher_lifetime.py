@@ -255,7 +255,7 @@ def test_the_interpreter_ends_cleanly_with_live_kernels(
 
 
 def test_the_cost_of_a_launch(driver: Any, stand_in: StandIn) -> None:
-    """Once a kernel is loaded, a launch asks the driver for the current device and the launch, and leaves nothing in memory."""
+    """A loaded kernel's launch asks the driver for the current device and the launch, and leaves nothing in memory."""
     kernel = load(driver, "pppppiillf")
     arguments = (*(0x7F00_0000_0000 + i * 4096 for i in range(5)), 4096, 4096, 1, 2**33, 1e-6)
     kernel.launch(0, 0, 4096, 1, 1, *arguments)
