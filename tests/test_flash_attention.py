@@ -4,6 +4,7 @@ code on Triton's interpreter, and what is launched where there are tensor maps."
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from tests.attention_cases import BF16, EMPTY, FP16, SMALL, Problem, check
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.emulated_cases import emulated
+from tests.planned_packs import tables_of
 from tests.tolerances import REFERENCE
 
+pytest_plugins = ("tests.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 
 
@@ -224,11 +227,9 @@ def test_tiles_on_the_interpreter(problem: Problem, poisoned: None) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
-    pack = built_pack(arch)
-    monkeypatch.setenv("LIGER_AOT_PACKS", str(pack.folder.parent))
     choices = explain("flash_attention", arch=arch, shape=(1, 128, 8, 96), dtype="bf16")
     backward = [f"flash_attention_backward_{kind}" for kind in ("rows", "keys", "queries")]
     if arch == "sm90":
@@ -296,7 +297,7 @@ def recorded() -> tuple[FlashAttention, Recorder]:
         made.append(Recorder(op, pack))
         return made[-1]
 
-    return bound_op(FlashAttention, built_pack("sm90"), driver), made[0]
+    return bound_op(FlashAttention, tables_of("sm90"), driver), made[0]
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

@@ -13,8 +13,8 @@ from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from tests.attention_cases import FP16, Problem
 from tests.attention_gradients import gradient_errors
-from tests.conftest import built_pack
 from tests.drivers import bound_op
+from tests.planned_packs import tables_of
 from tests.test_flash_attention_backward_groups import BACKWARD, DIMS
 from tests.test_warp_group_interpreter import Dense
 from tests.tolerances import REFERENCE
@@ -22,7 +22,7 @@ from tests.tolerances import REFERENCE
 
 @pytest.fixture(scope="module")
 def pack() -> Pack:
-    return built_pack("sm90")
+    return tables_of("sm90")
 
 
 DENSE = (

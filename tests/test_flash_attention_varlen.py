@@ -4,6 +4,7 @@ Triton's interpreter, the checks, torch.compile, what is launched."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +23,12 @@ from tests.attention_cases import BF16, FP16
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.emulated_cases import emulated
+from tests.planned_packs import tables_of
 from tests.recording import RecordingDriver, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import EMPTY, SMALL, Problem, check, starts_of
 
+pytest_plugins = ("tests.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 CASES = list(enumerate((*SMALL, *EMPTY)))
 
@@ -276,7 +279,7 @@ def test_what_the_layout_of_dense_calls_may_be() -> None:
 
 def test_wrong_numbers_where_a_plan_is_known() -> None:
     """A call like one that ran does not go through all of the checks."""
-    op = bound_op(FlashAttentionVarlen, built_pack("sm80"), Recorder)
+    op = bound_op(FlashAttentionVarlen, tables_of("sm80"), Recorder)
     op(*GOOD)
     for wrong, error in ((4.0, ArgumentTypeError), (-1, ArgumentError)):
         with pytest.raises(error, match="max_seqlen_k"):
@@ -293,7 +296,7 @@ class Recorder(RecordingDriver):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_grids_and_numbers(arch: str) -> None:
     """From shapes alone: no number depends on what cu_seqlens hold."""
-    op, made = recorded(FlashAttentionVarlen, built_pack(arch), Recorder)
+    op, made = recorded(FlashAttentionVarlen, tables_of(arch), Recorder)
     problem = Problem(6, 2, (900, 100), (600, 900), 64, window=(7, 5), behind=(24, 36))
     q, k, v, cu_q, cu_k, _ = problem.tensors()
     o, lse = op(
@@ -345,17 +348,16 @@ def test_grids_and_numbers(arch: str) -> None:
 
 
 def test_bounds_that_bind_nothing() -> None:
-    op, made = recorded(FlashAttentionVarlen, built_pack("sm80"), Recorder)
+    op, made = recorded(FlashAttentionVarlen, tables_of("sm80"), Recorder)
     for window in (None, (7, 5)):
         op(*GOOD, window=window)
         assert made[0].launches["flash_attention_varlen_forward"][-4:-2] == (MOST_TOKENS, -MOST_TOKENS)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
-    monkeypatch.setenv("LIGER_AOT_PACKS", str(built_pack(arch).folder.parent))
     choices = explain("flash_attention_varlen", arch=arch, shape=(1024, 8, 96), dtype="bf16")
     kernels = ["backward_rows", "varlen_backward_keys", "varlen_backward_queries"]
     if (
