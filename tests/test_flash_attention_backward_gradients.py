@@ -91,7 +91,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("problem", "deterministic"), cases(), ids=str)
+@pytest.mark.parametrize(("problem", "deterministic"), list(cases()), ids=str)
 def test_gradients(pack: Pack, problem: Problem, deterministic: bool, request: pytest.FixtureRequest) -> None:
     """Memory holds NaN until it is written in the deterministic calls alone: torch has no other way to fill it."""
     if deterministic:

@@ -266,7 +266,7 @@ def seeds() -> Iterator[Any]:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", list(seeds()))
 def test_gradients(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the host's own launches, beside NaN behind and between sequences, in memory that holds NaN."""
     empty = Tensor.new_empty

@@ -129,7 +129,7 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_on_the_cpu(world: int) -> None:
     in_group(compare, world)
 
