@@ -82,9 +82,10 @@ def built(arch: str, op: str, name: str) -> Packed:
     alone = Plan(
         op, arch, {kernel.kernel.name: type(kernel)(kernel.kernel, tables, {name: kernel.variants[name]})}
     )
+    found = {name: audited(arch, op, name)}
     folder = _folder() / "built" / f"{arch}-{name}"
     folder.mkdir(parents=True)
-    text = write_op(folder, alone, {name: audited(arch, op, name)})
+    text = write_op(folder, alone, found)
     path = folder / f"{op}.json"
     return OpManifest(path, folder / f"{op}.bin", sha256(text).hexdigest()).variant(name)
 
