@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.grid import persistent
@@ -20,12 +21,17 @@ from liger_aot.op import (
     check_same_device,
     check_tensor,
     check_vector,
+    written,
 )
 from liger_aot.ops import column_sums
 from liger_aot.runtime import Runtimes
+from liger_aot.unseen import check_plain
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
 ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
+NORM_SETTINGS = Schema(
+    {"float eps": FROM_ZERO, "float offset": ANY, "str casting_mode": Allowed(among=ROUND_FIRST)}
+)
 
 
 class RMSNorm(DifferentiableOp):
@@ -64,7 +70,7 @@ class RMSNorm(DifferentiableOp):
     name = "rmsnorm"
     uses = ("column_sums",)
     tensors = ("x", "weight?")
-    settings = ("float eps", "float offset", "str casting_mode")
+    settings = NORM_SETTINGS
     results = 2  # y, rstd
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
@@ -87,14 +93,14 @@ class RMSNorm(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, weight = tensors
-        check_norm("rmsnorm", x, weight, settings[2])
+        check_norm("rmsnorm", x, weight)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
         x, weight = tensors
         eps, offset, casting_mode = settings
-        return self.forward(x, weight, eps, offset, casting_mode, None if out is None else out[0], keep)
+        return self._forward(x, weight, eps, offset, casting_mode, None if out is None else out[0], keep)
 
     def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
         return *tensors, results[1]
@@ -140,6 +146,7 @@ class RMSNorm(DifferentiableOp):
             dx of x's shape and dtype; dweight (n,) of weight's dtype: summed in float32 over all rows in a fixed order,
             rounded once.
         """
+        check_plain("rmsnorm backward", dy=dy, x=x, weight=weight, rstd=rstd)
         _check_backward(dy, x, weight, rstd)
         return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight and weight is not None)
 
@@ -161,9 +168,16 @@ class RMSNorm(DifferentiableOp):
         Returns:
             y, and 1 / rms of each row as float32 (rows,) where ``store_rstd``, else None.
         """
+        check_plain("rmsnorm forward", x=x, weight=weight, out=out)
+        eps, offset, casting_mode = self._validated(eps, offset, casting_mode)
+        return self._forward(x, weight, eps, offset, casting_mode, out, store_rstd)
+
+    def _forward(
+        self, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None,
+        store_rstd: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         in_x, in_w = rows_of(x), None if weight is None else rows_of(weight)
-        round_first = ROUND_FIRST.get(casting_mode)
-        if in_x is None or round_first is None:
+        if in_x is None:
             return self._prepare_forward(x, weight, eps, offset, casting_mode, out, store_rstd)
         x_at, kind, index, _, _, rows, n, x_stride = in_x
         dtype = x.dtype
@@ -186,7 +200,7 @@ class RMSNorm(DifferentiableOp):
             y_at, y_stride = y.data_ptr(), n
         else:
             y, in_y = out, rows_of(out)
-            if in_y is None or in_y[1:7] != in_x[1:7] or not apart(in_y, in_x, in_w):
+            if in_y is None or in_y[1:7] != in_x[1:7] or in_y[7] < n or not apart(in_y, in_x, in_w):
                 in_y = check_out(self.name, out, x, weight=weight)
             y_at, y_stride = in_y[0], in_y[7]
         rstd = x.new_empty(rows, dtype=torch.float32) if store_rstd else None
@@ -197,8 +211,10 @@ class RMSNorm(DifferentiableOp):
         loaded.launch(
             device, on.stream(device), -(-rows // loaded.rows), 1, 1,
             y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
-            eps, offset, w_at != 0, round_first, store_rstd,
+            eps, offset, w_at != 0, ROUND_FIRST[casting_mode], store_rstd,
         )  # fmt: skip
+        if out is not None:
+            written(out)
         return y, rstd
 
     def _backward(
@@ -259,17 +275,18 @@ class RMSNorm(DifferentiableOp):
         self, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None,
         store_rstd: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        check_norm("rmsnorm", x, weight, casting_mode)
+        check_norm("rmsnorm", x, weight)
         if self._own.of(x, "x") is None or not x.numel():
             if out is not None:
                 check_out(self.name, out, x, weight=weight)
-            with torch.no_grad():
-                y, rstd = reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
-                y = y if out is None else out.copy_(y.view(out.shape))
+            y, rstd = self.by_reference((x, weight), (eps, offset, casting_mode))
+            if out is not None:
+                with torch.no_grad():
+                    y = out.copy_(y.view(out.shape))
             return y, rstd if store_rstd else None
         if weight is not None:
             as_rows(self.name, "weight", weight)
-        return self.forward(as_rows(self.name, "x", x), weight, eps, offset, casting_mode, out, store_rstd)
+        return self._forward(as_rows(self.name, "x", x), weight, eps, offset, casting_mode, out, store_rstd)
 
     def _prepare_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
@@ -278,8 +295,9 @@ class RMSNorm(DifferentiableOp):
         if not (need_dx or need_dweight):
             return None, None
         if self._own.of(x, "x") is None or not x.numel():
-            dx, dweight = reference_backward(dy, x, weight, rstd, offset=offset)
-            return dx.contiguous() if need_dx else None, dweight if need_dweight else None
+            settings = (0.0, offset, "none")  # the offset alone counts
+            dx, dweight = self.gradients_by_reference((dy,), (x, weight, rstd), settings)
+            return dx if need_dx else None, dweight if need_dweight else None
         x, dy = as_rows(self.name, "x", x), as_rows(self.name, "dy", dy)
         return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
 
@@ -329,19 +347,15 @@ def reference_backward(
     return dx, dweight.to(weight.dtype)
 
 
-def check_norm(op: str, x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
+def check_norm(op: str, x: Tensor, weight: Tensor | None) -> None:
     """What RMSNorm and its relatives ask of the arguments they share."""
     check_rows(op, "x", x)
     if weight is not None:
         check_vector(op, "weight", weight, x, x.shape[-1], "the last dimension of x")
-    if casting_mode not in ROUND_FIRST:
-        raise ArgumentError(
-            f"{op}: casting_mode must be one of {', '.join(ROUND_FIRST)}; got {casting_mode!r}"
-        )
 
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> None:
-    check_norm("rmsnorm", x, weight, "none")
+    check_norm("rmsnorm", x, weight)
     check_tensor("rmsnorm backward", "dy", dy)
     check_same_device("rmsnorm backward", "dy", dy, "x", x)
     check_same_device("rmsnorm backward", "rstd", rstd, "x", x)
