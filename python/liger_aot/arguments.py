@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._C import _is_tracing as is_tracing
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 
@@ -19,7 +20,14 @@ TYPES: dict[str, Any] = {
     "str": (str,),
     "ScalarType": (torch.dtype,),
 }
-SAID = {"float": "a number", "int": "an int", "SymInt": "an int", "bool": "True or False", "str": "a string"}
+SAID = {
+    "float": "a number",
+    "int": "an int",
+    "SymInt": "an int",
+    "bool": "True or False",
+    "str": "a string",
+    "ScalarType": "a torch.dtype",
+}
 
 
 class Allowed:
@@ -59,45 +67,47 @@ class Allowed:
             if value is None:
                 return None
             kind = kind[:-1]
-        if not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
-            said = SAID.get(kind, "a torch.dtype")
-            raise ArgumentTypeError(f"{op}: {name} must be {self._or_among(said)}, got {_shown(value)}")
-        if kind == "str":
-            if self._among and value not in self._among:
-                raise ArgumentError(f"{op}: {name} must be {self._or_among('a string')}, got {value!r}")
+        if isinstance(value, torch.Tensor) and is_tracing() and kind in LARGEST:
+            value = value.item()  # a size: torch.jit.trace has them as tensors
+        if self._among:
+            if not isinstance(value, str) or value not in self._among:
+                raise ArgumentError(
+                    f"{op}: {name} must be one of {', '.join(self._among)}; got {_shown(value)}"
+                )
+        elif not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+            raise ArgumentTypeError(f"{op}: {name} must be {SAID[kind]}, got {_shown(value)}")
         elif (largest := LARGEST.get(kind)) is not None:
             least, most = max(self._least, -largest), min(self._most, largest)
             if not (least < value if self._above else least <= value) or not value <= most:
-                raise ArgumentError(f"{op}: {name} must be {self._range()}, got {_shown(value)}")
+                raise ArgumentError(f"{op}: {name} must be {self._range(kind)}, got {_shown(value)}")
             if kind == "float" and isinstance(value, int):
                 return float(value)
         return value
 
-    def _or_among(self, said: str) -> str:
-        return f"one of {', '.join(self._among)}" if self._among else said
-
-    def _range(self) -> str:
-        least = (
-            "" if self._least == -math.inf else f"{'above' if self._above else 'at least'} {self._least:g}"
+    def _range(self, kind: str) -> str:
+        if self._least > -math.inf and self._most < math.inf:
+            return f"from {self._least:g} to {self._most:g}"
+        rest = "finite" if kind == "float" else "of 64 bits"
+        return (
+            rest
+            if self._least == -math.inf
+            else f"{'above' if self._above else 'at least'} {self._least:g} and {rest}"
         )
-        most = "finite" if self._most == math.inf else f"at most {self._most:g}"
-        return f"{least} and {most}" if least else most
 
 
 def check_flag(op: str, name: str, value: Any) -> bool:
     """``value``, which must be True or False; ArgumentTypeError for what is only taken for it."""
-    if value is True or value is False:
-        return bool(value)
-    raise ArgumentTypeError(f"{op}: {name} must be True or False, got {_shown(value)}")
+    return bool(ANY.checked(op, f"bool {name}", value))
 
 
 def _shown(value: Any) -> str:
-    """A number or a string as it is; of anything else the type."""
-    if isinstance(value, (int, float)) and type(value).__module__ == "builtins":
-        return (
-            repr(value) if abs(value) < 1e300 or isinstance(value, float) else "an int of more than 64 bits"
+    """A number or a string as it is, of anything else the type."""
+    if value is None or type(value) in (bool, int, float, str):
+        text = (
+            repr(value) if type(value) is not int or abs(value) < 1 << 70 else "an int of more than 64 bits"
         )
-    return repr(value)[:80] if isinstance(value, str) else type(value).__name__
+        return text[:80] if value is None else f"{text[:80]} ({type(value).__name__})"
+    return type(value).__name__
 
 
 class Schema(dict[str, Allowed]):

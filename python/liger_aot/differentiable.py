@@ -207,7 +207,7 @@ class DifferentiableOp(Op):
                     f"{self.name}: {name} must be dense, with memory of its own that holds its values; got one with "
                     f"{row.name} ({t.layout}, {t.device})"
                 )
-        return self.differentiable(unseen.plain(tensors), settings, out)
+        return DifferentiableOp.differentiable(self, unseen.plain(tensors), settings, out)
 
     def through_library(
         self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
@@ -328,11 +328,8 @@ class DifferentiableOp(Op):
         return self._own.of(first, self.tensors[0].rstrip("?")) is None or not first.numel()
 
 
-def needs_gradient(tensors: Tensors) -> bool:
-    for t in tensors:  # noqa: SIM110 (half the time of any(), on every call)
-        if t is not None and t.requires_grad:
-            return True
-    return False
+def needs_gradient(tensors: Sequence[Any]) -> bool:
+    return any(getattr(t, "requires_grad", False) for t in tensors)
 
 
 def check_writable(op: DifferentiableOp, tensors: Tensors, out: Sequence[Tensor]) -> None:

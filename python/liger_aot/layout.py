@@ -56,15 +56,13 @@ def python_traits(tensors: tuple[Any, ...]) -> int:
         if (
             type(t) not in (Tensor, torch.nn.Parameter)
             or t.layout != torch.strided
-            or t.is_neg()
             or t.is_nested
+            or t.is_quantized
         ):
             return INDIRECT
-        if (
-            t.is_quantized
-            or torch._C._functorch.is_functorch_wrapped_tensor(t)
-            or not (t.data_ptr() or not t.numel())
-        ):
+        if t.device.type == "meta" or t.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return INDIRECT
+        if torch._is_functional_tensor(t) or (t.numel() and not t.data_ptr()):
             return INDIRECT
         found |= t.requires_grad
     return found

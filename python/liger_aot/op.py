@@ -87,6 +87,8 @@ def check_tensor(op: str, argument: str, value: Any) -> None:
     """ArgumentTypeError unless ``value`` is a tensor of a dtype that binaries are built for."""
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(f"{op}: {argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.is_nested:
+        raise ArgumentTypeError(f"{op}: {argument} must be a dense tensor, got a nested one")
     if value.dtype not in DTYPE_NAMES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         got = str(value.dtype).removeprefix("torch.")

@@ -124,6 +124,8 @@ class Rotary(DifferentiableOp):
     ) -> Tensors:
         self.check(tensors, settings)
         if self.on_reference(tensors):
+            if out is not None:
+                _check_writable(self.name, q=tensors[0], k=tensors[1])
             return super().prepare_forward(tensors, settings, keep, out)
         return self.run_forward(tensors, settings, keep, out)  # the device is bound now
 

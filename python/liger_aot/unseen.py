@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 TABLE = (
     Row("tensor subclass", Way.LIBRARY, lambda t: type(t) not in PLAIN and isinstance(t, Tensor)),
-    Row("torch.jit.trace", Way.LIBRARY, lambda t: is_tracing()),
+    Row("torch.jit.trace", Way.REFERENCE, lambda t: is_tracing()),
     Row("dispatch mode", Way.LIBRARY, lambda t: dispatch_modes() > 0),
     Row("ended transform", Way.PLAIN, lambda t: is_wrapped(t) and level_of(t) == DEAD),
     Row("transform of torch.func", Way.REFERENCE, lambda t: is_wrapped(t) or transforms_active()),
@@ -62,7 +62,7 @@ TABLE = (
     Row("sparse or nested layout", Way.ERROR, lambda t: t.layout != torch.strided or t.is_nested),
     Row("quantised", Way.ERROR, lambda t: t.is_quantized),
     Row("negative bit", Way.PLAIN, lambda t: t.is_neg()),
-    Row("no storage", Way.ERROR, lambda t: t.device.type != "meta" and t.numel() > 0 and not t.data_ptr()),
+    Row("no memory of its own", Way.ERROR, lambda t: t.device.type != "meta" and not _has_memory(t)),
     Row("conjugate bit", Way.DIRECT, None, "of complex numbers alone: no op takes them but rope_llama4, which looks"),
     Row("version counter", Way.DIRECT, None, "whatever is written in place is passed to op.written"),
     Row("grad mode", Way.DIRECT, None, "asked where a tensor requires a gradient; in a backward it is create_graph"),
@@ -99,6 +99,14 @@ def check_plain(op: str, **tensors: Any) -> None:
 def plain(tensors: Sequence[Any]) -> tuple[Any, ...]:
     """The tensors, of what ``Way.PLAIN`` is for plain ones in its place."""
     return tuple(unwrap_if_dead(t).resolve_neg() if isinstance(t, Tensor) else t for t in tensors)
+
+
+def _has_memory(t: Tensor) -> bool:
+    """Not a wrapper, nor one whose storage was resized to 0."""
+    try:
+        return not t.numel() or t.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _has_tangent(t: Tensor) -> bool:

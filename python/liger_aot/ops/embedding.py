@@ -55,7 +55,8 @@ class Embedding(DifferentiableOp):
     settings = Schema({"int padding": ANY, "SymInt vocabulary": ANY})
 
     def __call__(self, indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
-        vocabulary = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() else 0
+        sized = isinstance(weight, Tensor) and not weight.is_nested and weight.dim()
+        vocabulary = weight.shape[0] if sized else 0
         padding = NO_PADDING
         if padding_idx is not None:
             ANY.checked(self.name, "int padding_idx", padding_idx)

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from liger_aot import pending
+from liger_aot import pending, unseen
 from liger_aot.arguments import Allowed, Schema, check_flag
 from liger_aot.attention_checks import SCALES, check_dim, settings_of
 from liger_aot.decoding import MOST_SPLITS, STREAMED, UNIT, Plan, Settings, Shape
 from liger_aot.decoding_checks import check_arguments, check_values
 from liger_aot.decoding_once import OncePlan, counts_of, plan_for
-from liger_aot.differentiable import DifferentiableOp, Tensors
+from liger_aot.differentiable import DifferentiableOp, Tensors, needs_gradient
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Problem
 from liger_aot.runtime import REMEMBERED
@@ -99,7 +100,10 @@ class FlashDecoding(DifferentiableOp):
             *settings_of(self.name, q, causal, scale, window, softcap),
             0 if splits is None else SPLITS.checked(self.name, "int splits", splits),
         )
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        graded = torch.is_grad_enabled() and needs_gradient(tensors)
+        if graded and (
+            is_compiling() or needs_gradient(unseen.plain(tensors))
+        ):  # none that a transform left behind
             self.check_all(tensors, settings)
             self._refuse_gradient()
         o, lse = self.differentiable(tensors, settings)

@@ -14,7 +14,7 @@ from liger_aot.errors import ArgumentError
 from liger_aot.op import Problem
 from liger_aot.rotary import LAYOUT, Own, Rotary, readable_pair, rotate_in_torch, table_rows
 
-SECTION = Allowed(least=0, called="mrope_section")
+SECTION = Allowed(called="mrope_section")
 
 
 class MultimodalRoPE(Rotary):
@@ -84,7 +84,7 @@ class MultimodalRoPE(Rotary):
                 f"{sequence}, got {tuple(cos.shape)}"
             )
         half = sum(sections)
-        if not 0 < 2 * half <= n or cos.shape[3] not in (half, 2 * half):
+        if min(sections) < 0 or not 0 < 2 * half <= n or cos.shape[3] not in (half, 2 * half):
             raise ArgumentError(
                 f"rope_multimodal: mrope_section must add up to half of cos's {cos.shape[3]} columns, or to all of "
                 f"them, and at most to half of the head dimension {n}; got {tuple(sections)}"
