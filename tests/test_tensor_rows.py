@@ -194,6 +194,25 @@ def test_traits(native: Any, name: str, traits: str) -> None:
     assert look((value, torch.ones(2, requires_grad=True))) == max(wanted, layout.NEEDS_GRADIENT)
 
 
+@pytest.mark.parametrize("traits", ["native", "python"])
+def test_traits_of_settings(native: Any, traits: str) -> None:
+    """The very objects, not what is equal to them."""
+    look = native.traits if traits == "native" else layout.python_traits
+    x, grown = torch.ones(2), torch.ones(2, requires_grad=True)
+    settings = (1.0, "mean", 1 << 40)
+    for known, other in (
+        (settings, False),
+        ((*settings,), False),
+        (settings[:2], True),
+        ((True, *settings[1:]), True),
+        ((float("1"), *settings[1:]), True),
+        ((), True),
+    ):
+        for tensors, wanted in (((x, None), 0), ((x, grown), layout.NEEDS_GRADIENT)):
+            assert look(tensors, settings, known) == wanted + other * layout.OTHER_SETTINGS
+        assert look((x.to_sparse(),), settings, known) == layout.INDIRECT
+
+
 def test_rows_of_what_is_negated(tensor_rows: Any) -> None:
     for name, value in INDIRECT.items():
         if "negated" in name:
@@ -203,8 +222,9 @@ def test_rows_of_what_is_negated(tensor_rows: Any) -> None:
 
 def test_traits_takes_a_tuple(native: Any) -> None:
     assert native.traits(()) == 0
-    with pytest.raises(TypeError, match="tuple"):
-        native.traits([torch.zeros(2)])
+    for wrong in (([torch.zeros(2)],), ((), ()), ((), [], ()), ((), (), [])):
+        with pytest.raises(TypeError, match="tuple"):
+            native.traits(*wrong)
     x = torch.zeros(2, 3)
     tensors = (x, None, torch.zeros(2, 1, dtype=torch.complex64).conj().imag, 3)
     references, blocks = sys.getrefcount(x), sys.getallocatedblocks()

@@ -56,10 +56,10 @@ PyDoc_STRVAR(tensor_rows_doc,
              "None where it is not such a tensor, or torch (before 2.10) has no such API.");
 
 PyDoc_STRVAR(traits_doc,
-             "traits($module, tensors, /)\n--\n\n"
-             "Of a tuple of tensors and Nones: 0 plain tensors with memory of their own, 1 one of them requires a\n"
-             "gradient, 2 one has something that only torch's dispatcher sees, or is no tensor.\n"
-             "2 for all tensors where torch (before 2.10) has no DLPack exchange API.");
+             "traits($module, tensors, settings=(), known=(), /)\n--\n\n"
+             "Of a tuple of tensors and Nones, added up: 1 one of them requires a gradient, 2 settings are not the very\n"
+             "objects of known; or 4 alone: one has something that only torch's dispatcher sees, or is no tensor.\n"
+             "4 for all tensors where torch (before 2.10) has no DLPack exchange API.");
 
 PyDoc_STRVAR(layouts_doc,
              "layouts($module, tensors, /)\n--\n\n"
@@ -68,7 +68,7 @@ PyDoc_STRVAR(layouts_doc,
 
 static PyMethodDef module_methods[] = {
     {"tensor_rows", tensor_rows, METH_O, tensor_rows_doc},
-    {"traits", traits, METH_O, traits_doc},
+    {"traits", (PyCFunction)(void (*)(void))traits, METH_FASTCALL, traits_doc},
     {"layouts", layouts, METH_O, layouts_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -172,16 +172,21 @@ def tensor_rows(tensor: Any, /) -> tuple[int, int, int, int, int, int, int, int]
         elements; it is `columns` where there is but one row, or no element.
     """
 
-def traits(tensors: tuple[Any, ...], /) -> int:
-    """What a call must know of its tensors, each None or a tensor, in one look.
+def traits(tensors: tuple[Any, ...], settings: tuple[Any, ...] = (), known: tuple[Any, ...] = (), /) -> int:
+    """What a call must know of its arguments, in one look.
+
+    Args:
+        tensors: each None or a tensor.
+        settings, known: given together or not at all: settings, and others that are known to be right.
 
     Returns:
-        0: each is an exact torch.Tensor or torch.nn.Parameter with memory of its own, or without elements. 1: and one
-        of them requires a gradient. 2: one is something else: a subclass, a wrapper of a transform (alive or dead),
-        sparse, lazily negated, no tensor at all; and every tensor of an older torch.
+        4 where a tensor is no exact torch.Tensor or torch.nn.Parameter with memory of its own, or without elements: a
+        subclass, a wrapper of a transform (alive or dead), sparse, lazily negated, no tensor at all; every tensor of an
+        older torch. Else the sum of 1 where a tensor requires a gradient, and 2 where the settings are not the very
+        objects of ``known``.
 
     Raises:
-        TypeError: ``tensors`` is no tuple.
+        TypeError: an argument is no tuple.
     """
 
 def layouts(tensors: tuple[Any, ...], /) -> tuple[Any, ...] | None:

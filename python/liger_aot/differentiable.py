@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from liger_aot import unseen
 from liger_aot.arguments import Schema
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.layout import NEEDS_GRADIENT, rows_of, traits
+from liger_aot.layout import INDIRECT, NEEDS_GRADIENT, OTHER_SETTINGS, rows_of, traits
 from liger_aot.op import Op, as_rows, check_tensor, plain_torch
 from liger_aot.runtime import REMEMBERED, Runtimes
 from liger_aot.torch_library import register
@@ -44,7 +44,7 @@ class Function(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         op: DifferentiableOp = ctx.op
         needed = ctx.needs_input_grad[3:]
-        if is_grad_enabled() or traits(grads) > NEEDS_GRADIENT or in_torch():
+        if is_grad_enabled() or traits(grads) == INDIRECT or in_torch():
             return None, None, None, *op.backward_in_torch(grads, ctx.saved_tensors, ctx.settings, needed)
         for g in grads:
             if g is not None:
@@ -100,6 +100,7 @@ class DifferentiableOp(Op):
         super().__init__(runtimes)
         # By value and type: True is no 1.0.
         self._valid = lru_cache(REMEMBERED, typed=True)(self._validated)
+        self._known: tuple[Any, ...] = ()  # settings of an earlier call that are right
 
     # ---- what a subclass gives ------------------------------------------------------------------------------
 
@@ -159,43 +160,62 @@ class DifferentiableOp(Op):
         """
         if is_compiling():
             return self.through_library(tensors, settings, out)
-        found = traits(tensors if out is None else (*tensors, *out))
+        found = traits(tensors if out is None else (*tensors, *out), settings, self._known)
         if (
-            found > NEEDS_GRADIENT
-            or forward_ad._current_level >= 0  # as in_torch, of which this is the first call's cost
+            found == INDIRECT
+            or forward_ad._current_level >= 0  # as in_torch, but for the call
             or dispatch_modes()
             or is_tracing()
         ):
             return self._by_table(tensors, settings, out)
-        return self._directly(tensors, settings, out, found == NEEDS_GRADIENT)
-
-    def _directly(
-        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None, gradient: bool
-    ) -> Any:
-        """Past torch's dispatcher."""
         try:
-            settings = self._valid(*settings)
-            if gradient and is_grad_enabled():
-                if transforms_active():
-                    return self.in_torch(tensors, settings, out)
-                if out is not None:
-                    self.check(tensors, settings)
-                    check_writable(self, tensors, out)
-                return self.function.direct(self, settings, out, *tensors)
+            if found:
+                if found & OTHER_SETTINGS:
+                    settings = self._checked(settings)
+                if found & NEEDS_GRADIENT and is_grad_enabled():
+                    return self._with_gradient(tensors, settings, out)
             results = self.run_forward(tensors, settings, False, out)
         except Exception:
-            if transforms_active():  # where new tensors have no memory
-                return self.in_torch(tensors, settings, out)
-            self.check_all(tensors, settings)  # to name the argument
-            raise
+            return self._instead(tensors, settings, out)
         return results[0] if self.outputs == 1 else results[: self.outputs]
+
+    def _with_gradient(
+        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
+    ) -> Any:
+        if transforms_active():
+            return self.in_torch(tensors, settings, out)
+        if out is not None:
+            self.check(tensors, settings)
+            check_writable(self, tensors, out)
+        return self.function.direct(self, settings, out, *tensors)
+
+    def _checked(self, settings: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The settings as the schema has them; if those are the very ones, the next call knows them."""
+        valid = self._valid(*settings)
+        if all(a is b for a, b in zip(valid, settings, strict=True)):
+            self._known = settings
+        return valid
+
+    def _instead(self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None) -> Any:
+        """Where the direct path raised: the reference under a transform of torch.func, whose new tensors have no
+        memory; an error that names the argument; or else the same error."""
+        if transforms_active():
+            return self.in_torch(tensors, settings, out)
+        self.check_all(tensors, settings)
+        raise
 
     def _by_table(self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None) -> Any:
         """A call with something that only the dispatcher sees, or no tensors."""
         written = out or ()
         row = unseen.row_of((*tensors, *written))
         if row is None:
-            return self._directly(tensors, settings, out, needs_gradient((*tensors, *written)))
+            try:
+                settings = self._checked(settings)
+                if is_grad_enabled() and needs_gradient((*tensors, *written)):
+                    return self._with_gradient(tensors, settings, out)
+                return self._given(self.run_forward(tensors, settings, False, out), None)
+            except Exception:
+                return self._instead(tensors, settings, out)
         if row.way is Way.LIBRARY:
             return self.through_library(tensors, settings, out)
         if row.way is Way.REFERENCE:

@@ -14,7 +14,7 @@ Rows = tuple[int, int, int, int, int, int, int, int]
 
 CPU, CUDA, ROCM = 1, 2, 10
 FP32 = (2, 32)  # DLPack's dtype code and bits
-NEEDS_GRADIENT, INDIRECT = 1, 2  # what ``traits`` answers
+NEEDS_GRADIENT, OTHER_SETTINGS, INDIRECT = 1, 2, 4  # what ``traits`` answers
 _DTYPE = {torch.float16: (2, 16), torch.float32: FP32, torch.bfloat16: (4, 16)}
 
 
@@ -47,9 +47,12 @@ def _row_stride(x: Tensor) -> int | None:
     return outer[-1][1]
 
 
-def python_traits(tensors: tuple[Any, ...]) -> int:
+def python_traits(
+    tensors: tuple[Any, ...], settings: tuple[Any, ...] = (), known: tuple[Any, ...] = ()
+) -> int:
     """``_launch.traits`` for a torch without the exchange API that it reads."""
-    found = 0
+    same = len(settings) == len(known) and all(a is b for a, b in zip(settings, known, strict=True))
+    found = 0 if same else OTHER_SETTINGS
     for t in tensors:
         if t is None:
             continue
@@ -76,7 +79,7 @@ def python_layouts(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 def _choose() -> tuple[
     Callable[[Tensor], Rows | None],
-    Callable[[tuple[Any, ...]], int],
+    Callable[..., int],
     Callable[[tuple[Any, ...]], tuple[Any, ...] | None],
 ]:
     try:

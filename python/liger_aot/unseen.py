@@ -21,7 +21,7 @@ from torch._C._functorch import unwrap_if_dead
 from torch.autograd import forward_ad
 
 from liger_aot.errors import ArgumentTypeError
-from liger_aot.layout import NEEDS_GRADIENT, traits
+from liger_aot.layout import INDIRECT, traits
 from liger_aot.op import PLAIN
 
 DEAD = -2  # the level of a wrapper whose transform has ended
@@ -90,7 +90,7 @@ def row_of(tensors: Sequence[Any]) -> Row | None:
 
 def check_plain(op: str, **tensors: Any) -> None:
     """ArgumentTypeError for a tensor that has a row of the table: of functions for plain tensors alone."""
-    if traits(tuple(tensors.values())) > NEEDS_GRADIENT or in_torch():
+    if traits(tuple(tensors.values())) == INDIRECT or in_torch():
         for name, t in tensors.items():
             if (row := row_of((t,))) is not None:
                 raise ArgumentTypeError(f"{op}: {name} must be a plain tensor, got one with: {row.name}")

@@ -46,9 +46,9 @@ void raise_driver_error(const DriverObject *driver, Outcome outcome, const char 
 /* True once the interpreter is shutting down: the driver may be gone by then, so nothing is given back to it. */
 int interpreter_is_finalising(void);
 
-/* The module's tensor_rows(tensor), traits(tensors) and layouts(tensors). */
+/* The module's tensor_rows(tensor), traits(tensors, settings, known) and layouts(tensors). */
 PyObject *tensor_rows(PyObject *module, PyObject *tensor);
-PyObject *traits(PyObject *module, PyObject *tensors);
+PyObject *traits(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
 PyObject *layouts(PyObject *module, PyObject *tensors);
 
 #pragma GCC visibility pop

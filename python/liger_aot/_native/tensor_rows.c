@@ -206,20 +206,33 @@ PyObject *tensor_rows(PyObject *module, PyObject *tensor) {
 /* ---- What a call must know of its tensors ---- */
 
 /* What traits() answers: the constants of liger_aot.layout. */
-enum { NEEDS_GRADIENT = 1, INDIRECT = 2 };
+enum { NEEDS_GRADIENT = 1, OTHER_SETTINGS = 2, INDIRECT = 4 };
 
 /* How many values a tuple has, or -1 with an error set. */
 static Py_ssize_t count_of(PyObject *tensors, const char *function) {
     if (PyTuple_Check(tensors)) return PyTuple_Size(tensors);
-    PyErr_Format(PyExc_TypeError, "%s takes one tuple", function);
+    PyErr_Format(PyExc_TypeError, "%s takes tuples", function);
     return -1;
 }
 
-PyObject *traits(PyObject *module, PyObject *tensors) {
+/* Whether two tuples hold the very same objects. */
+static int same_objects(PyObject *a, PyObject *b) {
+    Py_ssize_t count = PyTuple_Size(a);
+    if (count != PyTuple_Size(b)) return 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (PyTuple_GetItem(a, i) != PyTuple_GetItem(b, i)) return 0;
+    return 1;
+}
+
+PyObject *traits(PyObject *module, PyObject *const *arguments, Py_ssize_t given) {
     ModuleState *state = PyModule_GetState(module);
+    if (given != 1 && given != 3) return PyErr_Format(PyExc_TypeError, "traits takes one tuple or three");
+    PyObject *tensors = arguments[0];
     Py_ssize_t count = count_of(tensors, "traits");
+    for (Py_ssize_t i = 1; count >= 0 && i < given; i++)
+        if (count_of(arguments[i], "traits") < 0) count = -1;
     if (count < 0) return NULL;
-    long found = 0;
+    long found = given == 1 || same_objects(arguments[1], arguments[2]) ? 0 : OTHER_SETTINGS;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *value = PyTuple_GetItem(tensors, i);
         if (value == Py_None) continue;
@@ -230,7 +243,7 @@ PyObject *traits(PyObject *module, PyObject *tensors) {
         PyObject *requires_grad = PyObject_GetAttr(value, state->requires_grad);
         if (requires_grad == NULL) return NULL;
         Py_DECREF(requires_grad);
-        if (requires_grad == Py_True) found = NEEDS_GRADIENT;
+        if (requires_grad == Py_True) found |= NEEDS_GRADIENT;
     }
     return PyLong_FromLong(found);
 }

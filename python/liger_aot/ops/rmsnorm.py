@@ -100,7 +100,47 @@ class RMSNorm(DifferentiableOp):
     ) -> Tensors:
         x, weight = tensors
         eps, offset, casting_mode = settings
-        return self._forward(x, weight, eps, offset, casting_mode, None if out is None else out[0], keep)
+        in_x, in_w = rows_of(x), None if weight is None else rows_of(weight)
+        if in_x is None:
+            return self.prepare_forward(tensors, settings, keep, out)
+        x_at, kind, index, _, _, rows, n, x_stride = in_x
+        dtype = x.dtype
+        on = self._own.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
+        if weight is None:
+            w_at, w_dtype, offset, fits = 0, dtype, 1.0, True  # as a weight of zeros
+        elif in_w is None:
+            fits = False
+        else:
+            w_at, w_dtype = in_w[0], weight.dtype
+            fits = in_w[6] == n and in_w[2] == index and in_w[1] == kind and weight.dim() == 1
+        if on is None or not fits or not rows * n:
+            return self.prepare_forward(tensors, settings, keep, out)
+        if out is None:
+            y = (
+                torch.empty_like(x)
+                if x_stride == n
+                else torch.empty_like(x, memory_format=torch.contiguous_format)
+            )
+            y_at, y_stride = y.data_ptr(), n
+        else:
+            y = out[0]
+            in_y = rows_of(y)
+            if in_y is None or in_y[1:7] != in_x[1:7] or in_y[7] < n or not apart(in_y, in_x, in_w):
+                in_y = check_out(self.name, y, x, weight=weight)
+            y_at, y_stride = in_y[0], in_y[7]
+        rstd = x.new_empty(rows, dtype=torch.float32) if keep else None
+        kernel = on.kernels["rmsnorm_forward"]
+        aligned = not (x_at | y_at | w_at | x_stride | y_stride | n) & 15
+        loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
+        device = on.device
+        loaded.launch(
+            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
+            y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
+            eps, offset, w_at != 0, ROUND_FIRST[casting_mode], keep,
+        )  # fmt: skip
+        if out is not None:
+            written(y)
+        return y, rstd
 
     def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
         return *tensors, results[1]
@@ -150,9 +190,6 @@ class RMSNorm(DifferentiableOp):
         _check_backward(dy, x, weight, rstd)
         return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight and weight is not None)
 
-    # The two functions below are the hot path: a small call's cost is theirs. What does not fit their conditions
-    # (errors, the CPU, empty tensors, layouts that need a copy, a device's first call) is sorted out in _prepare_*.
-
     def forward(
         self,
         x: Tensor,
@@ -169,53 +206,9 @@ class RMSNorm(DifferentiableOp):
             y, and 1 / rms of each row as float32 (rows,) where ``store_rstd``, else None.
         """
         check_plain("rmsnorm forward", x=x, weight=weight, out=out)
-        eps, offset, casting_mode = self._validated(eps, offset, casting_mode)
-        return self._forward(x, weight, eps, offset, casting_mode, out, store_rstd)
-
-    def _forward(
-        self, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None,
-        store_rstd: bool,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        in_x, in_w = rows_of(x), None if weight is None else rows_of(weight)
-        if in_x is None:
-            return self._prepare_forward(x, weight, eps, offset, casting_mode, out, store_rstd)
-        x_at, kind, index, _, _, rows, n, x_stride = in_x
-        dtype = x.dtype
-        on = self._own.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
-        if weight is None:
-            w_at, w_dtype, offset, fits = 0, dtype, 1.0, True  # as a weight of zeros
-        elif in_w is None:
-            fits = False
-        else:
-            w_at, w_dtype = in_w[0], weight.dtype
-            fits = in_w[6] == n and in_w[2] == index and in_w[1] == kind and weight.dim() == 1
-        if on is None or not fits or not rows * n:
-            return self._prepare_forward(x, weight, eps, offset, casting_mode, out, store_rstd)
-        if out is None:
-            y = (
-                torch.empty_like(x)
-                if x_stride == n
-                else torch.empty_like(x, memory_format=torch.contiguous_format)
-            )
-            y_at, y_stride = y.data_ptr(), n
-        else:
-            y, in_y = out, rows_of(out)
-            if in_y is None or in_y[1:7] != in_x[1:7] or in_y[7] < n or not apart(in_y, in_x, in_w):
-                in_y = check_out(self.name, out, x, weight=weight)
-            y_at, y_stride = in_y[0], in_y[7]
-        rstd = x.new_empty(rows, dtype=torch.float32) if store_rstd else None
-        kernel = on.kernels["rmsnorm_forward"]
-        aligned = not (x_at | y_at | w_at | x_stride | y_stride | n) & 15
-        loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
-        device = on.device
-        loaded.launch(
-            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
-            y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
-            eps, offset, w_at != 0, ROUND_FIRST[casting_mode], store_rstd,
-        )  # fmt: skip
-        if out is not None:
-            written(out)
-        return y, rstd
+        settings, given = self._valid(eps, offset, casting_mode), None if out is None else (out,)
+        y, rstd = self.run_forward((x, weight), settings, store_rstd, given)
+        return y, rstd if store_rstd else None
 
     def _backward(
         self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
@@ -271,22 +264,13 @@ class RMSNorm(DifferentiableOp):
             column_sums.launch(sums, dweight, partials, groups, n)
         return dx, dweight
 
-    def _prepare_forward(
-        self, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None,
-        store_rstd: bool,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        check_norm("rmsnorm", x, weight)
-        if self._own.of(x, "x") is None or not x.numel():
-            if out is not None:
-                check_out(self.name, out, x, weight=weight)
-            y, rstd = self.by_reference((x, weight), (eps, offset, casting_mode))
-            if out is not None:
-                with torch.no_grad():
-                    y = out.copy_(y.view(out.shape))
-            return y, rstd if store_rstd else None
-        if weight is not None:
-            as_rows(self.name, "weight", weight)
-        return self._forward(as_rows(self.name, "x", x), weight, eps, offset, casting_mode, out, store_rstd)
+    def prepare_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        self.check(tensors, settings)
+        if out is not None:
+            check_out(self.name, out[0], tensors[0], weight=tensors[1])
+        return super().prepare_forward(tensors, settings, keep, out)
 
     def _prepare_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
