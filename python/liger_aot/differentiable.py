@@ -16,7 +16,7 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _is_tracing as is_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from liger_aot import unseen
 from liger_aot.arguments import Schema
@@ -158,7 +158,7 @@ class DifferentiableOp(Op):
         Args:
             out: memory for the outputs. With gradients only arguments themselves: they are overwritten in place.
         """
-        if is_compiling():
+        if is_dynamo_compiling():  # export without dynamo has subclasses
             return self.through_library(tensors, settings, out)
         found = traits(tensors if out is None else (*tensors, *out), settings, self._known)
         if (
@@ -266,13 +266,24 @@ class DifferentiableOp(Op):
         if all(g is None for g in grads):
             return (None,) * len(needed)
         row = unseen.row_of(grads)
-        if not is_grad_enabled() and (row is None or row.way is Way.PLAIN):
-            return self.run_backward(unseen.plain(grads), saved, settings, needed)
+        saved = self.completed(saved)
+        if not is_grad_enabled():
+            if row is None or row.way is Way.PLAIN:
+                return self.run_backward(unseen.plain(grads), saved, settings, needed)
+            if row.way is Way.LIBRARY:
+                register(self.name)
+                call = getattr(torch.ops.liger_aot, f"{self.name}_backward")
+                made = iter(call(list(grads), list(saved), *settings, list(needed)))
+                return tuple(next(made) if need else None for need in needed)
         self._check_twice("create_graph=True and gradients that are no plain tensors")
         with plain_torch(differentiable=is_grad_enabled()):
             saved = self.followed(saved, settings)
             found = self.laid_out(self.reference_backward(grads, saved, *settings))
         return tuple(g if need else None for g, need in zip(found, needed, strict=True))
+
+    def completed(self, saved: Tensors) -> Tensors:
+        """What the function's context holds, as ``run_backward`` takes it."""
+        return saved
 
     def followed(self, saved: Tensors, settings: tuple[Any, ...]) -> Tensors:
         """``saved``, where what is neither an argument nor an output is computed again, so that torch knows what it

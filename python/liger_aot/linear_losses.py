@@ -130,8 +130,7 @@ class LinearLoss(DifferentiableOp):
             return (None,) * len(needed)
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            saved = (*ctx.saved_tensors, *(None,) * len(self.graded))
-            return self.run_backward((grad,), saved, ctx.settings, needed)
+            return self.run_backward((grad,), self.completed(ctx.saved_tensors), ctx.settings, needed)
         by_name = dict(zip(self.graded, gradients, strict=True))
         del gradients
         made: list[Tensor | None] = []
@@ -143,13 +142,16 @@ class LinearLoss(DifferentiableOp):
             del gradient
         return tuple(made)
 
-    def followed(self, saved: Tensors, settings: tuple[Any, ...]) -> Tensors:
-        """The arguments: from them the reference's backward computes all again."""
-        if len(saved) > len(self.tensors) and saved[0] is None:
+    def completed(self, saved: Tensors) -> Tensors:
+        """The arguments alone: from them all is computed again."""
+        if saved[0] is None:
             raise ArgumentError(
                 f"{self.name}: torch.library's backward has the gradients alone: it is not for create_graph=True"
             )
         return (*saved[: len(self.tensors)], *(None,) * len(self.graded))
+
+    def followed(self, saved: Tensors, settings: tuple[Any, ...]) -> Tensors:
+        return saved
 
     def run_backward(
         self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]

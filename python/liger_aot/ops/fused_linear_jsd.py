@@ -147,7 +147,7 @@ class FusedLinearJSD(LinearLoss):
 
     def _check_parameters(self, whose: str, x: Tensor, weight: Any, bias: Any) -> None:
         for argument, value in ((f"{whose}_weight", weight), (f"{whose}_bias", bias)):
-            if value is None and value is bias:
+            if value is None and argument.endswith("bias"):
                 continue
             if not isinstance(value, Tensor):
                 raise ArgumentTypeError(
