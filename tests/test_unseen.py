@@ -186,7 +186,7 @@ def _frozen(way: Way) -> tuple[Tensor, ...]:
 
 
 def _autocast(way: Way) -> tuple[Tensor, ...]:
-    name, t = way.first()
+    _, t = way.first()
     with torch.autocast(t.device.type, dtype=torch.bfloat16):
         outputs = way.outputs()
     if "linear" not in way.op.name:
