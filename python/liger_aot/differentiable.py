@@ -25,7 +25,7 @@ from liger_aot.layout import INDIRECT, NEEDS_GRADIENT, OTHER_SETTINGS, rows_of, 
 from liger_aot.op import Op, as_rows, check_tensor, plain_torch
 from liger_aot.runtime import REMEMBERED, Runtimes
 from liger_aot.torch_library import register
-from liger_aot.unseen import Way, in_torch
+from liger_aot.unseen import Way
 
 # Each a tensor or None: an optional argument, a gradient that is not there.
 Tensors = tuple[Any, ...]
@@ -44,7 +44,13 @@ class Function(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         op: DifferentiableOp = ctx.op
         needed = ctx.needs_input_grad[3:]
-        if is_grad_enabled() or traits(grads) == INDIRECT or in_torch():
+        if (
+            is_grad_enabled()
+            or traits(grads) == INDIRECT
+            or forward_ad._current_level >= 0
+            or dispatch_modes()
+            or is_tracing()
+        ):
             return None, None, None, *op.backward_in_torch(grads, ctx.saved_tensors, ctx.settings, needed)
         for g in grads:
             if g is not None:
@@ -163,7 +169,7 @@ class DifferentiableOp(Op):
         found = traits(tensors if out is None else (*tensors, *out), settings, self._known)
         if (
             found == INDIRECT
-            or forward_ad._current_level >= 0  # as in_torch, but for the call
+            or forward_ad._current_level >= 0  # as unseen.in_torch, but for its call
             or dispatch_modes()
             or is_tracing()
         ):
