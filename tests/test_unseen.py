@@ -502,3 +502,10 @@ def test_thirty_two_bits_that_are_no_float32(name: str, way: Way) -> None:
             wrong = torch.zeros(t.shape, dtype=dtype, device=t.device)
             with pytest.raises(ArgumentTypeError, match=rf"{name}: .*\b{argument}\b"):
                 way.outputs(**{argument: wrong})
+
+
+@pytest.mark.parametrize("name", ["vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"])
+def test_losses_over_ranks_are_not_differentiated_again(name: str) -> None:
+    """What a rank gets depends on the others: its reference has the shapes alone."""
+    with pytest.raises(ArgumentError, match=f"{name} .*create_graph=True"):
+        liger_aot.load(name).backward_in_torch((torch.ones(()),), (torch.ones(4, 8),), (), (True,))
