@@ -6,15 +6,18 @@ Both work on CPU tensors: an op whose runtimes are bound to one of them launches
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from build_tools.declaration import Kernel, read_declaration
+from liger_aot import differentiable, unseen
 from liger_aot.manifest import OpManifest, Pack, Variant
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
@@ -36,6 +39,16 @@ def bound_op(op_class: type[AnyOp], pack: Pack, driver: Callable[[str, Pack], An
         on = OpOn(pack.op(name), driver(name, pack), -1, MULTIPROCESSORS)
         runtimes[name] = Runtimes(name, {-1: on})
     return op_class(runtimes)
+
+
+@contextmanager
+def past_modes() -> Iterator[None]:
+    """Ops don't go through torch.library for the sake of a dispatch mode, which is the test's own: it is to see what
+    they ask of torch on the direct path."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (differentiable, unseen):
+            patch.setattr(module, "dispatch_modes", lambda: 0)
+        yield
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,9 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             (X, T, X[0].clone().requires_grad_()), {}, ArgumentError, "weight gets no gradient",
         ),
         "reduction": ((X, T), {"reduction": "batchmean"}, ArgumentError, "reduction must be one of mean"),
-        "smoothing": ((X, T), {"label_smoothing": 1.5}, ArgumentError, r"label_smoothing must be in \[0, 1\]"),
+        "smoothing": ((X, T), {"label_smoothing": 1.5}, ArgumentError, "label_smoothing must be from 0 to 1"),
         "softcap": ((X, T), {"softcap": -1.0}, ArgumentError, "softcap must be at least 0.*got -1"),
-        "no number": ((X, T), {"softcap": "30"}, ArgumentTypeError, "softcap must be a number, got str"),
+        "no number": ((X, T), {"softcap": "30"}, ArgumentTypeError, "softcap must be a number, got '30'"),
         "z": ((X, T), {"lse_square_scale": float("nan")}, ArgumentError, "lse_square_scale must be fin.*nan"),
         "ignore": ((X, T), {"ignore_index": 1.0}, ArgumentTypeError, "ignore_index must be an int"),
     }  # fmt: skip

@@ -70,7 +70,7 @@ class TestGroupNorm(OpTests):
             r"x must have a batch and a channel dimension, got shape \(8,\)",
         ),
         "groups": ((X, 3), {}, ArgumentError, "num_groups must divide the 8 channels of x, got 3"),
-        "no group": ((X, 0), {}, ArgumentError, "num_groups must divide the 8 channels of x, got 0"),
+        "no group": ((X, 0), {}, ArgumentError, "num_groups must be at least 1 .*, got 0"),
         "weight too long": (
             (X, 2, torch.ones(9)),
             {},

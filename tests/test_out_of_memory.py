@@ -16,7 +16,7 @@ from liger_aot.manifest import Variant
 from tests.all_ops import HarnessOp, entries
 from tests.choices import Entry
 from tests.conftest import built_pack
-from tests.drivers import InterpreterDriver, Launchable, bound_op
+from tests.drivers import InterpreterDriver, Launchable, bound_op, past_modes
 from tests.op_cases import same
 
 quiet = pytest.mark.filterwarnings("ignore:(overflow|underflow|invalid value|divide by zero) encountered")
@@ -92,7 +92,7 @@ def test_each_allocation_in_turn(name: str, which: int) -> None:
     for k in count(1):  # until there are fewer
         op = fresh_op(entry)
         try:
-            with Memory(k):
+            with past_modes(), Memory(k):
                 prepared.run(op)
             break
         except torch.OutOfMemoryError as error:
@@ -126,7 +126,7 @@ def test_in_place(name: str) -> None:
     for k in count(1):
         given, op = copies(tensors), fresh_op(entry)
         try:
-            with Memory(k):
+            with past_modes(), Memory(k):
                 run(op, given)
             break
         except torch.OutOfMemoryError:

@@ -23,6 +23,7 @@ typedef struct {
     PyObject *tensor_map_type;
     PyObject *tensor_types[TENSOR_TYPES]; /* both NULL until torch is imported */
     const struct ExchangeApi *tensor_apis[TENSOR_TYPES];
+    PyObject *is_neg, *requires_grad; /* names of a tensor's attributes */
 } ModuleState;
 
 typedef struct {
@@ -45,9 +46,9 @@ void raise_driver_error(const DriverObject *driver, Outcome outcome, const char 
 /* True once the interpreter is shutting down: the driver may be gone by then, so nothing is given back to it. */
 int interpreter_is_finalising(void);
 
-/* The module's tensor_rows(tensor), all_readable(tensors) and layouts(tensors). */
+/* The module's tensor_rows(tensor), traits(tensors, settings, known) and layouts(tensors). */
 PyObject *tensor_rows(PyObject *module, PyObject *tensor);
-PyObject *all_readable(PyObject *module, PyObject *tensors);
+PyObject *traits(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
 PyObject *layouts(PyObject *module, PyObject *tensors);
 
 #pragma GCC visibility pop
