@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.children import in_child
 from tests.stand_in import ROOT, StandIn, image
 
 pytest_plugins = ("tests.launcher_fixtures",)
@@ -55,6 +56,58 @@ def test_sixteen_threads_launch_a_fresh_kernel_at_once(driver: Any, stand_in: St
         assert launch.device == (thread + i) % 2
         assert launch.unpack("ilpf") == (thread, -i, 2**40 + i, thread / 2, 0, 0)
     assert sorted(stand_in.calls(prepared)) == [f"{prepared}@0", f"{prepared}@1"]
+
+
+# ---- Forks ----
+
+
+def test_a_fork_leaves_the_driver_alone(driver: Any, stand_in: StandIn) -> None:
+    """Whatever the child asks of what its parent had opened is refused before a mutex or the driver is touched: another
+    thread of the parent is inside both at the fork. The child frees all of it and gives nothing back."""
+    kernel, other = load(driver, "i"), load(driver, "i")
+    kernel.prepare(0)
+    held = {"cuda": "cuKernelGetFunction", "hip": "hipModuleGetFunction"}[driver.backend]
+    stand_in.hold(held)
+    before = stand_in.calls(held)
+    with ThreadPoolExecutor(1) as pool:
+        preparing = pool.submit(other.prepare, 1)
+        while stand_in.calls(held) == before and not preparing.done():
+            time.sleep(0.001)
+        known = (stand_in.calls(), stand_in.live_libraries, stand_in.launch_count)
+        for attempt in (
+            lambda: kernel.launch(0, 0, 1, 1, 1, 1),
+            lambda: kernel.prepare(1),
+            lambda: other.prepare(1),
+            lambda: load(driver, "i"),
+        ):
+            said = in_child(attempt)
+            assert said.startswith(
+                f"ForkedProcess: this process was forked from one that had opened the {driver.backend}"
+            )
+            assert "spawn" in said
+
+        def free() -> bool:
+            nonlocal kernel
+            kernel = None
+            gc.collect()
+            return (stand_in.calls(), stand_in.live_libraries, stand_in.launch_count) == known
+
+        assert in_child(free) == "True"
+        stand_in.hold(None)
+        preparing.result()
+    other.launch(1, 0, 1, 1, 1, 7)
+    assert stand_in.launch_count == 1, "the parent goes on"
+
+
+def test_a_driver_that_is_opened_after_the_fork(native: Any, stand_in: StandIn) -> None:
+    """It is the child's own, in a grandchild no longer."""
+
+    def child() -> str:
+        driver = native.Driver("cuda", stand_in.path)
+        load(driver, "i").launch(0, 0, 1, 1, 1, 5)
+        return f"{stand_in.launch_count} {in_child(lambda: load(driver, 'i')).partition(':')[0]}"
+
+    assert in_child(child) == "1 ForkedProcess"
 
 
 @pytest.mark.parametrize("blocking", ["launch", "prepare"])

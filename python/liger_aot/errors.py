@@ -47,6 +47,10 @@ class DriverNotFound(LigerAOTError, RuntimeError):
     """The GPU driver's library cannot be opened, or lacks a function that the launcher needs."""
 
 
+class ForkedProcess(LigerAOTError, RuntimeError):
+    """A GPU is to be used in a process that was forked from one that had opened its driver: no driver works there."""
+
+
 class UnknownOp(LigerAOTError, ValueError):
     """There is no op of this name."""
 

@@ -46,6 +46,7 @@ typedef struct {
     int device_count;
     Device *devices;
     pthread_mutex_t retaining; /* held while a device's context is retained */
+    int forks; /* how often the process had been forked when this was opened */
 } DriverLibrary;
 
 /* A kernel on one device: `function` is what is launched, NULL until the kernel is ready there. */
@@ -128,6 +129,10 @@ int driver_open(DriverLibrary *driver, const Backend *backend, const char *path,
 
 /* Initialises an opened driver and lists its devices. The outcome may be OUT_OF_MEMORY. */
 Outcome driver_start(DriverLibrary *driver);
+
+/* Whether this process was forked after the driver had been opened. GPU drivers don't work there: their calls fail or wait
+ * for ever, and a mutex here may be held by a thread that the parent alone has. Ask before any other function. */
+int driver_is_inherited(const DriverLibrary *driver);
 
 /* Frees what driver_open and driver_start made. With `release` 0 the driver itself is left alone. */
 void driver_close(DriverLibrary *driver, int release);

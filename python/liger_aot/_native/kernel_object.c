@@ -115,6 +115,7 @@ static void raise_kernel_error(const KernelObject *self, Outcome outcome, const 
 
 static int load_code(KernelObject *self) {
     Outcome outcome;
+    if (check_not_forked(self->driver) < 0) return -1;
     Py_BEGIN_ALLOW_THREADS
     outcome = code_load(&self->driver->library, &self->code);
     Py_END_ALLOW_THREADS
@@ -149,7 +150,7 @@ PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *drive
 static void unload_code(KernelObject *self) {
     Outcome outcome;
     const Backend *backend = self->driver->library.backend;
-    int release = !interpreter_is_finalising();
+    int release = driver_is_to_be_released(self->driver);
     Py_BEGIN_ALLOW_THREADS
     outcome = code_unload(&self->driver->library, &self->code, release);
     Py_END_ALLOW_THREADS
@@ -194,6 +195,7 @@ static PyObject *kernel_prepare(PyObject *object, PyObject *value) {
     KernelObject *self = (KernelObject *)object;
     int device;
     if (read_device(value, self->driver->library.device_count, &device) < 0) return NULL;
+    if (check_not_forked(self->driver) < 0) return NULL;
     if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
     Py_RETURN_NONE;
 }
@@ -247,6 +249,7 @@ static PyObject *kernel_launch(PyObject *object, PyObject *const *args, Py_ssize
     if (read_grid(args + GRID, self->grid_limits, request.grid) < 0) return NULL;
     if (pack_arguments(self, args + FIRST_ARGUMENT, slots, &null, parameters) < 0) return NULL;
 
+    if (check_not_forked(self->driver) < 0) return NULL;
     if (request.grid[0] == 0 || request.grid[1] == 0 || request.grid[2] == 0) Py_RETURN_NONE;
     if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
     if (launch(self, device, &request) < 0) return NULL;

@@ -56,8 +56,13 @@ PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *drive
 /* Sets liger_aot.errors.DriverError for a failed outcome; `doing` says what it was part of. */
 void raise_driver_error(const DriverObject *driver, Outcome outcome, const char *doing);
 
-/* True once the interpreter is shutting down: the driver may be gone by then, so nothing is given back to it. */
-int interpreter_is_finalising(void);
+/* Returns 0, or -1 with liger_aot.errors.ForkedProcess set where the driver belongs to the process this one was forked
+ * from. */
+int check_not_forked(const DriverObject *driver);
+
+/* Whether what the driver holds is to be given back to it: not while the interpreter shuts down, when the driver may be
+ * gone, nor in a fork of the process whose driver it is. */
+int driver_is_to_be_released(const DriverObject *driver);
 
 /* The module's tensor_rows(tensor), all_readable(tensors) and layouts(tensors). */
 PyObject *tensor_rows(PyObject *module, PyObject *tensor);
