@@ -58,6 +58,58 @@ def test_sixteen_threads_launch_a_fresh_kernel_at_once(driver: Any, stand_in: St
     assert sorted(stand_in.calls(prepared)) == [f"{prepared}@0", f"{prepared}@1"]
 
 
+# ---- Subinterpreters ----
+
+WORK = """
+import importlib.machinery, importlib.util
+try:
+    loader = importlib.machinery.ExtensionFileLoader("liger_aot._launch", LAUNCHER)
+    native = importlib.util.module_from_spec(importlib.util.spec_from_loader("liger_aot._launch", loader))
+    loader.exec_module(native)
+except ImportError as error:
+    print("refused:", error)
+else:
+    kernel = native.Driver("cuda", DRIVER).load(IMAGE, "kernel", threads=32, shared=0, signature="ip")
+    for i in range(100):
+        kernel.launch(0, 0, 1, 1, 1, i, None)
+    try:
+        kernel.launch(0, 0, 1, 1, 1, "x", None)
+    except TypeError:
+        print("served")
+"""
+SUBINTERPRETERS = """
+import gc
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+exec(work)
+for _ in range(3):
+    one = interpreters.create()
+    interpreters.run_string(one, work)
+    interpreters.destroy(one)
+gc.collect()
+exec(work)
+"""
+
+
+def test_a_subinterpreter_is_served_or_refused(launcher_path: Path, stand_in: StandIn) -> None:
+    """With an interpreter lock of its own (Python 3.12 and later) Python refuses it the module. Before, the module works
+    there with types of its own, and outside after it has ended."""
+    given = f"LAUNCHER, DRIVER, IMAGE = {str(launcher_path)!r}, {stand_in.path!r}, {image('kernel=ip')!r}"
+    code = f"work = {given + WORK!r}{SUBINTERPRETERS}"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, *inside, last = done.stdout.splitlines()
+    assert first == last == "served" and len(inside) == 3
+    for line in inside:
+        if sys.version_info < (3, 12):
+            assert line == "served"
+        else:
+            assert line.startswith("refused: ") and "subinterpreter" in line
+
+
 # ---- Forks ----
 
 

@@ -19,13 +19,13 @@ import torch
 import liger_aot
 from build_tools.stored import compressed
 from liger_aot import packs
-from liger_aot.errors import DriverError, NotLoaded
+from liger_aot.errors import DriverError, NotLoaded, PackDamaged
 from liger_aot.manifest import Pack
 from liger_aot.ops.column_sums import ColumnSums, launch
 from liger_aot.runtime import Runtimes
 from tests.children import environment, in_child
 from tests.pack_edits import count_binaries, replace_binaries
-from tests.stand_in import StandIn
+from tests.stand_in import StandIn, image
 
 pytest_plugins = ("tests.launcher_fixtures", "tests.pack_fixtures", "tests.stand_in_gpu")
 pytestmark = pytest.mark.usefixtures("stand_in_gpu")
@@ -152,6 +152,18 @@ def test_a_binary_of_another_architecture(stand_in_gpu: Path) -> None:
     assert (caught.value.call, caught.value.code) == ("cuLibraryLoadData", 200)
     assert name.split("-")[2] == "bf16"
     run(Runtimes("column_sums"))
+
+
+def test_a_binary_for_other_arguments(stand_in_gpu: Path, stand_in: StandIn) -> None:
+    """Its hash fits and the driver takes it: what it is launched with is not what it reads."""
+    name = min(Pack(stand_in_gpu).op("column_sums").variants)
+    replace_binaries(stand_in_gpu, "column_sums", {name: compressed(image("column_sums=ppil"))})
+    packs.installed.cache_clear()
+    with pytest.raises(
+        PackDamaged, match=rf'{name}: signature "ppii": parameter 4 of kernel column_sums has 8 bytes'
+    ):
+        ColumnSums().preload(0)
+    assert stand_in.launch_count == 0
 
 
 # ---- Leaks and the end ----

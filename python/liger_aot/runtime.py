@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
-from liger_aot.errors import ArgumentTypeError, DriverError, NotLoaded, PackNotFound, UnsupportedDevice
+from liger_aot.errors import (
+    ArgumentTypeError,
+    DriverError,
+    NotLoaded,
+    PackDamaged,
+    PackNotFound,
+    UnsupportedDevice,
+)
 from liger_aot.layout import CPU, CUDA, ROCM
 from liger_aot.locks import new_lock
 from liger_aot.manifest import OpManifest, Variant
@@ -175,6 +182,8 @@ class GPUDriver:
                 "what packs need"
             )
             raise DriverError(message, call=error.call, code=error.code, name=error.name) from None
+        except ValueError as error:  # the binary is for other arguments than the manifest says
+            raise PackDamaged(variant.blob.path, f"{variant.name}: {error}") from None
         return kernel
 
 
