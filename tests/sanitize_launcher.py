@@ -36,8 +36,8 @@ def runtimes(compiler: str) -> list[str]:
 def sanitized(compiler: str, libraries: list[str]) -> dict[str, str]:
     """The environment of a Python that builds and loads libraries under the sanitizers.
 
-    Leaks are not looked for: Python keeps much to its end. ``PYTHONMALLOC`` gives each object memory of its own, so that
-    writing past its end is found. torch frees with another function than it allocates with.
+    Leaks are not looked for: Python keeps much to its end. ``PYTHONMALLOC`` gives each object memory of its own, past
+    whose end nothing can be written unseen. torch frees with another function than it allocates with.
     """
     return environment(
         CC=compiler,

@@ -94,8 +94,8 @@ exec(work)
 
 
 def test_a_subinterpreter_is_served_or_refused(launcher_path: Path, stand_in: StandIn) -> None:
-    """With an interpreter lock of its own (Python 3.12 and later) Python refuses it the module. Before, the module works
-    there with types of its own, and outside after it has ended."""
+    """With an interpreter lock of its own (Python 3.12 and later) it is refused the module by Python. Before, that
+    works there with types of its own, and outside after it has ended."""
     given = f"LAUNCHER, DRIVER, IMAGE = {str(launcher_path)!r}, {stand_in.path!r}, {image('kernel=ip')!r}"
     code = f"work = {given + WORK!r}{SUBINTERPRETERS}"
     command = [sys.executable, "-W", "ignore", "-c", code]
