@@ -5,6 +5,7 @@ The tools are of the dependency group "wheels"; where one is not installed, its 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ from setuptools.compat.py310 import tomllib
 
 from build_tools.__main__ import _parser
 from build_tools.build import project_version
-from build_tools.device_wheel import EPOCH, write_device_wheel
+from build_tools.device_wheel import EPOCH, pack_files, write_device_wheel, write_wheel
 from build_tools.paths import ROOT
 from build_tools.profile import profile_names
 from build_tools.release import SUMS, write_records
@@ -293,6 +294,35 @@ def test_what_is_published_is_what_was_checked(
     assert (
         said == f"gh release create v1 --title v1 --notes-from-tag --verify-tag {' '.join(map(str, files))}"
     )
+
+
+def test_the_bill_of_every_wheel_names_its_compilers(tmp_path: Path) -> None:
+    """Of device wheels, and of a wheel from source with several packs."""
+    packs = {arch: built_pack(arch).folder for arch in profile_names()}
+    about = f"liger_aot-{project_version()}.dist-info"
+    files = {name: data for arch, pack in packs.items() for name, data in pack_files(pack, arch).items()}
+    metadata = {"Name": "liger-aot", "Version": project_version(), "License-Expression": "Apache-2.0"}
+    files[f"{about}/METADATA"] = "".join(f"{key}: {value}\n" for key, value in metadata.items()).encode()
+    write_wheel(
+        tmp_path / f"liger_aot-{project_version()}-cp310-abi3-linux_x86_64.whl", files, f"{about}/RECORD"
+    )
+    for pack in packs.values():
+        write_device_wheel(pack, tmp_path)
+    _, path = write_records(tmp_path)
+    bill = json.loads(path.read_bytes())
+    needs = {
+        d["ref"]: {on for on in d.get("dependsOn", []) if "torch" not in on} for d in bill["dependencies"]
+    }
+    triton, ptxas = "pkg:pypi/triton@3.6.0", "pkg:generic/ptxas@12.8"
+    for wheel in tmp_path.glob("*.whl"):
+        compiled = {triton} if "_gfx" in wheel.name else {triton, ptxas}
+        assert needs[wheel.name] == compiled, wheel.name
+    scopes = {c["bom-ref"]: c.get("scope") for c in bill["components"]}
+    assert scopes[triton] == scopes[ptxas] == "excluded", "they aren't there where it runs"
+    (source,) = (c for c in bill["components"] if "linux_x86_64" in c["bom-ref"])
+    said = {p["name"]: p["value"] for p in source["properties"]}
+    assert said["liger-aot:sm90:toolchain:compiler"] == "ptxas 12.8"
+    assert {name.split(":")[1] for name in said} == set(packs)
 
 
 def test_the_records_of_no_wheel(tmp_path: Path) -> None:
