@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import yaml
@@ -91,6 +92,29 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_device_wheel(built_pack("sm90").folder, out)
     write_records(out)
     return out
+
+
+@pytest.mark.slow
+def test_the_host_wheel_for_aarch64(tmp_path: Path) -> None:
+    """Compiled here by zig: the same Python files, a launcher that is as hardened, a tag that indexes take."""
+    need("auditwheel", "patchelf", "readelf")
+    if not list((ROOT / "build" / "aarch64").glob("ziglang==*")):
+        pytest.skip("no zig under build/aarch64: .ci/aarch64 test gets it")
+    done = run(ROOT / ".ci" / "aarch64", "wheel", tmp_path)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"liger_aot-{project_version()}-cp310-abi3-manylinux")
+    assert wheel.name.endswith("_aarch64.whl")
+    with ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist() if name.startswith("liger_aot/")}
+    launcher = tmp_path / "_launch.abi3.so"
+    launcher.write_bytes(files.pop("liger_aot/_launch.abi3.so"))
+    package = ROOT / "python" / "liger_aot"
+    assert all((package.parent / name).read_bytes() == data for name, data in files.items())
+    assert {p.relative_to(package.parent).as_posix() for p in package.rglob("*.py")} <= files.keys()
+    found = run("readelf", "--wide", "--file-header", "--dynamic", "--dyn-syms", launcher).stdout
+    assert "AArch64" in found and "BIND_NOW" in found and "__stack_chk_fail" in found
+    assert "RUNPATH" not in found and "RPATH" not in found
 
 
 def test_the_host_wheel_needs_no_triton() -> None:
