@@ -38,7 +38,7 @@ def check_ops() -> None:
 def main() -> int:
     assert platform.machine() == "aarch64" and "installed" in liger_aot.__file__, liger_aot.__file__
     check_ops()
-    options = ("-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-m", "not slow and not alone")
+    options = ("-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-m", "not slow")
     return int(pytest.main([*options, *(f"tests/{name}" for name in TESTS)]))
 
 

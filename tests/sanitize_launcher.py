@@ -81,7 +81,7 @@ def main() -> int:
         "-p",
         "no:cacheprovider",
         "-m",
-        "not slow and not alone",
+        "not slow",
         *tests,
     ]
     return subprocess.run(command, cwd=ROOT, env=variables).returncode
