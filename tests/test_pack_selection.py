@@ -114,7 +114,7 @@ def test_the_current_directory_brings_no_packs(
         "sys.path", [{"absolute": str(here), "link": str(tmp_path / "link")}.get(entry, entry)]
     )
     packs.installed.cache_clear()
-    assert packs.installed_packs() == () and packs.pack_roots()[1:] == ()
+    assert here / packs.NAMESPACE not in packs.pack_roots() and packs.installed_packs() == ()
     monkeypatch.chdir(tmp_path)
     packs.installed.cache_clear()
     assert bool(packs.installed_packs()) is (entry in ("absolute", "link")), (
@@ -122,12 +122,18 @@ def test_the_current_directory_brings_no_packs(
     )
 
 
-def test_a_current_directory_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(packs.OVERRIDE, raising=False)
+def test_a_current_directory_that_is_gone(
+    copies: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = copies("sm80")
+    monkeypatch.delenv(packs.OVERRIDE)
+    root.rename(tmp_path / packs.NAMESPACE)
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert len(packs.pack_roots()) >= 1
+    monkeypatch.setattr("sys.path", ["", "\0", str(tmp_path)])
+    packs.installed.cache_clear()
+    assert [pack.arch for pack in packs.installed_packs()][-1:] == ["sm80"]
 
 
 def test_one_folder_by_two_names_counts_once(

@@ -1,6 +1,7 @@
 """Loads ahead-of-time compiled kernels into a CUDA or HIP driver and launches them (a C extension).
 
-Safe to use from any number of threads; in a forked process, only what was opened there. Values are checked strictly: an int is an `int`, not a numpy scalar.
+Safe to use from any number of threads; in a forked process, only what was opened there. Values are checked strictly: an
+int is an `int`, not a numpy scalar.
 """
 
 from typing import Any, final

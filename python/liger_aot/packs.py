@@ -37,16 +37,23 @@ def pack_roots() -> tuple[Path, ...]:
     """
     if override := os.environ.get(OVERRIDE):
         return tuple(Path(root) for root in override.split(os.pathsep) if root)
-    beside = Path(__file__).parents[1]
-    try:
-        here = os.path.realpath(os.getcwd())
-    except OSError:  # it has been removed
-        here = ""
-    roots = {os.path.realpath(beside): beside}
+    beside = os.path.join(os.path.dirname(os.path.dirname(__file__)), NAMESPACE)
+    roots = {found: beside} if (found := _identity(beside)) else {}
+    here = _identity(NAMESPACE)
     for entry in sys.path:
-        if entry and (real := os.path.realpath(entry)) != here:
-            roots.setdefault(real, Path(entry))
-    return tuple(root / NAMESPACE for root in roots.values())
+        path = os.path.join(entry, NAMESPACE)
+        if (found := _identity(path)) and found != here:
+            roots.setdefault(found, path)
+    return tuple(Path(root) for root in roots.values())
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """What tells one folder from another, whatever its path; None where there is nothing, as is common on sys.path."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino
 
 
 def pack_folders() -> tuple[Path, ...]:
