@@ -106,7 +106,9 @@ def test_the_host_wheel_for_aarch64(tmp_path: Path) -> None:
     assert wheel.name.startswith(f"liger_aot-{project_version()}-cp310-abi3-manylinux")
     assert wheel.name.endswith("_aarch64.whl")
     with ZipFile(wheel) as archive:
-        files = {name: archive.read(name) for name in archive.namelist() if name.startswith("liger_aot/")}
+        files = {
+            name: archive.read(name) for name in archive.namelist() if re.match("liger_aot/.*[^/]$", name)
+        }
     launcher = tmp_path / "_launch.abi3.so"
     launcher.write_bytes(files.pop("liger_aot/_launch.abi3.so"))
     package = ROOT / "python" / "liger_aot"
