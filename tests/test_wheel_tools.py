@@ -1,6 +1,6 @@
 """What releases the wheels: cibuildwheel's configuration, the checks before an upload, the workflow.
 
-The tools are of the dependency group "wheels"; where one is not installed, its tests skip and say so.
+The tools are of the dependency groups "lint" and "wheels"; where one is not installed, its tests skip and say so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENVIRONMENT = {**os.environ, "PATH": BESIDE}
 
 def need(*tools: str) -> None:
     if missing := [tool for tool in tools if not shutil.which(tool, path=BESIDE)]:
-        pytest.skip(f"no {', '.join(missing)} here: pip install --group wheels")
+        pytest.skip(f"no {', '.join(missing)} here: pip install --group lint --group wheels")
 
 
 def run(*command: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
