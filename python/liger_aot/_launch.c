@@ -6,7 +6,7 @@
  *   _native/kernel_object.c, arguments.c        the type Kernel and what it packs
  *   _native/tensor_map.c                        the type TensorMap
  *   _native/tensor_rows.c                       reading a tensor through DLPack
- * This file is the module itself. There is no global state: what there is lives in the module, under the GIL. */
+ * This file is the module itself. Its state lives in the module, under the GIL; global is a count of forks alone. */
 #include "_native/module.h"
 
 static ModuleState *state_of(PyObject *module) { return PyModule_GetState(module); }

@@ -1,6 +1,7 @@
 """Loads ahead-of-time compiled kernels into a CUDA or HIP driver and launches them (a C extension).
 
-Safe to use from any number of threads. Values are checked strictly: an int is an `int`, not a numpy scalar.
+Safe to use from any number of threads; in a forked process, only what was opened there. Values are checked strictly: an
+int is an `int`, not a numpy scalar.
 """
 
 from typing import Any, final
@@ -65,7 +66,10 @@ class Driver:
 
         Raises:
             liger_aot.errors.DriverError: the driver refuses the image or has no kernel of that name in it.
-            TypeError, ValueError: an argument is of the wrong type or out of range.
+            liger_aot.errors.ForkedProcess: this process was forked after the driver had been opened; so do
+                `Kernel.prepare` and `Kernel.launch`.
+            TypeError, ValueError: an argument is of the wrong type or out of range, or the signature's parameters
+                are not the kernel's own. The driver says those from CUDA 12.4 on; HIP's does not.
         """
 
     def tensor_map(

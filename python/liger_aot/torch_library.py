@@ -9,12 +9,13 @@ An op named ``f`` becomes ``liger_aot::f_forward``, which gives all of its resul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+
+from liger_aot.locks import new_lock
 
 if TYPE_CHECKING:
     from liger_aot.differentiable import DifferentiableOp, Tensors
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 NAMESPACE = "liger_aot"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _registered: set[str] = set()
-_lock = Lock()
+_lock = new_lock()
 
 
 def register(op: str) -> bool:
