@@ -12,7 +12,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 ORDERED := -n auto --maxprocesses 8 --dist load --maxschedchunk 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packs wheel wheels check-wheels demo lint test test-all test-more sanitize soak golden docs clean
+.PHONY: help venv packs wheel wheels check-wheels demo lint test test-all test-more test-aarch64 sanitize sanitize-launcher soak golden docs clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -82,6 +82,12 @@ sanitize: packs  ## compute-sanitizer's memcheck and racecheck over every binary
 
 soak: packs  ## mixed ops, threads and streams on this machine's GPU: MINUTES=5 of them
 	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.soak --minutes $(or $(MINUTES),5)
+
+sanitize-launcher: venv  ## the launcher and a stand-in driver under the address and undefined-behaviour sanitizers
+	@$(RUN) -m tests.sanitize_launcher
+
+test-aarch64: venv  ## the aarch64 host wheel, cross-compiled, under user-mode emulation
+	@.ci/aarch64 test
 
 golden: venv  ## write the golden plans anew, after a profile or a declaration has changed
 	@$(RUN) -c 'from build_tools.profile import profile_names; print(*profile_names(), sep="\n")' \

@@ -16,7 +16,6 @@ import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError, LigerAOTError
 from liger_aot.ops import names
 from liger_aot.unseen import TABLE
-from tests import amd_emulator
 from tests.all_ops import LEFT_OUT
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, bound_op
@@ -25,10 +24,7 @@ from tests.small_calls import Named, SmallCall, small_calls
 OPS = sorted(small_calls())
 WAYS = [
     "reference",
-    pytest.param(
-        "emulator",
-        marks=pytest.mark.skipif(bool(amd_emulator.missing_tool()), reason=str(amd_emulator.missing_tool())),
-    ),
+    "emulator",
     pytest.param("gpu", marks=pytest.mark.gpu),
 ]
 NO_GRADIENT = {"flash_decoding"}

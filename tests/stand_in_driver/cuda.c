@@ -114,6 +114,7 @@ int cuKernelGetFunction(void **function, void *kernel) {
 
 int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *size) {
     ENTER(NO_DEVICE);
+    enum { BLOCK = 0x210 }; /* where a GPU of 9.0 puts the parameters: a tensor map does not start at offset 0 */
     size_t end = 0, count = 0;
     for (const char *letter = ((Kernel *)kernel)->letters; *letter != 0; letter++) {
         int rank = *letter <= '9' ? *letter - '0' : 0; /* of a tensor map, which is followed by sizes and strides */
@@ -121,7 +122,7 @@ int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *siz
             int is_map = rank > 0 && part == 0;
             *size = is_map ? 128 : rank > 0 ? (part <= rank ? 4 : 8) : *letter == 'i' || *letter == 'f' ? 4 : 8;
             size_t alignment = is_map ? 64 : *size;
-            *offset = (end + alignment - 1) & ~(alignment - 1);
+            *offset = ((BLOCK + end + alignment - 1) & ~(alignment - 1)) - BLOCK;
             if (count == index) return SUCCESS;
             end = *offset + *size;
         }

@@ -225,11 +225,11 @@ static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {
 }
 
 /* An index past the last parameter is an invalid value to the driver. Other failures say nothing of the kernel. */
-static ParameterAnswer cuda_parameter(const DriverLibrary *driver, const Code *code, size_t index, size_t *offset,
-                                      size_t *size) {
+static ParameterAnswer cuda_parameter(const DriverLibrary *driver, const Code *code, size_t index, size_t *size) {
     const CudaFunctions *cuda = cuda_functions(driver);
     if (cuda->kernel_parameter == NULL) return PARAMETER_UNKNOWN;
-    int result = cuda->kernel_parameter(code->kernel, index, offset, size);
+    size_t offset;
+    int result = cuda->kernel_parameter(code->kernel, index, &offset, size);
     if (result == INVALID_VALUE) return PARAMETER_IS_NONE;
     return result == 0 ? PARAMETER_IS : PARAMETER_UNKNOWN;
 }

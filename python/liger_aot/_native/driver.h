@@ -110,9 +110,8 @@ struct Backend {
     Outcome (*prepare)(DriverLibrary *driver, Code *code, int device);
     Outcome (*launch)(const DriverLibrary *driver, const Code *code, int device, const Launch *launch);
     Outcome (*unload)(const DriverLibrary *driver, Code *code);
-    /* Where a loaded kernel's own parameter lies, in bytes. NULL where no driver of the backend says. */
-    ParameterAnswer (*parameter)(const DriverLibrary *driver, const Code *code, size_t index, size_t *offset,
-                                 size_t *size);
+    /* How many bytes a loaded kernel's own parameter has. NULL where no driver of the backend says. */
+    ParameterAnswer (*parameter)(const DriverLibrary *driver, const Code *code, size_t index, size_t *size);
     /* Writes TENSOR_MAP_BYTES to `map`, which is 64-byte aligned; needs no device. NULL where there is no such thing. */
     Outcome (*encode)(const DriverLibrary *driver, const TensorMapRequest *request, void *map);
     /* The driver's own words for a code; neither is ever NULL. */

@@ -131,41 +131,30 @@ static int load_code(KernelObject *self) {
     return 0;
 }
 
-/* One parameter of a kernel, as its signature lays it out: each at its natural alignment after the one before. */
-static size_t place_after(size_t end, size_t size, size_t alignment, size_t *offset) {
-    *offset = (end + alignment - 1) / alignment * alignment;
-    return *offset + size;
-}
-
-/* Sets the sizes and offsets of the parameters that a signature stands for, scratch pointers included; their number. */
-static size_t lay_out(const char *letters, size_t *offsets, size_t *sizes) {
-    size_t count = 0, end = 0;
+/* Sets the sizes of the parameters that a signature stands for, scratch pointers included; their number. */
+static size_t parameter_sizes(const char *letters, size_t *sizes) {
+    size_t count = 0;
     for (const char *letter = letters; *letter != 0; letter++) {
         int rank = map_rank(*letter);
         size_t size = *letter == ARGUMENT_INT32 || *letter == ARGUMENT_FLOAT32 ? 4 : rank > 0 ? TENSOR_MAP_BYTES : 8;
-        for (int i = 0; i <= 2 * rank; i++, count++) { /* a map, its sizes, its strides */
-            sizes[count] = i == 0 ? size : i <= rank ? 4 : 8;
-            end = place_after(end, sizes[count], i == 0 && rank > 0 ? TENSOR_MAP_ALIGNMENT : sizes[count],
-                              &offsets[count]);
-        }
+        for (int i = 0; i <= 2 * rank; i++) /* a map, its sizes, its strides */
+            sizes[count++] = i == 0 ? size : i <= rank ? 4 : 8;
     }
-    for (int i = 0; i < SCRATCH_POINTERS; i++, count++) {
-        sizes[count] = 8;
-        end = place_after(end, 8, 8, &offsets[count]);
-    }
+    for (int i = 0; i < SCRATCH_POINTERS; i++) sizes[count++] = 8;
     return count;
 }
 
 /* Where the driver can say which parameters the kernel has, they must be the signature's: the driver would read others past
- * the end of what a launch gives it. Returns 0, or -1 with an error set. */
+ * the end of what a launch gives it. A launch gives each parameter by itself, so that only sizes matter; where the driver
+ * places them depends on where the block of parameters starts. Returns 0, or -1 with an error set. */
 static int check_parameters(const KernelObject *self) {
-    size_t offsets[MAX_PARAMETERS + SCRATCH_POINTERS], sizes[MAX_PARAMETERS + SCRATCH_POINTERS];
+    size_t sizes[MAX_PARAMETERS + SCRATCH_POINTERS];
     const DriverLibrary *library = &self->driver->library;
     if (library->backend->parameter == NULL) return 0;
-    size_t count = lay_out(self->letters, offsets, sizes);
+    size_t count = parameter_sizes(self->letters, sizes);
     for (size_t i = 0; i <= count; i++) {
-        size_t offset = 0, size = 0;
-        switch (library->backend->parameter(library, &self->code, i, &offset, &size)) {
+        size_t size = 0;
+        switch (library->backend->parameter(library, &self->code, i, &size)) {
             case PARAMETER_UNKNOWN: return 0;
             case PARAMETER_IS_NONE:
                 if (i == count) return 0;
@@ -179,10 +168,9 @@ static int check_parameters(const KernelObject *self) {
                          "kernel %U has more", self->letters, count, self->name);
             return -1;
         }
-        if (offset != offsets[i] || size != sizes[i]) {
-            PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes at %zu, the "
-                         "signature has %zu at %zu", self->letters, i + 1, self->name, size, offset, sizes[i],
-                         offsets[i]);
+        if (size != sizes[i]) {
+            PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes, the signature has "
+                         "%zu", self->letters, i + 1, self->name, size, sizes[i]);
             return -1;
         }
     }
