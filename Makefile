@@ -9,9 +9,10 @@ BUILDS := .venv/.builds
 READY := .venv/.ready
 SETUP := pyproject.toml setup.py .ci/venv $(wildcard python/liger_aot/_launch.c python/liger_aot/_native/*)
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+ORDERED := -n auto --maxprocesses 8 --dist load --maxschedchunk 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packs wheel wheels check-wheels demo lint test test-all sanitize soak golden docs clean
+.PHONY: help venv packs wheel wheels check-wheels demo lint test test-all test-more sanitize soak golden docs clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -70,6 +71,11 @@ test-all: packs  ## every test, and every AMD binary executed; with a GPU, the t
 	'gpu=LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m gpu' \
 	'tests=LIGER_AOT_PACKS=build/packs LIGER_AOT_EXECUTED=build/executed $(RUN) -m pytest -q -m "not gpu" $(PARALLEL)' \
 	'binaries=LIGER_AOT_PACKS=build/packs $(RUN) -m tests.executed build/executed'
+
+test-more: venv  ## of the tests that make test leaves out as many as end by UNTIL (of time.time), FIRST words first
+	@half=$$((($$(date +%s) + $(UNTIL)) / 2)); export LIGER_AOT_FIRST='$(FIRST)'; .ci/stages \
+	"slow tests=LIGER_AOT_UNTIL=$$half $(RUN) -m pytest -q -m 'slow and not gpu' $(ORDERED)" \
+	"slow interpreter=LIGER_AOT_UNTIL=$(UNTIL) TRITON_INTERPRET=1 $(RUN) -m pytest -q -m 'slow and interpreter' $(ORDERED)"
 
 sanitize: packs  ## compute-sanitizer's memcheck and racecheck over every binary of this machine's GPU
 	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.sanitize

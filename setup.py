@@ -7,12 +7,14 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from build_tools.device_wheel import EPOCH
 from build_tools.errors import BuildError
+from build_tools.launcher import LIBRARIES, compile_command, link_command, refusal
 from build_tools.wheel import add_packs, extras, launcher_sources, plain_modes
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
@@ -34,6 +36,18 @@ class BuildWithPacks(build_py):
             raise SystemExit(f"error: {error}") from None
 
 
+class BuildLauncher(build_ext):
+    """With build_tools.launcher's flags in place of this Python's."""
+
+    def build_extensions(self) -> None:
+        if why := refusal():
+            raise SystemExit(f"error: {why}")
+        self.compiler.set_executables(compiler_so=compile_command(), linker_so=link_command())
+        self.compiler.set_library_dirs([])
+        self.compiler.set_runtime_library_dirs([])
+        super().build_extensions()
+
+
 class PlainWheel(bdist_wheel):
     """Files of one mode, whatever the source tree's are: it is part of a wheel's bytes."""
 
@@ -43,15 +57,13 @@ class PlainWheel(bdist_wheel):
 
 
 setup(
-    cmdclass={"build_py": BuildWithPacks, "bdist_wheel": PlainWheel},
+    cmdclass={"build_py": BuildWithPacks, "build_ext": BuildLauncher, "bdist_wheel": PlainWheel},
     extras_require=extras(),
     ext_modules=[
         Extension(
             "liger_aot._launch",
             launcher_sources(),
-            define_macros=[("Py_LIMITED_API", "0x030A0000")],
-            extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
-            libraries=["dl"],
+            libraries=list(LIBRARIES),
             py_limited_api=True,
         )
     ],

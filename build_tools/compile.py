@@ -218,14 +218,15 @@ class _Bar:
     def __init__(self, kernels: int, efforts: int, shown: bool) -> None:
         from tqdm import tqdm
 
-        quiet = 0.1 if sys.stderr.isatty() else 10.0  # a log wants few lines
+        seconds = 0.1 if sys.stderr.isatty() else 10.0
         self._kernels, self._done = kernels, 0
         self._bar: Any = tqdm(
             total=efforts,
             desc=f"compile 0/{kernels} kernels",
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed} passed, {remaining} left",
-            mininterval=quiet,
-            maxinterval=2 * quiet,
+            bar_format="{desc} {percentage:3.0f}% |{bar:20}| {elapsed} passed, {remaining} left",
+            mininterval=seconds,
+            maxinterval=2 * seconds,
+            file=sys.stderr if sys.stderr.isatty() else _Lines(),
             disable=not shown,
         )
 
@@ -239,6 +240,17 @@ class _Bar:
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
+
+
+class _Lines:
+    """A bar that no terminal shows: a line for each of its states. pip, for one, passes on whole lines alone."""
+
+    def write(self, text: str) -> None:
+        if state := text.strip():
+            sys.stderr.write(f"{state}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def _write(entry: Path, compiled: Compiled) -> None:

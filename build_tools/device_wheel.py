@@ -39,9 +39,10 @@ Description-Content-Type: text/markdown
 
 # {name}
 
-The binaries of liger-aot for {arch} ({serves}), without its Python code. Install both at one version:
+The binaries of liger-aot for {arch} ({serves}), without its Python code. Install both at one version, from a folder
+that holds the wheels of both:
 
-    pip install "liger-aot[{arch}]=={version}"
+    pip install --no-index --find-links FOLDER "liger-aot[{arch}]=={version}"
 """
 # pip removes a folder with what is in it only where the folder holds a file itself: this one, beside the pack's folder.
 _NOTE = "The folder {arch} holds the binaries of liger-aot for {arch}. Its manifest.json lists them.\n"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from email.message import Message
 from email.parser import BytesParser
 from hashlib import sha256
@@ -44,18 +44,19 @@ def write_records(folder: Path) -> tuple[Path, Path]:
 def bill_of_materials(wheels: Mapping[Path, Message], version: str) -> dict[str, Any]:
     """The wheels, what they require where they run, and the compilers that made their binaries (scope "excluded": they
     aren't there where it runs). With no time in it: the same wheels give the same document."""
-    manifests = {wheel: _manifest(wheel) for wheel in wheels}
+    manifests = {wheel: _manifests(wheel) for wheel in wheels}
     required = sorted({name for m in wheels.values() for name in _required(m)})
-    tools = sorted({tool for m in manifests.values() if m for tool in _toolchain(m)})
+    tools = {wheel: sorted({t for m in packs for t in _toolchain(m)}) for wheel, packs in manifests.items()}
     components = [_wheel(wheel, metadata, manifests[wheel]) for wheel, metadata in wheels.items()]
     refs = [c["bom-ref"] for c in components]
     components += [_component(name, f"pkg:pypi/{name}") for name in required]
     components += [
-        _component(name, f"pkg:{kind}/{name}@{v}", version=v, scope="excluded") for kind, name, v in tools
+        _component(name, _purl(kind, name, v), version=v, scope="excluded")
+        for kind, name, v in sorted({tool for of_wheel in tools.values() for tool in of_wheel})
     ]
     needs = [{"ref": HOST, "dependsOn": refs}]
     for wheel, metadata in wheels.items():
-        on = [f"pkg:pypi/{name}" for name in _required(metadata)]
+        on = [f"pkg:pypi/{name}" for name in _required(metadata)] + [_purl(*tool) for tool in tools[wheel]]
         needs.append({"ref": wheel.name, **({"dependsOn": on} if on else {})})
     product = {
         **_component(HOST, f"pkg:pypi/{HOST}@{version}", version=version),
@@ -78,7 +79,11 @@ def _component(name: str, purl: str, **more: str) -> dict[str, Any]:
     return {"type": "library", "bom-ref": purl, "name": name, **more, "purl": purl}
 
 
-def _wheel(path: Path, metadata: Message, manifest: Mapping[str, Any] | None) -> dict[str, Any]:
+def _purl(kind: str, name: str, version: str) -> str:
+    return f"pkg:{kind}/{name}@{version}"
+
+
+def _wheel(path: Path, metadata: Message, manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     name, version = metadata["Name"], metadata["Version"]
     purl = f"pkg:pypi/{name}@{version}?file_name={path.name}"
     component = {
@@ -87,11 +92,15 @@ def _wheel(path: Path, metadata: Message, manifest: Mapping[str, Any] | None) ->
         "hashes": [{"alg": "SHA-256", "content": _sha256(path)}],
         "licenses": [{"license": {"id": metadata["License-Expression"]}}],
     }
-    if manifest:
-        facts = {"serves": ", ".join(manifest["serves"]), "profile_sha256": manifest["profile_sha256"]}
-        facts |= {f"toolchain:{key}": str(value) for key, value in sorted(manifest["toolchain"].items())}
-        component["properties"] = [{"name": f"{HOST}:{key}", "value": value} for key, value in facts.items()]
+    facts = {f"{HOST}:{m['arch']}:{key}": value for m in manifests for key, value in _facts(m).items()}
+    if facts:
+        component["properties"] = [{"name": key, "value": value} for key, value in facts.items()]
     return component
+
+
+def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
+    facts = {"serves": ", ".join(manifest["serves"]), "profile_sha256": manifest["profile_sha256"]}
+    return facts | {f"toolchain:{key}": str(value) for key, value in sorted(manifest["toolchain"].items())}
 
 
 def _toolchain(manifest: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
@@ -114,13 +123,13 @@ def _metadata(wheel: Path) -> Message:
         return BytesParser().parsebytes(archive.read(name))
 
 
-def _manifest(wheel: Path) -> dict[str, Any] | None:
-    """The manifest of a device wheel's pack; None for the host wheel."""
+def _manifests(wheel: Path) -> list[dict[str, Any]]:
+    """The manifests of a wheel's packs: one of a device wheel, maybe several of one from source, none of the host's."""
     with ZipFile(wheel) as archive:
-        found = [
+        names = [
             n for n in archive.namelist() if n.startswith(f"{NAMESPACE}/") and n.endswith("/manifest.json")
         ]
-        return dict(json.loads(archive.read(found[0]))) if len(found) == 1 else None
+        return [json.loads(archive.read(name)) for name in sorted(names)]
 
 
 def _sha256(path: Path) -> str:

@@ -82,6 +82,7 @@ def build_wheel(archs: Sequence[str], out: Path, ops: Sequence[str] = ()) -> Non
         "-m",
         "pip",
         "wheel",
+        "--verbose",  # else it keeps the progress of compiling to itself
         "--no-deps",
         "--no-build-isolation",
         "-w",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import liger_aot
@@ -16,3 +18,26 @@ def environment(**more: str) -> dict[str, str]:
     before = os.environ.get("PYTHONPATH")
     folders = [str(ROOT), str(PACKAGE), *([before] if before else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **more}
+
+
+def in_child(action: Callable[[], object]) -> str:
+    """What ``action`` returns or raises, in a forked process; it has 20 seconds."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = str(action())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    deadline = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            raise AssertionError("the forked process hangs")
+        time.sleep(0.01)
+    with open(reading, "rb") as pipe:
+        return pipe.read().decode()

@@ -6,6 +6,8 @@ A process started with TRITON_INTERPRET=1 runs the interpreter's tests and nothi
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import SystemRandom
@@ -18,6 +20,9 @@ from liger_aot import pending
 from liger_aot.manifest import Pack
 from tests.planned_packs import planned_pack
 
+UNTIL = "LIGER_AOT_UNTIL"  # the time (time.time) from which on tests are left out, not started
+FIRST = "LIGER_AOT_FIRST"  # words: files with one of them in their name come first
+LEFT_OUT = "left out: the time for the tests is up"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -43,13 +48,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(keep) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in keep])
     items[:] = keep
+    if words := os.environ.get(FIRST, "").split():
+        items.sort(key=lambda item: not any(word in item.path.name for word in words))
     for item in items:
         if item.get_closest_marker("gpu") and (reason := no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip(LEFT_OUT)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What tests recorded as their "summary"; it comes from xdist's workers too, unlike what they print."""
+    left = [r for r in terminalreporter.stats.get("skipped", ()) if LEFT_OUT in str(r.longrepr)]
+    if left:
+        files = Counter(report.nodeid.partition("::")[0].removeprefix("tests/") for report in left)
+        terminalreporter.write_line(
+            f"{len(left)} tests left out, for want of time: "
+            + ", ".join(f"{file} ({count})" for file, count in sorted(files.items()))
+        )
     passed_and_failed = (r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ()))
     for line in sorted(
         v for report in passed_and_failed for k, v in report.user_properties if k == "summary"

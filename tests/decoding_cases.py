@@ -11,8 +11,8 @@ from torch import Tensor
 
 from liger_aot.manifest import Pack, Variant
 from liger_aot.ops.flash_decoding import FlashDecoding
-from tests.conftest import built_pack
 from tests.drivers import bound_op
+from tests.planned_packs import tables_of
 from tests.tolerances import LEAST, NAMES, UNIT_ROUNDOFF
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -231,4 +231,4 @@ def recorded(arch: str) -> tuple[FlashDecoding, Recorder]:
         made.append(Recorder(op, pack))
         return made[-1]
 
-    return bound_op(FlashDecoding, built_pack(arch), driver), made[0]
+    return bound_op(FlashDecoding, tables_of(arch), driver), made[0]

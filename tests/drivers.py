@@ -6,22 +6,23 @@ Both work on CPU tensors: an op whose runtimes are bound to one of them launches
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from build_tools.declaration import Kernel, read_declaration
+from liger_aot import differentiable, unseen
 from liger_aot.manifest import OpManifest, Pack, Variant
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn, Runtimes
 from tests import executed, storages
 from tests.amd_emulator import Memory, Program
-from tests.gluon_interpreter import interpreted
-from tests.interpreter import interpret
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 MULTIPROCESSORS = 2  # few, so that persistent programs have several steps
@@ -38,6 +39,16 @@ def bound_op(op_class: type[AnyOp], pack: Pack, driver: Callable[[str, Pack], An
         on = OpOn(pack.op(name), driver(name, pack), -1, MULTIPROCESSORS)
         runtimes[name] = Runtimes(name, {-1: on})
     return op_class(runtimes)
+
+
+@contextmanager
+def past_modes() -> Iterator[None]:
+    """Ops don't go through torch.library for the sake of a dispatch mode, which is the test's own: it is to see what
+    they ask of torch on the direct path."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (differentiable, unseen):
+            patch.setattr(module, "dispatch_modes", lambda: 0)
+        yield
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,9 @@ class InterpreterDriver:
         return 0
 
     def load(self, variant: Variant) -> Launchable:
+        from tests.gluon_interpreter import interpreted  # Triton, which the emulator does without
+        from tests.interpreter import interpret
+
         kernel_name, form_name, *_ = variant.name.split("-")
         kernel = self._kernels[kernel_name]
         form = kernel.forms[form_name]
@@ -131,10 +145,14 @@ class EmulatorDriver:
                 else int(value)
                 for letter, value in zip(variant.signature, arguments, strict=True)
             ]
-            program.launch(memory, grid, values, variant.threads, variant.shared)
-            executed.record(self._arch, self._op, variant.name)
+            count = program.launch(memory, grid, values, variant.threads, variant.shared)
+            self.launched(variant, program, count)
 
         return Launchable(run)
+
+    def launched(self, variant: Variant, program: Program, instructions: int) -> None:
+        """A launch has ended well; its waves executed so many instructions."""
+        executed.record(self._arch, self._op, variant.name)
 
 
 @lru_cache(maxsize=64)  # some megabytes each; the tests of an op use the same binaries again and again

@@ -82,13 +82,14 @@ class Way:
 INTERPRETED = [
     pytest.param(f"interpreter {arch}", marks=pytest.mark.interpreter) for arch in ("sm90", "gfx942")
 ]
+EMULATED = "emulator gfx942"  # in the quick run: every form of each kernel, and what only a few tests reach
 BINARIES = [
     INTERPRETED[0],
     pytest.param(
         "interpreter gfx942", marks=[pytest.mark.interpreter, pytest.mark.slow]
     ),  # but for its forms
-    "emulator gfx90a",
-    "emulator gfx942",
+    pytest.param("emulator gfx90a", marks=pytest.mark.slow),
+    pytest.param(EMULATED, marks=pytest.mark.slow),
     pytest.param("gpu", marks=pytest.mark.gpu),
     PTX,
 ]
@@ -160,10 +161,12 @@ class OpTests(OpGPUTests):
         for seed, case in enumerate((*self.cases, *self.empty)):
             self.check(way.op, case, way.allowed, seed=seed, device=way.device)
 
-    @pytest.mark.parametrize("way", INTERPRETED, indirect=True)
+    @pytest.mark.parametrize("way", [*INTERPRETED, EMULATED], indirect=True)
     def test_every_form(self, way: Way) -> None:
-        """At the least length of the first row of the tables that has it."""
+        """At the least length of the first row of the tables that has it; on the emulator the typical case, too."""
         assert way.pack is not None
+        if way.beyond:
+            self.check(way.op, self.cases[0], way.allowed, device=way.device)
         manifest = way.pack.op(self.op_class.name)
         wanted, done = set(), set()
         for seed, (variant, case) in enumerate(self.form_cases(manifest, way.rows)):

@@ -82,9 +82,10 @@ def built(arch: str, op: str, name: str) -> Packed:
     alone = Plan(
         op, arch, {kernel.kernel.name: type(kernel)(kernel.kernel, tables, {name: kernel.variants[name]})}
     )
+    found = {name: audited(arch, op, name)}
     folder = _folder() / "built" / f"{arch}-{name}"
     folder.mkdir(parents=True)
-    text = write_op(folder, alone, {name: audited(arch, op, name)})
+    text = write_op(folder, alone, found)
     path = folder / f"{op}.json"
     return OpManifest(path, folder / f"{op}.bin", sha256(text).hexdigest()).variant(name)
 
@@ -93,7 +94,7 @@ def built(arch: str, op: str, name: str) -> Packed:
 def planned_pack(arch: str, compiles: bool) -> PlannedPack:
     """The pack of the present tree for ``arch``; a process writes its manifests once."""
     profile, plans = plans_of(arch)
-    folder = planned_root() / arch
+    folder = _folder() / "packs" / arch
     if not folder.is_dir():
         found = {v.name: _placeholder(v, profile) for p in plans.values() for v in p.variants}
         write_pack(folder, profile, list(plans.values()), found, project_version(), compiler(profile))
@@ -113,9 +114,11 @@ def compiled_pack(arch: str, *ops: str) -> Pack:
     return Pack(folder)
 
 
-def planned_root() -> Path:
-    """The folder of planned packs: what LIGER_AOT_PACKS may name."""
-    return _folder() / "packs"
+def tables_of(arch: str) -> Pack:
+    """The pack of ``arch`` for drivers that launch nothing: tables and launch numbers, no binary is compiled."""
+    if packs := os.environ.get("LIGER_AOT_PACKS"):
+        return Pack(Path(packs) / arch)
+    return planned_pack(arch, compiles=False)
 
 
 @cache
@@ -136,7 +139,9 @@ def _placeholder(variant: Variant, profile: Profile) -> Audited:
         if kind.startswith("tensordesc<"):
             dtype, sizes = tiles_of(kind.removeprefix("tensordesc<").rstrip(">")) or ("", ())
             box = [int(size) for size in sizes]
-            maps.append({"swizzle": min(LINE, box[-1] * (4 if dtype == "fp32" else 2)), "box": box})
+            row = min(LINE, box[-1] * (4 if dtype == "fp32" else 2))
+            swizzle = (row // 32).bit_length() if box[-2] > 1 else 0  # as CUtensorMapSwizzle counts
+            maps.append({"swizzle": swizzle, "box": box})
     compiled = Compiled(
         variant.name, variant.name.encode(), "", variant.function, warps, 1, 0, 0, tuple(maps)
     )

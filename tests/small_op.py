@@ -5,6 +5,7 @@ Planning reads declarations without importing them, so the device functions have
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,9 +79,16 @@ def edited(text: str, changes: Mapping[str, str]) -> str:
 
 
 def hardware(arch: str) -> str:
-    """What ``arch_profiles/<arch>.toml`` says before its launch tables."""
+    """What ``arch_profiles/<arch>.toml`` says before its launch tables; one that extends another, whole."""
     text = (PROFILES / f"{arch}.toml").read_text()
-    return text[: text.index("[kernel.")]
+    text = text[: text.index("[kernel.")]
+    if (extends := re.search(r'^extends = "(\w+)"$', text, re.MULTILINE)) is None:
+        return text
+    whole = hardware(extends[1])
+    for key, value in re.findall(r"^(\w+) = (.*)$", text[text.index("[arch]") :], re.MULTILINE):
+        whole, found = re.subn(rf"^{key} = .*$", f"{key} = {value}", whole, count=1, flags=re.MULTILINE)
+        assert found, key
+    return whole
 
 
 def write_profile(folder: Path, arch: str, text: str) -> Path:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from build_tools.launcher import COMPILE, LINK
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "liger_aot"
 DRIVER = ROOT / "tests" / "stand_in_driver"
@@ -34,19 +36,25 @@ def compile_c(sources: list[Path], output: Path, *flags: str) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler on this machine to build the launcher with")
-    command = [*compiler.split(), *FLAGS, *flags, "-o", str(output), *map(str, sources)]
+    extra = os.environ.get("CFLAGS", "").split()
+    command = [*compiler.split(), *FLAGS, *flags, *extra, "-o", str(output), *map(str, sources)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return output
 
 
 def build_launcher(folder: Path) -> Path:
-    """Compile liger_aot._launch for the limited API of Python 3.10, as the wheel does."""
+    """Compile liger_aot._launch for the limited API of Python 3.10, as the wheel does.
+
+    LIGER_AOT_LAUNCHER names one that is built already: another machine's, under emulation.
+    """
+    if built := os.environ.get("LIGER_AOT_LAUNCHER"):
+        return Path(built)
     include = Path(sysconfig.get_paths()["include"])
     if not (include / "Python.h").exists():
         pytest.skip(f"no Python.h in {include} to build the launcher with")
     sources = [PACKAGE / "_launch.c", *sorted((PACKAGE / "_native").glob("*.c"))]
-    return compile_c(sources, folder / "_launch.abi3.so", "-DPy_LIMITED_API=0x030A0000", f"-I{include}")
+    return compile_c(sources, folder / "_launch.abi3.so", *COMPILE, *LINK, f"-I{include}")
 
 
 def build_stand_in(folder: Path, *, without: str | None = None, version: int = 12040) -> Path:

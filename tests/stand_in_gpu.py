@@ -6,6 +6,7 @@ It needs the fixtures of ``tests.pack_fixtures`` and ``tests.launcher_fixtures``
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def stand_in_gpu(
     images = {name: compressed(image(f"{symbol}=ppii")) for name, symbol in symbols.items()}
     replace_binaries(sm80, "column_sums", images)
     monkeypatch.setattr(devices, "gpu", lambda index: devices.GPU(index, A100, 108, 166912))
-    monkeypatch.setattr(devices, "driver", lambda: native.Driver("cuda", stand_in.path))
+    monkeypatch.setattr(devices, "driver", lru_cache(lambda: native.Driver("cuda", stand_in.path)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     yield sm80

@@ -131,6 +131,7 @@ def test_constants(operand: Operand, name: str, bits: int) -> None:
         ((0x7E0402F9, 0x00060701), "unknown SDWA selection 7"),
         ((0xD3CC0000, 0x02020400), "unknown operand 0x0"),  # a scalar as a matrix
         ((0x7E0004F9, 0), "unknown encoding"),  # v_readfirstlane has no SDWA
+        ((0xD1010000, 0x04020501), "unknown encoding: more than 2 sources"),  # v_add_f32_e64
     ],
 )
 def test_what_is_unknown_is_refused(words: tuple[int, ...], message: str) -> None:

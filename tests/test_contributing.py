@@ -58,7 +58,8 @@ def tree(tmp_path: Path) -> Path:
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    (copy / ".venv" / ".ready").touch()
+    for built in (".builds", ".ready"):
+        (copy / ".venv" / built).touch()
     for launcher in (ROOT / "python" / "liger_aot").glob("_launch*.so"):
         shutil.copy(launcher, copy / "python" / "liger_aot")
     return copy

@@ -15,7 +15,7 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.loss_checks import RowLoss
 from liger_aot.ops.cross_entropy import CrossEntropy
 from tests.cross_entropy_cases import CASES, EMPTY, EVERYTHING, IGNORED, CrossEntropyCases
-from tests.op_tests import BF16, BINARIES, DTYPES, FP32, WAYS, Case, OpTests, Way
+from tests.op_tests import BF16, BINARIES, DTYPES, EMULATED, FP32, WAYS, Case, OpTests, Way
 
 X, T = torch.ones(4, 8), torch.tensor([0, 7, 3, 1])
 # NumPy's, on the interpreter: differences to -inf and the lowest value are meant to overflow
@@ -55,9 +55,9 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             (X, T, X[0].clone().requires_grad_()), {}, ArgumentError, "weight gets no gradient",
         ),
         "reduction": ((X, T), {"reduction": "batchmean"}, ArgumentError, "reduction must be one of mean"),
-        "smoothing": ((X, T), {"label_smoothing": 1.5}, ArgumentError, r"label_smoothing must be in \[0, 1\]"),
+        "smoothing": ((X, T), {"label_smoothing": 1.5}, ArgumentError, "label_smoothing must be from 0 to 1"),
         "softcap": ((X, T), {"softcap": -1.0}, ArgumentError, "softcap must be at least 0.*got -1"),
-        "no number": ((X, T), {"softcap": "30"}, ArgumentTypeError, "softcap must be a number, got str"),
+        "no number": ((X, T), {"softcap": "30"}, ArgumentTypeError, "softcap must be a number, got '30'"),
         "z": ((X, T), {"lse_square_scale": float("nan")}, ArgumentError, "lse_square_scale must be fin.*nan"),
         "ignore": ((X, T), {"ignore_index": 1.0}, ArgumentTypeError, "ignore_index must be an int"),
     }  # fmt: skip
@@ -242,11 +242,13 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-8)
             torch.testing.assert_close(loss.double(), each.detach(), rtol=1e-5, atol=1e-7)
 
-    @pytest.mark.parametrize("way", BINARIES, indirect=True)
+    @pytest.mark.parametrize(
+        "way", [EMULATED, *(way for way in BINARIES if EMULATED not in way.values)], indirect=True
+    )
     def test_sums_in_two_levels(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(losses, "LONE_ROWS", 100)
-        monkeypatch.setattr(losses, "CHUNK", 16)
-        for rows in (100, 101, 1500):
+        monkeypatch.setattr(losses, "LONE_ROWS", 10)
+        monkeypatch.setattr(losses, "CHUNK", 2)
+        for rows in (10, 11, 150):
             case = Case((rows, 7), FP32, ignored=3, weight=FP32, lse_square_scale=0.1)
             (logits, target, weight), settings, _ = self.draw(case, rows, way.device)
             loss, z, accuracy = way.op(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from build_tools.declaration import declared_ops, longest_row, read_declaration
+from build_tools.declaration import declared_ops, longest_row, read_declaration, with_used
 from build_tools.errors import DeclarationError
 from build_tools.literals import literal
 from build_tools.paths import KERNELS, ROOT
@@ -28,6 +29,24 @@ def test_real_declarations(op: str) -> None:
         assert len(kernel.signature()) == len(kernel.arguments)
         assert set(kernel.aligned) <= set(kernel.arguments)
         assert all(form.function.isidentifier() and form.constants for form in kernel.forms.values())
+
+
+@pytest.mark.parametrize("op", declared_ops())
+def test_an_op_uses_what_its_host_code_launches(op: str) -> None:
+    """What a build of the op alone must bring, so that it works."""
+    host = import_module(f"liger_aot.ops.{op}").OP
+    assert set(read_declaration(op).uses) == set(host.uses) - {op}
+
+
+def test_ops_with_those_that_they_launch(tmp_path: Path) -> None:
+    assert with_used(["swiglu"]) == ("swiglu",)
+    assert with_used(["rmsnorm", "swiglu"]) == ("column_sums", "rmsnorm", "swiglu")
+    assert "cross_entropy" in with_used(["vocab_parallel_linear_cross_entropy"])
+    folder = write_op(
+        tmp_path, edited(DECLARATION, {'"op": "scale",': '"op": "scale",\n    "uses": ["sums"],'})
+    )
+    with pytest.raises(DeclarationError, match=r"'uses'.: there is no op 'sums'"):
+        read_declaration("scale", folder)
 
 
 def test_fields(tmp_path: Path) -> None:

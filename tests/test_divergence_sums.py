@@ -12,7 +12,7 @@ from tests.drivers import EmulatorDriver, bound_op
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx90a", marks=pytest.mark.slow), "gfx942"])
 def test_sums_and_counts(arch: str, shift: int) -> None:
     op = bound_op(DivergenceSums, built_pack(arch), EmulatorDriver)
     for n in (1, 63, 1500):

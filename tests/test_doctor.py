@@ -101,7 +101,7 @@ def test_doctor_of_gpus_of_which_one_has_no_pack(
     assert (
         "no installed pack serves NVIDIA B200 (compute capability 10.0)" in b200 and "add a profile" in b200
     )
-    assert 'Install it: pip install "liger-aot[sm80]"' in a10
+    assert f'--no-index --find-links FOLDER "liger-aot[sm80]=={liger_aot.__version__}"' in a10
     assert h200.endswith("takes pack sm90")
 
 
@@ -220,6 +220,39 @@ def test_doctor_reports_a_gpu_that_fails_and_the_others(
     first, second = lines(report, "GPUs").splitlines()
     assert not report.healthy
     assert first == "cuda:0: CUDA error: uncorrectable ECC error" and second.endswith("takes pack sm90")
+
+
+def test_control_characters_do_not_reach_the_terminal(
+    copies: Callable[..., Path],
+    machine: Callable[..., None],
+    install: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a driver, a path or a manifest says: it could move the cursor, set the title or hide what was printed."""
+    evil = "\x1b]0;title\x07\x1b[2K\x9b1A\u202e"
+    root = copies("sm80", "sm90")
+    edit(root / "sm80" / "manifest.json", lambda m: m.update(toolchain={"triton": evil, "compiler": evil}))
+    edit(root / "sm90" / "manifest.json", lambda m: m.update(version=evil))
+
+    def rename(document: Any) -> None:
+        for variant in document["variants"].values():
+            variant.update(row=evil, numbers={**variant["numbers"], evil: 1})
+
+    edit(root / "sm80" / "rmsnorm.json", rename)
+    moved = root.rename(root.parent / evil.replace("/", ""))
+    install(moved)
+    machine(SimpleNamespace(**{**vars(A10), "name": f"NVIDIA {evil} A10"}))
+    for arguments in (
+        ["doctor"],
+        ["list"],
+        ["verify"],
+        ["explain", "rmsnorm", "--shape", "8,64", "--dtype", "bf16"],
+    ):
+        main(arguments)
+        out, err = capsys.readouterr()
+        assert r"\x1b[2K\x9b1A\u202e" in out + err, arguments
+        for text in (out, err):
+            assert all(line.isprintable() for line in text.split("\n")), arguments
 
 
 def test_doctor_with_a_torch_that_does_not_import(built: Path, tmp_path: Path) -> None:

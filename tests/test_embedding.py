@@ -13,7 +13,7 @@ import liger_aot
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.embedding import ONE_BLOCK, Embedding, _sorted
-from tests.op_tests import BF16, BINARIES, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests, Way, made
+from tests.op_tests import BF16, BINARIES, DTYPES, EMULATED, FP16, FP32, Case, Draw, Exact, OpTests, Way, made
 
 TABLE, INDICES = torch.ones(4, 8), torch.tensor([[0, 3]])
 # What the host turns an index into: where the runs that cross chunks begin and end decides.
@@ -135,6 +135,14 @@ class TestEmbedding(OpTests):
             (dy.abs(),), (exact.inputs["indices"],), settings["padding"], settings["vocabulary"]
         )[1]
         return {"dweight": {"magnitude": magnitude}}
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_runs_across_chunks_on_the_emulator() -> None:
+    """The typical case has no run of a token that two programs share."""
+    tests = TestEmbedding()
+    by = made(tests, EMULATED)
+    tests.check(by.op, Case((150, 48), BF16, vocabulary=151, pattern="runs across chunks"), by.allowed)
 
 
 @pytest.mark.parametrize("name", BINARIES)

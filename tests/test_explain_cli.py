@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from base64 import urlsafe_b64encode
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 import liger_aot
+from build_tools.stored import compressed
 from liger_aot import packs
 from liger_aot.cli import main
 from liger_aot.errors import (
@@ -26,8 +30,8 @@ from liger_aot.explanation import Choice, table
 from liger_aot.manifest import OpManifest
 from liger_aot.packs import pack_of
 from liger_aot.runtime import DTYPE_NAMES, KernelOn, Loaded
-from liger_aot.verify import verify
-from tests.pack_edits import ARCHS, command, count_binaries, edit, flip
+from liger_aot.verify import Fault, verify
+from tests.pack_edits import ARCHS, command, count_binaries, edit, flip, replace_binaries
 
 pytest_plugins = ("tests.pack_fixtures",)
 
@@ -218,7 +222,7 @@ def test_no_module_takes_a_public_name() -> None:
 
 
 def test_verify_finds_nothing_wrong_with_what_was_built(built: Path) -> None:
-    assert verify() == []
+    assert verify().faults == ()
 
 
 def test_verify_goes_on_after_every_fault(copies: Callable[..., Path]) -> None:
@@ -237,7 +241,7 @@ def test_verify_goes_on_after_every_fault(copies: Callable[..., Path]) -> None:
     flip(sm90 / "rmsnorm.json", 5000)
     (gfx90a / "manifest.json").unlink()
     edit(root / "gfx942" / "manifest.json", lambda m: m.update(version="0.0.9"))
-    found = [(str(f.path.relative_to(root)), f.problem) for f in verify()]
+    found = [(str(f.path.relative_to(root)), f.problem) for f in verify().faults]
     faults = {path: problem for path, problem in found if path != "sm80/rmsnorm.bin"}
     in_binaries = [problem for path, problem in found if path == "sm80/rmsnorm.bin"]
     assert len(found) == len(faults) + len(in_binaries), "one fault for each other file"
@@ -266,7 +270,7 @@ def test_verify_finds_bytes_that_are_in_no_binary_or_in_two(copies: Callable[...
     ends = sorted(variant["offset"] + variant["length"] for variant in variants)
 
     def problems() -> list[str]:
-        return [fault.problem for fault in verify() if fault.path == path]
+        return [fault.problem for fault in verify().faults if fault.path == path]
 
     path.write_bytes(whole + b"more")
     assert problems() == [f"bytes from {len(whole)} on are in no binary"]
@@ -294,7 +298,68 @@ def test_verify_of_an_op_without_binaries(copies: Callable[..., Path]) -> None:
     sm80 = copies("sm80") / "sm80"
     (sm80 / "column_sums.bin").unlink()
     edit(sm80 / "column_sums.json", lambda document: document.update(kernels={}, variants={}))
-    assert [str(fault) for fault in verify()] == [f"{sm80 / 'column_sums.bin'}: No such file or directory"]
+    assert [str(fault) for fault in verify().faults] == [
+        f"{sm80 / 'column_sums.bin'}: No such file or directory"
+    ]
+
+
+def record(site: Path, name: str, *folders: Path) -> Path:
+    """A wheel's RECORD of what lies in these folders, as pip leaves it."""
+    lines = []
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        digest = urlsafe_b64encode(sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+        lines.append(f"{path.relative_to(site)},sha256={digest},{path.stat().st_size}\n")
+    about = site / f"{name}-{liger_aot.__version__}.dist-info"
+    about.mkdir()
+    (about / "RECORD").write_text("".join((*lines, f"{about.name}/RECORD,,\n")))
+    return about / "RECORD"
+
+
+def test_verify_compares_with_the_record_of_the_wheel(copies: Callable[..., Path]) -> None:
+    """A pack that was changed together with the manifest that vouches for it; files that are in no RECORD."""
+    root = copies("sm80", "sm90")
+    site, sm80, sm90 = root.parent, root / "sm80", root / "sm90"
+    assert {sm80, sm90} <= verify().unrecorded.keys() and verify().faults == ()
+    told = record(site, "liger_aot_sm80", sm80)
+    report = verify()
+    assert report.faults == () and sm80 not in report.unrecorded
+    assert report.unrecorded[sm90] == len(list(sm90.iterdir()))
+    for pack in (sm80, sm90):  # other binaries, for which all hashes of the pack are made to fit
+        names = packs.open_pack(pack).op("column_sums").variants
+        replace_binaries(pack, "column_sums", dict.fromkeys(names, compressed(b"\x7fELF of somebody else")))
+    report = verify()
+    changed = [sm80 / name for name in ("column_sums.bin", "column_sums.json", "manifest.json")]
+    assert sorted(fault.path for fault in report.faults) == changed
+    assert all(
+        "its wheel's RECORD says sha256=" in fault.problem or "larger than" in fault.problem
+        for fault in report.faults
+    )
+    assert sm90 in report.unrecorded, "nothing vouches for it but itself: that is said"
+    told.write_text(told.read_text().replace(f"{sm80.relative_to(site)}/dyt.bin", "elsewhere"))
+    (fault,) = (fault for fault in verify().faults if fault.path == sm80 / "dyt.bin")
+    assert fault.problem == "in no wheel's RECORD"
+    assert Fault(site / "elsewhere", "No such file or directory") not in verify().faults, "it is in no pack"
+
+
+def test_verify_of_a_record_that_cannot_be_read(copies: Callable[..., Path]) -> None:
+    sm80 = copies("sm80") / "sm80"
+    told = record(sm80.parents[1], "liger_aot_sm80", sm80)
+    told.unlink()
+    os.mkfifo(told)  # reading it would wait for ever
+    assert verify().faults == (Fault(told, "not a regular file"),)
+
+
+def test_verify_command_names_what_no_record_covers(
+    copies: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sm80 = copies("sm80") / "sm80"
+    assert main(["verify"]) == 0
+    files = len(list(sm80.iterdir()))
+    said = f"{sm80}: no wheel's RECORD covers its {files} files, which vouch for themselves"
+    assert said in capsys.readouterr().out
+    record(sm80.parents[1], "liger_aot_sm80", sm80)
+    assert main(["verify"]) == 0
+    assert str(sm80) not in capsys.readouterr().out
 
 
 # ---- the command ----
@@ -361,11 +426,11 @@ def test_explain_command_names_what_it_leaves_out(
 def test_verify_command(copies: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     root = copies("sm80", "sm90")
     assert main(["verify"]) == 0
-    assert capsys.readouterr().out == "as they were built: sm80, sm90\n"
+    assert capsys.readouterr().out.endswith("\nas they were built: sm80, sm90\n")
     flip(root / "sm80" / "rmsnorm.json", 9)
     assert main(["verify"]) == 1
     printed = capsys.readouterr()
-    assert "rmsnorm.json: sha256 is" in printed.out and printed.err.startswith("error: 1 of the packs' files")
+    assert "rmsnorm.json: sha256 is" in printed.out and printed.err.startswith("error: 1 files are not as")
 
 
 @pytest.mark.parametrize(

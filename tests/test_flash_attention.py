@@ -4,6 +4,7 @@ code on Triton's interpreter, and what is launched where there are tensor maps."
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ from liger_aot.torch_library import register
 from tests.attention_cases import BF16, EMPTY, FP16, SMALL, Problem, check
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
+from tests.planned_packs import tables_of
 from tests.tolerances import REFERENCE
 
+pytest_plugins = ("tests.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 
 
@@ -132,11 +136,11 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
         ArgumentError,
         "last dimension of q must be contiguous",
     ),
-    "layout": ((Q, K, K), {"layout": "sbhd"}, ArgumentError, "layout must be 'bshd' or 'bhsd', got 'sbhd'"),
+    "layout": ((Q, K, K), {"layout": "sbhd"}, ArgumentError, "layout must be one of bshd, bhsd; got 'sbhd'"),
     "scale 0": ((Q, K, K), {"scale": 0.0}, ArgumentError, "scale must be above 0"),
     "scale nan": ((Q, K, K), {"scale": math.nan}, ArgumentError, "scale must be above 0"),
     "scale": ((Q, K, K), {"scale": "1"}, ArgumentTypeError, "scale must be a number"),
-    "softcap": ((Q, K, K), {"softcap": -1.0}, ArgumentError, "softcap must be 0"),
+    "softcap": ((Q, K, K), {"softcap": -1.0}, ArgumentError, "softcap must be at least 0 and finite"),
     "window": ((Q, K, K), {"window": 5}, ArgumentTypeError, r"window must be \(left, right\)"),
     "window of floats": ((Q, K, K), {"window": (5.0, 0)}, ArgumentError, "window must be two numbers"),
     "negative window": ((Q, K, K), {"window": (5, -2)}, ArgumentError, "window must be two numbers"),
@@ -190,8 +194,7 @@ def test_registration() -> None:
 # ---- The binaries and the device code of tiles ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize("problem", (*SMALL, *EMPTY), ids=str)
+@pytest.mark.parametrize(("problem", "arch"), emulated((p,) for p in (*SMALL, *EMPTY)), ids=str)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     op = bound_op(FlashAttention, pack, EmulatorDriver)
@@ -224,11 +227,9 @@ def test_tiles_on_the_interpreter(problem: Problem, poisoned: None) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
-    pack = built_pack(arch)
-    monkeypatch.setenv("LIGER_AOT_PACKS", str(pack.folder.parent))
     choices = explain("flash_attention", arch=arch, shape=(1, 128, 8, 96), dtype="bf16")
     backward = [f"flash_attention_backward_{kind}" for kind in ("rows", "keys", "queries")]
     if arch == "sm90":
@@ -296,7 +297,7 @@ def recorded() -> tuple[FlashAttention, Recorder]:
         made.append(Recorder(op, pack))
         return made[-1]
 
-    return bound_op(FlashAttention, built_pack("sm90"), driver), made[0]
+    return bound_op(FlashAttention, tables_of("sm90"), driver), made[0]
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

@@ -21,6 +21,8 @@ from tests.attention_cases import BF16, EMPTY, FP16, Problem
 from tests.attention_gradients import SMALL_GRADIENTS, check_gradients, gradient_errors
 from tests.conftest import built_pack
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
+from tests.planned_packs import tables_of
 from tests.tolerances import REFERENCE
 
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
@@ -57,8 +59,7 @@ def test_limits_notice_what_is_wrong() -> None:
 # ---- The binaries and the device code ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize(("seed", "problem"), CASES, ids=str)
+@pytest.mark.parametrize(("seed", "problem", "arch"), emulated(CASES), ids=str)
 def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     op = bound_op(FlashAttention, pack, EmulatorDriver)
@@ -243,7 +244,7 @@ class Recorder(recording.RecordingDriver):
 
 
 def recorded(problem: Problem, arch: str, lse: Tensor | None = None) -> recording.RecordingDriver:
-    op, made = recording.recorded(FlashAttentionBackward, built_pack(arch), Recorder)
+    op, made = recording.recorded(FlashAttentionBackward, tables_of(arch), Recorder)
     q, k, v, sinks = problem.tensors()
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
     op(q, q, k, v, q, torch.zeros(problem.batch, problem.heads, problem.len_q), **keywords)
@@ -300,7 +301,7 @@ def test_a_column_more_than_kernels_read() -> None:
     """dim 72 is read as 80; what comes back has 72."""
     driver = recorded(Problem(2, 2, 2, 10, 20, 72), "sm80")
     assert driver.launches["keys"][3 + 8 :][:3] == (20 * 2 * 80, 80, 160)
-    op = bound_op(FlashAttentionBackward, built_pack("sm80"), Recorder)
+    op = bound_op(FlashAttentionBackward, tables_of("sm80"), Recorder)
     q, k, v, _ = Problem(1, 2, 2, 10, 20, 72).tensors()
     shapes = [g.shape for g in op(q, q, k, v, q, torch.zeros(1, 2, 10))[:3]]
     assert shapes == [q.shape, k.shape, v.shape]

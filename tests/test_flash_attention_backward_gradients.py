@@ -13,8 +13,8 @@ from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from tests.attention_cases import FP16, Problem
 from tests.attention_gradients import gradient_errors
-from tests.conftest import built_pack
 from tests.drivers import bound_op
+from tests.planned_packs import tables_of
 from tests.test_flash_attention_backward_groups import BACKWARD, DIMS
 from tests.test_warp_group_interpreter import Dense
 from tests.tolerances import REFERENCE
@@ -22,7 +22,7 @@ from tests.tolerances import REFERENCE
 
 @pytest.fixture(scope="module")
 def pack() -> Pack:
-    return built_pack("sm90")
+    return tables_of("sm90")
 
 
 DENSE = (
@@ -91,7 +91,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("problem", "deterministic"), cases(), ids=str)
+@pytest.mark.parametrize(("problem", "deterministic"), list(cases()), ids=str)
 def test_gradients(pack: Pack, problem: Problem, deterministic: bool, request: pytest.FixtureRequest) -> None:
     """Memory holds NaN until it is written in the deterministic calls alone: torch has no other way to fill it."""
     if deterministic:

@@ -24,8 +24,8 @@ from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_backward import FlashAttentionBackward
 from liger_aot.runtime import OpOn
 from tests.attention_cases import FP16, Problem
-from tests.conftest import built_pack
 from tests.drivers import MULTIPROCESSORS, InterpreterDriver
+from tests.planned_packs import tables_of
 from tests.recording import RecordingDriver, recorded
 
 DIMS = (64, 96, 128, 192, 256)
@@ -114,7 +114,7 @@ class Recorder(RecordingDriver):
 
 @pytest.fixture(scope="module")
 def pack() -> Pack:
-    return built_pack("sm90")
+    return tables_of("sm90")
 
 
 def launched(

@@ -16,8 +16,8 @@ from build_tools.profile import Profile
 from liger_aot.attention import LOG2_E, LONGEST
 from liger_aot.manifest import Pack
 from tests.attention_cases import Problem
-from tests.conftest import built_pack
 from tests.drivers import MULTIPROCESSORS
+from tests.planned_packs import tables_of
 from tests.test_flash_attention_backward_groups import DIMS, launched
 
 KINDS = [*(f"{dim}_local" for dim in DIMS), "256_capped"]
@@ -37,7 +37,7 @@ def planned(folder: Path) -> tuple[Profile, Plan]:
 
 @pytest.fixture(scope="module")
 def pack() -> Pack:
-    return built_pack("sm90")
+    return tables_of("sm90")
 
 
 # ---- What is built ----
@@ -118,4 +118,4 @@ def test_by_tiles(pack: Pack) -> None:
     """Soft caps of narrower heads, and where the pack has no such kernel."""
     problem = Problem(1, 2, 1, 100, 200, 64, window=(9, 0))
     assert set(launched(pack, problem._replace(softcap=5.0))[0]) == {"rows", "keys_capped", "queries_capped"}
-    assert set(launched(built_pack("sm80"), problem)[0]) == {"rows", "keys", "queries"}
+    assert set(launched(tables_of("sm80"), problem)[0]) == {"rows", "keys", "queries"}

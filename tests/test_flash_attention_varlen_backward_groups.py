@@ -31,8 +31,8 @@ from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from tests.attention_cases import FP16
-from tests.conftest import built_pack
 from tests.drivers import bound_op
+from tests.planned_packs import tables_of
 from tests.recording import RecordingDriver, all_launches, recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import Problem
@@ -95,7 +95,7 @@ def test_what_was_baked(tmp_path: Path, dim: int, dtype: str) -> None:
 
 @pytest.fixture(scope="module")
 def pack() -> Pack:
-    return built_pack("sm90")
+    return tables_of("sm90")
 
 
 def launched(
@@ -203,7 +203,7 @@ def test_no_tensor_maps_take_the_tiles(pack: Pack, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_pack_without_them_has_the_tiles() -> None:
-    assert set(launched(built_pack("sm80"), BY_GROUPS["full"][0])[0]) == TILES
+    assert set(launched(tables_of("sm80"), BY_GROUPS["full"][0])[0]) == TILES
 
 
 def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
@@ -266,7 +266,7 @@ def seeds() -> Iterator[Any]:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", list(seeds()))
 def test_gradients(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the host's own launches, beside NaN behind and between sequences, in memory that holds NaN."""
     empty = Tensor.new_empty

@@ -25,8 +25,8 @@ from liger_aot.attention_varlen_groups import keys_together
 from liger_aot.manifest import Pack
 from liger_aot.ops.flash_attention_varlen import FlashAttentionVarlen
 from tests.attention_cases import BF16, FP16
-from tests.conftest import built_pack
 from tests.drivers import bound_op
+from tests.planned_packs import tables_of
 from tests.recording import recorded
 from tests.tolerances import REFERENCE
 from tests.varlen_cases import Problem
@@ -83,7 +83,7 @@ def test_what_was_baked(tmp_path: Path, dim: int, kind: str, threads: int, budge
 
 @pytest.fixture
 def pack() -> Pack:
-    return built_pack("sm90")
+    return tables_of("sm90")
 
 
 def launched(pack: Pack, problem: Problem, tensors: list[Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:

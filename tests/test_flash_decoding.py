@@ -4,6 +4,8 @@ interpreter."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +18,18 @@ from build_tools.binary import inspect
 from build_tools.cubin import Cubin
 from liger_aot import decoding
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.manifest import Variant
 from liger_aot.ops.flash_decoding import FlashDecoding
 from liger_aot.torch_library import register
 from tests.conftest import built_pack
 from tests.decoding_cases import BF16, EMPTY, FP16, MORE_BINARIES, SMALL, Problem, check
 from tests.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.emulated_cases import emulated
+from tests.op_cases import form_of
 from tests.tolerances import REFERENCE
 from tests.warp_group_interpreter import GroupsDriver
 
+pytest_plugins = ("tests.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 
 
@@ -113,11 +119,11 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     ),
     "scale 0": ((Q, K, K), {"scale": 0.0}, ArgumentError, "scale must be above 0"),
     "scale": ((Q, K, K), {"scale": "1"}, ArgumentTypeError, "scale must be a number"),
-    "softcap": ((Q, K, K), {"softcap": -1.0}, ArgumentError, "softcap must be 0"),
+    "softcap": ((Q, K, K), {"softcap": -1.0}, ArgumentError, "softcap must be at least 0 and finite"),
     "window": ((Q, K, K), {"window": 5}, ArgumentTypeError, r"window must be \(left, right\)"),
     "negative window": ((Q, K, K), {"window": (5, -2)}, ArgumentError, "window must be two numbers"),
-    "splits": ((Q, K, K), {"splits": 257}, ArgumentError, "splits must be 1 to 256, or None; got 257"),
-    "half a split": ((Q, K, K), {"splits": 1.5}, ArgumentError, "splits must be 1 to 256"),
+    "splits": ((Q, K, K), {"splits": 257}, ArgumentError, "splits must be from 1 to 256, got 257"),
+    "half a split": ((Q, K, K), {"splits": 1.5}, ArgumentTypeError, "splits must be an int, got 1.5"),
     "sinks": ((Q, K, K), {"sinks": torch.ones(3)}, ArgumentError, r"sinks must be of shape \(4,\)"),
     "integer sinks": ((Q, K, K), {"sinks": torch.ones(4).int()}, ArgumentTypeError, "sinks must be"),
     "lengths as a list": ((Q, K, K), {"cache_seqlens": [3, 4]}, ArgumentTypeError, "cache_seqlens must be a torch"),
@@ -208,8 +214,9 @@ def test_registration() -> None:
 # ---- The binaries and the device code ----
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.parametrize("problem", (*SMALL, *MORE_BINARIES, *EMPTY), ids=str)
+@pytest.mark.parametrize(
+    ("problem", "arch"), emulated((p,) for p in (*SMALL, *MORE_BINARIES, *EMPTY)), ids=str
+)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashDecoding, pack, EmulatorDriver), problem, dict(pack.tolerance))
@@ -224,7 +231,7 @@ def spoiled(device: str = "cpu") -> tuple[Problem, list[Any]]:
     return problem, tensors
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx90a", marks=pytest.mark.slow), "gfx942"])
 def test_pages_and_lengths_out_of_range(arch: str) -> None:
     """Nothing out of bounds is read, which the emulator would not let pass; the next call raises, once."""
     op = bound_op(FlashDecoding, built_pack(arch), EmulatorDriver)
@@ -281,32 +288,43 @@ def test_the_stream_on_the_interpreter(case: int, monkeypatch: pytest.MonkeyPatc
     check(op, problem, dict(pack.tolerance))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_products_are_the_matrix_units(arch: str) -> None:
-    """On sm90 wgmma wants 64 rows: a small tile takes mma, as sm80."""
-    wanted = {"sm80": {"HMMA"}, "sm90": {"HMMA", "HGMMA"}, "gfx90a": {"MFMA"}, "gfx942": {"MFMA"}}[arch]
+def binaries(which: str) -> Iterator[Variant]:
+    """All of an architecture, or one of each of its kernels' forms."""
+    arch, _, one_a_form = which.partition(" ")
     op = built_pack(arch).op("flash_decoding")
-    for name in op.variants:
-        kinds = set(inspect(op.variant(name).read()).matrix)
+    first = {form_of(name): name for name in reversed(op.variants)}
+    return map(op.variant, sorted(first.values()) if one_a_form else op.variants)
+
+
+BINARIES = ["sm90 forms", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS)]
+
+
+@pytest.mark.parametrize("which", BINARIES)
+def test_products_are_the_matrix_units(which: str) -> None:
+    """On sm90 wgmma wants 64 rows: a small tile takes mma, as sm80."""
+    arch = which.split()[0]
+    wanted = {"sm80": {"HMMA"}, "sm90": {"HMMA", "HGMMA"}, "gfx90a": {"MFMA"}, "gfx942": {"MFMA"}}[arch]
+    for variant in binaries(which):
+        name = variant.name
+        kinds = set(inspect(variant.read()).matrix)
         assert not kinds if "_combine" in name else kinds and kinds <= wanted, name
         if arch == "sm90" and "block_m64" in name:
             assert "HGMMA" in kinds
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_combine_waits_for_split_on_sm90(arch: str) -> None:
-    op = built_pack(arch).op("flash_decoding")
-    for variant in map(op.variant, op.variants):
+@pytest.mark.parametrize("which", BINARIES)
+def test_combine_waits_for_split_on_sm90(which: str) -> None:
+    for variant in binaries(which):
         facts = inspect(variant.read())
-        assert variant.follows == facts.waits == (arch == "sm90" and "_combine" in variant.name)
+        assert variant.follows == facts.waits == (which.startswith("sm90") and "_combine" in variant.name)
 
 
-def test_where_combine_waits() -> None:
+@pytest.mark.parametrize("which", ["sm90 forms", pytest.param("sm90", marks=pytest.mark.slow)])
+def test_where_combine_waits(which: str) -> None:
     """On the way of every program, and after lengths alone have been asked for, a row's own and many at a time; split
     says that it may start first of all. The opcodes are what nvdisasm prints as ACQBULK, PREEXIT, EXIT and LDG."""
     wait, let_start, end, load = 0x02E, 0x02D, 0x14D, 0x181
-    op = built_pack("sm90").op("flash_decoding")
-    for variant in map(op.variant, op.variants):
+    for variant in binaries(which):
         (kernel,) = Cubin(variant.read()).kernels.values()
         found = [
             int.from_bytes(kernel.code[at : at + 2], "little") & 0x1FF
@@ -324,11 +342,9 @@ def test_where_combine_waits() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_explain(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
-    pack = built_pack(arch)
-    monkeypatch.setenv("LIGER_AOT_PACKS", str(pack.folder.parent))
     choices = explain("flash_decoding", arch=arch, shape=(1, 1, 8, 96), dtype="bf16")
     kinds = ["split", "split_paged", "wide", "wide_paged", "combine"]
     kinds += ["stream", "once", "once_paged"] if arch == "sm90" else []

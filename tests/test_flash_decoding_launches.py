@@ -13,9 +13,9 @@ from torch import Tensor
 from liger_aot.attention import LONGEST
 from liger_aot.decoding import best_splits
 from liger_aot.ops.flash_decoding import FlashDecoding
-from tests.conftest import built_pack
 from tests.decoding_cases import BF16, FP16, SMALL, Problem, Recorder, recorded
 from tests.drivers import MULTIPROCESSORS, bound_op
+from tests.planned_packs import tables_of
 
 # ---- What is launched ----
 
@@ -118,7 +118,7 @@ def test_the_small_problems_take_every_binary(arch: str) -> None:
     used = {variant.name for variant, *_ in driver.launches}
     mapped = ("_stream", "_once")  # tensor maps, which the recorder has none of
     assert used == {
-        v for v in built_pack(arch).op("flash_decoding").variants if not any(m in v for m in mapped)
+        v for v in tables_of(arch).op("flash_decoding").variants if not any(m in v for m in mapped)
     }
 
 
@@ -176,7 +176,7 @@ class Maps(Recorder):
 def streams(problem: Problem, **keywords: Any) -> list[tuple[Any, ...]]:
     """What is launched where there are tensor maps."""
     made: list[Maps] = []
-    op = bound_op(FlashDecoding, built_pack("sm90"), lambda op, pack: made.append(Maps(op, pack)) or made[-1])
+    op = bound_op(FlashDecoding, tables_of("sm90"), lambda op, pack: made.append(Maps(op, pack)) or made[-1])
     tensors = problem.tensors()
     op(*tensors[:3], **{**problem.keywords(tensors), **keywords})
     return made[0].launches

@@ -17,6 +17,7 @@ from tests import warp_group_interpreter
 from tests.conftest import built_pack
 from tests.decoding_cases import FP16, Problem, check
 from tests.drivers import bound_op
+from tests.planned_packs import tables_of
 from tests.warp_group_interpreter import GroupsDriver
 
 PROBLEMS = (
@@ -32,7 +33,7 @@ PROBLEMS = (
 
 
 def op_on_interpreter() -> FlashDecoding:
-    return bound_op(FlashDecoding, built_pack("sm90"), GroupsDriver)
+    return bound_op(FlashDecoding, tables_of("sm90"), GroupsDriver)
 
 
 def words_of(op: FlashDecoding) -> torch.Tensor:

@@ -24,7 +24,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WAYS = [
     "reference",
     pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
-    "emulator gfx90a",
+    pytest.param("emulator gfx90a", marks=pytest.mark.slow),
     "emulator gfx942",
     pytest.param("gpu", marks=pytest.mark.gpu),
     PTX,

@@ -30,7 +30,7 @@ class TestGroupNorm(OpTests):
         Case((2, 6, 5, 7), FP32, num_groups=3),
         Case((3, 32, 4, 4), FP16, channels_last=True, wide=True),
         Case((1, 1, 1), BF16, num_groups=1),
-        Case((5, 12), FP32, num_groups=3, bias=None),
+        Case((3, 12), FP32, num_groups=3, bias=None),
         Case((2, 20, 9), BF16, channels_last=True, num_groups=4, weight=None),
         Case((2, 4, 3, 5, 2), FP16, num_groups=4, weight=None, bias=None, eps=0.1),
         Case((1, 4, 50, 100), BF16, wide=True, bias=None),
@@ -39,7 +39,7 @@ class TestGroupNorm(OpTests):
         Case((1, 40, 24, 12), BF16, channels_last=True, num_groups=4),
         Case((2, 1088, 3, 3), BF16, channels_last=True, num_groups=1, wide=True),
         Case((1, 320, 20, 20), FP32, channels_last=True, num_groups=32, offset=300.0),
-        Case((2, 70, 3, 3), BF16, channels_last=True, num_groups=35, shift=1),
+        Case((2, 18, 3, 3), BF16, channels_last=True, num_groups=9, shift=1),
         Case((2, 6, 4, 8), BF16, gap=8),
         Case((3, 21, 2, 2), FP32, channels_last=True, num_groups=7, gap=3),
         Case((4, 84, 4, 4), BF16, offset=3.0),  # more channels a group than a program of the ring holds
@@ -70,7 +70,7 @@ class TestGroupNorm(OpTests):
             r"x must have a batch and a channel dimension, got shape \(8,\)",
         ),
         "groups": ((X, 3), {}, ArgumentError, "num_groups must divide the 8 channels of x, got 3"),
-        "no group": ((X, 0), {}, ArgumentError, "num_groups must divide the 8 channels of x, got 0"),
+        "no group": ((X, 0), {}, ArgumentError, "num_groups must be at least 1 .*, got 0"),
         "weight too long": (
             (X, 2, torch.ones(9)),
             {},

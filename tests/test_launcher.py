@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,65 @@ def test_a_driver_without_a_function_is_refused_by_its_name(
     with pytest.raises(errors.DriverNotFound, match=f"has no function {symbol}"):
         native.Driver(backend, str(library))
     native.Driver({"cuda": "hip", "hip": "cuda"}[backend], str(library))
+
+
+def load_for(driver: Any, own: str, signature: str) -> Any:
+    """A kernel whose parameters are those of ``own``, by a signature that may say otherwise."""
+    return driver.load(image(f"kernel={own}"), "kernel", threads=32, shared=0, signature=signature)
+
+
+@pytest.mark.parametrize("signature", ["", "i", "p", "ipf", "iipil", "ffff", "1", "i2p", "p5i3", "l4ffp"])
+def test_a_signature_that_the_kernel_has(native: Any, stand_in: StandIn, signature: str) -> None:
+    load_for(native.Driver("cuda", stand_in.path), signature, signature)
+    asked = len(stand_in.calls("cuKernelGetParamInfo"))
+    assert asked == sum(1 + 2 * (int(c) if c.isdigit() else 0) for c in signature) + 3, (
+        "each, and that there is no more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "signature", "message"),
+    [
+        (
+            "ppi",
+            "ppl",
+            'signature "ppl": parameter 3 of kernel kernel has 4 bytes at 16, the signature has 8 at 16',
+        ),
+        ("pil", "pii", "parameter 3 of kernel kernel has 8 bytes at 16, the signature has 4 at 12"),
+        (
+            "ppip",
+            "ppi",
+            'signature "ppi" has 5 parameters with the two for scratch memory, kernel kernel has more',
+        ),
+        (
+            "pp",
+            "ppp",
+            'signature "ppp" has 5 parameters with the two for scratch memory, kernel kernel has 4',
+        ),
+        ("", "p", "kernel kernel has 2"),
+        ("p1", "pp", "parameter 2 of kernel kernel has 128 bytes at 64, the signature has 8 at 8"),
+        ("2", "1", "parameter 3 of kernel kernel has 4 bytes at 132, the signature has 8 at 136"),
+    ],
+)
+def test_a_signature_that_the_kernel_has_not(
+    native: Any, stand_in: StandIn, own: str, signature: str, message: str
+) -> None:
+    """The driver would read past the end of what a launch gives it, or other bytes than were meant."""
+    before = stand_in.live_libraries
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_for(native.Driver("cuda", stand_in.path), own, signature)
+    assert stand_in.live_libraries == before
+
+
+def test_a_driver_that_cannot_tell_a_kernels_parameters(
+    native: Any, tmp_path: Path, stand_in: StandIn
+) -> None:
+    """CUDA before 12.4 has no function for it, HIP none at all; a failure of it says nothing of the kernel."""
+    old = StandIn(build_stand_in(tmp_path, without="cuKernelGetParamInfo"))
+    load_for(native.Driver("cuda", old.path), "i", "l").launch(0, 0, 1, 1, 1, 1)
+    load_for(native.Driver("hip", stand_in.path), "i", "l").prepare(0)
+    stand_in.fail("cuKernelGetParamInfo", 201)
+    load_for(native.Driver("cuda", stand_in.path), "i", "l")
 
 
 def test_cuda_before_12_4_has_no_function_load(native: Any, tmp_path: Path) -> None:

@@ -42,11 +42,22 @@ def run(*arguments: str, **more: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("mode", ["instance", "class"])
+@pytest.mark.parametrize(
+    ("order", "mode"),
+    [
+        ("before", "instance"),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in (("after", "instance"), ("before", "class"), ("after", "class"))
+        ),
+    ],
+)
 def test_models_that_liger_patched(order: str, mode: str) -> None:
+    """Mixtral's experts have no op: they still go to Triton, and that shows."""
     pytest.importorskip("transformers", reason="Transformers is not installed: make venv installs it")
-    assert json.loads(run("-m", "tests.liger_models", order, mode, "cpu", *MODELS)) == {}
+    found = json.loads(run("-m", "tests.liger_models", order, mode, "cpu", *MODELS, "mixtral"))
+    assert found.keys() == {"mixtral"}, found
+    assert "Triton compiles" in found["mixtral"] and "fused_moe" in found["mixtral"]
 
 
 @pytest.mark.gpu
@@ -54,13 +65,6 @@ def test_models_that_liger_patched(order: str, mode: str) -> None:
 def test_models_that_liger_patched_on_a_gpu(mode: str) -> None:
     pytest.importorskip("transformers", reason="Transformers is not installed: make venv installs it")
     assert json.loads(run("-m", "tests.liger_models", "before", mode, "cuda", *MODELS)) == {}
-
-
-def test_the_jit_is_an_error_in_there() -> None:
-    """What has no op still goes to Triton, and that shows."""
-    pytest.importorskip("transformers", reason="Transformers is not installed: make venv installs it")
-    found = json.loads(run("-m", "tests.liger_models", "before", "instance", "cpu", "mixtral"))
-    assert "Triton compiles" in found["mixtral"] and "fused_moe" in found["mixtral"]
 
 
 def test_status() -> None:

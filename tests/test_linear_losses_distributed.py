@@ -68,7 +68,7 @@ def train(rank: int, device: torch.device, wrap: str) -> None:
         torch.testing.assert_close(whole, a, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrap", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_on_the_cpu(wrap: str) -> None:
     in_group(train, 2, wrap)
 
@@ -89,7 +89,7 @@ def refused(rank: int, device: torch.device) -> None:
 
 
 def test_sharded_weight_is_refused() -> None:
-    in_group(refused, 2)
+    in_group(refused, 1)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import liger_aot
 from build_tools.stored import compressed
 from liger_aot import packs
 from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, PackTooNew
-from liger_aot.manifest import FORMAT, LARGEST_FILE, Pack
+from liger_aot.manifest import FORMAT, LARGEST_FILE, LARGEST_JSON, Pack
 from liger_aot.packs import Device, pack_for, pack_of
 from tests.pack_edits import believe, cut, edit, flip, read_all, replace_binaries
 from tests.planned_packs import compiled_pack
@@ -40,8 +40,20 @@ def as_folder(path: Path) -> None:
     path.mkdir()
 
 
+def as_fifo(path: Path) -> None:
+    """Opening it would wait for a writer, for ever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_device(path: Path) -> None:
+    """What it holds never ends."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def too_large(path: Path) -> None:
-    os.truncate(path, LARGEST_FILE + 1)
+    os.truncate(path, LARGEST_JSON + 1)
 
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
@@ -52,8 +64,10 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (empty, "sha256 is|not JSON|cut short: it ends at byte 0"),
     (Path.unlink, "No such file or directory"),
     (as_folder, "Is a directory"),
+    (as_fifo, "not a regular file"),
+    (as_device, "not a regular file"),
 ]
-TOO_LARGE = (too_large, f"larger than {LARGEST_FILE} bytes")
+TOO_LARGE = (too_large, f"larger than {LARGEST_JSON} bytes")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +104,8 @@ def test_a_damaged_manifest(sm80: Path, damage: Callable[[Path], None], message:
         pack_for(H200)
 
 
-def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path) -> None:
+@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path, step: int) -> None:
     """No hash is over manifest.json itself: what is read by it is the same binaries, or an error."""
 
     def hashes(pack: Pack, op: str) -> list[str]:
@@ -104,7 +119,7 @@ def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path) -> None:
     whole = path.read_bytes()
     expected = hashes(Pack(sm80), "column_sums")
     refused = 0
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), step):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
@@ -112,7 +127,7 @@ def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path) -> None:
             assert hashes(packs.open_pack(sm80), "column_sums") == expected
         except LigerAOTError:
             refused += 1
-    assert refused > 4 * len(whole)
+    assert refused * step > 4 * len(whole)
 
 
 def test_an_unreadable_file_is_named(sm80: Path) -> None:
@@ -181,11 +196,30 @@ def test_a_newer_format_is_told_before_what_else_is_strange(sm80: Path) -> None:
         pack_for(A100)
 
 
+@pytest.mark.parametrize("part", ["manifest.json", "column_sums.json"])
+def test_what_is_too_large_is_not_read(sm80: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """64 MB of JSON take ten seconds and a gigabyte and a half."""
+    sizes: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: (sizes.append(size), pread(file, size, at))[1])
+    assert read_all(packs.open_pack(sm80)) and (sm80 / part).stat().st_size in sizes
+    sizes.clear()
+    too_large(sm80 / part)
+    with pytest.raises(PackDamaged, match="larger than"):
+        packs.open_pack(sm80).op("column_sums")
+    assert max(sizes, default=0) < LARGEST_JSON
+
+
+def test_a_pack_in_another_ones_folder(sm80: Path) -> None:
+    """Two folders of one architecture: which of them is used would be chance."""
+    sm80.rename(sm80.parent / "sm86")
+    with pytest.raises(PackDamaged, match="arch is 'sm80', its folder is 'sm86'"):
+        packs.open_pack(sm80.parent / "sm86")
+
+
 def test_another_version(sm80: Path) -> None:
     edit(sm80 / "manifest.json", lambda m: m.update(version="0.0.9"))
-    message = (
-        rf'is of version 0\.0\.9, liger-aot of .*pip install "liger-aot\[sm80\]=={liger_aot.__version__}"'
-    )
+    message = rf'is of version 0\.0\.9, liger-aot of .*"liger-aot\[sm80\]=={liger_aot.__version__}"'
     for attempt in (lambda: pack_for(A100), lambda: pack_for(L4), lambda: pack_of("sm80")):
         with pytest.raises(PackNotFound, match=message):
             attempt()
@@ -318,6 +352,11 @@ def test_dispatch_tables_that_cannot_be(sm80: Path, field: str, value: Any, mess
         (b"9" * 5000, "not JSON"),
         (b"[]", "the file is not an object"),
         (b"{}", "format is None"),
+        (b'{"format": %d, "format": %d}' % (FORMAT, FORMAT), "'format' stands twice in an object"),
+        (b'{"kernels": {"a": 1, "b": 2, "a": 1}}', "'a' stands twice in an object"),
+        (b'{"format": %d} {}' % FORMAT, "not JSON: Extra data"),
+        (b'{"format": %d}\0' % FORMAT, "not JSON: Extra data"),
+        (b'{"format": NaN}', "NaN is no number of JSON"),
         (b'{"format": %d}' % FORMAT, "variants is not an object"),
     ],
 )

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ import torch
 import liger_aot
 from build_tools.stored import compressed
 from liger_aot import packs
-from liger_aot.errors import DriverError, NotLoaded
+from liger_aot.errors import DriverError, NotLoaded, PackDamaged
 from liger_aot.manifest import Pack
 from liger_aot.ops.column_sums import ColumnSums, launch
 from liger_aot.runtime import Runtimes
-from tests.children import environment
+from tests.children import environment, in_child
 from tests.pack_edits import count_binaries, replace_binaries
-from tests.stand_in import StandIn
+from tests.stand_in import StandIn, image
 
 pytest_plugins = ("tests.launcher_fixtures", "tests.pack_fixtures", "tests.stand_in_gpu")
 pytestmark = pytest.mark.usefixtures("stand_in_gpu")
@@ -37,29 +36,6 @@ N = 64
 def run(runtimes: Runtimes, dtype: torch.dtype = torch.float32) -> None:
     """One launch as the op makes it; the stand-in records it and computes nothing."""
     launch(runtimes.on(0), torch.empty(N, dtype=dtype), torch.ones(4, N), 4, N)
-
-
-def in_child(action: Callable[[], object]) -> str:
-    """What ``action`` returns or raises, in a forked process; it has 20 seconds."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            said = str(action())
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
-        os._exit(0)
-    os.close(writing)
-    deadline = time.monotonic() + 20
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            raise AssertionError("the forked process hangs")
-        time.sleep(0.01)
-    with open(reading, "rb") as pipe:
-        return pipe.read().decode()
 
 
 # ---- Threads ----
@@ -120,8 +96,9 @@ def test_fork_after_load(stand_in: StandIn) -> None:
 
 
 def test_fork_while_another_thread_loads(stand_in: StandIn) -> None:
-    """The loader's locks are held at the fork: the child's own work on the CPU must not wait for them."""
-    runtimes = Runtimes("column_sums")
+    """Locks of the loader and the launcher are held at the fork by a thread that the child has not: it waits for none.
+    Its work on the CPU goes on; a GPU is refused to it, as no driver works in a fork."""
+    runtimes, op = Runtimes("column_sums"), ColumnSums()
     stand_in.hold("cuLibraryLoadData")
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(run, runtimes)
@@ -129,6 +106,11 @@ def test_fork_while_another_thread_loads(stand_in: StandIn) -> None:
             time.sleep(0.001)
         assert not loading.done(), loading.exception()
         assert in_child(reference_works) == "True"
+        for attempt in (lambda: run(runtimes), lambda: run(Runtimes("column_sums")), lambda: op.preload(0)):
+            assert in_child(attempt).startswith(
+                "ForkedProcess: this process was forked from one that had opened"
+            )
+        assert in_child(lambda: (gc.collect(), liger_aot.archs())).endswith("('sm80',))")
         stand_in.hold(None)
         loading.result()
     assert stand_in.launch_count == 1
@@ -170,6 +152,18 @@ def test_a_binary_of_another_architecture(stand_in_gpu: Path) -> None:
     assert (caught.value.call, caught.value.code) == ("cuLibraryLoadData", 200)
     assert name.split("-")[2] == "bf16"
     run(Runtimes("column_sums"))
+
+
+def test_a_binary_for_other_arguments(stand_in_gpu: Path, stand_in: StandIn) -> None:
+    """Its hash fits and the driver takes it: what it is launched with is not what it reads."""
+    name = min(Pack(stand_in_gpu).op("column_sums").variants)
+    replace_binaries(stand_in_gpu, "column_sums", {name: compressed(image("column_sums=ppil"))})
+    packs.installed.cache_clear()
+    with pytest.raises(
+        PackDamaged, match=rf'{name}: signature "ppii": parameter 4 of kernel column_sums has 8 bytes'
+    ):
+        ColumnSums().preload(0)
+    assert stand_in.launch_count == 0
 
 
 # ---- Leaks and the end ----

@@ -142,7 +142,14 @@ def damaged(data: bytes, seed: int) -> bytes:
     return json.dumps(document).encode()
 
 
-@pytest.mark.parametrize(("op", "runs"), [("column_sums", 3000), ("rmsnorm", 150)])
+@pytest.mark.parametrize(
+    ("op", "runs"),
+    [
+        ("column_sums", 300),
+        pytest.param("column_sums", 3000, marks=pytest.mark.slow),
+        pytest.param("rmsnorm", 150, marks=pytest.mark.slow),
+    ],
+)
 def test_damaged_op_manifests(pack: Path, opens: Opens, op: str, runs: int) -> None:
     path = pack / f"{op}.json"
     whole = path.read_bytes()
@@ -164,11 +171,12 @@ def test_damaged_op_manifests(pack: Path, opens: Opens, op: str, runs: int) -> N
     assert min(outcomes.values()) > runs // 50, f"both ends are reached: {outcomes}"
 
 
-def test_damaged_manifests(pack: Path, opens: Opens) -> None:
+@pytest.mark.parametrize("runs", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_manifests(pack: Path, opens: Opens, runs: int) -> None:
     path = pack / "manifest.json"
     whole = path.read_bytes()
     outcomes = {"refused": 0, "works": 0}
-    for seed in range(2000):
+    for seed in range(runs):
         path.write_bytes(damaged(whole, seed))
         opens.watching = True
         try:
@@ -183,4 +191,4 @@ def test_damaged_manifests(pack: Path, opens: Opens) -> None:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
         finally:
             opens.watching = False
-    assert min(outcomes.values()) > 40, f"both ends are reached: {outcomes}"
+    assert min(outcomes.values()) > runs // 50, f"both ends are reached: {outcomes}"

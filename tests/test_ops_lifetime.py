@@ -20,8 +20,8 @@ from liger_aot.runtime import GPUDriver
 from tests import soak, storages
 from tests.all_ops import entries
 from tests.choices import Entry, RandomChoices
-from tests.conftest import built_pack
 from tests.drivers import bound_op
+from tests.planned_packs import tables_of
 from tests.stand_in import StandIn, image
 
 pytest_plugins = ("tests.launcher_fixtures",)
@@ -49,7 +49,7 @@ class OnStandIn(GPUDriver):
 @pytest.fixture
 def on_stand_in(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Op]], Op]:
     """An op of a class, loaded anew."""
-    driver, pack = native.Driver("cuda", stand_in.path), built_pack("sm90")
+    driver, pack = native.Driver("cuda", stand_in.path), tables_of("sm90")
     read = Variant.read
 
     def read_for_stand_in(variant: Variant) -> bytes:

@@ -12,6 +12,7 @@ import torch
 
 import liger_aot
 from liger_aot import devices, packs
+from liger_aot.doctor import examine
 from liger_aot.errors import DriverNotFound, PackDamaged, PackNotFound, UnknownOp
 from liger_aot.ops.column_sums import ColumnSums
 from liger_aot.packs import Device, pack_for
@@ -75,6 +76,80 @@ def test_packs_are_found_in_the_namespace_package(
     assert pack_for(H200).folder == tmp_path / "site-sm90" / packs.NAMESPACE / "sm90"
 
 
+def test_the_folder_beside_liger_aot_comes_first(
+    copies: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before whatever the import path brings, and each architecture once, with a word about the other."""
+    root = copies("sm80", "sm90")
+    monkeypatch.delenv(packs.OVERRIDE)
+    site, before = tmp_path / "site", tmp_path / "before"
+    for folder in (site, before):
+        shutil.copytree(root, folder / packs.NAMESPACE)
+    shutil.rmtree(site / packs.NAMESPACE / "sm90")
+    (before / packs.NAMESPACE / "__init__.py").write_text("raise AssertionError('nothing of it is run')")
+    (site / "liger_aot").mkdir()
+    monkeypatch.setattr(packs, "__file__", str(site / "liger_aot" / "packs.py"))
+    monkeypatch.syspath_prepend(str(before))
+    packs.installed.cache_clear()
+    chosen = [site / packs.NAMESPACE / "sm80", before / packs.NAMESPACE / "sm90"]
+    assert [pack.folder for pack in packs.installed_packs() if pack.arch in ("sm80", "sm90")] == chosen
+    hidden = before / packs.NAMESPACE / "sm80"
+    assert (hidden, chosen[0]) in packs.hidden_folders()
+    said = f"sm80: {hidden} is not used: {chosen[0]} comes first"
+    assert said in [line for section in examine().sections for line in section.lines]
+
+
+@pytest.mark.parametrize("entry", ["", ".", "absolute", "link"])
+def test_the_current_directory_brings_no_packs(
+    copies: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entry: str
+) -> None:
+    """``python -c`` and ``python -m`` put it first on the import path."""
+    root = copies("sm80")
+    monkeypatch.delenv(packs.OVERRIDE)
+    here = tmp_path / "here"
+    shutil.copytree(root, here / packs.NAMESPACE)
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(
+        "sys.path", [{"absolute": str(here), "link": str(tmp_path / "link")}.get(entry, entry)]
+    )
+    packs.installed.cache_clear()
+    assert here / packs.NAMESPACE not in packs.pack_roots() and packs.installed_packs() == ()
+    monkeypatch.chdir(tmp_path)
+    packs.installed.cache_clear()
+    assert bool(packs.installed_packs()) is (entry in ("absolute", "link")), (
+        "elsewhere, it is a folder as any"
+    )
+
+
+def test_a_current_directory_that_is_gone(
+    copies: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = copies("sm80")
+    monkeypatch.delenv(packs.OVERRIDE)
+    root.rename(tmp_path / packs.NAMESPACE)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr("sys.path", ["", "\0", str(tmp_path)])
+    packs.installed.cache_clear()
+    assert [pack.arch for pack in packs.installed_packs()][-1:] == ["sm80"]
+
+
+def test_one_folder_by_two_names_counts_once(
+    copies: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As lib and lib64 of a virtual environment."""
+    root = copies("sm80")
+    monkeypatch.delenv(packs.OVERRIDE)
+    (tmp_path / "lib").mkdir()
+    root.rename(tmp_path / "lib" / packs.NAMESPACE)
+    (tmp_path / "lib64").symlink_to(tmp_path / "lib")
+    monkeypatch.setattr("sys.path", [str(tmp_path / name) for name in ("lib", "lib64")])
+    assert packs.pack_folders()[-1] == tmp_path / "lib" / packs.NAMESPACE / "sm80"
+    assert packs.hidden_folders() == ()
+
+
 # ---- GPUs without a pack ----
 
 
@@ -95,9 +170,14 @@ def test_packs_are_found_in_the_namespace_package(
         ),
         (
             H200,
-            ["H200 (compute capability 9.0)", '"liger-aot[sm90]"', "LIGER_AOT_ARCHS=sm90 pip install ."],
+            [
+                "H200 (compute capability 9.0)",
+                '"liger-aot[sm90]==',
+                "--no-index",
+                "LIGER_AOT_ARCHS=sm90 pip install .",
+            ],
         ),
-        (Device("hip", "gfx90a", "AMD MI250X"), ["(gfx90a)", 'pip install "liger-aot[gfx90a]"']),
+        (Device("hip", "gfx90a", "AMD MI250X"), ["(gfx90a)", '"liger-aot[gfx90a]==', "gfx90a pip install ."]),
         (Device("hip", "8.0", "impossible"), ["no installed pack serves impossible (8.0)"]),
     ],
 )
@@ -114,13 +194,13 @@ def test_no_pack_at_all(
 ) -> None:
     install(tmp_path / "nowhere")
     with pytest.raises(
-        PackNotFound, match=r"none is installed in LIGER_AOT_PACKS=.*nowhere\. Install it: pip install"
+        PackNotFound, match=r"none is installed in LIGER_AOT_PACKS=.*nowhere\. With the wheels"
     ):
         pack_for(A100)
     monkeypatch.delenv(packs.OVERRIDE)
     monkeypatch.setattr(packs, "NAMESPACE", "liger_aot_packs_of_nobody")
     packs.installed.cache_clear()
-    with pytest.raises(PackNotFound, match=r"serves NVIDIA A100 .*: none is installed\. Install it"):
+    with pytest.raises(PackNotFound, match=r"serves NVIDIA A100 .*: none is installed\. With the wheels"):
         pack_for(A100)
 
 
@@ -166,9 +246,7 @@ def test_a_binary_that_needs_more_shared_memory_than_there_is(
     monkeypatch.setattr(devices, "gpu", lambda index: devices.GPU(index, L4, 58, 16))
     need_shared(stand_in_gpu / "column_sums.json", 1024)
     packs.installed.cache_clear()
-    with pytest.raises(
-        PackNotFound, match="needs 1024 bytes of shared memory a block, this GPU gives 16"
-    ):
+    with pytest.raises(PackNotFound, match="needs 1024 bytes of shared memory a block, this GPU gives 16"):
         ColumnSums().preload(0)
 
 

@@ -51,6 +51,18 @@ def test_planning_imports_neither_triton_nor_torch() -> None:
     assert "sm90 rmsnorm: " in done.stdout
 
 
+def test_one_binary_for_any_alignment(tmp_path: Path) -> None:
+    """It is compiled without a promise, and stands in the tables of aligned calls, too."""
+    changes = {'form = "long", block': 'form = "long", aligned = "any", block'}
+    kernel = small_plan(tmp_path, changes).kernels["scale"]
+    for axes in ("bf16/bf16", "fp32/fp32"):
+        (_, aligned), (_, generic) = (kernel.tables[f"{axes}/{way}"][-1] for way in ("aligned", "generic"))
+        assert aligned == generic == f"scale-long-{axes.replace('/', '-')}-any-block1024-warps8"
+        assert kernel.variants[aligned].hinted == () and not kernel.variants[aligned].aligned
+    before = len(small_plan(tmp_path).variants)
+    assert len(small_plan(tmp_path, changes).variants) == before - len(kernel.tables) // 2
+
+
 def test_tables(tmp_path: Path) -> None:
     kernel = small_plan(tmp_path).kernels["scale"]
     tile, staged, split = (
@@ -119,7 +131,11 @@ MISTAKES = {
     "unknown constant": ({TILE: f"{TILE}, keep = 3"}, 1, "unknown key 'keep' for form 'tile'"),
     "unknown axis": ({TILE: f'{TILE}, dtypes = "bf16"'}, 1, "unknown key 'dtypes'"),
     "a value of no axis": ({TILE: f'{TILE}, dtype = "fp8"'}, 1, "dtype: 'fp8' is not one of bf16, fp32"),
-    "aligned as text": ({TILE: f'{TILE}, aligned = "yes"'}, 1, "aligned: 'yes' is not one of True, False"),
+    "aligned as text": (
+        {TILE: f'{TILE}, aligned = "yes"'},
+        1,
+        "aligned must be true, false or \"any\", found 'yes'",
+    ),
     "missing constant": ({LONG: 'form = "long"'}, 4, "'block' is missing for form 'long'"),
     "a tile too narrow": ({"max_n = 512": "max_n = 513"}, 1, "max_n = 513, but form 'tile' covers 512"),
     "a split too narrow": ({"split = 4": "split = 2"}, 3, "max_n = 8192, but form 'split' covers 4096"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from build_tools.errors import ProfileError
-from build_tools.profile import profile_names, read_profile
+from build_tools.profile import Profile, profile_names, read_profile
 from tests.small_op import TABLE, edited, hardware, write_profile
 
 
@@ -53,9 +54,78 @@ def test_the_hash_is_of_the_text(tmp_path: Path) -> None:
     assert one.sha256 == same.sha256 != other.sha256
 
 
+EXTENDING = """
+extends = "gfx942"
+
+[arch]
+name = "gfx950"
+target = "gfx950"
+machine = "gfx950"
+serves = ["gfx950"]
+shared_per_block = 163840
+"""
+
+
+def extending(folder: Path, text: str, base: str = TABLE) -> Profile:
+    write_profile(folder, "gfx942", hardware("gfx942") + base)
+    return read_profile("gfx950", write_profile(folder, "gfx950", text))
+
+
+def test_a_profile_that_extends_another(tmp_path: Path) -> None:
+    """It has the other's words where it gives none; nothing of the other's was measured on it."""
+    measured = TABLE.replace("made up for a test", "NVIDIA H200, yesterday")
+    profile = extending(tmp_path, EXTENDING, measured)
+    base = read_profile("gfx942", tmp_path)
+    assert profile.arch == replace(
+        base.arch,
+        name="gfx950",
+        target="gfx950",
+        machine="gfx950",
+        serves=("gfx950",),
+        shared_per_block=163840,
+    )
+    assert (profile.toolchain, profile.tolerance) == (base.toolchain, base.tolerance)
+    assert profile.table("scale").rows == base.table("scale").rows
+    assert profile.table("scale").provenance == "derived, not measured: the gfx942 rows"
+    own = '[kernel.scale]\nprovenance = "here"\nrows = [{ form = "long", block = 64, num_warps = 1 }]\n'
+    (row,) = extending(tmp_path, EXTENDING + own).table("scale").rows
+    assert (row.constants, row.where) == ({"BLOCK": 64}, "gfx950.toml: [kernel.scale] row 1")
+
+
+def test_the_hash_is_of_both_texts(tmp_path: Path) -> None:
+    one = extending(tmp_path, EXTENDING).sha256
+    assert extending(tmp_path, EXTENDING + "# a remark\n").sha256 != one
+    assert extending(tmp_path, EXTENDING, TABLE + "# a remark\n").sha256 != one
+    assert extending(tmp_path, EXTENDING).sha256 == one
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({'"gfx942"': '"gfx950"'}, "gfx950.toml: extends must name another profile, found 'gfx950'"),
+        ({'"gfx942"': '"gfx9"'}, "gfx950.toml: extends must name another profile, found 'gfx9'"),
+        ({'"gfx942"': "3"}, "gfx950.toml: extends must name another profile, found 3"),
+        ({"shared_per_block": "shared"}, r"gfx950.toml: \[arch\]: unknown key 'shared'"),
+    ],
+)
+def test_what_extends_nothing(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        extending(tmp_path, edited(EXTENDING, changes))
+
+
+def test_one_step_of_extending(tmp_path: Path) -> None:
+    extending(tmp_path, EXTENDING)
+    third = edited(
+        EXTENDING, {'extends = "gfx942"': 'extends = "gfx950"', 'name = "gfx950"': 'name = "gfx951"'}
+    )
+    with pytest.raises(ProfileError, match=r"gfx951.toml: extends 'gfx950', which extends another itself"):
+        read_profile("gfx951", write_profile(tmp_path, "gfx951", third))
+
+
 # what is wrong: (what to replace in the text, the message)
 ROW = "max_n = 512, form = "
 MISTAKES = {
+    "alignment": ({ROW: f'aligned = "none", {ROW}'}, r'aligned must be true, false or "any", found \'none\''),
     "no TOML": ({"[arch]": "[arch"}, r"gfx942.toml: .*line"),
     "unknown table": ({"[tolerance]": "[extra]\n[tolerance]"}, "gfx942.toml: unknown key 'extra'"),
     "missing table": ({"[kernel.scale]": "[tolerance.scale]"}, "gfx942.toml: 'kernel' is missing"),

@@ -183,7 +183,9 @@ BINARIES = (
 )
 
 
-@pytest.mark.parametrize(("op", "start"), BINARIES)
+@pytest.mark.parametrize(
+    ("op", "start"), [BINARIES[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in BINARIES[1:])]
+)
 def test_binaries(op: str, start: str) -> None:
     """Where one role writes and another reads, there is an order; without the barriers of groups some have none."""
     manifest = built_pack("sm90").op(op)

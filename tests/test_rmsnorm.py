@@ -50,10 +50,21 @@ def test_every_row_on_the_interpreter(arch: str) -> None:
         check(op, case, allowed, seed)
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_every_form_on_the_emulator() -> None:
+    """The pack's own machine code, executed in software."""
+    op, pack = driven("gfx942", EmulatorDriver), built_pack("gfx942")
+    manifest = pack.op("rmsnorm")
+    for seed, case in enumerate([EDGES[8], *form_cases(manifest)]):
+        check(op, case, pack.tolerance, seed)
+    loaded = {form_of(v) for on in op._own.bound.values() for v in on._loaded}
+    assert loaded == set(map(form_of, manifest.variants))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
 @pytest.mark.usefixtures("poisoned")
-def test_amd_binaries(arch: str) -> None:
-    """The pack's own machine code, executed in software."""
+def test_every_row_on_the_emulator(arch: str) -> None:
     allowed = built_pack(arch).tolerance
     op = driven(arch, EmulatorDriver)
     for seed, case in enumerate(EDGES + table_cases(built_pack(arch).op("rmsnorm"), LONGEST_EMULATED)):

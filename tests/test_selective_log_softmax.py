@@ -71,7 +71,7 @@ class TestSelectiveLogSoftmax(OpTests):
             (X, INDEX),
             {"temperature": 0.0},
             ArgumentError,
-            "temperature must be above 0, got 0.0",
+            "temperature must be above 0 and finite, got 0.0",
         ),
     }
 

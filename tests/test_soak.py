@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from tests.soak import Memory, grown
 def test_it_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock of its own: a second a problem, however long it takes."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as main does
-    monkeypatch.setattr(soak.time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr(soak, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(soak, "PROBLEMS", 15)
     names = ("swiglu", "rmsnorm", "flash_decoding", "flash_attention", "fused_linear_jsd")
-    assert soak.soak(300.0, "cpu", 2, 7, names) == []
+    assert soak.soak(150.0, "cpu", 2, 7, names) == []
     assert len(capsys.readouterr().out.splitlines()) == soak.ROUNDS + 1
 
 

@@ -156,16 +156,19 @@ def left_behind() -> torch.Tensor:
     return seen[0]
 
 
-READABLE = {
+PLAIN = {
     "None": None,
     "tensor": torch.zeros(2, 3),
     "parameter": torch.nn.Parameter(torch.zeros(2, 3)),
+    "requires a gradient": torch.zeros(2, 3, requires_grad=True),
+    "frozen": torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False),
     "scalar": torch.zeros(()),
     "transposed": torch.zeros(2, 3).t(),
     "no element": torch.zeros(2, 0),
     "integers": torch.zeros(2, dtype=torch.int64),
+    "imaginary part": torch.zeros(2, 3, dtype=torch.complex64).imag,
 }
-UNREADABLE = {
+INDIRECT = {
     "int": 3,
     "list": [1.0],
     "subclass": torch.zeros(2, 3).as_subclass(Subclass),
@@ -173,26 +176,59 @@ UNREADABLE = {
     "sparse": torch.zeros(2, 3).to_sparse(),
     "functional": torch._to_functional_tensor(torch.zeros(2, 3)),
     "left behind": left_behind(),
+    "negated": torch.zeros(2, 3, dtype=torch.complex64).conj().imag,
+    "negated rows of one": torch.zeros(2, 1, dtype=torch.complex64).conj().imag,
+    "negated scalar": torch.zeros((), dtype=torch.complex64).conj().imag,
 }
 
 
-@pytest.mark.parametrize("name", [*READABLE, *UNREADABLE])
-def test_all_readable(native: Any, name: str) -> None:
-    value = (READABLE | UNREADABLE)[name]
+@pytest.mark.parametrize("traits", ["native", "python"])
+@pytest.mark.parametrize("name", [*PLAIN, *INDIRECT])
+def test_traits(native: Any, name: str, traits: str) -> None:
+    look = native.traits if traits == "native" else layout.python_traits
+    value = (PLAIN | INDIRECT)[name]
+    wanted = layout.INDIRECT if name in INDIRECT else int(bool(getattr(value, "requires_grad", False)))
     for others in ((), (None,), (torch.ones(2), None)):
-        assert native.all_readable((*others, value)) is (name in READABLE)
-        assert native.all_readable((value, *others)) is (name in READABLE)
+        assert look((*others, value)) == look((value, *others)) == wanted
+    assert look((value, torch.ones(2, requires_grad=True))) == max(wanted, layout.NEEDS_GRADIENT)
 
 
-def test_all_readable_takes_a_tuple(native: Any) -> None:
-    assert native.all_readable(()) is True
-    with pytest.raises(TypeError, match="tuple"):
-        native.all_readable([torch.zeros(2)])
+@pytest.mark.parametrize("traits", ["native", "python"])
+def test_traits_of_settings(native: Any, traits: str) -> None:
+    """The very objects, not what is equal to them."""
+    look = native.traits if traits == "native" else layout.python_traits
+    x, grown = torch.ones(2), torch.ones(2, requires_grad=True)
+    settings = (1.0, "mean", 1 << 40)
+    for known, other in (
+        (settings, False),
+        ((*settings,), False),
+        (settings[:2], True),
+        ((True, *settings[1:]), True),
+        ((float("1"), *settings[1:]), True),
+        ((), True),
+    ):
+        for tensors, wanted in (((x, None), 0), ((x, grown), layout.NEEDS_GRADIENT)):
+            assert look(tensors, settings, known) == wanted + other * layout.OTHER_SETTINGS
+        assert look((x.to_sparse(),), settings, known) == layout.INDIRECT
+
+
+def test_rows_of_what_is_negated(tensor_rows: Any) -> None:
+    for name, value in INDIRECT.items():
+        if "negated" in name:
+            assert tensor_rows(value) is None and layout.python_rows(value) is None
+            assert tensor_rows(value.resolve_neg().reshape(1, -1)) is not None
+
+
+def test_traits_takes_a_tuple(native: Any) -> None:
+    assert native.traits(()) == 0
+    for wrong in (([torch.zeros(2)],), ((), ()), ((), [], ()), ((), (), [])):
+        with pytest.raises(TypeError, match="tuple"):
+            native.traits(*wrong)
     x = torch.zeros(2, 3)
-    tensors = (x, None, 3)
+    tensors = (x, None, torch.zeros(2, 1, dtype=torch.complex64).conj().imag, 3)
     references, blocks = sys.getrefcount(x), sys.getallocatedblocks()
     for _ in range(1000):
-        native.all_readable(tensors)
+        native.traits(tensors)
     assert sys.getrefcount(x) == references and sys.getallocatedblocks() - blocks < 100
 
 
@@ -230,9 +266,9 @@ def test_layouts_without_the_exchange_api() -> None:
     assert layout.layouts_of((torch.zeros(2, device="meta"),))[1:] == (0,)
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("name", INDIRECT)
 def test_layouts_of_what_has_no_memory(native: Any, name: str) -> None:
-    assert native.layouts((torch.zeros(2), UNREADABLE[name], None)) is None
+    assert native.layouts((torch.zeros(2), INDIRECT[name], None)) is None
 
 
 def test_layouts_of_too_many(native: Any) -> None:

@@ -236,7 +236,16 @@ def test_copies_and_pickles() -> None:
     assert_close(step(applied(loaded), inputs), ours)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "glm4", "qwen2_moe", "qwen3_moe", "nemotron"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gemma2", "glm4", "qwen2_moe", "qwen3_moe", "nemotron")
+        ),
+    ],
+)
 def test_compiles_without_a_break(name: str) -> None:
     model, inputs = applied(tiny(name, experts_implementation="batched_mm")), batch(name)
     want = step(model, inputs)

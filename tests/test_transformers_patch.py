@@ -21,7 +21,13 @@ def _clean() -> Iterator[None]:
         liger_aot.restore(name)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# A norm of each kind, experts, two towers; the others are as ``apply``'s tests have them.
+QUICK = ("llama", "gemma2", "mixtral", "nemotron", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CONFIGS]
+)
 def test_same_numbers_and_back(name: str) -> None:
     family = name.removesuffix("_text")
     before, inputs = tiny(name), batch(name)

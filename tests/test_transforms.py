@@ -1,4 +1,4 @@
-"""Gradients beside the transforms of torch.func: what they refuse, and the tensors that they leave behind."""
+"""Gradients in and beside the transforms of torch.func, and the tensors that those leave behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from liger_aot.layout import all_readable
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda x: liger_aot.load("relu_squared")(x).sum(),
@@ -34,9 +33,6 @@ def test_a_tensor_that_a_transform_left_behind(op: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.skipif(
-    not all_readable((torch.zeros(1),)), reason="torch before 2.10 has no DLPack exchange API"
-)
 @pytest.mark.parametrize("op", CALLS)
 def test_plain_tensors_take_the_short_way(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def long_way(*_: object) -> None:
@@ -47,12 +43,15 @@ def test_plain_tensors_take_the_short_way(op: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_inside_a_transform_a_gradient_is_refused(op: str) -> None:
-    x = torch.zeros(4, 6, requires_grad=True)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(CALLS[op])(torch.zeros(4, 6))
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda y: CALLS[op](x) + y.sum())(torch.zeros(3))
+def test_gradients_inside_a_transform(op: str) -> None:
+    """Also of a tensor that the transform does not know."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(CALLS[op](leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(CALLS[op])(x), expected)
+    value = torch.func.grad_and_value(lambda y: CALLS[op](leaf) + y.sum())(torch.zeros(3))[1]
+    (found,) = torch.autograd.grad(value, leaf)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("op", ["rmsnorm", "flash_attention", "rope"])

@@ -129,12 +129,12 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_on_the_cpu(world: int) -> None:
     in_group(compare, world)
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx90a", marks=pytest.mark.slow), "gfx942"])
 def test_shards_on_amd_binaries(arch: str) -> None:
     built_pack(arch)  # skips where there is none
     in_group(compare, 2, arch)

@@ -206,6 +206,7 @@ def test_parameters_of_a_tensor_map() -> None:
 # ---- Pack and manifest ----
 
 
+@pytest.mark.slow  # every binary of the op
 def test_the_manifest_says_how_to_encode_maps() -> None:
     manifest = built_pack("sm90").op(OP)
     for name in manifest.variants:

@@ -49,10 +49,10 @@ def run_wheel(tree: Path, *arguments: str | Path) -> str:
     return done.stdout + done.stderr
 
 
-def build(tree: Path, archs: str) -> Path:
-    """The wheel of ``tree`` with the packs of ``archs``."""
-    out = tree / "wheels" / archs
-    run_wheel(tree, "--arch", archs, "--out", out)
+def build(tree: Path, archs: str, ops: str = "") -> Path:
+    """The wheel of ``tree`` with the packs of ``archs``, of some ops or (none given) of all."""
+    out = tree / "wheels" / f"{archs} {ops}"
+    run_wheel(tree, "--arch", archs, *(("--kernel", ops) if ops else ()), "--out", out)
     (wheel,) = out.glob("*.whl")
     return wheel
 

@@ -3,6 +3,10 @@
 import liger_aot
 rmsnorm = liger_aot.load("rmsnorm")
 y = rmsnorm(x, weight, eps=1e-6)
+
+Gradients can be differentiated again: with ``create_graph=True`` an op's backward is its plain-torch reference's, step
+by step, at plain torch's speed and memory. So is all of an op in forward-mode AD, under torch.func's transforms and in
+torch.jit.trace; but losses over several ranks, and gradients in place, raise there.
 """
 
 from typing import TYPE_CHECKING

@@ -6,7 +6,7 @@
  *   _native/kernel_object.c, arguments.c        the type Kernel and what it packs
  *   _native/tensor_map.c                        the type TensorMap
  *   _native/tensor_rows.c                       reading a tensor through DLPack
- * This file is the module itself. There is no global state: what there is lives in the module, under the GIL. */
+ * This file is the module itself. Its state lives in the module, under the GIL; global is a count of forks alone. */
 #include "_native/module.h"
 
 static ModuleState *state_of(PyObject *module) { return PyModule_GetState(module); }
@@ -19,6 +19,9 @@ static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObj
 
 static int module_execute(PyObject *module) {
     ModuleState *state = state_of(module);
+    state->is_neg = PyUnicode_InternFromString("is_neg");
+    state->requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (state->is_neg == NULL || state->requires_grad == NULL) return -1;
     if (add_type(module, &driver_type_spec, "Driver", &state->driver_type) < 0) return -1;
     if (add_type(module, &kernel_type_spec, "Kernel", &state->kernel_type) < 0) return -1;
     return add_type(module, &tensor_map_type_spec, "TensorMap", &state->tensor_map_type);
@@ -39,6 +42,8 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->kernel_type);
     Py_CLEAR(state->tensor_map_type);
     for (int i = 0; i < TENSOR_TYPES; i++) Py_CLEAR(state->tensor_types[i]);
+    Py_CLEAR(state->is_neg);
+    Py_CLEAR(state->requires_grad);
     return 0;
 }
 
@@ -50,10 +55,11 @@ PyDoc_STRVAR(tensor_rows_doc,
              "(address, device_type, device_index, dtype_code, dtype_bits, rows, columns, row_stride).\n"
              "None where it is not such a tensor, or torch (before 2.10) has no such API.");
 
-PyDoc_STRVAR(all_readable_doc,
-             "all_readable($module, tensors, /)\n--\n\n"
-             "Whether each of a tuple is None or a plain tensor with memory of its own: torch's dispatcher has nothing\n"
-             "to unwrap. False for all tensors where torch (before 2.10) has no DLPack exchange API.");
+PyDoc_STRVAR(traits_doc,
+             "traits($module, tensors, settings=(), known=(), /)\n--\n\n"
+             "Of a tuple of tensors and Nones, added up: 1 one of them requires a gradient, 2 settings are not the very\n"
+             "objects of known; or 4 alone: one has something that only torch's dispatcher sees, or is no tensor.\n"
+             "4 for all tensors where torch (before 2.10) has no DLPack exchange API.");
 
 PyDoc_STRVAR(layouts_doc,
              "layouts($module, tensors, /)\n--\n\n"
@@ -62,7 +68,7 @@ PyDoc_STRVAR(layouts_doc,
 
 static PyMethodDef module_methods[] = {
     {"tensor_rows", tensor_rows, METH_O, tensor_rows_doc},
-    {"all_readable", all_readable, METH_O, all_readable_doc},
+    {"traits", (PyCFunction)(void (*)(void))traits, METH_FASTCALL, traits_doc},
     {"layouts", layouts, METH_O, layouts_doc},
     {NULL, NULL, 0, NULL},
 };

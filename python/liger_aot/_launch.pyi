@@ -1,6 +1,7 @@
 """Loads ahead-of-time compiled kernels into a CUDA or HIP driver and launches them (a C extension).
 
-Safe to use from any number of threads. Values are checked strictly: an int is an `int`, not a numpy scalar.
+Safe to use from any number of threads; in a forked process, only what was opened there. Values are checked strictly: an
+int is an `int`, not a numpy scalar.
 """
 
 from typing import Any, final
@@ -65,7 +66,10 @@ class Driver:
 
         Raises:
             liger_aot.errors.DriverError: the driver refuses the image or has no kernel of that name in it.
-            TypeError, ValueError: an argument is of the wrong type or out of range.
+            liger_aot.errors.ForkedProcess: this process was forked after the driver had been opened; so do
+                `Kernel.prepare` and `Kernel.launch`.
+            TypeError, ValueError: an argument is of the wrong type or out of range, or the signature's parameters
+                are not the kernel's own. The driver says those from CUDA 12.4 on; HIP's does not.
         """
 
     def tensor_map(
@@ -160,32 +164,41 @@ class Kernel:
 def tensor_rows(tensor: Any, /) -> tuple[int, int, int, int, int, int, int, int] | None:
     """A torch tensor as rows of contiguous elements, read through torch's DLPack exchange API (torch 2.10).
 
-    Takes exact torch.Tensor and torch.nn.Parameter objects with plain storage. Torch's lazy negation and
-    conjugation bits do not show in what it returns.
+    Takes exact torch.Tensor and torch.nn.Parameter objects with plain storage. Torch's lazy conjugation bit, which only
+    complex numbers have, does not show in what it returns.
 
     Returns:
         (address, device_type, device_index, dtype_code, dtype_bits, rows, columns, row_stride), or None where
         the tensor is not such rows: the last dimension is not contiguous, the others do not have one common
-        stride (sizes of 1 do not count), it is a scalar, has no plain storage or is of another type; or torch
-        is older. The types are DLPack's: device 1 CPU, 2 CUDA, 10 ROCm; dtype 0 int, 1 unsigned, 2 float,
+        stride (sizes of 1 do not count), it is a scalar, has no plain storage, is lazily negated or of another type; or
+        torch is older. The types are DLPack's: device 1 CPU, 2 CUDA, 10 ROCm; dtype 0 int, 1 unsigned, 2 float,
         4 bfloat16, 6 bool. `columns` is the last size, `rows` the product of the others, `row_stride` in
         elements; it is `columns` where there is but one row, or no element.
     """
 
-def all_readable(tensors: tuple[Any, ...], /) -> bool:
-    """Whether each is None or an exact torch.Tensor or torch.nn.Parameter with memory of its own, or without elements:
-    no subclass, no wrapper of a transform (alive or dead), nothing sparse. Older torch: False for every tensor.
+def traits(tensors: tuple[Any, ...], settings: tuple[Any, ...] = (), known: tuple[Any, ...] = (), /) -> int:
+    """What a call must know of its arguments, in one look.
+
+    Args:
+        tensors: each None or a tensor.
+        settings, known: given together or not at all: settings, and others that are known to be right.
+
+    Returns:
+        4 where a tensor is no exact torch.Tensor or torch.nn.Parameter with memory of its own, or without elements: a
+        subclass, a wrapper of a transform (alive or dead), sparse, lazily negated, no tensor at all; every tensor of an
+        older torch. Else the sum of 1 where a tensor requires a gradient, and 2 where the settings are not the very
+        objects of ``known``.
 
     Raises:
-        TypeError: ``tensors`` is no tuple.
+        TypeError: an argument is no tuple.
     """
 
 def layouts(tensors: tuple[Any, ...], /) -> tuple[Any, ...] | None:
-    """How tensors lie in memory, each None or readable as ``all_readable`` has it.
+    """How tensors lie in memory, each None or plain as ``traits`` has it.
 
     Returns:
         (key, *addresses): two keys are equal where the tensors' devices, dtypes, sizes and strides are; an address is 0
-        for None. Torch's lazy negation and conjugation bits do not show. None where one is not readable, or where 256
+        for None. Torch's lazy conjugation bit does not show. None where one is not readable, or where 256
         words do not hold the key (three a tensor and two a dimension).
 
     Raises:

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Schema, check_flag
 from liger_aot.attention import PACKED, Settings, shape_of
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.op import Problem, check_same_device, check_tensor
 
 LARGEST_DIM = 256
 LAYOUTS = ("bshd", "bhsd")
+# The settings that all of attention shares: a bound of -1 and a soft cap of 0 are none.
+SCALES = Schema({"float scale": ABOVE_ZERO, "int left": ANY, "int right": ANY, "float softcap": FROM_ZERO})
 
 
 def settings_of(
@@ -25,7 +28,9 @@ def settings_of(
         check_tensor(op, "q", q)
         scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
     left, right = _bounds(op, window)
-    return scale, left, 0 if causal else right, softcap
+    if causal is not False and check_flag(op, "causal", causal):
+        right = 0
+    return scale, left, right, softcap
 
 
 def _bounds(op: str, window: Any) -> tuple[int, int]:
@@ -46,16 +51,8 @@ def _bounds(op: str, window: Any) -> tuple[int, int]:
     return bounds[0], bounds[1]
 
 
-def check_attention(
-    op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Settings, layouts: tuple[str, ...] = LAYOUTS
-) -> None:
+def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Settings) -> None:
     """Raise for everything that is wrong with the forward's arguments."""
-    if settings.layout not in layouts:
-        raise ArgumentError(f"{op}: layout must be 'bshd' or 'bhsd', got {settings.layout!r}")
-    check_scales(op, settings.scale, settings.softcap)
-    if not isinstance(settings.deterministic, bool):
-        got = type(settings.deterministic).__name__
-        raise ArgumentTypeError(f"{op}: deterministic must be True or False, got {got}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_operand(op, name, t, q, 3 if settings.layout == PACKED else 4)
     _check_shapes(op, q, k, v, settings.layout)
@@ -91,16 +88,6 @@ def _check_like(op: str, name: str, t: Any, like: Tensor | None, shape: tuple[in
         raise ArgumentTypeError(f"{op}: {name} must be of q's dtype {like.dtype}, got {t.dtype}")
     if like is None and t.dtype != torch.float32:
         raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
-
-
-def check_scales(op: str, scale: Any, softcap: Any) -> None:
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ArgumentTypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if not 0 < scale < math.inf:
-        raise ArgumentError(f"{op}: scale must be above 0 and finite, got {scale}")
-    if not 0 <= softcap < math.inf:
-        raise ArgumentError(f"{op}: softcap must be 0 (none) or above and finite, got {softcap}")
 
 
 def check_dim(op: str, dim: int) -> None:

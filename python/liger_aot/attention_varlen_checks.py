@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from liger_aot.attention import PACKED, Settings
+from liger_aot.attention import Settings
 from liger_aot.attention_checks import check_attention, check_integers
 from liger_aot.attention_varlen import MOST_TOKENS
-from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.errors import ArgumentError
 
 LARGEST_BLOCK = 256  # tokens of a tile
 
@@ -23,11 +22,10 @@ def check_packed(
     v: Any,
     cu_seqlens: tuple[Any, Any],
     sinks: Any,
-    max_seqlens: tuple[Any, Any],
     settings: Settings,
 ) -> None:
     """Raise for everything that is wrong with the forward's arguments, but for what cu_seqlens hold."""
-    check_attention(op, q, k, v, sinks, settings, (PACKED,))
+    check_attention(op, q, k, v, sinks, settings)
     for name, t, of in (("cu_seqlens_q", cu_seqlens[0], q), ("cu_seqlens_k", cu_seqlens[1], k)):
         check_integers(op, name, t, q)
         if t.dim() != 1 or not t.shape[0]:
@@ -45,11 +43,6 @@ def check_packed(
             f"{op}: cu_seqlens_k must be of cu_seqlens_q's shape {tuple(cu_seqlens[0].shape)}, got "
             f"{tuple(cu_seqlens[1].shape)}"
         )
-    for name, value in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True):
-        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-            raise ArgumentTypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
-        if value < 0:
-            raise ArgumentError(f"{op}: {name} must be 0 or above, got {value}")
 
 
 def check_values(

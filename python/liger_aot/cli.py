@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from liger_aot._version import __version__
-from liger_aot.errors import ArgumentError, LigerAOTError, PackNotFound
+from liger_aot.errors import ArgumentError, LigerAOTError, PackNotFound, printable
 
 if TYPE_CHECKING:
     from liger_aot.manifest import Pack
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
     except LigerAOTError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", printable(" ".join(str(error).split())), file=sys.stderr)
         return 1
     return code
 
@@ -89,14 +89,16 @@ def _dtypes(text: str) -> dict[str, str]:
 def _list(options: argparse.Namespace) -> int:
     from liger_aot.explanation import columns
     from liger_aot.ops import names as ops
-    from liger_aot.packs import describe, installed
+    from liger_aot.packs import describe, hidden_folders, installed
 
     found = installed()
     damaged = list(found.unusable.values())
     rows = [[op, *(_binaries(pack, op, damaged) for pack in found.packs)] for op in ops()]
     print(columns([["op", *(pack.arch for pack in found.packs)], *rows]))
     if not found.packs:
-        print(f"No binaries: {describe()}. On the CPU, ops run their plain-torch reference.")
+        print(printable(f"No binaries: {describe()}. On the CPU, ops run their plain-torch reference."))
+    for folder, first in hidden_folders():
+        print(printable(f"not used: {folder}: {first} comes first"), file=sys.stderr)
     if damaged:
         more = f" (and {len(damaged) - 1} more: see liger-aot verify)" if len(damaged) > 1 else ""
         raise PackNotFound(damaged[0] + more)
@@ -121,10 +123,10 @@ def _explain(options: argparse.Namespace) -> int:
     choices = explain(
         options.op, arch=options.arch, shape=options.shape, dtype=options.dtype, dtypes=options.dtypes
     )
-    print(table(choices), *choices, sep="\n")
+    print(table(choices), *(printable(str(choice)) for choice in choices), sep="\n")
     if options.arch is None:
         for problem in installed().unusable.values():
-            print("left out:", problem, file=sys.stderr)
+            print("left out:", printable(problem), file=sys.stderr)
     return 0
 
 
@@ -137,18 +139,22 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from liger_aot.packs import describe, pack_folders
+    from liger_aot.packs import describe, hidden_folders, pack_folders
     from liger_aot.verify import verify
 
     folders = pack_folders()
     if not folders:
         raise PackNotFound(f"nothing to verify: {describe()}")
-    faults = verify()
-    for fault in faults:
-        print(fault)
-    if faults:
+    report = verify()
+    for fault in report.faults:
+        print(printable(str(fault)))
+    for folder, files in report.unrecorded.items():
+        print(printable(f"{folder}: no wheel's RECORD covers its {files} files, which vouch for themselves"))
+    for folder, first in hidden_folders():
+        print(printable(f"{folder}: not verified, as it is not used: {first} comes first"))
+    if report.faults:
         raise PackNotFound(
-            f"{len(faults)} of the packs' files are not as they were built; reinstall their packages"
+            f"{len(report.faults)} files are not as they were built; reinstall the packages that hold them"
         )
     print("as they were built:", ", ".join(folder.name for folder in folders))
     return 0

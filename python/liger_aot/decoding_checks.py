@@ -13,10 +13,9 @@ from liger_aot.attention_checks import (
     check_heads,
     check_integers,
     check_operand,
-    check_scales,
     check_sinks,
 )
-from liger_aot.decoding import MOST_SPLITS, Shape
+from liger_aot.decoding import Shape
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError
 
@@ -26,7 +25,6 @@ SMALLEST_PAGE = 16
 def check_arguments(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> None:
     """Raise for everything that is wrong with a call, but for what its lengths and block table hold."""
     q, k, v, cache_seqlens, block_table, sinks = tensors
-    _check_settings(op, settings)
     for name, t in (("q", q), ("k_cache", k), ("v_cache", v)):
         _check_operand(op, name, t, q)
     if block_table is not None:
@@ -109,10 +107,3 @@ def check_values(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> None:
                 f"{op}: block_table must be in [0, {shape.pages}), the pages of k_cache, where a sequence has keys; "
                 f"got {int(block_table[wrong][0])}"
             )
-
-
-def _check_settings(op: str, settings: tuple[Any, ...]) -> None:
-    scale, _, _, softcap, splits = settings
-    check_scales(op, scale, softcap)
-    if type(splits) is not int or not 0 <= splits <= MOST_SPLITS:
-        raise ArgumentError(f"{op}: splits must be 1 to {MOST_SPLITS}, or None; got {splits!r}")

@@ -54,9 +54,24 @@ def driver() -> Any:
 
 
 def _mapped(library: str) -> str:
-    """The path of a library that this process has loaded already: a second copy would not know torch's memory."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.rpartition(" ")[2]
-        if library in path.rpartition("/")[2]:
+    """The path of a library that this process has loaded already: a second copy would not know torch's memory.
+
+    Its file is named as the library, or that and a version ("libamdhip64.so.6"). A path that is not absolute is never
+    taken: the driver would be whatever lies in the current directory.
+    """
+    replaced = False
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").split("\n"):
+        path = line.split(maxsplit=5)[-1] if line else ""  # the sixth field, which may hold spaces
+        name = path.removesuffix(" (deleted)").rpartition("/")[2]
+        if not path.startswith("/") or not name.startswith(library):
+            continue
+        if name.removeprefix(library).strip(".0123456789"):
+            continue
+        if not path.endswith(" (deleted)"):
             return path
+        replaced = True
+    if replaced:
+        raise DriverNotFound(
+            f"{library} was replaced on disk after torch had loaded it: start this process anew"
+        )
     raise DriverNotFound(f"torch has not loaded {library}: is this torch a ROCm build?")

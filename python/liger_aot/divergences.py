@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from liger_aot.arguments import Allowed
 from liger_aot.differentiable import DifferentiableOp, Function, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.grid import persistent
@@ -24,7 +24,7 @@ from liger_aot.loss_checks import counted
 from liger_aot.op import Problem, as_rows, check_rows, check_same_device, check_tensor
 from liger_aot.runtime import OpOn
 
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
+REDUCTION = Allowed(among=("none", "sum", "mean", "batchmean"))
 
 
 class Summand(NamedTuple):
@@ -33,7 +33,7 @@ class Summand(NamedTuple):
     Attributes:
         kind: which of the op's formulas.
         number: its parameter.
-        reduction: one of REDUCTIONS.
+        reduction: one of REDUCTION.
         ignored: the label of rows that do not count.
     """
 
@@ -54,20 +54,6 @@ class _Handed(Function):
         ctx.save_for_backward(*tensors)
         ctx.op, ctx.settings = op, settings
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            return _handed_once(ctx, dloss)
-        ready, ctx.ready = ctx.ready, None
-        dx = ctx.op.gradient(dloss, ctx.saved_tensors, ctx.settings, ready)
-        return (None, None, None, dx, *(None,) * (len(ctx.saved_tensors) - 1))
-
-
-@once_differentiable
-def _handed_once(ctx: Any, dloss: Tensor) -> Any:
-    """Where a graph of the gradient is asked for: it may not be differentiated again."""
-    return _Handed.backward(ctx, dloss)
 
 
 class Divergence(DifferentiableOp):
@@ -117,6 +103,11 @@ class Divergence(DifferentiableOp):
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
         return self.loss_and_gradient(tensors, settings, False)[:1]
+
+    def gradients_of(self, ctx: Any, grads: Tensors, needed: Sequence[bool]) -> Tensors:
+        ready, ctx.ready = ctx.ready, None
+        dx = self.gradient(grads[0], ctx.saved_tensors, ctx.settings, ready)
+        return (dx, *(None,) * (len(needed) - 1))
 
     def loss_and_gradient(
         self, tensors: Tensors, settings: tuple[Any, ...], want: bool
@@ -241,17 +232,15 @@ class Divergence(DifferentiableOp):
     ) -> tuple[Tensor, Tensor | None]:
         self.check(tensors, settings)
         if self.on_reference(tensors):
-            with torch.no_grad():
-                return self.reference(*tensors, *settings)[0], None
+            return self.by_reference(tensors, settings)[0], None
         return self.loss_and_gradient(self._ready(tensors), settings, want)
 
     def _prepare_gradient(
         self, dloss: Tensor, saved: Tensors, settings: tuple[Any, ...], ready: Tensor | None
     ) -> Tensor:
         if self.on_reference(saved):
-            with torch.no_grad():
-                dx: Tensor = self.laid_out(self.reference_backward((dloss,), saved, *settings))[0]
-                return dx
+            dx: Tensor = self.gradients_by_reference((dloss,), saved, settings)[0]
+            return dx
         return self.gradient(
             dloss if rows_of(dloss) is not None else dloss.contiguous(), self._ready(saved), settings, ready
         )
@@ -324,11 +313,6 @@ def check_labels(op: str, name: str, labels: Any, first: str, x: Tensor) -> None
         raise ArgumentError(
             f"{op}: {name} must be of shape {tuple(x.shape[:-1])}, one a row of {first}; got {tuple(labels.shape)}"
         )
-
-
-def check_reduction(op: str, reduction: Any) -> None:
-    if reduction not in REDUCTIONS:
-        raise ArgumentError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
 
 
 # ---- the references' part that is the same ------------------------------------------------------------------

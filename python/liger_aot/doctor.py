@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from liger_aot._version import __version__
-from liger_aot.errors import DriverNotFound
+from liger_aot.errors import DriverNotFound, printable
 from liger_aot.manifest import Pack
 from liger_aot.ops import names as ops
-from liger_aot.packs import describe, installed, pack_for
+from liger_aot.packs import describe, hidden_folders, installed, pack_for
 
 Body = Callable[[], "tuple[list[str], bool]"]
 # The oldest driver that loads binaries of a version, as drivers count their own. Cubins: the ELF ABI changes with
@@ -69,7 +69,7 @@ def _section(title: str, body: Body) -> Section:
         except Exception as error:  # whatever is broken here is what is to be reported
             lines, ok = [f"failed: {type(error).__name__}: {error}"], False
     lines += [f"warning: {warning.message}" for warning in caught]
-    return Section(title, tuple(" ".join(line.split()) for line in lines), ok)
+    return Section(title, tuple(printable(" ".join(line.split())) for line in lines), ok)
 
 
 def _versions() -> tuple[list[str], bool]:
@@ -98,7 +98,8 @@ def _driver() -> tuple[list[str], bool]:
         return [str(error), "it comes with the GPU's driver: in a container, start it with the GPUs"], False
     except ImportError as error:
         return [
-            f"{error}: liger-aot was installed without its launcher; install its wheel, or build it"
+            f"{error}: liger-aot was installed without its launcher: install the wheel for this machine and Python, or "
+            "build it from source"
         ], False
     return [f"{found.library}, {found.backend} {_driver_version(found.backend, found.version)}"], True
 
@@ -120,6 +121,9 @@ def _packs() -> tuple[list[str], bool]:
             f"{pack.arch}: for {serves}; version {pack.version}, {made}, {_needs(pack)}; in {pack.folder}"
         )
     lines += [f"{folder.name}: can't be used: {problem}" for folder, problem in found.unusable.items()]
+    lines += [
+        f"{folder.name}: {folder} is not used: {first} comes first" for folder, first in hidden_folders()
+    ]
     return lines or [describe()], bool(found.packs) and not found.unusable
 
 

@@ -7,6 +7,22 @@ from pathlib import Path
 from liger_aot._version import __version__
 
 
+def printable(text: str) -> str:
+    """``text`` with control characters escaped, for a terminal: what a path, a file or a driver says may hold any."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def how_to_install(arch: str) -> str:
+    """How to get the binaries of an architecture, at this version. ``--no-index``, as none of our names is ours on a
+    package index: what lies there under one of them is somebody else's."""
+    return (
+        f"With the wheels of liger-aot in FOLDER: pip install --no-index --find-links FOLDER "
+        f'"liger-aot[{arch}]=={__version__}"; from its source: LIGER_AOT_ARCHS={arch} pip install .'
+    )
+
+
 class LigerAOTError(Exception):
     """The base of all of them."""
 
@@ -31,6 +47,10 @@ class DriverNotFound(LigerAOTError, RuntimeError):
     """The GPU driver's library cannot be opened, or lacks a function that the launcher needs."""
 
 
+class ForkedProcess(LigerAOTError, RuntimeError):
+    """A GPU is to be used in a process that was forked from one that had opened its driver: no driver works there."""
+
+
 class UnknownOp(LigerAOTError, ValueError):
     """There is no op of this name."""
 
@@ -46,8 +66,8 @@ class PackDamaged(LigerAOTError, RuntimeError):
         if len(problem) > 400:  # it may quote what is in the file
             problem = f"{problem[:397]}..."
         super().__init__(
-            f"{path}: {problem}. Reinstall the package that holds it: pip install --force-reinstall --no-deps "
-            f"liger-aot-<architecture>=={__version__}, or liger-aot where it was built from source"
+            f"{path}: {problem}. Reinstall the package that holds it, from where it came: the wheel of liger-aot "
+            f"{__version__} for this architecture (pip install --force-reinstall --no-deps WHEEL), or the source"
         )
         self.path, self.problem = path, problem
 
@@ -57,7 +77,7 @@ class PackTooNew(LigerAOTError, RuntimeError):
 
     def __init__(self, path: Path, found: int, known: int) -> None:
         super().__init__(
-            f"{path}: format {found}, this liger-aot reads up to {known}. Upgrade it: pip install -U liger-aot"
+            f"{path}: format {found}, this liger-aot reads up to {known}. Upgrade liger-aot to the pack's version"
         )
         self.path, self.found, self.known = path, found, known
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from liger_aot.errors import ArgumentError, ArgumentTypeError, PackNotFound
+from liger_aot.errors import ArgumentError, ArgumentTypeError, PackNotFound, printable
 from liger_aot.loader import load
 from liger_aot.manifest import Kernel, OpManifest, Pack
 from liger_aot.packs import describe, installed_packs, pack_of
@@ -103,6 +103,7 @@ def table(choices: Iterable[Choice]) -> str:
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as lines of aligned columns; numbers are aligned at their right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     by_column = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in by_column]
     numeric = [all(cell.isdigit() or cell == "-" for cell in column[1:]) for column in by_column]

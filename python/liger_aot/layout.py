@@ -13,12 +13,16 @@ from torch import Tensor
 Rows = tuple[int, int, int, int, int, int, int, int]
 
 CPU, CUDA, ROCM = 1, 2, 10
-_DTYPE = {torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16)}
+FP32 = (2, 32)  # DLPack's dtype code and bits
+NEEDS_GRADIENT, OTHER_SETTINGS, INDIRECT = 1, 2, 4  # what ``traits`` answers
+_DTYPE = {torch.float16: (2, 16), torch.float32: FP32, torch.bfloat16: (4, 16)}
 
 
 def python_rows(x: Tensor) -> Rows | None:
     """``_launch.tensor_rows`` for a torch without the exchange API that it reads."""
     code_bits = _DTYPE.get(x.dtype)
+    if x.is_neg():
+        return None
     if x.dim() == 0 or code_bits is None or x.device.type not in ("cpu", "cuda") or not x.is_contiguous():
         stride = None if code_bits is None or x.dim() == 0 else _row_stride(x)
         if stride is None or code_bits is None:
@@ -43,6 +47,30 @@ def _row_stride(x: Tensor) -> int | None:
     return outer[-1][1]
 
 
+def python_traits(
+    tensors: tuple[Any, ...], settings: tuple[Any, ...] = (), known: tuple[Any, ...] = ()
+) -> int:
+    """``_launch.traits`` for a torch without the exchange API that it reads."""
+    same = len(settings) == len(known) and all(a is b for a, b in zip(settings, known, strict=True))
+    found = 0 if same else OTHER_SETTINGS
+    for t in tensors:
+        if t is None:
+            continue
+        if (
+            type(t) not in (Tensor, torch.nn.Parameter)
+            or t.layout != torch.strided
+            or t.is_nested
+            or t.is_quantized
+        ):
+            return INDIRECT
+        if t.device.type == "meta" or t.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return INDIRECT
+        if torch._is_functional_tensor(t) or (t.numel() and not t.data_ptr()):
+            return INDIRECT
+        found |= t.requires_grad
+    return found
+
+
 def python_layouts(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """``_launch.layouts`` of tensors or a torch that it can't read."""
     key = tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
@@ -51,18 +79,20 @@ def python_layouts(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 def _choose() -> tuple[
     Callable[[Tensor], Rows | None],
-    Callable[[tuple[Any, ...]], bool],
+    Callable[..., int],
     Callable[[tuple[Any, ...]], tuple[Any, ...] | None],
 ]:
     try:
-        from liger_aot._launch import all_readable, layouts, tensor_rows
+        from liger_aot._launch import layouts, tensor_rows, traits
     except ImportError:  # the source tree, not built: the CPU reference works all the same
-        return python_rows, lambda tensors: False, lambda tensors: None
-    return tensor_rows if tensor_rows(torch.empty(1)) is not None else python_rows, all_readable, layouts
+        return python_rows, python_traits, lambda tensors: None
+    if tensor_rows(torch.empty(1)) is None:
+        return python_rows, python_traits, layouts
+    return tensor_rows, traits, layouts
 
 
-# ``all_readable`` says no, and ``_layouts`` None, where they can't look.
-rows_of, all_readable, _layouts = _choose()
+# ``_layouts`` says None where it can't look.
+rows_of, traits, _layouts = _choose()
 
 
 def layouts_of(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:

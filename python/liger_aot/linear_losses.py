@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from liger_aot.differentiable import DifferentiableOp, Tensors
+from liger_aot.differentiable import DifferentiableOp, Function, Tensors
+from liger_aot.errors import ArgumentError
 from liger_aot.grid import persistent
-from liger_aot.op import PLAIN_OR_NONE
 from liger_aot.runtime import OpOn
 from liger_aot.torch_library import register
 
@@ -74,35 +73,39 @@ class LinearLoss(DifferentiableOp):
         self, tensors: Tensors, settings: tuple[Any, ...] = (), out: Sequence[Tensor] | None = None
     ) -> Any:
         grads = torch.is_grad_enabled()
-        named = dict(zip((name.rstrip("?") for name in self.tensors), tensors, strict=True))
-        wanted = [grads and getattr(named[k], "requires_grad", False) for k in self.graded]
-        settings = (*settings, wanted)
-        if not any(wanted):
-            return super().differentiable(tensors, settings)
-        if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
-            if self.in_backward(tensors, settings):
-                return super().differentiable(tensors, settings)
-            return self._traced(tensors, settings, [named[k] for k in self.graded])
-        return _Handed.apply(self, settings, *tensors)  # type: ignore[no-untyped-call]
+        wanted = tuple(grads and getattr(t, "requires_grad", False) for t in self._graded(tensors))
+        return super().differentiable(tensors, (*settings, wanted))
 
-    def _traced(self, tensors: Tensors, settings: tuple[Any, ...], graded: list[Tensor]) -> Any:
+    def through_library(
+        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
+    ) -> Any:
         """The backward in plain torch, so that Inductor may multiply in place."""
+        wanted = settings[-1]
+        if not any(wanted) or self.in_backward(tensors, settings):
+            return super().through_library(tensors, settings, out)
         register(self.name)
-        self.check(tensors, settings)
+        self.check_all(tensors, settings)
         with torch.no_grad():
             results = getattr(torch.ops.liger_aot, f"{self.name}_forward")(*tensors, *settings, True)
-        wanted = settings[-1]
         found = list(compress(results[self.outputs :], wanted))
-        loss = _Attached.apply(results[0], *found, *compress(graded, wanted))  # type: ignore[no-untyped-call]
+        graded = compress(self._graded(tensors), wanted)
+        loss = _Attached.apply(results[0], *found, *graded)  # type: ignore[no-untyped-call]
         return loss if self.outputs == 1 else (loss, *results[1 : self.outputs])
+
+    def in_torch(self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None) -> Any:
+        """Of the reference the outputs alone: torch finds the gradients."""
+        return super().in_torch(tensors, (*settings[:-1], (False,) * len(self.graded)), out)
+
+    def _graded(self, tensors: Tensors) -> list[Any]:
+        names = [name.rstrip("?") for name in self.tensors]
+        return [tensors[names.index(name)] for name in self.graded]
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
         self.check(tensors, settings)
         if self.on_reference(tensors):
-            with torch.no_grad():
-                results = self.laid_out(self.reference(*tensors, *settings))
+            results = self.by_reference(tensors, settings)
             return (*results[: self.outputs], *(_there(r) for r in results[self.outputs :]))
         now = settings[-1] if keep and not self.in_backward(tensors, settings) else [False] * len(self.graded)
         outputs, gradients = self.compute(tensors, settings[:-1], now, None)
@@ -121,6 +124,35 @@ class LinearLoss(DifferentiableOp):
             return (*(None,) * len(tensors), *gradients)
         return (*tensors, *gradients)
 
+    def gradients_of(self, ctx: Any, grads: Tensors, needed: Sequence[bool]) -> Tensors:
+        grad = grads[0]
+        if grad is None:
+            return (None,) * len(needed)
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            return self.run_backward((grad,), self.completed(ctx.saved_tensors), ctx.settings, needed)
+        by_name = dict(zip(self.graded, gradients, strict=True))
+        del gradients
+        made: list[Tensor | None] = []
+        for name, need in zip(self.tensors, needed, strict=True):
+            gradient = by_name.pop(name.rstrip("?"), None) if need else None
+            if gradient is not None:
+                self.scale(gradient, grad)
+            made.append(gradient)
+            del gradient
+        return tuple(made)
+
+    def completed(self, saved: Tensors) -> Tensors:
+        """The arguments alone: from them all is computed again."""
+        if saved[0] is None:
+            raise ArgumentError(
+                f"{self.name}: torch.library's backward has the gradients alone: it is not for create_graph=True"
+            )
+        return (*saved[: len(self.tensors)], *(None,) * len(self.graded))
+
+    def followed(self, saved: Tensors, settings: tuple[Any, ...]) -> Tensors:
+        return saved
+
     def run_backward(
         self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
     ) -> Tensors:
@@ -131,8 +163,7 @@ class LinearLoss(DifferentiableOp):
         if any(g is not None for g in gradients):
             found = tuple(None if g is None else scaled(g, grads[0]) for g in gradients)
         elif self.on_reference(tensors):
-            with torch.no_grad():
-                return self.reference_backward(grads, saved, *settings)
+            return self.gradients_by_reference(grads, saved, settings)
         else:
             wanted = [needed[names.index(k)] for k in self.graded]
             _, found = self.compute(tensors, settings[:-1], wanted, grads[0])
@@ -152,12 +183,14 @@ def _there(gradient: Tensor | None) -> Tensor | None:
     return None if absent else gradient
 
 
-class _Handed(torch.autograd.Function):
+class _Handed(Function):
     """The eager way. The gradients are no saved tensors: those autograd would keep until after the backward, and then
     AccumulateGrad copies what it could have taken."""
 
     @staticmethod
-    def forward(ctx: Any, op: LinearLoss, settings: tuple[Any, ...], *tensors: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, op: LinearLoss, settings: tuple[Any, ...], out: None, *tensors: Tensor | None
+    ) -> Any:
         results = op.run_forward(tensors, settings, True, None)
         outputs, gradients = results[: op.outputs], results[op.outputs :]
         ctx.op, ctx.settings = op, settings
@@ -166,38 +199,6 @@ class _Handed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o in outputs[1:] if o is not None))
         return outputs[0] if op.outputs == 1 else outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            return _handed_once(ctx, *grads)
-        op: LinearLoss = ctx.op
-        needed = ctx.needs_input_grad[2:]
-        grad = grads[0]
-        if grad is None:
-            return (None,) * (2 + len(needed))
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            found = op.run_backward(
-                (grad,), (*ctx.saved_tensors, *(None,) * len(op.graded)), ctx.settings, needed
-            )
-            return (None, None, *found)
-        by_name = dict(zip(op.graded, gradients, strict=True))
-        del gradients
-        made: list[Tensor | None] = []
-        for name, need in zip(op.tensors, needed, strict=True):
-            gradient = by_name.pop(name.rstrip("?"), None) if need else None
-            if gradient is not None:
-                op.scale(gradient, grad)
-            made.append(gradient)
-            del gradient
-        return (None, None, *made)
-
-
-@once_differentiable
-def _handed_once(ctx: Any, *grads: Tensor | None) -> Any:
-    """Where a graph of the gradient is asked for: it may not be differentiated again."""
-    return _Handed.backward(ctx, *grads)
 
 
 class _Attached(torch.autograd.Function):
@@ -210,6 +211,10 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if not is_compiling() and torch.is_grad_enabled():
+            raise ArgumentError(
+                "a linear loss of tensor subclasses or under a mode is not for create_graph=True"
+            )
         gradients = ctx.saved_tensors
         return (None, *(None for _ in gradients), *(scaled(g, grad) for g in gradients))
 
@@ -221,3 +226,6 @@ def scale_in_place(on: OpOn, gradient: Tensor, grad: Tensor) -> None:
     programs, _, _ = persistent(on, loaded, -(-n // loaded.block))
     device = on.device
     loaded.launch(device, on.stream(device), programs, 1, 1, at, grad.data_ptr(), n)
+
+
+LinearLoss.function = _Handed

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.op import check_same_device, check_tensor
 
 REDUCTIONS = ("mean", "sum", "none")
+# The settings of RowLoss's fields, as the ops that take them begin; a softcap of 0 is none.
+ROW_LOSS = Schema(
+    {
+        "int ignore_index": ANY,
+        "float label_smoothing": Allowed(least=0, most=1),
+        "float lse_square_scale": ANY,
+        "float softcap": FROM_ZERO,
+    }
+)
+TOKEN_LOSS = Schema(
+    {
+        **ROW_LOSS,
+        "bool token_scaling": Allowed(called="use_token_scaling"),
+        "str reduction": Allowed(among=REDUCTIONS),
+    }
+)
 WORDS = {torch.int32: 1, torch.int64: 2}  # 32-bit words a target
 
 
@@ -38,36 +54,10 @@ class RowLoss:
         self.lse_square_scale, self.softcap, self.token_scaling = lse_square_scale, softcap, token_scaling
 
 
-def check_row_loss(op: str, row_loss: RowLoss) -> None:
-    """ArgumentTypeError or ArgumentError for a number that is none or out of range."""
-    ignore = row_loss.ignore_index
-    if not isinstance(ignore, int) or isinstance(ignore, bool) or not -(1 << 63) <= ignore < 1 << 63:
-        raise ArgumentTypeError(f"{op}: ignore_index must be an int of 64 bits, got {ignore!r}")
-    for name, least, most in (
-        ("label_smoothing", 0.0, 1.0),
-        ("lse_square_scale", -math.inf, math.inf),
-        ("softcap", 0.0, math.inf),
-    ):
-        value = getattr(row_loss, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ArgumentTypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-        if not least <= value <= most or math.isinf(value):
-            allowed = "finite" if math.isinf(least) else f"at least {least:g} and finite"
-            raise ArgumentError(
-                f"{op}: {name} must be {'in [0, 1]' if most == 1.0 else allowed}, got {value}"
-            )
-
-
-def check_reduction(op: str, reduction: Any) -> None:
-    if reduction not in REDUCTIONS:
-        raise ArgumentError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
-
-
-@lru_cache(maxsize=256, typed=True)
-def checked_row_loss(op: str, *fields: Any) -> RowLoss:
-    """A RowLoss of these fields, checked; a call's settings are those of the call before, mostly."""
-    check_row_loss(op, row_loss := RowLoss(*fields))
-    return row_loss
+@lru_cache(maxsize=256)
+def row_loss(*fields: Any) -> RowLoss:
+    """A RowLoss of these fields; a call's settings are those of the call before, mostly."""
+    return RowLoss(*fields)
 
 
 def check_target(op: str, target: Any, shape: torch.Size, device: torch.device) -> None:
@@ -100,6 +90,11 @@ def check_class_weight(op: str, argument: str, weight: Tensor, logits: Tensor, v
         )
     if weight.requires_grad:
         raise ArgumentError(f"{op}: {argument} gets no gradient: give weight.detach()")
+
+
+def softcap_of(op: str, softcap: Any) -> float:
+    """0 for None, which is what a public softcap above 0 may be, too."""
+    return 0.0 if softcap is None else float(ABOVE_ZERO.checked(op, "float softcap", softcap))
 
 
 def counted(target: Tensor, ignore_index: int) -> Tensor:

@@ -8,13 +8,14 @@ format's version, the sha256 of all that is read.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
-from os import SEEK_END
 from pathlib import Path
 from reprlib import Repr
+from stat import S_ISDIR, S_ISREG
 from string import ascii_letters, digits
 from typing import Any, NamedTuple
 
@@ -22,7 +23,10 @@ from liger_aot.errors import PackDamaged, PackTooNew
 
 FORMAT = 5
 WINDOW = 1 << 15  # of a binary's base, how much its compression sees
-LARGEST_FILE = 64 << 20  # bytes of a manifest, or of one binary; ours have a few tens of kilobytes
+LARGEST_JSON = (
+    4 << 20
+)  # bytes of a manifest, of which Python makes some 25 times as many; our largest has 124 kilobytes
+LARGEST_FILE = 64 << 20  # bytes of one binary; ours have a few tens of kilobytes
 DTYPES = ("bf16", "fp16", "fp32")  # what a dispatch key's axes may say
 MOST_THREADS = 1024  # a block, on every architecture
 MOST_ARGUMENTS = 64  # what the launcher takes
@@ -61,14 +65,7 @@ class Blob(NamedTuple):
 
     def read(self) -> bytes:
         """The compressed bytes; PackDamaged unless they are those the manifest was written for."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset)
-                data = file.read(self.length)
-                if len(data) < self.length:
-                    raise PackDamaged(self.path, f"cut short: it ends at byte {file.seek(0, SEEK_END)}")
-        except OSError as error:
-            raise PackDamaged(self.path, error.strerror or str(error)) from None
+        data = _read(self.path, self.offset, self.length)
         if (found := sha256(data).hexdigest()) != self.sha256:
             raise PackDamaged(
                 self.path, f"{self.name}: sha256 is {found}, the manifest says {_shown(self.sha256)}"
@@ -135,7 +132,7 @@ class OpManifest:
 
     def __init__(self, path: Path, binaries: Path, digest: str) -> None:
         self.path, self.binaries = path, binaries
-        raw = _object(path, _parse(path, _checked(path, digest)))
+        raw = _json(path, digest)
         _check_format(path, raw)
         self._variants = _object(path, raw.get("variants"), "variants")
         kernels = _object(path, raw.get("kernels"), "kernels")
@@ -270,7 +267,7 @@ class Pack:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "manifest.json"
-        raw = _object(self.path, _parse(self.path, _read(self.path)))
+        raw = _json(self.path)
         _check_format(self.path, raw)
         self.arch = _safe(self.path, _typed(self.path, raw, "arch", str))
         self.backend = _typed(self.path, raw, "backend", str)
@@ -293,29 +290,65 @@ class Pack:
         return OpManifest(self.folder / f"{name}.json", self.folder / f"{name}.bin", digest)
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path, most: int) -> bytes:
+    """A whole file; PackDamaged where it has more than ``most`` bytes, before any is read."""
+    return _read(path, 0, None, most)
+
+
+def _read(path: Path, offset: int, length: int | None, most: int = LARGEST_FILE) -> bytes:
+    """``length`` bytes of a file from ``offset`` on, or all of it. A FIFO in its place is an error, not a wait."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE + 1)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise PackDamaged(path, error.strerror or str(error)) from None
-    if len(data) > LARGEST_FILE:
-        raise PackDamaged(path, f"larger than {LARGEST_FILE} bytes")
-    return data
-
-
-def _checked(path: Path, digest: str) -> bytes:
-    data = _read(path)
-    if (found := sha256(data).hexdigest()) != digest:
-        raise PackDamaged(path, f"sha256 is {found}, the manifest says {_shown(digest)}")
-    return data
-
-
-def _parse(path: Path, data: bytes) -> Any:
     try:
-        return json.loads(data.decode())
+        status = os.fstat(descriptor)
+        if S_ISDIR(status.st_mode):
+            raise PackDamaged(path, "Is a directory")
+        if not S_ISREG(status.st_mode):
+            raise PackDamaged(path, "not a regular file")
+        size = status.st_size
+        if length is None:
+            if size > most:
+                raise PackDamaged(path, f"larger than {most} bytes")
+            length = size
+        data = os.pread(descriptor, length, offset) if offset + length <= size else b""
+    except OSError as error:
+        raise PackDamaged(path, error.strerror or str(error)) from None
+    finally:
+        os.close(descriptor)
+    if len(data) < length:
+        raise PackDamaged(path, f"cut short: it ends at byte {size}")
+    return data
+
+
+def _json(path: Path, digest: str | None = None) -> dict[str, Any]:
+    """A JSON file that holds an object, in which no name stands twice; its sha256 is ``digest`` where that is given."""
+    data = read_file(path, LARGEST_JSON)
+    if digest is not None and (found := sha256(data).hexdigest()) != digest:
+        raise PackDamaged(path, f"sha256 is {found}, the manifest says {_shown(digest)}")
+    try:
+        document = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise PackDamaged(path, f"not JSON: {error}") from None
+    return _object(path, document)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object as a dictionary. Readers differ in which of two fields of one name they take: it may not have any."""
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            break
+        seen.add(name)
+    raise ValueError(f"{_shown(name)} stands twice in an object")
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _check_format(path: Path, raw: dict[str, Any]) -> None:

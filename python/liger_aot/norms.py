@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from liger_aot.layout import Rows
+from liger_aot.layout import FP32, Rows
 
 # What a kernel is told of an optional vector: csrc_triton/norm_vectors.py.
 ABSENT, NARROW, WIDE = 0, 1, 2
@@ -14,4 +14,4 @@ def kind_of(vector: Rows, x: Rows) -> int | None:
         return None
     if vector[3:5] == x[3:5]:
         return NARROW
-    return WIDE if vector[4] == 32 else None
+    return WIDE if vector[3:5] == FP32 else None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
 from liger_aot.layout import Rows, overlap, rows_of
 from liger_aot.runtime import DTYPE_NAMES, Runtimes
 
-# The direct path reads memory: subclasses (fake, distributed, quantised tensors) go through torch's dispatcher.
+# Exact types: subclasses (fake, distributed, quantised tensors) may hold their data elsewhere, or nowhere.
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 PLAIN_OR_NONE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
@@ -85,6 +87,8 @@ def check_tensor(op: str, argument: str, value: Any) -> None:
     """ArgumentTypeError unless ``value`` is a tensor of a dtype that binaries are built for."""
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(f"{op}: {argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.is_nested:
+        raise ArgumentTypeError(f"{op}: {argument} must be a dense tensor, got a nested one")
     if value.dtype not in DTYPE_NAMES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
         got = str(value.dtype).removeprefix("torch.")
@@ -125,9 +129,23 @@ def check_vector(op: str, argument: str, value: Tensor, x: Tensor, n: int, of: s
         )
 
 
+@contextmanager
+def plain_torch(differentiable: bool = False) -> Iterator[None]:
+    """Around a reference: autocast changes no dtype in it, and autograd follows where that is asked for."""
+    with torch.set_grad_enabled(differentiable), torch._C._DisableAutocast():
+        yield
+
+
+def written(*tensors: Tensor) -> None:
+    """Tell autograd of what a kernel writes in place: who saved it for a backward must learn of it, under no_grad, too.
+    Those of inference mode have no version to count."""
+    for t in tensors:
+        increment_version(t)
+
+
 def as_rows(op: str, argument: str, x: Tensor) -> Tensor:
     """``x``, or a contiguous copy where its rows don't lie evenly; ArgumentTypeError for what has no memory to read."""
-    if rows_of(x) is None and rows_of(x := x.contiguous()) is None:
+    if rows_of(x) is None and rows_of(x := x.resolve_neg().contiguous()) is None:
         raise ArgumentTypeError(
             f"{op}: {argument} is a {type(x).__name__} that has no memory of its own to read"
         )
@@ -146,8 +164,15 @@ def check_out(op: str, out: Tensor, x: Tensor, **others: Tensor | None) -> Rows:
     for argument, value in (("x", x), *others.items()):
         if value is not None and overlap(out, value):
             raise ArgumentError(f"{op}: out overlaps {argument}; it may be x itself or memory of its own")
-    if (rows := rows_of(out)) is None:
+    check_writable_rows(op, "out", out)
+    return rows_of(out)  # type: ignore[return-value]
+
+
+def check_writable_rows(op: str, argument: str, x: Tensor) -> None:
+    """ArgumentError unless ``x`` is rows that a kernel may write, no two of which share an element."""
+    rows = rows_of(x)
+    if rows is None or (rows[5] > 1 and rows[7] < rows[6]):
+        what = "is lazily negated" if x.is_neg() else f"has strides {x.stride()}"
         raise ArgumentError(
-            f"{op}: out has strides {out.stride()}: its rows must be contiguous and evenly spaced"
+            f"{op}: {argument} {what}: what is written must be contiguous rows, evenly spaced and without overlap"
         )
-    return rows

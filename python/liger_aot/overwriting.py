@@ -6,12 +6,12 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch._C import _are_functorch_transforms_active as transforms_active
 
+from liger_aot import unseen
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError
-from liger_aot.layout import rows_of
-from liger_aot.op import PLAIN_OR_NONE
+from liger_aot.op import check_writable_rows, written
 
 
 class Overwriting(Protocol):
@@ -35,18 +35,17 @@ def overwritten(
         ArgumentError: the first tensor is a leaf, no plain tensor, or not evenly spaced rows.
     """
     x: Tensor = tensors[0]
-    if not PLAIN_OR_NONE.issuperset(map(type, tensors)):
-        raise ArgumentError(f"{op.name}: inplace_grad=True is for plain tensors, not their subclasses")
+    row = unseen.row_of(tensors)
+    if row is not None or transforms_active():
+        found = "a transform of torch.func" if row is None else f"with {row.name}"
+        raise ArgumentError(f"{op.name}: inplace_grad=True is for plain tensors, got one {found}")
     base = x._base if x._is_view() else None
     if x.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
         raise ArgumentError(
             f"{op.name}: {argument} is a leaf that requires a gradient, or a view of one: its value can't be "
             "overwritten; use inplace_grad=False"
         )
-    if rows_of(x) is None:
-        raise ArgumentError(
-            f"{op.name}: {argument} has strides {x.stride()}: inplace_grad=True needs contiguous, evenly spaced rows"
-        )
+    check_writable_rows(op.name, argument, x)
     function = _Overwrite if base is not None else _OverwriteDirty
     return function.apply(op, settings, outputs, *tensors)[:outputs]  # type: ignore[no-untyped-call]
 
@@ -60,12 +59,16 @@ class _Overwrite(torch.autograd.Function):
         ctx: Any, op: Overwriting, settings: tuple[Any, ...], outputs: int, *tensors: Tensor | None
     ) -> Any:
         results = _run(ctx, op, settings, outputs, tensors)
-        torch.autograd.graph.increment_version(tensors[0])  # type: ignore[arg-type]
+        written(tensors[0])  # type: ignore[arg-type]
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{ctx.op.name}: inplace_grad=True left the gradient where the values were: it can't be differentiated "
+                "again (create_graph=True); use inplace_grad=False"
+            )
         if len(grads) > ctx.outputs and grads[-1] is not None:
             raise RuntimeError(
                 f"{ctx.op.name}: inplace_grad=True left the gradient where the values were: nothing that needs a "

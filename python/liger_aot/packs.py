@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Mapping
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from liger_aot._version import __version__
-from liger_aot.errors import LigerAOTError, PackNotFound
+from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, how_to_install
 from liger_aot.manifest import Pack
 
 NAMESPACE = "liger_aot_packs"
@@ -30,18 +30,44 @@ class Device(NamedTuple):
 
 
 def pack_roots() -> tuple[Path, ...]:
-    """Folders that are searched for packs, first come first."""
+    """Folders that are searched for packs, first come first: the one beside liger_aot, then those of the import path.
+
+    The current directory is none of them, though Python may have it on the import path: what lies there is not what was
+    installed.
+    """
     if override := os.environ.get(OVERRIDE):
-        roots: Iterable[str] = override.split(os.pathsep)
-    else:
-        spec = find_spec(NAMESPACE)
-        roots = (spec.submodule_search_locations or ()) if spec else ()
-    return tuple(Path(root) for root in roots if root)
+        return tuple(Path(root) for root in override.split(os.pathsep) if root)
+    beside = os.path.join(os.path.dirname(os.path.dirname(__file__)), NAMESPACE)
+    roots = {found: beside} if (found := _identity(beside)) else {}
+    here = _identity(NAMESPACE)
+    for entry in sys.path:
+        path = os.path.join(entry, NAMESPACE)
+        if (found := _identity(path)) and found != here:
+            roots.setdefault(found, path)
+    return tuple(Path(root) for root in roots.values())
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """What tells one folder from another, whatever its path; None where there is nothing, as is common on sys.path."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino
 
 
 def pack_folders() -> tuple[Path, ...]:
     """Folders that hold one pack each, by name, without reading them. Of two of one name the first root's counts."""
-    found: dict[str, Path] = {}
+    return tuple(folders[0] for folders in _by_name())
+
+
+def hidden_folders() -> tuple[tuple[Path, Path], ...]:
+    """Folders of packs that are not used, each with the one of its name that comes first."""
+    return tuple((folder, first) for first, *others in _by_name() for folder in others)
+
+
+def _by_name() -> list[list[Path]]:
+    found: dict[str, list[Path]] = {}
     for root in pack_roots():
         try:
             folders = [Path(entry) for entry in os.scandir(root) if entry.is_dir()]
@@ -49,17 +75,19 @@ def pack_folders() -> tuple[Path, ...]:
             continue
         for folder in folders:
             if not folder.name.startswith((".", "_")):
-                found.setdefault(folder.name, folder)
-    return tuple(found[name] for name in sorted(found))
+                found.setdefault(folder.name, []).append(folder)
+    return [found[name] for name in sorted(found)]
 
 
 def open_pack(folder: Path) -> Pack:
     """The pack in ``folder``; PackDamaged, PackTooNew or PackNotFound where it can't be used."""
     pack = Pack(folder)
+    if pack.arch != folder.name:  # else two folders could hold one architecture
+        raise PackDamaged(pack.path, f"arch is {pack.arch!r}, its folder is {folder.name!r}")
     if pack.version != __version__:
         raise PackNotFound(
             f"{folder}: pack {pack.arch} is of version {pack.version}, liger-aot of {__version__}: "
-            f'install the same version of both: pip install "liger-aot[{pack.arch}]=={__version__}"'
+            f"install the same version of both. {how_to_install(pack.arch)}"
         )
     return pack
 
@@ -153,6 +181,4 @@ def _remedy(device: Device) -> str:
     arch = _released(device)
     if arch is None:
         return "liger-aot is built for compute capabilities 8.x and 9.0, gfx90a and gfx942; add a profile to build more"
-    return (
-        f'Install it: pip install "liger-aot[{arch}]", or from source: LIGER_AOT_ARCHS={arch} pip install .'
-    )
+    return how_to_install(arch)

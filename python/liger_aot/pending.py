@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from threading import Lock
 
 import torch
 
 from liger_aot.errors import ArgumentError
+from liger_aot.locks import new_lock
 
 DEBUG = os.environ.get("LIGER_AOT_DEBUG", "0") not in ("", "0")
 
@@ -30,7 +30,7 @@ class _Word:
 
 
 _words: dict[str, _Word] = {}
-_lock = Lock()
+_lock = new_lock()
 
 
 def flag(op: str) -> int:

@@ -49,7 +49,7 @@ def row_losses(
     if smoothing:
         loss = loss + smoothing / vocabulary * (weight_sum * lse - total)
     if row_loss.token_scaling:
-        p = torch.exp(at_target - lse)
+        p = torch.exp(at_target - lse).detach()
         loss, z_loss = loss * p, z_loss * p
     kept = counted(target, row_loss.ignore_index)
     return torch.where(kept, loss, 0.0), torch.where(kept, z_loss, 0.0)
@@ -81,7 +81,7 @@ def gradient(
     kept = counted(target, row_loss.ignore_index)
     scale, z_scale = (torch.where(kept, s, 0.0) for s in (scale, z_scale))
     if row_loss.token_scaling:
-        p = torch.exp(at_target - lse)
+        p = torch.exp(at_target - lse).detach()
         scale, z_scale = scale * p, z_scale * p
     of_p = scale * ((1 - smoothing) * of_target + smoothing * weight_sum / vocabulary)
     of_p = of_p + z_scale * 2 * row_loss.lse_square_scale * lse

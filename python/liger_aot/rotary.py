@@ -12,13 +12,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import Allowed, check_flag
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.layout import layouts_of, overlap
-from liger_aot.op import check_same_device, check_tensor
+from liger_aot.op import check_same_device, check_tensor, written
 from liger_aot.runtime import REMEMBERED, OpOn
 
-LAYOUTS = ("bhsd", "bshd")  # batch, heads, sequence, head dimension
+LAYOUT = Allowed(among=("bhsd", "bshd"))  # batch, heads, sequence, head dimension
 MOST = (1 << 31) - (1 << 16)  # rows, and rows of tables: int32 with room for a program's excess
 
 
@@ -90,6 +91,8 @@ class Rotary(DifferentiableOp):
         inplace: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The public call: ``k`` may be missing."""
+        if inplace is not False:
+            check_flag(self.name, "inplace", inplace)
         if torch.is_grad_enabled():
             for name, table in zip(self.tensors[2:], tables, strict=True):
                 if getattr(table, "requires_grad", False):
@@ -102,6 +105,7 @@ class Rotary(DifferentiableOp):
             )
             return rotated
         check_tensor(self.name, "q", q)
+        self._validated(*settings)
         no_k = self._without_heads(q, settings)
         only, _ = self.differentiable((q, no_k, *tables), settings, (q, no_k) if inplace else None)
         return only, None
@@ -120,6 +124,8 @@ class Rotary(DifferentiableOp):
     ) -> Tensors:
         self.check(tensors, settings)
         if self.on_reference(tensors):
+            if out is not None:
+                _check_writable(self.name, q=tensors[0], k=tensors[1])
             return super().prepare_forward(tensors, settings, keep, out)
         return self.run_forward(tensors, settings, keep, out)  # the device is bound now
 
@@ -167,6 +173,8 @@ class Rotary(DifferentiableOp):
         launch(
             on.device, on.stream(on.device), programs, 1, 1, q_out_at, k_out_at, q_at, k_at, *at, *arguments, sign
         )  # fmt: skip
+        if out is not None:
+            written(q, k)
         return q_out, k_out
 
     def _prepare(
@@ -256,10 +264,6 @@ class Rotary(DifferentiableOp):
         if n == 0 or n % 2:
             raise ArgumentError(f"{self.name}: the head dimension, q's last, must be even, got {n}")
         return q.shape[0], q.shape[3 - heads], n
-
-    def check_layout(self, layout: Any) -> None:
-        if layout not in LAYOUTS:
-            raise ArgumentError(f"{self.name}: layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
 
     def check_cos_and_sin(self, q: Tensor, cos: Any, sin: Any) -> None:
         """Types and devices, and that the two are alike."""

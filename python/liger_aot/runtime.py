@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from threading import Lock
 from typing import Any, Protocol
 
 import torch
 
-from liger_aot.errors import ArgumentTypeError, DriverError, NotLoaded, PackNotFound, UnsupportedDevice
+from liger_aot.errors import (
+    ArgumentTypeError,
+    DriverError,
+    NotLoaded,
+    PackDamaged,
+    PackNotFound,
+    UnsupportedDevice,
+)
 from liger_aot.layout import CPU, CUDA, ROCM
+from liger_aot.locks import new_lock
 from liger_aot.manifest import OpManifest, Variant
 
 REMEMBERED = 1024  # sizes a kernel keeps the variant of
@@ -115,7 +122,7 @@ class OpOn:
         self.multiprocessors = multiprocessors
         self._manifest = manifest
         self._driver = driver
-        self._lock = Lock()
+        self._lock = new_lock()
         self._loaded: dict[str, Loaded] = {}
         self.kernels = {name: KernelOn(name, manifest, self._load) for name in manifest.kernels}
         self.stream = driver.stream
@@ -175,6 +182,8 @@ class GPUDriver:
                 "what packs need"
             )
             raise DriverError(message, call=error.call, code=error.code, name=error.name) from None
+        except ValueError as error:  # the binary is for other arguments than the manifest says
+            raise PackDamaged(variant.blob.path, f"{variant.name}: {error}") from None
         return kernel
 
 
@@ -190,7 +199,7 @@ class Runtimes:
     def __init__(self, op: str, bound: Mapping[int, OpOn] | None = None) -> None:
         self.op = op
         self.bound: dict[int, OpOn] = dict(bound or {})
-        self._lock = Lock()
+        self._lock = new_lock()
 
     def find(self, kind: int, index: int) -> OpOn | None:
         """The op on a device (a DLPack type and index) it was bound to before; None says nothing: ask ``of``."""

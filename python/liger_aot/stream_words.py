@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from itertools import count
-from threading import Lock
 
 import torch
 from torch import Tensor
 
+from liger_aot.locks import new_lock
 from liger_aot.runtime import REMEMBERED
 
 NUMBERS = 1 << 31
@@ -28,7 +28,7 @@ class StreamWords:
         self._launches = count(1)
         self._ahead: list[Tensor] = []  # the last one has words left; graphs use the others
         self._taken = 0
-        self._lock = Lock()
+        self._lock = new_lock()
 
     def numbered(self, stream: int, least: int) -> tuple[Tensor, int]:
         """At least so many of them, and a number for the launch, from 1 to 2^31 - 1, that is in none of them."""

@@ -9,11 +9,13 @@ An op named ``f`` becomes ``liger_aot::f_forward``, which gives all of its resul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from liger_aot.locks import new_lock
 
 if TYPE_CHECKING:
     from liger_aot.differentiable import DifferentiableOp, Tensors
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 NAMESPACE = "liger_aot"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _registered: set[str] = set()
-_lock = Lock()
+_lock = new_lock()
 
 
 def register(op: str) -> bool:
@@ -73,7 +75,7 @@ def _define(op: DifferentiableOp) -> None:
 
     def fake_forward(*arguments: Any) -> Any:
         *inputs, keep = arguments
-        found = op.laid_out(op.reference(*inputs))
+        found = op.by_reference(tuple(inputs[:count]), tuple(inputs[count:]))
         return unpacked(
             [torch.empty_like(r) if keep or i < op.outputs else r.new_empty(0) for i, r in enumerate(found)]
         )
@@ -96,7 +98,7 @@ def _define(op: DifferentiableOp) -> None:
 
     def fake_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:
         *settings, needed = arguments
-        found = op.laid_out(op.reference_backward(tuple(grads), tuple(saved), *settings))
+        found = op.gradients_by_reference(tuple(grads), tuple(saved), tuple(settings))
         return [torch.empty_like(g) for g in listed(found, needed, grads)]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -115,6 +117,8 @@ def _define(op: DifferentiableOp) -> None:
         ]
         if not any(needed) or all(g is None for g in grads):
             return (None,) * count + rest
+        if torch.is_grad_enabled() and not is_compiling():
+            return (*op.backward_in_torch(grads, ctx.saved_tensors, ctx.settings, needed), *rest)
         asked = list(needed)  # a gradient that two arguments have is asked for once
         for other, first in same:
             asked[first] = asked[first] or asked[other]

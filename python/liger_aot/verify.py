@@ -1,14 +1,17 @@
-"""``verify``: every file of every installed pack against its manifest."""
+"""``verify``: every file of every installed pack against its manifest, and against the RECORD of its wheel."""
 
 from __future__ import annotations
 
+import csv
 import os
-from collections.abc import Iterable, Iterator
+from base64 import urlsafe_b64encode
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from liger_aot.errors import LigerAOTError, PackDamaged
-from liger_aot.manifest import Blob, OpManifest
+from liger_aot.manifest import LARGEST_FILE, Blob, OpManifest, read_file
 from liger_aot.packs import open_pack, pack_folders
 
 
@@ -23,12 +26,69 @@ class Fault:
         return f"{self.path}: {self.problem}"
 
 
-def verify() -> list[Fault]:
+@dataclass(frozen=True)
+class Report:
+    """What ``verify`` found: faults, and how many files lie in folders whose files no wheel's RECORD names."""
+
+    faults: tuple[Fault, ...]
+    unrecorded: Mapping[Path, int]
+
+
+def verify() -> Report:
     """Read every installed pack whole: manifests, op manifests and binaries by their sha256; missing and extra files.
+
+    A manifest vouches for its own pack, so that one that was exchanged whole would pass: the files of packs, and those
+    of liger_aot itself, are also compared with the RECORD of the wheel that installed them. A source tree has none.
 
     Goes on after a fault. No pack installed is no fault: ``packs.pack_folders`` says which there are.
     """
-    return [fault for folder in pack_folders() for fault in verify_pack(folder)]
+    folders = [Path(os.path.abspath(folder)) for folder in pack_folders()]
+    faults = [fault for folder in folders for fault in verify_pack(folder)]
+    at_fault = {fault.path for fault in faults}
+    unrecorded: dict[Path, int] = {}
+    own = Path(__file__).parent
+    for folder, site in ((own, own.parent), *((folder, folder.parents[1]) for folder in folders)):
+        try:
+            recorded = _recorded(site, folder)
+        except PackDamaged as error:
+            faults.append(_fault(site, error))
+            continue
+        files = [path for path in _files(folder) if "__pycache__" not in path.parts]
+        if not recorded:
+            unrecorded[folder] = len(files)
+            continue
+        found = [Fault(path, "in no wheel's RECORD") for path in files if path not in recorded]
+        found += _changed(recorded)
+        faults += [fault for fault in found if fault.path not in at_fault]
+    return Report(tuple(dict.fromkeys(faults)), unrecorded)
+
+
+def _recorded(site: Path, folder: Path) -> dict[Path, tuple[str, str]]:
+    """What our wheels installed from ``site`` into ``folder``: by path, sha256 and size as their RECORD has them."""
+    recorded = {}
+    for path in sorted(site.glob("liger_aot*.dist-info/RECORD")):
+        lines = read_file(path, LARGEST_FILE).decode(errors="surrogateescape").splitlines()
+        try:
+            rows = list(csv.reader(lines))
+        except csv.Error as error:
+            raise PackDamaged(path, f"not CSV: {error}") from None
+        for row in rows:
+            if len(row) == 3 and row[1]:  # RECORD itself and compiled Python have no hash
+                recorded[Path(os.path.normpath(site / row[0]))] = (row[1], row[2])
+    return {path: entry for path, entry in recorded.items() if path.is_relative_to(folder)}
+
+
+def _changed(recorded: Mapping[Path, tuple[str, str]]) -> Iterator[Fault]:
+    """The faults of files that are not as a RECORD says."""
+    for path, (digest, size) in recorded.items():
+        try:
+            data = read_file(path, int(size) if size.isdecimal() and len(size) < 12 else LARGEST_FILE)
+        except PackDamaged as error:
+            yield Fault(path, error.problem)
+            continue
+        found = "sha256=" + urlsafe_b64encode(sha256(data).digest()).rstrip(b"=").decode()
+        if digest != found:
+            yield Fault(path, f"is {found}, its wheel's RECORD says {digest}")
 
 
 def verify_pack(folder: Path) -> Iterator[Fault]:

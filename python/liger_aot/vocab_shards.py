@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_aot import loss_checks, losses, pending, plain_losses
+from liger_aot.arguments import ANY, Schema
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.loss_checks import RowLoss, counted
 from liger_aot.op import Op
 from liger_aot.runtime import OpOn
+
+SHARD = Schema({"int vocab_start": ANY, "int vocabulary": ANY, "str group": ANY})
 
 
 class Shard(NamedTuple):
@@ -75,6 +78,8 @@ def shard_of(op: str, group: Any, columns: int, vocab_start: int | None, vocabul
         raise ArgumentError(f"{op}: vocab_start and vocabulary must be given together or not at all")
     if vocab_start is None or vocabulary is None:
         vocab_start, vocabulary = dist.get_rank(group) * columns, dist.get_world_size(group) * columns
+    ANY.checked(op, "int vocab_start", vocab_start)
+    ANY.checked(op, "int vocabulary", vocabulary)
     if vocab_start < 0 or vocab_start + columns > vocabulary:
         raise ArgumentError(
             f"{op}: vocab_start {vocab_start} and this rank's {columns} columns must lie within vocabulary {vocabulary}"

@@ -405,6 +405,7 @@ def _vop3(form: Form, word: int, second: int | None, arch: str) -> Parts:
     if "m" in form.operands:
         mask = _scalar((word >> 8 if has_mask else word) & 0x7F, 2)
     carry = _scalar(second >> 18 & 0x7F, 2) if "c" in form.operands else None
+    _refuse_more_sources(second, len(form.operands) - 1 - has_mask)
     operands = _operands(form, word & 0xFF, sources, mask, carry, None)
     modifiers: dict[str, Modifier] = {}
     selected = 0 if has_mask else word >> 11 & 15
@@ -416,12 +417,19 @@ def _vop3(form: Form, word: int, second: int | None, arch: str) -> Parts:
     return form.name + "_e64" * form.suffixed, operands, modifiers | _output_scale(second >> 27 & 3)
 
 
+def _refuse_more_sources(second: int, count: int) -> None:
+    """The fields of sources that an instruction does not have are zero."""
+    if second & (1 << 27) - 1 & -(1 << 9 * count):
+        raise EmulatorError(f"unknown encoding: more than {count} sources")
+
+
 def _packed(form: Form, word: int, second: int | None, arch: str) -> Parts:
     """VOP3P: two operations a lane, products of mixed precision, moves of accumulators and matrix instructions."""
     assert second is not None
     if form.name.startswith("v_mfma"):
         return _matrix(form, word, second)
     mixed, count = form.name.startswith("v_fma_mix"), len(form.operands) - 1
+    _refuse_more_sources(second, count)
     high, negated = word >> 8 & 7, second >> 29
     sources: Sources = [
         (

@@ -35,14 +35,19 @@ class _Region:
         return self.base + self.data.size
 
 
-def words(data: np.ndarray) -> np.ndarray:
-    """The whole 32-bit words of a byte array."""
-    return data[: data.size & ~3].view(np.uint32)
+_UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_WORDS = np.arange(4)[:, None]
 
 
-def word_indices(offsets: np.ndarray, size: int) -> np.ndarray:
-    """Indices of the 32-bit words of accesses of `size` bytes, one row an access."""
-    return (offsets >> 2)[:, None] + np.arange(size // 4)
+def _units(data: np.ndarray, unit: int) -> np.ndarray:
+    """The whole units of 1, 2 or 4 bytes of a byte array."""
+    return data[: data.size & -unit].view(_UNITS[unit])
+
+
+def _indices(offsets: np.ndarray, unit: int, size: int) -> np.ndarray:
+    """Indices of the units of accesses of `size` bytes, of shape (units, accesses)."""
+    first = (offsets >> (unit >> 1))[None]  # 4 >> 1 == 2, 2 >> 1 == 1, 1 >> 1 == 0: the logarithms
+    return first + _WORDS[: size // 4] if size > 4 else first
 
 
 class Memory:
@@ -94,32 +99,28 @@ class Memory:
 
         Returns uint32 of shape (words, 64); 1 and 2 bytes are zero-extended, other lanes are 0.
         """
-        result = np.zeros((LANES, max(1, size // 4)), np.uint32)
+        result = np.zeros((max(1, size // 4), LANES), np.uint32)
+        unit = min(size, 4)
         for region, offsets, active in self._spread(addresses, size, lanes, "read"):
             if region.valid is not None:
                 _require_valid(region, offsets, active, size)
-            if size >= 4:
-                result[active] = words(region.data)[word_indices(offsets, size)]
-            else:
-                for byte in range(size):
-                    result[active, 0] |= region.data[offsets + byte].astype(np.uint32) << np.uint32(8 * byte)
-        return result.T
+            values = _units(region.data, unit).take(_indices(offsets, unit, size))
+            if active.size == LANES:
+                return values.astype(np.uint32, copy=False)
+            result[:, active] = values
+        return result
 
     def store(self, addresses: np.ndarray, data: np.ndarray, size: int, lanes: np.ndarray) -> None:
         """Write the low `size` bytes of `data` (uint32, shape (words, 64)) in each lane of `lanes`."""
+        unit = min(size, 4)
         for region, offsets, active in self._spread(addresses, size, lanes, "write"):
             if not region.writable:
                 raise EmulatorError(f"write to {region.name}, which is read-only")
-            if size >= 4:
-                indices = word_indices(offsets, size)
-                words(region.data)[indices] = data.T[active]
-                if region.valid is not None:
-                    words(region.valid)[indices] = 0x01010101
-                continue
-            for byte in range(size):
-                region.data[offsets + byte] = (data[0, active] >> np.uint32(8 * byte)).astype(np.uint8)
-                if region.valid is not None:
-                    region.valid[offsets + byte] = True
+            indices = _indices(offsets, unit, size)
+            values = data if active.size == LANES else data[:, active]
+            _units(region.data, unit)[indices] = values.astype(_UNITS[unit], copy=False)
+            if region.valid is not None:
+                _units(region.valid, unit)[indices] = 0x01010101 & (1 << 8 * unit) - 1
 
     def _spread(
         self, addresses: np.ndarray, size: int, lanes: np.ndarray, verb: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,12 @@ def _scalar_reader(register: int, dtype: Any, bits: int, high_half: bool) -> Rea
     if bits == 64:
         return lambda wave: np.uint64(wave.scalar64(register)).view(dtype)
     if bits == 32:
-        return lambda wave: np.uint32(wave.scalars[register]).view(dtype)
+        return lambda wave: _typed(wave.scalars[register], dtype)
     shift = 16 * high_half
     return lambda wave: np.uint16(wave.scalars[register] >> shift & 0xFFFF).view(dtype)
+
+
+@lru_cache(maxsize=1 << 16)  # making a numpy scalar takes longer than finding one
+def _typed(bits: int, dtype: Any) -> Any:
+    """32 bits as a value of `dtype`."""
+    return np.uint32(bits).view(dtype)

@@ -112,6 +112,23 @@ int cuKernelGetFunction(void **function, void *kernel) {
     return SUCCESS;
 }
 
+int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *size) {
+    ENTER(NO_DEVICE);
+    size_t end = 0, count = 0;
+    for (const char *letter = ((Kernel *)kernel)->letters; *letter != 0; letter++) {
+        int rank = *letter <= '9' ? *letter - '0' : 0; /* of a tensor map, which is followed by sizes and strides */
+        for (int part = 0; part <= 2 * rank; part++, count++) {
+            int is_map = rank > 0 && part == 0;
+            *size = is_map ? 128 : rank > 0 ? (part <= rank ? 4 : 8) : *letter == 'i' || *letter == 'f' ? 4 : 8;
+            size_t alignment = is_map ? 64 : *size;
+            *offset = (end + alignment - 1) & ~(alignment - 1);
+            if (count == index) return SUCCESS;
+            end = *offset + *size;
+        }
+    }
+    return INVALID_VALUE;
+}
+
 int cuFuncLoad(void *function) {
     ENTER(contexts[context_depth]);
     return ((uintptr_t)function & 1) != 0 ? SUCCESS : INVALID_HANDLE;

@@ -2,6 +2,7 @@
 #include "driver.h"
 
 #define DEINITIALIZED 4
+#define INVALID_VALUE 1
 #define INVALID_CONTEXT 201
 #define MAX_DYNAMIC_SHARED_SIZE_BYTES 8
 #define SHARED_WITHOUT_OPT_IN (48u * 1024)
@@ -49,7 +50,8 @@ typedef struct {
     int (*library_unload)(void *library);
     int (*kernel_set_attribute)(int attribute, int value, void *kernel, int device);
     int (*kernel_function)(void **function, void *kernel);
-    int (*function_load)(void *function); /* CUDA 12.4 */
+    int (*function_load)(void *function);                                                  /* CUDA 12.4 */
+    int (*kernel_parameter)(void *kernel, size_t index, size_t *offset, size_t *size);     /* CUDA 12.4 */
     int (*encode_tiled)(void *map, int type, unsigned rank, void *address, const uint64_t *sizes,
                         const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides, int interleave,
                         int swizzle, int promotion, int fill);
@@ -77,6 +79,7 @@ static const Symbol SYMBOLS[] = {
     {"cuKernelSetAttribute", AT(kernel_set_attribute), 0},
     {"cuKernelGetFunction", AT(kernel_function), 0},
     {"cuFuncLoad", AT(function_load), 1},
+    {"cuKernelGetParamInfo", AT(kernel_parameter), 1},
     {"cuTensorMapEncodeTiled", AT(encode_tiled), 0},
     {"cuLaunchKernel", AT(launch), 0},
     {"cuLaunchCooperativeKernel", AT(launch_cooperative), 0},
@@ -221,6 +224,16 @@ static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {
     return outcome("cuLibraryUnload", cuda_functions(driver)->library_unload(code->library));
 }
 
+/* An index past the last parameter is an invalid value to the driver. Other failures say nothing of the kernel. */
+static ParameterAnswer cuda_parameter(const DriverLibrary *driver, const Code *code, size_t index, size_t *offset,
+                                      size_t *size) {
+    const CudaFunctions *cuda = cuda_functions(driver);
+    if (cuda->kernel_parameter == NULL) return PARAMETER_UNKNOWN;
+    int result = cuda->kernel_parameter(code->kernel, index, offset, size);
+    if (result == INVALID_VALUE) return PARAMETER_IS_NONE;
+    return result == 0 ? PARAMETER_IS : PARAMETER_UNKNOWN;
+}
+
 /* What lies outside the tensor reads as zero; lines are fetched into L2 by 128 bytes. */
 static Outcome cuda_encode(const DriverLibrary *driver, const TensorMapRequest *request, void *map) {
     enum { NO_INTERLEAVE, PROMOTE_128_BYTES = 2, FILL_ZERO = 0 };
@@ -252,6 +265,7 @@ const Backend cuda_backend = {
     .prepare = cuda_prepare,
     .launch = cuda_launch,
     .unload = cuda_unload,
+    .parameter = cuda_parameter,
     .encode = cuda_encode,
     .describe = cuda_describe,
 };

@@ -8,6 +8,19 @@
 
 const char OUT_OF_MEMORY[] = "calloc";
 
+/* ---- Forks ---- */
+
+static atomic_int forks; /* of this process's line since the first driver was opened; any thread may read it */
+static pthread_once_t counting = PTHREAD_ONCE_INIT;
+
+static void count_fork(void) { atomic_fetch_add(&forks, 1); }
+
+static void count_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
+
+int driver_is_inherited(const DriverLibrary *driver) {
+    return driver->forks != atomic_load_explicit(&forks, memory_order_relaxed);
+}
+
 /* ---- The library ---- */
 
 /* Finds every symbol of the backend. The address is copied, since C has no cast from object to function pointer. */
@@ -26,6 +39,8 @@ static int find_symbols(DriverLibrary *driver, void *handle, const char *path, c
 }
 
 int driver_open(DriverLibrary *driver, const Backend *backend, const char *path, char *reason, size_t capacity) {
+    pthread_once(&counting, count_forks);
+    driver->forks = atomic_load(&forks);
     driver->backend = backend;
     driver->functions = calloc(1, backend->functions_size);
     if (driver->functions == NULL) {

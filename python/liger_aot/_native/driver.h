@@ -46,6 +46,7 @@ typedef struct {
     int device_count;
     Device *devices;
     pthread_mutex_t retaining; /* held while a device's context is retained */
+    int forks; /* how often the process had been forked when this was opened */
 } DriverLibrary;
 
 /* A kernel on one device: `function` is what is launched, NULL until the kernel is ready there. */
@@ -88,6 +89,9 @@ typedef struct {
     uint32_t box[TENSOR_MAP_MAX_RANK];
 } TensorMapRequest;
 
+/* What a driver says of a kernel's parameter. */
+typedef enum { PARAMETER_UNKNOWN, PARAMETER_IS_NONE, PARAMETER_IS } ParameterAnswer;
+
 struct Backend {
     const char *name;
     const Symbol *symbols;
@@ -106,6 +110,9 @@ struct Backend {
     Outcome (*prepare)(DriverLibrary *driver, Code *code, int device);
     Outcome (*launch)(const DriverLibrary *driver, const Code *code, int device, const Launch *launch);
     Outcome (*unload)(const DriverLibrary *driver, Code *code);
+    /* Where a loaded kernel's own parameter lies, in bytes. NULL where no driver of the backend says. */
+    ParameterAnswer (*parameter)(const DriverLibrary *driver, const Code *code, size_t index, size_t *offset,
+                                 size_t *size);
     /* Writes TENSOR_MAP_BYTES to `map`, which is 64-byte aligned; needs no device. NULL where there is no such thing. */
     Outcome (*encode)(const DriverLibrary *driver, const TensorMapRequest *request, void *map);
     /* The driver's own words for a code; neither is ever NULL. */
@@ -128,6 +135,10 @@ int driver_open(DriverLibrary *driver, const Backend *backend, const char *path,
 
 /* Initialises an opened driver and lists its devices. The outcome may be OUT_OF_MEMORY. */
 Outcome driver_start(DriverLibrary *driver);
+
+/* Whether this process was forked after the driver had been opened. GPU drivers don't work there: their calls fail or wait
+ * for ever, and a mutex here may be held by a thread that the parent alone has. Ask before any other function. */
+int driver_is_inherited(const DriverLibrary *driver);
 
 /* Frees what driver_open and driver_start made. With `release` 0 the driver itself is left alone. */
 void driver_close(DriverLibrary *driver, int release);

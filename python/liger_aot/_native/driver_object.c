@@ -48,7 +48,19 @@ done:
     Py_XDECREF(class);
 }
 
-int interpreter_is_finalising(void) {
+int check_not_forked(const DriverObject *driver) {
+    if (!driver_is_inherited(&driver->library)) return 0;
+    PyObject *class = error_class("ForkedProcess");
+    if (class == NULL) return -1;
+    PyErr_Format(class,
+                 "this process was forked from one that had opened the %s driver, which works in that one alone: use "
+                 "multiprocessing's start method \"spawn\" or \"forkserver\"",
+                 driver->library.backend->name);
+    Py_DECREF(class);
+    return -1;
+}
+
+static int interpreter_is_finalising(void) {
     PyObject *function = PySys_GetObject("is_finalizing"); /* borrowed; NULL once sys itself has been cleared */
     if (function == NULL) return 1;
     PyObject *answer = PyObject_CallNoArgs(function);
@@ -56,6 +68,10 @@ int interpreter_is_finalising(void) {
     PyErr_Clear();
     Py_XDECREF(answer);
     return finalising;
+}
+
+int driver_is_to_be_released(const DriverObject *driver) {
+    return !driver_is_inherited(&driver->library) && !interpreter_is_finalising();
 }
 
 /* ---- Making and freeing ---- */
@@ -110,7 +126,7 @@ static void driver_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     PyObject *error_type, *error, *traceback; /* an error may be on its way past this object */
     PyErr_Fetch(&error_type, &error, &traceback);
-    int release = !interpreter_is_finalising();
+    int release = driver_is_to_be_released(self);
     Py_BEGIN_ALLOW_THREADS
     driver_close(&self->library, release);
     Py_END_ALLOW_THREADS

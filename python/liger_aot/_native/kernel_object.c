@@ -1,6 +1,7 @@
 /* The type Kernel: one kernel of a loaded image, and its launch. */
 #include "arguments.h"
 #include "module.h"
+#include "tensor_map.h"
 
 #include <limits.h>
 #include <stdio.h>
@@ -115,6 +116,7 @@ static void raise_kernel_error(const KernelObject *self, Outcome outcome, const 
 
 static int load_code(KernelObject *self) {
     Outcome outcome;
+    if (check_not_forked(self->driver) < 0) return -1;
     Py_BEGIN_ALLOW_THREADS
     outcome = code_load(&self->driver->library, &self->code);
     Py_END_ALLOW_THREADS
@@ -129,6 +131,64 @@ static int load_code(KernelObject *self) {
     return 0;
 }
 
+/* One parameter of a kernel, as its signature lays it out: each at its natural alignment after the one before. */
+static size_t place_after(size_t end, size_t size, size_t alignment, size_t *offset) {
+    *offset = (end + alignment - 1) / alignment * alignment;
+    return *offset + size;
+}
+
+/* Sets the sizes and offsets of the parameters that a signature stands for, scratch pointers included; their number. */
+static size_t lay_out(const char *letters, size_t *offsets, size_t *sizes) {
+    size_t count = 0, end = 0;
+    for (const char *letter = letters; *letter != 0; letter++) {
+        int rank = map_rank(*letter);
+        size_t size = *letter == ARGUMENT_INT32 || *letter == ARGUMENT_FLOAT32 ? 4 : rank > 0 ? TENSOR_MAP_BYTES : 8;
+        for (int i = 0; i <= 2 * rank; i++, count++) { /* a map, its sizes, its strides */
+            sizes[count] = i == 0 ? size : i <= rank ? 4 : 8;
+            end = place_after(end, sizes[count], i == 0 && rank > 0 ? TENSOR_MAP_ALIGNMENT : sizes[count],
+                              &offsets[count]);
+        }
+    }
+    for (int i = 0; i < SCRATCH_POINTERS; i++, count++) {
+        sizes[count] = 8;
+        end = place_after(end, 8, 8, &offsets[count]);
+    }
+    return count;
+}
+
+/* Where the driver can say which parameters the kernel has, they must be the signature's: the driver would read others past
+ * the end of what a launch gives it. Returns 0, or -1 with an error set. */
+static int check_parameters(const KernelObject *self) {
+    size_t offsets[MAX_PARAMETERS + SCRATCH_POINTERS], sizes[MAX_PARAMETERS + SCRATCH_POINTERS];
+    const DriverLibrary *library = &self->driver->library;
+    if (library->backend->parameter == NULL) return 0;
+    size_t count = lay_out(self->letters, offsets, sizes);
+    for (size_t i = 0; i <= count; i++) {
+        size_t offset = 0, size = 0;
+        switch (library->backend->parameter(library, &self->code, i, &offset, &size)) {
+            case PARAMETER_UNKNOWN: return 0;
+            case PARAMETER_IS_NONE:
+                if (i == count) return 0;
+                PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, "
+                             "kernel %U has %zu", self->letters, count, self->name, i);
+                return -1;
+            case PARAMETER_IS: break;
+        }
+        if (i == count) {
+            PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, "
+                         "kernel %U has more", self->letters, count, self->name);
+            return -1;
+        }
+        if (offset != offsets[i] || size != sizes[i]) {
+            PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes at %zu, the "
+                         "signature has %zu at %zu", self->letters, i + 1, self->name, size, offset, sizes[i],
+                         offsets[i]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
 PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *driver, PyObject *args,
                      PyObject *keywords) {
     KernelObject *self = (KernelObject *)PyType_GenericAlloc(type, 0);
@@ -138,7 +198,7 @@ PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *drive
     self->driver = driver;
     Py_INCREF(map_type);
     self->map_type = map_type;
-    if (read_load_arguments(self, args, keywords) < 0 || load_code(self) < 0) {
+    if (read_load_arguments(self, args, keywords) < 0 || load_code(self) < 0 || check_parameters(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -149,7 +209,7 @@ PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *drive
 static void unload_code(KernelObject *self) {
     Outcome outcome;
     const Backend *backend = self->driver->library.backend;
-    int release = !interpreter_is_finalising();
+    int release = driver_is_to_be_released(self->driver);
     Py_BEGIN_ALLOW_THREADS
     outcome = code_unload(&self->driver->library, &self->code, release);
     Py_END_ALLOW_THREADS
@@ -194,6 +254,7 @@ static PyObject *kernel_prepare(PyObject *object, PyObject *value) {
     KernelObject *self = (KernelObject *)object;
     int device;
     if (read_device(value, self->driver->library.device_count, &device) < 0) return NULL;
+    if (check_not_forked(self->driver) < 0) return NULL;
     if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
     Py_RETURN_NONE;
 }
@@ -247,6 +308,7 @@ static PyObject *kernel_launch(PyObject *object, PyObject *const *args, Py_ssize
     if (read_grid(args + GRID, self->grid_limits, request.grid) < 0) return NULL;
     if (pack_arguments(self, args + FIRST_ARGUMENT, slots, &null, parameters) < 0) return NULL;
 
+    if (check_not_forked(self->driver) < 0) return NULL;
     if (request.grid[0] == 0 || request.grid[1] == 0 || request.grid[2] == 0) Py_RETURN_NONE;
     if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
     if (launch(self, device, &request) < 0) return NULL;

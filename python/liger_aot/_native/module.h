@@ -2,7 +2,6 @@
 #ifndef LIGER_AOT_MODULE_H
 #define LIGER_AOT_MODULE_H
 
-#define PY_SSIZE_T_CLEAN
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030A0000
 #endif
@@ -11,6 +10,21 @@
 #include "driver.h"
 
 #pragma GCC visibility push(hidden)
+
+/* Reference counts go through the stable ABI's functions: what the headers inline differs from Python to Python, and the
+ * module's bytes must not. For the same reason no format here has a "#", for which PY_SSIZE_T_CLEAN would be needed. */
+#undef Py_INCREF
+#undef Py_DECREF
+#undef Py_XDECREF
+#undef Py_RETURN_NONE
+#undef Py_RETURN_TRUE
+#undef Py_RETURN_FALSE
+#define Py_INCREF(object) Py_IncRef((PyObject *)(object))
+#define Py_DECREF(object) Py_DecRef((PyObject *)(object))
+#define Py_XDECREF(object) Py_DecRef((PyObject *)(object)) /* which takes NULL, too */
+#define Py_RETURN_NONE return Py_IncRef(Py_None), Py_None
+#define Py_RETURN_TRUE return Py_IncRef(Py_True), Py_True
+#define Py_RETURN_FALSE return Py_IncRef(Py_False), Py_False
 
 /* The tensor types whose DLPack exchange API is known: torch.Tensor and torch.nn.Parameter. */
 #define TENSOR_TYPES 2
@@ -23,6 +37,7 @@ typedef struct {
     PyObject *tensor_map_type;
     PyObject *tensor_types[TENSOR_TYPES]; /* both NULL until torch is imported */
     const struct ExchangeApi *tensor_apis[TENSOR_TYPES];
+    PyObject *is_neg, *requires_grad; /* names of a tensor's attributes */
 } ModuleState;
 
 typedef struct {
@@ -42,12 +57,17 @@ PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *drive
 /* Sets liger_aot.errors.DriverError for a failed outcome; `doing` says what it was part of. */
 void raise_driver_error(const DriverObject *driver, Outcome outcome, const char *doing);
 
-/* True once the interpreter is shutting down: the driver may be gone by then, so nothing is given back to it. */
-int interpreter_is_finalising(void);
+/* Returns 0, or -1 with liger_aot.errors.ForkedProcess set where the driver belongs to the process this one was forked
+ * from. */
+int check_not_forked(const DriverObject *driver);
 
-/* The module's tensor_rows(tensor), all_readable(tensors) and layouts(tensors). */
+/* Whether what the driver holds is to be given back to it: not while the interpreter shuts down, when the driver may be
+ * gone, nor in a fork of the process whose driver it is. */
+int driver_is_to_be_released(const DriverObject *driver);
+
+/* The module's tensor_rows(tensor), traits(tensors, settings, known) and layouts(tensors). */
 PyObject *tensor_rows(PyObject *module, PyObject *tensor);
-PyObject *all_readable(PyObject *module, PyObject *tensors);
+PyObject *traits(PyObject *module, PyObject *const *arguments, Py_ssize_t given);
 PyObject *layouts(PyObject *module, PyObject *tensors);
 
 #pragma GCC visibility pop

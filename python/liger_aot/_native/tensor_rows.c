@@ -164,52 +164,88 @@ static int describe(const ExchangeApi *api, PyObject *tensor, DlTensor *describe
     return 0;
 }
 
-PyObject *tensor_rows(PyObject *module, PyObject *tensor) {
-    const ExchangeApi *api = find_api(PyModule_GetState(module), tensor);
-    if (api == NULL) Py_RETURN_NONE;
-    DlTensor described;
-    Rows rows;
-    int known = describe(api, tensor, &described);
-    if (known < 0) return NULL;
-    if (!known || described.type.lanes != 1 || !collapse(&described, &rows)) Py_RETURN_NONE;
-    if (described.data == NULL && rows.rows > 0 && rows.columns > 0) Py_RETURN_NONE;
-    return as_tuple(&described, &rows);
-}
-
-/* ---- Whether there is memory ---- */
-
 static int has_elements(const DlTensor *tensor) {
     for (int i = 0; i < tensor->dimensions; i++)
         if (tensor->sizes[i] == 0) return 0;
     return 1;
 }
 
-/* 1 where a value is a tensor with memory of its own, 0 where not, -1 with an error set. */
-static int describe_readable(ModuleState *state, PyObject *value, DlTensor *described) {
+/* Whether its memory holds the values' negatives (torch's negative bit), which DLPack does not tell; -1: an error. */
+static int is_negated(ModuleState *state, PyObject *tensor) {
+    PyObject *answer = PyObject_CallMethodObjArgs(tensor, state->is_neg, NULL);
+    if (answer == NULL) return -1;
+    Py_DECREF(answer);
+    return answer == Py_True;
+}
+
+/* Torch negates lazily what is a view of complex numbers' imaginary parts: no row of several has them side by side. */
+static int may_be_negated(const DlTensor *tensor) {
+    int last = tensor->dimensions - 1;
+    return last < 0 || tensor->sizes[last] <= 1 || tensor->strides[last] != 1;
+}
+
+/* 1 where a value is a plain tensor whose values are what its memory holds, 0 where not, -1 with an error set. */
+static int describe_plain(ModuleState *state, PyObject *value, DlTensor *described) {
     const ExchangeApi *api = find_api(state, value);
     int known = api == NULL ? 0 : describe(api, value, described);
-    return known <= 0 ? known : described->data != NULL || !has_elements(described);
+    if (known <= 0) return known;
+    if (described->data == NULL && has_elements(described)) return 0;
+    int negated = may_be_negated(described) ? is_negated(state, value) : 0;
+    return negated < 0 ? -1 : !negated;
 }
+
+PyObject *tensor_rows(PyObject *module, PyObject *tensor) {
+    DlTensor described;
+    Rows rows;
+    int plain = describe_plain(PyModule_GetState(module), tensor, &described);
+    if (plain < 0) return NULL;
+    if (!plain || described.type.lanes != 1 || !collapse(&described, &rows)) Py_RETURN_NONE;
+    return as_tuple(&described, &rows);
+}
+
+/* ---- What a call must know of its tensors ---- */
+
+/* What traits() answers: the constants of liger_aot.layout. */
+enum { NEEDS_GRADIENT = 1, OTHER_SETTINGS = 2, INDIRECT = 4 };
 
 /* How many values a tuple has, or -1 with an error set. */
 static Py_ssize_t count_of(PyObject *tensors, const char *function) {
     if (PyTuple_Check(tensors)) return PyTuple_Size(tensors);
-    PyErr_Format(PyExc_TypeError, "%s takes one tuple", function);
+    PyErr_Format(PyExc_TypeError, "%s takes tuples", function);
     return -1;
 }
 
-PyObject *all_readable(PyObject *module, PyObject *tensors) {
+/* Whether two tuples hold the very same objects. */
+static int same_objects(PyObject *a, PyObject *b) {
+    Py_ssize_t count = PyTuple_Size(a);
+    if (count != PyTuple_Size(b)) return 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (PyTuple_GetItem(a, i) != PyTuple_GetItem(b, i)) return 0;
+    return 1;
+}
+
+PyObject *traits(PyObject *module, PyObject *const *arguments, Py_ssize_t given) {
     ModuleState *state = PyModule_GetState(module);
-    Py_ssize_t count = count_of(tensors, "all_readable");
+    if (given != 1 && given != 3) return PyErr_Format(PyExc_TypeError, "traits takes one tuple or three");
+    PyObject *tensors = arguments[0];
+    Py_ssize_t count = count_of(tensors, "traits");
+    for (Py_ssize_t i = 1; count >= 0 && i < given; i++)
+        if (count_of(arguments[i], "traits") < 0) count = -1;
     if (count < 0) return NULL;
+    long found = given == 1 || same_objects(arguments[1], arguments[2]) ? 0 : OTHER_SETTINGS;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *value = PyTuple_GetItem(tensors, i);
+        if (value == Py_None) continue;
         DlTensor described;
-        int readable = value == Py_None ? 1 : describe_readable(state, value, &described);
-        if (readable < 0) return NULL;
-        if (!readable) Py_RETURN_FALSE;
+        int plain = describe_plain(state, value, &described);
+        if (plain < 0) return NULL;
+        if (!plain) return PyLong_FromLong(INDIRECT);
+        PyObject *requires_grad = PyObject_GetAttr(value, state->requires_grad);
+        if (requires_grad == NULL) return NULL;
+        Py_DECREF(requires_grad);
+        if (requires_grad == Py_True) found |= NEEDS_GRADIENT;
     }
-    Py_RETURN_TRUE;
+    return PyLong_FromLong(found);
 }
 
 /* ---- Layouts ---- */
@@ -238,8 +274,8 @@ static int read_layout(ModuleState *state, PyObject *value, uint64_t *address, i
         *words = -1;
         return 1;
     }
-    int readable = describe_readable(state, value, &described);
-    if (readable <= 0) return readable;
+    int plain = describe_plain(state, value, &described);
+    if (plain <= 0) return plain;
     *address = (uint64_t)(uintptr_t)described.data + described.byte_offset;
     return put_layout(&described, words, room);
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Op, Problem, check_tensor
 from liger_aot.runtime import DTYPE_NAMES, OpOn
+from liger_aot.unseen import check_plain
 
 
 class ColumnSums(Op):
@@ -42,6 +43,7 @@ class ColumnSums(Op):
         return out
 
     def _check(self, partials: Tensor, dtype: torch.dtype) -> None:
+        check_plain(self.name, partials=partials)
         check_tensor(self.name, "partials", partials)
         if partials.dtype != torch.float32 or dtype not in DTYPE_NAMES:
             raise ArgumentError(

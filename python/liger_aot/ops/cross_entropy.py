@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from liger_aot import loss_checks, losses, pending, plain_losses
+from liger_aot.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.layout import CPU, rows_of
 from liger_aot.loss_checks import RowLoss, counted
-from liger_aot.op import PLAIN_OR_NONE, Problem, as_rows, check_rows
+from liger_aot.op import Problem, as_rows, check_rows
 from liger_aot.overwriting import overwritten
 from liger_aot.runtime import OpOn, Runtimes
 from liger_aot.torch_library import register
@@ -68,15 +69,14 @@ class CrossEntropy(DifferentiableOp):
 
     name = "cross_entropy"
     tensors = ("logits", "target", "weight?")
-    settings = (
-        "int ignore_index",
-        "float label_smoothing",
-        "float lse_square_scale",
-        "float softcap",
-        "str reduction",
-        "bool return_z_loss",
-        "bool return_token_accuracy",
-        "bool return_predicted_tokens",
+    settings = Schema(
+        {
+            **loss_checks.ROW_LOSS,
+            "str reduction": Allowed(among=loss_checks.REDUCTIONS),
+            "bool return_z_loss": ANY,
+            "bool return_token_accuracy": ANY,
+            "bool return_predicted_tokens": ANY,
+        }
     )
     outputs = 1
     results = 6  # loss, z-loss, accuracy, predicted tokens; lse and what it lacks, totals
@@ -106,14 +106,15 @@ class CrossEntropy(DifferentiableOp):
         cap = 0.0 if softcap is None else softcap
         settings = (ignore_index, label_smoothing, lse_square_scale, cap, reduction, *asked)
         if (
-            inplace_grad
+            inplace_grad is not False
+            and check_flag(self.name, "inplace_grad", inplace_grad)
             and not is_compiling()
             and torch.is_grad_enabled()
             and getattr(logits, "requires_grad", False)
         ):
-            self.check(tensors, settings)
+            self.check_all(tensors, settings)
             found = overwritten(self, "logits", tensors, settings)
-        elif not (return_z_loss or return_token_accuracy or return_predicted_tokens):
+        elif return_z_loss is return_token_accuracy is return_predicted_tokens is False:
             return self.differentiable(tensors, settings)
         else:
             found = self._detailed.differentiable(tensors, settings)
@@ -130,8 +131,6 @@ class CrossEntropy(DifferentiableOp):
         loss_checks.check_target(self.name, target, logits.shape[:-1], logits.device)
         if weight is not None:
             loss_checks.check_class_weight(self.name, "weight", weight, logits, logits.shape[-1])
-        loss_checks.check_row_loss(self.name, RowLoss(*settings[:4]))
-        loss_checks.check_reduction(self.name, settings[4])
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -180,8 +179,7 @@ class CrossEntropy(DifferentiableOp):
         """
         logits, target, weight = tensors
         *fields, reduction, with_z, with_accuracy, with_predicted = settings
-        row_loss = loss_checks.checked_row_loss(self.name, *fields)
-        loss_checks.check_reduction(self.name, reduction)
+        row_loss = loss_checks.row_loss(*fields)
         pending.raise_if_any(self.name)
         n = logits.shape[-1]
         loss = torch.empty_like(target, dtype=torch.float32)
@@ -237,7 +235,7 @@ class CrossEntropy(DifferentiableOp):
         grad = grads[0]
         if on is None or not grad.is_contiguous():
             return self.prepare_backward(grads, saved, settings, needed)
-        row_loss, mean = loss_checks.checked_row_loss(self.name, *settings[:4]), settings[4] == "mean"
+        row_loss, mean = loss_checks.row_loss(*settings[:4]), settings[4] == "mean"
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         weight_sum = weight.sum() if weight is not None and row_loss.label_smoothing else None
         losses.gradient(
@@ -266,9 +264,9 @@ class CrossEntropy(DifferentiableOp):
             ready = (logits, target.contiguous(), loss_checks.class_weight(weight))
             return self._run(on, ready, settings, logits)
         loss_checks.check_range(self.name, target, logits.shape[-1], settings[0])
-        results = self.reference(*tensors, *settings)
+        results = self.by_reference(tensors, settings)
         ones = (torch.ones_like(results[0]),)
-        logits.copy_(self.reference_backward(ones, self.saved(tensors, results), *settings)[0])
+        logits.copy_(self.gradients_by_reference(ones, self.saved(tensors, results), settings)[0])
         return results
 
     def rescale(self, gradient: Tensor, grad: Tensor) -> None:
@@ -366,13 +364,11 @@ class Detailed(CrossEntropy):
 
     outputs = 4
 
-    def differentiable(
-        self, tensors: Tensors, settings: tuple[Any, ...] = (), out: Sequence[Tensor] | None = None
+    def through_library(
+        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
     ) -> Any:
-        if not is_compiling() and PLAIN_OR_NONE.issuperset(map(type, tensors)):
-            return super().differentiable(tensors, settings)
         register(self.name)
-        self.check(tensors, settings)
+        self.check_all(tensors, settings)
         # The op as it is registered has one output; the others come with what its backward reads.
         return torch.ops.liger_aot.cross_entropy_forward(*tensors, *settings, True)[:4]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Op, Problem, check_tensor
+from liger_aot.unseen import check_plain
 
 
 class DivergenceSums(Op):
@@ -31,6 +32,7 @@ class DivergenceSums(Op):
     name = "divergence_sums"
 
     def __call__(self, partials: Tensor) -> Tensor:
+        check_plain(self.name, partials=partials)
         check_tensor(self.name, "partials", partials)
         if partials.dtype != torch.float32 or partials.dim() != 1 or not partials.is_contiguous():
             raise ArgumentError(

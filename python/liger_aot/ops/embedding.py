@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, Schema
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.layout import CPU, rows_of
@@ -51,12 +52,14 @@ class Embedding(DifferentiableOp):
 
     name = "embedding"
     tensors = ("indices", "weight")
-    settings = ("int padding", "SymInt vocabulary")
+    settings = Schema({"int padding": ANY, "SymInt vocabulary": ANY})
 
     def __call__(self, indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
-        vocabulary = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() else 0
+        sized = isinstance(weight, Tensor) and not weight.is_nested and weight.dim()
+        vocabulary = weight.shape[0] if sized else 0
         padding = NO_PADDING
         if padding_idx is not None:
+            ANY.checked(self.name, "int padding_idx", padding_idx)
             padding = padding_idx + vocabulary if padding_idx < 0 else padding_idx
             if not 0 <= padding < vocabulary:
                 raise ArgumentError(
@@ -171,7 +174,7 @@ class Embedding(DifferentiableOp):
         self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
     ) -> Tensors:
         if not grads[0].numel():  # rows of no columns: what is saved does not show it
-            return self.reference_backward(grads, saved, *settings)
+            return self.gradients_by_reference(grads, saved, settings)
         return super().prepare_backward(grads, saved, settings, needed)
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.attention import (
     ADDRESS_UNIT,
     Settings,
@@ -23,7 +24,7 @@ from liger_aot.attention import (
     unit_of,
 )
 from liger_aot.attention_backward import backward_kernels, gradients
-from liger_aot.attention_checks import check_attention, problems_of, settings_of
+from liger_aot.attention_checks import LAYOUTS, SCALES, check_attention, problems_of, settings_of
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.layout import layouts_of
 from liger_aot.op import Problem
@@ -69,7 +70,7 @@ class FlashAttention(DifferentiableOp):
     name = "flash_attention"
     uses = ("flash_attention_backward",)
     tensors = ("q", "k", "v", "sinks?")
-    settings = ("float scale", "int left", "int right", "float softcap", "str layout", "bool deterministic")
+    settings = Schema({**SCALES, "str layout": Allowed(among=LAYOUTS), "bool deterministic": ANY})
     outputs = 2
     results = 2  # o, lse
 
@@ -94,7 +95,7 @@ class FlashAttention(DifferentiableOp):
     ) -> Any:
         settings = (*settings_of(self.name, q, causal, scale, window, softcap), layout, deterministic)
         o, lse = self.differentiable((q, k, v, sinks), settings)
-        return (o, lse) if return_lse else o
+        return o if return_lse is False or not check_flag(self.name, "return_lse", return_lse) else (o, lse)
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         q, k, v, sinks = tensors
@@ -119,8 +120,7 @@ class FlashAttention(DifferentiableOp):
         self.check(tensors, settings)
         q, k, v, sinks = tensors
         if self.on_reference(tensors):
-            with torch.no_grad():
-                return self.laid_out(self.reference(*tensors, *settings))
+            return self.by_reference(tensors, settings)
         on = self._own.of(q, "q")
         assert on is not None
         unit = unit_of(on)

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 
 from liger_aot.attention import Settings
 from liger_aot.attention_backward import backward_kernels, gradients
 from liger_aot.attention_checks import check_attention, check_results, problems_of, settings_of
-from liger_aot.op import PLAIN_OR_NONE, Op, Problem
+from liger_aot.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.flash_attention import FlashAttention
 from liger_aot.torch_library import register
+from liger_aot.unseen import check_plain
 
 
 class FlashAttentionBackward(Op):
@@ -69,18 +71,19 @@ class FlashAttentionBackward(Op):
         deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         given = settings_of(self.name, q, causal, scale, window, softcap)
-        settings = Settings(*given, layout, deterministic)
+        settings = Settings(*FlashAttention.settings.checked(self.name, (*given, layout, deterministic)))
         check_attention(self.name, q, k, v, sinks, settings)
         check_results(self.name, o, lse, do, dlse, q, k, layout)
         saved = (q, k, v, sinks, o, lse)
         needed = (True, True, True, sinks is not None)
-        if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))):
+        if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))) or dispatch_modes():
             register("flash_attention")
             call = torch.ops.liger_aot.flash_attention_backward
             found: Any = call([do, dlse], list(saved), *settings, list(needed))
         else:
+            check_plain(self.name, do=do, q=q, k=k, v=v, o=o, lse=lse, dlse=dlse, sinks=sinks)
             on = self._own.of(q, "q")
-            with torch.no_grad():
+            with plain_torch():
                 if on is None or not q.numel() or not k.numel():
                     found = FlashAttention.reference_backward((do, dlse), saved, *settings)
                     found = [None if g is None else g.contiguous() for g in found]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from liger_aot import pending
+from liger_aot.arguments import ANY, FROM_ZERO, Schema, check_flag
 from liger_aot.attention import ADDRESS_UNIT, PACKED, TILE_UNIT, Settings, fitted
 from liger_aot.attention_backward import gradients
-from liger_aot.attention_checks import check_dim, problems_of, settings_of
+from liger_aot.attention_checks import SCALES, check_dim, problems_of, settings_of
 from liger_aot.attention_varlen import backward_kernels, backward_plan, groups_kernel, plan_for, seen_keys
 from liger_aot.attention_varlen_checks import check_packed, check_values
 from liger_aot.differentiable import DifferentiableOp, Tensors
@@ -76,10 +77,14 @@ class FlashAttentionVarlen(DifferentiableOp):
     name = "flash_attention_varlen"
     uses = BACKWARD
     tensors = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "sinks?")
-    settings = (
-        "SymInt max_seqlen_q", "SymInt max_seqlen_k", "float scale", "int left", "int right", "float softcap",
-        "bool deterministic",
-    )  # fmt: skip
+    settings = Schema(
+        {
+            "SymInt max_seqlen_q": FROM_ZERO,
+            "SymInt max_seqlen_k": FROM_ZERO,
+            **SCALES,
+            "bool deterministic": ANY,
+        }
+    )
     outputs = 2
     results = 2  # o, lse
 
@@ -109,7 +114,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         o, lse = self.differentiable(
             (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks), (max_seqlen_q, max_seqlen_k, *settings)
         )
-        return (o, lse) if return_lse else o
+        return o if return_lse is False or not check_flag(self.name, "return_lse", return_lse) else (o, lse)
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
         super().preload(device)
@@ -117,8 +122,8 @@ class FlashAttentionVarlen(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         q, k, v, cu_q, cu_k, sinks = tensors
-        max_q, max_k, *others = settings
-        check_packed(self.name, q, k, v, (cu_q, cu_k), sinks, (max_q, max_k), packed_settings(*others))
+        others = settings[2:]
+        check_packed(self.name, q, k, v, (cu_q, cu_k), sinks, packed_settings(*others))
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -129,12 +134,7 @@ class FlashAttentionVarlen(DifferentiableOp):
             plan = self._plans.get((layouts, settings[2:]))
         except (AttributeError, RuntimeError, TypeError):
             plan = None  # not tensors, or none with memory, or settings that are no numbers: the slow way sorts it out
-        if (
-            plan is None
-            or (q_at | k_at | v_at) % ADDRESS_UNIT
-            or not type(max_q) is type(max_k) is int
-            or min(max_q, max_k) < 0
-        ):
+        if plan is None or (q_at | k_at | v_at) % ADDRESS_UNIT:
             return self.prepare_forward(tensors, settings, keep, out)
         pending.raise_if_any(self.name, EARLIER)
         results: Tensors = plan(*tensors, max_q, max_k)
@@ -148,15 +148,13 @@ class FlashAttentionVarlen(DifferentiableOp):
         q, k, v, cu_q, cu_k, sinks = tensors
         if self.on_reference(tensors):
             check_values(self.name, (cu_q, cu_k), (q.shape[0], k.shape[0]), settings[:2])
-            with torch.no_grad():
-                return self.laid_out(self.reference(*tensors, *settings))
+            return self.by_reference(tensors, settings)
         on = self._own.of(q, "q")
         assert on is not None
         dim = q.shape[-1]
         q, k, v = (fitted(t, TILE_UNIT) for t in (q, k, v))
         sinks = None if sinks is None else sinks.float().contiguous()
         tensors = (q, k, v, cu_q.contiguous(), cu_k.contiguous(), sinks)
-        settings = (*map(int, settings[:2]), *settings[2:])
         key = layouts_of(tensors)[0], settings[2:]
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 
 from liger_aot.attention import PACKED
 from liger_aot.attention_checks import check_results, problems_of, settings_of
 from liger_aot.attention_varlen import backward_kernels
 from liger_aot.attention_varlen_checks import check_packed, check_values
-from liger_aot.op import PLAIN_OR_NONE, Op, Problem
+from liger_aot.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.flash_attention_varlen import (
     BACKWARD,
     FlashAttentionVarlen,
@@ -24,6 +25,7 @@ from liger_aot.ops.flash_attention_varlen import (
     packed_settings,
 )
 from liger_aot.torch_library import register
+from liger_aot.unseen import check_plain
 
 
 class FlashAttentionVarlenBackward(Op):
@@ -79,18 +81,22 @@ class FlashAttentionVarlenBackward(Op):
         deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         given = settings_of(self.name, q, causal, scale, window, softcap)
-        settings: tuple[Any, ...] = (*given, deterministic)
-        starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        check_packed(self.name, q, k, v, starts, sinks, longest, packed_settings(*settings))
+        asked = (max_seqlen_q, max_seqlen_k, *given, deterministic)
+        starts, asked = (cu_seqlens_q, cu_seqlens_k), FlashAttentionVarlen.settings.checked(self.name, asked)
+        longest: tuple[Any, ...] = asked[:2]
+        settings: tuple[Any, ...] = asked[2:]
+        check_packed(self.name, q, k, v, starts, sinks, packed_settings(*settings))
         check_results(self.name, o, lse, do, dlse, q, k, PACKED)
         saved = (q, k, v, *starts, sinks, o, lse)
         needed = (True, True, True, False, False, sinks is not None)
-        if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))):
+        if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))) or dispatch_modes():
             register("flash_attention_varlen")
             call = torch.ops.liger_aot.flash_attention_varlen_backward
             found: Any = call([do, dlse], list(saved), *longest, *settings, list(needed))
         else:
-            with torch.no_grad():
+            named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "dlse": dlse, "sinks": sinks}
+            check_plain(self.name, do=do, q=q, k=k, v=v, o=o, lse=lse, **named)
+            with plain_torch():
                 if self._own.of(q, "q") is None or not q.numel() or not k.numel():
                     check_values(self.name, starts, (q.shape[0], k.shape[0]), longest)
                     made = FlashAttentionVarlen.reference_backward((do, dlse), saved, *longest, *settings)

@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from liger_aot import pending
-from liger_aot.attention_checks import check_dim, settings_of
-from liger_aot.decoding import STREAMED, UNIT, Plan, Settings, Shape
+from liger_aot import pending, unseen
+from liger_aot.arguments import Allowed, Schema, check_flag
+from liger_aot.attention_checks import SCALES, check_dim, settings_of
+from liger_aot.decoding import MOST_SPLITS, STREAMED, UNIT, Plan, Settings, Shape
 from liger_aot.decoding_checks import check_arguments, check_values
 from liger_aot.decoding_once import OncePlan, counts_of, plan_for
-from liger_aot.differentiable import DifferentiableOp, Tensors
+from liger_aot.differentiable import DifferentiableOp, Tensors, needs_gradient
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Problem
 from liger_aot.runtime import REMEMBERED
 
+SPLITS = Allowed(least=1, most=MOST_SPLITS)
 EARLIER = "the cache_seqlens or block_table of an earlier call"
 
 
@@ -68,7 +71,7 @@ class FlashDecoding(DifferentiableOp):
 
     name = "flash_decoding"
     tensors = ("q", "k_cache", "v_cache", "cache_seqlens?", "block_table?", "sinks?")
-    settings = ("float scale", "int left", "int right", "float softcap", "int splits")
+    settings = Schema({**SCALES, "int splits": Allowed(least=0, most=MOST_SPLITS)})
     outputs = 2
     results = 2  # o, lse
 
@@ -95,13 +98,16 @@ class FlashDecoding(DifferentiableOp):
         tensors = (q, k_cache, v_cache, cache_seqlens, block_table, sinks)
         settings = (
             *settings_of(self.name, q, causal, scale, window, softcap),
-            0 if splits is None else splits,
+            0 if splits is None else SPLITS.checked(self.name, "int splits", splits),
         )
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
-            self.check(tensors, settings)
+        graded = torch.is_grad_enabled() and needs_gradient(tensors)
+        if graded and (
+            is_compiling() or needs_gradient(unseen.plain(tensors))
+        ):  # none that a transform left behind
+            self.check_all(tensors, settings)
             self._refuse_gradient()
         o, lse = self.differentiable(tensors, settings)
-        return (o, lse) if return_lse else o
+        return o if return_lse is False or not check_flag(self.name, "return_lse", return_lse) else (o, lse)
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
         super().preload(device)
@@ -140,8 +146,7 @@ class FlashDecoding(DifferentiableOp):
         q, k, v, cache_seqlens, block_table, sinks = tensors
         if self.on_reference(tensors):
             check_values(self.name, tensors, settings)
-            with torch.no_grad():
-                return self.laid_out(self.reference(*tensors, *settings))
+            return self.by_reference(tensors, settings)
         on = self._own.of(q, "q")
         assert on is not None
         cache_seqlens = None if cache_seqlens is None else cache_seqlens.contiguous()

@@ -7,17 +7,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
+from liger_aot.arguments import check_flag
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.grid import persistent
 from liger_aot.layout import Rows, apart, overlap, rows_of
 from liger_aot.norms import ABSENT, WIDE, kind_of
-from liger_aot.op import Problem, check_rows, check_same_device, check_tensor
+from liger_aot.op import Problem, check_rows, check_same_device, check_tensor, written
 from liger_aot.ops import column_sums, rmsnorm
-from liger_aot.ops.rmsnorm import ROUND_FIRST, check_norm
+from liger_aot.ops.rmsnorm import NORM_SETTINGS, ROUND_FIRST, check_norm
 from liger_aot.runtime import Runtimes
 
 ANY_LENGTH = 1 << 31  # a size that no row of a table but its last one, for any length, holds
@@ -61,7 +61,7 @@ class FusedAddRMSNorm(DifferentiableOp):
     name = "fused_add_rmsnorm"
     uses = ("column_sums",)
     tensors = ("x", "residual", "weight?")
-    settings = ("float eps", "float offset", "str casting_mode")
+    settings = NORM_SETTINGS
     outputs = 2
     results = 3  # y, sum, rstd
     overwrites = ("x", "residual")
@@ -84,7 +84,7 @@ class FusedAddRMSNorm(DifferentiableOp):
     ) -> tuple[Tensor, Tensor]:
         tensors, settings = (x, residual, weight), (eps, offset, casting_mode)
         out = None
-        if inplace:
+        if inplace is not False and check_flag(self.name, "inplace", inplace):
             out = (x, residual)
             if torch.is_grad_enabled() and not is_compiling():
                 self.check(tensors, settings)
@@ -102,7 +102,7 @@ class FusedAddRMSNorm(DifferentiableOp):
                 f"{self.name}: residual must be of x's shape {tuple(x.shape)} and dtype {x.dtype}; got "
                 f"{tuple(residual.shape)}, {residual.dtype}"
             )
-        check_norm(self.name, x, weight, settings[2])
+        check_norm(self.name, x, weight)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -111,8 +111,7 @@ class FusedAddRMSNorm(DifferentiableOp):
         eps, offset, casting_mode = settings
         in_x, in_residual, in_w = rows_of(x), rows_of(residual), None
         on = None if in_x is None else self._own.find(in_x[1], in_x[2])
-        round_first = ROUND_FIRST.get(casting_mode)
-        if on is None or in_x is None or in_residual is None or round_first is None:
+        if on is None or in_x is None or in_residual is None:
             return self.prepare_forward(tensors, settings, keep, out)
         fits = in_residual[1:7] == in_x[1:7] and x.shape == residual.shape
         w_at = 0
@@ -145,11 +144,11 @@ class FusedAddRMSNorm(DifferentiableOp):
         loaded.launch(
             device, on.stream(device), -(-rows // loaded.rows), 1, 1,
             y_at, sum_at, x_at, residual_at, w_at, None if rstd is None else rstd.data_ptr(),
-            y_stride, sum_stride, x_stride, residual_stride, rows, n, eps, offset, kind, round_first, keep,
+            y_stride, sum_stride, x_stride, residual_stride, rows, n, eps, offset, kind, ROUND_FIRST[casting_mode],
+            keep,
         )  # fmt: skip
-        if out is not None:  # autograd must know of a write under no_grad, too
-            increment_version(x)
-            increment_version(residual)
+        if out is not None:
+            written(x, residual)
         return y, added, rstd
 
     def prepare_forward(
@@ -224,6 +223,11 @@ class FusedAddRMSNorm(DifferentiableOp):
             sums = self._column_sums.find(in_sum[1], in_sum[2]) or self._column_sums.on(in_sum[2])
             column_sums.launch(sums, dweight, partials, groups, n)
         return dx if need_x else None, dx if need_residual else None, dweight
+
+    def followed(self, saved: Tensors, settings: tuple[Any, ...]) -> Tensors:
+        """The sum is an output; 1 / rms is of the sum."""
+        added, weight, _ = saved
+        return added, weight, rmsnorm.reference(added, None, eps=settings[0])[1]
 
     @staticmethod
     def reference(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from liger_aot import loss_checks, losses, pending, plain_losses
+from liger_aot.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.differentiable import Tensors
-from liger_aot.errors import ArgumentError
 from liger_aot.linear_chunks import (
     BUDGET,
     LinearGradients,
@@ -91,17 +91,14 @@ class FusedLinearCrossEntropy(LinearLoss):
     uses = ("cross_entropy",)
     tensors = ("input", "weight", "target", "bias?", "class_weight?")
     graded = ("input", "weight", "bias")
-    settings = (
-        "int ignore_index",
-        "float label_smoothing",
-        "float lse_square_scale",
-        "float softcap",
-        "bool token_scaling",
-        "str reduction",
-        "int chunk_bytes",
-        "ScalarType? weight_grad_dtype",
-        "bool[] extras",
-        "bool[] wanted",
+    settings = Schema(
+        {
+            **loss_checks.TOKEN_LOSS,
+            "int chunk_bytes": Allowed(least=1),
+            "ScalarType? weight_grad_dtype": ANY,
+            "bool[] extras": ANY,
+            "bool[] wanted": ANY,
+        }
     )
     outputs = OUTPUTS
     results = OUTPUTS + len(graded)
@@ -126,12 +123,14 @@ class FusedLinearCrossEntropy(LinearLoss):
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
-        if softcap is not None and not softcap > 0:
-            raise ArgumentError(f"{self.name}: softcap must be above 0 or None, got {softcap}")
-        extras = [return_z_loss, return_token_accuracy, return_predicted_tokens]
+        extras = (
+            check_flag(self.name, "return_z_loss", return_z_loss),
+            check_flag(self.name, "return_token_accuracy", return_token_accuracy),
+            check_flag(self.name, "return_predicted_tokens", return_predicted_tokens),
+        )
         settings = (
-            ignore_index, label_smoothing, lse_square_scale, softcap or 0.0, use_token_scaling, reduction, chunk_bytes,
-            weight_grad_dtype, extras,
+            ignore_index, label_smoothing, lse_square_scale, loss_checks.softcap_of(self.name, softcap),
+            use_token_scaling, reduction, chunk_bytes, weight_grad_dtype, extras,
         )  # fmt: skip
         input, weight, bias = autocast(input, weight, bias)
         loss, *others = self.differentiable((input, weight, target, bias, class_weight), settings)
@@ -144,14 +143,12 @@ class FusedLinearCrossEntropy(LinearLoss):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         input, weight, target, bias, class_weight = tensors
-        reduction, chunk_bytes, weight_grad_dtype = settings[5:8]
+        chunk_bytes, weight_grad_dtype = settings[6:8]
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
         loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
         if class_weight is not None:
             loss_checks.check_class_weight(self.name, "class_weight", class_weight, input, weight.shape[0])
-        loss_checks.check_row_loss(self.name, RowLoss(*settings[:5]))
-        loss_checks.check_reduction(self.name, reduction)
         check_weight_grad_dtype(self.name, weight_grad_dtype, weight)
         row_bytes = padded(weight.shape[0]) * input.element_size()
         chunk_rows(self.name, 1, row_bytes, chunk_bytes)
@@ -171,7 +168,7 @@ class FusedLinearCrossEntropy(LinearLoss):
         self, tensors: Tensors, settings: tuple[Any, ...], wanted: Sequence[bool], grad: Tensor | None
     ) -> tuple[Tensors, Tensors]:
         input, weight, target, bias, class_weight = tensors
-        row_loss, (reduction, chunk_bytes, weight_grad_dtype, extras) = row_loss_of(settings), settings[5:9]
+        row_loss, (reduction, chunk_bytes, weight_grad_dtype, extras) = RowLoss(*settings[:5]), settings[5:9]
         want_z, want_accuracy, want_predicted = extras if grad is None else (False,) * 3
         pending.raise_if_any(self.name)
         on = self._runtimes["cross_entropy"].of(input, "input")
@@ -257,18 +254,12 @@ class FusedLinearCrossEntropy(LinearLoss):
         return (Problem("fused_linear_cross_entropy_scale", (dtype,), n % 16 == 0, n),)
 
 
-def row_loss_of(settings: tuple[Any, ...]) -> RowLoss:
-    """The settings that say what a row's loss is: the first."""
-    ignore_index, smoothing, z_scale, softcap, token_scaling = settings[:5]
-    return RowLoss(ignore_index, float(smoothing), float(z_scale), float(softcap), token_scaling)
-
-
 def whole(
     tensors: Tensors, settings: tuple[Any, ...], grad: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensors, Tensors]:
     """(outputs, gradients) as ``compute`` gives them, in plain torch from all logits at once."""
     input, weight, target, bias, class_weight = tensors
-    row_loss, (reduction, _, weight_grad_dtype, extras) = row_loss_of(settings), settings[5:9]
+    row_loss, (reduction, _, weight_grad_dtype, extras) = RowLoss(*settings[:5]), settings[5:9]
     wide = torch.promote_types(input.dtype, torch.float32)
     x, w, t = input.reshape(target.numel(), input.shape[-1]).to(wide), weight.to(wide), target.reshape(-1)
     classes = None if class_weight is None else class_weight.to(wide)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ABOVE_ZERO, ANY, Allowed, Schema
 from liger_aot.differentiable import Tensors
 from liger_aot.divergences import check_labels, count_labels
 from liger_aot.errors import ArgumentError, ArgumentTypeError
@@ -26,7 +27,7 @@ from liger_aot.linear_chunks import (
 from liger_aot.linear_losses import LinearLoss, scaled
 from liger_aot.loss_checks import counted
 from liger_aot.op import Problem, check_rows, check_same_device
-from liger_aot.ops.jsd import check_beta, kind_of, summands_and_slopes
+from liger_aot.ops.jsd import kind_of, summands_and_slopes
 
 LOG2_E = log2(e)
 
@@ -82,13 +83,15 @@ class FusedLinearJSD(LinearLoss):
         "teacher_bias?",
     )  # fmt: skip
     graded = ("student_input", "student_weight", "student_bias")
-    settings = (
-        "float beta",
-        "int ignore_index",
-        "float temperature",
-        "int chunk_bytes",
-        "ScalarType? weight_grad_dtype",
-        "bool[] wanted",
+    settings = Schema(
+        {
+            "float beta": Allowed(least=0, most=1, called="jsd_beta"),
+            "int ignore_index": ANY,
+            "float temperature": ABOVE_ZERO,
+            "int chunk_bytes": Allowed(least=1),
+            "ScalarType? weight_grad_dtype": ANY,
+            "bool[] wanted": ANY,
+        }
     )
     results = 1 + len(graded)
 
@@ -108,9 +111,6 @@ class FusedLinearJSD(LinearLoss):
         chunk_bytes: int = BUDGET,
         weight_grad_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        check_beta(self.name, "jsd_beta", jsd_beta)
-        if not temperature > 0:
-            raise ArgumentError(f"{self.name}: temperature must be above 0, got {temperature}")
         student_input, student_weight, student_bias = autocast(student_input, student_weight, student_bias)
         teacher_input, teacher_weight, teacher_bias = (
             t.detach() if isinstance(t, Tensor) else t
@@ -119,7 +119,7 @@ class FusedLinearJSD(LinearLoss):
         tensors = (
             student_input, student_weight, teacher_input, teacher_weight, shift_labels, student_bias, teacher_bias,
         )  # fmt: skip
-        settings = (float(jsd_beta), ignore_index, float(temperature), chunk_bytes, weight_grad_dtype)
+        settings = (jsd_beta, ignore_index, temperature, chunk_bytes, weight_grad_dtype)
         loss: Tensor = self.differentiable(tensors, settings)
         return loss
 
@@ -147,7 +147,7 @@ class FusedLinearJSD(LinearLoss):
 
     def _check_parameters(self, whose: str, x: Tensor, weight: Any, bias: Any) -> None:
         for argument, value in ((f"{whose}_weight", weight), (f"{whose}_bias", bias)):
-            if value is None and value is bias:
+            if value is None and argument.endswith("bias"):
                 continue
             if not isinstance(value, Tensor):
                 raise ArgumentTypeError(

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, Allowed, Schema
 from liger_aot.differentiable import Tensors
-from liger_aot.errors import ArgumentError
 from liger_aot.gated import GatedActivation, halves
 
 EXACT = {"tanh": False, "none": True}
+APPROXIMATE = Allowed(among=EXACT)
 
 
 class GeGLU(GatedActivation):
@@ -41,12 +42,12 @@ class GeGLU(GatedActivation):
     """
 
     name = "geglu"
-    settings = ("bool exact",)
+    settings = Schema({"bool exact": ANY})
 
     def __call__(self, gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-        exact = EXACT.get(approximate)
+        exact = EXACT.get(approximate) if type(approximate) is str else None
         if exact is None:
-            raise ArgumentError(f"geglu: approximate must be one of {', '.join(EXACT)}; got {approximate!r}")
+            APPROXIMATE.checked(self.name, "str approximate", approximate)
         y: Tensor = self.differentiable((gate, up), (exact,))
         return y
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.group_plans import Shape, find, words_of
@@ -51,7 +52,7 @@ class GroupNorm(DifferentiableOp):
     name = "groupnorm"
     uses = ("column_sums",)
     tensors = ("x", "weight?", "bias?")
-    settings = ("int num_groups", "float eps", "bool channels_last")
+    settings = Schema({"int num_groups": Allowed(least=1), "float eps": FROM_ZERO, "bool channels_last": ANY})
     results = 2  # y, and mean and 1 / sqrt(var + eps) of each group of each image
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
@@ -86,7 +87,7 @@ class GroupNorm(DifferentiableOp):
                 f"{self.name}: x must have a batch and a channel dimension, got shape {tuple(x.shape)}"
             )
         channels = x.shape[-1 if channels_last else 1]
-        if num_groups < 1 or channels % num_groups:
+        if channels % num_groups:
             raise ArgumentError(
                 f"{self.name}: num_groups must divide the {channels} channels of x, got {num_groups}"
             )
@@ -109,7 +110,7 @@ class GroupNorm(DifferentiableOp):
         num_groups, eps, channels_last = settings
         in_x = rows_of(x)
         on = None if in_x is None else self._own.find(in_x[1], in_x[2])
-        if on is None or in_x is None or x.dim() < 2 or num_groups < 1:
+        if on is None or in_x is None or x.dim() < 2:
             return self.prepare_forward(tensors, settings, keep, out)
         channels = x.shape[-1 if channels_last else 1]
         elements = in_x[5] * in_x[6]

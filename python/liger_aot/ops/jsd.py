@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, Allowed, Schema
 from liger_aot.differentiable import Tensors
 from liger_aot.divergences import Divergence, Summand, reduced, reduced_backward
-from liger_aot.errors import ArgumentError
 
 
 class JSD(Divergence):
@@ -48,7 +48,7 @@ class JSD(Divergence):
 
     name = "jsd"
     tensors = ("input", "target", "shift_labels?")
-    settings = ("float beta", "int ignore_index")
+    settings = Schema({"float beta": Allowed(least=0, most=1), "int ignore_index": ANY})
 
     def __call__(
         self,
@@ -59,7 +59,6 @@ class JSD(Divergence):
         beta: float = 0.5,
         ignore_index: int = -100,
     ) -> Tensor:
-        check_beta(self.name, "beta", beta)
         loss: Tensor = self.differentiable((input, target, shift_labels), (beta, ignore_index))
         return loss
 
@@ -82,11 +81,6 @@ class JSD(Divergence):
         _, slopes = summands_and_slopes(x.to(wide), y.to(wide), beta)
         dx = reduced_backward(slopes, dloss, "batchmean", labels, ignore_index, None)
         return dx.to(x.dtype), None, None
-
-
-def check_beta(op: str, name: str, beta: float) -> None:
-    if not 0 <= beta <= 1:
-        raise ArgumentError(f"{op}: {name} must be from 0 to 1, got {beta}")
 
 
 def kind_of(beta: float) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, FROM_ZERO, Schema
 from liger_aot.differentiable import Tensors
-from liger_aot.divergences import Divergence, Summand, check_reduction, reduced, reduced_backward
+from liger_aot.divergences import REDUCTION, Divergence, Summand, reduced, reduced_backward
 
 
 class KLDiv(Divergence):
@@ -44,7 +45,7 @@ class KLDiv(Divergence):
 
     name = "kl_div"
     tensors = ("input", "target")
-    settings = ("str reduction", "bool log_target", "float eps")
+    settings = Schema({"str reduction": REDUCTION, "bool log_target": ANY, "float eps": FROM_ZERO})
     batch_is_first = True
 
     def __call__(
@@ -56,7 +57,6 @@ class KLDiv(Divergence):
         log_target: bool = False,
         eps: float = 1e-10,
     ) -> Tensor:
-        check_reduction(self.name, reduction)
         loss: Tensor = self.differentiable((input, target), (reduction, log_target, eps))
         return loss
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import FROM_ZERO, Schema
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentTypeError
 from liger_aot.grid import persistent
-from liger_aot.layout import CUDA, ROCM, Rows, rows_of
+from liger_aot.layout import CUDA, FP32, ROCM, Rows, rows_of
 from liger_aot.op import Problem, check_rows, check_vector
 from liger_aot.ops import column_sums
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
@@ -51,7 +52,7 @@ class LayerNorm(DifferentiableOp):
     name = "layernorm"
     uses = ("column_sums",)
     tensors = ("x", "weight?", "bias?")
-    settings = ("float eps",)
+    settings = Schema({"float eps": FROM_ZERO})
     results = 2  # y, and mean and 1 / sqrt(var + eps) of each row
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
@@ -213,14 +214,14 @@ def vectors_of(
         if in_w is None or in_w[6] != n or in_w[1:3] != x[1:3] or weight.dim() != 1:
             return None
         w_at, w_kind = in_w[0], 1 if in_w[3:5] == x[3:5] else 2
-        if w_kind == 2 and in_w[4] != 32:
+        if w_kind == 2 and in_w[3:5] != FP32:
             return None
     if bias is not None:
         in_b = rows_of(bias)
         if in_b is None or in_b[6] != n or in_b[1:3] != x[1:3] or bias.dim() != 1:
             return None
         b_at, b_kind = in_b[0], 1 if in_b[3:5] == x[3:5] else 2
-        if b_kind == 2 and in_b[4] != 32:
+        if b_kind == 2 and in_b[3:5] != FP32:
             return None
     return w_at, b_at, w_kind, b_kind
 

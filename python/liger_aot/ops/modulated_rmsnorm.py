@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import Allowed, Schema
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.grid import persistent
@@ -17,7 +18,7 @@ from liger_aot.layout import Rows, rows_of
 from liger_aot.norms import ABSENT, NARROW, WIDE, kind_of
 from liger_aot.op import Problem, check_rows, check_vector_dtype
 from liger_aot.ops import column_sums
-from liger_aot.ops.rmsnorm import ROUND_FIRST, check_norm
+from liger_aot.ops.rmsnorm import NORM_SETTINGS, ROUND_FIRST, check_norm
 from liger_aot.runtime import REMEMBERED, Loaded, OpOn, Runtimes
 
 MOST_WAVES = 8  # of programs that one after another take a multiprocessor's place
@@ -66,7 +67,7 @@ class ModulatedRMSNorm(DifferentiableOp):
     name = "modulated_rmsnorm"
     uses = ("column_sums",)
     tensors = ("x", "scale", "shift?", "weight?")
-    settings = ("float eps", "float offset", "str casting_mode", "int? tokens_per_group")
+    settings = Schema({**NORM_SETTINGS, "int? tokens_per_group": Allowed(least=1)})
     results = 2  # y, rstd
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
@@ -102,7 +103,7 @@ class ModulatedRMSNorm(DifferentiableOp):
                     f"{self.name}: shift must be of scale's dtype {scale.dtype} with as many rows as "
                     f"{tuple(scale.shape)}; got {tuple(shift.shape)}, {shift.dtype}"
                 )
-        check_norm(self.name, x, weight, settings[2])
+        check_norm(self.name, x, weight)
 
     def _check_groups(self, argument: str, value: Tensor, x: Tensor, tokens_per_group: int | None) -> None:
         if value.dim() == 0 or value.shape[-1] != x.shape[-1]:
@@ -127,8 +128,7 @@ class ModulatedRMSNorm(DifferentiableOp):
         eps, offset, casting_mode, tokens_per_group = settings
         in_x, in_scale = rows_of(x), rows_of(scale)
         on = None if in_x is None else self._own.find(in_x[1], in_x[2])
-        round_first = ROUND_FIRST.get(casting_mode)
-        if on is None or in_x is None or in_scale is None or round_first is None:
+        if on is None or in_x is None or in_scale is None:
             return self.prepare_forward(tensors, settings, keep, out)
         x_at, _, _, _, _, rows, n, x_stride = in_x
         scale_at, scale_stride, scale_kind = in_scale[0], in_scale[7], kind_of(in_scale, in_x)
@@ -171,7 +171,7 @@ class ModulatedRMSNorm(DifferentiableOp):
             device, on.stream(device), groups * parts, 1, 1,
             y_at, x_at, scale_at, shift_at, w_at, None if rstd is None else rstd.data_ptr(),
             n, x_stride, scale_stride, shift_stride, rows, n, in_group, in_part, parts, eps, offset,
-            scale_kind, shift_kind, weight_kind, round_first, keep,
+            scale_kind, shift_kind, weight_kind, ROUND_FIRST[casting_mode], keep,
         )  # fmt: skip
         return y, rstd
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import FROM_ZERO, Schema
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.grid import persistent
@@ -44,7 +45,7 @@ class PolyNorm(DifferentiableOp):
 
     name = "poly_norm"
     tensors = ("x", "weight", "bias")
-    settings = ("float eps",)
+    settings = Schema({"float eps": FROM_ZERO})
     results = 2  # y, and 1 / sqrt(mean + eps) of the cubes, squares and values of each row
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6) -> Tensor:

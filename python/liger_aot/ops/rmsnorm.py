@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.grid import persistent
@@ -20,12 +21,17 @@ from liger_aot.op import (
     check_same_device,
     check_tensor,
     check_vector,
+    written,
 )
 from liger_aot.ops import column_sums
 from liger_aot.runtime import Runtimes
+from liger_aot.unseen import check_plain
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
 ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
+NORM_SETTINGS = Schema(
+    {"float eps": FROM_ZERO, "float offset": ANY, "str casting_mode": Allowed(among=ROUND_FIRST)}
+)
 
 
 class RMSNorm(DifferentiableOp):
@@ -64,7 +70,7 @@ class RMSNorm(DifferentiableOp):
     name = "rmsnorm"
     uses = ("column_sums",)
     tensors = ("x", "weight?")
-    settings = ("float eps", "float offset", "str casting_mode")
+    settings = NORM_SETTINGS
     results = 2  # y, rstd
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
@@ -87,14 +93,54 @@ class RMSNorm(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, weight = tensors
-        check_norm("rmsnorm", x, weight, settings[2])
+        check_norm("rmsnorm", x, weight)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
         x, weight = tensors
         eps, offset, casting_mode = settings
-        return self.forward(x, weight, eps, offset, casting_mode, None if out is None else out[0], keep)
+        in_x, in_w = rows_of(x), None if weight is None else rows_of(weight)
+        if in_x is None:
+            return self.prepare_forward(tensors, settings, keep, out)
+        x_at, kind, index, _, _, rows, n, x_stride = in_x
+        dtype = x.dtype
+        on = self._own.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
+        if weight is None:
+            w_at, w_dtype, offset, fits = 0, dtype, 1.0, True  # as a weight of zeros
+        elif in_w is None:
+            fits = False
+        else:
+            w_at, w_dtype = in_w[0], weight.dtype
+            fits = in_w[6] == n and in_w[2] == index and in_w[1] == kind and weight.dim() == 1
+        if on is None or not fits or not rows * n:
+            return self.prepare_forward(tensors, settings, keep, out)
+        if out is None:
+            y = (
+                torch.empty_like(x)
+                if x_stride == n
+                else torch.empty_like(x, memory_format=torch.contiguous_format)
+            )
+            y_at, y_stride = y.data_ptr(), n
+        else:
+            y = out[0]
+            in_y = rows_of(y)
+            if in_y is None or in_y[1:7] != in_x[1:7] or in_y[7] < n or not apart(in_y, in_x, in_w):
+                in_y = check_out(self.name, y, x, weight=weight)
+            y_at, y_stride = in_y[0], in_y[7]
+        rstd = x.new_empty(rows, dtype=torch.float32) if keep else None
+        kernel = on.kernels["rmsnorm_forward"]
+        aligned = not (x_at | y_at | w_at | x_stride | y_stride | n) & 15
+        loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
+        device = on.device
+        loaded.launch(
+            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
+            y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
+            eps, offset, w_at != 0, ROUND_FIRST[casting_mode], keep,
+        )  # fmt: skip
+        if out is not None:
+            written(y)
+        return y, rstd
 
     def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
         return *tensors, results[1]
@@ -140,11 +186,9 @@ class RMSNorm(DifferentiableOp):
             dx of x's shape and dtype; dweight (n,) of weight's dtype: summed in float32 over all rows in a fixed order,
             rounded once.
         """
+        check_plain("rmsnorm backward", dy=dy, x=x, weight=weight, rstd=rstd)
         _check_backward(dy, x, weight, rstd)
         return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight and weight is not None)
-
-    # The two functions below are the hot path: a small call's cost is theirs. What does not fit their conditions
-    # (errors, the CPU, empty tensors, layouts that need a copy, a device's first call) is sorted out in _prepare_*.
 
     def forward(
         self,
@@ -161,45 +205,10 @@ class RMSNorm(DifferentiableOp):
         Returns:
             y, and 1 / rms of each row as float32 (rows,) where ``store_rstd``, else None.
         """
-        in_x, in_w = rows_of(x), None if weight is None else rows_of(weight)
-        round_first = ROUND_FIRST.get(casting_mode)
-        if in_x is None or round_first is None:
-            return self._prepare_forward(x, weight, eps, offset, casting_mode, out, store_rstd)
-        x_at, kind, index, _, _, rows, n, x_stride = in_x
-        dtype = x.dtype
-        on = self._own.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
-        if weight is None:
-            w_at, w_dtype, offset, fits = 0, dtype, 1.0, True  # as a weight of zeros
-        elif in_w is None:
-            fits = False
-        else:
-            w_at, w_dtype = in_w[0], weight.dtype
-            fits = in_w[6] == n and in_w[2] == index and in_w[1] == kind and weight.dim() == 1
-        if on is None or not fits or not rows * n:
-            return self._prepare_forward(x, weight, eps, offset, casting_mode, out, store_rstd)
-        if out is None:
-            y = (
-                torch.empty_like(x)
-                if x_stride == n
-                else torch.empty_like(x, memory_format=torch.contiguous_format)
-            )
-            y_at, y_stride = y.data_ptr(), n
-        else:
-            y, in_y = out, rows_of(out)
-            if in_y is None or in_y[1:7] != in_x[1:7] or not apart(in_y, in_x, in_w):
-                in_y = check_out(self.name, out, x, weight=weight)
-            y_at, y_stride = in_y[0], in_y[7]
-        rstd = x.new_empty(rows, dtype=torch.float32) if store_rstd else None
-        kernel = on.kernels["rmsnorm_forward"]
-        aligned = not (x_at | y_at | w_at | x_stride | y_stride | n) & 15
-        loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
-        device = on.device
-        loaded.launch(
-            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
-            y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
-            eps, offset, w_at != 0, round_first, store_rstd,
-        )  # fmt: skip
-        return y, rstd
+        check_plain("rmsnorm forward", x=x, weight=weight, out=out)
+        settings, given = self._valid(eps, offset, casting_mode), None if out is None else (out,)
+        y, rstd = self.run_forward((x, weight), settings, store_rstd, given)
+        return y, rstd if store_rstd else None
 
     def _backward(
         self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
@@ -255,21 +264,13 @@ class RMSNorm(DifferentiableOp):
             column_sums.launch(sums, dweight, partials, groups, n)
         return dx, dweight
 
-    def _prepare_forward(
-        self, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str, out: Tensor | None,
-        store_rstd: bool,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        check_norm("rmsnorm", x, weight, casting_mode)
-        if self._own.of(x, "x") is None or not x.numel():
-            if out is not None:
-                check_out(self.name, out, x, weight=weight)
-            with torch.no_grad():
-                y, rstd = reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
-                y = y if out is None else out.copy_(y.view(out.shape))
-            return y, rstd if store_rstd else None
-        if weight is not None:
-            as_rows(self.name, "weight", weight)
-        return self.forward(as_rows(self.name, "x", x), weight, eps, offset, casting_mode, out, store_rstd)
+    def prepare_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        self.check(tensors, settings)
+        if out is not None:
+            check_out(self.name, out[0], tensors[0], weight=tensors[1])
+        return super().prepare_forward(tensors, settings, keep, out)
 
     def _prepare_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
@@ -278,8 +279,9 @@ class RMSNorm(DifferentiableOp):
         if not (need_dx or need_dweight):
             return None, None
         if self._own.of(x, "x") is None or not x.numel():
-            dx, dweight = reference_backward(dy, x, weight, rstd, offset=offset)
-            return dx.contiguous() if need_dx else None, dweight if need_dweight else None
+            settings = (0.0, offset, "none")  # the offset alone counts
+            dx, dweight = self.gradients_by_reference((dy,), (x, weight, rstd), settings)
+            return dx if need_dx else None, dweight if need_dweight else None
         x, dy = as_rows(self.name, "x", x), as_rows(self.name, "dy", dy)
         return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
 
@@ -329,19 +331,15 @@ def reference_backward(
     return dx, dweight.to(weight.dtype)
 
 
-def check_norm(op: str, x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
+def check_norm(op: str, x: Tensor, weight: Tensor | None) -> None:
     """What RMSNorm and its relatives ask of the arguments they share."""
     check_rows(op, "x", x)
     if weight is not None:
         check_vector(op, "weight", weight, x, x.shape[-1], "the last dimension of x")
-    if casting_mode not in ROUND_FIRST:
-        raise ArgumentError(
-            f"{op}: casting_mode must be one of {', '.join(ROUND_FIRST)}; got {casting_mode!r}"
-        )
 
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> None:
-    check_norm("rmsnorm", x, weight, "none")
+    check_norm("rmsnorm", x, weight)
     check_tensor("rmsnorm backward", "dy", dy)
     check_same_device("rmsnorm backward", "dy", dy, "x", x)
     check_same_device("rmsnorm backward", "rstd", rstd, "x", x)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, Allowed, Schema
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.op import Problem, check_same_device
-from liger_aot.rotary import MOST, Own, Rotary, readable_pair, rotate_in_torch, table_rows
+from liger_aot.rotary import LAYOUT, MOST, Own, Rotary, readable_pair, rotate_in_torch, table_rows
 
 
 class RoPE(Rotary):
@@ -56,7 +57,7 @@ class RoPE(Rotary):
 
     name = "rope"
     tensors = ("q", "k", "cos", "sin", "position_ids?")
-    settings = ("int? rotary_dim", "bool interleaved", "str layout")
+    settings = Schema({"int? rotary_dim": Allowed(least=2), "bool interleaved": ANY, "str layout": LAYOUT})
 
     def __call__(
         self,
@@ -75,8 +76,7 @@ class RoPE(Rotary):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         q, k, cos, sin, ids = tensors
-        rotary_dim, _, layout = settings
-        self.check_layout(layout)
+        rotary_dim = settings[0]
         batch, sequence, n = self.check_q_and_k(q, k, settings)
         self.check_cos_and_sin(q, cos, sin)
         if ids is None:
@@ -92,8 +92,6 @@ class RoPE(Rotary):
                     f"rope: with position_ids, cos must be (positions, columns), got {tuple(cos.shape)}"
                 )
             _check_ids(q, ids, batch, sequence)
-        if rotary_dim is not None and not isinstance(rotary_dim, int):
-            raise ArgumentTypeError(f"rope: rotary_dim must be an int or None, got {rotary_dim!r}")
         width = cos.shape[-1]
         rotary = width if rotary_dim is None else rotary_dim
         if rotary % 2 or not 0 < rotary <= n:

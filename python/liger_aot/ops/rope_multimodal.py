@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import Allowed, Schema
 from liger_aot.differentiable import Tensors
 from liger_aot.errors import ArgumentError
 from liger_aot.op import Problem
-from liger_aot.rotary import Own, Rotary, readable_pair, rotate_in_torch, table_rows
+from liger_aot.rotary import LAYOUT, Own, Rotary, readable_pair, rotate_in_torch, table_rows
+
+SECTION = Allowed(called="mrope_section")
 
 
 class MultimodalRoPE(Rotary):
@@ -49,7 +52,9 @@ class MultimodalRoPE(Rotary):
 
     name = "rope_multimodal"
     tensors = ("q", "k", "cos", "sin")
-    settings = ("int time", "int height", "int width", "str layout")
+    settings = Schema(
+        {"int time": SECTION, "int height": SECTION, "int width": SECTION, "str layout": LAYOUT}
+    )
 
     def __call__(
         self,
@@ -62,7 +67,7 @@ class MultimodalRoPE(Rotary):
         layout: str = "bhsd",
         inplace: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if len(mrope_section) != 3:
+        if not isinstance(mrope_section, (list, tuple)) or len(mrope_section) != 3:
             raise ArgumentError(
                 f"rope_multimodal: mrope_section must be three numbers, for time, height and width; got {mrope_section}"
             )
@@ -70,8 +75,7 @@ class MultimodalRoPE(Rotary):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         q, k, cos, sin = tensors
-        *sections, layout = settings
-        self.check_layout(layout)
+        *sections, _ = settings
         batch, sequence, n = self.check_q_and_k(q, k, settings)
         self.check_cos_and_sin(q, cos, sin)
         if cos.dim() != 4 or cos.shape[:3] not in [(3, 1, sequence), (3, batch, sequence)]:

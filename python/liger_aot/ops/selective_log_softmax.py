@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_aot import pending
+from liger_aot.arguments import ABOVE_ZERO, Schema
 from liger_aot.differentiable import DifferentiableOp, Tensors
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.layout import rows_of
@@ -48,12 +49,10 @@ class SelectiveLogSoftmax(DifferentiableOp):
 
     name = "selective_log_softmax"
     tensors = ("logits", "index")
-    settings = ("float temperature",)
+    settings = Schema({"float temperature": ABOVE_ZERO})
     results = 2  # and the greatest logit and log2 of the sum of powers relative to it, of each row
 
     def __call__(self, logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
-        if not temperature > 0:
-            raise ArgumentError(f"selective_log_softmax: temperature must be above 0, got {temperature}")
         chosen: Tensor = self.differentiable((logits, index), (temperature,))
         return chosen
 
@@ -166,8 +165,7 @@ class SelectiveLogSoftmax(DifferentiableOp):
         self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
     ) -> Tensors:
         if self.on_reference(saved):
-            with torch.no_grad():
-                return self.reference_backward(grads, saved, *settings)
+            return self.gradients_by_reference(grads, saved, settings)
         logits, *rest = saved
         return self.run_backward(grads, (as_rows(self.name, "logits", logits), *rest), settings, needed)
 

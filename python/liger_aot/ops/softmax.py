@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import Allowed, Schema
 from liger_aot.differentiable import Tensors
-from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.probabilities import RowProbabilities
 
 LOG2_E = math.log2(math.e)
@@ -42,17 +42,11 @@ class Softmax(RowProbabilities):
     """
 
     name = "softmax"
-    settings = ("float temperature",)
+    settings = Schema({"float temperature": Allowed(least=COLDEST, most=HOTTEST)})
 
     def __call__(self, x: Tensor, *, temperature: float = 1.0) -> Tensor:
-        if type(temperature) is not float or not COLDEST <= temperature <= HOTTEST:
-            temperature = _checked(temperature)
         y: Tensor = self.differentiable((x,), (temperature,))
         return y
-
-    def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
-        super().check(tensors, settings)
-        _checked(settings[0])
 
     def forward_numbers(self, settings: tuple[Any, ...]) -> tuple[float, ...]:
         return (LOG2_E / settings[0],)
@@ -75,16 +69,6 @@ class Softmax(RowProbabilities):
         a, da = y.to(wide), dy.to(wide)
         dx = a * (da - (a * da).sum(-1, keepdim=True)) / temperature
         return (dx.to(y.dtype),)
-
-
-def _checked(temperature: Any) -> float:
-    if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
-        raise ArgumentTypeError(f"softmax: temperature must be a number, got {type(temperature).__name__}")
-    if not COLDEST <= temperature <= HOTTEST:
-        raise ArgumentError(
-            f"softmax: temperature must be above 0, between 2^-126 and 2^126; got {temperature}"
-        )
-    return float(temperature)
 
 
 OP = Softmax

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.arguments import ANY, Schema
 from liger_aot.differentiable import Tensors
-from liger_aot.divergences import Divergence, Summand, check_reduction, reduced, reduced_backward
+from liger_aot.divergences import REDUCTION, Divergence, Summand, reduced, reduced_backward
 
 
 class TVD(Divergence):
@@ -44,7 +45,7 @@ class TVD(Divergence):
 
     name = "tvd"
     tensors = ("p", "q", "shift_labels?")
-    settings = ("str reduction", "int ignore_index")
+    settings = Schema({"str reduction": REDUCTION, "int ignore_index": ANY})
 
     def __call__(
         self,
@@ -55,7 +56,6 @@ class TVD(Divergence):
         reduction: str = "batchmean",
         ignore_index: int = -100,
     ) -> Tensor:
-        check_reduction(self.name, reduction)
         loss: Tensor = self.differentiable((p, q, shift_labels), (reduction, ignore_index))
         return loss
 

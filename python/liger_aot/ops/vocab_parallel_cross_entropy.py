@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from liger_aot import loss_checks, pending
+from liger_aot.arguments import Schema, check_flag
 from liger_aot.differentiable import DifferentiableOp, Tensors
-from liger_aot.errors import ArgumentError
 from liger_aot.linear_chunks import contiguous_rows
 from liger_aot.loss_checks import RowLoss
 from liger_aot.op import Problem, check_rows
-from liger_aot.vocab_shards import Columns, Rows, Shard, shard_of
+from liger_aot.vocab_shards import SHARD, Columns, Rows, Shard, shard_of
 
 
 class VocabParallelCrossEntropy(DifferentiableOp):
@@ -52,17 +52,13 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     name = "vocab_parallel_cross_entropy"
     uses = ("cross_entropy",)
     tensors = ("logits", "target")
-    settings = (
-        "int ignore_index",
-        "float label_smoothing",
-        "float lse_square_scale",
-        "float softcap",
-        "bool token_scaling",
-        "str reduction",
-        "int vocab_start",
-        "int vocabulary",
-        "str group",
+    settings = Schema(
+        {
+            **loss_checks.TOKEN_LOSS,
+            **SHARD,
+        }
     )
+    twice = False
     outputs = 2
     results = 5  # loss, z-loss; lse, parts, totals
 
@@ -82,12 +78,12 @@ class VocabParallelCrossEntropy(DifferentiableOp):
         use_token_scaling: bool = False,
         return_z_loss: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if softcap is not None and not softcap > 0:
-            raise ArgumentError(f"{self.name}: softcap must be above 0 or None, got {softcap}")
         check_rows(self.name, "logits", logits)
         shard = shard_of(self.name, group, logits.shape[-1], vocab_start, vocabulary)
-        row_loss = (ignore_index, float(label_smoothing), float(lse_square_scale), float(softcap or 0.0))
+        cap = loss_checks.softcap_of(self.name, softcap)
+        row_loss = (ignore_index, label_smoothing, lse_square_scale, cap)
         settings = (*row_loss, use_token_scaling, reduction, *shard)
+        check_flag(self.name, "return_z_loss", return_z_loss)
         loss, z_loss = self.differentiable((logits, target), settings)
         return (loss, z_loss.detach()) if return_z_loss else loss
 
@@ -95,7 +91,6 @@ class VocabParallelCrossEntropy(DifferentiableOp):
         logits, target = tensors
         check_rows(self.name, "logits", logits)
         loss_checks.check_target(self.name, target, logits.shape[:-1], logits.device)
-        check_settings(self.name, settings)
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
         super().preload(device)
@@ -154,12 +149,6 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         """The one kernel of the op's own, which knows no sizes."""
         return (Problem(f"{self.name}_combine", (), False, 1),)
-
-
-def check_settings(op: str, settings: tuple[Any, ...]) -> None:
-    """Of the settings that the vocabulary-parallel ops begin with."""
-    loss_checks.check_row_loss(op, RowLoss(*settings[:5]))
-    loss_checks.check_reduction(op, settings[5])
 
 
 OP = VocabParallelCrossEntropy

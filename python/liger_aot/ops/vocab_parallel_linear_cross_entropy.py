@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_aot import loss_checks, pending
+from liger_aot.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.differentiable import Tensors
-from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.errors import ArgumentTypeError
 from liger_aot.linear_chunks import (
     BUDGET,
     LinearGradients,
@@ -27,8 +28,7 @@ from liger_aot.linear_chunks import (
 from liger_aot.linear_losses import LinearLoss
 from liger_aot.loss_checks import RowLoss
 from liger_aot.op import Problem, check_rows
-from liger_aot.ops.vocab_parallel_cross_entropy import check_settings
-from liger_aot.vocab_shards import Columns, Rows, Shard, resolve, shard_of
+from liger_aot.vocab_shards import SHARD, Columns, Rows, Shard, resolve, shard_of
 
 
 class VocabParallelLinearCrossEntropy(LinearLoss):
@@ -69,20 +69,16 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
     uses = ("cross_entropy", "fused_linear_cross_entropy")
     tensors = ("input", "weight", "target", "bias?")
     graded = ("input", "weight", "bias")
-    settings = (
-        "int ignore_index",
-        "float label_smoothing",
-        "float lse_square_scale",
-        "float softcap",
-        "bool token_scaling",
-        "str reduction",
-        "int vocab_start",
-        "int vocabulary",
-        "str group",
-        "int chunk_rows",
-        "ScalarType? weight_grad_dtype",
-        "bool[] wanted",
+    settings = Schema(
+        {
+            **loss_checks.TOKEN_LOSS,
+            **SHARD,
+            "int chunk_rows": ANY,
+            "ScalarType? weight_grad_dtype": ANY,
+            "bool[] wanted": ANY,
+        }
     )
+    twice = False
     outputs = 2
     results = 2 + len(graded)
 
@@ -106,8 +102,6 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         use_token_scaling: bool = False,
         return_z_loss: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if softcap is not None and not softcap > 0:
-            raise ArgumentError(f"{self.name}: softcap must be above 0 or None, got {softcap}")
         input, weight, bias = autocast(input, weight, bias)
         check_rows(self.name, "input", input)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -115,8 +109,11 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         shard = shard_of(self.name, group, weight.shape[0], vocab_start, vocabulary)
         widest = -(-shard.vocabulary // dist.get_world_size(resolve(shard.group)))
         row_bytes = padded(widest) * input.element_size()
+        Allowed(least=1).checked(self.name, "int chunk_bytes", chunk_bytes)
+        check_flag(self.name, "return_z_loss", return_z_loss)
         rows = chunk_rows(self.name, max(1, input.shape[:-1].numel()), row_bytes, chunk_bytes)
-        row_loss = (ignore_index, float(label_smoothing), float(lse_square_scale), float(softcap or 0.0))
+        cap = loss_checks.softcap_of(self.name, softcap)
+        row_loss = (ignore_index, label_smoothing, lse_square_scale, cap)
         settings = (*row_loss, use_token_scaling, reduction, *shard, rows, weight_grad_dtype)
         loss, z_loss = self.differentiable((input, weight, target, bias), settings)
         return (loss, z_loss) if return_z_loss else loss
@@ -130,7 +127,6 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
         loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
-        check_settings(self.name, settings)
         check_weight_grad_dtype(self.name, settings[10], weight)
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:

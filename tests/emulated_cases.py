@@ -1,0 +1,23 @@
+"""Which cases of attention's and decoding's tests the emulator runs in the quick run of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+
+def emulated(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters (*case, architecture) of each case, whose last part is a problem. Quick are those of gfx942 that take
+    the binaries for bf16 and a head dimension of 64: every kernel form, mask and option is among them."""
+    return [
+        pytest.param(*case, arch, marks=() if arch == "gfx942" and _quick(case[-1]) else pytest.mark.slow)
+        for case in cases
+        for arch in ("gfx90a", "gfx942")
+    ]
+
+
+def _quick(problem: Any) -> bool:
+    return bool(problem.dim == 64 and problem.dtype == torch.bfloat16)

@@ -1,0 +1,191 @@
+"""A small call of each op that one process can run: its tensors by name, and how it is called with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Named = dict[str, Tensor]
+
+
+class SmallCall(NamedTuple):
+    """One call.
+
+    Attributes:
+        tensors: the tensor arguments by their names.
+        call: the outputs, from the op and its tensors.
+        graded: the arguments that get a gradient.
+        inplace: a call that writes arguments or what else is given, by name: (op, tensors, names of those written).
+    """
+
+    tensors: Named
+    call: Callable[[Any, Named], Any]
+    graded: tuple[str, ...]
+
+    def outputs(self, op: Any, tensors: Named | None = None) -> tuple[Tensor, ...]:
+        found = self.call(op, self.tensors if tensors is None else tensors)
+        found = (found,) if isinstance(found, Tensor) else found
+        return tuple(y for y in found if y is not None)
+
+
+def _call(*positional: str, **settings: Any) -> Callable[[Any, Named], Any]:
+    """By position as far as named here, the rest by keyword."""
+
+    def call(op: Any, t: Named) -> Any:
+        rest = {k: v for k, v in t.items() if k not in positional}
+        return op(*(t[name] for name in positional), **rest, **settings)
+
+    return call
+
+
+def small_calls(n: int = 16) -> dict[str, SmallCall]:
+    """By op; the numbers are the same each time."""
+    generator = torch.Generator().manual_seed(7)
+
+    def r(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def heads(*shape: int) -> Tensor:
+        return r(*shape).half()
+
+    labels = torch.tensor([1, 3, -100, 5])
+    logs = r(4, n).log_softmax(-1)
+    teacher = r(4, n).log_softmax(-1)
+    cos, sin = r(5, n), r(5, n)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    made = {
+        "rmsnorm": ({"x": r(4, n), "weight": r(n)}, _call("x", "weight"), ("x", "weight")),
+        "fused_add_rmsnorm": (
+            {"x": r(4, n), "residual": r(4, n), "weight": r(n)},
+            _call("x", "residual", "weight"),
+            ("x", "residual", "weight"),
+        ),
+        "layernorm": (
+            {"x": r(4, n), "weight": r(n), "bias": r(n)},
+            _call("x", "weight", "bias"),
+            ("x", "weight", "bias"),
+        ),
+        "groupnorm": (
+            {"x": r(2, 4, n), "weight": r(4), "bias": r(4)},
+            lambda op, t: op(t["x"], 2, t["weight"], t["bias"]),
+            ("x", "weight", "bias"),
+        ),
+        "modulated_rmsnorm": (
+            {"x": r(2, 3, n), "scale": r(2, n), "shift": r(2, n), "weight": r(n)},
+            _call("x", "scale", "shift", "weight"),
+            ("x", "scale", "shift", "weight"),
+        ),
+        "poly_norm": (
+            {"x": r(4, n), "weight": r(3), "bias": r(1)},
+            _call("x", "weight", "bias"),
+            ("x", "weight", "bias"),
+        ),
+        "dyt": (
+            {"x": r(4, n), "alpha": r(1), "weight": r(n), "bias": r(n)},
+            _call("x", "alpha", "weight", "bias"),
+            ("x", "alpha", "weight", "bias"),
+        ),
+        "swiglu": ({"gate": r(4, n), "up": r(4, n)}, _call("gate", "up"), ("gate", "up")),
+        "geglu": ({"gate": r(4, n), "up": r(4, n)}, _call("gate", "up"), ("gate", "up")),
+        "relu_squared": ({"x": r(4, n)}, _call("x"), ("x",)),
+        "softmax": ({"x": r(4, n)}, _call("x", temperature=0.7), ("x",)),
+        "log_softmax": ({"x": r(4, n)}, _call("x"), ("x",)),
+        "sparsemax": ({"x": r(4, n)}, _call("x"), ("x",)),
+        "embedding": (
+            {"indices": torch.tensor([[0, 2], [5, 2]]), "weight": r(6, n)},
+            _call("indices", "weight"),
+            ("weight",),
+        ),
+        "rope": (
+            {"q": r(2, 3, 5, n), "k": r(2, 1, 5, n), "cos": cos, "sin": sin},
+            _call("q", "k", "cos", "sin"),
+            ("q", "k"),
+        ),
+        "rope_multimodal": (
+            {"q": r(2, 3, 5, n), "k": r(2, 1, 5, n), "cos": r(3, 2, 5, n), "sin": r(3, 2, 5, n)},
+            lambda op, t: op(t["q"], t["k"], t["cos"], t["sin"], (n // 2 - 4, 2, 2)),
+            ("q", "k"),
+        ),
+        "rope_llama4": (
+            {"q": r(2, 5, 3, n), "k": r(2, 5, 1, n), "freqs_cis": r(5, n // 2, 2)},
+            _call("q", "k", "freqs_cis"),
+            ("q", "k"),
+        ),
+        "cross_entropy": (
+            {"logits": r(4, n), "target": labels, "weight": r(n).abs()},
+            _call("logits", "target", "weight", label_smoothing=0.1, lse_square_scale=0.01, softcap=5.0),
+            ("logits",),
+        ),
+        "fused_linear_cross_entropy": (
+            {"input": r(4, 8), "weight": r(n, 8), "target": labels, "bias": r(n)},
+            _call("input", "weight", "target", "bias", use_token_scaling=True, softcap=5.0),
+            ("input", "weight", "bias"),
+        ),
+        "fused_linear_jsd": (
+            {
+                "student_input": r(4, 8),
+                "student_weight": r(n, 8),
+                "teacher_input": r(4, 6),
+                "teacher_weight": r(n, 6),
+                "shift_labels": labels,
+                "student_bias": r(n),
+            },
+            _call("student_input", "student_weight", "teacher_input", "teacher_weight", "shift_labels", "student_bias"),
+            ("student_input", "student_weight", "student_bias"),
+        ),
+        "kl_div": ({"input": logs, "target": teacher.exp()}, _call("input", "target"), ("input",)),
+        "jsd": (
+            {"input": logs, "target": teacher, "shift_labels": labels},
+            _call("input", "target", "shift_labels", beta=0.3),
+            ("input",),
+        ),
+        "tvd": (
+            {"p": logs.exp(), "q": teacher.exp(), "shift_labels": labels},
+            _call("p", "q", "shift_labels"),
+            ("p",),
+        ),
+        "selective_log_softmax": (
+            {"logits": r(4, n), "index": labels.clamp(min=0)},
+            _call("logits", "index", temperature=0.8),
+            ("logits",),
+        ),
+        "flash_attention": (
+            {"q": heads(1, 6, 2, n), "k": heads(1, 7, 1, n), "v": heads(1, 7, 1, n), "sinks": r(2)},
+            _call("q", "k", "v", causal=True, softcap=5.0, return_lse=True),
+            ("q", "k", "v", "sinks"),
+        ),
+        "flash_attention_varlen": (
+            {
+                "q": heads(5, 2, n),
+                "k": heads(5, 1, n),
+                "v": heads(5, 1, n),
+                "cu_seqlens_q": starts,
+                "cu_seqlens_k": starts,
+                "sinks": r(2),
+            },
+            lambda op, t: op(
+                *(t[k] for k in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")),
+                3,
+                3,
+                sinks=t["sinks"],
+                causal=True,
+                return_lse=True,
+            ),
+            ("q", "k", "v", "sinks"),
+        ),
+        "flash_decoding": (
+            {
+                "q": heads(2, 1, 2, n),
+                "k_cache": heads(2, 9, 1, n),
+                "v_cache": heads(2, 9, 1, n),
+                "cache_seqlens": torch.tensor([4, 9], dtype=torch.int32),
+                "sinks": r(2),
+            },
+            _call("q", "k_cache", "v_cache", return_lse=True),
+            (),
+        ),
+    }  # fmt: skip
+    return {name: SmallCall(*call) for name, call in made.items()}
