@@ -1,6 +1,7 @@
 """No binary enters a pack unless it is what the plan, the profile and the manifest say it is.
 
-Every fact here is read back from the binary's own bytes; what Triton claims is only compared with them.
+Every fact here is read back from the binary's own bytes; what Triton claims is only compared with them. The one
+exception are the races on shared memory: machine code may hide them, so the PTX that it was made from is judged.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from build_tools.elf import BinaryFormatError
 from build_tools.errors import AuditError
 from build_tools.plan import Variant
 from build_tools.profile import Arch
+from build_tools.ptx import races
 
 BYTES = {"i32": 4, "fp32": 4, "i64": 8}
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # a tensor map; Triton appends its sizes (i32) and strides (i64)
@@ -128,6 +130,8 @@ def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
     if (facts.local_bytes or facts.spilled_registers) and not variant.form.may_spill:
         yield f"spills: {facts.spilled_registers} registers, {facts.local_bytes} bytes of local memory a thread"
     yield from _promises(audited, arch)
+    if arch.backend == "cuda":
+        yield from _races(audited)
     expected = parameter_layout(variant.arguments.values(), facts.parameter_offset)
     if facts.parameters != expected:
         yield f"parameters (offset, size) {facts.parameters}, expected {expected}"
@@ -136,6 +140,25 @@ def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
     wanted = variant.host.get("programs_per_multiprocessor", 1)
     if variant.cooperative and audited.resident < wanted:
         yield f"cooperative with {wanted} programs a multiprocessor, {audited.resident} are resident at once"
+
+
+def _races(audited: Audited) -> Iterator[str]:
+    """Miscompiled loops with tl.dot, which ptx.py explains."""
+    found = races(audited.compiled.assembly)
+    for lines, what in (
+        (
+            found.overwritten,
+            "overwrites shared memory that a wgmma still reads: use the loaded tile in tl.dot alone",
+        ),
+        (found.unfenced, "lacks a fence.proxy.async between writes to shared memory and wgmma that reads it"),
+        # In Gluon the program may choose a buffer by what no compiler knows, and orders its own accesses.
+        (
+            () if audited.variant.language == "gluon" else found.unknown,
+            "has addresses that can't be checked for races",
+        ),
+    ):
+        if lines:
+            yield f"{what} (PTX line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))})"
 
 
 def _promises(audited: Audited, arch: Arch) -> Iterator[str]:

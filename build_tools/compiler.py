@@ -15,6 +15,7 @@ from typing import Any
 
 from build_tools.paths import ROOT
 from build_tools.plan import ALIGNMENT
+from build_tools.ptx import fenced
 
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 
@@ -87,7 +88,9 @@ def _run_triton(job: Job) -> Compiled:
         {(names.index(name),): value for name, value in {**job.constants, **absent}.items()},
         {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in job.hinted},
     )
-    kernel = triton.compile(source, target=target, options=dict(job.options))
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = _mend_ptx
+        kernel = triton.compile(source, target=target, options=dict(job.options))
     metadata: Any = kernel.metadata
     return Compiled(
         variant=job.variant,
@@ -104,6 +107,13 @@ def _run_triton(job: Job) -> Compiled:
             for one in getattr(metadata, "tensordesc_meta", None) or ()
         ),
     )
+
+
+def _mend_ptx(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    """Put the fences that Triton forgets into the PTX before ptxas gets it."""
+    if "ptx" in stages:
+        make = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: fenced(make(source, metadata))
 
 
 def _source_class(language: str) -> Any:
