@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from liger_aot.locks import new_lock
+from liger_aot.op import PLAIN_OR_NONE
 
 if TYPE_CHECKING:
     from liger_aot.differentiable import DifferentiableOp, Tensors
@@ -63,11 +64,15 @@ def _define(op: DifferentiableOp) -> None:
     read = ("Tensor?[] grads", "Tensor?[] saved", *op.settings, "bool[] needed")
     _library.define(f"{backward}({', '.join(read)}) -> Tensor[]")
 
+    def plain(tensors: Sequence[Any]) -> Tensors:
+        """The tensors, of subclasses what they are of: one with a dispatch of its own has had its turn before."""
+        return tuple(t if type(t) in PLAIN_OR_NONE else t.as_subclass(Tensor) for t in tensors)
+
     def unpacked(results: Sequence[Tensor]) -> Any:
         return results[0] if op.results == 1 else tuple(results)
 
     def run_forward(*arguments: Any) -> Any:
-        tensors, (*settings, keep) = arguments[:count], arguments[count:]
+        tensors, (*settings, keep) = plain(arguments[:count]), arguments[count:]
         found = op.run_forward(tensors, tuple(settings), keep, None)
         first = found[0]
         assert first is not None
@@ -94,7 +99,8 @@ def _define(op: DifferentiableOp) -> None:
 
     def run_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:
         *settings, needed = arguments
-        return listed(op.run_backward(tuple(grads), tuple(saved), tuple(settings), needed), needed, grads)
+        grads, saved = plain(grads), plain(saved)
+        return listed(op.run_backward(grads, saved, tuple(settings), needed), needed, grads)
 
     def fake_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:
         *settings, needed = arguments

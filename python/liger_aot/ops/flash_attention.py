@@ -240,7 +240,7 @@ def _scores(
     settings = bounded(shape, settings)
     a, b, c = (t.to(wide).transpose(1, 2) if settings.layout == "bshd" else t.to(wide) for t in (q, k, v))
     if shape.kv_heads != shape.heads:
-        b, c = (t.repeat_interleave(shape.heads // shape.kv_heads, 1) for t in (b, c))
+        b, c = (t.repeat_interleave(int(shape.heads // shape.kv_heads), 1) for t in (b, c))  # int: traced
     scores, slope = a @ b.transpose(-1, -2) * settings.scale, 1.0
     if settings.softcap:
         capped = torch.tanh(scores / settings.softcap)
