@@ -150,7 +150,6 @@ def _races(audited: Audited) -> Iterator[str]:
             found.overwritten,
             "overwrites shared memory that a wgmma still reads: use the loaded tile in tl.dot alone",
         ),
-        (found.unfenced, "lacks a fence.proxy.async between writes to shared memory and wgmma that reads it"),
         # In Gluon the program may choose a buffer by what no compiler knows, and orders its own accesses.
         (
             () if audited.variant.language == "gluon" else found.unknown,

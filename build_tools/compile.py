@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from build_tools import compiler, ptx
+from build_tools import compiler
 from build_tools.compiler import Compiled, Job, compile_job, start_worker
 from build_tools.errors import BuildError, CompileError
 from build_tools.paths import CACHE, KERNELS
@@ -156,7 +156,7 @@ def _job(variant: Variant, profile: Profile) -> Job:
 
 def _made_by(op: str) -> dict[str, Any]:
     """The same for all variants of an op: the device code, Triton, and what a compiler process runs."""
-    texts = {path: path.read_bytes() for path in (*sources(op), Path(compiler.__file__), Path(ptx.__file__))}
+    texts = {path: path.read_bytes() for path in (*sources(op), Path(compiler.__file__))}
     return {
         "sources": [sha256(text).hexdigest() for text in texts.values()],
         "triton": version("triton"),

@@ -15,7 +15,6 @@ from typing import Any
 
 from build_tools.paths import ROOT
 from build_tools.plan import ALIGNMENT
-from build_tools.ptx import fenced
 
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 
@@ -88,9 +87,7 @@ def _run_triton(job: Job) -> Compiled:
         {(names.index(name),): value for name, value in {**job.constants, **absent}.items()},
         {(names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in job.hinted},
     )
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.add_stages_inspection_hook = _mend_ptx
-        kernel = triton.compile(source, target=target, options=dict(job.options))
+    kernel = triton.compile(source, target=target, options=dict(job.options))
     metadata: Any = kernel.metadata
     return Compiled(
         variant=job.variant,
@@ -107,13 +104,6 @@ def _run_triton(job: Job) -> Compiled:
             for one in getattr(metadata, "tensordesc_meta", None) or ()
         ),
     )
-
-
-def _mend_ptx(backend: Any, stages: dict[str, Any], *_: Any) -> None:
-    """Put the fences that Triton forgets into the PTX before ptxas gets it."""
-    if "ptx" in stages:
-        make = stages["ptx"]
-        stages["ptx"] = lambda source, metadata: fenced(make(source, metadata))
 
 
 def _source_class(language: str) -> Any:

@@ -1,12 +1,11 @@
-"""What PTX does to the shared memory that wgmma reads: two mistakes of Triton 3.6 on sm_90, one refused, one mended.
+"""What PTX does to the shared memory that wgmma reads: a race that Triton makes on sm_90, so that the audit refuses it.
 
-- Overwritten: a loop that uses a loaded tile both in tl.dot and in registers gets one buffer too few for it, and the
-  next tile is copied over the one that wgmma still reads (Triton's issue 6691, open in 3.9). Refused.
-- Unfenced: threads write a tile (cp.async, st.shared), and wgmma reads it without the fence.proxy.async that orders the
-  two. The pipeliner forgets it after cp.async (Triton's pull request 9610, in 3.7.1). ``fenced`` puts it in.
-
-Both are races, so that a kernel may pass all tests. In some kernels ptxas hides the first by waiting for every wgmma,
-which another version need not do: the PTX is judged, not the machine code.
+A loop that uses a loaded tile both in tl.dot and in registers gets one buffer too few for it, and the next tile is
+copied over the one that a wgmma still reads (Triton's issue 6691, open in 3.9). On an NVIDIA H200 such a loop of Triton
+3.6.0 (4 warps, 3 stages) gave other results from run to run, and right ones with a wait for all wgmma before the copy.
+The gated kernel of flash-linear-attention's issue 640 has such a loop; one of its structure came out right there. It is
+a race: a kernel may pass all tests. In some kernels ptxas hides it by
+waiting for every wgmma, which another version need not do: the PTX is judged, not the machine code.
 
 Addresses are computed for thread 0, along every path and with a branch taken both ways, until the buffers of each loop
 repeat. What depends on arguments, on the block or on memory is unknown; Triton's own pipelines never do. Only what a
@@ -20,8 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-FENCE = "fence.proxy.async.shared::cta;"
-
 _VISITS = 64  # states in which a block is run: more than the buffers of a loop, times the ways into it
 _ROWS = 64  # of wgmma's first operand
 _DEPTH = 32  # bytes of the inner dimension that one wgmma takes, all types
@@ -34,18 +31,17 @@ _REGISTER = re.compile(r"%\w+(?:\.[xyz])?")
 _TARGET = re.compile(r"\$L\w+")
 _COLUMNS = re.compile(r"\.m64n(\d+)k")
 _WRITES = ("cp.async.ca.", "cp.async.cg.", "st.shared", "stmatrix.")
-_EVENTS = ("wgmma.", "fence.proxy.async", *_WRITES)
+_EVENTS = ("wgmma.", *_WRITES)
 
 Region = tuple[int, int]  # the first byte, and the one behind the last
 
 
 @dataclass(frozen=True)
 class Races:
-    """Lines of a kernel's PTX. ``overwritten``: what writes to memory that a running wgmma reads. ``unfenced``: the
-    wgmma.fence of dots that need a fence.proxy.async before it. ``unknown``: addresses that can't be computed."""
+    """Lines of a kernel's PTX. ``overwritten``: what writes to memory that a running wgmma reads. ``unknown``:
+    addresses that can't be computed."""
 
     overwritten: tuple[int, ...]
-    unfenced: tuple[int, ...]
     unknown: tuple[int, ...]
 
 
@@ -66,30 +62,21 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What is under way: what wgmma reads, not committed and by group, oldest first; what was written since a fence."""
+    """What wgmma reads: not committed, and by group, oldest first."""
 
     uncommitted: tuple[Region, ...] = ()
     groups: tuple[tuple[Region, ...], ...] = ()
-    written: frozenset[int] = frozenset()
 
 
 def races(text: str) -> Races:
     """Judge a kernel's PTX."""
-    found: tuple[set[int], set[int], set[int]] = set(), set(), set()
+    found: tuple[set[int], set[int]] = set(), set()
     if "wgmma.mma_async" in text:
         _explore(_graph(text), *found)
     return Races(*(tuple(sorted(lines)) for lines in found))
 
 
-def fenced(text: str) -> str:
-    """The PTX with the fences that it lacks."""
-    lines = text.splitlines(keepends=True)
-    for line in races(text).unfenced:
-        lines[line - 1] = f"\t{FENCE}\n{lines[line - 1]}"
-    return "".join(lines)
-
-
-def _explore(blocks: Sequence[_Block], overwritten: set[int], unfenced: set[int], unknown: set[int]) -> None:
+def _explore(blocks: Sequence[_Block], overwritten: set[int], unknown: set[int]) -> None:
     """Run every block in every state in which it can be reached."""
     seen: list[set[object]] = [set() for _ in blocks]
     work: list[tuple[int, Mapping[str, int], _Memory]] = [(0, {}, _Memory())]
@@ -99,7 +86,7 @@ def _explore(blocks: Sequence[_Block], overwritten: set[int], unfenced: set[int]
         state = (frozenset(values.items()), memory)
         if state not in seen[at] and len(seen[at]) < _VISITS:
             seen[at].add(state)
-            memory = _run(blocks[at].instructions, values, memory, overwritten, unfenced, unknown)
+            memory = _run(blocks[at].instructions, values, memory, overwritten, unknown)
             work += [(following, values, memory) for following in blocks[at].following]
 
 
@@ -108,12 +95,10 @@ def _run(
     values: dict[str, int],
     memory: _Memory,
     overwritten: set[int],
-    unfenced: set[int],
     unknown: set[int],
 ) -> _Memory:
     """Run one block: ``values`` and the lines found are updated."""
-    reading, groups, written = memory.uncommitted, memory.groups, memory.written
-    dot_line = 0
+    reading, groups = memory.uncommitted, memory.groups
     dot: dict[tuple[int, int], set[int]] = {}  # (operand, bytes an instruction reads of it) -> addresses
     for one in instructions:
         if one.op.startswith("wgmma.mma_async"):
@@ -125,21 +110,15 @@ def _run(
         elif one.op.startswith(("wgmma.fence", "wgmma.commit_group")):
             # The instructions of a dot read a tile in parts of the same size: it is as large as all of them.
             regions = tuple((min(parts), min(parts) + len(parts) * size) for (_, size), parts in dot.items())
-            if any(first <= address < end for address in written for first, end in regions):
-                unfenced.add(dot_line)
-                written = frozenset()  # as it will be with the fence
-            reading, dot, dot_line = reading + regions, {}, one.line
+            reading, dot = reading + regions, {}
             if one.op.startswith("wgmma.commit_group"):
                 groups, reading = (*groups, reading), ()
         elif one.op.startswith("wgmma.wait_group"):
             groups = groups[max(len(groups) - int(one.operands[0]), 0) :]
-        elif one.op.startswith("fence.proxy.async"):
-            written = frozenset()
         elif one.op.startswith(_WRITES):
             if (address := _address(one.operands[0], values)) is None:
                 unknown.add(one.line)
                 continue
-            written |= {address}
             under_way = (*reading, *(region for group in groups for region in group))
             if any(first <= address < end for first, end in under_way):
                 overwritten.add(one.line)
@@ -148,7 +127,7 @@ def _run(
             values.pop(target, None)
             if result is not None:
                 values[target] = result
-    return _Memory(reading, groups, written)
+    return _Memory(reading, groups)
 
 
 def _reads(one: _Instruction) -> Iterator[tuple[int, str, int]]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
-import pytest
 
 from build_tools.declaration import Kernel, read_declaration
 from liger_aot import differentiable, unseen
@@ -45,9 +45,9 @@ def bound_op(op_class: type[AnyOp], pack: Pack, driver: Callable[[str, Pack], An
 def past_modes() -> Iterator[None]:
     """Ops don't go through torch.library for the sake of a dispatch mode, which is the test's own: it is to see what
     they ask of torch on the direct path."""
-    with pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as stack:
         for module in (differentiable, unseen):
-            patch.setattr(module, "dispatch_modes", lambda: 0)
+            stack.enter_context(patch.object(module, "dispatch_modes", lambda: 0))
         yield
 
 

@@ -1,4 +1,4 @@
-"""Races on shared memory between wgmma and what writes to it: found in PTX, mended or refused."""
+"""Races on shared memory between wgmma and what writes to it: found in PTX and refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from build_tools.audit import audit
 from build_tools.compiler import Compiled, Job, compile_job
 from build_tools.errors import AuditError
-from build_tools.ptx import FENCE, Races, fenced, races
+from build_tools.ptx import Races, races
 from tests.test_compile_audit import changed, compile_one, one_variant
 
 SLOT = 2048  # bytes of a 16 x 64 tile of bf16
@@ -22,7 +22,6 @@ LOOP = """
 $L__BB0_1:
 	cp.async.wait_group 	0;
 	bar.sync 	0;
-	{fence}
 	shl.b32 	%r3, %r1, 11;
 	bfe.u32 	%r4, %r3, 4, 14;
 	cvt.u64.u32 	%rd1, %r4;
@@ -51,10 +50,10 @@ $L__BB0_2:                              // the address of the next tile
 """
 
 
-def loop(buffers: int, pending: int, fence: str = FENCE, guard: str = "", offset: int = 0) -> str:
+def loop(buffers: int, pending: int, guard: str = "", offset: int = 0) -> str:
     """The next tile is copied into the buffer after the one that is read, with ``pending`` groups still running."""
     first = 1 % buffers
-    return LOOP.format(buffers=buffers, pending=pending, fence=fence, guard=guard, offset=offset, first=first)
+    return LOOP.format(buffers=buffers, pending=pending, guard=guard, offset=offset, first=first)
 
 
 def line(text: str, start: str) -> int:
@@ -69,7 +68,7 @@ def line(text: str, start: str) -> int:
 )
 def test_a_tile_is_not_overwritten_while_it_is_read(buffers: int, pending: int, safe: bool) -> None:
     text = loop(buffers, pending)
-    assert races(text) == Races(() if safe else (line(text, "cp.async.cg"),), (), ())
+    assert races(text) == Races(() if safe else (line(text, "cp.async.cg"),), ())
 
 
 def test_the_tile_ends_where_its_last_instruction_reads() -> None:
@@ -89,16 +88,6 @@ def test_a_wait_that_a_branch_goes_around(branch: str) -> None:
     assert races(text).overwritten == (line(text, "cp.async.cg"),)
 
 
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_a_fence_that_lacks(buffers: int) -> None:
-    lacking = loop(buffers, 0, fence="")
-    assert races(lacking) == Races((), (line(lacking, "wgmma.fence"),), ())
-    mended = fenced(lacking)
-    assert races(mended) == Races((), (), ())
-    assert mended.replace(f"\t{FENCE}\n", "") == lacking, "nothing else changes"
-    assert fenced(mended) == mended
-
-
 def test_an_address_that_is_not_known() -> None:
     """Of a kernel's argument, as no pipeline of Triton's own has it."""
     text = loop(2, 1).replace("mov.b32 	%r2, 1;", "ld.param.b32 	%r2, [loop_param_0];")
@@ -106,8 +95,8 @@ def test_an_address_that_is_not_known() -> None:
 
 
 def test_kernels_without_wgmma_are_let_through() -> None:
-    assert races("") == Races((), (), ())
-    assert races(re.sub(r"(?m)^.*wgmma.*\n", "", loop(1, 1, fence=""))) == Races((), (), ())
+    assert races("") == Races((), ())
+    assert races(re.sub(r"(?m)^.*wgmma.*\n", "", loop(1, 1))) == Races((), ())
 
 
 def dot_loop(total: bool, stages: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
@@ -135,12 +124,10 @@ def dot_loop(total: bool, stages: int, folder: Path, monkeypatch: pytest.MonkeyP
 def test_what_triton_makes_of_such_loops(
     total: bool, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile used in tl.dot alone passes, with the fence that Triton forgot. One that is summed, too, is refused."""
+    """A tile used in tl.dot alone passes. One that is summed, too, is refused."""
     text = dot_loop(total, stages, tmp_path, monkeypatch).assembly
-    assert races(text).unfenced == races(text).unknown == ()
+    assert races(text).unknown == ()
     assert bool(races(text).overwritten) == total
-    forgotten = races(text.replace(f"\t{FENCE}\n", ""))
-    assert len(forgotten.unfenced) == 1, "Triton puts it in by itself: drop fenced()"
     variant, profile = one_variant(tmp_path, "sm90")
     made = compile_one(variant, profile, tmp_path / "cache")
     good = {"sm90": (variant, profile, made)}
@@ -152,8 +139,6 @@ def test_what_triton_makes_of_such_loops(
             changed(good, "sm90", compiled={"assembly": text})
     else:
         changed(good, "sm90", compiled={"assembly": text})
-        with pytest.raises(AuditError, match=r"lacks a fence.proxy.async .* \(PTX line \d+\)$"):
-            changed(good, "sm90", compiled={"assembly": text.replace(f"\t{FENCE}\n", "")})
 
 
 def test_addresses_that_cannot_be_checked_are_refused_but_in_gluon(tmp_path: Path) -> None:
