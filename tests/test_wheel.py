@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from email.message import Message
 from email.parser import BytesParser
 from pathlib import Path
@@ -19,19 +18,16 @@ import liger_aot
 from build_tools.build import project_version
 from build_tools.declaration import declared_ops
 from build_tools.detect import VARIABLE
+from build_tools.device_wheel import write_device_wheel
 from build_tools.paths import CACHE, ROOT
 from build_tools.profile import profile_names
 from examples.fresh_environment import make_environment
+from tests.conftest import built_pack
 from tests.wheel_builds import build, copy_tree
 
 pytestmark = pytest.mark.slow
 OP = "swiglu"  # ten binaries an architecture: what wheels are does not depend on how many they hold
-# Bytes of an architecture inside the wheel, compressed: attention and the losses, and all other ops together. Attention
-# may add 6 MB; sm90's has kernels by warp groups for each head dimension, full, causal, windowed, deterministic and
-# packed.
-LARGEST_PACK = {"attention": 6_000_000, "losses": 1_000_000, "layers": 3_000_000}
-LARGEST_INSTALLED = {"attention": 6_000_000, "others": 8_000_000}
-LOSSES = ("cross_entropy", "jsd", "kl_div", "tvd", "divergence", "selective_log_softmax")
+LARGEST_WHEEL = 15_000_000  # bytes
 
 
 def metadata(wheel: Path, name: str = "METADATA") -> Message:
@@ -123,21 +119,12 @@ def test_contents(full_wheel: Path) -> None:
     assert rest == {"liger_aot_packs", f"liger_aot-{project_version()}.dist-info"}
 
 
-def test_size_of_packs(tree: Path) -> None:
-    """Of all ops."""
-    packed: Counter[tuple[str, str]] = Counter()
-    installed: Counter[tuple[str, str]] = Counter()
-    with ZipFile(build(tree, "all")) as archive:
-        for entry in archive.infolist():
-            if entry.filename.startswith("liger_aot_packs/") and entry.filename.count("/") > 1:
-                _, arch, op, *_ = entry.filename.split("/")
-                group = "attention" if op.startswith("flash_") else "layers"
-                group = "losses" if any(name in op for name in LOSSES) else group
-                packed[arch, group] += entry.compress_size
-                installed[arch, "attention" if group == "attention" else "others"] += entry.file_size
-    assert set(packed) == {(arch, group) for arch in profile_names() for group in LARGEST_PACK}
-    assert all(size <= LARGEST_PACK[group] for (_, group), size in packed.items()), packed
-    assert all(size <= LARGEST_INSTALLED[group] for (_, group), size in installed.items()), installed
+@pytest.mark.skipif(
+    "LIGER_AOT_PACKS" not in os.environ, reason="weighs whole packs, which make test-all builds"
+)
+@pytest.mark.parametrize("arch", profile_names())
+def test_a_wheel_of_an_architecture_is_small(arch: str, tmp_path: Path) -> None:
+    assert write_device_wheel(built_pack(arch).folder, tmp_path).stat().st_size <= LARGEST_WHEEL
 
 
 def test_only_the_packs_asked_for(tree: Path, full_wheel: Path, host_wheel: Path) -> None:
