@@ -26,13 +26,14 @@ from build_tools.paths import CACHE
 from build_tools.profile import profile_names
 from build_tools.release import SUMS, write_records
 from build_tools.variants import write_variants
-from tests.conftest import built_pack
 from tests.pack_edits import edit
+from tests.planned_packs import compiled_pack
 from tests.wheel_builds import Environment, copy_tree, run_wheel
 
 pytestmark = pytest.mark.slow
 NOW, NEXT = project_version(), "99.0.0"
 ARCH = "gfx942"  # what --split builds here, with two ops: whole packs are test_wheel.py's
+OPS = ("column_sums", "swiglu")  # of the packs that are installed
 SPLIT = ("--split", "--arch", ARCH, "--kernel", "rmsnorm,column_sums", "--quiet", "--out")
 
 
@@ -50,13 +51,13 @@ def index(split: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("index")
     shutil.copy(host(split), folder)
     for arch in profile_names():
-        write_device_wheel(built_pack(arch).folder, folder)
+        write_device_wheel(compiled_pack(arch, *OPS).folder, folder)
     tree = copy_tree(tmp_path_factory.mktemp("next") / "liger-aot")
     version = tree / "python" / "liger_aot" / "_version.py"
     version.write_text(version.read_text().replace(NOW, NEXT))
     run_wheel(tree, "--split", "--arch", "none", "--out", tree / "dist")
     shutil.copy(next((tree / "dist").glob("*.whl")), folder)
-    pack = shutil.copytree(built_pack("sm90").folder, tree / "pack")
+    pack = shutil.copytree(compiled_pack("sm90", *OPS).folder, tree / "pack")
     edit(pack / "manifest.json", lambda m: m.update(version=NEXT))
     write_device_wheel(pack, folder)
     return folder
@@ -94,7 +95,7 @@ def test_the_extras_are_the_profiles(split: Path) -> None:
 @pytest.mark.parametrize("arch", profile_names())
 def test_a_device_wheel_holds_its_pack_and_nothing_else(index: Path, arch: str) -> None:
     wheel = index / f"liger_aot_{arch}-{NOW}-py3-none-any.whl"
-    pack = built_pack(arch).folder
+    pack = compiled_pack(arch, *OPS).folder
     with ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     record = [line.split(",") for line in texts(wheel, "RECORD").splitlines()]
@@ -177,7 +178,7 @@ def test_records_of_wheels_that_do_not_belong_together(index: Path, tmp_path: Pa
 
 def test_variants(index: Path, tmp_path: Path) -> None:
     """Each is the host wheel with one pack; what it is for is said in it and in the index, in the draft's words."""
-    packs = [built_pack(arch).folder for arch in profile_names()]
+    packs = [compiled_pack(arch, *OPS).folder for arch in profile_names()]
     *wheels, listed = write_variants(host(index), packs, tmp_path)
     stem = host(index).name.removesuffix(".whl")
     assert [path.name for path in wheels] == [f"{stem}-{label}.whl" for label in (*profile_names(), "null")]
@@ -212,7 +213,7 @@ from liger_aot.packs import Device, pack_for, pack_of
 for arch in liger_aot.archs():
     pack = pack_of(arch)
     assert pack_for(Device(pack.backend, pack.serves[0], "a GPU")).arch == arch
-    assert set(liger_aot.ops.names()) <= set(pack.ops)
+    assert {"column_sums", "swiglu"} <= set(pack.ops)
     for op in pack.ops:
         manifest = pack.op(op)
         assert manifest.variant(manifest.variants[0]).read()[:4] == b"\\x7fELF"
