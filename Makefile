@@ -61,7 +61,7 @@ test: venv  ## a cross-section of the tests, without a GPU: every op, every kern
 	@.ci/stages \
 	'interpreter=TRITON_INTERPRET=1 $(RUN) -m pytest -q -m "interpreter and not slow" $(PARALLEL)' \
 	'tests=LIGER_AOT_EXECUTED=build/executed $(RUN) -m pytest -q -m "not gpu and not slow" $(PARALLEL)' \
-	'forms=$(RUN) -m tests.executed --forms build/executed'
+	'forms=$(RUN) -m tests.harness.executed --forms build/executed'
 
 test-all: ARCHS := all
 test-all: packs  ## every test, and every AMD binary executed; with a GPU, the tests on it
@@ -70,7 +70,7 @@ test-all: packs  ## every test, and every AMD binary executed; with a GPU, the t
 	'interpreter=TRITON_INTERPRET=1 $(RUN) -m pytest -q -m interpreter $(PARALLEL)' \
 	'gpu=LIGER_AOT_PACKS=build/packs $(RUN) -m pytest -q -m gpu' \
 	'tests=LIGER_AOT_PACKS=build/packs LIGER_AOT_EXECUTED=build/executed $(RUN) -m pytest -q -m "not gpu" $(PARALLEL)' \
-	'binaries=LIGER_AOT_PACKS=build/packs $(RUN) -m tests.executed build/executed'
+	'binaries=LIGER_AOT_PACKS=build/packs $(RUN) -m tests.harness.executed build/executed'
 
 test-more: venv  ## of the tests that make test leaves out as many as end by UNTIL (of time.time), FIRST words first
 	@half=$$((($$(date +%s) + $(UNTIL)) / 2)); export LIGER_AOT_FIRST='$(FIRST)'; .ci/stages \
@@ -78,13 +78,13 @@ test-more: venv  ## of the tests that make test leaves out as many as end by UNT
 	"slow interpreter=LIGER_AOT_UNTIL=$(UNTIL) TRITON_INTERPRET=1 $(RUN) -m pytest -q -m 'slow and interpreter' $(ORDERED)"
 
 sanitize: packs  ## compute-sanitizer's memcheck and racecheck over every binary of this machine's GPU
-	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.sanitize
+	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.harness.sanitize
 
 soak: packs  ## mixed ops, threads and streams on this machine's GPU: MINUTES=5 of them
-	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.soak --minutes $(or $(MINUTES),5)
+	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.harness.soak --minutes $(or $(MINUTES),5)
 
 sanitize-launcher: venv  ## the launcher and a stand-in driver under the address and undefined-behaviour sanitizers
-	@$(RUN) -m tests.sanitize_launcher
+	@$(RUN) -m tests.harness.sanitize_launcher
 
 test-aarch64: venv  ## the aarch64 host wheel, cross-compiled, under user-mode emulation
 	@.ci/aarch64 test

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .providers import NAMES
+from benchmarks.providers import NAMES
 
 SECTIONS = ("forward", "backward", "host", "cold")
 
@@ -31,7 +31,7 @@ def _plot(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks plot", description="Draw kept results again.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a run's JSON")
     files = parser.parse_args(arguments).files
-    from .plot import plot
+    from benchmarks.plot import plot
 
     for file in files:
         try:
@@ -48,7 +48,7 @@ def _summary(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a run's JSON")
     files = parser.parse_args(arguments).files
-    from . import records, summary
+    from benchmarks import records, summary
 
     try:
         print(summary.render([records.read(file) for file in files]))
@@ -58,7 +58,7 @@ def _summary(arguments: Sequence[str]) -> int:
 
 
 def _performance(arguments: Sequence[str]) -> int:
-    from . import markdown, performance
+    from benchmarks import markdown, performance
 
     parser = argparse.ArgumentParser(
         "python -m benchmarks performance",
@@ -78,10 +78,10 @@ def _performance(arguments: Sequence[str]) -> int:
 
 
 def _measure(arguments: Sequence[str]) -> int:
-    from . import entry, runner
+    from benchmarks import entry, runner
 
     parser = argparse.ArgumentParser("python -m benchmarks", description="Measure ops on this GPU.")
-    parser.add_argument("ops", nargs="+", metavar="OP", help=f"all, or: {', '.join(entry.names())}")
+    parser.add_argument("ops", nargs="+", metavar="OP", help=f"all, or: {', '.join(entry.modules())}")
     parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
     parser.add_argument(
         "--effort", choices=runner.EFFORTS, default="full", help="of points and samples (default: full)"
@@ -102,10 +102,10 @@ def _measure(arguments: Sequence[str]) -> int:
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
     providers = options.providers.split(",")
-    ops = entry.names() if options.ops == ["all"] else options.ops
-    unknown = [name for name in ops if name not in entry.names()]
+    ops = entry.modules() if options.ops == ["all"] else options.ops
+    unknown = [name for name in ops if name not in entry.modules()]
     if unknown:
-        parser.error(f"no benchmark for {', '.join(unknown)}: there is one for {', '.join(entry.names())}")
+        parser.error(f"no benchmark for {', '.join(unknown)}: there is one for {', '.join(entry.modules())}")
     strangers = [name for name in providers if name not in NAMES]
     if strangers:
         parser.error(f"no provider {', '.join(strangers)}: there are {', '.join(NAMES)}")
@@ -120,7 +120,7 @@ def _measure(arguments: Sequence[str]) -> int:
 
     if not torch.cuda.is_available():
         parser.error("a GPU is needed, and torch sees none here (plot needs none)")
-    from . import session, summary
+    from benchmarks import session, summary
 
     command = shlex.join(["python", "-m", "benchmarks", *arguments])
     runs = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .measure import Call
+from benchmarks.measure import Call
 
 
 def copy_calls(moved_bytes: int, device: torch.device, sets: int, seed: int) -> list[Call]:

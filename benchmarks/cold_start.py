@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from .entry import load
-from .measure import summarize
-from .records import Measurement
+from benchmarks.entry import load
+from benchmarks.measure import summarize
+from benchmarks.records import Measurement
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 180

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .records import Environment
+from benchmarks.records import Environment
 
 ROOT = Path(__file__).resolve().parent.parent
 

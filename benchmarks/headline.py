@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from . import performance_steps, records
-from .markdown import Gpu, table
-from .performance_ops import copy_rate
-from .performance_steps import LABELS
-from .providers import COPY, NAMES, short_label
+from benchmarks import performance_steps, records
+from benchmarks.markdown import Gpu, table
+from benchmarks.performance_ops import copy_rate
+from benchmarks.performance_steps import LABELS
+from benchmarks.providers import COPY, NAMES, short_label
 
 Figures = Mapping[str, float]  # by the provider's name in the table
 OURS = short_label(NAMES[0])

@@ -17,9 +17,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .measure import Call
-from .reference import Invoke, Maybe, PublicCall, RawCall, Reference, Tensors, as_tuple, bind, flat, op_class
-from .workload import Case, Problem, Workload, checked_rows, largest_error
+from benchmarks.measure import Call
+from benchmarks.reference import (
+    Invoke,
+    Maybe,
+    PublicCall,
+    RawCall,
+    Reference,
+    Tensors,
+    as_tuple,
+    bind,
+    flat,
+    op_class,
+)
+from benchmarks.workload import Case, Problem, Workload, checked_rows, largest_error
 
 # The row lengths of the norms: powers of two, and hidden sizes of models that are none.
 LENGTHS = (1024, 2048, 4096, 5120, 8192, 11008, 16384, 18944, 32768)

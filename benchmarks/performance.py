@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import headline, performance_ops, performance_steps
-from .markdown import ROOT, Gpu, gpus
+from benchmarks import headline, performance_ops, performance_steps
+from benchmarks.markdown import ROOT, Gpu, gpus
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 MARKED = re.compile(r"(<!-- measured: ([\w ]+) -->\n)(.*?)(<!-- /measured -->)", re.DOTALL)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import log2
 from pathlib import Path
 
-from . import records, summary
-from .markdown import ROOT, Gpu, link, made_in, made_on, table_by_gpu
-from .providers import COPY, NAMES, label, short_label
-from .records import Measurement, Run
+from benchmarks import records, summary
+from benchmarks.markdown import ROOT, Gpu, link, made_in, made_on, table_by_gpu
+from benchmarks.providers import COPY, NAMES, label, short_label
+from benchmarks.records import Measurement, Run
 
 COLUMNS = ("liger_aot", "quack", "torch_compile", "liger", "torch")
 HOST_ROWS = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .markdown import Gpu, link, made_on, table_by_gpu
+from benchmarks.markdown import Gpu, link, made_on, table_by_gpu
 
 LABELS = {
     "products": "products, ms",

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .providers import COPY, NAMES, label
-from .records import Measurement, Run, read
-from .table import device_figures
+from benchmarks.providers import COPY, NAMES, label
+from benchmarks.records import Measurement, Run, read
+from benchmarks.table import device_figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def plot(path: Path) -> list[Path]:
 
 
 def _plot_models(path: Path, data: dict[str, Any], figure: Figure) -> list[Path]:
-    from .model_plots import DRAWN
+    from benchmarks.models.model_plots import DRAWN
 
     name, seen = data["benchmark"], data["environment"]
     if name not in DRAWN:

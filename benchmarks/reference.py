@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
-from importlib import import_module
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -145,7 +144,9 @@ def bind(op: str, invoke: Invoke, arguments: Sequence[Tensor]) -> tuple[Maybe, t
 @lru_cache(maxsize=64)
 def op_class(op: str) -> Any:
     """The class that `liger_aot.load(op)` makes its op of."""
-    return import_module(f"liger_aot.ops.{op}").OP
+    from liger_aot.ops import module
+
+    return module(op).OP
 
 
 def flat(result: Tensor, batch: int) -> Tensor:

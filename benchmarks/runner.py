@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import ceiling, measure
-from .measure import Call
-from .op_entry import OpEntry
-from .providers import COPY, first_line
-from .records import Measurement
-from .workload import TOLERANCE, Case, Problem, rotated_sets
+from benchmarks import ceiling, measure
+from benchmarks.measure import Call
+from benchmarks.op_entry import OpEntry
+from benchmarks.providers import COPY, first_line
+from benchmarks.records import Measurement
+from benchmarks.workload import TOLERANCE, Case, Problem, rotated_sets
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from . import cold_start, environment, records, runner, table
-from .entry import load
-from .op_entry import OpEntry
-from .plot import plot
-from .providers import absence, first_line
-from .records import Measurement, Run
+from benchmarks import cold_start, environment, records, runner, table
+from benchmarks.entry import load
+from benchmarks.op_entry import OpEntry
+from benchmarks.plot import plot
+from benchmarks.providers import absence, first_line
+from benchmarks.records import Measurement, Run
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

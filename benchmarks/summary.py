@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .providers import COPY, NAMES
-from .records import Measurement, Run
+from benchmarks.providers import COPY, NAMES
+from benchmarks.records import Measurement, Run
 
 # A peer this much faster is marked.
 MARGIN = 1.03

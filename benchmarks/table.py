@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .providers import COPY
-from .records import Measurement, Run
+from benchmarks.providers import COPY
+from benchmarks.records import Measurement, Run
 
 Lines = list[list[str]]
 

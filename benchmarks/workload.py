@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .measure import Call
-from .records import point
+from benchmarks.measure import Call
+from benchmarks.records import point
 
 CHECKED_ROWS = 64
 

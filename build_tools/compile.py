@@ -20,7 +20,9 @@ from typing import Any
 
 from build_tools import compiler
 from build_tools.compiler import Compiled, Job, compile_job, start_worker
+from build_tools.declaration import op_module, op_path
 from build_tools.errors import BuildError, CompileError
+from build_tools.literals import imported
 from build_tools.paths import CACHE, KERNELS
 from build_tools.plan import Variant
 from build_tools.profile import Profile
@@ -143,7 +145,7 @@ def _job(variant: Variant, profile: Profile) -> Job:
     target: int | str = int(arch.target) if arch.backend == "cuda" else arch.target
     return Job(
         variant=variant.name,
-        module=f"csrc_triton.{variant.op}",
+        module=op_module(variant.op),
         function=variant.function,
         signature={**variant.arguments, **dict.fromkeys(variant.constants, "constexpr")},
         constants=dict(variant.constants),
@@ -173,15 +175,15 @@ def _key(job: Job, made_by: Mapping[str, Any]) -> str:
 def sources(op: str, folder: Path = KERNELS) -> tuple[Path, ...]:
     """The op's file and every file of csrc_triton that it imports."""
     found: list[Path] = []
-    queue = [folder / f"{op}.py"]
+    queue = [op_path(op, folder)]
     while queue:
         path = queue.pop()
         if path in found:
             continue
         found.append(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("csrc_triton."):
-                queue += [folder / f"{str(node.module).partition('.')[2]}.py"]
+        nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+        modules = (str(node.module) for node in nodes)
+        queue += [imported(module, folder) for module in modules if module.startswith("csrc_triton.")]
     return tuple(sorted(found))
 
 

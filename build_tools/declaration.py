@@ -78,8 +78,25 @@ class Declaration:
 
 
 def declared_ops(folder: Path = KERNELS) -> tuple[str, ...]:
-    """Names of the ops that ``folder`` declares."""
-    return tuple(sorted(p.stem for p in folder.glob("*.py") if _literal(p) is not None))
+    """Names of the ops that the files in ``folder`` declare, however deep."""
+    return tuple(sorted(p.stem for p in folder.rglob("*.py") if _literal(p, folder) is not None))
+
+
+def op_path(op: str, folder: Path = KERNELS) -> Path:
+    """The file that declares ``op``; DeclarationError where there is none, or more than one."""
+    found = sorted(p for p in folder.rglob(f"{op}.py") if _literal(p, folder) is not None)
+    if not found:
+        raise DeclarationError(f"no op {op!r}: there are {', '.join(declared_ops(folder))}")
+    if len(found) > 1:
+        raise DeclarationError(
+            f"op {op!r} is declared by {' and '.join(str(p.relative_to(folder)) for p in found)}"
+        )
+    return found[0]
+
+
+def op_module(op: str) -> str:
+    """The name by which Python imports the file that declares ``op``."""
+    return ".".join((KERNELS.name, *op_path(op).relative_to(KERNELS).with_suffix("").parts))
 
 
 def with_used(ops: Sequence[str], folder: Path = KERNELS) -> tuple[str, ...]:
@@ -96,14 +113,13 @@ def with_used(ops: Sequence[str], folder: Path = KERNELS) -> tuple[str, ...]:
 
 def read_declaration(op: str, folder: Path = KERNELS) -> Declaration:
     """The declaration of ``op``; DeclarationError when there is none or it is wrong."""
-    path = folder / f"{op}.py"
-    if not path.is_file() or (raw := _literal(path)) is None:
-        raise DeclarationError(f"no op {op!r}: there are {', '.join(declared_ops(folder))}")
+    path = op_path(op, folder)
+    raw = _literal(path, folder)
     fields = _Fields(f"{path.name}: DECLARATION", raw)
-    if fields.take("op") != op:
-        raise DeclarationError(f"{path.name}: DECLARATION['op'] is {raw['op']!r}, the file is named {op}")
+    if (named := fields.take("op")) != op:
+        raise DeclarationError(f"{path.name}: DECLARATION['op'] is {named!r}, the file is named {op}")
     uses = tuple(fields.take("uses", ()))
-    if unknown := [name for name in uses if not (folder / f"{name}.py").is_file()]:
+    if unknown := [name for name in uses if not any(folder.rglob(f"{name}.py"))]:
         raise DeclarationError(f"{path.name}: DECLARATION['uses']: there is no op {unknown[0]!r}")
     functions = _functions(path)
     kernels = {
@@ -260,8 +276,8 @@ def longest_row(form: Form, constants: Mapping[str, int | bool]) -> int | None:
     return length
 
 
-def _literal(path: Path) -> dict[str, Any] | None:
-    value = literal(path, "DECLARATION")
+def _literal(path: Path, folder: Path) -> dict[str, Any] | None:
+    value = literal(path, "DECLARATION", folder)
     if value is not None and not isinstance(value, dict):
         raise DeclarationError(f"{path.name}: DECLARATION must be a dict")
     return value

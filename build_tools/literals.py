@@ -17,20 +17,27 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
-def literal(path: Path, name: str) -> Any:
-    """The value that the file gives ``name``; None where it gives none.
+def imported(module: str, folder: Path) -> Path:
+    """The file of ``module``, whose package is ``folder``."""
+    return folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+
+
+def literal(path: Path, name: str, folder: Path) -> Any:
+    """The value that the file gives ``name``; None where it gives none. Imports are looked for below ``folder``, which
+    is the package that their names begin with.
 
     Raises:
         DeclarationError: it is no literal: constants, lists, tuples, dicts (with ``*`` and ``**``), names of such.
     """
-    return _Reader(path, name, ()).named(name, missing=None)
+    return _Reader(path, name, folder, ()).named(name, missing=None)
 
 
 class _Reader:
     """Reads one name of one file; ``asked`` are those it is read for, which it may not need itself."""
 
-    def __init__(self, path: Path, name: str, asked: tuple[tuple[Path, str], ...]) -> None:
-        self._path, self._name, self._asked = path, name, (*asked, (path, name))
+    def __init__(self, path: Path, name: str, folder: Path, asked: tuple[tuple[Path, str], ...]) -> None:
+        self._path, self._name, self._folder = path, name, folder
+        self._asked = (*asked, (path, name))
 
     def named(self, name: str, **missing: Any) -> Any:
         for node in tree(self._path).body:
@@ -39,7 +46,7 @@ class _Reader:
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
-                        return self._of(self._path.with_name(f"{node.module.split('.')[-1]}.py"), alias.name)
+                        return self._of(imported(node.module, self._folder), alias.name)
         if missing:
             return missing["missing"]
         raise self._error(f"nothing gives {name} a value")
@@ -75,7 +82,7 @@ class _Reader:
     def _of(self, path: Path, name: str) -> Any:
         if (path, name) in self._asked or not path.is_file():
             raise self._error(f"{name} has no value that can be read")
-        return _Reader(path, name, self._asked).named(name)
+        return _Reader(path, name, self._folder, self._asked).named(name)
 
     def _error(self, problem: str) -> DeclarationError:
         return DeclarationError(f"{self._path.name}: {self._name} must be a literal: {problem}")

@@ -1,7 +1,7 @@
 """Audited binaries -> ``liger_aot_packs/<arch>/``: manifests and binaries, the same bytes from the same source.
 
-This module writes the format that docs/pack-format.md describes; ``liger_aot.manifest`` reads it. Nothing else passes
-between the two halves.
+This module writes the format that docs/pack-format.md describes; ``liger_aot.runtime.manifest`` reads it.
+Nothing else passes between the two halves.
 """
 
 from __future__ import annotations

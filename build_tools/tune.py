@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from hashlib import sha256
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,7 +90,9 @@ def tune(options: argparse.Namespace) -> int:
 
 def _tune_kernel(kernel: str, candidates: Path, options: argparse.Namespace) -> list[Measured]:
     op = _owner(kernel)
-    uses = import_module(f"liger_aot.ops.{op}").OP.uses
+    from liger_aot.ops import module
+
+    uses = module(op).OP.uses
     profile, plans = make_plans(options.arch, (op, *uses))
     problems = read_problems(candidates)
     session = _Session(kernel, plans, profile, options.elements, options.workers)
@@ -183,7 +184,7 @@ class _Session:
         if not torch.cuda.is_available():
             raise BuildError("tune measures on a GPU, and there is none here")
         from benchmarks.entry import load as load_benchmark
-        from liger_aot.devices import gpu
+        from liger_aot.runtime.devices import gpu
 
         here = gpu(0).device
         if here.target not in profile.arch.serves:
@@ -312,8 +313,8 @@ def _bind(
     op: str, plans: Sequence[Plan], audited: Mapping[str, Audited], chosen: Audited, folder: Path
 ) -> Any:
     """The op on this GPU, with every dispatch of the chosen variant's kernel and dtypes going to it."""
-    from liger_aot.devices import gpu
-    from liger_aot.runtime import GPUDriver, OpOn, Runtimes
+    from liger_aot.runtime.devices import gpu
+    from liger_aot.runtime.dispatch import GPUDriver, OpOn, Runtimes
 
     key = dispatch_key(chosen.variant.axes, chosen.variant.aligned)
     here = gpu(0)
@@ -322,7 +323,9 @@ def _bind(
         manifest = _manifest(plan, audited, folder, chosen if plan.op == op else None, key)
         bound = OpOn(manifest, GPUDriver(here.shared_per_block), 0, here.multiprocessors)
         runtimes[plan.op] = Runtimes(plan.op, {0: bound})
-    op_class = import_module(f"liger_aot.ops.{op}").OP
+    from liger_aot.ops import module
+
+    op_class = module(op).OP
     return op_class(runtimes)
 
 
@@ -330,7 +333,7 @@ def _manifest(
     plan: Plan, audited: Mapping[str, Audited], folder: Path, chosen: Audited | None, key: str
 ) -> Any:
     from build_tools.pack import write_op
-    from liger_aot.manifest import OpManifest
+    from liger_aot.runtime.manifest import OpManifest
 
     kernels = dict(plan.kernels)
     if chosen is not None:

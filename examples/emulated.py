@@ -1,7 +1,7 @@
 """The machine code of an installed gfx942 pack, executed on the CPU and compared with float64.
 
-``tests/amd_emulator`` runs every instruction of a launch, on torch's CPU tensors. It needs this checkout and numpy;
-no GPU, no Triton, no compiler. ``examples/demo.py`` calls ``run``; alone: ``python -m examples.emulated``.
+``tests/emulator/amd_emulator`` runs every instruction of a launch, on torch's CPU tensors. It needs this checkout and
+numpy; no GPU, no Triton, no compiler. ``examples/demo.py`` calls ``run``; alone: ``python -m examples.emulated``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from liger_aot.manifest import Pack, Variant
-from liger_aot.packs import installed_packs
-from tests.amd_emulator import Program
-from tests.drivers import EmulatorDriver, bound_op
-from tests.tolerances import UNIT_ROUNDOFF
+from liger_aot.runtime.manifest import Pack, Variant
+from liger_aot.runtime.packs import installed_packs
+from tests.emulator.amd_emulator import Program
+from tests.harness.drivers import EmulatorDriver, bound_op
+from tests.harness.tolerances import UNIT_ROUNDOFF
 
 ARCH = "gfx942"
 BF16 = torch.bfloat16

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from benchmarks import workload
-from liger_aot import pending
-from liger_aot.manifest import Pack
-from tests.planned_packs import planned_pack
+from liger_aot.runtime import device_errors
+from liger_aot.runtime.manifest import Pack
+from tests.harness.planned_packs import planned_pack
 
 UNTIL = "LIGER_AOT_UNTIL"  # the time (time.time) from which on tests are left out, not started
 FIRST = "LIGER_AOT_FIRST"  # words: files with one of them in their name come first
@@ -80,9 +80,9 @@ def no_gpu() -> str | None:
     """Why the GPU tests can't run here, or None."""
     if not torch.cuda.is_available():
         return "no GPU here"
-    from liger_aot.devices import gpu
     from liger_aot.errors import LigerAOTError
-    from liger_aot.packs import pack_for
+    from liger_aot.runtime.devices import gpu
+    from liger_aot.runtime.packs import pack_for
 
     try:
         pack_for(gpu(0).device)
@@ -113,9 +113,9 @@ def nothing_pending() -> Iterator[None]:
     yield
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    left = {op: word.cell.value for op, word in pending._words.items() if word.cell.value}
+    left = {op: word.cell.value for op, word in device_errors._words.items() if word.cell.value}
     for op in left:
-        pending._words[op].cell.value = 0
+        device_errors._words[op].cell.value = 0
     assert not left
 
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from textwrap import dedent
 
-from liger_aot.op import Op
+from liger_aot.ops.op import Op
 
 SECTIONS = ("Args", "Returns", "Raises", "Source")
 _SIGNATURE = re.compile(r"``.+?``(: *|\s+)?", re.DOTALL)

@@ -12,10 +12,11 @@ from benchmarks import markdown, performance, records, table
 from benchmarks.markdown import FIRST, ROOT, Gpu, link, made_in
 from benchmarks.providers import COPY, label
 from benchmarks.records import Run
+from build_tools.declaration import op_path
 from build_tools.plan import ALIGNMENT
 from docs.generate import docstring, facts
 from docs.generate.chart import svg
-from liger_aot.ops import names
+from liger_aot.ops import families, names
 
 FOLDER = ROOT / "docs" / "ops"
 # Sections of docs/performance.md that are of an op.
@@ -93,12 +94,12 @@ def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
     parameters = inspect.signature(kind.__call__).parameters
     in_place = [f"`{name}`" for name in parameters if name == "out" or name.startswith("inplace")]
     archs = [arch for arch in facts.ARCHS if facts.binaries(op, arch)]
-    tests = [path for path in (ROOT / "tests").glob(f"test_{op}*.py") if _tests(path, op)]
+    tests = [path for path in (ROOT / "tests" / "ops").rglob(f"test_{op}*.py") if _tests(path, op)]
     code = [
         path
         for path in (
-            ROOT / "python" / "liger_aot" / "ops" / f"{op}.py",
-            ROOT / "csrc_triton" / f"{op}.py",
+            ROOT / "python" / "liger_aot" / "ops" / families()[op] / f"{op}.py",
+            op_path(op),
             *sorted(tests),
         )
         if path.exists()

@@ -12,7 +12,7 @@ from liger_aot._version import __version__
 from liger_aot.errors import ArgumentError, LigerAOTError, PackNotFound, printable
 
 if TYPE_CHECKING:
-    from liger_aot.manifest import Pack
+    from liger_aot.runtime.manifest import Pack
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def _dtypes(text: str) -> dict[str, str]:
 def _list(options: argparse.Namespace) -> int:
     from liger_aot.explanation import columns
     from liger_aot.ops import names as ops
-    from liger_aot.packs import describe, hidden_folders, installed
+    from liger_aot.runtime.packs import describe, hidden_folders, installed
 
     found = installed()
     damaged = list(found.unusable.values())
@@ -118,7 +118,7 @@ def _binaries(pack: Pack, op: str, damaged: list[str]) -> str:
 
 def _explain(options: argparse.Namespace) -> int:
     from liger_aot.explanation import explain, table
-    from liger_aot.packs import installed
+    from liger_aot.runtime.packs import installed
 
     choices = explain(
         options.op, arch=options.arch, shape=options.shape, dtype=options.dtype, dtypes=options.dtypes
@@ -139,7 +139,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from liger_aot.packs import describe, hidden_folders, pack_folders
+    from liger_aot.runtime.packs import describe, hidden_folders, pack_folders
     from liger_aot.verify import verify
 
     folders = pack_folders()

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from liger_aot._version import __version__
 from liger_aot.errors import DriverNotFound, printable
-from liger_aot.manifest import Pack
 from liger_aot.ops import names as ops
-from liger_aot.packs import describe, hidden_folders, installed, pack_for
+from liger_aot.runtime.manifest import Pack
+from liger_aot.runtime.packs import describe, hidden_folders, installed, pack_for
 
 Body = Callable[[], "tuple[list[str], bool]"]
 # The oldest driver that loads binaries of a version, as drivers count their own. Cubins: the ELF ABI changes with
@@ -90,7 +90,7 @@ def _torch() -> tuple[list[str], bool]:
 
 
 def _driver() -> tuple[list[str], bool]:
-    from liger_aot.devices import driver
+    from liger_aot.runtime.devices import driver
 
     try:
         found = driver()
@@ -153,7 +153,7 @@ def _gpus() -> tuple[list[str], bool]:
 
 def _served(index: int) -> tuple[str, bool]:
     """How the packs serve one GPU. A failure is an answer too: the other GPUs are reported all the same."""
-    from liger_aot.devices import gpu
+    from liger_aot.runtime.devices import gpu
 
     try:
         found = gpu(index)
@@ -166,7 +166,7 @@ def _served(index: int) -> tuple[str, bool]:
 
 def _seen_by_driver() -> int:
     """GPUs of the driver; 0 where it can't be asked: its own section says why."""
-    from liger_aot.devices import driver
+    from liger_aot.runtime.devices import driver
 
     try:
         return int(driver().device_count)
@@ -176,7 +176,7 @@ def _seen_by_driver() -> int:
 
 def _driver_too_old(pack: Pack) -> list[str]:
     """Whether the driver can load a pack's binaries, said before a load fails."""
-    from liger_aot.devices import driver
+    from liger_aot.runtime.devices import driver
 
     try:
         found = driver()

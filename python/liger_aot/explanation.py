@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError, PackNotFound, printable
 from liger_aot.loader import load
-from liger_aot.manifest import Kernel, OpManifest, Pack
-from liger_aot.packs import describe, installed_packs, pack_of
+from liger_aot.runtime.manifest import Kernel, OpManifest, Pack
+from liger_aot.runtime.packs import describe, installed_packs, pack_of
 
 if TYPE_CHECKING:
     import torch
 
-    from liger_aot.op import Op, Problem
+    from liger_aot.ops.op import Op, Problem
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _dtype(given: torch.dtype | str) -> torch.dtype:
-    from liger_aot.runtime import DTYPE_NAMES
+    from liger_aot.runtime.dispatch import DTYPE_NAMES
 
     for dtype, short in DTYPE_NAMES.items():
         if given == dtype or given in (short, str(dtype), str(dtype).removeprefix("torch.")):
@@ -150,7 +150,7 @@ def _check_arguments(
 
 
 def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) -> Choice:
-    from liger_aot.runtime import DTYPE_NAMES
+    from liger_aot.runtime.dispatch import DTYPE_NAMES
 
     owner = next((op for op, m in manifests.items() if problem.kernel in m.kernels), None)
     if owner is None:

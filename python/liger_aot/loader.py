@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 from liger_aot.errors import UnknownOp
-from liger_aot.ops import names
+from liger_aot.ops import families, module
 
 
 def archs() -> tuple[str, ...]:
     """Architectures of the installed packs."""
-    from liger_aot.packs import installed_packs
+    from liger_aot.runtime.packs import installed_packs
 
     return tuple(pack.arch for pack in installed_packs())
 
@@ -27,6 +26,6 @@ def load(name: str) -> Any:
     Raises:
         UnknownOp: there is no such op; the message lists those there are.
     """
-    if name not in names():
-        raise UnknownOp(f"no op {name!r}: there are {', '.join(names())}")
-    return import_module(f"liger_aot.ops.{name}").OP()
+    if name not in families():
+        raise UnknownOp(f"no op {name!r}: there are {', '.join(families())}")
+    return module(name).OP()

@@ -11,8 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from liger_aot.errors import LigerAOTError, PackDamaged
-from liger_aot.manifest import LARGEST_FILE, Blob, OpManifest, read_file
-from liger_aot.packs import open_pack, pack_folders
+from liger_aot.runtime.manifest import LARGEST_FILE, Blob, OpManifest, read_file
+from liger_aot.runtime.packs import open_pack, pack_folders
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ PyObject *tensor_rows(PyObject *module, PyObject *tensor) {
 
 /* ---- What a call must know of its tensors ---- */
 
-/* What traits() answers: the constants of liger_aot.layout. */
+/* What traits() answers: the constants of liger_aot.runtime.layout. */
 enum { NEEDS_GRADIENT = 1, OTHER_SETTINGS = 2, INDIRECT = 4 };
 
 /* How many values a tuple has, or -1 with an error set. */

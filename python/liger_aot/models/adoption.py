@@ -16,7 +16,7 @@ from liger_aot.models.attention import NAME, register_attention
 from liger_aot.models.loss import usual
 from liger_aot.models.record import Change, Record
 from liger_aot.models.resolve import Method, Parts, Resolved, family_of, family_of_model, resolve
-from liger_aot.op import PLAIN
+from liger_aot.ops.op import PLAIN
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from liger_aot.loader import load
 from liger_aot.models.fitting import fitting
-from liger_aot.op import PLAIN, PLAIN_OR_NONE
+from liger_aot.ops.op import PLAIN, PLAIN_OR_NONE
 
 Forward = Callable[..., Any]
 Make = Callable[[Forward], Forward]

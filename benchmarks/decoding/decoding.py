@@ -1,0 +1,255 @@
+"""Decoding on this machine's GPU: `python -m benchmarks.decoding.decoding`.
+
+What bounds it is reading the keys and values once, so figures are their bytes a second, beside a copy's (bytes read and
+written) in the same rounds. Caches are full; each call reads another set of them where the L2 cache could hold one. The
+peers are torch's scaled_dot_product_attention over the same contiguous cache. Before it is timed, a provider's result
+is compared with fp64, for some sequences and heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks import environment, measure
+from benchmarks.ceiling import copy_calls
+from benchmarks.providers import COPY, first_line
+from benchmarks.session import RESULTS
+from benchmarks.workload import TOLERANCE, relative_error, rotated_sets
+
+LARGEST_COPY = 4 << 30  # bytes: the bandwidth of a copy does not change any more
+OTHER_MEMORY = 2 << 30  # bytes: the driver's, and results
+CHECKED = ((0, 0), (-1, -1))  # sequences and heads of keys
+
+
+@dataclass(frozen=True)
+class Point:
+    """``cached`` keys in each of ``batch`` sequences, bf16; ``page`` 0 is a contiguous cache."""
+
+    batch: int
+    cached: int
+    page: int = 0
+    dim: int = 128
+    heads: int = 64
+    kv_heads: int = 8
+    tokens: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return 2 * 2 * self.batch * self.cached * self.kv_heads * self.dim
+
+
+POINTS = (
+    *(Point(batch, cached) for batch in (1, 8, 32, 128) for cached in (8192, 32768, 131072)),
+    *(Point(*size, page) for size in ((1, 131072), (32, 32768), (128, 8192)) for page in (16, 64, 256)),
+    *(Point(*size, tokens=4) for size in ((1, 131072), (32, 32768))),
+    *(Point(*size, page=64, tokens=4) for size in ((1, 131072), (32, 32768))),
+    *(Point(32, 32768, dim=dim) for dim in (64, 96, 192, 256)),
+    Point(32, 32768, kv_heads=64),  # no head of keys is shared
+)  # fmt: skip
+# Odd numbers of programs, between the points above: what the choice of shares makes of them.
+UNEVEN = tuple(Point(batch, 16384) for batch in (3, 5, 12, 17, 20, 40, 48, 64, 100))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    table: Tensor | None
+
+
+@dataclass(frozen=True)
+class Result:
+    point: Point
+    provider: str
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    gigabytes_per_second: float | None = None
+    of_copy: float | None = None
+    error: float | None = None
+    failed: str | None = None
+
+
+Run = Callable[[Inputs], Tensor]
+
+
+def drawn(point: Point, device: torch.device, seed: int) -> Inputs:
+    """Random tensors; the pages of a sequence lie in random places."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=generator)
+
+    pages = point.batch * point.cached // point.page if point.page else point.batch
+    shape = (pages, point.page or point.cached, point.kv_heads, point.dim)
+    table = None
+    if point.page:
+        order = torch.randperm(pages, device=device, generator=generator)
+        table = order.to(torch.int32).view(point.batch, -1)
+    lengths = torch.full((point.batch,), point.cached, dtype=torch.int32, device=device)
+    q = normal(point.batch, point.tokens, point.heads, point.dim)
+    return Inputs(q, normal(*shape), normal(*shape), lengths, table)
+
+
+def ours() -> Run:
+    import liger_aot
+
+    op = liger_aot.load("flash_decoding")
+    run: Run = lambda i: op(i.q, i.k, i.v, cache_seqlens=i.lengths, block_table=i.table)  # noqa: E731
+    return run
+
+
+def sdpa(backend: SDPBackend | None) -> Run:
+    def run(i: Inputs) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (i.q, i.k, i.v))
+        if backend is None:
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    return run
+
+
+PROVIDERS: dict[str, Callable[[], Run]] = {
+    "liger_aot": ours,
+    "torch": lambda: sdpa(None),
+    "flash_attention_2": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
+    "cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
+}
+
+
+def offers(provider: str, point: Point) -> bool:
+    """SDPA takes no block table, and its causal mask is aligned at the first key."""
+    return provider == "liger_aot" or not (point.page or point.tokens > 1)
+
+
+def error(point: Point, inputs: Inputs, result: Tensor) -> float:
+    """The largest of ‖result - exact‖ / ‖exact‖ in fp64 over what is checked."""
+    from liger_aot.ops.decoding.flash_decoding import FlashDecoding
+
+    ratio, found = point.heads // point.kv_heads, 0.0
+    for b, h in CHECKED:
+        h = h % point.kv_heads
+        queries = slice(h * ratio, (h + 1) * ratio)
+        k, v = (_cache_of(t, b, h, inputs.table).double() for t in (inputs.k, inputs.v))
+        q = inputs.q[b][None, :, queries].double()
+        exact, _ = FlashDecoding.reference(q, k, v, None, None, None, point.dim**-0.5, -1, 0, 0.0, 0)
+        found = max(found, relative_error(result[b][None, :, queries], exact))
+    return found
+
+
+def _cache_of(cache: Tensor, batch: int, head: int, table: Tensor | None) -> Tensor:
+    """(1, keys, 1, dim) of one sequence and head."""
+    own = cache[batch] if table is None else cache[table[batch].long()].flatten(0, 1)
+    return own[None, :, head, None]
+
+
+def prepared(point: Point, name: str, sets: Sequence[Inputs]) -> tuple[list[measure.Call], float] | str:
+    """A provider's calls and its error; or how it failed: a peer that cannot do a point is a result."""
+    try:
+        run = PROVIDERS[name]()
+        found = error(point, sets[0], run(sets[0]))
+        if not found < TOLERANCE[torch.bfloat16]:
+            raise ArithmeticError(f"error against fp64 {found}")
+    except Exception as problem:
+        return f"{type(problem).__name__}: {first_line(problem)}"
+    return [call_of(run, inputs) for inputs in sets], found
+
+
+def call_of(run: Run, inputs: Inputs) -> measure.Call:
+    return measure.Call(lambda: run(inputs))
+
+
+def at(point: Point, names: Sequence[str], device: torch.device, rounds: int, min_ms: float) -> list[Result]:
+    """All providers in turn, with the copy."""
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    sets = [drawn(point, device, seed) for seed in range(rotated_sets(point.bytes, l2))]
+    copied = min(point.bytes, LARGEST_COPY)
+    calls = {COPY: copy_calls(copied, device, rotated_sets(copied, l2), 0)}
+    made, errors = [], {}
+    for name in (name for name in names if offers(name, point)):
+        ready = prepared(point, name, sets)
+        if isinstance(ready, str):
+            made.append(Result(point, name, failed=ready))
+        else:
+            calls[name], errors[name] = ready
+    samples = measure.time_interleaved(calls, rounds=rounds, min_ms=min_ms)
+    timings = {name: measure.summarize(times) for name, times in samples.items()}
+    copy = measure.gigabytes_per_second(copied, timings[COPY].median_ms)
+    for name, timing in timings.items():
+        rate = measure.gigabytes_per_second(copied if name == COPY else point.bytes, timing.median_ms)
+        times = (timing.median_ms, timing.p20_ms, timing.p80_ms)
+        made.append(Result(point, name, *times, rate, rate / copy, errors.get(name)))
+    return made
+
+
+def largest_cache(device: torch.device) -> float:
+    """Bytes: there are two caches, two sets of the copy's tensors, and OTHER_MEMORY."""
+    return (torch.cuda.get_device_properties(device).total_memory - OTHER_MEMORY) / 2 - LARGEST_COPY
+
+
+def line(r: Result) -> str:
+    if r.failed:
+        return f"  {r.provider:18s} failed: {r.failed}"
+    off = "" if r.error is None else f"  error {r.error:.1e}"
+    rate = f"{r.gigabytes_per_second:6.0f} GB/s  {r.of_copy:5.3f} of the copy"
+    return f"  {r.provider:18s} {r.median_ms:9.4f} ms {rate}{off}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.decoding.decoding", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of all providers in turn")
+    parser.add_argument("--min-ms", type=float, default=10.0, help="device time of a provider in a round")
+    parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
+    parser.add_argument(
+        "--most-gigabytes",
+        type=float,
+        help="points of larger caches are left out (default: those that this GPU's memory does not hold twice)",
+    )
+    parser.add_argument("--uneven", action="store_true", help="odd batches instead of the points")
+    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed, and torch sees none here")
+    device = torch.device("cuda", 0)
+    command = shlex.join(["python", "-m", "benchmarks.decoding.decoding", *arguments])
+    seen = environment.observe(device, command=command, commit=options.commit, absent={})
+    folder = options.out or RESULTS / environment.folder_name(seen.gpu) / "steps"
+    file = folder / ("flash_decoding_uneven.json" if options.uneven else "flash_decoding_points.json")
+    most = largest_cache(device) if options.most_gigabytes is None else options.most_gigabytes * 1e9
+    results: list[Result] = []
+    for point in UNEVEN if options.uneven else POINTS:
+        if point.bytes > most:
+            continue
+        print(point, flush=True)
+        found = at(point, options.providers.split(","), device, options.rounds, options.min_ms)
+        print("\n".join(map(line, found)), flush=True)
+        results += found
+        content: dict[str, Any] = {"environment": dataclasses.asdict(seen)}
+        content["results"] = [dataclasses.asdict(r) for r in results]
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content, indent=1) + "\n")
+        torch.cuda.empty_cache()
+    return int(any(r.failed and r.provider == "liger_aot" for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""Log-softmax of a row of logits over a temperature, at chosen columns alone, and its backward.
+
+Forward: one read of the row; ``log_sums`` says what is kept of it. Backward: dx = (the gradients of x's column -
+softmax(x) * the sum of all of the row's) / temperature.
+
+A column outside of the row reads nothing: its result is NaN, it gives no gradient, and its number is written to FLAG
+(see ``pending``).
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.softmax.log_sums import statistics
+from csrc_triton.softmax.softmax_statistics import LN_2
+
+DECLARATION = {
+    "op": "selective_log_softmax",
+    "kernels": {
+        "selective_log_softmax_forward": {
+            "arguments": {
+                "OUT": "*fp32",
+                "STATISTICS": "*fp32",
+                "X": "*dtype",
+                "INDEX": "*i32",
+                "FLAG": "*i64",
+                "x_stride": "i64",
+                "n_cols": "i32",
+                "chosen": "i32",
+                "index_words": "i32",
+                "scale": "fp32",
+                "inverse": "fp32",
+            },
+            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
+            "aligned": ["X", "x_stride", "n_cols"],
+            "forms": {
+                "row": {
+                    "function": "forward",
+                    "constants": ["BLOCK", "STAGES", "CHOSEN", "ODD"],
+                    "defaults": {"STAGES": 1, "CHOSEN": 32, "ODD": False},
+                    "staged": ["X"],
+                }
+            },
+        },
+        "selective_log_softmax_backward": {
+            "arguments": {
+                "DX": "*dtype",
+                "DOUT": "*fp32",
+                "X": "*dtype",
+                "INDEX": "*i32",
+                "STATISTICS": "*fp32",
+                "x_stride": "i64",
+                "n_cols": "i32",
+                "blocks": "i32",
+                "chosen": "i32",
+                "index_words": "i32",
+                "scale": "fp32",
+                "inverse": "fp32",
+            },
+            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
+            "aligned": ["DX", "X", "x_stride", "n_cols"],
+            "forms": {
+                "tile": {
+                    "function": "backward",
+                    "constants": ["BLOCK", "CHOSEN", "ODD"],
+                    "defaults": {"CHOSEN": 32, "ODD": False},
+                }
+            },
+        },
+    },
+}
+
+
+@triton.jit
+def column(INDEX, at, index_words, n_cols, mask):
+    """(columns, whether they are in the row). An index is one 32-bit word or two, the low one first."""
+    index = tl.load(INDEX + at * index_words, mask=mask, other=0)
+    high = tl.load(INDEX + at * index_words + 1, mask=mask & (index_words == 2), other=0)
+    return index, mask & (high == 0) & (index >= 0) & (index < n_cols)
+
+
+@triton.jit
+def forward(
+    OUT, STATISTICS, X, INDEX, FLAG, x_stride, n_cols, chosen, index_words, scale, inverse,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, ODD: tl.constexpr,
+):  # fmt: skip
+    """One row a program. OUT[rows, chosen], STATISTICS[rows, 2]; scale is log2(e) / temperature, inverse
+    1 / temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    X += row * x_stride
+    greatest, last = statistics(X, n_cols, scale, BLOCK, STAGES, ODD)
+    tl.store(STATISTICS + row * 2, greatest)
+    tl.store(STATISTICS + row * 2 + 1, last)
+    for first in range(0, chosen, CHOSEN):
+        lane = first + tl.arange(0, CHOSEN)
+        at, mask = row * chosen + lane, lane < chosen
+        index, known = column(INDEX, at, index_words, n_cols, mask)
+        x = tl.load(X + index, mask=known, other=float("nan")).to(tl.float32)
+        tl.store(OUT + at, (x - greatest) * inverse - last * LN_2, mask=mask)
+        unknown = mask & (known == 0)
+        if tl.max(unknown.to(tl.int32), 0) != 0:
+            low = index.to(tl.int64)
+            high = tl.load(INDEX + at * index_words + 1, mask=unknown & (index_words == 2), other=0).to(
+                tl.int64
+            )
+            whole = tl.where(index_words == 2, (high << 32) | (low & 0xFFFFFFFF), low)
+            tl.store(FLAG + tl.zeros([CHOSEN], tl.int32), whole, mask=unknown)
+
+
+@triton.jit
+def backward(
+    DX, DOUT, X, INDEX, STATISTICS, x_stride, n_cols, blocks, chosen, index_words, scale, inverse,
+    BLOCK: tl.constexpr, CHOSEN: tl.constexpr, ODD: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of a row a program. A row whose gradients are all zero is not read. ODD: rows may start at any
+    element; blocks do at aligned ones, if X's rows and DX's lie alike."""
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    first = program % blocks * BLOCK
+    X += row * x_stride
+    DX += row * n_cols
+    total = 0.0
+    wanted = 0
+    for start in range(0, chosen, CHOSEN):
+        lane = start + tl.arange(0, CHOSEN)
+        at, mask = row * chosen + lane, lane < chosen
+        _, known = column(INDEX, at, index_words, n_cols, mask)
+        dout = tl.load(DOUT + at, mask=known, other=0.0)
+        total += tl.sum(dout, 0)
+        wanted += tl.sum((dout != 0.0).to(tl.int32), 0)
+    if ODD:
+        SIZE: tl.constexpr = X.dtype.element_ty.primitive_bitwidth // 8
+        offset = X.to(tl.int64) % 16
+        alike = offset == DX.to(tl.int64) % 16
+        first -= tl.where(alike, offset // SIZE, 0).to(tl.int32)
+        if alike & (first >= 0) & (first + BLOCK <= n_cols) & (wanted > 0):
+            from_here = tl.multiple_of(X + first, 16)
+            to_here = tl.multiple_of(DX + first, 16)
+            x = tl.load(from_here + tl.arange(0, BLOCK))
+            dx = gradient(
+                x,
+                DOUT,
+                INDEX,
+                STATISTICS,
+                row,
+                first,
+                total,
+                n_cols,
+                chosen,
+                index_words,
+                scale,
+                inverse,
+                BLOCK,
+            )
+            tl.store(to_here + tl.arange(0, BLOCK), dx.to(DX.dtype.element_ty))
+        else:
+            masked(
+                DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
+                BLOCK,
+            )  # fmt: skip
+    else:
+        masked(
+            DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
+            BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def masked(
+    DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The columns from ``first`` on that are in the row."""
+    cols = tl.arange(0, BLOCK)
+    inside = (cols >= -first) & (cols < n_cols - first)
+    x = tl.load(X + first + cols, mask=inside & (wanted > 0), other=-float("inf"))
+    dx = gradient(
+        x, DOUT, INDEX, STATISTICS, row, first, total, n_cols, chosen, index_words, scale, inverse, BLOCK
+    )
+    tl.store(DX + first + cols, dx.to(DX.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gradient(
+    x, DOUT, INDEX, STATISTICS, row, first, total, n_cols, chosen, index_words, scale, inverse, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of BLOCK columns; ``total`` is the sum of all gradients of the row."""
+    greatest, last = tl.load(STATISTICS + row * 2), tl.load(STATISTICS + row * 2 + 1)
+    power = tl.exp2((x.to(tl.float32) - greatest) * scale - last)
+    dx = power * (-total * inverse)
+    for i in range(chosen):
+        index, known = column(INDEX, row * chosen + i, index_words, n_cols, True)
+        if known & (index >= first) & (index < first + BLOCK):
+            dout = tl.load(DOUT + row * chosen + i)
+            dx += tl.where(tl.arange(0, BLOCK) == index - first, dout * inverse, 0.0)
+    return dx

@@ -1,0 +1,238 @@
+"""One op's kernels on one device: dispatch tables bound to loaded binaries.
+
+A ``Driver`` has one verb, ``load``; what it returns has the other, ``launch``. The GPU driver is the C launcher; tests
+bring drivers that run the same host code on Triton's interpreter or execute the binaries in software.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from liger_aot.errors import (
+    ArgumentTypeError,
+    DriverError,
+    NotLoaded,
+    PackDamaged,
+    PackNotFound,
+    UnsupportedDevice,
+)
+from liger_aot.runtime.layout import CPU, CUDA, ROCM
+from liger_aot.runtime.locks import new_lock
+from liger_aot.runtime.manifest import OpManifest, Variant
+
+REMEMBERED = 1024  # sizes a kernel keeps the variant of
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class Launchable(Protocol):
+    """A binary on its device."""
+
+    def launch(self, device: int, stream: int, x: int, y: int, z: int, /, *arguments: Any) -> None: ...
+
+    def prepare(self, device: int, /) -> None: ...
+
+
+class Driver(Protocol):
+    """What turns a variant into something that can be launched."""
+
+    def load(self, variant: Variant) -> Launchable: ...
+
+    def stream(self, device: int) -> int: ...
+
+
+class Loaded:
+    """A variant that is ready to launch, with its launch numbers as attributes the hot path reads."""
+
+    __slots__ = (
+        "block",
+        "contiguous",
+        "kernel",
+        "launch",
+        "numbers",
+        "rows",
+        "variant",
+        "walks",
+        "writes_sums",
+    )
+
+    def __init__(self, variant: Variant, kernel: Launchable) -> None:
+        self.variant = variant
+        self.kernel = kernel
+        self.launch = kernel.launch
+        self.numbers = variant.numbers
+        self.rows = variant.numbers.get("rows", 1)
+        self.block = variant.numbers.get("block", 1)
+        self.contiguous = variant.contiguous
+        self.walks = "programs_per_multiprocessor" in variant.numbers  # so many programs share the rows
+        self.writes_sums = "lone_rows" in variant.numbers  # a lone program can write the final sums itself
+
+
+class KernelOn:
+    """One kernel on one device: (dtypes, aligned) and a size choose the variant."""
+
+    def __init__(self, name: str, manifest: OpManifest, load: Callable[[str], Loaded]) -> None:
+        self.name = name
+        self._load = load
+        self.recent: dict[tuple[Any, ...], Loaded] = {}  # (*key, n) -> what was found before
+        self._tables: dict[tuple[Any, ...], tuple[list[int], list[str], list[Loaded | None]]] = {}
+        for key, entries in manifest.kernels[name].tables.items():
+            *axes, alignment = key.split("/")
+            bounds = [bound for bound, _ in entries if bound is not None]
+            names = [variant for _, variant in entries]
+            found: list[Loaded | None] = [None] * len(names)
+            dtypes = tuple(_DTYPES[a] for a in axes)
+            table_key: tuple[Any, ...] = (*dtypes, alignment == "aligned")
+            self._tables[table_key] = (bounds, names, found)
+
+    def __call__(self, key: tuple[Any, ...], n: int) -> Loaded:
+        """The variant for a problem of size ``n``; ``key`` holds the axes' torch dtypes and whether all is aligned."""
+        known = self.recent.get((*key, n))
+        if known is not None:
+            return known
+        try:
+            bounds, names, found = self._tables[key]
+        except KeyError:
+            raise ArgumentTypeError(self._refusal(key)) from None
+        i = bisect_left(bounds, n)
+        loaded = found[i]
+        if loaded is None:
+            loaded = found[i] = self._load(names[i])
+        if len(self.recent) >= REMEMBERED:
+            self.recent.clear()
+        recent_key = (*key, n)
+        self.recent[recent_key] = loaded
+        return loaded
+
+    def _refusal(self, key: tuple[Any, ...]) -> str:
+        allowed = sorted({tuple(DTYPE_NAMES[d] for d in k[:-1]) for k in self._tables})
+        asked = ", ".join(str(d).removeprefix("torch.") for d in key[:-1])
+        return f"{self.name} is not built for dtypes ({asked}); it is for {', '.join(map(str, allowed))}"
+
+
+class OpOn:
+    """One op on one device. Binaries load on first use, once, whatever the threads."""
+
+    def __init__(self, manifest: OpManifest, driver: Driver, device: int, multiprocessors: int) -> None:
+        self.device = device
+        self.multiprocessors = multiprocessors
+        self._manifest = manifest
+        self._driver = driver
+        self._lock = new_lock()
+        self._loaded: dict[str, Loaded] = {}
+        self.kernels = {name: KernelOn(name, manifest, self._load) for name in manifest.kernels}
+        self.stream = driver.stream
+        self.tensor_map: Callable[..., Any] | None = getattr(driver, "tensor_map", None)  # CUDA's alone
+        self.plans: dict[Any, Any] = {}  # what the op's host code worked out for a problem and keeps
+
+    def preload(self) -> None:
+        """Load every binary onto the device, so that no later call loads one."""
+        for name in self._manifest.variants:
+            self._load(name).kernel.prepare(self.device)
+
+    def _load(self, name: str) -> Loaded:
+        with self._lock:
+            if name not in self._loaded:
+                variant = self._manifest.variant(name)
+                self._loaded[name] = Loaded(variant, self._driver.load(variant))
+            return self._loaded[name]
+
+
+class GPUDriver:
+    """Binaries on real GPUs, through the C launcher."""
+
+    def __init__(self, shared_per_block: int) -> None:
+        from liger_aot.runtime.devices import driver
+
+        self._driver = driver()
+        self._shared_per_block = shared_per_block
+        self.stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.tensor_map = self._driver.tensor_map
+        self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+
+    def load(self, variant: Variant) -> Launchable:
+        if self._capturing():
+            raise NotLoaded(
+                f"{variant.name} is not loaded, and nothing can be while a CUDA graph is captured: call the op's "
+                "preload() before the capture, or the op itself with these dtypes and sizes"
+            )
+        if variant.shared > self._shared_per_block:
+            raise PackNotFound(
+                f"{variant.name} needs {variant.shared} bytes of shared memory a block, this GPU gives "
+                f"{self._shared_per_block}: a pack built for it is needed"
+            )
+        image = variant.read()
+        try:
+            kernel: Launchable = self._driver.load(
+                image,
+                variant.symbol,
+                threads=variant.threads,
+                shared=variant.shared,
+                signature=variant.signature,
+                cooperative=variant.cooperative,
+                follows=variant.follows,
+            )
+        except DriverError as error:
+            message = (
+                f"{variant.blob.path}: {variant.name}: {error}; liger-aot doctor compares the driver with "
+                "what packs need"
+            )
+            raise DriverError(message, call=error.call, code=error.code, name=error.name) from None
+        except ValueError as error:  # the binary is for other arguments than the manifest says
+            raise PackDamaged(variant.blob.path, f"{variant.name}: {error}") from None
+        return kernel
+
+
+class Runtimes:
+    """One op on every device of the process, bound on first use. Nothing is bound to the CPU but by tests: it takes
+    the reference.
+
+    Args:
+        op: its name.
+        bound: what is bound already, by GPU index, or -1 for the CPU.
+    """
+
+    def __init__(self, op: str, bound: Mapping[int, OpOn] | None = None) -> None:
+        self.op = op
+        self.bound: dict[int, OpOn] = dict(bound or {})
+        self._lock = new_lock()
+
+    def find(self, kind: int, index: int) -> OpOn | None:
+        """The op on a device (a DLPack type and index) it was bound to before; None says nothing: ask ``of``."""
+        return self.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
+
+    def on(self, index: int) -> OpOn:
+        """The op on ``cuda:index``; PackNotFound when no installed pack serves that GPU."""
+        return self.bound.get(index) or self._bind(index)
+
+    def of(self, tensor: torch.Tensor, argument: str) -> OpOn | None:
+        """The op where ``tensor`` lies; None means the reference."""
+        if tensor.is_cuda:
+            return self.on(tensor.get_device())
+        if tensor.device.type not in ("cpu", "meta"):
+            raise UnsupportedDevice(
+                f"{self.op}: {argument} is on {tensor.device}; there are binaries for CUDA and ROCm GPUs, and a "
+                "reference for the CPU"
+            )
+        return self.bound.get(-CPU)
+
+    def _bind(self, index: int) -> OpOn:
+        from liger_aot.runtime.devices import gpu
+        from liger_aot.runtime.packs import pack_for
+
+        with self._lock:
+            bound = self.bound.get(index)
+            if bound is None:
+                found = gpu(index)
+                pack = pack_for(found.device)
+                if self.op not in pack.ops:
+                    raise PackNotFound(f"pack {pack.arch} carries no {self.op}; it has {', '.join(pack.ops)}")
+                bound = OpOn(
+                    pack.op(self.op), GPUDriver(found.shared_per_block), index, found.multiprocessors
+                )
+                self.bound[index] = bound
+            return bound

@@ -1,0 +1,75 @@
+"""Every binary of both AMD packs, as the loader reads it: against the manifest, the profile and the kernel descriptor.
+
+The audit looks at what was compiled, before it is packed; this at what lies in the pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from build_tools.audit import parameter_layout
+from build_tools.binary import inspect
+from build_tools.declaration import read_declaration
+from build_tools.hsaco import CodeObject
+from build_tools.plan import plan
+from build_tools.profile import read_profile
+from liger_aot.runtime.manifest import Pack, Variant
+from tests.conftest import built_pack
+
+ARCHS = ("gfx90a", "gfx942")
+SIMDS, VECTORS, SCALARS, LDS = 4, 512, 800, 65536  # of a compute unit; registers a SIMD lane and a SIMD
+
+
+def binaries(pack: Pack) -> Iterator[tuple[str, Variant]]:
+    for op in pack.ops:
+        manifest = pack.op(op)
+        for name in manifest.variants:
+            yield op, manifest.variant(name)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_binary_is_what_its_manifest_says(arch: str) -> None:
+    pack, profile = built_pack(arch), read_profile(arch)
+    planned = {op: {v.name: v for v in plan(read_declaration(op), profile).variants} for op in pack.ops}
+    for op, variant in binaries(pack):
+        where, wanted = f"{arch} {op} {variant.name}", planned[op].pop(variant.name)
+        code = CodeObject(variant.read())
+        (kernel,) = code.kernels.values()
+        facts = inspect(variant.read())
+        assert (code.arch, code.code_object_version) == (arch, pack.binary_version), where
+        assert (code.xnack, code.sramecc) == ("any", "any"), (
+            f"{where}: asks for a feature that the pack does not name"
+        )
+        assert kernel.name == variant.symbol, where
+        # Arguments: the launcher's letters, in the order of the declaration, where it puts them.
+        types = ["*i8" if t[0] == "*" else t for t in wanted.arguments.values()]
+        letters = "".join({"*i8": "p", "i32": "i", "i64": "l", "fp32": "f"}[t] for t in types)
+        assert variant.signature == letters, where
+        assert facts.parameters == parameter_layout(types), where
+        hidden = [a for a in kernel.metadata[".args"] if a[".value_kind"].startswith("hidden_")]
+        assert facts.parameter_bytes <= kernel.kernarg_bytes <= facts.parameter_bytes + 256 * bool(hidden), (
+            where
+        )
+        count, first = kernel.kernarg_preload & 0x7F, kernel.kernarg_preload >> 7
+        assert 4 * (count + first) <= kernel.kernarg_bytes, where
+        # Threads, registers, LDS and how many waves a SIMD holds of it.
+        assert variant.threads == facts.max_threads == 64 * variant.num_warps <= 1024, where
+        assert variant.registers == facts.registers <= facts.granted_registers <= VECTORS, where
+        assert facts.accumulator_registers <= 256 and facts.registers - facts.accumulator_registers <= 256, (
+            where
+        )
+        assert facts.scalar_registers <= facts.granted_scalars <= 112, where
+        assert variant.local_bytes == facts.local_bytes == facts.spilled_registers == 0, where
+        used = kernel.group_segment_bytes + variant.shared
+        assert used <= LDS, where
+        waves = min(VECTORS // facts.granted_registers, SCALARS // facts.granted_scalars, 8)
+        blocks = waves * SIMDS // variant.num_warps
+        assert variant.resident == min(blocks, LDS // used if used else blocks), where
+        assert waves >= wanted.options.get("waves_per_eu", 1), where
+        assert variant.resident >= (
+            variant.numbers["programs_per_multiprocessor"] if variant.cooperative else 1
+        ), where
+        assert "MFMA" in facts.matrix or not wanted.matrix, f"{where}: a matrix kernel without MFMA"
+    assert not any(planned.values()), "planned, but not in the pack"

@@ -1,0 +1,184 @@
+"""Triton's interpreter, made to run whole test suites: one launch with typed arguments, the PTX that csrc_triton uses,
+and shorter ways for what takes it longest."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from threading import Lock, local
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.harness.interpreter_speed import save_time
+
+PATIENCE = 600.0  # seconds a program waits for another's word before that counts as a deadlock
+
+
+def interpret(
+    function: Any,
+    grid: tuple[int, int, int],
+    types: list[str],
+    names: list[str],
+    arguments: tuple[Any, ...],
+    constants: dict[str, int | bool],
+    concurrent: bool,
+) -> None:
+    """Launch a device function.
+
+    Args:
+        types: of the run-time arguments, as Triton writes them ("*bf16", "i64").
+        names: of the same.
+        constants: the compile-time arguments.
+        concurrent: programs wait for each other, so all must be under way.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    _teach()
+    numpy_types = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
+    bound: dict[str, Any] = {name: tl.constexpr(value) for name, value in constants.items()}
+    for name, kind, value in zip(names, types, arguments, strict=True):
+        ty = tl.str_to_ty(kind, None)
+        data = np.array([value or 0], dtype=np.uint64 if kind[0] == "*" else numpy_types[kind])
+        bound[name] = tl.tensor(interpreter.TensorHandle(data, ty), ty)
+    body = function.rewrite()
+    interpreter.interpreter_builder.set_grid_dim(*grid)
+
+    def program(x: int) -> None:
+        interpreter.interpreter_builder.set_grid_idx(x, 0, 0)
+        body(**bound)
+
+    assert grid[1:] == (1, 1)
+    if concurrent:
+        with ThreadPoolExecutor(grid[0]) as pool:
+            list(pool.map(program, range(grid[0])))
+    else:
+        for x in range(grid[0]):
+            program(x)
+
+
+@cache
+def _teach() -> None:
+    """Once a process, which interprets for good."""
+    from triton.runtime import interpreter
+
+    _teach_inline_assembly()
+    _teach_reductions()
+    save_time()
+    _parse_alone(interpreter)
+
+
+def _parse_alone(interpreter: Any) -> None:
+    """Programs that run at once would parse the functions they call at once, and CPython 3.11's ``ast.parse`` counts
+    its depth for all threads together: it fails where one begins while another is under way."""
+    parsing, rewrite = Lock(), interpreter.InterpretedFunction.rewrite
+
+    def rewritten(self: Any) -> Any:
+        with parsing:
+            return rewrite(self)
+
+    interpreter.InterpretedFunction.rewrite = rewritten
+
+
+def _teach_reductions() -> None:
+    """As on a GPU, in a tree. A reduction by a function of one's own takes its elements one by one: neighbours, all
+    pairs at once, give the same in log n steps. NumPy adds along the last axis in a tree, along others one by one, with
+    an error that grows with n."""
+    from triton.runtime.interpreter import ReduceOps
+
+    def generic_reduce(self: Any, given: tuple[Any, ...]) -> list[Any]:
+        shape = given[0].handle.data.shape
+        whole = self.axis is None
+        data = [
+            d.handle.data.reshape(-1) if whole else np.moveaxis(d.handle.data, self.axis, -1) for d in given
+        ]
+        while (length := data[0].shape[-1]) > 1:
+            even = length // 2 * 2
+            pairs = [
+                self.to_tensor(d[..., first:even:2], g.dtype)
+                for first in (0, 1)
+                for d, g in zip(data, given, strict=True)
+            ]
+            found = self.combine_fn.fn(*pairs)
+            found = found if isinstance(found, tuple) else (found,)
+            data = [
+                np.concatenate((f.handle.data, d[..., even:]), -1) for f, d in zip(found, data, strict=True)
+            ]
+        if not self.keep_dims:
+            data = [d[..., 0].item() if whole else d[..., 0] for d in data]
+        elif whole:
+            data = [d.reshape((1,) * len(shape)) for d in data]
+        else:
+            data = [np.moveaxis(d, -1, self.axis) for d in data]
+        return [self.to_tensor(d, g.dtype) for d, g in zip(data, given, strict=True)]
+
+    def sum_of(self: Any, given: Any) -> Any:
+        data = given.handle.data.reshape(-1) if self.axis is None else given.handle.data
+        axis = data.ndim - 1 if self.axis is None else self.axis
+        total = np.add.reduce(np.ascontiguousarray(np.moveaxis(data, axis, -1)), axis=-1)
+        if self.keep_dims:
+            shape = given.handle.data.shape
+            total = total.reshape([1 if self.axis in (None, i) else size for i, size in enumerate(shape)])
+        return self.to_tensor(total, given.dtype)
+
+    ReduceOps.generic_reduce = generic_reduce
+    ReduceOps.sum = sum_of
+
+
+def _teach_inline_assembly() -> None:
+    """The interpreter knows no PTX: these are the instructions that csrc_triton uses. Program ids become per thread."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _interpreter
+
+    where = local()
+    InterpreterBuilder.grid_idx = property(
+        lambda self: where.index, lambda self, index: setattr(where, "index", index)
+    )
+
+    def assemble(
+        self: Any, text: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int
+    ) -> Any:
+        (ty,) = types
+        data = [v.data for v in values]
+        operation = text.split()[0]
+        if operation in ("mov.b32", "mov.b64"):
+            result = data[0].copy()
+        elif "griddepcontrol" in text:  # one kernel ends before the next starts here
+            result = data[0].copy() if data else np.zeros(1, np.int32)
+        elif operation == "ld.relaxed.gpu.global.u64":
+            mask = np.ones_like(data[0], dtype=bool)
+            result = _interpreter.load(
+                data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64)
+            )
+        elif "bra again" in text:  # posted
+            mask, zeros = np.ones_like(data[0], dtype=bool), np.zeros_like(data[0])
+            result, addresses, until = zeros, data[0].astype(np.uint64), monotonic() + PATIENCE
+            while not result.all():
+                assert monotonic() < until, "a word that nobody posts"
+                sleep(0.001)  # other programs get on meanwhile
+                result = _interpreter.load(addresses, mask, zeros, np.dtype(np.int64))
+        elif operation == "ld.acquire.gpu.global.u32":
+            mask = np.ones_like(data[0], dtype=bool)
+            nothing = np.zeros(data[0].shape, np.int32)
+            result = _interpreter.load(data[0].astype(np.uint64), mask, nothing, np.dtype(np.int32))
+        elif operation == "lg2.approx.ftz.f32":
+            result = np.log2(data[0])
+        elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
+            dtype = torch.bfloat16 if "bf16" in operation else torch.float16
+            halves = [
+                torch.from_numpy(d.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16) for d in data
+            ]
+            result = (halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << 16).view(np.int32)
+        else:
+            raise NotImplementedError(text)
+        handle = TensorHandle(result, ty.scalar)
+        return _Results([handle])
+
+    class _Results(list):  # type: ignore[type-arg]
+        def get_result(self, index: int) -> Any:
+            return self[index]
+
+    interpreter.InterpreterBuilder.create_inline_asm = assemble

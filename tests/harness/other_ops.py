@@ -1,0 +1,294 @@
+"""The ops whose tests have problems of their own as entries of ``all_ops``: attention, decoding, linear losses."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import liger_aot
+from liger_aot.ops.attention.flash_attention import FlashAttention
+from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
+from liger_aot.ops.decoding.flash_decoding import FlashDecoding
+from liger_aot.ops.losses.fused_linear_cross_entropy import FusedLinearCrossEntropy
+from liger_aot.ops.losses.fused_linear_jsd import FusedLinearJSD
+from tests.conftest import built_pack
+from tests.harness.choices import Choices, Entry, Prepared
+from tests.harness.drivers import InterpreterDriver, bound_op
+from tests.harness.op_cases import BF16, FP16, FP32
+from tests.harness.op_gpu_tests import installed
+from tests.harness.tolerances import REFERENCE
+from tests.ops.attention import attention_cases, varlen_cases
+from tests.ops.attention.attention_gradients import SMALL_GRADIENTS, check_gradients
+from tests.ops.decoding import decoding_cases
+from tests.ops.losses import linear_loss_cases
+from tests.ops.losses import test_fused_linear_cross_entropy as linear_cross_entropy
+from tests.ops.losses import test_fused_linear_jsd as linear_jsd
+
+
+class AttentionOp:
+    """On the interpreter the tiles of gfx942 in float16: it runs no Gluon and multiplies bfloat16 as integers."""
+
+    name, op_class, interpreted = "flash_attention", FlashAttention, "gfx942"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[attention_cases.Problem, int]:
+        longest, heads = (700, 4) if large else (70, 2)
+        kv_heads = choices.number(1, heads)
+        window = None
+        if choices.number(0, 2) == 2:
+            window = tuple(choices.one((None, choices.number(0, longest))) for _ in range(2))
+        return attention_cases.Problem(
+            batch=choices.number(1, 2),
+            heads=kv_heads * choices.number(1, heads // kv_heads),
+            kv_heads=kv_heads,
+            len_q=choices.number(1, longest),
+            len_k=choices.number(1, longest),
+            dim=choices.one((64, 128, 32, choices.number(1, 256))),
+            dtype=choices.one((FP16, BF16)),
+            layout=choices.one(("bshd", "bhsd")),
+            causal=bool(choices.number(0, 1)),
+            window=window,
+            softcap=choices.one((0.0, 5.0, 30.0)),
+            sinks=bool(choices.number(0, 1)),
+            scale=choices.one((None, 0.5)),
+            shift=choices.one((0, 1, 8)),
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[attention_cases.Problem, int]]:
+        return [(p._replace(dtype=dtype), 0) for p in SMALL_GRADIENTS for dtype in (FP16, BF16)]
+
+    def prepare(self, problem: tuple[attention_cases.Problem, int], device: str) -> Prepared:
+        asked, seed = problem
+        tensors = asked.tensors(seed, device)
+        do = torch.randn(tensors[0].shape, device=device).to(asked.dtype)
+
+        def run(op: Any) -> tuple[Tensor | None, ...]:
+            leaves = [t if t is None else t.detach().requires_grad_() for t in tensors]
+            o, lse = op(*leaves[:3], **asked.keywords(leaves[3]))
+            found = torch.autograd.grad(o, [t for t in leaves if t is not None], do)
+            return o.detach(), lse.detach(), *found
+
+        return Prepared((*tensors, do), run)
+
+    def check(self, way: str, problem: tuple[attention_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, allowed, device = _way(self, way)
+        if way.startswith("interpreter"):
+            allowed = REFERENCE
+        check = attention_cases.check if seed % 4 < 2 else check_gradients
+        check(op, asked, allowed, seed=seed, device=device)
+
+
+class VarlenOp:
+    """On the interpreter in float16, as attention."""
+
+    name, op_class, interpreted = "flash_attention_varlen", FlashAttentionVarlen, "sm90"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[varlen_cases.Problem, int]:
+        longest, sequences, kv_heads = (300, 6, 2) if large else (40, 3, 1)
+        count = choices.number(0, sequences)
+        window = None
+        if choices.number(0, 2) == 2:
+            window = tuple(choices.one((None, choices.number(0, longest))) for _ in range(2))
+        kv_heads = choices.number(1, kv_heads)
+        return varlen_cases.Problem(
+            heads=kv_heads * choices.number(1, 2),
+            kv_heads=kv_heads,
+            lengths_q=tuple(choices.number(0, longest) for _ in range(count)),
+            lengths_k=tuple(choices.number(0, longest) for _ in range(count)),
+            dim=choices.one((64, 128, 32, choices.number(1, 256))),
+            dtype=choices.one((FP16, BF16)),
+            causal=bool(choices.number(0, 1)),
+            window=window,
+            softcap=choices.one((0.0, 5.0, 30.0)),
+            sinks=bool(choices.number(0, 1)),
+            scale=choices.one((None, 0.5)),
+            behind=(choices.number(0, 9), choices.number(0, 9)),
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[varlen_cases.Problem, int]]:
+        return [(p._replace(dtype=dtype), 0) for p in varlen_cases.SMALL for dtype in (FP16, BF16)]
+
+    def prepare(self, problem: tuple[varlen_cases.Problem, int], device: str) -> Prepared:
+        asked, seed = problem
+        *tensors, sinks = asked.tensors(seed, device)
+        starts = tensors[3:]
+        do = torch.randn(tensors[0].shape, device=device).to(asked.dtype)
+
+        def run(op: Any) -> tuple[Tensor | None, ...]:
+            leaves = [t if t is None else t.detach().requires_grad_() for t in (*tensors[:3], sinks)]
+            o, lse = op(*leaves[:3], *starts, *asked.longest(), **asked.keywords(leaves[3]))
+            found = torch.autograd.grad(o, [t for t in leaves if t is not None], do, allow_unused=True)
+            return o.detach(), lse.detach(), *found
+
+        return Prepared((*tensors, sinks, do), run)
+
+    def check(self, way: str, problem: tuple[varlen_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, allowed, device = _way(self, way)
+        if way.startswith("interpreter"):
+            allowed = REFERENCE
+        varlen_cases.check(op, asked, allowed, seed=seed, device=device)
+
+
+class DecodingOp:
+    """On the interpreter in float16, as attention."""
+
+    name, op_class, interpreted = "flash_decoding", FlashDecoding, "sm90"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[decoding_cases.Problem, int]:
+        page = choices.one((0, 16, 32, 64))
+        capacity = choices.number(1, 2000 if large else 150)
+        capacity = page * -(-capacity // page) if page else capacity
+        kv_heads = choices.number(1, 3)
+        tokens = choices.number(1, 4)
+        lengths = tuple(choices.number(0, capacity) for _ in range(choices.number(1, 3)))
+        window = None
+        if choices.number(0, 2) == 2:
+            window = tuple(choices.one((None, choices.number(0, capacity))) for _ in range(2))
+        full = not choices.number(0, 5)
+        return decoding_cases.Problem(
+            heads=kv_heads * choices.number(1, 9),
+            kv_heads=kv_heads,
+            tokens=tokens,
+            capacity=capacity,
+            lengths=tuple(capacity for _ in lengths) if full else lengths,
+            dim=choices.one((64, 128, 32, choices.number(1, 256))),
+            dtype=choices.one((FP16, BF16)),
+            page=page,
+            splits=choices.one((None, 1, 2, 3)),
+            causal=bool(choices.number(0, 1)),
+            window=window,
+            softcap=choices.one((0.0, 5.0)),
+            sinks=bool(choices.number(0, 1)),
+            scale=choices.one((None, 0.5)),
+            shift=choices.one((0, 1, 8)),
+            full=full,
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[decoding_cases.Problem, int]]:
+        return [(p._replace(dtype=dtype), 0) for p in decoding_cases.SMALL for dtype in (FP16, BF16)]
+
+    def prepare(self, problem: tuple[decoding_cases.Problem, int], device: str) -> Prepared:
+        asked, seed = problem
+        tensors = asked.tensors(seed, device)
+        return Prepared(tensors, lambda op: op(*tensors[:3], **asked.keywords(tensors)))
+
+    def check(self, way: str, problem: tuple[decoding_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, allowed, device = _way(self, way)
+        decoding_cases.check(op, asked, allowed, seed=seed, device=device)
+
+
+class LinearCrossEntropyOp:
+    name, op_class, interpreted = "fused_linear_cross_entropy", FusedLinearCrossEntropy, "sm90"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[linear_loss_cases.LinearCase, int]:
+        rows = choices.number(1, 300 if large else 9)
+        keywords: dict[str, Any] = {}
+        for name, values in (
+            ("label_smoothing", (0.1, 0.5)),
+            ("lse_square_scale", (0.01,)),
+            ("softcap", (3.0, 30.0)),
+            ("use_token_scaling", (True,)),
+            ("reduction", ("sum", "none")),
+        ):
+            if choices.number(0, 2) == 2:
+                keywords[name] = choices.one(values)
+        case = linear_loss_cases.LinearCase(
+            rows=rows,
+            k=choices.number(1, 300 if large else 40),
+            vocabulary=choices.number(
+                2, 20_000 if large else 150
+            ),  # of 1 gradients are rounding errors alone
+            dtype=choices.one((FP32, BF16, FP16)),
+            bias=bool(choices.number(0, 1)),
+            classes=bool(choices.number(0, 1)),
+            index=choices.one((torch.int64, torch.int32)),
+            chunks=choices.number(1, min(rows, 4)),
+            keywords=keywords,
+        )
+        return case, choices.number(0, 9999)
+
+    def small(self) -> list[tuple[linear_loss_cases.LinearCase, int]]:
+        return [(case, 0) for case in (*linear_loss_cases.PLAIN, *linear_loss_cases.OPTIONS)]
+
+    def prepare(self, problem: tuple[linear_loss_cases.LinearCase, int], device: str) -> Prepared:
+        case, seed = problem
+        drawn = linear_loss_cases.draw(case, seed, device)
+        inputs = (drawn.input, drawn.weight, drawn.target, drawn.bias)
+
+        def run(op: Any) -> tuple[Tensor | None, ...]:
+            outputs, gradients, _ = linear_cross_entropy.run(op, case, drawn)
+            return *(t.detach() for t in outputs), *gradients.values()
+
+        return Prepared(inputs, run)
+
+    def check(self, way: str, problem: tuple[linear_loss_cases.LinearCase, int]) -> None:
+        case, seed = problem
+        op, device = _by_way(linear_cross_entropy.made, way)
+        if not (linear_loss_cases.draw(case, seed, device).target != linear_loss_cases.IGNORED).any():
+            return  # means are NaN, as torch's: the op's tests have it
+        linear_cross_entropy.check(op, case, device, seed, rounded_logits=way != "reference")
+
+
+class LinearJSDOp:
+    name, op_class, interpreted = "fused_linear_jsd", FusedLinearJSD, "sm90"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[linear_jsd.Case, int]:
+        rows, wide = choices.number(1, 300 if large else 9), 300 if large else 40
+        keywords: dict[str, Any] = {}
+        if choices.number(0, 1):
+            keywords["jsd_beta"] = choices.one((0.5, 0.0, 1.0, 0.1, 0.9))
+        if choices.number(0, 1):
+            keywords["temperature"] = choices.one((1.0, 2.0, 0.7))
+        case = linear_jsd.Case(
+            rows=rows,
+            k=choices.number(1, wide),
+            j=choices.number(1, wide),
+            vocabulary=choices.number(1, 20_000 if large else 150),
+            dtype=choices.one((FP32, BF16, FP16)),
+            labels=choices.one((None, torch.int64, torch.int32)),
+            bias=bool(choices.number(0, 1)),
+            chunks=choices.number(1, min(rows, 4)),
+            keywords=keywords,
+        )
+        return case, choices.number(0, 9999)
+
+    def small(self) -> list[tuple[linear_jsd.Case, int]]:
+        return [(case, 0) for case in linear_jsd.CASES]
+
+    def prepare(self, problem: tuple[linear_jsd.Case, int], device: str) -> Prepared:
+        case, seed = problem
+        drawn = linear_jsd.draw(case, seed, device)
+        grad = torch.tensor(0.625, device=device)
+
+        def run(op: Any) -> tuple[Tensor | None, ...]:
+            loss, gradients = linear_jsd.run(op, case, drawn, grad)
+            return loss, *gradients.values()
+
+        return Prepared((*drawn.values(), grad), run)
+
+    def check(self, way: str, problem: tuple[linear_jsd.Case, int]) -> None:
+        case, seed = problem
+        op, device = _by_way(linear_jsd.made, way)
+        linear_jsd.check(op, case, device, seed, rounded_logits=way != "reference")
+
+
+@cache
+def _way(entry: Entry, way: str) -> tuple[Any, dict[str, float], str]:
+    """The op, what is allowed and the device. Of attention the interpreter runs one architecture's kernels alone."""
+    if way == "gpu":
+        return liger_aot.load(entry.name), dict(installed().tolerance), "cuda"
+    if way == "reference":
+        return liger_aot.load(entry.name), REFERENCE, "cpu"
+    arch = way.split()[1] if entry.op_class is not FlashAttention else entry.interpreted
+    pack = built_pack(arch)
+    return bound_op(entry.op_class, pack, InterpreterDriver), dict(pack.tolerance), "cpu"
+
+
+@cache
+def _by_way(made_by: Any, way: str) -> Any:
+    return made_by(way)

@@ -1,0 +1,59 @@
+"""Ops on the interpreter whose kernels are launched by tables of a test's own."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from build_tools.declaration import read_declaration
+from build_tools.plan import plan
+from build_tools.profile import read_profile
+from liger_aot.ops.differentiable import DifferentiableOp
+from liger_aot.ops.op import Op
+from liger_aot.runtime.manifest import Pack
+from tests.build_tools.small_op import hardware, write_profile
+from tests.conftest import built_pack
+from tests.harness.drivers import InterpreterDriver, bound_op
+from tests.harness.op_tests import Way
+from tests.harness.pack_edits import add_kernels, edit
+
+# Of rings of blocks of 64 columns: up to five blocks; up to seven, of which some are read again, the first of them from
+# one program's first row on.
+HELD = "max_n = 320, slots = 3, ahead = AHEAD"
+AGAIN = "max_n = 1000000, slots = 4, ahead = AHEAD, whole = false"
+# No block but those that are kept, one more, as many as there are slots for, more; last blocks of one line or two, and
+# whole ones.
+LENGTHS = (16, 64, 80, 128, 144, 192, 208, 256, 304, 320)
+LONGER = (384, 400, 448, 512, 656, 960)
+
+
+def with_rings(tables: str, numbers: str, ahead: int) -> str:
+    """HELD or AGAIN, with a number of blocks ahead, in place of NUMBERS."""
+    return tables.replace("NUMBERS", numbers.replace("AHEAD", str(ahead)))
+
+
+def pack_with(op_class: type[Op], folder: Path, tables: str) -> Pack:
+    """An op of sm90's built pack, without binaries, but for the kernels that ``tables``, a profile's, are of: those are
+    launched by them. ``folder`` is made."""
+    built, name = built_pack("sm90"), op_class.name
+    folder.mkdir()
+    for file in ("manifest.json", *(f"{op}.json" for op in (name, *op_class.uses))):
+        shutil.copy(built.folder / file, folder / file)
+    profile = read_profile("sm90", write_profile(folder / "profiles", "sm90", hardware("sm90") + tables))
+    declaration = read_declaration(name)
+    kernels = {kernel: declaration.kernels[kernel] for kernel in profile.tables}
+
+    def forget(document: dict[str, dict[str, object]]) -> None:
+        for kernel in kernels:
+            document["kernels"].pop(kernel, None)
+
+    edit(folder / f"{name}.json", forget)
+    add_kernels(folder / f"{name}.json", plan(replace(declaration, kernels=kernels), profile))
+    return Pack(folder)
+
+
+def way_with(op_class: type[DifferentiableOp], folder: Path, tables: str) -> Way:
+    """The op of such a pack on the interpreter."""
+    pack = pack_with(op_class, folder, tables)
+    return Way(bound_op(op_class, pack, InterpreterDriver), "cpu", dict(pack.tolerance))

@@ -1,0 +1,177 @@
+"""compute-sanitizer over every binary that this machine's GPU takes: `make sanitize`.
+
+Each op runs forward and backward, once for every row of its dispatch tables, dtype and alignment, in one process a
+tool. torch's own kernels are not looked at. First an access beyond a tensor, made on purpose, must be found. Of kernels
+by warp groups racecheck reports accesses that are ordered all the same: `tests.harness.racecheck`
+tells them from races by the machine code. `--part 1/2` and `--part 2/2` do half of the ops each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import liger_aot
+from liger_aot.runtime.manifest import Pack
+from tests.conftest import built_pack, no_gpu
+from tests.harness.all_ops import HarnessOp, entries
+from tests.harness.choices import Entry
+from tests.harness.op_gpu_tests import installed
+from tests.harness.racecheck import sift
+
+TOOLS = ("memcheck", "racecheck")
+PLANTED = "planted"
+LONGEST = 1 << 30  # n of a table's row
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warning)")
+_WHERE = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(\w+)[^\s+]*(?:\+0x| in )")
+_UNTRACKED = "Internal Sanitizer Error"
+
+
+class Findings(NamedTuple):
+    """What a tool's log says."""
+
+    errors: int
+    kernels: Counter[str]  # named in reports
+    finished: bool  # it has a summary
+    ordered: int = 0  # reports that are none, and not among the errors
+
+
+def findings(log: str) -> Findings:
+    """Those that the tool counts: it prints no more than so many."""
+    summaries = [sum(map(int, filter(None, counts))) for counts in _SUMMARY.findall(log)]
+    return Findings(sum(summaries) + log.count(_UNTRACKED), Counter(_WHERE.findall(log)), bool(summaries))
+
+
+# ---- What runs under a tool ---------------------------------------------------------------------------------
+
+
+def problems(entry: Entry, pack: Pack, longest: int) -> Iterator[Any]:
+    """The declared ones, and one for every row of the tables, dtype and alignment that the op's tests can name."""
+    yield from entry.small()
+    if isinstance(entry, HarnessOp):
+        cases = {str(case): case for _, case in entry.tests.table_cases(pack.op(entry.name), longest, 3)}
+        yield from map(entry.asked, cases.values())
+
+
+def exercise(names: Sequence[str], device: str, longest: int = LONGEST) -> None:
+    """Run those ops, and say how many of their binaries it took."""
+    pack = installed() if device == "cuda" else built_pack("sm90")
+    for name in names:
+        start, count, entry = time.perf_counter(), 0, entries()[name]
+        op: Any = liger_aot.load(name)
+        for problem in problems(entry, pack, longest):
+            entry.prepare(problem, device).run(op)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            count += 1
+        taken = {v for on in op._own.bound.values() for v in on._loaded}
+        of = len(pack.op(name).variants)
+        seconds = time.perf_counter() - start
+        print(f"{name}: {count} problems, {len(taken)} of {of} binaries, {seconds:.1f} s", flush=True)
+
+
+def plant() -> None:
+    """A tensor of more elements than its memory holds."""
+    x = torch.zeros(1 << 20, device="cuda")
+    x.untyped_storage().resize_(4096)
+    op: Any = liger_aot.load("relu_squared")
+    op(x)
+    torch.cuda.synchronize()
+
+
+# ---- What starts the tool -----------------------------------------------------------------------------------
+
+
+def sanitizer() -> str | None:
+    """The program: on the PATH, or where CUDA's toolkits put it."""
+    found = sorted(glob("/usr/local/cuda*/bin/compute-sanitizer"), reverse=True)
+    return shutil.which("compute-sanitizer") or next(iter(found), None)
+
+
+def symbols(pack: Pack) -> list[str]:
+    """Of all kernels."""
+    manifests = (pack.op(name) for name in pack.ops)
+    return sorted({m.variant(variant).symbol for m in manifests for variant in m.variants})
+
+
+def under(program: str, tool: str, kernels: Sequence[str], arguments: Sequence[str]) -> tuple[int, Findings]:
+    """(exit status, findings) of this module under ``tool``."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = [
+            program, "--tool", tool, "--kernel-name", ",".join(f"kne={k}" for k in kernels), "--log-file", str(log),
+            "--print-limit", "20" if tool == "memcheck" else "100000", "--target-processes", "application-only",
+            sys.executable, "-m", "tests.harness.sanitize", *arguments,
+        ]  # fmt: skip
+        # Each tensor an allocation of its own: what lies beside it is nobody's.
+        status = subprocess.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}).returncode
+        text = log.read_text() if log.exists() else ""
+    found = findings(text)
+    if tool == "racecheck" and found.errors:
+        ordered, text = sift(text, installed())
+        found = found._replace(errors=found.errors - ordered, ordered=ordered)
+    if found.errors and arguments != [PLANTED]:
+        print(text)
+    return status, found
+
+
+def run(program: str, tools: Sequence[str], names: Sequence[str], kernels: Sequence[str]) -> int:
+    """1 where a tool found something, or did not see what it should."""
+    failed = False
+    if "memcheck" in tools:
+        _, found = under(program, "memcheck", kernels, [PLANTED])
+        failed = not found.errors
+        print(f"memcheck of an access beyond a tensor: {'not ' if failed else ''}found", flush=True)
+    for tool in tools:
+        start = time.perf_counter()
+        status, found = under(program, tool, kernels, ["exercise", *names])
+        wrong = status or found.errors or not found.finished
+        failed = failed or bool(wrong)
+        said = f"{found.errors} errors" if found.finished else "it did not finish"
+        said += f", {found.ordered} reports of ordered accesses" if found.ordered else ""
+        where = f" in {', '.join(sorted(found.kernels))}" if found.kernels else ""
+        print(f"{tool}: {said}{where}, exit status {status}, {time.perf_counter() - start:.0f} s", flush=True)
+    return int(failed)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status: 2 where nothing can be run."""
+    if arguments[:1] == [PLANTED]:
+        plant()
+        return 0
+    if arguments[:1] == ["exercise"]:
+        exercise(arguments[1:], "cuda")
+        return 0
+    parser = argparse.ArgumentParser(
+        "python -m tests.harness.sanitize", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("ops", nargs="*", help="by default all")
+    parser.add_argument("--tools", nargs="+", default=TOOLS, choices=(*TOOLS, "synccheck"))
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="of the ops")
+    given = parser.parse_args(arguments)
+    part, of = map(int, given.part.split("/"))
+    if unknown := set(given.ops) - set(entries()):
+        parser.error(f"no op of the name {', '.join(sorted(unknown))}; there are {', '.join(entries())}")
+    if why := no_gpu():
+        parser.exit(2, f"sanitize: {why}\n")
+    if (program := sanitizer()) is None:
+        parser.exit(2, "sanitize: there is no compute-sanitizer on the PATH; it comes with CUDA's toolkit\n")
+    names = (given.ops or list(entries()))[part - 1 :: of]
+    return run(program, given.tools, names, symbols(installed()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

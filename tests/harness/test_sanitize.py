@@ -1,0 +1,90 @@
+"""The sanitizer runs without a GPU: what it makes of a tool's log and exit status, and the problems that it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import no_gpu
+from tests.harness import sanitize
+from tests.harness.all_ops import entries
+from tests.harness.sanitize import exercise, findings, main, run
+
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+BEYOND = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
+=========     at forward+0x210
+=========     by thread (0,0,0) in block (1,0,0)
+=========     Access at 0x7f0000001000 is out of bounds
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: launch in launcher.c:10 [0x1234] in _launch.abi3.so
+========= ERROR SUMMARY: 2 errors
+"""
+RACE = """========= Error: Race reported between Write access at backward_tile+0x1a0 in rmsnorm.py:10
+=========     and Read access at backward_tile+0x2c0 in rmsnorm.py:12 [480 hazards]
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+NO_RACE = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+
+
+def test_findings() -> None:
+    assert findings(CLEAN) == (0, {}, True, 0)
+    assert findings(BEYOND) == (2, {"forward": 1}, True, 0)
+    assert findings(RACE) == (1, {"backward_tile": 2}, True, 0)
+    assert findings(NO_RACE) == (0, {}, True, 0)
+    more = "========= RACECHECK SUMMARY: 20 hazards displayed (264 errors, 2 warnings)\n"
+    assert findings(more).errors == 266
+    assert not findings("========= COMPUTE-SANITIZER\n").finished
+    assert findings(CLEAN + "========= Internal Sanitizer Error: not tracked\n").errors == 1
+
+
+@pytest.mark.parametrize(
+    ("planted", "log", "status", "failed"),
+    [
+        (BEYOND, CLEAN, 0, False),
+        (CLEAN, CLEAN, 0, True),
+        (BEYOND, BEYOND, 0, True),
+        (BEYOND, CLEAN, 1, True),
+        (BEYOND, "", 0, True),
+    ],
+)
+def test_memcheck(tmp_path: Path, planted: str, log: str, status: int, failed: bool) -> None:
+    """The tool is a script that writes such logs."""
+    (tmp_path / "planted").write_text(planted)
+    (tmp_path / "log").write_text(log)
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(
+        f"""#!/bin/sh
+[ "$1 $2 $3 $4 $5" = "--tool memcheck --kernel-name kne=forward,kne=rows --log-file" ] || exit 3
+case "$*" in
+*" -m tests.harness.sanitize planted") cp {tmp_path}/planted "$6"; exit 1 ;;
+*" -m tests.harness.sanitize exercise rope softmax") cp {tmp_path}/log "$6"; exit {status} ;;
+esac
+exit 3
+"""
+    )
+    program.chmod(0o755)
+    assert run(str(program), ["memcheck"], ["rope", "softmax"], ["forward", "rows"]) == failed
+
+
+def test_a_machine_that_cannot(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "no_gpu", lambda: "no GPU here")
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "no GPU here" in capsys.readouterr().err
+    monkeypatch.setattr(sanitize, "no_gpu", lambda: None)
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "compute-sanitizer" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(no_gpu() is None, reason="the CPU's references only")
+def test_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of an op of the harness, of one whose cases are elsewhere, and of one with its own."""
+    some = ("swiglu", "rmsnorm", "fused_linear_jsd")
+    assert set(some) < set(entries())
+    exercise(some, "cpu", longest=5000)
+    counts = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert all(count > 10 for count in counts) and len(counts) == 3

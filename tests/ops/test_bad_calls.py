@@ -1,0 +1,193 @@
+"""Random calls with wrong arguments: one error, in the arguments' words, alike on the CPU and on the way to a GPU.
+
+LIGER_AOT_SEED=new draws others. Nothing is launched: the way to a GPU ends at a driver that records.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import liger_aot
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from tests.conftest import built_pack, seed_of_run
+from tests.harness.choices import Choices, RandomChoices
+from tests.harness.drivers import bound_op
+from tests.harness.recording import RecordingDriver
+from tests.harness.small_calls import small_calls
+
+OPS = sorted(small_calls())
+# What small_calls hands over inside of its calls.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "groupnorm": {"num_groups": 2},
+    "rope_multimodal": {"mrope_section": (12, 2, 2)},
+    "flash_attention_varlen": {"max_seqlen_q": 3, "max_seqlen_k": 3},
+}
+NAN, INF = float("nan"), float("inf")
+NO_NUMBERS = (True, "1", [1.0], (1,), 1j, torch.tensor(1.0), np.float32(1), {})
+BAD: dict[str, tuple[Any, ...]] = {
+    "float": (*NO_NUMBERS, NAN, INF, -INF, 1e39, -1e39, 10**400),
+    "int": (*NO_NUMBERS, 1.0, NAN, np.int64(1), 1 << 63, -(1 << 70)),
+    "bool": (0, 1, 1.0, "yes", "", [], [True], torch.tensor(True), np.bool_(True)),
+    "str": (1, True, "", "no such", "MEAN", ["mean"], b"mean", torch.tensor(1)),
+    "dtype": ("float32", np.float32, torch.int8, 1, float),
+    "window": (1, "ab", (1,), (1, 2, 3), (1.5, None), (-2, 0), (None, True), ["1", None], torch.ones(3)),
+    "section": (1, (1,), (1, 2), (1.0, 2, 2), "abc", (True, 2, 2), (-1, 8, 9), None, torch.ones(2)),
+}
+# Numbers that their op does not take, though others do.
+OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
+    "eps": (-1, -1e-9),
+    "temperature": (0, 0.0, -1.0),
+    "label_smoothing": (-0.1, 1.1, 2),
+    "beta": (-0.1, 1.5),
+    "jsd_beta": (-0.1, 1.5),
+    "softcap": (-1.0, -30),
+    "scale": (0, 0.0, -1.0),
+    "num_groups": (0, -2),
+    "splits": (0, -1, 1 << 20),
+    "chunk_bytes": (0, -1),
+    "rotary_dim": (0, -2, 3),
+    "tokens_per_group": (0, -1),
+    "max_seqlen_q": (-1,),
+    "max_seqlen_k": (-1,),
+    "padding_idx": (6, -7, 1 << 40),
+}
+
+
+@cache
+def _ops(name: str) -> tuple[Any, Any]:
+    """(the reference's, the way to a GPU)"""
+    op = liger_aot.load(name)
+    return op, bound_op(type(op), built_pack("gfx942"), RecordingDriver)
+
+
+def _freed(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def _bad_tensors(t: Tensor) -> tuple[Any, ...]:
+    """What can't stand in t's place, whatever the argument."""
+    wrong = (torch.int16, torch.complex128, torch.float64, torch.bool)
+    dtypes = wrong if t.is_floating_point() else (*wrong, torch.float32, torch.float16)
+    return (
+        *(t.to(dtype) for dtype in dtypes),
+        *(t.tolist(), t.numpy(), "tensor", 1.0, True, object()),
+        *(t.to_sparse(), _freed(t), torch._efficientzerotensor(t.shape, dtype=t.dtype)),
+        *((t.to_mkldnn(),) if t.dtype == torch.float32 else ()),
+        torch.nested.nested_tensor([t, t]),
+    )
+
+
+def _kind(parameter: inspect.Parameter) -> tuple[str, bool]:
+    """(a key of BAD or "Tensor", whether None is allowed), of an annotation."""
+    said = str(parameter.annotation).replace(" ", "")
+    optional = "None" in said
+    if parameter.name == "window":
+        return "window", True
+    if parameter.name == "mrope_section":
+        return "section", False
+    for kind in ("Tensor", "dtype", "float", "bool", "int", "str"):
+        if kind in said:
+            return kind, optional
+    raise AssertionError(f"{parameter.name}: {said}")
+
+
+class Bad:
+    """An op's wrong arguments: for each public parameter, values that can't be right."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.good: dict[str, Any] = {**small_calls()[name].tensors, **REQUIRED.get(name, {})}
+        self.values: dict[str, tuple[Any, ...]] = {}
+        for parameter in inspect.signature(liger_aot.load(name).__call__).parameters.values():
+            kind, optional = _kind(parameter)
+            if kind == "Tensor":
+                values = _bad_tensors(self.good.get(parameter.name, self._like(parameter.name)))
+            else:
+                values = (*BAD[kind], *OUT_OF_RANGE.get(parameter.name, ()))
+            self.values[parameter.name] = values if optional else (*values, None)
+
+    def _like(self, argument: str) -> Tensor:
+        """In the place of a tensor that the small call leaves out."""
+        integers = ("position_ids", "block_table")
+        return torch.ones(2, 3, dtype=torch.int32) if argument in integers else torch.ones(4, 16)
+
+    def draw(self, choices: Choices) -> dict[str, Any]:
+        """One wrong argument, sometimes two."""
+        names = list(self.values)
+        wrong = {}
+        for _ in range(1 + (choices.number(0, 3) == 3)):
+            argument = choices.one(names)
+            wrong[argument] = choices.one(self.values[argument])
+        return wrong
+
+
+def _outcome(op: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return op(**arguments)
+    except Exception as error:
+        return error
+
+
+def _said(value: Any) -> str:
+    """Not a tensor's numbers: some have no memory that could be read."""
+    return f"<{value.dtype}, {value.layout}>" if isinstance(value, Tensor) else repr(value)[:60]
+
+
+def _check(bad: Bad, wrong: dict[str, Any]) -> None:
+    found = [_outcome(op, {**bad.good, **wrong}) for op in _ops(bad.name)]
+    said = f"{bad.name}({', '.join(f'{k}={_said(v)}' for k, v in wrong.items())})"
+    for way, error in zip(("reference", "to a GPU"), found, strict=True):
+        assert isinstance(error, (ArgumentError, ArgumentTypeError)), f"{said}, {way}: {error!r}"
+        text = str(error)
+        assert text.startswith(f"{bad.name}: "), f"{said}, {way}: {text}"
+        assert any(k in text for k in wrong), f"{said}, {way}: {text}"
+    assert type(found[0]) is type(found[1]) and str(found[0]) == str(found[1]), f"{said}: {found}"
+
+
+def _check_some(name: str, count: int) -> None:
+    bad = Bad(name)
+    choices = RandomChoices(seed_of_run() * 1000 + OPS.index(name))
+    outputs = small_calls()[name].outputs(_ops(name)[0])
+    for _ in range(count):
+        _check(bad, bad.draw(choices))
+    after = small_calls()[name].outputs(_ops(name)[0])
+    assert all(torch.equal(a, b) for a, b in zip(outputs, after, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPS)
+def test_some_bad_calls(name: str) -> None:
+    _check_some(name, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPS)
+def test_many_bad_calls(name: str) -> None:
+    _check_some(name, 1000)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPS)
+def test_what_equals_a_right_setting(name: str) -> None:
+    """True is no 1.0 and 0 no False, also where the right one was given before."""
+    bad = Bad(name)
+    for parameter in inspect.signature(liger_aot.load(name).__call__).parameters.values():
+        kind, _ = _kind(parameter)
+        default = parameter.default
+        if kind == "bool":
+            for value in (0, 1, 0.0, np.bool_(False)):
+                small_calls()[name].outputs(_ops(name)[0])
+                _check(bad, {parameter.name: value})
+        elif kind in ("int", "float") and type(default) in (int, float) and default in (0, 1):
+            small_calls()[name].outputs(_ops(name)[0])
+            _check(bad, {parameter.name: bool(default)})
