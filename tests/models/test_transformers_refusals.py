@@ -152,7 +152,9 @@ def test_a_forward_of_somebody_else() -> None:
     model = tiny("llama")
     mlp = model.model.layers[0].mlp
     mlp.forward = MethodType(lambda self, x: x, mlp)
-    with pytest.warns(LeftAlone, match=r"layers\.0\.mlp has a forward of tests\.test_transformers_refusals"):
+    with pytest.warns(
+        LeftAlone, match=r"layers\.0\.mlp has a forward of tests\.models\.test_transformers_refusals"
+    ):
         liger_aot.apply(model)
     assert mlp.forward(3) == 3
     liger_aot.restore(model)

@@ -9,6 +9,7 @@
 
 from liger_aot.models.adoption import apply, patch, restore
 from liger_aot.models.attention import register_attention
+from liger_aot.models.loss import Loss
 from liger_aot.models.table import FAMILIES
 
-__all__ = ["FAMILIES", "apply", "patch", "register_attention", "restore"]
+__all__ = ["FAMILIES", "Loss", "apply", "patch", "register_attention", "restore"]

@@ -13,9 +13,9 @@ from torch import nn
 from liger_aot.errors import ArgumentTypeError, LeftAlone, PatchError
 from liger_aot.models import modules
 from liger_aot.models.attention import NAME, register_attention
-from liger_aot.models.loss import usual
+from liger_aot.models.loss import Loss, usual, wanted_loss
 from liger_aot.models.record import Change, Record
-from liger_aot.models.resolve import Method, Parts, Resolved, family_of, family_of_model, resolve
+from liger_aot.models.resolve import Method, Parts, Resolved, families_of_model, family_of, resolve
 from liger_aot.ops.op import PLAIN
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,7 +30,7 @@ def apply(
     norms: bool = True,
     rotary: bool = True,
     mlp: bool = True,
-    loss: bool = True,
+    loss: bool | Loss = True,
     attention: bool = False,
 ) -> Model:
     """Run one model of Transformers on liger-aot's ops. Other models in the process stay as they are.
@@ -39,20 +39,21 @@ def apply(
     are. Call it before the model is compiled or wrapped (DistributedDataParallel); FSDP2 may come before or after.
 
     Args:
-        model: of a family in ``liger_aot.models.FAMILIES``; or a PEFT model of one.
+        model: of a family in ``liger_aot.models.FAMILIES``; or a PEFT model of one. Models within it, such as a vision
+            tower, are done too where their family is in the table.
         norms: RMSNorm or LayerNorm.
         rotary: the rotation of queries and keys.
         mlp: the activation between projections, of experts too.
         loss: in training, ``forward(labels=...)`` computes the loss without logits; the output then has none.
-            ``model(..., skip_logits=False)`` keeps them.
+            ``model(..., skip_logits=False)`` keeps them. A ``liger_aot.models.Loss`` says how it is computed.
         attention: set ``attn_implementation="liger_aot"``.
 
     Returns:
         the model.
 
     Raises:
-        ArgumentTypeError: model is no torch.nn.Module.
-        ArgumentError: its family is not in the table.
+        ArgumentTypeError: model is no torch.nn.Module, or loss neither a bool nor a Loss.
+        ArgumentError: its family is not in the table, or loss asks for what can't be had together.
         PatchError: Transformers' names are not those that are known, or Liger has changed the model. In all these cases
             nothing was changed.
 
@@ -65,13 +66,15 @@ def apply(
             f"liger_aot.apply: model must be a torch.nn.Module, got {type(model).__name__}"
         )
     inner = _without_adapter(model)
-    family = family_of_model(inner)
-    parts = Parts(norms, rotary, mlp, loss)
-    if family.name in _families:
-        raise PatchError(
-            f"liger_aot.apply: all {family.name} models are patched already: liger_aot.restore({family.name!r}) first"
-        )
-    resolved = resolve(family, parts)
+    parts = Parts(norms, rotary, mlp, wanted_loss("apply", loss))
+    families = families_of_model(inner)
+    for family in families:
+        if family.name in _families:
+            raise PatchError(
+                f"liger_aot.apply: all {family.name} models are patched already: liger_aot.restore({family.name!r}) "
+                "first"
+            )
+    resolved = tuple(resolve(family, parts) for family in families)
     before = vars(inner).get(_KEPT)
     if before is not None:
         before.undo()
@@ -93,24 +96,25 @@ def apply(
 
 
 def patch(
-    family: str, *, norms: bool = True, rotary: bool = True, mlp: bool = True, loss: bool = True
+    family: str, *, norms: bool = True, rotary: bool = True, mlp: bool = True, loss: bool | Loss = True
 ) -> None:
     """Run every model of a family, made already or yet to come, on liger-aot's ops.
 
     Args:
-        family: a name in ``liger_aot.models.FAMILIES``, such as "llama".
+        family: a name in ``liger_aot.models.FAMILIES``, such as "llama". Of a model whose towers are of other families
+            ("llava") patch those too.
         norms, rotary, mlp, loss: as in ``apply``. A module whose activation there is no op for runs as before.
 
     Raises:
         ArgumentError: there is no such family.
         PatchError: as in ``apply``. Nothing was changed.
     """
-    row = family_of(family)
+    row, how = family_of(family), wanted_loss("patch", loss)
     before = _families.pop(row.name, None)
     if before is not None:
         before.undo()
     try:
-        resolved = resolve(row, Parts(norms, rotary, mlp, loss))
+        resolved = resolve(row, Parts(norms, rotary, mlp, how))
     except BaseException:
         if before is not None:
             before.make()
@@ -122,8 +126,8 @@ def patch(
             continue  # it looks its function up in the module
         if method.cls.__module__ == resolved.module.__name__:
             changes.append(Change(method.cls, method.name, method.new))
-        else:  # torch's own class: others use it too
-            name = method.cls.__name__
+        elif vars(resolved.module).get(name := method.cls.__name__) is method.cls:
+            # torch's own class, or another family's: others use it too. One named as nn.LayerNorm stays torch's.
             ours = type(name, (method.cls,), {method.name: method.new, "__module__": __name__})
             changes.append(Change(resolved.module, name, ours))
     record = Record(changes)
@@ -146,10 +150,11 @@ def restore(model: nn.Module | str) -> None:
 class _Instance:
     """What is to be changed in one model, and what is left alone."""
 
-    def __init__(self, model: Any, resolved: Resolved) -> None:
+    def __init__(self, model: Any, resolved: tuple[Resolved, ...]) -> None:
         self.changes: list[Change] = []
         self.left: list[str] = []
-        self._methods = {method.plain: method for method in resolved.methods}
+        self._methods = {method.plain: method for row in resolved for method in row.methods}
+        own_modules = {row.module.__name__ for row in resolved}
         self._sharded = tuple(_fsdp_modules(model))
         self._model = model
         self._parents = {f"{n}." if n else "": type(m) for n, m in model.named_modules()}
@@ -164,9 +169,10 @@ class _Instance:
                 self._take(name, module, method)
         for name, module in others:
             method = self._places.get(self._place(name))
-            if method is not None and name and type(module).__module__ != resolved.module.__name__:
+            if method is not None and name and type(module).__module__ not in own_modules:
                 self._leave(name, f"is {_called(module)}, no {method.cls.__name__}")
-        self._note_missing(resolved)
+        for row in resolved:
+            self._note_missing(row)
         if not self.changes:
             raise PatchError(
                 f"liger_aot.apply: nothing of {type(model).__name__} can be replaced. Nothing was changed: "
@@ -183,9 +189,10 @@ class _Instance:
 
     def _note_missing(self, resolved: Resolved) -> None:
         """Parts that every model of a family has, all of whose modules were replaced by others."""
-        found = {method.part for method in self._places.values()}
+        found = {method.plain for method in self._places.values()}
+        parts = {method.part for method in resolved.methods if method.plain in found}
         for part in dict.fromkeys(method.part for method in resolved.methods):
-            if part not in found and part != "loss":
+            if part not in parts and part != "loss":
                 names = ", ".join(m.cls.__name__ for m in resolved.methods if m.part == part)
                 self._leave("the model", f"has no {names}")
 

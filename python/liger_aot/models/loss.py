@@ -4,62 +4,113 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache, wraps
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.losses._chunks import BUDGET, TILE_ROWS, padded
 from liger_aot.ops.op import PLAIN
 from liger_aot.ops.registry import load
 
+
+@dataclass(frozen=True)
+class Loss:
+    """How a model's loss is computed: for ``apply(model, loss=Loss(...))``. A call of the model may say otherwise by
+    arguments of these names: ``model(..., return_token_accuracy=True)``, as with Liger.
+
+    Attributes:
+        keep_logits: compute the loss from logits, which the output then has in training too.
+        accum_dtype: in which the chunks' parts of the head's gradient are added: its own dtype (None) or torch.float32.
+        use_token_scaling: each token's loss times the probability of its target, which gets no gradient.
+        return_token_accuracy: the output's ``token_accuracy``: the part of the targets that have the largest logit.
+        return_predicted_tokens: the output's ``predicted_tokens``, (batch, tokens): the largest logit's index.
+    """
+
+    keep_logits: bool = False
+    accum_dtype: torch.dtype | None = None
+    use_token_scaling: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+
+
+_OF_LOSS = tuple(f.name for f in fields(Loss) if f.name != "keep_logits")
 OPTIONS = (
     "num_items_in_batch",
     "ignore_index",
     "shift_labels",
-)  # of a forward's arguments, those that are the loss's
+)  # of Transformers' loss, among a forward's arguments
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model does to its head's result before the loss: attributes of its config, "" for nothing.
+    """What a model does to its head's result before the loss: attributes of the model by path, "" for nothing.
 
     Attributes:
         softcap: logits become cap * tanh(logits / cap); without effect where it is None.
-        divided_by: logits are divided by it.
+        divided_by, multiplied_by: what logits are divided and multiplied by, before they are capped.
     """
 
     softcap: str = ""
     divided_by: str = ""
+    multiplied_by: str = ""
 
 
-def fused_loss(logits: Logits) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def wanted_loss(name: str, loss: Any) -> Loss | None:
+    """The argument ``loss`` of ``apply`` and ``patch``."""
+    if isinstance(loss, bool):
+        return Loss() if loss else None
+    if not isinstance(loss, Loss):
+        raise ArgumentTypeError(
+            f"liger_aot.{name}: loss must be True, False or a liger_aot.models.Loss, got {type(loss).__name__}"
+        )
+    if loss.accum_dtype not in (None, torch.float32):
+        raise ArgumentError(
+            f"liger_aot.{name}: loss.accum_dtype must be None or torch.float32, got {loss.accum_dtype}"
+        )
+    if loss.keep_logits and (loss.accum_dtype is not None or loss.use_token_scaling):
+        raise ArgumentError(
+            f"liger_aot.{name}: loss.keep_logits must be False with accum_dtype or use_token_scaling, which belong to "
+            "the loss without logits"
+        )
+    return loss
+
+
+def fused_loss(logits: Logits, loss: Loss) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Of the ``forward`` of a model with an ``lm_head`` and Transformers' causal language model loss.
 
     While the model trains and labels are given, the loss comes from ``fused_linear_cross_entropy`` and the output has
-    no logits; ``skip_logits=True`` or ``False`` in the call decides otherwise. A model whose head or loss is not the
-    usual one (``usual``) runs as it is.
+    no logits, unless ``loss`` keeps them; ``skip_logits=True`` or ``False`` in the call decides otherwise. A loss of
+    logits comes from ``cross_entropy``. A model whose head or loss is not the usual one (``usual``) runs as it is.
     """
 
     def make(plain: Callable[..., Any]) -> Callable[..., Any]:
-        op = load("fused_linear_cross_entropy")
+        linear, of_logits = load("fused_linear_cross_entropy"), load("cross_entropy")
         labels_at = list(inspect.signature(plain).parameters).index("labels") - 1  # but for self
 
         @wraps(plain)
         def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+            asked = {name: kwargs.pop(name) for name in _OF_LOSS if name in kwargs}
             labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
-            skip = self.training if skip_logits is None else skip_logits
-            if labels is None or not skip or not usual(self):
+            if labels is None or not usual_loss(self):
                 return plain(self, *args, **kwargs)
+            how = replace(loss, **asked) if asked else loss
+            skip = self.training and not how.keep_logits if skip_logits is None else skip_logits
+            options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
+            if skip and usual_head(self):
+                inner: _WithLoss = _WithoutLogits(self, linear, how, labels, options, logits)
+            else:
+                inner = _WithLoss(self, of_logits, how, labels, options)
             return_dict = kwargs.pop("return_dict", None)
             if return_dict is None:
                 return_dict = self.config.return_dict
-            options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
-            fused = _WithoutLogits(self, op, logits, labels, options)
-            output = plain(fused, *args, return_dict=True, **kwargs)
-            output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+            output = plain(inner, *args, return_dict=True, **kwargs)
+            output = inner.finished(output)
             return output if return_dict else output.to_tuple()
 
         return forward
@@ -72,40 +123,96 @@ def usual(model: Any) -> bool:
 
     A head that is quantised, adapted, sharded over a tensor-parallel group or that hooks look at is not.
     """
+    return usual_loss(model) and usual_head(model)
+
+
+def usual_loss(model: Any) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    return model.loss_function is ForCausalLMLoss
+
+
+def usual_head(model: Any) -> bool:
     head = model.lm_head
     return (
         isinstance(head, nn.Linear)
         and type(head).forward is nn.Linear.forward
         and not ("forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks)
         and type(head.weight) in PLAIN
-        and model.loss_function is ForCausalLMLoss
     )
 
 
-class _WithoutLogits:
-    """Stands for the model while its forward runs: the head keeps the loss and gives no logits."""
+class _WithLoss:
+    """Stands for the model while its forward runs: its loss is ours."""
 
-    def __init__(self, model: Any, op: Any, logits: Logits, labels: Tensor, options: dict[str, Any]) -> None:
-        self._model, self._op, self._logits, self._labels, self._options = model, op, logits, labels, options
-        self._loss: Tensor | None = None
+    def __init__(self, model: Any, op: Any, how: Loss, labels: Tensor, options: dict[str, Any]) -> None:
+        self._model, self._op, self._how, self._labels, self._options = model, op, how, labels, options
+        self._found: Found | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    def loss_function(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if type(logits) not in PLAIN:  # sharded over a tensor-parallel group
+            loss: Tensor = self._model.loss_function(logits, *args, **kwargs)
+            return loss
+        self._found = loss_of_logits(self._op, logits, self._labels, self._how, **self._options)
+        return self._found.loss
+
+    def finished(self, output: Any) -> Any:
+        """The output with what else was asked for."""
+        more = {
+            "token_accuracy": None if self._found is None else self._found.token_accuracy,
+            "predicted_tokens": None if self._found is None else self._found.predicted_tokens,
+        }
+        more = {name: value for name, value in more.items() if value is not None}
+        return output_class(type(output))(**output, **more) if more else output
+
+
+class _WithoutLogits(_WithLoss):
+    """The head finds the loss and gives no logits."""
+
+    def __init__(
+        self, model: Any, op: Any, how: Loss, labels: Tensor, options: dict[str, Any], logits: Logits
+    ) -> None:
+        super().__init__(model, op, how, labels, options)
+        self._logits = logits
+
     def lm_head(self, hidden: Tensor) -> Tensor:
-        config, head = self._model.config, self._model.lm_head
-        softcap = getattr(config, self._logits.softcap) if self._logits.softcap else None
-        if self._logits.divided_by:
-            hidden = hidden / getattr(config, self._logits.divided_by)
-        self._loss = linear_loss(
-            self._op, hidden, head.weight, head.bias, self._labels, softcap, **self._options
+        model, head, of = self._model, self._model.lm_head, self._logits
+        if of.divided_by:
+            hidden = hidden / attrgetter(of.divided_by)(model)
+        if of.multiplied_by:
+            hidden = hidden * attrgetter(of.multiplied_by)(model)
+        softcap = attrgetter(of.softcap)(model) if of.softcap else None
+        self._found = linear_loss(
+            self._op, hidden, head.weight, head.bias, self._labels, softcap, self._how, **self._options
         )
         return hidden.new_empty(0)
 
-    def loss_function(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        return self._loss
+    def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._found is not None
+        return self._found.loss
+
+    def finished(self, output: Any) -> Any:
+        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+        return super().finished(output)
+
+
+@cache
+def output_class(cls: type) -> type:
+    """A model's output with ``token_accuracy`` and ``predicted_tokens``."""
+    optional = [(name, Any, field(default=None)) for name in ("token_accuracy", "predicted_tokens")]
+    return make_dataclass(cls.__name__, optional, bases=(cls,), namespace={"__module__": __name__})
+
+
+@dataclass(frozen=True)
+class Found:
+    """A loss and what was asked for beside it."""
+
+    loss: Tensor
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
 
 
 def linear_loss(
@@ -115,11 +222,12 @@ def linear_loss(
     bias: Tensor | None,
     labels: Tensor,
     softcap: float | None,
+    how: Loss,
     *,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-) -> Tensor:
+) -> Found:
     """Transformers' ``ForCausalLMLoss`` of hidden @ weight^T + bias.
 
     Args:
@@ -129,23 +237,61 @@ def linear_loss(
         num_items_in_batch: what the sum of the losses is divided by, instead of their number.
         shift_labels: the targets themselves, instead of labels.
     """
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    loss: Tensor = op(
+    found = op(
         hidden,
         weight,
-        shift_labels.to(hidden.device).reshape(hidden.shape[:-1]),
+        _targets(hidden, labels, shift_labels, ignore_index),
         bias,
         chunk_bytes=chunk_bytes(hidden, weight),
         ignore_index=ignore_index,
         softcap=softcap,
         reduction="mean" if num_items_in_batch is None else "sum",
+        weight_grad_dtype=how.accum_dtype,
+        use_token_scaling=how.use_token_scaling,
+        return_token_accuracy=how.return_token_accuracy,
+        return_predicted_tokens=how.return_predicted_tokens,
     )
-    if num_items_in_batch is None:
-        return loss
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss / num_items_in_batch
+    return _found(found, how, num_items_in_batch)
+
+
+def loss_of_logits(
+    op: Any,
+    logits: Tensor,
+    labels: Tensor,
+    how: Loss,
+    *,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+) -> Found:
+    """Transformers' ``ForCausalLMLoss`` of logits (batch, tokens, vocabulary), by ``cross_entropy``."""
+    found = op(
+        logits,
+        _targets(logits, labels, shift_labels, ignore_index),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        return_token_accuracy=how.return_token_accuracy,
+        return_predicted_tokens=how.return_predicted_tokens,
+    )
+    return _found(found, how, num_items_in_batch)
+
+
+def _targets(rows: Tensor, labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.to(rows.device).reshape(rows.shape[:-1])
+
+
+def _found(found: Any, how: Loss, num_items_in_batch: Tensor | int | None) -> Found:
+    loss, *others = found if isinstance(found, tuple) else (found,)
+    rest = iter(others)
+    accuracy = next(rest) if how.return_token_accuracy else None
+    predicted = next(rest) if how.return_predicted_tokens else None
+    if num_items_in_batch is not None:
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        loss = loss / num_items_in_batch
+    return Found(loss, accuracy, predicted)
 
 
 # Rows below which the products of a chunk get slow: each chunk reads and writes all of the weight's gradient. With

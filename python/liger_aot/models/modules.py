@@ -24,23 +24,40 @@ Make = Callable[[Forward], Forward]
 # Names of the attributes that the stand-ins read: ``resolve`` asks for them before anything is changed.
 READS: dict[Any, tuple[str, ...]] = {}
 
+# Which activations a stand-in knows, by the attribute that holds the module's own.
+ACTIVATIONS: dict[Any, tuple[str, Callable[[], dict[type, Forward]]]] = {}
 
-def rms_norm(*, eps: str, offset: float = 0.0, casting_mode: str = "llama") -> Make:
-    """Of an RMSNorm whose epsilon is its attribute ``eps``; ``offset`` and ``casting_mode`` are the op's."""
+
+def rms_norm(*, eps: str, offset: float = 0.0, casting_mode: str = "llama", weight: bool = True) -> Make:
+    """Of an RMSNorm whose epsilon is its attribute ``eps``; ``offset`` and ``casting_mode`` are the op's. Without
+    ``weight`` its modules have none."""
 
     def make(plain: Forward) -> Forward:
         op = load("rmsnorm")
 
         def forward(self: Any, x: Tensor) -> Any:
-            weight = self.weight
-            if type(weight) not in PLAIN:
+            weight = getattr(self, "weight", None)  # Gemma 4 has norms of one class with and without
+            if type(weight) not in PLAIN_OR_NONE:
                 return plain(self, x)
             return op(x, fitting(weight, x), eps=getattr(self, eps), offset=offset, casting_mode=casting_mode)
 
         return forward
 
-    READS[make] = ("weight", eps)
+    READS[make] = ("weight", eps) if weight else (eps,)
     return make
+
+
+def gated_rms_norm(plain: Forward) -> Forward:
+    """Of an RMSNorm times silu(gate), with the gate as its second argument. Another activation runs as before."""
+    norm, swiglu = load("rmsnorm"), load("swiglu")
+
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Any:
+        if type(self.weight) not in PLAIN or self.activation != "silu":
+            return plain(self, hidden_states, gate)
+        normed = norm(hidden_states, fitting(self.weight, hidden_states), eps=self.variance_epsilon)
+        return swiglu(gate.to(normed.dtype), normed)
+
+    return forward
 
 
 def layer_norm(plain: Forward) -> Forward:
@@ -98,30 +115,72 @@ def ungated() -> dict[type, Forward]:
     return {activations.ReLUSquaredActivation: load("relu_squared")}
 
 
-def gated_mlp(plain: Forward) -> Forward:
-    """Of an MLP with projections of its own for gate and up."""
+def gated_mlp(*, activation: str = "act_fn") -> Make:
+    """Of an MLP with projections of its own for gate and up. ``activation`` is the attribute that holds it."""
+
+    def make(plain: Forward) -> Forward:
+        known = gates()
+
+        def forward(self: Any, x: Tensor) -> Any:
+            gated = known.get(type(getattr(self, activation)))
+            if gated is None:
+                return plain(self, x)
+            return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+
+        return forward
+
+    READS[make] = (activation, "gate_proj", "up_proj", "down_proj")
+    ACTIVATIONS[make] = activation, gates
+    return make
+
+
+def scaled_mlp(plain: Forward) -> Forward:
+    """Of Falcon H1's MLP, whose gate and result are multiplied by numbers."""
     known = gates()
 
     def forward(self: Any, x: Tensor) -> Any:
         gated = known.get(type(self.act_fn))
         if gated is None:
             return plain(self, x)
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+        gate = self.gate_proj(x) * self.gate_multiplier
+        return self.down_proj(gated(gate, self.up_proj(x))) * self.down_multiplier
 
     return forward
 
 
-def packed_mlp(plain: Forward) -> Forward:
-    """Of an MLP whose projection gives gate and up in one tensor: it is read in place."""
+def limited_mlp(plain: Forward) -> Forward:
+    """Of DeepSeek V4's MLP, whose gate and up are clamped."""
     known = gates()
 
-    def forward(self: Any, hidden_states: Tensor) -> Any:
-        gated = known.get(type(self.activation_fn))
+    def forward(self: Any, x: Tensor) -> Any:
+        gated = known.get(type(self.act_fn))
         if gated is None:
-            return plain(self, hidden_states)
-        return self.down_proj(gated(self.gate_up_proj(hidden_states)))
+            return plain(self, x)
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        return self.down_proj(gated(gate, self.up_proj(x).clamp(min=-self.limit, max=self.limit)))
 
     return forward
+
+
+def packed_mlp(
+    *, activation: str = "activation_fn", into: str = "gate_up_proj", out_of: str = "down_proj"
+) -> Make:
+    """Of an MLP whose projection ``into`` gives gate and up in one tensor: it is read in place."""
+
+    def make(plain: Forward) -> Forward:
+        known = gates()
+
+        def forward(self: Any, hidden_states: Tensor) -> Any:
+            gated = known.get(type(getattr(self, activation)))
+            if gated is None:
+                return plain(self, hidden_states)
+            return getattr(self, out_of)(gated(getattr(self, into)(hidden_states)))
+
+        return forward
+
+    READS[make] = (activation, into, out_of)
+    ACTIVATIONS[make] = activation, gates
+    return make
 
 
 def plain_mlp(plain: Forward) -> Forward:
@@ -150,26 +209,65 @@ def expert_gate(plain: Forward) -> Forward:
     return _apply_gate
 
 
+def limited_expert_gate(plain: Forward) -> Forward:
+    """Of DeepSeek V4's experts, whose gate and up are clamped."""
+    known = gates()
+
+    def _apply_gate(self: Any, gate_up: Tensor) -> Any:
+        gated = known.get(type(self.act_fn))
+        if gated is None:
+            return plain(self, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gated(gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit))
+
+    return _apply_gate
+
+
+def llama4_experts(plain: Forward) -> Forward:
+    """Of Llama 4's experts, each on the same number of tokens: gate and up are read in place."""
+    known = gates()
+
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        gated = known.get(type(self.act_fn))
+        if gated is None:
+            return plain(self, hidden_states)
+        by_expert = hidden_states.view(self.gate_up_proj.shape[0], -1, self.hidden_size)
+        return torch.bmm(gated(torch.bmm(by_expert, self.gate_up_proj)), self.down_proj).view(
+            -1, self.hidden_size
+        )
+
+    return forward
+
+
 READS |= {
     layer_norm: ("weight", "bias", "eps", "normalized_shape"),
     layer_norm_1p: ("weight", "bias", "eps"),
-    gated_mlp: ("act_fn", "gate_proj", "up_proj", "down_proj"),
-    packed_mlp: ("activation_fn", "gate_up_proj", "down_proj"),
+    gated_rms_norm: ("weight", "variance_epsilon", "activation"),
+    scaled_mlp: ("act_fn", "gate_proj", "up_proj", "down_proj", "gate_multiplier", "down_multiplier"),
+    limited_mlp: ("act_fn", "gate_proj", "up_proj", "down_proj", "limit"),
     plain_mlp: ("act_fn", "up_proj", "down_proj"),
     expert_gate: ("act_fn",),
+    limited_expert_gate: ("act_fn", "limit"),
+    llama4_experts: ("act_fn", "gate_up_proj", "down_proj", "hidden_size"),
 }
 
-# Which activations a stand-in knows, by the attribute that holds the module's own.
-ACTIVATIONS: dict[Any, tuple[str, Callable[[], dict[type, Forward]]]] = {
-    gated_mlp: ("act_fn", gates),
-    packed_mlp: ("activation_fn", gates),
+ACTIVATIONS |= {
+    scaled_mlp: ("act_fn", gates),
+    limited_mlp: ("act_fn", gates),
     plain_mlp: ("act_fn", ungated),
     expert_gate: ("act_fn", gates),
+    limited_expert_gate: ("act_fn", gates),
+    llama4_experts: ("act_fn", gates),
 }
 
 
-def rotary(*, interleaved: bool) -> Make:
-    """Of ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, also where only the first columns are rotated."""
+def rotary(*, interleaved: bool, tables: str = "halves") -> Make:
+    """Of ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)``, also where only the first columns are rotated.
+
+    Args:
+        interleaved: neighbouring columns are rotated together.
+        tables: what their columns are. "halves": each angle in both halves; "neighbours": each twice in a row; "once".
+    """
 
     def make(plain: Forward) -> Forward:
         op = load("rope")
@@ -177,14 +275,17 @@ def rotary(*, interleaved: bool) -> Make:
         def apply_rotary_pos_emb(
             q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
         ) -> tuple[Tensor, Tensor]:
+            width = cos.shape[-1] * (2 if tables == "once" else 1)
+            if tables == "neighbours":
+                cos, sin = cos[..., ::2], sin[..., ::2]
             turned: tuple[Tensor, Tensor] = op(
                 q,
                 k,
                 fitting(cos, q),
                 fitting(sin, q),
-                rotary_dim=cos.shape[-1],
+                rotary_dim=width,
                 interleaved=interleaved,
-                layout="bhsd" if unsqueeze_dim == 1 else "bshd",
+                layout=_layout(unsqueeze_dim),
             )
             return turned
 
@@ -193,13 +294,106 @@ def rotary(*, interleaved: bool) -> Make:
     return make
 
 
+def _layout(unsqueeze_dim: int) -> str:
+    """Tables of (sequence, columns) get their heads' dimension at 0."""
+    return "bshd" if unsqueeze_dim == 2 else "bhsd"
+
+
+def rotary_of_one(plain: Forward) -> Forward:
+    """Of Gemma 4's ``apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=1)``."""
+    op = load("rope")
+
+    def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        turned: Tensor
+        turned, _ = op(x, None, fitting(cos, x), fitting(sin, x), layout=_layout(unsqueeze_dim))
+        return turned
+
+    return apply_rotary_pos_emb
+
+
+def rotary_of_the_last(plain: Forward) -> Forward:
+    """Of DeepSeek V4's ``apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=1)``, which rotates neighbouring columns among
+    the last ones of every head: of tables with a column for each pair."""
+    op = load("rope")
+
+    def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        width = 2 * cos.shape[-1]
+        turned, _ = op(
+            x[..., -width:],
+            None,
+            fitting(cos, x),
+            fitting(sin, x),
+            rotary_dim=width,
+            interleaved=True,
+            layout=_layout(unsqueeze_dim),
+        )
+        return torch.cat([x[..., :-width], turned], dim=-1)
+
+    return apply_rotary_pos_emb
+
+
+def rotary_to_halves(plain: Forward) -> Forward:
+    """Of DeepSeek V3's ``apply_rotary_pos_emb_interleave``, whose pairs are neighbours before and halves apart
+    afterwards: they are put apart first, which is one copy."""
+    op = load("rope")
+
+    def apply_rotary_pos_emb_interleave(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        q, k = (t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in (q, k))
+        turned: tuple[Tensor, Tensor] = op(
+            q, k, fitting(cos, q), fitting(sin, q), layout=_layout(unsqueeze_dim)
+        )
+        return turned
+
+    return apply_rotary_pos_emb_interleave
+
+
+def complex_rotary(*, layout: str) -> Make:
+    """Of ``apply_rotary_emb(xq, xk, freqs_cis)``: q and k (batch, sequence, heads, head dimension) with layout "bshd",
+    (batch, heads, sequence, head dimension) with "bhsd"."""
+
+    def make(plain: Forward) -> Forward:
+        op = load("rope_llama4")
+
+        def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+            if layout == "bshd":
+                xq, xk = op(xq, xk, freqs_cis)
+                return xq, xk
+            xq, xk = op(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis)
+            return xq.transpose(1, 2), xk.transpose(1, 2)
+
+        return apply_rotary_emb
+
+    return make
+
+
+def complex_vision_rotary(plain: Forward) -> Forward:
+    """Of Llama 4's ``vision_apply_rotary_emb(query, key, freqs_ci)``: q and k (images, patches, heads, head
+    dimension)."""
+    op = load("rope_llama4")
+
+    def vision_apply_rotary_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
+        angles = freqs_ci.reshape(query.shape[1], query.shape[-1] // 2).to(query.device)
+        turned: tuple[Tensor, Tensor] = op(query, key, angles)
+        return turned
+
+    return vision_apply_rotary_emb
+
+
 def vision_rotary(plain: Forward) -> Forward:
-    """Of ``apply_rotary_pos_emb_vision(q, k, cos, sin)``: q and k (patches, heads, head dimension)."""
+    """Of ``apply_rotary_pos_emb_vision(q, k, cos, sin)``: q and k (patches, heads, head dimension), with or without a
+    batch before."""
     op = load("rope")
 
     def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = op(q.unsqueeze(0), k.unsqueeze(0), fitting(cos, q), fitting(sin, q), layout="bshd")
-        return q.squeeze(0), k.squeeze(0)
+        cos_sin = fitting(cos, q), fitting(sin, q)
+        turned: tuple[Tensor, Tensor]
+        if q.dim() == 4:
+            turned = op(q, k, *cos_sin, layout="bshd")
+            return turned
+        turned = op(q.unsqueeze(0), k.unsqueeze(0), *cos_sin, layout="bshd")
+        return turned[0].squeeze(0), turned[1].squeeze(0)
 
     return apply_rotary_pos_emb_vision
 

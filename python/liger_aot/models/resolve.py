@@ -12,7 +12,7 @@ from typing import Any
 
 from liger_aot.errors import ArgumentError, PatchError
 from liger_aot.models import modules
-from liger_aot.models.loss import fused_loss
+from liger_aot.models.loss import Loss, fused_loss
 from liger_aot.models.table import FAMILIES, Family, Make
 
 Function = Callable[..., Any]
@@ -25,7 +25,7 @@ class Parts:
     norms: bool = True
     rotary: bool = True
     mlp: bool = True
-    loss: bool = True
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,26 @@ def family_of(name: str) -> Family:
     return found
 
 
-def family_of_model(model: Any) -> Family:
-    """The row that a model's class, or one it derives from, belongs to."""
-    by_module = {row.module: row for row in FAMILIES.values()}
-    for cls in type(model).__mro__:
-        if cls.__module__ in by_module:
-            return by_module[cls.__module__]
+def families_of_model(model: Any) -> tuple[Family, ...]:
+    """The row that a model's class, or one it derives from, belongs to; then those of the models within it."""
+    if _row_of(model) is not None:
+        return tuple({row.name: row for row in map(_row_of, _models_within(model)) if row}.values())
     raise ArgumentError(
         f"liger_aot.apply: {type(model).__module__}.{type(model).__qualname__} is of no family in the table: there are "
         f"{', '.join(sorted(FAMILIES))}. Nothing was changed. Apply before a model is wrapped or compiled"
     )
+
+
+def _row_of(model: Any) -> Family | None:
+    by_module = {row.module: row for row in FAMILIES.values()}
+    return next((by_module[c.__module__] for c in type(model).__mro__ if c.__module__ in by_module), None)
+
+
+def _models_within(model: Any) -> Iterator[Any]:
+    """The model first, then the pretrained models among its modules: a vision tower, a language model."""
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    yield model
+    yield from (m for m in model.modules() if m is not model and base is not None and isinstance(m, base))
 
 
 def resolve(family: Family, parts: Parts) -> Resolved:
@@ -103,8 +113,8 @@ def resolve(family: Family, parts: Parts) -> Resolved:
     functions = found.functions(family.rotary) if parts.rotary else {}
     if parts.rotary:
         methods += found.attentions(family.attentions, functions, family.packed)
-    if parts.loss:
-        losses = {name: fused_loss(logits) for name, logits in family.losses.items()}
+    if parts.loss is not None:
+        losses = {name: fused_loss(logits, parts.loss) for name, logits in family.losses.items()}
         methods += found.methods("loss", losses, "forward")
     if found.missing:
         raise PatchError(
@@ -125,7 +135,9 @@ class _Finder:
         self, names: Iterator[str] | Mapping[str, Any] | tuple[str, ...]
     ) -> Iterator[tuple[str, type]]:
         for name in names:
-            cls = getattr(self.module, name, None)
+            cls: Any = self.module
+            for word in name.split("."):
+                cls = getattr(cls, word, None)
             if not isinstance(cls, type):
                 self.missing.append(f"there is no class {name}")
             elif _by_liger(cls):
