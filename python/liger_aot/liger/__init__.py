@@ -5,7 +5,8 @@ with Liger's arguments and results: its modules, its patches of Transformers and
 ``print(liger_aot.liger.status())`` lists what is ours and what Triton still compiles. ``uninstall()`` takes it back.
 """
 
-from liger_aot.liger.install import Status, install, status, uninstall
+from liger_aot.liger.install import install, uninstall
+from liger_aot.liger.report import Status, status
 
 __all__ = ["Status", "install", "status", "uninstall"]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
+from liger_aot.liger.fallback import served
 
 CASTING_MODES = {"llama": 0, "gemma": 1, "none": -1}  # and Liger's numbers for them
 _NAMES = {number: name for name, number in CASTING_MODES.items()}
@@ -47,3 +50,71 @@ def gradients_of(
     grad = torch.ones_like(loss) if grad is None else grad.to(loss.dtype).reshape(loss.shape)
     found = iter(torch.autograd.grad(loss, wanted, grad))
     return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
+
+
+class Function(torch.autograd.Function):
+    """Base of what stands for Liger's autograd functions. A subclass gives ``call``, with the arguments of Liger's
+    ``forward``.
+
+    ``apply`` is ``call``: the op's own autograd, which can be differentiated twice. ``forward(ctx, ...)`` and
+    ``backward(ctx, ...)`` are for functions that call them with a context of their own.
+    """
+
+    call: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        call = served(cls.__name__, cls.call)
+        signature = inspect.signature(call)
+
+        def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            leaves = [_leaf(value) for value in bound.arguments.values()]
+            with torch.enable_grad():
+                results = call(*leaves)
+            ctx.of_liger_aot = leaves[: len(args)], results
+            return _detached(results)
+
+        context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = [context, *signature.parameters.values()]
+        forward.__signature__ = signature.replace(parameters=arguments)  # type: ignore[attr-defined]
+        for name, function in (("apply", call), ("forward", forward), ("backward", _backward)):
+            setattr(cls, name, staticmethod(function))
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _detached(results: Any) -> Any:
+    if isinstance(results, tuple):
+        return tuple(map(_detached, results))
+    return results.detach() if isinstance(results, Tensor) else results
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> Any:
+    """A gradient for each argument that ``forward`` was given: None for what is no tensor or needs none."""
+    leaves, results = ctx.of_liger_aot
+    results = results if isinstance(results, tuple) else (results,)
+    pairs = [
+        (result, grad)
+        for result, grad in zip(results, grads, strict=False)
+        if grad is not None and isinstance(result, Tensor) and result.requires_grad
+    ]
+    wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    found = iter(
+        torch.autograd.grad(
+            [result for result, _ in pairs],
+            wanted,
+            [grad.to(result.dtype) for result, grad in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if pairs and wanted
+        else (None,) * len(wanted)
+    )
+    gradients = tuple(next(found) if isinstance(t, Tensor) and t.requires_grad else None for t in leaves)
+    return gradients if len(gradients) > 1 else gradients[0]

@@ -1,6 +1,7 @@
 """Liger's divergences by name, argument and result, on our ops.
 
-Losses are float32; targets and teachers are detached, as no gradient goes to them.
+Dtypes are Liger's: a loss of JSD has the input's, the others float32. Targets and teachers are detached, as no gradient
+goes to them; a target of another dtype than the input is compared in the wider of the two.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.liger.common import gradients_of
+from liger_aot.liger.common import Function, gradients_of
 from liger_aot.ops.registry import load
 
 _jsd, _linear_jsd, _kl_div, _tvd = load("jsd"), load("fused_linear_jsd"), load("kl_div"), load("tvd")
 
 
-class LigerJSDFunction:
+def _of_one_dtype(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider dtype, the target detached."""
+    dtype = torch.promote_types(x.dtype, target.dtype)
+    return x.to(dtype), target.detach().to(dtype)
+
+
+class LigerJSDFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         _input: Tensor,
         target: Tensor,
         shift_labels: Tensor | None = None,
@@ -27,8 +34,9 @@ class LigerJSDFunction:
         jsd_impl: str | None = None,
         jsd_mode: str | None = None,
     ) -> Tensor:
-        loss: Tensor = _jsd(_input, target.detach(), shift_labels, beta=beta, ignore_index=ignore_index)
-        return loss
+        x, target = _of_one_dtype(_input, target)
+        loss: Tensor = _jsd(x, target, shift_labels, beta=beta, ignore_index=ignore_index)
+        return loss.to(_input.dtype)
 
 
 def jsd_forward(
@@ -48,9 +56,9 @@ def jsd_backward(dX: Tensor, grad_output: Tensor) -> Tensor:
     return dX * grad_output
 
 
-class LigerFusedLinearJSDFunction:
+class LigerFusedLinearJSDFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         student_input: Tensor,
         student_weight: Tensor,
         teacher_input: Tensor,
@@ -100,29 +108,31 @@ def fused_linear_jsd_backward(
     return grad_input.mul_(grad_output), None if grad_weight is None else grad_weight.mul_(grad_output)
 
 
-class LigerKLDivLossFunction:
+class LigerKLDivLossFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         y_pred: Tensor,
         y_true: Tensor,
         reduction: str = "batchmean",
         log_target: bool = False,
         eps: float = 1e-10,
     ) -> Tensor:
-        loss: Tensor = _kl_div(y_pred, y_true.detach(), reduction=reduction, log_target=log_target, eps=eps)
+        y_pred, y_true = _of_one_dtype(y_pred, y_true)
+        loss: Tensor = _kl_div(y_pred, y_true, reduction=reduction, log_target=log_target, eps=eps)
         return loss
 
 
-class LigerTVDLossFunction:
+class LigerTVDLossFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         p: Tensor,
         q: Tensor,
         shift_labels: Tensor | None = None,
         reduction: str = "batchmean",
         ignore_index: int = -100,
     ) -> Tensor:
-        loss: Tensor = _tvd(p, q.detach(), shift_labels, reduction=reduction, ignore_index=ignore_index)
+        p, q = _of_one_dtype(p, q)
+        loss: Tensor = _tvd(p, q, shift_labels, reduction=reduction, ignore_index=ignore_index)
         return loss
 
 

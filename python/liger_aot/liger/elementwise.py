@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_aot.liger.common import rows
+from liger_aot.liger.common import Function, rows
 from liger_aot.models.fitting import fitting
 from liger_aot.ops.registry import load
 
@@ -21,9 +21,9 @@ _softmax, _sparsemax, _embedding = load("softmax"), load("sparsemax"), load("emb
 TANH = (False,)  # the setting of geglu that Liger has
 
 
-class LigerSiLUMulFunction:
+class LigerSiLUMulFunction(Function):
     @staticmethod
-    def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+    def call(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
         if not hasattr(a, "to_local") and not hasattr(b, "to_local"):
             return _silu_mul(a, b, gate_multiplier, down_multiplier)
         from torch.distributed.tensor import DTensor, distribute_tensor
@@ -57,16 +57,16 @@ def swiglu_backward(a: Tensor, b: Tensor, dc: Tensor, gate_multiplier: float = 1
     return da if gate_multiplier == 1.0 else da * gate_multiplier, db
 
 
-class LigerFusedGateUpSiLUMulFunction:
+class LigerFusedGateUpSiLUMulFunction(Function):
     @staticmethod
-    def apply(y: Tensor, in_place: bool = False) -> Tensor:
+    def call(y: Tensor, in_place: bool = False) -> Tensor:
         c: Tensor = _swiglu(y)
         return c
 
 
-class LigerGELUMulFunction:
+class LigerGELUMulFunction(Function):
     @staticmethod
-    def apply(a: Tensor, b: Tensor) -> Tensor:
+    def call(a: Tensor, b: Tensor) -> Tensor:
         c: Tensor = _geglu(a, b)
         return c
 
@@ -81,9 +81,9 @@ def geglu_backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
     return da, db
 
 
-class LigerReLUSquaredFunction:
+class LigerReLUSquaredFunction(Function):
     @staticmethod
-    def apply(X: Tensor) -> Tensor:
+    def call(X: Tensor) -> Tensor:
         y: Tensor = _relu_squared(X)
         return y
 
@@ -100,9 +100,9 @@ def relu_squared_backward(X: Tensor, dY: Tensor) -> Tensor:
     return dx
 
 
-class LigerRopeFunction:
+class LigerRopeFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         q: Tensor,
         k: Tensor,
         cos: Tensor,
@@ -155,9 +155,9 @@ def rope_backward(
     return dq, dk
 
 
-class LigerQwen2VLMRopeFunction:
+class LigerQwen2VLMRopeFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         turned: tuple[Tensor, Tensor] = _multimodal(
@@ -166,34 +166,32 @@ class LigerQwen2VLMRopeFunction:
         return turned
 
 
-class LigerLlama4RopeFunction:
+class LigerLlama4RopeFunction(Function):
     @staticmethod
-    def apply(
-        q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def call(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None) -> tuple[Tensor, Tensor]:
         if freqs_cis.is_complex():
             freqs_cis = freqs_cis.reshape(-1, freqs_cis.shape[-1])[: q.shape[1]]
         turned: tuple[Tensor, Tensor] = _llama4(q, k.to(q.dtype), freqs_cis)
         return turned
 
 
-class LigerSoftmaxFunction:
+class LigerSoftmaxFunction(Function):
     @staticmethod
-    def apply(input_: Tensor) -> Tensor:
+    def call(input_: Tensor) -> Tensor:
         y: Tensor = _softmax(input_)
         return y
 
 
-class LigerSparsemaxFunction:
+class LigerSparsemaxFunction(Function):
     @staticmethod
-    def apply(x: Tensor, dim: int) -> Tensor:
+    def call(x: Tensor, dim: int) -> Tensor:
         y: Tensor = _sparsemax(x.movedim(dim, -1)).movedim(-1, dim)
         return y
 
 
-class LigerEmbeddingFunction:
+class LigerEmbeddingFunction(Function):
     @staticmethod
-    def apply(embeddings: Tensor, indices: Tensor) -> Tensor:
+    def call(embeddings: Tensor, indices: Tensor) -> Tensor:
         y: Tensor = _embedding(indices, embeddings)
         return y
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from liger_aot.liger import divergences, elementwise, losses, norms
+from liger_aot.liger.fallback import served
 
 COVERED: dict[str, tuple[Any, str]] = {
-    **norms.NAMES,
-    **elementwise.NAMES,
-    **losses.NAMES,
-    **divergences.NAMES,
+    name: (ours if isinstance(ours, type) else served(name, ours), op)
+    for rows in (norms.NAMES, elementwise.NAMES, losses.NAMES, divergences.NAMES)
+    for name, (ours, op) in rows.items()
 }
 __all__ = list(COVERED)  # what Liger's registry takes
 globals().update({name: ours for name, (ours, _) in COVERED.items()})

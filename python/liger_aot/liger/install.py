@@ -8,28 +8,27 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from liger_aot.errors import LeftAlone, PatchError
+from liger_aot.liger import fallback
+from liger_aot.liger.common import Function
 from liger_aot.liger.functions import COVERED
-from liger_aot.liger.losses import LigerVocabParallelCEFunction
+from liger_aot.liger.dispatching import DISPATCHED, asked_for
+from liger_aot.liger.launches import release_launches, watch_launches
 
 OPS = "liger_kernel.ops"
 REGISTRY = f"{OPS}.backends.registry"
 NAME = "liger_aot"
 OTHER_LANGUAGES = re.compile(r"liger_kernel\.ops\.(backends\._(?!triton)|cutile|cutedsl|cute)")
-# Functions of Liger's dispatcher that call a class of ours by its name in their module.
-DISPATCHED = (
-    "cross_entropy", "fused_add_rms_norm", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd", "kl_div",
-    "layer_norm", "rms_norm", "rope", "softmax", "swiglu",
-)  # fmt: skip
-
 _lock = RLock()
-_theirs: dict[str, Any] = {}  # Liger's own, by name, while ours are in their place
+_theirs = fallback.theirs
+_dispatchers: list[tuple[Any, Any]] = []  # Liger's dispatcher and ours, while that is in its place
 
 
 def install() -> None:
@@ -61,15 +60,20 @@ def install() -> None:
                 LeftAlone,
                 stacklevel=3,
             )
-        LigerVocabParallelCEFunction.plain = _theirs.get("LigerVocabParallelCEFunction")
         _exchange({id(value): COVERED[name][0] for name, value in _theirs.items()})
         _tell_dispatcher()
+        _tell_compiler()
+        watch_launches()
 
 
 def uninstall() -> None:
     """Liger's own functions again, also where ours were imported since."""
     with _lock:
-        _exchange({id(COVERED[name][0]): value for name, value in _theirs.items()})
+        ours = {id(COVERED[name][0]): value for name, value in _theirs.items()}
+        _exchange(ours | {id(own): plain for plain, own in _dispatchers})
+        _dispatchers.clear()
+        release_launches()
+        fallback.unserved.clear()
         registry = sys.modules.get("liger_kernel.backends.registry")
         for op in DISPATCHED:
             if registry is not None and registry._REGISTRY.pop((op, NAME), None) is not None:
@@ -127,10 +131,13 @@ def _tell_dispatcher() -> None:
     """``liger_kernel.backends.dispatch`` prefers languages that compile at the first call: we come before them."""
     try:
         registry = importlib.import_module("liger_kernel.backends.registry")
+        dispatcher = importlib.import_module("liger_kernel.backends.dispatch")
+        direct: dict[str, Any] = {}
         for op in DISPATCHED:
             module = importlib.import_module(f"{OPS}.backends._triton.{op}")
-            function = getattr(module, f"{op}_triton")
-            registry.register_impl(op, impl_name=NAME, preference_rank=0)(function)
+            direct[op] = getattr(module, f"{op}_triton")
+            registry.register_impl(op, impl_name=NAME, preference_rank=0)(direct[op])
+        plain = dispatcher.dispatch
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"liger_aot.liger: liger_kernel.backends is not as it is known ({error}): what is called through it may "
@@ -138,47 +145,34 @@ def _tell_dispatcher() -> None:
             LeftAlone,
             stacklevel=4,
         )
+        return
+    if not _dispatchers:
+        _dispatchers.append((plain, _dispatcher(plain, direct)))
+        _exchange({id(plain): _dispatchers[0][1]})
+    else:
+        _exchange({id(own_plain): own for own_plain, own in _dispatchers})
 
 
-@dataclass(frozen=True)
-class Status:
-    """Which of Liger's functions run on what.
+def _dispatcher(plain: Any, direct: dict[str, Any]) -> Any:
+    """Liger's ``dispatch`` is hidden from torch.compile and breaks its graphs. This one calls ops of ours at once,
+    unless another implementation was asked for."""
 
-    Attributes:
-        version: of liger_kernel.
-        ours: Liger's name -> the op of ours behind it.
-        jit: names that still launch kernels compiled at their first call.
-        others: names whose module has no kernel of Triton's.
-    """
+    def dispatch(
+        op_name: str, *args: Any, impl: str | None = None, backend: str | None = None, **kwargs: Any
+    ) -> Any:
+        if op_name in direct and impl is None and backend is None and ours_is_wanted(op_name):
+            return direct[op_name](*args, **kwargs)
+        return plain(op_name, *args, impl=impl, backend=backend, **kwargs)
 
-    version: str
-    ours: dict[str, str]
-    jit: tuple[str, ...]
-    others: tuple[str, ...]
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def ours_is_wanted(op_name: str) -> bool:
+        return asked_for(op_name) in ("", NAME)
 
-    def __str__(self) -> str:
-        width = max(map(len, (*self.ours, *self.jit, *self.others)), default=0)
-        lines = [f"liger_kernel {self.version}"]
-        lines += [f"  {name:{width}}  liger-aot {op}" for name, op in self.ours.items()]
-        lines += [f"  {name:{width}}  Triton JIT" for name in self.jit]
-        lines += [f"  {name:{width}}  no Triton kernel" for name in self.others]
-        return "\n".join(lines)
+    return dispatch
 
 
-def status() -> Status:
-    """What ``import liger_aot.liger`` did: see ``Status``; printed, a table."""
-    from importlib.metadata import version
-
-    ops = importlib.import_module(OPS)
-    ours = {name: op for name, (function, op) in COVERED.items() if getattr(ops, name, None) is function}
-    others: dict[bool, list[str]] = {True: [], False: []}
-    for name, value in sorted(vars(ops).items()):
-        if name not in ours and re.fullmatch(r"\w+Function|\w+_(forward|backward)", name) and _is_own(value):
-            others[_launches(sys.modules[value.__module__])].append(name)
-    return Status(version("liger_kernel"), ours, tuple(others[True]), tuple(others[False]))
-
-
-def _launches(module: ModuleType) -> bool:
-    """Whether a module has kernels of Triton's, its own or others'."""
-    names = {type(value).__name__ for value in vars(module).values()}
-    return bool(names & {"JITFunction", "Autotuner", "Heuristics"})
+def _tell_compiler() -> None:
+    """torch.compile calls a stand-in's ``apply`` as it is: it would trace ``forward`` and ``backward`` instead."""
+    for function, _ in COVERED.values():
+        if isinstance(function, type) and issubclass(function, Function):
+            torch.compiler.allow_in_graph(function)

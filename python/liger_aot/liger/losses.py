@@ -1,6 +1,7 @@
 """Liger's losses by name, argument and result, on our ops.
 
-A mean over no targets is 0, as Liger's is; losses are float32 whatever the inputs are.
+A mean over no targets is 0, as Liger's is. Dtypes are Liger's: cross entropy's losses have the logits'; those of the
+fused linear cross entropy are float32, but for its z-loss, which has the input's.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.liger.common import gradients_of
+from liger_aot.liger.common import Function, gradients_of
+from liger_aot.liger.fallback import theirs
 from liger_aot.ops.registry import load
 
-_cross_entropy, _linear, _vocab = (
+_cross_entropy, _selective, _linear, _vocab = (
     load("cross_entropy"),
+    load("selective_log_softmax"),
     load("fused_linear_cross_entropy"),
     load("vocab_parallel_cross_entropy"),
 )
@@ -28,11 +31,11 @@ _UNREAD = frozenset(
 )
 
 
-class LigerCrossEntropyFunction:
+class LigerCrossEntropyFunction(Function):
     """The gradient is left where the logits were, as Liger does, but where a backward might read them."""
 
     @staticmethod
-    def apply(
+    def call(
         _input: Tensor,
         target: Tensor,
         weight: Tensor | None,
@@ -60,7 +63,7 @@ class LigerCrossEntropyFunction:
             inplace_grad=_may_be_overwritten(_input),
         )
         asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
-        return _in_places(found, asked, reduction, target, ignore_index)
+        return _in_places(found, asked, reduction, target, ignore_index, (_input.dtype, _input.dtype))
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:
@@ -72,9 +75,14 @@ def _may_be_overwritten(logits: Tensor) -> bool:
 
 
 def _in_places(
-    found: Any, asked: tuple[bool, bool, bool], reduction: str, target: Tensor, ignore_index: int
+    found: Any,
+    asked: tuple[bool, bool, bool],
+    reduction: str,
+    target: Tensor,
+    ignore_index: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> Losses:
-    """(loss, z-loss, accuracy, predicted tokens), None where not asked for."""
+    """(loss, z-loss, accuracy, predicted tokens), None where not asked for; the first two of ``dtypes``."""
     loss, *others = found if isinstance(found, tuple) else (found,)
     rest = iter(others)
     z_loss, accuracy, predicted = (next(rest) if ask else None for ask in asked)
@@ -83,7 +91,8 @@ def _in_places(
         loss, z_loss = (
             None if t is None else torch.where(any_target, t, t.new_zeros(())) for t in (loss, z_loss)
         )
-    return loss, z_loss, accuracy, predicted
+    z_loss = None if z_loss is None else z_loss.to(dtypes[1])
+    return loss.to(dtypes[0]), z_loss, accuracy, predicted
 
 
 def cross_entropy_forward(
@@ -111,7 +120,8 @@ def cross_entropy_forward(
             contiguous = _input
             results = _cross_entropy.run_forward(tensors, settings, False, None)
         found = tuple(r for r, ask in zip(results[:4], (True, *asked), strict=True) if ask)
-        return *_in_places(found, asked, reduction, target, ignore_index), contiguous
+        dtypes = (_input.dtype, _input.dtype)
+        return *_in_places(found, asked, reduction, target, ignore_index, dtypes), contiguous
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
@@ -119,13 +129,13 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
     return _input
 
 
-class LigerFusedLinearCrossEntropyFunction:
+class LigerFusedLinearCrossEntropyFunction(Function):
     """The chunks' size is the op's own: ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` change nothing."""
 
     supports_inner_impl_dispatch = False
 
     @staticmethod
-    def apply(
+    def call(
         _input: Tensor,
         weight: Tensor,
         target: Tensor,
@@ -163,7 +173,7 @@ class LigerFusedLinearCrossEntropyFunction:
             return_predicted_tokens=return_predicted_tokens,
         )
         asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
-        return _in_places(found, asked, reduction, target, ignore_index)
+        return _in_places(found, asked, reduction, target, ignore_index, (torch.float32, _input.dtype))
 
 
 def fused_linear_cross_entropy_forward(
@@ -196,14 +206,11 @@ def fused_linear_cross_entropy_backward(
     return tuple(None if g is None else g.mul_(grad_output) for g in (grad_input, grad_weight, grad_bias))
 
 
-class LigerVocabParallelCEFunction:
+class LigerVocabParallelCEFunction(Function):
     """Label smoothing averaged over each rank's own part ("partition") stays Liger's."""
 
-    plain: Any = None  # Liger's own, once it is replaced
-
-    @classmethod
-    def apply(
-        cls,
+    @staticmethod
+    def call(
         vocab_parallel_logits: Tensor,
         target: Tensor,
         tp_group: Any,
@@ -214,7 +221,7 @@ class LigerVocabParallelCEFunction:
     ) -> Tensor:
         ranks = tp_group.size() if tp_group is not None and hasattr(tp_group, "size") else 1
         if label_smoothing > 0 and label_smoothing_mode != "global" and ranks > 1:
-            kept: Tensor = cls.plain.apply(
+            kept: Tensor = theirs["LigerVocabParallelCEFunction"].apply(
                 vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula,
                 label_smoothing_mode,
             )  # fmt: skip
@@ -235,6 +242,24 @@ class LigerVocabParallelCEFunction:
         return loss
 
 
+def fused_selective_log_softmax(
+    logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
+) -> Tensor:
+    """The log-probabilities of the last tokens of ``input_ids`` by the logits before each, 0 where ``mask`` is 0.
+
+    Args:
+        logits: (batch, tokens + 1, vocabulary): those after the last token are not read.
+        input_ids, mask: (batch, at least tokens).
+
+    Returns:
+        float32 (batch, tokens), without a gradient.
+    """
+    tokens = logits.shape[1] - 1
+    with torch.no_grad():
+        found: Tensor = _selective(logits[:, :-1], input_ids[:, -tokens:], temperature=temperature)
+    return found if mask is None else torch.where(mask[:, -tokens:].bool(), found, 0.0)
+
+
 NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
     "LigerCrossEntropyFunction": (LigerCrossEntropyFunction, "cross_entropy"),
     "cross_entropy_forward": (cross_entropy_forward, "cross_entropy"),
@@ -248,5 +273,6 @@ NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and
         fused_linear_cross_entropy_backward,
         "fused_linear_cross_entropy",
     ),
+    "fused_selective_log_softmax": (fused_selective_log_softmax, "selective_log_softmax"),
     "LigerVocabParallelCEFunction": (LigerVocabParallelCEFunction, "vocab_parallel_cross_entropy"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_aot.liger.common import CASTING_MODES, casting_name, launch_numbers, rows, whole
+from liger_aot.liger.common import CASTING_MODES, Function, casting_name, launch_numbers, rows, whole
 from liger_aot.models.fitting import fitting
 from liger_aot.ops.registry import load
 
@@ -22,9 +22,9 @@ _layernorm, _groupnorm, _poly_norm, _dyt = (
 )
 
 
-class LigerRMSNormFunction:
+class LigerRMSNormFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         X: Tensor,
         W: Tensor | None,
         eps: float,
@@ -57,9 +57,9 @@ def rms_norm_backward(
     return dx.view(dY.shape), None if dw is None or W is None else dw.to(W.dtype)
 
 
-class LigerFusedAddRMSNormFunction:
+class LigerFusedAddRMSNormFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         X: Tensor,
         R: Tensor,
         W: Tensor,
@@ -93,9 +93,9 @@ def fused_add_rms_norm_backward(
     return dx, dx, None if dw is None else dw.to(W.dtype)
 
 
-class LigerModulatedRMSNormFunction:
+class LigerModulatedRMSNormFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         X: Tensor,
         W: Tensor | None,
         scale: Tensor,
@@ -160,9 +160,9 @@ def modulated_rms_norm_backward(
     )
 
 
-class LigerLayerNormFunction:
+class LigerLayerNormFunction(Function):
     @staticmethod
-    def apply(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
+    def call(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
         X = whole(X)
         y: Tensor = _layernorm(X, *_alike(X, W, B), eps=eps)
         return y
@@ -202,9 +202,9 @@ def _stats(mean: Tensor, rstd: Tensor) -> Tensor:
     return stack((mean.reshape(-1).float(), rstd.reshape(-1).float()), -1)
 
 
-class LigerGroupNormFunction:
+class LigerGroupNormFunction(Function):
     @staticmethod
-    def apply(
+    def call(
         X: Tensor,
         affine_scaling_weight: Tensor,
         affine_shifting_bias: Tensor,
@@ -238,9 +238,9 @@ def group_norm_backward(
     return dx, dw.to(W.dtype), db.to(B.dtype)
 
 
-class LigerPolyNormFunction:
+class LigerPolyNormFunction(Function):
     @staticmethod
-    def apply(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
+    def call(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
         y: Tensor = _poly_norm(X, *_alike(X, W, B), eps=eps)
         return y
 
@@ -262,9 +262,9 @@ def poly_norm_backward(
     return dx, dw.to(W.dtype), db.to(W.dtype).reshape(())
 
 
-class LigerDyTFunction:
+class LigerDyTFunction(Function):
     @staticmethod
-    def apply(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    def call(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
         y: Tensor = _dyt(x, *(fitting(t, x) for t in (alpha, gamma, beta)))
         return y
 
