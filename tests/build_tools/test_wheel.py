@@ -116,7 +116,8 @@ def test_contents(full_wheel: Path) -> None:
     own = {n for n in names if n.startswith("liger_aot/")}
     assert own == modules | {"liger_aot/py.typed", "liger_aot/_launch.abi3.so"}
     rest = {n.split("/")[0] for n in names - own}
-    assert rest == {"liger_aot_packs", f"liger_aot-{project_version()}.dist-info"}
+    startup = {"liger_aot.pth", "_liger_aot_startup.py"}  # LIGER_AOT_LIGER=1
+    assert rest == {"liger_aot_packs", f"liger_aot-{project_version()}.dist-info"} | startup
 
 
 @pytest.mark.skipif(

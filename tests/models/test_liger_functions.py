@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,14 +63,91 @@ def test_signature(name: str) -> None:
     try:
         import liger_kernel.ops
 
-        theirs = getattr(liger_kernel.ops, name)
+        theirs = getattr(liger_kernel.ops, name, None) or getattr(liger_kernel.ops.grpo_loss, name)
     finally:
         liger_aot.liger.install()
     stands = ours(name)
     if inspect.isclass(theirs):
+        assert issubclass(stands, torch.autograd.Function)
+        assert _parameters(stands.forward) == _parameters(theirs.forward)
         theirs, stands = theirs.forward, stands.apply
-    want = [(p.name, p.default) for p in inspect.signature(theirs).parameters.values() if p.name != "ctx"]
-    assert [(p.name, p.default) for p in inspect.signature(stands).parameters.values()] == want
+    assert _parameters(stands) == [p for p in _parameters(theirs) if p[0] != "ctx"]
+
+
+def _parameters(function: Any) -> list[tuple[str, Any]]:
+    return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_forward_and_backward_with_a_context(case: Case) -> None:
+    """As functions of the users' own call them: what apply and autograd give."""
+    torch.manual_seed(0)
+    arguments = case.arguments()
+    copies = tuple(
+        t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in arguments
+    )
+    context, function = SimpleNamespace(), ours(case.name)
+    with torch.no_grad():
+        got = function.forward(context, *arguments)
+    want = function.apply(*copies)
+    torch.manual_seed(5)
+    results = want if isinstance(want, tuple) else (want,)
+    grads = [torch.randn_like(t) if t is not None and t.requires_grad else None for t in results]
+    found = function.backward(context, *grads)
+    found = found if isinstance(found, tuple) else (found,)
+    for a, b in zip(outputs(got), outputs(want), strict=True):
+        torch.testing.assert_close(a, b.detach())
+        assert not a.requires_grad
+    assert len(found) == len(arguments)
+    needed = [t is not None and isinstance(t, Tensor) and t.requires_grad for t in arguments]
+    assert [g is not None for g in found] == needed
+    for a, b in zip([g for g in found if g is not None], gradients(want, copies), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_fused_selective_log_softmax() -> None:
+    torch.manual_seed(0)
+    logits, ids = torch.randn(2, 6, 11), torch.randint(0, 11, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, -2:] = 0
+    want = (logits[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids[:, -5:, None])[..., 0]
+    call = ours("fused_selective_log_softmax")
+    got = call(logits.requires_grad_(), ids)
+    torch.testing.assert_close(got, want)
+    assert got.dtype == torch.float32 and not got.requires_grad
+    masked = call(logits.bfloat16(), ids, 0.9, mask)
+    assert (masked[1, -2:] == 0).all() and (masked[0] != 0).all()
+
+
+def test_dtypes_are_ligers() -> None:
+    """Of the inputs where Liger's are, with targets of another dtype."""
+    x = randn(6, 8).detach().bfloat16().requires_grad_()
+    w, t = randn(9, 8).detach().bfloat16().requires_grad_(), labels(6, 9)
+    logits = (x @ w.t()).detach().requires_grad_()
+    for reduction in ("mean", "sum", "none"):
+        loss, z, *_ = ours("LigerCrossEntropyFunction").apply(
+            logits, t, None, -100, 0.1, 0.0, reduction, None, True
+        )
+        assert loss.dtype == z.dtype == torch.bfloat16
+    loss, z, *_ = ours("LigerFusedLinearCrossEntropyFunction").apply(
+        x, w, t, None, None, -100, 0.1, 0.0, "mean", None, True
+    )
+    assert loss.dtype == torch.float32 and z.dtype == torch.bfloat16
+    student, teacher = logits.log_softmax(-1), torch.randn(6, 9).log_softmax(-1)
+    jsd = ours("LigerJSDFunction").apply(student, teacher)
+    assert jsd.dtype == torch.bfloat16
+    wide = ours("LigerJSDFunction").apply(student.float(), teacher)
+    torch.testing.assert_close(jsd, wide.bfloat16())
+    for name, p, q in (
+        ("LigerKLDivLossFunction", student, teacher.exp()),
+        ("LigerTVDLossFunction", student.exp(), teacher.exp()),
+    ):
+        p = p.detach().requires_grad_()
+        loss = ours(name).apply(p, q)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, ours(name).apply(p.float(), q))
+        (grad,) = torch.autograd.grad(loss, p)
+        assert grad.dtype == torch.bfloat16
 
 
 def test_ignored_rows_give_zero() -> None:

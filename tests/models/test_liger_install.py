@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make venv installs it")
 
 import liger_aot.liger
-from liger_aot.errors import LeftAlone
+from liger_aot.errors import ArgumentError, LeftAlone, PackNotFound, PatchError
 from liger_aot.liger.functions import COVERED
 from tests.harness.children import ROOT, environment
 
@@ -69,15 +72,129 @@ def test_models_that_liger_patched_on_a_gpu(mode: str) -> None:
 
 def test_status() -> None:
     status = liger_aot.liger.status()
-    assert status.ours == {name: op for name, (_, op) in COVERED.items()}
+    plain = {name.rpartition(".")[2]: op for name, op in status.ours.items()}
+    assert plain == {name: op for name, (_, op) in COVERED.items()}
     assert set(status.ours.values()) <= set(liger_aot.ops())
     assert {"LigerFusedMoEFunction", "GrpoLossFunction", "fused_linear_kl_div_forward"} <= set(status.jit)
+    assert {"kl_div.kldiv_forward_triton", "experimental.mm_int8int2.matmul"} <= set(
+        status.jit
+    )  # of submodules
+    assert {"LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss"} <= set(status.inductor)
     assert "LigerTiledMLPFunction" in status.others
     assert not set(status.ours) & {*status.jit, *status.others}
+    assert status.languages == {} and status.without_pack == ()
     lines = str(status).splitlines()
     assert lines[0] == f"liger_kernel {status.version}"
     assert any(line.split() == ["LigerRMSNormFunction", "liger-aot", "rmsnorm"] for line in lines)
     assert any(line.split() == ["LigerFusedMoEFunction", "Triton", "JIT"] for line in lines)
+    assert any(line.split() == ["LigerFusedLinearDPOLoss", "torch.compile"] for line in lines)
+
+
+def test_status_of_other_languages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_KERNEL_IMPL_ROPE", "nvidia-cutedsl")
+    status = liger_aot.liger.status()
+    assert status.languages == {"rope": "nvidia-cutedsl"}
+    assert "dispatch('rope')" in str(status)
+
+
+def test_status_of_names_imported_before() -> None:
+    import liger_kernel.ops
+
+    liger_aot.liger.uninstall()
+    module = ModuleType("a_users_module")
+    module.Softmax = liger_kernel.ops.LigerSoftmaxFunction  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    try:
+        liger_aot.liger.install()
+        assert liger_aot.liger.status().elsewhere == ("a_users_module.Softmax",)
+    finally:
+        del sys.modules[module.__name__]
+
+
+class Kernel:
+    """What Triton's launches look like to ``watch_launches``."""
+
+    __module__ = "liger_kernel.ops.grpo_loss"
+    __name__ = "_grpo_loss_fwd_kernel"
+
+    def run(self, *args: Any, **kwargs: Any) -> str:
+        return "launched"
+
+
+def test_the_first_launch_that_compiles_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.jit import JITFunction
+
+    liger_aot.liger.uninstall()
+    monkeypatch.setattr(JITFunction, "run", Kernel.run)
+    monkeypatch.delenv("LIGER_AOT_JIT", raising=False)
+    liger_aot.liger.install()
+    launch = JITFunction.run
+    with pytest.warns(
+        LeftAlone, match=r"Triton compiles liger_kernel\.ops\.grpo_loss\._grpo_loss_fwd_kernel: no op"
+    ):
+        assert launch(Kernel()) == "launched"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launch(Kernel()) == "launched"  # said once
+        other = Kernel()
+        other.__module__ = "somebody"
+        monkeypatch.setenv("LIGER_AOT_JIT", "error")
+        assert launch(other) == "launched"
+    with pytest.raises(PatchError, match=r"would compile liger_kernel.*LIGER_AOT_JIT=error forbids it"):
+        launch(Kernel())
+    monkeypatch.setenv("LIGER_AOT_JIT", "never")
+    with pytest.raises(ArgumentError, match="LIGER_AOT_JIT must be warn or error, got 'never'"):
+        launch(Kernel())
+    liger_aot.liger.uninstall()
+    assert JITFunction.run is Kernel.run
+
+
+def test_a_gpu_without_a_pack_keeps_ligers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed: the first tensor counts as being on one."""
+    from liger_aot.liger import fallback
+
+    class Own:
+        @staticmethod
+        def apply(x: Any, scale: float = 1.0) -> Any:
+            return "theirs", x, scale
+
+    def ours(x: Any, scale: float = 1.0) -> Any:
+        raise PackNotFound("no installed pack serves it")
+
+    call = fallback.served("Own", ours)
+    monkeypatch.setitem(fallback.theirs, "Own", Own)
+    monkeypatch.setattr(fallback, "_gpu_of", lambda args: args[0] if args[0] >= 0 else None)
+    monkeypatch.setattr(fallback, "unserved", set())
+    with pytest.warns(LeftAlone, match="Liger's own functions run on cuda:1, .*no installed pack serves it"):
+        assert call(1, scale=2.0) == ("theirs", 1, 2.0)
+    assert liger_aot.liger.status().without_pack == ("cuda:1",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert call(1) == ("theirs", 1, 1.0) and call(2) == ("theirs", 2, 1.0)  # said once
+    with pytest.raises(PackNotFound):
+        call(-1)  # a tensor on the CPU: another error is behind it
+
+
+def test_one_graph_of_a_llama() -> None:
+    """Liger's dispatcher is hidden from torch.compile: ours is not."""
+    pytest.importorskip("transformers", reason="Transformers is not installed: make venv installs it")
+    code = """
+import torch, liger_aot.liger
+from liger_kernel.transformers import apply_liger_kernel_to_llama
+from tests.models.transformers_cases import batch, step, tiny
+model, inputs = tiny("llama"), batch("llama")
+plain = step(model, inputs)
+apply_liger_kernel_to_llama(model=model)
+model.train().zero_grad()
+output = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs)
+output.loss.backward()
+torch.testing.assert_close(output.loss.detach(), plain.loss)
+for name, p in model.named_parameters():
+    torch.testing.assert_close(p.grad, plain.gradients[name], msg=name)
+explained = torch._dynamo.explain(model)(**inputs)
+print(explained.graph_count, explained.graph_break_count)
+"""
+    assert run("-c", code) == "1 0"
 
 
 def test_everywhere_and_back() -> None:

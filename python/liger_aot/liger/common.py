@@ -52,7 +52,12 @@ def gradients_of(
     return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
 
 
-class Function(torch.autograd.Function):
+class _Traced(type(torch.autograd.Function)):  # type: ignore[misc]
+    """torch.compile traces ``apply`` as it traces any function: of autograd functions of the plain metaclass it would
+    trace ``forward`` and ``backward`` instead."""
+
+
+class Function(torch.autograd.Function, metaclass=_Traced):
     """Base of what stands for Liger's autograd functions. A subclass gives ``call``, with the arguments of Liger's
     ``forward``.
 

@@ -8,7 +8,7 @@ from functools import lru_cache, wraps
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 
 from liger_aot.errors import LeftAlone, PackNotFound
 from liger_aot.runtime.devices import gpu
@@ -52,6 +52,7 @@ def _gpu_of(args: tuple[Any, ...]) -> int | None:
     return next((t.get_device() for t in args if isinstance(t, Tensor) and t.is_cuda), None)
 
 
+@assume_constant_result
 @lru_cache(maxsize=64)
 def _without_pack(index: int) -> str:
     """Why no pack serves the GPU, or nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import re
 import sys
 import warnings
@@ -17,9 +18,8 @@ import torch
 
 from liger_aot.errors import LeftAlone, PatchError
 from liger_aot.liger import fallback
-from liger_aot.liger.common import Function
-from liger_aot.liger.functions import COVERED
 from liger_aot.liger.dispatching import DISPATCHED, asked_for
+from liger_aot.liger.functions import COVERED
 from liger_aot.liger.launches import release_launches, watch_launches
 
 OPS = "liger_kernel.ops"
@@ -172,7 +172,15 @@ def _dispatcher(plain: Any, direct: dict[str, Any]) -> Any:
 
 
 def _tell_compiler() -> None:
-    """torch.compile calls a stand-in's ``apply`` as it is: it would trace ``forward`` and ``backward`` instead."""
-    for function, _ in COVERED.values():
-        if isinstance(function, type) and issubclass(function, Function):
-            torch.compiler.allow_in_graph(function)
+    """Transformers says once that Liger's models read a deprecated setting, which would break torch.compile's graphs:
+    compiled code does not say it."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    try:
+        importlib.import_module("transformers.utils.logging")
+        import torch._dynamo.config as config
+    except ImportError:
+        return
+    once = getattr(logging.Logger, "warning_once", None)
+    if once is not None:
+        config.ignore_logger_methods.add(once)

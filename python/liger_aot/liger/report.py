@@ -31,7 +31,7 @@ class Status:
         ours: name -> the op of ours behind it.
         jit: names that still launch kernels which Triton compiles at their first call.
         inductor: names that torch.compile compiles at their first call.
-        others: names without a kernel of their own: plain torch.
+        others: names that launch no kernel of Triton's.
         languages: ops of Liger's dispatcher for which a variable of Liger's or ``set_impl`` asks for another
             implementation, such as CuTe or cuTile -> its name.
         elsewhere: module.name of other packages' names that hold Liger's own function, imported before ours was in its
@@ -52,7 +52,7 @@ class Status:
         rows = [(name, f"liger-aot {op}") for name, op in self.ours.items()]
         rows += [(name, "Triton JIT") for name in self.jit]
         rows += [(name, "torch.compile") for name in self.inductor]
-        rows += [(name, "no kernel") for name in self.others]
+        rows += [(name, "no Triton kernel") for name in self.others]
         rows += [(f"dispatch({op!r})", impl) for op, impl in self.languages.items()]
         rows += [(name, "Liger's own, imported before") for name in self.elsewhere]
         rows += [(name, "no pack: all is Liger's own") for name in self.without_pack]
@@ -138,6 +138,8 @@ def _launches(function: Any, seen: set[int]) -> bool:
     around, code = function.__globals__, function.__code__
     inner = [c for c in code.co_consts if inspect.iscode(c)]  # functions within it
     names = {*code.co_names, *(name for c in inner for name in c.co_names)}
+    if "dispatch" in names and not set(DISPATCHED) & {c for c in code.co_consts if isinstance(c, str)}:
+        return True  # Liger's dispatcher, for an op that none of ours stands for
     return any(_launches(around[name], seen) for name in names if name in around)
 
 
