@@ -3,6 +3,7 @@
 Every function of ``liger_kernel.ops`` that an op covers is ours from then on, wherever in liger_kernel it is looked up,
 with Liger's arguments and results: its modules, its patches of Transformers and Megatron run without a compiler.
 ``print(liger_aot.liger.status())`` lists what is ours and what Triton still compiles. ``uninstall()`` takes it back.
+``LIGER_AOT_LIGER=1`` in the environment does the same for programs that have no line for it.
 """
 
 from liger_aot.liger.install import install, uninstall

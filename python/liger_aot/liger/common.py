@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionMeta
 
 from liger_aot.errors import ArgumentError
 from liger_aot.liger.fallback import served
@@ -52,7 +53,7 @@ def gradients_of(
     return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
 
 
-class _Traced(type(torch.autograd.Function)):  # type: ignore[misc]
+class _Traced(FunctionMeta):
     """torch.compile traces ``apply`` as it traces any function: of autograd functions of the plain metaclass it would
     trace ``forward`` and ``backward`` instead."""
 

@@ -46,7 +46,7 @@ def jsd_forward(
     """The loss and its gradient."""
     x = _input.detach().requires_grad_()
     with torch.enable_grad():
-        loss = LigerJSDFunction.apply(x, target, shift_labels if has_label else None, beta, ignore_index)
+        loss = LigerJSDFunction.call(x, target, shift_labels if has_label else None, beta, ignore_index)
     (dx,) = gradients_of(loss, (x,))
     assert dx is not None
     return loss.detach(), dx
@@ -94,7 +94,7 @@ def fused_linear_jsd_forward(
     x = student_input.detach().requires_grad_()
     w = student_weight.detach().requires_grad_(student_weight.requires_grad)
     with torch.enable_grad():
-        loss = LigerFusedLinearJSDFunction.apply(
+        loss = LigerFusedLinearJSDFunction.call(
             x, w, teacher_input, teacher_weight, shift_labels if has_label else None, jsd_beta, ignore_index,
             temperature, accum_dtype,
         )  # fmt: skip

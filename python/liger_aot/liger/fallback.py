@@ -25,7 +25,7 @@ def served(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # a launch in a compiled graph has nothing to fall back on
             index = _gpu_of(args)
-            if index is not None and (why := _without_pack(index)) and name in theirs:
+            if index is not None and (why := str(_without_pack(index))) and name in theirs:
                 _remember(index, why)
         if unserved and _gpu_of(args) in unserved and name in theirs:
             return _own(name)(*args, **kwargs)
@@ -42,8 +42,7 @@ def served(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own(name: str) -> Callable[..., Any]:
-    function = theirs[name]
-    own: Callable[..., Any] = function.apply if isinstance(function, type) else function
+    own: Callable[..., Any] = getattr(theirs[name], "apply", theirs[name])
     return own
 
 
@@ -52,7 +51,7 @@ def _gpu_of(args: tuple[Any, ...]) -> int | None:
     return next((t.get_device() for t in args if isinstance(t, Tensor) and t.is_cuda), None)
 
 
-@assume_constant_result
+@assume_constant_result  # type: ignore[untyped-decorator]
 @lru_cache(maxsize=64)
 def _without_pack(index: int) -> str:
     """Why no pack serves the GPU, or nothing."""

@@ -11,7 +11,7 @@ from liger_aot.errors import ArgumentError, LeftAlone, PatchError
 VARIABLE = "LIGER_AOT_JIT"
 ALLOWED = ("warn", "error")
 
-_run: list[tuple[type, Any, Any]] = []  # Triton's class, its own method and ours, while that is in its place
+_run: list[tuple[Any, Any, Any]] = []  # Triton's class, its own method and ours, while that is in its place
 _said = False
 
 

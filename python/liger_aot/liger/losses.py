@@ -190,7 +190,7 @@ def fused_linear_cross_entropy_forward(
     x, w = _input.detach().requires_grad_(compute), weight.detach().requires_grad_(of_weight)
     b = None if bias is None else bias.detach().requires_grad_(compute)
     with torch.enable_grad():
-        outputs = LigerFusedLinearCrossEntropyFunction.apply(
+        outputs = LigerFusedLinearCrossEntropyFunction.call(
             x, w, target, b, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
             return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
         )  # fmt: skip

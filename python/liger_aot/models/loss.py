@@ -166,7 +166,8 @@ class _WithLoss:
             "predicted_tokens": None if self._found is None else self._found.predicted_tokens,
         }
         more = {name: value for name, value in more.items() if value is not None}
-        return output_class(type(output))(**output, **more) if more else output
+        cls: Any = type(output)
+        return output_class(cls)(**output, **more) if more else output
 
 
 class _WithoutLogits(_WithLoss):
@@ -200,7 +201,7 @@ class _WithoutLogits(_WithLoss):
 
 
 @cache
-def output_class(cls: type) -> type:
+def output_class(cls: Any) -> Any:
     """A model's output with ``token_accuracy`` and ``predicted_tokens``."""
     optional = [(name, Any, field(default=None)) for name in ("token_accuracy", "predicted_tokens")]
     return make_dataclass(cls.__name__, optional, bases=(cls,), namespace={"__module__": __name__})
