@@ -1,0 +1,118 @@
+"""flash-attn's functions on our ops: signatures, results, the cache that is written."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_aot import flash_attn
+from liger_aot.errors import ArgumentError
+
+# flash-attn 2.8's parameters.
+COMMON = ["softmax_scale", "causal", "window_size", "softcap"]
+LAST = ["alibi_slopes", "deterministic", "return_attn_probs"]
+SIGNATURES = {
+    "flash_attn_func": ["q", "k", "v", "dropout_p", *COMMON, *LAST],
+    "flash_attn_varlen_func": [
+        "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p", *COMMON, *LAST,
+        "block_table",
+    ],
+    "flash_attn_with_kvcache": [
+        "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
+        "cache_leftpad", "block_table", *COMMON, "rotary_interleaved", "alibi_slopes", "num_splits",
+        "return_softmax_lse",
+    ],
+}  # fmt: skip
+
+
+def test_signatures() -> None:
+    assert set(SIGNATURES) == set(flash_attn.__all__)
+    for name, parameters in SIGNATURES.items():
+        assert list(inspect.signature(getattr(flash_attn, name)).parameters) == parameters
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Of one batch in float32, (batch, tokens, heads, dim)."""
+    q, k, v = (t.transpose(1, 2).float() for t in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, **options)
+    return o.transpose(1, 2)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=2**-7)  # a rounding to bfloat16
+
+
+def test_flash_attn_func() -> None:
+    q, k, v = drawn(2, 9, 4, 16), drawn(2, 9, 2, 16, seed=1), drawn(2, 9, 2, 16, seed=2)
+    assert_close(flash_attn.flash_attn_func(q, k, v), plain(q, k, v))
+    o, lse, probs = flash_attn.flash_attn_func(
+        q, k, v, 0.0, 0.3, True, (3, -1), 0.0, None, True, return_attn_probs=True
+    )
+    at = torch.arange(9)
+    seen = (at[:, None] >= at) & (at[:, None] - at <= 3)
+    assert_close(o, plain(q, k, v, seen, scale=0.3))
+    assert probs is None and lse.shape == (2, 4, 9)
+
+
+def test_flash_attn_varlen_func() -> None:
+    q, k, v = drawn(14, 4, 16), drawn(14, 2, 16, seed=1), drawn(14, 2, 16, seed=2)
+    starts = torch.tensor([0, 5, 14], dtype=torch.int32)
+    o = flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, 9, torch.tensor(9), causal=True)
+    for a, b in ((0, 5), (5, 14)):
+        one = (t[None, a:b] for t in (q, k, v))
+        assert_close(o[None, a:b], plain(*one, is_causal=True))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_flash_attn_with_kvcache(paged: bool) -> None:
+    """Two sequences of 20 and 3 keys, to which two new tokens come."""
+    batch, capacity, new = 2, 32, 2
+    keys, values = drawn(batch, capacity, 2, 16, seed=1), drawn(batch, capacity, 2, 16, seed=2)
+    q, k, v = drawn(batch, new, 4, 16), drawn(batch, new, 2, 16, seed=3), drawn(batch, new, 2, 16, seed=4)
+    lengths = torch.tensor([20, 3], dtype=torch.int32)
+    table = None
+    k_cache, v_cache = keys.clone(), values.clone()
+    if paged:  # of 16 keys each, in another order
+        table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+        k_cache, v_cache = (torch.empty(4, 16, 2, 16, dtype=torch.bfloat16) for _ in range(2))
+        for cache, whole in ((k_cache, keys), (v_cache, values)):
+            cache[table.long()] = whole.view(batch, 2, 16, 2, 16)
+    o, lse = flash_attn.flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=lengths,
+        block_table=table,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    assert lse.shape == (batch, 4, new)
+    for b, length in enumerate(lengths.tolist()):
+        seen = torch.cat((keys[b, :length], k[b])), torch.cat((values[b, :length], v[b]))
+        mask = torch.ones(new, length + new, dtype=torch.bool).tril(length)
+        assert_close(o[b : b + 1], plain(q[b : b + 1], seen[0][None], seen[1][None], mask))
+    whole = flash_attn.flash_attn_with_kvcache(q, keys, values, cache_seqlens=5)
+    assert_close(whole, plain(q, keys[:, :5], values[:, :5]))
+
+
+def test_what_is_not_there() -> None:
+    q = drawn(1, 4, 2, 16)
+    with pytest.raises(ArgumentError, match=r"flash_attn_func: dropout_p must be 0, got 0\.1"):
+        flash_attn.flash_attn_func(q, q, q, 0.1)
+    with pytest.raises(ArgumentError, match="flash_attn_func: alibi_slopes must be None, got Tensor"):
+        flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(2))
+    with pytest.raises(ArgumentError, match="rotary_cos must be None, got Tensor"):
+        flash_attn.flash_attn_with_kvcache(q, q, q, rotary_cos=torch.ones(2))
+    with pytest.raises(ArgumentError, match="k, v and cache_seqlens belong together"):
+        flash_attn.flash_attn_with_kvcache(q, q, q, q)
