@@ -7,10 +7,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make venv installs it")
 
@@ -173,6 +174,38 @@ def test_a_gpu_without_a_pack_keeps_ligers_own(monkeypatch: pytest.MonkeyPatch) 
         assert call(1) == ("theirs", 1, 1.0) and call(2) == ("theirs", 2, 1.0)  # said once
     with pytest.raises(PackNotFound):
         call(-1)  # a tensor on the CPU: another error is behind it
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_compiled_graph_knows_whether_there_is_a_pack(
+    monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    """It has nothing to fall back on once it runs. No GPU is needed: the tensor counts as being on one."""
+    from liger_aot.liger import fallback
+
+    class Own:
+        @staticmethod
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    def pack_for(device: str) -> None:
+        if not served:
+            raise PackNotFound("no installed pack serves it")
+
+    monkeypatch.setitem(fallback.theirs, "Own", Own)
+    monkeypatch.setattr(fallback, "_gpu_of", lambda args: 0)
+    monkeypatch.setattr(fallback, "gpu", lambda index: SimpleNamespace(device="a device"))
+    monkeypatch.setattr(fallback, "pack_for", pack_for)
+    monkeypatch.setattr(fallback, "unserved", set())
+    call = fallback.served("Own", lambda x: x * 3)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = compiled(torch.ones(2))
+    assert got.tolist() == ([3.0, 3.0] if served else [2.0, 2.0])
+    assert sum(issubclass(w.category, LeftAlone) for w in said) == (0 if served else 1)
+    torch._dynamo.reset()
 
 
 def test_one_graph_of_a_llama() -> None:

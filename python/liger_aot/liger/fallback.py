@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +25,8 @@ def served(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # a launch in a compiled graph has nothing to fall back on
             index = _gpu_of(args)
-            if index is not None and (why := str(_without_pack(index))) and name in theirs:
-                _remember(index, why)
+            if index is not None and name in theirs and not _has_pack(index):
+                return _own(name)(*args, **kwargs)
         if unserved and _gpu_of(args) in unserved and name in theirs:
             return _own(name)(*args, **kwargs)
         try:
@@ -52,14 +52,14 @@ def _gpu_of(args: tuple[Any, ...]) -> int | None:
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=64)
-def _without_pack(index: int) -> str:
-    """Why no pack serves the GPU, or nothing."""
+def _has_pack(index: int) -> bool:
+    """Whether a pack serves the GPU; found, and said where none does, while a graph is traced."""
     try:
         pack_for(gpu(index).device)
     except PackNotFound as error:
-        return str(error)
-    return ""
+        _remember(index, str(error))
+        return False
+    return True
 
 
 def _remember(index: int, why: str) -> None:
