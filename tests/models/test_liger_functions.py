@@ -180,6 +180,19 @@ def test_the_gradient_takes_the_logits_place() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), want)
 
 
+@pytest.mark.parametrize("name", ["LigerSiLUMulFunction", "LigerGELUMulFunction"])
+def test_gate_and_up_of_two_dtypes(name: str) -> None:
+    """The result has the gate's, as with Liger, and each gradient its input's."""
+    apply = ours(name).apply
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        gate, up = (randn(3, 8).detach().to(dtype).requires_grad_() for dtype in dtypes)
+        got, want = apply(gate, up), apply(gate.float(), up.float())
+        assert got.dtype == gate.dtype
+        torch.testing.assert_close(got, want.to(gate.dtype))
+        grads = torch.autograd.grad(got.sum(), (gate, up))
+        assert [g.dtype for g in grads] == list(dtypes)
+
+
 def test_casting_modes() -> None:
     x, w = torch.randn(3, 8).bfloat16(), torch.randn(8).bfloat16()
     apply = ours("LigerRMSNormFunction").apply

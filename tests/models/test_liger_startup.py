@@ -49,6 +49,31 @@ def test_liger_runs_on_ours(start: Path, variable: str) -> None:
     assert done.stderr.count(SAYS) == 1
 
 
+TRAINER = """
+import sys, torch
+from transformers import Trainer, TrainingArguments
+from tests.models.transformers_cases import tiny
+model = tiny("llama")
+data = [{"input_ids": torch.arange(3, 20), "labels": torch.arange(3, 20)} for _ in range(4)]
+arguments = TrainingArguments(
+    "trained", use_liger_kernel=True, use_cpu=True, max_steps=2, per_device_train_batch_size=2, save_strategy="no",
+    report_to=[], disable_tqdm=True,
+)
+Trainer(model, arguments, train_dataset=data).train()
+from liger_kernel.ops import LigerRMSNormFunction
+print(LigerRMSNormFunction.__module__)
+"""
+
+
+@pytest.mark.slow
+def test_transformers_trainer(start: Path) -> None:
+    pytest.importorskip("transformers", reason="Transformers is not installed: make venv installs it")
+    pytest.importorskip("accelerate", reason="accelerate, which the Trainer needs, is not installed")
+    done = run(start, TRAINER, LIGER_AOT_LIGER="1", LIGER_AOT_JIT="error")
+    assert done.stdout.splitlines()[-1] == "liger_aot.liger.norms" and "train_loss" in done.stdout
+    assert done.stderr.count(SAYS) == 1
+
+
 def test_children_too_and_it_is_said_once(start: Path) -> None:
     code = f"""
 import subprocess, sys

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from liger_aot.liger.common import Function, rows
@@ -40,8 +41,19 @@ class LigerSiLUMulFunction(Function):
 
 
 def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
-    y: Tensor = _swiglu(a if gate_multiplier == 1.0 else a * gate_multiplier, b)
+    y = _gated(_swiglu, a if gate_multiplier == 1.0 else a * gate_multiplier, b)
     return y if down_multiplier == 1.0 else y * down_multiplier
+
+
+def _gated(op: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """Of gate's dtype, as Liger's result is; where up has another one, computed in the wider of the two."""
+    y: Tensor
+    if gate.dtype == up.dtype:
+        y = op(gate, up)
+        return y
+    wide = torch.promote_types(gate.dtype, up.dtype)
+    y = op(gate.to(wide), up.to(wide))
+    return y.to(gate.dtype)
 
 
 def swiglu_forward(a: Tensor, b: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,8 +79,7 @@ class LigerFusedGateUpSiLUMulFunction(Function):
 class LigerGELUMulFunction(Function):
     @staticmethod
     def call(a: Tensor, b: Tensor) -> Tensor:
-        c: Tensor = _geglu(a, b)
-        return c
+        return _gated(_geglu, a, b)
 
 
 def geglu_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
