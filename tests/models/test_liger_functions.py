@@ -193,6 +193,29 @@ def test_gate_and_up_of_two_dtypes(name: str) -> None:
         assert [g.dtype for g in grads] == list(dtypes)
 
 
+@pytest.mark.parametrize("width", [41, 42])
+def test_rotary_embedding_of_an_odd_head_dimension(width: int) -> None:
+    """Liger's kernel turns 20 pairs of 41 columns and leaves the last one."""
+    torch.manual_seed(0)
+    q, k = randn(2, 3, 5, 41), randn(2, 2, 5, 41)
+    cos, sin = torch.randn(1, 5, width), torch.randn(1, 5, width)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b, last = x[..., :20], x[..., 20:40], x[..., 40:]
+        c, s = cos[:, None, :, :20], sin[:, None, :, :20]
+        return torch.cat((a * c - b * s, b * c + a * s, last), -1)
+
+    got = ours("LigerRopeFunction").apply(q, k, cos, sin)
+    for a, x in zip(got, (q, k), strict=True):
+        torch.testing.assert_close(a, turned(x))
+    want = torch.autograd.grad([turned(q).square().sum(), turned(k).square().sum()], (q, k))
+    torch.testing.assert_close(torch.autograd.grad([t.square().sum() for t in got], (q, k)), want)
+    dq, dk, c, s = ours("rope_forward")(q.detach(), k.detach(), cos, sin)
+    torch.testing.assert_close((dq, dk), tuple(t.detach() for t in got))
+    back = ours("rope_backward")(2 * dq, 2 * dk, c, s)
+    torch.testing.assert_close(back, want)
+
+
 def test_casting_modes() -> None:
     x, w = torch.randn(3, 8).bfloat16(), torch.randn(8).bfloat16()
     apply = ours("LigerRMSNormFunction").apply

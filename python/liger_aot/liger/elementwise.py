@@ -122,14 +122,24 @@ class LigerRopeFunction(Function):
         unsqueeze_dim: int = 1,
         rotary_dim: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        turned: tuple[Tensor, Tensor] = _rope(
-            q,
-            k,
-            *_tables(q, cos, sin, unsqueeze_dim),
-            rotary_dim=_rotary_dim(q, cos, rotary_dim),
-            layout="bhsd",
-        )
+        tables, rotated = _tables(q, cos, sin, unsqueeze_dim), _rotary_dim(q, cos, rotary_dim)
+        if q.shape[-1] % 2 or rotated % 2:
+            return _odd(q, k, *tables, rotated)
+        turned: tuple[Tensor, Tensor] = _rope(q, k, *tables, rotary_dim=rotated, layout="bhsd")
         return turned
+
+
+def _odd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
+    """Of an odd number of columns the last one stays as it is, as with Liger."""
+    rotated -= rotated % 2
+    even = q.shape[-1] - q.shape[-1] % 2
+    cos, sin = cos[..., : rotated // 2], sin[..., : rotated // 2]
+    turned: tuple[Tensor, Tensor] = _rope(
+        q[..., :even], k[..., :even], cos, sin, rotary_dim=rotated, layout="bhsd"
+    )
+    if even == q.shape[-1]:
+        return turned
+    return torch.cat((turned[0], q[..., even:]), -1), torch.cat((turned[1], k[..., even:]), -1)
 
 
 def _rotary_dim(q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
@@ -152,7 +162,11 @@ def rope_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     settings = (_rotary_dim(q, cos, rotary_dim), False, "bhsd")
     cos, sin = _tables(q, cos, sin, unsqueeze_dim)
-    q, k = _rope.run_forward((q, k, cos, sin, None), settings, True, None)
+    if q.shape[-1] % 2 or settings[0] % 2:
+        with torch.no_grad():
+            q, k = _odd(q, k, cos, sin, settings[0])
+    else:
+        q, k = _rope.run_forward((q, k, cos, sin, None), settings, True, None)
     return q, k, cos if cos.dim() == 3 else cos.unsqueeze(0), sin if sin.dim() == 3 else sin.unsqueeze(0)
 
 
@@ -161,6 +175,10 @@ def rope_backward(
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     settings = (_rotary_dim(dq, cos, rotary_dim), False, "bhsd")
+    if dq.shape[-1] % 2 or settings[0] % 2:  # turned back
+        cos, sin = _tables(dq, cos, sin, unsqueeze_dim)
+        with torch.no_grad():
+            return _odd(dq, dk, cos, -sin, settings[0])
     saved = (*_tables(dq, cos, sin, unsqueeze_dim), None)
     dq, dk, *_ = _rope.run_backward((dq, dk), saved, settings, (True, True, False, False, False))
     return dq, dk
