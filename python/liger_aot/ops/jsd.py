@@ -91,8 +91,8 @@ def kind_of(beta: float) -> int:
 
 
 def smaller_weight(beta: float) -> float:
-    """As the kernels take beta: the teacher's weight, or as a negative number the student's; none that float32 takes for
-    zero."""
+    """As the kernels take beta: the teacher's weight, or as a negative number the student's; none that float32 takes
+    for zero."""
     return max(beta, LEAST_WEIGHT) if beta <= 0.5 else beta - 1
 
 
