@@ -222,7 +222,8 @@ def test_bad_calls_on_a_gpu(name: str) -> None:
         here, found = _outcome(op, {**bad.good, **wrong}), _outcome(op, {**good, **moved})
         said = f"{name}({', '.join(f'{k}={_said(v)}' for k, v in moved.items())})"
         assert type(found) is type(here), f"{said}: {found!r}, on the CPU {here!r}"
-        text = str(found).replace(", device='cuda:0'", "").replace("cuda:0", "cpu")  # a tensor's own, or a name
+        # a tensor's own device, or one that is named
+        text = str(found).replace(", device='cuda:0'", "").replace("cuda:0", "cpu")
         assert text == str(here), f"{said}: {found}"
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(outputs, there.outputs(op), strict=True))
