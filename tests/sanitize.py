@@ -50,7 +50,7 @@ class Findings(NamedTuple):
     """What a tool's log says."""
 
     errors: int
-    kernels: Counter[str]  # named in reports
+    kernels: Counter[str]  # named in reports, but for those of ordered accesses
     finished: bool  # it has a summary
     ordered: int = 0  # reports that are none, and not among the errors
 
@@ -173,7 +173,8 @@ def under(
     found = findings(named(text, binaries))
     if tool == "racecheck" and found.errors:
         ordered, text = sift(text, binaries)
-        found = found._replace(errors=found.errors - ordered, ordered=ordered)
+        left = findings(named(text, binaries)).kernels
+        found = found._replace(errors=found.errors - ordered, kernels=left, ordered=ordered)
     if found.errors and arguments != [PLANTED]:
         print(named(text, binaries))
     return status, found
