@@ -5,6 +5,14 @@ import triton.language as tl
 
 
 @triton.jit
+def exponent_up(dtype: tl.constexpr):
+    """By how many powers of two probabilities are raised before they are rounded to ``dtype``. The greatest is 2^15
+    then in float16, whose normal numbers end at 2^-14: below, digits are lost, and gfx90a's matrix instructions read
+    zeros. Sums of probabilities are as much greater."""
+    return 15.0 if dtype == tl.float16 else 0.0
+
+
+@triton.jit
 def load_rows(X, rows, stride, columns, dim, length, MASKED: tl.constexpr):
     """[rows, columns] of a tensor, zero past ``dim`` columns and, with MASKED, outside its ``length`` rows."""
     at = X + rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -52,7 +60,7 @@ def tile_step(
         s = tl.where(keys[None, :] < high[:, None], s, float("-inf"))
         s = tl.where(keys[None, :] >= low[:, None], s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * scale)
-    p = tl.exp2(s * scale - new_m[:, None])
+    p = tl.exp2(s * scale - (new_m - exponent_up(q.dtype))[:, None])
     alpha = tl.exp2(m - new_m)
     sums = sums * alpha + tl.sum(p, 1)
     p = p.to(q.dtype)
@@ -128,6 +136,7 @@ def attend_tile(
             BLOCK_N, D1, D2,
         )  # fmt: skip
 
+    m -= exponent_up(q.dtype)
     sink = tl.load(SINK, mask=has_sink, other=float("-inf")) * 1.4426950408889634
     new_m = tl.maximum(m, sink)
     by = tl.exp2(m - new_m)

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention.attention_groups import Ring, Sizes, ring
+from csrc_triton.attention.attention_tiles import exponent_up
 from csrc_triton.common.overlap import let_next_start, once_previous_ended
 from csrc_triton.decoding.decoding_keys import (
     NOTHING,
@@ -237,7 +238,7 @@ def split(
                 )  # one comparison for both ends
                 s = tl.where(behind < seen[:, None], s, float("-inf"))
             new_m = tl.maximum(m, tl.max(s, 1))
-            p = tl.exp2(s - new_m[:, None])
+            p = tl.exp2(s - (new_m - exponent_up(q.dtype))[:, None])
             by = tl.exp2(m - new_m)
             m = new_m
             if BY_COLUMN:
@@ -251,6 +252,7 @@ def split(
             tl.store(flag, unknown.to(tl.int64), mask=(unknown != 0) & flagged)
             wrong = wrong | (tl.max((unknown != 0).to(tl.int32), 0) > 0)
         total = tl.where(wrong, float("nan"), tl.sum(sums, 1) if BY_COLUMN else sums)
+        m -= exponent_up(q.dtype)
         keep = in_cols[None, :]
         if whole:
             lse, by = finish(m, total, sink_of(SINKS, query_head))
