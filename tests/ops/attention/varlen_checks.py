@@ -1,29 +1,25 @@
-"""What ``attention_trial`` tries out of the packed backward by warp groups: the check of a case, what is timed. Cases
-are the packed forward's."""
+"""Checks of one varlen problem: results and gradients against fp64, a second run, and plain Triton."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_aot.ops.attention.flash_attention import FlashAttention
-from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
+from liger_aot.errors import ArgumentError
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
-from liger_aot.ops.attention.flash_attention_varlen_backward import FlashAttentionVarlenBackward
-from liger_aot.runtime.dispatch import Runtimes
-from tests.ops.attention.attention_cases import BF16
+from liger_aot.runtime import device_errors
+from tests.ops.attention.attention_cases import BF16, errors
 from tests.ops.attention.attention_gradients import gradient_errors
 from tests.ops.attention.varlen_cases import Problem, SinkSums
 
 Gradients = tuple[Tensor, ...]
 
 
-def check(
+def check_results(
     op: Any,
     tiles: Any,
     on: Any,
@@ -31,11 +27,101 @@ def check(
     problem: Problem,
     allowed: Mapping[str, float],
     seed: int,
-    device: str = "cuda",
+) -> dict[str, Any]:
+    """One case: errors against float64 as fractions of what is allowed, the same bits again and beside NaN, the tiles'
+    results within roundings, a report of starts that are wrong."""
+    q, k, v, cu_q, cu_k, sinks = problem.tensors(seed)
+    end_q, end_k = sum(problem.lengths_q), sum(problem.lengths_k)
+    q[end_q:], k[end_k:], v[end_k:] = math.nan, math.nan, math.nan
+    keywords = problem.keywords(sinks)
+
+    def run(call: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        held = [torch.full((t.numel() * 2,), math.nan) for t in tensors]
+        del held  # what is never written shows
+        found: tuple[Tensor, Tensor] = call(*tensors, cu_q, cu_k, *problem.longest(), **keywords)
+        return found
+
+    o, lse = run(op, q, k, v)
+    wrong = []
+    if not any(name.startswith(f"{kernel}-") for name in on._loaded):
+        wrong.append(f"{', '.join(on._loaded)} were launched")
+    worst = (0.0, 0.0)
+    pieces = [(one, rows, keys) for one, rows, keys in problem.pieces() if one.len_q]
+    if len(pieces) > 100:  # many that are alike
+        pieces = [*pieces[:20], *pieces[-20:]]
+    for one, rows, keys in pieces:
+        own = q[rows][None], k[keys][None], v[keys][None], sinks
+        found = errors(o[rows][None], lse[None, :, rows], own, one, allowed, approximate=False)
+        worst = max(worst[0], found[0]), max(worst[1], found[1])
+    if not max(worst) <= 1:
+        wrong.append(f"errors of o and lse {worst}")
+    if o[end_q:].any() or not torch.isneginf(lse[:, end_q:]).all():
+        wrong.append("what is behind the last sequence is not zeros and -inf")
+    again = run(op, q, k, v)
+    if not (torch.equal(again[0], o) and torch.equal(again[1], lse)):
+        wrong.append("results differ from run to run")
+    unit = 2.0**-8 if problem.dtype == BF16 else 2.0**-11
+    other = run(tiles, q, k, v)[0]
+    apart = float((other.double() - o.double()).norm()) / max(float(other.double().norm()), unit)
+    if not apart <= 4 * unit:  # P and the result are rounded, in both
+        wrong.append(f"the tiles' o differs by {apart:.1e}")
+    if not _beside_nan(problem, run, op, (q, k, v), (o, lse)):
+        wrong.append("a sequence's results depend on what lies beside it")
+    if not _reported(op, (q, k, v, cu_q, cu_k, sinks), problem, keywords):
+        wrong.append("starts past the tokens were not reported")
+    return {"wrong": "; ".join(wrong), "worst": worst, "tiles": apart}
+
+
+def _beside_nan(
+    problem: Problem,
+    run: Callable[..., Any],
+    op: Any,
+    tensors: tuple[Tensor, ...],
+    wanted: tuple[Tensor, ...],
+) -> bool:
+    """Whether every second sequence keeps its bits where all others hold NaN; then the rest."""
+    same = True
+    pieces = [(rows, keys) for one, rows, keys in problem.pieces() if one.len_q]
+    for kept in (pieces[::2], pieces[1::2]):
+        q, k, v = (torch.full_like(t, math.nan) for t in tensors)
+        for rows, keys in kept:
+            for t, of, own in zip((q, k, v), tensors, (rows, keys, keys), strict=True):
+                t[own] = of[own]
+        o, lse = run(op, q, k, v)
+        for rows, _ in kept:
+            same = same and torch.equal(o[rows], wanted[0][rows])
+            same = same and torch.equal(lse[:, rows], wanted[1][:, rows])
+    return same
+
+
+def _reported(op: Any, tensors: tuple[Any, ...], problem: Problem, keywords: Mapping[str, Any]) -> bool:
+    """Whether the call after one whose last sequence ends past the tokens raises; nothing else may go wrong."""
+    q, k, v, cu_q, cu_k, _ = tensors
+    if not problem.lengths_q:
+        return True
+    past = cu_k.clone()
+    past[-1] = k.shape[0] + 1000
+    longest = problem.longest()[0], k.shape[0] + 1000
+    try:
+        op(q, k, v, cu_q, past, *longest, **keywords)
+        device_errors.raise_if_any("flash_attention_varlen")
+    except ArgumentError:
+        return True
+    return False
+
+
+def check_gradients(
+    op: Any,
+    tiles: Any,
+    on: Any,
+    kernel: str,
+    problem: Problem,
+    allowed: Mapping[str, float],
+    seed: int,
 ) -> dict[str, Any]:
     """One case: errors against float64 as fractions of what is allowed, zeros behind the last sequence, the same bits
     of dK and dV again and beside NaN, dQ again and the tiles' gradients within roundings."""
-    q, k, v, cu_q, cu_k, sinks = problem.tensors(seed, device)
+    q, k, v, cu_q, cu_k, sinks = problem.tensors(seed)
     o, lse = (
         t.contiguous()
         for t in FlashAttentionVarlen.reference(q, k, v, cu_q, cu_k, sinks, *problem.settings())
@@ -47,7 +133,7 @@ def check(
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
 
     def run(call: Any, *tensors: Tensor) -> Gradients:
-        held = [torch.full((t.numel() * 2,), math.nan, device=device) for t in (q, k, v, lse)]
+        held = [torch.full((t.numel() * 2,), math.nan) for t in (q, k, v, lse)]
         del held  # what is never written shows
         found: Gradients = call(*tensors, lse, cu_q, cu_k, *problem.longest(), dlse=dlse, **keywords)
         return found
@@ -57,7 +143,7 @@ def check(
     wrong = []
     if not any(name.startswith(f"{kernel}-") for name in on._loaded):
         wrong.append(f"{', '.join(on._loaded)} were launched")
-    worst = _worst(problem, first, (q, k, v, sinks), do, dlse, allowed, device == "cuda")
+    worst = _worst(problem, first, (q, k, v, sinks), do, dlse, allowed)
     if not max(worst.values(), default=0.0) <= 1:
         wrong.append(f"errors {worst}")
     if first[0][end_q:].any() or first[1][end_k:].any() or first[2][end_k:].any():
@@ -65,7 +151,7 @@ def check(
     unit = 2.0**-8 if problem.dtype == BF16 else 2.0**-11
     for what, found in (
         ("from run to run", again),
-        ("beside NaN", _beside_nan(problem, run, op, given, first)),
+        ("beside NaN", _gradients_beside_nan(problem, run, op, given, first)),
     ):
         apart = [distance(a, b) for a, b in zip(found[:3], first[:3], strict=True)]
         if apart[1] or apart[2] or not apart[0] <= unit:
@@ -89,7 +175,6 @@ def _worst(
     do: Tensor,
     dlse: Tensor | None,
     allowed: Mapping[str, float],
-    approximate: bool,
 ) -> dict[str, float]:
     """Of all sequences, the largest errors as fractions of what is allowed."""
     q, k, v, sinks = tensors
@@ -102,7 +187,7 @@ def _worst(
         errors = gradient_errors(
             (found[0][rows][None], found[1][keys][None], found[2][keys][None]),
             (q[rows][None], k[keys][None], v[keys][None], sinks), do[rows][None],
-            None if dlse is None else dlse[None, :, rows], one, allowed, approximate=approximate, sums=sums,
+            None if dlse is None else dlse[None, :, rows], one, allowed, approximate=False, sums=sums,
         )  # fmt: skip
         worst = {name: max(worst.get(name, 0.0), errors.get(name, 0.0)) for name in {**worst, **errors}}
     if sinks is not None:
@@ -110,7 +195,7 @@ def _worst(
     return worst
 
 
-def _beside_nan(
+def _gradients_beside_nan(
     problem: Problem, run: Callable[..., Gradients], op: Any, given: tuple[Tensor, ...], first: Gradients
 ) -> Gradients:
     """Gradients of every second sequence where all others hold NaN, then of the rest; what no sequence has as in
@@ -127,63 +212,3 @@ def _beside_nan(
             for to, g, own in zip(merged, found, (rows, keys, keys), strict=False):
                 to[own] = g[own]
     return merged
-
-
-def bound(folder: Any) -> tuple[Any, Any, Any]:
-    """The packed backward of a pack, the same without kernels by warp groups, and what the first launches."""
-    from benchmarks.attention.attention_trial import bound as bind
-
-    def packed(by_groups: bool) -> tuple[Any, Any]:
-        _, own = bind(FlashAttentionVarlenBackward, folder, by_groups)
-        _, dense = bind(FlashAttentionBackward, folder)  # keeps the plans: one for each
-        named = {FlashAttentionVarlenBackward.name: own, FlashAttentionBackward.name: dense}
-        return FlashAttentionVarlenBackward(
-            {name: Runtimes(name, {0: on}) for name, on in named.items()}
-        ), own
-
-    (op, on), (tiles, _) = packed(True), packed(False)
-    return op, tiles, on
-
-
-def others(folder: Any) -> tuple[Any, Any, Any]:
-    """What ``runs`` takes beside the packs: the dense backward, and the forwards of both, of one pack."""
-    from benchmarks.attention.attention_trial import bound as bind
-
-    return tuple(bind(c, folder)[0] for c in (FlashAttentionBackward, FlashAttention, FlashAttentionVarlen))  # type: ignore[return-value]
-
-
-def runs(
-    packs: Mapping[int, tuple[Any, Any]],
-    beside: tuple[Any, Any, Any],
-    dim: int,
-    length: int,
-    causal: bool,
-    device: str = "cuda",
-) -> tuple[dict[str, Callable[[], Gradients]], dict[str, float]]:
-    """As ``attention_trial_packed.runs``, of gradients."""
-    from benchmarks.attention.attention import TOKENS, WIDTH, _backward
-    from benchmarks.attention.attention_forms import PEER, _peer_packed, flops, uneven
-
-    dense, dense_forward, forward = beside
-    lengths, even = uneven(length, TOKENS), [length] * (TOKENS // length)
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    packed = (starts, starts, max(lengths), max(lengths))
-    heads = WIDTH // dim
-    q, k, v, do = (torch.randn((sum(lengths), heads, dim), device=device, dtype=BF16) for _ in range(4))
-    a, b, c, da = (torch.randn((len(even), length, heads, dim), device=device, dtype=BF16) for _ in range(4))
-    with torch.no_grad():
-        o, lse = forward(q, k, v, *packed, causal=causal, return_lse=True)
-        oa, lse_a = dense_forward(a, b, c, causal=causal, return_lse=True)
-
-    def ours(op: Any) -> Callable[[], Gradients]:
-        return lambda: op(do, q, k, v, o, lse, *packed, causal=causal)[:3]
-
-    leaves = (q.detach(), k.detach(), v.detach())
-    found = {
-        "tiles": ours(next(tiles for _, tiles in packs.values())),
-        **{str(n): ours(op) for n, (op, _) in packs.items()},
-        PEER: _backward(_peer_packed(*leaves, packed, causal), leaves, do),
-        "dense": lambda: dense(da, a, b, c, oa, lse_a, causal=causal)[:3],
-    }
-    cost = flops(lengths, heads, dim, causal, True)
-    return found, {**dict.fromkeys(found, cost), "dense": flops(even, heads, dim, causal, True)}
