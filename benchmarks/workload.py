@@ -62,6 +62,10 @@ class Workload:
         reference: the results in fp64, on a subset of the rows where a result has rows.
         select: picks that subset from what `run` returned.
         shape: the problem's, as in Case.
+        label: how the point is called; "": by its shape.
+        flops: of one call, where that and not memory is what bounds it.
+        timed: whether it is more than a check.
+        roundings: how often a result may be rounded to the dtype on its way.
     """
 
     run: Callable[[Any], tuple[Tensor, ...]]
@@ -69,6 +73,14 @@ class Workload:
     reference: Callable[[], tuple[Tensor, ...]]
     select: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
     shape: tuple[int, ...]
+    label: str = ""
+    flops: float = 0.0
+    timed: bool = True
+    roundings: int = 2
+
+    @property
+    def point(self) -> str:
+        return self.label or point(self.shape, "")
 
 
 def checked_rows(rows: int, device: torch.device, seed: int) -> Tensor:

@@ -88,12 +88,12 @@ class Result:
 Run = Callable[[Inputs], Tensor]
 
 
-def drawn(point: Point, device: torch.device, seed: int) -> Inputs:
+def drawn(point: Point, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Random tensors; the pages of a sequence lie in random places."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=generator)
+        return torch.empty(shape, device=device, dtype=dtype).normal_(generator=generator)
 
     pages = point.batch * point.cached // point.page if point.page else point.batch
     shape = (pages, point.page or point.cached, point.kv_heads, point.dim)
@@ -140,16 +140,23 @@ def offers(provider: str, point: Point) -> bool:
 
 def error(point: Point, inputs: Inputs, result: Tensor) -> float:
     """The largest of ‖result - exact‖ / ‖exact‖ in fp64 over what is checked."""
+    return max(relative_error(checked(point, result, *at), exact(point, inputs, *at)) for at in CHECKED)
+
+
+def checked(point: Point, result: Tensor, sequence: int, head: int) -> Tensor:
+    """A result's part of one sequence and head of keys."""
+    ratio, head = point.heads // point.kv_heads, head % point.kv_heads
+    return result[sequence][None, :, head * ratio : (head + 1) * ratio]
+
+
+def exact(point: Point, inputs: Inputs, sequence: int, head: int) -> Tensor:
+    """That part in fp64."""
     from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 
-    ratio, found = point.heads // point.kv_heads, 0.0
-    for b, h in CHECKED:
-        h = h % point.kv_heads
-        queries = slice(h * ratio, (h + 1) * ratio)
-        k, v = (_cache_of(t, b, h, inputs.table).double() for t in (inputs.k, inputs.v))
-        q = inputs.q[b][None, :, queries].double()
-        exact, _ = FlashDecoding.reference(q, k, v, None, None, None, point.dim**-0.5, -1, 0, 0.0, 0)
-        found = max(found, relative_error(result[b][None, :, queries], exact))
+    k, v = (_cache_of(t, sequence, head, inputs.table).double() for t in (inputs.k, inputs.v))
+    q = checked(point, inputs.q, sequence, head).double()
+    found: Tensor
+    found, _ = FlashDecoding.reference(q, k, v, None, None, None, point.dim**-0.5, -1, 0, 0.0, 0)
     return found
 
 

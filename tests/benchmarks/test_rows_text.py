@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tuning.rows_text import Winner, write_rows
 from build_tools.errors import ProfileError
-from build_tools.rows_text import Winner, write_rows
 
 PROFILE = """# a chip
 

@@ -1,0 +1,57 @@
+"""What the tuner checks and times of decoding: 8 heads of keys, 8 query heads each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.decoding.decoding import CHECKED, Inputs, Point, checked, drawn, exact
+from benchmarks.workload import Workload
+
+Sizes = tuple[tuple[int, int], ...]  # batch, cached keys
+FEW: Sizes = ((1, 8192), (1, 32768), (8, 32768))
+SIZES: Sizes = ((1, 32768), (8, 32768), (24, 16384), (128, 8192))
+STREAMED: Sizes = ((20, 16384), (32, 8192), (32, 32768), (128, 8192))
+
+
+def workloads(
+    kernel: str,
+    n: int,
+    dtype: torch.dtype,
+    elements: int,
+    device: torch.device,
+    *,
+    sizes: Sizes,
+    page: int = 0,
+    tokens: int = 1,
+) -> list[Workload]:
+    """A call at each size; of caches that have more than 32 times ``elements`` a shorter one."""
+    found = []
+    for batch, cached in sizes:
+        most = 32 * elements // (batch * 8 * n)
+        keys = max(64, min(cached, most) // 64 * 64)
+        found.append(workload(Point(batch, keys, page, n, tokens=tokens), dtype, device))
+    return found
+
+
+def workload(point: Point, dtype: torch.dtype, device: torch.device) -> Workload:
+    inputs = drawn(point, device, 0, dtype)
+
+    def run(op: Any) -> tuple[Tensor, ...]:
+        return (call(op, inputs),)
+
+    return Workload(
+        run=run,
+        bytes=point.bytes,
+        reference=lambda: tuple(exact(point, inputs, *at) for at in CHECKED),
+        select=lambda results: tuple(checked(point, results[0], *at) for at in CHECKED),
+        shape=(point.batch, point.cached, point.kv_heads, point.dim),
+        label=f"{point.batch} x {point.cached}" + (f", pages of {point.page}" if point.page else ""),
+    )
+
+
+def call(op: Any, i: Inputs) -> Tensor:
+    found: Tensor = op(i.q, i.k, i.v, cache_seqlens=i.lengths, block_table=i.table)
+    return found
