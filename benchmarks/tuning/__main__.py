@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tuning import trial, tuner
-from benchmarks.tuning.candidates import target
+from benchmarks.tuning.candidates import rows, target
 from benchmarks.tuning.rows_text import Winner, write_rows
 from benchmarks.tuning.spaces import SPACES
 from build_tools.errors import BuildError
@@ -73,7 +73,7 @@ def _tune(kernel: str, options: argparse.Namespace) -> int:
     if options.list:
         for problem in problems:
             print(f"{kernel} {problem}:")
-            print("\n".join(f"  {dict(row)}" for row in tuner.rows(space, problem, of)))
+            print("\n".join(f"  {dict(row)}" for row in rows(space, problem, of)))
         return 0
 
     def attempt(folder: Path, jobs: Sequence[trial.Job]) -> Any:

@@ -14,7 +14,7 @@ from benchmarks.tuning.space import Problem, Row, Space
 from build_tools.audit import Audited, audit
 from build_tools.build import make_plans
 from build_tools.compile import try_variants
-from build_tools.declaration import Kernel, declared_ops, read_declaration
+from build_tools.declaration import Kernel, declared_ops, holds, read_declaration
 from build_tools.errors import AuditError, BuildError, ProfileError
 from build_tools.pack import write_op
 from build_tools.plan import (
@@ -25,10 +25,10 @@ from build_tools.plan import (
     combinations,
     dispatch_key,
     make_variant,
-    matches,
+    resolved,
 )
 from build_tools.profile import Profile, read_row
-from liger_aot.ops import module
+from liger_aot.ops.registry import module
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,29 @@ def rows(space: Space, problem: Problem, of: Target) -> list[Row]:
 
 def _now(problem: Problem, of: Target) -> list[Row]:
     """What the profile gives the longest size that is timed."""
-    plan = of.plans[0].kernels[of.kernel.name]
-    names = {
-        next(name for bound, name in entries if bound is None or max(problem.sizes) <= bound)
-        for key, entries in plan.tables.items()
-        if key.split("/")[0] == problem.dtypes[0] and key.endswith("/aligned")
-    }
-    if len(names) != 1:
-        return []
-    variant = plan.variants[names.pop()]
-    given = {k.lower(): v for k, v in variant.constants.items() if v != variant.form.defaults.get(k)}
-    return [{"form": variant.form.name, **given, **variant.options, **variant.host}]
+    plan, when = of.plans[0].kernels[of.kernel.name], {"dtype": problem.dtypes[:1], **problem.when}
+    found: list[Row] = []
+    for key, entries in plan.tables.items():
+        name = next(name for bound, name in entries if bound is None or max(problem.sizes) <= bound)
+        v = plan.variants[name]
+        if key.endswith("/aligned") and holds(when, v.axes):
+            usual = {**v.form.defaults, **of.kernel.decided(v.axes)}
+            given = {k.lower(): value for k, value in v.constants.items() if value != usual.get(k)}
+            found.append({"form": v.form.name, **given, **v.options, **v.host})
+    return found
 
 
 def variants(row: Row, problem: Problem, of: Target, where: str) -> tuple[Variant, ...]:
     """The row's, one for each choice of axes that it would serve; ProfileError where it asks for what is not there."""
-    raw = {**row, **problem.when, "max_n": max(problem.sizes), "dtype": list(problem.dtypes)}
-    read = read_row(where, raw, of.profile.arch)
+    when = {axis: list(values) for axis, values in problem.when.items()}
+    raw = {**row, **when, "max_n": max(problem.sizes), "dtype": list(problem.dtypes)}
+    read = resolved(of.kernel, read_row(where, raw, of.profile.arch))
     check_row(of.kernel, read, of.profile)
     requires = of.kernel.forms[read.form].requires
     return tuple(
         make_variant(of.op, of.kernel, read, axes, True)
-        for axes in combinations(of.kernel.axes)
-        if matches(read.when, axes, True) and matches(requires, axes, True)
+        for axes in combinations(of.kernel)
+        if all(holds(when, {**axes, "aligned": True}) for when in (read.when, requires))
     )
 
 

@@ -37,7 +37,7 @@ class Problem:
     max_n: int | None
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...] = HALVES
-    when: Mapping[str, Any] = field(default_factory=dict)
+    when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -50,7 +50,7 @@ class Problem:
         return 4 if "fp32" in self.dtypes else 2
 
     def __str__(self) -> str:
-        others = "".join(f", {axis} {value}" for axis, value in self.when.items())
+        others = "".join(f", {axis} {'/'.join(map(str, values))}" for axis, values in self.when.items())
         return f"n <= {self.max_n or 'any'}, {'/'.join(self.dtypes)}{others}"
 
 

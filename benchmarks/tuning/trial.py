@@ -29,7 +29,7 @@ from benchmarks.tuning.space import Space
 from benchmarks.tuning.spaces import SPACES
 from benchmarks.workload import Workload, largest_error, poisoned
 from build_tools.errors import BuildError
-from liger_aot.ops import module
+from liger_aot.ops.registry import module
 from liger_aot.runtime.devices import gpu
 from liger_aot.runtime.dispatch import Driver, GPUDriver, OpOn, Runtimes
 from liger_aot.runtime.manifest import OpManifest

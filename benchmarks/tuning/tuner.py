@@ -75,7 +75,12 @@ def best(problem: Problem, measured: Sequence[Measured]) -> Winner:
     winner = max(ran, key=least)
     reached = ", ".join(f"{_figure(figures)} at {point}" for point, figures in winner.points.items())
     comment = f"{reached}; worst of {len(ran)} {min(map(least, ran)):.2f} of the fastest"
-    return Winner(problem.max_n, problem.dtypes, {**winner.row, **problem.when}, comment)
+    return Winner(
+        problem.max_n,
+        problem.dtypes,
+        {**winner.row, **{axis: list(values) for axis, values in problem.when.items()}},
+        comment,
+    )
 
 
 def _figure(figures: Mapping[str, float]) -> str:

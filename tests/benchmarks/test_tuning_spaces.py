@@ -92,7 +92,7 @@ def test_a_name_that_the_declaration_lacks_is_an_error(wrong: dict[str, object],
 def test_other_axes_of_a_problem() -> None:
     of = target_of("rmsnorm_forward")
     row = {"form": "tile", "rows": 8, "block": 128, "num_warps": 4}
-    made = variants(row, Problem(128, (128,), when={"weight": ["fp32"]}), of, "a row")
+    made = variants(row, Problem(128, (128,), when={"weight": ("fp32",)}), of, "a row")
     assert {v.axes["weight"] for v in made} == {"fp32"} and len(made) == 2
 
 
