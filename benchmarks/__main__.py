@@ -48,10 +48,10 @@ def _summary(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a run's JSON")
     files = parser.parse_args(arguments).files
-    from benchmarks import records, summary
+    from benchmarks import records, tables
 
     try:
-        print(summary.render([records.read(file) for file in files]))
+        print(tables.compare([records.read(file) for file in files]))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return 0
@@ -78,10 +78,10 @@ def _performance(arguments: Sequence[str]) -> int:
 
 
 def _measure(arguments: Sequence[str]) -> int:
-    from benchmarks import entry, runner
+    from benchmarks import op_entry, runner
 
     parser = argparse.ArgumentParser("python -m benchmarks", description="Measure ops on this GPU.")
-    parser.add_argument("ops", nargs="+", metavar="OP", help=f"all, or: {', '.join(entry.modules())}")
+    parser.add_argument("ops", nargs="+", metavar="OP", help=f"all, or: {', '.join(op_entry.modules())}")
     parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
     parser.add_argument(
         "--effort", choices=runner.EFFORTS, default="full", help="of points and samples (default: full)"
@@ -102,15 +102,17 @@ def _measure(arguments: Sequence[str]) -> int:
     parser.add_argument("--commit", help="the commit measured, where the tree has no history")
     options = parser.parse_args(arguments)
     providers = options.providers.split(",")
-    ops = entry.modules() if options.ops == ["all"] else options.ops
-    unknown = [name for name in ops if name not in entry.modules()]
+    ops = op_entry.modules() if options.ops == ["all"] else options.ops
+    unknown = [name for name in ops if name not in op_entry.modules()]
     if unknown:
-        parser.error(f"no benchmark for {', '.join(unknown)}: there is one for {', '.join(entry.modules())}")
+        parser.error(
+            f"no benchmark for {', '.join(unknown)}: there is one for {', '.join(op_entry.modules())}"
+        )
     strangers = [name for name in providers if name not in NAMES]
     if strangers:
         parser.error(f"no provider {', '.join(strangers)}: there are {', '.join(NAMES)}")
     for name in ops if options.point else ():
-        known = list(dict.fromkeys(case.point for case in entry.load(name).cases()))
+        known = list(dict.fromkeys(case.point for case in op_entry.load(name).cases()))
         if not set(known) & set(options.point):
             parser.error(
                 f"{name} has none of the points {', '.join(options.point)}: it has {', '.join(known)}"
@@ -120,11 +122,11 @@ def _measure(arguments: Sequence[str]) -> int:
 
     if not torch.cuda.is_available():
         parser.error("a GPU is needed, and torch sees none here (plot needs none)")
-    from benchmarks import session, summary
+    from benchmarks import tables
 
     command = shlex.join(["python", "-m", "benchmarks", *arguments])
     runs = [
-        session.measure(
+        runner.measure_op(
             op,
             sections=options.only,
             providers=providers,
@@ -136,7 +138,7 @@ def _measure(arguments: Sequence[str]) -> int:
         )
         for op in ops
     ]
-    print(f"\n{summary.render(runs)}")
+    print(f"\n{tables.compare(runs)}")
     return int(any(run.select(provider=NAMES[0], status="error") for run in runs))
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import RESULTS, ROOT
 from benchmarks.records import Run
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"  # a folder for each GPU
 FIRST = "h200"  # the GPU on which sm90's launch numbers were measured: first in every table
 VERSIONS = (
     ("driver", "driver"),

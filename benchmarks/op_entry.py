@@ -9,9 +9,11 @@ for every provider.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +33,7 @@ from benchmarks.reference import (
     op_class,
 )
 from benchmarks.workload import Case, Problem, Workload, checked_rows, largest_error
+from build_tools.declaration import declared_ops
 
 # The row lengths of the norms: powers of two, and hidden sizes of models that are none.
 LENGTHS = (1024, 2048, 4096, 5120, 8192, 11008, 16384, 18944, 32768)
@@ -375,3 +378,25 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _present(results: Iterable[Tensor | None]) -> Tensors:
     return tuple(r for r in results if r is not None)
+
+
+def modules() -> dict[str, str]:
+    """The module of each op that has a benchmark, by the op's name: the file of that name in a family's folder,
+    which binds an `OpEntry` to the name `ENTRY`. Nothing else names it."""
+    files = {
+        path.stem: f"benchmarks.{path.parent.name}.{path.stem}"
+        for path in sorted(Path(__file__).parent.glob("*/*.py"))
+    }
+    return {op: files[op] for op in declared_ops() if op in files}
+
+
+def load(name: str) -> OpEntry:
+    """The benchmark of an op.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in (found := modules()):
+        raise ValueError(f"no benchmark for {name!r}: there is one for {', '.join(found)}")
+    entry: OpEntry = importlib.import_module(found[name]).ENTRY
+    return entry

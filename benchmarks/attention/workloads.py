@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention.attention import BACKWARD_FLOPS, TOKENS, WIDTH
-from benchmarks.attention.attention_forms import uneven
+from benchmarks.attention.attention import BACKWARD_FLOPS, TOKENS, WIDTH, uneven
 from benchmarks.workload import Workload
 
 ROUNDINGS = 4  # P or dS, the products' operands, the result

@@ -8,25 +8,19 @@ is compared with fp64, for some sequences and heads.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import environment, measure
-from benchmarks.ceiling import copy_calls
+from benchmarks import measure
+from benchmarks.measure import copy_calls
 from benchmarks.providers import COPY, first_line
-from benchmarks.session import RESULTS
+from benchmarks.steps import Command
 from benchmarks.workload import TOLERANCE, relative_error, rotated_sets
 
 LARGEST_COPY = 4 << 30  # bytes: the bandwidth of a copy does not change any more
@@ -219,41 +213,28 @@ def line(r: Result) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.decoding.decoding", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of all providers in turn")
-    parser.add_argument("--min-ms", type=float, default=10.0, help="device time of a provider in a round")
-    parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
-    parser.add_argument(
+    command = Command("benchmarks.decoding.decoding", __doc__, PROVIDERS)
+    add = command.parser.add_argument
+    add("--rounds", type=int, default=3, help="of all providers in turn")
+    add("--min-ms", type=float, default=10.0, help="device time of a provider in a round")
+    add(
         "--most-gigabytes",
         type=float,
         help="points of larger caches are left out (default: those that this GPU's memory does not hold twice)",
     )
-    parser.add_argument("--uneven", action="store_true", help="odd batches instead of the points")
-    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("a GPU is needed, and torch sees none here")
-    device = torch.device("cuda", 0)
-    command = shlex.join(["python", "-m", "benchmarks.decoding.decoding", *arguments])
-    seen = environment.observe(device, command=command, commit=options.commit, absent={})
-    folder = options.out or RESULTS / environment.folder_name(seen.gpu) / "steps"
-    file = folder / ("flash_decoding_uneven.json" if options.uneven else "flash_decoding_points.json")
-    most = largest_cache(device) if options.most_gigabytes is None else options.most_gigabytes * 1e9
+    add("--uneven", action="store_true", help="odd batches instead of the points")
+    options = command.read(arguments)
+    file = command.file("flash_decoding_uneven" if options.uneven else "flash_decoding_points")
+    most = largest_cache(command.device) if options.most_gigabytes is None else options.most_gigabytes * 1e9
     results: list[Result] = []
     for point in UNEVEN if options.uneven else POINTS:
         if point.bytes > most:
             continue
         print(point, flush=True)
-        found = at(point, options.providers.split(","), device, options.rounds, options.min_ms)
+        found = at(point, options.providers, command.device, options.rounds, options.min_ms)
         print("\n".join(map(line, found)), flush=True)
         results += found
-        content: dict[str, Any] = {"environment": dataclasses.asdict(seen)}
-        content["results"] = [dataclasses.asdict(r) for r in results]
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=1) + "\n")
+        file.keep(results=results)
         torch.cuda.empty_cache()
     return int(any(r.failed and r.provider == "liger_aot" for r in results))
 

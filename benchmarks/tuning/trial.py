@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import ceiling, measure
-from benchmarks.entry import load
+from benchmarks import measure
+from benchmarks.op_entry import load
 from benchmarks.providers import first_line
 from benchmarks.tuning.candidates import digest, target
 from benchmarks.tuning.space import Space
@@ -206,7 +206,7 @@ def tried(
             return {"refused": f"{work.point} did not launch it, but {', '.join(on._loaded)}"}
         if work.timed:
             copied = min(work.bytes, LARGEST_COPY)
-            (copy,) = ceiling.copy_calls(copied, machine.device, 1, 0)
+            (copy,) = measure.copy_calls(copied, machine.device, 1, 0)
             with torch.no_grad():
                 times = machine.milliseconds({"copy": copy.run, "op": partial(work.run, op)})
             points[work.point] = {

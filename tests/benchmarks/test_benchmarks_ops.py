@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import liger_aot
-from benchmarks import entry, op_entry, reference, runner, workload
+from benchmarks import op_entry, reference, runner, workload
 from benchmarks.activations import swiglu
 from benchmarks.norms import rmsnorm
 from benchmarks.softmax import softmax
@@ -18,7 +18,7 @@ from build_tools.declaration import read_declaration
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
-OPS = entry.modules()
+OPS = op_entry.modules()
 
 # Small shapes of the kind that an op's points have; (rows, n) where none is named.
 SMALL = {
@@ -32,12 +32,12 @@ SMALL = {
 
 
 def variants(op: str) -> list[str]:
-    return list(dict.fromkeys(case.variant for case in entry.load(op).points))
+    return list(dict.fromkeys(case.variant for case in op_entry.load(op).points))
 
 
 KINDS = [(op, variant) for op in OPS for variant in variants(op)]
 WAYS = [
-    way for op in OPS for way in dict.fromkeys((op, c.variant, c.direction) for c in entry.load(op).points)
+    way for op in OPS for way in dict.fromkeys((op, c.variant, c.direction) for c in op_entry.load(op).points)
 ]
 
 
@@ -46,7 +46,7 @@ def small_case(op: str, direction: str, dtype: torch.dtype = BF16, variant: str 
 
 
 def problem_of(case: Case, op: str, sets: int = 2) -> workload.Problem:
-    return entry.load(op).problem(case, CPU, sets, seed=0)
+    return op_entry.load(op).problem(case, CPU, sets, seed=0)
 
 
 @pytest.mark.parametrize(("op", "variant", "direction"), WAYS)
@@ -56,7 +56,7 @@ def test_providers_agree_with_the_reference(op: str, variant: str, direction: st
         with torch.set_grad_enabled(direction == "backward"):
             problem = problem_of(case, op)
             for provider in ("liger_aot", "torch"):
-                if not entry.load(op).offers(provider, variant):
+                if not op_entry.load(op).offers(provider, variant):
                     continue
                 calls = problem.calls(provider)
                 assert len(calls) == 2
@@ -70,7 +70,7 @@ def test_providers_agree_with_the_reference(op: str, variant: str, direction: st
 
 @pytest.mark.parametrize(("op", "variant"), KINDS)
 def test_formula_is_one_graph_and_right(op: str, variant: str) -> None:
-    one = entry.load(op)
+    one = op_entry.load(op)
     torch._dynamo.reset()
     compiled = torch.compile(one.formula(variant), fullgraph=True, dynamic=False, backend="eager")
     case = small_case(op, "forward", FP32, variant)
@@ -84,10 +84,10 @@ def test_formula_is_one_graph_and_right(op: str, variant: str) -> None:
 def test_every_kernel_has_a_workload(op: str) -> None:
     for kernel in read_declaration(op).kernels:
         n = 128 if op.startswith("rope") else 64
-        load = entry.load(op).workload(kernel, n, BF16, 2**16, CPU, seed=3)
+        load = op_entry.load(op).workload(kernel, n, BF16, 2**16, CPU, seed=3)
         ways = [way for way in ("forward", "backward") if way in kernel] or ["forward", "backward"]
         cases = [Case(way, BF16, load.shape, variant) for way in ways for variant in variants(op)]
-        assert load.bytes in map(entry.load(op).moved_bytes, cases)
+        assert load.bytes in map(op_entry.load(op).moved_bytes, cases)
         references = load.reference()
         assert all(one.dtype == torch.float64 or not one.is_floating_point() for one in references)
         error = workload.largest_error(load.select(load.run(liger_aot.load(op))), references)
@@ -96,7 +96,7 @@ def test_every_kernel_has_a_workload(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_small_calls_run(op: str) -> None:
-    one = entry.load(op)
+    one = op_entry.load(op)
     inputs = one.small_inputs(CPU)
     assert any(x.requires_grad for x in inputs)
     for provider in ("liger_aot", "torch"):
@@ -110,7 +110,7 @@ def test_small_calls_run(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_points_are_distinct_and_fewer_ones_among_them(op: str) -> None:
-    one = entry.load(op)
+    one = op_entry.load(op)
     cases = one.cases()
     assert len(set(cases)) == len(cases) and set(cases) == set(one.points)
     assert {case.direction for case in cases} == {"forward", "backward"}
@@ -166,7 +166,7 @@ Q_AND_K = 2 * 9 * (8 + 2) * 64
 def test_moved_bytes(op: str, shape: tuple[int, ...], variant: str, forward: int, backward: int) -> None:
     if op not in OPS:
         pytest.skip(f"{op} has no device code")
-    one = entry.load(op)
+    one = op_entry.load(op)
     assert one.moved_bytes(Case("forward", BF16, shape, variant)) == forward
     assert one.moved_bytes(Case("backward", BF16, shape, variant)) == backward
 
@@ -198,9 +198,9 @@ def test_references_are_those_of_torch() -> None:
     torch.testing.assert_close(found.backward(rows, (0, 1)), (dx[rows], dweight), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if entry.load(op).by_rows])
+@pytest.mark.parametrize("op", [op for op in OPS if op_entry.load(op).by_rows])
 def test_chunks_make_no_difference(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, case = entry.load(op), small_case(op, "backward", FP32)
+    one, case = op_entry.load(op), small_case(op, "backward", FP32)
     random = op_entry.Random(FP32, CPU, torch.Generator().manual_seed(1))
     arguments, grads = one._inputs_and_grads(case, random)
     wanted, public = one.wanted(arguments), one._public(case)
@@ -251,7 +251,7 @@ def test_errors_are_seen() -> None:
 @pytest.mark.parametrize(("n", "elements"), [(96, 96 * 300 + 17), (1, 5), (130, 131)])
 def test_workload_sizes(kernel: str, n: int, elements: int) -> None:
     op = kernel.partition("_")[0]
-    load = entry.load(op).workload(kernel, n, BF16, elements, CPU, seed=3)
+    load = op_entry.load(op).workload(kernel, n, BF16, elements, CPU, seed=3)
     assert load.shape == (elements // n, n)
     selected = load.select(load.run(liger_aot.load(op)))
     assert workload.largest_error(selected, load.reference()) < workload.TOLERANCE[BF16]
@@ -328,7 +328,7 @@ def test_a_provider_that_overwrites_gets_its_inputs_back(
     overwritten: op_entry.Overwritten,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = entry.load(op)
+    one = op_entry.load(op)
     monkeypatch.setattr(one, "liger", lambda variant: function.apply)
     monkeypatch.setattr(one, "overwritten", lambda provider, case: overwritten)
     with torch.enable_grad():
@@ -353,7 +353,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_liger_lacks_is_not_asked_of_it() -> None:
     assert swiglu.ENTRY.offers("liger", "packed")
     assert not softmax.ENTRY.offers("quack", "")
-    geglu, log_softmax = entry.load("geglu"), entry.load("log_softmax")
+    geglu, log_softmax = op_entry.load("geglu"), op_entry.load("log_softmax")
     assert geglu.offers("liger", "") and not geglu.offers("liger", "exact")
     assert not log_softmax.offers("liger", "")
 

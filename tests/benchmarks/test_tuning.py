@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import liger_aot
-from benchmarks import entry
+from benchmarks import op_entry
 from benchmarks.tuning import __main__ as command
 from benchmarks.tuning import trial, tuner
 from benchmarks.tuning.candidates import target
@@ -157,7 +157,9 @@ def test_wrong_results_and_other_kernels_are_refused(
         return why
 
     assert "error " in refused(replace(right, allowed={"bf16": 1e-9}))
-    other = entry.load("relu_squared").workload("relu_squared_backward", 64, torch.bfloat16, ELEMENTS, CPU, 0)
+    other = op_entry.load("relu_squared").workload(
+        "relu_squared_backward", 64, torch.bfloat16, ELEMENTS, CPU, 0
+    )
     gradients = replace(space, workloads=lambda *_: [other])
     assert "did not launch it, but relu_squared_backward" in refused(replace(right, space=gradients))
     broken = replace(space, workloads=lambda *_: [replace(other, run=lambda op: 1 // 0)])
@@ -198,7 +200,7 @@ def test_the_winner_is_nowhere_far_behind() -> None:
 
 def test_kernels_without_workloads_of_their_own_have_the_benchmark_s() -> None:
     assert {DECLARED[kernel] for kernel, space in SPACES.items() if space.workloads is None} <= set(
-        entry.modules()
+        op_entry.modules()
     )
 
 

@@ -5,23 +5,14 @@ Sizes are those of the models' public config.json files, written out: nothing is
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import importlib
-import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import environment
-from benchmarks.plot import plot
-from benchmarks.providers import absence
-from benchmarks.records import Environment
-from benchmarks.session import RESULTS
+from benchmarks.providers import OURS, absence
 
 
 @dataclass(frozen=True)
@@ -71,16 +62,6 @@ _TINY = {
 }  # fmt: skip
 SHAPES |= {f"tiny-{f}": Shape(f, "to try a benchmark on the CPU", _TINY) for f in ("phi3", "llama")}
 
-# What they are called here -> in tables and plots.
-LABELS = {
-    "liger_aot": "liger-aot",
-    "liger_aot_attention": "liger-aot, its attention too",
-    "liger_on_aot": "Liger's code on liger-aot",
-    "transformers": "Transformers",
-    "liger": "Liger (Triton JIT)",
-}
-OURS = "liger_aot"
-
 
 def absences(names: Sequence[str]) -> dict[str, str]:
     """Which of these can't run here, and why. Imports what they need: not for a process whose start is timed."""
@@ -117,39 +98,3 @@ def adopted(provider: str, family: str, model: Any) -> Any:
 
         liger_aot.apply(model, attention=provider == "liger_aot_attention")
     return model
-
-
-def seen_on(
-    device: torch.device, *, command: str, commit: str | None, absent: Mapping[str, str]
-) -> Environment:
-    """The environment of a run; of one on the CPU, which tries a benchmark, as far as there is one."""
-    if device.type == "cuda":
-        return environment.observe(device, command=command, commit=commit, absent=absent)
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    versions = (platform.python_version(), torch.__version__, None, None, None, None)
-    return Environment(
-        "CPU", 0, 0, "none", "none", *versions, now, commit or "unknown", command, dict(absent)
-    )
-
-
-def file_of(seen: Environment, benchmark: str, out: Path | None) -> Path:
-    """Where a run's results are kept."""
-    return (out or RESULTS / environment.folder_name(seen.gpu) / "steps") / f"{benchmark}.json"
-
-
-def keep(file: Path, benchmark: str, seen: Environment, **content: Any) -> None:
-    """Write what there is so far, whole: a run cut short keeps it."""
-    text = {"benchmark": benchmark, "environment": dataclasses.asdict(seen), **content}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(text, indent=1) + "\n")
-    partial.replace(file)
-
-
-def finish(file: Path, text: str) -> None:
-    """Print what was found and draw it."""
-    print(f"\n{text}\n\n{file}", flush=True)
-    try:
-        plot(file)
-    except (ImportError, ValueError) as error:
-        print(f"not drawn: {error}; `python -m benchmarks plot {file}` draws it where matplotlib is")
