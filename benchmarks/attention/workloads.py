@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.attention import BACKWARD_FLOPS, TOKENS, WIDTH, uneven
-from benchmarks.workload import Workload
+from benchmarks.measure import Call
+from benchmarks.workload import Workload, largest_error
 
 ROUNDINGS = 4  # P or dS, the products' operands, the result
 
@@ -101,13 +102,16 @@ class Sequences:
             (q,) if not calls.backward else (q, q, q, self._k, self._v)
         )  # o and do read, dq, dk and dv written
         tensors = (q, self._k, self._v, *written)
+        exact = tuple(t for at in self._checked for t in self._exact(*at))
+
+        def error(results: tuple[Tensor, ...]) -> float:
+            return largest_error([t for at in self._checked for t in self._part(results, *at)], exact)
+
         return Workload(
-            run=self._run,
+            call=lambda op: Call(lambda: self._run(op)),
+            error=error,
             bytes=sum(t.numel() * t.element_size() for t in tensors),
-            reference=lambda: tuple(t for at in self._checked for t in self._exact(*at)),
-            select=lambda results: tuple(t for at in self._checked for t in self._part(results, *at)),
-            shape=tuple(q.shape),
-            label=f"{'causal' if calls.causal else 'full'} {max(self._lengths_q)}",
+            point=f"{'causal' if calls.causal else 'full'} {max(self._lengths_q)}",
             flops=flops * (BACKWARD_FLOPS if calls.backward else 1),
             timed=timed,
             roundings=ROUNDINGS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.decoding.decoding import CHECKED, Inputs, Point, checked, drawn, exact
+from benchmarks.decoding.decoding import Point, drawn, error
+from benchmarks.measure import Call
 from benchmarks.workload import Workload
 
 Sizes = tuple[tuple[int, int], ...]  # batch, cached keys
@@ -37,21 +37,14 @@ def workloads(
 
 
 def workload(point: Point, dtype: torch.dtype, device: torch.device) -> Workload:
-    inputs = drawn(point, device, 0, dtype)
+    i = drawn(point, device, 0, dtype)
 
-    def run(op: Any) -> tuple[Tensor, ...]:
-        return (call(op, inputs),)
+    def call(op: Any) -> Call:
+        return Call(lambda: (op(i.q, i.k, i.v, cache_seqlens=i.lengths, block_table=i.table),))
 
     return Workload(
-        run=run,
+        call=call,
+        error=lambda results: error(point, i, results[0]),
         bytes=point.bytes,
-        reference=lambda: tuple(exact(point, inputs, *at) for at in CHECKED),
-        select=lambda results: tuple(checked(point, results[0], *at) for at in CHECKED),
-        shape=(point.batch, point.cached, point.kv_heads, point.dim),
-        label=f"{point.batch} x {point.cached}" + (f", pages of {point.page}" if point.page else ""),
+        point=f"{point.batch} x {point.cached}" + (f", pages of {point.page}" if point.page else ""),
     )
-
-
-def call(op: Any, i: Inputs) -> Tensor:
-    found: Tensor = op(i.q, i.k, i.v, cache_seqlens=i.lengths, block_table=i.table)
-    return found

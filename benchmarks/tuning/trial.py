@@ -12,14 +12,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.op_entry import load
@@ -27,7 +25,7 @@ from benchmarks.providers import first_line
 from benchmarks.tuning.candidates import digest, target
 from benchmarks.tuning.space import Space
 from benchmarks.tuning.spaces import SPACES
-from benchmarks.workload import Workload, largest_error, poisoned
+from benchmarks.workload import Workload, poisoned
 from build_tools.errors import BuildError
 from liger_aot.ops.registry import module
 from liger_aot.runtime.devices import gpu
@@ -103,7 +101,7 @@ class Machine:
     index: int  # of the device, as ops are bound to it
     multiprocessors: int
     driver: Callable[[str], Driver]  # of an op
-    milliseconds: Callable[[Mapping[str, Callable[[], object]]], dict[str, float]]  # of calls that take turns
+    milliseconds: Callable[[Mapping[str, measure.Call]], dict[str, float]]  # of calls that take turns
     synchronize: Callable[[], None]
 
 
@@ -119,8 +117,8 @@ def this_gpu() -> Machine:
     )
 
 
-def _milliseconds(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    subjects = {name: [measure.Call(call)] for name, call in calls.items()}
+def _milliseconds(calls: Mapping[str, measure.Call]) -> dict[str, float]:
+    subjects = {name: [call] for name, call in calls.items()}
     samples = measure.time_interleaved(subjects, rounds=2, min_ms=4.0)
     return {name: measure.summarize(times).median_ms for name, times in samples.items()}
 
@@ -139,7 +137,7 @@ class Subject:
     def workloads(self, n: int, dtype: str, device: torch.device) -> Sequence[Workload]:
         make = self.space.workloads
         if make is None:
-            return [load(self.op).workload(self.kernel, n, DTYPES[dtype], self.elements, device, n)]
+            return load(self.op).workloads(self.kernel, n, DTYPES[dtype], self.elements, device, n)
         return make(self.kernel, n, DTYPES[dtype], self.elements, device)
 
 
@@ -172,12 +170,12 @@ def bound(subject: Subject, candidate: int, machine: Machine) -> tuple[Any, OpOn
 
 def answers(subject: Subject, machine: Machine, jobs: Iterable[Job]) -> Iterator[Job]:
     """What is found of each job: a candidate at one n and dtype."""
-    made: tuple[Any, list[tuple[Workload, tuple[Tensor, ...]]]] = None, []
+    made: tuple[Any, Sequence[Workload]] = None, []
     for job in jobs:
         key = job["n"], job["dtype"]
         try:
             if made[0] != key:
-                made = key, [(w, w.reference()) for w in subject.workloads(*key, machine.device)]
+                made = key, subject.workloads(*key, machine.device)
         except Exception as error:  # every candidate of this size is without a workload
             yield {"refused": f"no workload: {type(error).__name__}: {first_line(error)}"}
             continue
@@ -187,33 +185,34 @@ def answers(subject: Subject, machine: Machine, jobs: Iterable[Job]) -> Iterator
             yield {"refused": f"{type(error).__name__}: {first_line(error)}", "fatal": True}
 
 
-def tried(
-    subject: Subject, machine: Machine, job: Job, workloads: Sequence[tuple[Workload, tuple[Tensor, ...]]]
-) -> Job:
+def tried(subject: Subject, machine: Machine, job: Job, workloads: Sequence[Workload]) -> Job:
     """One candidate: its error and, where it may be timed, milliseconds and the copy's by point."""
     points: dict[str, Job] = {}
     largest = 0.0
-    for work, reference in workloads:
+    for work in workloads:
         op, on = bound(subject, job["candidate"], machine)
-        with torch.no_grad(), poisoned():
-            error = largest_error(work.select(work.run(op)), reference)
-        machine.synchronize()
-        largest = max(largest, error)
-        allowed = subject.allowed[job["dtype"]] * work.roundings
-        if not error <= allowed:
-            return {"refused": f"error {error:.2e} > {allowed:.2e} at {work.point}", "error": error}
-        if not any(name.split("-")[0] == subject.kernel for name in on._loaded):
-            return {"refused": f"{work.point} did not launch it, but {', '.join(on._loaded)}"}
-        if work.timed:
-            copied = min(work.bytes, LARGEST_COPY)
-            (copy,) = measure.copy_calls(copied, machine.device, 1, 0)
-            with torch.no_grad():
-                times = machine.milliseconds({"copy": copy.run, "op": partial(work.run, op)})
-            points[work.point] = {
-                "milliseconds": times["op"],
-                "of_copy": times["copy"] / times["op"] * work.bytes / copied,
-                "tflops": work.flops / times["op"] / 1e9,
-            }
+        with torch.set_grad_enabled(work.grad):
+            with poisoned():
+                call = work.call(op)
+                if call.restore is not None:
+                    call.restore()
+                error = work.error(call.run())
+            machine.synchronize()
+            largest = max(largest, error)
+            allowed = subject.allowed[job["dtype"]] * work.roundings
+            if not error <= allowed:
+                return {"refused": f"error {error:.2e} > {allowed:.2e} at {work.point}", "error": error}
+            if not any(name.split("-")[0] == subject.kernel for name in on._loaded):
+                return {"refused": f"{work.point} did not launch it, but {', '.join(on._loaded)}"}
+            if work.timed:
+                copied = min(work.bytes, LARGEST_COPY)
+                (copy,) = measure.copy_calls(copied, machine.device, 1, 0)
+                times = machine.milliseconds({"copy": copy, "op": call})
+                points[work.point] = {
+                    "milliseconds": times["op"],
+                    "of_copy": times["copy"] / times["op"] * work.bytes / copied,
+                    "tflops": work.flops / times["op"] / 1e9,
+                }
     return {"refused": None, "error": largest, "points": points}
 
 

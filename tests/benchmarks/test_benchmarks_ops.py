@@ -13,8 +13,9 @@ from benchmarks import op_entry, reference, runner, workload
 from benchmarks.activations import swiglu
 from benchmarks.norms import rmsnorm
 from benchmarks.softmax import softmax
+from benchmarks.tuning.spaces import SPACES
 from benchmarks.workload import Case
-from build_tools.declaration import read_declaration
+from tests.benchmarks.test_tuning_spaces import DECLARED
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -80,18 +81,22 @@ def test_formula_is_one_graph_and_right(op: str, variant: str) -> None:
     assert problem.check(results if isinstance(results, tuple) else (results,)) < 1e-5
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_kernel_has_a_workload(op: str) -> None:
-    for kernel in read_declaration(op).kernels:
-        n = 128 if op.startswith("rope") else 64
-        load = op_entry.load(op).workload(kernel, n, BF16, 2**16, CPU, seed=3)
-        ways = [way for way in ("forward", "backward") if way in kernel] or ["forward", "backward"]
-        cases = [Case(way, BF16, load.shape, variant) for way in ways for variant in variants(op)]
-        assert load.bytes in map(op_entry.load(op).moved_bytes, cases)
-        references = load.reference()
-        assert all(one.dtype == torch.float64 or not one.is_floating_point() for one in references)
-        error = workload.largest_error(load.select(load.run(liger_aot.load(op))), references)
-        assert error < workload.TOLERANCE[BF16]
+TUNED = [k for k, space in SPACES.items() if space.workloads is None]
+
+
+@pytest.mark.parametrize("kernel", TUNED)
+def test_every_tuned_kernel_has_a_workload(kernel: str) -> None:
+    op = DECLARED[kernel]
+    n = 128 if op.startswith("rope") else 64
+    works = op_entry.load(op).workloads(kernel, n, BF16, 2**16, CPU, seed=3)
+    assert works[0].timed and not any(work.timed for work in works[1:])
+    for work in works:
+        with torch.set_grad_enabled(work.grad):
+            results = work.call(liger_aot.load(op)).run()
+        assert work.error(results) < workload.TOLERANCE[BF16] and work.bytes > 0 and work.point
+        for result in results:
+            result.data[(-1,) * result.dim()] = float("nan")
+        assert work.error(results) == float("inf")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -204,24 +209,15 @@ def test_chunks_make_no_difference(op: str, monkeypatch: pytest.MonkeyPatch) -> 
     random = op_entry.Random(FP32, CPU, torch.Generator().manual_seed(1))
     arguments, grads = one._inputs_and_grads(case, random)
     wanted, public = one.wanted(arguments), one._public(case)
-    tensors, settings = reference.bind(op, lambda op: one.invoke(op, ""), arguments)
-    raw = reference.RawCall(op, settings)
     rows = workload.checked_rows(len(grads[0]), CPU, seed=0)
 
     def found() -> tuple[torch.Tensor, ...]:
         called = reference.Reference(public, arguments, grads, one.shared)
-        inner = reference.Reference(raw, tensors, grads, one.shared)
-        of_call = (*called.forward(rows), *called.backward(rows, wanted))
-        return *of_call, *inner.forward(rows), *inner.backward(rows, wanted)
+        return *called.forward(rows), *called.backward(rows, wanted)
 
-    def results() -> list[torch.Tensor]:
-        whole = reference.Reference(raw, tensors, grads, one.shared).results()
-        return [r for r in whole if r is not None]
-
-    expected, kept = found(), results()
+    expected = found()
     monkeypatch.setattr(reference, "FP64_CHUNK_ELEMENTS", 100)
     torch.testing.assert_close(found(), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(results(), kept, rtol=1e-6, atol=1e-6)
 
 
 def test_checked_rows_hold_both_ends() -> None:
@@ -245,29 +241,31 @@ def test_errors_are_seen() -> None:
 # The tuner's workloads -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kernel", ["rmsnorm_forward", "rmsnorm_backward", "swiglu_forward", "swiglu_backward"]
-)
+@pytest.mark.parametrize("kernel", ["rmsnorm_forward", "swiglu_backward"])
 @pytest.mark.parametrize(("n", "elements"), [(96, 96 * 300 + 17), (1, 5), (130, 131)])
 def test_workload_sizes(kernel: str, n: int, elements: int) -> None:
     op = kernel.partition("_")[0]
-    load = op_entry.load(op).workload(kernel, n, BF16, elements, CPU, seed=3)
-    assert load.shape == (elements // n, n)
-    selected = load.select(load.run(liger_aot.load(op)))
-    assert workload.largest_error(selected, load.reference()) < workload.TOLERANCE[BF16]
+    work, *_ = op_entry.load(op).workloads(kernel, n, BF16, elements, CPU, seed=3)
+    with torch.set_grad_enabled(work.grad):
+        results = work.call(liger_aot.load(op)).run()
+    assert results[0].shape == (elements // n, n)
+    assert work.error(results) < workload.TOLERANCE[BF16]
 
 
-def test_workload_gives_what_only_a_backward_needs() -> None:
-    load = rmsnorm.ENTRY.workload("rmsnorm_forward", 32, BF16, 3200, CPU, seed=1)
-    y, rstd = load.run(liger_aot.load("rmsnorm"))
-    assert y.shape == (100, 32) and rstd.shape == (100,) and rstd.dtype == FP32
-    assert [one.shape for one in load.reference()] == [(64, 32), (64, 1)]
+def test_what_a_forward_keeps_for_the_backward_is_checked() -> None:
+    timed, check = rmsnorm.ENTRY.workloads("rmsnorm_forward", 32, BF16, 3200, CPU, seed=1)
+    assert timed.timed and not timed.grad and check.grad and not check.timed
+    op = liger_aot.load("rmsnorm")
+    assert [r.shape for r in check.call(op).run()] == [(100, 32), (32,)]
+    wrong = check.call(op).run()
+    wrong[0].mul_(1.1)
+    assert check.error(wrong) == pytest.approx(0.1, rel=0.1)
 
 
 def test_workload_inputs_depend_on_the_seed_alone() -> None:
     def first(seed: int) -> torch.Tensor:
-        load = rmsnorm.ENTRY.workload("rmsnorm_forward", 32, BF16, 3200, CPU, seed)
-        return load.run(liger_aot.load("rmsnorm"))[0]
+        work, _ = rmsnorm.ENTRY.workloads("rmsnorm_forward", 32, BF16, 3200, CPU, seed)
+        return work.call(liger_aot.load("rmsnorm")).run()[0]
 
     assert torch.equal(first(5), first(5))
     assert not torch.equal(first(5), first(6))
@@ -275,9 +273,9 @@ def test_workload_inputs_depend_on_the_seed_alone() -> None:
 
 def test_workload_refuses_what_it_cannot_make() -> None:
     with pytest.raises(ValueError, match="rmsnorm_sideways"):
-        rmsnorm.ENTRY.workload("rmsnorm_sideways", 32, BF16, 3200, CPU, 0)
+        rmsnorm.ENTRY.workloads("rmsnorm_sideways", 32, BF16, 3200, CPU, 0)
     with pytest.raises(ValueError, match="row of 4096"):
-        rmsnorm.ENTRY.workload("rmsnorm_forward", 4096, BF16, 100, CPU, 0)
+        rmsnorm.ENTRY.workloads("rmsnorm_forward", 4096, BF16, 100, CPU, 0)
 
 
 # Providers -------------------------------------------------------------------------------------------------
