@@ -61,8 +61,8 @@ def made_on(*environments: Mapping[str, Any]) -> str:
         days = dates.setdefault((environment["gpu"], *known), set())
         days |= {environment["date"][:10]} if environment.get("date") else set()
     told = []
-    for (gpu, *known), days in dates.items():
-        inside = [*known, *([" and ".join(sorted(days))] if days else [])]
+    for (gpu, *versions), days in dates.items():
+        inside = [*versions, *([" and ".join(sorted(days))] if days else [])]
         told.append(f"one {gpu} ({', '.join(inside)})" if inside else f"one {gpu}")
     return " and ".join(told)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import records, tables
-from benchmarks.markdown import ROOT, Gpu, gpus, link, made_in, made_on, table, table_by_gpu
+from benchmarks.environment import ROOT
+from benchmarks.markdown import Gpu, gpus, link, made_in, made_on, table, table_by_gpu
 from benchmarks.providers import COPY, NAMES, label, short_label
 from benchmarks.records import Measurement, Run
 

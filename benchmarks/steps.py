@@ -54,7 +54,9 @@ class Command:
                 self.parser.error(
                     f"no provider {', '.join(strangers)}: there are {', '.join(self._providers)}"
                 )
-        self.device = torch.device(getattr(options, "device", "cuda"), None)
+        self.device = (
+            torch.device("cpu") if getattr(options, "device", "") == "cpu" else torch.device("cuda", 0)
+        )
         if self.device.type == "cuda" and not torch.cuda.is_available():
             self.parser.error("a GPU is needed, and torch sees none here")
         self._options = options

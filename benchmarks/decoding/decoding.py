@@ -53,8 +53,6 @@ POINTS = (
     *(Point(32, 32768, dim=dim) for dim in (64, 96, 192, 256)),
     Point(32, 32768, kv_heads=64),  # no head of keys is shared
 )  # fmt: skip
-# Odd numbers of programs, between the points above: what the choice of shares makes of them.
-UNEVEN = tuple(Point(batch, 16384) for batch in (3, 5, 12, 17, 20, 40, 48, 64, 100))
 
 
 @dataclass(frozen=True)
@@ -222,12 +220,11 @@ def main(arguments: Sequence[str]) -> int:
         type=float,
         help="points of larger caches are left out (default: those that this GPU's memory does not hold twice)",
     )
-    add("--uneven", action="store_true", help="odd batches instead of the points")
     options = command.read(arguments)
-    file = command.file("flash_decoding_uneven" if options.uneven else "flash_decoding_points")
+    file = command.file("flash_decoding_points")
     most = largest_cache(command.device) if options.most_gigabytes is None else options.most_gigabytes * 1e9
     results: list[Result] = []
-    for point in UNEVEN if options.uneven else POINTS:
+    for point in POINTS:
         if point.bytes > most:
             continue
         print(point, flush=True)

@@ -31,8 +31,6 @@ PHASES = ("import Transformers", "make the model", "adopt it", "run it")
 BATCH, TOKENS = 4, 512  # of the training step
 PROMPT = 128
 ALIKE = 2  # phases that are the same work for all; what an import takes varies by more than all else of ours
-MINE = (OURS, "liger_aot_attention")
-MOST_OF_LIGER = 0.1  # wanted of ours: of Liger's time to either goal in the other phases
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,10 @@ def table(results: Sequence[Result]) -> str:
                 lines.append(f"  {MODEL_LABELS[r.provider]:30s} {r.failed}")
                 continue
             cells = [f"{seconds:20.3f}" for seconds in (*r.phases, r.total)]
-            mark = ""
             if liger and liger.total:
                 own = sum(r.phases[ALIKE:]) / sum(liger.phases[ALIKE:])
                 cells += [f"{r.total / liger.total:20.3f}", f"{own:20.3f}"]
-                mark = "  MORE THAN WANTED" * (r.provider in MINE and own > MOST_OF_LIGER)
-            lines.append(f"  {MODEL_LABELS[r.provider]:30s}{''.join(cells)}{mark}")
+            lines.append(f"  {MODEL_LABELS[r.provider]:30s}{''.join(cells)}")
     return "\n".join(lines)
 
 

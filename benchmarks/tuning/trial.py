@@ -196,7 +196,8 @@ def tried(subject: Subject, machine: Machine, job: Job, workloads: Sequence[Work
                 call = work.call(op)
                 if call.restore is not None:
                     call.restore()
-                error = work.error(call.run())
+                results: Any = call.run()
+                error = work.error(results)
             machine.synchronize()
             largest = max(largest, error)
             allowed = subject.allowed[job["dtype"]] * work.roundings

@@ -9,7 +9,8 @@ from typing import Any
 
 import liger_aot
 from benchmarks import markdown, performance, records, tables
-from benchmarks.markdown import FIRST, ROOT, Gpu, link, made_in
+from benchmarks.environment import ROOT
+from benchmarks.markdown import FIRST, Gpu, link, made_in
 from benchmarks.providers import COPY, label
 from benchmarks.records import Run
 from build_tools.declaration import op_path

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.decoding import decoding
-from benchmarks.decoding.decoding import POINTS, UNEVEN, Point
+from benchmarks.decoding.decoding import POINTS, Point
 
 CPU = torch.device("cpu")
 SMALL = Point(batch=2, cached=96, dim=16, heads=6, kv_heads=2)
@@ -37,10 +37,10 @@ def test_peers_have_what_they_can() -> None:
 
 
 def test_points() -> None:
-    assert len(set(POINTS)) == len(POINTS) and not set(POINTS) & set(UNEVEN)
+    assert len(set(POINTS)) == len(POINTS)
     inputs = decoding.drawn(SMALL, CPU, 0)
     assert SMALL.bytes == sum(t.numel() * t.element_size() for t in (inputs.k, inputs.v))
-    for point in (*POINTS, *UNEVEN):
+    for point in POINTS:
         assert point.heads % point.kv_heads == 0 and (not point.page or point.cached % point.page == 0)
 
 

@@ -13,7 +13,8 @@ import torch
 
 import liger_aot
 from benchmarks import performance, records
-from benchmarks.markdown import ROOT, gpus
+from benchmarks.environment import ROOT
+from benchmarks.markdown import gpus
 from benchmarks.records import Run
 from docs.generate import __main__ as generate
 from docs.generate import chart, docstring, facts, op_page, support
