@@ -53,18 +53,18 @@ def table_by_gpu(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def made_on(*environments: Mapping[str, Any]) -> str:
-    """The GPU, versions and dates of runs, as far as their files have them; runs that differ in the date alone are
-    told together."""
+    """The GPU, versions and dates of runs, as far as their files have them. Runs that differ in the date alone
+    are named once."""
     dates: dict[tuple[str, ...], set[str]] = {}
     for environment in environments:
         known = (f"{label} {environment[key]}" for key, label in VERSIONS if environment.get(key))
         days = dates.setdefault((environment["gpu"], *known), set())
         days |= {environment["date"][:10]} if environment.get("date") else set()
-    told = []
+    parts = []
     for (gpu, *versions), days in dates.items():
         inside = [*versions, *([" and ".join(sorted(days))] if days else [])]
-        told.append(f"one {gpu} ({', '.join(inside)})" if inside else f"one {gpu}")
-    return " and ".join(told)
+        parts.append(f"one {gpu} ({', '.join(inside)})" if inside else f"one {gpu}")
+    return " and ".join(parts)
 
 
 def made_in(run: Run) -> str:
@@ -77,7 +77,7 @@ def made_in(run: Run) -> str:
 
 
 def link(path: Path, start: Path = ROOT) -> str:
-    """To a file of the tree, from a page in ``start``; the name alone of any other file."""
+    """A Markdown link from a page in ``start`` to a file of the tree; of any other file its name."""
     if not path.is_relative_to(ROOT):
         return path.name
     return f"[{path.name}]({os.path.relpath(path, start)})"

@@ -95,9 +95,10 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch.empty returns holds NaN: what is never written is no right result that lay there before.
+    """torch.empty returns memory filled with NaN, so that an element that is never written fails the check.
 
-    torch fills it in its deterministic mode alone. The ops don't see that mode: they take the kernels of before.
+    torch fills memory in its deterministic mode only. The mode is hidden from the ops, which would choose other
+    kernels.
     """
     settings: Any = torch.utils.deterministic  # without type hints
     asked, filled = torch.are_deterministic_algorithms_enabled, settings.fill_uninitialized_memory

@@ -65,8 +65,8 @@ def providers(
     device: str = "cuda",
     tokens: int = TOKENS,
 ) -> tuple[dict[str, Run], float]:
-    """What ours and the peers named call, on one set of tensors in (batch, length, heads, dim): the output, or the
-    gradients of a forward that ran before; and its FLOPs."""
+    """A function for ours and for each peer named, on the same tensors, (batch, length, heads, dim), and the FLOPs of
+    one call. It returns the output, or the gradients of a forward that ran before."""
     heads = WIDTH // dim
     kv_heads = heads // GROUP if form == "gqa" else heads
     varlen = form == "varlen"
@@ -128,7 +128,7 @@ def _backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], do: Ten
 
 
 def milliseconds(run: Run, count: int) -> float:
-    """Of one call, on the device: the mean of ``count`` that follow each other."""
+    """Device time of one call: the mean of ``count`` calls in a row."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(count):
@@ -147,7 +147,7 @@ def measure(
     names: Sequence[str],
     rounds: int,
 ) -> dict[str, float]:
-    """TFLOP/s by provider, and by form where there are several; those that fail are left out."""
+    """TFLOP/s by provider, or by form and provider where there are several forms. Providers that fail are left out."""
     runs: dict[str, tuple[Run, float]] = {}
     for form in forms:
         if form == "gqa" and WIDTH // dim % GROUP:
@@ -168,7 +168,7 @@ def measure(
 
 
 def _tried(name: str, run: Run) -> tuple[Tensor, ...] | None:
-    """The result; None, and a word, where a peer does not have the case."""
+    """The result, or None where a peer does not support the case; the reason goes to stderr."""
     try:
         return tuple(t.float() for t in run())
     except RuntimeError as error:

@@ -1,5 +1,4 @@
-"""What the tuner checks and times of attention: 2048 columns in all heads, results and gradients of some heads against
-fp64."""
+"""The tuner's calls of attention: heads * dim is 2048. Results and gradients of some heads are checked against fp64."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Calls:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Keys that a row sees before and behind its own; -1: all."""
+        """How many keys before and after its own a query sees; -1: all."""
         return (-1 if self.window is None else self.window, 0 if self.causal else -1)
 
     def keywords(self) -> dict[str, Any]:
@@ -48,7 +47,7 @@ class Calls:
         return found | ({"deterministic": self.deterministic} if self.backward else {})
 
     def pairs(self, length: int) -> float:
-        """Of queries and keys that meet in a sequence."""
+        """Pairs of a query and a key that it sees, in a sequence."""
         if self.window is not None and self.window < length:
             seen = self.window + 1
             return seen * (seen + 1) / 2 + (length - seen) * seen
@@ -58,8 +57,8 @@ class Calls:
 def workloads(
     calls: Calls, kernel: str, n: int, dtype: torch.dtype, elements: int, device: torch.device
 ) -> list[Workload]:
-    """Calls with each length, of about ``elements`` elements at most, and a small one with heads that share keys and
-    lengths that divide by nothing, which is checked alone."""
+    """A call with sequences of each length, at most about ``elements`` elements, and a small one that is checked but
+    not timed: grouped queries, and lengths that are no multiple of a block."""
     tokens, heads = min(TOKENS, elements // WIDTH), WIDTH // n
     found = [
         Sequences(calls, (200, 77, 5), (200, 77, 130) if calls.varlen else (300,) * 3, 4, 2, n, dtype, device)
@@ -73,7 +72,7 @@ def workloads(
 
 
 class Sequences:
-    """Random sequences one after another, as varlen calls have them; dense calls see them as a batch."""
+    """Random sequences, stored one after another as in varlen calls. Dense calls take them as a batch."""
 
     def __init__(
         self, calls: Calls, lengths_q: Sequence[int], lengths_k: Sequence[int], heads: int, kv_heads: int, dim: int,
@@ -170,7 +169,7 @@ class Sequences:
         return tuple(g[0] for g in found[:3])
 
     def _forward(self) -> tuple[Tensor, Tensor]:
-        """o, rounded to the dtype, and lse by the fp32 reference: what a backward is handed."""
+        """o, rounded to the dtype, and lse, by the fp32 reference: the backward's inputs."""
         o = torch.empty_like(self._q)
         lse = torch.empty(self._q.shape[1], self._q.shape[0], device=self._q.device)
         for sequence in range(len(self._lengths_q)):

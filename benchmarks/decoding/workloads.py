@@ -1,4 +1,4 @@
-"""What the tuner checks and times of decoding: 8 heads of keys, 8 query heads each."""
+"""The tuner's calls of decoding: 8 KV heads, 8 query heads for each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def workloads(
     page: int = 0,
     tokens: int = 1,
 ) -> list[Workload]:
-    """A call at each size; of caches that have more than 32 times ``elements`` a shorter one."""
+    """A call at each size. Caches are cut to 32 * ``elements`` elements."""
     found = []
     for batch, cached in sizes:
         most = 32 * elements // (batch * 8 * n)

@@ -1,8 +1,9 @@
 """Cross entropy, (rows, vocabulary) logits and a target a row, the mean over rows.
 
-"backward" is a training step: the loss with its gradient wanted, and the backward, since who finds the gradient in the
-forward has next to nothing left to do then. The variant "inplace" lets ours write it over the logits; Liger always
-does, torch never. Bytes count the logits once forward, and for a step their reading and the writing of the gradient.
+"backward" is a training step: the loss with its gradient wanted, and the backward, since a provider that computes the
+gradient in the forward has little left to do in the backward. The variant "inplace" lets ours write it over the
+logits; Liger always does, torch never. Bytes count the logits once forward, and for a step their reading and the
+writing of the gradient.
 """
 
 from __future__ import annotations

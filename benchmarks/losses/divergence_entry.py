@@ -1,8 +1,8 @@
 """The base of the benchmarks of losses between two distributions, (rows, n) log-probabilities or probabilities each.
 
-"backward" is a training step: the loss with its gradient wanted, and the backward. Who finds the gradient in the
-forward has next to nothing left to do then, so neither half says anything alone. Bytes count each tensor once: forward
-both arguments, a step their reading and the writing of the student's gradient.
+"backward" is a training step: the loss with its gradient wanted, and the backward. A provider that computes the
+gradient in the forward has little left to do in the backward, so neither half is timed alone. Bytes count each tensor
+once: forward both arguments, a step their reading and the writing of the student's gradient.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class DivergenceEntry(OpEntry):
 
 
 class _Asked(Exception):
-    """Carries what a public call hands on."""
+    """Carries the settings of a public call."""
 
 
 def _settings(op: str, invoke: Invoke) -> tuple[Any, ...]:
-    """What an op's raw functions get beside tensors."""
+    """What the public call passes to the op's kernels beside tensors."""
 
     class Recorder(op_class(op)):  # type: ignore[misc]
         def differentiable(self, tensors: Any, settings: tuple[Any, ...] = (), out: Any = None) -> Any:

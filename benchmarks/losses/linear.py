@@ -84,7 +84,8 @@ class LinearLoss:
 
 
 def step(loss: Loss, inputs: Inputs, wide_gradient: bool = False) -> Callable[[], Tensor]:
-    """Forward and backward. A float32 gradient of a bf16 weight stays one, where this torch can say so."""
+    """Forward and backward. A float32 gradient of a bf16 weight stays float32 where this torch supports it
+    (grad_dtype)."""
     wide_gradient = wide_gradient and hasattr(inputs.weight, "grad_dtype")
 
     def run() -> Tensor:
@@ -98,7 +99,7 @@ def step(loss: Loss, inputs: Inputs, wide_gradient: bool = False) -> Callable[[]
 
 
 def errors(loss: Tensor, inputs: Inputs, exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """By name in ``exact``, after a step."""
+    """Relative errors after a step, by name as in ``exact``."""
     assert inputs.input.grad is not None and inputs.weight.grad is not None
     got = {"loss": loss, "input": inputs.input.grad, "weight": inputs.weight.grad}
     return {
@@ -107,7 +108,7 @@ def errors(loss: Tensor, inputs: Inputs, exact: Mapping[str, Tensor]) -> dict[st
 
 
 def peak(run: Callable[[], Tensor], inputs: Inputs) -> float:
-    """GiB that a step takes beside what was there before it."""
+    """GiB that a step allocates, at its peak."""
     inputs.forget()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -121,8 +122,8 @@ def peak(run: Callable[[], Tensor], inputs: Inputs) -> float:
 def prepared(
     of: LinearLoss, shape: Shape, name: str, inputs: Inputs, exact: Mapping[str, Tensor]
 ) -> tuple[Callable[[], Tensor], Result] | Result:
-    """A provider's step, checked, and what is known before it is timed; or how it failed: a peer that cannot do a
-    point is a result, not the run's end."""
+    """A provider's step, checked, with its peak memory and errors; or why it failed. A peer that fails at a point is a
+    result and does not end the run."""
     try:
         wide = name.startswith("liger_aot") and name.endswith("float32 dW")
         run = step(of.providers[name](), inputs, wide)
@@ -227,7 +228,7 @@ def compiled(loss: Loss) -> Loss:
 
 
 def three_products(inputs: Inputs) -> Callable[[], None]:
-    """The three alone, on this data: the gradient of the logits is that of the loss."""
+    """The three alone, on this data, with the loss's own gradient of the logits."""
     x, w, (target,) = inputs.input.detach(), inputs.weight.detach(), inputs.others
     rows = x.shape[0]
     g, logits = torch.mm(x, w.t()), torch.empty(rows, w.shape[0], device=x.device, dtype=x.dtype)

@@ -1,5 +1,5 @@
-"""Candidate rows made ready to be tried: planned, compiled, audited, and written as packs that share one file of
-binaries. None of it needs a GPU."""
+"""From candidate rows to packs: planned, compiled, audited, and written with one file of binaries for all. No GPU is
+needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from liger_aot.ops.registry import module
 
 @dataclass(frozen=True)
 class Target:
-    """The kernel to tune, with the plans of its op and of the ops that this one launches."""
+    """The kernel to tune, with the plans of its op and of the ops whose kernels that op launches."""
 
     kernel: Kernel
     op: str
@@ -43,7 +43,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row, ready: ``tables`` are its binaries by dispatch key; ``refused`` says why there are none."""
+    """A row with its binaries by dispatch key (``tables``), or the reason why it has none (``refused``)."""
 
     row: Row
     tables: Mapping[str, str]
@@ -67,7 +67,7 @@ def rows(space: Space, problem: Problem, of: Target) -> list[Row]:
 
 
 def _now(problem: Problem, of: Target) -> list[Row]:
-    """What the profile gives the longest size that is timed."""
+    """The profile's present rows for the largest size that is timed."""
     plan, when = of.plans[0].kernels[of.kernel.name], {"dtype": problem.dtypes[:1], **problem.when}
     found: list[Row] = []
     for key, entries in plan.tables.items():
@@ -81,7 +81,8 @@ def _now(problem: Problem, of: Target) -> list[Row]:
 
 
 def variants(row: Row, problem: Problem, of: Target, where: str) -> tuple[Variant, ...]:
-    """The row's, one for each choice of axes that it would serve; ProfileError where it asks for what is not there."""
+    """The row's binaries, one for each choice of axes that it serves. ProfileError where it names what the kernel or
+    the chip does not have."""
     when = {axis: list(values) for axis, values in problem.when.items()}
     raw = {**row, **when, "max_n": max(problem.sizes), "dtype": list(problem.dtypes)}
     read = resolved(of.kernel, read_row(where, raw, of.profile.arch))
@@ -98,7 +99,7 @@ def prepare(
     of: Target, problem: Problem, candidates: Sequence[Row], folder: Path, workers: int | None = None
 ) -> list[Candidate]:
     """Compile and audit all candidates and write ``folder``: a file of binaries for each op, and for each candidate
-    that is left a folder of manifests, named by its number."""
+    that passes a folder of manifests, named by its number."""
     made = [_planned(row, problem, of, f"candidate {i + 1}") for i, row in enumerate(candidates)]
     every = [v for p in of.plans for v in p.variants] + [v for m in made if not isinstance(m, str) for v in m]
     audited = _audited(every, of.profile, workers)

@@ -63,7 +63,7 @@ def _parse(path: Path, line: str) -> dict[str, Any]:
 
 
 def _narrowed(row: dict[str, Any], line: str, winners: Sequence[Winner]) -> list[tuple[dict[str, Any], str]]:
-    """What is left of a row beside winners at its very bound: it keeps the dtypes that they don't hold."""
+    """A row beside winners with the same bound: it keeps the dtypes that no winner has."""
     dtypes = row.get("dtype", ["bf16", "fp16", "fp32"])
     wanted = [dtypes] if isinstance(dtypes, str) else dtypes
     held = {d for w in winners if w.max_n == row.get("max_n") for d in w.dtypes}

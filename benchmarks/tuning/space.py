@@ -59,12 +59,12 @@ Workloads = Callable[[str, int, torch.dtype, int, torch.device], Sequence[Worklo
 
 @dataclass(frozen=True)
 class Space:
-    """One kernel's.
+    """The search space of one kernel.
 
     Attributes:
-        workloads: (kernel, n, dtype, elements, device) -> what a candidate is checked and timed on; None: the workload
-            of the op's benchmark.
-        without: the beginnings of the names of kernels that are taken away, where the host would rather take those.
+        workloads: (kernel, n, dtype, elements, device) -> the calls by which a candidate is checked and timed; None:
+            those of the op's benchmark.
+        without: prefixes of the names of kernels that are hidden from the host, which would choose them instead.
     """
 
     problems: tuple[Problem, ...]
@@ -81,12 +81,12 @@ def grid(**keys: Any) -> Iterator[Row]:
 
 
 def power(n: int) -> int:
-    """The least power of two from n on."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def warps(elements: int, fewest: int = 8, most: int = 64, limit: int = 32) -> tuple[int, ...]:
-    """Numbers of warps of whose threads each has so many of the elements."""
+    """Numbers of warps for which each thread has between ``fewest`` and ``most`` of the elements."""
     counts = (1 << i for i in range(limit.bit_length()))
     return tuple(w for w in counts if fewest <= elements // (w * LANES) <= most) or (1,)
 
@@ -104,7 +104,7 @@ def by_length(
 def whole_rows(
     p: Problem, form: str = "tile", rows: Sequence[int] = (1, 2, 4, 8, 16, 32), **keys: Any
 ) -> Iterator[Row]:
-    """Whole rows in one block: of short ones several a program."""
+    """A program has one block: one row, or several short ones."""
     block = power(p.n)
     for count in rows:
         if 512 <= count * block <= 8192 or (count == 1 and block <= 32768):
@@ -112,7 +112,7 @@ def whole_rows(
 
 
 def one_row(p: Problem, form: str = "row", **keys: Any) -> Iterator[Row]:
-    """A row in one block."""
+    """A program has one row, in one block."""
     block = power(p.n)
     if block <= 32768:
         yield from grid(form=form, block=block, num_warps=warps(block), **keys)
@@ -121,7 +121,7 @@ def one_row(p: Problem, form: str = "row", **keys: Any) -> Iterator[Row]:
 def row_in_blocks(
     p: Problem, form: str = "long", count: str = "blocks", most: int = 16, **keys: Any
 ) -> Iterator[Row]:
-    """A row in several blocks, all held in registers; ``count`` names the key that says how many."""
+    """A program has one row, in several blocks, all in registers; ``count`` is the key for how many."""
     for block in (256, 512, 1024, 2048, 4096, 8192, 16384):
         blocks = -(-p.n // block)
         if 2 <= blocks <= most and blocks * block <= 1.5 * p.n:
@@ -131,6 +131,6 @@ def row_in_blocks(
 def any_row(
     p: Problem, form: str = "long", blocks: Sequence[int] = (2048, 4096, 8192, 16384), **keys: Any
 ) -> Iterator[Row]:
-    """A row of any length, a block at a time, read again for each pass."""
+    """A program has one row of any length, which each pass reads a block at a time."""
     for block in blocks:
         yield from grid(form=form, block=block, num_warps=warps(block, 8, 32), **keys)

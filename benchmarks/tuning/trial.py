@@ -1,8 +1,8 @@
-"""Candidates tried in a process of its own: checked against fp64, then timed.
+"""Candidates are checked against fp64 and timed in a process of their own.
 
-A kernel may wait for ever, or leave the GPU in an error that nothing but the end of the process clears. So the tuner
-hands jobs to a process that answers each with a line, and kills it when an answer takes too long; the candidate is out,
-and another process goes on with the rest.
+A kernel may hang, or leave an error that only a new process clears. So the tuner passes jobs to a worker process, which
+answers each with a line of JSON, and kills it when an answer takes too long. That candidate is refused, and a new
+process continues with the others.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _milliseconds(calls: Mapping[str, measure.Call]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a process tries: a kernel, the op's name, the candidates' folder, unit roundoffs allowed by dtype."""
+    """What a worker needs beside its jobs. ``allowed`` is the relative error allowed for each rounding, by dtype."""
 
     kernel: str
     op: str
@@ -154,7 +154,7 @@ def subject_of(arch: str, kernel: str, folder: Path, elements: int) -> Subject:
 
 
 def bound(subject: Subject, candidate: int, machine: Machine) -> tuple[Any, OpOn]:
-    """The op with a candidate's manifests, and its part of the machine."""
+    """The op bound to a candidate's binaries, and its ``OpOn``."""
     op = module(subject.op).OP
     on = {}
     for name in (subject.op, *op.uses):
@@ -169,7 +169,7 @@ def bound(subject: Subject, candidate: int, machine: Machine) -> tuple[Any, OpOn
 
 
 def answers(subject: Subject, machine: Machine, jobs: Iterable[Job]) -> Iterator[Job]:
-    """What is found of each job: a candidate at one n and dtype."""
+    """An answer to each job, which is a candidate at one n and dtype."""
     made: tuple[Any, Sequence[Workload]] = None, []
     for job in jobs:
         key = job["n"], job["dtype"]
@@ -186,7 +186,7 @@ def answers(subject: Subject, machine: Machine, jobs: Iterable[Job]) -> Iterator
 
 
 def tried(subject: Subject, machine: Machine, job: Job, workloads: Sequence[Workload]) -> Job:
-    """One candidate: its error and, where it may be timed, milliseconds and the copy's by point."""
+    """Check one candidate and time it at each point, in turns with a copy."""
     points: dict[str, Job] = {}
     largest = 0.0
     for work in workloads:

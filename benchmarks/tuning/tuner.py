@@ -1,4 +1,4 @@
-"""A run of the tuner: every problem of a kernel's space, its candidates, the one that is good at all sizes."""
+"""A run of the tuner: for every problem of a kernel's space, all candidates and the winner."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def measure(problem: Problem, made: Sequence[Candidate], folder: Path, attempt: 
 
 
 def best(problem: Problem, measured: Sequence[Measured]) -> Winner:
-    """The candidate that is nowhere far behind the fastest: whose least speed, as a fraction of the fastest's at each
-    point, is greatest."""
+    """The candidate with the best worst case: at each point its speed is a fraction of the fastest candidate's, and the
+    least of these fractions counts."""
     ran = [one for one in measured if one.refused is None and one.points]
     if not ran:
         reasons = dict.fromkeys(str(one.refused) for one in measured)
@@ -88,5 +88,5 @@ def _figure(figures: Mapping[str, float]) -> str:
 
 
 def report(problem: Problem, measured: Sequence[Measured]) -> dict[str, Any]:
-    """What the file of a run holds of a problem."""
+    """A problem's part of the report file."""
     return {"problem": asdict(problem), "candidates": [asdict(one) for one in measured]}

@@ -33,14 +33,14 @@ def halves(p: Problem) -> dict[str, int]:
     return {"d1": d1, "d2": d2}
 
 
-def tiles_kept(p: Problem) -> Mapping[str, Any]:
+def tile_sizes(p: Problem) -> Mapping[str, Any]:
     """How tensor maps and the output's tile divide the head dimension."""
     d1, d2 = SPLITS[p.sizes[0]]
     return {"d1": d1, "d2": d2, "box": 32 if d2 == 32 else 64, "out": min(d1, 128)}
 
 
 def forward_blocks(p: Problem) -> Iterator[Row]:
-    """Keys a block, stages of the pipeline, warp groups. Three warp groups have 160 registers a thread, two 240."""
+    """Keys per block, pipeline stages and consumer warp groups, as shared memory and registers allow."""
     dim = p.sizes[0]
     for block_n in (32, 64, 128):
         for warp_groups, registers in ((2, 240), (3, 160)):
@@ -56,19 +56,19 @@ def forward(p: Problem, masked: bool, **keys: Any) -> Iterator[Row]:
     cache = (16, 32) if p.sizes[0] > 128 else 16
     for numbers in forward_blocks(p):
         yield from grid(
-            form="groups", **numbers, **tiles_kept(p), turns=(True, False), **({"late": (0, 1)} if masked else {}),
+            form="groups", **numbers, **tile_sizes(p), turns=(True, False), **({"late": (0, 1)} if masked else {}),
             num_warps=4, cache_megabytes=cache, **keys,
         )  # fmt: skip
-    if not masked:  # keys and values in one ring; the scheduler broadcasts the tile's coordinates
+    if not masked:  # keys and values in one pipeline; the scheduler broadcasts the tile's coordinates
         yield from grid(
-            form="groups", block_n=128, **tiles_kept(p), stages={64: 7, 96: 6, 128: 5, 192: 3}.get(p.sizes[0], 2),
+            form="groups", block_n=128, **tile_sizes(p), stages={64: 7, 96: 6, 128: 5, 192: 3}.get(p.sizes[0], 2),
             warp_groups=2, registers=240, turns=(True, False), one_ring=1, told=(0, 1), num_warps=4,
             cache_megabytes=cache,
         )  # fmt: skip
 
 
 def varlen_forward(p: Problem, **keys: Any) -> Iterator[Row]:
-    """``ask``: blocks before a tile's end at which the next one is asked of the scheduler."""
+    """``ask``: how many blocks before a tile's end the next tile is fetched from the scheduler."""
     for numbers in forward_blocks(p):
         yield from grid(
             form="groups", **numbers, turns=(True, False), ask=(3, 6), num_warps=4, cache_megabytes=16, **keys
@@ -91,7 +91,7 @@ def backward(p: Problem) -> Iterator[Row]:
 
 
 def gradient_tiles(p: Problem, of: str) -> Iterator[Row]:
-    """Plain Triton: the larger side of a tile is what stays, keys for dK and dV, queries for dQ."""
+    """Plain Triton. The larger side of a tile stays in registers: keys for dK and dV, queries for dQ."""
     dim = p.sizes[0]
     for kept in (32, 64, 128):
         for walked in (16, 32, 64, 128):

@@ -16,7 +16,8 @@ BLOCKS = (16, 32, 64, 128, 256)  # keys
 
 
 def split(p: Problem, rows: tuple[int, ...]) -> Iterator[Row]:
-    """``rows`` of queries a block, and as many keys in flight as a third to all of the shared memory holds."""
+    """``rows`` of queries a block; stages and CTAs per SM so that the keys in flight fill a quarter to all of the
+    shared memory."""
     d = p.sizes[0]
     for block_n in BLOCKS:
         if 4096 <= block_n * d <= 16384:
@@ -58,7 +59,7 @@ def stream(p: Problem) -> Iterator[Row]:
 
 
 def once(p: Problem, programs: int) -> Iterator[Row]:
-    """One launch: the programs that share a sequence combine their results themselves."""
+    """Split KV and combine in one launch."""
     for block_n, stages in ((64, (2, 3, 5)), (128, (2, 3))):
         yield from grid(
             form="once", block_m=8, block_n=block_n, d=p.sizes[0], stages=stages, shares=16, start=(2, 4), num_warps=4,
@@ -67,7 +68,7 @@ def once(p: Problem, programs: int) -> Iterator[Row]:
 
 
 def combine(p: Problem) -> Iterator[Row]:
-    """Shares that are weighed in one step."""
+    """How many splits one step combines."""
     yield from grid(form="tile", shares=(16, 32, 64), d=p.sizes[0], evenly=1, num_warps=(2, 4, 8))
 
 

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary: rows of a block, pieces of rows, or rows copied to shared memory ahead of their use."""
+"""Losses over a vocabulary: a row in one block, in blocks, or pipelined through shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from benchmarks.tuning.space import FLOATS, Problem, Row, Space, any_row, by_length, grid, whole_rows
-from benchmarks.tuning.spaces.softmax import fitting
+from benchmarks.tuning.spaces.softmax import pipelines
 
 VOCABULARIES = {
     40960: (32000,), 53248: (50256, 50304), 65536: (65024,), 106496: (100352,), 131072: (128256,),
@@ -31,7 +31,7 @@ def gradient(p: Problem) -> Iterator[Row]:
 
 
 def both(p: Problem) -> Iterator[Row]:
-    """The loss and its gradient in one reading of the logits, as far as registers and shared memory hold a row."""
+    """The loss and its gradient. Logits that fit registers and shared memory are read once."""
     if p.n <= 1024:
         yield from whole_rows(p, rows=(1, 2, 4))
         return
@@ -44,7 +44,7 @@ def both(p: Problem) -> Iterator[Row]:
         yield from grid(
             form="long", block=16384, keep=True, held=held, repack=True, patch=True, num_warps=16, maxnreg=64
         )
-        yield from fitting(p)
+        yield from pipelines(p)
 
 
 def divergence(p: Problem, programs: tuple[int, ...]) -> Iterator[Row]:

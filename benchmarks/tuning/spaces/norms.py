@@ -33,7 +33,7 @@ PROBLEMS = (*by_length({**LENGTHS, **ENDLESS}), *by_length({**WIDE, **ENDLESS}, 
 
 
 def rows_and_blocks(p: Problem, whole: str = "row", blocks: str = "long", **keys: Any) -> Iterator[Row]:
-    """A forward: rows whole, in blocks that registers hold or, of any length, read again."""
+    """A forward: a row in one block, in several blocks in registers, or of any length."""
     if p.n <= 2048:
         yield from whole_rows(p)
     if whole != "tile" and 1024 <= p.n <= 16384:
@@ -71,12 +71,12 @@ SHARED = 224 << 10  # bytes of a block that stages may fill
 
 
 def persistent(n: int) -> tuple[int, ...]:
-    """Programs a multiprocessor, of those that hold a row of n in registers."""
+    """CTAs per SM, of programs with a row of n in registers."""
     return (1, 2) if n > 2048 else (2, 3, 4) if n > 1024 else (3, 4, 6, 8)
 
 
 def pipelined_rows(p: Problem, inputs: int = 2, **keys: Any) -> Iterator[Row]:
-    """Persistent programs. Their loads of the next rows, of so many inputs, are in flight while they compute."""
+    """Persistent programs with a pipeline of rows, of so many inputs."""
     block = power(p.n)
     stages = tuple(count for count in (2, 3, 4, 5) if (count - 1) * inputs * block * p.width <= SHARED)
     if p.n <= 1024:
@@ -94,7 +94,7 @@ def pipelined_rows(p: Problem, inputs: int = 2, **keys: Any) -> Iterator[Row]:
 
 
 def shared_rows(p: Problem, form: str = "ring", halves: int = 2, **keys: Any) -> Iterator[Row]:
-    """Rows copied to shared memory ahead of their use, ``halves`` * pieces blocks each."""
+    """Asynchronous copies of rows to shared memory, ``halves`` * pieces blocks each."""
     for block, num_warps in ((128, 1), (256, 2), (512, 4), (1024, 8), (2048, 16)):
         pieces = -(-p.n // (halves * block))
         if 2 <= pieces <= 12 and p.width == 2:
@@ -107,7 +107,7 @@ def shared_rows(p: Problem, form: str = "ring", halves: int = 2, **keys: Any) ->
 
 
 def split_rows(p: Problem) -> Iterator[Row]:
-    """Rows that several programs share: each has a part and exchanges its sums with the others."""
+    """Split rows: several programs have a part each and exchange their sums."""
     for block, num_warps, programs in ((512, 1, 12), (1024, 2, 6), (2048, 4, 3)):
         split = -(-p.n // (2 * block))
         if 3 <= split <= 64:
@@ -148,7 +148,7 @@ IMAGES: dict[int | None, tuple[int, ...]] = {
 
 
 def modulated_forward(p: Problem) -> Iterator[Row]:
-    """A run: rows that follow each other and share their scale and shift, so that a program reads those once."""
+    """``run``: rows with the same scale and shift, which a program reads once."""
     if p.n <= 16384:
         yield from shared_rows(p, run=(2, 4, 8))
         yield from modulated_parts(p)
@@ -159,7 +159,7 @@ def modulated_forward(p: Problem) -> Iterator[Row]:
 
 
 def modulated_parts(p: Problem) -> Iterator[Row]:
-    """A row in pieces that registers hold, and a pipeline of them."""
+    """Persistent programs with a pipeline of rows, in pieces that fit registers."""
     for block in (256, 1024, 2048, 4096, 8192):
         pieces = -(-p.n // block)
         if pieces <= 6 and block <= power(p.n):
@@ -189,7 +189,7 @@ def modulated_tokens(p: Problem) -> Iterator[Row]:
 
 
 def group_rows(p: Problem) -> Iterator[Row]:
-    """A program a group, up to 40960 elements; longer ones are split over programs that exchange their sums."""
+    """A program has a group of up to 40960 elements. Longer groups are split over programs that exchange their sums."""
     if p.max_n:
         yield from row_in_blocks(p, "first")
         yield from group_pipelines(p, p.n)
@@ -248,7 +248,7 @@ def group_gradients(p: Problem) -> Iterator[Row]:
 
 
 def channels_last(p: Problem, way: str) -> Iterator[Row]:
-    """Images split over programs; ``held``: a team of programs holds an image in shared memory and registers."""
+    """Images split over programs, which read them twice or (``held``) have them in shared memory and registers."""
     rows = (4, 8) if way == "forward" else (2, 4)
     groups = (8, 32) if p.sizes[0] < 32 else (2, 8)
     yield from grid(

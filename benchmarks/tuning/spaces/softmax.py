@@ -1,4 +1,4 @@
-"""Softmax's kind: rows in one block, in several held in registers, or copied to shared memory ahead of their use."""
+"""Softmax and its kind: a row in one block, in several blocks in registers, or pipelined through shared memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from benchmarks.tuning.space import (
 Bounds = dict[int | None, tuple[int, ...]]
 SHORT: Bounds = {256: (256,), 1024: (1024,), 4096: (4096,), 6144: (5120,), 8192: (8192,), 12288: (11008,)}
 LONG: Bounds = {16384: (14336, 16384), 20480: (18944,), 32768: (32768,)}
-RINGS: Bounds = {65536: (49152, 65536), 131072: (98304, 131072), 155648: (151936,), None: (262144,)}
+PIPELINED: Bounds = {65536: (49152, 65536), 131072: (98304, 131072), 155648: (151936,), None: (262144,)}
 PROBLEMS = (
-    *by_length({**SHORT, **LONG, **RINGS}),
+    *by_length({**SHORT, **LONG, **PIPELINED}),
     *by_length(
         {4096: (4096,), 16384: (8192, 11008, 16384), 32768: (32768,), 65536: (65536,), None: (131072,)},
         ("fp32",),
@@ -33,9 +33,9 @@ PROBLEMS = (
 SHARED = 224 << 10  # bytes of a multiprocessor that a pipeline may fill
 
 
-def rings(p: Problem, inputs: int = 1, **keys: Any) -> Iterator[Row]:
-    """Rows past what registers hold: blocks copied asynchronously, some of the row in registers, one or two CTAs a
-    multiprocessor. A row that is longer than both is read a second time."""
+def all_pipelines(p: Problem, inputs: int = 1, **keys: Any) -> Iterator[Row]:
+    """Rows that do not fit registers: an asynchronous-copy pipeline, with a part of the row in registers; one or two
+    CTAs per SM. What fits neither is read twice."""
     for block, programs, num_warps, registers in (
         (8192, 1, 16, {}), (8192, 1, 32, {}), (4096, 1, 8, {}), (4096, 1, 16, {}), (4096, 2, 8, {"maxnreg": 128}),
     ):  # fmt: skip
@@ -61,7 +61,7 @@ def forward(p: Problem) -> Iterator[Row]:
         yield from row_in_blocks(p, "blocks", most=10)
     if p.n >= 65536:
         for turns in (1, 2, 4):
-            yield from fitting(p, turns=turns)
+            yield from pipelines(p, turns=turns)
         yield from grid(form="long", block=(8192, 16384), keep=(16384, 32768), num_warps=(16, 32))
 
 
@@ -71,15 +71,15 @@ def backward(p: Problem) -> Iterator[Row]:
     if p.n <= 32768:
         yield from one_row(p)
     if p.n >= 65536:
-        yield from fitting(p, inputs=2)
+        yield from pipelines(p, inputs=2)
     if p.n >= 32768:
         yield from any_row(p, blocks=(4096, 8192, 16384))
 
 
-def fitting(p: Problem, **keys: Any) -> Iterator[Row]:
+def pipelines(p: Problem, **keys: Any) -> Iterator[Row]:
     """Pipelines that cover the problem's rows, each once."""
     seen = []
-    for row in rings(p, **keys):
+    for row in all_pipelines(p, **keys):
         covers = (row["slots"] + row["kept"]) * row["block"]
         if (p.max_n is None or covers >= p.max_n) and row not in seen:
             seen.append(row)
