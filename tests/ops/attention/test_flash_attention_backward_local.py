@@ -6,33 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attention.attention_candidates import BACKWARD, candidates, tables, without
 from build_tools.audit import audit
-from build_tools.build import Tree, make_plans
+from build_tools.build import make_plans
 from build_tools.compile import compile_variants
-from build_tools.paths import PROFILES
-from build_tools.plan import Plan
-from build_tools.profile import Profile
 from liger_aot.ops.attention._forward import LOG2_E, LONGEST
 from liger_aot.runtime.manifest import Pack
 from tests.harness.drivers import MULTIPROCESSORS
 from tests.harness.planned_packs import tables_of
 from tests.ops.attention.attention_cases import Problem
-from tests.ops.attention.test_flash_attention_backward_groups import DIMS, launched
+from tests.ops.attention.test_flash_attention_backward_groups import BACKWARD, DIMS, launched
 
 KINDS = [*(f"{dim}_local" for dim in DIMS), "256_capped"]
 NAMES = [f"{BACKWARD}_groups_{kind}{order}" for kind in KINDS for order in ("", "_ordered")]
-
-
-def planned(folder: Path) -> tuple[Profile, Plan]:
-    """Of sm90's profile with the first candidates."""
-    text = (PROFILES / "sm90.toml").read_text()
-    for direction in ("local", "capped"):
-        chosen = candidates("sm90", direction)[0]
-        text = without(text, direction) + tables("sm90", chosen, "a test")
-    (folder / "sm90.toml").write_text(text)
-    profile, (plan,) = make_plans("sm90", (BACKWARD,), Tree(profiles=folder))
-    return profile, plan
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +28,10 @@ def pack() -> Pack:
 # ---- What is built ----
 
 
-def test_a_profile_must_name_them(tmp_path: Path) -> None:
+def test_a_profile_must_name_them() -> None:
     _, (plan,) = make_plans("sm80", (BACKWARD,))
     assert not set(NAMES) & set(plan.kernels)
-    _, plan = planned(tmp_path)
+    _, (plan,) = make_plans("sm90", (BACKWARD,))
     for name in NAMES:
         kernel = plan.kernels[name]
         capped, in_order = "_capped" in name, name.endswith("_ordered")
@@ -58,7 +43,7 @@ def test_a_profile_must_name_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_was_baked(tmp_path: Path) -> None:
     """Of each form, and in order: matrix instructions, registers of the groups, no local memory."""
-    read, plan = planned(tmp_path)
+    read, (plan,) = make_plans("sm90", (BACKWARD,))
     kernels = [f"{BACKWARD}_groups_{kind}" for kind in ("64_local", "128_local_ordered", "256_capped")]
     variants = [v for v in plan.variants if v.kernel in kernels and v.axes["dtype"] == "bf16"]
     made = compile_variants(variants, read, cache=tmp_path / "cache", workers=1, progress=False)

@@ -1,5 +1,5 @@
 """The packed backward by warp groups without a GPU: what is built, what is launched and when, its device code run as
-Python, the trial of its candidates."""
+Python."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from benchmarks.attention import attention, attention_trial, attention_trial_packed_backward
-from benchmarks.attention.attention_candidates import KERNELS, PACKED, _write_profile, candidates
 from build_tools.audit import audit
-from build_tools.build import Tree, make_plans
+from build_tools.build import make_plans
 from build_tools.compile import compile_variants
-from build_tools.plan import Plan
-from build_tools.profile import Profile
 from liger_aot.ops.attention._backward import GROUP_DIMS
 from liger_aot.ops.attention._forward import LOG2_E
 from liger_aot.ops.attention._varlen import MOST_TOKENS
@@ -37,28 +33,21 @@ from tests.harness.tolerances import REFERENCE
 from tests.harness.warp_group_interpreter import GroupsDriver
 from tests.ops.attention.attention_cases import FP16
 from tests.ops.attention.varlen_cases import Problem
+from tests.ops.attention.varlen_checks import check_gradients
 
 OP = "flash_attention_varlen_backward"
-DIRECTION = "varlen_backward"
-GROUPS = KERNELS[DIRECTION]
+GROUPS = f"{OP}_groups"
 NEW = {f"{GROUPS}_{dim}" for dim in GROUP_DIMS} | {f"{OP}_rows", f"{OP}_finish"}
-
-
-def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
-    """Of a profile with the candidates of that number."""
-    _write_profile("sm90", DIRECTION, folder, candidates("sm90", DIRECTION)[number])
-    profile, (plan,) = make_plans("sm90", (OP,), Tree(profiles=folder))
-    return profile, plan
 
 
 # ---- What is built ----
 
 
-def test_a_profile_must_name_them(tmp_path: Path) -> None:
+def test_a_profile_must_name_them() -> None:
     for arch in ("sm80", "gfx90a", "gfx942"):
         _, (plan,) = make_plans(arch, (OP,))
         assert not NEW & set(plan.kernels)
-    _, plan = planned(tmp_path, 0)
+    _, (plan,) = make_plans("sm90", (OP,))
     assert set(plan.kernels) >= NEW
     for dim in GROUP_DIMS:
         kernel = plan.kernels[f"{GROUPS}_{dim}"]
@@ -79,7 +68,7 @@ def test_host_and_kernels_agree_on_padded_rows() -> None:
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "fp16"), (192, "fp16"), (256, "bf16")])
 def test_what_was_baked(tmp_path: Path, dim: int, dtype: str) -> None:
     """Matrix instructions, register budgets, no local memory."""
-    read, plan = planned(tmp_path, 0)
+    read, (plan,) = make_plans("sm90", (OP,))
     (variant,) = (v for v in plan.variants if v.kernel == f"{GROUPS}_{dim}" and v.axes["dtype"] == dtype)
     made = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)
     audited = audit(variant, made[variant.name], read.arch)
@@ -275,9 +264,7 @@ def test_gradients(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     problem = PROBLEMS[seed]
     width = next(width for width in GROUP_DIMS if problem.dim <= width)
     on = op._own.of(torch.empty(1), "q")
-    found = attention_trial_packed_backward.check(
-        op, reference_tiles, on, f"{GROUPS}_{width}", problem, REFERENCE, seed, "cpu"
-    )
+    found = check_gradients(op, reference_tiles, on, f"{GROUPS}_{width}", problem, REFERENCE, seed)
     assert not found["wrong"], found
 
 
@@ -295,15 +282,7 @@ def test_starts_out_of_order_or_range(pack: Pack, starts: tuple[int, ...], which
     assert [g.shape for g in found[:3]] == [q.shape, k.shape, v.shape]
 
 
-# ---- The trial ----
-
-
-@pytest.mark.parametrize("width", GROUP_DIMS)
-def test_cases_are_the_kernels(pack: Pack, width: int) -> None:
-    """Each case of a kernel is one that the host would give it."""
-    for problem in attention_trial.cases(f"{GROUPS}_{width}"):
-        if sum(problem.lengths_q) < 3000:
-            assert f"{GROUPS}_{width}" in launched(pack, problem)[0], problem
+# ---- What checks them ----
 
 
 @pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "behind", "leak", "idle"])
@@ -329,9 +308,7 @@ def test_checks_notice(wrong: str) -> None:
 
     on = SimpleNamespace(_loaded={f"{'another' if wrong == 'launched' else GROUPS + '_64'}-groups": None})
     problem = Problem(2, 1, (40, 0, 20, 7), (40, 12, 10, 0), 64, causal=True, sinks=True, behind=(9, 5))
-    found = attention_trial_packed_backward.check(
-        op, reference_tiles, on, f"{GROUPS}_64", problem, REFERENCE, 1, "cpu"
-    )
+    found = check_gradients(op, reference_tiles, on, f"{GROUPS}_64", problem, REFERENCE, 1)
     assert bool(found["wrong"]) == bool(wrong), found
     assert {
         "": "",
@@ -349,24 +326,3 @@ def reference_tiles(
 ) -> Any:
     tensors = (t.nan_to_num() for t in (do, q, k, v, o))
     return liger_aot.load(OP)(*tensors, *others, **keywords)
-
-
-def test_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uneven and even sequences of the same FLOPs; every provider gives three gradients."""
-    monkeypatch.setattr(attention, "TOKENS", 80)
-    monkeypatch.setattr(attention, "WIDTH", 128)
-    packed = liger_aot.load(OP)
-    beside = tuple(
-        map(liger_aot.load, ("flash_attention_backward", "flash_attention", "flash_attention_varlen"))
-    )
-    runs, flops = attention_trial_packed_backward.runs({3: (packed, packed)}, beside, 64, 20, True, "cpu")
-    assert list(runs) == list(flops) == ["tiles", "3", "flash_attention_2", "dense"]
-    assert [t.shape for t in runs["tiles"]()] == [t.shape for t in runs["3"]()] == 3 * [(64, 2, 64)]
-    assert [t.shape for t in runs["dense"]()] == 3 * [(4, 20, 2, 64)]
-    assert flops["3"] == flops["tiles"] == pytest.approx(flops["dense"], rel=0.01)
-
-
-def test_a_direction_of_its_own() -> None:
-    """Each kernel's candidates are for full and causal calls, and no dimension is left out."""
-    assert DIRECTION in PACKED
-    assert set(candidates("sm90", DIRECTION)[0]) == {f"{GROUPS}_{dim}" for dim in GROUP_DIMS}

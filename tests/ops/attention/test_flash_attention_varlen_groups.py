@@ -1,5 +1,4 @@
-"""The packed forward by warp groups without a GPU: what is built, what is launched, where tensor maps end, the trial of
-its candidates."""
+"""The packed forward by warp groups without a GPU: what is built, what is launched, where tensor maps end."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from benchmarks.attention import attention, attention_trial_packed
 from build_tools.audit import audit
 from build_tools.build import make_plans
 from build_tools.compile import compile_variants
@@ -31,6 +29,7 @@ from tests.harness.tolerances import REFERENCE
 from tests.harness.warp_group_interpreter import GroupsDriver
 from tests.ops.attention.attention_cases import BF16, FP16
 from tests.ops.attention.varlen_cases import Problem
+from tests.ops.attention.varlen_checks import check_results
 
 OP = "flash_attention_varlen"
 TILES = f"{OP}_forward"
@@ -252,26 +251,12 @@ def test_results(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     op = bound_op(FlashAttentionVarlen, pack, GroupsDriver)
     kind, problem = PROBLEMS[seed]
     on = op._own.of(torch.empty(1), "q")
-    found = attention_trial_packed.check(
-        op, reference_tiles, on, groups_kernel(problem.dim, kind), problem, REFERENCE, seed, "cpu"
-    )
+    found = check_results(op, reference_tiles, on, groups_kernel(problem.dim, kind), problem, REFERENCE, seed)
     assert not found["wrong"], found
     assert on.plans["counters"].on(0, 1).tolist() == [0]
 
 
-# ---- The trial ----
-
-
-@pytest.mark.parametrize("kind", ["", "full", "short"])
-@pytest.mark.parametrize("width", GROUP_DIMS)
-def test_cases_are_the_kernels(pack: Pack, width: int, kind: str) -> None:
-    """Each case of a kernel is one that the host would give it, or the one for few keys."""
-    cases = attention_trial_packed.cases_of(groups_kernel(width, kind))
-    assert len(cases) > 3
-    for problem in cases:
-        if sum(problem.lengths_q) < 3000:
-            may = {groups_kernel(width, k) for k in ({kind} if kind == "full" else {"", "short"})}
-            assert set(launched(pack, problem, problem.tensors())[0]) <= may, problem
+# ---- What checks them ----
 
 
 @pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "behind", "leak"])
@@ -296,9 +281,7 @@ def test_checks_notice(wrong: str) -> None:
 
     on = SimpleNamespace(_loaded={f"{'another' if wrong == 'launched' else KERNEL + '_64'}-groups": None})
     problem = Problem(2, 1, (40, 0, 20, 7), (40, 12, 10, 0), 64, causal=True, behind=(9, 5))
-    found = attention_trial_packed.check(
-        op, reference_tiles, on, f"{KERNEL}_64", problem, REFERENCE, 1, "cpu"
-    )
+    found = check_results(op, reference_tiles, on, f"{KERNEL}_64", problem, REFERENCE, 1)
     assert bool(found["wrong"]) == bool(wrong), found
     assert {
         "": "",
@@ -312,15 +295,3 @@ def test_checks_notice(wrong: str) -> None:
 
 def reference_tiles(q: Tensor, k: Tensor, v: Tensor, *others: Any, **keywords: Any) -> Any:
     return liger_aot.load(OP)(q, k.nan_to_num(), v.nan_to_num(), *others, **keywords)
-
-
-def test_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uneven and even sequences of the same FLOPs; every provider gives o."""
-    monkeypatch.setattr(attention, "TOKENS", 80)
-    monkeypatch.setattr(attention, "WIDTH", 128)
-    packed, dense = liger_aot.load(OP), liger_aot.load("flash_attention")
-    runs, flops = attention_trial_packed.runs({3: (packed, packed)}, dense, 64, 20, True, "cpu")
-    assert list(runs) == list(flops) == ["tiles", "3", "flash_attention_2", "dense"]
-    assert runs["tiles"]()[0].shape == runs["3"]()[0].shape == (64, 2, 64)
-    assert runs["dense"]()[0].shape == (4, 20, 2, 64)
-    assert flops["3"] == flops["tiles"] == pytest.approx(flops["dense"], rel=0.01)
