@@ -12,7 +12,7 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.norms import column_sums
-from liger_aot.ops.norms._group_plans import Shape, find, words_of
+from liger_aot.ops.norms._groupnorm_plan import Shape, find, workspace
 from liger_aot.ops.norms.layernorm import vectors_of
 from liger_aot.ops.op import Problem, check_tensor, check_vector
 from liger_aot.runtime.dispatch import Runtimes
@@ -128,11 +128,11 @@ class GroupNorm(DifferentiableOp):
         places = x_at | y_at | w_at | b_at
         loaded, plan = find(on, "forward", x.dtype, places, shape)
         stream = on.stream(on.device)
-        words, launch = words_of(on, stream, loaded, plan, x)
+        words, launch = workspace(on, stream, loaded, plan, x)
         loaded.launch(
             on.device, stream, plan.programs, 1, 1,
             y_at, x_at, w_at, b_at, None if stats is None else stats.data_ptr(),
-            None if words is None else words.data_ptr(), launch, *plan.forward, plan.length, plan.split, eps,
+            None if words is None else words.data_ptr(), launch, *plan.forward, plan.length, plan.splits, eps,
             w_kind, b_kind, keep,
         )  # fmt: skip
         return y, stats
@@ -163,7 +163,7 @@ class GroupNorm(DifferentiableOp):
             w_at, w_kind = weight.data_ptr(), 1 if weight.dtype == x.dtype else 2
         loaded, plan = find(on, "backward", x.dtype, in_x[0] | in_dy[0] | w_at, shape)
         stream = on.stream(on.device)
-        words, launch = words_of(on, stream, loaded, plan, x)
+        words, launch = workspace(on, stream, loaded, plan, x)
         db_column = (channels + 15) & -16 if need_dw else 0  # aligned, as the halves of one buffer
         columns = db_column + (channels if need_db else 0)
         sums = partials = None
@@ -174,7 +174,7 @@ class GroupNorm(DifferentiableOp):
             on.device, stream, plan.programs, 1, 1,
             None if dx is None else dx.data_ptr(), in_dy[0], in_x[0], w_at, stats.data_ptr(),
             None if partials is None else partials.data_ptr(), None if words is None else words.data_ptr(),
-            launch, *plan.backward, plan.length, plan.split, columns, db_column,
+            launch, *plan.backward, plan.length, plan.splits, columns, db_column,
             w_kind, need_dx, need_dw, need_db,
         )  # fmt: skip
         if sums is None or partials is None:
@@ -235,8 +235,8 @@ class GroupNorm(DifferentiableOp):
         groups = 1 if channels % 32 else 32
         found = Shape(shape[0], channels, groups, torch.Size(shape[2:]).numel(), False)
         return tuple(
-            Problem(found.kernel(way), (dtype,), found.aligned(found.width(1024, 8, 0)), found.n(way))
-            for way in ("forward", "backward")
+            Problem(found.kernel(direction), (dtype,), found.aligned(channels), found.n(direction))
+            for direction in ("forward", "backward")
         )
 
 
