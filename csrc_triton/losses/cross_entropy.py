@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.ring_forms import ROW_RING
+from csrc_triton.common.pipeline import ROW_PIPELINE
 from csrc_triton.losses.cross_entropy_both import both_in_row, both_in_tile
 from csrc_triton.losses.cross_entropy_full import full_forward, full_gradient
 from csrc_triton.losses.cross_entropy_ring import both_in_ring
@@ -122,7 +122,7 @@ DECLARATION = {
                     "constants": ["BLOCK", "KEEP", "SPLIT", "HELD", "REPACK", "PATCH"],
                     "defaults": {"KEEP": False, "SPLIT": False, "HELD": 0, "REPACK": False, "PATCH": False},
                 },
-                "ring": {**ROW_RING, "function": "both_ring"},
+                "pipeline": {**ROW_PIPELINE, "function": "both_ring"},
             },
         },
         "cross_entropy_totals": {
@@ -330,13 +330,13 @@ def both_long(
 @gluon.jit
 def both_ring(
     X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
-    flags, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
+    flags, BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr,
+    WHOLE: gl.constexpr, INTERLEAVE: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
+    """Persistent programs, a long row a step, held in shared memory and registers: see ``common/pipeline.py``."""
     both_in_ring(
         X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
-        flags, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
+        flags, BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE,
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """Cross entropy's losses and their gradient over long rows of logits that one program holds (Gluon, Hopper): what is
-computed; ``row_ring`` walks.
+computed; ``pipeline.process_rows`` goes over the rows.
 
 ``given`` are the arguments of ``cross_entropy_both``, with the two numbers of TOTALS in place of their address. What
 is read of a row beside its logits is asked for before the row ahead of it is written. A row whose target is ignored is
@@ -9,8 +9,8 @@ not read: zeros stand in for it, and the factor of its gradient is 0.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.packed import even, odd, pair_up
-from csrc_triton.common.row_ring import walk_rows
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.pipeline import RowFunctions, RowSizes, process_rows
 from csrc_triton.losses.cross_entropy_rows import (
     DIVIDED,
     GIVEN,
@@ -117,7 +117,7 @@ def finish(tiles, folded, given, dtype: gl.constexpr):
     if dtype == gl.float32:
         return power(x, highest) * a
     else:
-        return pair_up(power(even(x, dtype), highest) * a, power(odd(x, dtype), highest) * a, dtype)
+        return pack(power(even(x, dtype), highest) * a, power(odd(x, dtype), highest) * a, dtype)
 
 
 @gluon.jit
@@ -143,10 +143,10 @@ def end(row, folded, given, dtype: gl.constexpr):
 @gluon.jit
 def both_in_ring(
     X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
-    flags, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
+    flags, BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr,
+    WHOLE: gl.constexpr, INTERLEAVE: gl.constexpr,
 ):  # fmt: skip
-    """See ``row_ring.walk_rows``."""
+    """See ``pipeline.process_rows``."""
     FILL: gl.constexpr = nothing(X.dtype.element_ty)
     divided = (flags & DIVIDED) != 0
     weights = gl.load(TOTALS, mask=divided, other=1.0)
@@ -155,7 +155,6 @@ def both_in_ring(
         (X, x_stride, n_rows, n_cols), (T, words, ignore_index), (LOSS, LSE, PARTS, FLAG),
         (W, GRAD, g_stride, weights, count, z_scale, flags),
     )  # fmt: skip
-    walk_rows(
-        X, (X,), x_stride, (x_stride,), n_rows, n_cols, given, look, wanted, begin, include, fold, finish, end, FILL,
-        BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
-    )  # fmt: skip
+    z = RowSizes(X.dtype.element_ty, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE)
+    f = RowFunctions(look, wanted, begin, include, fold, finish, end, FILL)
+    process_rows(X, (X,), x_stride, (x_stride,), n_rows, n_cols, given, f, z)

@@ -43,7 +43,7 @@ from csrc_triton.common.exchange import (
 from csrc_triton.common.pipeline import (
     add_two,
     allocate_tiles,
-    copy_tiles,
+    copy_tile,
     next_stage,
     read_tiles,
     tile_offsets,
@@ -58,11 +58,10 @@ from csrc_triton.norms.norm_vectors import load_vector
 @gluon.jit
 def copy_group(buffers, stage, X, at, size, valid, LINES: gl.constexpr):
     """Start to copy a group; zeros if it is not ``valid``."""
-    pointers, masks = (), ()
     for i in gl.static_range(len(buffers)):
-        pointers += (X + i * LINES * 4,)
-        masks += ((at < size - i * LINES * 4) & valid,)
-    copy_tiles(buffers, stage, pointers, masks)
+        mask = (at < size - i * LINES * 4) & valid
+        copy_tile(buffers[i], stage, X + i * LINES * 4, mask)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -142,8 +141,8 @@ def copy_channels(xs, dys, stage, X, DY, mask, row, channels, half, ROWS: gl.con
     """Start to copy x and dy of a group; zeros past its last channel."""
     for i in gl.static_range(len(xs)):
         live = mask & (row < channels - i * ROWS)[:, None]
-        async_copy.async_copy_global_to_shared(xs[i].index(stage), X + i * ROWS * half, mask=live)
-        async_copy.async_copy_global_to_shared(dys[i].index(stage), DY + i * ROWS * half, mask=live)
+        copy_tile(xs[i], stage, X + i * ROWS * half, live)
+        copy_tile(dys[i], stage, DY + i * ROWS * half, live)
     async_copy.commit_group()
 
 
@@ -350,20 +349,18 @@ def live_lines(part, block):
 
 
 @gluon.jit
-def copy_tile(buffers, stage, ins, at, valid, tile, part, block_words):
-    """Start to copy a tile of each input."""
+def copy_blocks(buffers, stage, ins, at, valid, tile, part, block_words):
+    """Start to copy the blocks of a tile, of each input."""
     BLOCKS: gl.constexpr = len(buffers)
     for k in gl.static_range(BLOCKS):
         mask = (live_lines(part, tile * BLOCKS + k) & valid)[:, None]
         for i in gl.static_range(len(ins)):
-            async_copy.async_copy_global_to_shared(
-                buffers[k][i].index(stage), ins[i] + (at + k * block_words), mask=mask
-            )
+            copy_tile(buffers[k][i], stage, ins[i] + (at + k * block_words), mask)
     async_copy.commit_group()
 
 
 @gluon.jit
-def read_tile(buffers, stage, layout: gl.constexpr):
+def read_blocks(buffers, stage, layout: gl.constexpr):
     """The blocks of a tile, of each input."""
     blocks = ()
     for k in gl.static_range(len(buffers)):
@@ -519,7 +516,7 @@ def stream_images(
     tile_words = BLOCKS * block_words
     jump = image_step * image_words - (tiles - 1) * tile_words
     for i in range(z.PREFETCH):
-        copy_tile(buffers, i, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
+        copy_blocks(buffers, i, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
         copy_image, copy_index, copy_at = next_tile(
             copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
         )
@@ -529,9 +526,9 @@ def stream_images(
     sums = f.init(read_tiles(buffers[0], stage, layout), args, z.LINES, dtype)
     for i in range(tiles):
         async_copy.wait_group(z.PREFETCH - 1)
-        new = read_tile(buffers, stage, layout)
+        new = read_blocks(buffers, stage, layout)
         sums = accumulate_tile(sums, new, i, part, args, dtype, f)
-        copy_tile(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
+        copy_blocks(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
         copy_image, copy_index, copy_at = next_tile(
             copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
         )
@@ -551,8 +548,8 @@ def stream_images(
         sums = f.init(read_tiles(buffers[0], stage, layout), args, z.LINES, dtype)
         for i in range(overlap):
             async_copy.wait_group(z.PREFETCH - 1)
-            new, old = read_tile(buffers, stage, layout), read_tile(buffers, copy_stage, layout)
-            copy_tile(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
+            new, old = read_blocks(buffers, stage, layout), read_blocks(buffers, copy_stage, layout)
+            copy_blocks(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
             copy_image, copy_index, copy_at = next_tile(
                 copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
             )
@@ -569,8 +566,8 @@ def stream_images(
         out_at = gl.cast(image, gl.int64) * image_words
         for i in range(tiles - overlap):
             async_copy.wait_group(z.PREFETCH - 1)
-            new, old = read_tile(buffers, stage, layout), read_tile(buffers, copy_stage, layout)
-            copy_tile(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
+            new, old = read_blocks(buffers, stage, layout), read_blocks(buffers, copy_stage, layout)
+            copy_blocks(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
             copy_image, copy_index, copy_at = next_tile(
                 copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
             )

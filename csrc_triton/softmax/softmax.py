@@ -73,13 +73,26 @@ def forward_long(
 
 @gluon.jit
 def forward_ring(
-    Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-    KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
+    Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr,
+    IN_REGISTERS: gl.constexpr, WHOLE: gl.constexpr,
+    INTERLEAVE: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
+    """Persistent programs, a long row a step, held in shared memory and registers: see ``common/pipeline.py``."""
     normalize_ring(
-        Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS, False
+        Y,
+        X,
+        y_stride,
+        x_stride,
+        n_rows,
+        n_cols,
+        scale,
+        BLOCK,
+        STAGES,
+        PREFETCH,
+        IN_REGISTERS,
+        WHOLE,
+        INTERLEAVE,
+        False,
     )
 
 
@@ -113,12 +126,12 @@ def backward_long(
 
 @gluon.jit
 def backward_ring(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
+    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr, WHOLE: gl.constexpr,
+    INTERLEAVE: gl.constexpr,
 ):  # fmt: skip
     """``forward_ring`` with two tensors to read."""
     gradient_ring(
-        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
-        "softmax",
+        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE,
+        INTERLEAVE, "softmax",
     )  # fmt: skip

@@ -10,8 +10,8 @@ KIND names the op. A row that holds NaN gives NaN.
 import triton
 import triton.language as tl
 
-from csrc_triton.common.packed import repack
-from csrc_triton.common.ring_forms import ROW_RING
+from csrc_triton.common.bf16x2 import repack
+from csrc_triton.common.pipeline import ROW_PIPELINE
 
 # What the backwards declare.
 BACKWARD_ARGUMENTS = {
@@ -49,7 +49,7 @@ BACKWARD_WITH_RING = {
     **BACKWARD,
     "forms": {
         **BACKWARD_FORMS,
-        "ring": {**ROW_RING, "function": "backward_ring"},
+        "pipeline": {**ROW_PIPELINE, "function": "backward_ring"},
     },
 }
 

@@ -1,12 +1,18 @@
 """The backward of softmax and log-softmax of long rows that one program holds (Gluon, Hopper): what is computed;
-``row_ring`` walks. KIND is as in ``softmax_gradient``."""
+``pipeline.process_rows`` goes over the rows. KIND is as in ``softmax_gradient``."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.packed import even, odd, pair_up
-from csrc_triton.common.row_ring import walk_rows
-from csrc_triton.common.row_ring_parts import always, end_plainly, look_nowhere
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.pipeline import (
+    RowFunctions,
+    RowSizes,
+    load_no_scalars,
+    no_finalise,
+    process_rows,
+    read_always,
+)
 from csrc_triton.softmax.softmax_gradient import gradient, summand
 
 
@@ -36,7 +42,7 @@ def gradients(y, dy, c, scale, dtype: gl.constexpr, KIND: gl.constexpr):
     else:
         low = gradient(even(y, dtype), even(dy, dtype), c, scale, KIND)
         high = gradient(odd(y, dtype), odd(dy, dtype), c, scale, KIND)
-        return pair_up(low, high, dtype)
+        return pack(low, high, dtype)
 
 
 @gluon.jit
@@ -62,17 +68,20 @@ def finish_log_softmax(tiles, folded, scale, dtype: gl.constexpr):
 @gluon.jit
 def gradient_ring(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale,
-    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr, KIND: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr, WHOLE: gl.constexpr,
+    INTERLEAVE: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """See ``row_ring.walk_rows``."""
+    """See ``pipeline.process_rows``."""
+    z = RowSizes(
+        DX.dtype.element_ty, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE
+    )
     if KIND == "softmax":
-        walk_rows(
-            DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, look_nowhere, always, begin,
-            include_softmax, fold, finish_softmax, end_plainly, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
-        )  # fmt: skip
+        f = RowFunctions(
+            load_no_scalars, read_always, begin, include_softmax, fold, finish_softmax, no_finalise, 0
+        )
+        process_rows(DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, f, z)
     else:
-        walk_rows(
-            DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, look_nowhere, always, begin,
-            include_log_softmax, fold, finish_log_softmax, end_plainly, 0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
-        )  # fmt: skip
+        f = RowFunctions(
+            load_no_scalars, read_always, begin, include_log_softmax, fold, finish_log_softmax, no_finalise, 0
+        )
+        process_rows(DX, (Y, DY), dx_stride, (y_stride, dy_stride), n_rows, n_cols, scale, f, z)

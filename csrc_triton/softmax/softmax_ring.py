@@ -1,4 +1,4 @@
-"""Softmax and log-softmax of long rows that one program holds (Gluon, Hopper): what is computed; ``row_ring`` walks.
+"""Softmax and log-softmax of long rows that one program holds (Gluon, Hopper): what ``pipeline.process_rows`` computes.
 
 Values are taken as differences to a maximum before they are scaled, which no finite input overflows: an operation a
 column more than ``softmax_statistics`` uses, and no second way for rows of enormous values.
@@ -7,9 +7,15 @@ column more than ``softmax_statistics`` uses, and no second way for rows of enor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.packed import even, odd, pair_up
-from csrc_triton.common.row_ring import walk_rows
-from csrc_triton.common.row_ring_parts import always, end_plainly, look_nowhere
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.pipeline import (
+    RowFunctions,
+    RowSizes,
+    load_no_scalars,
+    no_finalise,
+    process_rows,
+    read_always,
+)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 # Where maxima start: not at -inf, whose difference from itself is NaN.
@@ -82,7 +88,7 @@ def finish_powers(tiles, folded, scale, dtype: gl.constexpr):
     else:
         low = finish_power(even(x, dtype), folded, scale, dtype)
         high = finish_power(odd(x, dtype), folded, scale, dtype)
-        return pair_up(low, high, dtype)
+        return pack(low, high, dtype)
 
 
 @gluon.jit
@@ -98,24 +104,32 @@ def finish_logarithms(tiles, folded, scale, dtype: gl.constexpr):
     if dtype == gl.float32:
         return (x - highest) - last
     else:
-        return pair_up((even(x, dtype) - highest) - last, (odd(x, dtype) - highest) - last, dtype)
+        return pack((even(x, dtype) - highest) - last, (odd(x, dtype) - highest) - last, dtype)
 
 
 @gluon.jit
 def normalize_ring(
     Y, X, y_stride, x_stride, n_rows, n_cols, scale,
-    BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr, LOG: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr, WHOLE: gl.constexpr,
+    INTERLEAVE: gl.constexpr, LOG: gl.constexpr,
 ):  # fmt: skip
-    """See ``row_ring.walk_rows``."""
+    """See ``pipeline.process_rows``."""
     FILL: gl.constexpr = nothing(X.dtype.element_ty)
+    z = RowSizes(Y.dtype.element_ty, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE)
     if LOG:
-        walk_rows(
-            Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, look_nowhere, always, begin, include,
-            fold_logarithms, finish_logarithms, end_plainly, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
-        )  # fmt: skip
+        f = RowFunctions(
+            load_no_scalars,
+            read_always,
+            begin,
+            include,
+            fold_logarithms,
+            finish_logarithms,
+            no_finalise,
+            FILL,
+        )
+        process_rows(Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, f, z)
     else:
-        walk_rows(
-            Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, look_nowhere, always, begin, include,
-            fold_powers, finish_powers, end_plainly, FILL, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
-        )  # fmt: skip
+        f = RowFunctions(
+            load_no_scalars, read_always, begin, include, fold_powers, finish_powers, no_finalise, FILL
+        )
+        process_rows(Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, f, z)

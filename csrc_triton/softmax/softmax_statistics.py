@@ -9,8 +9,8 @@ and 1.125 powers an element (Milakov and Gimelshein, Online normalizer calculati
 import triton
 import triton.language as tl
 
-from csrc_triton.common.packed import repack
-from csrc_triton.common.ring_forms import ROW_RING
+from csrc_triton.common.bf16x2 import repack
+from csrc_triton.common.pipeline import ROW_PIPELINE
 
 # What the forwards declare; sparsemax has forms of its own.
 DTYPES = {"dtype": ["bf16", "fp16", "fp32"]}
@@ -37,7 +37,7 @@ FORWARD_FORMS = {
         "constants": ["BLOCK", "KEEP", "EARLY", "HOLD", "STREAM", "ACROSS", "REPACK"],
         "defaults": {"EARLY": False, "HOLD": True, "STREAM": False, "ACROSS": False, "REPACK": False},
     },
-    "ring": {**ROW_RING, "function": "forward_ring"},
+    "pipeline": {**ROW_PIPELINE, "function": "forward_ring"},
 }
 
 LOG2_E = tl.constexpr(1.4426950408889634)
