@@ -14,13 +14,13 @@ STATS[groups of all images, 2] holds mean and 1 / sqrt(var + eps). Weight and bi
 Wu and He, Group Normalization (2018).
 """
 
-from csrc_triton.norms.groupnorm_pipeline import (
+from csrc_triton.norms.groupnorm_pipeline import (  # noqa: F401  named by DECLARATION
     backward_channels_last_pipeline,
     backward_pipeline,
     forward_channels_last_pipeline,
     forward_pipeline,
 )
-from csrc_triton.norms.groupnorm_two_pass import (
+from csrc_triton.norms.groupnorm_two_pass import (  # noqa: F401  named by DECLARATION
     backward_channels_last,
     backward_two_pass,
     backward_two_pass_unaligned,
@@ -35,7 +35,7 @@ from csrc_triton.norms.groupnorm_two_pass import (
 HOST = ["max_elements", "exchange_elements"]
 # What a CTA reads in the time of an exchange, of reading the words of SPLITS_PER_READ more splits, and of reducing the
 # sums of a part; of one image or two, the longest part for which the pipeline is the faster form.
-PIPELINE_HOST = ["exchange_kb", "read_kb", "reduce_kb", "lone_part_kb"]
+PIPELINE_HOST = ["exchange_kb", "read_kb", "reduce_kb", "lone_kb"]
 PIPELINE = {
     "language": "gluon",
     "constants": [

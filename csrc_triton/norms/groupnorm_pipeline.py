@@ -395,44 +395,35 @@ def next_tile(image, tile, at, tiles, image_step, tile_words, jump):
     )
 
 
-@aggregate
-class Handoff:
-    """Shared memory in which the streaming and the exchange warps leave two pairs of values a line for each other."""
-
-    first: gl.shared_memory_descriptor
-    second: gl.shared_memory_descriptor
-    barriers: gl.shared_memory_descriptor  # phases end when the streaming warps (0), the exchange warps (1) have stored
-
-    @gluon.constexpr_function
-    def __init__(self, first, second, barriers):
-        self.first, self.second, self.barriers = first, second, barriers
-
-
 @gluon.jit
 def new_handoff(LINES: gl.constexpr):
+    """Shared memory in which the streaming and the exchange warps leave two pairs of values a line for each other, and
+    two barriers: phases of the first end when the streaming warps have stored, of the second when the others have."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first = gl.allocate_shared_memory(gl.int64, [LINES], shared)
     second = gl.allocate_shared_memory(gl.int64, [LINES], shared)
     barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(barriers.index(0), count=1)
     mbarrier.init(barriers.index(1), count=1)
-    return Handoff(first, second, barriers)
+    return first, second, barriers
 
 
 @gluon.jit
 def hand_over(handoff, first, second, barrier: gl.constexpr):
     """Store two pairs of values a line."""
-    handoff.first.store(pack_word(first[0], first[1]))
-    handoff.second.store(pack_word(second[0], second[1]))
+    first_values, second_values, barriers = handoff
+    first_values.store(pack_word(first[0], first[1]))
+    second_values.store(pack_word(second[0], second[1]))
     gl.thread_barrier()
-    mbarrier.arrive(handoff.barriers.index(barrier), count=1)
+    mbarrier.arrive(barriers.index(barrier), count=1)
 
 
 @gluon.jit
 def take_over(handoff):
     """Load the two pairs of values a line."""
     layout: gl.constexpr = gl.SliceLayout(1, vector_layout(gl.num_warps()))
-    return unpack_word(handoff.first.load(layout)), unpack_word(handoff.second.load(layout))
+    first_values, second_values, _ = handoff
+    return unpack_word(first_values.load(layout)), unpack_word(second_values.load(layout))
 
 
 @gluon.jit
@@ -474,10 +465,11 @@ def exchange_images(handoff, WORKSPACE, n_images, n_splits, args, f, z):
         gl.store(words, gl.zeros([z.GROUPS], gl.int64, sums_layout))
     gl.thread_barrier()
     before = barrier_arrive(counter, gl.num_programs(0))
+    _, _, barriers = handoff
     waiting = True
     phase = 0
     for image in range(first_image, n_images, image_step):
-        mbarrier.wait(handoff.barriers.index(0), phase)
+        mbarrier.wait(barriers.index(0), phase)
         first, second = take_over(handoff)
         a, b = f.gather(first, second, args, z.GROUPS, z.LINES_PER_GROUP)
         post_two(WORKSPACE + (gl.cast(image, gl.int64) * n_splits + split) * z.GROUPS + group, a, b, True)
@@ -536,6 +528,7 @@ def stream_images(
     out_at = copy_at
     zeros = gl.zeros([z.LINES], gl.float32, gl.SliceLayout(1, layout))
     coefficients = f.coefficients((zeros, zeros), (zeros, zeros), first_image, state, args)
+    _, _, barriers = handoff
     phase = 0
     for last in range(first_image - image_step, n_images, image_step):
         # All of ``image`` is accumulated; all but ``overlap`` tiles of ``last``, which may be none, are written.
@@ -549,7 +542,9 @@ def stream_images(
         for i in range(overlap):
             async_copy.wait_group(z.PREFETCH - 1)
             new, old = read_blocks(buffers, stage, layout), read_blocks(buffers, copy_stage, layout)
-            copy_blocks(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
+            copy_blocks(
+                buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words
+            )
             copy_image, copy_index, copy_at = next_tile(
                 copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
             )
@@ -560,14 +555,16 @@ def stream_images(
             sums = accumulate_tile(sums, new, i, part, args, dtype, f)
             stage, copy_stage = next_stage(stage, stages), next_stage(copy_stage, stages)
         if valid:
-            mbarrier.wait(handoff.barriers.index(1), phase)
+            mbarrier.wait(barriers.index(1), phase)
         first, second = take_over(handoff)
         coefficients = f.coefficients(first, second, image, state, args)
         out_at = gl.cast(image, gl.int64) * image_words
         for i in range(tiles - overlap):
             async_copy.wait_group(z.PREFETCH - 1)
             new, old = read_blocks(buffers, stage, layout), read_blocks(buffers, copy_stage, layout)
-            copy_blocks(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
+            copy_blocks(
+                buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words
+            )
             copy_image, copy_index, copy_at = next_tile(
                 copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
             )
@@ -808,7 +805,20 @@ def stream_forward(
 
 @gluon.jit
 def exchange_forward(
-    handoff, STATS, WORKSPACE, n_images, groups, channels, n_cols, spatial, length, n_splits, eps, store_stats, f, z
+    handoff,
+    STATS,
+    WORKSPACE,
+    n_images,
+    groups,
+    channels,
+    n_cols,
+    spatial,
+    length,
+    n_splits,
+    eps,
+    store_stats,
+    f,
+    z,
 ):
     part = part_of(n_cols, spatial, length, n_splits, z.LINES)
     table = line_table(part, n_cols // 8, groups, channels, z.GROUPS, z.LINES_PER_GROUP)
@@ -892,7 +902,11 @@ def reduce_sums(sums, state, image, valid, args, dtype: gl.constexpr):
         offset += (w[i] * sums[2 + i],)
     after = statistics(STATS, image + image_step, n_images, vector, groups, channels)
     of_first = first_sum(along, in_first), first_sum(offset, in_first)
-    return of_first, (second_sum(along, in_first), second_sum(offset, in_first)), (new_dw, new_db, stats, after)
+    return (
+        of_first,
+        (second_sum(along, in_first), second_sum(offset, in_first)),
+        (new_dw, new_db, stats, after),
+    )
 
 
 @gluon.jit
@@ -961,7 +975,23 @@ def store_partials(PARTIALS, sums, part, vectors, channel, store):
 
 @gluon.jit
 def stream_backward(
-    handoff, buffers, out, DY, X, W, STATS, n_images, groups, channels, n_cols, spatial, length, n_splits, w_kind, f, z
+    handoff,
+    buffers,
+    out,
+    DY,
+    X,
+    W,
+    STATS,
+    n_images,
+    groups,
+    channels,
+    n_cols,
+    spatial,
+    length,
+    n_splits,
+    w_kind,
+    f,
+    z,
 ):
     part = part_of(n_cols, spatial, length, n_splits, z.LINES)
     at = gl.cast(part.start, gl.int64) * n_cols
@@ -1002,7 +1032,14 @@ def backward_channels_last_pipeline(
 ):  # fmt: skip
     """Units and parts as in ``forward_channels_last_pipeline``; PARTIALS[programs, columns]."""
     f = ImageFunctions(
-        init_sums, accumulate_sums, reduce_sums, dx_coefficients, write_dx, gather_sums, sum_terms, finalise_sums
+        init_sums,
+        accumulate_sums,
+        reduce_sums,
+        dx_coefficients,
+        write_dx,
+        gather_sums,
+        sum_terms,
+        finalise_sums,
     )
     z = ImageSizes(LINES, STAGES, PREFETCH, GROUPS, LINES_PER_GROUP, SPLITS_PER_READ)
     out = Gradients(DX, PARTIALS, columns, db_column, store_dx, store_dw, store_db)

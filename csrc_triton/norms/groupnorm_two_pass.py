@@ -27,21 +27,15 @@ class Split:
 
     WORKSPACE: tl.tensor  # [n_units, 2, n_splits, groups] words: zeros, or what earlier launches left
     launch: tl.tensor
-    split: tl.tensor  # this CTA's
     n_splits: tl.tensor
     length: tl.tensor  # of a part
     MAX_SPLITS: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, WORKSPACE, launch, split, n_splits, length, MAX_SPLITS):
+    def __init__(self, WORKSPACE, launch, n_splits, length, MAX_SPLITS):
         self.WORKSPACE, self.launch = WORKSPACE, launch
-        self.split, self.n_splits, self.length = split, n_splits, length
+        self.n_splits, self.length = n_splits, length
         self.MAX_SPLITS = tl.constexpr(MAX_SPLITS)
-
-
-@triton.jit
-def split_of(WORKSPACE, launch, n_splits, length, MAX_SPLITS: tl.constexpr):
-    return Split(WORKSPACE, launch, tl.program_id(0) % n_splits, n_splits, length, MAX_SPLITS)
 
 
 @aggregate
@@ -77,21 +71,21 @@ class Gradients:
 
 
 @triton.jit
-def exchange(unit, a, b, s, GROUPS: tl.constexpr):
-    """Post a and b [GROUPS] for the other CTAs of the unit and wait for theirs: [MAX_SPLITS, GROUPS] each, in the order
-    of the splits, 0 from ``n_splits`` on."""
+def exchange(unit, split, a, b, s, GROUPS: tl.constexpr):
+    """Post a and b [GROUPS] of one split for the other CTAs of the unit and wait for theirs: [MAX_SPLITS, GROUPS] each,
+    in the order of the splits, 0 from ``n_splits`` on."""
     words = s.WORKSPACE + tl.cast(unit, tl.int64) * 2 * s.n_splits * GROUPS
     group = tl.arange(0, GROUPS)
-    post(words + s.split * GROUPS + group, a, s.launch)
-    post(words + (s.n_splits + s.split) * GROUPS + group, b, s.launch)
-    split = tl.arange(0, triton.next_power_of_2(s.MAX_SPLITS))
-    at = words + tl.minimum(split, s.n_splits - 1)[:, None] * GROUPS + group[None, :]
+    post(words + split * GROUPS + group, a, s.launch)
+    post(words + (s.n_splits + split) * GROUPS + group, b, s.launch)
+    splits = tl.arange(0, triton.next_power_of_2(s.MAX_SPLITS))
+    at = words + tl.minimum(splits, s.n_splits - 1)[:, None] * GROUPS + group[None, :]
     first = tl.zeros([triton.next_power_of_2(s.MAX_SPLITS), GROUPS], tl.int64)
     second = first
     while not_posted(first, second, s.launch):
         first = poll(at)
         second = poll(at + s.n_splits * GROUPS)
-    live = (split < s.n_splits)[:, None]
+    live = (splits < s.n_splits)[:, None]
     return tl.where(live, high_value(first), 0.0), tl.where(live, high_value(second), 0.0)
 
 
@@ -102,23 +96,23 @@ def not_posted(first, second, launch):
 
 
 @triton.jit
-def combined_moments(unit, mean, deviation, size, channels, s, GROUPS: tl.constexpr):
+def combined_moments(unit, split, mean, deviation, size, channels, s, GROUPS: tl.constexpr):
     """(mean, sum of squared deviations) [GROUPS] of all parts: each is of ``length`` of the ``size`` positions (the
     last one of the rest) of every one of ``channels``."""
     if s.n_splits > 1:
-        means, deviations = exchange(unit, mean, deviation, s, GROUPS)
-        split = tl.arange(0, triton.next_power_of_2(s.MAX_SPLITS))
-        positions = tl.maximum(tl.minimum(s.length, size - split.to(tl.int64) * s.length), 0)
+        means, deviations = exchange(unit, split, mean, deviation, s, GROUPS)
+        splits = tl.arange(0, triton.next_power_of_2(s.MAX_SPLITS))
+        positions = tl.maximum(tl.minimum(s.length, size - splits.to(tl.int64) * s.length), 0)
         counts = positions.to(tl.float32) * channels
         mean, deviation = merge(means, deviations, counts[:, None], size.to(tl.float32) * channels)
     return mean, deviation
 
 
 @triton.jit
-def combined_sums(unit, a, b, s, GROUPS: tl.constexpr):
+def combined_sums(unit, split, a, b, s, GROUPS: tl.constexpr):
     """a and b [GROUPS], added up over the parts."""
     if s.n_splits > 1:
-        all_a, all_b = exchange(unit, a, b, s, GROUPS)
+        all_a, all_b = exchange(unit, split, a, b, s, GROUPS)
         a = tl.sum(all_a, 0)
         b = tl.sum(all_b, 0)
     return a, b
@@ -178,7 +172,18 @@ def forward_in_registers(
 
 @triton.jit
 def write_part(
-    Y, X, affine, channel, offset, count, blocks, mean, rstd, spatial, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+    Y,
+    X,
+    affine,
+    channel,
+    offset,
+    count,
+    blocks,
+    mean,
+    rstd,
+    spatial,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """The second read of a part. ``offset`` elements of its first channel, ``channel``, are before the part. VECTOR
     neighbours are of one channel, which is looked up once."""
@@ -213,7 +218,8 @@ def forward_group(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """A CTA's part of a group."""
-    start = s.split.to(tl.int64) * s.length
+    split = tl.program_id(0) % s.n_splits
+    start = split.to(tl.int64) * s.length
     count = tl.minimum(s.length, size - start).to(tl.int32)
     at = tl.cast(unit, tl.int64) * size + start
     if BLOCKS > 0:
@@ -223,11 +229,11 @@ def forward_group(
     mean, deviation = block_moments(X + at, count, blocks, BLOCK, VECTOR)
     if s.MAX_SPLITS > 1:
         one = tl.zeros([1], tl.float32)
-        all_mean, all_deviation = combined_moments(unit, one + mean, one + deviation, size, 1, s, 1)
+        all_mean, all_deviation = combined_moments(unit, split, one + mean, one + deviation, size, 1, s, 1)
         mean = tl.sum(all_mean, 0)
         deviation = tl.sum(all_deviation, 0)
     rstd = tl.rsqrt(deviation / size + eps)
-    if (store_stats != 0) & (s.split == 0):
+    if (store_stats != 0) & (split == 0):
         tl.store(STATS + unit * 2, mean)
         tl.store(STATS + unit * 2 + 1, rstd)
     channel = unit % groups * channels + (start // spatial).to(tl.int32)
@@ -261,7 +267,7 @@ def forward_two_pass(
     """Groups of ``size`` elements, in parts of ``length``; the 16 bytes of one load are of one channel."""
     forward_groups(
         Y, X, Affine(W, B, w_kind, b_kind), STATS, n_units, groups, channels, spatial, size, eps, store_stats,
-        split_of(WORKSPACE, launch, n_splits, length, MAX_SPLITS), BLOCK, BLOCKS,
+        Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS), BLOCK, BLOCKS,
         128 // X.dtype.element_ty.primitive_bitwidth,
     )  # fmt: skip
 
@@ -275,7 +281,7 @@ def forward_two_pass_unaligned(
     """``forward_two_pass`` with a channel for every element."""
     forward_groups(
         Y, X, Affine(W, B, w_kind, b_kind), STATS, n_units, groups, channels, spatial, size, eps, store_stats,
-        split_of(WORKSPACE, launch, n_splits, length, MAX_SPLITS), BLOCK, 0, 1,
+        Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS), BLOCK, 0, 1,
     )  # fmt: skip
 
 
@@ -291,9 +297,10 @@ def backward_group(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """A CTA's part of a group: of each channel the same positions. Tiles are ROWS channels by BLOCK positions."""
+    split = tl.program_id(0) % s.n_splits
     row = tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK)
-    start = s.split * s.length
+    start = split * s.length
     count = tl.minimum(s.length, spatial - start)
     n = spatial.to(tl.float32) * channels
     at = row[:, None] * spatial + lane[None, :]
@@ -301,7 +308,7 @@ def backward_group(
     rstd = tl.load(STATS + unit * 2 + 1)
     first_channel = unit % groups * channels
     part_at = tl.cast(unit, tl.int64) * channels * spatial + start
-    sums_at = out.PARTIALS + (unit // groups * s.n_splits + s.split).to(tl.int64) * out.columns + first_channel
+    sums_at = out.PARTIALS + (unit // groups * s.n_splits + split).to(tl.int64) * out.columns + first_channel
     alongs = tl.zeros([ROWS], tl.float32)
     offsets = tl.zeros([ROWS], tl.float32)
     for channel in range(0, channels, ROWS):
@@ -326,7 +333,7 @@ def backward_group(
     along, offset = tl.reduce((alongs, offsets), 0, add_two)
     if s.MAX_SPLITS > 1:
         one = tl.zeros([1], tl.float32)
-        all_along, all_offset = combined_sums(unit, one + along, one + offset, s, 1)
+        all_along, all_offset = combined_sums(unit, split, one + along, one + offset, s, 1)
         along = tl.sum(all_along, 0)
         offset = tl.sum(all_offset, 0)
     if out.store_dx != 0:
@@ -377,7 +384,7 @@ def backward_two_pass(
     PARTIALS[images * n_splits, columns] gets each channel's sums over a part."""
     backward_groups(
         Gradients(DX, PARTIALS, columns, db_column, store_dx, store_dw, store_db), DY, X, W, STATS, n_units, groups,
-        channels, spatial, w_kind, split_of(WORKSPACE, launch, n_splits, length, MAX_SPLITS), ROWS, BLOCK,
+        channels, spatial, w_kind, Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS), ROWS, BLOCK,
         128 // X.dtype.element_ty.primitive_bitwidth,
     )  # fmt: skip
 
@@ -391,7 +398,7 @@ def backward_two_pass_unaligned(
     """``backward_two_pass`` for elements that are loaded one by one."""
     backward_groups(
         Gradients(DX, PARTIALS, columns, db_column, store_dx, store_dw, store_db), DY, X, W, STATS, n_units, groups,
-        channels, spatial, w_kind, split_of(WORKSPACE, launch, n_splits, length, MAX_SPLITS), ROWS, BLOCK, 1,
+        channels, spatial, w_kind, Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS), ROWS, BLOCK, 1,
     )  # fmt: skip
 
 
@@ -427,8 +434,8 @@ def tile_of(lanes, step, n_cols, count, ROWS: tl.constexpr):
     """(offsets in memory from a tile's first position, positions from there on; ``count`` of lanes not in use)."""
     row = tl.arange(0, ROWS)[:, None] * lanes.positions
     offset = lanes.position * n_cols + lanes.channel + step
-    position = tl.where(lanes.position < lanes.positions, lanes.position, count)
-    return row * n_cols + offset[None, :], row + position[None, :]
+    at = row * n_cols + offset[None, :]
+    return at, row + tl.where(lanes.position < lanes.positions, lanes.position, count)[None, :]
 
 
 @triton.jit
@@ -532,7 +539,9 @@ def write_tiles(
     lane = tl.arange(0, BLOCK)
     for step in range(0, width, BLOCK):
         lanes = columns_of(tl.minimum(width - step, BLOCK), BLOCK)
-        w = load_vector(affine.W, step + lane, lane < lanes.width, affine.w_kind, column) + (affine.w_kind == 0)
+        w = load_vector(affine.W, step + lane, lane < lanes.width, affine.w_kind, column) + (
+            affine.w_kind == 0
+        )
         w = to_lanes(w * of_channels(rstd, channels, GROUPS, BLOCK), lanes.channel)[None, :]
         b = load_vector(affine.B, step + lane, lane < lanes.width, affine.b_kind, column)
         b = to_lanes(b, lanes.channel)[None, :]
@@ -553,18 +562,19 @@ def forward_columns(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A CTA's part of a unit."""
+    split = tl.program_id(0) % s.n_splits
     group = tl.arange(0, GROUPS)
-    start = s.split * s.length
+    start = split * s.length
     count = tl.minimum(s.length, spatial - start)
     image = unit // units
     column = unit % units * width
     at = (tl.cast(image, tl.int64) * spatial + start) * n_cols + column
     mean, deviation = part_moments(X + at, width, channels, n_cols, count, ROWS, BLOCK, GROUPS)
     if s.MAX_SPLITS > 1:
-        mean, deviation = combined_moments(unit, mean, deviation, spatial, channels, s, GROUPS)
+        mean, deviation = combined_moments(unit, split, mean, deviation, spatial, channels, s, GROUPS)
     rstd = tl.rsqrt(deviation / (spatial.to(tl.float32) * channels) + eps)
     stats = STATS + (image * groups + column // channels + group) * 2
-    live = (group * channels < width) & (store_stats != 0) & (s.split == 0)
+    live = (group * channels < width) & (store_stats != 0) & (split == 0)
     tl.store(stats, mean, mask=live)
     tl.store(stats + 1, rstd, mask=live)
     write_tiles(
@@ -579,7 +589,7 @@ def forward_channels_last(
     MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """``units`` an image, each of the groups of ``width`` columns, in parts of ``length`` positions."""
-    s = split_of(WORKSPACE, launch, n_splits, length, MAX_SPLITS)
+    s = Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS)
     affine = Affine(W, B, w_kind, b_kind)
     if MAX_SPLITS > 1:
         for unit in range(tl.program_id(0) // n_splits, n_units, tl.num_programs(0) // n_splits):
@@ -659,8 +669,9 @@ def backward_columns(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A CTA's part of a unit."""
+    split = tl.program_id(0) % s.n_splits
     group = tl.arange(0, GROUPS)
-    start = s.split * s.length
+    start = split * s.length
     count = tl.minimum(s.length, spatial - start)
     n = spatial.to(tl.float32) * channels
     image = unit // units
@@ -670,13 +681,13 @@ def backward_columns(
     live = group * channels < width
     mean = tl.load(stats, mask=live, other=0.0)
     rstd = tl.load(stats + 1, mask=live, other=0.0)
-    sums_at = out.PARTIALS + (image * s.n_splits + s.split).to(tl.int64) * out.columns + column
+    sums_at = out.PARTIALS + (image * s.n_splits + split).to(tl.int64) * out.columns + column
     along, offset = part_sums(
         X + at, DY + at, W, column, out, sums_at, mean, rstd, width, channels, n_cols, count, w_kind,
         ROWS, BLOCK, GROUPS,
     )  # fmt: skip
     if s.MAX_SPLITS > 1:
-        along, offset = combined_sums(unit, along, offset, s, GROUPS)
+        along, offset = combined_sums(unit, split, along, offset, s, GROUPS)
     if out.store_dx != 0:
         write_dx_tiles(
             out.DX + at, X + at, DY + at, W, column, mean, rstd, along / n, offset / n, width, channels, n_cols, count,
@@ -691,7 +702,7 @@ def backward_channels_last(
     MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Units and parts as in ``forward_channels_last``, partials as in ``backward_two_pass``."""
-    s = split_of(WORKSPACE, launch, n_splits, length, MAX_SPLITS)
+    s = Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS)
     out = Gradients(DX, PARTIALS, columns, db_column, store_dx, store_dw, store_db)
     if MAX_SPLITS > 1:
         for unit in range(tl.program_id(0) // n_splits, n_units, tl.num_programs(0) // n_splits):

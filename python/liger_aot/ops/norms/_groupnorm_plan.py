@@ -185,7 +185,7 @@ def pipeline_plan(on: OpOn, loaded: Loaded, direction: str, shape: Shape) -> Pla
     tiles = min(fitting, key=cost)
     splits = -(-spatial // (tiles * step))
     at_once = min(resident // splits, shape.images)
-    if shape.images <= 2 * at_once and tiles * tile_kb > numbers["lone_part_kb"]:
+    if shape.images <= 2 * at_once and tiles * tile_kb > numbers["lone_kb"]:
         return None
     sizes = (shape.images, 1, shape.groups, group, shape.channels, shape.channels, spatial)
     programs = at_once * splits
@@ -193,9 +193,7 @@ def pipeline_plan(on: OpOn, loaded: Loaded, direction: str, shape: Shape) -> Pla
     return Plan(programs, splits, tiles * step, words, programs, sizes, sizes)
 
 
-def splits_of(
-    units: int, elements: int, least: int, most: int, resident: int, exchange_elements: int
-) -> int:
+def splits_of(units: int, elements: int, least: int, most: int, resident: int, exchange_elements: int) -> int:
     """Into how many parts, ``least`` to ``most``, to split each of so many units of so many elements for the least
     time, where ``resident`` CTAs run at once and an exchange takes as long as reading ``exchange_elements``."""
 
