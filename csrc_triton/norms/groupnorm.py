@@ -42,7 +42,7 @@ PIPELINE = {
         "MAX_SPLITS", "LINES", "BLOCKS", "STAGES", "PREFETCH", "GROUPS", "LINES_PER_GROUP", "SPLITS_PER_READ",
         "EXCHANGE_WARPS", "REGISTERS",
     ],
-    "defaults": {"BLOCKS": 1, "MAX_SPLITS": 128, "GROUPS": 32},
+    "defaults": {"BLOCKS": 1},
     "cooperative": "MAX_SPLITS",
     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
 }  # fmt: skip

@@ -165,7 +165,7 @@ def pipeline_plan(on: OpOn, loaded: Loaded, direction: str, shape: Shape) -> Pla
         return None
     step = positions * numbers["blocks"]  # positions of a tile
     tile_kb = step * shape.channels * (4 if direction == "backward" else 2) / 1024
-    resident = numbers["programs_per_multiprocessor"] * on.multiprocessors
+    resident = numbers.get("programs_per_multiprocessor", 1) * on.multiprocessors
     least = -(-spatial // (step * min(numbers["max_splits"], resident)))
     room = numbers["stages"] - numbers["prefetch"]
 
