@@ -76,18 +76,14 @@ def rope(
     cos_at = elements(row * cos_stride, COS)
     sin_at = elements(row * sin_stride, SIN)
     half = elements(half_bytes, b.x)
-    width = 2 * half
-    if INTERLEAVED:
-        n = width
-    else:
-        n = half
+    n = 2 * half if INTERLEAVED else half
     if BLOCKS:
         for block in tl.static_range(BLOCKS):
             rotate(b, COS, SIN, cos_at, sin_at, n, sign, known, block * BLOCK, INTERLEAVED, ROWS, BLOCK)
     else:
         for first in range(0, n, BLOCK):
             rotate(b, COS, SIN, cos_at, sin_at, n, sign, known, first, INTERLEAVED, ROWS, BLOCK)
-    copy_columns(b, width, elements(end_bytes, b.x), BLOCK)
+    copy_columns(b, 2 * half, elements(end_bytes, b.x), BLOCK)
 
 
 @triton.jit

@@ -136,8 +136,8 @@ class RoPE(Rotary):
         end = q.shape[-1] if fresh else 2 * half
         in_bytes = (cos_stride * size, sin_stride * size, half * x_size, end * x_size)
         return Own(
-            "rope_pairs" if interleaved else "rope_halves",
-            (q.dtype, cos.dtype),
+            "rope",
+            (q.dtype, cos.dtype, interleaved),
             2 * half if interleaved else half,
             index,
             (words, min(cos.shape[-2], MOST) if words else MOST, *in_bytes),
@@ -149,7 +149,7 @@ class RoPE(Rotary):
     ) -> tuple[Problem, ...]:
         half, size = shape[-1] // 2, dtype.itemsize
         return (
-            Problem("rope_halves", (dtype, (dtypes or {}).get("cos", dtype)), not half * size % 16, half),
+            Problem("rope", (dtype, (dtypes or {}).get("cos", dtype), False), not half * size % 16, half),
         )
 
     @staticmethod
