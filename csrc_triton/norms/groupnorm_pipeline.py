@@ -49,7 +49,7 @@ from csrc_triton.common.pipeline import (
     tile_offsets,
     vector_layout,
 )
-from csrc_triton.norms.groupnorm_two_pass import Gradients, reciprocal
+from csrc_triton.norms.groupnorm_two_pass import Affine, Gradients, reciprocal
 from csrc_triton.norms.norm_vectors import load_vector
 
 # ---- channels first ----------------------------------------------------------------------------------------------
@@ -250,6 +250,24 @@ def table_layout(lines_per_group, warps):
 
 
 @aggregate
+class Images:
+    """Channels-last images, and how CTAs share them."""
+
+    n: gl.tensor
+    groups: gl.tensor  # of an image
+    channels: gl.tensor  # of a group
+    n_cols: gl.tensor  # channels of an image
+    spatial: gl.tensor  # positions of an image
+    length: gl.tensor  # positions of a part
+    n_splits: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, n, groups, channels, n_cols, spatial, length, n_splits):
+        self.n, self.groups, self.channels, self.n_cols = n, groups, channels, n_cols
+        self.spatial, self.length, self.n_splits = spatial, length, n_splits
+
+
+@aggregate
 class Part:
     """A CTA's part of an image. Lines from ``count`` positions on are past its end."""
 
@@ -266,14 +284,18 @@ class Part:
 
 
 @gluon.jit
-def part_of(n_cols, spatial, length, n_splits, LINES: gl.constexpr):
+def part_of(images, LINES: gl.constexpr):
     """This CTA's part."""
-    vectors = n_cols // 8
+    vectors = images.n_cols // 8
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, vector_layout(gl.num_warps())))
-    start = gl.program_id(0) % n_splits * length
+    start = gl.program_id(0) % images.n_splits * images.length
     position = line // vectors
     return Part(
-        start, gl.minimum(length, spatial - start), LINES // vectors, position, line - position * vectors
+        start,
+        gl.minimum(images.length, images.spatial - start),
+        LINES // vectors,
+        position,
+        line - position * vectors,
     )
 
 
@@ -448,47 +470,48 @@ def totals_of(WORKSPACE, image, n_splits, own, args, f, z):
 
 
 @gluon.jit
-def exchange_images(handoff, WORKSPACE, n_images, n_splits, args, f, z):
+def exchange_images(handoff, WORKSPACE, images, args, f, z):
     """The exchange warps: they reduce a part's values from lines to groups, exchange them with the other CTAs of the
     image and return the result to the lines, while the other warps stream.
 
     WORKSPACE has the counter of a grid barrier in its first word, and room for [n_images, n_splits, GROUPS] from its
     third on."""
     sums_layout: gl.constexpr = gl.SliceLayout(1, table_layout(z.LINES_PER_GROUP, gl.num_warps()))
-    first_image, image_step = gl.program_id(0) // n_splits, gl.num_programs(0) // n_splits
-    split = gl.program_id(0) % n_splits
+    first_image, image_step = gl.program_id(0) // images.n_splits, gl.num_programs(0) // images.n_splits
+    split = gl.program_id(0) % images.n_splits
     counter = WORKSPACE.to(gl.pointer_type(gl.int32), bitcast=True)
     group = gl.arange(0, z.GROUPS, layout=sums_layout)
     WORKSPACE += 2
-    for image in range(first_image, n_images, image_step):
-        words = WORKSPACE + (gl.cast(image, gl.int64) * n_splits + split) * z.GROUPS + group
+    for image in range(first_image, images.n, image_step):
+        words = WORKSPACE + (gl.cast(image, gl.int64) * images.n_splits + split) * z.GROUPS + group
         gl.store(words, gl.zeros([z.GROUPS], gl.int64, sums_layout))
     gl.thread_barrier()
     before = barrier_arrive(counter, gl.num_programs(0))
     _, _, barriers = handoff
     waiting = True
     phase = 0
-    for image in range(first_image, n_images, image_step):
+    for image in range(first_image, images.n, image_step):
         mbarrier.wait(barriers.index(0), phase)
         first, second = take_over(handoff)
         a, b = f.gather(first, second, args, z.GROUPS, z.LINES_PER_GROUP)
-        post_two(WORKSPACE + (gl.cast(image, gl.int64) * n_splits + split) * z.GROUPS + group, a, b, True)
+        post_two(
+            WORKSPACE + (gl.cast(image, gl.int64) * images.n_splits + split) * z.GROUPS + group, a, b, True
+        )
         while waiting:
             waiting = not barrier_passed(counter, before)
-        totals = totals_of(WORKSPACE, image, n_splits, a, args, f, z)
+        totals = totals_of(WORKSPACE, image, images.n_splits, a, args, f, z)
         first, second = f.finalise(totals, image, args)
         hand_over(handoff, first, second, 1)
         phase = phase ^ 1
 
 
 @gluon.jit
-def stream_images(
-    handoff, buffers, OUT, ins, part, n_images, image_words, block_words, n_splits, store, args, state, f, z
-):
-    """The streaming warps: images i, i + s, i + 2 s, ... of ``image_words`` words each, where the CTAs of ``n_splits``
-    programs start with i and s is how many images are processed at once. OUT and ``ins`` point to the part in image 0.
+def stream_images(handoff, buffers, OUT, ins, part, images, store, args, state, f, z):
+    """The streaming warps. OUT and ``ins`` point to the part in image 0; every ``image_step``-th image is this CTA's.
 
     Returns the state after the last image."""
+    image_words = gl.cast(images.spatial, gl.int64) * (images.n_cols // 2)
+    block_words = part.positions * (images.n_cols // 2)
     dtype: gl.constexpr = OUT.dtype.element_ty
     layout: gl.constexpr = vector_layout(gl.num_warps())
     offsets = tile_offsets(z.LINES, layout)
@@ -497,7 +520,7 @@ def stream_images(
     for i in gl.static_range(len(ins)):
         sources += (ins[i].to(gl.pointer_type(gl.int32), bitcast=True) + offsets,)
     ins = sources
-    first_image, image_step = gl.program_id(0) // n_splits, gl.num_programs(0) // n_splits
+    first_image, image_step = gl.program_id(0) // images.n_splits, gl.num_programs(0) // images.n_splits
     BLOCKS: gl.constexpr = len(buffers)
     tiles = (part.count + part.positions * BLOCKS - 1) // (part.positions * BLOCKS)
     overlap = gl.minimum(tiles, z.STAGES - z.PREFETCH - tiles)
@@ -508,7 +531,7 @@ def stream_images(
     tile_words = BLOCKS * block_words
     jump = image_step * image_words - (tiles - 1) * tile_words
     for i in range(z.PREFETCH):
-        copy_blocks(buffers, i, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
+        copy_blocks(buffers, i, ins, copy_at, copy_image < images.n, copy_index, part, block_words)
         copy_image, copy_index, copy_at = next_tile(
             copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
         )
@@ -520,7 +543,7 @@ def stream_images(
         async_copy.wait_group(z.PREFETCH - 1)
         new = read_blocks(buffers, stage, layout)
         sums = accumulate_tile(sums, new, i, part, args, dtype, f)
-        copy_blocks(buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words)
+        copy_blocks(buffers, copy_stage, ins, copy_at, copy_image < images.n, copy_index, part, block_words)
         copy_image, copy_index, copy_at = next_tile(
             copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
         )
@@ -530,10 +553,10 @@ def stream_images(
     coefficients = f.coefficients((zeros, zeros), (zeros, zeros), first_image, state, args)
     _, _, barriers = handoff
     phase = 0
-    for last in range(first_image - image_step, n_images, image_step):
+    for last in range(first_image - image_step, images.n, image_step):
         # All of ``image`` is accumulated; all but ``overlap`` tiles of ``last``, which may be none, are written.
         image = last + image_step
-        valid = image < n_images
+        valid = image < images.n
         first, second, state = f.reduce(sums, state, image, valid, args, dtype)
         if valid:
             hand_over(handoff, first, second, 0)
@@ -543,7 +566,7 @@ def stream_images(
             async_copy.wait_group(z.PREFETCH - 1)
             new, old = read_blocks(buffers, stage, layout), read_blocks(buffers, copy_stage, layout)
             copy_blocks(
-                buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words
+                buffers, copy_stage, ins, copy_at, copy_image < images.n, copy_index, part, block_words
             )
             copy_image, copy_index, copy_at = next_tile(
                 copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
@@ -563,7 +586,7 @@ def stream_images(
             async_copy.wait_group(z.PREFETCH - 1)
             new, old = read_blocks(buffers, stage, layout), read_blocks(buffers, copy_stage, layout)
             copy_blocks(
-                buffers, copy_stage, ins, copy_at, copy_image < n_images, copy_index, part, block_words
+                buffers, copy_stage, ins, copy_at, copy_image < images.n, copy_index, part, block_words
             )
             copy_image, copy_index, copy_at = next_tile(
                 copy_image, copy_index, copy_at, tiles, image_step, tile_words, jump
@@ -634,21 +657,23 @@ def second_sum(values, in_first):
 
 
 @gluon.jit
-def line_table(part, vectors, groups, channels, GROUPS: gl.constexpr, LINES_PER_GROUP: gl.constexpr):
+def line_table(part, images, GROUPS: gl.constexpr, LINES_PER_GROUP: gl.constexpr):
     """Which lines of a block have channels of a group: a table [GROUPS, LINES_PER_GROUP] of int32 that hold the line
     (bits 0 to 11), whether the group is its first (bit 12), and how many elements of the part these channels have."""
     item = gl.arange(0, GROUPS * LINES_PER_GROUP, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     group = item // LINES_PER_GROUP
-    first_vector = group * channels // 8
-    across = ((group + 1) * channels - 1) // 8 + 1 - first_vector  # lines of a position
+    first_vector = group * images.channels // 8
+    across = ((group + 1) * images.channels - 1) // 8 + 1 - first_vector  # lines of a position
     position = item % LINES_PER_GROUP // across
     vector = first_vector + item % LINES_PER_GROUP - position * across
-    group_of_first = vector * 8 // channels
+    group_of_first = vector * 8 // images.channels
     is_first = group_of_first == group
-    n = gl.minimum((group_of_first + 1) * channels - vector * 8, 8)
+    n = gl.minimum((group_of_first + 1) * images.channels - vector * 8, 8)
     n = gl.where(is_first, n, 8 - n) * positions_at(part.count, position, part.positions)
-    live = (position < part.positions) & (group < groups)
-    return gl.where(live, (n * 2 + is_first.to(gl.int32)) * 4096 + position * vectors + vector, 0)
+    live = (position < part.positions) & (group < images.groups)
+    return gl.where(
+        live, (n * 2 + is_first.to(gl.int32)) * 4096 + position * (images.n_cols // 8) + vector, 0
+    )
 
 
 @gluon.jit
@@ -666,11 +691,11 @@ def by_group(first, second, table, GROUPS: gl.constexpr, LINES_PER_GROUP: gl.con
 
 
 @gluon.jit
-def by_line(a, b, vector, groups, channels):
+def by_line(a, b, vector, images):
     """Two values a group, each for a line's first group and for its second."""
     values = pack_word(a, b)
-    first = gl.minimum(vector * 8 // channels, groups - 1)
-    second = unpack_word(gl.gather(values, gl.minimum(first + 1, groups - 1), 0))
+    first = gl.minimum(vector * 8 // images.channels, images.groups - 1)
+    second = unpack_word(gl.gather(values, gl.minimum(first + 1, images.groups - 1), 0))
     first = unpack_word(gl.gather(values, first, 0))
     return first, second
 
@@ -746,9 +771,9 @@ def gather_moments(first, second, args, GROUPS: gl.constexpr, LINES_PER_GROUP: g
 def moment_terms(values, own, split, args):
     """What a part with these moments adds to the sums of differences from this CTA's own mean, and of their squares. A
     mean of many elements is a good pivot."""
-    _table, _vector, _STATS, _groups, channels, spatial, length, _eps, _store = args
-    positions = gl.maximum(gl.minimum(length, spatial - split * length), 0)
-    n = (positions.to(gl.float32) * channels)[:, None]
+    _table, _vector, _STATS, images, _eps, _store = args
+    positions = gl.maximum(gl.minimum(images.length, images.spatial - split * images.length), 0)
+    n = (positions.to(gl.float32) * images.channels)[:, None]
     diff = values[0] - own
     return n * diff, values[1] + n * diff * diff
 
@@ -756,13 +781,13 @@ def moment_terms(values, own, split, args):
 @gluon.jit
 def finalise_statistics(totals, image, args):
     """(mean, 1 / sqrt(var + eps)) of a line's first group, and of its second."""
-    _table, vector, STATS, groups, channels, spatial, _length, eps, store = args
-    n = spatial.to(gl.float32) * channels
+    _table, vector, STATS, images, eps, store = args
+    n = images.spatial.to(gl.float32) * images.channels
     shift = totals[0] / n
     mean, variance = totals[2] + shift, gl.maximum(totals[1] - totals[0] * shift, 0.0) / n
     rstd = gl.rsqrt(variance + eps)
-    store_statistics(STATS, mean, rstd, image, groups, store)
-    return by_line(mean, rstd, vector, groups, channels)
+    store_statistics(STATS, mean, rstd, image, images.groups, store)
+    return by_line(mean, rstd, vector, images)
 
 
 @gluon.jit
@@ -785,46 +810,26 @@ def write_y(tiles, coefficients, args, dtype: gl.constexpr):
 
 
 @gluon.jit
-def stream_forward(
-    handoff, buffers, Y, X, W, B, n_images, channels, n_cols, spatial, length, n_splits, w_kind, b_kind, f, z
-):
-    part = part_of(n_cols, spatial, length, n_splits, z.LINES)
-    at = gl.cast(part.start, gl.int64) * n_cols
-    n, in_first = first_group_of(part.vector, channels)
+def stream_forward(handoff, buffers, Y, X, affine, images, f, z):
+    part = part_of(images, z.LINES)
+    at = gl.cast(part.start, gl.int64) * images.n_cols
+    n, in_first = first_group_of(part.vector, images.channels)
     in_use = part.position < part.positions
     size = gl.where(in_use, positions_at(part.count, part.position, part.positions), 0)
     n_first, n_second = (size * n).to(gl.float32), (size * (8 - n)).to(gl.float32)
     channel = part.vector[:, None] * 8 + line_word() * 2
-    w = vector_pair(W, channel, in_use[:, None], w_kind, 1.0)
-    b = vector_pair(B, channel, in_use[:, None], b_kind, 0.0)
-    stream_images(
-        handoff, buffers, Y + at, (X + at,), part, n_images, gl.cast(spatial, gl.int64) * (n_cols // 2),
-        part.positions * (n_cols // 2), n_splits, True, (part.vector, in_first, n_first, n_second, w, b), (), f, z,
-    )  # fmt: skip
+    w = vector_pair(affine.W, channel, in_use[:, None], affine.w_kind, 1.0)
+    b = vector_pair(affine.B, channel, in_use[:, None], affine.b_kind, 0.0)
+    args = part.vector, in_first, n_first, n_second, w, b
+    stream_images(handoff, buffers, Y + at, (X + at,), part, images, True, args, (), f, z)
 
 
 @gluon.jit
-def exchange_forward(
-    handoff,
-    STATS,
-    WORKSPACE,
-    n_images,
-    groups,
-    channels,
-    n_cols,
-    spatial,
-    length,
-    n_splits,
-    eps,
-    store_stats,
-    f,
-    z,
-):
-    part = part_of(n_cols, spatial, length, n_splits, z.LINES)
-    table = line_table(part, n_cols // 8, groups, channels, z.GROUPS, z.LINES_PER_GROUP)
+def exchange_forward(handoff, STATS, WORKSPACE, images, eps, store_stats, f, z):
+    part = part_of(images, z.LINES)
+    table = line_table(part, images, z.GROUPS, z.LINES_PER_GROUP)
     store = (store_stats != 0) & (part.start == 0)
-    args = table, part.vector, STATS, groups, channels, spatial, length, eps, store
-    exchange_images(handoff, WORKSPACE, n_images, n_splits, args, f, z)
+    exchange_images(handoff, WORKSPACE, images, (table, part.vector, STATS, images, eps, store), f, z)
 
 
 @gluon.jit
@@ -840,15 +845,14 @@ def forward_channels_last_pipeline(
         init_moments, accumulate_moments, reduce_moments, scale_and_shift, write_y,
         gather_moments, moment_terms, finalise_statistics,
     )  # fmt: skip
+    images = Images(n_units, groups, channels, n_cols, spatial, length, n_splits)
     z = ImageSizes(LINES, STAGES, PREFETCH, GROUPS, LINES_PER_GROUP, SPLITS_PER_READ)
     buffers = allocate_blocks(1, BLOCKS, STAGES, LINES)
     handoff = new_handoff(LINES)
     gl.warp_specialize(
         [
-            (stream_forward, (handoff, buffers, Y, X, W, B, n_units, channels, n_cols, spatial, length, n_splits,
-                              w_kind, b_kind, f, z)),
-            (exchange_forward, (handoff, STATS, WORKSPACE, n_units, groups, channels, n_cols, spatial, length,
-                                n_splits, eps, store_stats, f, z)),
+            (stream_forward, (handoff, buffers, Y, X, Affine(W, B, w_kind, b_kind), images, f, z)),
+            (exchange_forward, (handoff, STATS, WORKSPACE, images, eps, store_stats, f, z)),
         ],
         [EXCHANGE_WARPS],
         [REGISTERS],
@@ -860,12 +864,12 @@ def forward_channels_last_pipeline(
 
 
 @gluon.jit
-def statistics(STATS, image, n_images, vector, groups, channels):
+def statistics(STATS, image, images, vector):
     """(mean, 1 / sqrt(var + eps)) of a line's two groups, of an image or of the last one: no mask, for which the loads
     would be waited for."""
-    first = gl.minimum(vector * 8 // channels, groups - 1)
-    second = gl.minimum(first + 1, groups - 1)
-    STATS += gl.minimum(image, n_images - 1) * groups * 2
+    first = gl.minimum(vector * 8 // images.channels, images.groups - 1)
+    second = gl.minimum(first + 1, images.groups - 1)
+    STATS += gl.minimum(image, images.n - 1) * images.groups * 2
     first = gl.load(STATS + first * 2), gl.load(STATS + first * 2 + 1)
     return first, (gl.load(STATS + second * 2), gl.load(STATS + second * 2 + 1))
 
@@ -889,7 +893,7 @@ def accumulate_sums(sums, tiles, live, args, dtype: gl.constexpr):
 def reduce_sums(sums, state, image, valid, args, dtype: gl.constexpr):
     """Sums of w * dy * normalised x and of w * dy of a line's channels of its first group, and of those of its second.
     The state is each channel's sums without w, and the statistics of this image and of the next one."""
-    STATS, n_images, groups, channels, vector, in_first, w, image_step = args
+    STATS, images, vector, in_first, w, image_step = args
     dw, db, _, stats = state
     first, second = stats
     new_dw, new_db, along, offset = (), (), (), ()
@@ -900,7 +904,7 @@ def reduce_sums(sums, state, image, valid, args, dtype: gl.constexpr):
         new_db += (db[i] + gl.where(valid, sums[2 + i], 0.0),)
         along += (w[i] * more,)
         offset += (w[i] * sums[2 + i],)
-    after = statistics(STATS, image + image_step, n_images, vector, groups, channels)
+    after = statistics(STATS, image + image_step, images, vector)
     of_first = first_sum(along, in_first), first_sum(offset, in_first)
     return (
         of_first,
@@ -923,19 +927,19 @@ def sum_terms(values, own, split, args):
 @gluon.jit
 def finalise_sums(totals, image, args):
     """(slope, level) of the line in x that dx has beside w * dy / deviation."""
-    _table, vector, STATS, groups, channels, spatial = args
+    _table, vector, STATS, images = args
     GROUPS: gl.constexpr = totals[0].shape[0]
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, exchange_layout(GROUPS, gl.num_warps())))
-    at = STATS + (image * groups + gl.minimum(group, groups - 1)) * 2
+    at = STATS + (image * images.groups + gl.minimum(group, images.groups - 1)) * 2
     mean, rstd = gl.load(at), gl.load(at + 1)
-    part = 1.0 / (spatial.to(gl.float32) * channels)
+    part = 1.0 / (images.spatial.to(gl.float32) * images.channels)
     slope = totals[0] * part * rstd * rstd
-    return by_line(slope, totals[1] * part * rstd - mean * slope, vector, groups, channels)
+    return by_line(slope, totals[1] * part * rstd - mean * slope, vector, images)
 
 
 @gluon.jit
 def dx_coefficients(first, second, image, state, args):
-    _STATS, _n_images, _groups, _channels, _vector, in_first, w, _image_step = args
+    _STATS, _images, _vector, in_first, w, _image_step = args
     of_first, of_second = state[2]
     scale = ()
     for i in gl.static_range(2):
@@ -945,7 +949,7 @@ def dx_coefficients(first, second, image, state, args):
 
 @gluon.jit
 def write_dx(tiles, coefficients, args, dtype: gl.constexpr):
-    in_first = args[5]
+    _STATS, _images, _vector, in_first, _w, _image_step = args
     x, dy = tiles
     scale, first, second = coefficients
     slope = gl.where(in_first[0], first[0][:, None], second[0][:, None])
@@ -974,52 +978,29 @@ def store_partials(PARTIALS, sums, part, vectors, channel, store):
 
 
 @gluon.jit
-def stream_backward(
-    handoff,
-    buffers,
-    out,
-    DY,
-    X,
-    W,
-    STATS,
-    n_images,
-    groups,
-    channels,
-    n_cols,
-    spatial,
-    length,
-    n_splits,
-    w_kind,
-    f,
-    z,
-):
-    part = part_of(n_cols, spatial, length, n_splits, z.LINES)
-    at = gl.cast(part.start, gl.int64) * n_cols
-    _, in_first = first_group_of(part.vector, channels)
+def stream_backward(handoff, buffers, out, DY, X, W, STATS, images, w_kind, f, z):
+    part = part_of(images, z.LINES)
+    at = gl.cast(part.start, gl.int64) * images.n_cols
+    _, in_first = first_group_of(part.vector, images.channels)
     channel = part.vector[:, None] * 8 + line_word() * 2
     w = vector_pair(W, channel, (part.position < part.positions)[:, None], w_kind, 1.0)
-    first_image, image_step = gl.program_id(0) // n_splits, gl.num_programs(0) // n_splits
-    stats = statistics(STATS, first_image, n_images, part.vector, groups, channels)
+    first_image, image_step = gl.program_id(0) // images.n_splits, gl.num_programs(0) // images.n_splits
+    stats = statistics(STATS, first_image, images, part.vector)
     zeros = line_zeros(z.LINES)
     dw, db, _, _ = stream_images(
-        handoff, buffers, out.DX + at, (X + at, DY + at), part, n_images, gl.cast(spatial, gl.int64) * (n_cols // 2),
-        part.positions * (n_cols // 2), n_splits, out.store_dx != 0,
-        (STATS, n_images, groups, channels, part.vector, in_first, w, image_step),
-        ((zeros, zeros), (zeros, zeros), stats, stats), f, z,
+        handoff, buffers, out.DX + at, (X + at, DY + at), part, images, out.store_dx != 0,
+        (STATS, images, part.vector, in_first, w, image_step), ((zeros, zeros), (zeros, zeros), stats, stats), f, z,
     )  # fmt: skip
     PARTIALS = out.PARTIALS + gl.program_id(0).to(gl.int64) * out.columns
-    store_partials(PARTIALS, dw, part, n_cols // 8, channel, out.store_dw)
-    store_partials(PARTIALS + out.db_column, db, part, n_cols // 8, channel, out.store_db)
+    store_partials(PARTIALS, dw, part, images.n_cols // 8, channel, out.store_dw)
+    store_partials(PARTIALS + out.db_column, db, part, images.n_cols // 8, channel, out.store_db)
 
 
 @gluon.jit
-def exchange_backward(
-    handoff, STATS, WORKSPACE, n_images, groups, channels, n_cols, spatial, length, n_splits, f, z
-):
-    part = part_of(n_cols, spatial, length, n_splits, z.LINES)
-    table = line_table(part, n_cols // 8, groups, channels, z.GROUPS, z.LINES_PER_GROUP)
-    args = table, part.vector, STATS, groups, channels, spatial
-    exchange_images(handoff, WORKSPACE, n_images, n_splits, args, f, z)
+def exchange_backward(handoff, STATS, WORKSPACE, images, f, z):
+    part = part_of(images, z.LINES)
+    table = line_table(part, images, z.GROUPS, z.LINES_PER_GROUP)
+    exchange_images(handoff, WORKSPACE, images, (table, part.vector, STATS, images), f, z)
 
 
 @gluon.jit
@@ -1041,16 +1022,15 @@ def backward_channels_last_pipeline(
         sum_terms,
         finalise_sums,
     )
+    images = Images(n_units, groups, channels, n_cols, spatial, length, n_splits)
     z = ImageSizes(LINES, STAGES, PREFETCH, GROUPS, LINES_PER_GROUP, SPLITS_PER_READ)
     out = Gradients(DX, PARTIALS, columns, db_column, store_dx, store_dw, store_db)
     buffers = allocate_blocks(2, BLOCKS, STAGES, LINES)
     handoff = new_handoff(LINES)
     gl.warp_specialize(
         [
-            (stream_backward, (handoff, buffers, out, DY, X, W, STATS, n_units, groups, channels, n_cols, spatial,
-                               length, n_splits, w_kind, f, z)),
-            (exchange_backward, (handoff, STATS, WORKSPACE, n_units, groups, channels, n_cols, spatial, length,
-                                 n_splits, f, z)),
+            (stream_backward, (handoff, buffers, out, DY, X, W, STATS, images, w_kind, f, z)),
+            (exchange_backward, (handoff, STATS, WORKSPACE, images, f, z)),
         ],
         [EXCHANGE_WARPS],
         [REGISTERS],
