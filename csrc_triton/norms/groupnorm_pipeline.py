@@ -200,8 +200,8 @@ def backward_pipeline(
         stage = next_stage(stage, STAGES)
         first_channel = unit % groups * channels
         sums = PARTIALS + gl.cast(unit // groups, gl.int64) * columns + first_channel
-        alongs = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-        offsets = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+        row_dots = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+        row_totals = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
         ws = ()
         for i in gl.static_range(BLOCKS):
             channel = i * ROWS + row
@@ -214,12 +214,12 @@ def backward_pipeline(
             gl.store(sums + channel, dw, mask=in_rows & (store_dw != 0))
             gl.store(sums + db_column + channel, db, mask=in_rows & (store_db != 0))
             w = gl.where(w_kind == 0, 1.0, load_vector(W, first_channel + channel, in_rows, w_kind))
-            alongs += w * dw
-            offsets += w * db
+            row_dots += w * dw
+            row_totals += w * db
             ws += (w * rstd,)
-        along, offset = gl.reduce((alongs, offsets), 0, add_two)
-        slope = along * part * rstd * rstd
-        level = offset * part * rstd - mean * slope
+        dot, total = gl.reduce((row_dots, row_totals), 0, add_two)
+        slope = dot * part * rstd * rstd
+        level = total * part * rstd - mean * slope
         out = DX + unit * size
         for i in gl.static_range(BLOCKS):
             w = ws[i][:, None]
@@ -896,27 +896,27 @@ def reduce_sums(sums, state, image, valid, args, dtype: gl.constexpr):
     STATS, images, vector, in_first, w, image_step = args
     dw, db, _, stats = state
     first, second = stats
-    new_dw, new_db, along, offset = (), (), (), ()
+    new_dw, new_db, dot, total = (), (), (), ()
     for i in gl.static_range(2):
         mean = gl.where(in_first[i], first[0][:, None], second[0][:, None])
         more = (sums[i] - mean * sums[2 + i]) * gl.where(in_first[i], first[1][:, None], second[1][:, None])
         new_dw += (dw[i] + gl.where(valid, more, 0.0),)
         new_db += (db[i] + gl.where(valid, sums[2 + i], 0.0),)
-        along += (w[i] * more,)
-        offset += (w[i] * sums[2 + i],)
+        dot += (w[i] * more,)
+        total += (w[i] * sums[2 + i],)
     after = statistics(STATS, image + image_step, images, vector)
-    of_first = first_sum(along, in_first), first_sum(offset, in_first)
+    of_first = first_sum(dot, in_first), first_sum(total, in_first)
     return (
         of_first,
-        (second_sum(along, in_first), second_sum(offset, in_first)),
+        (second_sum(dot, in_first), second_sum(total, in_first)),
         (new_dw, new_db, stats, after),
     )
 
 
 @gluon.jit
 def gather_sums(first, second, args, GROUPS: gl.constexpr, LINES_PER_GROUP: gl.constexpr):
-    alongs, offsets, _ = by_group(first, second, args[0], GROUPS, LINES_PER_GROUP)
-    return gl.sum(alongs, 1), gl.sum(offsets, 1)
+    dots, totals, _ = by_group(first, second, args[0], GROUPS, LINES_PER_GROUP)
+    return gl.sum(dots, 1), gl.sum(totals, 1)
 
 
 @gluon.jit

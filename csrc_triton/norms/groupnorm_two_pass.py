@@ -172,19 +172,8 @@ def forward_in_registers(
 
 @triton.jit
 def write_part(
-    Y,
-    X,
-    affine,
-    channel,
-    offset,
-    count,
-    blocks,
-    mean,
-    rstd,
-    spatial,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    Y, X, affine, channel, offset, count, blocks, mean, rstd, spatial, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
     """The second read of a part. ``offset`` elements of its first channel, ``channel``, are before the part. VECTOR
     neighbours are of one channel, which is looked up once."""
     line = tl.arange(0, BLOCK // VECTOR) * VECTOR
@@ -309,8 +298,8 @@ def backward_group(
     first_channel = unit % groups * channels
     part_at = tl.cast(unit, tl.int64) * channels * spatial + start
     sums_at = out.PARTIALS + (unit // groups * s.n_splits + split).to(tl.int64) * out.columns + first_channel
-    alongs = tl.zeros([ROWS], tl.float32)
-    offsets = tl.zeros([ROWS], tl.float32)
+    row_dots = tl.zeros([ROWS], tl.float32)
+    row_totals = tl.zeros([ROWS], tl.float32)
     for channel in range(0, channels, ROWS):
         in_rows = channel + row < channels
         dots = tl.zeros([ROWS, BLOCK // VECTOR], tl.float32)
@@ -328,17 +317,17 @@ def backward_group(
         tl.store(sums_at + rows, dw, mask=in_rows & (out.store_dw != 0))
         tl.store(sums_at + out.db_column + rows, db, mask=in_rows & (out.store_db != 0))
         w = load_vector(W, rows, in_rows, w_kind, first_channel) + (w_kind == 0)
-        alongs += w * dw
-        offsets += w * db
-    along, offset = tl.reduce((alongs, offsets), 0, add_two)
+        row_dots += w * dw
+        row_totals += w * db
+    dot, total = tl.reduce((row_dots, row_totals), 0, add_two)
     if s.MAX_SPLITS > 1:
         one = tl.zeros([1], tl.float32)
-        all_along, all_offset = combined_sums(unit, split, one + along, one + offset, s, 1)
-        along = tl.sum(all_along, 0)
-        offset = tl.sum(all_offset, 0)
+        all_dots, all_totals = combined_sums(unit, split, one + dot, one + total, s, 1)
+        dot = tl.sum(all_dots, 0)
+        total = tl.sum(all_totals, 0)
     if out.store_dx != 0:
-        slope = along / n * rstd * rstd
-        level = offset / n * rstd - mean * slope
+        slope = dot / n * rstd * rstd
+        level = total / n * rstd - mean * slope
         blocks = tl.cdiv(count, BLOCK)
         steps = tl.cdiv(channels, ROWS)
         for step in range(steps):
@@ -612,8 +601,8 @@ def part_sums(
     """Each group's sums of w * dy * normalised x and of w * dy; each channel's, without w, are stored. ``column`` is
     the part's first channel, where PARTIALS starts."""
     lane = tl.arange(0, BLOCK)
-    along = tl.zeros([GROUPS], tl.float32)
-    offset = tl.zeros([GROUPS], tl.float32)
+    dot = tl.zeros([GROUPS], tl.float32)
+    total = tl.zeros([GROUPS], tl.float32)
     for step in range(0, width, BLOCK):
         lanes = columns_of(tl.minimum(width - step, BLOCK), BLOCK)
         center = to_lanes(of_channels(mean, channels, GROUPS, BLOCK), lanes.channel)[None, :]
@@ -632,20 +621,20 @@ def part_sums(
         tl.store(PARTIALS + step + lane, dw, mask=live & (out.store_dw != 0))
         tl.store(PARTIALS + out.db_column + step + lane, db, mask=live & (out.store_db != 0))
         w = load_vector(W, step + lane, live, w_kind, column) + (w_kind == 0)
-        along += to_groups(w * dw, 1, lanes.width, channels, GROUPS, BLOCK)
-        offset += to_groups(w * db, 1, lanes.width, channels, GROUPS, BLOCK)
-    return along, offset
+        dot += to_groups(w * dw, 1, lanes.width, channels, GROUPS, BLOCK)
+        total += to_groups(w * db, 1, lanes.width, channels, GROUPS, BLOCK)
+    return dot, total
 
 
 @triton.jit
 def write_dx_tiles(
-    DX, X, DY, W, column, mean, rstd, along, offset, width, channels, n_cols, count, w_kind,
+    DX, X, DY, W, column, mean, rstd, dot, total, width, channels, n_cols, count, w_kind,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The backward's second read of a part: dx, from each group's means of the two sums."""
     lane = tl.arange(0, BLOCK)
-    slope = rstd * rstd * along
-    level = offset * rstd - mean * slope
+    slope = rstd * rstd * dot
+    level = total * rstd - mean * slope
     for step in range(0, width, BLOCK):
         lanes = columns_of(tl.minimum(width - step, BLOCK), BLOCK)
         w = load_vector(W, step + lane, lane < lanes.width, w_kind, column) + (w_kind == 0)
@@ -682,15 +671,15 @@ def backward_columns(
     mean = tl.load(stats, mask=live, other=0.0)
     rstd = tl.load(stats + 1, mask=live, other=0.0)
     sums_at = out.PARTIALS + (image * s.n_splits + split).to(tl.int64) * out.columns + column
-    along, offset = part_sums(
+    dot, total = part_sums(
         X + at, DY + at, W, column, out, sums_at, mean, rstd, width, channels, n_cols, count, w_kind,
         ROWS, BLOCK, GROUPS,
     )  # fmt: skip
     if s.MAX_SPLITS > 1:
-        along, offset = combined_sums(unit, split, along, offset, s, GROUPS)
+        dot, total = combined_sums(unit, split, dot, total, s, GROUPS)
     if out.store_dx != 0:
         write_dx_tiles(
-            out.DX + at, X + at, DY + at, W, column, mean, rstd, along / n, offset / n, width, channels, n_cols, count,
+            out.DX + at, X + at, DY + at, W, column, mean, rstd, dot / n, total / n, width, channels, n_cols, count,
             w_kind, ROWS, BLOCK, GROUPS,
         )  # fmt: skip
 
