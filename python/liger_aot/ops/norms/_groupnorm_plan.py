@@ -72,13 +72,13 @@ class Plan(NamedTuple):
     backward: tuple[int, ...]
 
 
-def find(on: OpOn, direction: str, dtype: torch.dtype, places: int, shape: Shape) -> tuple[Loaded, Plan]:
-    """The binary and the launch for a problem, remembered."""
-    key = (direction, dtype, places & 15, shape)
+def find(on: OpOn, direction: str, dtype: torch.dtype, addresses: int, shape: Shape) -> tuple[Loaded, Plan]:
+    """The binary and the launch for a problem, remembered. ``addresses`` are those of all tensors, combined by or."""
+    key = (direction, dtype, addresses & 15, shape)
     found: tuple[Loaded, Plan] | None = on.plans.get(key)
     if found is None:
         kernel, n = on.kernels[shape.kernel(direction)], shape.n(direction)
-        aligned = not places & 15
+        aligned = not addresses & 15
         loaded = kernel((dtype, aligned), n)
         plan = None
         if _by_images(loaded, shape):
