@@ -336,7 +336,7 @@ def table_rows(table: Tensor) -> tuple[int, int] | None:
 
 
 def rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The reference of all rotary ops: ``x`` (..., D) with its first 2r columns rotated by ``cos`` and ``sin`` (..., r),
+    """The reference of all rotary ops: ``x`` (..., D), its first 2r columns rotated by ``cos`` and ``sin`` (..., r),
     in float32 or, for float64, in float64."""
     x = readable(x)
     wide = torch.promote_types(x.dtype, torch.float32)
