@@ -12,9 +12,9 @@ from torch.compiler import is_compiling
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
-from liger_aot.ops.norms import column_sums, rmsnorm
+from liger_aot.ops.norms import column_sums
 from liger_aot.ops.norms._vectors import ABSENT, WIDE, kind_of
-from liger_aot.ops.norms.rmsnorm import NORM_SETTINGS, ROUND_FIRST, check_norm
+from liger_aot.ops.norms.rmsnorm import NORM_SETTINGS, ROUND_FIRST, RMSNorm, check_norm
 from liger_aot.ops.op import Problem, check_rows, check_same_device, check_tensor, written
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.grid import persistent
@@ -227,14 +227,14 @@ class FusedAddRMSNorm(DifferentiableOp):
     def followed(self, saved: Tensors, settings: tuple[Any, ...]) -> Tensors:
         """The sum is an output; 1 / rms is of the sum."""
         added, weight, _ = saved
-        return added, weight, rmsnorm.reference(added, None, eps=settings[0])[1]
+        return added, weight, RMSNorm.reference(added, None, *settings)[1]
 
     @staticmethod
     def reference(
         x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         added = x + residual
-        y, rstd = rmsnorm.reference(added, weight, eps=eps, offset=offset, casting_mode=casting_mode)
+        y, rstd = RMSNorm.reference(added, weight, eps, offset, casting_mode)
         return y, added, rstd
 
     @staticmethod
@@ -246,7 +246,7 @@ class FusedAddRMSNorm(DifferentiableOp):
             return dsum, dsum, None
         wide = torch.promote_types(added.dtype, torch.float32)
         h, dh = torch.atleast_2d(added.to(wide)), torch.atleast_2d(dy.to(wide))
-        dx, dweight = rmsnorm.reference_backward(dh, h, weight, rstd, offset=offset)
+        dx, dweight = RMSNorm.reference_backward((dh,), (h, weight, rstd), eps, offset, casting_mode)
         dx = dx.view(added.shape)
         if dsum is not None:
             dx = dx + dsum.to(wide)

@@ -365,7 +365,7 @@ def _parts(on: OpOn, loaded: Loaded, groups: int, rows: int) -> tuple[int, int]:
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
         resident = loaded.numbers["programs_per_multiprocessor"] * on.multiprocessors
-        in_part = min(parts_of(groups, rows, resident)[0], loaded.numbers.get("run", rows))
+        in_part = min(parts_of(groups, rows, resident)[0], loaded.numbers.get("max_part_rows", rows))
         on.plans[(loaded, groups, rows)] = known = in_part, -(-rows // in_part)
     return known
 
