@@ -1,5 +1,7 @@
 """Cross entropy's losses, and their gradient over the logits, in one launch."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -140,13 +142,34 @@ def in_place_long(
     store_results(out, row, here, target, sums, x_t, w, x_t, 0.0, loss)
 
 
-# The form ``pipeline`` (Gluon, Hopper). Its ``args`` are the arguments of the kernel in four tuples, with the two numbers
-# of TOTALS in place of their address. A row's scalars are loaded before the row ahead of it is written. A row whose
+# The form ``pipeline`` (Gluon, Hopper). A row's scalars are loaded before the row ahead of it is written. A row whose
 # target is ignored is not read: zeros stand in for it, and the factor of its gradient is 0.
 
-LOGITS, TARGETS, RESULTS, SCALES = (gl.constexpr(i) for i in range(4))  # of ``args``
 IGNORED = gl.constexpr(-1)
 WRONG = gl.constexpr(-2)
+
+
+class Arguments(NamedTuple):
+    """Those of the kernel, with the two numbers of TOTALS in place of their address."""
+
+    X: gl.tensor
+    x_stride: gl.tensor
+    n_rows: gl.tensor
+    n_cols: gl.tensor
+    T: gl.tensor
+    words: gl.tensor
+    ignore_index: gl.tensor
+    LOSS: gl.tensor
+    LSE: gl.tensor
+    PARTS: gl.tensor
+    FLAG: gl.tensor
+    W: gl.tensor
+    GRAD: gl.tensor
+    g_stride: gl.tensor
+    weights: gl.tensor
+    count: gl.tensor
+    z_scale: gl.tensor
+    flags: gl.tensor
 
 
 @gluon.jit
@@ -159,16 +182,13 @@ def opaque(x):
 @gluon.jit
 def load_scalars(row, args):
     """The target of a row, in words; that of the nearest row where there is none."""
-    _, _, n_rows, _ = args[LOGITS]
-    T, words, _ = args[TARGETS]
-    at = T + opaque(gl.minimum(gl.maximum(row, 0), n_rows - 1)) * words
-    return gl.load(at), gl.load(at + (words - 1))
+    at = args.T + opaque(gl.minimum(gl.maximum(row, 0), args.n_rows - 1)) * args.words
+    return gl.load(at), gl.load(at + (args.words - 1))
 
 
 @gluon.jit
 def is_read(scalars, args):
-    _, words, ignore_index = args[TARGETS]
-    return join_words(scalars[0], scalars[1], words) != ignore_index
+    return join_words(scalars[0], scalars[1], args.words) != args.ignore_index
 
 
 @gluon.jit
@@ -176,20 +196,17 @@ def init(row, scalars, args, LINES: gl.constexpr, layout: gl.constexpr):
     """(greatest logit in units of log(2), sum of powers relative to it) of each line; of the row the column of its
     target, IGNORED, or WRONG where the target is no class; its target's logit and weight, and what GRAD holds for it.
     """
-    X, x_stride, n_rows, n_cols = args[LOGITS]
-    _, words, ignore_index = args[TARGETS]
-    W, GRAD, g_stride, _, _, _, flags = args[SCALES]
     lines: gl.constexpr = gl.SliceLayout(1, layout)
     row = opaque(row)
-    here = row < n_rows
-    t = join_words(scalars[0], scalars[1], words)
-    own = gl.where((t >= 0) & (t < n_cols) & here, t.to(gl.int32), WRONG)
-    own = gl.where(t == ignore_index, IGNORED, own)
+    here = row < args.n_rows
+    t = join_words(scalars[0], scalars[1], args.words)
+    own = gl.where((t >= 0) & (t < args.n_cols) & here, t.to(gl.int32), WRONG)
+    own = gl.where(t == args.ignore_index, IGNORED, own)
     known = own >= 0
     # Read here, before any thread writes the row: the exchange between all threads in ``reduce_pairs`` lies between.
-    x_t = gl.load(X + row * x_stride + own, mask=known, other=0.0)
-    w = weight_of(W, own, known, flags)
-    grad = gl.load(GRAD + row * g_stride, mask=here & ((flags & GIVEN) != 0), other=1.0)
+    x_t = gl.load(args.X + row * args.x_stride + own, mask=known, other=0.0)
+    w = weight_of(args.W, own, known, args.flags)
+    grad = gl.load(args.GRAD + row * args.g_stride, mask=here & ((args.flags & GIVEN) != 0), other=1.0)
     peak, total = gl.full([LINES], LOWEST, gl.float32, lines), gl.zeros([LINES], gl.float32, lines)
     return peak, total, own, x_t, w, grad
 
@@ -218,13 +235,12 @@ def reduce_pairs(sums, args, dtype: gl.constexpr):
     """The greatest logit, the sum, the factor of the powers, what is subtracted at the target; and of what ``init``
     gives the target's column, logit and weight."""
     peak, total, own, x_t, w, grad = sums
-    _, _, _, weights, count, z_scale, flags = args[SCALES]
     highest = gl.max(peak, 0)
     total = gl.sum(total * gl.exp2(peak - highest), 0)
     x_t = x_t.to(gl.float32)
     lse, _, _ = row_sums(highest, total, x_t)
-    target, loss = Target(own, own == IGNORED, own >= 0), RowLoss(1.0, 0.0, z_scale, flags)
-    a, _, c = row_factors(grad / weights, grad / count, target, lse, x_t, w, 0.0, loss)
+    target, loss = Target(own, own == IGNORED, own >= 0), RowLoss(1.0, 0.0, args.z_scale, args.flags)
+    a, _, c = row_factors(grad / args.weights, grad / args.count, target, lse, x_t, w, 0.0, loss)
     a = gl.where(own == IGNORED, 0.0, a / total)
     return highest, total, a, c, own, x_t, w
 
@@ -243,17 +259,14 @@ def epilogue(tiles, result, args, dtype: gl.constexpr):
 def finalise(row, result, args, dtype: gl.constexpr):
     """The gradient at the target, over what another thread stored there, and the results of the row."""
     highest, total, a, c, own, x_t, w = result
-    X, x_stride, n_rows, _ = args[LOGITS]
-    T, words, _ = args[TARGETS]
-    LOSS, LSE, PARTS, FLAG = args[RESULTS]
-    _, _, _, _, _, z_scale, flags = args[SCALES]
-    row, n_rows = opaque(row), opaque(n_rows)
+    row, n_rows = opaque(row), opaque(args.n_rows)
     known = own >= 0
     gl.thread_barrier()
-    gl.store(X + row * x_stride + own, (power(x_t, highest) * a - c).to(dtype), mask=known)
+    gl.store(args.X + row * args.x_stride + own, (power(x_t, highest) * a - c).to(dtype), mask=known)
     sums = row_sums(highest, total, x_t)
-    target = Target(load_target(T, row, own == WRONG, words), own == IGNORED, known)
-    out, loss = RowResults(LOSS, LSE, PARTS, FLAG, n_rows), RowLoss(1.0, 0.0, z_scale, flags)
+    target = Target(load_target(args.T, row, own == WRONG, args.words), own == IGNORED, known)
+    out = RowResults(args.LOSS, args.LSE, args.PARTS, args.FLAG, n_rows)
+    loss = RowLoss(1.0, 0.0, args.z_scale, args.flags)
     store_results(out, row, row < n_rows, target, sums, x_t, w, x_t, 0.0, loss)
 
 
@@ -269,9 +282,9 @@ def in_place_pipeline(
     divided = (flags & DIVIDED) != 0
     weights = gl.load(TOTALS, mask=divided, other=1.0)
     count = gl.load(TOTALS + 1, mask=divided, other=1.0)
-    args = (
-        (X, x_stride, n_rows, n_cols), (T, words, ignore_index), (LOSS, LSE, PARTS, FLAG),
-        (W, GRAD, g_stride, weights, count, z_scale, flags),
+    args = Arguments(
+        X, x_stride, n_rows, n_cols, T, words, ignore_index, LOSS, LSE, PARTS, FLAG, W, GRAD, g_stride, weights, count,
+        z_scale, flags,
     )  # fmt: skip
     f = RowFunctions(load_scalars, is_read, init, accumulate_pairs, reduce_pairs, epilogue, finalise, FILL)
     z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE)
