@@ -10,9 +10,15 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.norm_ring import halves_of, plus, ring_layout, store_halves, walk_ring
-from csrc_triton.common.packed import repack
-from csrc_triton.common.ring_forms import NORM_RING
+from csrc_triton.common.bf16x2 import repack
+from csrc_triton.norms.norm_backward import (
+    BACKWARD_PIPELINE,
+    halves_of,
+    plus,
+    ring_layout,
+    store_halves,
+    walk_ring,
+)
 from csrc_triton.norms.norm_vectors import load_vector, store_as
 from csrc_triton.norms.rmsnorm_pairs import walk_rows
 
@@ -85,7 +91,7 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "may_spill": "168 registers let half as many programs again hide the exchange",
                 },
-                "ring": {**NORM_RING, "function": "backward_ring"},
+                "pipeline": {**BACKWARD_PIPELINE, "function": "backward_ring"},
             },
         },
     },
@@ -355,7 +361,7 @@ def backward_ring(
     offset, has_weight, has_dsum, store_dx, store_partials, store_dw,
     PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
+    """Persistent programs, a long row a step, held in shared memory: see ``norm_backward``."""
     layout: gl.constexpr = ring_layout(gl.num_warps())
     program = gl.program_id(0).to(gl.int64)
     ms = plus(halves_of(W, 0, n_cols, has_weight, PIECES, BLOCK, layout), offset)

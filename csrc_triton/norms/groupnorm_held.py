@@ -11,9 +11,9 @@ Statistics are as in ``moments``; a line's pivots are its own elements.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.exchange import both, each
-from csrc_triton.common.norm_ring import add_both, lines_layout
-from csrc_triton.common.packed import even, odd, pair_up
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.exchange import pack_word, unpack_word
+from csrc_triton.common.pipeline import add_two, vector_layout
 from csrc_triton.norms.held_parts import (
     meeting,
     rings_for,
@@ -27,7 +27,7 @@ from csrc_triton.norms.norm_vectors import load_vector
 
 @gluon.jit
 def zeros_of(LINES: gl.constexpr):
-    return gl.zeros([LINES, 4], gl.float32, lines_layout(gl.num_warps()))
+    return gl.zeros([LINES, 4], gl.float32, vector_layout(gl.num_warps()))
 
 
 @gluon.jit
@@ -40,7 +40,7 @@ def moments_of(total, squares, pivot, n):
 @gluon.jit
 def merge_along(means, deviations, counts, axis: gl.constexpr):
     """(mean, sum of squared deviations, count) along an axis; see ``moments``."""
-    held, totals = gl.reduce((counts, means * counts), axis, add_both)
+    held, totals = gl.reduce((counts, means * counts), axis, add_two)
     mean = totals / gl.maximum(held, 1.0)
     apart = means - gl.expand_dims(mean, axis)
     return mean, gl.sum(deviations + counts * apart * apart, axis), held
@@ -77,7 +77,7 @@ def places_of(count, row, rows):
 @gluon.jit
 def halves_of(vector, channels):
     """Of each line, the channels of its first group, and which (even, odd) ones they are."""
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, vector_layout(gl.num_warps())))[None, :]
     here = gl.minimum((vector * 8 // channels + 1) * channels - vector * 8, 8)
     return here, (word * 2 < here[:, None], word * 2 + 1 < here[:, None])
 
@@ -117,21 +117,21 @@ def of_members(first, second, members, GROUPS: gl.constexpr, MEMBERS: gl.constex
     zeros where there is no member."""
     table: gl.constexpr = table_layout(MEMBERS, gl.num_warps())
     at = members & 4095
-    first = gl.gather(both(first[0], first[1]), at, 0)
-    second = gl.gather(both(second[0], second[1]), at, 0)
+    first = gl.gather(pack_word(first[0], first[1]), at, 0)
+    second = gl.gather(pack_word(second[0], second[1]), at, 0)
     counts = (members >> 13).to(gl.float32).reshape([GROUPS, MEMBERS])
     words = gl.where((members & 4096) != 0, first, second)
-    a, b = each(gl.where(members >= 8192, words, 0).reshape([GROUPS, MEMBERS]))
+    a, b = unpack_word(gl.where(members >= 8192, words, 0).reshape([GROUPS, MEMBERS]))
     return gl.convert_layout(a, table), gl.convert_layout(b, table), gl.convert_layout(counts, table)
 
 
 @gluon.jit
 def of_halves(a, b, vector, groups, channels):
     """Two values a group, each for a line's first group and for its second."""
-    values = both(a, b)
+    values = pack_word(a, b)
     first = gl.minimum(vector * 8 // channels, groups - 1)
-    second = each(gl.gather(values, gl.minimum(first + 1, groups - 1), 0))
-    first = each(gl.gather(values, first, 0))
+    second = unpack_word(gl.gather(values, gl.minimum(first + 1, groups - 1), 0))
+    first = unpack_word(gl.gather(values, first, 0))
     return first, second
 
 
@@ -151,7 +151,7 @@ def begin_last(tiles, given, LINES: gl.constexpr, dtype: gl.constexpr):
     channel's for the others."""
     inside = given[1]
     x = tiles[0]
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, vector_layout(gl.num_warps())))[None, :]
     first = gl.sum(gl.where(word == 0, x & 0xFFFF, 0), 1)[:, None]
     last = gl.sum(gl.where(word == 3, (x >> 16) & 0xFFFF, 0), 1)[:, None]
     pivot = gl.where(inside[0], first, last) | (gl.where(inside[1], first, last) << 16)
@@ -173,7 +173,7 @@ def include_apart(sums, tiles, live, given, dtype: gl.constexpr):
 def fold_last(sums, carried, unit, there, given, dtype: gl.constexpr):
     """(mean, sum of squared deviations) of a line's channels of its first group, and of those of its second."""
     _vector, inside, n_first, n_second, _w, _b = given
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, vector_layout(gl.num_warps())))[None, :]
     pivot = gl.sum(gl.where(word == 0, even(sums[0], dtype), 0.0), 1)
     total, squares = half_sum((sums[1], sums[2]), inside), half_sum((sums[3], sums[4]), inside)
     first = moments_of(total, squares, pivot, n_first)
@@ -222,14 +222,14 @@ def settle_last(first, second, unit, carried, given):
 def finish_last(tiles, settled, given, dtype: gl.constexpr):
     low = even(tiles[0], dtype) * settled[0] + settled[2]
     high = odd(tiles[0], dtype) * settled[1] + settled[3]
-    return pair_up(low, high, dtype)
+    return pack(low, high, dtype)
 
 
 @gluon.jit
 def places_in(n_cols, spatial, length, split, LINES: gl.constexpr):
     """Of a part of an image: its first place, how many it has; of a block: rows, each line's row and place in it."""
     vectors = n_cols // 8
-    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, vector_layout(gl.num_warps())))
     start = gl.program_id(0) % split * length
     row = line // vectors
     return start, gl.minimum(length, spatial - start), LINES // vectors, row, line - row * vectors
@@ -245,7 +245,7 @@ def stream_images(
     here, inside = halves_of(vector, channels)
     size = gl.where(row < rows, places_of(count, row, rows), 0)
     n_first, n_second = (size * here).to(gl.float32), (size * (8 - here)).to(gl.float32)
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, vector_layout(gl.num_warps())))[None, :]
     channel = vector[:, None] * 8 + word * 2
     w = vector_of(W, channel, (row < rows)[:, None], w_kind, 1.0)
     b = vector_of(B, channel, (row < rows)[:, None], b_kind, 0.0)

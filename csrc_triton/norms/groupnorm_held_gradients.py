@@ -8,8 +8,8 @@ images, and is stored once: a row of PARTIALS a program.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.norm_ring import lines_layout
-from csrc_triton.common.packed import even, odd, pair_up
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.pipeline import vector_layout
 from csrc_triton.norms.groupnorm_held import (
     half_sum,
     halves_of,
@@ -114,13 +114,13 @@ def finish(tiles, settled, given, dtype: gl.constexpr):
     low = scale[0] * even(dy, dtype) - (even(x, dtype) * slope + level)
     slope = gl.where(inside[1], first[0][:, None], second[0][:, None])
     level = gl.where(inside[1], first[1][:, None], second[1][:, None])
-    return pair_up(low, scale[1] * odd(dy, dtype) - (odd(x, dtype) * slope + level), dtype)
+    return pack(low, scale[1] * odd(dy, dtype) - (odd(x, dtype) * slope + level), dtype)
 
 
 @gluon.jit
 def store_sums(PARTIALS, sums, row, rows, vectors, channel, store):
     """The sums of a block's rows, (even, odd) channels."""
-    line = gl.arange(0, sums[0].shape[0], layout=gl.SliceLayout(1, lines_layout(gl.num_warps())))
+    line = gl.arange(0, sums[0].shape[0], layout=gl.SliceLayout(1, vector_layout(gl.num_warps())))
     left, low, high = rows, sums[0], sums[1]
     while left > 1:
         half = (left + 1) // 2
@@ -143,7 +143,7 @@ def stream(
     start, count, rows, row, vector = places_in(n_cols, spatial, length, split, LINES)
     at = gl.cast(start, gl.int64) * n_cols
     _, inside = halves_of(vector, channels)
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, lines_layout(gl.num_warps())))[None, :]
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, vector_layout(gl.num_warps())))[None, :]
     channel = vector[:, None] * 8 + word * 2
     w = vector_of(W, channel, (row < rows)[:, None], w_kind, 1.0)
     team, teams = gl.program_id(0) // split, gl.num_programs(0) // split

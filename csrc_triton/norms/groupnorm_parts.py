@@ -4,7 +4,7 @@ memory."""
 import triton
 import triton.language as tl
 
-from csrc_triton.common.exchange import poll, post
+from csrc_triton.common.exchange import high_value, poll, post
 from csrc_triton.norms.layernorm_long import block_moments
 from csrc_triton.norms.moments import merge
 from csrc_triton.norms.norm_vectors import load_vector
@@ -26,18 +26,13 @@ def swap(WORDS, launch, unit, a, b, part, split, SPLIT: tl.constexpr, GROUPS: tl
         first = poll(at)
         second = poll(at + split * GROUPS)
     live = (lane < split)[:, None]
-    return tl.where(live, posted(first), 0.0), tl.where(live, posted(second), 0.0)
+    return tl.where(live, high_value(first), 0.0), tl.where(live, high_value(second), 0.0)
 
 
 @triton.jit
 def unposted(first, second, launch):
     """True while any word is missing."""
     return tl.max(tl.max((first.to(tl.int32) ^ launch) | (second.to(tl.int32) ^ launch), 1), 0) != 0
-
-
-@triton.jit
-def posted(words):
-    return ((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -10,18 +10,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.common.norm_ring import add_both, lines_layout
-from csrc_triton.common.packed import even, odd, pair_up
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.pipeline import add_two, copy_tile, vector_layout
 from csrc_triton.norms.groupnorm_parts import reciprocal
 from csrc_triton.norms.norm_vectors import load_vector
 
 
 @gluon.jit
-def ask(xs, slot, X, at, size, there, PIECES: gl.constexpr, LINES: gl.constexpr):
-    """Begin to copy a group; zeros if it is not there."""
+def copy_group(xs, stage, X, at, size, there, PIECES: gl.constexpr, LINES: gl.constexpr):
+    """Start to copy a group; zeros if it is not there."""
     for i in gl.static_range(PIECES):
         mask = (at < size - i * LINES * 4) & there
-        async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * LINES * 4, mask=mask)
+        copy_tile(xs[i], stage, X + i * LINES * 4, mask)
     async_copy.commit_group()
 
 
@@ -33,7 +33,7 @@ def walk_ring(
     """Groups program_id, program_id + programs, ...; PIECES blocks of LINES lines of four pairs hold one."""
     dtype: gl.constexpr = X.dtype.element_ty
     pairs: gl.constexpr = gl.pointer_type(gl.int32)
-    layout: gl.constexpr = lines_layout(gl.num_warps())
+    layout: gl.constexpr = vector_layout(gl.num_warps())
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
     at = line[:, None] * 4 + gl.arange(0, 4, layout=gl.SliceLayout(0, layout))[None, :]
@@ -51,7 +51,7 @@ def walk_ring(
     first = gl.program_id(0)
     for i in gl.static_range(STAGES):
         unit = first + i * step
-        ask(xs, i, X + gl.cast(unit, gl.int64) * half, at, half, unit < n_units, PIECES, LINES)
+        copy_group(xs, i, X + gl.cast(unit, gl.int64) * half, at, half, unit < n_units, PIECES, LINES)
     slot = 0
     for unit in range(first, n_units, step):
         async_copy.wait_group(STAGES - 1)
@@ -59,7 +59,7 @@ def walk_ring(
         for i in gl.static_range(PIECES):
             kept += (xs[i].index(slot).load(layout),)
         later = unit + STAGES * step
-        ask(xs, slot, X + gl.cast(later, gl.int64) * half, at, half, later < n_units, PIECES, LINES)
+        copy_group(xs, slot, X + gl.cast(later, gl.int64) * half, at, half, later < n_units, PIECES, LINES)
         slot = gl.where(slot < STAGES - 1, slot + 1, 0)
         sums = gl.zeros([LINES, 4], gl.float32, layout)
         for i in gl.static_range(PIECES):
@@ -88,7 +88,7 @@ def walk_ring(
             x = kept[i] ^ (zero * 2)
             low = even(x, dtype) * w[:, None] + b[:, None]
             high = odd(x, dtype) * w[:, None] + b[:, None]
-            gl.store(out + i * LINES * 4, pair_up(low, high, dtype), mask=at < half - i * LINES * 4)
+            gl.store(out + i * LINES * 4, pack(low, high, dtype), mask=at < half - i * LINES * 4)
     async_copy.wait_group(0)
 
 
@@ -100,12 +100,12 @@ def channels_layout(pairs, warps):
 
 
 @gluon.jit
-def ask_channels(xs, dys, slot, X, DY, mask, row, channels, half, PIECES: gl.constexpr, ROWS: gl.constexpr):
-    """Begin to copy x and dy of a group; zeros past its last channel."""
+def copy_channels(xs, dys, stage, X, DY, mask, row, channels, half, PIECES: gl.constexpr, ROWS: gl.constexpr):
+    """Start to copy x and dy of a group; zeros past its last channel."""
     for i in gl.static_range(PIECES):
         live = mask & (row < channels - i * ROWS)[:, None]
-        async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * ROWS * half, mask=live)
-        async_copy.async_copy_global_to_shared(dys[i].index(slot), DY + i * ROWS * half, mask=live)
+        copy_tile(xs[i], stage, X + i * ROWS * half, live)
+        copy_tile(dys[i], stage, DY + i * ROWS * half, live)
     async_copy.commit_group()
 
 
@@ -140,7 +140,7 @@ def walk_gradients_ring(
     for i in gl.static_range(STAGES):
         unit = first + i * step
         live = in_row & (unit < n_units)
-        ask_channels(xs, dys, i, X + unit * size, DY + unit * size, live, row, channels, half, PIECES, ROWS)
+        copy_channels(xs, dys, i, X + unit * size, DY + unit * size, live, row, channels, half, PIECES, ROWS)
     slot = 0
     mean = gl.load(STATS + first * 2)
     rstd = gl.load(STATS + first * 2 + 1)
@@ -155,7 +155,7 @@ def walk_gradients_ring(
             kept_dy += (dys[i].index(slot).load(layout),)
         later = unit + STAGES * step
         live = in_row & (later < n_units)
-        ask_channels(
+        copy_channels(
             xs, dys, slot, X + later * size, DY + later * size, live, row, channels, half, PIECES, ROWS
         )
         slot = gl.where(slot < STAGES - 1, slot + 1, 0)
@@ -170,7 +170,7 @@ def walk_gradients_ring(
             low = even(kept_dy[i], dtype)
             high = odd(kept_dy[i], dtype)
             dots = low * (even(kept_x[i], dtype) - mean) + high * (odd(kept_x[i], dtype) - mean)
-            dw, db = gl.reduce((dots, low + high), 1, add_both)
+            dw, db = gl.reduce((dots, low + high), 1, add_two)
             dw *= rstd
             gl.store(sums + channel, dw, mask=in_rows & (store_dw != 0))
             gl.store(sums + db_column + channel, db, mask=in_rows & (store_db != 0))
@@ -178,7 +178,7 @@ def walk_gradients_ring(
             alongs += w * dw
             offsets += w * db
             ws += (w * rstd,)
-        along, offset = gl.reduce((alongs, offsets), 0, add_both)
+        along, offset = gl.reduce((alongs, offsets), 0, add_two)
         slope = along * part * rstd * rstd
         level = offset * part * rstd - mean * slope
         out = DX + unit * size
@@ -188,6 +188,6 @@ def walk_gradients_ring(
             low = w * even(dy, dtype) - (even(x, dtype) * slope + level)
             high = w * odd(dy, dtype) - (odd(x, dtype) * slope + level)
             mask = in_row & (row < channels - i * ROWS)[:, None] & (store_dx != 0)
-            gl.store(out + i * ROWS * half, pair_up(low, high, dtype), mask=mask)
+            gl.store(out + i * ROWS * half, pack(low, high, dtype), mask=mask)
         mean, rstd = next_mean, next_rstd
     async_copy.wait_group(0)

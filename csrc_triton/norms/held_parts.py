@@ -24,9 +24,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from csrc_triton.common.exchange import arrive, arrived, both, each, post_both, posted
-from csrc_triton.common.norm_ring import add_both, lines_layout
-from csrc_triton.common.row_ring_parts import tiles_in, words_of_block
+from csrc_triton.common.exchange import (
+    barrier_arrive,
+    barrier_passed,
+    pack_word,
+    post_two,
+    unpack_word,
+    wait_for_words,
+)
+from csrc_triton.common.pipeline import (
+    add_two,
+    copy_tile,
+    next_stage,
+    read_tiles,
+    tile_offsets,
+    vector_layout,
+)
 
 
 @gluon.constexpr_function
@@ -50,15 +63,13 @@ def live_lines(block, lines):
 
 
 @gluon.jit
-def ask(rings, slot, ins, at, there, tile, lines, block_words):
-    """Begin to copy a tile of each input."""
+def copy_part(rings, slot, ins, at, there, tile, lines, block_words):
+    """Start to copy a tile of each input."""
     FOLD: gl.constexpr = len(rings)
     for f in gl.static_range(FOLD):
         mask = (live_lines(tile * FOLD + f, lines) & there)[:, None]
         for i in gl.static_range(len(ins)):
-            async_copy.async_copy_global_to_shared(
-                rings[f][i].index(slot), ins[i] + (at + f * block_words), mask=mask
-            )
+            copy_tile(rings[f][i], slot, ins[i] + (at + f * block_words), mask)
     async_copy.commit_group()
 
 
@@ -67,7 +78,7 @@ def tile_in(rings, slot, layout: gl.constexpr):
     """The blocks of a tile, of each input."""
     blocks = ()
     for f in gl.static_range(len(rings)):
-        blocks += (tiles_in(rings[f], slot, layout),)
+        blocks += (read_tiles(rings[f], slot, layout),)
     return blocks
 
 
@@ -101,11 +112,6 @@ def next_tile(unit, tile, at, tiles, teams, tile_words, jump):
 
 
 @gluon.jit
-def following(slot, slots):
-    return gl.where(slot < slots - 1, slot + 1, 0)
-
-
-@gluon.jit
 def exchanged(WORDS, unit, split, own, given, weigh: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr):
     """What all parts of a unit posted, weighed and added up, and the first of this part's ``own`` values, [GROUPS]."""
     layout: gl.constexpr = words_layout(GROUPS, gl.num_warps())
@@ -117,12 +123,12 @@ def exchanged(WORDS, unit, split, own, given, weigh: gl.constexpr, PARTS: gl.con
     PACK: gl.constexpr = 4 if 128 * gl.num_warps() <= PARTS * GROUPS else 1
     own = gl.convert_layout(own, gl.SliceLayout(0, layout))
     for begin in range(0, split, PARTS):
-        words = posted(WORDS + gl.minimum(begin + part, split - 1)[:, None] * GROUPS, PACK)
-        more_a, more_b = weigh(each(words), own[None, :], begin + part, given)
+        words = wait_for_words(WORDS + gl.minimum(begin + part, split - 1)[:, None] * GROUPS, PACK)
+        more_a, more_b = weigh(unpack_word(words), own[None, :], begin + part, given)
         live = (begin + part < split)[:, None]
         a += gl.where(live, more_a, 0.0)
         b += gl.where(live, more_b, 0.0)
-    a, b = gl.reduce((a, b), 0, add_both)
+    a, b = gl.reduce((a, b), 0, add_two)
     return a, b, own
 
 
@@ -141,8 +147,8 @@ def meeting(LINES: gl.constexpr):
 @gluon.jit
 def leave(place, first, second, barrier: gl.constexpr):
     """Two pairs of values a line, for the other side."""
-    place[0].store(both(first[0], first[1]))
-    place[1].store(both(second[0], second[1]))
+    place[0].store(pack_word(first[0], first[1]))
+    place[1].store(pack_word(second[0], second[1]))
     gl.thread_barrier()
     mbarrier.arrive(place[2].index(barrier), count=1)
 
@@ -150,8 +156,8 @@ def leave(place, first, second, barrier: gl.constexpr):
 @gluon.jit
 def take(place, LINES: gl.constexpr):
     """The two pairs of values a line."""
-    layout: gl.constexpr = gl.SliceLayout(1, lines_layout(gl.num_warps()))
-    return each(place[0].load(layout)), each(place[1].load(layout))
+    layout: gl.constexpr = gl.SliceLayout(1, vector_layout(gl.num_warps()))
+    return unpack_word(place[0].load(layout)), unpack_word(place[1].load(layout))
 
 
 @gluon.jit
@@ -176,16 +182,16 @@ def talk_parts(
         words = WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group
         gl.store(words, gl.zeros([GROUPS], gl.int64, sums_layout))
     gl.thread_barrier()
-    before = arrive(counter, gl.num_programs(0))
+    before = barrier_arrive(counter, gl.num_programs(0))
     waiting = True
     turn = 0
     for unit in range(team, n_units, teams):
         mbarrier.wait(place[2].index(0), turn)
         first, second = take(place, LINES)
         a, b = gather(first, second, given, GROUPS, MEMBERS)
-        post_both(WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group, a, b, True)
+        post_two(WORDS + (gl.cast(unit, gl.int64) * split + part) * GROUPS + group, a, b, True)
         while waiting:
-            waiting = not arrived(counter, before)
+            waiting = not barrier_passed(counter, before)
         totals = exchanged(WORDS, unit, split, a, given, weigh, PARTS, GROUPS)
         first, second = conclude(totals, unit, given)
         leave(place, first, second, 1)
@@ -207,8 +213,8 @@ def stream_parts(
     second, unit, carried, given)`` makes what ``finish(blocks, settled, given, dtype)`` takes for the words of a
     block of OUT. A unit that is not ``there`` counts for nothing. What is carried in the end is returned."""
     dtype: gl.constexpr = OUT.dtype.element_ty
-    layout: gl.constexpr = lines_layout(gl.num_warps())
-    at = words_of_block(LINES, layout)
+    layout: gl.constexpr = vector_layout(gl.num_warps())
+    at = tile_offsets(LINES, layout)
     out = OUT.to(gl.pointer_type(gl.int32), bitcast=True) + at
     sources = ()
     for i in gl.static_range(len(ins)):
@@ -225,19 +231,19 @@ def stream_parts(
     tile_words = FOLD * block_words
     jump = teams * unit_words - (tiles - 1) * tile_words
     for i in range(AHEAD):
-        ask(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
+        copy_part(rings, i, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
     slot = team * 0
     free = slot + AHEAD
     async_copy.wait_group(AHEAD - 1)
-    sums = begin(tiles_in(rings[0], slot, layout), given, LINES, dtype)
+    sums = begin(read_tiles(rings[0], slot, layout), given, LINES, dtype)
     for i in range(tiles):
         async_copy.wait_group(AHEAD - 1)
         new = tile_in(rings, slot, layout)
         sums = include_tile(sums, new, i, lines, given, dtype, include)
-        ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
+        copy_part(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
         ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
-        slot, free = following(slot, slots), following(free, slots)
+        slot, free = next_stage(slot, slots), next_stage(free, slots)
     out_at = ask_at
     zeros = gl.zeros([LINES], gl.float32, gl.SliceLayout(1, layout))
     settled = settle((zeros, zeros), (zeros, zeros), team, carried, given)
@@ -250,18 +256,18 @@ def stream_parts(
         if there:
             leave(place, first, second, 0)
         async_copy.wait_group(AHEAD - 1)
-        sums = begin(tiles_in(rings[0], slot, layout), given, LINES, dtype)
+        sums = begin(read_tiles(rings[0], slot, layout), given, LINES, dtype)
         for i in range(slack):
             async_copy.wait_group(AHEAD - 1)
             new, old = tile_in(rings, slot, layout), tile_in(rings, free, layout)
-            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
+            copy_part(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             tile = tiles - slack + i
             live = (last >= 0) & store
             finish_tile(out + out_at, old, settled, tile, lines, live, block_words, given, dtype, finish)
             out_at += tile_words
             sums = include_tile(sums, new, i, lines, given, dtype, include)
-            slot, free = following(slot, slots), following(free, slots)
+            slot, free = next_stage(slot, slots), next_stage(free, slots)
         if there:
             mbarrier.wait(place[2].index(1), turn)
         first, second = take(place, LINES)
@@ -270,13 +276,13 @@ def stream_parts(
         for i in range(tiles - slack):
             async_copy.wait_group(AHEAD - 1)
             new, old = tile_in(rings, slot, layout), tile_in(rings, free, layout)
-            ask(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
+            copy_part(rings, free, ins, ask_at, ask_unit < n_units, ask_tile, lines, block_words)
             ask_unit, ask_tile, ask_at = next_tile(ask_unit, ask_tile, ask_at, tiles, teams, tile_words, jump)
             live = there & store
             finish_tile(out + out_at, old, settled, i, lines, live, block_words, given, dtype, finish)
             out_at += tile_words
             sums = include_tile(sums, new, slack + i, lines, given, dtype, include)
-            slot, free = following(slot, slots), following(free, slots)
+            slot, free = next_stage(slot, slots), next_stage(free, slots)
         turn = turn ^ 1
     async_copy.wait_group(0)
     return carried

@@ -12,11 +12,16 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.norm_ring import columns_of, ring_layout, store_halves, walk_ring
-from csrc_triton.common.ring_forms import NORM_RING
 from csrc_triton.norms.layernorm_held import held_row
 from csrc_triton.norms.layernorm_long import long_of, scaled, walk_blocks
 from csrc_triton.norms.layernorm_pairs import walk_rows
+from csrc_triton.norms.norm_backward import (
+    BACKWARD_PIPELINE,
+    columns_of,
+    ring_layout,
+    store_halves,
+    walk_ring,
+)
 from csrc_triton.norms.norm_vectors import as_fp32, load_vector
 
 DECLARATION = {
@@ -94,7 +99,7 @@ DECLARATION = {
                     "cooperative": "SPLIT",
                     "may_spill": "more programs with fewer registers may hide the exchange better",
                 },
-                "ring": {**NORM_RING, "function": "backward_ring"},
+                "pipeline": {**BACKWARD_PIPELINE, "function": "backward_ring"},
             },
         },
     },
@@ -366,7 +371,7 @@ def backward_ring(
     w_kind, store_dx, store_dw, store_db,
     PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
+    """Persistent programs, a long row a step, held in shared memory: see ``norm_backward``."""
     layout: gl.constexpr = ring_layout(gl.num_warps())
     program = gl.program_id(0).to(gl.int64)
     ms = ()  # column by column: with halves_of the loop spills, 0.887 of the copy instead of 0.948 at 11008 (H200)

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.common.row_blocks import load_blocks
 from csrc_triton.norms.layernorm_long import merged
+from csrc_triton.norms.row_blocks import load_blocks
 
 
 @triton.jit

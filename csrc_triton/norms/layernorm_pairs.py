@@ -10,32 +10,9 @@ Registers decide the speed: the sums of dw and db take four a pair, everything e
 import triton
 import triton.language as tl
 
-from csrc_triton.common.exchange import poll
-from csrc_triton.common.packed import even, odd, pair_up
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.exchange import missing, poll, post_two, sum_high, sum_low
 from csrc_triton.norms.rmsnorm_pairs import load_pairs
-
-
-@triton.jit
-def post_both(pointer, dot, total):
-    """Publish two values in one word, which is never zero: a total of 0 goes as -0."""
-    high = dot.to(tl.uint32, bitcast=True).to(tl.int64) << 32
-    low = total.to(tl.int32, bitcast=True)
-    low = tl.where(low == 0, -2147483648, low).to(tl.uint32, bitcast=True).to(tl.int64)
-    tl.store(pointer, high | low)
-
-
-@triton.jit
-def absent(words):
-    """True while any of the words of ``post_both`` was not posted."""
-    return tl.min((words.to(tl.int32) != 0).to(tl.int32), 0) == 0
-
-
-@triton.jit
-def received(words, lane, split):
-    """The sums of the first ``split`` programs' dots and totals, in the order of the programs: the same in each."""
-    dots = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    totals = words.to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.sum(tl.where(lane < split, dots, 0.0), 0), tl.sum(tl.where(lane < split, totals, 0.0), 0)
 
 
 @triton.jit
@@ -81,15 +58,14 @@ def walk_rows(
         mean = tl.load(STATS + row * 2)
         rstd = tl.load(STATS + row * 2 + 1)
         dot, total = pair_sums(x, dy, w, dtype)
-        post_both(WORDS + row * split + part, (dot - mean * total) * rstd, total)
+        post_two(WORDS + row * split + part, (dot - mean * total) * rstd, total)
         if (
             next_row > group
         ):  # the `while` must sit inside an `if`: directly in the loop it turns pipelining off
-            while absent(words):
+            while missing(words):
                 words = poll(words_at)
-            along, offset = received(words, lane, split)
-            along = along / (2 * n) * last_rstd
-            offset = offset / (2 * n) * last_rstd
+            along = sum_high(words, lane, split) / (2 * n) * last_rstd
+            offset = sum_low(words, lane, split) / (2 * n) * last_rstd
             shift = -last_mean * last_rstd
             dx_even, dw_even, db_even = finish_half(
                 even(last_x, dtype), even(last_dy, dtype), even(w, dtype), dw_even, db_even,
@@ -99,7 +75,7 @@ def walk_rows(
                 odd(last_x, dtype), odd(last_dy, dtype), odd(w, dtype), dw_odd, db_odd,
                 last_rstd, shift, along, offset,
             )  # fmt: skip
-            tl.store(DX_at + last_row * n, pair_up(dx_even, dx_odd, dtype), mask=dx_mask)
+            tl.store(DX_at + last_row * n, pack(dx_even, dx_odd, dtype), mask=dx_mask)
         last_x = x
         last_dy = dy
         last_mean = mean

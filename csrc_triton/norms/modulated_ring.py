@@ -2,24 +2,24 @@
 
 A program copies its rows ahead of their use, STAGES of them, before it loads scale and shift, which it keeps: what
 bounds the kernel is how much is under way, and here no compiler moves loads to where they are used. Every thread reads
-back what it copied itself. Rows are of 16-bit elements, two to an int32, in halves and pieces as in ``norm_ring``.
+back what it copied itself. Rows are of 16-bit elements, two to an int32, in halves and pieces as in ``norm_backward``.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.common.norm_ring import blocks_of, halves_of, plus, times
-from csrc_triton.common.packed import even, odd, pair_up
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.pipeline import copy_tile, next_stage
+from csrc_triton.norms.norm_backward import blocks_of, halves_of, plus, times
 
 
 @gluon.jit
-def ask_row(xs, slot, X, n, there, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """Begin to copy a row; zeros if it is not there."""
+def copy_row(xs, stage, X, n, live, BLOCK: gl.constexpr, layout: gl.constexpr):
+    """Start to copy a row; zeros if it is not there."""
     block = gl.arange(0, BLOCK, layout=layout)
     for i in gl.static_range(len(xs)):
-        mask = (block < n - i * BLOCK) & there
-        async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * BLOCK, mask=mask)
+        copy_tile(xs[i], stage, X + i * BLOCK, (block < n - i * BLOCK) & live)
     async_copy.commit_group()
 
 
@@ -27,7 +27,7 @@ def ask_row(xs, slot, X, n, there, BLOCK: gl.constexpr, layout: gl.constexpr):
 def scaled(low, high, rstd, round_first, dtype: gl.constexpr):
     """x * rstd, rounded to ``dtype`` if ``round_first``."""
     low, high = low * rstd, high * rstd
-    rounded = pair_up(low, high, dtype)
+    rounded = pack(low, high, dtype)
     return gl.where(round_first, even(rounded, dtype), low), gl.where(round_first, odd(rounded, dtype), high)
 
 
@@ -50,7 +50,7 @@ def walk_forward(
     for _ in gl.static_range(PIECES):
         xs += (blocks_of(STAGES, BLOCK),)
     for i in gl.static_range(STAGES):
-        ask_row(xs, i, X + (first + i) * x_stride, n, first + i < last, BLOCK, layout)
+        copy_row(xs, i, X + (first + i) * x_stride, n, first + i < last, BLOCK, layout)
     ms = plus(halves_of(SCALE, scale_start, n_cols, scale_kind, PIECES, BLOCK, layout), 1.0)
     shifts = halves_of(SHIFT, shift_start, n_cols, shift_kind, PIECES, BLOCK, layout)
     if weight_kind != 0:
@@ -68,13 +68,13 @@ def walk_forward(
             tiles += (x,)
         rstd = gl.rsqrt(gl.sum(squares, 0) * part + eps)
         later = row + STAGES
-        ask_row(xs, slot, X + later * x_stride, n, later < last, BLOCK, layout)
-        slot = gl.where(slot < STAGES - 1, slot + 1, 0)
+        copy_row(xs, slot, X + later * x_stride, n, later < last, BLOCK, layout)
+        slot = next_stage(slot, STAGES)
         if store_rstd != 0:
             gl.store(RSTD + row, rstd)
         for i in gl.static_range(PIECES):
             low, high = scaled(even(tiles[i], dtype), odd(tiles[i], dtype), rstd, round_first != 0, dtype)
             low = low * ms[2 * i] + shifts[2 * i]
             high = high * ms[2 * i + 1] + shifts[2 * i + 1]
-            gl.store(Y + row * y_stride + i * BLOCK, pair_up(low, high, dtype), mask=block < n - i * BLOCK)
+            gl.store(Y + row * y_stride + i * BLOCK, pack(low, high, dtype), mask=block < n - i * BLOCK)
     async_copy.wait_group(0)

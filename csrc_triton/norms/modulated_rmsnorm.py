@@ -25,9 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.norm_ring import halves_of, plus, ring_layout, store_halves, times, walk_ring
-from csrc_triton.common.overlap import once_previous_ended
-from csrc_triton.common.ring_forms import NORM_RING
+from csrc_triton.common.pdl import wait_for_previous
 from csrc_triton.norms.modulated_ring import walk_forward
 from csrc_triton.norms.modulated_rows import (
     add_up,
@@ -39,6 +37,15 @@ from csrc_triton.norms.modulated_rows import (
     walk_part,
     walk_row,
     walk_tokens,
+)
+from csrc_triton.norms.norm_backward import (
+    BACKWARD_PIPELINE,
+    halves_of,
+    plus,
+    ring_layout,
+    store_halves,
+    times,
+    walk_ring,
 )
 from csrc_triton.norms.norm_vectors import load_vector, store_as
 
@@ -67,7 +74,7 @@ DECLARATION = {
                     "covers": "PIECES * BLOCK",
                     "staged": ["X"],
                 },
-                "ring": {
+                "pipeline": {
                     "language": "gluon",
                     "function": "forward_ring",
                     "constants": ["PIECES", "BLOCK", "STAGES", "RUN"],
@@ -121,7 +128,7 @@ DECLARATION = {
                     "staged": ["DY", "X"],
                 },
                 "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
-                "ring": {**NORM_RING, "function": "backward_ring"},
+                "pipeline": {**BACKWARD_PIPELINE, "function": "backward_ring"},
             },
         },
         "modulated_rmsnorm_sums": {
@@ -136,9 +143,9 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "sums",
-                    "constants": ["BLOCK", "PARTS", "OVERLAP"],
-                    "defaults": {"OVERLAP": 0},
-                    "follows": "OVERLAP",
+                    "constants": ["BLOCK", "PARTS", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
                 }
             },
         },
@@ -320,8 +327,8 @@ def backward_ring(
     rows_per_part, parts, offset, scale_kind, weight_kind, store_dx, store_normal, store_plain,
     PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``backward_part`` for long rows, held in shared memory: see ``norm_ring``. A part is every ``parts``-th row of a
-    group: with a step that is known, addresses would take twice the registers."""
+    """``backward_part`` for long rows, held in shared memory: see ``norm_backward``. A part is every ``parts``-th row
+    of a group: with a step that is known, addresses would take twice the registers."""
     layout: gl.constexpr = ring_layout(gl.num_warps())
     program = gl.program_id(0).to(gl.int64)
     group = (gl.program_id(0) // parts).to(gl.int64)
@@ -343,11 +350,11 @@ def backward_ring(
 def sums(
     DSCALE, DSHIFT, DW, NORMAL, PLAIN, SCALE, W, scale_stride, n_cols, groups, parts, offset, scale_kind, weight_kind,
     dscale_kind, dshift_kind, dw_kind,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The second level: BLOCK columns of one row of dscale, dshift or dw a program, PARTS parts a step."""
-    if OVERLAP:
-        parts = once_previous_ended(parts)  # by the kernel before this one NORMAL and PLAIN are written
+    if PDL:
+        parts = wait_for_previous(parts)  # by the kernel before this one NORMAL and PLAIN are written
     blocks = tl.cdiv(n_cols, BLOCK)
     job = tl.program_id(0) // blocks
     group, first, last, is_dscale, is_dshift, is_dw = job_of(job, groups, parts, dscale_kind, dshift_kind)

@@ -4,8 +4,8 @@ in memory."""
 import triton
 import triton.language as tl
 
-from csrc_triton.common.row_blocks import load_blocks
 from csrc_triton.norms.norm_vectors import load_vector, store_as
+from csrc_triton.norms.row_blocks import load_blocks
 
 
 @triton.jit

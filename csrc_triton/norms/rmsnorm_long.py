@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.common.packed import repack
+from csrc_triton.common.bf16x2 import repack
 
 
 @triton.jit

@@ -6,8 +6,8 @@ With ADD a further gradient of x is added to dx, which is then what ``fused_add_
 import triton
 import triton.language as tl
 
-from csrc_triton.common.exchange import missing, poll, post, total
-from csrc_triton.common.packed import even, odd, pair_up
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.exchange import missing, poll, post, sum_high
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def pair_finish(
     if ADD:
         dx_odd += odd(add, dtype)
     dw_odd += a * x_half
-    tl.store(DX, pair_up(dx_even, dx_odd, dtype), mask=mask)
+    tl.store(DX, pack(dx_even, dx_odd, dtype), mask=mask)
     return dw_even, dw_odd
 
 
@@ -89,7 +89,7 @@ def walk_rows(
         if row >= groups:  # the `while` must sit inside an `if`: directly in the loop it turns pipelining off
             while missing(words):
                 words = poll(words_at)
-            c = total(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
+            c = sum_high(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
             dw_even, dw_odd = pair_finish(
                 last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset,
                 DX_at + last_row * n, dx_mask, dtype, OFFSET, add, ADD,
@@ -104,7 +104,7 @@ def walk_rows(
         words = poll(words_at)
         while missing(words):
             words = poll(words_at)
-        c = total(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
+        c = sum_high(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
         add = load_added(ADD_at, last_row * n, add_mask, ADD)
         dw_even, dw_odd = pair_finish(
             last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset,

@@ -20,17 +20,17 @@ from tests.harness.pack_edits import add_kernels, edit
 
 # Of rings of blocks of 64 columns: up to five blocks; up to seven, of which some are read again, the first of them from
 # one program's first row on.
-HELD = "max_n = 320, slots = 3, ahead = AHEAD"
-AGAIN = "max_n = 1000000, slots = 4, ahead = AHEAD, whole = false"
+HELD = "max_n = 320, stages = 3, prefetch = PREFETCH"
+AGAIN = "max_n = 1000000, stages = 4, prefetch = PREFETCH, whole = false"
 # No block but those that are kept, one more, as many as there are slots for, more; last blocks of one line or two, and
 # whole ones.
 LENGTHS = (16, 64, 80, 128, 144, 192, 208, 256, 304, 320)
 LONGER = (384, 400, 448, 512, 656, 960)
 
 
-def with_rings(tables: str, numbers: str, ahead: int) -> str:
-    """HELD or AGAIN, with a number of blocks ahead, in place of NUMBERS."""
-    return tables.replace("NUMBERS", numbers.replace("AHEAD", str(ahead)))
+def with_rings(tables: str, numbers: str, prefetch: int) -> str:
+    """HELD or AGAIN, with a number of blocks to prefetch, in place of NUMBERS."""
+    return tables.replace("NUMBERS", numbers.replace("PREFETCH", str(prefetch)))
 
 
 def pack_with(op_class: type[Op], folder: Path, tables: str) -> Pack:

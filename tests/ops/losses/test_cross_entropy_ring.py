@@ -35,7 +35,7 @@ TABLE = """
 provenance = "made up for a test"
 rows = [
   { form = "long", aligned = false, block = 1024, split = true, num_warps = 4 },
-  { form = "ring", block = 64, kept = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
+  { form = "pipeline", block = 64, in_registers = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
   { form = "long", block = 64, num_warps = 4 },
 ]
 """
@@ -72,7 +72,7 @@ def test_rows_of_every_length(numbers: str, ahead: int, tmp_path: Path) -> None:
             lse_square_scale=(0.0, 0.02)[seed // 4 % 2],
         )
         TESTS.check(way.op, case, way.allowed, seed=seed)
-    assert forms(way) == {"ring"}
+    assert forms(way) == {"pipeline"}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_all_that_scales_a_row(numbers: str, tmp_path: Path) -> None:
                 assert not found[name][..., ~kept].any()
         error = worst(found["gradient"], wanted["gradient"], way.allowed)
         assert error <= 1, f"{dtype}: {error} of what is allowed"
-    assert forms(way) == {"ring"}
+    assert forms(way) == {"pipeline"}
 
 
 @pytest.mark.parametrize("numbers", [HELD, AGAIN], ids=["held", "again"])

@@ -29,7 +29,7 @@ class OfRMSNorm(OpTests):
 def rings(pieces: int, stages: int, more: str = "") -> str:
     """A table's row for rows of that many pieces of 64 columns."""
     sizes = f"max_n = {64 * pieces}, pieces = {pieces}, block = 32, stages = {stages}, num_warps = 4"
-    return f'{{ form = "ring", {sizes}, {GRID} {more} }}'
+    return f'{{ form = "pipeline", {sizes}, {GRID} {more} }}'
 
 
 def backward(pieces: int, stages: int) -> str:
@@ -49,7 +49,7 @@ def test_of_squares(pieces: int, stages: int, tmp_path: Path) -> None:
     )
     for seed, case in enumerate(cases):
         rmsnorm_cases.check(way.op, case, way.allowed, seed)
-    assert {name for name in way.loaded() if "backward-ring-" in name}
+    assert {name for name in way.loaded() if "backward-pipeline-" in name}
 
 
 @SIZES
@@ -62,7 +62,7 @@ def test_of_sums_and_means(tests: OpTests, pieces: int, stages: int, tmp_path: P
     check(
         tests,
         way,
-        "ring",
+        "pipeline",
         Case((9, n), BF16, weight=BF16),
         Case((3, n - 16), FP16, weight=None),
         Case((17, 16), FP16, weight=FP16, bias=None),
@@ -84,7 +84,7 @@ def test_modulated(pieces: int, stages: int, tmp_path: Path) -> None:
     check(
         tests,
         way,
-        "ring",
+        "pipeline",
         Case((2, 9, n), BF16, scale=(2,), weight=BF16),
         Case((2, 4, n - 16), FP16, scale=(2,), vectors=FP32, shifted=False, casting_mode="gemma"),
         Case((3, 5, 16), BF16, scale=(3,), weight=FP32, offset=1.0),

@@ -26,14 +26,14 @@ TABLES = """
 provenance = "made up for a test"
 rows = [
   { form = "long", aligned = false, block = 64, keep = 64, across = true, num_warps = 4 },
-  { form = "ring", block = 64, kept = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
+  { form = "pipeline", block = 64, in_registers = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
   { form = "long", block = 64, keep = 64, num_warps = 4 },
 ]
 [kernel.OP_backward]
 provenance = "made up for a test"
 rows = [
   { form = "long", aligned = false, block = 64, num_warps = 4 },
-  { form = "ring", block = 64, kept = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
+  { form = "pipeline", block = 64, in_registers = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
   { form = "long", block = 64, num_warps = 4 },
 ]
 """
@@ -64,14 +64,14 @@ def test_rows_of_every_length(tests: OpTests, numbers: str, ahead: int, tmp_path
     for seed, n in enumerate(LENGTHS if numbers is HELD else LENGTHS[::3] + LONGER):
         case = Case((ROWS[(seed + ahead) % 3], n), DTYPES[seed % 3], gap=16 * (n % 3))
         tests.check(way.op, case, way.allowed, seed=seed)
-    assert {name.split("-")[1] for name in way.loaded()} == {"ring"}
+    assert {name.split("-")[1] for name in way.loaded()} == {"pipeline"}
 
 
 def test_kept_blocks_added_up_in_turns(tests: OpTests, tmp_path: Path) -> None:
-    way = of_rings(tests, tmp_path / "pack", HELD + ", turns = 2")
+    way = of_rings(tests, tmp_path / "pack", HELD + ", interleave = 2")
     for seed, n in enumerate(LENGTHS[::2]):
         tests.check(way.op, Case((ROWS[seed % 3], n), DTYPES[seed % 3]), way.allowed, seed=seed)
-    assert {name.split("-")[1] for name in way.loaded()} == {"ring"}
+    assert {name.split("-")[1] for name in way.loaded()} == {"pipeline"}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_kept_blocks_added_up_in_turns(tests: OpTests, tmp_path: Path) -> None:
 def test_special_rows(tests: OpTests, numbers: str, n: int, dtype: torch.dtype, tmp_path: Path) -> None:
     way = of_rings(tests, tmp_path / "pack", numbers)
     check_special_rows(tests, way, n, dtype)
-    assert {name.split("-")[1] for name in way.loaded()} == {"ring"}
+    assert {name.split("-")[1] for name in way.loaded()} == {"pipeline"}
 
 
 def test_temperatures(tmp_path: Path, poisoned: None) -> None:

@@ -17,20 +17,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from csrc_triton.common.packed import even, odd, pair_up
+from csrc_triton.common.bf16x2 import even, odd, pack
+from csrc_triton.common.pipeline import add_two, copy_tile, next_stage
 from csrc_triton.norms.norm_vectors import load_vector
+
+# The form of a kernel that runs ``walk_ring``, beside the function's name.
+BACKWARD_PIPELINE = {
+    "language": "gluon",
+    "constants": ["PIECES", "BLOCK", "STAGES"],
+    "covers": "2 * PIECES * BLOCK",
+    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
+    "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
+}
 
 
 @gluon.constexpr_function
 def ring_layout(warps):
     """The layout of a block: four pairs a thread."""
     return gl.BlockedLayout([4], [32], [warps], [0])
-
-
-@gluon.constexpr_function
-def lines_layout(warps):
-    """The layout of lines of four 32-bit words: one a thread."""
-    return gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -87,21 +91,16 @@ def store_halves(OUT, sums, n_cols, store, PIECES: gl.constexpr, BLOCK: gl.const
 
 
 @gluon.jit
-def add_both(a, b, c, d):
-    return a + c, b + d
-
-
-@gluon.jit
-def ask(
-    xs, dys, adds, i: gl.constexpr, slot, X, DY, ADD, n, there, has_add, BLOCK: gl.constexpr, ADDED: gl.constexpr,
+def copy_piece(
+    xs, dys, adds, i: gl.constexpr, stage, X, DY, ADD, n, live, has_add, BLOCK: gl.constexpr, ADDED: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy the ``i``-th piece of a row of each input; zeros if it is not there."""
-    mask = (gl.arange(0, BLOCK, layout=layout) < n - i * BLOCK) & there
-    async_copy.async_copy_global_to_shared(xs[i].index(slot), X + i * BLOCK, mask=mask)
-    async_copy.async_copy_global_to_shared(dys[i].index(slot), DY + i * BLOCK, mask=mask)
+    """Start to copy the ``i``-th piece of a row of each input; zeros if it is not there."""
+    mask = (gl.arange(0, BLOCK, layout=layout) < n - i * BLOCK) & live
+    copy_tile(xs[i], stage, X + i * BLOCK, mask)
+    copy_tile(dys[i], stage, DY + i * BLOCK, mask)
     if ADDED:
-        async_copy.async_copy_global_to_shared(adds[i].index(slot), ADD + i * BLOCK, mask=mask & has_add)
+        copy_tile(adds[i], stage, ADD + i * BLOCK, mask & has_add)
     async_copy.commit_group()
 
 
@@ -131,7 +130,7 @@ def add_dots(x, dy, low, high, dots, totals, dtype: gl.constexpr, CENTERED: gl.c
 def line_of(dots, totals, mean, rstd, part, CENTERED: gl.constexpr):
     """(slope, level) of what is added to dy * weight * rstd for dx, a line in x."""
     if CENTERED:  # rows are of 16 bits: fp32 has room for a mean 2^8 deviations away
-        dot, total = gl.reduce((dots, totals), 0, add_both)
+        dot, total = gl.reduce((dots, totals), 0, add_two)
         slope = (mean * total - dot) * (rstd * rstd * rstd * part)
         return slope, -mean * slope - total * (rstd * part)
     else:
@@ -183,7 +182,7 @@ def walk_ring(
             plains += (gl.zeros([BLOCK], gl.float32, layout),)
     for i in gl.static_range(STAGES * PIECES - 1):  # the last one: in the loop
         row = first + i // PIECES * step
-        ask(
+        copy_piece(
             xs, dys, adds, i % PIECES, i // PIECES, X + row * x_stride, DY + row * dy_stride, ADD + row * add_stride,
             n, row < last, has_add, BLOCK, ADDED, layout,
         )  # fmt: skip
@@ -198,7 +197,7 @@ def walk_ring(
     slot, last_slot = 0, STAGES - 1
     for row in range(first, last, step):
         next_mean, next_rstd = statistics(STATS, row + step, last, CENTERED)
-        next_slot = gl.where(slot < STAGES - 1, slot + 1, 0)
+        next_slot = next_stage(slot, STAGES)
         dots, totals = zeros, zeros
         new_normals, new_plains = (), ()
         later = row + STAGES * step
@@ -206,12 +205,12 @@ def walk_ring(
             async_copy.wait_group((STAGES - 1) * PIECES - 2)
             if i == 0:
                 before = later - step
-                ask(
+                copy_piece(
                     xs, dys, adds, PIECES - 1, last_slot, X + before * x_stride, DY + before * dy_stride,
                     ADD + before * add_stride, n, before < last, has_add, BLOCK, ADDED, layout,
                 )  # fmt: skip
             else:
-                ask(
+                copy_piece(
                     xs, dys, adds, i - 1, slot, X + later * x_stride, DY + later * dy_stride, ADD + later * add_stride,
                     n, later < last, has_add, BLOCK, ADDED, layout,
                 )  # fmt: skip
@@ -226,7 +225,7 @@ def walk_ring(
                 low_dx += even(add, dtype)
                 high_dx += odd(add, dtype)
             mask = (block < n - i * BLOCK) & (store_dx != 0)
-            gl.store(DX + row * dx_stride + i * BLOCK, pair_up(low_dx, high_dx, dtype), mask=mask)
+            gl.store(DX + row * dx_stride + i * BLOCK, pack(low_dx, high_dx, dtype), mask=mask)
             new_normals += (normals[2 * i] + low_normal, normals[2 * i + 1] + high_normal)
             if PLAIN:
                 new_plains += (plains[2 * i] + even(dy, dtype), plains[2 * i + 1] + odd(dy, dtype))
