@@ -287,7 +287,8 @@ def gradient_tile(
     lse, origin, by = origin_of(LSE, rows, here, n_rows, flags)
     x_t = tl.load(PARTS + rows, mask=here & ((flags & BY_TARGET) != 0), other=0.0)
     scale, z = row_scales(GRAD, TOTALS, rows, here, g_stride, flags)
-    w, loss = weight_of(W, target.t, here & target.known, flags), RowLoss(vocabulary, smoothing, z_scale, flags)
+    w = weight_of(W, target.t, here & target.known, flags)
+    loss = RowLoss(vocabulary, smoothing, z_scale, flags)
     a, b, c = row_factors(scale, z, target, lse, x_t, w, 1.0 * vocabulary, loss)
     cols = tl.arange(0, BLOCK)
     mask = here[:, None] & (cols < n_cols)[None, :]
@@ -315,7 +316,8 @@ def gradient_pieces(
     lse, origin, by = origin_of(LSE, row, here, n_rows, flags)
     x_t = tl.load(PARTS + row, mask=(flags & BY_TARGET) != 0, other=0.0)
     scale, z = row_scales(GRAD, TOTALS, row, here, g_stride, flags)
-    w, loss = weight_of(W, target.t, target.known, flags), RowLoss(vocabulary, smoothing, z_scale, flags)
+    w = weight_of(W, target.t, target.known, flags)
+    loss = RowLoss(vocabulary, smoothing, z_scale, flags)
     a, b, c = row_factors(scale, z, target, lse, x_t, w, 1.0 * vocabulary, loss)
     a *= by
     own = tl.where(target.known, target.t - vocab_start, -1)
@@ -355,7 +357,8 @@ def gradient_full(
     x_t = tl.load(PARTS + row, mask=(flags & BY_TARGET) != 0, other=0.0)
     weight_sum = sum_of_weights(WEIGHT_SUM, vocabulary)
     scale, z = row_scales(GRAD, TOTALS, row, here, g_stride, flags)
-    w, loss = weight_of(W, target.t, target.known, flags), RowLoss(vocabulary, smoothing, z_scale, flags)
+    w = weight_of(W, target.t, target.known, flags)
+    loss = RowLoss(vocabulary, smoothing, z_scale, flags)
     a, b, c = row_factors(scale, z, target, lse, x_t, w, weight_sum, loss)
     mask = cols < n_cols
     x = tl.load(X + row * x_stride + cols, mask=mask & (ignored == 0), other=-float("inf")).to(tl.float32)
@@ -384,8 +387,8 @@ FIELDS = tl.constexpr(8)  # of a row of PARTIALS
 
 @triton.jit
 def totals(
-    LOSS_SUM, Z_SUM, ACCURACY, TOTALS, PARTIALS, LOSS, PARTS, PREDICTED, T, W, ignore_index, n_rows, program_rows, words,
-    vocabulary, flags, BLOCK: tl.constexpr,
+    LOSS_SUM, Z_SUM, ACCURACY, TOTALS, PARTIALS, LOSS, PARTS, PREDICTED, T, W, ignore_index, n_rows, program_rows,
+    words, vocabulary, flags, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``program_rows`` rows a program, BLOCK at a time."""
     program = tl.program_id(0).to(tl.int64)

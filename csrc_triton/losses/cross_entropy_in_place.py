@@ -53,8 +53,8 @@ def in_place_tile(
     peak, total = pairs_of_rows(x)
     sums = row_sums(peak, total, x_t)
     w = weight_of(W, t, here & target.known, flags)
-    loss = RowLoss(n_cols, 0.0, z_scale, flags)
-    store_results(RowResults(LOSS, LSE, PARTS, FLAG, n_rows), rows, here, target, sums, x_t, w, x_t, 0.0, loss)
+    out, loss = RowResults(LOSS, LSE, PARTS, FLAG, n_rows), RowLoss(n_cols, 0.0, z_scale, flags)
+    store_results(out, rows, here, target, sums, x_t, w, x_t, 0.0, loss)
     scale, z = row_scales(GRAD, TOTALS, rows, here, g_stride, flags)
     a, b, c = row_factors(scale, z, target, sums.lse, x_t, w, 0.0, loss)
     y = tl.exp2(tl.fma(x, LOG2_E, -peak[:, None])) * (a / total)[:, None] - b[:, None]

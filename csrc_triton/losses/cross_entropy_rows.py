@@ -219,8 +219,8 @@ def pairs_of_rows(x):
 
 @triton.jit
 def gradient_of(x, cols, first, last, origin, a, b, c, t, PATCH: tl.constexpr):
-    """The gradient of a tile whose columns lie in [first, last). Only a tile that holds the target compares columns; with
-    PATCH the caller writes the target's column."""
+    """The gradient of a tile whose columns lie in [first, last). Only a tile that holds the target compares columns;
+    with PATCH the caller writes the target's column."""
     y = tl.exp2(tl.fma(x, LOG2_E, -origin)) * a - b
     if not PATCH:  # noqa: SIM102 (a constant, and numbers on the device)
         if (t >= first) & (t < last):

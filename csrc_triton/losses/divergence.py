@@ -133,7 +133,7 @@ def terms(x, y, number, KIND: tl.constexpr, FAST: tl.constexpr):
 def factors(KIND: tl.constexpr):
     """What a summand and its derivative are multiplied by, once a program where that is possible."""
     SUMMAND: tl.constexpr = -LN_2 if KIND == MIXED else 0.5 if KIND == TOTAL_VARIATION else 1.0
-    TOWARDS_X: tl.constexpr = KIND == PROBABILITIES or KIND == FORWARD_KL
+    TOWARDS_X: tl.constexpr = KIND == PROBABILITIES or KIND == FORWARD_KL  # noqa: SIM109 (constants)
     return SUMMAND, -1.0 if TOWARDS_X else SUMMAND
 
 
@@ -229,8 +229,8 @@ def backward(
     number, each, fresh,
     KIND: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by x. ``each``: DLOSS has a number for each element, else one. Unless ``fresh``, DX already holds the
-    gradient for a DLOSS of 1."""
+    """The gradient by x. ``each``: DLOSS has a number for each element, else one. Unless ``fresh``, DX already holds
+    the gradient for a DLOSS of 1."""
     outer = tl.load(DLOSS, mask=each == 0, other=1.0)
     if (fresh != 0) | (outer != 1.0):
         slope = per_label(scale * factors(KIND)[1], COUNT) * outer

@@ -1,7 +1,7 @@
 """Generalised Jensen-Shannon divergence of log-probabilities, summed, and its gradient by x.
 
-The kinds: ``forward``, beta is 0: KL(P || Q); ``reverse``, beta is 1: KL(Q || P); ``mixed``, between. The loss is always
-summed up: ``each`` is 0.
+The kinds: ``forward``, beta is 0: KL(P || Q); ``reverse``, beta is 1: KL(Q || P); ``mixed``, between. The loss is
+always summed up: ``each`` is 0.
 """
 
 from csrc_triton.losses.divergence import (  # noqa: F401 (forms name functions)

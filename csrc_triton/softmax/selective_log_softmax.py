@@ -138,7 +138,7 @@ def backward(
             x = tl.load(from_here + tl.arange(0, BLOCK))
             dx = gradient(
                 x, DOUT, INDEX, STATISTICS, row, first, total, n_cols, chosen, index_words, scale, inverse, BLOCK
-            )
+            )  # fmt: skip
             tl.store(to_here + tl.arange(0, BLOCK), dx.to(DX.dtype.element_ty))
         else:
             store_masked(

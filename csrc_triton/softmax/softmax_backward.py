@@ -4,8 +4,8 @@
     log_softmax  dx = dy - exp(y) * sum(dy)
     sparsemax    dx = dy - mean of dy over the support, on the support, which is where y > 0; else 0
 
-Softmax gives ``scale``, 1 / temperature; sparsemax gives SPARSE; where both are None it is log-softmax. A row that holds
-NaN gives NaN.
+Softmax gives ``scale``, 1 / temperature; sparsemax gives SPARSE; where both are None it is log-softmax. A row that
+holds NaN gives NaN.
 """
 
 import triton
@@ -211,7 +211,8 @@ def reduce_sums(sums, scale, dtype: gl.constexpr):
 
 @gluon.jit
 def epilogue(tiles, result, scale, dtype: gl.constexpr):
-    (y, dy), (c,) = tiles, result
+    y, dy = tiles
+    c = result[0]
     if dtype == gl.float32:
         return gradient(y, dy, c, scale, "softmax")
     else:

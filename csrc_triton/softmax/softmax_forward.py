@@ -189,8 +189,8 @@ def forward_blocks(
     if in_range(total, origin, dtype, LOG):
         for i in tl.static_range(BLOCKS):
             at = (BLOCKS - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(X + at, mask=at < n_cols, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            y = epilogue(x, origin, last, scale, dtype, LOG)
+            reread = tl.load(X + at, mask=at < n_cols, other=0.0, eviction_policy="evict_first")
+            y = epilogue(reread.to(tl.float32), origin, last, scale, dtype, LOG)
             tl.store(Y + at, y, mask=at < n_cols, eviction_policy="evict_first")
     else:
         forward_three_pass(Y, X, n_cols, scale, SHORT * 128, LOG)
@@ -213,9 +213,9 @@ def forward_long(
     X += row * x_stride
     Y += row * y_stride
     blocks = tl.cdiv(tl.maximum(n_cols - BLOCK, 0), BLOCK)
-    cols = vectors(BLOCK, dtype, UNALIGNED)
-    last_cols = blocks * BLOCK + cols
+    last_cols = blocks * BLOCK + vectors(BLOCK, dtype, UNALIGNED)
     last_mask = last_cols < n_cols
+    cols = vectors(BLOCK, dtype, UNALIGNED)
     peak = tl.full([BLOCK // SHORT], LOWEST, tl.float32)
     total = tl.zeros([BLOCK // SHORT], tl.float32)
     if LOG:
@@ -234,9 +234,9 @@ def forward_long(
     higher = tl.maximum(peak, last_peak)
     total = total * tl.exp2(peak - higher) + last_total * tl.exp2(last_peak - higher)
     if LOG:
-        last_greatest = tl.max(tl.max(in_registers.to(tl.float32), AXIS), 0)
-        greatest_of_all = tl.maximum(tl.max(greatest, 0), last_greatest)
-        origin, last = finalise(higher, total, greatest_of_all, scale, dtype, LOG)
+        greatest = tl.max(greatest, 0)
+        greatest = tl.maximum(greatest, tl.max(tl.max(in_registers.to(tl.float32), AXIS), 0))
+        origin, last = finalise(higher, total, greatest, scale, dtype, LOG)
     else:
         origin, last = finalise(higher, total, 0.0, scale, dtype, LOG)
     if in_range(total, origin, dtype, LOG):
