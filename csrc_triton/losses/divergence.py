@@ -133,7 +133,7 @@ def terms(x, y, number, KIND: tl.constexpr, FAST: tl.constexpr):
 def factors(KIND: tl.constexpr):
     """What a summand and its derivative are multiplied by, once a program where that is possible."""
     SUMMAND: tl.constexpr = -LN_2 if KIND == MIXED else 0.5 if KIND == TOTAL_VARIATION else 1.0
-    TOWARDS_X: tl.constexpr = KIND == PROBABILITIES or KIND == FORWARD_KL  # noqa: SIM109 (constants)
+    TOWARDS_X: tl.constexpr = KIND == PROBABILITIES or KIND == FORWARD_KL
     return SUMMAND, -1.0 if TOWARDS_X else SUMMAND
 
 
