@@ -47,6 +47,7 @@ DECLARATION = {
                 "write": "i32",
             },
             **JENSEN_SHANNON,
+            "always_aligned": True,  # the logits lie in the op's own memory
             "aligned": ["STUDENT", "TEACHER", "stride", "width"],
             "forms": {
                 "row": {

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness.op_tests import BF16, FP16, FP32, Case, OpTests
+from tests.harness.own_tables import check_form as check
+from tests.harness.own_tables import way_of
 from tests.ops.norms import rmsnorm_cases, test_fused_add_rmsnorm, test_layernorm, test_modulated_rmsnorm
 from tests.ops.norms.test_rmsnorm import RMSNorm
-from tests.ops.softmax.test_rows_in_flight import check, way_of
 
 pytestmark = [
     pytest.mark.interpreter,

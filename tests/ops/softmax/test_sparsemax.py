@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.softmax.sparsemax import Sparsemax
 from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, WAYS, Case, Draw, Exact, OpTests, Results, Way
+from tests.harness.own_tables import check_form, way_of
 from tests.ops.softmax.softmax_rows import SPECIAL, check_special_rows
 
 
@@ -108,3 +110,34 @@ class TestSparsemax(OpTests):
         limit = 64 * 2.0**-24 * exact.amax(-1, keepdim=True)
         assert ((got.double() - exact).abs() <= limit).all()
         assert torch.equal(got, way.op(x))
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+def test_vectors(tmp_path: Path) -> None:
+    """The form whose registers hold the greatest value of each vector, at small blocks: rows of one block, of several,
+    of part of one."""
+    tests = TestSparsemax()
+    vectors = '{ max_n = 256, form = "vectors", block = 64, blocks = 4, num_warps = 4 }'
+    way = way_of(
+        tests,
+        tmp_path,
+        sparsemax_forward=f"""
+          {{ form = "long", aligned = false, block = 64, num_warps = 4 }}, {vectors},
+          {{ form = "long", block = 64, num_warps = 4 }},
+        """,
+        sparsemax_backward=f"""
+          {{ form = "long", aligned = false, block = 64, num_warps = 4 }}, {vectors},
+          {{ form = "vectors", block = 64, num_warps = 4 }},
+        """,
+    )
+    sizes = (2.0, 1e-3, 0.1, 30.0)
+    cases = [
+        Case((3, n), DTYPES[i % 3], size=sizes[i % 4])
+        for i, n in enumerate(2 * (16, 64, 80, 208, 256) + (320,))
+    ]
+    check_form(tests, way, "vectors", *cases)
+    for n in (16, 208, 320):
+        check_special_rows(tests, way, n, BF16)

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, OpTests, Way
-from tests.harness.own_tables import way_with
+from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case
+from tests.harness.own_tables import check_form, way_of
 from tests.ops.norms import test_dyt, test_layernorm, test_modulated_rmsnorm
-from tests.ops.softmax import test_sparsemax
-from tests.ops.softmax.softmax_rows import check_special_rows
 
 # On the interpreter, whose NumPy warns of differences to -inf
 pytestmark = [
@@ -24,21 +22,6 @@ pytestmark = [
 LENGTHS = (16, 64, 80, 208, 256)
 
 
-def way_of(tests: OpTests, folder: Path, **tables: str) -> Way:
-    """The op with kernels of these rows."""
-    texts = (
-        f'[kernel.{kernel}]\nprovenance = "made up for a test"\nrows = [{rows}]\n'
-        for kernel, rows in tables.items()
-    )
-    return way_with(tests.op_class, folder / "pack", "".join(texts))
-
-
-def check(tests: OpTests, way: Way, form: str, *cases: Case) -> None:
-    for seed, case in enumerate(cases):
-        tests.check(way.op, case, way.allowed, seed=seed)
-    assert {name for name in way.loaded() if f"-{form}-" in name}
-
-
 def test_rows_of_dyt(tmp_path: Path) -> None:
     tests = test_dyt.TestDyT()
     way = way_of(tests, tmp_path, dyt_forward='{ form = "rows", rows = 3, block = 64, num_warps = 4 }')
@@ -46,7 +29,7 @@ def test_rows_of_dyt(tmp_path: Path) -> None:
         Case((1 + 3 * i, n), DTYPES[i % 3], weight=FP32 if i % 2 else DTYPES[i % 3])
         for i, n in enumerate((*LENGTHS, 37))
     ]
-    check(tests, way, "rows", *cases)
+    check_form(tests, way, "rows", *cases)
 
 
 @pytest.mark.parametrize("together", [1, 3, 4])
@@ -64,29 +47,7 @@ def test_held_rows_of_layernorm(together: int, tmp_path: Path) -> None:
         Case((2, 80), FP16, bias=None),
         Case((2, 80), FP16, wide=True),
     ]
-    check(tests, way, "held", *cases, *without)
-
-
-def test_vectors_of_sparsemax(tmp_path: Path) -> None:
-    tests = test_sparsemax.TestSparsemax()
-    vectors = '{ max_n = 256, form = "vectors", block = 64, blocks = 4, num_warps = 4 }'
-    way = way_of(
-        tests,
-        tmp_path,
-        sparsemax_forward=f"""
-          {{ form = "long", aligned = false, block = 64, num_warps = 4 }}, {vectors},
-          {{ form = "long", block = 64, num_warps = 4 }},
-        """,
-        sparsemax_backward=f"""
-          {{ form = "long", aligned = false, block = 64, num_warps = 4 }}, {vectors},
-          {{ form = "vectors", block = 64, num_warps = 4 }},
-        """,
-    )
-    sizes = (2.0, 1e-3, 0.1, 30.0)
-    cases = [Case((3, n), DTYPES[i % 3], size=sizes[i % 4]) for i, n in enumerate((*LENGTHS, *LENGTHS, 320))]
-    check(tests, way, "vectors", *cases)
-    for n in (16, 208, 320):
-        check_special_rows(tests, way, n, BF16)
+    check_form(tests, way, "held", *cases, *without)
 
 
 @pytest.mark.parametrize("together", [1, 3, 4])
@@ -106,4 +67,4 @@ def test_held_rows_of_modulated_rmsnorm(together: int, tmp_path: Path) -> None:
         Case((3, 4, 80), BF16, scale=(3,), vectors=FP32, weight=FP32),
         Case((3, 4, 272), BF16, scale=(3,)),
     ]
-    check(tests, way, "held", *cases)
+    check_form(tests, way, "held", *cases)
