@@ -21,7 +21,7 @@ from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import OpOn, Runtimes
 from liger_aot.runtime.layout import CPU, rows_of
 
-KERNELS = ("forward", "forward_full", "gradient", "gradient_full", "both", "scale")
+KERNELS = ("forward", "forward_full", "gradient", "gradient_full", "in_place", "scale")
 
 
 class CrossEntropy(DifferentiableOp):
@@ -358,7 +358,7 @@ class CrossEntropy(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         n = shape[-1]
         of_rows = tuple(Problem(f"cross_entropy_{way}", (dtype,), n % 16 == 0, n) for way in KERNELS)
-        return (*of_rows, *(Problem(f"cross_entropy_{way}", (), False, 1) for way in ("totals", "finish")))
+        return (*of_rows, *(Problem(f"cross_entropy_{way}", (), False, 1) for way in ("totals", "combine")))
 
 
 class Detailed(CrossEntropy):
