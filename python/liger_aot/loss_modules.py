@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_aot.ops.losses._chunks import BUDGET
+from liger_aot.ops.losses._linear import BUDGET
 from liger_aot.ops.registry import load
 
 
