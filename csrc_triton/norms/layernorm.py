@@ -23,7 +23,14 @@ from csrc_triton.norms.norm_backward import (
     split_centered_backward,
     store_halves,
 )
-from csrc_triton.norms.norm_vectors import Rows, add_in_memory, as_fp32, load_blocks, load_vector
+from csrc_triton.norms.norm_vectors import (
+    Rows,
+    add_in_memory,
+    as_fp32,
+    load_blocks,
+    load_vector,
+    tile_at,
+)
 
 DECLARATION = {
     "op": "layernorm",
@@ -378,8 +385,8 @@ def load_step(
 ):  # fmt: skip
     """x, dy and dy * weight of one block of some rows in fp32; 0 where there is none."""
     mask = in_rows[:, None] & in_row[None, :]
-    xs = tl.load(x.tile(rows, cols), mask=mask, other=0.0, eviction_policy=EVICT)
-    dys = tl.load(dy.tile(rows, cols), mask=mask, other=0.0, eviction_policy=EVICT)
+    xs = tl.load(tile_at(x, rows, cols), mask=mask, other=0.0, eviction_policy=EVICT)
+    dys = tl.load(tile_at(dy, rows, cols), mask=mask, other=0.0, eviction_policy=EVICT)
     dys = dys.to(tl.float32)
     w = load_vector(W, cols, in_row, w_kind) + (w_kind == 0)
     return xs.to(tl.float32), dys, dys * w[None, :]
@@ -419,7 +426,7 @@ def backward_long(
             x_hat = (xs - mean) * rstd
             dxs = (grad - x_hat * along - offset) * rstd
             mask = in_rows[:, None] & in_row[None, :] & (store_dx != 0)
-            tl.store(dx.tile(rows, cols), dxs.to(DX.dtype.element_ty), mask=mask)
+            tl.store(tile_at(dx, rows, cols), dxs.to(DX.dtype.element_ty), mask=mask)
             is_first = step == program
             add_in_memory(PARTIALS + cols, tl.sum(dys * x_hat, 0), in_row & (store_dw != 0), is_first)
             add_in_memory(PARTIALS + db_column + cols, tl.sum(dys, 0), in_row & (store_db != 0), is_first)

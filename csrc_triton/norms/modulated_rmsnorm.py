@@ -34,12 +34,13 @@ from csrc_triton.norms.norm_backward import (
     BACKWARD_PIPELINE,
     PipelineSizes,
     allocate_blocks,
+    as_x2,
     load_halves,
-    pair_layout,
     pipelined_backward,
     plus,
     store_halves,
     times,
+    x2_layout,
 )
 from csrc_triton.norms.norm_vectors import Rows, add_in_memory, load_blocks, load_vector, store_as
 
@@ -255,7 +256,7 @@ def copy_row(xs, stage, X, n, live, BLOCK: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def normalised_pairs(low, high, rstd, round_first, dtype: gl.constexpr):
+def normalise_x2(low, high, rstd, round_first, dtype: gl.constexpr):
     """x * rstd, rounded to ``dtype`` if ``round_first``."""
     low, high = low * rstd, high * rstd
     rounded = pack(low, high, dtype)
@@ -271,17 +272,16 @@ def forward_pipeline(
     """``forward_part`` with rows that pass through shared memory: 16-bit elements as bf16x2, in blocks and halves as
     in ``norm_backward``. STAGES rows are copied ahead of their use, before scale and shift are loaded: the kernel is
     bound by how much is in flight, and here no compiler moves loads to where they are used."""
-    layout: gl.constexpr = pair_layout(gl.num_warps())
+    layout: gl.constexpr = x2_layout(gl.num_warps())
     group, first, last = part_of(rows_per_group, rows_per_part, parts)
     scale_start, shift_start = group * scale_stride, group * shift_stride
     dtype: gl.constexpr = X.dtype.element_ty
-    pairs: gl.constexpr = gl.pointer_type(gl.int32)
     block = gl.arange(0, BLOCK, layout=layout)
     n = n_cols // 2
     inverse_n = 1.0 / n_cols
-    y_stride, x_stride = y_stride >> 1, x_stride >> 1  # of pairs
-    X = X.to(pairs, bitcast=True) + block
-    Y = Y.to(pairs, bitcast=True) + block
+    y_stride, x_stride = y_stride >> 1, x_stride >> 1  # in pairs
+    X = as_x2(X) + block
+    Y = as_x2(Y) + block
     xs = ()
     for _ in gl.static_range(BLOCKS):
         xs += (allocate_blocks(STAGES, BLOCK),)
@@ -309,7 +309,7 @@ def forward_pipeline(
         if store_rstd != 0:
             gl.store(RSTD + row, rstd)
         for i in gl.static_range(BLOCKS):
-            low, high = normalised_pairs(
+            low, high = normalise_x2(
                 even(tiles[i], dtype), odd(tiles[i], dtype), rstd, round_first != 0, dtype
             )
             low = low * ws[2 * i] + shifts[2 * i]

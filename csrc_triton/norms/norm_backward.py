@@ -16,7 +16,7 @@ from triton.language.core import _aggregate as aggregate
 from csrc_triton.common.bf16x2 import even, odd, pack
 from csrc_triton.common.exchange import missing, poll, post, post_two, sum_high, sum_low
 from csrc_triton.common.pipeline import add_two, copy_tile, next_stage
-from csrc_triton.norms.norm_vectors import Rows, load_vector
+from csrc_triton.norms.norm_vectors import Rows, load_vector, row_at, tile_at
 
 # Forms of kernels that run ``split_rms_backward`` or ``split_centered_backward``, and ``pipelined_backward``, beside
 # the function's name and what is the op's own.
@@ -60,17 +60,17 @@ def rms_backward_tiles(
     ):
         rows = step * ROWS + tl.arange(0, ROWS)
         mask = (rows < n_rows)[:, None] & in_row[None, :]
-        xs = tl.load(x.tile(rows, cols), mask=mask, other=0.0).to(tl.float32)
-        dys = tl.load(dy.tile(rows, cols), mask=mask, other=0.0).to(tl.float32)
+        xs = tl.load(tile_at(x, rows, cols), mask=mask, other=0.0).to(tl.float32)
+        dys = tl.load(tile_at(dy, rows, cols), mask=mask, other=0.0).to(tl.float32)
         if ADDED:
-            more = tl.load(added.tile(rows, cols), mask=mask & (has_added != 0), other=0.0).to(tl.float32)
+            more = tl.load(tile_at(added, rows, cols), mask=mask & (has_added != 0), other=0.0).to(tl.float32)
         rstd = tl.load(RSTD + rows, mask=rows < n_rows, other=0.0)
         c = tl.sum(xs * (w[None, :] * dys), 1) / n_cols
         a = dys * rstd[:, None]
         dxs = w[None, :] * a - xs * (c * rstd * rstd * rstd)[:, None]
         if ADDED:
             dxs += more
-        tl.store(dx.tile(rows, cols), dxs.to(dx.pointer.dtype.element_ty), mask=mask & (store_dx != 0))
+        tl.store(tile_at(dx, rows, cols), dxs.to(dx.pointer.dtype.element_ty), mask=mask & (store_dx != 0))
         dw += a * xs
     return dw
 
@@ -85,17 +85,17 @@ def rms_backward_rows(
     mask = cols < n_cols
     dw = tl.zeros([BLOCK], tl.float32)
     for row in tl.range(tl.program_id(0).to(tl.int64), n_rows, tl.num_programs(0), num_stages=STAGES):
-        xs = tl.load(x.at(row) + cols, mask=mask, other=0.0).to(tl.float32)
-        dys = tl.load(dy.at(row) + cols, mask=mask, other=0.0).to(tl.float32)
+        xs = tl.load(row_at(x, row) + cols, mask=mask, other=0.0).to(tl.float32)
+        dys = tl.load(row_at(dy, row) + cols, mask=mask, other=0.0).to(tl.float32)
         if ADDED:
-            more = tl.load(added.at(row) + cols, mask=mask & (has_added != 0), other=0.0)
+            more = tl.load(row_at(added, row) + cols, mask=mask & (has_added != 0), other=0.0)
         rstd = tl.load(RSTD + row)
         c = tl.sum(xs * (w * dys), 0) / n_cols
         a = dys * rstd
         dxs = w * a - xs * (c * rstd * rstd * rstd)
         if ADDED:
             dxs += more.to(tl.float32)
-        tl.store(dx.at(row) + cols, dxs.to(dx.pointer.dtype.element_ty), mask=mask & (store_dx != 0))
+        tl.store(row_at(dx, row) + cols, dxs.to(dx.pointer.dtype.element_ty), mask=mask & (store_dx != 0))
         dw += a * xs
     return dw
 
@@ -112,10 +112,10 @@ def rms_backward_long(
     for step in range(program, tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
         rows = step * ROWS + tl.arange(0, ROWS)
         in_rows = (rows < n_rows)[:, None]
-        x_at = x.tile(rows, block)
-        dy_at = dy.tile(rows, block)
-        added_at = added.tile(rows, block)
-        dx_at = dx.tile(rows, block)
+        x_at = tile_at(x, rows, block)
+        dy_at = tile_at(dy, rows, block)
+        added_at = tile_at(added, rows, block)
+        dx_at = tile_at(dx, rows, block)
         dot = tl.zeros([ROWS, BLOCK], tl.float32)
         for first in range(0, n_cols, BLOCK):
             in_row = block < n_cols - first
@@ -158,7 +158,8 @@ def rms_backward_long(
 
 
 @triton.jit
-def as_pairs(P):
+def as_x2(P):
+    """A pointer to 16-bit elements as one to pairs of them."""
     return P.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
@@ -206,13 +207,13 @@ def split_rms_backward(
     part = tl.program_id(0) % SPLIT
     cols = part * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n
-    X_at = as_pairs(X) + cols
-    DY_at = as_pairs(DY) + cols
-    DX_at = as_pairs(DX) + cols
-    added_at = as_pairs(ADDED_TO) + cols
+    X_at = as_x2(X) + cols
+    DY_at = as_x2(DY) + cols
+    DX_at = as_x2(DX) + cols
+    added_at = as_x2(ADDED_TO) + cols
     added_mask = mask & (has_added != 0)
     dx_mask = mask & (store_dx != 0)
-    w = tl.load(as_pairs(W) + cols, mask=mask & (w_kind != 0), other=0)
+    w = tl.load(as_x2(W) + cols, mask=mask & (w_kind != 0), other=0)
     dw_even = tl.zeros([BLOCK], tl.float32)
     dw_odd = tl.zeros([BLOCK], tl.float32)
     lane = tl.arange(0, triton.next_power_of_2(SPLIT))
@@ -293,10 +294,10 @@ def split_centered_backward(
     part = tl.program_id(0) % split
     cols = part * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n
-    w = tl.load(as_pairs(W) + cols, mask=mask & (w_kind != 0), other=ones)
-    X_at = as_pairs(X) + cols
-    DY_at = as_pairs(DY) + cols
-    DX_at = as_pairs(DX) + cols
+    w = tl.load(as_x2(W) + cols, mask=mask & (w_kind != 0), other=ones)
+    X_at = as_x2(X) + cols
+    DY_at = as_x2(DY) + cols
+    DX_at = as_x2(DX) + cols
     dx_mask = mask & (store_dx != 0)
     dw_even = tl.zeros([BLOCK], tl.float32)
     dw_odd = tl.zeros([BLOCK], tl.float32)
@@ -372,12 +373,12 @@ class PipelineSizes:
     def __init__(self, warps, BLOCKS, BLOCK, STAGES, CENTERED=False, DB=False, ADDED=False):
         self.CENTERED, self.DB, self.ADDED = gl.constexpr(CENTERED), gl.constexpr(DB), gl.constexpr(ADDED)
         self.BLOCKS, self.BLOCK, self.STAGES = gl.constexpr(BLOCKS), gl.constexpr(BLOCK), gl.constexpr(STAGES)
-        self.layout = gl.constexpr(pair_layout(warps))
+        self.layout = gl.constexpr(x2_layout(warps))
 
 
 @gluon.constexpr_function
-def pair_layout(warps):
-    """The layout of a block: four pairs a thread."""
+def x2_layout(warps):
+    """The layout of a block: four pairs of elements a thread."""
     return gl.BlockedLayout([4], [32], [warps], [0])
 
 
@@ -501,19 +502,18 @@ def pipelined_backward(
     STAGES: gl.constexpr = z.STAGES
     layout: gl.constexpr = z.layout
     dtype: gl.constexpr = x.pointer.dtype.element_ty
-    pairs: gl.constexpr = gl.pointer_type(gl.int32)
     block = gl.arange(0, BLOCK, layout=layout)
     n = n_cols // 2
     inverse_n = 1.0 / n_cols
     dx_stride, dy_stride, x_stride = dx.stride >> 1, dy.stride >> 1, x.stride >> 1  # in pairs
-    X = x.pointer.to(pairs, bitcast=True) + block
-    DY = dy.pointer.to(pairs, bitcast=True) + block
-    DX = dx.pointer.to(pairs, bitcast=True) + block
+    X = as_x2(x.pointer) + block
+    DY = as_x2(dy.pointer) + block
+    DX = as_x2(dx.pointer) + block
     add_stride = added.stride
     ADD = added.pointer
     if z.ADDED:
         add_stride = add_stride >> 1
-        ADD = ADD.to(pairs, bitcast=True) + block
+        ADD = as_x2(ADD) + block
     xs, dys, adds, dw, db = (), (), (), (), ()
     for _ in gl.static_range(BLOCKS):
         xs += (allocate_blocks(STAGES, BLOCK),)

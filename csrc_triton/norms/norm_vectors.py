@@ -21,14 +21,18 @@ class Rows:
     def __init__(self, pointer, stride):
         self.pointer, self.stride = pointer, stride
 
-    @triton.jit
-    def at(self, row):
-        return self.pointer + row * self.stride
 
-    @triton.jit
-    def tile(self, rows, cols):
-        """Pointers to a tile of rows and columns."""
-        return self.pointer + rows[:, None] * self.stride + cols[None, :]
+# No methods: Triton's interpreter does not know those of aggregates.
+@triton.jit
+def row_at(rows, i):
+    """A pointer to the ``i``-th row of ``Rows``."""
+    return rows.pointer + i * rows.stride
+
+
+@triton.jit
+def tile_at(rows, i, cols):
+    """Pointers to a tile of rows ``i`` and columns."""
+    return rows.pointer + i[:, None] * rows.stride + cols[None, :]
 
 
 @triton.jit

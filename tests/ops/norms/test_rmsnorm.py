@@ -55,7 +55,12 @@ class TestRMSNorm(OpTests):
         "weight's dtype": ((X, torch.ones(8, dtype=FP16)), {}, ArgumentTypeError, "x's dtype.*or float32"),
         "unknown mode": ((X,), {"casting_mode": "mistral"}, ArgumentError, "llama, gemma, none; got 'mist"),
         "out too wide": ((X,), {"out": torch.ones(2, 9)}, ArgumentError, "out must be of x's dtype"),
-        "out's dtype": ((X,), {"out": torch.ones(2, 8, dtype=BF16)}, ArgumentError, "out must be of x's dtype"),
+        "out's dtype": (
+            (X,),
+            {"out": torch.ones(2, 8, dtype=BF16)},
+            ArgumentError,
+            "out must be of x's dtype",
+        ),
         "out elsewhere": ((X,), {"out": X.to("meta")}, ArgumentError, "out is on meta, x on cpu"),
         "out with a gradient": (
             (torch.ones(2, 8, requires_grad=True),),
@@ -87,7 +92,9 @@ class TestRMSNorm(OpTests):
         twice = exact.settings["casting_mode"] == "llama" and weight is not None
         limits: dict[str, dict[str, Any]] = {"y": {"roundings": 2 if twice else 1, "scale": 1 + w.abs()}}
         if dy is not None:
-            summands = w if weight is None else abs(offset) + weight.abs()  # some forms multiply the offset out
+            summands = (
+                w if weight is None else abs(offset) + weight.abs()
+            )  # some forms multiply the offset out
             mean = (x * dy * summands).abs().mean(-1, keepdim=True)
             limits["dx"] = {"magnitude": (dy * summands * rstd).abs() + x.abs() * mean * rstd**3}
             limits["dweight"] = {"magnitude": torch.atleast_2d((dy * x * rstd).abs()).flatten(0, -2).sum(0)}
