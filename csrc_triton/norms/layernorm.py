@@ -333,8 +333,8 @@ def backward_row(
     w_kind, store_dx, store_dw, store_db,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``backward_tile`` with one row a step, 1-D. A row whose next power of two would idle too many lanes is of several
-    BLOCKS."""
+    """``backward_tile`` with one row a step, 1-D. A row whose next power of two would leave too many lanes idle is
+    of several BLOCKS."""
     program = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     w, dw, db = (), (), ()

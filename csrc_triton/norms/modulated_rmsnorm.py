@@ -5,9 +5,9 @@ x's dtype or fp32, and so is the weight: kinds of ``norm_vectors``. Statistics a
 of a row a run-time argument.
 
 A program has a ``part`` of a group: vectors are read once and stay in registers, as do a row's elements; BLOCKS blocks
-make up a row whose next power of two would idle too many lanes. In the forward parts are short: with programs that
-divide all rows evenly, all wait for the slowest multiprocessor (0.90 of the copy instead of 0.94 at 4096 columns,
-H200).
+make up a row whose next power of two would leave too many lanes idle. In the forward parts are short: where programs
+divide all rows evenly, the launch waits for the slowest multiprocessor (0.90 of the copy instead of 0.94 at 4096
+columns, H200).
 
 Groups of few rows, and long rows, are read row by row (``prefetched``, ``long``): vectors are read with every row, and
 the aligned variants are for vectors of x's dtype alone (WIDE of ``norm_vectors``).

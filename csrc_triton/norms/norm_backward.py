@@ -33,7 +33,7 @@ BACKWARD_PIPELINE = {
     "constants": ["BLOCKS", "BLOCK", "STAGES"],
     "covers": "2 * BLOCKS * BLOCK",
     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-    "may_spill": "a tenth of the registers, once a row, for a row that no other program shares",
+    "may_spill": "a tenth of the registers, once a row, for rows that are not split",
 }
 
 

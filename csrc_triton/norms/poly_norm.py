@@ -193,7 +193,7 @@ def forward_long(
     Y, X, W, W32, B, B32, RSTD, y_stride, x_stride, n_rows, n_cols, eps, wide, store_rstd,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One row of any length a program. It is read twice, the second time backwards and from the first-level cache, so
+    """One row of any length a program. It is read twice, the second time backwards and from the L1 cache, so
     that registers stay free for a second program. BLOCKS, where it is known, unrolls the loops, so that the blocks'
     loads are in flight together."""
     row = tl.program_id(0).to(tl.int64)
@@ -295,8 +295,8 @@ def backward_row(
     store_partials,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``backward_tile`` with one row a step, 1-D. BLOCKS blocks make up a row whose next power of two would idle too
-    many lanes."""
+    """``backward_tile`` with one row a step, 1-D. A row whose next power of two would leave too many lanes idle is of
+    several BLOCKS."""
     program = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     w0, w1, w2 = parameter(W, W32, 0, wide), parameter(W, W32, 1, wide), parameter(W, W32, 2, wide)

@@ -173,8 +173,8 @@ class RMSNorm(DifferentiableOp):
         aligned = not (x_at | dy_at | dx_at | w_at | dw_at | x_stride | dy_stride | n) & 15
         loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
         if loaded.contiguous and not x_stride == dy_stride == n:
-            packed = (dy.contiguous(),), (x.contiguous(), weight, rstd)
-            return self.run_backward(*packed, settings, needed)
+            saved = x.contiguous(), weight, rstd
+            return self.run_backward((dy.contiguous(),), saved, settings, needed)
         programs, groups, split = persistent(on, loaded, rows)
         two_levels = need_dweight and (groups > 1 or not loaded.writes_sums)
         if two_levels:
