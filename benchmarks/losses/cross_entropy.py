@@ -96,13 +96,13 @@ class CrossEntropy(OpEntry):
             "forward_full",
             "gradient",
             "gradient_full",
-            "both",
+            "in_place",
             "totals",
-            "finish",
+            "combine",
             "scale",
         ):
             raise ValueError(f"no workload for {kernel!r}: there are those of {self.op}'s kernels")
-        step = way in ("gradient", "gradient_full", "both", "scale")
+        step = way in ("gradient", "gradient_full", "in_place", "scale")
         case = Case("backward" if step else "forward", dtype, (elements // n, n))
         if 0 in case.shape:
             raise ValueError(f"{elements} elements do not fill a row of {n}")
@@ -112,7 +112,7 @@ class CrossEntropy(OpEntry):
 
         def run(op: Any) -> Tensors:
             with torch.set_grad_enabled(step):
-                over = way in ("both", "scale")
+                over = way in ("in_place", "scale")
                 logits, leaf = _produced(x.clone() if over else x) if step else (x, x)
                 loss = op(logits, t, softcap=softcap, inplace_grad=over)
                 return (loss, *torch.autograd.grad(loss * by, (leaf,))) if step else (loss,)

@@ -14,8 +14,7 @@ import triton.language as tl
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.common.exchange import high_value, poll, post
-from csrc_triton.norms.layernorm_long import block_moments
-from csrc_triton.norms.moments import merge
+from csrc_triton.norms.moments import block_moments, merge
 from csrc_triton.norms.norm_vectors import load_vector
 
 # ---- what both layouts need ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops.losses._chunks import BUDGET
+from liger_aot.ops.losses._linear import BUDGET
 from liger_aot.ops.registry import load
 
 Shape = int | Sequence[int]

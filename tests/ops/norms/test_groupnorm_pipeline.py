@@ -107,8 +107,8 @@ def rows(direction: str) -> list[Mapping[str, int]]:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_plans(direction: str) -> None:
-    """Every position is some part's, all CTAs are resident at once, and there are stages for a part's tiles, some of the
-    next one's and those in flight."""
+    """Every position is some part's, all CTAs are resident at once, and there are stages for a part's tiles, some of
+    the next one's and those in flight."""
     on: Any = SimpleNamespace(multiprocessors=132)
     planned = 0
     for numbers in rows(direction):

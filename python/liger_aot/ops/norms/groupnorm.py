@@ -13,7 +13,7 @@ from liger_aot.ops.arguments import ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.norms import column_sums
 from liger_aot.ops.norms._groupnorm_plan import Shape, find, workspace
-from liger_aot.ops.norms.layernorm import vectors_of
+from liger_aot.ops.norms._vectors import weight_and_bias
 from liger_aot.ops.op import Problem, check_tensor, check_vector
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.layout import Rows, rows_of
@@ -114,7 +114,7 @@ class GroupNorm(DifferentiableOp):
             return self.prepare_forward(tensors, settings, keep, out)
         channels = x.shape[-1 if channels_last else 1]
         elements = in_x[5] * in_x[6]
-        vectors = vectors_of(in_x, channels, weight, bias)
+        vectors = weight_and_bias(in_x, channels, weight, bias)
         if vectors is None or not elements or channels % num_groups:
             return self.prepare_forward(tensors, settings, keep, out)
         images = x.shape[0]
