@@ -763,8 +763,8 @@ def gather_moments(first, second, args, GROUPS: gl.constexpr, LINES_PER_GROUP: g
     means, deviations, counts = by_group(first, second, args[0], GROUPS, LINES_PER_GROUP)
     n, totals = gl.reduce((counts, means * counts), 1, add_two)
     mean = totals / gl.maximum(n, 1.0)
-    diff = means - gl.expand_dims(mean, 1)
-    return mean, gl.sum(deviations + counts * diff * diff, 1)
+    centered = means - gl.expand_dims(mean, 1)
+    return mean, gl.sum(deviations + counts * centered * centered, 1)
 
 
 @gluon.jit
@@ -774,8 +774,8 @@ def moment_terms(values, own, split, args):
     _table, _vector, _STATS, images, _eps, _store = args
     positions = gl.maximum(gl.minimum(images.length, images.spatial - split * images.length), 0)
     n = (positions.to(gl.float32) * images.channels)[:, None]
-    diff = values[0] - own
-    return n * diff, values[1] + n * diff * diff
+    centered = values[0] - own
+    return n * centered, values[1] + n * centered * centered
 
 
 @gluon.jit

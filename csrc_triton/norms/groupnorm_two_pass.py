@@ -160,12 +160,12 @@ def forward_in_registers(
     channel = unit % groups * channels + channels_of(line, spatial, reciprocal(spatial), BLOCK)
     w, b = load_affine(Affine(W, B, w_kind, b_kind), channel, mask)
     mean = tl.sum(tl.sum(x, 1), 0) / size
-    diff = tl.where(mask[:, None], x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(tl.sum(diff * diff, 1), 0) / size + eps)
+    centered = tl.where(mask[:, None], x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(tl.sum(centered * centered, 1), 0) / size + eps)
     if store_stats != 0:
         tl.store(STATS + unit * 2, mean)
         tl.store(STATS + unit * 2 + 1, rstd)
-    y = diff * (rstd * w)[:, None] + b[:, None]
+    y = centered * (rstd * w)[:, None] + b[:, None]
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=mask[:, None])
 
 
@@ -499,17 +499,17 @@ def part_moments(
         squares = tl.zeros([BLOCK], tl.float32)
         for begin in range(0, count, positions * ROWS):
             x = load_tile(X + begin * n_cols, at, begin + positions_at < count, raw, "evict_last")
-            diff = x - pivot[None, :]
-            sums += tl.sum(diff, 0)
-            squares += tl.sum(diff * diff, 0)
+            centered = x - pivot[None, :]
+            sums += tl.sum(centered, 0)
+            squares += tl.sum(centered * centered, 0)
         size = tl.maximum(count - lanes.position + (positions - 1), 0) // positions  # of a lane
         size = tl.where(lanes.position < positions, size.to(tl.float32), 0.0)
         here = tl.minimum(channels, lanes.width)
         total = to_groups(pivot * size + sums, positions, lanes.width, channels, GROUPS, BLOCK)
         step_mean = total / (here * count)
-        diff = pivot - tl.gather(step_mean, tl.minimum(lanes.channel // channels, GROUPS - 1), 0)
-        diff = squares + diff * (2.0 * sums + diff * size)
-        step_deviation = to_groups(diff, positions, lanes.width, channels, GROUPS, BLOCK)
+        centered = pivot - tl.gather(step_mean, tl.minimum(lanes.channel // channels, GROUPS - 1), 0)
+        centered = squares + centered * (2.0 * sums + centered * size)
+        step_deviation = to_groups(centered, positions, lanes.width, channels, GROUPS, BLOCK)
         shift = step_mean - mean
         fraction = here.to(tl.float32) / (done + here)
         mean += shift * fraction

@@ -200,9 +200,9 @@ class GroupNorm(DifferentiableOp):
     ) -> tuple[Tensor, Tensor]:
         groups = _grouped(x, num_groups, channels_last)
         mean = groups.mean((2, 3), keepdim=True)
-        diff = groups - mean
-        rstd = torch.rsqrt(diff.square().mean((2, 3), keepdim=True) + eps)
-        y = diff * rstd
+        centered = groups - mean
+        rstd = torch.rsqrt(centered.square().mean((2, 3), keepdim=True) + eps)
+        y = centered * rstd
         if weight is not None:
             y = y * weight.to(groups.dtype).reshape(num_groups, -1, 1)
         if bias is not None:
