@@ -4,7 +4,7 @@ it is the likeliest to be in a cache still.
 Where there are fewer groups than the GPU holds CTAs, or a group is too long for the caches, ``n_splits`` CTAs share it:
 each reduces its part, and they exchange the results in the same launch, which is cooperative. CTAs are persistent then.
 Words of the exchange are tagged with ``launch``, a number that no earlier launch had: so nobody need zero them, which
-would cost 0.02 of the copy. There is no split on AMD.
+would cost 0.02 of the copy. The exchange is PTX: AMD has no split.
 
 Statistics are fp32 and never a difference of large sums (``moments``). Wu and He, Group Normalization (2018).
 """
