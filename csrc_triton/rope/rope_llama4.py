@@ -33,14 +33,14 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": [*ALIGNED, "TABLE", "table_stride", "row_bytes"],
-            "forms": {"rows": {"function": "complex_pairs", **FORM}},
+            "forms": {"rows": {"function": "rope_llama4", **FORM}},
         }
     },
 }
 
 
 @triton.jit
-def complex_pairs(
+def rope_llama4(
     Q_OUT, K_OUT, Q, K, TABLE,
     q_rows, q_mid, q_mid_inverse, q_mid_shift, q_fast, q_fast_inverse, q_fast_shift,
     q_out_slow_stride, q_out_mid_stride, q_out_fast_stride, q_slow_stride, q_mid_stride, q_fast_stride,

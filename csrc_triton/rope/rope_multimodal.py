@@ -42,14 +42,14 @@ DECLARATION = {
             },
             "axes": AXES,
             "aligned": [*ALIGNED, *TABLES, *TABLE_STRIDES, *PLANES, *SECTIONS, *COLUMNS],
-            "forms": {"rows": {"function": "halves", **FORM}},
+            "forms": {"rows": {"function": "rope_multimodal", **FORM}},
         }
     },
 }
 
 
 @triton.jit
-def halves(
+def rope_multimodal(
     Q_OUT, K_OUT, Q, K, COS, SIN,
     q_rows, q_mid, q_mid_inverse, q_mid_shift, q_fast, q_fast_inverse, q_fast_shift,
     q_out_slow_stride, q_out_mid_stride, q_out_fast_stride, q_slow_stride, q_mid_stride, q_fast_stride,
