@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from csrc_triton.attention.attention_groups import Ring, Sizes, ring
 from csrc_triton.attention.attention_tiles import exponent_up
-from csrc_triton.common.overlap import let_next_start, once_previous_ended
+from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.decoding.decoding_keys import (
     NOTHING,
     columns_of,
@@ -166,7 +166,7 @@ def split(
         # no program of ours is left to start, and none waits for the room that it takes. Without it, the next kernel is
         # another's: that is not let in.
         if part_rows > 0:
-            let_next_start()
+            launch_dependents()
     program = tl.program_id(0)
     width = tiles * kv_heads
     group = over(program, width)
@@ -282,7 +282,7 @@ def split_stream(
     (batch, head, key, column) with boxes of BLOCK_N keys and BOX columns."""
     if PDL:  # noqa: SIM102 (as in split)
         if part_rows > 0:
-            let_next_start()
+            launch_dependents()
     z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, 1, 0, 0)
     program = gl.program_id(0)
     width = tiles * kv_heads
@@ -360,7 +360,7 @@ def combine(
         # Until ``split`` has ended and all that it wrote is to be seen: PARTS may be read. A program with nothing to
         # combine waits, too: what follows in the stream waits for this kernel alone, which must not end before
         # ``split``. LENGTHS may be read before: ``split`` does not write it, and began when all before it had ended.
-        used = once_previous_ended(used)
+        used = wait_for_previous(used)
     if used > 1:
         cols = tl.arange(0, D)
         in_cols = cols < dim

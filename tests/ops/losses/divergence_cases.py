@@ -27,6 +27,9 @@ class DivergenceTests(OpTests):
     longest_interpreted = 70_000
     same_without_gradient = False  # a kernel of its own finds the loss and the gradient together
     labelled: ClassVar[bool] = True
+    settings_of: ClassVar[
+        Mapping[str, Mapping[str, Any]]
+    ] = {}  # what makes a call take a kind, if not the defaults
 
     @staticmethod
     def base_cases(**options: Any) -> tuple[Case, ...]:
@@ -115,9 +118,9 @@ class DivergenceTests(OpTests):
         }
 
     def table_case(
-        self, kernel: str, dtypes: Mapping[str, torch.dtype], n: int, aligned: bool, rows: int
+        self, kernel: str, axes: Mapping[str, Any], n: int, aligned: bool, rows: int
     ) -> Case | None:
-        return Case((1, n), dtypes["dtype"], shift=int(not aligned))
+        return Case((1, n), axes["dtype"], shift=int(not aligned), **self.settings_of.get(axes["kind"], {}))
 
     # ---- beyond what every op is tested for -----------------------------------------------------------------
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses import _losses as losses
-from liger_aot.ops.losses._checks import RowLoss
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._row_loss import RowLoss
 from liger_aot.ops.losses.cross_entropy import CrossEntropy
 from liger_aot.runtime import device_errors
 from tests.harness.op_tests import BF16, BINARIES, DTYPES, EMULATED, FP32, WAYS, Case, OpTests, Way
@@ -75,7 +74,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
     # ---- beside the loss ------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
-    @pytest.mark.parametrize("reduction", loss_checks.REDUCTIONS)
+    @pytest.mark.parametrize("reduction", losses.REDUCTIONS)
     def test_more_results(self, way: Way, reduction: str) -> None:
         case = Case((2, 9, 1203), BF16, ignored=4, reduction=reduction, lse_square_scale=0.01)
         (logits, target, _), _, _ = self.draw(case, 0, way.device)
@@ -112,7 +111,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
         target = torch.full((3,), IGNORED, device=way.device)
         for n in (40, 1203):
             logits = torch.randn(3, n, device=way.device, requires_grad=True)
-            for reduction in loss_checks.REDUCTIONS:
+            for reduction in losses.REDUCTIONS:
                 loss = way.op(logits, target, reduction=reduction)
                 wanted = functional.cross_entropy(logits, target, reduction=reduction)
                 assert torch.equal(loss, wanted) or (loss.isnan() and wanted.isnan())
@@ -247,9 +246,10 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
     @pytest.mark.parametrize(
         "way", [EMULATED, *(way for way in BINARIES if EMULATED not in way.values)], indirect=True
     )
-    def test_sums_in_two_levels(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(losses, "LONE_ROWS", 10)
-        monkeypatch.setattr(losses, "CHUNK", 2)
+    def test_sums_in_two_launches(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+        loaded = runtime_of(way).kernels["cross_entropy_totals"]((False,), 1)
+        monkeypatch.setattr(loaded, "numbers", {**loaded.numbers, "lone_rows": 10})
+        monkeypatch.setattr(loaded, "rows", 2)
         for rows in (10, 11, 150):
             case = Case((rows, 7), FP32, ignored=3, weight=FP32, lse_square_scale=0.1)
             (logits, target, weight), settings, _ = self.draw(case, rows, way.device)

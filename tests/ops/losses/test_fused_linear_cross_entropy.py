@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.losses._chunks import accumulate, chunk_buffer, chunk_rows, padded
+from liger_aot.ops.losses._linear import accumulate, chunk_buffer, chunk_rows, padded
 from liger_aot.ops.losses.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op, past_modes

@@ -12,7 +12,7 @@ from torch import Tensor
 import liger_aot
 from benchmarks import workload
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.losses._chunks import padded
+from liger_aot.ops.losses._linear import padded
 from liger_aot.ops.losses.fused_linear_jsd import FusedLinearJSD
 from liger_aot.ops.torch_library import register
 from tests.conftest import built_pack

@@ -22,6 +22,7 @@ class TestJSD(DivergenceTests):
     op_class = JSD
     defaults: Mapping[str, Any] = {"beta": 0.5, "ignore_index": -100}
     frozen = ("target",)
+    settings_of = {"forward": {"beta": 0.0}, "reverse": {"beta": 1.0}}  # noqa: RUF012
     cases = (
         *DivergenceTests.base_cases(),
         *DivergenceTests.labelled_cases(),

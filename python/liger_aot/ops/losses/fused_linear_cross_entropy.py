@@ -10,13 +10,12 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses import _losses as losses
-from liger_aot.ops.losses import _plain as plain_losses
-from liger_aot.ops.losses._checks import RowLoss, counted
-from liger_aot.ops.losses._chunks import (
+from liger_aot.ops.losses import _reference as plain
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._linear import (
     BUDGET,
     LinearGradients,
+    LinearLoss,
     autocast,
     check_linear,
     check_weight_grad_dtype,
@@ -25,8 +24,9 @@ from liger_aot.ops.losses._chunks import (
     contiguous_rows,
     padded,
     project,
+    scaled,
 )
-from liger_aot.ops.losses._linear import LinearLoss, scaled
+from liger_aot.ops.losses._row_loss import RowLoss, counted
 from liger_aot.ops.op import Problem, check_rows
 from liger_aot.runtime import device_errors
 
@@ -96,7 +96,7 @@ class FusedLinearCrossEntropy(LinearLoss):
     graded = ("input", "weight", "bias")
     settings = Schema(
         {
-            **loss_checks.TOKEN_LOSS,
+            **losses.TOKEN_LOSS,
             "int chunk_bytes": Allowed(least=1),
             "ScalarType? weight_grad_dtype": ANY,
             "bool[] extras": ANY,
@@ -132,7 +132,7 @@ class FusedLinearCrossEntropy(LinearLoss):
             check_flag(self.name, "return_predicted_tokens", return_predicted_tokens),
         )
         settings = (
-            ignore_index, label_smoothing, lse_square_scale, loss_checks.softcap_of(self.name, softcap),
+            ignore_index, label_smoothing, lse_square_scale, losses.softcap_of(self.name, softcap),
             use_token_scaling, reduction, chunk_bytes, weight_grad_dtype, extras,
         )  # fmt: skip
         input, weight, bias = autocast(input, weight, bias)
@@ -149,9 +149,9 @@ class FusedLinearCrossEntropy(LinearLoss):
         chunk_bytes, weight_grad_dtype = settings[6:8]
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
-        loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
+        losses.check_target(self.name, target, input.shape[:-1], input.device)
         if class_weight is not None:
-            loss_checks.check_class_weight(self.name, "class_weight", class_weight, input, weight.shape[0])
+            losses.check_class_weight(self.name, "class_weight", class_weight, input, weight.shape[0])
         check_weight_grad_dtype(self.name, weight_grad_dtype, weight)
         row_bytes = padded(weight.shape[0]) * input.element_size()
         chunk_rows(self.name, 1, row_bytes, chunk_bytes)
@@ -161,7 +161,7 @@ class FusedLinearCrossEntropy(LinearLoss):
     ) -> Tensors:
         if tensors[0].device.type == "cpu":
             self.check(tensors, settings)
-            loss_checks.check_range(self.name, tensors[2], tensors[1].shape[0], settings[0])
+            losses.check_range(self.name, tensors[2], tensors[1].shape[0], settings[0])
         return super().run_forward(tensors, settings, keep, out)
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
@@ -180,7 +180,7 @@ class FusedLinearCrossEntropy(LinearLoss):
         x, t = contiguous_rows(input), target.reshape(-1).contiguous()
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         rows = x.shape[0]
-        classes = loss_checks.class_weight(class_weight)
+        classes = losses.class_weight(class_weight)
         classes_sum = None if classes is None else classes.sum()
         totals = losses.count(on, t, classes, row_loss, vocabulary) if reduction == "mean" else None
         scale = None if grad is None else grad.reshape(-1).to(torch.float32).contiguous()
@@ -268,9 +268,9 @@ def whole(
     classes = None if class_weight is None else class_weight.to(wide)
     logits = x @ w.t() if bias is None else x @ w.t() + bias.to(wide)
     vocabulary = logits.shape[-1]
-    lse, at_target, total = plain_losses.shard_stats(logits, t, row_loss, classes)
-    rows, z_rows = plain_losses.row_losses(lse, at_target, total, t, row_loss, vocabulary, classes)
-    main, count = plain_losses.totals(t, row_loss, classes, wide)
+    lse, at_target, total = plain.shard_stats(logits, t, row_loss, classes)
+    rows, z_rows = plain.row_losses(lse, at_target, total, t, row_loss, vocabulary, classes)
+    main, count = plain.totals(t, row_loss, classes, wide)
     if reduction == "none":
         loss, z_loss = rows.view(target.shape), z_rows.view(target.shape)
     elif reduction == "sum":
@@ -279,7 +279,7 @@ def whole(
         z_loss = z_rows.sum() / count
         loss = (rows - z_rows).sum() / main + z_loss
     kept = counted(t, row_loss.ignore_index)
-    best = torch.where(kept, plain_losses.capped(logits, row_loss.softcap).argmax(-1), -1)
+    best = torch.where(kept, plain.capped(logits, row_loss.softcap).argmax(-1), -1)
     accuracy = (kept & (best == t)).sum().to(wide) / count
     others = (z_loss, accuracy, best.view(target.shape))
     outputs = (loss, *(o if asked else None for o, asked in zip(others, extras, strict=True)))
@@ -287,7 +287,7 @@ def whole(
         return outputs, (None, None, None)
     scale = (lse.new_ones(()) if grad is None else grad.reshape(-1).to(wide)).expand(lse.shape)
     scale, z_scale = (scale / main, scale / count) if reduction == "mean" else (scale, scale)
-    g = plain_losses.gradient(logits, t, row_loss, lse, at_target, scale, z_scale, vocabulary, classes)
+    g = plain.gradient(logits, t, row_loss, lse, at_target, scale, z_scale, vocabulary, classes)
     narrow = input.dtype != torch.float64
     types = (input.dtype, (weight_grad_dtype if narrow else None) or weight.dtype)
     d_input = (g @ w).view(input.shape).to(types[0]) if wanted[0] else None

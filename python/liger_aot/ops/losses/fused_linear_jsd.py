@@ -12,10 +12,11 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, Allowed, Schema
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses._checks import counted
-from liger_aot.ops.losses._chunks import (
+from liger_aot.ops.losses._divergence import check_labels, count_labels
+from liger_aot.ops.losses._linear import (
     BUDGET,
     LinearGradients,
+    LinearLoss,
     autocast,
     check_weight_grad_dtype,
     chunk_buffer,
@@ -23,9 +24,9 @@ from liger_aot.ops.losses._chunks import (
     contiguous_rows,
     padded,
     project,
+    scaled,
 )
-from liger_aot.ops.losses._divergences import check_labels, count_labels
-from liger_aot.ops.losses._linear import LinearLoss, scaled
+from liger_aot.ops.losses._row_loss import counted
 from liger_aot.ops.losses.jsd import kind_of, smaller_weight, summands_and_slopes
 from liger_aot.ops.op import Problem, check_rows, check_same_device
 
@@ -197,7 +198,7 @@ class FusedLinearJSD(LinearLoss):
         buffers = chunk_buffer(x, each, n), chunk_buffer(x, each, n)
         made = LinearGradients(x, w, b, wanted, weight_grad_dtype or weight.dtype)
         width, device = padded(n), on.device
-        loaded = on.kernels["fused_linear_jsd_rows"]((dtype, True), n)
+        loaded = on.kernels["fused_linear_jsd_rows"]((dtype, kind_of(beta), True), n)
         for first in range(0, rows, each):
             last = min(first + each, rows)
             logits = project(x[first:last], w, b, buffers[0][: last - first])
@@ -207,12 +208,12 @@ class FusedLinearJSD(LinearLoss):
                 losses[first:].data_ptr(), logits.data_ptr(), teacher.data_ptr(),
                 None if labels is None else labels[first:].data_ptr(), count_at,
                 None if outer is None else outer.data_ptr(), width, n, width, ignored, words, LOG2_E / temperature,
-                1 / temperature, per_row, smaller_weight(beta), kind_of(beta), any(wanted),
+                1 / temperature, per_row, smaller_weight(beta), any(wanted),
             )  # fmt: skip
             if any(wanted):
                 made.add(first, logits)
         loss = x.new_empty((), dtype=torch.float32)
-        total = sums.kernels["divergence_total"]((torch.float32, True), rows)
+        total = sums.kernels["divergence_total"]((True,), rows)
         total.launch(
             device, sums.stream(device), 1, 1, 1, loss.data_ptr(), losses.data_ptr(), count_at, rows, per_row
         )  # fmt: skip
@@ -239,7 +240,7 @@ class FusedLinearJSD(LinearLoss):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """The one kernel of the op's own, on logits of ``shape``."""
-        return (Problem("fused_linear_jsd_rows", (dtype,), True, shape[-1]),)
+        return (Problem("fused_linear_jsd_rows", (dtype, "mixed"), True, shape[-1]),)
 
 
 def _row_bytes(x: Tensor, weight: Tensor) -> int:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import Schema, check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses._checks import RowLoss
-from liger_aot.ops.losses._chunks import contiguous_rows
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._linear import contiguous_rows
+from liger_aot.ops.losses._row_loss import RowLoss
 from liger_aot.ops.losses._vocab_shards import SHARD, Columns, Rows, Shard, shard_of
 from liger_aot.ops.op import Problem, check_rows
 from liger_aot.runtime import device_errors
@@ -55,7 +55,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     tensors = ("logits", "target")
     settings = Schema(
         {
-            **loss_checks.TOKEN_LOSS,
+            **losses.TOKEN_LOSS,
             **SHARD,
         }
     )
@@ -81,7 +81,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     ) -> Tensor | tuple[Tensor, Tensor]:
         check_rows(self.name, "logits", logits)
         shard = shard_of(self.name, group, logits.shape[-1], vocab_start, vocabulary)
-        cap = loss_checks.softcap_of(self.name, softcap)
+        cap = losses.softcap_of(self.name, softcap)
         row_loss = (ignore_index, label_smoothing, lse_square_scale, cap)
         settings = (*row_loss, use_token_scaling, reduction, *shard)
         check_flag(self.name, "return_z_loss", return_z_loss)
@@ -91,7 +91,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         logits, target = tensors
         check_rows(self.name, "logits", logits)
-        loss_checks.check_target(self.name, target, logits.shape[:-1], logits.device)
+        losses.check_target(self.name, target, logits.shape[:-1], logits.device)
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
         super().preload(device)

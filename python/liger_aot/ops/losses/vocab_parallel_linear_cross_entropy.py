@@ -12,11 +12,11 @@ from torch import Tensor
 from liger_aot.errors import ArgumentTypeError
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses._checks import RowLoss
-from liger_aot.ops.losses._chunks import (
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._linear import (
     BUDGET,
     LinearGradients,
+    LinearLoss,
     autocast,
     check_linear,
     check_weight_grad_dtype,
@@ -26,7 +26,7 @@ from liger_aot.ops.losses._chunks import (
     padded,
     project,
 )
-from liger_aot.ops.losses._linear import LinearLoss
+from liger_aot.ops.losses._row_loss import RowLoss
 from liger_aot.ops.losses._vocab_shards import SHARD, Columns, Rows, Shard, resolve, shard_of
 from liger_aot.ops.op import Problem, check_rows
 from liger_aot.runtime import device_errors
@@ -72,7 +72,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
     graded = ("input", "weight", "bias")
     settings = Schema(
         {
-            **loss_checks.TOKEN_LOSS,
+            **losses.TOKEN_LOSS,
             **SHARD,
             "int chunk_rows": ANY,
             "ScalarType? weight_grad_dtype": ANY,
@@ -113,7 +113,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         Allowed(least=1).checked(self.name, "int chunk_bytes", chunk_bytes)
         check_flag(self.name, "return_z_loss", return_z_loss)
         rows = chunk_rows(self.name, max(1, input.shape[:-1].numel()), row_bytes, chunk_bytes)
-        cap = loss_checks.softcap_of(self.name, softcap)
+        cap = losses.softcap_of(self.name, softcap)
         row_loss = (ignore_index, label_smoothing, lse_square_scale, cap)
         settings = (*row_loss, use_token_scaling, reduction, *shard, rows, weight_grad_dtype)
         loss, z_loss = self.differentiable((input, weight, target, bias), settings)
@@ -127,7 +127,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         input, weight, target, bias = tensors
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
-        loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
+        losses.check_target(self.name, target, input.shape[:-1], input.device)
         check_weight_grad_dtype(self.name, settings[10], weight)
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:

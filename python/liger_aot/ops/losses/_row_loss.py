@@ -1,26 +1,139 @@
-"""The launches of cross_entropy's kernels, which losses of logits and targets share.
+"""Losses of logits and targets: their arguments, the checks, and the launches of cross_entropy's kernels.
 
 The launch functions take tensors on the device as they are, unchecked: ``target`` 1-D, contiguous, int32 or int64, as
 long as ``logits`` (rows, classes) has rows, whose stride is any; what is fp32 is contiguous. None of them waits for the
-device. The formula of a row stands in ``csrc_triton/losses/cross_entropy_rows.py``.
+device. ``csrc_triton/losses/cross_entropy_rows.py`` has the formula of a row.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from liger_aot.ops.losses._checks import WORDS, RowLoss
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Allowed, Schema
+from liger_aot.ops.op import check_same_device, check_tensor
 from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.grid import programs_of
 from liger_aot.runtime.layout import rows_of
 
-# The flags of the kernels (csrc_triton/losses/cross_entropy_rows.py, cross_entropy_totals.py).
+REDUCTIONS = ("mean", "sum", "none")
+# The settings of RowLoss's fields, as the ops that take them begin; a softcap of 0 is none.
+ROW_LOSS = Schema(
+    {
+        "int ignore_index": ANY,
+        "float label_smoothing": Allowed(least=0, most=1),
+        "float lse_square_scale": ANY,
+        "float softcap": FROM_ZERO,
+    }
+)
+TOKEN_LOSS = Schema(
+    {
+        **ROW_LOSS,
+        "bool token_scaling": Allowed(called="use_token_scaling"),
+        "str reduction": Allowed(among=REDUCTIONS),
+    }
+)
+WORDS = {torch.int32: 1, torch.int64: 2}  # 32-bit words a target
+
+
+class RowLoss:
+    """What the loss of a row is; by default torch.nn.functional.cross_entropy's.
+
+    Args:
+        softcap: logits become softcap * tanh(logits / softcap); 0 is none.
+        token_scaling: loss and gradient times the target's probability, which gets no gradient.
+    """
+
+    __slots__ = ("ignore_index", "label_smoothing", "lse_square_scale", "softcap", "token_scaling")
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float = 0.0,
+        token_scaling: bool = False,
+    ) -> None:
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.lse_square_scale, self.softcap, self.token_scaling = lse_square_scale, softcap, token_scaling
+
+
+@lru_cache(maxsize=256)
+def row_loss(*fields: Any) -> RowLoss:
+    """A RowLoss of these fields; a call's settings are those of the call before, mostly."""
+    return RowLoss(*fields)
+
+
+def check_target(op: str, target: Any, shape: torch.Size, device: torch.device) -> None:
+    """Raise unless ``target`` holds an integer for each row: of ``shape``, on ``device``."""
+    if not isinstance(target, Tensor):
+        raise ArgumentTypeError(f"{op}: target must be a torch.Tensor, got {type(target).__name__}")
+    if target.dtype not in WORDS:
+        raise ArgumentTypeError(f"{op}: target must be int64 or int32, got {target.dtype}")
+    if target.device != device:
+        raise ArgumentError(
+            f"{op}: target is on {target.device}, the logits on {device}: both must be on one"
+        )
+    if target.shape != shape:
+        raise ArgumentError(
+            f"{op}: target must be of shape {tuple(shape)}, one for each row; got {tuple(target.shape)}"
+        )
+
+
+def check_class_weight(op: str, argument: str, weight: Tensor, logits: Tensor, vocabulary: int) -> None:
+    """Raise unless ``weight`` holds fp32 or the logits' dtype for every class, where the logits are."""
+    check_tensor(op, argument, weight)
+    check_same_device(op, argument, weight, "logits", logits)
+    if weight.dtype not in (logits.dtype, torch.float32):
+        raise ArgumentTypeError(
+            f"{op}: {argument} must be float32 or of the logits' dtype {logits.dtype}, got {weight.dtype}"
+        )
+    if weight.shape != (vocabulary,):
+        raise ArgumentError(
+            f"{op}: {argument} must be of shape ({vocabulary},), a number a class; got {tuple(weight.shape)}"
+        )
+    if weight.requires_grad:
+        raise ArgumentError(f"{op}: {argument} gets no gradient: give weight.detach()")
+
+
+def softcap_of(op: str, softcap: Any) -> float:
+    """0 for None, which is what a public softcap above 0 may be, too."""
+    return 0.0 if softcap is None else float(ABOVE_ZERO.checked(op, "float softcap", softcap))
+
+
+def counted(target: Tensor, ignore_index: int) -> Tensor:
+    """Which targets are not ``ignore_index``. As int64: torch takes a number modulo 2^32 to compare int32 with it."""
+    return target.long() != ignore_index
+
+
+def check_range(op: str, target: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """ArgumentError for a target outside of the classes; on the CPU alone, where looking costs nothing."""
+    if target.device.type != "cpu" or not target.numel():
+        return
+    wrong = counted(target, ignore_index) & ((target < 0) | (target >= vocabulary))
+    if wrong.any():
+        raise ArgumentError(
+            f"{op}: target must be in [0, {vocabulary}), the classes, or ignore_index {ignore_index}; got "
+            f"{int(target[wrong][0])}"
+        )
+
+
+def class_weight(weight: Tensor | None) -> Tensor | None:
+    """Class weights as the kernels read them: fp32, contiguous."""
+    return None if weight is None else weight.detach().float().contiguous()
+
+
+# ---- launches --------------------------------------------------------------------------------------------------
+
+# The flags of the kernels (csrc_triton/losses/cross_entropy_rows.py, cross_entropy.py).
 WEIGHTED, BY_TARGET, WITH_PARTS, WITH_PREDICTED, DIVIDED, GIVEN = 1, 2, 4, 8, 16, 32
 MEAN, WITH_LOSS, WITH_Z, WITH_HITS, WITH_REST = 64, 128, 256, 512, 1024
 
-LONE_ROWS = 1 << 16  # so many rows are added up by one program: a second launch costs more than it saves
-CHUNK, FIELDS = 1 << 14, 8  # rows a program above that, and what it writes
+FIELDS = 8  # numbers that a program of cross_entropy_totals writes, where there are several
 
 
 def count(on: OpOn, target: Tensor, weight: Tensor | None, row_loss: RowLoss, vocabulary: int) -> Tensor:
@@ -61,12 +174,8 @@ def row_stats(
     """
     x_at, _, _, _, _, rows, n, stride = rows_of(logits)  # type: ignore[misc]
     dtype, full = logits.dtype, row_loss.softcap or row_loss.label_smoothing or predicted is not None
-    flags = (WEIGHTED if weight is not None else 0) | (WITH_PARTS if parts is not None else 0)
-    if row_loss.token_scaling:
-        flags |= BY_TARGET
-    if lse.numel() != rows:
-        flags |= WITH_REST
-    w_at = 0 if weight is None else weight.data_ptr()
+    flags = _flags(row_loss, weight, parts, rest=lse.numel() != rows)
+    w_at = _at(weight)
     sizes = (
         row_loss.ignore_index,
         rows,
@@ -75,7 +184,7 @@ def row_stats(
         vocab_start,
         n if vocabulary is None else vocabulary,
     )
-    at = (losses.data_ptr(), lse.data_ptr(), 0 if parts is None else parts.data_ptr())
+    at = (losses.data_ptr(), lse.data_ptr(), _at(parts))
     device = on.device
     if not full:
         kernel, aligned = on.kernels["cross_entropy_forward"], not (x_at | stride | n) & 15
@@ -89,8 +198,8 @@ def row_stats(
     loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
     loaded.launch(
         device, on.stream(device), rows, 1, 1,
-        *at, 0 if predicted is None else predicted.data_ptr(), flag, x_at, target.data_ptr(), w_at,
-        0 if weight_sum is None else weight_sum.data_ptr(), stride, *sizes, row_loss.label_smoothing,
+        *at, _at(predicted), flag, x_at, target.data_ptr(), w_at,
+        _at(weight_sum), stride, *sizes, row_loss.label_smoothing,
         row_loss.lse_square_scale, row_loss.softcap, flags | (WITH_PREDICTED if predicted is not None else 0),
     )  # fmt: skip
 
@@ -123,20 +232,14 @@ def gradient(
     out_at, *_, out_stride = rows_of(out)  # type: ignore[misc]
     dtype = logits.dtype
     full = row_loss.softcap != 0.0 or (row_loss.label_smoothing != 0.0 and weight is not None)
-    w_at = 0 if weight is None else weight.data_ptr()
-    flags = (
-        (WEIGHTED if weight is not None else 0)
-        | (BY_TARGET if row_loss.token_scaling else 0)
-        | (GIVEN if grad is not None else 0)
-        | (DIVIDED if totals is not None else 0)
-        | (WITH_REST if lse.numel() != rows else 0)
-    )
+    w_at = _at(weight)
+    flags = _flags(row_loss, weight, parts, grad, totals, lse.numel() != rows)
     unaligned = out_at | x_at | out_stride | stride | n
     if not full:
         kernel, aligned = on.kernels["cross_entropy_gradient"], not unaligned & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        apart = (out_at ^ x_at) | (out_stride - stride) * logits.element_size()
-        full = bool(apart & 127 and loaded.numbers.get("split"))  # see its device code
+        offset = (out_at ^ x_at) | (out_stride - stride) * logits.element_size()
+        full = bool(offset & 127 and loaded.numbers.get("unaligned"))  # see its device code
     if full:
         kernel, aligned = on.kernels["cross_entropy_gradient_full"], not (unaligned | w_at) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
@@ -190,14 +293,8 @@ def gradient_in_place(
         )  # fmt: skip
         return
     x_at, _, _, _, _, rows, n, stride = rows_of(logits)  # type: ignore[misc]
-    flags = (
-        (WEIGHTED if weight is not None else 0)
-        | (BY_TARGET if row_loss.token_scaling else 0)
-        | (WITH_PARTS if parts is not None else 0)
-        | (GIVEN if grad is not None else 0)
-        | (DIVIDED if totals is not None else 0)
-    )
-    dtype, kernel = logits.dtype, on.kernels["cross_entropy_both"]
+    flags = _flags(row_loss, weight, parts, grad, totals)
+    dtype, kernel = logits.dtype, on.kernels["cross_entropy_in_place"]
     aligned, device = not (x_at | stride | n) & 15, on.device
     loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
     loaded.launch(
@@ -221,13 +318,13 @@ def reduce(
     predicted: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(loss, z-loss, token accuracy, totals) of the rows, added up in a fixed order: one launch, two above LONE_ROWS.
+    """(loss, z-loss, token accuracy, totals) of the rows, added up in a fixed order, by one launch or two.
 
     Args:
         reduction: "mean" divides the losses by the weights' sum and the z-losses by the count; or "sum".
         totals: memory for them, written.
-        parts: with the rows' z-losses, where they are to be told from the losses: else the z-loss is None.
-        predicted: where the accuracy is asked for: the share of the targets not ignored that it equals.
+        parts: with the rows' z-losses, where they are wanted apart from the losses; else the z-loss is None.
+        predicted: where the accuracy is wanted: the share of the targets not ignored that it equals.
     """
     totals = losses.new_empty(2) if totals is None else totals
     loss = losses.new_empty(())
@@ -260,6 +357,24 @@ def _at(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _flags(
+    row_loss: RowLoss,
+    weight: Tensor | None,
+    parts: Tensor | None,
+    grad: Tensor | None = None,
+    totals: Tensor | None = None,
+    rest: bool = False,
+) -> int:
+    return (
+        (WEIGHTED if weight is not None else 0)
+        | (BY_TARGET if row_loss.token_scaling else 0)
+        | (WITH_PARTS if parts is not None else 0)
+        | (GIVEN if grad is not None else 0)
+        | (DIVIDED if totals is not None else 0)
+        | (WITH_REST if rest else 0)
+    )
+
+
 def _add_up(
     on: OpOn,
     results: tuple[int, int, int],
@@ -279,18 +394,20 @@ def _add_up(
         | (WITH_Z if parts is not None else 0)
         | (WITH_HITS if predicted is not None else 0)
     )
-    programs, chunk = (1, rows) if rows <= LONE_ROWS else (-(-rows // CHUNK), CHUNK)
-    partials = None if programs == 1 else totals.new_empty(programs * FIELDS)
     device = on.device
     stream = on.stream(device)
     kernel = on.kernels["cross_entropy_totals"]
     loaded = kernel.recent.get((False, 1)) or kernel((False,), 1)
+    programs, program_rows = 1, rows
+    if rows > loaded.numbers["lone_rows"]:
+        programs, program_rows = -(-rows // loaded.rows), loaded.rows
+    partials = None if programs == 1 else totals.new_empty(programs * FIELDS)
     loaded.launch(
         device, stream, programs, 1, 1,
         *results, totals.data_ptr(), _at(partials), losses_at, _at(parts), _at(predicted), target.data_ptr(),
-        _at(weight), row_loss.ignore_index, rows, chunk, WORDS[target.dtype], vocabulary, flags,
+        _at(weight), row_loss.ignore_index, rows, program_rows, WORDS[target.dtype], vocabulary, flags,
     )  # fmt: skip
     if partials is not None:
-        on.kernels["cross_entropy_finish"]((False,), 1).launch(
+        on.kernels["cross_entropy_combine"]((False,), 1).launch(
             device, stream, 1, 1, 1, *results, totals.data_ptr(), partials.data_ptr(), programs, flags
         )

@@ -1,5 +1,4 @@
-"""Cross entropy with its gradient in place over rows that one program holds: the kernel that copies ahead, in a ring of
-a few blocks."""
+"""Cross entropy in place over long rows: the form that copies ahead through shared memory, at small blocks."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from liger_aot.ops.losses import _losses as losses
-from liger_aot.ops.losses._checks import RowLoss
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._row_loss import RowLoss
 from tests.harness import drivers
 from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Way
-from tests.harness.own_tables import AGAIN, HELD, LENGTHS, LONGER, way_with, with_rings
+from tests.harness.own_tables import LENGTHS, LONGER, REREAD, WHOLE, way_of, with_pipeline
 from tests.harness.tolerances import worst
 from tests.ops.losses import (  # not its classes: those would be collected once more
     test_cross_entropy,
@@ -31,38 +30,34 @@ pytestmark = [
 ]
 
 TABLE = """
-[kernel.cross_entropy_both]
-provenance = "made up for a test"
-rows = [
-  { form = "long", aligned = false, block = 1024, split = true, num_warps = 4 },
-  { form = "ring", block = 64, kept = 2, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
+  { form = "long", aligned = false, block = 1024, unaligned = true, num_warps = 4 },
+  { form = "pipeline", block = 64, num_warps = 4, programs_per_multiprocessor = 1, NUMBERS },
   { form = "long", block = 64, num_warps = 4 },
-]
 """
 # Programs, of which there are two, have one row each, one of them alone, or four and five.
 ROWS = (1, 2, 9)
 TESTS = test_cross_entropy_in_place.TestCrossEntropyInPlace()
 
 
-def of_rings(folder: Path, numbers: str = HELD, ahead: int = 2) -> Way:
-    """The op with rings of these numbers; "long" ones where they don't reach, and where anything is not aligned."""
-    return way_with(TESTS.op_class, folder, with_rings(TABLE, numbers, ahead))
+def piped(folder: Path, numbers: str = WHOLE, prefetch: int = 2) -> Way:
+    """The op with pipelines of these numbers; "long" where they don't reach, and where anything is not aligned."""
+    return way_of(TESTS, folder, cross_entropy_in_place=with_pipeline(TABLE, numbers, prefetch))
 
 
 def forms(way: Way) -> set[str]:
-    """Of the kernel, those that were used."""
-    return {name.split("-")[1] for name in way.loaded() if name.startswith("cross_entropy_both-")}
+    """Those of the kernel that were used."""
+    return {name.split("-")[1] for name in way.loaded() if name.startswith("cross_entropy_in_place-")}
 
 
 @pytest.mark.parametrize(
-    "ahead", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+    "prefetch", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("numbers", [HELD, AGAIN], ids=["held", "again"])
-def test_rows_of_every_length(numbers: str, ahead: int, tmp_path: Path) -> None:
-    way = of_rings(tmp_path / "pack", numbers, ahead)
-    for seed, n in enumerate(LENGTHS if numbers is HELD else LENGTHS[::3] + LONGER):
+@pytest.mark.parametrize("numbers", [WHOLE, REREAD], ids=["whole", "reread"])
+def test_rows_of_every_length(numbers: str, prefetch: int, tmp_path: Path) -> None:
+    way = piped(tmp_path, numbers, prefetch)
+    for seed, n in enumerate(LENGTHS if numbers is WHOLE else LENGTHS[::3] + LONGER):
         case = Case(
-            (ROWS[(seed + ahead) % 3], n),
+            (ROWS[(seed + prefetch) % 3], n),
             DTYPES[seed % 3],
             gap=16 * (n % 3),
             reduction=("mean", "sum", "none")[seed // 2 % 3],
@@ -72,18 +67,24 @@ def test_rows_of_every_length(numbers: str, ahead: int, tmp_path: Path) -> None:
             lse_square_scale=(0.0, 0.02)[seed // 4 % 2],
         )
         TESTS.check(way.op, case, way.allowed, seed=seed)
-    assert forms(way) == {"ring"}
+    assert forms(way) == {"pipeline"}
 
 
 @pytest.mark.parametrize(
-    "numbers,ahead,n,dtype",
-    [(HELD, 2, 64, BF16), (HELD, 1, 208, FP32), (HELD, 4, 320, BF16), (AGAIN, 2, 656, FP32), (AGAIN, 4, 448, FP16)],
-)  # fmt: skip
+    "numbers,prefetch,n,dtype",
+    [
+        (WHOLE, 2, 64, BF16),
+        (WHOLE, 1, 208, FP32),
+        (WHOLE, 4, 320, BF16),
+        (REREAD, 2, 656, FP32),
+        (REREAD, 4, 448, FP16),
+    ],
+)
 def test_ignored_rows_are_not_read(
-    numbers: str, ahead: int, n: int, dtype: torch.dtype, tmp_path: Path
+    numbers: str, prefetch: int, n: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Whatever stands in them, their gradient is 0; the others are as if they were not there."""
-    way = of_rings(tmp_path / "pack", numbers, ahead)
+    way = piped(tmp_path, numbers, prefetch)
     on = test_cross_entropy.runtime_of(way)
     for pattern in (0, 1, 0b110, 0b101101101101, 0b11110001111000, 0b100111100000, (1 << 14) - 1):
         target = torch.randint(n, (14,), generator=torch.Generator().manual_seed(pattern))
@@ -101,11 +102,11 @@ def test_ignored_rows_are_not_read(
         assert worst(found["gradient"], wanted["gradient"], way.allowed) <= 1
 
 
-@pytest.mark.parametrize("numbers", [HELD, AGAIN], ids=["held", "again"])
+@pytest.mark.parametrize("numbers", [WHOLE, REREAD], ids=["whole", "reread"])
 def test_all_that_scales_a_row(numbers: str, tmp_path: Path) -> None:
     """Weights, z-loss, the target's probability, a gradient for all rows or one a row, totals; every statistic."""
-    way = of_rings(tmp_path / "pack", numbers)
-    on, n = test_cross_entropy.runtime_of(way), 272 if numbers is HELD else 656
+    way = piped(tmp_path, numbers)
+    on, n = test_cross_entropy.runtime_of(way), 272 if numbers is WHOLE else 656
     draw = torch.Generator().manual_seed(0)
     for seed, dtype in enumerate((FP32, BF16, FP16, FP32, FP32)):
         logits = torch.randn(7, n, generator=draw).mul_(3).to(dtype)
@@ -126,13 +127,13 @@ def test_all_that_scales_a_row(numbers: str, tmp_path: Path) -> None:
                 assert not found[name][..., ~kept].any()
         error = worst(found["gradient"], wanted["gradient"], way.allowed)
         assert error <= 1, f"{dtype}: {error} of what is allowed"
-    assert forms(way) == {"ring"}
+    assert forms(way) == {"pipeline"}
 
 
-@pytest.mark.parametrize("numbers", [HELD, AGAIN], ids=["held", "again"])
+@pytest.mark.parametrize("numbers", [WHOLE, REREAD], ids=["whole", "reread"])
 def test_targets_out_of_range_and_infinite_logits(numbers: str, tmp_path: Path) -> None:
-    way = of_rings(tmp_path / "pack", numbers)
-    on, n = test_cross_entropy.runtime_of(way), 256 if numbers is HELD else 512
+    way = piped(tmp_path, numbers)
+    on, n = test_cross_entropy.runtime_of(way), 256 if numbers is WHOLE else 512
     inf, flag = float("inf"), torch.zeros(1, dtype=torch.int64)
     for wrong in (n, -1, n + (1 << 32), -(1 << 40)):
         logits = torch.randn(8, n, generator=torch.Generator().manual_seed(0))
@@ -152,15 +153,15 @@ def test_targets_out_of_range_and_infinite_logits(numbers: str, tmp_path: Path) 
 
 
 def test_other_rows_take_other_forms(tmp_path: Path) -> None:
-    way = of_rings(tmp_path / "pack")
+    way = piped(tmp_path)
     for case in (Case((3, 80), BF16, shift=1), Case((3, 81), BF16), Case((3, 336), BF16)):
         TESTS.check(way.op, case, way.allowed)
     assert forms(way) == {"long"}
 
 
-def test_programs_walk_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_persistent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more of them than multiprocessors; of other forms one a row."""
-    on = test_cross_entropy.runtime_of(of_rings(tmp_path / "pack"))
+    on = test_cross_entropy.runtime_of(piped(tmp_path))
     launched, launch = [], drivers.Launchable.launch
 
     def recorded(self: drivers.Launchable, device: int, stream: int, x: int, *more: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import Allowed
 from liger_aot.ops.differentiable import DifferentiableOp, Function, Tensors
-from liger_aot.ops.losses._checks import counted
+from liger_aot.ops.losses._row_loss import counted
 from liger_aot.ops.op import Problem, as_rows, check_rows, check_same_device, check_tensor
 from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.grid import persistent
@@ -31,13 +31,13 @@ class Summand(NamedTuple):
     """What is summed, as the kernels take it.
 
     Attributes:
-        kind: which of the op's formulas.
+        kind: which of the formulas of csrc_triton/losses/divergence.py.
         number: its parameter.
         reduction: one of REDUCTION.
         ignored: the label of rows that do not count.
     """
 
-    kind: int
+    kind: str
     number: float
     reduction: str
     ignored: int = -100
@@ -64,6 +64,7 @@ class Divergence(DifferentiableOp):
     uses = ("divergence_sums",)
     function = _Handed
     batch_is_first: ClassVar[bool] = False  # batchmean divides by the first dimension, not by the rows
+    usual_kind: ClassVar[str]  # of a call with the default settings
 
     # ---- what a subclass gives ------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class Divergence(DifferentiableOp):
         dx_at, loss_at = 0 if dx is None else dx.data_ptr(), loss.data_ptr()
         aligned = not (x_at | y_at | dx_at | (loss_at if each else 0) | x_stride | y_stride | n) & 15
         way = "forward" if dx is None else "both"
-        loaded = on.kernels[f"{self.name}_{way}"]((x.dtype, aligned), n)
+        loaded = on.kernels[f"{self.name}_{way}"]((x.dtype, summand.kind, aligned), n)
         blocks = -(-n // loaded.block)
         programs, _, _ = persistent(on, loaded, rows * blocks)
         partials = None if each else x.new_empty(programs, dtype=torch.float32)
@@ -154,16 +155,16 @@ class Divergence(DifferentiableOp):
             loaded.launch(
                 device, stream, programs, 1, 1,
                 loss_at if each else None, partials_at, x_at, y_at, label_at, x_stride, y_stride, n, rows * blocks,
-                blocks, summand.ignored, words, summand.number, summand.kind, each,
+                blocks, summand.ignored, words, summand.number, each,
             )  # fmt: skip
         else:
             loaded.launch(
                 device, stream, programs, 1, 1,
                 partials_at, dx_at, x_at, y_at, label_at, count_at, x_stride, y_stride, n, rows * blocks, blocks,
-                summand.ignored, words, scale, summand.number, summand.kind,
+                summand.ignored, words, scale, summand.number,
             )  # fmt: skip
         if partials is not None:
-            total = self._sums(on).kernels["divergence_total"]((torch.float32, True), programs)
+            total = self._sums(on).kernels["divergence_total"]((True,), programs)
             total.launch(device, stream, 1, 1, 1, loss_at, partials_at, count_at, programs, scale)
         return loss, dx
 
@@ -203,15 +204,14 @@ class Divergence(DifferentiableOp):
         dx_at = dx.data_ptr()
         places = dx_at | x_at | y_at | (loss_at if each else 0)
         aligned = not (places | x_stride | y_stride | loss_stride | n) & 15
-        loaded = on.kernels[f"{self.name}_backward"]((x.dtype, aligned), n)
+        loaded = on.kernels[f"{self.name}_backward"]((x.dtype, summand.kind, aligned), n)
         blocks = -(-n // loaded.block)
         programs, _, _ = persistent(on, loaded, rows * blocks)
         device = on.device
         loaded.launch(
             device, on.stream(device), programs, 1, 1,
             dx_at, loss_at, x_at, y_at, label_at, None if count is None else count.data_ptr(), loss_stride, x_stride,
-            y_stride, n, rows * blocks, blocks, summand.ignored, words, scale, summand.number, summand.kind, each,
-            ready is None,
+            y_stride, n, rows * blocks, blocks, summand.ignored, words, scale, summand.number, each, ready is None,
         )  # fmt: skip
         return dx
 
@@ -220,9 +220,9 @@ class Divergence(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         """Without labels: all elements are one row."""
         n = torch.Size(shape).numel()
-        aligned = n % 16 == 0
+        axes, aligned = (dtype, self.usual_kind), n % 16 == 0
         return tuple(
-            Problem(f"{self.name}_{way}", (dtype,), aligned, n) for way in ("forward", "both", "backward")
+            Problem(f"{self.name}_{way}", axes, aligned, n) for way in ("forward", "both", "backward")
         )
 
     # ---- the slow ways in -----------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def count_labels(on: OpOn, labels: Tensor, ignored: int) -> Tensor:
     ``divergence_sums`` where they are."""
     count = torch.empty((), dtype=torch.float32, device=labels.device)
     at, rows, device = labels.data_ptr(), labels.numel(), on.device
-    loaded = on.kernels["divergence_count"]((torch.float32, not at & 15), rows)
+    loaded = on.kernels["divergence_count"]((not at & 15,), rows)
     words = labels.element_size() // 4
     loaded.launch(device, on.stream(device), 1, 1, 1, count.data_ptr(), at, rows, ignored, words)
     return count

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_aot.ops.losses._checks import RowLoss, counted
+from liger_aot.ops.losses._row_loss import RowLoss, counted
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
