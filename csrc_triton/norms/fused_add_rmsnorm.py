@@ -264,12 +264,12 @@ def backward_long(
 def backward_split(
     DX, DY, DSUM, SUM, W, RSTD, DW, PARTIALS, WORDS, dx_stride, dy_stride, dsum_stride, sum_stride, n_rows, n_cols,
     offset, w_kind, has_dsum, store_dx, store_partials, store_dw,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See ``split_rms_backward``; the weight is of the rows' dtype."""
     split_rms_backward(
         DX, DY, SUM, DSUM, RSTD, W, PARTIALS, WORDS, n_rows, n_cols, offset, w_kind, has_dsum, store_dx, store_partials,
-        SPLIT, BLOCK, STAGES, True,
+        SPLITS, BLOCK, STAGES, True,
     )  # fmt: skip
 
 

@@ -91,11 +91,7 @@ DECLARATION = {
                     "staged": ["DY", "X"],
                 },
                 "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
-                "split": {
-                    **SPLIT_ROWS,
-                    "function": "backward_split",
-                    "may_spill": "more programs with fewer registers may hide the exchange better",
-                },
+                "split": {**SPLIT_ROWS, "function": "backward_split"},
                 "pipeline": {**BACKWARD_PIPELINE, "function": "backward_pipeline"},
             },
         },
@@ -437,18 +433,18 @@ def backward_long(
 def backward_split(
     DX, DY, X, W, STATS, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, width, db_column,
     w_kind, store_dx, store_dw, store_db,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See ``split_centered_backward``; the weight is of the rows' dtype. A row is split between as many programs as
-    hold it at BLOCK pairs each, SPLIT at most."""
+    hold it at BLOCK pairs each, SPLITS at most."""
     n = n_cols // 2
-    split = tl.cdiv(n, BLOCK)
+    splits = tl.cdiv(n, BLOCK)
     dw_even, dw_odd, db_even, db_odd = split_centered_backward(
-        DX, DY, X, W, STATS, WORDS, n_rows, n, split, w_kind, store_dx, SPLIT, BLOCK, STAGES
+        DX, DY, X, W, STATS, WORDS, n_rows, n, splits, w_kind, store_dx, SPLITS, BLOCK, STAGES
     )  # fmt: skip
-    cols = tl.program_id(0) % split * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(0) % splits * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n
-    PARTIALS += (tl.program_id(0) // split).to(tl.int64) * width
+    PARTIALS += (tl.program_id(0) // splits).to(tl.int64) * width
     store_sums(dw_even, db_even, PARTIALS, 2 * cols, mask, db_column, store_dw, store_db)
     store_sums(dw_odd, db_odd, PARTIALS, 2 * cols + 1, mask, db_column, store_dw, store_db)
 

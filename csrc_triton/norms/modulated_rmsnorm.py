@@ -57,7 +57,7 @@ DECLARATION = {
                 "shift_kind": "i32", "weight_kind": "i32", "round_first": "i32", "store_rstd": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "host": ["max_part_rows"],
+            "host": ["max_part_rows", "min_group_rows"],
             "aligned": [
                 "Y", "X", "SCALE", "SHIFT", "W", "y_stride", "x_stride", "scale_stride", "shift_stride",
                 "n_cols",

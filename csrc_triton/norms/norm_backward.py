@@ -21,12 +21,11 @@ from csrc_triton.norms.norm_vectors import Rows, load_vector, row_at, tile_at
 # Forms of kernels that run ``split_rms_backward`` or ``split_centered_backward``, and ``pipelined_backward``, beside
 # the function's name and what is the op's own.
 SPLIT_ROWS = {
-    "constants": ["SPLIT", "BLOCK", "STAGES"],
+    "constants": ["SPLITS", "BLOCK", "STAGES"],
     "contiguous": True,
-    "covers": "2 * SPLIT * BLOCK",
+    "covers": "2 * SPLITS * BLOCK",
     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-    "cooperative": "SPLIT",
-    "may_spill": "168 registers let half as many programs again hide the exchange",
+    "cooperative": "SPLITS",
 }
 BACKWARD_PIPELINE = {
     "language": "gluon",
@@ -197,14 +196,14 @@ def finish_rms_row(
 @triton.jit
 def split_rms_backward(
     DX, DY, X, ADDED_TO, RSTD, W, PARTIALS, WORDS, n_rows, n_cols, offset, w_kind, has_added, store_dx,
-    store_partials, SPLIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ADDED: tl.constexpr,
+    store_partials, SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm, SPLIT programs a row. WORDS are [n_rows, SPLIT]; PARTIALS get a row for each group of programs."""
+    """RMSNorm, SPLITS programs a row. WORDS are [n_rows, SPLITS]; PARTIALS get a row for each group of programs."""
     dtype: tl.constexpr = X.dtype.element_ty
     n = n_cols // 2
-    group = (tl.program_id(0) // SPLIT).to(tl.int64)
-    groups = (tl.num_programs(0) // SPLIT).to(tl.int64)
-    part = tl.program_id(0) % SPLIT
+    group = (tl.program_id(0) // SPLITS).to(tl.int64)
+    groups = (tl.num_programs(0) // SPLITS).to(tl.int64)
+    part = tl.program_id(0) % SPLITS
     cols = part * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n
     X_at = as_x2(X) + cols
@@ -216,24 +215,24 @@ def split_rms_backward(
     w = tl.load(as_x2(W) + cols, mask=mask & (w_kind != 0), other=0)
     dw_even = tl.zeros([BLOCK], tl.float32)
     dw_odd = tl.zeros([BLOCK], tl.float32)
-    lane = tl.arange(0, triton.next_power_of_2(SPLIT))
-    words_of = WORDS + tl.minimum(lane, SPLIT - 1)
+    lane = tl.arange(0, triton.next_power_of_2(SPLITS))
+    words_of = WORDS + tl.minimum(lane, SPLITS - 1)
     last_x = tl.zeros([BLOCK], tl.int32)
     last_dy = tl.zeros([BLOCK], tl.int32)
     last_rstd = 0.0
     for row in tl.range(group, n_rows, groups, num_stages=STAGES):
         last_row = tl.maximum(row - groups, group)
-        words_at = words_of + last_row * SPLIT
+        words_at = words_of + last_row * SPLITS
         words = poll(words_at)
         x = tl.load(X_at + row * n, mask=mask, other=0)
         dy = tl.load(DY_at + row * n, mask=mask, other=0)
         rstd = tl.load(RSTD + row)
-        post(WORDS + row * SPLIT + part, weighted_dot(x, dy, w, offset, dtype))
+        post(WORDS + row * SPLITS + part, weighted_dot(x, dy, w, offset, dtype))
         added = load_added(added_at + last_row * n, added_mask, ADDED)
         if row >= groups:  # the `while` must be inside an `if`: directly in the loop it turns pipelining off
             while missing(words):
                 words = poll(words_at)
-            c = sum_high(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
+            c = sum_high(words, lane, SPLITS) / (2 * n) * last_rstd * last_rstd * last_rstd
             dw_even, dw_odd = finish_rms_row(
                 last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset, DX_at + last_row * n, dx_mask, added, dtype,
                 ADDED,
@@ -244,11 +243,11 @@ def split_rms_backward(
     steps = (n_rows - group + groups - 1) // groups
     if steps > 0:
         last_row = group + (steps - 1) * groups
-        words_at = words_of + last_row * SPLIT
+        words_at = words_of + last_row * SPLITS
         words = poll(words_at)
         while missing(words):
             words = poll(words_at)
-        c = sum_high(words, lane, SPLIT) / (2 * n) * last_rstd * last_rstd * last_rstd
+        c = sum_high(words, lane, SPLITS) / (2 * n) * last_rstd * last_rstd * last_rstd
         added = load_added(added_at + last_row * n, added_mask, ADDED)
         dw_even, dw_odd = finish_rms_row(
             last_x, last_dy, w, dw_even, dw_odd, c, last_rstd, offset, DX_at + last_row * n, dx_mask, added, dtype,
@@ -277,21 +276,21 @@ def finish_centered_half(x, dy, w, dw, db, scale, shift, along, offset):
 
 @triton.jit
 def split_centered_backward(
-    DX, DY, X, W, STATS, WORDS, n_rows, n, split, w_kind, store_dx,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    DX, DY, X, W, STATS, WORDS, n_rows, n, splits, w_kind, store_dx,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """LayerNorm, ``split`` programs a row, SPLIT at most. STATS holds mean and 1 / sqrt(var + eps) of each row; WORDS
-    are [n_rows, split]. Returns the sums of dw and db, each of even and of odd columns.
+    """LayerNorm, ``splits`` programs a row, SPLITS at most. STATS holds mean and 1 / sqrt(var + eps) of each row; WORDS
+    are [n_rows, splits]. Returns the sums of dw and db, each of even and of odd columns.
 
     Registers decide the speed: the sums take four a pair, everything else stays packed."""
     dtype: tl.constexpr = X.dtype.element_ty
     ones: tl.constexpr = 0x3F803F80 if dtype == tl.bfloat16 else 0x3C003C00
     lanes: tl.constexpr = max(
-        32, triton.next_power_of_2(SPLIT)
+        32, triton.next_power_of_2(SPLITS)
     )  # a whole warp: an integer reduction of one step
-    group = (tl.program_id(0) // split).to(tl.int64)
-    groups = (tl.num_programs(0) // split).to(tl.int64)
-    part = tl.program_id(0) % split
+    group = (tl.program_id(0) // splits).to(tl.int64)
+    groups = (tl.num_programs(0) // splits).to(tl.int64)
+    part = tl.program_id(0) % splits
     cols = part * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n
     w = tl.load(as_x2(W) + cols, mask=mask & (w_kind != 0), other=ones)
@@ -304,7 +303,7 @@ def split_centered_backward(
     db_even = tl.zeros([BLOCK], tl.float32)
     db_odd = tl.zeros([BLOCK], tl.float32)
     lane = tl.arange(0, lanes)
-    words_of = WORDS + tl.minimum(lane, split - 1)
+    words_of = WORDS + tl.minimum(lane, splits - 1)
     last_x = tl.zeros([BLOCK], tl.int32)
     last_dy = tl.zeros([BLOCK], tl.int32)
     last_mean = 0.0
@@ -313,21 +312,21 @@ def split_centered_backward(
     for next_row in tl.range(group, n_rows + groups, groups, num_stages=STAGES):
         row = tl.minimum(next_row, end)  # the last step repeats a row: that does no harm
         last_row = tl.maximum(next_row - groups, group)
-        words_at = words_of + last_row * split
+        words_at = words_of + last_row * splits
         words = poll(words_at)
         x = tl.load(X_at + row * n, mask=mask, other=0)
         dy = tl.load(DY_at + row * n, mask=mask, other=0)
         mean = tl.load(STATS + row * 2)
         rstd = tl.load(STATS + row * 2 + 1)
         dot, total = weighted_sums(x, dy, w, dtype)
-        post_two(WORDS + row * split + part, (dot - mean * total) * rstd, total)
+        post_two(WORDS + row * splits + part, (dot - mean * total) * rstd, total)
         if (
             next_row > group
         ):  # the `while` must be inside an `if`: directly in the loop it turns pipelining off
             while missing(words):
                 words = poll(words_at)
-            along = sum_high(words, lane, split) / (2 * n) * last_rstd
-            offset = sum_low(words, lane, split) / (2 * n) * last_rstd
+            along = sum_high(words, lane, splits) / (2 * n) * last_rstd
+            offset = sum_low(words, lane, splits) / (2 * n) * last_rstd
             shift = -last_mean * last_rstd
             dx_even, dw_even, db_even = finish_centered_half(
                 even(last_x, dtype), even(last_dy, dtype), even(w, dtype), dw_even, db_even,

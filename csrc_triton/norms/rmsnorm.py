@@ -332,12 +332,12 @@ def backward_long(
 def backward_split(
     DX, DY, X, W, RSTD, DW, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, offset,
     has_weight, store_dx, store_partials, store_dw,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See ``split_rms_backward``."""
     split_rms_backward(
         DX, DY, X, X, RSTD, W, PARTIALS, WORDS, n_rows, n_cols, offset, has_weight, 0, store_dx, store_partials,
-        SPLIT, BLOCK, STAGES, False,
+        SPLITS, BLOCK, STAGES, False,
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_pipeline_of_modulated_rmsnorm(blocks: int, stages: int, tmp_path: Path)
     tests = test_modulated_rmsnorm.TestModulatedRMSNorm()
     forward = f"""
       {{ form = "any", aligned = false, block = 64, num_warps = 4 }},
-      {pipeline(blocks, stages, ", max_part_rows = 3")},
+      {pipeline(blocks, stages, ", max_part_rows = 3, min_group_rows = 4")},
       {{ form = "long", block = 64, num_warps = 4 }},
     """
     tables = {"forward": forward, "backward": backward(blocks, stages)}

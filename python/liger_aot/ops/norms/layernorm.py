@@ -204,7 +204,7 @@ class LayerNorm(DifferentiableOp):
 def _programs(on: OpOn, loaded: Loaded, rows: int, n: int) -> tuple[int, int, int]:
     """(programs, groups of them that go over the same rows, programs a group): a row is split between as many programs
     as it fills, two elements to each of a program's lanes."""
-    if "split" not in loaded.numbers:
+    if "splits" not in loaded.numbers:
         return persistent(on, loaded, rows)
     known: tuple[int, int, int] | None = on.plans.get((loaded, rows, n))
     if known is None:

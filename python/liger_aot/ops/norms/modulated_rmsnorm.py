@@ -23,7 +23,6 @@ from liger_aot.runtime.layout import Rows, rows_of
 
 MOST_WAVES = 8  # of programs that one after another take a multiprocessor's place
 PART_COST = 4  # rows that a part's start and its two rows of fp32 sums cost as much as
-FEW_ROWS = 4  # groups of fewer rows are read row by row
 
 
 class ModulatedRMSNorm(DifferentiableOp):
@@ -157,7 +156,7 @@ class ModulatedRMSNorm(DifferentiableOp):
         strides = x_stride | scale_stride | shift_stride
         aligned = not (places | strides | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        if in_group < FEW_ROWS and "stages" in loaded.numbers:
+        if in_group < loaded.numbers.get("min_group_rows", 0):  # rather row by row
             loaded = kernel((dtype, aligned), ANY_LENGTH)
         groups, in_part, parts = rows, 1, 1
         if "stages" in loaded.numbers:
