@@ -221,7 +221,9 @@ class Divergence(DifferentiableOp):
         """Without labels: all elements are one row."""
         n = torch.Size(shape).numel()
         axes, aligned = (dtype, self.usual_kind), n % 16 == 0
-        return tuple(Problem(f"{self.name}_{way}", axes, aligned, n) for way in ("forward", "both", "backward"))
+        return tuple(
+            Problem(f"{self.name}_{way}", axes, aligned, n) for way in ("forward", "both", "backward")
+        )
 
     # ---- the slow ways in -----------------------------------------------------------------------------------
 

@@ -188,6 +188,12 @@ def check_weight_grad_dtype(op: str, dtype: torch.dtype | None, weight: Tensor) 
         )
 
 
+def found_in_backward(dtype: torch.dtype, reduction: str) -> bool:
+    """Whether gradients can't be found before that of the loss is known: it has a number for each row, or they are
+    float16, whose range the factor of a loss scaler has to reach first."""
+    return reduction == "none" or dtype == torch.float16
+
+
 class LinearLoss(DifferentiableOp):
     """Base of losses whose gradients the forward finds.
 
