@@ -118,13 +118,13 @@ def test_all_that_scales_a_row(numbers: str, tmp_path: Path) -> None:
         more = {"weight": weight, "grad": grad, "totals": totals}
         wanted = _expected(logits, target, row_loss, **more)
         found = _found(on, logits, target, row_loss, **more)
-        kept = target != IGNORED
+        counts = target != IGNORED
         for name in wanted:
             if name != "gradient":
                 torch.testing.assert_close(
-                    found[name][..., kept].double(), wanted[name][..., kept], rtol=1e-5, atol=2e-6
+                    found[name][..., counts].double(), wanted[name][..., counts], rtol=1e-5, atol=2e-6
                 )
-                assert not found[name][..., ~kept].any()
+                assert not found[name][..., ~counts].any()
         error = worst(found["gradient"], wanted["gradient"], way.allowed)
         assert error <= 1, f"{dtype}: {error} of what is allowed"
     assert forms(way) == {"pipeline"}
@@ -196,9 +196,9 @@ def _expected(
 ) -> dict[str, Tensor]:
     """By torch in float64."""
     leaf = logits.double().requires_grad_()
-    at, kept = target.clamp(0), target != IGNORED
+    at, counts = target.clamp(0), target != IGNORED
     lse = torch.logsumexp(leaf, -1)
-    z = torch.where(kept, row_loss.lse_square_scale * lse * lse, 0.0)
+    z = torch.where(counts, row_loss.lse_square_scale * lse * lse, 0.0)
     wide = None if weight is None else weight.double()
     plain = functional.cross_entropy(leaf, target, wide, reduction="none")
     x_t = leaf.detach().gather(-1, at[:, None])[:, 0]
@@ -206,8 +206,8 @@ def _expected(
     scale = torch.ones(1).double() if grad is None else grad.double()
     weights, count = (1.0, 1.0) if totals is None else totals.tolist()
     whole = (plain / weights + z / count) * by * scale
-    (gradient,) = torch.autograd.grad(whole.where(kept, 0.0).sum(), leaf)
+    (gradient,) = torch.autograd.grad(whole.where(counts, 0.0).sum(), leaf)
     found = {"loss": (plain + z) * by, "lse": lse, "at target": x_t, "z": z * by}
-    return {k: v.detach().where(kept, 0.0) for k, v in found.items()} | {
-        "gradient": gradient.where(kept[:, None], 0.0)
+    return {k: v.detach().where(counts, 0.0) for k, v in found.items()} | {
+        "gradient": gradient.where(counts[:, None], 0.0)
     }

@@ -84,11 +84,11 @@ def check(op: Any, case: LinearCase, device: str, seed: int = 0, rounded_logits:
     torch.testing.assert_close(z_loss.double(), exact.z_loss, rtol=allowed, atol=1e-7)
     # Where two logits are nearly the same, either may be the greatest.
     top = exact.logits.topk(min(2, case.vocabulary), -1).values
-    kept = drawn.target != case.get("ignore_index", -100)
-    clear = ~kept | (top[:, 0] - top[:, -1] > allowed * 4) | (case.vocabulary == 1)
+    counts = drawn.target != case.get("ignore_index", -100)
+    clear = ~counts | (top[:, 0] - top[:, -1] > allowed * 4) | (case.vocabulary == 1)
     assert predicted.dtype == torch.int64 and torch.equal(predicted[clear], exact.predicted[clear])
-    hits = (predicted == drawn.target) & kept
-    torch.testing.assert_close(accuracy.cpu(), (hits.sum() / kept.sum()).float().cpu())
+    hits = (predicted == drawn.target) & counts
+    torch.testing.assert_close(accuracy.cpu(), (hits.sum() / counts.sum()).float().cpu())
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")

@@ -123,10 +123,10 @@ def loss_of(case: Case, drawn: dict[str, Any], logits: tuple[Tensor, Tensor]) ->
     else:
         mixed = (beta * p + (1 - beta) * q).log()
         rows = (beta * p * (log_p - mixed) + (1 - beta) * q * (log_q - mixed)).sum(-1)
-    kept = torch.ones_like(rows)
+    counts = torch.ones_like(rows)
     if drawn["shift_labels"] is not None:
-        kept = (drawn["shift_labels"] != case.keywords.get("ignore_index", -100)).to(rows.dtype)
-    return (rows * kept).sum() / kept.sum().clamp(min=1)
+        counts = (drawn["shift_labels"] != case.keywords.get("ignore_index", -100)).to(rows.dtype)
+    return (rows * counts).sum() / counts.sum().clamp(min=1)
 
 
 def logits_of(drawn: dict[str, Any], whose: str) -> Tensor:
@@ -172,17 +172,17 @@ def check(op: Any, case: Case, device: str, seed: int, rounded_logits: bool) -> 
     off = 2 * ((u if rounded_logits else 0.0) + (max(case.k, case.j) + 34) * u32) * largest + 40 * u32
     log_q, log_p = ((x.detach() / temperature).log_softmax(-1) for x in (student, teacher))
     apart = (log_q - log_p).abs().amax(-1) + 1
-    kept = torch.ones(case.rows, dtype=torch.bool, device=device)
+    counts = torch.ones(case.rows, dtype=torch.bool, device=device)
     if drawn["shift_labels"] is not None:
-        kept = drawn["shift_labels"] != case.keywords.get("ignore_index", -100)
-    count = max(int(kept.sum()), 1)
-    allowed = 2 * float((off * apart * kept).sum()) / count + 64 * u32 * float(exact.detach()) + 1e-12
+        counts = drawn["shift_labels"] != case.keywords.get("ignore_index", -100)
+    count = max(int(counts.sum()), 1)
+    allowed = 2 * float((off * apart * counts).sum()) / count + 64 * u32 * float(exact.detach()) + 1e-12
     assert loss.dtype == FP32 and loss.shape == ()
     error = abs(float(loss) - float(exact.detach()))
     assert error <= allowed, f"{case}: the loss is off by {error}, {allowed} is allowed"
     shares = torch.maximum(log_q.exp(), log_p.exp())
     size = 0.625 / count / temperature
-    dg = 2 * (off * apart * kept)[:, None] * shares * size * 2 + u * student.grad.abs()  # type: ignore[union-attr]
+    dg = 2 * (off * apart * counts)[:, None] * shares * size * 2 + u * student.grad.abs()  # type: ignore[union-attr]
     tiny = 2.0**-24 if case.dtype == FP16 else 2.0**-126  # of what is rounded among subnormal numbers
     dg = dg + tiny
     x, w, g = wide["student_input"].abs(), wide["student_weight"].abs(), student.grad.abs()  # type: ignore[union-attr]
