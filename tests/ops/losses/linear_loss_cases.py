@@ -1,18 +1,44 @@
-"""Cases of the fused linear losses, their float64 references, and how far rounding may take a result from them."""
+"""Cases of the fused linear losses, the drivers that run them, their float64 references, and how far rounding may take
+a result from those."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_aot import load
+from liger_aot.ops.op import Op
+from tests.conftest import built_pack
+from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.harness.op_gpu_tests import PTX, lowered_from_ptx
 from tests.harness.tolerances import UNIT_ROUNDOFF
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 IGNORED = -100
+WAYS = [
+    "reference",
+    pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
+    pytest.param("emulator gfx90a", marks=pytest.mark.slow),
+    "emulator gfx942",
+    pytest.param("gpu", marks=pytest.mark.gpu),
+    PTX,
+]
+
+
+def made(op_class: type[Op], way: str) -> tuple[Any, str]:
+    """The op as one of the drivers runs it, and the device of its tensors."""
+    driver, _, arch = way.partition(" ")
+    if driver in ("reference", "gpu"):
+        return load(op_class.name), "cpu" if driver == "reference" else "cuda"
+    if driver == "sm80":
+        return lowered_from_ptx(op_class, built_pack("sm80")), "cuda"
+    by = InterpreterDriver if driver == "interpreter" else EmulatorDriver
+    return bound_op(op_class, built_pack(arch), by), "cpu"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Cross entropy on every driver: against torch's function in float64, and what its kernels have beside."""
+"""Cross entropy on every driver: against torch's function in float64, and what its kernels have beside; its module,
+and torch.compile."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.nn import CrossEntropyLoss
 from liger_aot.ops.losses import _row_loss as losses
 from liger_aot.ops.losses._row_loss import RowLoss
 from liger_aot.ops.losses.cross_entropy import CrossEntropy
@@ -275,3 +278,39 @@ def statistics(on: Any, logits: Tensor, target: Tensor, row_loss: RowLoss, **mor
     made = torch.empty(2, rows, device=logits.device), torch.zeros(3, rows, device=logits.device)
     losses.row_stats(on, logits, target, row_loss, losses=made[0][0], lse=made[0][1], parts=made[1], **more)
     return made[0][0], made[0][1], made[1]
+
+
+# ---- in torch's machinery -------------------------------------------------------------------------------------
+
+
+def test_module() -> None:
+    """As torch's, classes last; a new module has torch's state."""
+    weight = torch.rand(8)
+    for keywords in ({}, {"weight": weight, "label_smoothing": 0.1, "reduction": "sum"}):
+        module, other = CrossEntropyLoss(**keywords), torch.nn.CrossEntropyLoss(**keywords)
+        assert module.state_dict().keys() == other.state_dict().keys()
+        torch.testing.assert_close(module(X * T[:, None], T), other(X * T[:, None], T))
+    capped = CrossEntropyLoss(softcap=2.0, lse_square_scale=0.1)
+    wanted = liger_aot.load("cross_entropy")(X, T, softcap=2.0, lse_square_scale=0.1)
+    assert torch.equal(capped(X, T), wanted)
+
+
+def test_compiled_results() -> None:
+    """All results under torch.compile, with and without gradients, in place or not."""
+    op = liger_aot.load("cross_entropy")
+    more = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+
+    def called(x: Tensor) -> Any:
+        return op(x * 2, T, lse_square_scale=0.1, **more), op(x * 2, T, inplace_grad=True)
+
+    torch.compiler.reset()
+    compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
+    for grad in (False, True):
+        x = torch.randn(4, 8, requires_grad=grad)
+        (wanted, w), (got, g) = called(x), compiled(x)
+        for a, b in zip((*wanted, w), (*got, g), strict=True):
+            assert torch.equal(a, b)
+        if grad:
+            torch.testing.assert_close(
+                torch.autograd.grad(got[0] + g, x)[0], torch.autograd.grad(wanted[0] + w, x)[0]
+            )
