@@ -145,7 +145,7 @@ MISTAKES = {
         r"gfx942.toml: \[arch\]: threads_per_block must be a positive integer, found 0",
     ),
     "fact is neither true nor false": (
-        {"pdl = false": "dependent_launch = 0"},
+        {"pdl = false": "pdl = 0"},
         r"gfx942.toml: \[arch\]: pdl must be true or false, found 0",
     ),
     "machine is no string": (

@@ -233,7 +233,7 @@ class OpManifest:
         tables = _object(self.path, raw.get("tables"), f"{name}.tables")
         for key in tables:
             *values, alignment = key.split("/")
-            words = all(value.isidentifier() or value.isdecimal() for value in values)
+            words = len(key) <= LONGEST_NAME and all(v.isidentifier() or v.isdecimal() for v in values)
             if alignment not in ("aligned", "generic") or len(values) != len(axes) or not words:
                 raise PackDamaged(
                     self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}"
