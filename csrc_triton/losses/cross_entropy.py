@@ -19,7 +19,7 @@ weighted sum are then of that part, and the gradient is right with the LSE of al
 import triton
 import triton.language as tl
 
-from csrc_triton.common.pipeline import ROW_PIPELINE
+from csrc_triton.common.pipeline import WHOLE_ROW_PIPELINE
 from csrc_triton.common.tanh import tanh_and_slope, units
 from csrc_triton.losses.cross_entropy_in_place import (  # noqa: F401 (forms name functions)
     in_place_long,
@@ -129,7 +129,7 @@ DECLARATION = {
                     "constants": ["BLOCK", "IN_REGISTERS", "UNALIGNED", "CACHED", "PATCH"],
                     "defaults": {"IN_REGISTERS": 0, "UNALIGNED": False, "CACHED": 0, "PATCH": False},
                 },
-                "pipeline": {**ROW_PIPELINE, "function": "in_place_pipeline"},
+                "pipeline": {**WHOLE_ROW_PIPELINE, "function": "in_place_pipeline"},
             },
         },
         "cross_entropy_totals": {

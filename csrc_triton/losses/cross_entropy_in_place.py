@@ -274,7 +274,6 @@ def finalise(row, result, args, dtype: gl.constexpr):
 def in_place_pipeline(
     X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
     flags, BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr,
-    WHOLE: gl.constexpr, INTERLEAVE: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs that hold long rows in shared memory and registers: see ``pipeline.process_rows``."""
     dtype: gl.constexpr = X.dtype.element_ty
@@ -287,5 +286,5 @@ def in_place_pipeline(
         z_scale, flags,
     )  # fmt: skip
     f = RowFunctions(load_scalars, is_read, init, accumulate_stats, reduce_stats, epilogue, finalise, FILL)
-    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE)
+    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, True, 1)
     process_rows(X, (X,), x_stride, (x_stride,), n_rows, n_cols, args, f, z)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from csrc_triton.common.bf16x2 import even, odd, pack
 from csrc_triton.common.pipeline import (
-    ROW_PIPELINE,
+    WHOLE_ROW_PIPELINE,
     RowFunctions,
     RowSizes,
     load_no_scalars,
@@ -47,7 +47,13 @@ FORWARD_FORMS = {
         "constants": ["BLOCK", "UNALIGNED"],
         "defaults": {"UNALIGNED": False},
     },
-    "pipeline": {**ROW_PIPELINE, "function": "forward_pipeline"},
+    "pipeline": {
+        **WHOLE_ROW_PIPELINE,
+        "function": "forward_pipeline",
+        "constants": ["BLOCK", "STAGES", "PREFETCH", "IN_REGISTERS", "WHOLE"],
+        "defaults": {"WHOLE": True},
+        "any_length": "WHOLE",
+    },
 }
 
 
@@ -343,12 +349,12 @@ def epilogue_log_softmax(tiles, result, scale, dtype: gl.constexpr):
 def forward_pipeline(
     Y, X, y_stride, x_stride, n_rows, n_cols,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr, WHOLE: gl.constexpr,
-    INTERLEAVE: gl.constexpr, scale=None,
+    INTERLEAVE: gl.constexpr = None, scale=None,
 ):  # fmt: skip
     """Persistent programs that hold long rows in shared memory and registers: see ``pipeline.process_rows``."""
     dtype: gl.constexpr = X.dtype.element_ty
     FILL: gl.constexpr = minus_infinity(dtype)
-    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE)
+    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE or 1)
     if scale is None:
         f = RowFunctions(
             load_no_scalars, read_always, init_stats, accumulate_stats, reduce_log_softmax, epilogue_log_softmax,
