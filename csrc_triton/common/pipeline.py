@@ -155,8 +155,8 @@ class RowFunctions:
 
 @aggregate
 class RowSizes:
-    """The numbers of ``ROW_PIPELINE``, whether rows are WHOLE, in how many parts the blocks in registers are accumulated
-    between others (INTERLEAVE), and what follows from them."""
+    """The numbers of ``ROW_PIPELINE``, whether rows are WHOLE, in how many parts the blocks in registers are
+    accumulated between others (INTERLEAVE), and what follows from them."""
 
     STAGES: gl.constexpr
     PREFETCH: gl.constexpr

@@ -69,14 +69,14 @@ def test_rows_of_every_length(tests: OpTests, numbers: str, prefetch: int, tmp_p
     assert forms(way) == {"pipeline"}
 
 
-def test_interleaved_blocks(tmp_path: Path, poisoned: None) -> None:
+@BOTH
+def test_interleaved_blocks(numbers: str, tmp_path: Path, poisoned: None) -> None:
     """Blocks in registers, accumulated in parts between those in shared memory."""
     tests = test_softmax.TestSoftmax()
-    for numbers, lengths in ((WHOLE, LENGTHS[::2]), (REREAD, LONGER[::2])):
-        way = piped(tests, tmp_path / str(len(numbers)), numbers + ", interleave = 2")
-        for seed, n in enumerate(lengths):
-            tests.check(way.op, Case((ROWS[seed % 3], n), DTYPES[seed % 3]), way.allowed, seed=seed)
-        assert forms(way) == {"pipeline"}
+    way = piped(tests, tmp_path, numbers + ", interleave = 2")
+    for seed, n in enumerate(LENGTHS[::2] if numbers is WHOLE else LONGER[::2]):
+        tests.check(way.op, Case((ROWS[seed % 3], n), DTYPES[seed % 3]), way.allowed, seed=seed)
+    assert forms(way) == {"pipeline"}
 
 
 @pytest.mark.parametrize(
