@@ -1,4 +1,4 @@
-"""A vocabulary that is cut into shards, one for each rank of a torch.distributed group: who has which columns, and what
+"""A vocabulary in shards, one for each rank of a torch.distributed group: which rank has which columns, and what
 the ranks exchange of a row.
 
 Each rank reads its own columns and finds a row's log(sum(exp)), its target's logit (0 where another rank has it) and
