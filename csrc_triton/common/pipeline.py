@@ -33,15 +33,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.core import _aggregate as aggregate
 
-# The form of a kernel that runs ``process_rows``, beside the function's name.
+# The form of a kernel that runs ``process_rows``, beside the function's name: on whole rows, and on rows of any length.
 ROW_PIPELINE = {
     "language": "gluon",
-    "constants": ["BLOCK", "STAGES", "PREFETCH", "IN_REGISTERS", "WHOLE", "INTERLEAVE"],
-    "defaults": {"WHOLE": True, "INTERLEAVE": 1},
-    "covers": "STAGES * BLOCK + IN_REGISTERS * BLOCK",
-    "any_length": "WHOLE",
+    "constants": ["BLOCK", "STAGES", "PREFETCH", "IN_REGISTERS"],
     "requires": {"aligned": [True]},
 }
+WHOLE_ROW_PIPELINE = {**ROW_PIPELINE, "covers": "STAGES * BLOCK + IN_REGISTERS * BLOCK"}
 
 
 @gluon.constexpr_function
@@ -157,7 +155,8 @@ class RowFunctions:
 
 @aggregate
 class RowSizes:
-    """The constants of ``ROW_PIPELINE``, and what follows from them."""
+    """The numbers of ``ROW_PIPELINE``, whether rows are WHOLE, in how many parts the blocks in registers are
+    accumulated between others (INTERLEAVE), and what follows from them."""
 
     STAGES: gl.constexpr
     PREFETCH: gl.constexpr

@@ -19,7 +19,7 @@ weighted sum are then of that part, and the gradient is right with the LSE of al
 import triton
 import triton.language as tl
 
-from csrc_triton.common.pipeline import ROW_PIPELINE
+from csrc_triton.common.pipeline import WHOLE_ROW_PIPELINE
 from csrc_triton.common.tanh import tanh_and_slope, units
 from csrc_triton.losses.cross_entropy_in_place import (  # noqa: F401 (forms name functions)
     in_place_long,
@@ -36,13 +36,13 @@ from csrc_triton.losses.cross_entropy_rows import (
     accumulate_columns,
     edges,
     gradient_of,
-    init_pairs,
+    init_stats,
     load_target,
     origin_of,
-    pairs_of_rows,
     row_body,
     row_factors,
     row_scales,
+    row_stats,
     row_sums,
     store_results,
     target_of,
@@ -129,7 +129,7 @@ DECLARATION = {
                     "constants": ["BLOCK", "IN_REGISTERS", "UNALIGNED", "CACHED", "PATCH"],
                     "defaults": {"IN_REGISTERS": 0, "UNALIGNED": False, "CACHED": 0, "PATCH": False},
                 },
-                "pipeline": {**ROW_PIPELINE, "function": "in_place_pipeline"},
+                "pipeline": {**WHOLE_ROW_PIPELINE, "function": "in_place_pipeline"},
             },
         },
         "cross_entropy_totals": {
@@ -181,7 +181,7 @@ def forward_tile(
     mask = (here & (target.ignored == 0))[:, None] & (cols < n_cols)[None, :]
     x = tl.load(X + rows[:, None] * x_stride + cols[None, :], mask=mask, other=-float("inf")).to(tl.float32)
     x_t = tl.load(X + rows * x_stride + own, mask=among, other=0.0).to(tl.float32)
-    peak, total = pairs_of_rows(x)
+    peak, total = row_stats(x)
     sums = row_sums(peak, total, x_t)
     w = weight_of(W, target.t, here & target.known, flags)
     out = RowResults(LOSS, LSE, PARTS, FLAG, n_rows)
@@ -204,7 +204,7 @@ def forward_long(
     BODY, before, length = row_body(R, n_cols, UNALIGNED)
     lse, nll, rest = 0.0, 0.0, 0.0
     if target.ignored == 0:
-        peak, total = init_pairs(R, before, length, n_cols, BLOCK, UNALIGNED)
+        peak, total = init_stats(R, before, length, n_cols, BLOCK, UNALIGNED)
         peak, total = accumulate_columns(BODY, peak, total, 0, length, BLOCK, STAGES, "")
         peak, total = reduce(peak, total)
         lse, nll, rest = row_sums(peak, total, x_t)
@@ -392,15 +392,15 @@ def totals(
 ):  # fmt: skip
     """``program_rows`` rows a program, BLOCK at a time."""
     program = tl.program_id(0).to(tl.int64)
-    end = tl.minimum(program * program_rows + program_rows, n_rows)
+    last = tl.minimum(program * program_rows + program_rows, n_rows)
     losses = tl.zeros([BLOCK], tl.float32)
     zs = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
     count = tl.zeros([BLOCK], tl.int32)
     hits = tl.zeros([BLOCK], tl.int32)
-    for first in range(program * program_rows, end, BLOCK):
+    for first in range(program * program_rows, last, BLOCK):
         rows = first + tl.arange(0, BLOCK)
-        here = rows < end
+        here = rows < last
         t = load_target(T, rows, here, words)
         taken = here & (t != ignore_index)
         z = tl.load(PARTS + 2 * n_rows + rows, mask=here & ((flags & WITH_Z) != 0), other=0.0)

@@ -19,13 +19,13 @@ from csrc_triton.losses.cross_entropy_rows import (
     accumulate_columns,
     edges,
     gradient_of,
-    init_pairs,
+    init_stats,
     join_words,
     load_target,
-    pairs_of_rows,
     row_body,
     row_factors,
     row_scales,
+    row_stats,
     row_sums,
     store_results,
     target_of,
@@ -50,7 +50,7 @@ def in_place_tile(
     at = X + rows[:, None] * x_stride + cols[None, :]
     x = tl.load(at, mask=mask & (ignored == 0)[:, None], other=-float("inf")).to(tl.float32)
     x_t = tl.load(X + rows * x_stride + t, mask=here & target.known, other=0.0).to(tl.float32)
-    peak, total = pairs_of_rows(x)
+    peak, total = row_stats(x)
     sums = row_sums(peak, total, x_t)
     w = weight_of(W, t, here & target.known, flags)
     out, loss = RowResults(LOSS, LSE, PARTS, FLAG, n_rows), RowLoss(n_cols, 0.0, z_scale, flags)
@@ -91,7 +91,7 @@ def in_place_long(
         edge_cols, edge_mask = edges(R, before, length, n_cols, 2048 // dtype.primitive_bitwidth)
     lse, nll, rest = 0.0, 0.0, 0.0
     if target.ignored == 0:
-        peak, total = init_pairs(R, before, length, n_cols, BLOCK, UNALIGNED)
+        peak, total = init_stats(R, before, length, n_cols, BLOCK, UNALIGNED)
         cached = FIRST
         if CACHED:
             cached = tl.maximum(tl.cdiv(length - CACHED - FIRST, BLOCK) * BLOCK, 0) + FIRST
@@ -203,7 +203,7 @@ def init(row, scalars, args, LINES: gl.constexpr, layout: gl.constexpr):
     own = gl.where((t >= 0) & (t < args.n_cols) & here, t.to(gl.int32), WRONG)
     own = gl.where(t == args.ignore_index, IGNORED, own)
     known = own >= 0
-    # Read here, before any thread writes the row: the exchange between all threads in ``reduce_pairs`` lies between.
+    # Read here, before any thread writes the row: the exchange between all threads in ``reduce_stats`` lies between.
     x_t = gl.load(args.X + row * args.x_stride + own, mask=known, other=0.0)
     w = weight_of(args.W, own, known, args.flags)
     grad = gl.load(args.GRAD + row * args.g_stride, mask=here & ((args.flags & GIVEN) != 0), other=1.0)
@@ -217,7 +217,7 @@ def power(x, origin):
 
 
 @gluon.jit
-def accumulate_pairs(sums, tiles, args, dtype: gl.constexpr):
+def accumulate_stats(sums, tiles, args, dtype: gl.constexpr):
     peak, total, own, x_t, w, grad = sums
     x = tiles[0]
     if dtype == gl.float32:
@@ -231,7 +231,7 @@ def accumulate_pairs(sums, tiles, args, dtype: gl.constexpr):
 
 
 @gluon.jit
-def reduce_pairs(sums, args, dtype: gl.constexpr):
+def reduce_stats(sums, args, dtype: gl.constexpr):
     """The greatest logit, the sum, the factor of the powers, what is subtracted at the target; and of what ``init``
     gives the target's column, logit and weight."""
     peak, total, own, x_t, w, grad = sums
@@ -274,7 +274,6 @@ def finalise(row, result, args, dtype: gl.constexpr):
 def in_place_pipeline(
     X, LOSS, LSE, PARTS, FLAG, T, W, GRAD, TOTALS, x_stride, g_stride, ignore_index, n_rows, n_cols, words, z_scale,
     flags, BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr,
-    WHOLE: gl.constexpr, INTERLEAVE: gl.constexpr,
 ):  # fmt: skip
     """Persistent programs that hold long rows in shared memory and registers: see ``pipeline.process_rows``."""
     dtype: gl.constexpr = X.dtype.element_ty
@@ -286,6 +285,6 @@ def in_place_pipeline(
         X, x_stride, n_rows, n_cols, T, words, ignore_index, LOSS, LSE, PARTS, FLAG, W, GRAD, g_stride, weights, count,
         z_scale, flags,
     )  # fmt: skip
-    f = RowFunctions(load_scalars, is_read, init, accumulate_pairs, reduce_pairs, epilogue, finalise, FILL)
-    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE)
+    f = RowFunctions(load_scalars, is_read, init, accumulate_stats, reduce_stats, epilogue, finalise, FILL)
+    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, True, 1)
     process_rows(X, (X,), x_stride, (x_stride,), n_rows, n_cols, args, f, z)

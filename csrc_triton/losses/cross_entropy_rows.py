@@ -115,7 +115,7 @@ def store_results(out, row, here, target, sums, x_t, w, weighted, weight_sum, lo
 
 @triton.jit
 def row_sums(peak, total, x_t):
-    """``RowSums`` of a pair of ``online_softmax``. nll comes from differences, not from lse."""
+    """``RowSums`` of a row's statistics (``online_softmax``). nll comes from differences, not from lse."""
     powers = tl.log2(total)
     lse = tl.fma(peak, LN_2, powers * LN_2)
     return RowSums(lse, tl.fma(peak, LN_2, -x_t) + powers * LN_2, tl.fma(-lse, LOG2_E, peak) + powers)
@@ -185,8 +185,8 @@ def edges(R, before, length, n_cols, COUNT: tl.constexpr):
 
 
 @triton.jit
-def init_pairs(R, before, length, n_cols, BLOCK: tl.constexpr, UNALIGNED: tl.constexpr):
-    """The pairs to start with: of no columns or, UNALIGNED, of one of the row's edges each."""
+def init_stats(R, before, length, n_cols, BLOCK: tl.constexpr, UNALIGNED: tl.constexpr):
+    """The statistics to start with: of no columns or, UNALIGNED, of one column of the edges each."""
     VECTORS: tl.constexpr = BLOCK * R.dtype.element_ty.primitive_bitwidth // 128
     if UNALIGNED:
         cols, mask = edges(R, before, length, n_cols, VECTORS)
@@ -200,18 +200,18 @@ def init_pairs(R, before, length, n_cols, BLOCK: tl.constexpr, UNALIGNED: tl.con
 
 @triton.jit
 def accumulate_columns(
-    BODY, peak, total, first, end, BLOCK: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr
+    BODY, peak, total, first, last, BLOCK: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr
 ):
-    """The pairs with the columns from ``first`` to ``end``."""
+    """The statistics with the columns from ``first`` to ``last``."""
     cols = vectors(BLOCK, BODY.dtype.element_ty, False)
-    for at in tl.range(first, end, BLOCK, num_stages=STAGES):
-        x = tl.load(BODY + (at + cols), mask=at + cols < end, other=-float("inf"), eviction_policy=EVICT)
+    for at in tl.range(first, last, BLOCK, num_stages=STAGES):
+        x = tl.load(BODY + (at + cols), mask=at + cols < last, other=-float("inf"), eviction_policy=EVICT)
         peak, total = accumulate(peak, total, x.to(tl.float32), LOG2_E, 1)
     return peak, total
 
 
 @triton.jit
-def pairs_of_rows(x):
+def row_stats(x):
     """(peak, total) of whole rows in registers; a row of nothing but -inf has a total of 0."""
     peak = tl.maximum(tl.max(x, 1) * LOG2_E, LOWEST)
     return peak, tl.sum(tl.exp2(x * LOG2_E - peak[:, None]), 1)

@@ -135,9 +135,14 @@ def terms(x, y, number, KIND: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def factors(KIND: tl.constexpr):
     """What a summand and its derivative are multiplied by, once a program where that is possible."""
-    SUMMAND: tl.constexpr = -LN_2 if KIND == MIXED else 0.5 if KIND == TOTAL_VARIATION else 1.0
-    TOWARDS_X: tl.constexpr = KIND == PROBABILITIES or KIND == FORWARD_KL
-    return SUMMAND, -1.0 if TOWARDS_X else SUMMAND
+    if KIND == MIXED:
+        return -LN_2, -LN_2
+    elif KIND == TOTAL_VARIATION:
+        return 0.5, 0.5
+    elif KIND == REVERSE_KL:
+        return 1.0, 1.0
+    else:
+        return 1.0, -1.0
 
 
 @triton.jit

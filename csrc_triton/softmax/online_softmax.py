@@ -1,8 +1,8 @@
 """Online softmax: the greatest value of a row and the sum of its powers, in one read.
 
-exp is computed as a power of two: ``scale`` holds log2(e). A tile has one pair (greatest scaled value, sum of powers
-relative to it) for each 16-byte vector, so that a loop over tiles exchanges nothing between threads and takes 1.125
-powers an element.
+exp is computed as a power of two: ``scale`` holds log2(e). The statistics are (peak, total): the greatest scaled value,
+and the sum of powers relative to it. A tile has them for each 16-byte vector, so that a loop over tiles exchanges
+nothing between threads and takes 1.125 powers an element.
 
 Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
 """
@@ -30,8 +30,8 @@ def vectors(BLOCK: tl.constexpr, dtype: tl.constexpr, UNALIGNED: tl.constexpr):
 
 @triton.jit
 def accumulate(peak, total, x, scale, AXIS: tl.constexpr):
-    """The pairs with the values of a tile, reduced along AXIS. A peak is a rounded product, but everything is relative
-    to the same one, so the rounding cancels; a power costs one multiply-add."""
+    """The statistics with the values of a tile, reduced along AXIS. A peak is a rounded product, but everything is
+    relative to the same one, so the rounding cancels; a power costs one multiply-add."""
     higher = tl.maximum(peak, tl.max(x, AXIS) * scale)
     powers = tl.exp2(x * scale - tl.expand_dims(higher, AXIS))
     return higher, total * tl.exp2(peak - higher) + tl.sum(powers, AXIS)
@@ -39,7 +39,7 @@ def accumulate(peak, total, x, scale, AXIS: tl.constexpr):
 
 @triton.jit
 def reduce(peak, total):
-    """All pairs as one."""
+    """The statistics of all vectors as those of the row."""
     highest = tl.max(peak, 0)
     return highest, tl.sum(total * tl.exp2(peak - highest), 0)
 
@@ -68,7 +68,7 @@ def accumulate_row(X, n_cols, width, scale, BLOCK: tl.constexpr, PADDED: tl.cons
 
 @triton.jit
 def log_sum(X, peak, total, highest, n_cols, scale):
-    """(greatest value, log2 of the sum) from the row's pair; values whose scaling overflows take two passes."""
+    """(greatest value, log2 of the sum) from the row's statistics; values whose scaling overflows take two passes."""
     last = tl.log2(total) + tl.fma(-highest, scale, peak)
     if ((total > 0.0) & (total < float("inf"))) == 0:
         highest, last = log_sum_two_pass(X, n_cols, scale, 128 * 128 // X.dtype.element_ty.primitive_bitwidth)

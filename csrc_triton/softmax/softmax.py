@@ -1,6 +1,6 @@
 """Softmax over rows: y = exp(x / T - max) / sum, and its backward."""
 
-from csrc_triton.common.pipeline import ROW_PIPELINE
+from csrc_triton.common.pipeline import ROW_PIPELINE, WHOLE_ROW_PIPELINE
 from csrc_triton.softmax.softmax_backward import (  # noqa: F401 (forms name functions)
     BACKWARD_ALIGNED,
     BACKWARD_ARGUMENTS,
@@ -31,7 +31,16 @@ DECLARATION = {
             "arguments": {**FORWARD_ARGUMENTS, "scale": "fp32"},
             "axes": DTYPES,
             "aligned": FORWARD_ALIGNED,
-            "forms": FORWARD_FORMS,
+            "forms": {
+                **FORWARD_FORMS,
+                "pipeline": {
+                    **WHOLE_ROW_PIPELINE,
+                    "function": "forward_pipeline",
+                    "constants": ["BLOCK", "STAGES", "PREFETCH", "IN_REGISTERS", "WHOLE", "INTERLEAVE"],
+                    "defaults": {"WHOLE": True, "INTERLEAVE": 1},
+                    "any_length": "WHOLE",
+                },
+            },
         },
         "softmax_backward": {
             "arguments": {**BACKWARD_ARGUMENTS, "scale": "fp32"},

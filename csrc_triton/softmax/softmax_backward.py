@@ -224,12 +224,12 @@ def epilogue(tiles, result, scale, dtype: gl.constexpr):
 @gluon.jit
 def backward_pipeline(
     DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr, WHOLE: gl.constexpr,
-    INTERLEAVE: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs that hold long rows in shared memory and registers: see ``pipeline.process_rows``."""
+    """Persistent programs, rows of any length, of which parts stay in shared memory and registers: see
+    ``pipeline.process_rows``."""
     dtype: gl.constexpr = DX.dtype.element_ty
-    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE)
+    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, False, 1)
     f = RowFunctions(
         load_no_scalars, read_always, init_sums, accumulate_products, reduce_sums, epilogue, no_finalise, 0
     )

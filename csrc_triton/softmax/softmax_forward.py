@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from csrc_triton.common.bf16x2 import even, odd, pack
 from csrc_triton.common.pipeline import (
-    ROW_PIPELINE,
+    WHOLE_ROW_PIPELINE,
     RowFunctions,
     RowSizes,
     load_no_scalars,
@@ -47,7 +47,13 @@ FORWARD_FORMS = {
         "constants": ["BLOCK", "UNALIGNED"],
         "defaults": {"UNALIGNED": False},
     },
-    "pipeline": {**ROW_PIPELINE, "function": "forward_pipeline"},
+    "pipeline": {
+        **WHOLE_ROW_PIPELINE,
+        "function": "forward_pipeline",
+        "constants": ["BLOCK", "STAGES", "PREFETCH", "IN_REGISTERS", "WHOLE"],
+        "defaults": {"WHOLE": True},
+        "any_length": "WHOLE",
+    },
 }
 
 
@@ -266,15 +272,15 @@ def powers(x, peak, scale):
 
 
 @gluon.jit
-def init_pairs(row, scalars, scale, LINES: gl.constexpr, layout: gl.constexpr):
+def init_stats(row, scalars, scale, LINES: gl.constexpr, layout: gl.constexpr):
     """(maximum, sum of powers relative to it) of each line."""
     lines: gl.constexpr = gl.SliceLayout(1, layout)
     return gl.full([LINES], LOWEST, gl.float32, lines), gl.zeros([LINES], gl.float32, lines)
 
 
 @gluon.jit
-def accumulate_pairs(pairs, tiles, scale, dtype: gl.constexpr):
-    peak, total = pairs
+def accumulate_stats(stats, tiles, scale, dtype: gl.constexpr):
+    peak, total = stats
     x = tiles[0]
     if dtype == gl.float32:
         higher = gl.maximum(peak, gl.max(x, 1))
@@ -287,16 +293,16 @@ def accumulate_pairs(pairs, tiles, scale, dtype: gl.constexpr):
 
 
 @gluon.jit
-def reduce_pairs(pairs, scale):
+def reduce_stats(stats, scale):
     """The maximum, and the sum relative to it. A row of nothing but -inf, and one that holds +inf or NaN, gets NaN."""
-    peak, total = pairs
+    peak, total = stats
     highest = gl.max(peak, 0)
     return highest, gl.sum(total * powers(peak, highest, scale), 0)
 
 
 @gluon.jit
-def reduce_softmax(pairs, scale, dtype: gl.constexpr):
-    highest, total = reduce_pairs(pairs, scale)
+def reduce_softmax(stats, scale, dtype: gl.constexpr):
+    highest, total = reduce_stats(stats, scale)
     if dtype == gl.float32:
         return highest, 1.0 / total
     else:  # the inverse of the sum goes into the exponent: one operation a column fewer
@@ -324,8 +330,8 @@ def epilogue_softmax(tiles, result, scale, dtype: gl.constexpr):
 
 
 @gluon.jit
-def reduce_log_softmax(pairs, scale, dtype: gl.constexpr):
-    highest, total = reduce_pairs(pairs, scale)
+def reduce_log_softmax(stats, scale, dtype: gl.constexpr):
+    highest, total = reduce_stats(stats, scale)
     return highest, gl.log2(total) * LN_2
 
 
@@ -343,21 +349,21 @@ def epilogue_log_softmax(tiles, result, scale, dtype: gl.constexpr):
 def forward_pipeline(
     Y, X, y_stride, x_stride, n_rows, n_cols,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, IN_REGISTERS: gl.constexpr, WHOLE: gl.constexpr,
-    INTERLEAVE: gl.constexpr, scale=None,
+    INTERLEAVE: gl.constexpr = None, scale=None,
 ):  # fmt: skip
     """Persistent programs that hold long rows in shared memory and registers: see ``pipeline.process_rows``."""
     dtype: gl.constexpr = X.dtype.element_ty
     FILL: gl.constexpr = minus_infinity(dtype)
-    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE)
+    z = RowSizes(dtype, gl.num_warps(), BLOCK, STAGES, PREFETCH, IN_REGISTERS, WHOLE, INTERLEAVE or 1)
     if scale is None:
         f = RowFunctions(
-            load_no_scalars, read_always, init_pairs, accumulate_pairs, reduce_log_softmax, epilogue_log_softmax,
+            load_no_scalars, read_always, init_stats, accumulate_stats, reduce_log_softmax, epilogue_log_softmax,
             no_finalise, FILL,
         )  # fmt: skip
         process_rows(Y, (X,), y_stride, (x_stride,), n_rows, n_cols, LOG2_E, f, z)
     else:
         f = RowFunctions(
-            load_no_scalars, read_always, init_pairs, accumulate_pairs, reduce_softmax, epilogue_softmax,
+            load_no_scalars, read_always, init_stats, accumulate_stats, reduce_softmax, epilogue_softmax,
             no_finalise, FILL,
         )  # fmt: skip
         process_rows(Y, (X,), y_stride, (x_stride,), n_rows, n_cols, scale, f, z)

@@ -100,8 +100,8 @@ class DivergenceTests(OpTests):
         of_term, of_slope = self.sizes(exact)
         labels, dloss = exact.inputs.get("shift_labels"), exact.grads[0]
         if labels is not None:
-            kept = (labels.long() != exact.settings["ignore_index"]).unsqueeze(-1)
-            of_term, of_slope = of_term * kept, of_slope * kept
+            counts = (labels.long() != exact.settings["ignore_index"]).unsqueeze(-1)
+            of_term, of_slope = of_term * counts, of_slope * counts
         reduction = exact.settings.get("reduction", "batchmean")
         if reduction != "none":
             rows = x.shape[0] if self.op_class.batch_is_first else x.shape[:-1].numel()
@@ -134,12 +134,12 @@ class DivergenceTests(OpTests):
         loss = self.call(way.op, (leaf, *rest), settings)
         one = torch.ones_like(loss)
         (first,) = torch.autograd.grad(loss, leaf, one, retain_graph=True)
-        kept = first.clone()
+        was = first.clone()
         first.fill_(torch.nan)
         for factor in (1.0, 2.0, 1.0):
-            (again,) = torch.autograd.grad(loss, leaf, one * factor, retain_graph=True)
+            (more,) = torch.autograd.grad(loss, leaf, one * factor, retain_graph=True)
             # Two kernels: where products and sums are contracted differently, a rounding may fall the other way.
-            torch.testing.assert_close(again, kept * factor, rtol=2 * UNIT_ROUNDOFF[again.dtype], atol=0)
+            torch.testing.assert_close(more, was * factor, rtol=2 * UNIT_ROUNDOFF[more.dtype], atol=0)
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
     def test_gradient_of_one(self, way: Way) -> None:

@@ -66,8 +66,8 @@ class TestJSD(DivergenceTests):
             rows = beta * kl(target, mixed) + (1 - beta) * kl(input, mixed)
         if shift_labels is None:
             return rows.mean()
-        kept = shift_labels.long() != ignore_index
-        return torch.where(kept, rows, 0).sum() / kept.sum().clamp(min=1)
+        counts = shift_labels.long() != ignore_index
+        return torch.where(counts, rows, 0).sum() / counts.sum().clamp(min=1)
 
     def sizes(self, exact: Exact) -> tuple[Tensor, Tensor]:
         """Logarithms have absolute errors of some roundoffs of 1, those of sums of powers as well: each probability

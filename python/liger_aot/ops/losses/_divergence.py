@@ -1,9 +1,9 @@
 """The host side of losses that compare two distributions over the last dimension: ``kl_div``, ``jsd`` and ``tvd``.
 
-A loss that is one number finds its gradient in the forward where one is wanted: two tensors are read and one is
-written, instead of four and one. The first backward gives that gradient away, computed again in place if the loss's own
-gradient is not 1; the device decides, the host does not wait. A further one (``retain_graph=True``) computes it afresh.
-So every gradient is rounded once and float16 does not underflow before a loss scaler's factor comes. Under
+Where a gradient is wanted, a reduced loss finds it in the forward: two tensors are read and one is written, instead of
+four and one. The first backward hands that gradient to autograd; if the gradient of the loss is not 1, it is recomputed
+in place first, which the device decides, without synchronisation. A further backward (``retain_graph=True``) recomputes
+it. So every gradient is rounded once, and float16 does not underflow before the factor of a loss scaler comes. Under
 torch.compile, and where the loss is not reduced, the backward computes it.
 """
 
@@ -44,7 +44,7 @@ class Summand(NamedTuple):
 
 
 class _Handed(Function):
-    """The eager way. What the forward found is no saved tensor: it is given away."""
+    """The eager path. The gradient that the forward found is no saved tensor: the first backward hands it over."""
 
     @staticmethod
     def forward(

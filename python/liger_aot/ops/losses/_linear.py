@@ -160,7 +160,7 @@ def check_linear(op: str, name: str, x: Tensor, weight: Any, bias: Any) -> None:
         if hasattr(value, "device_mesh"):
             raise ArgumentTypeError(
                 f"{op}: {argument} is a DTensor: under FSDP2 call this inside the forward of the module that holds it; "
-                "for a vocabulary cut over ranks there is vocab_parallel_linear_cross_entropy"
+                "for a vocabulary sharded over ranks there is vocab_parallel_linear_cross_entropy"
             )
         if value.device != x.device:
             raise ArgumentError(
@@ -188,6 +188,12 @@ def check_weight_grad_dtype(op: str, dtype: torch.dtype | None, weight: Tensor) 
         )
 
 
+def found_in_backward(dtype: torch.dtype, reduction: str) -> bool:
+    """Whether gradients can't be found before that of the loss is known: it has a number for each row, or they are
+    float16, whose range the factor of a loss scaler has to reach first."""
+    return reduction == "none" or dtype == torch.float16
+
+
 class LinearLoss(DifferentiableOp):
     """Base of losses whose gradients the forward finds.
 
@@ -195,8 +201,8 @@ class LinearLoss(DifferentiableOp):
     ``results`` are its outputs and then one gradient for each argument of ``graded``. The first output is the loss; no
     other one is differentiable. Its ``__call__`` returns ``self.differentiable(tensors, settings without wanted)``.
 
-    The first backward multiplies the gradients by that of the loss, in place and on the device, and gives them away: no
-    copy of them is left here. A further one (``retain_graph=True``) computes all again from the arguments.
+    The first backward multiplies the gradients by that of the loss, in place and on the device, and hands them to
+    autograd without a copy. A further one (``retain_graph=True``) recomputes all from the arguments.
 
     ``uses`` names "fused_linear_cross_entropy", whose kernel multiplies, unless that is the op itself.
     """
@@ -227,7 +233,7 @@ class LinearLoss(DifferentiableOp):
     # ---- what it gets ---------------------------------------------------------------------------------------
 
     def scale(self, gradient: Tensor, grad: Tensor) -> None:
-        """gradient *= grad, a float32 scalar on the same device, in place, with no word from the host."""
+        """gradient *= grad, a float32 scalar on the same device, in place, without synchronisation."""
         if self._own.of(gradient, "input") is None:
             gradient.copy_(scaled(gradient, grad))
         elif gradient.numel():
@@ -309,7 +315,7 @@ class LinearLoss(DifferentiableOp):
         return tuple(made)
 
     def completed(self, saved: Tensors) -> Tensors:
-        """The arguments alone: from them all is computed again."""
+        """The arguments alone: from them all is recomputed."""
         if saved[0] is None:
             raise ArgumentError(
                 f"{self.name}: torch.library's backward has the gradients alone: it is not for create_graph=True"
@@ -344,14 +350,14 @@ def scaled(gradient: Tensor, grad: Tensor) -> Tensor:
 
 
 def _there(gradient: Tensor | None) -> Tensor | None:
-    """torch.library knows no missing result: a tensor of one dimension and no elements stands for it."""
+    """None for the tensor of one dimension and no elements that stands for a missing result in torch.library."""
     absent = gradient is None or (gradient.dim() == 1 and not gradient.numel())
     return None if absent else gradient
 
 
 class _Handed(Function):
-    """The eager way. The gradients are no saved tensors: those autograd would keep until after the backward, and then
-    AccumulateGrad copies what it could have taken."""
+    """The eager path. The gradients are no saved tensors: autograd would hold those until after the backward, and
+    AccumulateGrad would copy what it could have taken over."""
 
     @staticmethod
     def forward(

@@ -51,8 +51,8 @@ def row_losses(
     if row_loss.token_scaling:
         p = torch.exp(at_target - lse).detach()
         loss, z_loss = loss * p, z_loss * p
-    kept = counted(target, row_loss.ignore_index)
-    return torch.where(kept, loss, 0.0), torch.where(kept, z_loss, 0.0)
+    counts = counted(target, row_loss.ignore_index)
+    return torch.where(counts, loss, 0.0), torch.where(counts, z_loss, 0.0)
 
 
 def gradient(
@@ -78,8 +78,8 @@ def gradient(
     columns, inside = _columns(target, row_loss, vocab_start, y.shape[-1])
     of_target, weight_sum = _class_weights(target, row_loss, weight, vocabulary)
     smoothing = row_loss.label_smoothing
-    kept = counted(target, row_loss.ignore_index)
-    scale, z_scale = (torch.where(kept, s, 0.0) for s in (scale, z_scale))
+    counts = counted(target, row_loss.ignore_index)
+    scale, z_scale = (torch.where(counts, s, 0.0) for s in (scale, z_scale))
     if row_loss.token_scaling:
         p = torch.exp(at_target - lse).detach()
         scale, z_scale = scale * p, z_scale * p
@@ -93,21 +93,21 @@ def gradient(
     dy = dy.scatter_add(-1, columns.unsqueeze(-1), hot.unsqueeze(-1).to(dy.dtype))
     if row_loss.softcap:
         dy = dy * (1 - (y / row_loss.softcap) ** 2)
-    return torch.where(kept.unsqueeze(-1), dy, 0.0)
+    return torch.where(counts.unsqueeze(-1), dy, 0.0)
 
 
 def totals(
     target: Tensor, row_loss: RowLoss, weight: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """What a mean divides by: the class weights of the targets not ignored, and for the z-loss their count."""
-    kept = counted(target, row_loss.ignore_index)
-    count = kept.sum().to(dtype)
+    counts = counted(target, row_loss.ignore_index)
+    count = counts.sum().to(dtype)
     if weight is None:
         return count, count
     of_target = weight.to(dtype).index_select(
-        0, torch.where(kept, target, 0).long().clamp(0, weight.shape[0] - 1)
+        0, torch.where(counts, target, 0).long().clamp(0, weight.shape[0] - 1)
     )
-    return torch.where(kept, of_target, 0.0).sum(), count
+    return torch.where(counts, of_target, 0.0).sum(), count
 
 
 def _columns(target: Tensor, row_loss: RowLoss, vocab_start: int, n: int) -> tuple[Tensor, Tensor]:
@@ -122,6 +122,6 @@ def _class_weights(
 ) -> tuple[Tensor | float, Tensor | float]:
     if weight is None:
         return 1.0, float(vocabulary)
-    kept = counted(target, row_loss.ignore_index)
-    at = torch.where(kept, target, 0).long().clamp(0, weight.shape[0] - 1)
+    counts = counted(target, row_loss.ignore_index)
+    at = torch.where(counts, target, 0).long().clamp(0, weight.shape[0] - 1)
     return weight.index_select(0, at), weight.sum()

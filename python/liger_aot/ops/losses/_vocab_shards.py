@@ -1,9 +1,9 @@
-"""A vocabulary that is cut into shards, one for each rank of a torch.distributed group: who has which columns, and what
-the ranks tell each other of a row.
+"""A vocabulary in shards, one for each rank of a torch.distributed group: which rank has which columns, and what
+the ranks exchange of a row.
 
 Each rank reads its own columns and finds a row's log(sum(exp)), its target's logit (0 where another rank has it) and
-the sum of its logits. One all-gather of those three, packed, gives every rank the same bits of the whole row's: a
-maximum and sums can't share an all-reduce (Megatron-LM, Shoeybi et al., 2019, takes three).
+the sum of its logits. One all-gather of those three gives every rank the same bits of the whole row: a maximum and sums
+can't share an all-reduce (Megatron-LM, Shoeybi et al., 2019, takes three).
 """
 
 from __future__ import annotations

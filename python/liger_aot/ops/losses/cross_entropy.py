@@ -120,7 +120,7 @@ class CrossEntropy(DifferentiableOp):
             return self.differentiable(tensors, settings)
         else:
             found = self._detailed.differentiable(tensors, settings)
-        more = tuple(r.detach() for r, ask in zip(found[1:], asked, strict=True) if ask)
+        more = tuple(r.detach() for r, wanted in zip(found[1:], asked, strict=True) if wanted)
         return (found[0], *more) if more else found[0]
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
@@ -299,17 +299,17 @@ class CrossEntropy(DifferentiableOp):
         row_loss = RowLoss(ignore_index, label_smoothing, lse_square_scale, softcap)
         n, shape = logits.shape[-1], target.shape
         logits, target = logits.reshape(-1, n), target.reshape(-1)
-        kept = counted(target, ignore_index)
+        counts = counted(target, ignore_index)
         wide = torch.promote_types(logits.dtype, torch.float32)
         of_class = None if weight is None else weight.to(wide)
         lse, at_target, total = plain.shard_stats(logits, target, row_loss, of_class)
         loss, z_loss = plain.row_losses(lse, at_target, total, target, row_loss, n, of_class)
-        loss = torch.where(kept & ((target < 0) | (target >= n)), torch.nan, loss)
+        loss = torch.where(counts & ((target < 0) | (target >= n)), torch.nan, loss)
         weights, count = plain.totals(target, row_loss, of_class, wide)
-        predicted = torch.where(kept, logits.argmax(-1), -1)
-        accuracy = (kept & (predicted == target)).to(wide)
+        predicted = torch.where(counts, logits.argmax(-1), -1)
+        accuracy = (counts & (predicted == target)).to(wide)
         loss, z_loss, accuracy, predicted, lse = (
-            v.view(shape) for v in (loss, z_loss, accuracy, predicted, torch.where(kept, lse, 0.0))
+            v.view(shape) for v in (loss, z_loss, accuracy, predicted, torch.where(counts, lse, 0.0))
         )
         if reduction != "none":
             loss, z_loss = (loss - z_loss).sum(), z_loss.sum()

@@ -22,6 +22,7 @@ from liger_aot.ops.losses._linear import (
     chunk_buffer,
     chunk_rows,
     contiguous_rows,
+    found_in_backward,
     padded,
     project,
     scaled,
@@ -171,7 +172,7 @@ class FusedLinearJSD(LinearLoss):
             )
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
-        return bool(tensors[0].dtype == torch.float16)
+        return found_in_backward(tensors[0].dtype, "batchmean")
 
     def compute(
         self, tensors: Tensors, settings: tuple[Any, ...], wanted: Sequence[bool], grad: Tensor | None
@@ -222,8 +223,8 @@ class FusedLinearJSD(LinearLoss):
     @staticmethod
     def reference(*arguments: Any) -> tuple[Tensor, ...]:
         tensors, settings = arguments[:7], arguments[7:]
-        late = tensors[0].dtype == torch.float16
-        loss, gradients = whole(tensors, settings, None, [want and not late for want in settings[-1]])
+        now = not found_in_backward(tensors[0].dtype, "batchmean")
+        loss, gradients = whole(tensors, settings, None, [want and now for want in settings[-1]])
         return (loss, *(loss.new_empty(0) if g is None else g for g in gradients))
 
     @staticmethod
@@ -263,11 +264,11 @@ def whole(
     teacher = teacher if teacher_bias is None else teacher + teacher_bias.to(wide)
     log_q, log_p = ((logits / temperature).log_softmax(-1) for logits in (student, teacher))
     summands, slopes = summands_and_slopes(log_q, log_p, beta)
-    kept = flat.new_ones(flat.shape[0]) if labels is None else counted(labels.reshape(-1), ignored).to(wide)
-    factor = kept / kept.sum().clamp(min=1)
-    loss = (torch.where(kept == 0, 0, summands.sum(-1)) * factor).sum()
+    counts = flat.new_ones(flat.shape[0]) if labels is None else counted(labels.reshape(-1), ignored).to(wide)
+    factor = counts / counts.sum().clamp(min=1)
+    loss = (torch.where(counts == 0, 0, summands.sum(-1)) * factor).sum()
     g = slopes - log_q.exp() * slopes.sum(-1, keepdim=True)
-    g = torch.where(kept.unsqueeze(-1) == 0, 0, g * (factor / temperature).unsqueeze(-1))
+    g = torch.where(counts.unsqueeze(-1) == 0, 0, g * (factor / temperature).unsqueeze(-1))
     if grad is not None:
         g = g * grad.to(wide)
     want_x, want_weight, want_bias = wanted
