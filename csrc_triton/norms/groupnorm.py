@@ -23,11 +23,9 @@ from csrc_triton.norms.groupnorm_pipeline import (  # noqa: F401  named by DECLA
 from csrc_triton.norms.groupnorm_two_pass import (  # noqa: F401  named by DECLARATION
     backward_channels_last,
     backward_two_pass,
-    backward_two_pass_unaligned,
     forward_channels_last,
     forward_in_registers,
     forward_two_pass,
-    forward_two_pass_unaligned,
 )
 
 # ``max_elements``: of a group, for one CTA; longer groups are split, and all where there are too few for the GPU.
@@ -71,12 +69,11 @@ DECLARATION = {
                 },
                 "two_pass": {
                     "function": "forward_two_pass",
-                    "constants": ["MAX_SPLITS", "BLOCK", "BLOCKS"],
-                    "defaults": {"MAX_SPLITS": 1, "BLOCKS": 0},
+                    "constants": ["MAX_SPLITS", "BLOCK", "BLOCKS", "UNALIGNED"],
+                    "defaults": {"MAX_SPLITS": 1, "BLOCKS": 0, "UNALIGNED": False},
                     "covers": "BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
                     "cooperative": "MAX_SPLITS",
-                    "requires": {"aligned": [True]},
                 },
                 "pipeline": {
                     "language": "gluon",
@@ -84,11 +81,6 @@ DECLARATION = {
                     "constants": ["BLOCKS", "BLOCK", "STAGES"],
                     "covers": "BLOCKS * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-                },
-                "two_pass_unaligned": {
-                    "function": "forward_two_pass_unaligned",
-                    "constants": ["MAX_SPLITS", "BLOCK"],
-                    **TWO_PASS,
                 },
             },
         },
@@ -124,9 +116,9 @@ DECLARATION = {
             "forms": {
                 "two_pass": {
                     "function": "backward_two_pass",
-                    "constants": ["MAX_SPLITS", "ROWS", "BLOCK"],
-                    "requires": {"aligned": [True]},
-                    **TWO_PASS,
+                    "constants": ["MAX_SPLITS", "ROWS", "BLOCK", "UNALIGNED"],
+                    "defaults": {"MAX_SPLITS": 1, "UNALIGNED": False},
+                    "cooperative": "MAX_SPLITS",
                 },
                 "pipeline": {
                     "language": "gluon",
@@ -135,11 +127,6 @@ DECLARATION = {
                     "covers": "BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                     "may_spill": "some registers, once a group, for one that need not be read twice",
-                },
-                "two_pass_unaligned": {
-                    "function": "backward_two_pass_unaligned",
-                    "constants": ["MAX_SPLITS", "ROWS", "BLOCK"],
-                    **TWO_PASS,
                 },
             },
         },

@@ -120,6 +120,12 @@ def combined_sums(unit, split, a, b, s, GROUPS: tl.constexpr):
 # ---- channels first: a group is one run of memory --------------------------------------------------------------------
 
 
+@triton.constexpr_function
+def vector_of(dtype, unaligned):
+    """Elements that one load takes."""
+    return 1 if unaligned else 128 // dtype.primitive_bitwidth
+
+
 @triton.jit
 def reciprocal(spatial):
     """What ``channels_of`` multiplies by to divide by ``spatial`` (more than 1)."""
@@ -148,7 +154,7 @@ def forward_in_registers(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A group a CTA, of at most BLOCK elements: read once."""
-    vector: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+    vector: tl.constexpr = vector_of(X.dtype.element_ty, False)
     unit = tl.program_id(0)
     line = tl.arange(0, BLOCK // vector) * vector
     at = unit.to(tl.int64) * size
@@ -230,47 +236,26 @@ def forward_group(
 
 
 @triton.jit
-def forward_groups(
-    Y, X, affine, STATS, n_units, groups, channels, spatial, size, eps, store_stats, s,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
+def forward_two_pass(
+    Y, X, W, B, STATS, WORKSPACE, launch, n_units, groups, channels, spatial, size, length, n_splits, eps, w_kind,
+    b_kind, store_stats,
+    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
-    if s.MAX_SPLITS > 1:
-        for unit in range(tl.program_id(0) // s.n_splits, n_units, tl.num_programs(0) // s.n_splits):
+    """Groups of ``size`` elements, in parts of ``length``. The 16 bytes of one load are of one channel; UNALIGNED
+    elements are loaded one by one."""
+    s = Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS)
+    affine = Affine(W, B, w_kind, b_kind)
+    vector: tl.constexpr = vector_of(X.dtype.element_ty, UNALIGNED)
+    if MAX_SPLITS > 1:
+        for unit in range(tl.program_id(0) // n_splits, n_units, tl.num_programs(0) // n_splits):
             forward_group(
-                unit, Y, X, affine, STATS, groups, channels, spatial, size, eps, store_stats, s, BLOCK, BLOCKS, VECTOR
+                unit, Y, X, affine, STATS, groups, channels, spatial, size, eps, store_stats, s, BLOCK, BLOCKS, vector
             )  # fmt: skip
     else:
         forward_group(
             tl.program_id(0), Y, X, affine, STATS, groups, channels, spatial, size, eps, store_stats, s, BLOCK, BLOCKS,
-            VECTOR,
+            vector,
         )  # fmt: skip
-
-
-@triton.jit
-def forward_two_pass(
-    Y, X, W, B, STATS, WORKSPACE, launch, n_units, groups, channels, spatial, size, length, n_splits, eps, w_kind,
-    b_kind, store_stats,
-    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Groups of ``size`` elements, in parts of ``length``; the 16 bytes of one load are of one channel."""
-    forward_groups(
-        Y, X, Affine(W, B, w_kind, b_kind), STATS, n_units, groups, channels, spatial, size, eps, store_stats,
-        Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS), BLOCK, BLOCKS,
-        128 // X.dtype.element_ty.primitive_bitwidth,
-    )  # fmt: skip
-
-
-@triton.jit
-def forward_two_pass_unaligned(
-    Y, X, W, B, STATS, WORKSPACE, launch, n_units, groups, channels, spatial, size, length, n_splits, eps, w_kind,
-    b_kind, store_stats,
-    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``forward_two_pass`` with a channel for every element."""
-    forward_groups(
-        Y, X, Affine(W, B, w_kind, b_kind), STATS, n_units, groups, channels, spatial, size, eps, store_stats,
-        Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS), BLOCK, 0, 1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -347,47 +332,25 @@ def backward_group(
 
 
 @triton.jit
-def backward_groups(
-    out, DY, X, W, STATS, n_units, groups, channels, spatial, w_kind, s,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    if s.MAX_SPLITS > 1:
-        for unit in range(tl.program_id(0) // s.n_splits, n_units, tl.num_programs(0) // s.n_splits):
-            backward_group(
-                unit, out, DY, X, W, STATS, groups, channels, spatial, w_kind, s, ROWS, BLOCK, VECTOR
-            )
-    else:
-        backward_group(
-            tl.program_id(0), out, DY, X, W, STATS, groups, channels, spatial, w_kind, s, ROWS, BLOCK, VECTOR
-        )
-
-
-@triton.jit
 def backward_two_pass(
     DX, DY, X, W, STATS, PARTIALS, WORKSPACE, launch, n_units, groups, channels, spatial, length, n_splits, columns,
     db_column, w_kind, store_dx, store_dw, store_db,
-    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Groups of channels that are runs of ``spatial`` elements, in parts of ``length`` of every channel.
     PARTIALS[images * n_splits, columns] gets each channel's sums over a part."""
-    backward_groups(
-        Gradients(DX, PARTIALS, columns, db_column, store_dx, store_dw, store_db), DY, X, W, STATS, n_units, groups,
-        channels, spatial, w_kind, Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS), ROWS, BLOCK,
-        128 // X.dtype.element_ty.primitive_bitwidth,
-    )  # fmt: skip
-
-
-@triton.jit
-def backward_two_pass_unaligned(
-    DX, DY, X, W, STATS, PARTIALS, WORKSPACE, launch, n_units, groups, channels, spatial, length, n_splits, columns,
-    db_column, w_kind, store_dx, store_dw, store_db,
-    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``backward_two_pass`` for elements that are loaded one by one."""
-    backward_groups(
-        Gradients(DX, PARTIALS, columns, db_column, store_dx, store_dw, store_db), DY, X, W, STATS, n_units, groups,
-        channels, spatial, w_kind, Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS), ROWS, BLOCK, 1,
-    )  # fmt: skip
+    s = Split(WORKSPACE, launch, n_splits, length, MAX_SPLITS)
+    out = Gradients(DX, PARTIALS, columns, db_column, store_dx, store_dw, store_db)
+    vector: tl.constexpr = vector_of(X.dtype.element_ty, UNALIGNED)
+    if MAX_SPLITS > 1:
+        for unit in range(tl.program_id(0) // n_splits, n_units, tl.num_programs(0) // n_splits):
+            backward_group(
+                unit, out, DY, X, W, STATS, groups, channels, spatial, w_kind, s, ROWS, BLOCK, vector
+            )
+    else:
+        backward_group(
+            tl.program_id(0), out, DY, X, W, STATS, groups, channels, spatial, w_kind, s, ROWS, BLOCK, vector
+        )
 
 
 # ---- channels last: several groups that lie beside each other --------------------------------------------------------
