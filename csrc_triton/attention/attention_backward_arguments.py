@@ -62,7 +62,7 @@ ROWS = {
     "aligned": [
         "LSE2", "DELTA", "Y", "DY", "y_batch", "y_head", "y_row", "dy_batch", "dy_head", "dy_row", "dim", "padded",
     ],
-    "forms": {"tiles": {"function": "row_sums", "constants": ["BLOCK_M", "D1"]}},
+    "forms": {"tiles": {"function": "preprocess_rows", "constants": ["BLOCK_M", "D1"]}},
 }  # fmt: skip
 
 KEYS = {
@@ -253,5 +253,5 @@ FINISH = {
     },
     "axes": DTYPE,
     "aligned": ["DQ", "DQ32", "dq_batch", "dq_head", "dq_row", "dim"],
-    "forms": {"tiles": {"function": "finish", "constants": ["WIDTH"]}},
+    "forms": {"tiles": {"function": "postprocess_dq", "constants": ["WIDTH"]}},
 }

@@ -32,12 +32,19 @@ from csrc_triton.attention.attention_backward_consumer import by_groups
 from csrc_triton.attention.attention_backward_groups import BackwardSizes, tile_of_keys
 from csrc_triton.attention.attention_backward_order import tile_in_order
 from csrc_triton.attention.attention_backward_roles import by_roles
-from csrc_triton.attention.attention_backward_rows import finish_rows, sum_rows
-from csrc_triton.attention.attention_gradients import key_tile, query_tile
 from csrc_triton.attention.attention_turns import in_turns
+from csrc_triton.attention.backward_tiles import (
+    Inputs,
+    Problem,
+    TileSizes,
+    dkdv_tile,
+    dq_tile,
+    postprocess,
+    preprocess,
+)
 
-KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
-QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
+KEY_TILES = {"function": "dkdv_tiles", "constants": TILES_CONSTANTS}
+QUERY_TILES = {"function": "dq_tiles", "constants": TILES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_backward",
@@ -94,26 +101,26 @@ DECLARATION = {
 
 
 @triton.jit
-def row_sums(
+def preprocess_rows(
     LSE2, DELTA, Y, DY, LSE, DLSE, y_batch, y_head, y_row, dy_batch, dy_head, dy_row, tiles_a_head, heads,
     dim, len_q, padded, BLOCK_M: tl.constexpr, D1: tl.constexpr,
 ):  # fmt: skip
-    """``sum_rows`` of BLOCK_M rows; LSE2 and DELTA are [batch, heads, padded]."""
+    """``preprocess`` of BLOCK_M rows; LSE2 and DELTA are [batch, heads, padded]."""
     tile = tl.program_id(0) % tiles_a_head
-    both = tl.program_id(0) // tiles_a_head
-    batch = (both // heads).to(tl.int64)
-    head = (both % heads).to(tl.int64)
+    batch_head = tl.program_id(0) // tiles_a_head
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = both.to(tl.int64) * len_q
-    to = both.to(tl.int64) * padded + rows
-    sum_rows(
+    first = batch_head.to(tl.int64) * len_q
+    to = batch_head.to(tl.int64) * padded + rows
+    preprocess(
         rows, LSE2 + to, DELTA + to, Y + batch * y_batch + head * y_head, DY + batch * dy_batch + head * dy_head,
         LSE + first, DLSE + first, DLSE.to(tl.int64) != 0, y_row, dy_row, dim, len_q, D1,
     )  # fmt: skip
 
 
 @triton.jit
-def key_tiles(
+def dkdv_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, dk_batch, dk_head, dk_row, q_batch, q_head, q_row, k_batch, k_head,
     k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head,
     section, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -121,12 +128,11 @@ def key_tiles(
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of K. The first keys, which most rows see, come first.
 
-    ``section`` is ``in_turns``'. ``heads`` are K's, each shared by ``ratio`` of Q's. ``scale`` and ``cap`` as the
-    forward takes them; ``gradient_scale`` is d score / d (q k) without the soft cap's slope.
+    ``section`` is ``in_turns``'. ``heads`` are K's, each shared by ``ratio`` of Q's; the rest is as in ``Problem``.
     """
-    both, tile = in_turns(tiles_a_head, section)
-    batch = (both // heads).to(tl.int64)
-    head = both % heads
+    batch_head, tile = in_turns(tiles_a_head, section)
+    batch = (batch_head // heads).to(tl.int64)
+    head = batch_head % heads
     K += batch * k_batch + head.to(tl.int64) * k_head
     V += batch * v_batch + head.to(tl.int64) * v_head
     DK += batch * dk_batch + head.to(tl.int64) * dk_head
@@ -134,35 +140,35 @@ def key_tiles(
     Q += batch * q_batch + (head * ratio).to(tl.int64) * q_head
     DY += batch * dy_batch + (head * ratio).to(tl.int64) * dy_head
     at = (batch * heads + head) * ratio * padded
-    key_tile(
-        tile * BLOCK_N, DK, DV, Q, K, V, DY, LSE2 + at, DELTA + at, dk_row, q_head, q_row, k_row, v_row, dy_head,
-        dy_row, scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M, BLOCK_N, D1, D2,
-        STAGES, CAP, False, True,
-    )  # fmt: skip
+    x = Inputs(Q, K, V, DY, LSE2 + at, DELTA + at, q_head, q_row, k_row, v_row, dy_head, dy_row)
+    p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right, left)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, False)
+    dkdv_tile(tile * BLOCK_N, DK, DV, dk_row, x, p, z)
 
 
 @triton.jit
-def query_tiles(
+def dq_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, dq_batch, dq_head, dq_row, q_batch, q_head, q_row, k_batch, k_head,
     k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head,
     section, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M rows of a head, the last rows first. ``heads`` are Q's; the rest as in ``key_tiles``."""
-    both, number = in_turns(tiles_a_head, section)
+    """dQ of BLOCK_M rows of a head, the last rows first. ``heads`` are Q's; the rest is as in ``dkdv_tiles``."""
+    batch_head, number = in_turns(tiles_a_head, section)
     tile = tiles_a_head - 1 - number
-    batch = (both // heads).to(tl.int64)
-    head = both % heads
+    batch = (batch_head // heads).to(tl.int64)
+    head = batch_head % heads
     Q += batch * q_batch + head.to(tl.int64) * q_head
     DY += batch * dy_batch + head.to(tl.int64) * dy_head
     DQ += batch * dq_batch + head.to(tl.int64) * dq_head
     K += batch * k_batch + (head // ratio).to(tl.int64) * k_head
     V += batch * v_batch + (head // ratio).to(tl.int64) * v_head
-    at = both.to(tl.int64) * padded
-    query_tile(
-        tile * BLOCK_M, DQ, Q, K, V, DY, LSE2 + at, DELTA + at, dq_row, q_row, k_row, v_row, dy_row, scale, cap,
-        gradient_scale, dim, len_q, len_k, right, left, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, False,
-    )  # fmt: skip
+    at = batch_head.to(tl.int64) * padded
+    row = tile * BLOCK_M
+    x = Inputs(Q, K, V, DY, LSE2 + at, DELTA + at, q_head, q_row, k_row, v_row, dy_head, dy_row)
+    p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right, left)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, False)
+    dq_tile(row, DQ, dq_row, x, p, z)
 
 
 @triton.jit
@@ -230,15 +236,15 @@ def backward_roles(
 
 
 @triton.jit
-def finish(
+def postprocess_dq(
     DQ, DQ32, dq_batch, dq_head, dq_row, scale, tiles_a_head, heads, pieces, dim, len_q, WIDTH: tl.constexpr
 ):
-    """``finish_rows`` of WIDTH columns of 64 rows a program, a piece of ``pieces`` in a row."""
+    """``postprocess`` of WIDTH columns of 64 rows a program, one of ``pieces`` in a row."""
     tile = tl.program_id(0) // pieces
-    both = tile // tiles_a_head
-    batch = (both // heads).to(tl.int64)
-    head = (both % heads).to(tl.int64)
-    finish_rows(
+    batch_head = tile // tiles_a_head
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    postprocess(
         DQ + batch * dq_batch + head * dq_head, DQ32 + tl.program_id(0).to(tl.int64) * (64 * WIDTH), dq_row, scale,
-        (tile - both * tiles_a_head) * 64, (tl.program_id(0) - tile * pieces) * WIDTH, dim, len_q, WIDTH,
+        (tile - batch_head * tiles_a_head) * 64, (tl.program_id(0) - tile * pieces) * WIDTH, dim, len_q, WIDTH,
     )  # fmt: skip

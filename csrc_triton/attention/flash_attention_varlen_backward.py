@@ -2,8 +2,8 @@
 
 In plain Triton dK and dV come from one kernel, dQ from another, the same bits every time; what each row needs comes
 from ``flash_attention_backward``'s kernel, to which all tokens are one sequence. By warp groups (see
-``attention_packed_backward``) sums of rows and dQ are padded, a sequence at a time: ``packed_row_sums`` makes them,
-``packed_backward_groups`` and, for wide heads, ``packed_backward_roles`` add dQ up, ``packed_finish`` rounds it. The
+``attention_packed_backward``) sums of rows and dQ are padded, a sequence at a time: ``varlen_preprocess_rows`` makes them,
+``packed_backward_groups`` and, for wide heads, ``packed_backward_roles`` add dQ up, ``varlen_postprocess_dq`` rounds it. The
 sinks' gradient is the dense form's in both.
 """
 
@@ -25,10 +25,17 @@ from csrc_triton.attention.attention_backward_arguments import (
 from csrc_triton.attention.attention_backward_consumer import by_groups
 from csrc_triton.attention.attention_backward_groups import BackwardSizes
 from csrc_triton.attention.attention_backward_roles import by_roles
-from csrc_triton.attention.attention_backward_rows import finish_rows, sum_rows
-from csrc_triton.attention.attention_gradients import key_tile, query_tile
 from csrc_triton.attention.attention_packed_backward import packed_tile, put_zeros
 from csrc_triton.attention.attention_sequences import BOUNDS, DTYPES, SIZES, STRIDES, UNIT, find, span
+from csrc_triton.attention.backward_tiles import (
+    Inputs,
+    Problem,
+    TileSizes,
+    dkdv_tile,
+    dq_tile,
+    postprocess,
+    preprocess,
+)
 
 OF_READ = {**STRIDES, "dy_head": "i32", "dy_row": "i32"}
 NUMBERS = {
@@ -37,10 +44,10 @@ NUMBERS = {
 }  # fmt: skip
 SHARED = {"always_aligned": True, "matrix": True, "axes": DTYPES}
 KEYS = {
-    "function": "packed_key_tiles",
+    "function": "varlen_dkdv_tiles",
     "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP", "PEELED"],
 }
-QUERIES = {"function": "packed_query_tiles", "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"]}
+QUERIES = {"function": "varlen_dq_tiles", "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"]}
 GROUPS = {
     "language": "gluon",
     "optional": True,
@@ -109,7 +116,7 @@ DECLARATION = {
             },
             "axes": DTYPES,
             "aligned": ["LSE2", "DELTA", "Y", "DY", "y_head", "y_row", "dy_head", "dy_row", "dim", "padded"],
-            "forms": {"tiles": {"function": "packed_row_sums", "constants": ["BLOCK_M", "D1"]}},
+            "forms": {"tiles": {"function": "varlen_preprocess_rows", "constants": ["BLOCK_M", "D1"]}},
         },
         "flash_attention_varlen_backward_finish": {
             "optional": True,
@@ -121,21 +128,21 @@ DECLARATION = {
             },
             "axes": DTYPES,
             "aligned": ["DQ", "DQ32", "dq_head", "dq_row", "dim"],
-            "forms": {"tiles": {"function": "packed_finish", "constants": ["WIDTH"]}},
+            "forms": {"tiles": {"function": "varlen_postprocess_dq", "constants": ["WIDTH"]}},
         },
     },
 }  # fmt: skip
 
 
 @triton.jit
-def packed_key_tiles(
+def varlen_dkdv_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, BOUNDS_Q, BOUNDS_K, dk_head, dk_row, q_head, q_row, k_head, k_row,
     v_head, v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, PEELED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of a sequence, the first keys first. LSE2 and DELTA are
-    [heads, padded]; ``right`` and ``left`` are a sequence's with as many keys as queries."""
+    [heads, padded]; ``right`` and ``left`` are those of a sequence with as many keys as queries."""
     tile = tl.program_id(0) % tiles_a_head
     head = (tl.program_id(0) // tiles_a_head).to(tl.int64)
     sequence, start_k, len_k, key = find(BOUNDS_K, tile, sequences, tokens_k, BLOCK_N)
@@ -148,22 +155,24 @@ def packed_key_tiles(
     first_head = head * ratio
     to = head * dk_head + first_k * dk_row
     at = first_head * padded + first_q
-    key_tile(
-        key, DK + to, DV + to, Q + first_head * q_head + first_q * q_row, K + head * k_head + first_k * k_row,
+    x = Inputs(
+        Q + first_head * q_head + first_q * q_row, K + head * k_head + first_k * k_row,
         V + head * v_head + first_k * v_row, DY + first_head * dy_head + first_q * dy_row, LSE2 + at, DELTA + at,
-        dk_row, q_head, q_row, k_row, v_row, dy_head, dy_row, scale, cap, gradient_scale, ratio, dim, padded, len_q,
-        len_k, right + past, left + past, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True, PEELED,
+        q_head, q_row, k_row, v_row, dy_head, dy_row,
     )  # fmt: skip
+    p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right + past, left + past)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True, PEELED)
+    dkdv_tile(key, DK + to, DV + to, dk_row, x, p, z)
 
 
 @triton.jit
-def packed_query_tiles(
+def varlen_dq_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, BOUNDS_Q, BOUNDS_K, dq_head, dq_row, q_head, q_row, k_head, k_row, v_head,
     v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M rows of a head of a sequence, the last rows first; the rest as in ``packed_key_tiles``."""
+    """dQ of BLOCK_M rows of a head of a sequence, the last rows first; the rest is as in ``varlen_dkdv_tiles``."""
     tile = tiles_a_head - 1 - tl.program_id(0) % tiles_a_head
     head = (tl.program_id(0) // tiles_a_head).to(tl.int64)
     sequence, start_q, len_q, row = find(BOUNDS_Q, tile, sequences, tokens_q, BLOCK_M)
@@ -175,12 +184,14 @@ def packed_query_tiles(
     first_k = start_k.to(tl.int64)
     kv_head = head // ratio
     at = head * padded + first_q
-    query_tile(
-        row, DQ + head * dq_head + first_q * dq_row, Q + head * q_head + first_q * q_row,
-        K + kv_head * k_head + first_k * k_row, V + kv_head * v_head + first_k * v_row,
-        DY + head * dy_head + first_q * dy_row, LSE2 + at, DELTA + at, dq_row, q_row, k_row, v_row, dy_row, scale, cap,
-        gradient_scale, dim, len_q, len_k, right + past, left + past, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True,
+    x = Inputs(
+        Q + head * q_head + first_q * q_row, K + kv_head * k_head + first_k * k_row,
+        V + kv_head * v_head + first_k * v_row, DY + head * dy_head + first_q * dy_row, LSE2 + at, DELTA + at, q_head,
+        q_row, k_row, v_row, dy_head, dy_row,
     )  # fmt: skip
+    p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right + past, left + past)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True)
+    dq_tile(row, DQ + head * dq_head + first_q * dq_row, dq_row, x, p, z)
 
 
 @gluon.jit
@@ -236,11 +247,11 @@ def packed_backward_roles(
 
 
 @triton.jit
-def packed_row_sums(
+def varlen_preprocess_rows(
     LSE2, DELTA, Y, DY, LSE, DLSE, BOUNDS_Q, y_head, y_row, dy_head, dy_row, tiles_a_head, dim, padded,
     sequences, tokens_q, BLOCK_M: tl.constexpr, D1: tl.constexpr,
 ):  # fmt: skip
-    """``sum_rows`` of BLOCK_M rows of the padded ones; LSE2 and DELTA are [heads, padded]. Those that no sequence has
+    """``preprocess`` of BLOCK_M rows of the padded ones; LSE2 and DELTA are [heads, padded]. Those that no sequence has
     are as rows that see no key."""
     tile = tl.program_id(0) % tiles_a_head
     head = (tl.program_id(0) // tiles_a_head).to(tl.int64)
@@ -250,7 +261,7 @@ def packed_row_sums(
     to = head * padded + at + tl.arange(0, BLOCK_M)
     first = start.to(tl.int64)
     from_row = head * tokens_q + first
-    sum_rows(
+    preprocess(
         row + tl.arange(0, BLOCK_M), LSE2 + to, DELTA + to, Y + head * y_head + first * y_row,
         DY + head * dy_head + first * dy_row, LSE + from_row, DLSE + from_row, DLSE.to(tl.int64) != 0, y_row, dy_row,
         dim, length, D1,
@@ -258,11 +269,11 @@ def packed_row_sums(
 
 
 @triton.jit
-def packed_finish(
+def varlen_postprocess_dq(
     DQ, DQ32, BOUNDS_Q, dq_head, dq_row, scale, tiles_a_head, pieces, dim, sequences, tokens_q,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``finish_rows`` of WIDTH columns of 64 padded rows a program, a piece of ``pieces`` in a row."""
+    """``postprocess`` of WIDTH columns of 64 padded rows a program, a piece of ``pieces`` in a row."""
     tile = tl.program_id(0) // pieces
     head = tile // tiles_a_head
     at = (tile - head * tiles_a_head) * 64
@@ -270,7 +281,7 @@ def packed_finish(
     row += at % UNIT
     if (row < 0) | (row >= length):
         return
-    finish_rows(
+    postprocess(
         DQ + head.to(tl.int64) * dq_head + start.to(tl.int64) * dq_row,
         DQ32 + tl.program_id(0).to(tl.int64) * (64 * WIDTH), dq_row, scale, row,
         (tl.program_id(0) - tile * pieces) * WIDTH, dim, length, WIDTH,
