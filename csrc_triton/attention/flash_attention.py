@@ -56,6 +56,7 @@ DECLARATION = {
                 "left": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
+            "host": ["cache_megabytes", "longest"],
             "aligned": [],
             "forms": {"groups": {**GROUPS_FORM, "defaults": {"MASK": 0, "LATE": 0, "ONE_RING": 0, "TOLD": 0}}},
         },

@@ -41,6 +41,7 @@ GROUPS = {
         "scale": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32", "together": "i32", **SIZES, **LONGEST,
     },
     "axes": DTYPES,
+    "host": ["cache_megabytes", "longest"],
     "aligned": [],
 }  # fmt: skip
 BY_GROUPS = {

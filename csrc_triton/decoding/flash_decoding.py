@@ -49,6 +49,7 @@ DECLARATION = {
                 "page_bits": "i32", "tiles": "i32", "each": "i32", "part_rows": "i32", "left": "i32", "right": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
+            "host": ["busy"],
             "aligned": [
                 "OUT", "PARTS", "Q", "K", "V", "q_batch", "q_token", "q_head", "k_page", "k_row", "k_head", "dim",
             ],
@@ -86,6 +87,7 @@ DECLARATION = {
                 "left": "i32", "right": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
+            "host": ["least_blocks"],
             "aligned": ["OUT", "PARTS", "Q", "q_batch", "q_token", "q_head", "dim"],
             "forms": {
                 "stream": {

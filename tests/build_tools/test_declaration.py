@@ -207,8 +207,8 @@ def test_names_stand_for_literals(tmp_path: Path) -> None:
         "RING = LOOP\nLOST = missing\nOUT = OTHER\nWRONG = {**TWO}\nFLAT = [*ONE]\nCALL = dict()\n"
     )
     good = {"n": 1, "m": ["a", "b", "c", "n"], "of": {"x": {"n": 1}}}
-    assert literal(path, "GOOD") == good and literal(path, "DEEP") == {"k": good}
-    assert literal(path, "NOTHING") is None
+    assert literal(path, "GOOD", tmp_path) == good and literal(path, "DEEP", tmp_path) == {"k": good}
+    assert literal(path, "NOTHING", tmp_path) is None
     for name in ("RING", "LOST", "OUT", "WRONG", "FLAT", "CALL", "HALF"):
         with pytest.raises(DeclarationError, match="must be a literal"):
-            literal(path, name)
+            literal(path, name, tmp_path)

@@ -321,7 +321,7 @@ def test_a_binary_is_launched_in_one_way(sm80: Path) -> None:
         ("arguments", ["a", 1], "arguments is"),
         ("axes", "out", "axes is 'out', expected a list of strings"),
         ("axes", [], "'bf16/aligned' is no key for axes"),
-        ("tables", {"bf17/aligned": []}, "'bf17/aligned' is no key"),
+        ("tables", {"bf-16/aligned": []}, "'bf-16/aligned' is no key"),
         ("tables", {"bf16/sometimes": []}, "'bf16/sometimes' is no key"),
         ("tables", {"bf16/aligned": []}, "bf16/aligned is not a list of entries"),
         ("tables", {"bf16/aligned": [[None, []]]}, "is no entry"),
