@@ -1,22 +1,8 @@
-"""Attention backward by warp groups (Gluon, Hopper): the device code that ``flash_attention_backward`` bakes.
+"""Attention backward by warp-specialised kernels (Gluon, Hopper): compile-time sizes, shared memory and the producer.
 
-A block owns 128 keys of a head of K and walks the rows that see them, of all query heads that share it. A producer warp
-moves tiles with TMA; two consumer warp groups own 64 keys each and keep their dK and dV in registers. All is computed
-transposed, so that P^T and dS^T stay register operands:
-
-    S^T = K Q^T,  dP^T = V dY^T,  dV += P^T dY,  dK += dS^T Q
-
-Only dQ = dS K needs both groups' dS: each stores its part to shared memory and computes half of the tile of dQ, one
-block late, so that the groups need not meet in every block. dQ is added to float32 in global memory (``add_dq``), in
-any order, so that its last bits vary from run to run, or, by kernels of their own, in a fixed one
-(``attention_backward_order``). dK and dV do not vary.
-
-What else is chosen, and what ptxas (Triton 3.6.0) forces:
-
-- With AHEAD the next block's scores start before this block's dQ and dK; it takes a third stage of Q where it fits.
-- A matrix descriptor that does not change in the loop is kept in registers, which spills: see ``zero`` in ``step``.
-- No accumulator is in flight over the loop's back edge: all products would be serialised.
-- The first block stands before the loop, since it has no dQ to add.
+A program owns a tile of keys of a head of K and goes through the blocks of rows that see them (``backward_scheduler``).
+A producer warp loads tiles with TMA into pipelines of stages, each with a full and an empty mbarrier; consumer warp
+groups (``backward_consumers``) multiply with wgmma. K and V are loaded once and stay in shared memory.
 """
 
 from triton.experimental import gluon
@@ -24,12 +10,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.attention_groups import CAUSAL, LOCAL, Ring, barriers
-from csrc_triton.attention.attention_turns import in_turns
+from csrc_triton.attention.attention_groups import Ring, barriers
+from csrc_triton.attention.backward_scheduler import KEYS, first_block, next_block, read_scalar, write_scalar
 
-CAPPED = gl.constexpr(3)  # both bounds and a soft cap
-GROUPS = gl.constexpr(2)
-KEYS = gl.constexpr(64)  # of a group
+# What the head dimension that a kernel is built for decides: keys of a tile, both panels of columns (a panel is a power
+# of two), columns that one TMA copy moves, and consumer warp groups.
+HEAD_DIMS = {
+    64: {"BLOCK_N": 128, "D1": 64, "D2": 0, "BOX": 64, "WARP_GROUPS": 2},
+    96: {"BLOCK_N": 128, "D1": 64, "D2": 32, "BOX": 32, "WARP_GROUPS": 2},
+    128: {"BLOCK_N": 128, "D1": 128, "D2": 0, "BOX": 64, "WARP_GROUPS": 2},
+    192: {"BLOCK_N": 64, "D1": 128, "D2": 64, "BOX": 64, "WARP_GROUPS": 3},
+    256: {"BLOCK_N": 64, "D1": 128, "D2": 128, "BOX": 64, "WARP_GROUPS": 3},
+}
+NARROW = [64, 96, 128]
+WIDE = [192, 256]
+NARROW_CONSTANTS = [
+    "BLOCK_M", "BLOCK_N", "D1", "D2", "BOX", "Q_STAGES", "DY_STAGES", "PIPELINED_SCORES", "WARP_GROUPS", "REGISTERS",
+]  # fmt: skip
+WIDE_CONSTANTS = [
+    "BLOCK_M", "BLOCK_N", "D1", "D2", "BOX", "Q_STAGES", "DY_STAGES", "WARP_GROUPS", "REGISTERS", "DQ_REGISTERS",
+]  # fmt: skip
+MAPS = {
+    "Q": "dtype[1, 1, BLOCK_M, BOX]",
+    "K": "dtype[1, 1, 64, BOX]",
+    "V": "dtype[1, 1, 64, BOX]",
+    "DY": "dtype[1, 1, BLOCK_M, BOX]",
+    "DK": "dtype[1, 1, 64, BOX]",
+    "DV": "dtype[1, 1, 64, BOX]",
+    "LSE2": "fp32[1, 1, 1, BLOCK_M]",
+    "DELTA": "fp32[1, 1, 1, BLOCK_M]",
+    "DQ32": "*fp32",
+}
 
 
 @aggregate
@@ -40,12 +51,13 @@ class BackwardSizes:
     BLOCK_N: gl.constexpr
     D1: gl.constexpr
     D2: gl.constexpr
-    BOX: gl.constexpr  # columns that one TMA copy moves
+    BOX: gl.constexpr
     Q_STAGES: gl.constexpr
     DY_STAGES: gl.constexpr
-    AHEAD: gl.constexpr
-    BOUNDED: gl.constexpr  # FULL, CAUSAL or LOCAL, as the forward's MASK, or CAPPED
-    PACKED: gl.constexpr  # whether tiles are of packed sequences: ``PackedKeyTile``
+    PIPELINED_SCORES: gl.constexpr
+    MASK: gl.constexpr  # FULL, CAUSAL or LOCAL, as the forward's
+    SOFTCAP: gl.constexpr  # then MASK is LOCAL
+    VARLEN: gl.constexpr  # whether tiles are ``VarlenKeyTile``s
     S: gl.constexpr  # layouts of S^T and dP^T, of both panels of dK and dV, of P^T and dS^T as an operand
     O1: gl.constexpr
     O2: gl.constexpr
@@ -54,7 +66,9 @@ class BackwardSizes:
     KEY: gl.constexpr  # a value a key
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED, PACKED=0):
+    def __init__(
+        self, BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, PIPELINED_SCORES, MASK, SOFTCAP=0, VARLEN=0
+    ):
         def wgmma(columns):
             return gl.NVMMADistributedLayout(
                 version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -64,7 +78,8 @@ class BackwardSizes:
         self.BLOCK_M, self.BLOCK_N = value(BLOCK_M), value(BLOCK_N)
         self.D1, self.D2, self.BOX = value(D1), value(D2), value(BOX)
         self.Q_STAGES, self.DY_STAGES = value(Q_STAGES), value(DY_STAGES)
-        self.AHEAD, self.BOUNDED, self.PACKED = value(AHEAD), value(BOUNDED), value(PACKED)
+        self.PIPELINED_SCORES = value(PIPELINED_SCORES)
+        self.MASK, self.SOFTCAP, self.VARLEN = value(MASK), value(SOFTCAP), value(VARLEN)
         self.S = value(wgmma(self.BLOCK_M.value))
         self.O1 = value(wgmma(self.D1.value))
         self.O2 = value(wgmma(self.D2.value or 16))
@@ -74,206 +89,158 @@ class BackwardSizes:
 
 
 @aggregate
-class KeyTile:
-    """A block's keys, and the rows that see them: as many blocks of rows in each of the query heads."""
+class InputMaps:
+    """Tensor maps over (batch, head, row, column); those of LSE2 and DELTA over (batch, head, 1, row)."""
 
-    batch: gl.tensor
-    kv_head: gl.tensor
-    head: gl.tensor  # the first query head
-    key: gl.tensor
-    row: gl.tensor  # the first, at the start of a block
-    rows: gl.tensor  # of a head, whole blocks
-    steps: gl.tensor  # blocks of rows of all heads
+    Q: tma.tensor_descriptor
+    K: tma.tensor_descriptor
+    V: tma.tensor_descriptor
+    DY: tma.tensor_descriptor
+    LSE2: tma.tensor_descriptor
+    DELTA: tma.tensor_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, batch, kv_head, head, key, row, rows, steps):
-        self.batch, self.kv_head, self.head, self.key = batch, kv_head, head, key
-        self.row, self.rows, self.steps = row, rows, steps
-
-    @gluon.jit
-    def keys_at(self, g: gl.constexpr):
-        """Of tensor maps: the first coordinate and the row of group g's keys."""
-        return self.batch, self.key + g * KEYS
-
-    @gluon.jit
-    def rows_at(self, head, row):
-        """Of the tensor maps of Q and DY: the first coordinate, the head and the row of a block of rows."""
-        return self.batch, head, row
+    def __init__(self, Q, K, V, DY, LSE2, DELTA):
+        self.Q, self.K, self.V, self.DY, self.LSE2, self.DELTA = Q, K, V, DY, LSE2, DELTA
 
 
-@gluon.jit
-def tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=None):
-    """This program's. The first keys, which most rows see, come first: of one head after the other or, with
-    ``section``, of so many heads in turns, so that no long block starts late."""
-    if section is None:
-        both = gl.program_id(0) // tiles_a_head
-        number = gl.program_id(0) - both * tiles_a_head
-    else:
-        both, number = in_turns(tiles_a_head, section)
-    return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
+@aggregate
+class Outputs:
+    """Tensor maps as ``InputMaps``, and float32 tiles [batch, heads, padded / 64] as ``add_dq`` lays them out."""
+
+    DK: tma.tensor_descriptor
+    DV: tma.tensor_descriptor
+    DQ32: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, DK, DV, DQ32):
+        self.DK, self.DV, self.DQ32 = DK, DV, DQ32
 
 
-@gluon.jit
-def tile_at(both, number, kv_heads, ratio, len_q, right, z, left=None):
-    """A tile of a head of K; ``both`` counts the heads of all batches. It has at least one block of rows: where no row
-    sees a key, the first, which adds nothing."""
-    key = number * z.BLOCK_N
-    batch = both // kv_heads
-    kv_head = both - batch * kv_heads
-    first = 0
-    if z.BOUNDED:
-        first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
-    end = len_q
-    if z.BOUNDED >= LOCAL:
-        end = gl.minimum(end, gl.maximum(key + z.BLOCK_N - left, 1))
-    blocks = (end + z.BLOCK_M - 1) // z.BLOCK_M - first
-    return KeyTile(
-        batch, kv_head, kv_head * ratio, key, first * z.BLOCK_M, blocks * z.BLOCK_M, ratio * blocks
-    )
-
-
-# What the consumers seldom need lies in shared memory: held in registers over the loop, it would make them spill. BATCH
-# and KEY are coordinates of tensor maps.
+# What the consumers seldom need of a tile, in shared memory. BATCH and KEY are coordinates of tensor maps.
 BATCH, KV_HEAD, KEY, COUNT, FIRST_SEES, LAST_ROW, CAP = (gl.constexpr(i) for i in range(7))
 
 
 @gluon.jit
-def write_notes(tile, right, len_k, left=None, cap=None):
+def write_tile(tile, right, len_k, left=None, cap=None):
     count: gl.constexpr = LAST_ROW if left is None else CAP if cap is None else CAP + 1
-    notes = gl.allocate_shared_memory(gl.int32, [count, 1], mbarrier.MBarrierLayout())
+    info = gl.allocate_shared_memory(gl.int32, [count, 1], mbarrier.MBarrierLayout())
     batch, key = tile.keys_at(0)
-    write_note(notes, BATCH, batch)
-    write_note(notes, KV_HEAD, tile.kv_head)
-    write_note(notes, KEY, key)
-    write_note(notes, COUNT, len_k - tile.key)  # of the block's keys and those behind them
-    write_note(notes, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
+    write_scalar(info, BATCH, batch)
+    write_scalar(info, KV_HEAD, tile.kv_head)
+    write_scalar(info, KEY, key)
+    write_scalar(info, COUNT, len_k - tile.key)  # of the tile's keys and those behind them
+    write_scalar(info, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
     if left is not None:
-        # the last of the rows walked that sees the first key; each later key is seen by one more
-        write_note(notes, LAST_ROW, tile.key - left - tile.row)
+        # the last of the tile's rows that sees the first key; each later key is seen by one more
+        write_scalar(info, LAST_ROW, tile.key - left - tile.row)
     if cap is not None:
-        write_note(notes, CAP, cap.to(gl.int32, bitcast=True))
-    return notes
+        write_scalar(info, CAP, cap.to(gl.int32, bitcast=True))
+    return info
 
 
 @gluon.jit
-def write_note(notes, what: gl.constexpr, value):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    notes.index(what).store(gl.full([1], 0, gl.int32, one) + value)
+def read_cap(info):
+    return read_scalar(info, CAP).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def noted(notes, what: gl.constexpr):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(notes.index(what).load(one), 0)
-
-
-@gluon.jit
-def noted_cap(notes):
-    return noted(notes, CAP).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def tile_panels(of, slots: gl.constexpr, z):
-    """Memory for ``slots`` tiles of a tensor map: both panels, the first again where there is one."""
+def panels(of, stages: gl.constexpr, z):
+    """Shared memory for so many tiles of a tensor map: both panels of columns, the first twice where there is one."""
     rows: gl.constexpr = of.block_shape[2]
-    first = gl.allocate_shared_memory(of.dtype, [slots, 1, 1, rows, z.D1], of.layout)
+    first = gl.allocate_shared_memory(of.dtype, [stages, 1, 1, rows, z.D1], of.layout)
     second = first
     if z.D2 > 0:
-        second = gl.allocate_shared_memory(of.dtype, [slots, 1, 1, rows, z.D2], of.layout)
+        second = gl.allocate_shared_memory(of.dtype, [stages, 1, 1, rows, z.D2], of.layout)
     return first, second
 
 
 @gluon.jit
-def tile_ring(of, slots: gl.constexpr, z):
-    """A ring of ``slots`` tiles, which both groups free."""
-    first, second = tile_panels(of, slots, z)
-    return Ring(first, second, barriers(slots, 1), barriers(slots, GROUPS))
+def row_pipeline(of, stages: gl.constexpr, z):
+    """A pipeline of blocks of rows, of which two warp groups empty each stage."""
+    first, second = panels(of, stages, z)
+    return Ring(first, second, barriers(stages, 1), barriers(stages, 2))
 
 
 @gluon.jit
-def held_tiles(of, slots: gl.constexpr, z):
-    """Tiles that are filled once, together. They have no barrier for free: one that nobody waits for would share its
-    memory with other tiles, and a GPU that leaves a block for another process and comes back overwrites what lies on a
-    barrier."""
-    first, second = tile_panels(of, slots, z)
+def resident_tiles(of, count: gl.constexpr, z):
+    """Tiles that are loaded once, together. They have no empty barrier: one that nobody waits for would share its
+    memory with other tiles, and a GPU that leaves a program for another process and comes back overwrites what lies on
+    a barrier."""
+    first, second = panels(of, count, z)
     full = barriers(1, 1)
     return Ring(first, second, full, full)
 
 
 @gluon.jit
-def sums_ring(of, slots: gl.constexpr):
-    """Float32 sums of rows beside a ring of tiles, whose barriers hold for both."""
-    return gl.allocate_shared_memory(of.dtype, [slots, 1, 1, 1, of.block_shape[3]], of.layout)
+def row_statistics(of, stages: gl.constexpr):
+    """LSE or delta of the rows of a pipeline's stages, whose barriers count both."""
+    return gl.allocate_shared_memory(of.dtype, [stages, 1, 1, 1, of.block_shape[3]], of.layout)
+
+
+@aggregate
+class Buffers:
+    """Shared memory that the producer fills: K and V, the pipelines of Q and dY, and the statistics of their rows."""
+
+    k: Ring
+    v: Ring
+    q: Ring
+    dy: Ring
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, q, dy, lse, delta):
+        self.k, self.v, self.q, self.dy, self.lse, self.delta = k, v, q, dy, lse, delta
 
 
 @gluon.jit
-def copy_rows(of, batch, head, row, full, to, slot, z):
-    """Start to copy a tile into a slot of a ring; ``full`` expects its bytes already."""
+def load_tile(of, batch, head, row, full, to, stage, z):
+    """Start to load a tile; ``full`` expects its bytes already."""
     for c in gl.static_range(z.D1 // z.BOX):
-        piece = to.first.index(slot).slice(c * z.BOX, z.BOX, dim=3)
+        piece = to.first.index(stage).slice(c * z.BOX, z.BOX, dim=3)
         tma.async_copy_global_to_shared(of, [batch, head, row, c * z.BOX], full, piece)
     for c in gl.static_range(z.D2 // z.BOX):
-        piece = to.second.index(slot).slice(c * z.BOX, z.BOX, dim=3)
+        piece = to.second.index(stage).slice(c * z.BOX, z.BOX, dim=3)
         tma.async_copy_global_to_shared(of, [batch, head, row, z.D1 + c * z.BOX], full, piece)
 
 
 @gluon.jit
-def fetch_keys(of, tile, to, z):
+def load_keys(of, tile, to, z):
     full = to.full.index(0)
     mbarrier.expect(full, z.BLOCK_N * (z.D1 + z.D2) * 2)
     for g in gl.static_range(z.BLOCK_N // KEYS):
         batch, key = tile.keys_at(g)
-        copy_rows(of, batch, tile.kv_head, key, full, to, g, z)
+        load_tile(of, batch, tile.kv_head, key, full, to, g, z)
 
 
 @gluon.jit
-def fetch_rows(of, sums_of, tile, head, row, to, sums, slot, z):
-    """A block of rows and its float32 sums, one a row, into a slot that is free."""
-    full = to.full.index(slot)
+def load_block(of, statistics_of, tile, head, row, to, statistics, stage, z):
+    """A block of rows and its LSE or delta, into a stage that is empty."""
+    full = to.full.index(stage)
     mbarrier.expect(full, z.BLOCK_M * ((z.D1 + z.D2) * 2 + 4))
     batch, at_head, at = tile.rows_at(head, row)
-    copy_rows(of, batch, at_head, at, full, to, slot, z)
-    tma.async_copy_global_to_shared(sums_of, [tile.batch, at_head, 0, row], full, sums.index(slot))
+    load_tile(of, batch, at_head, at, full, to, stage, z)
+    tma.async_copy_global_to_shared(
+        statistics_of, [tile.batch, at_head, 0, row], full, statistics.index(stage)
+    )
 
 
 @gluon.jit
-def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, order=None):
+def produce(z, tile, maps, x, semaphore=None):
     """The producer warp. What lies outside a tensor arrives as zeros."""
-    fetch_keys(K, tile, k, z)
+    load_keys(maps.K, tile, x.k, z)
     head = tile.head
-    row = first_row(tile, z, order)
-    fetch_rows(Q, LSE2, tile, head, row, q, lse, 0, z)
-    fetch_keys(V, tile, v, z)
+    row = first_block(tile, z, semaphore)
+    load_block(maps.Q, maps.LSE2, tile, head, row, x.q, x.lse, 0, z)
+    load_keys(maps.V, tile, x.v, z)
     for i in range(tile.steps):
-        slot = i % z.DY_STAGES
-        mbarrier.wait(dy.free.index(slot), ((i // z.DY_STAGES) & 1) ^ 1)
-        fetch_rows(DY, DELTA, tile, head, row, dy, delta, slot, z)
-        head, row = next_rows(head, row, tile, z, order)
+        stage = i % z.DY_STAGES
+        mbarrier.wait(x.dy.free.index(stage), ((i // z.DY_STAGES) & 1) ^ 1)
+        load_block(maps.DY, maps.DELTA, tile, head, row, x.dy, x.delta, stage, z)
+        head, row = next_block(head, row, tile, z, semaphore)
         j = i + 1
-        if z.AHEAD or j < tile.steps:  # with AHEAD the last Q is a dummy: scores that nobody uses
-            slot = j % z.Q_STAGES
-            mbarrier.wait(q.free.index(slot), ((j // z.Q_STAGES) & 1) ^ 1)
-            fetch_rows(Q, LSE2, tile, head, row, q, lse, slot, z)
-
-
-@gluon.jit
-def first_row(tile, z, order=None):
-    row = tile.row
-    if order is not None and z.BOUNDED == CAUSAL:
-        row = gl.where(order.inner > 0, tile.row + tile.rows - z.BLOCK_M, row)
-    return row
-
-
-@gluon.jit
-def next_rows(head, row, tile, z, order=None):
-    """The block after one: of the same head, or the next head's first. Where query heads take turns in an order, the
-    last rows of each come first, then the rows before them: see ``attention_backward_order``."""
-    after = row + z.BLOCK_M
-    last = after == tile.row + tile.rows
-    to_head, to_row = gl.where(last, head + 1, head), gl.where(last, tile.row, after)
-    if order is not None and z.BOUNDED == CAUSAL:
-        inner = order.inner
-        last = head + 1 == tile.head + inner
-        to_head = gl.where(inner > 0, gl.where(last, tile.head, head + 1), to_head)
-        to_row = gl.where(inner > 0, gl.where(last, row - z.BLOCK_M, row), to_row)
-    return to_head, to_row
+        if z.PIPELINED_SCORES or j < tile.steps:  # pipelined, the last scores, of a dummy block, are not used
+            stage = j % z.Q_STAGES
+            mbarrier.wait(x.q.free.index(stage), ((j // z.Q_STAGES) & 1) ^ 1)
+            load_block(maps.Q, maps.LSE2, tile, head, row, x.q, x.lse, stage, z)

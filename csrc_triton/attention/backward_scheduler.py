@@ -90,13 +90,13 @@ class KeyTile:
 
 @gluon.jit
 def key_tile(tiles_a_head, swizzle, kv_heads, ratio, len_q, right, z, left=None):
-    """This program's tile. The first keys, which most rows see, come first: of one head after the other or, with
-    ``swizzle``, of so many heads interleaved, so that no long tile starts last."""
-    if swizzle is None:
+    """This program's tile. The first keys, which most rows see, come first: of one head after the other or, with a
+    bound, of ``swizzle`` heads interleaved, so that no long tile starts last."""
+    if z.MASK:
+        batch_head, number = in_turns(tiles_a_head, swizzle)
+    else:
         batch_head = gl.program_id(0) // tiles_a_head
         number = gl.program_id(0) - batch_head * tiles_a_head
-    else:
-        batch_head, number = in_turns(tiles_a_head, swizzle)
     return tile_at(batch_head, number, kv_heads, ratio, len_q, right, z, left)
 
 
@@ -168,7 +168,9 @@ class VarlenKeyTile:
 
 
 @gluon.jit
-def varlen_key_tile(BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, swizzle, sequences, tokens_q, tokens_k, right, z):
+def varlen_key_tile(
+    BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, swizzle, sequences, tokens_q, tokens_k, right, z
+):
     """This program's tile, the keys of its sequence, and the bound: padded row r sees those before r + it. ``swizzle``
     heads of K are interleaved, so that the longest tiles of the last head do not start last."""
     first_head = gl.program_id(0) // (swizzle * tiles_a_head)

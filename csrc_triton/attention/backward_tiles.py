@@ -11,6 +11,10 @@ from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention.attention_tiles import load_rows
 
+# What the declarations share.
+READ = {"Q": "*dtype", "K": "*dtype", "V": "*dtype", "DY": "*dtype", "LSE2": "*fp32", "DELTA": "*fp32"}
+TILES_CONSTANTS = ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "SOFTCAP"]
+
 
 @aggregate
 class Inputs:
@@ -67,15 +71,15 @@ class TileSizes:
     D1: tl.constexpr  # columns of a head: two panels where D2 is not 0
     D2: tl.constexpr
     STAGES: tl.constexpr
-    CAP: tl.constexpr  # whether there is a soft cap
+    SOFTCAP: tl.constexpr  # whether there is one
     VARLEN: tl.constexpr  # whether rows of LSE2 and DELTA behind ``len_q`` are another sequence's
     PEELED: tl.constexpr  # whether blocks without a mask have a loop of their own, which takes registers
 
     @triton.constexpr_function
-    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, VARLEN, PEELED=True):
+    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, STAGES, SOFTCAP, VARLEN, PEELED=True):
         value = tl.constexpr
         self.BLOCK_M, self.BLOCK_N, self.D1, self.D2 = value(BLOCK_M), value(BLOCK_N), value(D1), value(D2)
-        self.STAGES, self.CAP = value(STAGES), value(CAP)
+        self.STAGES, self.SOFTCAP = value(STAGES), value(SOFTCAP)
         self.VARLEN, self.PEELED = value(VARLEN), value(PEELED)
 
 
@@ -96,7 +100,9 @@ def row_values(LSE2, DELTA, rows, length, MASKED: tl.constexpr):
     make their probabilities 0."""
     if MASKED:
         mask = rows < length
-        return tl.load(LSE2 + rows, mask=mask, other=float("inf")), tl.load(DELTA + rows, mask=mask, other=0.0)
+        return tl.load(LSE2 + rows, mask=mask, other=float("inf")), tl.load(
+            DELTA + rows, mask=mask, other=0.0
+        )
     else:
         return tl.load(LSE2 + rows), tl.load(DELTA + rows)
 
@@ -109,7 +115,7 @@ def probabilities(s, lse, at, low, count, p, MASKED: tl.constexpr, z):
     places ``at`` ``low`` and behind; both are unsigned, so that one comparison checks both ends.
     """
     slope = s
-    if z.CAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+    if z.SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
         s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (p.cap * 2.8853900817779268)))
         slope = 1.0 - s * s
     s = s * p.scale - lse
@@ -145,7 +151,7 @@ def dkdv_step(row, h, x, p, k, k2, v, v2, low, count, dk, dk2, dv, dv2, MASKED: 
     lse, delta = row_values(LSE2, DELTA, rows, p.len_q, z.VARLEN and MASKED)
     probs, slope = probabilities(s, lse[None, :], rows[None, :], low[:, None], count[:, None], p, MASKED, z)
     ds = probs * (dp - delta[None, :])
-    if z.CAP:
+    if z.SOFTCAP:
         ds = ds * slope
     probs = probs.to(k.dtype)
     ds = ds.to(k.dtype)
@@ -238,7 +244,7 @@ def dq_step(key, x, p, q, q2, dy, dy2, lse, delta, low, count, dq, dq2, MASKED: 
         dp = tl.dot(dy2, tl.trans(v2), dp)
     probs, slope = probabilities(s, lse[:, None], keys[None, :], low[:, None], count[:, None], p, MASKED, z)
     ds = probs * (dp - delta[:, None])
-    if z.CAP:
+    if z.SOFTCAP:
         ds = ds * slope
     ds = ds.to(q.dtype)
     dq = tl.dot(ds, k, dq)
@@ -271,7 +277,9 @@ def dq_tile(row, DQ, dq_row, x, p, z):
     stop = tl.maximum(tl.minimum(row + z.BLOCK_M + p.right - 1, p.len_k), 0)
     last = tl.cdiv(stop, z.BLOCK_N)
     first = tl.minimum(tl.maximum(row + p.left, 0) // z.BLOCK_N, last)
-    whole = tl.maximum(tl.minimum(tl.minimum(tl.maximum(row + p.right, 0), p.len_k) // z.BLOCK_N, last), first)
+    whole = tl.maximum(
+        tl.minimum(tl.minimum(tl.maximum(row + p.right, 0), p.len_k) // z.BLOCK_N, last), first
+    )
     lower = tl.minimum(tl.cdiv(tl.maximum(row + z.BLOCK_M - 1 + p.left, 0), z.BLOCK_N), whole)
     lower = tl.maximum(lower, first)
     for j in tl.range(lower, whole, num_stages=z.STAGES):

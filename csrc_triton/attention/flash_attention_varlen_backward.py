@@ -1,10 +1,9 @@
-"""Flash attention backward of packed sequences, in two ways as ``flash_attention_backward``.
+"""Flash attention backward of varlen (packed) sequences, in two ways as ``flash_attention_backward``.
 
-In plain Triton dK and dV come from one kernel, dQ from another, the same bits every time; what each row needs comes
-from ``flash_attention_backward``'s kernel, to which all tokens are one sequence. By warp groups (see
-``attention_packed_backward``) sums of rows and dQ are padded, a sequence at a time: ``varlen_preprocess_rows`` makes them,
-``packed_backward_groups`` and, for wide heads, ``packed_backward_roles`` add dQ up, ``varlen_postprocess_dq`` rounds it. The
-sinks' gradient is the dense form's in both.
+In plain Triton dK and dV come from one kernel, dQ from another, the same bits every time; the statistics of rows come
+from ``flash_attention_backward``'s kernel, to which all tokens are one sequence. For the warp-specialised kernels
+statistics and dQ have padded rows (``backward_scheduler``): ``varlen_preprocess_rows`` makes them,
+``varlen_postprocess_dq`` rounds dQ. The sinks' gradient is the dense form's in both.
 """
 
 import triton
@@ -12,22 +11,24 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.attention.attention_backward_arguments import (
-    D64,
-    D96,
-    D128,
-    D192,
-    D256,
-    GROUPS_CONSTANTS,
-    READ,
-    ROLES_CONSTANTS,
-)
-from csrc_triton.attention.attention_backward_consumer import by_groups
-from csrc_triton.attention.attention_backward_groups import BackwardSizes
-from csrc_triton.attention.attention_backward_roles import by_roles
-from csrc_triton.attention.attention_packed_backward import packed_tile, put_zeros
+from csrc_triton.attention.attention_groups import CAUSAL
 from csrc_triton.attention.attention_sequences import BOUNDS, DTYPES, SIZES, STRIDES, UNIT, find, span
+from csrc_triton.attention.backward_consumers import run_narrow, run_wide, store_zeros
+from csrc_triton.attention.backward_producer import (
+    HEAD_DIMS,
+    MAPS,
+    NARROW,
+    NARROW_CONSTANTS,
+    WIDE,
+    WIDE_CONSTANTS,
+    BackwardSizes,
+    InputMaps,
+    Outputs,
+)
+from csrc_triton.attention.backward_scheduler import varlen_key_tile
 from csrc_triton.attention.backward_tiles import (
+    READ,
+    TILES_CONSTANTS,
     Inputs,
     Problem,
     TileSizes,
@@ -42,71 +43,64 @@ NUMBERS = {
     "scale": "fp32", "cap": "fp32", "gradient_scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "dim": "i32",
     "padded": "i32", **SIZES, "left": "i32",
 }  # fmt: skip
-SHARED = {"always_aligned": True, "matrix": True, "axes": DTYPES}
-KEYS = {
-    "function": "varlen_dkdv_tiles",
-    "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP", "PEELED"],
-}
-QUERIES = {"function": "varlen_dq_tiles", "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "CAP"]}
-GROUPS = {
-    "language": "gluon",
-    "optional": True,
-    **SHARED,
-    "arguments": {
-        "Q": "dtype[1, 1, BLOCK_M, BOX]", "K": "dtype[1, 1, 64, BOX]", "V": "dtype[1, 1, 64, BOX]",
-        "DY": "dtype[1, 1, BLOCK_M, BOX]", "DK": "dtype[1, 1, 64, BOX]", "DV": "dtype[1, 1, 64, BOX]",
-        "LSE2": "fp32[1, 1, 1, BLOCK_M]", "DELTA": "fp32[1, 1, 1, BLOCK_M]", "DQ32": "*fp32", **BOUNDS,
-        "scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "padded": "i32", "section": "i32", **SIZES,
-    },
-    "aligned": [],
-}  # fmt: skip
-# One kernel for full and causal calls: a right bound that hides nothing costs nothing but in blocks that it masks.
-BY_GROUPS = {"function": "packed_backward_groups", "constants": GROUPS_CONSTANTS}
-BY_ROLES = {"function": "packed_backward_roles", "constants": ROLES_CONSTANTS}
 
 DECLARATION = {
     "op": "flash_attention_varlen_backward",
     "uses": ["flash_attention_backward"],
     "kernels": {
-        "flash_attention_varlen_backward_keys": {
-            **SHARED,
+        "flash_attention_varlen_backward_dkdv": {
+            "always_aligned": True,
+            "matrix": True,
+            "axes": {**DTYPES, "softcap": [False, True]},
             "arguments": {
                 "DK": "*dtype", "DV": "*dtype", **READ, **BOUNDS, "dk_head": "i32", "dk_row": "i32", **OF_READ,
                 **NUMBERS,
             },
             "aligned": ["DK", "DV", *READ, "dk_head", "dk_row", *OF_READ, "dim", "padded"],
-            "forms": {"tiles": {**KEYS, "defaults": {"CAP": 0, "PEELED": 1}}},
+            "forms": {
+                "tiles": {
+                    "function": "varlen_dkdv_tiles",
+                    "constants": [*TILES_CONSTANTS, "PEELED"],
+                    "defaults": {"PEELED": 1},
+                },
+            },
         },
-        "flash_attention_varlen_backward_keys_capped": {
-            "like": "flash_attention_varlen_backward_keys",
-            "forms": {"tiles": {**KEYS, "defaults": {"CAP": 1, "PEELED": 1}}},
-        },
-        "flash_attention_varlen_backward_queries": {
-            **SHARED,
+        "flash_attention_varlen_backward_dq": {
+            "always_aligned": True,
+            "matrix": True,
+            "axes": {**DTYPES, "softcap": [False, True]},
             "arguments": {"DQ": "*dtype", **READ, **BOUNDS, "dq_head": "i32", "dq_row": "i32", **OF_READ, **NUMBERS},
             "aligned": ["DQ", *READ, "dq_head", "dq_row", *OF_READ, "dim", "padded"],
-            "forms": {"tiles": {**QUERIES, "defaults": {"CAP": 0}}},
+            "forms": {"tiles": {"function": "varlen_dq_tiles", "constants": TILES_CONSTANTS}},
         },
-        "flash_attention_varlen_backward_queries_capped": {
-            "like": "flash_attention_varlen_backward_queries",
-            "forms": {"tiles": {**QUERIES, "defaults": {"CAP": 1}}},
+        # One for full and causal calls: a right bound that hides nothing costs nothing but masks on some blocks.
+        "flash_attention_varlen_backward_warp_specialized": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                **MAPS, **BOUNDS, "scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "padded": "i32",
+                "swizzle": "i32", **SIZES,
+            },
+            "axes": {**DTYPES, "head_dim": [64, 96, 128, 192, 256]},
+            "gives": {"head_dim": HEAD_DIMS},
+            "host": ["fillings"],
+            "aligned": [],
+            "forms": {
+                "narrow": {
+                    "function": "varlen_warp_specialized",
+                    "constants": NARROW_CONSTANTS,
+                    "requires": {"head_dim": NARROW},
+                },
+                "wide": {
+                    "function": "varlen_warp_specialized_wide",
+                    "constants": WIDE_CONSTANTS,
+                    "requires": {"head_dim": WIDE},
+                },
+            },
         },
-        "flash_attention_varlen_backward_groups_64": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D64, "BOUNDED": 1}}},
-        },
-        "flash_attention_varlen_backward_groups_96": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D96, "BOUNDED": 1}}},
-        },
-        "flash_attention_varlen_backward_groups_128": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**D128, "BOUNDED": 1}}},
-        },
-        "flash_attention_varlen_backward_groups_192": {
-            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D192, "BOUNDED": 1}}},
-        },
-        "flash_attention_varlen_backward_groups_256": {
-            **GROUPS, "forms": {"roles": {**BY_ROLES, "defaults": {**D256, "BOUNDED": 1}}},
-        },
-        "flash_attention_varlen_backward_rows": {
+        "flash_attention_varlen_backward_preprocess": {
             "optional": True,
             "always_aligned": True,
             "arguments": {
@@ -118,7 +112,7 @@ DECLARATION = {
             "aligned": ["LSE2", "DELTA", "Y", "DY", "y_head", "y_row", "dy_head", "dy_row", "dim", "padded"],
             "forms": {"tiles": {"function": "varlen_preprocess_rows", "constants": ["BLOCK_M", "D1"]}},
         },
-        "flash_attention_varlen_backward_finish": {
+        "flash_attention_varlen_backward_postprocess": {
             "optional": True,
             "always_aligned": True,
             "arguments": {
@@ -139,7 +133,7 @@ def varlen_dkdv_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, BOUNDS_Q, BOUNDS_K, dk_head, dk_row, q_head, q_row, k_head, k_row,
     v_head, v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, PEELED: tl.constexpr,
+    D2: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PEELED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of a sequence, the first keys first. LSE2 and DELTA are
     [heads, padded]; ``right`` and ``left`` are those of a sequence with as many keys as queries."""
@@ -161,7 +155,7 @@ def varlen_dkdv_tiles(
         q_head, q_row, k_row, v_row, dy_head, dy_row,
     )  # fmt: skip
     p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right + past, left + past)
-    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True, PEELED)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, SOFTCAP, True, PEELED)
     dkdv_tile(key, DK + to, DV + to, dk_row, x, p, z)
 
 
@@ -170,7 +164,7 @@ def varlen_dq_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, BOUNDS_Q, BOUNDS_K, dq_head, dq_row, q_head, q_row, k_head, k_row, v_head,
     v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
+    D2: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows of a head of a sequence, the last rows first; the rest is as in ``varlen_dkdv_tiles``."""
     tile = tiles_a_head - 1 - tl.program_id(0) % tiles_a_head
@@ -190,60 +184,60 @@ def varlen_dq_tiles(
         q_row, k_row, v_row, dy_head, dy_row,
     )  # fmt: skip
     p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right + past, left + past)
-    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, CAP, True)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, SOFTCAP, True)
     dq_tile(row, DQ + head * dq_head + first_q * dq_row, dq_row, x, p, z)
 
 
 @gluon.jit
-def packed_backward_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
+def varlen_warp_specialized(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, swizzle,
     sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr,
-    D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+    D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr,
+    PIPELINED_SCORES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As ``flash_attention_backward.backward_groups``, of 128 keys of a head of a sequence, the first keys first.
+    """As ``flash_attention_backward.warp_specialized``, of 128 keys of a head of a sequence, the first keys first.
 
-    The tensor maps are over (place, head, row, column), as ``attention_packed_groups`` says, those of LSE2 and DELTA
-    over (1, head, 1, row). DQ32 is [heads, padded / 64] tiles; ``right`` is a sequence's with as many keys as queries.
+    Tensor maps are over (place, head, row, column), as the varlen forward's, those of LSE2 and DELTA over (1, head, 1,
+    padded row). DQ32 is [heads, padded / 64] tiles; ``right`` is that of a sequence with as many keys as queries.
     """
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED, 1)
-    tile, len_k, from_right = packed_tile(
-        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, PIPELINED_SCORES, CAUSAL, 0, 1)
+    tile, len_k, from_right = varlen_key_tile(
+        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, swizzle, sequences, tokens_q, tokens_k, right, z
     )
     if tile.steps > 0:
         heads = gl.num_programs(0) // tiles_a_head * ratio
-        by_groups(
-            Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, heads, padded, len_k, from_right,
-            REGISTERS, z,
+        run_narrow(
+            InputMaps(Q, K, V, DY, LSE2, DELTA), Outputs(DK, DV, DQ32), None, tile, scale, tiles_a_head, heads, padded,
+            len_k, from_right, REGISTERS, z,
         )  # fmt: skip
     else:
-        put_zeros(DK, tile, len_k, z)
-        put_zeros(DV, tile, len_k, z)
+        store_zeros(DK, tile, len_k, z)
+        store_zeros(DV, tile, len_k, z)
 
 
 @gluon.jit
-def packed_backward_roles(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
+def varlen_warp_specialized_wide(
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, swizzle,
     sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr,
     D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
+    REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As ``packed_backward_groups``, of 64 keys: three consumer groups have a role each."""
+    """As ``varlen_warp_specialized``, of 64 keys."""
     gl.static_assert(WARP_GROUPS == 3 and BLOCK_N == 64 and D2 > 0)
-    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED, 1)
-    tile, len_k, from_right = packed_tile(
-        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
+    z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, CAUSAL, 0, 1)
+    tile, len_k, from_right = varlen_key_tile(
+        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, swizzle, sequences, tokens_q, tokens_k, right, z
     )
     if tile.steps > 0:
         heads = gl.num_programs(0) // tiles_a_head * ratio
-        by_roles(
-            Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, None, tile, scale, tiles_a_head, heads, padded, len_k, from_right,
-            REGISTERS, DQ_REGISTERS, z,
+        run_wide(
+            InputMaps(Q, K, V, DY, LSE2, DELTA), Outputs(DK, DV, DQ32), None, tile, scale, tiles_a_head, heads, padded,
+            len_k, from_right, REGISTERS, DQ_REGISTERS, z,
         )  # fmt: skip
     else:
-        put_zeros(DK, tile, len_k, z)
-        put_zeros(DV, tile, len_k, z)
+        store_zeros(DK, tile, len_k, z)
+        store_zeros(DV, tile, len_k, z)
 
 
 @triton.jit
