@@ -37,7 +37,8 @@ from csrc_triton.attention.attention_backward_order import (
     next_step,
     order_of,
 )
-from csrc_triton.attention.attention_groups import CAUSAL, LOCAL, barriers
+from csrc_triton.attention.pipeline import mbarriers
+from csrc_triton.attention.tile_scheduler import CAUSAL, LOCAL
 
 DS_SLOTS = gl.constexpr(4)  # of dS; with four no barrier must say that one is free: see ``step``
 
@@ -209,7 +210,7 @@ def step(
             dv, dv2 = warpgroup_mma_wait(0, deps=(dv, dv2))
         else:
             dv = warpgroup_mma_wait(0, deps=(dv,))
-        mbarrier.arrive(dy.free.index(yi), count=1)
+        mbarrier.arrive(dy.empty.index(yi), count=1)
         qn = (i + 1) % z.Q_STAGES
         mbarrier.wait(q.full.index(qn), ((i + 1) // z.Q_STAGES) & 1)
         s = times_rows(k, g + zero, q, qn, z)
@@ -222,7 +223,7 @@ def step(
                 dv, dv2 = warpgroup_mma_wait(panels, deps=(dv, dv2))
             else:
                 dv = warpgroup_mma_wait(panels, deps=(dv,))
-            mbarrier.arrive(dy.free.index(yi), count=1)
+            mbarrier.arrive(dy.empty.index(yi), count=1)
     else:
         j = i - 1  # dQ lags one block
         slot = j % DS_SLOTS
@@ -236,7 +237,7 @@ def step(
                 dv, dv2, dq = warpgroup_mma_wait(panels, deps=(dv, dv2, dq))
             else:
                 dv, dq = warpgroup_mma_wait(panels, deps=(dv, dq))
-            mbarrier.arrive(dy.free.index(yi), count=1)
+            mbarrier.arrive(dy.empty.index(yi), count=1)
         add_in_turn(to, dq, j, order)  # while dK runs
         if order is None or z.BOUNDED != CAUSAL:
             gap = gl.where(at == 0, view.jump, z.BLOCK_M)
@@ -245,7 +246,7 @@ def step(
         dk, dk2 = warpgroup_mma_wait(0, deps=(dk, dk2))
     else:
         dk = warpgroup_mma_wait(0, deps=(dk,))
-    mbarrier.arrive(q.free.index(qi), count=1)
+    mbarrier.arrive(q.empty.index(qi), count=1)
     if order is None or z.BOUNDED != CAUSAL:
         at += z.BLOCK_M
         at = gl.where(at == view.rows, 0, at)
@@ -343,7 +344,7 @@ def by_groups(
     ds = gl.allocate_shared_memory(Q.dtype, [2 * DS_SLOTS, 64, z.BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     lse = sums_ring(LSE2, z.Q_STAGES)
     delta = sums_ring(DELTA, z.DY_STAGES)
-    ds_full = barriers(DS_SLOTS, 2)
+    ds_full = mbarriers(DS_SLOTS, 2)
     # the tuples stay literal: through a variable, constants would turn into run-time values
     if TURNS is None:
         fence_async_shared()

@@ -24,8 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.attention_groups import CAUSAL, LOCAL, Ring, barriers
-from csrc_triton.attention.attention_turns import in_turns
+from csrc_triton.attention.pipeline import Pipeline, mbarriers
+from csrc_triton.attention.tile_scheduler import CAUSAL, LOCAL, swizzled_tile
 
 CAPPED = gl.constexpr(3)  # both bounds and a soft cap
 GROUPS = gl.constexpr(2)
@@ -109,7 +109,7 @@ def tile_of_keys(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=N
         both = gl.program_id(0) // tiles_a_head
         number = gl.program_id(0) - both * tiles_a_head
     else:
-        both, number = in_turns(tiles_a_head, section)
+        both, number = swizzled_tile(tiles_a_head, section)
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)
 
 
@@ -187,7 +187,7 @@ def tile_panels(of, slots: gl.constexpr, z):
 def tile_ring(of, slots: gl.constexpr, z):
     """A ring of ``slots`` tiles, which both groups free."""
     first, second = tile_panels(of, slots, z)
-    return Ring(first, second, barriers(slots, 1), barriers(slots, GROUPS))
+    return Pipeline(first, second, mbarriers(slots, 1), mbarriers(slots, GROUPS))
 
 
 @gluon.jit
@@ -196,8 +196,8 @@ def held_tiles(of, slots: gl.constexpr, z):
     memory with other tiles, and a GPU that leaves a block for another process and comes back overwrites what lies on a
     barrier."""
     first, second = tile_panels(of, slots, z)
-    full = barriers(1, 1)
-    return Ring(first, second, full, full)
+    full = mbarriers(1, 1)
+    return Pipeline(first, second, full, full)
 
 
 @gluon.jit
@@ -246,13 +246,13 @@ def produce(z, tile, Q, K, V, DY, LSE2, DELTA, k, v, q, dy, lse, delta, order=No
     fetch_keys(V, tile, v, z)
     for i in range(tile.steps):
         slot = i % z.DY_STAGES
-        mbarrier.wait(dy.free.index(slot), ((i // z.DY_STAGES) & 1) ^ 1)
+        mbarrier.wait(dy.empty.index(slot), ((i // z.DY_STAGES) & 1) ^ 1)
         fetch_rows(DY, DELTA, tile, head, row, dy, delta, slot, z)
         head, row = next_rows(head, row, tile, z, order)
         j = i + 1
         if z.AHEAD or j < tile.steps:  # with AHEAD the last Q is a dummy: scores that nobody uses
             slot = j % z.Q_STAGES
-            mbarrier.wait(q.free.index(slot), ((j // z.Q_STAGES) & 1) ^ 1)
+            mbarrier.wait(q.empty.index(slot), ((j // z.Q_STAGES) & 1) ^ 1)
             fetch_rows(Q, LSE2, tile, head, row, q, lse, slot, z)
 
 

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention.attention_backward_groups import first_row, next_rows, noted, tile_at, write_note
-from csrc_triton.attention.attention_groups import CAUSAL, barriers
-from csrc_triton.attention.attention_turns import in_turns
+from csrc_triton.attention.pipeline import mbarriers
+from csrc_triton.attention.tile_scheduler import CAUSAL, swizzled_tile
 
 
 @aggregate
@@ -45,12 +45,12 @@ class Order:
 
 @gluon.jit
 def order_of(tile, padded, groups: gl.constexpr, warps: gl.constexpr, z):
-    turn = barriers(warps, 1)
+    turn = mbarriers(warps, 1)
     inner = inner_heads(tile.steps // (tile.rows // z.BLOCK_M), z)
     walk = turn
     if z.BOUNDED == CAUSAL:
         walk = write_walk(tile, padded, inner, z)
-    return Order(turn, barriers(warps, groups), walk, inner)
+    return Order(turn, mbarriers(warps, groups), walk, inner)
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def inner_heads(ratio, z):
 def tile_in_order(tiles_a_head, section, kv_heads, ratio, len_q, right, z, left=None):
     """This program's tile: ``section`` heads of K at a time take turns. The last keys come first where there is a
     bound and query heads don't take turns."""
-    both, number = in_turns(tiles_a_head, section)
+    both, number = swizzled_tile(tiles_a_head, section)
     if z.BOUNDED:
         number = gl.where(inner_heads(ratio, z) > 0, number, tiles_a_head - 1 - number)
     return tile_at(both, number, kv_heads, ratio, len_q, right, z, left)

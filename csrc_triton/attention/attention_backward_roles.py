@@ -59,7 +59,8 @@ from csrc_triton.attention.attention_backward_order import (
     next_step,
     order_of,
 )
-from csrc_triton.attention.attention_groups import CAUSAL, barriers
+from csrc_triton.attention.pipeline import mbarriers
+from csrc_triton.attention.tile_scheduler import CAUSAL
 
 UNSEEN = gl.constexpr(1e18)  # so far out of a soft cap that P is 0, and finite when squared
 PART = gl.constexpr(64)  # columns of dQ that ``make_dq`` has in registers
@@ -83,13 +84,13 @@ class Handed:
 
     @gluon.constexpr_function
     def __init__(self, tiles, full, free):
-        self.tiles, self.full, self.free = tiles, full, free
+        self.tiles, self.full, self.empty = tiles, full, free
 
 
 @gluon.jit
 def handed_tiles(dtype: gl.constexpr, slots: gl.constexpr, layout: gl.constexpr, z):
     tiles = gl.allocate_shared_memory(dtype, [slots, KEYS, z.BLOCK_M], layout)
-    return Handed(tiles, barriers(slots, 1), barriers(slots, 1))
+    return Handed(tiles, mbarriers(slots, 1), mbarriers(slots, 1))
 
 
 @gluon.jit
@@ -142,9 +143,9 @@ def make_dv(z, tile, notes, order, DV, k, q, dy, lse, p_ring, scale):
         s = times_rows(k, i >> 30, q, qi, z)
         base = row_values(lse, qi, z)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(q.free.index(qi), count=1)
+        mbarrier.arrive(q.empty.index(qi), count=1)
         p, u = probabilities(s, base, at, masked, scale, notes, z)
-        mbarrier.wait(p_ring.free.index(0), (i & 1) ^ 1)
+        mbarrier.wait(p_ring.empty.index(0), (i & 1) ^ 1)
         if z.BOUNDED == CAPPED:
             # times the slope of tanh, which would spill if it was there before the wait
             p_ring.tiles.index(0).store(p * (u * (2.0 - u)))
@@ -154,7 +155,7 @@ def make_dv(z, tile, notes, order, DV, k, q, dy, lse, p_ring, scale):
         mbarrier.wait(dy.full.index(yi), (i // z.DY_STAGES) & 1)
         dv, dv2 = add_product(gl.convert_layout(p.to(q.first.dtype), z.P), dy, yi, dv, dv2, z)
         dv, dv2 = warpgroup_mma_wait(0, deps=(dv, dv2))
-        mbarrier.arrive(dy.free.index(yi), count=1)
+        mbarrier.arrive(dy.empty.index(yi), count=1)
         if order is None or z.BOUNDED != CAUSAL:
             at += z.BLOCK_M
             at = gl.where(at == rows, 0, at)
@@ -163,7 +164,7 @@ def make_dv(z, tile, notes, order, DV, k, q, dy, lse, p_ring, scale):
     # the last rows of dY are spent, once both groups say so: they carry dV out
     j = tile.steps - 1
     slot = j % z.DY_STAGES
-    mbarrier.wait(dy.free.index(slot), (j // z.DY_STAGES) & 1)
+    mbarrier.wait(dy.empty.index(slot), (j // z.DY_STAGES) & 1)
     put_both(dv, dv2, dy, slot, DV, notes, z)
 
 
@@ -181,17 +182,17 @@ def make_dk(z, tile, notes, DK, v, q, dy, delta, p_ring, ds_ring, scale):
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.wait(p_ring.full.index(0), i & 1)
         d = (p_ring.tiles.index(0).load(z.S) * (dp - base)).to(q.first.dtype)
-        mbarrier.arrive(p_ring.free.index(0), count=1)
-        mbarrier.arrive(dy.free.index(yi), count=1)
+        mbarrier.arrive(p_ring.empty.index(0), count=1)
+        mbarrier.arrive(dy.empty.index(yi), count=1)
         c = i % slots
-        mbarrier.wait(ds_ring.free.index(c), ((i // slots) & 1) ^ 1)
+        mbarrier.wait(ds_ring.empty.index(c), ((i // slots) & 1) ^ 1)
         ds_ring.tiles.index(c).store(d)
         fence_async_shared()
         mbarrier.arrive(ds_ring.full.index(c), count=1)
         mbarrier.wait(q.full.index(qi), (i // z.Q_STAGES) & 1)
         dk, dk2 = add_product(gl.convert_layout(d, z.P), q, qi, dk, dk2, z)
         dk, dk2 = warpgroup_mma_wait(0, deps=(dk, dk2))
-        mbarrier.arrive(q.free.index(qi), count=1)
+        mbarrier.arrive(q.empty.index(qi), count=1)
     # the last rows of Q are spent, as their scores were done before P came: they carry dK out
     natural = scale * 0.6931471805599453
     if z.BOUNDED == CAPPED:
@@ -219,7 +220,7 @@ def make_dq(z, tile, DQ32, k, ds_ring, order, padded, heads):
         add_parts(to + 64 * z.D1, ds, k.second.index(i >> 30).reshape([KEYS, z.D2]), i, None)
         if order is not None:
             end_turn(i, order)
-        mbarrier.arrive(ds_ring.free.index(slot), count=1)
+        mbarrier.arrive(ds_ring.empty.index(slot), count=1)
         if order is None or z.BOUNDED != CAUSAL:
             at += z.BLOCK_M
             last = at == tile.rows

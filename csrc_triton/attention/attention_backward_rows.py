@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.attention.attention_tiles import load_rows
+from csrc_triton.attention.forward import load_rows
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Attention backward by warp groups over packed sequences: ``attention_backward_groups``, a block of a sequence's keys
 at a time.
 
-- Tensor maps are those of the packed forward (``attention_packed_groups``), so that a sequence ends where a map does:
+- Tensor maps are those of the packed forward (``flash_attention_varlen``), so that a sequence ends where a map does:
   rows and keys behind it arrive as zeros and are not written. As there, what is wholly behind a sequence is never asked
   for: a group without keys gets the last key instead, whose probabilities are masked, and stores nothing.
 - Sums of rows and dQ have rows of their own: a sequence's start at a multiple of UNIT, which no other one's reach
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention.attention_backward_groups import KEYS
-from csrc_triton.attention.attention_sequences import find, padded_start, span
+from csrc_triton.attention.varlen import find, padded_start, span
 
 
 @aggregate
@@ -58,15 +58,17 @@ class PackedKeyTile:
 
 
 @gluon.jit
-def packed_tile(BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z):
+def packed_tile(
+    CU_SEQLENS_Q, CU_SEQLENS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
+):
     """This program's tile, the keys of its sequence, and the bound: row r of the sums sees those before r + it. Heads
     of K take turns, ``section`` at a time, so that the longest tiles of the last one do not start late."""
     group = gl.program_id(0) // (section * tiles_a_head)
     place = gl.program_id(0) - group * (section * tiles_a_head)
     number = place // section
     kv_head = group * section + place - number * section
-    sequence, start_k, len_k, key = find(BOUNDS_K, number, sequences, tokens_k, z.BLOCK_N)
-    start_q, len_q = span(BOUNDS_Q, sequence, sequences, tokens_q)
+    sequence, start_k, len_k, key = find(CU_SEQLENS_K, number, sequences, tokens_k, z.BLOCK_N)
+    start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens_q)
     key = gl.where((key < 0) | (key > len_k), len_k, key)
     right += len_k - len_q
     first = gl.maximum(key - right + 1, 0) // z.BLOCK_M

@@ -34,7 +34,7 @@ from csrc_triton.attention.attention_backward_order import tile_in_order
 from csrc_triton.attention.attention_backward_roles import by_roles
 from csrc_triton.attention.attention_backward_rows import finish_rows, sum_rows
 from csrc_triton.attention.attention_gradients import key_tile, query_tile
-from csrc_triton.attention.attention_turns import in_turns
+from csrc_triton.attention.tile_scheduler import swizzled_tile
 
 KEY_TILES = {"function": "key_tiles", "constants": TILES_CONSTANTS}
 QUERY_TILES = {"function": "query_tiles", "constants": TILES_CONSTANTS}
@@ -121,10 +121,10 @@ def key_tiles(
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of K. The first keys, which most rows see, come first.
 
-    ``section`` is ``in_turns``'. ``heads`` are K's, each shared by ``ratio`` of Q's. ``scale`` and ``cap`` as the
+    ``section`` is ``swizzled_tile``'. ``heads`` are K's, each shared by ``ratio`` of Q's. ``scale`` and ``cap`` as the
     forward takes them; ``gradient_scale`` is d score / d (q k) without the soft cap's slope.
     """
-    both, tile = in_turns(tiles_a_head, section)
+    both, tile = swizzled_tile(tiles_a_head, section)
     batch = (both // heads).to(tl.int64)
     head = both % heads
     K += batch * k_batch + head.to(tl.int64) * k_head
@@ -149,7 +149,7 @@ def query_tiles(
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows of a head, the last rows first. ``heads`` are Q's; the rest as in ``key_tiles``."""
-    both, number = in_turns(tiles_a_head, section)
+    both, number = swizzled_tile(tiles_a_head, section)
     tile = tiles_a_head - 1 - number
     batch = (both // heads).to(tl.int64)
     head = both % heads

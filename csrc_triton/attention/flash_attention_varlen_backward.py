@@ -28,7 +28,7 @@ from csrc_triton.attention.attention_backward_roles import by_roles
 from csrc_triton.attention.attention_backward_rows import finish_rows, sum_rows
 from csrc_triton.attention.attention_gradients import key_tile, query_tile
 from csrc_triton.attention.attention_packed_backward import packed_tile, put_zeros
-from csrc_triton.attention.attention_sequences import BOUNDS, DTYPES, SIZES, STRIDES, UNIT, find, span
+from csrc_triton.attention.varlen import CU_SEQLENS, DTYPES, SIZES, STRIDES, UNIT, find, span
 
 OF_READ = {**STRIDES, "dy_head": "i32", "dy_row": "i32"}
 NUMBERS = {
@@ -48,7 +48,7 @@ GROUPS = {
     "arguments": {
         "Q": "dtype[1, 1, BLOCK_M, BOX]", "K": "dtype[1, 1, 64, BOX]", "V": "dtype[1, 1, 64, BOX]",
         "DY": "dtype[1, 1, BLOCK_M, BOX]", "DK": "dtype[1, 1, 64, BOX]", "DV": "dtype[1, 1, 64, BOX]",
-        "LSE2": "fp32[1, 1, 1, BLOCK_M]", "DELTA": "fp32[1, 1, 1, BLOCK_M]", "DQ32": "*fp32", **BOUNDS,
+        "LSE2": "fp32[1, 1, 1, BLOCK_M]", "DELTA": "fp32[1, 1, 1, BLOCK_M]", "DQ32": "*fp32", **CU_SEQLENS,
         "scale": "fp32", "tiles_a_head": "i32", "ratio": "i32", "padded": "i32", "section": "i32", **SIZES,
     },
     "aligned": [],
@@ -64,7 +64,7 @@ DECLARATION = {
         "flash_attention_varlen_backward_keys": {
             **SHARED,
             "arguments": {
-                "DK": "*dtype", "DV": "*dtype", **READ, **BOUNDS, "dk_head": "i32", "dk_row": "i32", **OF_READ,
+                "DK": "*dtype", "DV": "*dtype", **READ, **CU_SEQLENS, "dk_head": "i32", "dk_row": "i32", **OF_READ,
                 **NUMBERS,
             },
             "aligned": ["DK", "DV", *READ, "dk_head", "dk_row", *OF_READ, "dim", "padded"],
@@ -76,7 +76,9 @@ DECLARATION = {
         },
         "flash_attention_varlen_backward_queries": {
             **SHARED,
-            "arguments": {"DQ": "*dtype", **READ, **BOUNDS, "dq_head": "i32", "dq_row": "i32", **OF_READ, **NUMBERS},
+            "arguments": {
+                "DQ": "*dtype", **READ, **CU_SEQLENS, "dq_head": "i32", "dq_row": "i32", **OF_READ, **NUMBERS,
+            },
             "aligned": ["DQ", *READ, "dq_head", "dq_row", *OF_READ, "dim", "padded"],
             "forms": {"tiles": {**QUERIES, "defaults": {"CAP": 0}}},
         },
@@ -104,7 +106,7 @@ DECLARATION = {
             "always_aligned": True,
             "arguments": {
                 "LSE2": "*fp32", "DELTA": "*fp32", "Y": "*dtype", "DY": "*dtype", "LSE": "*fp32", "DLSE": "*fp32",
-                "BOUNDS_Q": "*i32", "y_head": "i32", "y_row": "i32", "dy_head": "i32", "dy_row": "i32",
+                "CU_SEQLENS_Q": "*i32", "y_head": "i32", "y_row": "i32", "dy_head": "i32", "dy_row": "i32",
                 "tiles_a_head": "i32", "dim": "i32", "padded": "i32", "sequences": "i32", "tokens_q": "i32",
             },
             "axes": DTYPES,
@@ -115,7 +117,7 @@ DECLARATION = {
             "optional": True,
             "always_aligned": True,
             "arguments": {
-                "DQ": "*dtype", "DQ32": "*fp32", "BOUNDS_Q": "*i32", "dq_head": "i32", "dq_row": "i32",
+                "DQ": "*dtype", "DQ32": "*fp32", "CU_SEQLENS_Q": "*i32", "dq_head": "i32", "dq_row": "i32",
                 "scale": "fp32", "tiles_a_head": "i32", "pieces": "i32", "dim": "i32", "sequences": "i32",
                 "tokens_q": "i32",
             },
@@ -129,7 +131,7 @@ DECLARATION = {
 
 @triton.jit
 def packed_key_tiles(
-    DK, DV, Q, K, V, DY, LSE2, DELTA, BOUNDS_Q, BOUNDS_K, dk_head, dk_row, q_head, q_row, k_head, k_row,
+    DK, DV, Q, K, V, DY, LSE2, DELTA, CU_SEQLENS_Q, CU_SEQLENS_K, dk_head, dk_row, q_head, q_row, k_head, k_row,
     v_head, v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, PEELED: tl.constexpr,
@@ -138,10 +140,10 @@ def packed_key_tiles(
     [heads, padded]; ``right`` and ``left`` are a sequence's with as many keys as queries."""
     tile = tl.program_id(0) % tiles_a_head
     head = (tl.program_id(0) // tiles_a_head).to(tl.int64)
-    sequence, start_k, len_k, key = find(BOUNDS_K, tile, sequences, tokens_k, BLOCK_N)
+    sequence, start_k, len_k, key = find(CU_SEQLENS_K, tile, sequences, tokens_k, BLOCK_N)
     if (key < 0) | (key >= len_k):
         return
-    start_q, len_q = span(BOUNDS_Q, sequence, sequences, tokens_q)
+    start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens_q)
     past = len_k - len_q
     first_q = start_q.to(tl.int64)
     first_k = start_k.to(tl.int64)
@@ -158,7 +160,7 @@ def packed_key_tiles(
 
 @triton.jit
 def packed_query_tiles(
-    DQ, Q, K, V, DY, LSE2, DELTA, BOUNDS_Q, BOUNDS_K, dq_head, dq_row, q_head, q_row, k_head, k_row, v_head,
+    DQ, Q, K, V, DY, LSE2, DELTA, CU_SEQLENS_Q, CU_SEQLENS_K, dq_head, dq_row, q_head, q_row, k_head, k_row, v_head,
     v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
@@ -166,10 +168,10 @@ def packed_query_tiles(
     """dQ of BLOCK_M rows of a head of a sequence, the last rows first; the rest as in ``packed_key_tiles``."""
     tile = tiles_a_head - 1 - tl.program_id(0) % tiles_a_head
     head = (tl.program_id(0) // tiles_a_head).to(tl.int64)
-    sequence, start_q, len_q, row = find(BOUNDS_Q, tile, sequences, tokens_q, BLOCK_M)
+    sequence, start_q, len_q, row = find(CU_SEQLENS_Q, tile, sequences, tokens_q, BLOCK_M)
     if (row < 0) | (row >= len_q):
         return
-    start_k, len_k = span(BOUNDS_K, sequence, sequences, tokens_k)
+    start_k, len_k = span(CU_SEQLENS_K, sequence, sequences, tokens_k)
     past = len_k - len_q
     first_q = start_q.to(tl.int64)
     first_k = start_k.to(tl.int64)
@@ -185,20 +187,20 @@ def packed_query_tiles(
 
 @gluon.jit
 def packed_backward_groups(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, CU_SEQLENS_Q, CU_SEQLENS_K, scale, tiles_a_head, ratio, padded, section,
     sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr,
     D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, AHEAD: gl.constexpr,
     WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """As ``flash_attention_backward.backward_groups``, of 128 keys of a head of a sequence, the first keys first.
 
-    The tensor maps are over (place, head, row, column), as ``attention_packed_groups`` says, those of LSE2 and DELTA
+    The tensor maps are over (place, head, row, column), as ``flash_attention_varlen`` says, those of LSE2 and DELTA
     over (1, head, 1, row). DQ32 is [heads, padded / 64] tiles; ``right`` is a sequence's with as many keys as queries.
     """
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, AHEAD, BOUNDED, 1)
     tile, len_k, from_right = packed_tile(
-        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
+        CU_SEQLENS_Q, CU_SEQLENS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
     )
     if tile.steps > 0:
         heads = gl.num_programs(0) // tiles_a_head * ratio
@@ -213,7 +215,7 @@ def packed_backward_groups(
 
 @gluon.jit
 def packed_backward_roles(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, BOUNDS_Q, BOUNDS_K, scale, tiles_a_head, ratio, padded, section,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, CU_SEQLENS_Q, CU_SEQLENS_K, scale, tiles_a_head, ratio, padded, section,
     sequences, tokens_q, tokens_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr,
     D2: gl.constexpr, BOX: gl.constexpr, Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
@@ -222,7 +224,7 @@ def packed_backward_roles(
     gl.static_assert(WARP_GROUPS == 3 and BLOCK_N == 64 and D2 > 0)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, BOUNDED, 1)
     tile, len_k, from_right = packed_tile(
-        BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
+        CU_SEQLENS_Q, CU_SEQLENS_K, tiles_a_head, ratio, section, sequences, tokens_q, tokens_k, right, z
     )
     if tile.steps > 0:
         heads = gl.num_programs(0) // tiles_a_head * ratio
@@ -237,7 +239,7 @@ def packed_backward_roles(
 
 @triton.jit
 def packed_row_sums(
-    LSE2, DELTA, Y, DY, LSE, DLSE, BOUNDS_Q, y_head, y_row, dy_head, dy_row, tiles_a_head, dim, padded,
+    LSE2, DELTA, Y, DY, LSE, DLSE, CU_SEQLENS_Q, y_head, y_row, dy_head, dy_row, tiles_a_head, dim, padded,
     sequences, tokens_q, BLOCK_M: tl.constexpr, D1: tl.constexpr,
 ):  # fmt: skip
     """``sum_rows`` of BLOCK_M rows of the padded ones; LSE2 and DELTA are [heads, padded]. Those that no sequence has
@@ -245,7 +247,7 @@ def packed_row_sums(
     tile = tl.program_id(0) % tiles_a_head
     head = (tl.program_id(0) // tiles_a_head).to(tl.int64)
     at = tile * BLOCK_M
-    _, start, length, row = find(BOUNDS_Q, at // UNIT, sequences, tokens_q, UNIT)
+    _, start, length, row = find(CU_SEQLENS_Q, at // UNIT, sequences, tokens_q, UNIT)
     row += at % UNIT
     to = head * padded + at + tl.arange(0, BLOCK_M)
     first = start.to(tl.int64)
@@ -259,14 +261,14 @@ def packed_row_sums(
 
 @triton.jit
 def packed_finish(
-    DQ, DQ32, BOUNDS_Q, dq_head, dq_row, scale, tiles_a_head, pieces, dim, sequences, tokens_q,
+    DQ, DQ32, CU_SEQLENS_Q, dq_head, dq_row, scale, tiles_a_head, pieces, dim, sequences, tokens_q,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """``finish_rows`` of WIDTH columns of 64 padded rows a program, a piece of ``pieces`` in a row."""
     tile = tl.program_id(0) // pieces
     head = tile // tiles_a_head
     at = (tile - head * tiles_a_head) * 64
-    _, start, length, row = find(BOUNDS_Q, at // UNIT, sequences, tokens_q, UNIT)
+    _, start, length, row = find(CU_SEQLENS_Q, at // UNIT, sequences, tokens_q, UNIT)
     row += at % UNIT
     if (row < 0) | (row >= length):
         return

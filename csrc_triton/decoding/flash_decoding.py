@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from csrc_triton.attention.attention_groups import Ring, Sizes, ring
+from csrc_triton.attention.pipeline import Pipeline, Sizes, pipeline_of
 from csrc_triton.common.overlap import let_next_start, once_previous_ended
 from csrc_triton.decoding.decoding_keys import (
     NOTHING,
@@ -290,13 +290,13 @@ def split_stream(
     into = tile * 64 - first_token * ratio
     count = gl.minimum(tokens * ratio - tile * 64, 64)
     last_token = first_token + token_of(into + count - 1, by_ratio)
-    k = ring(K, STAGES, 1, z)
-    v = ring(V, STAGES, 1, z)
+    k = pipeline_of(K, STAGES, 1, z)
+    v = pipeline_of(V, STAGES, 1, z)
     q_first = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D1], K.layout)
     q_second = q_first
     if D2 > 0:
         q_second = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D2], K.layout)
-    q = Ring(q_first, q_second, k.full, k.free)
+    q = Pipeline(q_first, q_second, k.full, k.empty)
     fence_async_shared()
     gl.warp_specialize(
         [
