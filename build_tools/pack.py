@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from build_tools.audit import Audited
+from build_tools.declaration import Kernel
 from build_tools.plan import ALIGNMENT, Plan
 from build_tools.profile import Profile
 from build_tools.stored import Stored, stored
 
-FORMAT = 5
+FORMAT = 6
 
 
 def write_pack(
@@ -80,7 +81,10 @@ def _op_manifest(
         for name, k in plan.kernels.items()
     }
     blobs = _blobs(binaries)
-    variants = {v.name: {**_variant(audited[v.name]), **blobs[v.name]} for v in plan.variants}
+    variants = {
+        v.name: {**_variant(audited[v.name], plan.kernels[v.kernel].kernel), **blobs[v.name]}
+        for v in plan.variants
+    }
     return {"format": FORMAT, "op": plan.op, "kernels": kernels, "variants": variants}
 
 
@@ -95,11 +99,14 @@ def _blobs(binaries: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
     return blobs
 
 
-def _variant(audited: Audited) -> dict[str, Any]:
+def _variant(audited: Audited, kernel: Kernel) -> dict[str, Any]:
     variant, compiled, facts = audited.variant, audited.compiled, audited.facts
-    follows = {"follows": True} if variant.follows else {}  # few do: said of those alone
+    pdl = {"pdl": True} if variant.pdl else {}  # few do: said of those alone
+    absent = [name for name in kernel.arguments if name not in variant.arguments]
+    lacks = {"lacks": absent} if absent else {}
     return {
-        **follows,
+        **pdl,
+        **lacks,
         "symbol": compiled.symbol,
         "threads": audited.threads,
         "shared": compiled.shared,

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
-from build_tools.declaration import DTYPES, Declaration, Form, Kernel, longest_row, tiles_of
+from build_tools.declaration import (
+    DTYPES,
+    Declaration,
+    Form,
+    Kernel,
+    Value,
+    holds,
+    longest_row,
+    of_dtype,
+    tiles_of,
+)
 from build_tools.errors import ProfileError
-from build_tools.profile import ANY, HOST_NUMBERS, Arch, Profile, Row
+from build_tools.profile import ANY, Arch, Profile, Row
 
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
 _ALIGNED = {True: "aligned", False: "generic"}
-OVERLAP = "OVERLAP"  # the constant that the profile's dependent_launch gives
+PDL = "PDL"  # the constant that the profile decides: 1 where it has programmatic dependent launch
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class Variant:
     kernel: str
     function: str
     form: Form
-    axes: Mapping[str, str]
+    axes: Mapping[str, Value]
     aligned: bool
     arguments: Mapping[str, str]  # name -> Triton type, dtypes filled in
     hinted: tuple[str, ...]  # arguments divisible by ALIGNMENT
@@ -42,9 +51,9 @@ class Variant:
         return self.form.cooperative is not None and self.constants[self.form.cooperative] > 1
 
     @property
-    def follows(self) -> bool:
-        """Whether it may start before the kernel launched before it has ended, for which it waits itself."""
-        return self.form.follows is not None and self.constants[self.form.follows] > 0
+    def pdl(self) -> bool:
+        """Whether it is a programmatic dependent launch: it may start before the kernel before it has ended."""
+        return self.form.pdl is not None and self.constants[self.form.pdl] > 0
 
 
 @dataclass(frozen=True)
@@ -81,32 +90,42 @@ def plan(declaration: Declaration, profile: Profile) -> Plan:
 
 
 def _fitted(kernel: Kernel, arch: Arch) -> Kernel:
-    """The kernel with the constant OVERLAP, where it has one, as the architecture says: 1 for launches that overlap."""
-    given = {OVERLAP: int(arch.dependent_launch)}
+    """The kernel with its constant PDL, where it has one, decided."""
+    given = {PDL: int(arch.pdl)}
     forms = {
-        name: replace(form, defaults={**form.defaults, **given}) if OVERLAP in form.constants else form
+        name: replace(form, defaults={**form.defaults, **given}) if PDL in form.constants else form
         for name, form in kernel.forms.items()
     }
     return replace(kernel, forms=forms)
 
 
-def dispatch_key(axes: Mapping[str, str], aligned: bool) -> str:
-    return "/".join((*axes.values(), _ALIGNED[aligned]))
+def dispatch_key(axes: Mapping[str, Value], aligned: bool) -> str:
+    return "/".join(
+        (*(str(v).lower() if isinstance(v, bool) else str(v) for v in axes.values()), _ALIGNED[aligned])
+    )
+
+
+def resolved(kernel: Kernel, row: Row) -> Row:
+    """The row with its numbers told apart: those that choose an axis' value, those that the host reads, constants."""
+    axes = {k.lower(): (v,) for k, v in row.constants.items() if k.lower() in kernel.axes}
+    numbers = {k.lower(): int(v) for k, v in row.constants.items() if k.lower() in kernel.host}
+    constants = {k: v for k, v in row.constants.items() if k.lower() not in {*axes, *numbers}}
+    return replace(row, when={**row.when, **axes}, host={**row.host, **numbers}, constants=constants)
 
 
 def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
-    rows = profile.table(kernel.name).rows
+    rows = tuple(resolved(kernel, row) for row in profile.table(kernel.name).rows)
     for row in rows:
         check_row(kernel, row, profile)
     tables: dict[str, tuple[tuple[int | None, str], ...]] = {}
     variants: dict[str, Variant] = {}
     used: set[str] = set()
-    for axes in combinations(kernel.axes):
+    for axes in combinations(kernel):
         for aligned in (True,) if kernel.always_aligned else (True, False):
             entries: list[tuple[int | None, str]] = []
             for row in rows:
                 form = kernel.forms[row.form]
-                if not (matches(row.when, axes, aligned) and matches(form.requires, axes, aligned)):
+                if not all(holds(w, {**axes, "aligned": aligned}) for w in (row.when, form.requires)):
                     continue
                 if entries and entries[-1][0] is None:
                     break  # everything is held already
@@ -119,6 +138,8 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
                 variants[variant.name] = variant
                 used.add(row.where)
             key = dispatch_key(axes, aligned)
+            if not entries and kernel.optional:
+                continue  # for these values of the axes the architecture does without
             if not entries or entries[-1][0] is not None:
                 largest = entries[-1][0] if entries else 0
                 raise ProfileError(
@@ -151,20 +172,31 @@ def check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
         allowed = (True, False) if axis == "aligned" else kernel.axes.get(axis)
         if allowed is None:
             raise ProfileError(f"{row.where}: unknown key {axis!r}")
-        if bad := [v for v in values if v not in allowed and v not in DTYPES]:
+        dtypes = DTYPES if axis in kernel.axes and of_dtype(allowed, kernel.axes) else ()
+        if bad := [v for v in values if v not in allowed and v not in dtypes]:
             raise ProfileError(
                 f"{row.where}: {axis}: {bad[0]!r} is not one of {', '.join(map(str, allowed))}"
             )
     if unknown := [c.lower() for c in row.constants if c not in form.constants]:
         raise ProfileError(f"{row.where}: unknown key {unknown[0]!r} for form {form.name!r}")
+    for axes in combinations(kernel):
+        if holds({k: v for k, v in row.when.items() if k != "aligned"}, axes):
+            _check_constants(form, row, kernel.decided(axes))
     constants = {**form.defaults, **row.constants}
+    if form.staged:
+        _check_staged(form, constants, row, kernel, profile)
+
+
+def _check_constants(form: Form, row: Row, decided: Mapping[str, int | bool]) -> None:
+    """ProfileError unless the row and the axes' values between them give each constant, once, and cover the row's n."""
+    if twice := [c.lower() for c in row.constants if c in decided]:
+        raise ProfileError(f"{row.where}: {twice[0]!r} is decided by an axis, not by the row")
+    constants = {**form.defaults, **decided, **row.constants}
     if missing := [c.lower() for c in form.constants if c not in constants]:
         raise ProfileError(f"{row.where}: {missing[0]!r} is missing for form {form.name!r}")
     covered = longest_row(form, constants)
     if covered is not None and (row.max_n is None or row.max_n > covered):
         raise ProfileError(f"{row.where}: max_n = {row.max_n}, but form {form.name!r} covers {covered}")
-    if form.staged:
-        _check_staged(form, constants, row, kernel, profile)
 
 
 def _check_staged(
@@ -182,39 +214,36 @@ def _check_staged(
         )
 
 
-def combinations(axes: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, str]]:
-    """Every distinct choice of dtypes; an axis may take the value of an earlier one."""
-    seen: set[tuple[str, ...]] = set()
-    for values in product(*axes.values()):
-        chosen: dict[str, str] = {}
-        for axis, value in zip(axes, values, strict=True):
-            chosen[axis] = chosen.get(value, value)
-        if tuple(chosen.values()) not in seen:
-            seen.add(tuple(chosen.values()))
-            yield chosen
+def combinations(kernel: Kernel) -> Iterator[dict[str, Value]]:
+    """Every distinct choice of the axes' values that is built; an axis may take the dtype of an earlier one."""
+    seen: set[tuple[Value, ...]] = set()
+    for values in product(*kernel.axes.values()):
+        chosen: dict[str, Value] = {}
+        for axis, value in zip(kernel.axes, values, strict=True):
+            chosen[axis] = chosen.get(value, value) if isinstance(value, str) else value
+        if tuple(chosen.values()) in seen or any(holds(rule, chosen) for rule in kernel.excluded):
+            continue
+        seen.add(tuple(chosen.values()))
+        yield chosen
 
 
-def matches(when: Mapping[str, tuple[Any, ...]], axes: Mapping[str, str], aligned: bool) -> bool:
-    """Whether a row's or form's conditions hold for a choice of dtypes and alignment."""
-    for axis, values in when.items():
-        have = aligned if axis == "aligned" else axes[axis]
-        if have not in values and not any(isinstance(v, str) and axes.get(v) == have for v in values):
-            return False
-    return True
-
-
-def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, str], aligned: bool) -> Variant:
-    """The binary that a row asks for at one choice of dtypes and alignment: the same for both where alignment does not
-    matter to it."""
+def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, Value], aligned: bool) -> Variant:
+    """The binary that a row asks for at one choice of the axes' values and alignment: the same for both where alignment
+    does not matter to it."""
     form = kernel.forms[row.form]
-    constants = {c: {**form.defaults, **row.constants}[c] for c in form.constants}
-    numbers = [f"{k.lower()}{int(v)}" for k, v in constants.items() if v != form.defaults.get(k)]
+    decided = kernel.decided(axes)
+    constants = {c: {**form.defaults, **decided, **row.constants}[c] for c in form.constants}
+    numbers = [
+        f"{k.lower()}{int(v)}" for k, v in constants.items() if v != {**form.defaults, **decided}.get(k)
+    ]
     numbers += [f"{k.replace('num_', '')}{v}" for k, v in row.options.items()]
-    numbers += [f"{HOST_NUMBERS[k]}{v}" for k, v in row.host.items()]
+    numbers += [f"{k}{v}" for k, v in row.host.items()]
     if row.any_alignment:
         aligned = False
     kind = ANY if row.any_alignment else _ALIGNED[aligned]
-    name = "-".join((kernel.name, form.name, *axes.values(), kind, *numbers))
+    values = [axis if value is True else str(value) for axis, value in axes.items() if value is not False]
+    name = "-".join((kernel.name, form.name, *values, kind, *numbers))
+    taken = kernel.taken(axes)
     return Variant(
         name=name,
         op=op,
@@ -223,8 +252,8 @@ def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, str], ali
         form=form,
         axes=dict(axes),
         aligned=aligned,
-        arguments={name: _filled(kind, axes, constants) for name, kind in kernel.arguments.items()},
-        hinted=kernel.aligned if aligned else (),
+        arguments={name: _filled(kernel.arguments[name], axes, constants) for name in taken},
+        hinted=tuple(name for name in kernel.aligned if name in taken) if aligned else (),
         constants=constants,
         options=row.options,
         host=row.host,
@@ -234,9 +263,9 @@ def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, str], ali
     )
 
 
-def _filled(kind: str, axes: Mapping[str, str], constants: Mapping[str, int | bool]) -> str:
+def _filled(kind: str, axes: Mapping[str, Value], constants: Mapping[str, int | bool]) -> str:
     """An argument's Triton type, with the dtypes and sizes of a variant."""
     if (tiles := tiles_of(kind)) is not None:
         sizes = ", ".join(str(int(constants.get(size, size))) for size in tiles[1])
         return f"tensordesc<{axes.get(tiles[0], tiles[0])}[{sizes}]>"
-    return "*" + axes.get(kind[1:], kind[1:]) if kind.startswith("*") else kind
+    return f"*{axes.get(kind[1:], kind[1:])}" if kind.startswith("*") else kind

@@ -21,18 +21,9 @@ else:
 BACKENDS = ("cuda", "hip")
 DERIVED = "derived, not measured"  # what the provenance of numbers that nobody measured begins with
 ANY = "any"  # a row's ``aligned``, where an aligned binary would not be faster
-# Launch numbers that are not constants of the device function: compile options, and what the host reads, with the word
-# that stands for it in a variant's name.
-OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")
-HOST_NUMBERS = {
-    "programs_per_multiprocessor": "programs",
-    "cache_megabytes": "cache",  # of keys and values that programs side by side work on
-    "fillings": "fillings",  # of the GPU, by heads that take turns to start a block
-    "longest": "longest",  # keys that a kernel for short sequences is for
-    "busy": "busy",  # programs that keep a multiprocessor's share of memory busy
-    "least_blocks": "least",  # a multiprocessor, from which on this kernel is chosen
-    "lone_rows": "lone",  # up to so many rows, one program that writes the final sums beats two launches
-}
+OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")  # launch numbers that the compiler takes
+# The one that every op's host code reads: forms that declare no other (``host``) need not name it.
+HOST_NUMBERS = ("programs_per_multiprocessor",)
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class Arch:
     shared_per_block: int
     shared_per_multiprocessor: int
     matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
-    dependent_launch: bool  # whether kernels may start before the one before them has ended
+    pdl: bool  # whether it has programmatic dependent launch
 
 
 _ARCH_KEYS = {field.name for field in fields(Arch)}

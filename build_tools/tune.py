@@ -30,7 +30,7 @@ from typing import Any
 from build_tools.audit import Audited, audit
 from build_tools.build import make_plans
 from build_tools.compile import try_variants
-from build_tools.declaration import declared_ops, read_declaration
+from build_tools.declaration import declared_ops, holds, read_declaration
 from build_tools.errors import AuditError, BuildError, ProfileError
 from build_tools.plan import (
     KernelPlan,
@@ -40,7 +40,6 @@ from build_tools.plan import (
     combinations,
     dispatch_key,
     make_variant,
-    matches,
 )
 from build_tools.profile import Profile, read_row
 from build_tools.rows_text import Winner, write_rows
@@ -90,7 +89,7 @@ def tune(options: argparse.Namespace) -> int:
 
 def _tune_kernel(kernel: str, candidates: Path, options: argparse.Namespace) -> list[Measured]:
     op = _owner(kernel)
-    from liger_aot.ops import module
+    from liger_aot.ops.registry import module
 
     uses = module(op).OP.uses
     profile, plans = make_plans(options.arch, (op, *uses))
@@ -253,10 +252,10 @@ class _Session:
         first = next(iter(kernel.axes))
         choices = [
             axes
-            for axes in combinations(kernel.axes)
+            for axes in combinations(kernel)
             if axes[first] in problem.dtypes
-            and matches(row.when, axes, True)
-            and matches(kernel.forms[row.form].requires, axes, True)
+            and holds(row.when, {**axes, "aligned": True})
+            and holds(kernel.forms[row.form].requires, {**axes, "aligned": True})
         ]
         choices.sort(key=lambda axes: list(axes.values()) != [problem.dtypes[0]] * len(axes))
         return tuple(make_variant(self._op, kernel, row, axes, True) for axes in choices)
@@ -323,7 +322,7 @@ def _bind(
         manifest = _manifest(plan, audited, folder, chosen if plan.op == op else None, key)
         bound = OpOn(manifest, GPUDriver(here.shared_per_block), 0, here.multiprocessors)
         runtimes[plan.op] = Runtimes(plan.op, {0: bound})
-    from liger_aot.ops import module
+    from liger_aot.ops.registry import module
 
     op_class = module(op).OP
     return op_class(runtimes)

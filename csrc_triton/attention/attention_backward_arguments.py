@@ -141,6 +141,7 @@ GROUPS = {
     "matrix": True,
     "arguments": GROUPS_ARGUMENTS,
     "axes": DTYPE,
+    "host": ["fillings"],
     "aligned": [],
 }
 GROUPS_CONSTANTS = [

@@ -74,6 +74,7 @@ DECLARATION = {
                 "left": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
+            "host": ["cache_megabytes", "longest"],
             "aligned": [],
             "forms": {"warp_specialized": {**WARP_SPECIALIZED, "defaults": {**DEFAULTS, "MASK": 0}}},
         },

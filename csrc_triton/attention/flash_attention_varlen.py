@@ -61,6 +61,7 @@ KERNEL = {
         "scale": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32", "keys_in_l2": "i32", **SIZES, **MAX_SEQLENS,
     },
     "axes": DTYPES,
+    "host": ["cache_megabytes", "longest"],
     "aligned": [],
 }  # fmt: skip
 FORM = {

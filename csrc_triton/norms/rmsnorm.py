@@ -85,6 +85,7 @@ DECLARATION = {
                 "store_dw": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"], "weight": ["dtype", "fp32"]},
+            "host": ["lone_rows"],
             "aligned": [
                 "DX",
                 "DY",

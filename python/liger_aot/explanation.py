@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError, PackNotFound, printable
-from liger_aot.loader import load
+from liger_aot.ops.registry import load
 from liger_aot.runtime.manifest import Kernel, OpManifest, Pack
 from liger_aot.runtime.packs import describe, installed_packs, pack_of
 
@@ -150,13 +150,13 @@ def _check_arguments(
 
 
 def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) -> Choice:
-    from liger_aot.runtime.dispatch import DTYPE_NAMES
+    from liger_aot.runtime.dispatch import key_text
 
     owner = next((op for op, m in manifests.items() if problem.kernel in m.kernels), None)
     if owner is None:
         raise PackNotFound(f"pack {arch} has no kernel {problem.kernel}")
     kernel = manifests[owner].kernels[problem.kernel]
-    key = "/".join((*(DTYPE_NAMES[d] for d in problem.dtypes), "aligned" if problem.aligned else "generic"))
+    key = key_text((*problem.axes, problem.aligned))
     name, held = _held(arch, kernel, key, problem.n)
     variant = manifests[owner].variant(name)
     return Choice(

@@ -87,9 +87,8 @@ class InterpreterDriver:
             if variant.name in {v for _, v in e}
         )
         axes = dict(zip(kernel.axes, key.split("/"), strict=False))
-        types = [
-            t.replace(t[1:], axes.get(t[1:], t[1:])) if t[0] == "*" else t for t in kernel.arguments.values()
-        ]
+        kinds = (kernel.arguments[name] for name in variant.arguments)
+        types = [t.replace(t[1:], axes.get(t[1:], t[1:])) if t[0] == "*" else t for t in kinds]
         constants = {name: _constant(form, name, variant.numbers[name.lower()]) for name in form.constants}
 
         def run(grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
@@ -98,7 +97,7 @@ class InterpreterDriver:
             if (name := COLUMNS.get(kernel_name)) is not None:
                 grid = (-(-grid[0] // WIDER), *grid[1:])
                 numbers = {**constants, name: constants[name] * WIDER}
-            interpret(function, grid, types, list(kernel.arguments), arguments, numbers, variant.cooperative)
+            interpret(function, grid, types, list(variant.arguments), arguments, numbers, variant.cooperative)
 
         return Launchable(run)
 
@@ -106,7 +105,7 @@ class InterpreterDriver:
 def _check_alignment(kernel: Kernel, variant: Variant, arguments: tuple[Any, ...]) -> None:
     """What the compiler was promised of an aligned variant's arguments; these drivers would not notice otherwise."""
     if "aligned" in variant.name.split("-"):
-        for name, value in zip(kernel.arguments, arguments, strict=True):
+        for name, value in zip(variant.arguments, arguments, strict=True):
             assert name not in kernel.aligned or not (value or 0) % 16, f"{variant.name}: {name} is {value}"
 
 

@@ -322,8 +322,8 @@ class OpCases:
         size is above ``longest`` are left out, or with ``beyond`` get their smallest."""
         for kernel in manifest.kernels.values():
             for key, entries in kernel.tables.items():
-                *dtypes, alignment = key.split("/")
-                axes = dict(zip(kernel.axes, (BY_NAME[d] for d in dtypes), strict=True))
+                *values, alignment = key.split("/")
+                axes = dict(zip(kernel.axes, (BY_NAME.get(v, v) for v in values), strict=True))
                 aligned = alignment == "aligned"
                 sizes = sizes_of(entries, aligned, longest if beyond else 1 << 40)
                 for n, (_, variant) in zip(sizes, entries, strict=True):

@@ -309,7 +309,7 @@ class OpTests(OpGPUTests):
             for problem in op.problems(case.shape, case.dtype, dtypes):
                 keys = {(*key.split("/"),) for key in kernels[problem.kernel].tables}
                 alignment = "aligned" if problem.aligned else "generic"
-                names = tuple({BF16: "bf16", FP16: "fp16", FP32: "fp32"}[d] for d in problem.dtypes)
+                names = tuple({BF16: "bf16", FP16: "fp16", FP32: "fp32"}.get(d, d) for d in problem.axes)
                 assert (*names, alignment) in keys, f"{case}: {problem.kernel} {names} {alignment}"
 
     # ---- torch.compile and torch.library --------------------------------------------------------------------

@@ -68,6 +68,7 @@ def add_kernels(path: Path, plan: Plan) -> None:
                 }
                 document["variants"][variant.name] = {
                     **like,
+                    "lacks": [name for name in kernel.kernel.arguments if name not in variant.arguments],
                     "form": variant.form.name,
                     "cooperative": variant.cooperative,
                     "numbers": {**{k.lower(): int(v) for k, v in variant.constants.items()}, **variant.host},

@@ -11,6 +11,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -96,9 +97,15 @@ def planned_pack(arch: str, compiles: bool) -> PlannedPack:
     profile, plans = plans_of(arch)
     folder = _folder() / "packs" / arch
     if not folder.is_dir():
-        found = {v.name: _placeholder(v, profile) for p in plans.values() for v in p.variants}
-        write_pack(folder, profile, list(plans.values()), found, project_version(), compiler(profile))
+        write_planned(folder, profile, list(plans.values()))
     return PlannedPack(folder, arch, compiles)
+
+
+def write_planned(folder: Path, profile: Profile, plans: Sequence[Plan]) -> Pack:
+    """A pack of ``plans`` with no binary in it, at ``folder``."""
+    found = {v.name: _placeholder(v, profile) for p in plans for v in p.variants}
+    write_pack(folder, profile, plans, found, project_version(), compiler(profile))
+    return Pack(folder)
 
 
 @cache

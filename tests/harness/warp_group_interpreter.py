@@ -351,6 +351,6 @@ class GroupsDriver(InterpreterDriver):
             return super().load(variant)
         form = kernel.forms[form_name]
         function = getattr(import_module(op_module(self._op)), form.function)
-        types = {name: kind.replace("dtype", dtype) for name, kind in kernel.arguments.items()}
+        types = {name: kernel.arguments[name].replace("dtype", dtype) for name in variant.arguments}
         constants = {name: variant.numbers[name.lower()] for name in form.constants}
         return Launchable(lambda grid, arguments: run(function, types, constants, grid, arguments))

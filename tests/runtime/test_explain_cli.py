@@ -94,7 +94,7 @@ def test_explain_agrees_with_the_dispatch(built: Path, arch: str) -> None:
                 assert problems, f"no kernel of {name} itself"
                 choices = {c.kernel: c for c in liger_aot.explain(name, arch=arch, shape=(2, n), dtype=dtype)}
                 for problem in problems:
-                    chosen = dispatch[problem.kernel]((*problem.dtypes, problem.aligned), problem.n).variant
+                    chosen = dispatch[problem.kernel]((*problem.axes, problem.aligned), problem.n).variant
                     assert choices[problem.kernel].variant == chosen.name
 
 

@@ -20,13 +20,13 @@ PLAIN_OR_NONE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 class Problem:
-    """One kernel's dispatch for a call, by its axes' dtypes, alignment and size: what ``explain`` looks up without a
-    GPU."""
+    """One kernel's dispatch for a call, by its axes' values (dtypes, integers, bools, words), alignment and size: what
+    ``explain`` looks up without a GPU."""
 
-    __slots__ = ("aligned", "dtypes", "kernel", "n")
+    __slots__ = ("aligned", "axes", "kernel", "n")
 
-    def __init__(self, kernel: str, dtypes: tuple[torch.dtype, ...], aligned: bool, n: int) -> None:
-        self.kernel, self.dtypes, self.aligned, self.n = kernel, dtypes, aligned, n
+    def __init__(self, kernel: str, axes: tuple[Any, ...], aligned: bool, n: int) -> None:
+        self.kernel, self.axes, self.aligned, self.n = kernel, axes, aligned, n
 
 
 class Op:
@@ -49,7 +49,7 @@ class Op:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """An op holds binaries on devices: a pickle or deep copy of a module that has one means the process's own."""
-        from liger_aot.loader import load
+        from liger_aot.ops.registry import load
 
         return load, (self.name,)
 

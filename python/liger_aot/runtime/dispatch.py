@@ -27,6 +27,7 @@ from liger_aot.runtime.manifest import OpManifest, Variant
 REMEMBERED = 1024  # sizes a kernel keeps the variant of
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_BOOLS = {"true": True, "false": False}
 
 
 class Launchable(Protocol):
@@ -85,12 +86,12 @@ class KernelOn:
             bounds = [bound for bound, _ in entries if bound is not None]
             names = [variant for _, variant in entries]
             found: list[Loaded | None] = [None] * len(names)
-            dtypes = tuple(_DTYPES[a] for a in axes)
-            table_key: tuple[Any, ...] = (*dtypes, alignment == "aligned")
+            table_key: tuple[Any, ...] = (*map(_axis_value, axes), alignment == "aligned")
             self._tables[table_key] = (bounds, names, found)
 
     def __call__(self, key: tuple[Any, ...], n: int) -> Loaded:
-        """The variant for a problem of size ``n``; ``key`` holds the axes' torch dtypes and whether all is aligned."""
+        """The variant for a problem of size ``n``; ``key`` holds the axes' values (torch dtypes, integers, bools,
+        words) and whether all is aligned."""
         known = self.recent.get((*key, n))
         if known is not None:
             return known
@@ -108,10 +109,32 @@ class KernelOn:
         self.recent[recent_key] = loaded
         return loaded
 
+    def serves(self, key: tuple[Any, ...]) -> bool:
+        """Whether there are binaries for these values of the axes: an optional kernel may have them for some alone."""
+        return key in self._tables
+
     def _refusal(self, key: tuple[Any, ...]) -> str:
-        allowed = sorted({tuple(DTYPE_NAMES[d] for d in k[:-1]) for k in self._tables})
-        asked = ", ".join(str(d).removeprefix("torch.") for d in key[:-1])
-        return f"{self.name} is not built for dtypes ({asked}); it is for {', '.join(map(str, allowed))}"
+        allowed = ", ".join(sorted(map(key_text, self._tables)))
+        return f"{self.name} is not built for {key_text(key)}; it is for {allowed}"
+
+
+def key_text(key: tuple[Any, ...]) -> str:
+    """A dispatch key as packs write it: "bf16/64/causal/aligned"."""
+    *axes, aligned = key
+    return "/".join((*map(_axis_text, axes), "aligned" if aligned else "generic"))
+
+
+def _axis_text(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value) or str(value).removeprefix("torch.")
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _axis_value(text: str) -> Any:
+    """What a dispatch key's word means: a dtype, an integer, a bool or the word itself."""
+    if text.isdecimal():
+        return int(text)
+    return _BOOLS[text] if text in _BOOLS else _DTYPES.get(text, text)
 
 
 class OpOn:
@@ -174,7 +197,7 @@ class GPUDriver:
                 shared=variant.shared,
                 signature=variant.signature,
                 cooperative=variant.cooperative,
-                follows=variant.follows,
+                pdl=variant.pdl,
             )
         except DriverError as error:
             message = (

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 
 from liger_aot.errors import PackDamaged, PackTooNew
 
-FORMAT = 5
+FORMAT = 6
 WINDOW = 1 << 15  # of a binary's base, how much its compression sees
 LARGEST_JSON = (
     4 << 20
 )  # bytes of a manifest, of which Python makes some 25 times as many; our largest has 124 kilobytes
 LARGEST_FILE = 64 << 20  # bytes of one binary; ours have a few tens of kilobytes
-DTYPES = ("bf16", "fp16", "fp32")  # what a dispatch key's axes may say
 MOST_THREADS = 1024  # a block, on every architecture
 MOST_ARGUMENTS = 64  # what the launcher takes
 LONGEST_NAME = 200
@@ -99,8 +98,9 @@ class Variant(NamedTuple):
     threads: int
     shared: int  # bytes of dynamic shared memory
     cooperative: bool
-    follows: bool  # whether it waits itself for the kernel launched before it
+    pdl: bool  # programmatic dependent launch: it waits itself for the kernel launched before it
     contiguous: bool  # whether rows must follow each other without a gap
+    arguments: tuple[str, ...]  # those of the kernel that this binary takes, in order
     signature: str  # the launcher's letters
     form: str
     num_warps: int
@@ -117,7 +117,7 @@ class Variant(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One kernel's dispatch tables: key ("bf16/bf16/aligned") -> ascending (max_n or None, variant name)."""
+    """One kernel's dispatch tables: key ("bf16/64/causal/aligned") -> ascending (max_n or None, variant name)."""
 
     name: str
     arguments: tuple[str, ...]
@@ -161,10 +161,20 @@ class OpManifest:
             raise PackDamaged(self.path, f"{where}threads is {threads}, a block has 1 to {MOST_THREADS}")
         numbers = _object(self.path, raw.get("numbers"), where + "numbers")
         cooperative = _typed(self.path, raw, "cooperative", bool, where)
-        follows = "follows" in raw and _typed(self.path, raw, "follows", bool, where)
-        if cooperative and follows:
-            raise PackDamaged(self.path, f"{where}cooperative and {where}follows are both true")
+        pdl = "pdl" in raw and _typed(self.path, raw, "pdl", bool, where)
+        if cooperative and pdl:
+            raise PackDamaged(self.path, f"{where}cooperative and {where}pdl are both true")
         base = None if raw.get("base") is None else _typed(self.path, raw, "base", str, where)
+        lacks = _strings(self.path, raw, "lacks", where) if "lacks" in raw else ()
+        if unknown := [a for a in lacks if a not in kernel.arguments]:
+            raise PackDamaged(
+                self.path, f"{where}lacks names {_shown(unknown[0])}, which {kernel.name} does not take"
+            )
+        taken = {
+            argument: letter
+            for argument, letter in zip(kernel.arguments, kernel.signature, strict=True)
+            if argument not in lacks
+        }
         return Variant(
             name=name,
             blob=self._blob(name),
@@ -173,9 +183,10 @@ class OpManifest:
             threads=threads,
             shared=_count(self.path, raw, "shared", where),
             cooperative=cooperative,
-            follows=follows,
+            pdl=pdl,
             contiguous=_typed(self.path, raw, "contiguous", bool, where),
-            signature=kernel.signature,
+            arguments=tuple(taken),
+            signature="".join(taken.values()),
             form=_typed(self.path, raw, "form", str, where),
             num_warps=_count(self.path, raw, "num_warps", where),
             registers=_count(self.path, raw, "registers", where),
@@ -183,15 +194,11 @@ class OpManifest:
             resident=_count(self.path, raw, "resident", where),
             numbers={key: _count(self.path, numbers, key, where) for key in numbers},
             row=_typed(self.path, raw, "row", str, where),
-            maps=self._maps(_object(self.path, raw.get("maps"), where + "maps"), kernel, where),
+            maps=self._maps(_object(self.path, raw.get("maps"), where + "maps"), taken, where),
         )
 
-    def _maps(self, raw: dict[str, Any], kernel: Kernel, where: str) -> dict[str, TensorMaps]:
-        ranks = {
-            name: int(letter)
-            for name, letter in zip(kernel.arguments, kernel.signature, strict=True)
-            if letter in digits
-        }
+    def _maps(self, raw: dict[str, Any], taken: Mapping[str, str], where: str) -> dict[str, TensorMaps]:
+        ranks = {name: int(letter) for name, letter in taken.items() if letter in digits}
         if raw.keys() != ranks.keys():
             raise PackDamaged(self.path, f"{where}maps is {_shown(raw)}")
         maps = {}
@@ -225,12 +232,9 @@ class OpManifest:
         axes = tuple(_strings(self.path, raw, "axes", f"{name}."))
         tables = _object(self.path, raw.get("tables"), f"{name}.tables")
         for key in tables:
-            *dtypes, variant = key.split("/")
-            if (
-                variant not in ("aligned", "generic")
-                or len(dtypes) != len(axes)
-                or not {*dtypes} <= {*DTYPES}
-            ):
+            *values, alignment = key.split("/")
+            words = len(key) <= LONGEST_NAME and all(v.isidentifier() or v.isdecimal() for v in values)
+            if alignment not in ("aligned", "generic") or len(values) != len(axes) or not words:
                 raise PackDamaged(
                     self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}"
                 )
