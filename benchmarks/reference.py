@@ -144,7 +144,7 @@ def bind(op: str, invoke: Invoke, arguments: Sequence[Tensor]) -> tuple[Maybe, t
 @lru_cache(maxsize=64)
 def op_class(op: str) -> Any:
     """The class that `liger_aot.load(op)` makes its op of."""
-    from liger_aot.ops import module
+    from liger_aot.ops.registry import module
 
     return module(op).OP
 

@@ -171,8 +171,8 @@ def _promises(audited: Audited, arch: Arch) -> Iterator[str]:
     budget = variant.constants.get("REGISTERS")
     if budget is not None and budget not in facts.register_budgets:
         yield f"warps change to {facts.register_budgets} registers a thread, never to {budget}"
-    if variant.follows != facts.waits:
-        must, does = ("must", "does not") if variant.follows else ("must not", "does")
+    if variant.pdl != facts.waits:
+        must, does = ("must", "does not") if variant.pdl else ("must not", "does")
         yield f"{must} wait for the kernel before it (griddepcontrol.wait), and {does}"
     waves, fit = variant.options.get("waves_per_eu", 0), _warps_a_scheduler(facts, arch)
     if waves > fit:

@@ -36,7 +36,7 @@ class Form:
     requires: Mapping[str, tuple[Any, ...]]  # axis -> values it is written for
     staged: tuple[str, ...]  # arguments whose tiles a STAGES-deep pipeline keeps in shared memory
     cooperative: str | None  # the constant that, above 1, makes programs wait for each other
-    follows: str | None  # the constant that, unless 0, makes it wait itself for the kernel launched before it
+    pdl: str | None  # the constant that, unless 0, makes it a programmatic dependent launch: it waits itself
     contiguous: bool  # whether rows must follow each other without a gap
     may_spill: str | None  # the reason, where a binary of this form may use local memory
     language: str | None  # where it is not the kernel's
@@ -345,15 +345,15 @@ def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
         requires={axis: tuple(values) for axis, values in fields.table("requires", {}).items()},
         staged=tuple(fields.take("staged", ())),
         cooperative=fields.left.pop("cooperative", None),
-        follows=fields.left.pop("follows", None),
+        pdl=fields.left.pop("pdl", None),
         contiguous=fields.left.pop("contiguous", False),
         may_spill=fields.left.pop("may_spill", None),
         language=fields.left.pop("language", None),
     )
     fields.finish()
-    switches = filter(None, (form.cooperative, form.follows, form.any_length))
-    if form.cooperative and form.follows:
-        raise DeclarationError(f"{where}: cooperative and follows: a kernel is launched in one way")
+    switches = filter(None, (form.cooperative, form.pdl, form.any_length))
+    if form.cooperative and form.pdl:
+        raise DeclarationError(f"{where}: cooperative and pdl: a kernel is launched in one way")
     named = {*_names(where, form.covers), *switches, *form.defaults}
     if form.staged:
         named |= {"BLOCK", "STAGES"}  # what a plan computes the pipeline's shared memory from

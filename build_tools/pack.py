@@ -101,11 +101,11 @@ def _blobs(binaries: Mapping[str, Stored]) -> dict[str, dict[str, Any]]:
 
 def _variant(audited: Audited, kernel: Kernel) -> dict[str, Any]:
     variant, compiled, facts = audited.variant, audited.compiled, audited.facts
-    follows = {"follows": True} if variant.follows else {}  # few do: said of those alone
+    pdl = {"pdl": True} if variant.pdl else {}  # few do: said of those alone
     absent = [name for name in kernel.arguments if name not in variant.arguments]
     lacks = {"lacks": absent} if absent else {}
     return {
-        **follows,
+        **pdl,
         **lacks,
         "symbol": compiled.symbol,
         "threads": audited.threads,

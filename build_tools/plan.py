@@ -22,7 +22,7 @@ from build_tools.profile import ANY, Arch, Profile, Row
 
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
 _ALIGNED = {True: "aligned", False: "generic"}
-OVERLAP = "OVERLAP"  # the constant that the profile's dependent_launch gives
+PDL = "PDL"  # the constant that the profile decides: 1 where it has programmatic dependent launch
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Variant:
         return self.form.cooperative is not None and self.constants[self.form.cooperative] > 1
 
     @property
-    def follows(self) -> bool:
-        """Whether it may start before the kernel launched before it has ended, for which it waits itself."""
-        return self.form.follows is not None and self.constants[self.form.follows] > 0
+    def pdl(self) -> bool:
+        """Whether it is a programmatic dependent launch: it may start before the kernel before it has ended."""
+        return self.form.pdl is not None and self.constants[self.form.pdl] > 0
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def plan(declaration: Declaration, profile: Profile) -> Plan:
 
 
 def _fitted(kernel: Kernel, arch: Arch) -> Kernel:
-    """The kernel with the constant OVERLAP, where it has one, as the architecture says: 1 for launches that overlap."""
-    given = {OVERLAP: int(arch.dependent_launch)}
+    """The kernel with its constant PDL, where it has one, decided."""
+    given = {PDL: int(arch.pdl)}
     forms = {
-        name: replace(form, defaults={**form.defaults, **given}) if OVERLAP in form.constants else form
+        name: replace(form, defaults={**form.defaults, **given}) if PDL in form.constants else form
         for name, form in kernel.forms.items()
     }
     return replace(kernel, forms=forms)

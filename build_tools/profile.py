@@ -44,7 +44,7 @@ class Arch:
     shared_per_block: int
     shared_per_multiprocessor: int
     matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
-    dependent_launch: bool  # whether kernels may start before the one before them has ended
+    pdl: bool  # whether it has programmatic dependent launch
 
 
 _ARCH_KEYS = {field.name for field in fields(Arch)}

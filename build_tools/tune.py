@@ -89,7 +89,7 @@ def tune(options: argparse.Namespace) -> int:
 
 def _tune_kernel(kernel: str, candidates: Path, options: argparse.Namespace) -> list[Measured]:
     op = _owner(kernel)
-    from liger_aot.ops import module
+    from liger_aot.ops.registry import module
 
     uses = module(op).OP.uses
     profile, plans = make_plans(options.arch, (op, *uses))
@@ -322,7 +322,7 @@ def _bind(
         manifest = _manifest(plan, audited, folder, chosen if plan.op == op else None, key)
         bound = OpOn(manifest, GPUDriver(here.shared_per_block), 0, here.multiprocessors)
         runtimes[plan.op] = Runtimes(plan.op, {0: bound})
-    from liger_aot.ops import module
+    from liger_aot.ops.registry import module
 
     op_class = module(op).OP
     return op_class(runtimes)

@@ -43,7 +43,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.attention_groups import CAUSAL, LOCAL, barriers
 from csrc_triton.attention.backward_producer import (
     BATCH,
     COUNT,
@@ -65,10 +64,11 @@ from csrc_triton.attention.backward_scheduler import (
     arrive_added,
     make_semaphore,
     next_offset,
-    read_scalar,
     semaphore_warp,
     wait_ready,
 )
+from csrc_triton.attention.pipeline import load_scalar, mbarriers
+from csrc_triton.attention.tile_scheduler import CAUSAL, LOCAL
 
 SLAB_BYTES = gl.constexpr(2048)  # eight columns of 64 rows of dQ in float32
 DS_STAGES = gl.constexpr(4)  # of dS; with four no barrier must say that one is empty: see ``step``
@@ -221,13 +221,13 @@ def masked(p, at, info, g: gl.constexpr, z, unseen=0.0):
     keys = gl.arange(0, KEYS, z.KEY) + g * KEYS
     hidden = gl.full([KEYS], -1, gl.int32, z.KEY)  # the last of the block's rows that does not see a key
     if z.MASK:
-        hidden = keys - (at + read_scalar(info, FIRST_SEES))
-    hidden = gl.where(keys < read_scalar(info, COUNT), hidden, z.BLOCK_M)
+        hidden = keys - (at + load_scalar(info, FIRST_SEES, 4))
+    hidden = gl.where(keys < load_scalar(info, COUNT, 4), hidden, z.BLOCK_M)
     # a row's number is a thread's part (in 6) and a constant: compared like this, the constants take no registers
     rows = gl.expand_dims(gl.arange(0, z.BLOCK_M, z.ROW), 0)
     p = gl.where(gl.expand_dims(hidden, 1) - (rows & 6) < (rows & ~6), p, unseen)
     if z.MASK >= LOCAL:
-        last = keys + (read_scalar(info, LAST_ROW) - at)  # of the block's rows that sees a key
+        last = keys + (load_scalar(info, LAST_ROW, 4) - at)  # of the block's rows that sees a key
         p = gl.where(gl.expand_dims(last, 1) - (rows & 6) >= (rows & ~6), p, unseen)
     return p
 
@@ -237,7 +237,7 @@ def needs_mask(at, masked_rows, info, g: gl.constexpr, z):
     """Whether a mask crosses a block of rows for warp group g: one that starts before so many rows of a head, or ends
     behind the last row that sees the group's first key."""
     if z.MASK >= LOCAL:
-        return (at < masked_rows) | (at + (z.BLOCK_M - 1 - g * KEYS) > read_scalar(info, LAST_ROW))
+        return (at < masked_rows) | (at + (z.BLOCK_M - 1 - g * KEYS) > load_scalar(info, LAST_ROW, 4))
     return at < masked_rows
 
 
@@ -246,12 +246,12 @@ def store_gradient(values, buffer, of, info, column: gl.constexpr, g: gl.constex
     """Start to store [64, N] of a gradient; keys past the last and columns past the head's are not written."""
     buffer.reshape([KEYS, values.shape[1]]).store(values.to(of.dtype))
     fence_async_shared()
-    batch = read_scalar(info, BATCH)
-    head = read_scalar(info, KV_HEAD)
-    key = read_scalar(info, KEY) + g * KEYS
+    batch = load_scalar(info, BATCH, 4)
+    head = load_scalar(info, KV_HEAD, 4)
+    key = load_scalar(info, KEY, 4) + g * KEYS
     any_keys = True
     if z.VARLEN:  # a box wholly behind a sequence is never stored
-        any_keys = read_scalar(info, COUNT) > g * KEYS
+        any_keys = load_scalar(info, COUNT, 4) > g * KEYS
     if any_keys:
         for c in gl.static_range(values.shape[1] // z.BOX):
             piece = buffer.slice(c * z.BOX, z.BOX, dim=3)
@@ -331,7 +331,7 @@ def step(
             dv, dv2 = warpgroup_mma_wait(0, deps=(dv, dv2))
         else:
             dv = warpgroup_mma_wait(0, deps=(dv,))
-        mbarrier.arrive(x.dy.free.index(yi), count=1)
+        mbarrier.arrive(x.dy.empty.index(yi), count=1)
         qn = (i + 1) % z.Q_STAGES
         mbarrier.wait(x.q.full.index(qn), ((i + 1) // z.Q_STAGES) & 1)
         s = times_rows(x.k, g + zero, x.q, qn, z)
@@ -344,7 +344,7 @@ def step(
                 dv, dv2 = warpgroup_mma_wait(panels, deps=(dv, dv2))
             else:
                 dv = warpgroup_mma_wait(panels, deps=(dv,))
-            mbarrier.arrive(x.dy.free.index(yi), count=1)
+            mbarrier.arrive(x.dy.empty.index(yi), count=1)
     else:
         j = i - 1  # dQ lags one block
         stage = j % DS_STAGES
@@ -358,7 +358,7 @@ def step(
                 dv, dv2, dq = warpgroup_mma_wait(panels, deps=(dv, dv2, dq))
             else:
                 dv, dq = warpgroup_mma_wait(panels, deps=(dv, dq))
-            mbarrier.arrive(x.dy.free.index(yi), count=1)
+            mbarrier.arrive(x.dy.empty.index(yi), count=1)
         add_ordered(to, dq, j, semaphore)  # while dK runs
         if semaphore is None or z.MASK != CAUSAL:
             gap = gl.where(at == 0, loop.jump, z.BLOCK_M)
@@ -367,7 +367,7 @@ def step(
         dk, dk2 = warpgroup_mma_wait(0, deps=(dk, dk2))
     else:
         dk = warpgroup_mma_wait(0, deps=(dk,))
-    mbarrier.arrive(x.q.free.index(qi), count=1)
+    mbarrier.arrive(x.q.empty.index(qi), count=1)
     if semaphore is None or z.MASK != CAUSAL:
         at += z.BLOCK_M
         at = gl.where(at == loop.rows, 0, at)
@@ -391,8 +391,8 @@ def consume(
     head = (tile.batch * heads + tile.head).to(gl.int64)
     to = out.DQ32 + ((head * padded + tile.row) * columns + g * 4096)
     # all blocks where not all keys are there, else those whose first row does not see all
-    masked_rows = KEYS * (g + 1) - read_scalar(info, FIRST_SEES) if z.MASK else 0
-    masked_rows = gl.where(read_scalar(info, COUNT) < KEYS * (g + 1), tile.rows, masked_rows)
+    masked_rows = KEYS * (g + 1) - load_scalar(info, FIRST_SEES, 4) if z.MASK else 0
+    masked_rows = gl.where(load_scalar(info, COUNT, 4) < KEYS * (g + 1), tile.rows, masked_rows)
     loop = LoopState(tile.rows, padded - tile.rows + z.BLOCK_M, masked_rows, scale)
     mbarrier.wait(x.k.full.index(0), 0)
     mbarrier.wait(x.v.full.index(0), 0)
@@ -403,7 +403,7 @@ def consume(
     zero = tile.steps * 0
     at = zero
     if semaphore is not None and z.MASK == CAUSAL:
-        at += read_scalar(semaphore.path, START)
+        at += load_scalar(semaphore.path, START, 4)
         to += at.to(gl.int64) * columns
     at, c, gap, to, dk, dk2, dv, dv2, s = step(
         zero, at, zero, zero, to, loop, dk, dk2, dv, dv2, s, info, x, ds, ds_full, semaphore, True, g, z
@@ -432,7 +432,7 @@ def consume(
 
 @gluon.jit
 def run_narrow(
-    maps, out, SEMAPHORE, tile, scale, tiles_a_head, heads, padded, len_k, right, REGISTERS: gl.constexpr, z,
+    maps, out, SEMAPHORE, tile, scale, tiles_per_head, heads, padded, len_k, right, REGISTERS: gl.constexpr, z,
     left=None,
 ):  # fmt: skip
     """A tile of 128 keys: two consumer warp groups, a producer warp and, with SEMAPHORE, a semaphore warp."""
@@ -447,7 +447,7 @@ def run_narrow(
     lse = row_statistics(maps.LSE2, z.Q_STAGES)
     delta = row_statistics(maps.DELTA, z.DY_STAGES)
     x = Buffers(k, v, q, dy, lse, delta)
-    ds_full = barriers(DS_STAGES, 2)
+    ds_full = mbarriers(DS_STAGES, 2)
     # the tuples stay literal: through a variable, constants would turn into run-time values
     if SEMAPHORE is None:
         fence_async_shared()
@@ -468,7 +468,7 @@ def run_narrow(
                 (consume, (z, tile, info, out, x, ds, ds_full, semaphore, padded, heads, scale, 0)),
                 (consume, (z, tile, info, out, x, ds, ds_full, semaphore, padded, heads, scale, 1)),
                 (produce, (z, tile, maps, x, semaphore)),
-                (semaphore_warp, (z, tile, SEMAPHORE, semaphore, tiles_a_head, heads, padded, right, 0)),
+                (semaphore_warp, (z, tile, SEMAPHORE, semaphore, tiles_per_head, heads, padded, right, 0)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],
@@ -494,7 +494,7 @@ class Passed:
 @gluon.jit
 def passed_tiles(dtype: gl.constexpr, stages: gl.constexpr, layout: gl.constexpr, z):
     tiles = gl.allocate_shared_memory(dtype, [stages, KEYS, z.BLOCK_M], layout)
-    return Passed(tiles, barriers(stages, 1), barriers(stages, 1))
+    return Passed(tiles, mbarriers(stages, 1), mbarriers(stages, 1))
 
 
 @gluon.jit
@@ -532,13 +532,13 @@ def make_dv(z, tile, info, semaphore, DV, k, q, dy, lse, passed_p, scale):
     dv, dv2 = both_zeros(z)
     rows = tile.rows
     # all blocks where not all keys are there, else those whose first row does not see all
-    masked_rows = KEYS - read_scalar(info, FIRST_SEES) if z.MASK else 0
-    masked_rows = gl.where(read_scalar(info, COUNT) < KEYS, rows, masked_rows)
+    masked_rows = KEYS - load_scalar(info, FIRST_SEES, 4) if z.MASK else 0
+    masked_rows = gl.where(load_scalar(info, COUNT, 4) < KEYS, rows, masked_rows)
     mbarrier.wait(k.full.index(0), 0)
     at = 0  # rows after the first of its head
     c = 0
     if semaphore is not None and z.MASK == CAUSAL:
-        at = read_scalar(semaphore.path, START)
+        at = load_scalar(semaphore.path, START, 4)
     for i in range(tile.steps):
         qi = i % z.Q_STAGES
         yi = i % z.DY_STAGES
@@ -547,7 +547,7 @@ def make_dv(z, tile, info, semaphore, DV, k, q, dy, lse, passed_p, scale):
         s = times_rows(k, i >> 30, q, qi, z)
         base = row_values(lse, qi, z)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(q.free.index(qi), count=1)
+        mbarrier.arrive(q.empty.index(qi), count=1)
         p, u = probabilities(s, base, at, masked_rows, scale, info, z)
         mbarrier.wait(passed_p.empty.index(0), (i & 1) ^ 1)
         if z.SOFTCAP:
@@ -559,7 +559,7 @@ def make_dv(z, tile, info, semaphore, DV, k, q, dy, lse, passed_p, scale):
         mbarrier.wait(dy.full.index(yi), (i // z.DY_STAGES) & 1)
         dv, dv2 = add_product(gl.convert_layout(p.to(q.first.dtype), z.P), dy, yi, dv, dv2, z)
         dv, dv2 = warpgroup_mma_wait(0, deps=(dv, dv2))
-        mbarrier.arrive(dy.free.index(yi), count=1)
+        mbarrier.arrive(dy.empty.index(yi), count=1)
         if semaphore is None or z.MASK != CAUSAL:
             at += z.BLOCK_M
             at = gl.where(at == rows, 0, at)
@@ -568,7 +568,7 @@ def make_dv(z, tile, info, semaphore, DV, k, q, dy, lse, passed_p, scale):
     # the last rows of dY are spent, once both warp groups say so: they carry dV out
     j = tile.steps - 1
     stage = j % z.DY_STAGES
-    mbarrier.wait(dy.free.index(stage), (j // z.DY_STAGES) & 1)
+    mbarrier.wait(dy.empty.index(stage), (j // z.DY_STAGES) & 1)
     store_both(dv, dv2, dy, stage, DV, info, z)
 
 
@@ -587,7 +587,7 @@ def make_dk(z, tile, info, DK, v, q, dy, delta, passed_p, passed_ds, scale):
         mbarrier.wait(passed_p.full.index(0), i & 1)
         d = (passed_p.tiles.index(0).load(z.S) * (dp - base)).to(q.first.dtype)
         mbarrier.arrive(passed_p.empty.index(0), count=1)
-        mbarrier.arrive(dy.free.index(yi), count=1)
+        mbarrier.arrive(dy.empty.index(yi), count=1)
         c = i % stages
         mbarrier.wait(passed_ds.empty.index(c), ((i // stages) & 1) ^ 1)
         passed_ds.tiles.index(c).store(d)
@@ -596,7 +596,7 @@ def make_dk(z, tile, info, DK, v, q, dy, delta, passed_p, passed_ds, scale):
         mbarrier.wait(q.full.index(qi), (i // z.Q_STAGES) & 1)
         dk, dk2 = add_product(gl.convert_layout(d, z.P), q, qi, dk, dk2, z)
         dk, dk2 = warpgroup_mma_wait(0, deps=(dk, dk2))
-        mbarrier.arrive(q.free.index(qi), count=1)
+        mbarrier.arrive(q.empty.index(qi), count=1)
     # the last rows of Q are spent, as their scores were computed before P came: they carry dK out
     natural = scale * 0.6931471805599453
     if z.SOFTCAP:
@@ -614,7 +614,7 @@ def make_dq(z, tile, DQ32, k, passed_ds, semaphore, padded, heads):
     at = 0
     c = 0
     if semaphore is not None and z.MASK == CAUSAL:
-        at = read_scalar(semaphore.path, START)
+        at = load_scalar(semaphore.path, START, 4)
         to += at.to(gl.int64) * columns
     for i in range(tile.steps):
         stage = i % stages
@@ -656,7 +656,7 @@ def add_panel(to, ds, keys, i, semaphore):
 
 @gluon.jit
 def run_wide(
-    maps, out, SEMAPHORE, tile, scale, tiles_a_head, heads, padded, len_k, right, REGISTERS: gl.constexpr,
+    maps, out, SEMAPHORE, tile, scale, tiles_per_head, heads, padded, len_k, right, REGISTERS: gl.constexpr,
     DQ_REGISTERS: gl.constexpr, z, left=None, cap=None,
 ):  # fmt: skip
     """A tile of 64 keys: three consumer warp groups, a producer warp and, with SEMAPHORE, three semaphore warps."""
@@ -693,9 +693,9 @@ def run_wide(
                 (make_dk, (z, tile, info, out.DK, v, q, dy, delta, p, ds, scale)),
                 (make_dq, (z, tile, out.DQ32, k, ds, semaphore, padded, heads)),
                 (produce, (z, tile, maps, x, semaphore)),
-                (semaphore_warp, (z, tile, SEMAPHORE, semaphore, tiles_a_head, heads, padded, right, 0)),
-                (semaphore_warp, (z, tile, SEMAPHORE, semaphore, tiles_a_head, heads, padded, right, 1)),
-                (semaphore_warp, (z, tile, SEMAPHORE, semaphore, tiles_a_head, heads, padded, right, 2)),
+                (semaphore_warp, (z, tile, SEMAPHORE, semaphore, tiles_per_head, heads, padded, right, 0)),
+                (semaphore_warp, (z, tile, SEMAPHORE, semaphore, tiles_per_head, heads, padded, right, 1)),
+                (semaphore_warp, (z, tile, SEMAPHORE, semaphore, tiles_per_head, heads, padded, right, 2)),
             ],
             [4, 4, 1, 1, 1, 1],
             [REGISTERS, DQ_REGISTERS, 32, 32, 32, 32],

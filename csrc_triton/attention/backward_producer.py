@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.attention_groups import Ring, barriers
-from csrc_triton.attention.backward_scheduler import KEYS, first_block, next_block, read_scalar, write_scalar
+from csrc_triton.attention.backward_scheduler import KEYS, first_block, next_block
+from csrc_triton.attention.pipeline import Pipeline, load_scalar, mbarriers, store_scalar
 
 # What the head dimension that a kernel is built for decides: keys of a tile, both panels of columns (a panel is a power
 # of two), columns that one TMA copy moves, and consumer warp groups.
@@ -126,22 +126,22 @@ def write_tile(tile, right, len_k, left=None, cap=None):
     count: gl.constexpr = LAST_ROW if left is None else CAP if cap is None else CAP + 1
     info = gl.allocate_shared_memory(gl.int32, [count, 1], mbarrier.MBarrierLayout())
     batch, key = tile.keys_at(0)
-    write_scalar(info, BATCH, batch)
-    write_scalar(info, KV_HEAD, tile.kv_head)
-    write_scalar(info, KEY, key)
-    write_scalar(info, COUNT, len_k - tile.key)  # of the tile's keys and those behind them
-    write_scalar(info, FIRST_SEES, tile.row + right - tile.key)  # of them; each later row sees one more
+    store_scalar(info, BATCH, batch, 4)
+    store_scalar(info, KV_HEAD, tile.kv_head, 4)
+    store_scalar(info, KEY, key, 4)
+    store_scalar(info, COUNT, len_k - tile.key, 4)  # of the tile's keys and those behind them
+    store_scalar(info, FIRST_SEES, tile.row + right - tile.key, 4)  # of them; each later row sees one more
     if left is not None:
         # the last of the tile's rows that sees the first key; each later key is seen by one more
-        write_scalar(info, LAST_ROW, tile.key - left - tile.row)
+        store_scalar(info, LAST_ROW, tile.key - left - tile.row, 4)
     if cap is not None:
-        write_scalar(info, CAP, cap.to(gl.int32, bitcast=True))
+        store_scalar(info, CAP, cap.to(gl.int32, bitcast=True), 4)
     return info
 
 
 @gluon.jit
 def read_cap(info):
-    return read_scalar(info, CAP).to(gl.float32, bitcast=True)
+    return load_scalar(info, CAP, 4).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -159,7 +159,7 @@ def panels(of, stages: gl.constexpr, z):
 def row_pipeline(of, stages: gl.constexpr, z):
     """A pipeline of blocks of rows, of which two warp groups empty each stage."""
     first, second = panels(of, stages, z)
-    return Ring(first, second, barriers(stages, 1), barriers(stages, 2))
+    return Pipeline(first, second, mbarriers(stages, 1), mbarriers(stages, 2))
 
 
 @gluon.jit
@@ -168,8 +168,8 @@ def resident_tiles(of, count: gl.constexpr, z):
     memory with other tiles, and a GPU that leaves a program for another process and comes back overwrites what lies on
     a barrier."""
     first, second = panels(of, count, z)
-    full = barriers(1, 1)
-    return Ring(first, second, full, full)
+    full = mbarriers(1, 1)
+    return Pipeline(first, second, full, full)
 
 
 @gluon.jit
@@ -182,10 +182,10 @@ def row_statistics(of, stages: gl.constexpr):
 class Buffers:
     """Shared memory that the producer fills: K and V, the pipelines of Q and dY, and the statistics of their rows."""
 
-    k: Ring
-    v: Ring
-    q: Ring
-    dy: Ring
+    k: Pipeline
+    v: Pipeline
+    q: Pipeline
+    dy: Pipeline
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
 
@@ -195,7 +195,7 @@ class Buffers:
 
 
 @gluon.jit
-def load_tile(of, batch, head, row, full, to, stage, z):
+def load_panels(of, batch, head, row, full, to, stage, z):
     """Start to load a tile; ``full`` expects its bytes already."""
     for c in gl.static_range(z.D1 // z.BOX):
         piece = to.first.index(stage).slice(c * z.BOX, z.BOX, dim=3)
@@ -211,7 +211,7 @@ def load_keys(of, tile, to, z):
     mbarrier.expect(full, z.BLOCK_N * (z.D1 + z.D2) * 2)
     for g in gl.static_range(z.BLOCK_N // KEYS):
         batch, key = tile.keys_at(g)
-        load_tile(of, batch, tile.kv_head, key, full, to, g, z)
+        load_panels(of, batch, tile.kv_head, key, full, to, g, z)
 
 
 @gluon.jit
@@ -220,7 +220,7 @@ def load_block(of, statistics_of, tile, head, row, to, statistics, stage, z):
     full = to.full.index(stage)
     mbarrier.expect(full, z.BLOCK_M * ((z.D1 + z.D2) * 2 + 4))
     batch, at_head, at = tile.rows_at(head, row)
-    load_tile(of, batch, at_head, at, full, to, stage, z)
+    load_panels(of, batch, at_head, at, full, to, stage, z)
     tma.async_copy_global_to_shared(
         statistics_of, [tile.batch, at_head, 0, row], full, statistics.index(stage)
     )
@@ -236,11 +236,11 @@ def produce(z, tile, maps, x, semaphore=None):
     load_keys(maps.V, tile, x.v, z)
     for i in range(tile.steps):
         stage = i % z.DY_STAGES
-        mbarrier.wait(x.dy.free.index(stage), ((i // z.DY_STAGES) & 1) ^ 1)
+        mbarrier.wait(x.dy.empty.index(stage), ((i // z.DY_STAGES) & 1) ^ 1)
         load_block(maps.DY, maps.DELTA, tile, head, row, x.dy, x.delta, stage, z)
         head, row = next_block(head, row, tile, z, semaphore)
         j = i + 1
         if z.PIPELINED_SCORES or j < tile.steps:  # pipelined, the last scores, of a dummy block, are not used
             stage = j % z.Q_STAGES
-            mbarrier.wait(x.q.free.index(stage), ((j // z.Q_STAGES) & 1) ^ 1)
+            mbarrier.wait(x.q.empty.index(stage), ((j // z.Q_STAGES) & 1) ^ 1)
             load_block(maps.Q, maps.LSE2, tile, head, row, x.q, x.lse, stage, z)

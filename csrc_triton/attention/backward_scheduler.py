@@ -35,26 +35,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.attention_groups import CAUSAL, LOCAL, barriers
-from csrc_triton.attention.attention_sequences import find, padded_start, span
-from csrc_triton.attention.attention_turns import in_turns
+from csrc_triton.attention.pipeline import load_scalar, mbarriers, store_scalar
+from csrc_triton.attention.tile_scheduler import CAUSAL, LOCAL, swizzled_tile
+from csrc_triton.attention.varlen import find, padded_start, span
 
 KEYS = gl.constexpr(64)  # of a warp group
-
-
-# ---- Scalars in shared memory: those that are seldom needed would spill if they stayed in registers over the loop ----
-
-
-@gluon.jit
-def write_scalar(scalars, what: gl.constexpr, value):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    scalars.index(what).store(gl.full([1], 0, gl.int32, one) + value)
-
-
-@gluon.jit
-def read_scalar(scalars, what: gl.constexpr):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(scalars.index(what).load(one), 0)
 
 
 # ---- Tiles of keys ----
@@ -89,24 +74,24 @@ class KeyTile:
 
 
 @gluon.jit
-def key_tile(tiles_a_head, swizzle, kv_heads, ratio, len_q, right, z, left=None):
+def key_tile(tiles_per_head, swizzle_heads, kv_heads, ratio, len_q, right, z, left=None):
     """This program's tile. The first keys, which most rows see, come first: of one head after the other or, with a
-    bound, of ``swizzle`` heads interleaved, so that no long tile starts last."""
+    bound, of ``swizzle_heads`` heads interleaved, so that no long tile starts last."""
     if z.MASK:
-        batch_head, number = in_turns(tiles_a_head, swizzle)
+        batch_head, number = swizzled_tile(tiles_per_head, swizzle_heads)
     else:
-        batch_head = gl.program_id(0) // tiles_a_head
-        number = gl.program_id(0) - batch_head * tiles_a_head
+        batch_head = gl.program_id(0) // tiles_per_head
+        number = gl.program_id(0) - batch_head * tiles_per_head
     return tile_at(batch_head, number, kv_heads, ratio, len_q, right, z, left)
 
 
 @gluon.jit
-def ordered_tile(tiles_a_head, swizzle, kv_heads, ratio, len_q, right, z, left=None):
-    """This program's tile where dQ is deterministic: ``swizzle`` heads of K are interleaved. The last keys come first
-    where there is a bound and query heads are not interleaved."""
-    batch_head, number = in_turns(tiles_a_head, swizzle)
+def ordered_tile(tiles_per_head, swizzle_heads, kv_heads, ratio, len_q, right, z, left=None):
+    """This program's tile where dQ is deterministic, of ``swizzle_heads`` interleaved heads of K. The last keys come
+    first where there is a bound and query heads are not interleaved."""
+    batch_head, number = swizzled_tile(tiles_per_head, swizzle_heads)
     if z.MASK:
-        number = gl.where(interleaved_heads(ratio, z) > 0, number, tiles_a_head - 1 - number)
+        number = gl.where(interleaved_heads(ratio, z) > 0, number, tiles_per_head - 1 - number)
     return tile_at(batch_head, number, kv_heads, ratio, len_q, right, z, left)
 
 
@@ -169,16 +154,16 @@ class VarlenKeyTile:
 
 @gluon.jit
 def varlen_key_tile(
-    BOUNDS_Q, BOUNDS_K, tiles_a_head, ratio, swizzle, sequences, tokens_q, tokens_k, right, z
+    CU_SEQLENS_Q, CU_SEQLENS_K, tiles_per_head, ratio, swizzle_heads, sequences, tokens_q, tokens_k, right, z
 ):
-    """This program's tile, the keys of its sequence, and the bound: padded row r sees those before r + it. ``swizzle``
-    heads of K are interleaved, so that the longest tiles of the last head do not start last."""
-    first_head = gl.program_id(0) // (swizzle * tiles_a_head)
-    place = gl.program_id(0) - first_head * (swizzle * tiles_a_head)
-    number = place // swizzle
-    kv_head = first_head * swizzle + place - number * swizzle
-    sequence, start_k, len_k, key = find(BOUNDS_K, number, sequences, tokens_k, z.BLOCK_N)
-    start_q, len_q = span(BOUNDS_Q, sequence, sequences, tokens_q)
+    """This program's tile, the keys of its sequence, and the bound: padded row r sees those before r + it.
+    ``swizzle_heads`` heads of K are interleaved, so that the longest tiles of the last head do not start last."""
+    first_head = gl.program_id(0) // (swizzle_heads * tiles_per_head)
+    place = gl.program_id(0) - first_head * (swizzle_heads * tiles_per_head)
+    number = place // swizzle_heads
+    kv_head = first_head * swizzle_heads + place - number * swizzle_heads
+    sequence, start_k, len_k, key = find(CU_SEQLENS_K, number, sequences, tokens_k, z.BLOCK_N)
+    start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens_q)
     key = gl.where((key < 0) | (key > len_k), len_k, key)
     right += len_k - len_q
     first = gl.maximum(key - right + 1, 0) // z.BLOCK_M
@@ -239,12 +224,12 @@ class Semaphore:
 @gluon.jit
 def make_semaphore(tile, padded, consumers: gl.constexpr, warps: gl.constexpr, z):
     """For so many warp groups that add to dQ, and so many semaphore warps."""
-    ready = barriers(warps, 1)
+    ready = mbarriers(warps, 1)
     interleaved = interleaved_heads(tile.steps // (tile.rows // z.BLOCK_M), z)
     path = ready
     if z.MASK == CAUSAL:
         path = write_path(tile, padded, interleaved, z)
-    return Semaphore(ready, barriers(warps, consumers), path, interleaved)
+    return Semaphore(ready, mbarriers(warps, consumers), path, interleaved)
 
 
 @gluon.jit
@@ -267,12 +252,12 @@ def write_path(tile, padded, interleaved, z):
     path = gl.allocate_shared_memory(gl.int32, [6, 1], mbarrier.MBarrierLayout())
     some = interleaved > 0
     back = z.BLOCK_M - tile.rows
-    write_scalar(path, START, gl.where(some, -back, 0))
-    write_scalar(path, COUNT, gl.where(some, interleaved, tile.rows // z.BLOCK_M))
-    write_scalar(path, STEP, gl.where(some, 0, z.BLOCK_M))
-    write_scalar(path, STEP_DQ, gl.where(some, padded, z.BLOCK_M))
-    write_scalar(path, WRAP, gl.where(some, -z.BLOCK_M, back))
-    write_scalar(path, WRAP_DQ, gl.where(some, (1 - interleaved) * padded - z.BLOCK_M, padded + back))
+    store_scalar(path, START, gl.where(some, -back, 0), 4)
+    store_scalar(path, COUNT, gl.where(some, interleaved, tile.rows // z.BLOCK_M), 4)
+    store_scalar(path, STEP, gl.where(some, 0, z.BLOCK_M), 4)
+    store_scalar(path, STEP_DQ, gl.where(some, padded, z.BLOCK_M), 4)
+    store_scalar(path, WRAP, gl.where(some, -z.BLOCK_M, back), 4)
+    store_scalar(path, WRAP_DQ, gl.where(some, (1 - interleaved) * padded - z.BLOCK_M, padded + back), 4)
     return path
 
 
@@ -282,9 +267,13 @@ def next_offset(at, c, semaphore):
     next block, and how many rows of DQ32 lie between both."""
     path = semaphore.path
     c += 1
-    wraps = c == read_scalar(path, COUNT)
-    at += gl.where(wraps, read_scalar(path, WRAP), read_scalar(path, STEP))
-    return at, gl.where(wraps, 0, c), gl.where(wraps, read_scalar(path, WRAP_DQ), read_scalar(path, STEP_DQ))
+    wraps = c == load_scalar(path, COUNT, 4)
+    at += gl.where(wraps, load_scalar(path, WRAP, 4), load_scalar(path, STEP, 4))
+    return (
+        at,
+        gl.where(wraps, 0, c),
+        gl.where(wraps, load_scalar(path, WRAP_DQ, 4), load_scalar(path, STEP_DQ, 4)),
+    )
 
 
 @gluon.jit
@@ -315,14 +304,14 @@ RELEASE = gl.constexpr("st.release.gpu.global.s32 [$1], $2; mov.b32 $0, $2;")
 
 @gluon.jit
 def semaphore_warp(
-    z, tile, SEMAPHORE, semaphore, tiles_a_head, heads, padded, right, w: gl.constexpr
+    z, tile, SEMAPHORE, semaphore, tiles_per_head, heads, padded, right, w: gl.constexpr
 ):  # fmt: skip
     """Semaphore warp w. SEMAPHORE is [batch, heads, padded / BLOCK_M], zeros before the launch."""
     warps: gl.constexpr = semaphore.ready.shape[0]
     number = tile.key // z.BLOCK_N
     alone = 0  # rows before it are not seen by the programs before, which have later keys
     if z.MASK:
-        number = tiles_a_head - 1 - number
+        number = tiles_per_head - 1 - number
         alone = gl.maximum(tile.key + z.BLOCK_N - right + 1, 0) // z.BLOCK_M * z.BLOCK_M
     if z.MASK == CAUSAL:  # where query heads are interleaved, the programs before see all its rows
         number = gl.where(semaphore.interleaved > 0, tile.key // z.BLOCK_N, number)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.attention_tiles import load_rows
+from csrc_triton.attention.forward import load_rows
 
 # What the declarations share.
 READ = {"Q": "*dtype", "K": "*dtype", "V": "*dtype", "DY": "*dtype", "LSE2": "*fp32", "DELTA": "*fp32"}

@@ -12,7 +12,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.attention.attention_turns import in_turns
 from csrc_triton.attention.backward_consumers import run_narrow, run_wide
 from csrc_triton.attention.backward_producer import (
     HEAD_DIMS,
@@ -37,6 +36,7 @@ from csrc_triton.attention.backward_tiles import (
     postprocess,
     preprocess,
 )
+from csrc_triton.attention.tile_scheduler import swizzled_tile
 
 DTYPE = {"dtype": ["bf16", "fp16"]}
 STRIDES = {
@@ -44,7 +44,7 @@ STRIDES = {
     "v_batch": "i64", "v_head": "i32", "v_row": "i32", "dy_batch": "i64", "dy_head": "i32", "dy_row": "i32",
 }  # fmt: skip
 SIZES = {
-    "scale": "fp32", "cap": "fp32", "gradient_scale": "fp32", "tiles_a_head": "i32", "swizzle": "i32",
+    "scale": "fp32", "cap": "fp32", "gradient_scale": "fp32", "tiles_per_head": "i32", "swizzle_heads": "i32",
     "heads": "i32", "ratio": "i32", "dim": "i32", "padded": "i32", "len_q": "i32", "len_k": "i32", "right": "i32",
     "left": "i32",
 }  # fmt: skip
@@ -57,7 +57,7 @@ DECLARATION = {
             "arguments": {
                 "LSE2": "*fp32", "DELTA": "*fp32", "Y": "*dtype", "DY": "*dtype", "LSE": "*fp32", "DLSE": "*fp32",
                 "y_batch": "i64", "y_head": "i32", "y_row": "i32", "dy_batch": "i64", "dy_head": "i32",
-                "dy_row": "i32", "tiles_a_head": "i32", "heads": "i32", "dim": "i32", "len_q": "i32",
+                "dy_row": "i32", "tiles_per_head": "i32", "heads": "i32", "dim": "i32", "len_q": "i32",
                 "padded": "i32",
             },
             "axes": DTYPE,
@@ -104,9 +104,9 @@ DECLARATION = {
             "always_aligned": True,
             "matrix": True,
             "arguments": {
-                **MAPS, "scale": "fp32", "tiles_a_head": "i32", "kv_heads": "i32", "ratio": "i32", "padded": "i32",
+                **MAPS, "scale": "fp32", "tiles_per_head": "i32", "kv_heads": "i32", "ratio": "i32", "padded": "i32",
                 "len_q": "i32", "len_k": "i32", "right": "i32", "left": "i32", "cap": "fp32", "SEMAPHORE": "*i32",
-                "swizzle": "i32",
+                "swizzle_heads": "i32",
             },
             "axes": {
                 **DTYPE,
@@ -149,7 +149,7 @@ DECLARATION = {
             "always_aligned": True,
             "arguments": {
                 "DQ": "*dtype", "DQ32": "*fp32", "dq_batch": "i64", "dq_head": "i32", "dq_row": "i32",
-                "scale": "fp32", "tiles_a_head": "i32", "heads": "i32", "pieces": "i32", "dim": "i32", "len_q": "i32",
+                "scale": "fp32", "tiles_per_head": "i32", "heads": "i32", "pieces": "i32", "dim": "i32", "len_q": "i32",
             },
             "axes": DTYPE,
             "aligned": ["DQ", "DQ32", "dq_batch", "dq_head", "dq_row", "dim"],
@@ -161,12 +161,12 @@ DECLARATION = {
 
 @triton.jit
 def preprocess_rows(
-    LSE2, DELTA, Y, DY, LSE, DLSE, y_batch, y_head, y_row, dy_batch, dy_head, dy_row, tiles_a_head, heads,
+    LSE2, DELTA, Y, DY, LSE, DLSE, y_batch, y_head, y_row, dy_batch, dy_head, dy_row, tiles_per_head, heads,
     dim, len_q, padded, BLOCK_M: tl.constexpr, D1: tl.constexpr,
 ):  # fmt: skip
     """``preprocess`` of BLOCK_M rows; LSE2 and DELTA are [batch, heads, padded]."""
-    tile = tl.program_id(0) % tiles_a_head
-    batch_head = tl.program_id(0) // tiles_a_head
+    tile = tl.program_id(0) % tiles_per_head
+    batch_head = tl.program_id(0) // tiles_per_head
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -181,15 +181,15 @@ def preprocess_rows(
 @triton.jit
 def dkdv_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, dk_batch, dk_head, dk_row, q_batch, q_head, q_row, k_batch, k_head,
-    k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head,
-    swizzle, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_per_head,
+    swizzle_heads, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of K. The first keys, which most rows see, come first.
 
-    ``swizzle`` is ``in_turns``'; ``heads`` are K's; the rest is as in ``Problem``.
+    ``swizzle_heads`` is ``swizzled_tile``'; ``heads`` are K's; the rest is as in ``Problem``.
     """
-    batch_head, tile = in_turns(tiles_a_head, swizzle)
+    batch_head, tile = swizzled_tile(tiles_per_head, swizzle_heads)
     batch = (batch_head // heads).to(tl.int64)
     head = batch_head % heads
     K += batch * k_batch + head.to(tl.int64) * k_head
@@ -208,13 +208,13 @@ def dkdv_tiles(
 @triton.jit
 def dq_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, dq_batch, dq_head, dq_row, q_batch, q_head, q_row, k_batch, k_head,
-    k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_a_head,
-    swizzle, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_per_head,
+    swizzle_heads, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows of a head, the last rows first. ``heads`` are Q's; the rest is as in ``dkdv_tiles``."""
-    batch_head, number = in_turns(tiles_a_head, swizzle)
-    tile = tiles_a_head - 1 - number
+    batch_head, number = swizzled_tile(tiles_per_head, swizzle_heads)
+    tile = tiles_per_head - 1 - number
     batch = (batch_head // heads).to(tl.int64)
     head = batch_head % heads
     Q += batch * q_batch + head.to(tl.int64) * q_head
@@ -248,60 +248,60 @@ def dsinks(DSINKS, SINKS, LSE2, DELTA, batch, heads, padded, BLOCK: tl.constexpr
 
 @gluon.jit
 def warp_specialized(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_per_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, PIPELINED_SCORES: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, MASK: gl.constexpr, left=None, cap=None, SEMAPHORE=None, swizzle=None,
+    REGISTERS: gl.constexpr, MASK: gl.constexpr, left=None, cap=None, SEMAPHORE=None, swizzle_heads=None,
 ):  # fmt: skip
     """dK and dV of 128 keys of a head of K, and what they add to dQ.
 
     Tensor maps are as ``InputMaps`` says, DQ32 as ``Outputs``. Row r sees the keys before r + right if there is a MASK,
-    and from r + left on if it is LOCAL. ``swizzle`` heads of K are interleaved: see ``key_tile`` and, where a SEMAPHORE
-    makes dQ deterministic, ``ordered_tile``.
+    and from r + left on if it is LOCAL. ``swizzle_heads`` are ``key_tile``'s or, where a SEMAPHORE makes dQ
+    deterministic, ``ordered_tile``'s.
     """
     gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 128)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, PIPELINED_SCORES, MASK)
     if SEMAPHORE is None:
-        tile = key_tile(tiles_a_head, swizzle, kv_heads, ratio, len_q, right, z, left)
+        tile = key_tile(tiles_per_head, swizzle_heads, kv_heads, ratio, len_q, right, z, left)
     else:
-        tile = ordered_tile(tiles_a_head, swizzle, kv_heads, ratio, len_q, right, z, left)
+        tile = ordered_tile(tiles_per_head, swizzle_heads, kv_heads, ratio, len_q, right, z, left)
     run_narrow(
-        InputMaps(Q, K, V, DY, LSE2, DELTA), Outputs(DK, DV, DQ32), SEMAPHORE, tile, scale, tiles_a_head,
+        InputMaps(Q, K, V, DY, LSE2, DELTA), Outputs(DK, DV, DQ32), SEMAPHORE, tile, scale, tiles_per_head,
         kv_heads * ratio, padded, len_k, right, REGISTERS, z, left,
     )  # fmt: skip
 
 
 @gluon.jit
 def warp_specialized_wide(
-    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_a_head, kv_heads, ratio, padded, len_q, len_k, right,
+    Q, K, V, DY, DK, DV, LSE2, DELTA, DQ32, scale, tiles_per_head, kv_heads, ratio, padded, len_q, len_k, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr,
     Q_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
     DQ_REGISTERS: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, left=None, cap=None, SEMAPHORE=None,
-    swizzle=None,
+    swizzle_heads=None,
 ):  # fmt: skip
     """As ``warp_specialized``, of 64 keys. With SOFTCAP, ``cap`` and ``scale`` are as the forward takes them."""
     gl.static_assert(WARP_GROUPS == 3 and D2 > 0)
     z = BackwardSizes(BLOCK_M, BLOCK_N, D1, D2, BOX, Q_STAGES, DY_STAGES, 0, MASK, SOFTCAP)
     if SEMAPHORE is None:
-        tile = key_tile(tiles_a_head, swizzle, kv_heads, ratio, len_q, right, z, left)
+        tile = key_tile(tiles_per_head, swizzle_heads, kv_heads, ratio, len_q, right, z, left)
     else:
-        tile = ordered_tile(tiles_a_head, swizzle, kv_heads, ratio, len_q, right, z, left)
+        tile = ordered_tile(tiles_per_head, swizzle_heads, kv_heads, ratio, len_q, right, z, left)
     run_wide(
-        InputMaps(Q, K, V, DY, LSE2, DELTA), Outputs(DK, DV, DQ32), SEMAPHORE, tile, scale, tiles_a_head,
+        InputMaps(Q, K, V, DY, LSE2, DELTA), Outputs(DK, DV, DQ32), SEMAPHORE, tile, scale, tiles_per_head,
         kv_heads * ratio, padded, len_k, right, REGISTERS, DQ_REGISTERS, z, left, cap,
     )  # fmt: skip
 
 
 @triton.jit
 def postprocess_dq(
-    DQ, DQ32, dq_batch, dq_head, dq_row, scale, tiles_a_head, heads, pieces, dim, len_q, WIDTH: tl.constexpr
+    DQ, DQ32, dq_batch, dq_head, dq_row, scale, tiles_per_head, heads, pieces, dim, len_q, WIDTH: tl.constexpr
 ):
     """``postprocess`` of WIDTH columns of 64 rows a program, one of ``pieces`` in a row."""
     tile = tl.program_id(0) // pieces
-    batch_head = tile // tiles_a_head
+    batch_head = tile // tiles_per_head
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
     postprocess(
         DQ + batch * dq_batch + head * dq_head, DQ32 + tl.program_id(0).to(tl.int64) * (64 * WIDTH), dq_row, scale,
-        (tile - batch_head * tiles_a_head) * 64, (tl.program_id(0) - tile * pieces) * WIDTH, dim, len_q, WIDTH,
+        (tile - batch_head * tiles_per_head) * 64, (tl.program_id(0) - tile * pieces) * WIDTH, dim, len_q, WIDTH,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from csrc_triton.attention.attention_groups import barriers
+from csrc_triton.attention.pipeline import mbarriers
 from csrc_triton.decoding.decoding_keys import (
     NOTHING,
     blocks_of,
@@ -135,7 +135,7 @@ def share(
     count = tokens * ratio
     q = load_q(Q + b * q_batch, count, head, ratio, by_ratio, q_token, q_head, dim, BLOCK_M, D)
     length, wrong, given = length_of(LENGTHS, sequence, capacity)
-    full = barriers(STAGES, 2)  # of keys and of values
+    full = mbarriers(STAGES, 2)  # of keys and of values
     ks = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], K.layout)
     vs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], V.layout)
     fence_async_shared()

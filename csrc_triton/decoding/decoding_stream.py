@@ -16,8 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from csrc_triton.attention.attention_groups import add_values, fetch, scaled, scores, wait_values
-from csrc_triton.attention.attention_softmax import masked, pack, row_parts
+from csrc_triton.attention.online_softmax import (
+    issue_pv,
+    issue_qk,
+    mask_scores,
+    partial_row_sums,
+    scale_rows,
+    to_x2,
+    wait_pv,
+)
+from csrc_triton.attention.pipeline import load_tile
 from csrc_triton.decoding.decoding_keys import NOTHING, finish, row_of, sink_of
 from csrc_triton.decoding.decoding_work import MANY, even_work_of, piece_of
 
@@ -57,10 +65,10 @@ def stream(
             LENGTHS, b, begin, blocks, first_token, last_token, tokens, capacity, left, right, z.BLOCK_N
         )
         for j in range(first, last):
-            mbarrier.wait(k.free.index(slot), phase)
-            fetch(K, b, head, j * z.BLOCK_N, k, slot, z)
-            mbarrier.wait(v.free.index(slot), phase)
-            fetch(V, b, head, j * z.BLOCK_N, v, slot, z)
+            mbarrier.wait(k.empty.index(slot), phase)
+            load_tile(K, b, head, j * z.BLOCK_N, k, slot, z)
+            mbarrier.wait(v.empty.index(slot), phase)
+            load_tile(V, b, head, j * z.BLOCK_N, v, slot, z)
             slot, phase = turn(slot, phase, z.STAGES)
         blocks -= here
         begin = 0
@@ -105,9 +113,9 @@ def put(TO, at, values, layout: gl.constexpr, column: gl.constexpr, count, dim):
 @gluon.jit
 def put_all(TO, at, acc, acc2, by, dtype: gl.constexpr, count, dim, z):
     """Both panels, scaled by row."""
-    put(TO, at, scaled(acc, by).to(dtype), z.O1, 0, count, dim)
+    put(TO, at, scale_rows(acc, by).to(dtype), z.O1, 0, count, dim)
     if z.D2 > 0:
-        put(TO, at, scaled(acc2, by).to(dtype), z.O2, z.D1, count, dim)
+        put(TO, at, scale_rows(acc2, by).to(dtype), z.O2, z.D1, count, dim)
 
 
 @gluon.jit
@@ -150,35 +158,35 @@ def attend(
         inner_low = before + last_token - left
         inner_high = gl.minimum(before + first_token + right, length)
         m = gl.full([64], NOTHING, gl.float32, z.ROW)
-        sums = row_parts(gl.zeros([64, z.BLOCK_N], gl.float32, z.S))
+        sums = partial_row_sums(gl.zeros([64, z.BLOCK_N], gl.float32, z.S))
         acc = gl.zeros([64, z.D1], gl.float32, z.O1)
         acc2 = gl.zeros([64, z.D2 if z.D2 > 0 else 16], gl.float32, z.O2)
         for j in range(first, last):
             key = j * z.BLOCK_N
             mbarrier.wait(k.full.index(slot), phase)
-            s = warpgroup_mma_wait(0, deps=(scores(q, 0, k, slot, z),))
-            mbarrier.arrive(k.free.index(slot), count=1)
+            s = warpgroup_mma_wait(0, deps=(issue_qk(q, 0, k, slot, z),))
+            mbarrier.arrive(k.empty.index(slot), count=1)
             if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
                 s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
             if (key < inner_low) | (key + z.BLOCK_N > inner_high):
-                s = masked(s, key, (low, high), True)
+                s = mask_scores(s, key, (low, high), True)
             new_m = gl.maximum(m, gl.max(s, 1) * scale)
             e = gl.exp2(s * scale - gl.expand_dims(new_m, 1))
             by = gl.exp2(m - new_m)
             m = new_m
-            sums = scaled(sums, by) + row_parts(e)
-            acc = scaled(acc, by)
+            sums = scale_rows(sums, by) + partial_row_sums(e)
+            acc = scale_rows(acc, by)
             if z.D2 > 0:
-                acc2 = scaled(acc2, by)
+                acc2 = scale_rows(acc2, by)
             mbarrier.wait(v.full.index(slot), phase)
             if (key < start) | (key + z.BLOCK_N > stop):
                 keep_keys(v.first.index(slot).reshape([z.BLOCK_N, z.D1]), key, start, stop)
                 if z.D2 > 0:
                     keep_keys(v.second.index(slot).reshape([z.BLOCK_N, z.D2]), key, start, stop)
                 fence_async_shared()
-            acc, acc2 = add_values(pack(e, v.first.dtype), v, slot, acc, acc2, z)
-            acc, acc2 = wait_values(acc, acc2, z)
-            mbarrier.arrive(v.free.index(slot), count=1)
+            acc, acc2 = issue_pv(to_x2(e, v.first.dtype), v, slot, acc, acc2, z)
+            acc, acc2 = wait_pv(acc, acc2, z)
+            mbarrier.arrive(v.empty.index(slot), count=1)
             slot, phase = turn(slot, phase, z.STAGES)
         total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
         total = gl.where(wrong, float("nan"), total)

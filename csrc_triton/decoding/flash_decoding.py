@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from csrc_triton.attention.attention_groups import Ring, Sizes, ring
+from csrc_triton.attention.pipeline import Pipeline, Sizes, pipeline_of
 from csrc_triton.common.overlap import let_next_start, once_previous_ended
 from csrc_triton.decoding.decoding_keys import (
     NOTHING,
@@ -56,8 +56,8 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "split",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "START", "PAGED", "OVERLAP"],
-                    "defaults": {"UNIT": 16, "PAGED": 0, "OVERLAP": 0},
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "START", "PAGED", "PDL"],
+                    "defaults": {"UNIT": 16, "PAGED": 0, "PDL": 0},
                 }
             },
         },
@@ -66,8 +66,8 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "split",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "START", "PAGED", "OVERLAP"],
-                    "defaults": {"UNIT": 16, "PAGED": 1, "OVERLAP": 0},
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "START", "PAGED", "PDL"],
+                    "defaults": {"UNIT": 16, "PAGED": 1, "PDL": 0},
                 }
             },
         },
@@ -92,8 +92,8 @@ DECLARATION = {
             "forms": {
                 "stream": {
                     "function": "split_stream",
-                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "OVERLAP"],
-                    "defaults": {"OVERLAP": 0},
+                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "PDL"],
+                    "defaults": {"PDL": 0},
                 }
             },
         },
@@ -136,9 +136,9 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "combine",
-                    "constants": ["SHARES", "D", "EVENLY", "OVERLAP"],
-                    "defaults": {"EVENLY": 0, "OVERLAP": 0},
-                    "follows": "OVERLAP",
+                    "constants": ["SHARES", "D", "EVENLY", "PDL"],
+                    "defaults": {"EVENLY": 0, "PDL": 0},
+                    "pdl": "PDL",
                 }
             },
         },
@@ -152,7 +152,7 @@ def split(
     k_page, k_row, k_head, table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim,
     batch, capacity, pages, page_bits, tiles, each, part_rows, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    START: tl.constexpr, PAGED: tl.constexpr, OVERLAP: tl.constexpr,
+    START: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile's share of a sequence. Programs that read the same keys follow each other.
 
@@ -160,7 +160,7 @@ def split(
     ``left`` keys before its own and ``right`` from its own on. A page is 2^page_bits keys. by_ratio: see ``token_of``.
     START is for the host alone: the blocks that could be read in the time that a program takes to start and end.
     """
-    if OVERLAP:  # noqa: SIM102 (the outer is the compiler's)
+    if PDL:  # noqa: SIM102 (the outer is the compiler's)
         # At once, and by programs without work too: ``combine`` is let in when each program has said so or ended, so
         # no program of ours is left to start, and none waits for the room that it takes. Without it, the next kernel is
         # another's: that is not let in.
@@ -274,11 +274,11 @@ def split_stream(
     K, V, OUT, LSE, PARTS, PART_SUMS, FLAG, Q, LENGTHS, SINKS, q_batch, q_token, q_head,
     scale, cap, kv_heads, ratio, by_ratio, tokens, dim, batch, capacity, tiles, groups, part_rows, left, right,
     BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """All sequences evenly, by ``decoding_stream``: tiles are of 64 rows. K and V are tensor maps over
     (batch, head, key, column) with boxes of BLOCK_N keys and BOX columns."""
-    if OVERLAP:  # noqa: SIM102 (as in split)
+    if PDL:  # noqa: SIM102 (as in split)
         if part_rows > 0:
             let_next_start()
     z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, 1, 0, 0)
@@ -292,13 +292,13 @@ def split_stream(
     into = tile * 64 - first_token * ratio
     count = gl.minimum(tokens * ratio - tile * 64, 64)
     last_token = first_token + token_of(into + count - 1, by_ratio)
-    k = ring(K, STAGES, 1, z)
-    v = ring(V, STAGES, 1, z)
+    k = pipeline_of(K, STAGES, 1, z)
+    v = pipeline_of(V, STAGES, 1, z)
     q_first = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D1], K.layout)
     q_second = q_first
     if D2 > 0:
         q_second = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D2], K.layout)
-    q = Ring(q_first, q_second, k.full, k.free)
+    q = Pipeline(q_first, q_second, k.full, k.empty)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -343,7 +343,7 @@ def once(
 def combine(
     OUT, LSE, PARTS, PART_SUMS, LENGTHS, SINKS, kv_heads, ratio, tokens, dim, batch, capacity, tiles, each,
     groups, part_rows, block_m, block_n, left, right,
-    SHARES: tl.constexpr, D: tl.constexpr, EVENLY: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARES: tl.constexpr, D: tl.constexpr, EVENLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of those that have several pieces, SHARES of them at a time. block_m, block_n: those of ``split``."""
     at = tl.program_id(0)
@@ -354,7 +354,7 @@ def combine(
     many = tl.arange(0, MANY)
     n = block_n.to(tl.uint32)
     group, used = sharers_of(many, b, each, groups, LENGTHS, batch, tokens, capacity, left, right, n, EVENLY)
-    if OVERLAP:
+    if PDL:
         # Until ``split`` has ended and all that it wrote is to be seen: PARTS may be read. A program with nothing to
         # combine waits, too: what follows in the stream waits for this kernel alone, which must not end before
         # ``split``. LENGTHS may be read before: ``split`` does not write it, and began when all before it had ended.

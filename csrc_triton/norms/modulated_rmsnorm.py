@@ -136,9 +136,9 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "sums",
-                    "constants": ["BLOCK", "PARTS", "OVERLAP"],
-                    "defaults": {"OVERLAP": 0},
-                    "follows": "OVERLAP",
+                    "constants": ["BLOCK", "PARTS", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
                 }
             },
         },
@@ -343,10 +343,10 @@ def backward_ring(
 def sums(
     DSCALE, DSHIFT, DW, NORMAL, PLAIN, SCALE, W, scale_stride, n_cols, groups, parts, offset, scale_kind, weight_kind,
     dscale_kind, dshift_kind, dw_kind,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The second level: BLOCK columns of one row of dscale, dshift or dw a program, PARTS parts a step."""
-    if OVERLAP:
+    if PDL:
         parts = once_previous_ended(parts)  # by the kernel before this one NORMAL and PLAIN are written
     blocks = tl.cdiv(n_cols, BLOCK)
     job = tl.program_id(0) // blocks

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks import markdown
 from benchmarks.markdown import ROOT
 from docs.generate import facts, op_page, support
-from liger_aot.ops import names
+from liger_aot.ops.registry import names
 
 INDEX = ROOT / "docs" / "index.md"
 

@@ -16,7 +16,7 @@ from build_tools.declaration import op_path
 from build_tools.plan import ALIGNMENT
 from docs.generate import docstring, facts
 from docs.generate.chart import svg
-from liger_aot.ops import families, names
+from liger_aot.ops.registry import families, names
 
 FOLDER = ROOT / "docs" / "ops"
 # Sections of docs/performance.md that are of an op.

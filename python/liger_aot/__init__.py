@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from liger_aot import ops
 from liger_aot._version import __version__
 from liger_aot.errors import LigerAOTError
-from liger_aot.loader import archs, load
+from liger_aot.ops.registry import load
 
 if TYPE_CHECKING:
     from liger_aot import nn
@@ -25,6 +25,14 @@ __all__ = [
     "LigerAOTError", "__version__", "apply", "archs", "explain", "load", "nn", "ops", "patch",
     "register_attention", "restore",
 ]  # fmt: skip
+
+
+def archs() -> tuple[str, ...]:
+    """Architectures of the installed packs."""
+    from liger_aot.runtime.packs import installed_packs
+
+    return tuple(pack.arch for pack in installed_packs())
+
 
 _OF_MODELS = ("apply", "patch", "register_attention", "restore")
 

@@ -44,7 +44,7 @@ class Driver:
         shared: int,
         signature: str,
         cooperative: bool = False,
-        follows: bool = False,
+        pdl: bool = False,
     ) -> Kernel:
         """Load one kernel of a compiled image: a cubin, PTX text or an hsaco.
 
@@ -59,10 +59,10 @@ class Driver:
                 many dimensions; at most 64. What Triton adds follows by itself: a tensor map's sizes (int32) and
                 strides (int64), and in the end two scratch pointers, as null.
             cooperative: launch so that all blocks are resident at once, or not at all.
-            follows: launch so that blocks may start before the kernel before them in the stream has ended
-                (programmatic dependent launch): the kernel must wait for that one itself, with
-                griddepcontrol.wait in every block. Not together with `cooperative`. On HIP, and on CUDA before
-                12.3, whose graphs can't capture it, the launch is like any other.
+            pdl: programmatic dependent launch: blocks may start before the kernel before them in the stream has
+                ended, and every block must wait for that kernel itself, with griddepcontrol.wait. Not together with
+                `cooperative`. On HIP, and on CUDA before 12.3, whose graphs can't capture it, the launch is like any
+                other.
 
         Raises:
             liger_aot.errors.DriverError: the driver refuses the image or has no kernel of that name in it.
@@ -123,7 +123,7 @@ class Kernel:
     @property
     def cooperative(self) -> bool: ...
     @property
-    def follows(self) -> bool: ...
+    def pdl(self) -> bool: ...
     def prepare(self, device: int, /) -> None:
         """Do now what the first launch on `device` would do (load, opt in to shared memory), once.
 

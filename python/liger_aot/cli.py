@@ -88,7 +88,7 @@ def _dtypes(text: str) -> dict[str, str]:
 
 def _list(options: argparse.Namespace) -> int:
     from liger_aot.explanation import columns
-    from liger_aot.ops import names as ops
+    from liger_aot.ops.registry import names as ops
     from liger_aot.runtime.packs import describe, hidden_folders, installed
 
     found = installed()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from liger_aot._version import __version__
 from liger_aot.errors import DriverNotFound, printable
-from liger_aot.ops import names as ops
+from liger_aot.ops.registry import names as ops
 from liger_aot.runtime.manifest import Pack
 from liger_aot.runtime.packs import describe, hidden_folders, installed, pack_for
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError, PackNotFound, printable
-from liger_aot.loader import load
+from liger_aot.ops.registry import load
 from liger_aot.runtime.manifest import Kernel, OpManifest, Pack
 from liger_aot.runtime.packs import describe, installed_packs, pack_of
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_aot.loader import load
 from liger_aot.ops.losses._chunks import BUDGET
+from liger_aot.ops.registry import load
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from liger_aot.errors import ArgumentError
-from liger_aot.loader import load
 from liger_aot.loss_modules import JSD as JSD
 from liger_aot.loss_modules import CrossEntropyLoss as CrossEntropyLoss
 from liger_aot.loss_modules import FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss
 from liger_aot.loss_modules import FusedLinearJSD as FusedLinearJSD
 from liger_aot.loss_modules import KLDivLoss as KLDivLoss
 from liger_aot.loss_modules import TVDLoss as TVDLoss
+from liger_aot.ops.registry import load
 
 Shape = int | Sequence[int]
 Where = torch.device | str | None

@@ -53,7 +53,7 @@ def test_a_process_that_hangs_is_killed() -> None:
 def test_cases_are_the_kernels(kernel: str) -> None:
     """Each case of a kernel is one that the host would give it."""
     from liger_aot.ops.attention._backward import groups_kernel
-    from liger_aot.ops.attention._forward import Settings, bounded, shape_of
+    from liger_aot.ops.attention._operands import Settings, bounded, shape_of
 
     on: Any = SimpleNamespace(kernels={kernel}, tensor_map=object())
     for problem in attention_trial.cases(kernel):

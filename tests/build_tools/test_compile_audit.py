@@ -165,12 +165,12 @@ def test_cooperative_programs_must_all_be_resident(made: Made, arch: str) -> Non
 def test_a_kernel_that_follows_must_wait_and_no_other_may(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follows = {"form": replace(made["sm90"][0].form, follows="PARTS")}
+    waits = {"form": replace(made["sm90"][0].form, pdl="PARTS")}
     with pytest.raises(AuditError, match=r"must wait for the kernel before it .*, and does not"):
-        changed(made, "sm90", follows)
+        changed(made, "sm90", waits)
     waiting = replace(inspect(made["sm90"][2].image), waits=True)
     monkeypatch.setattr("build_tools.audit.inspect", lambda image: waiting)
-    assert changed(made, "sm90", follows).facts.waits
+    assert changed(made, "sm90", waits).facts.waits
     with pytest.raises(AuditError, match=r"must not wait for the kernel before it .*, and does$"):
         changed(made, "sm90")
 
@@ -277,14 +277,14 @@ def test_the_cache_knows_what_decides_the_bytes(tmp_path: Path) -> None:
 def test_shared_device_code_counts_as_source() -> None:
     """An edit to a file that an op imports makes its cache entries stale."""
     assert {p.name for p in sources("rmsnorm")} >= {"rmsnorm.py", "exchange.py", "packed.py"}
-    assert sources("column_sums") == (KERNELS / "column_sums.py",)
+    assert sources("column_sums") == (KERNELS / "norms" / "column_sums.py",)
 
 
 def test_a_failed_build_leaves_the_old_pack(tmp_path: Path) -> None:
     table = '[kernel.column_sums]\nprovenance = "made up for a test"\nrows = [{ %s }]\n'
     kernels = tmp_path / "kernels"
     kernels.mkdir()
-    shutil.copy(KERNELS / "column_sums.py", kernels)
+    shutil.copy(KERNELS / "norms" / "column_sums.py", kernels)
     tree = Tree(tmp_path / "profiles", kernels, tmp_path / "packs", tmp_path / "cache")
     write_profile(tree.profiles, "gfx942", hardware("gfx942") + table % ROW)
     build_packs(("gfx942",), tree=tree, workers=1, progress=False)

@@ -12,8 +12,8 @@ from build_tools.declaration import declared_ops, longest_row, read_declaration,
 from build_tools.errors import DeclarationError
 from build_tools.literals import literal
 from build_tools.paths import KERNELS, ROOT
-from liger_aot.ops import module
-from liger_aot.ops import names as ops
+from liger_aot.ops.registry import module
+from liger_aot.ops.registry import names as ops
 from tests.build_tools.small_op import DECLARATION, edited, write_op
 
 
@@ -161,13 +161,13 @@ MISTAKES = {
         {'"cooperative": "SPLIT"': '"cooperative": "SPLITS"'},
         KERNEL + "form split: 'SPLITS' is none of its constants",
     ),
-    "follows and waits": (
-        {'"cooperative": "SPLIT"': '"cooperative": "SPLIT", "follows": "SPLIT"'},
-        KERNEL + "form split: cooperative and follows: a kernel is launched in one way",
+    "pdl and waits": (
+        {'"cooperative": "SPLIT"': '"cooperative": "SPLIT", "pdl": "SPLIT"'},
+        KERNEL + "form split: cooperative and pdl: a kernel is launched in one way",
     ),
-    "follows by no constant": (
-        {'"cooperative": "SPLIT"': '"follows": "OVERLAP"'},
-        KERNEL + "form split: 'OVERLAP' is none of its constants",
+    "pdl by no constant": (
+        {'"cooperative": "SPLIT"': '"pdl": "PDL"'},
+        KERNEL + "form split: 'PDL' is none of its constants",
     ),
     "default of no constant": (
         {'{"ROWS": 1}': '{"ROW": 1}'},

@@ -145,8 +145,8 @@ MISTAKES = {
         r"gfx942.toml: \[arch\]: threads_per_block must be a positive integer, found 0",
     ),
     "fact is neither true nor false": (
-        {"dependent_launch = false": "dependent_launch = 0"},
-        r"gfx942.toml: \[arch\]: dependent_launch must be true or false, found 0",
+        {"pdl = false": "pdl = 0"},
+        r"gfx942.toml: \[arch\]: pdl must be true or false, found 0",
     ),
     "machine is no string": (
         {'machine = "gfx942"': "machine = 942"},

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_aot.ops import families, names
+from liger_aot.ops.registry import families, names
 from tests.conftest import built_pack
 from tests.harness.choices import Choices, Entry, Prepared
 from tests.harness.op_cases import BF16, DTYPES, FP16, FP32, Case, OpCases

@@ -90,7 +90,7 @@ class LaunchRecord:
     shared: int
     device: int
     cooperative: bool
-    follows: bool
+    pdl: bool
     stream: int
     parameters: bytes
 
@@ -171,7 +171,7 @@ class StandIn:
             shared=shared,
             device=device,
             cooperative=way == 1,
-            follows=way == 2,
+            pdl=way == 2,
             stream=stream,
             parameters=ctypes.string_at(address + _RECORD.size, size),
         )

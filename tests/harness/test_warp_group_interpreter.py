@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from csrc_triton.attention.attention_groups import barriers
+from csrc_triton.attention.pipeline import mbarriers
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
 from tests.conftest import built_pack
@@ -142,8 +142,8 @@ def test_what_is_wrong(block: interpreter.Block) -> None:
 
 @gluon.jit
 def two_pairs(USED: gl.constexpr):
-    used = barriers(1, 1)
-    idle = barriers(1, 1)
+    used = mbarriers(1, 1)
+    idle = mbarriers(1, 1)
     gl.warp_specialize([(arrive, (used,)), (arrive, (used if USED == 1 else idle,))], [4], [24])
 
 

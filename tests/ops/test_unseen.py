@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError, LigerAOTError
-from liger_aot.ops import names
+from liger_aot.ops.registry import names
 from liger_aot.ops.unseen import TABLE
 from tests.conftest import built_pack
 from tests.harness.all_ops import LEFT_OUT

@@ -279,8 +279,8 @@ def test_names_cannot_leave_the_pack(sm80: Path, name: str) -> None:
         ("shared", 1 << 31, "shared is 2147483648"),
         ("shared", 1e3, "shared is 1000.0, expected int"),
         ("cooperative", 0, "cooperative is 0, expected bool"),
-        ("follows", 1, "follows is 1, expected bool"),
-        ("follows", None, "follows is None, expected bool"),
+        ("pdl", 1, "pdl is 1, expected bool"),
+        ("pdl", None, "pdl is None, expected bool"),
         ("contiguous", 1, "contiguous is 1, expected bool"),
         ("numbers", [], "numbers is not an object"),
         ("numbers", {"block": "32"}, "block is '32', expected int"),
@@ -306,10 +306,10 @@ def test_facts_of_a_binary_that_cannot_be(sm80: Path, field: str, value: Any, me
 
 
 def test_a_binary_is_launched_in_one_way(sm80: Path) -> None:
-    both = {"cooperative": True, "follows": True}
+    both = {"cooperative": True, "pdl": True}
     edit(sm80 / "column_sums.json", lambda d: [v.update(both) for v in d["variants"].values()])
     manifest = pack_for(A100).op("column_sums")
-    with pytest.raises(PackDamaged, match=r"cooperative and .*follows are both true"):
+    with pytest.raises(PackDamaged, match=r"cooperative and .*pdl are both true"):
         manifest.variant(manifest.variants[0])
 
 

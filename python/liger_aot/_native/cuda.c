@@ -6,7 +6,7 @@
 #define INVALID_CONTEXT 201
 #define MAX_DYNAMIC_SHARED_SIZE_BYTES 8
 #define SHARED_WITHOUT_OPT_IN (48u * 1024)
-#define FOLLOWS_IN_GRAPHS 12030 /* the first driver whose graphs can capture a launch that follows */
+#define PDL_IN_GRAPHS 12030 /* the first driver whose graphs can capture a programmatic dependent launch */
 
 /* CUlaunchAttribute and CUlaunchConfig, the same on every 64-bit platform since CUDA 11.8. */
 typedef struct {
@@ -181,15 +181,15 @@ static Outcome cuda_prepare(DriverLibrary *driver, Code *code, int device) {
 
 /* Programmatic stream serialization: the kernel may start once every block of the one before it has said that it may, or
  * ended. */
-static int call_launch_following(const CudaFunctions *cuda, const Code *code, const Launch *launch) {
+static int call_dependent_launch(const CudaFunctions *cuda, const Code *code, const Launch *launch) {
     enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
-    LaunchAttribute follows = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.flag = 1};
+    LaunchAttribute pdl = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.flag = 1};
     LaunchConfiguration configuration = {
         .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
         .block = {code->threads, 1, 1},
         .shared = code->shared,
         .stream = launch->stream,
-        .attributes = &follows,
+        .attributes = &pdl,
         .attribute_count = 1,
     };
     return cuda->launch_configured(&configuration, code->kernel, launch->parameters, NULL);
@@ -201,8 +201,8 @@ static Outcome launch_here(const DriverLibrary *driver, const Code *code, const 
         return outcome("cuLaunchCooperativeKernel",
                        call_launch_cooperative(cuda->launch_cooperative, code, code->kernel, launch));
     /* A kernel that waits for the one before it is right without the attribute, too. */
-    if (code->follows && driver->version >= FOLLOWS_IN_GRAPHS)
-        return outcome("cuLaunchKernelEx", call_launch_following(cuda, code, launch));
+    if (code->pdl && driver->version >= PDL_IN_GRAPHS)
+        return outcome("cuLaunchKernelEx", call_dependent_launch(cuda, code, launch));
     return outcome("cuLaunchKernel", call_launch(cuda->launch, code, code->kernel, launch));
 }
 

@@ -62,7 +62,7 @@ typedef struct {
     unsigned threads;
     unsigned shared;
     int cooperative;
-    int follows; /* may start before the kernel before it in the stream has ended, for which it waits itself */
+    int pdl; /* programmatic dependent launch: may start before the kernel before it has ended, and waits itself */
     void *library; /* CUDA only: one load for all devices */
     void *kernel;
     DeviceCode *devices;

@@ -156,7 +156,7 @@ PyDoc_STRVAR(driver_doc,
              "Driver(backend, library)\n--\n\n"
              "An opened GPU driver: backend \"cuda\" or \"hip\", library the name or path to open.");
 PyDoc_STRVAR(load_doc,
-             "load($self, image, name, /, *, threads, shared, signature, cooperative=False, follows=False)\n--\n\n"
+             "load($self, image, name, /, *, threads, shared, signature, cooperative=False, pdl=False)\n--\n\n"
              "The kernel `name` of a compiled image, as a Kernel.");
 
 PyDoc_STRVAR(tensor_map_doc,

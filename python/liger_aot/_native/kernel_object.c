@@ -30,7 +30,7 @@ typedef struct {
     int argument_count;
     char letters[MAX_ARGUMENTS + 1];
     char cooperative;
-    char follows;
+    char pdl;
 } KernelObject;
 
 /* ---- Making and freeing ---- */
@@ -66,18 +66,18 @@ static const char *text_of(PyObject *string, const char *what) {
 
 /* Reads the arguments of Driver.load into a new kernel. Returns 0, or -1 with an error set. */
 static int read_load_arguments(KernelObject *self, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"", "", "threads", "shared", "signature", "cooperative", "follows", NULL};
+    static char *names[] = {"", "", "threads", "shared", "signature", "cooperative", "pdl", NULL};
     PyObject *image, *name, *signature = NULL;
-    int threads = INT_MIN, shared = INT_MIN, cooperative = 0, follows = 0; /* INT_MIN: not given */
+    int threads = INT_MIN, shared = INT_MIN, cooperative = 0, pdl = 0; /* INT_MIN: not given */
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "SU|$iiUpp:load", names, &image, &name, &threads, &shared,
-                                     &signature, &cooperative, &follows))
+                                     &signature, &cooperative, &pdl))
         return -1;
     if (threads == INT_MIN || shared == INT_MIN || signature == NULL) {
         PyErr_SetString(PyExc_TypeError, "load() needs the keyword arguments threads, shared and signature");
         return -1;
     }
-    if (cooperative && follows) {
-        PyErr_SetString(PyExc_ValueError, "cooperative and follows are both true: a kernel is launched in one way");
+    if (cooperative && pdl) {
+        PyErr_SetString(PyExc_ValueError, "cooperative and pdl are both true: a kernel is launched in one way");
         return -1;
     }
     if (check_block(threads, shared) < 0) return -1;
@@ -100,8 +100,8 @@ static int read_load_arguments(KernelObject *self, PyObject *args, PyObject *key
     self->code.shared = (unsigned)shared;
     self->code.cooperative = cooperative;
     self->cooperative = (char)cooperative;
-    self->code.follows = follows;
-    self->follows = (char)follows;
+    self->code.pdl = pdl;
+    self->pdl = (char)pdl;
     set_grid_limits(self, self->code.threads);
     return 0;
 }
@@ -325,7 +325,7 @@ static PyMemberDef kernel_members[] = {
     {"shared", T_UINT, offsetof(KernelObject, code.shared), READONLY, "bytes of dynamic shared memory"},
     {"signature", T_OBJECT_EX, offsetof(KernelObject, signature), READONLY, "one letter an argument: p, i, l, f, 1 to 5"},
     {"cooperative", T_BOOL, offsetof(KernelObject, cooperative), READONLY, "launched cooperatively"},
-    {"follows", T_BOOL, offsetof(KernelObject, follows), READONLY, "may start before the kernel before it has ended"},
+    {"pdl", T_BOOL, offsetof(KernelObject, pdl), READONLY, "may start before the kernel before it has ended"},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.liger.common import gradients_of
-from liger_aot.loader import load
+from liger_aot.ops.registry import load
 
 _jsd, _linear_jsd, _kl_div, _tvd = load("jsd"), load("fused_linear_jsd"), load("kl_div"), load("tvd")
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from liger_aot.liger.common import rows
-from liger_aot.loader import load
 from liger_aot.models.fitting import fitting
+from liger_aot.ops.registry import load
 
 _swiglu, _geglu, _relu_squared = load("swiglu"), load("geglu"), load("relu_squared")
 _rope, _multimodal, _llama4 = load("rope"), load("rope_multimodal"), load("rope_llama4")

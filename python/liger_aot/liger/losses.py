@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.liger.common import gradients_of
-from liger_aot.loader import load
+from liger_aot.ops.registry import load
 
 _cross_entropy, _linear, _vocab = (
     load("cross_entropy"),

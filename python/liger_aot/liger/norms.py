@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from liger_aot.liger.common import CASTING_MODES, casting_name, launch_numbers, rows, whole
-from liger_aot.loader import load
 from liger_aot.models.fitting import fitting
+from liger_aot.ops.registry import load
 
 _rmsnorm, _added, _modulated = load("rmsnorm"), load("fused_add_rmsnorm"), load("modulated_rmsnorm")
 _layernorm, _groupnorm, _poly_norm, _dyt = (

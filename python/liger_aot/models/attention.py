@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, PatchError, UnknownOp
-from liger_aot.loader import load
-from liger_aot.ops import names
+from liger_aot.ops.registry import load, names
 
 NAME = "liger_aot"
 OP = "flash_attention"

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from liger_aot.loader import load
 from liger_aot.ops.losses._chunks import BUDGET, TILE_ROWS, padded
 from liger_aot.ops.op import PLAIN
+from liger_aot.ops.registry import load
 
 OPTIONS = (
     "num_items_in_batch",

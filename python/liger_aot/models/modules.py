@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from liger_aot.loader import load
 from liger_aot.models.fitting import fitting
 from liger_aot.ops.op import PLAIN, PLAIN_OR_NONE
+from liger_aot.ops.registry import load
 
 Forward = Callable[..., Any]
 Make = Callable[[Forward], Forward]

@@ -49,7 +49,7 @@ class Op:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """An op holds binaries on devices: a pickle or deep copy of a module that has one means the process's own."""
-        from liger_aot.loader import load
+        from liger_aot.ops.registry import load
 
         return load, (self.name,)
 

@@ -8,20 +8,53 @@ An op named ``f`` becomes ``liger_aot::f_forward``, which gives all of its resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from liger_aot.ops.op import PLAIN_OR_NONE
+from liger_aot.ops.registry import load, names
 from liger_aot.runtime.locks import new_lock
 
-if TYPE_CHECKING:
-    from liger_aot.ops.differentiable import DifferentiableOp, Tensors
-
 NAMESPACE = "liger_aot"
+Tensors = tuple[Any, ...]
+
+
+@runtime_checkable
+class Differentiable(Protocol):
+    """What is read of an op: see ``DifferentiableOp``, which has all of it."""
+
+    name: str
+    tensors: tuple[str, ...]
+    settings: Sequence[str]
+    outputs: int
+    results: int
+    same_gradient: Mapping[str, str]
+
+    def run_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None, /
+    ) -> Tensors: ...
+
+    def run_backward(
+        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool], /
+    ) -> Tensors: ...
+
+    def saved(self, tensors: Tensors, results: Tensors, /) -> Tensors: ...
+
+    def by_reference(self, tensors: Tensors, settings: tuple[Any, ...], /) -> Tensors: ...
+
+    def gradients_by_reference(
+        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], /
+    ) -> Tensors: ...
+
+    def backward_in_torch(
+        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool], /
+    ) -> Tensors: ...
+
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 _registered: set[str] = set()
 _lock = new_lock()
@@ -32,10 +65,7 @@ def register(op: str) -> bool:
     graph is traced and leaves nothing in it."""
     with _lock:
         if op not in _registered:
-            from liger_aot.loader import load
-            from liger_aot.ops.differentiable import DifferentiableOp
-
-            if isinstance(found := load(op), DifferentiableOp):
+            if isinstance(found := load(op), Differentiable):
                 _define(found)
             _registered.add(op)
     return True
@@ -47,13 +77,11 @@ register._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def register_all() -> None:
     """Register every op of the package with torch.library."""
-    from liger_aot.ops import names
-
     for name in names():
         register(name)
 
 
-def _define(op: DifferentiableOp) -> None:
+def _define(op: Differentiable) -> None:
     count = len(op.tensors)
     arguments = [f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}" for name in op.tensors]
     forward, backward = f"{op.name}_forward", f"{op.name}_backward"

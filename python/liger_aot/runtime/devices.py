@@ -46,11 +46,11 @@ def gpu(index: int) -> GPU:
 @lru_cache(maxsize=1)
 def driver() -> Any:
     """The launcher, opened on the driver library that torch uses."""
-    from liger_aot import _launch
+    from liger_aot._launch import Driver
 
     if backend() == "hip":
-        return _launch.Driver("hip", _mapped(HIP_LIBRARY))
-    return _launch.Driver("cuda", CUDA_LIBRARY)
+        return Driver("hip", _mapped(HIP_LIBRARY))
+    return Driver("cuda", CUDA_LIBRARY)
 
 
 def _mapped(library: str) -> str:

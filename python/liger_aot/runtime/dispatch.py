@@ -197,7 +197,7 @@ class GPUDriver:
                 shared=variant.shared,
                 signature=variant.signature,
                 cooperative=variant.cooperative,
-                follows=variant.follows,
+                pdl=variant.pdl,
             )
         except DriverError as error:
             message = (

@@ -98,7 +98,7 @@ class Variant(NamedTuple):
     threads: int
     shared: int  # bytes of dynamic shared memory
     cooperative: bool
-    follows: bool  # whether it waits itself for the kernel launched before it
+    pdl: bool  # programmatic dependent launch: it waits itself for the kernel launched before it
     contiguous: bool  # whether rows must follow each other without a gap
     arguments: tuple[str, ...]  # those of the kernel that this binary takes, in order
     signature: str  # the launcher's letters
@@ -161,9 +161,9 @@ class OpManifest:
             raise PackDamaged(self.path, f"{where}threads is {threads}, a block has 1 to {MOST_THREADS}")
         numbers = _object(self.path, raw.get("numbers"), where + "numbers")
         cooperative = _typed(self.path, raw, "cooperative", bool, where)
-        follows = "follows" in raw and _typed(self.path, raw, "follows", bool, where)
-        if cooperative and follows:
-            raise PackDamaged(self.path, f"{where}cooperative and {where}follows are both true")
+        pdl = "pdl" in raw and _typed(self.path, raw, "pdl", bool, where)
+        if cooperative and pdl:
+            raise PackDamaged(self.path, f"{where}cooperative and {where}pdl are both true")
         base = None if raw.get("base") is None else _typed(self.path, raw, "base", str, where)
         lacks = _strings(self.path, raw, "lacks", where) if "lacks" in raw else ()
         if unknown := [a for a in lacks if a not in kernel.arguments]:
@@ -183,7 +183,7 @@ class OpManifest:
             threads=threads,
             shared=_count(self.path, raw, "shared", where),
             cooperative=cooperative,
-            follows=follows,
+            pdl=pdl,
             contiguous=_typed(self.path, raw, "contiguous", bool, where),
             arguments=tuple(taken),
             signature="".join(taken.values()),
@@ -233,7 +233,7 @@ class OpManifest:
         tables = _object(self.path, raw.get("tables"), f"{name}.tables")
         for key in tables:
             *values, alignment = key.split("/")
-            words = all(value.isidentifier() or value.isdecimal() for value in values)
+            words = len(key) <= LONGEST_NAME and all(v.isidentifier() or v.isdecimal() for v in values)
             if alignment not in ("aligned", "generic") or len(values) != len(axes) or not words:
                 raise PackDamaged(
                     self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
-from liger_aot.ops.attention._forward import LOG2_E, LONGEST, Settings, bounded, shape_of
+from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, Settings, bounded, shape_of
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.manifest import Pack, Variant
@@ -256,7 +256,7 @@ def test_bounds_that_bind_nothing_are_dropped() -> None:
     assert tuple(shape) == (1, 2, 1, 5, 9, 16)
     for left, right, kept in ((8, 4, (-1, -1)), (7, 3, (7, 3)), (-1, 0, (-1, 0)), (100, 100, (-1, -1))):
         assert bounded(shape, Settings(1.0, left, right, 0.0, "bshd"))[1:3] == kept
-    assert LONGEST == 2**30 and math.log2(math.e) == LOG2_E
+    assert MAX_SEQLEN == 2**30 and math.log2(math.e) == LOG2_E
 
 
 # ---- What is launched by warp groups ----
@@ -316,7 +316,7 @@ def test_maps_and_numbers(recorded: tuple[FlashAttention, Recorder], layout: str
     tiles = math.ceil(1000 / 128)
     all_in_one = 12 * tiles  # K and V of all heads are smaller than the part of the cache they are given
     assert numbers[:3] == [1000, 0.5 * LOG2_E, 0.0]
-    assert numbers[3:] == [12 * tiles, tiles, 6, 12, 3, all_in_one, 12, 1000, 2500, 1501, -LONGEST]
+    assert numbers[3:] == [12 * tiles, tiles, 6, 12, 3, all_in_one, 12, 1000, 2500, 1501, -MAX_SEQLEN]
     assert (device, stream, x, y, z) == (-1, 0, 2, 1, 1)  # as many programs as multiprocessors
 
 
@@ -330,7 +330,7 @@ def test_numbers_of_bounds_and_caps(recorded: tuple[FlashAttention, Recorder]) -
     assert sinks is not None and capped[5] == sinks.data_ptr()
     assert capped[8:10] == (20.0 * LOG2_E, 0.125 / 20.0)
     assert capped[-2:] == (-40 + 5 + 1, -40 - 7)
-    assert free[8:10] == (0.125 * LOG2_E, 0.0) and free[-2:] == (LONGEST, -LONGEST)
+    assert free[8:10] == (0.125 * LOG2_E, 0.0) and free[-2:] == (MAX_SEQLEN, -MAX_SEQLEN)
     assert bound[-2:] == (59, -98)
 
 

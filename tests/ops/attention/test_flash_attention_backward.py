@@ -13,7 +13,7 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.attention._forward import LOG2_E, LONGEST, Settings, heads_in_turns
+from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, Settings, swizzle_heads
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
 from tests.conftest import built_pack
@@ -285,14 +285,17 @@ def test_heads_that_fit_take_turns(bounds: tuple[int, int], tiles: int, section:
     """16 multiprocessors hold 2 programs each."""
     on: Any = SimpleNamespace(multiprocessors=16)
     loaded: Any = SimpleNamespace(variant=SimpleNamespace(resident=2))
-    assert heads_in_turns(on, loaded, tiles, Settings(1.0, *bounds, 0.0, "bshd")) == section
+    assert swizzle_heads(on, loaded, tiles, Settings(1.0, *bounds, 0.0, "bshd")) == section
 
 
 def test_what_depends_on_settings() -> None:
     driver = recorded(Problem(1, 2, 2, 100, 60, 64, softcap=20.0, sinks=True), "sm90")
     assert set(driver.launches) == {"rows", "keys_capped", "queries_capped", "sinks"}
     x, y, z, *keys = driver.launches["keys_capped"]
-    assert keys[8 + 15 : 8 + 18] == [20.0 * LOG2_E, 0.125 / 20.0, 0.125] and keys[-2:] == [LONGEST, -LONGEST]
+    assert keys[8 + 15 : 8 + 18] == [20.0 * LOG2_E, 0.125 / 20.0, 0.125] and keys[-2:] == [
+        MAX_SEQLEN,
+        -MAX_SEQLEN,
+    ]
     x, y, z, *rest = driver.launches["sinks"]
     assert (x, y, z) == (2, 1, 1) and rest[4:] == [1, 2, 128]
 

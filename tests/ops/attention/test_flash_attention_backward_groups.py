@@ -19,7 +19,7 @@ from build_tools.errors import AuditError
 from build_tools.paths import PROFILES
 from build_tools.plan import Plan
 from build_tools.profile import Profile
-from liger_aot.ops.attention._forward import LOG2_E, LONGEST
+from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
 from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.manifest import Pack
@@ -189,7 +189,7 @@ def test_sums_are_zeros_of_whole_blocks(
     at = zeros.data_ptr()
     arguments = launches["groups_64_ordered" if deterministic else "groups_64"][3:]
     assert arguments[8] == launches["finish"][4] == at
-    assert arguments[16] == LONGEST  # no bound
+    assert arguments[16] == MAX_SEQLEN  # no bound
     # of heads of one tile each as many start together as there are multiprocessors
     assert arguments[17:] == ((at + 4 * elements, MULTIPROCESSORS) if deterministic else ())
 
@@ -245,7 +245,7 @@ def test_deterministic_by_tiles(pack: Pack, name: str) -> None:
 
 def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
     from liger_aot.ops.attention._backward import gradients
-    from liger_aot.ops.attention._forward import Settings
+    from liger_aot.ops.attention._operands import Settings
 
     q, k, v, _ = Problem(1, 2, 1, 100, 200, 64).tensors()
     recorder = Recorder(BACKWARD, pack)

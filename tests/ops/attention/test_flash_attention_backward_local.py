@@ -13,7 +13,7 @@ from build_tools.compile import compile_variants
 from build_tools.paths import PROFILES
 from build_tools.plan import Plan
 from build_tools.profile import Profile
-from liger_aot.ops.attention._forward import LOG2_E, LONGEST
+from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN
 from liger_aot.runtime.manifest import Pack
 from tests.harness.drivers import MULTIPROCESSORS
 from tests.harness.planned_packs import tables_of
@@ -73,7 +73,7 @@ def test_what_was_baked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("right", "last"), [(None, LONGEST), (5, 500 + 5 + 1)])
+@pytest.mark.parametrize(("right", "last"), [(None, MAX_SEQLEN), (5, 500 + 5 + 1)])
 def test_grids_and_numbers(pack: Pack, deterministic: bool, right: int | None, last: int) -> None:
     """As without a left bound, and the bound: row r sees keys from r + 500 - 7 on."""
     problem = Problem(2, 6, 2, 1000, 1500, 64, window=(7, right), scale=0.5)
@@ -95,7 +95,7 @@ def test_numbers_of_a_soft_cap(pack: Pack, deterministic: bool) -> None:
     problem = Problem(1, 2, 1, 100, 200, 200, softcap=20.0, scale=0.5)
     launches, _ = launched(pack, problem, deterministic=deterministic)
     _, _, _, *arguments = launches["groups_256_capped_ordered" if deterministic else "groups_256_capped"]
-    assert arguments[9] == 20.0 * LOG2_E and arguments[16:19] == [LONGEST, -LONGEST, 0.5 / 20.0]
+    assert arguments[9] == 20.0 * LOG2_E and arguments[16:19] == [MAX_SEQLEN, -MAX_SEQLEN, 0.5 / 20.0]
     assert launches["finish"][8] == 0.5 and len(arguments) == (21 if deterministic else 20)
 
 

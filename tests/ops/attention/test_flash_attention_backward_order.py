@@ -13,9 +13,9 @@ import pytest
 
 from csrc_triton.attention import attention_backward_groups as groups
 from csrc_triton.attention import attention_backward_order as ordering
-from csrc_triton.attention import attention_turns as turns
+from csrc_triton.attention import tile_scheduler
 from liger_aot.ops.attention._backward_groups import QUERY_HEADS_TAKE_TURNS, heads_in_order
-from liger_aot.ops.attention._forward import LONGEST
+from liger_aot.ops.attention._operands import MAX_SEQLEN
 
 FIELDS = ("batch", "kv_head", "head", "key", "row", "rows", "steps")
 
@@ -63,11 +63,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         int32=None,
         int64=None,
     )
+    swizzled = tile_scheduler.swizzled_tile.fn
     nothing = SimpleNamespace(arrive=lambda *_, **__: None, wait=lambda *_: None, MBarrierLayout=lambda: None)
     for module, instead in (
         (
             groups,
-            {"gl": gl, "KeyTile": tile_of, "tile_at": groups.tile_at.fn, "in_turns": turns.in_turns.fn},
+            {
+                "gl": gl,
+                "KeyTile": tile_of,
+                "tile_at": groups.tile_at.fn,
+                "swizzled_tile": swizzled,
+            },
         ),
         (
             ordering,
@@ -80,10 +86,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
                 "write_note": lambda notes, what, value: notes.__setitem__(what.value, value),
                 "noted": lambda notes, what: notes[what.value],
                 "tile_at": groups.tile_at.fn,
-                "in_turns": turns.in_turns.fn,
+                "swizzled_tile": swizzled,
             },
         ),
-        (turns, {"tl": gl}),
+        (tile_scheduler, {"tl": gl}),
     ):
         for name, value in instead.items():
             monkeypatch.setattr(module, name, value)
@@ -119,7 +125,7 @@ def test_turns(
     that no row sees have the first block."""
     batch, kv_heads = 2, 2
     bounded = 0 if before is after is None else 1 if before is None else 2
-    right = len_k - len_q + after + 1 if after is not None else LONGEST
+    right = len_k - len_q + after + 1 if after is not None else MAX_SEQLEN
     left = len_k - len_q - before if before is not None else None
     padded = -(-len_q // 128) * 128
     tiles = -(-len_k // block_n)

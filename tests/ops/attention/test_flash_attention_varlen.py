@@ -13,8 +13,8 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.attention._forward import LOG2_E
-from liger_aot.ops.attention._varlen import MOST_TOKENS
+from liger_aot.ops.attention._operands import LOG2_E
+from liger_aot.ops.attention._varlen import MAX_TOKENS
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.attention.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from liger_aot.ops.torch_library import register
@@ -351,7 +351,7 @@ def test_bounds_that_bind_nothing() -> None:
     op, made = recorded(FlashAttentionVarlen, tables_of("sm80"), Recorder)
     for window in (None, (7, 5)):
         op(*GOOD, window=window)
-        assert made[0].launches["flash_attention_varlen_forward"][-4:-2] == (MOST_TOKENS, -MOST_TOKENS)
+        assert made[0].launches["flash_attention_varlen_forward"][-4:-2] == (MAX_TOKENS, -MAX_TOKENS)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

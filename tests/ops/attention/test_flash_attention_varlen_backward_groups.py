@@ -23,10 +23,9 @@ from build_tools.build import Tree, make_plans
 from build_tools.compile import compile_variants
 from build_tools.plan import Plan
 from build_tools.profile import Profile
-from liger_aot.ops.attention._backward import GROUP_DIMS
-from liger_aot.ops.attention._forward import LOG2_E
-from liger_aot.ops.attention._varlen import MOST_TOKENS
-from liger_aot.ops.attention._varlen_backward_groups import UNIT, turns_of
+from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E
+from liger_aot.ops.attention._varlen import MAX_TOKENS
+from liger_aot.ops.attention._varlen_backward import UNIT, turns_of
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.attention.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from liger_aot.runtime.manifest import Pack
@@ -41,7 +40,7 @@ from tests.ops.attention.varlen_cases import Problem
 OP = "flash_attention_varlen_backward"
 DIRECTION = "varlen_backward"
 GROUPS = KERNELS[DIRECTION]
-NEW = {f"{GROUPS}_{dim}" for dim in GROUP_DIMS} | {f"{OP}_rows", f"{OP}_finish"}
+NEW = {f"{GROUPS}_{dim}" for dim in HEAD_DIMS} | {f"{OP}_rows", f"{OP}_finish"}
 
 
 def planned(folder: Path, number: int) -> tuple[Profile, Plan]:
@@ -60,7 +59,7 @@ def test_a_profile_must_name_them(tmp_path: Path) -> None:
         assert not NEW & set(plan.kernels)
     _, plan = planned(tmp_path, 0)
     assert set(plan.kernels) >= NEW
-    for dim in GROUP_DIMS:
+    for dim in HEAD_DIMS:
         kernel = plan.kernels[f"{GROUPS}_{dim}"]
         assert kernel.kernel.signature() == "44444444" + "ppp" + "f" + 8 * "i"
         for variant in kernel.variants.values():
@@ -72,7 +71,7 @@ def test_a_profile_must_name_them(tmp_path: Path) -> None:
 
 
 def test_host_and_kernels_agree_on_padded_rows() -> None:
-    assert import_module("csrc_triton.attention.attention_sequences").UNIT.value == UNIT
+    assert import_module("csrc_triton.attention.varlen").UNIT.value == UNIT
 
 
 @pytest.mark.slow
@@ -141,7 +140,7 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
         assert found[:4] == (at, "fp32", (1, 6, 1, padded), (16, padded, 16, 1)) and found[4] == (1, 1, 1, 64)
     sums, *rest = arguments[8:]
     assert rest[:2] == [cu_q.data_ptr(), cu_k.data_ptr()]
-    right = 1 if causal else MOST_TOKENS
+    right = 1 if causal else MAX_TOKENS
     assert rest[2:] == [0.5 * LOG2_E, tiles, 3, padded, 1, 2, 1024, 1536, right]
 
     assert launches[f"{own}_finish"] == (
@@ -223,7 +222,7 @@ def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
 
 def test_by_tiles_where_no_map_can_start(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor larger than its address."""
-    monkeypatch.setattr("liger_aot.ops.attention._varlen_backward_groups.bytes_before", lambda t: 1 << 62)
+    monkeypatch.setattr("liger_aot.ops.attention._varlen_backward.bytes_before", lambda t: 1 << 62)
     assert set(launched(pack, BY_GROUPS["full"][0])[0]) == TILES
 
 
@@ -260,7 +259,7 @@ def seeds() -> Iterator[Any]:
     """The first problem of each kernel, and the others, which are slow."""
     seen = set()
     for seed, problem in enumerate(PROBLEMS):
-        width = next(width for width in GROUP_DIMS if problem.dim <= width)
+        width = next(width for width in HEAD_DIMS if problem.dim <= width)
         yield pytest.param(seed, marks=[pytest.mark.slow] if width in seen else [])
         seen.add(width)
 
@@ -273,7 +272,7 @@ def test_gradients(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Tensor, "new_empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
     op = bound_op(FlashAttentionVarlenBackward, pack, GroupsDriver)
     problem = PROBLEMS[seed]
-    width = next(width for width in GROUP_DIMS if problem.dim <= width)
+    width = next(width for width in HEAD_DIMS if problem.dim <= width)
     on = op._own.of(torch.empty(1), "q")
     found = attention_trial_packed_backward.check(
         op, reference_tiles, on, f"{GROUPS}_{width}", problem, REFERENCE, seed, "cpu"
@@ -298,7 +297,7 @@ def test_starts_out_of_order_or_range(pack: Pack, starts: tuple[int, ...], which
 # ---- The trial ----
 
 
-@pytest.mark.parametrize("width", GROUP_DIMS)
+@pytest.mark.parametrize("width", HEAD_DIMS)
 def test_cases_are_the_kernels(pack: Pack, width: int) -> None:
     """Each case of a kernel is one that the host would give it."""
     for problem in attention_trial.cases(f"{GROUPS}_{width}"):
@@ -369,4 +368,4 @@ def test_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_direction_of_its_own() -> None:
     """Each kernel's candidates are for full and causal calls, and no dimension is left out."""
     assert DIRECTION in PACKED
-    assert set(candidates("sm90", DIRECTION)[0]) == {f"{GROUPS}_{dim}" for dim in GROUP_DIMS}
+    assert set(candidates("sm90", DIRECTION)[0]) == {f"{GROUPS}_{dim}" for dim in HEAD_DIMS}

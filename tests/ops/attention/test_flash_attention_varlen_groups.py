@@ -17,11 +17,9 @@ from benchmarks.attention import attention, attention_trial_packed
 from build_tools.audit import audit
 from build_tools.build import make_plans
 from build_tools.compile import compile_variants
-from liger_aot.ops.attention._backward import GROUP_DIMS
-from liger_aot.ops.attention._forward import LOG2_E
-from liger_aot.ops.attention._varlen import MOST_TOKENS, groups_kernel
-from liger_aot.ops.attention._varlen_groups import keys_together
-from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
+from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E
+from liger_aot.ops.attention._varlen import MAX_TOKENS
+from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen, groups_kernel, keys_in_l2
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.manifest import Pack
 from tests.harness.drivers import bound_op
@@ -41,7 +39,7 @@ KERNEL = f"{TILES}_groups"
 
 
 def test_a_profile_must_name_them() -> None:
-    groups = {groups_kernel(dim, kind) for dim in GROUP_DIMS for kind in ("", "full")}
+    groups = {groups_kernel(dim, kind) for dim in HEAD_DIMS for kind in ("", "full")}
     groups |= {groups_kernel(dim, "short") for dim in (64, 96, 128)}
     for arch in ("sm80", "gfx90a", "gfx942"):
         _, (plan,) = make_plans(arch, (OP,))
@@ -115,15 +113,15 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
         OP
     )
     assert count
-    right = 1 if causal else MOST_TOKENS
+    right = 1 if causal else MAX_TOKENS
     assert arguments[10:] == [
-        0.5 * LOG2_E, 6 * tiles, 6, 3, keys_together(96, 16, 2), 2, 1024, 4536, right, 900, 3900,
+        0.5 * LOG2_E, 6 * tiles, 6, 3, keys_in_l2(96, 16, 2), 2, 1024, 4536, right, 900, 3900,
     ]  # fmt: skip
     assert o.shape == q.shape and lse.shape == (6, 1024)
 
 
 def test_keys_together() -> None:
-    assert keys_together(128, 16, 2) == (16 << 20) // 512 and keys_together(96, 1, 2) == (1 << 20) // 384
+    assert keys_in_l2(128, 16, 2) == (16 << 20) // 512 and keys_in_l2(96, 1, 2) == (1 << 20) // 384
 
 
 def elements(
@@ -263,7 +261,7 @@ def test_results(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("kind", ["", "full", "short"])
-@pytest.mark.parametrize("width", GROUP_DIMS)
+@pytest.mark.parametrize("width", HEAD_DIMS)
 def test_cases_are_the_kernels(pack: Pack, width: int, kind: str) -> None:
     """Each case of a kernel is one that the host would give it, or the one for few keys."""
     cases = attention_trial_packed.cases_of(groups_kernel(width, kind))

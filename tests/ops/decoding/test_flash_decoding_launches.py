@@ -10,7 +10,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_aot.ops.attention._forward import LONGEST
+from liger_aot.ops.attention._operands import MAX_SEQLEN
 from liger_aot.ops.decoding._decoding import best_splits
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from tests.harness.drivers import MULTIPROCESSORS, bound_op
@@ -40,7 +40,7 @@ def test_one_share_is_one_launch(sm90: tuple[FlashDecoding, Recorder]) -> None:
     assert arguments[11:18] == [*strides, 0]
     assert arguments[18:20] == [pytest.approx(128**-0.5 * math.log2(math.e)), 0.0]
     by_ratio = (1 << 31) // 4 + 1
-    assert arguments[20:] == [2, 4, by_ratio, 1, 128, 2, 300, 2, 8, 1, 1, 0, LONGEST, 1]
+    assert arguments[20:] == [2, 4, by_ratio, 1, 128, 2, 300, 2, 8, 1, 1, 0, MAX_SEQLEN, 1]
 
 
 def test_shares_are_two_launches(sm90: tuple[FlashDecoding, Recorder]) -> None:
@@ -194,8 +194,8 @@ def test_many_sequences_stream_evenly() -> None:
     k_map, v_map = of_stream[5:7]
     assert k_map[1:] == v_map[1:] == ("bf16", (3, 2, 8192, 128), (8192 * 256, 128, 256, 1), *k_map[4:])
     assert of_stream[7:11] == of_combine[5:9] and of_stream[10] == of_stream[9] + 4 * 2 * 2 * groups * 8 * 128
-    assert of_stream[-5:] == [1, groups, 8, LONGEST, 1]
-    assert of_combine[-8:] == [1, 0, groups, 8, 64, stream.numbers["block_n"], LONGEST, 1]
+    assert of_stream[-5:] == [1, groups, 8, MAX_SEQLEN, 1]
+    assert of_combine[-8:] == [1, 0, groups, 8, 64, stream.numbers["block_n"], MAX_SEQLEN, 1]
 
 
 @pytest.mark.parametrize(

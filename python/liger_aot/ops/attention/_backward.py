@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from liger_aot.ops.attention._forward import (
+from liger_aot.ops.attention._operands import (
     TILE_UNIT,
     Settings,
     Shape,
@@ -17,15 +17,15 @@ from liger_aot.ops.attention._forward import (
     bounds_of,
     checked_tiles,
     fitted,
-    heads_in_turns,
+    padded_head_dim,
     scales_of,
     shape_of,
     strides_of,
+    swizzle_heads,
 )
 from liger_aot.runtime.dispatch import REMEMBERED, OpOn
 
 KERNEL = "flash_attention_backward"
-GROUP_DIMS = (64, 96, 128, 192, 256)  # head dimensions that kernels by warp groups are written for
 
 
 class Products(Protocol):
@@ -137,12 +137,12 @@ class TilesProducts:
         tiles = -(-shape.len_k // self._keys.numbers["block_n"])
         self._key_programs = checked_tiles(shape._replace(heads=shape.kv_heads), tiles)
         dk = strides_of(torch.empty(k.shape, dtype=k.dtype, device="meta"), layout)
-        section = heads_in_turns(on, self._keys, tiles, settings)
+        section = swizzle_heads(on, self._keys, tiles, settings)
         self._key_numbers = (*dk, *inputs, *scales, tiles, section, shape.kv_heads, *sizes)
         tiles = -(-shape.len_q // self._queries.numbers["block_m"])
         self._query_programs = checked_tiles(shape, tiles)
         dq = strides_of(torch.empty(q.shape, dtype=q.dtype, device="meta"), layout)
-        section = heads_in_turns(on, self._queries, tiles, settings)
+        section = swizzle_heads(on, self._queries, tiles, settings)
         self._query_numbers = (*dq, *inputs, *scales, tiles, section, shape.heads, *sizes)
 
     def __call__(
@@ -184,7 +184,7 @@ def groups_kernel(
     them."""
     if not for_groups(on, needed):
         return None
-    width = groups_width(dim)
+    width = padded_head_dim(dim)
     name = f"{KERNEL}_groups_{width}"
     if settings.softcap:
         name += "_capped"
@@ -203,14 +203,10 @@ def for_groups(on: OpOn, needed: Sequence[bool]) -> bool:
 
 def backward_kernels(dim: int) -> tuple[str, ...]:
     """What a call without a soft cap and without sinks may run, full and causal; a pack need not have all."""
-    width = groups_width(dim)
+    width = padded_head_dim(dim)
     kinds = ("", "_causal", "_ordered", "_causal_ordered")
-    groups = () if width is None else (*(f"groups_{width}{kind}" for kind in kinds), "finish")
+    groups = (*(f"groups_{width}{kind}" for kind in kinds), "finish")
     return tuple(f"{KERNEL}_{kind}" for kind in ("rows", "keys", "queries", *groups))
-
-
-def groups_width(dim: int) -> int | None:
-    return next((width for width in GROUP_DIMS if dim <= width), None)
 
 
 def plan_for(

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.attention._backward import KERNEL, padded_rows
-from liger_aot.ops.attention._forward import (
-    Maps,
+from liger_aot.ops.attention._operands import (
     Settings,
+    TensorMapCache,
     bounds_of,
     checked_tiles,
-    heads_in_turns,
     scales_of,
     shape_of,
     strides_of,
+    swizzle_heads,
 )
 from liger_aot.runtime.dispatch import Loaded, OpOn
 
@@ -47,7 +47,7 @@ class GroupsProducts:
         scale, cap = scales_of(settings)
         right, left = bounds_of(shape, settings)
         ratio = shape.heads // shape.kv_heads
-        section = heads_in_turns(on, loaded, tiles, settings)
+        section = swizzle_heads(on, loaded, tiles, settings)
         if self._turns:
             section = heads_in_order(on, loaded, tiles, ratio, kernel.endswith("_causal_ordered"))
         bounded = settings.left >= 0 or settings.right >= 0 or bool(cap)
@@ -69,8 +69,8 @@ class GroupsProducts:
         named = (("Q", q), ("K", k), ("V", v), ("DY", do), ("DK", dk), ("DV", dk))
         assert on.tensor_map is not None
         self._maps = (
-            *(Maps(on.tensor_map, loaded, name, t, layout).at for name, t in named),
-            *(Maps(on.tensor_map, loaded, name, sums, "bhsd").at for name in ("LSE2", "DELTA")),
+            *(TensorMapCache(on.tensor_map, loaded, name, t, layout).at for name, t in named),
+            *(TensorMapCache(on.tensor_map, loaded, name, sums, "bhsd").at for name in ("LSE2", "DELTA")),
         )
         pieces = columns // self._finish.numbers["width"]
         tiles_a_head = padded // TILE_ROWS

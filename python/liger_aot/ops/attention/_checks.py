@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Schema, check_flag
-from liger_aot.ops.attention._forward import PACKED, Settings, shape_of
+from liger_aot.ops.attention._operands import VARLEN, Settings, shape_of
 from liger_aot.ops.op import Problem, check_same_device, check_tensor
 
 LARGEST_DIM = 256
@@ -54,7 +54,7 @@ def _bounds(op: str, window: Any) -> tuple[int, int]:
 def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Settings) -> None:
     """Raise for everything that is wrong with the forward's arguments."""
     for name, t in (("q", q), ("k", k), ("v", v)):
-        check_operand(op, name, t, q, 3 if settings.layout == PACKED else 4)
+        check_operand(op, name, t, q, 3 if settings.layout == VARLEN else 4)
     _check_shapes(op, q, k, v, settings.layout)
     check_sinks(op, sinks, q, shape_of(q, k, settings.layout).heads)
 
@@ -62,7 +62,7 @@ def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Setti
 def check_results(op: str, o: Any, lse: Any, do: Any, dlse: Any, q: Tensor, k: Tensor, layout: str) -> None:
     """Raise unless these are the forward's results and their gradients; q and k are checked already."""
     shape = shape_of(q, k, layout)
-    rows = (shape.batch, shape.heads, shape.len_q)[layout == PACKED :]
+    rows = (shape.batch, shape.heads, shape.len_q)[layout == VARLEN :]
     for name, t in (("o", o), ("do", do)):
         _check_like(op, name, t, q, q.shape, q)
     for name, t in (("lse", lse), ("dlse", dlse)):
@@ -141,7 +141,7 @@ def check_operand(op: str, name: str, t: Any, q: Tensor, dimensions: int) -> Non
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     shape = shape_of(q, k, layout)
     check_dim(op, shape.dim)
-    batched = layout != PACKED
+    batched = layout != VARLEN
     if k.shape[-1] != shape.dim or (batched and k.shape[0] != shape.batch):
         which = "batch and last dimension" if batched else "the last dimension"
         raise ArgumentError(f"{op}: k has shape {tuple(k.shape)}, q {tuple(q.shape)}: {which} must agree")

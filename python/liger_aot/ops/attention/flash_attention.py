@@ -15,20 +15,28 @@ from torch import Tensor
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.ops.attention._backward import backward_kernels, gradients
 from liger_aot.ops.attention._checks import LAYOUTS, SCALES, check_attention, problems_of, settings_of
-from liger_aot.ops.attention._forward import (
+from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
+    COUNTER_WORDS,
+    TILE_UNIT,
+    WARP_GROUP_ROWS,
     Settings,
+    Shape,
+    TensorMapCache,
     bounded,
+    bounds_of,
+    checked_tiles,
     fitted,
-    plan_for,
+    scales_of,
     shape_of,
-    short_kernel,
-    unit_of,
+    strides_of,
+    swizzle_heads,
 )
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
-from liger_aot.runtime.dispatch import REMEMBERED
+from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
 from liger_aot.runtime.layout import layouts_of
+from liger_aot.runtime.workspaces import StreamWords
 
 
 class FlashAttention(DifferentiableOp):
@@ -254,6 +262,153 @@ def _scores(
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
     return a, b, c, scores, slope
+
+
+class WarpSpecializedPlan:
+    """A forward by warp groups, for all calls with tensors like these."""
+
+    def __init__(self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
+        shape = shape_of(q, k, settings.layout)
+        loaded = groups_kernel(on, q.dtype, shape, settings)
+        numbers = loaded.numbers
+        tiles_a_head = -(-shape.len_q // (WARP_GROUP_ROWS * numbers["warp_groups"]))
+        all_heads = shape.batch * shape.heads
+        tiles = checked_tiles(shape, tiles_a_head)
+        section = heads_in_l2(shape, numbers["cache_megabytes"], q.element_size())
+        self._on, self._loaded = on, loaded
+        self._programs = min(tiles, on.multiprocessors * loaded.variant.resident)
+        self._numbers = (
+            shape.len_q,
+            *scales_of(settings),
+            tiles,
+            tiles_a_head,
+            shape.heads,
+            all_heads,
+            shape.heads // shape.kv_heads,
+            section * tiles_a_head,
+            section,
+            shape.len_q,
+            shape.len_k,
+            *bounds_of(shape, settings),
+        )
+        assert on.tensor_map is not None
+        o = torch.empty(q.shape, dtype=q.dtype, device="meta")
+        named = (("Q", q), ("K", k), ("V", v), ("Y", o))
+        self._maps = tuple(
+            TensorMapCache(on.tensor_map, loaded, name, t, settings.layout).at for name, t in named
+        )
+        self._lse_shape = (shape.batch, shape.heads, shape.len_q)
+        self._counters = on.plans.setdefault("counters", StreamWords(q.device))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o = q.new_empty(q.shape)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        stream = on.stream(on.device)
+        q_map, k_map, v_map, o_map = self._maps
+        self._loaded.launch(
+            on.device,
+            stream,
+            self._programs,
+            1,
+            1,
+            q_map(q.data_ptr()),
+            k_map(k.data_ptr()),
+            v_map(v.data_ptr()),
+            o_map(o.data_ptr()),
+            lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            self._counters.on(stream, COUNTER_WORDS).data_ptr(),
+            *self._numbers,
+        )
+        return o, lse
+
+
+def groups_kernel(on: OpOn, dtype: torch.dtype, shape: Shape, settings: Settings) -> Loaded:
+    """The kernel by warp groups for a call: a causal one over few keys may have one of its own."""
+    kernel, key = "flash_attention_forward", (dtype, True)
+    if settings.left >= 0 or settings.softcap:
+        kernel += "_local"
+    elif settings.right >= 0:
+        short = on.kernels.get(short_kernel(shape.dim))
+        if short is not None and shape.len_k <= (loaded := short(key, shape.dim)).numbers["longest"]:
+            return loaded
+        kernel += "_causal"
+    return on.kernels[kernel](key, shape.dim)
+
+
+def short_kernel(dim: int) -> str:
+    """That of causal calls over few keys; a pack need not have it."""
+    return f"flash_attention_forward_short_{max(-(-dim // 32) * 32, 64)}"
+
+
+class TilesPlan:
+    """A forward by programs of one tile each, for all calls with tensors like these."""
+
+    def __init__(self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
+        shape = shape_of(q, k, settings.layout)
+        loaded = on.kernels["flash_attention_forward_tiles"]((q.dtype, True), shape.dim)
+        tiles_a_head = -(-shape.len_q // loaded.numbers["block_m"])
+        self._on, self._loaded = on, loaded
+        self._programs = checked_tiles(shape, tiles_a_head)
+        o = torch.empty(q.shape, dtype=q.dtype, device="meta")
+        self._numbers = (
+            *(stride for t in (o, q, k, v) for stride in strides_of(t, settings.layout)),
+            *scales_of(settings),
+            tiles_a_head,
+            swizzle_heads(on, loaded, tiles_a_head, settings),
+            shape.heads,
+            shape.heads // shape.kv_heads,
+            shape.dim,
+            shape.len_q,
+            shape.len_k,
+            *bounds_of(shape, settings),
+        )
+        self._lse_shape = (shape.batch, shape.heads, shape.len_q)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o = q.new_empty(q.shape)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        self._loaded.launch(
+            on.device,
+            on.stream(on.device),
+            self._programs,
+            1,
+            1,
+            o.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            *self._numbers,
+        )
+        return o, lse
+
+
+def heads_in_l2(shape: Shape, megabytes: int, element_bytes: int) -> int:
+    """Heads of q whose keys and values fit into L2 together: within them masked tiles go longest first."""
+    bytes_a_head = 2 * shape.len_k * shape.dim * element_bytes
+    section = max(1, (megabytes << 20) // bytes_a_head) * (shape.heads // shape.kv_heads)
+    return min(shape.batch * shape.heads, section)
+
+
+def unit_of(on: OpOn) -> int:
+    """What sizes and strides must be multiples of, in elements."""
+    return 8 if by_groups(on) else TILE_UNIT
+
+
+def by_groups(on: OpOn) -> bool:
+    return "flash_attention_forward" in on.kernels
+
+
+def plan_for(
+    on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings
+) -> WarpSpecializedPlan | TilesPlan:
+    """The way of a call with tensors like these, all of which ``fits``, on their device."""
+    settings = bounded(shape_of(q, k, settings.layout), settings)
+    return (WarpSpecializedPlan if by_groups(on) else TilesPlan)(on, q, k, v, settings)
 
 
 OP = FlashAttention

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from liger_aot.ops.attention._backward import backward_kernels, gradients
 from liger_aot.ops.attention._checks import check_attention, check_results, problems_of, settings_of
-from liger_aot.ops.attention._forward import Settings
+from liger_aot.ops.attention._operands import Settings
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.torch_library import register

@@ -16,21 +16,39 @@ from torch import Tensor
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Schema, check_flag
 from liger_aot.ops.attention._backward import gradients
 from liger_aot.ops.attention._checks import SCALES, check_dim, problems_of, settings_of
-from liger_aot.ops.attention._forward import ADDRESS_UNIT, PACKED, TILE_UNIT, Settings, fitted
-from liger_aot.ops.attention._varlen import (
-    backward_kernels,
-    backward_plan,
-    groups_kernel,
-    plan_for,
-    seen_keys,
+from liger_aot.ops.attention._operands import (
+    ADDRESS_UNIT,
+    COUNTER_WORDS,
+    TILE_UNIT,
+    VARLEN,
+    WARP_GROUP_ROWS,
+    Settings,
+    TensorMapCache,
+    checked_tiles,
+    fitted,
+    padded_head_dim,
+    scales_of,
 )
-from liger_aot.ops.attention._varlen_checks import check_packed, check_values
+from liger_aot.ops.attention._varlen import (
+    NAME,
+    bytes_before,
+    check_values,
+    check_varlen,
+    map_operand,
+    seen_keys,
+    tiles_of,
+    token_strides,
+    varlen_bounds,
+    varlen_sizes,
+)
+from liger_aot.ops.attention._varlen_backward import backward_kernels, backward_plan
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
 from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED, Runtimes
+from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn, Runtimes
 from liger_aot.runtime.layout import layouts_of
+from liger_aot.runtime.workspaces import StreamWords
 
 EARLIER = "a cu_seqlens, by the tokens or max_seqlen of an earlier call,"
 BACKWARD = ("flash_attention_varlen_backward", "flash_attention_backward")
@@ -129,7 +147,7 @@ class FlashAttentionVarlen(DifferentiableOp):
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         q, k, v, cu_q, cu_k, sinks = tensors
         others = settings[2:]
-        check_packed(self.name, q, k, v, (cu_q, cu_k), sinks, packed_settings(*others))
+        check_varlen(self.name, q, k, v, (cu_q, cu_k), sinks, varlen_settings(*others))
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -165,7 +183,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, packed_settings(*settings[2:]))
+            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, varlen_settings(*settings[2:]))
         o, lse = self.run_forward(tensors, settings, keep, out)
         return o if o.shape[-1] == dim else o[..., :dim].contiguous(), lse
 
@@ -181,7 +199,7 @@ class FlashAttentionVarlen(DifferentiableOp):
     ) -> Tensors:
         if self.on_reference(saved):
             return self.prepare_backward(grads, saved, settings, needed)
-        dq, dk, dv, dsinks = packed_gradients(
+        dq, dk, dv, dsinks = varlen_gradients(
             self._runtimes, grads, saved, settings[2:], (*needed[:3], needed[5])
         )
         return dq, dk, dv, None, None, dsinks
@@ -242,7 +260,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         return dq[0], dk[0], dv[0], None, None, dsinks
 
 
-def packed_gradients(
+def varlen_gradients(
     runtimes: Mapping[str, Runtimes],
     grads: Tensors,
     saved: Tensors,
@@ -260,15 +278,220 @@ def packed_gradients(
     assert own is not None and dense is not None
     plan_of = partial(backward_plan, own, cu_q.shape[0] - 1)
     starts = cu_q.contiguous(), cu_k.contiguous()
-    packed = packed_settings(*settings)
+    packed = varlen_settings(*settings)
     return gradients(dense, grads, (q, k, v, sinks, o, lse), packed, needed, plan_of, *starts)
 
 
-def packed_settings(
+def varlen_settings(
     scale: float, left: int, right: int, softcap: float, deterministic: bool = False
 ) -> Settings:
     """Of the op's settings but for the longest lengths."""
-    return Settings(scale, left, right, softcap, PACKED, deterministic)
+    return Settings(scale, left, right, softcap, VARLEN, deterministic)
+
+
+class TilesPlan:
+    """A forward, for all calls with tensors like these."""
+
+    def __init__(
+        self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
+    ) -> None:
+        shape, bound = varlen_sizes(q, k, settings)
+        loaded = on.kernels[f"{NAME}_forward"]((q.dtype, True), shape.dim)
+        tiles = tiles_of(shape.len_q, loaded.numbers["block_m"], sequences)
+        self._on, self._loaded = on, loaded
+        self._programs = checked_tiles(shape, tiles)
+        self._flag = device_errors.flag(NAME)
+        self._tokens = shape.len_q, shape.len_k
+        o = torch.empty(q.shape, dtype=q.dtype, device="meta")
+        self._numbers = (
+            *token_strides(o, q, k, v),
+            *scales_of(bound),
+            tiles,
+            shape.heads // shape.kv_heads,
+            shape.dim,
+            sequences,
+            *self._tokens,
+            *varlen_bounds(shape, bound),
+        )
+        self._lse_shape = (shape.heads, shape.len_q)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        sinks: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+    ) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o = q.new_empty(q.shape)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        self._loaded.launch(
+            on.device,
+            on.stream(on.device),
+            self._programs,
+            1,
+            1,
+            o.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            cu_seqlens_q.data_ptr(),
+            cu_seqlens_k.data_ptr(),
+            self._flag,
+            *self._numbers,
+            # a length past the tokens is reported all the same
+            min(max_seqlen_q, self._tokens[0]),
+            min(max_seqlen_k, self._tokens[1]),
+        )
+        return o, lse
+
+
+class WarpSpecializedPlan:
+    """A forward by warp groups, for all calls with tensors like these."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        on: OpOn,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: int,
+        settings: tuple[Any, ...],
+    ) -> None:
+        shape, bound = varlen_sizes(q, k, settings)
+        numbers = loaded.numbers
+        tiles = checked_tiles(
+            shape, tiles_of(shape.len_q, WARP_GROUP_ROWS * numbers["warp_groups"], sequences)
+        )
+        scale, _ = scales_of(bound)
+        right, _ = varlen_bounds(shape, bound)
+        self._on, self._loaded = on, loaded
+        self._others = sequences, settings
+        self._tiles: TilesPlan | None = None
+        self._programs = min(tiles, on.multiprocessors * loaded.variant.resident)
+        self._flag = device_errors.flag(NAME)
+        self._tokens = shape.len_q, shape.len_k
+        self._numbers = (
+            scale,
+            tiles,
+            shape.heads,
+            shape.heads // shape.kv_heads,
+            keys_in_l2(shape.dim, numbers["cache_megabytes"], q.element_size()),
+            sequences,
+            *self._tokens,
+            right,
+        )
+        assert on.tensor_map is not None
+        o = torch.empty(q.shape, dtype=q.dtype, device="meta")
+        named = (("Q", q), ("K", k), ("V", v), ("Y", o))
+        self._maps = tuple(
+            TensorMapCache(on.tensor_map, loaded, name, map_operand(t), "bhsd").at for name, t in named
+        )
+        self._before = tuple(bytes_before(t) for _, t in named)
+        self._lse_shape = (shape.heads, shape.len_q)
+        self._counters = on.plans.setdefault("counters", StreamWords(q.device))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        sinks: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+    ) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o = q.new_empty(q.shape)
+        starts = [t.data_ptr() - before for t, before in zip((q, k, v, o), self._before, strict=True)]
+        if min(starts) < 0:  # a tensor that is larger than its own address: no map can start before it
+            self._tiles = self._tiles or TilesPlan(on, q, k, v, *self._others)
+            return self._tiles(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, max_seqlen_q, max_seqlen_k)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        stream = on.stream(on.device)
+        self._loaded.launch(
+            on.device,
+            stream,
+            self._programs,
+            1,
+            1,
+            *(at(start) for at, start in zip(self._maps, starts, strict=True)),
+            lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            cu_seqlens_q.data_ptr(),
+            cu_seqlens_k.data_ptr(),
+            self._flag,
+            self._counters.on(stream, COUNTER_WORDS).data_ptr(),
+            *self._numbers,
+            # a length past the tokens is reported all the same
+            min(max_seqlen_q, self._tokens[0]),
+            min(max_seqlen_k, self._tokens[1]),
+        )
+        return o, lse
+
+
+class ShortOrLongPlan:
+    """Calls whose sequences may be short, by the most keys that one may have."""
+
+    def __init__(self, short: Loaded, long: Loaded, *others: Any) -> None:
+        self._longest = short.numbers["longest"]
+        self._short = WarpSpecializedPlan(short, *others)
+        self._long = WarpSpecializedPlan(long, *others)
+
+    def __call__(self, *call: Any) -> tuple[Tensor, Tensor]:
+        plan = self._short if call[-1] <= self._longest else self._long
+        return plan(*call)
+
+
+def groups_kernel(dim: int, kind: str = "") -> str:
+    """The kernel by warp groups for a head dimension; a pack need not have it. Without that of a kind, which is for
+    calls without a right bound ("full") or over few keys ("short"), the one for all computes these, too."""
+    return f"{NAME}_forward_groups_{padded_head_dim(dim)}{kind and '_'}{kind}"
+
+
+def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]) -> Any:
+    """The plan of calls with tensors like these: by warp groups where the pack has them and the driver tensor maps, but
+    with a left bound or a soft cap."""
+    _, bound = varlen_sizes(q, k, settings)
+    by_groups = on.tensor_map is not None and groups_kernel(q.shape[-1]) in on.kernels
+    if by_groups and bound.left < 0 and not bound.softcap:
+        from liger_aot.ops.attention.flash_attention_varlen import groups_plan
+
+        return groups_plan(on, q, k, v, sequences, settings)
+    return TilesPlan(on, q, k, v, sequences, settings)
+
+
+def groups_plan(
+    on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
+) -> WarpSpecializedPlan | ShortOrLongPlan:
+    """By the kernel for calls without a right bound, or by that for few keys and that for many."""
+    dim = q.shape[-1]
+    others = on, q, k, v, sequences, settings
+
+    def found(kind: str) -> Loaded | None:
+        kernel = on.kernels.get(groups_kernel(dim, kind))
+        return None if kernel is None else kernel((q.dtype, True), dim)
+
+    _, bound = varlen_sizes(q, k, settings)
+    if bound.right < 0 and (full := found("full")) is not None:
+        return WarpSpecializedPlan(full, *others)
+    long = on.kernels[groups_kernel(dim)]((q.dtype, True), dim)
+    if bound.right >= 0 and (short := found("short")) is not None:
+        return ShortOrLongPlan(short, long, *others)
+    return WarpSpecializedPlan(long, *others)
+
+
+def keys_in_l2(dim: int, megabytes: int, element_bytes: int) -> int:
+    """Of a head, with their values, in so much memory."""
+    return (megabytes << 20) // (2 * dim * element_bytes)
 
 
 OP = FlashAttentionVarlen

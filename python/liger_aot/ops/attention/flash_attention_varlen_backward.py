@@ -13,15 +13,15 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 
+from liger_aot.ops.attention._backward import backward_kernels
 from liger_aot.ops.attention._checks import check_results, problems_of, settings_of
-from liger_aot.ops.attention._forward import PACKED
-from liger_aot.ops.attention._varlen import backward_kernels
-from liger_aot.ops.attention._varlen_checks import check_packed, check_values
+from liger_aot.ops.attention._operands import VARLEN
+from liger_aot.ops.attention._varlen import check_values, check_varlen
 from liger_aot.ops.attention.flash_attention_varlen import (
     BACKWARD,
     FlashAttentionVarlen,
-    packed_gradients,
-    packed_settings,
+    varlen_gradients,
+    varlen_settings,
 )
 from liger_aot.ops.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.torch_library import register
@@ -85,8 +85,8 @@ class FlashAttentionVarlenBackward(Op):
         starts, asked = (cu_seqlens_q, cu_seqlens_k), FlashAttentionVarlen.settings.checked(self.name, asked)
         longest: tuple[Any, ...] = asked[:2]
         settings: tuple[Any, ...] = asked[2:]
-        check_packed(self.name, q, k, v, starts, sinks, packed_settings(*settings))
-        check_results(self.name, o, lse, do, dlse, q, k, PACKED)
+        check_varlen(self.name, q, k, v, starts, sinks, varlen_settings(*settings))
+        check_results(self.name, o, lse, do, dlse, q, k, VARLEN)
         saved = (q, k, v, *starts, sinks, o, lse)
         needed = (True, True, True, False, False, sinks is not None)
         if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))) or dispatch_modes():
@@ -103,7 +103,7 @@ class FlashAttentionVarlenBackward(Op):
                     found = [g.contiguous() for g in made if g is not None]
                 else:
                     kinds = (*needed[:3], needed[5])
-                    found = packed_gradients(self._runtimes, (do, dlse), saved, settings, kinds)
+                    found = varlen_gradients(self._runtimes, (do, dlse), saved, settings, kinds)
         dq, dk, dv = found[:3]
         return dq, dk, dv, None if sinks is None else found[3]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops.attention._forward import GROUP_ROWS, LOG2_E, LONGEST, Maps
+from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, WARP_GROUP_ROWS, TensorMapCache
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
 
@@ -75,8 +75,8 @@ class Call:
         self.strides = [*_strides(q)[:3], *_strides(k)[:3]]
         self.aligned = addresses_aligned and not any(n % UNIT for n in (*self.strides, shape.dim))
         self.table_row = 0 if block_table is None else block_table.stride(0)
-        self.left = LONGEST if settings.left < 0 else min(settings.left, LONGEST)
-        self.right = LONGEST if settings.right < 0 else min(settings.right + 1, LONGEST)
+        self.left = MAX_SEQLEN if settings.left < 0 else min(settings.left, MAX_SEQLEN)
+        self.right = MAX_SEQLEN if settings.right < 0 else min(settings.right + 1, MAX_SEQLEN)
 
     def blocks(self, block_n: int) -> int:
         """Of a sequence's keys, at most."""
@@ -152,7 +152,7 @@ class Plan:
                 split = on.kernels[f"flash_decoding_wide{paged}"]((q.dtype, call.aligned), shape.dim)
         combine = on.kernels["flash_decoding_combine"]((q.dtype, not shape.dim % UNIT), shape.dim)
         numbers = split.numbers
-        block_m, block_n = numbers.get("block_m", GROUP_ROWS), numbers["block_n"]
+        block_m, block_n = numbers.get("block_m", WARP_GROUP_ROWS), numbers["block_n"]
         tiles = -(-rows // block_m)
         width = shape.kv_heads * tiles
         if streams:
@@ -175,7 +175,7 @@ class Plan:
         self._programs, self._rows = programs, shape.batch * shape.heads * shape.tokens
         self._flag = device_errors.flag("flash_decoding")
         encode: Any = on.tensor_map
-        self._maps = [Maps(encode, split, name, k, "bshd").at for name in "KV"] if streams else None
+        self._maps = [TensorMapCache(encode, split, name, k, "bshd").at for name in "KV"] if streams else None
         asked = (*call.asked, shape.batch, shape.capacity)
         bounds = call.left, call.right
         self._split_numbers: tuple[Any, ...]

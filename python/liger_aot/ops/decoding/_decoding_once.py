@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.ops.attention._forward import Maps
+from liger_aot.ops.attention._operands import TensorMapCache
 from liger_aot.ops.decoding import _decoding as decoding
 from liger_aot.ops.decoding._decoding import MOST_SPLITS, STREAMED, Call, Plan, Settings, at, signed
 from liger_aot.runtime import device_errors
@@ -70,7 +70,7 @@ class OncePlan:
         self._grid = width, each, shape.batch
         self._flag = device_errors.flag("flash_decoding")
         encode: Any = on.tensor_map
-        self._k_map, self._v_map = (Maps(encode, loaded, name, k, "bshd").at for name in "KV")
+        self._k_map, self._v_map = (TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV")
         by_each = signed((1 << 32) // each + 1) if each > 1 else 0
         self._numbers = (
             *call.strides[:3], call.table_row, *call.asked, shape.capacity, shape.pages,

@@ -23,37 +23,37 @@ pytest_plugins = (
 
 
 def test_a_kernel_that_follows(driver: Any, stand_in: StandIn) -> None:
-    kernel = load(driver, "pi", follows=True, threads=64, shared=96 * 1024)
+    kernel = load(driver, "pi", pdl=True, threads=64, shared=96 * 1024)
     kernel.launch(1, 0x5000, 4, 3, 2, 64, -5)
     load(driver, "p").launch(0, 0, 1, 1, 1, 64)
     launch, other = stand_in.launches()
-    assert kernel.follows and launch.follows == (driver.backend == "cuda")
+    assert kernel.pdl and launch.pdl == (driver.backend == "cuda")
     assert (launch.grid, launch.block, launch.shared) == ((4, 3, 2), (64, 1, 1), 96 * 1024)
     assert (launch.device, launch.stream) == (1, 0x5000) and launch.unpack("pi") == (64, -5, *SCRATCH)
-    assert not launch.cooperative and not other.follows
-    with pytest.raises(ValueError, match="cooperative and follows are both true"):
-        load(driver, "p", cooperative=True, follows=True)
+    assert not launch.cooperative and not other.pdl
+    with pytest.raises(ValueError, match="cooperative and pdl are both true"):
+        load(driver, "p", cooperative=True, pdl=True)
 
 
-@pytest.mark.parametrize(("version", "follows"), [(12020, False), (12030, True)])
+@pytest.mark.parametrize(("version", "pdl"), [(12020, False), (12030, True)])
 def test_launches_that_follow_where_graphs_hold_them(
-    native: Any, tmp_path: Path, version: int, follows: bool
+    native: Any, tmp_path: Path, version: int, pdl: bool
 ) -> None:
     stand_in = StandIn(build_stand_in(tmp_path, version=version))
-    load(native.Driver("cuda", stand_in.path), "p", follows=True).launch(0, 0, 1, 1, 1, 64)
+    load(native.Driver("cuda", stand_in.path), "p", pdl=True).launch(0, 0, 1, 1, 1, 64)
     (launch,) = stand_in.launches()
-    assert launch.follows == follows and launch.unpack("p") == (64, *SCRATCH)
+    assert launch.pdl == pdl and launch.unpack("p") == (64, *SCRATCH)
 
 
-@pytest.mark.parametrize("follows", [True, False, None])
+@pytest.mark.parametrize("pdl", [True, False, None])
 def test_what_a_manifest_says_reaches_the_driver(
-    stand_in_gpu: Path, stand_in: StandIn, follows: bool | None
+    stand_in_gpu: Path, stand_in: StandIn, pdl: bool | None
 ) -> None:
     """Manifests of before say nothing."""
-    said = {} if follows is None else {"follows": follows}
+    said = {} if pdl is None else {"pdl": pdl}
     edit(stand_in_gpu / "column_sums.json", lambda d: [v.update(said) for v in d["variants"].values()])
     launch(Runtimes("column_sums").on(0), torch.empty(64), torch.ones(4, 64), 4, 64)
-    assert [one.follows for one in stand_in.launches()] == [bool(follows)]
+    assert [one.pdl for one in stand_in.launches()] == [bool(pdl)]
 
 
 def test_the_layout_of_a_launch_is_that_of_cuda_h(tmp_path: Path) -> None:

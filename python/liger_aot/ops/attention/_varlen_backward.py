@@ -4,26 +4,79 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_aot.ops.attention._backward import BackwardPlan, sinks_gradient
+from liger_aot.ops.attention._backward import (
+    BackwardPlan,
+    TilesProducts,
+    for_groups,
+    padded_rows,
+    sinks_gradient,
+)
 from liger_aot.ops.attention._backward_groups import TILE_ROWS
-from liger_aot.ops.attention._forward import (
-    PACKED,
-    Maps,
+from liger_aot.ops.attention._operands import (
+    VARLEN,
     Settings,
+    TensorMapCache,
     checked_tiles,
+    padded_head_dim,
     scales_of,
     shape_of,
     strides_of,
 )
-from liger_aot.ops.attention._varlen import OP, PackedProducts, average_length, packed_window, tiles_of
-from liger_aot.ops.attention._varlen_groups import bytes_before, placed
-from liger_aot.runtime.dispatch import OpOn
+from liger_aot.ops.attention._varlen import (
+    NAME,
+    average_length,
+    bytes_before,
+    map_operand,
+    tiles_of,
+    token_strides,
+    varlen_bounds,
+)
+from liger_aot.runtime.dispatch import Loaded, OpOn
 
 UNIT = 128  # rows of float32 sums: a sequence's start at a multiple, as the kernels find them
+
+
+class PackedProducts(TilesProducts):
+    """dQ, dK and dV of packed sequences. ``own`` has their kernels; all tokens are one sequence to those of rows and
+    sinks, which are the dense backward's."""
+
+    def __init__(
+        self, own: OpOn, sequences: int, on: OpOn, q: Tensor, k: Tensor, v: Tensor, do: Tensor, settings: Settings,
+        row_block: int,
+    ) -> None:  # fmt: skip
+        shape = shape_of(q, k, VARLEN)
+        capped = "_capped" if settings.softcap else ""
+        key = (q.dtype, True)
+        self._on = on
+        self._keys = own.kernels[f"{NAME}_backward_keys{capped}"](key, shape.dim)
+        self._queries = own.kernels[f"{NAME}_backward_queries{capped}"](key, shape.dim)
+        self.padded = padded_rows(shape, (row_block,))
+        inputs = (*token_strides(q, k, v, do), *scales_of(settings), settings.scale)
+        ratio = shape.heads // shape.kv_heads
+        sizes = (
+            ratio,
+            shape.dim,
+            self.padded,
+            sequences,
+            shape.len_q,
+            shape.len_k,
+            *varlen_bounds(shape, settings),
+        )
+
+        def numbers(like: Tensor, loaded: Loaded, block: str) -> tuple[int, tuple[Any, ...]]:
+            """Programs and numbers of a kernel with tiles of ``block`` tokens of ``like``."""
+            tiles = tiles_of(like.shape[0], loaded.numbers[block], sequences)
+            made = torch.empty(like.shape, dtype=like.dtype, device="meta")
+            of_heads = shape._replace(heads=like.shape[1])
+            return checked_tiles(of_heads, tiles), (*token_strides(made), *inputs, tiles, *sizes)
+
+        self._key_programs, self._key_numbers = numbers(k, self._keys, "block_n")
+        self._query_programs, self._query_numbers = numbers(q, self._queries, "block_m")
 
 
 class PackedGroupsBackward:
@@ -38,20 +91,20 @@ class PackedGroupsBackward:
         self, kernel: str, own: OpOn, sequences: int, on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor,
         settings: Settings,
     ) -> None:  # fmt: skip
-        self._shape = shape = shape_of(q, k, PACKED)
+        self._shape = shape = shape_of(q, k, VARLEN)
         self._own, self._on = own, on
         self._others = settings, partial(PackedProducts, own, sequences)
         self._tiles: BackwardPlan | None = None
         self._rows, self._loaded, self._finish = (
             own.kernels[name]((q.dtype, True), shape.dim)
-            for name in (f"{OP}_backward_rows", kernel, f"{OP}_backward_finish")
+            for name in (f"{NAME}_backward_rows", kernel, f"{NAME}_backward_finish")
         )
         self._padded = padded = tiles_of(shape.len_q, UNIT, sequences) * UNIT
-        right, _ = packed_window(shape, settings)
+        right, _ = varlen_bounds(shape, settings)
         ratio = shape.heads // shape.kv_heads
         dk = torch.empty(k.shape, dtype=k.dtype, device="meta")
         dq = torch.empty(q.shape, dtype=q.dtype, device="meta")
-        y, dy, to = (strides_of(t, PACKED)[1:] for t in (o, do, dq))
+        y, dy, to = (strides_of(t, VARLEN)[1:] for t in (o, do, dq))
 
         a_head = padded // self._rows.numbers["block_m"]
         self._row_programs = checked_tiles(shape, a_head)
@@ -75,10 +128,14 @@ class PackedGroupsBackward:
         encode = own.tensor_map
         assert encode is not None
         named = (("Q", q), ("K", k), ("V", v), ("DY", do), ("DK", dk), ("DV", dk))
-        self._maps = [Maps(encode, self._loaded, name, placed(t), "bhsd").at for name, t in named]
+        self._maps = [
+            TensorMapCache(encode, self._loaded, name, map_operand(t), "bhsd").at for name, t in named
+        ]
         self._before = [bytes_before(t) for _, t in named]
         sums = torch.empty((1, shape.heads, 1, padded), dtype=torch.float32, device="meta")
-        self._sum_maps = [Maps(encode, self._loaded, name, sums, "bhsd").at for name in ("LSE2", "DELTA")]
+        self._sum_maps = [
+            TensorMapCache(encode, self._loaded, name, sums, "bhsd").at for name in ("LSE2", "DELTA")
+        ]
 
     def __call__(
         self,
@@ -136,3 +193,32 @@ def turns_of(kv_heads: int, tiles: int, multiprocessors: int) -> int:
     """
     most = min(-(-2 * multiprocessors // tiles), kv_heads)
     return next(n for n in range(most, 0, -1) if not kv_heads % n)
+
+
+def backward_groups_kernel(
+    own: OpOn, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
+) -> str | None:
+    """The backward's kernel by warp groups for a call with ``bounded`` settings, or None: the pack has none, the driver
+    encodes no tensor maps, or the call is for the tiles. Those are deterministic, too."""
+    name = f"{NAME}_backward_groups_{padded_head_dim(dim)}"
+    taken = for_groups(own, needed) and not (deterministic or settings.left >= 0 or settings.softcap)
+    return name if taken and name in own.kernels else None
+
+
+def backward_kernels(dim: int) -> tuple[str, ...]:
+    """What a call without a soft cap and without sinks may run; a pack need not have all."""
+    kinds = ("keys", "queries", "rows", f"groups_{padded_head_dim(dim)}", "finish")
+    return "flash_attention_backward_rows", *(f"{NAME}_backward_{kind}" for kind in kinds)
+
+
+def backward_plan(
+    own: OpOn, sequences: int, on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, settings: Settings,
+    needed: Sequence[bool], deterministic: bool,
+) -> Any:  # fmt: skip
+    """As ``attention_backward.plan_for``; ``own`` has the kernels of packed sequences, ``on`` the dense backward's."""
+    kernel = backward_groups_kernel(own, q.shape[-1], settings, needed, deterministic)
+    if kernel is None:
+        return BackwardPlan(on, q, k, v, o, do, settings, partial(PackedProducts, own, sequences))
+    from liger_aot.ops.attention._varlen_backward import PackedGroupsBackward
+
+    return PackedGroupsBackward(kernel, own, sequences, on, q, k, v, o, do, settings)
