@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
-from liger_aot.ops.attention._backward import backward_kernels, gradients
+from liger_aot.ops.attention._backward import backward_problems, gradients
 from liger_aot.ops.attention._checks import LAYOUTS, SCALES, check_attention, problems_of, settings_of
 from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
@@ -163,8 +163,9 @@ class FlashAttention(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         """Of a call without a mask, of a causal one (both are one without warp groups), and of the backward."""
         kernels = [f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles")]
-        kernels += [short_kernel(shape[-1]), *backward_kernels(shape[-1])]
-        return problems_of(self.name, kernels, shape, dtype)
+        kernels += [short_kernel(shape[-1])]
+        forward = problems_of(self.name, kernels, shape, dtype)
+        return (*forward, *backward_problems(shape[-1], dtype))
 
     @staticmethod
     def reference(

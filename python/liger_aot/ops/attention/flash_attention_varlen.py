@@ -41,7 +41,7 @@ from liger_aot.ops.attention._varlen import (
     varlen_bounds,
     varlen_sizes,
 )
-from liger_aot.ops.attention._varlen_backward import backward_kernels, backward_plan
+from liger_aot.ops.attention._varlen_backward import backward_plan, varlen_backward_problems
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
@@ -210,8 +210,8 @@ class FlashAttentionVarlen(DifferentiableOp):
         """Of a call without a soft cap, a left bound and sinks, and of its backward; a pack need not have all."""
         check_dim(self.name, shape[-1])
         groups = (groups_kernel(shape[-1], kind) for kind in ("", "full", "short"))
-        kernels = ("flash_attention_varlen_forward", *groups, *backward_kernels(shape[-1]))
-        return problems_of(self.name, kernels, shape, dtype)
+        forward = problems_of(self.name, ("flash_attention_varlen_forward", *groups), shape, dtype)
+        return (*forward, *varlen_backward_problems(shape[-1], dtype))
 
     @staticmethod
     def reference(
