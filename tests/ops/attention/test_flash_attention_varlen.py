@@ -323,13 +323,13 @@ def test_grids_and_numbers(arch: str) -> None:
         *of_q, *of_q, *of_k, *of_k, *shared, tiles, 3, 64, 2, 1024, 1536, 6, -7, 900, 1536,
     )  # fmt: skip
 
-    x, _, _, *sums = rows.launches["flash_attention_backward_rows"]
+    x, _, _, *sums = rows.launches["flash_attention_backward_preprocess"]
     padded = 1024
-    assert x == 6 * padded // numbers["flash_attention_backward_rows"]["block_m"]
+    assert x == 6 * padded // numbers["flash_attention_backward_preprocess"]["block_m"]
     assert tuple(sums[6:]) == (0, *of_q, 0, *of_q, x // 6, 6, 64, 1024, padded)
     read = (*of_q, *of_k, *of_k, *of_q, *shared, 0.125)
     sizes = (3, 64, padded, 2, 1024, 1536, 6, -7)
-    kernel = "flash_attention_varlen_backward_keys"
+    kernel = "flash_attention_varlen_backward_dkdv"
     x, _, _, *keys = keyed.launches[kernel]
     tiles = 1536 // numbers[kernel]["block_n"] + 3
     assert x == 2 * tiles and tuple(keys[8:]) == (
@@ -340,7 +340,7 @@ def test_grids_and_numbers(arch: str) -> None:
         tiles,
         *sizes,
     )
-    kernel = "flash_attention_varlen_backward_queries"
+    kernel = "flash_attention_varlen_backward_dq"
     x, _, _, *queries = keyed.launches[kernel]
     tiles = 1024 // numbers[kernel]["block_m"] + 3
     assert x == 6 * tiles and tuple(queries[9:]) == (*of_q, *read, tiles, *sizes)
@@ -359,14 +359,10 @@ def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
     choices = explain("flash_attention_varlen", arch=arch, shape=(1024, 8, 96), dtype="bf16")
-    kernels = ["backward_rows", "varlen_backward_keys", "varlen_backward_queries"]
-    if (
-        "flash_attention_varlen_backward_rows"
-        in built_pack(arch).op("flash_attention_varlen_backward").kernels
-    ):
-        kernels += [f"varlen_backward_{kind}" for kind in ("rows", "groups_96", "finish")]
+    kernels = ["backward_preprocess", "varlen_backward_dkdv", "varlen_backward_dq"]
     forward = ["varlen_forward"]
     if arch == "sm90":
+        kernels += [f"varlen_backward_{kind}" for kind in ("preprocess", "warp_specialized", "postprocess")]
         forward += [f"varlen_forward_groups_96{kind}" for kind in ("", "_full", "_short")]
     assert [c.kernel for c in choices] == [f"flash_attention_{k}" for k in (*forward, *kernels)]
     # its declaration says why
