@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from csrc_triton.attention.forward import Head, OutputTile, attend_tile, consume_tile
+from csrc_triton.attention.forward import HEAD_DIMS, PANELS, Head, OutputTile, attend_tile, consume_tile
 from csrc_triton.attention.online_softmax import ping_pong_arrive
 from csrc_triton.attention.pipeline import Sizes, load_tile, pipeline_of
 from csrc_triton.attention.tile_scheduler import (
@@ -31,15 +31,6 @@ from csrc_triton.attention.tile_scheduler import (
     swizzled_tile,
     tile_pipeline,
 )
-
-WARP_SPECIALIZED = {
-    "function": "forward_warp_specialized",
-    "constants": [
-        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "PING_PONG", "MASK",
-        "PREFETCH_TILE", "SHARED_PIPELINE", "BROADCAST_TILE",
-    ],
-}  # fmt: skip
-DEFAULTS = {"PREFETCH_TILE": 1, "SHARED_PIPELINE": 0, "BROADCAST_TILE": 0}
 
 DECLARATION = {
     "op": "flash_attention",
@@ -73,30 +64,27 @@ DECLARATION = {
                 "right": "i32",
                 "left": "i32",
             },
-            "axes": {"dtype": ["bf16", "fp16"]},
-            "host": ["cache_megabytes", "longest"],
+            "axes": {
+                "dtype": ["bf16", "fp16"],
+                "head_dim": HEAD_DIMS,
+                "mask": ["full", "causal", "local"],
+            },
+            "gives": {
+                "head_dim": PANELS,
+                "mask": {"full": {"MASK": 0}, "causal": {"MASK": 1}, "local": {"MASK": 2}},
+            },
+            "host": ["cache_megabytes"],
             "aligned": [],
-            "forms": {"warp_specialized": {**WARP_SPECIALIZED, "defaults": {**DEFAULTS, "MASK": 0}}},
-        },
-        "flash_attention_forward_causal": {
-            "like": "flash_attention_forward",
-            "forms": {"warp_specialized": {**WARP_SPECIALIZED, "defaults": {**DEFAULTS, "MASK": 1}}},
-        },
-        "flash_attention_forward_local": {
-            "like": "flash_attention_forward",
-            "forms": {"warp_specialized": {**WARP_SPECIALIZED, "defaults": {**DEFAULTS, "MASK": 2}}},
-        },
-        "flash_attention_forward_short_64": {
-            "like": "flash_attention_forward",
-            "forms": {"warp_specialized": {**WARP_SPECIALIZED, "defaults": {**DEFAULTS, "MASK": 1}}},
-        },
-        "flash_attention_forward_short_96": {
-            "like": "flash_attention_forward",
-            "forms": {"warp_specialized": {**WARP_SPECIALIZED, "defaults": {**DEFAULTS, "MASK": 1}}},
-        },
-        "flash_attention_forward_short_128": {
-            "like": "flash_attention_forward",
-            "forms": {"warp_specialized": {**WARP_SPECIALIZED, "defaults": {**DEFAULTS, "MASK": 1}}},
+            "forms": {
+                "warp_specialized": {
+                    "function": "forward_warp_specialized",
+                    "constants": [
+                        "BLOCK_N", "D1", "D2", "BOX", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "PING_PONG", "MASK",
+                        "PREFETCH_TILE", "SHARED_PIPELINE", "BROADCAST_TILE",
+                    ],
+                    "defaults": {"PREFETCH_TILE": 1, "SHARED_PIPELINE": 0, "BROADCAST_TILE": 0},
+                }
+            },
         },
         "flash_attention_forward_tiles": {
             "optional": True,
@@ -133,7 +121,8 @@ DECLARATION = {
                 "right": "i32",
                 "left": "i32",
             },
-            "axes": {"dtype": ["bf16", "fp16"]},
+            "axes": {"dtype": ["bf16", "fp16"], "head_dim": HEAD_DIMS},
+            "gives": {"head_dim": PANELS},
             "aligned": [
                 "Y", "Q", "K", "V", "y_batch", "y_head", "y_row", "q_batch", "q_head", "q_row",
                 "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "dim",

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.forward import Head, OutputTile, attend_tile, consume_tile
+from csrc_triton.attention.forward import HEAD_DIMS, PANELS, Head, OutputTile, attend_tile, consume_tile
 from csrc_triton.attention.online_softmax import ping_pong_arrive
 from csrc_triton.attention.pipeline import Sizes, load_scalar, load_tile, mbarriers, pipeline_of
 from csrc_triton.attention.tile_scheduler import tile_pipeline
@@ -50,20 +50,6 @@ from csrc_triton.attention.varlen import (
     window_memory,
 )
 
-KERNEL = {
-    "language": "gluon",
-    "optional": True,
-    "always_aligned": True,
-    "matrix": True,
-    "arguments": {
-        "Q": "dtype[1, 1, 64, BOX]", "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
-        "Y": "dtype[1, 1, 64, BOX]", "LSE": "*fp32", "SINKS": "*fp32", **CU_SEQLENS, "FLAG": "*i64", "COUNTER": "*i32",
-        "scale": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32", "keys_in_l2": "i32", **SIZES, **MAX_SEQLENS,
-    },
-    "axes": DTYPES,
-    "host": ["cache_megabytes", "longest"],
-    "aligned": [],
-}  # fmt: skip
 FORM = {
     "function": "varlen_warp_specialized",
     "constants": [
@@ -80,20 +66,33 @@ FORM = {
     ],
 }
 
-TILE_DISTANCE = gl.constexpr(3)  # the producer requests the next tile so many blocks before a tile's last
-ONE_SPILLS = {"may_spill": "one register, once a tile, outside of the loops over keys"}
-# A head dimension's panels of columns, TMA boxes, and columns of an output buffer.
-OF_64 = {"D1": 64, "D2": 0, "BOX": 64, "OUT": 64}
-OF_96 = {"D1": 64, "D2": 32, "BOX": 32, "OUT": 64}
-OF_128 = {"D1": 128, "D2": 0, "BOX": 64, "OUT": 128}
-OF_192 = {"D1": 128, "D2": 64, "BOX": 64, "OUT": 128}
-OF_256 = {"D1": 256, "D2": 0, "BOX": 64, "OUT": 128}
-
 DECLARATION = {
     "op": "flash_attention_varlen",
     "uses": ["flash_attention_varlen_backward", "flash_attention_backward"],
     "kernels": {
         "flash_attention_varlen_forward": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "Q": "dtype[1, 1, 64, BOX]", "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
+                "Y": "dtype[1, 1, 64, BOX]", "LSE": "*fp32", "SINKS": "*fp32", **CU_SEQLENS, "FLAG": "*i64",
+                "COUNTER": "*i32", "scale": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32",
+                "keys_in_l2": "i32", **SIZES, **MAX_SEQLENS,
+            },
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS, "mask": ["full", "causal"]},
+            "gives": {"head_dim": PANELS, "mask": {"full": {"MASK": 0}, "causal": {"MASK": 1}}},
+            "host": ["cache_megabytes"],
+            "aligned": [],
+            "forms": {
+                "warp_specialized": FORM,
+                "warp_specialized_spills": {
+                    **FORM, "may_spill": "one register, once a tile, outside of the loops over keys",
+                },
+            },
+        },
+        "flash_attention_varlen_forward_tiles": {
             "always_aligned": True,
             "matrix": True,
             "arguments": {
@@ -102,7 +101,8 @@ DECLARATION = {
                 "cap": "fp32", "tiles_per_head": "i32", "ratio": "i32", "dim": "i32", **SIZES, "left": "i32",
                 **MAX_SEQLENS,
             },
-            "axes": DTYPES,
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS},
+            "gives": {"head_dim": PANELS},
             "aligned": ["Y", "Q", "K", "V", "y_head", "y_row", *STRIDES, "dim"],
             "forms": {
                 "tiles": {
@@ -111,47 +111,9 @@ DECLARATION = {
                 }
             },
         },
-        "flash_attention_varlen_forward_groups_64": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_64, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_96": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_96, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_128": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_128, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_192": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_192, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_256": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_256, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_64_full": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_64, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_96_full": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_96, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_128_full": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_128, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_192_full": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_192, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_256_full": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_256, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_64_short": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, "defaults": {**OF_64, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_96_short": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, **ONE_SPILLS, "defaults": {**OF_96, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_128_short": {
-            **KERNEL, "forms": {"warp_specialized": {**FORM, **ONE_SPILLS, "defaults": {**OF_128, "MASK": 1}}},
-        },
     },
 }  # fmt: skip
+TILE_DISTANCE = gl.constexpr(3)  # the producer requests the next tile so many blocks before a tile's last
 
 
 @triton.jit

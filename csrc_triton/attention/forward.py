@@ -36,6 +36,17 @@ from csrc_triton.attention.online_softmax import (
 )
 from csrc_triton.attention.tile_scheduler import FULL, LOCAL, whole_blocks
 
+# What the declarations of the ops share: the head dimensions that kernels are written for, and for each its panels of
+# columns, columns of a TMA box and of an output buffer.
+HEAD_DIMS = [64, 96, 128, 192, 256]
+PANELS = {
+    64: {"D1": 64, "D2": 0, "BOX": 64, "OUT": 64},
+    96: {"D1": 64, "D2": 32, "BOX": 32, "OUT": 64},
+    128: {"D1": 128, "D2": 0, "BOX": 64, "OUT": 128},
+    192: {"D1": 128, "D2": 64, "BOX": 64, "OUT": 128},
+    256: {"D1": 256, "D2": 0, "BOX": 64, "OUT": 128},
+}
+
 
 @triton.jit
 def load_rows(X, rows, stride, columns, dim, length, MASKED: tl.constexpr):

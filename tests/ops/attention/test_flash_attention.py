@@ -14,7 +14,14 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError, UnsupportedDevice
-from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, Settings, bounded, shape_of
+from liger_aot.ops.attention._operands import (
+    LOG2_E,
+    MAX_SEQLEN,
+    Settings,
+    bounded,
+    padded_head_dim,
+    shape_of,
+)
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.manifest import Pack, Variant
@@ -22,8 +29,8 @@ from tests.conftest import built_pack
 from tests.emulator.emulated_cases import emulated
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.planned_packs import tables_of
-from tests.harness.tolerances import REFERENCE
-from tests.ops.attention.attention_cases import BF16, EMPTY, FP16, SMALL, Problem, check
+from tests.harness.tolerances import NAMES, REFERENCE
+from tests.ops.attention.attention_cases import BF16, EMPTY, SMALL, Problem, check
 
 pytest_plugins = ("tests.harness.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
@@ -201,21 +208,17 @@ def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     check(op, problem, dict(pack.tolerance))
 
 
-def test_every_row_of_the_tables_has_a_problem() -> None:
+def test_every_head_dimension_has_a_problem() -> None:
     for arch in ("gfx90a", "gfx942"):
         kernels = built_pack(arch).op("flash_attention").kernels
         tables = kernels["flash_attention_forward_tiles"].tables
-        for dtype, key in ((BF16, "bf16/aligned"), (FP16, "fp16/aligned")):
-            low = 0
-            for bound, variant in tables[key]:
-                high = bound or 256
-                assert any(p.dtype == dtype and low < p.dim <= high for p in SMALL), variant
-                low = high
+        assert all(len(rows) == 1 for rows in tables.values())
+        assert set(tables) == {f"{NAMES[p.dtype]}/{padded_head_dim(p.dim)}/aligned" for p in SMALL}
 
 
 def test_float32_is_refused_where_there_are_binaries() -> None:
     op = bound_op(FlashAttention, built_pack("gfx942"), EmulatorDriver)
-    with pytest.raises(ArgumentTypeError, match=r"not built for dtypes \(float32\)"):
+    with pytest.raises(ArgumentTypeError, match="not built for fp32/64/aligned; it is for bf16/"):
         op(*(torch.ones(1, 8, 1, 64) for _ in range(3)))
 
 
@@ -233,8 +236,8 @@ def test_explain(arch: str, built: Path) -> None:
     choices = explain("flash_attention", arch=arch, shape=(1, 128, 8, 96), dtype="bf16")
     backward = [f"flash_attention_backward_{kind}" for kind in ("preprocess", "dkdv", "dq")]
     if arch == "sm90":
-        forward = [f"flash_attention_forward{kind}" for kind in ("", "_causal", "_short_96")]
-        assert [(c.warp_groups, c.threads) for c in choices[:3]] == [(2, 384), (2, 384), (3, 512)]
+        forward = ["flash_attention_forward"] * 2
+        assert [(c.warp_groups, c.threads) for c in choices[:2]] == [(2, 384), (3, 512)]
         backward += [
             *4 * ["flash_attention_backward_warp_specialized"],
             "flash_attention_backward_postprocess",
@@ -264,7 +267,7 @@ def test_bounds_that_bind_nothing_are_dropped() -> None:
     assert MAX_SEQLEN == 2**30 and math.log2(math.e) == LOG2_E
 
 
-# ---- What is launched by warp groups ----
+# ---- What is launched with tensor maps ----
 
 
 class Recorder:
@@ -339,18 +342,20 @@ def test_numbers_of_bounds_and_caps(recorded: tuple[FlashAttention, Recorder]) -
     assert bound[-2:] == (59, -98)
 
 
-@pytest.mark.parametrize(("dim", "longest"), [(64, 1024), (70, 2048), (128, 1024), (192, 0)])
-def test_a_causal_call_over_few_keys_has_its_own_kernel(
-    recorded: tuple[FlashAttention, Recorder], dim: int, longest: int
+@pytest.mark.parametrize(("dim", "few"), [(64, 1024), (70, 2048), (128, 1024), (192, 0)])
+def test_a_causal_call_over_few_keys_has_its_own_variant(
+    recorded: tuple[FlashAttention, Recorder], dim: int, few: int
 ) -> None:
     op, driver = recorded
-    for len_k in (longest, longest + 1) if longest else (1,):
-        q, k, v, _ = Problem(1, 1, 1, 20, len_k, dim).tensors()
-        for settings in ({"causal": True}, {}):
+    for len_k in (few, few + 1):
+        q, k, v, _ = Problem(1, 1, 1, 20, max(len_k, 20), dim).tensors()
+        for settings in ({"causal": True}, {}, {"window": (3, 0)}):
             op(q, k, v, **settings)
-    kinds = [name.split("-")[0].removeprefix("flash_attention_forward") for name in driver.loaded]
-    short = f"_short_{64 if dim == 64 else 96 if dim == 70 else 128}"
-    assert kinds == ([short, "", "_causal"] if longest else ["_causal", ""])
+    loaded = [name.split("-")[:5] for name in driver.loaded]
+    assert all(parts[:2] == ["flash_attention_forward", "warp_specialized"] for parts in loaded)
+    assert {int(parts[3]) for parts in loaded} == {padded_head_dim(dim)}
+    masks = ["causal", "full", "local"]
+    assert [parts[4] for parts in loaded] == ([*masks, "causal"] if few else masks)
 
 
 def test_maps_are_encoded_once(recorded: tuple[FlashAttention, Recorder]) -> None:
@@ -380,10 +385,10 @@ def test_a_stream_has_a_counter_of_its_own(
     assert [counter(2), counter(2)] == [3, 4]
 
 
-def test_sections_hold_what_the_cache_does(recorded: tuple[FlashAttention, Recorder]) -> None:
+def test_heads_whose_keys_fit_into_l2_are_interleaved(recorded: tuple[FlashAttention, Recorder]) -> None:
     """16 MB hold the keys and values of 4 heads of 8192 x 128, which 8 heads of q share."""
     op, driver = recorded
     q, k, v, _ = Problem(1, 32, 16, 8192, 8192, 128).tensors()
     op(q, k, v, causal=True)
-    tiles_a_head, section, heads = 64, *driver.launches[0][5 + 15 : 5 + 17]
-    assert (section, heads) == (8 * tiles_a_head, 8)
+    tiles_per_head, tiles, heads = 64, *driver.launches[0][5 + 15 : 5 + 17]
+    assert (tiles, heads) == (8 * tiles_per_head, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,8 +16,9 @@ MAX_SEQLEN = 1 << 30  # of a sequence: a row's number and a bound add up in 32 b
 LARGEST_STRIDE = 1 << 31  # in elements; of a tensor map 2^39
 WARP_GROUP_ROWS = 64  # rows of Q that one warp group owns
 ADDRESS_UNIT = 16  # bytes
-TILE_UNIT = 16  # elements: what kernels of tiles assume sizes and strides to be multiples of
-COUNTER_WORDS = 1  # words: the scheduler's two zeros, of 32 bits each
+TILE_UNIT = 16  # elements: what kernels without tensor maps assume sizes and strides to be multiples of
+MAP_UNIT = 8  # elements: 16 bytes, what a tensor map's strides are multiples of
+COUNTER_WORDS = 1  # of 64 bits: the tile counter, two int32
 VARLEN = "thd"  # the layout (token, head, dim) of sequences one behind the other
 HEAD_DIMS = (64, 96, 128, 192, 256)  # that warp-specialised kernels are written for
 
@@ -150,3 +151,8 @@ def strides_of(t: Tensor, layout: str) -> tuple[int, int, int]:
 def padded_head_dim(dim: int) -> int:
     """The warp-specialised kernels' head dimension for tensors of ``dim``; ``check_dim`` refuses larger ones."""
     return next((width for width in HEAD_DIMS if dim <= width), HEAD_DIMS[-1])
+
+
+def keys_of(shape: Sequence[int]) -> int:
+    """How many keys a call with as many keys as queries has, by q's shape: what chooses a variant."""
+    return shape[-3] if len(shape) > 2 else 1

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.ops.attention._backward import backward_problems, gradients
-from liger_aot.ops.attention._checks import LAYOUTS, SCALES, check_attention, problems_of, settings_of
+from liger_aot.ops.attention._checks import LAYOUTS, SCALES, check_attention, check_dim, settings_of
 from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
     COUNTER_WORDS,
+    MAP_UNIT,
     TILE_UNIT,
     WARP_GROUP_ROWS,
     Settings,
@@ -27,6 +28,8 @@ from liger_aot.ops.attention._operands import (
     bounds_of,
     checked_tiles,
     fitted,
+    keys_of,
+    padded_head_dim,
     scales_of,
     shape_of,
     strides_of,
@@ -34,9 +37,11 @@ from liger_aot.ops.attention._operands import (
 )
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
-from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
+from liger_aot.runtime.dispatch import REMEMBERED, OpOn
 from liger_aot.runtime.layout import layouts_of
 from liger_aot.runtime.workspaces import StreamWords
+
+FORWARD = "flash_attention_forward"
 
 
 class FlashAttention(DifferentiableOp):
@@ -131,7 +136,7 @@ class FlashAttention(DifferentiableOp):
             return self.by_reference(tensors, settings)
         on = self._own.of(q, "q")
         assert on is not None
-        unit = unit_of(on)
+        unit = MAP_UNIT if warp_specialized(on) else TILE_UNIT
         dim, q, k, v = q.shape[-1], fitted(q, unit), fitted(k, unit), fitted(v, unit)
         sinks = None if sinks is None else sinks.float().contiguous()
         key = layouts_of((q, k, v, sinks))[0], settings
@@ -161,10 +166,12 @@ class FlashAttention(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a mask, of a causal one (both are one without warp groups), and of the backward."""
-        kernels = [f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles")]
-        kernels += [short_kernel(shape[-1])]
-        forward = problems_of(self.name, kernels, shape, dtype)
+        """Of a call without a mask, of a causal one, and of the backward. A pack has a warp-specialised kernel or
+        tiles."""
+        check_dim(self.name, shape[-1])
+        key, keys = (dtype, padded_head_dim(shape[-1])), keys_of(shape)
+        forward = [Problem(FORWARD, (*key, mask), True, keys) for mask in ("full", "causal")]
+        forward.append(Problem(f"{FORWARD}_tiles", key, True, keys))
         return (*forward, *backward_problems(shape[-1], dtype))
 
     @staticmethod
@@ -266,28 +273,28 @@ def _scores(
 
 
 class WarpSpecializedPlan:
-    """A forward by warp groups, for all calls with tensors like these."""
+    """A forward with tensor maps, for all calls with tensors like these."""
 
     def __init__(self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
         shape = shape_of(q, k, settings.layout)
-        loaded = groups_kernel(on, q.dtype, shape, settings)
+        key = q.dtype, padded_head_dim(shape.dim), mask_of(settings), True
+        loaded = on.kernels[FORWARD](key, shape.len_k)
         numbers = loaded.numbers
-        tiles_a_head = -(-shape.len_q // (WARP_GROUP_ROWS * numbers["warp_groups"]))
-        all_heads = shape.batch * shape.heads
-        tiles = checked_tiles(shape, tiles_a_head)
-        section = heads_in_l2(shape, numbers["cache_megabytes"], q.element_size())
+        tiles_per_head = -(-shape.len_q // (WARP_GROUP_ROWS * numbers["warp_groups"]))
+        tiles = checked_tiles(shape, tiles_per_head)
+        swizzle = heads_in_l2(shape, numbers["cache_megabytes"], q.element_size())
         self._on, self._loaded = on, loaded
         self._programs = min(tiles, on.multiprocessors * loaded.variant.resident)
         self._numbers = (
             shape.len_q,
             *scales_of(settings),
             tiles,
-            tiles_a_head,
+            tiles_per_head,
             shape.heads,
-            all_heads,
+            shape.batch * shape.heads,
             shape.heads // shape.kv_heads,
-            section * tiles_a_head,
-            section,
+            swizzle * tiles_per_head,
+            swizzle,
             shape.len_q,
             shape.len_k,
             *bounds_of(shape, settings),
@@ -325,39 +332,21 @@ class WarpSpecializedPlan:
         return o, lse
 
 
-def groups_kernel(on: OpOn, dtype: torch.dtype, shape: Shape, settings: Settings) -> Loaded:
-    """The kernel by warp groups for a call: a causal one over few keys may have one of its own."""
-    kernel, key = "flash_attention_forward", (dtype, True)
-    if settings.left >= 0 or settings.softcap:
-        kernel += "_local"
-    elif settings.right >= 0:
-        short = on.kernels.get(short_kernel(shape.dim))
-        if short is not None and shape.len_k <= (loaded := short(key, shape.dim)).numbers["longest"]:
-            return loaded
-        kernel += "_causal"
-    return on.kernels[kernel](key, shape.dim)
-
-
-def short_kernel(dim: int) -> str:
-    """That of causal calls over few keys; a pack need not have it."""
-    return f"flash_attention_forward_short_{max(-(-dim // 32) * 32, 64)}"
-
-
 class TilesPlan:
-    """A forward by programs of one tile each, for all calls with tensors like these."""
+    """A forward with a program a tile, for all calls with tensors like these."""
 
     def __init__(self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
         shape = shape_of(q, k, settings.layout)
-        loaded = on.kernels["flash_attention_forward_tiles"]((q.dtype, True), shape.dim)
-        tiles_a_head = -(-shape.len_q // loaded.numbers["block_m"])
+        loaded = on.kernels[f"{FORWARD}_tiles"]((q.dtype, padded_head_dim(shape.dim), True), shape.len_k)
+        tiles_per_head = -(-shape.len_q // loaded.numbers["block_m"])
         self._on, self._loaded = on, loaded
-        self._programs = checked_tiles(shape, tiles_a_head)
+        self._programs = checked_tiles(shape, tiles_per_head)
         o = torch.empty(q.shape, dtype=q.dtype, device="meta")
         self._numbers = (
             *(stride for t in (o, q, k, v) for stride in strides_of(t, settings.layout)),
             *scales_of(settings),
-            tiles_a_head,
-            swizzle_heads(on, loaded, tiles_a_head, settings),
+            tiles_per_head,
+            swizzle_heads(on, loaded, tiles_per_head, settings),
             shape.heads,
             shape.heads // shape.kv_heads,
             shape.dim,
@@ -388,28 +377,30 @@ class TilesPlan:
         return o, lse
 
 
+def mask_of(settings: Settings) -> str:
+    """The kernel's mask; that with a left bound computes soft caps, too."""
+    if settings.left >= 0 or settings.softcap:
+        return "local"
+    return "causal" if settings.right >= 0 else "full"
+
+
 def heads_in_l2(shape: Shape, megabytes: int, element_bytes: int) -> int:
-    """Heads of q whose keys and values fit into L2 together: within them masked tiles go longest first."""
-    bytes_a_head = 2 * shape.len_k * shape.dim * element_bytes
-    section = max(1, (megabytes << 20) // bytes_a_head) * (shape.heads // shape.kv_heads)
-    return min(shape.batch * shape.heads, section)
+    """Heads of q whose keys and values fit into so much of L2 together."""
+    bytes_per_head = 2 * shape.len_k * shape.dim * element_bytes
+    heads = max(1, (megabytes << 20) // bytes_per_head) * (shape.heads // shape.kv_heads)
+    return min(shape.batch * shape.heads, heads)
 
 
-def unit_of(on: OpOn) -> int:
-    """What sizes and strides must be multiples of, in elements."""
-    return 8 if by_groups(on) else TILE_UNIT
-
-
-def by_groups(on: OpOn) -> bool:
-    return "flash_attention_forward" in on.kernels
+def warp_specialized(on: OpOn) -> bool:
+    return FORWARD in on.kernels
 
 
 def plan_for(
     on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings
 ) -> WarpSpecializedPlan | TilesPlan:
-    """The way of a call with tensors like these, all of which ``fits``, on their device."""
+    """The plan of calls with tensors like these, all of which ``fits``, on their device."""
     settings = bounded(shape_of(q, k, settings.layout), settings)
-    return (WarpSpecializedPlan if by_groups(on) else TilesPlan)(on, q, k, v, settings)
+    return (WarpSpecializedPlan if warp_specialized(on) else TilesPlan)(on, q, k, v, settings)
 
 
 OP = FlashAttention

@@ -26,6 +26,7 @@ from liger_aot.ops.attention._operands import (
     TensorMapCache,
     checked_tiles,
     fitted,
+    keys_of,
     padded_head_dim,
     scales_of,
 )
@@ -50,6 +51,7 @@ from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn, Runtimes
 from liger_aot.runtime.layout import layouts_of
 from liger_aot.runtime.workspaces import StreamWords
 
+FORWARD = f"{NAME}_forward"
 EARLIER = "a cu_seqlens, by the tokens or max_seqlen of an earlier call,"
 BACKWARD = ("flash_attention_varlen_backward", "flash_attention_backward")
 
@@ -209,8 +211,9 @@ class FlashAttentionVarlen(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         """Of a call without a soft cap, a left bound and sinks, and of its backward; a pack need not have all."""
         check_dim(self.name, shape[-1])
-        groups = (groups_kernel(shape[-1], kind) for kind in ("", "full", "short"))
-        forward = problems_of(self.name, ("flash_attention_varlen_forward", *groups), shape, dtype)
+        key, keys = (dtype, padded_head_dim(shape[-1])), keys_of(shape)
+        forward = [Problem(FORWARD, (*key, mask), True, keys) for mask in ("full", "causal")]
+        forward.append(Problem(f"{FORWARD}_tiles", key, True, keys))
         return (*forward, *varlen_backward_problems(shape[-1], dtype))
 
     @staticmethod
@@ -290,13 +293,13 @@ def varlen_settings(
 
 
 class TilesPlan:
-    """A forward, for all calls with tensors like these."""
+    """A forward with a program a tile, for all calls with tensors like these."""
 
     def __init__(
         self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
     ) -> None:
         shape, bound = varlen_sizes(q, k, settings)
-        loaded = on.kernels[f"{NAME}_forward"]((q.dtype, True), shape.dim)
+        loaded = on.kernels[f"{FORWARD}_tiles"]((q.dtype, padded_head_dim(shape.dim), True), shape.len_k)
         tiles = tiles_of(shape.len_q, loaded.numbers["block_m"], sequences)
         self._on, self._loaded = on, loaded
         self._programs = checked_tiles(shape, tiles)
@@ -353,7 +356,7 @@ class TilesPlan:
 
 
 class WarpSpecializedPlan:
-    """A forward by warp groups, for all calls with tensors like these."""
+    """A forward with tensor maps by one variant, for all calls with tensors like these."""
 
     def __init__(
         self,
@@ -438,59 +441,43 @@ class WarpSpecializedPlan:
         return o, lse
 
 
-class ShortOrLongPlan:
-    """Calls whose sequences may be short, by the most keys that one may have."""
+class ByLengthPlan:
+    """A forward with tensor maps, for all calls with tensors like these: max_seqlen_k chooses the variant."""
 
-    def __init__(self, short: Loaded, long: Loaded, *others: Any) -> None:
-        self._longest = short.numbers["longest"]
-        self._short = WarpSpecializedPlan(short, *others)
-        self._long = WarpSpecializedPlan(long, *others)
+    def __init__(self, on: OpOn, key: tuple[Any, ...], sequences: int, settings: tuple[Any, ...]) -> None:
+        self._on, self._key, self._others = on, key, (sequences, settings)
+        self._by_length: dict[int, WarpSpecializedPlan] = {}
+        self._by_variant: dict[Loaded, WarpSpecializedPlan] = {}
 
     def __call__(self, *call: Any) -> tuple[Tensor, Tensor]:
-        plan = self._short if call[-1] <= self._longest else self._long
-        return plan(*call)
+        return (self._by_length.get(call[-1]) or self._plan(*call))(*call)
+
+    def _plan(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> WarpSpecializedPlan:
+        max_seqlen_k: int = others[-1]
+        loaded = self._on.kernels[FORWARD](self._key, max_seqlen_k)
+        if loaded not in self._by_variant:
+            self._by_variant[loaded] = WarpSpecializedPlan(loaded, self._on, q, k, v, *self._others)
+        if len(self._by_length) >= REMEMBERED:
+            self._by_length.clear()
+        plan = self._by_length[max_seqlen_k] = self._by_variant[loaded]
+        return plan
 
 
-def groups_kernel(dim: int, kind: str = "") -> str:
-    """The kernel by warp groups for a head dimension; a pack need not have it. Without that of a kind, which is for
-    calls without a right bound ("full") or over few keys ("short"), the one for all computes these, too."""
-    return f"{NAME}_forward_groups_{padded_head_dim(dim)}{kind and '_'}{kind}"
-
-
-def plan_for(on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]) -> Any:
-    """The plan of calls with tensors like these: by warp groups where the pack has them and the driver tensor maps, but
-    with a left bound or a soft cap."""
+def plan_for(
+    on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
+) -> ByLengthPlan | TilesPlan:
+    """The plan of calls with tensors like these: with tensor maps where the pack has such kernels and the driver
+    encodes maps, but for a left bound or a soft cap."""
     _, bound = varlen_sizes(q, k, settings)
-    by_groups = on.tensor_map is not None and groups_kernel(q.shape[-1]) in on.kernels
-    if by_groups and bound.left < 0 and not bound.softcap:
-        from liger_aot.ops.attention.flash_attention_varlen import groups_plan
-
-        return groups_plan(on, q, k, v, sequences, settings)
+    key = q.dtype, padded_head_dim(q.shape[-1]), "causal" if bound.right >= 0 else "full", True
+    served = on.tensor_map is not None and FORWARD in on.kernels and on.kernels[FORWARD].serves(key)
+    if served and bound.left < 0 and not bound.softcap:
+        return ByLengthPlan(on, key, sequences, settings)
     return TilesPlan(on, q, k, v, sequences, settings)
 
 
-def groups_plan(
-    on: OpOn, q: Tensor, k: Tensor, v: Tensor, sequences: int, settings: tuple[Any, ...]
-) -> WarpSpecializedPlan | ShortOrLongPlan:
-    """By the kernel for calls without a right bound, or by that for few keys and that for many."""
-    dim = q.shape[-1]
-    others = on, q, k, v, sequences, settings
-
-    def found(kind: str) -> Loaded | None:
-        kernel = on.kernels.get(groups_kernel(dim, kind))
-        return None if kernel is None else kernel((q.dtype, True), dim)
-
-    _, bound = varlen_sizes(q, k, settings)
-    if bound.right < 0 and (full := found("full")) is not None:
-        return WarpSpecializedPlan(full, *others)
-    long = on.kernels[groups_kernel(dim)]((q.dtype, True), dim)
-    if bound.right >= 0 and (short := found("short")) is not None:
-        return ShortOrLongPlan(short, long, *others)
-    return WarpSpecializedPlan(long, *others)
-
-
 def keys_in_l2(dim: int, megabytes: int, element_bytes: int) -> int:
-    """Of a head, with their values, in so much memory."""
+    """Keys of one head that fit into so much of L2 with their values."""
     return (megabytes << 20) // (2 * dim * element_bytes)
 
 
