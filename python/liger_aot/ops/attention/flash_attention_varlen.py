@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Schema, check_flag
 from liger_aot.ops.attention._backward import gradients
-from liger_aot.ops.attention._checks import SCALES, check_dim, problems_of, settings_of
+from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
     COUNTER_WORDS,
