@@ -54,7 +54,6 @@ from csrc_triton.attention.backward_producer import (
     produce,
     read_cap,
     resident_tiles,
-    row_pipeline,
     row_statistics,
     write_tile,
 )
@@ -67,7 +66,7 @@ from csrc_triton.attention.backward_scheduler import (
     semaphore_warp,
     wait_ready,
 )
-from csrc_triton.attention.pipeline import load_scalar, mbarriers
+from csrc_triton.attention.pipeline import load_scalar, mbarriers, pipeline_of
 from csrc_triton.attention.tile_scheduler import CAUSAL, LOCAL
 
 SLAB_BYTES = gl.constexpr(2048)  # eight columns of 64 rows of dQ in float32
@@ -439,8 +438,8 @@ def run_narrow(
     info = write_tile(tile, right, len_k, left)
     k = resident_tiles(maps.K, 2, z)
     v = resident_tiles(maps.V, 2, z)
-    q = row_pipeline(maps.Q, z.Q_STAGES, z)
-    dy = row_pipeline(maps.DY, z.DY_STAGES, z)
+    q = pipeline_of(maps.Q, z.Q_STAGES, 2, z)
+    dy = pipeline_of(maps.DY, z.DY_STAGES, 2, z)
     ds = gl.allocate_shared_memory(
         maps.Q.dtype, [2 * DS_STAGES, 64, z.BLOCK_M], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -663,8 +662,8 @@ def run_wide(
     info = write_tile(tile, right, len_k, left, cap)
     k = resident_tiles(maps.K, 1, z)
     v = resident_tiles(maps.V, 1, z)
-    q = row_pipeline(maps.Q, z.Q_STAGES, z)
-    dy = row_pipeline(maps.DY, z.DY_STAGES, z)
+    q = pipeline_of(maps.Q, z.Q_STAGES, 2, z)
+    dy = pipeline_of(maps.DY, z.DY_STAGES, 2, z)
     p = passed_tiles(gl.float32, 1, ACCUMULATORS, z)
     ds = passed_tiles(maps.Q.dtype, 2, gl.NVMMASharedLayout(128, 16, 2), z)
     lse = row_statistics(maps.LSE2, z.Q_STAGES)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention.backward_scheduler import KEYS, first_block, next_block
-from csrc_triton.attention.pipeline import Pipeline, load_scalar, mbarriers, store_scalar
+from csrc_triton.attention.pipeline import Pipeline, load_panels, load_scalar, mbarriers, store_scalar
 
 # What the head dimension that a kernel is built for decides: keys of a tile, both panels of columns (a panel is a power
 # of two), columns that one TMA copy moves, and consumer warp groups.
@@ -145,29 +145,14 @@ def read_cap(info):
 
 
 @gluon.jit
-def panels(of, stages: gl.constexpr, z):
-    """Shared memory for so many tiles of a tensor map: both panels of columns, the first twice where there is one."""
-    rows: gl.constexpr = of.block_shape[2]
-    first = gl.allocate_shared_memory(of.dtype, [stages, 1, 1, rows, z.D1], of.layout)
-    second = first
-    if z.D2 > 0:
-        second = gl.allocate_shared_memory(of.dtype, [stages, 1, 1, rows, z.D2], of.layout)
-    return first, second
-
-
-@gluon.jit
-def row_pipeline(of, stages: gl.constexpr, z):
-    """A pipeline of blocks of rows, of which two warp groups empty each stage."""
-    first, second = panels(of, stages, z)
-    return Pipeline(first, second, mbarriers(stages, 1), mbarriers(stages, 2))
-
-
-@gluon.jit
 def resident_tiles(of, count: gl.constexpr, z):
     """Tiles that are loaded once, together. They have no empty barrier: one that nobody waits for would share its
     memory with other tiles, and a GPU that leaves a program for another process and comes back overwrites what lies on
     a barrier."""
-    first, second = panels(of, count, z)
+    first = gl.allocate_shared_memory(of.dtype, [count, 1, 1, KEYS, z.D1], of.layout)
+    second = first
+    if z.D2 > 0:
+        second = gl.allocate_shared_memory(of.dtype, [count, 1, 1, KEYS, z.D2], of.layout)
     full = mbarriers(1, 1)
     return Pipeline(first, second, full, full)
 
@@ -195,23 +180,12 @@ class Buffers:
 
 
 @gluon.jit
-def load_panels(of, batch, head, row, full, to, stage, z):
-    """Start to load a tile; ``full`` expects its bytes already."""
-    for c in gl.static_range(z.D1 // z.BOX):
-        piece = to.first.index(stage).slice(c * z.BOX, z.BOX, dim=3)
-        tma.async_copy_global_to_shared(of, [batch, head, row, c * z.BOX], full, piece)
-    for c in gl.static_range(z.D2 // z.BOX):
-        piece = to.second.index(stage).slice(c * z.BOX, z.BOX, dim=3)
-        tma.async_copy_global_to_shared(of, [batch, head, row, z.D1 + c * z.BOX], full, piece)
-
-
-@gluon.jit
 def load_keys(of, tile, to, z):
     full = to.full.index(0)
     mbarrier.expect(full, z.BLOCK_N * (z.D1 + z.D2) * 2)
     for g in gl.static_range(z.BLOCK_N // KEYS):
         batch, key = tile.keys_at(g)
-        load_panels(of, batch, tile.kv_head, key, full, to, g, z)
+        load_panels(of, batch, tile.kv_head, key, to, g, full, z)
 
 
 @gluon.jit
@@ -220,7 +194,7 @@ def load_block(of, statistics_of, tile, head, row, to, statistics, stage, z):
     full = to.full.index(stage)
     mbarrier.expect(full, z.BLOCK_M * ((z.D1 + z.D2) * 2 + 4))
     batch, at_head, at = tile.rows_at(head, row)
-    load_panels(of, batch, at_head, at, full, to, stage, z)
+    load_panels(of, batch, at_head, at, to, stage, full, z)
     tma.async_copy_global_to_shared(
         statistics_of, [tile.batch, at_head, 0, row], full, statistics.index(stage)
     )

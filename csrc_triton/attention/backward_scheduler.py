@@ -9,7 +9,7 @@ each program, or several that take every n-th block, polls it, lets the consumer
 never wait for global memory, only for an mbarrier.
 
 This cannot deadlock. A program waits, for one block of rows at a time, for the program before it, and only where that
-one sees the rows, too. Both are of one head of K and take its rows in the same order, and the one before was started
+one sees the rows too. Both are of one head of K and take its rows in the same order, and the one before was started
 before: a GPU starts programs in the order of their numbers. So the first program of a head never waits and ends, and
 each next one finds every semaphore passed on sooner or later.
 
@@ -19,9 +19,9 @@ The order of tiles and rows keeps waits short:
   heads are interleaved (``ordered_tile``).
 - With a bound a program begins at its diagonal, and the last keys go first: the first to add to a row is the program
   that sees it first, and at any moment each adds to other rows. With the first keys first, most would wait.
-- But then the longest programs end last. Where more than two query heads share a head of K, a causal program
-  interleaves its query heads instead, the last rows first: it follows the one before at a small distance, and the first
-  keys, the longest programs, go first.
+- But then the longest programs end last. Where more than MOST_HEADS_IN_ORDER query heads share a head of K, a causal
+  program interleaves its query heads instead, the last rows first: it follows the one before at a small distance, and
+  the first keys, the longest programs, go first.
 
 **Varlen.** Tensor maps are those of the varlen forward, so that a sequence ends where a map does: rows and keys behind
 it arrive as zeros and are not written. A box wholly behind a sequence is never asked for, as there: a warp group
@@ -40,6 +40,7 @@ from csrc_triton.attention.tile_scheduler import CAUSAL, LOCAL, swizzled_tile
 from csrc_triton.attention.varlen import find, padded_start, span
 
 KEYS = gl.constexpr(64)  # of a warp group
+MOST_HEADS_IN_ORDER = gl.constexpr(2)  # query heads a head of K that are not interleaved
 
 
 # ---- Tiles of keys ----
@@ -237,7 +238,7 @@ def interleaved_heads(ratio, z):
     """``Semaphore.interleaved`` where ``ratio`` query heads share a head of K."""
     interleaved = ratio * 0
     if z.MASK == CAUSAL:
-        interleaved = gl.where(ratio > 2, ratio, 0)
+        interleaved = gl.where(ratio > MOST_HEADS_IN_ORDER, ratio, 0)
     return interleaved
 
 

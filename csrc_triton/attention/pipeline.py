@@ -104,6 +104,12 @@ def load_tile(tensor_map, batch, head, row, to, stage, z):
     """Start the TMA loads of a tile into an empty stage."""
     full = to.full.index(stage)
     mbarrier.expect(full, tensor_map.block_type.nbytes // z.BOX * (z.D1 + z.D2))
+    load_panels(tensor_map, batch, head, row, to, stage, full, z)
+
+
+@gluon.jit
+def load_panels(tensor_map, batch, head, row, to, stage, full, z):
+    """Start the TMA loads of a tile's panels of columns; ``full`` expects their bytes already."""
     for c in gl.static_range(z.D1 // z.BOX):
         part = to.first.index(stage).slice(c * z.BOX, z.BOX, dim=3)
         tma.async_copy_global_to_shared(tensor_map, [batch, head, row, c * z.BOX], full, part)

@@ -178,6 +178,7 @@ def test_longest_tiles_of_several_heads_start_together(device: Device, mask: int
 
 
 def test_ordered_swizzle_heads() -> None:
+    assert scheduler.MOST_HEADS_IN_ORDER.value == MOST_HEADS_IN_ORDER
     on: Any = SimpleNamespace(multiprocessors=132)
     once: Any = SimpleNamespace(numbers={"fillings": 1, "fillings_gqa": 4})
     twice: Any = SimpleNamespace(numbers={"fillings": 2, "fillings_gqa": 1})

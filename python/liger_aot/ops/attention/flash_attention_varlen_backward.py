@@ -81,25 +81,27 @@ class FlashAttentionVarlenBackward(Op):
         deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         given = settings_of(self.name, q, causal, scale, window, softcap)
-        asked = (max_seqlen_q, max_seqlen_k, *given, deterministic)
-        starts, asked = (cu_seqlens_q, cu_seqlens_k), FlashAttentionVarlen.settings.checked(self.name, asked)
-        longest: tuple[Any, ...] = asked[:2]
-        settings: tuple[Any, ...] = asked[2:]
-        check_varlen(self.name, q, k, v, starts, sinks, varlen_settings(*settings))
+        values = FlashAttentionVarlen.settings.checked(
+            self.name, (max_seqlen_q, max_seqlen_k, *given, deterministic)
+        )
+        max_seqlens: tuple[Any, ...] = values[:2]
+        settings: tuple[Any, ...] = values[2:]
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+        check_varlen(self.name, q, k, v, cu_seqlens, sinks, varlen_settings(*settings))
         check_results(self.name, o, lse, do, dlse, q, k, VARLEN)
-        saved = (q, k, v, *starts, sinks, o, lse)
+        saved = (q, k, v, *cu_seqlens, sinks, o, lse)
         needed = (True, True, True, False, False, sinks is not None)
         if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))) or dispatch_modes():
             register("flash_attention_varlen")
             call = torch.ops.liger_aot.flash_attention_varlen_backward
-            found: Any = call([do, dlse], list(saved), *longest, *settings, list(needed))
+            found: Any = call([do, dlse], list(saved), *max_seqlens, *settings, list(needed))
         else:
             named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "dlse": dlse, "sinks": sinks}
             check_plain(self.name, do=do, q=q, k=k, v=v, o=o, lse=lse, **named)
             with plain_torch():
                 if self._own.of(q, "q") is None or not q.numel() or not k.numel():
-                    check_values(self.name, starts, (q.shape[0], k.shape[0]), longest)
-                    made = FlashAttentionVarlen.reference_backward((do, dlse), saved, *longest, *settings)
+                    check_values(self.name, cu_seqlens, (q.shape[0], k.shape[0]), max_seqlens)
+                    made = FlashAttentionVarlen.reference_backward((do, dlse), saved, *max_seqlens, *settings)
                     found = [g.contiguous() for g in made if g is not None]
                 else:
                     kinds = (*needed[:3], needed[5])
