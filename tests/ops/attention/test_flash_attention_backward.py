@@ -281,14 +281,14 @@ def test_grids_and_numbers(arch: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "tiles", "section"),
+    ("bounds", "tiles", "swizzle"),
     [((-1, -1), 4, 1), ((-1, 0), 4, 8), ((9, -1), 5, 6), ((9, 9), 32, 1), ((-1, 0), 1000, 1)],
 )
-def test_heads_that_fit_take_turns(bounds: tuple[int, int], tiles: int, section: int) -> None:
+def test_heads_that_fit_are_interleaved(bounds: tuple[int, int], tiles: int, swizzle: int) -> None:
     """16 multiprocessors hold 2 programs each."""
     on: Any = SimpleNamespace(multiprocessors=16)
     loaded: Any = SimpleNamespace(variant=SimpleNamespace(resident=2))
-    assert swizzle_heads(on, loaded, tiles, Settings(1.0, *bounds, 0.0, "bshd")) == section
+    assert swizzle_heads(on, loaded, tiles, Settings(1.0, *bounds, 0.0, "bshd")) == swizzle
 
 
 def test_what_depends_on_settings() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ MOST_HEADS_IN_ORDER = 2  # query heads a head of K that are not interleaved, as 
 DQ_ROWS = 64  # of a tile of float32 dQ, which lies in the order of accumulators
 
 
+class Needed(NamedTuple):
+    """Which gradients a call needs."""
+
+    q: bool
+    k: bool
+    v: bool
+    sinks: bool
+
+    @property
+    def several(self) -> bool:
+        """Whether dQ and another of the products: the tiles make one alone."""
+        return self.q and (self.k or self.v)
+
+
 class Products(Protocol):
     """Of a plan: dQ, dK and dV, from the statistics of rows up to ``padded``."""
 
@@ -39,7 +53,7 @@ class Products(Protocol):
 
     def __call__(
         self, stream: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse2_at: int, delta_at: int,
-        needed: Sequence[bool], /, *cu_seqlens_at: int,
+        needed: Needed, /, *cu_seqlens_at: int,
     ) -> tuple[Tensor | None, ...]: ...  # fmt: skip
 
 
@@ -85,7 +99,7 @@ class BackwardPlan:
         lse: Tensor,
         do: Tensor,
         dlse: Tensor | None,
-        needed: Sequence[bool],
+        needed: Needed,
         *cu_seqlens: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """``cu_seqlens``: of packed sequences, of queries and of keys."""
@@ -101,7 +115,7 @@ class BackwardPlan:
         found = self._products(
             stream, q, k, v, do, lse2_at, delta_at, needed, *(t.data_ptr() for t in cu_seqlens)
         )
-        if sinks is None or not needed[3]:
+        if sinks is None or not needed.sinks:
             return *found, None
         return *found, sinks_gradient(on, stream, sinks, shape, lse2_at, delta_at, self._padded)
 
@@ -151,17 +165,17 @@ class TilesProducts:
 
     def __call__(
         self, stream: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse2_at: int, delta_at: int,
-        needed: Sequence[bool], *cu_seqlens_at: int,
+        needed: Needed, *cu_seqlens_at: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         device = self._on.device
         read = (q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr(), lse2_at, delta_at, *cu_seqlens_at)
         dq = dk = dv = None
-        if needed[1] or needed[2]:
+        if needed.k or needed.v:
             dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
             self._dkdv.launch(
                 device, stream, self._dkdv_programs, 1, 1, dk.data_ptr(), dv.data_ptr(), *read, *self._dkdv_numbers
             )  # fmt: skip
-        if needed[0]:
+        if needed.q:
             dq = q.new_empty(q.shape)
             self._dq.launch(device, stream, self._dq_programs, 1, 1, dq.data_ptr(), *read, *self._dq_numbers)
         return dq, dk, dv
@@ -231,7 +245,7 @@ class WarpSpecializedProducts:
 
     def __call__(
         self, stream: int, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse2_at: int, delta_at: int,
-        needed: Sequence[bool], *cu_seqlens_at: int,
+        needed: Needed, *cu_seqlens_at: int,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         device = self._on.device
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -266,7 +280,7 @@ def padded_rows(shape: Shape, blocks: Sequence[int]) -> int:
 
 
 def warp_specialized_key(
-    on: OpOn, dtype: torch.dtype, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
+    on: OpOn, dtype: torch.dtype, dim: int, settings: Settings, needed: Needed, deterministic: bool
 ) -> tuple[Any, ...] | None:
     """Of the warp-specialised kernel for a call with ``bounded`` settings, or None: the pack has none for it, or the
     tiles are for the call."""
@@ -280,9 +294,9 @@ def warp_specialized_key(
     return key if kernel.serves(key) else None
 
 
-def for_warp_specialized(on: OpOn, needed: Sequence[bool]) -> bool:
-    """Whether the driver encodes tensor maps, and more than one gradient is needed: the tiles make one alone."""
-    return on.tensor_map is not None and needed[0] and (needed[1] or needed[2])
+def for_warp_specialized(on: OpOn, needed: Needed) -> bool:
+    """Whether the driver encodes tensor maps, and more than one gradient is needed."""
+    return on.tensor_map is not None and needed.several
 
 
 def backward_problems(dim: int, dtype: torch.dtype) -> tuple[Problem, ...]:
@@ -303,7 +317,7 @@ def backward_problems(dim: int, dtype: torch.dtype) -> tuple[Problem, ...]:
 
 
 def plan_for(
-    on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, settings: Settings, needed: Sequence[bool],
+    on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, settings: Settings, needed: Needed,
     deterministic: bool,
 ) -> BackwardPlan:  # fmt: skip
     key = warp_specialized_key(on, q.dtype, q.shape[-1], settings, needed, deterministic)
@@ -328,6 +342,7 @@ def gradients(
         settings: with ``deterministic``, or torch's deterministic algorithms, all is added in a fixed order.
         plan_of, cu_seqlens: of packed sequences, what makes their plans as ``plan_for``, and where they start.
     """
+    needed = Needed(*needed)
     if not any(needed):
         return None, None, None, None
     q, k, v, sinks, o, lse = saved
@@ -336,9 +351,8 @@ def gradients(
     dim, sink_dtype = q.shape[-1], None if sinks is None else sinks.dtype
     q, k, v, o, do = (fitted(t, TILE_UNIT) for t in (q, k, v, o, do))
     deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-    several = needed[0] and (needed[1] or needed[2])
     layouts = (part for t in (q, k, v, o, do) for part in (t.shape, t.stride()))
-    key = (settings, deterministic, several, q.dtype, *layouts, *(t.shape for t in cu_seqlens))
+    key = (settings, deterministic, needed.several, q.dtype, *layouts, *(t.shape for t in cu_seqlens))
     plan = on.plans.get(key)
     if plan is None:
         if len(on.plans) >= REMEMBERED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from liger_aot.ops.attention._backward import (
     DQ_ROWS,
     BackwardPlan,
+    Needed,
     TilesProducts,
     for_warp_specialized,
     padded_rows,
@@ -146,7 +146,7 @@ class WarpSpecializedVarlenBackward:
         lse: Tensor,
         do: Tensor,
         dlse: Tensor | None,
-        needed: Sequence[bool],
+        needed: Needed,
         *cu_seqlens: Tensor,
     ) -> tuple[Tensor | None, ...]:
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -175,7 +175,7 @@ class WarpSpecializedVarlenBackward:
             device, stream, self._postprocess_programs, 1, 1, dq.data_ptr(), dq32.data_ptr(), of_q,
             *self._postprocess_numbers,
         )  # fmt: skip
-        if sinks is None or not needed[3]:
+        if sinks is None or not needed.sinks:
             return dq, dk, dv, None
         dsinks = sinks_gradient(self._on, stream, sinks, self._shape, lse2_at, delta_at, self._padded)
         return dq, dk, dv, dsinks
@@ -189,7 +189,7 @@ def varlen_swizzle_heads(own: OpOn, loaded: Loaded, kv_heads: int, tiles: int) -
 
 
 def warp_specialized_key(
-    own: OpOn, dtype: torch.dtype, dim: int, settings: Settings, needed: Sequence[bool], deterministic: bool
+    own: OpOn, dtype: torch.dtype, dim: int, settings: Settings, needed: Needed, deterministic: bool
 ) -> tuple[Any, ...] | None:
     """Of the warp-specialised kernel for a call with ``bounded`` settings, or None: the pack has none, the driver
     encodes no tensor maps, or the call is for the tiles. Those are deterministic, too."""
@@ -217,7 +217,7 @@ def varlen_backward_problems(dim: int, dtype: torch.dtype) -> tuple[Problem, ...
 
 def backward_plan(
     own: OpOn, sequences: int, on: OpOn, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, settings: Settings,
-    needed: Sequence[bool], deterministic: bool,
+    needed: Needed, deterministic: bool,
 ) -> BackwardPlan | WarpSpecializedVarlenBackward:  # fmt: skip
     """As ``_backward.plan_for``; ``own`` has the kernels of packed sequences, ``on`` the dense backward's."""
     key = warp_specialized_key(own, q.dtype, q.shape[-1], settings, needed, deterministic)
