@@ -1,7 +1,7 @@
 """Attention forward of one tile of rows of Q: ``attend_tile`` in plain Triton, and what the consumer warp groups of the
 warp-specialised kernels do (``consume_tile``, Gluon on Hopper). After FlashAttention-2 and -3.
 
-Consumers walk keys from a tile's last visible block to its first: only the first blocks that they meet carry a mask,
+Consumers take blocks of keys from a tile's last visible block to its first: only the first of them carry a mask,
 and with a left bound the last ones. A warp group skips, but releases, the blocks that only its neighbours see.
 """
 
