@@ -180,9 +180,15 @@ BINARIES = (
         "flash_attention_varlen",
         "flash_attention_varlen_forward-warp_specialized-bf16-64-causal-aligned-block_n128-",
     ),
-    ("flash_attention_backward", "flash_attention_backward_groups_64_ordered-groups-bf16-"),
-    ("flash_attention_backward", "flash_attention_backward_groups_192_causal_ordered-roles-bf16-"),
-    ("flash_attention_varlen_backward", "flash_attention_varlen_backward_groups_96-groups-bf16-"),
+    (
+        "flash_attention_backward",
+        "flash_attention_backward_warp_specialized-narrow-bf16-64-full-deterministic-",
+    ),
+    (
+        "flash_attention_backward",
+        "flash_attention_backward_warp_specialized-wide-bf16-192-causal-deterministic-",
+    ),
+    ("flash_attention_varlen_backward", "flash_attention_varlen_backward_warp_specialized-narrow-bf16-96-"),
 )
 
 

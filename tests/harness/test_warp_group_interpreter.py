@@ -34,7 +34,7 @@ class Dense(interpreter.GroupsDriver):
     [
         Problem(1, 2, 1, 200, 150, 64, causal=True),
         Problem(1, 1, 1, 70, 130, 128, FP16, "bhsd"),
-        Problem(2, 4, 2, 130, 100, 64, causal=True),  # heads take turns to start a block
+        Problem(2, 4, 2, 130, 100, 64, causal=True),  # tiles of heads are interleaved
         Problem(1, 2, 2, 130, 200, 192, causal=True),
     ],
 )
@@ -46,7 +46,7 @@ def test_the_dense_backward(problem: Problem) -> None:
     keywords = {"causal": problem.causal, "layout": problem.layout}
     found = op(do, q, k, v, o, lse, **keywords)
     worst = gradient_errors(found, tensors, do, None, problem, REFERENCE, approximate=False)
-    assert any("_groups_" in name for name in op._own.of(torch.empty(1), "q")._loaded)
+    assert any("_warp_specialized-" in name for name in op._own.of(torch.empty(1), "q")._loaded)
     assert max(worst.values()) <= 1, worst
 
 

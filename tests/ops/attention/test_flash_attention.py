@@ -234,18 +234,23 @@ def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
     choices = explain("flash_attention", arch=arch, shape=(1, 128, 8, 96), dtype="bf16")
-    backward = [f"flash_attention_backward_{kind}" for kind in ("rows", "keys", "queries")]
+    backward = [f"flash_attention_backward_{kind}" for kind in ("preprocess", "dkdv", "dq")]
     if arch == "sm90":
         forward = ["flash_attention_forward"] * 2
         assert [(c.warp_groups, c.threads) for c in choices[:2]] == [(2, 384), (3, 512)]
-        groups = [f"groups_96{kind}" for kind in ("", "_causal", "_ordered", "_causal_ordered")]
-        backward += [f"flash_attention_backward_{kind}" for kind in (*groups, "finish")]
+        backward += [
+            *4 * ["flash_attention_backward_warp_specialized"],
+            "flash_attention_backward_postprocess",
+        ]
     else:
         forward = ["flash_attention_forward_tiles"]
     assert [c.kernel for c in choices] == forward + backward
     assert not any(c.local_bytes for c in choices)
     alone = explain("flash_attention_backward", arch=arch, shape=(1, 128, 8, 96), dtype="bf16")
     assert [c.kernel for c in alone] == backward
+    variants = [c.variant.partition("-bf16-")[2].partition("-aligned")[0] for c in alone[3:-1]]
+    if arch == "sm90":
+        assert variants == ["96-full", "96-causal", "96-full-deterministic", "96-causal-deterministic"]
     with pytest.raises(ArgumentError, match="1 to 256"):
         explain("flash_attention", arch=arch, shape=(1, 128, 8, 257), dtype="bf16")
 

@@ -77,18 +77,16 @@ def test_every_head_dimension_has_a_problem() -> None:
         assert set(tables) == {f"{NAMES[p.dtype]}/{padded_head_dim(p.dim)}/aligned" for p in SMALL}
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["backward_keys", "backward_keys_capped", "backward_queries", "backward_queries_capped"],
-)
-def test_every_row_of_the_tables_has_a_problem(kernel: str) -> None:
-    problems = [p for p in SMALL if bool(p.softcap) == kernel.endswith("capped")]
-    op = "flash_attention_varlen_backward"
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("kernel", ["backward_dkdv", "backward_dq"])
+def test_every_row_of_the_tables_has_a_problem(kernel: str, softcap: bool) -> None:
+    problems = [p for p in SMALL if bool(p.softcap) == softcap]
     for arch in ("gfx90a", "gfx942"):
-        tables = built_pack(arch).op(op).kernels[f"flash_attention_varlen_{kernel}"].tables
-        for dtype, key in ((BF16, "bf16/aligned"), (FP16, "fp16/aligned")):
+        kernels = built_pack(arch).op("flash_attention_varlen_backward").kernels
+        tables = kernels[f"flash_attention_varlen_{kernel}"].tables
+        for dtype, name in ((BF16, "bf16"), (FP16, "fp16")):
             low = 0
-            for bound, variant in tables[key]:
+            for bound, variant in tables[f"{name}/{str(softcap).lower()}/aligned"]:
                 high = bound or 256
                 assert any(p.dtype == dtype and low < p.dim <= high for p in problems), variant
                 low = high
@@ -330,13 +328,13 @@ def test_grids_and_numbers(arch: str) -> None:
         *of_q, *of_q, *of_k, *of_k, *shared, tiles, 3, 64, 2, 1024, 1536, 6, -7, 900, 1536,
     )  # fmt: skip
 
-    x, _, _, *sums = rows.launches["flash_attention_backward_rows"]
+    x, _, _, *sums = rows.launches["flash_attention_backward_preprocess"]
     padded = 1024
-    assert x == 6 * padded // numbers["flash_attention_backward_rows"]["block_m"]
+    assert x == 6 * padded // numbers["flash_attention_backward_preprocess"]["block_m"]
     assert tuple(sums[6:]) == (0, *of_q, 0, *of_q, x // 6, 6, 64, 1024, padded)
     read = (*of_q, *of_k, *of_k, *of_q, *shared, 0.125)
     sizes = (3, 64, padded, 2, 1024, 1536, 6, -7)
-    kernel = "flash_attention_varlen_backward_keys"
+    kernel = "flash_attention_varlen_backward_dkdv"
     x, _, _, *keys = keyed.launches[kernel]
     tiles = 1536 // numbers[kernel]["block_n"] + 3
     assert x == 2 * tiles and tuple(keys[8:]) == (
@@ -347,7 +345,7 @@ def test_grids_and_numbers(arch: str) -> None:
         tiles,
         *sizes,
     )
-    kernel = "flash_attention_varlen_backward_queries"
+    kernel = "flash_attention_varlen_backward_dq"
     x, _, _, *queries = keyed.launches[kernel]
     tiles = 1024 // numbers[kernel]["block_m"] + 3
     assert x == 6 * tiles and tuple(queries[9:]) == (*of_q, *read, tiles, *sizes)
@@ -366,14 +364,10 @@ def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
     choices = explain("flash_attention_varlen", arch=arch, shape=(1024, 8, 96), dtype="bf16")
-    kernels = ["backward_rows", "varlen_backward_keys", "varlen_backward_queries"]
-    if (
-        "flash_attention_varlen_backward_rows"
-        in built_pack(arch).op("flash_attention_varlen_backward").kernels
-    ):
-        kernels += [f"varlen_backward_{kind}" for kind in ("rows", "groups_96", "finish")]
+    kernels = ["backward_preprocess", "varlen_backward_dkdv", "varlen_backward_dq"]
     forward = ["varlen_forward_tiles"]
     if arch == "sm90":
+        kernels += [f"varlen_backward_{kind}" for kind in ("preprocess", "warp_specialized", "postprocess")]
         forward = ["varlen_forward", "varlen_forward", *forward]
     assert [c.kernel for c in choices] == [f"flash_attention_{k}" for k in (*forward, *kernels)]
     # its declaration says why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Schema, check_flag
 from liger_aot.ops.attention._operands import VARLEN, Settings, shape_of
-from liger_aot.ops.op import Problem, check_same_device, check_tensor
+from liger_aot.ops.op import check_same_device, check_tensor
 
 LARGEST_DIM = 256
 LAYOUTS = ("bshd", "bhsd")
@@ -68,14 +67,6 @@ def check_results(op: str, o: Any, lse: Any, do: Any, dlse: Any, q: Tensor, k: T
     for name, t in (("lse", lse), ("dlse", dlse)):
         if name == "lse" or t is not None:
             _check_like(op, name, t, None, rows, q)
-
-
-def problems_of(
-    op: str, kernels: Sequence[str], shape: Sequence[int], dtype: torch.dtype
-) -> tuple[Problem, ...]:
-    """One of each kernel, for q of a shape; the size that chooses a variant is the head dimension."""
-    check_dim(op, shape[-1])
-    return tuple(Problem(kernel, (dtype,), True, shape[-1]) for kernel in kernels)
 
 
 def _check_like(op: str, name: str, t: Any, like: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:

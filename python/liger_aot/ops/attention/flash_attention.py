@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
-from liger_aot.ops.attention._backward import backward_kernels, gradients
-from liger_aot.ops.attention._checks import (
-    LAYOUTS,
-    SCALES,
-    check_attention,
-    check_dim,
-    problems_of,
-    settings_of,
-)
+from liger_aot.ops.attention._backward import backward_problems, gradients
+from liger_aot.ops.attention._checks import LAYOUTS, SCALES, check_attention, check_dim, settings_of
 from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
     COUNTER_WORDS,
@@ -179,7 +172,7 @@ class FlashAttention(DifferentiableOp):
         key, keys = (dtype, padded_head_dim(shape[-1])), keys_of(shape)
         forward = [Problem(FORWARD, (*key, mask), True, keys) for mask in ("full", "causal")]
         forward.append(Problem(f"{FORWARD}_tiles", key, True, keys))
-        return (*forward, *problems_of(self.name, backward_kernels(shape[-1]), shape, dtype))
+        return (*forward, *backward_problems(shape[-1], dtype))
 
     @staticmethod
     def reference(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Schema, check_flag
 from liger_aot.ops.attention._backward import gradients
-from liger_aot.ops.attention._checks import SCALES, check_dim, problems_of, settings_of
+from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
     COUNTER_WORDS,
@@ -42,7 +42,7 @@ from liger_aot.ops.attention._varlen import (
     varlen_bounds,
     varlen_sizes,
 )
-from liger_aot.ops.attention._varlen_backward import backward_kernels, backward_plan
+from liger_aot.ops.attention._varlen_backward import backward_plan, varlen_backward_problems
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
@@ -214,7 +214,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         key, keys = (dtype, padded_head_dim(shape[-1])), keys_of(shape)
         forward = [Problem(FORWARD, (*key, mask), True, keys) for mask in ("full", "causal")]
         forward.append(Problem(f"{FORWARD}_tiles", key, True, keys))
-        return (*forward, *problems_of(self.name, backward_kernels(shape[-1]), shape, dtype))
+        return (*forward, *varlen_backward_problems(shape[-1], dtype))
 
     @staticmethod
     def reference(

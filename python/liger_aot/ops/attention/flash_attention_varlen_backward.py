@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 
-from liger_aot.ops.attention._backward import backward_kernels
-from liger_aot.ops.attention._checks import check_results, problems_of, settings_of
+from liger_aot.ops.attention._checks import check_dim, check_results, settings_of
 from liger_aot.ops.attention._operands import VARLEN
 from liger_aot.ops.attention._varlen import check_values, check_varlen
+from liger_aot.ops.attention._varlen_backward import varlen_backward_problems
 from liger_aot.ops.attention.flash_attention_varlen import (
     BACKWARD,
     FlashAttentionVarlen,
@@ -33,9 +33,9 @@ class FlashAttentionVarlenBackward(Op):
     dlse=None, ...) -> (dq, dk, dv, dsinks)``
 
     The gradients of ``o, lse = flash_attention_varlen(q, k, v, cu_seqlens_q, ..., return_lse=True)``. They have the
-    same bits every time, but for dq's last ones where a pack has kernels by warp groups for the call (sm90; ``explain``
-    says so), which add it up in float32 in memory. Memory beside the results: two float32 a query and head; by warp
-    groups dq in float32, too, and of both up to 128 rows a sequence more.
+    same bits every time, but for dq's last ones where a pack has a warp-specialised kernel for the call (sm90;
+    ``explain`` says so), which adds it up in float32 in memory. Memory beside the results: two float32 a query and
+    head; warp-specialised, dq in float32, too, and of both up to 128 rows a sequence more.
 
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
@@ -111,7 +111,8 @@ class FlashAttentionVarlenBackward(Op):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """Of a call without a soft cap and without sinks."""
-        return problems_of(self.name, backward_kernels(shape[-1]), shape, dtype)
+        check_dim(self.name, shape[-1])
+        return varlen_backward_problems(shape[-1], dtype)
 
 
 OP = FlashAttentionVarlenBackward
