@@ -49,6 +49,14 @@ PANELS = {
 
 
 @triton.jit
+def p_exponent(dtype: tl.constexpr):
+    """The power of two by which probabilities are scaled before they are rounded to ``dtype``: in float16 the largest is
+    2^15 then. Normal float16 numbers end at 2^-14; below, digits are lost, and gfx90a's matrix instructions read zeros.
+    Sums of probabilities are scaled, too."""
+    return 15.0 if dtype == tl.float16 else 0.0
+
+
+@triton.jit
 def load_rows(X, rows, stride, columns, dim, length, MASKED: tl.constexpr):
     """[rows, columns] of a tensor, zero past ``dim`` columns and, with MASKED, outside of its ``length`` rows."""
     at = X + rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -111,7 +119,7 @@ def tile_step(
         s = tl.where(keys[None, :] < high[:, None], s, float("-inf"))
         s = tl.where(keys[None, :] >= low[:, None], s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * h.scale)
-    p = tl.exp2(s * h.scale - new_m[:, None])
+    p = tl.exp2(s * h.scale - (new_m - p_exponent(q.dtype))[:, None])
     alpha = tl.exp2(m - new_m)
     sums = sums * alpha + tl.sum(p, 1)
     p = p.to(q.dtype)
@@ -161,6 +169,7 @@ def attend_tile(
             j * BLOCK_N, h, q, q2, low, high, acc, acc2, m, sums, True, BLOCK_N, D1, D2
         )
 
+    m -= p_exponent(q.dtype)
     sink = tl.load(h.SINK, mask=h.has_sink, other=float("-inf")) * 1.4426950408889634
     new_m = tl.maximum(m, sink)
     by = tl.exp2(m - new_m)

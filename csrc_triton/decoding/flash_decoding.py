@@ -16,6 +16,7 @@ Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
 import triton
 import triton.language as tl
 
+from csrc_triton.attention.forward import p_exponent
 from csrc_triton.common.overlap import let_next_start, once_previous_ended
 from csrc_triton.decoding.split_kv import (
     BATCH_BLOCK,
@@ -226,7 +227,7 @@ def split(
                 )  # one comparison for both ends
                 s = tl.where(behind < seen[:, None], s, float("-inf"))
             new_m = tl.maximum(m, tl.max(s, 1))
-            p = tl.exp2(s - new_m[:, None])
+            p = tl.exp2(s - (new_m - p_exponent(q.dtype))[:, None])
             by = tl.exp2(m - new_m)
             m = new_m
             if BY_COLUMN:
@@ -240,6 +241,7 @@ def split(
             tl.store(flag, unknown.to(tl.int64), mask=(unknown != 0) & flagged)
             wrong = wrong | (tl.max((unknown != 0).to(tl.int32), 0) > 0)
         total = tl.where(wrong, float("nan"), tl.sum(sums, 1) if BY_COLUMN else sums)
+        m -= p_exponent(q.dtype)
         keep = in_cols[None, :]
         if whole:
             lse, by = finalise(m, total, sink_of(SINKS, query_head))

@@ -28,7 +28,18 @@ from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of
 from tests.harness.tolerances import REFERENCE
 from tests.harness.warp_group_interpreter import GroupsDriver
-from tests.ops.decoding.decoding_cases import BF16, EMPTY, FP16, MORE_BINARIES, SMALL, Problem, check
+from tests.ops.attention.attention_cases import GAPS
+from tests.ops.decoding.decoding_cases import (
+    BF16,
+    EMPTY,
+    FP16,
+    MORE_BINARIES,
+    SMALL,
+    Problem,
+    check,
+    errors,
+    far_behind,
+)
 
 pytest_plugins = ("tests.harness.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
@@ -221,6 +232,17 @@ def test_registration() -> None:
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashDecoding, pack, EmulatorDriver), problem, dict(pack.tolerance))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+def test_keys_far_behind_on_amd(arch: str, gap: float, splits: int) -> None:
+    """In float16 their probabilities are subnormal, which gfx90a's matrix instructions read as zeros."""
+    pack, (problem, tensors) = built_pack(arch), far_behind(gap, FP16, splits)
+    op = bound_op(FlashDecoding, pack, EmulatorDriver)
+    o, lse = op(*tensors[:3], **problem.keywords(tensors))
+    assert max(errors(o, lse, tensors, problem, dict(pack.tolerance))) <= 1
 
 
 def spoiled(device: str = "cpu") -> tuple[Problem, list[Any]]:

@@ -11,7 +11,8 @@ import liger_aot
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.runtime.packs import pack_for
-from tests.ops.decoding.decoding_cases import BF16, EMPTY, FP16, SMALL, Problem, check, errors
+from tests.ops.attention.attention_cases import GAPS
+from tests.ops.decoding.decoding_cases import BF16, EMPTY, FP16, SMALL, Problem, check, errors, far_behind
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +76,17 @@ def views(t: Tensor) -> dict[str, Tensor]:
         "beside others": wide[..., 16 : 16 + t.shape[-1]],
         "misaligned": odd[1:].view(t.shape),
     }
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("gap", GAPS)
+def test_keys_far_behind(
+    op: FlashDecoding, allowed: dict[str, float], gap: float, dtype: torch.dtype, splits: int
+) -> None:
+    """Their probabilities are subnormal in float16."""
+    problem, tensors = far_behind(gap, dtype, splits, "cuda")
+    assert max(errors(*op(*tensors[:3], **problem.keywords(tensors)), tensors, problem, allowed)) <= 1
 
 
 @pytest.mark.parametrize("page", [0, 32])
