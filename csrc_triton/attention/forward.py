@@ -1,7 +1,7 @@
 """Attention forward of one tile of rows of Q: ``attend_tile`` in plain Triton, and what the consumer warp groups of the
 warp-specialised kernels do (``consume_tile``, Gluon on Hopper). After FlashAttention-2 and -3.
 
-Consumers walk keys from a tile's last visible block to its first: only the first blocks that they meet carry a mask,
+Consumers take blocks of keys from a tile's last visible block to its first: only the first of them carry a mask,
 and with a left bound the last ones. A warp group skips, but releases, the blocks that only its neighbours see.
 """
 
@@ -46,6 +46,14 @@ PANELS = {
     192: {"D1": 128, "D2": 64, "BOX": 64, "OUT": 128},
     256: {"D1": 256, "D2": 0, "BOX": 64, "OUT": 128},
 }
+
+
+@triton.jit
+def p_exponent(dtype: tl.constexpr):
+    """The power of two by which probabilities are scaled before they are rounded to ``dtype``: in float16 the largest is
+    2^15 then. Normal float16 numbers end at 2^-14; below, digits are lost, and gfx90a's matrix instructions read zeros.
+    Sums of probabilities are scaled, too."""
+    return 15.0 if dtype == tl.float16 else 0.0
 
 
 @triton.jit
@@ -111,7 +119,7 @@ def tile_step(
         s = tl.where(keys[None, :] < high[:, None], s, float("-inf"))
         s = tl.where(keys[None, :] >= low[:, None], s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * h.scale)
-    p = tl.exp2(s * h.scale - new_m[:, None])
+    p = tl.exp2(s * h.scale - (new_m - p_exponent(q.dtype))[:, None])
     alpha = tl.exp2(m - new_m)
     sums = sums * alpha + tl.sum(p, 1)
     p = p.to(q.dtype)
@@ -161,6 +169,7 @@ def attend_tile(
             j * BLOCK_N, h, q, q2, low, high, acc, acc2, m, sums, True, BLOCK_N, D1, D2
         )
 
+    m -= p_exponent(q.dtype)
     sink = tl.load(h.SINK, mask=h.has_sink, other=float("-inf")) * 1.4426950408889634
     new_m = tl.maximum(m, sink)
     by = tl.exp2(m - new_m)

@@ -83,7 +83,9 @@ STEP = gl.constexpr(2)  # sequences that all of a window are compared with at on
 MIN_TILES = gl.constexpr(
     2
 )  # tiles of a set of heads for each program, on average: with fewer they end unevenly
-PAIRS = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0]))  # of sequences, by one warp
+COMPARED = gl.constexpr(
+    gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0])
+)  # (own, other) sequence, of one warp
 OWN = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 2], [32, 1], [1, 1], [1, 0])))
 FIRST, END, START_Q, LEN_Q, START_K, LEN_K, FIELDS = (
     gl.constexpr(i) for i in range(7)
@@ -193,7 +195,7 @@ def fill_window(s, seqs, window, block: gl.constexpr):
     window.index(LEN_K).store(len_k.to(gl.int32))
     first = gl.zeros([WINDOW], gl.int32, OWN) + first_tile(s, seqs, block)
     for i in range(0, gl.where(seqs.count < WINDOW, seqs.count + 1, 0), STEP):
-        others = s + i + gl.arange(0, STEP, gl.SliceLayout(0, PAIRS))
+        others = s + i + gl.arange(0, STEP, gl.SliceLayout(0, COMPARED))
         _, rows = query_spans(others, seqs)
         _, keys = spans(seqs.cu_seqlens_k, others, seqs, seqs.tokens_k)
         more = gl.expand_dims(keys, 0) - gl.expand_dims(window.index(LEN_K).load(OWN), 1)

@@ -13,7 +13,7 @@ A program walks over blocks; its sum is one fp32 number in PARTIALS, which ``div
 gaps and labels come as one row of all their elements. A row whose label is ``ignored`` is not read: it adds nothing,
 and its gradient is zero.
 
-mixed, with h and l the greater and the smaller of x and y, w_h and w_l their weights (beta is y's),
+mixed, with h and l the greater and the smaller of x and y, w_h and w_l their weights (y's is beta, x's 1 - beta),
 u = (h - l) log2(e), c = w_l 2^-u, s = w_h + c and L = log2(s), is -ln(2) 2^(h log2(e)) (s L + c u): two powers and one
 logarithm, and no difference of nearly equal logarithms. Its derivative by x is -ln(2) 2^(h log2(e)) times w_h L where x
 is the greater, else c (L + u).
@@ -100,8 +100,9 @@ def logarithm(x, FAST: tl.constexpr):
 
 @triton.jit
 def terms(x, y, number, KIND: tl.constexpr, FAST: tl.constexpr):
-    """(summand, derivative), to be multiplied by ``factors``. ``number`` is beta, or the least value that a logarithm
-    is taken of."""
+    """(summand, derivative), to be multiplied by ``factors``. ``number`` is the least value that a logarithm is taken
+    of, or for mixed the smaller weight, x's as a negative number: a difference from 1 would have fewer of its digits.
+    """
     if KIND == "probabilities":
         term = y * (logarithm(tl.maximum(y, number), FAST) * LN_2 - x)
         return tl.where(y == 0.0, 0.0, term), y
@@ -117,8 +118,10 @@ def terms(x, y, number, KIND: tl.constexpr, FAST: tl.constexpr):
         u = tl.minimum(tl.abs(x - y) * LOG2_E, FARTHEST)
         higher = tl.exp2(tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL) * LOG2_E)
         x_is_higher = x > y
-        lower_weight = tl.where(x_is_higher, number, 1.0 - number)
-        higher_weight = 1.0 - lower_weight
+        x_weight = tl.where(number < 0.0, -number, 1.0 - number)
+        y_weight = tl.where(number < 0.0, 1.0 + number, number)
+        lower_weight = tl.where(x_is_higher, y_weight, x_weight)
+        higher_weight = tl.where(x_is_higher, x_weight, y_weight)
         c = lower_weight * tl.exp2(-u)
         s = higher_weight + c
         log_s = logarithm(s, FAST)

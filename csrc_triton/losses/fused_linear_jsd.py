@@ -102,7 +102,7 @@ def rows(
     BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """scale is log2(e) / temperature, inverse 1 / temperature, per_row what a row's divergence is multiplied by in the
-    loss, to be divided by COUNT where that is given."""
+    loss, to be divided by COUNT where that is given; beta is the number of ``terms``."""
     row = tl.program_id(0).to(tl.int64)
     LOSSES += row
     STUDENT += row * stride

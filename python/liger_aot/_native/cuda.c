@@ -52,6 +52,7 @@ typedef struct {
     int (*kernel_function)(void **function, void *kernel);
     int (*function_load)(void *function);                                                  /* CUDA 12.4 */
     int (*kernel_parameter)(void *kernel, size_t index, size_t *offset, size_t *size);     /* CUDA 12.4 */
+    int (*kernel_parameter_count)(void *kernel, size_t *count);                            /* CUDA 13.2 */
     int (*encode_tiled)(void *map, int type, unsigned rank, void *address, const uint64_t *sizes,
                         const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides, int interleave,
                         int swizzle, int promotion, int fill);
@@ -80,6 +81,7 @@ static const Symbol SYMBOLS[] = {
     {"cuKernelGetFunction", AT(kernel_function), 0},
     {"cuFuncLoad", AT(function_load), 1},
     {"cuKernelGetParamInfo", AT(kernel_parameter), 1},
+    {"cuKernelGetParamCount", AT(kernel_parameter_count), 1},
     {"cuTensorMapEncodeTiled", AT(encode_tiled), 0},
     {"cuLaunchKernel", AT(launch), 0},
     {"cuLaunchCooperativeKernel", AT(launch_cooperative), 0},
@@ -224,6 +226,11 @@ static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {
     return outcome("cuLibraryUnload", cuda_functions(driver)->library_unload(code->library));
 }
 
+static int cuda_parameter_count(const DriverLibrary *driver, const Code *code, size_t *count) {
+    const CudaFunctions *cuda = cuda_functions(driver);
+    return cuda->kernel_parameter_count != NULL && cuda->kernel_parameter_count(code->kernel, count) == 0;
+}
+
 /* An index past the last parameter is an invalid value to the driver. Other failures say nothing of the kernel. */
 static ParameterAnswer cuda_parameter(const DriverLibrary *driver, const Code *code, size_t index, size_t *size) {
     const CudaFunctions *cuda = cuda_functions(driver);
@@ -265,6 +272,7 @@ const Backend cuda_backend = {
     .prepare = cuda_prepare,
     .launch = cuda_launch,
     .unload = cuda_unload,
+    .parameter_count = cuda_parameter_count,
     .parameter = cuda_parameter,
     .encode = cuda_encode,
     .describe = cuda_describe,

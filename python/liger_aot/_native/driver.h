@@ -110,6 +110,8 @@ struct Backend {
     Outcome (*prepare)(DriverLibrary *driver, Code *code, int device);
     Outcome (*launch)(const DriverLibrary *driver, const Code *code, int device, const Launch *launch);
     Outcome (*unload)(const DriverLibrary *driver, Code *code);
+    /* Whether the driver says how many parameters a loaded kernel has. NULL where no driver of the backend does. */
+    int (*parameter_count)(const DriverLibrary *driver, const Code *code, size_t *count);
     /* How many bytes a loaded kernel's own parameter has. NULL where no driver of the backend says. */
     ParameterAnswer (*parameter)(const DriverLibrary *driver, const Code *code, size_t index, size_t *size);
     /* Writes TENSOR_MAP_BYTES to `map`, which is 64-byte aligned; needs no device. NULL where there is no such thing. */

@@ -144,30 +144,29 @@ static size_t parameter_sizes(const char *letters, size_t *sizes) {
     return count;
 }
 
+/* Sets the error of a kernel that has another number of parameters than its signature. */
+static int refuse_count(const KernelObject *self, size_t count, size_t own) {
+    PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, kernel %U has %zu",
+                 self->letters, count, self->name, own);
+    return -1;
+}
+
 /* Where the driver can say which parameters the kernel has, they must be the signature's: the driver would read others past
  * the end of what a launch gives it. A launch gives each parameter by itself, so that only sizes matter; where the driver
- * places them depends on where the block of parameters starts. Returns 0, or -1 with an error set. */
+ * places them depends on where the block of parameters starts. A driver that does not say how many there are is not asked
+ * for one more: that is an error, which compute-sanitizer reports. Returns 0, or -1 with an error set. */
 static int check_parameters(const KernelObject *self) {
-    size_t sizes[MAX_PARAMETERS + SCRATCH_POINTERS];
+    size_t sizes[MAX_PARAMETERS + SCRATCH_POINTERS], own;
     const DriverLibrary *library = &self->driver->library;
-    if (library->backend->parameter == NULL) return 0;
+    const Backend *backend = library->backend;
+    if (backend->parameter == NULL) return 0;
     size_t count = parameter_sizes(self->letters, sizes);
-    for (size_t i = 0; i <= count; i++) {
+    if (backend->parameter_count(library, &self->code, &own) && own != count) return refuse_count(self, count, own);
+    for (size_t i = 0; i < count; i++) {
         size_t size = 0;
-        switch (library->backend->parameter(library, &self->code, i, &size)) {
-            case PARAMETER_UNKNOWN: return 0;
-            case PARAMETER_IS_NONE:
-                if (i == count) return 0;
-                PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, "
-                             "kernel %U has %zu", self->letters, count, self->name, i);
-                return -1;
-            case PARAMETER_IS: break;
-        }
-        if (i == count) {
-            PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, "
-                         "kernel %U has more", self->letters, count, self->name);
-            return -1;
-        }
+        ParameterAnswer answer = backend->parameter(library, &self->code, i, &size);
+        if (answer == PARAMETER_UNKNOWN) return 0;
+        if (answer == PARAMETER_IS_NONE) return refuse_count(self, count, i);
         if (size != sizes[i]) {
             PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes, the signature has "
                          "%zu", self->letters, i + 1, self->name, size, sizes[i]);

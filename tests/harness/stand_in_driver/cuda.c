@@ -130,6 +130,14 @@ int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *siz
     return INVALID_VALUE;
 }
 
+int cuKernelGetParamCount(void *kernel, size_t *count) {
+    ENTER(NO_DEVICE);
+    *count = 0;
+    for (const char *letter = ((Kernel *)kernel)->letters; *letter != 0; letter++)
+        *count += *letter <= '9' ? 1 + 2 * (size_t)(*letter - '0') : 1;
+    return SUCCESS;
+}
+
 int cuFuncLoad(void *function) {
     ENTER(contexts[context_depth]);
     return ((uintptr_t)function & 1) != 0 ? SUCCESS : INVALID_HANDLE;

@@ -30,7 +30,17 @@ from tests.emulator.emulated_cases import emulated
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.planned_packs import tables_of
 from tests.harness.tolerances import NAMES, REFERENCE
-from tests.ops.attention.attention_cases import BF16, EMPTY, SMALL, Problem, check
+from tests.ops.attention.attention_cases import (
+    BF16,
+    EMPTY,
+    FP16,
+    GAPS,
+    SMALL,
+    Problem,
+    check,
+    errors,
+    far_behind,
+)
 
 pytest_plugins = ("tests.harness.pack_fixtures",)
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
@@ -206,6 +216,34 @@ def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     op = bound_op(FlashAttention, pack, EmulatorDriver)
     check(op, problem, dict(pack.tolerance))
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+def test_keys_far_behind_on_amd(arch: str, gap: float) -> None:
+    """In float16 their probabilities are subnormal, which gfx90a's matrix instructions read as zeros."""
+    pack, (problem, tensors) = built_pack(arch), far_behind(gap, FP16)
+    o, lse = bound_op(FlashAttention, pack, EmulatorDriver)(*tensors[:3], return_lse=True)
+    assert max(errors(o, lse, tensors, problem, dict(pack.tolerance), approximate=False)) <= 1
+
+
+@pytest.mark.parametrize("gap", GAPS)
+def test_what_is_allowed_of_keys_far_behind(gap: float) -> None:
+    """Probabilities that are rounded to float16; zeros in the place of subnormal ones are too far off."""
+    problem, tensors = far_behind(gap, FP16)
+    q, k, v, _ = (None if t is None else t.double() for t in tensors)
+    assert q is not None and k is not None and v is not None
+    _, lse = FlashAttention.reference(q, k, v, None, *problem.settings())
+    e = torch.exp(torch.tensor([0.0] + [-gap] * 199, dtype=torch.float64))
+
+    def found(p: Tensor) -> float:
+        o = (p.double() @ v[0, :, 0] / e.sum()).to(FP16).view(1, 1, 1, 64)
+        return errors(o, lse.float(), tensors, problem, REFERENCE, approximate=False)[0]
+
+    rounded = e.to(FP16)
+    assert found(rounded) <= 1
+    flushed = torch.where(rounded < torch.finfo(FP16).tiny, 0, rounded)
+    assert (found(flushed) > 10) == (gap > 9.7)
 
 
 def test_every_head_dimension_has_a_problem() -> None:

@@ -1,4 +1,4 @@
-"""Attention of packed sequences without a GPU: the reference, the AMD binaries on the emulator, the device code on
+"""Varlen attention without a GPU: the reference, the AMD binaries on the emulator, the device code on
 Triton's interpreter, the checks, torch.compile, what is launched."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of attention of packed sequences share: problems, and the check of each sequence against float64."""
+"""What the tests of varlen attention share: problems, and the check of each sequence against float64."""
 
 from __future__ import annotations
 

@@ -101,6 +101,20 @@ class TestJSD(DivergenceTests):
         x[1, 3] = torch.nan
         assert way.op(x, y, beta=beta).isnan()  # type: ignore[operator]
 
+    @pytest.mark.parametrize("way", WAYS, indirect=True)
+    @pytest.mark.parametrize("beta", [1e-42, 1e-9, 1e-4, 1 - 1e-4, 1 - 1e-9])
+    def test_small_weights(self, way: Way, beta: float) -> None:
+        """A small weight keeps its digits where its distribution has most of the mixture. One that float32 takes for
+        zero does not make NaN of tokens that the other model masks."""
+        generator = torch.Generator().manual_seed(1)
+        x, y = (torch.randn(4, 48, generator=generator) * 8 for _ in range(2))
+        x[:, 3], y[:, 5] = -400.0, -400.0
+        tensors = x.log_softmax(-1).to(way.device), y.log_softmax(-1).to(way.device), None
+        settings, grads = (beta, -100), (torch.ones((), device=way.device),)
+        got = self.run(way.op, tensors, settings, grads)
+        exact = self.exact(tensors, settings, grads, got)
+        self.compare(got, exact, tensors, way.allowed, f"beta {beta}")
+
     @pytest.mark.parametrize("way", [w for w in WAYS if "interpreter" not in str(w)], indirect=True)
     def test_disjoint_distributions(self, way: Way) -> None:
         """Where one model's probability is zero, the mixture's is the other's share: log(2) in all for beta = 0.5."""

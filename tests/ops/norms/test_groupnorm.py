@@ -15,7 +15,8 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.norms._group_plans import Shape, split_of
 from liger_aot.ops.norms.groupnorm import GroupNorm
-from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests
+from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, WAYS, Case, Draw, Exact, OpTests, Way, slow_on
+from tests.ops.norms.test_layernorm import sums_of_nearly_zero
 
 X, V = torch.ones(2, 8, 3, 3), torch.ones(8)
 
@@ -152,7 +153,8 @@ class TestGroupNorm(OpTests):
             )
 
         mean, rstd = stats.reshape(x.shape[0], groups, 1, 2).split(1, -1)
-        normal = ((grouped(x) - mean).abs() + mean.abs()) * rstd  # and what the mean's rounding leaves
+        added = grouped(x).abs().mean((2, 3), keepdim=True)
+        normal = ((grouped(x) - mean).abs() + added) * rstd  # and what the mean's sum loses
         scale = 1.0 if weight is None else weight.abs().reshape(groups, -1, 1)
         shift = 0.0 if bias is None else bias.abs().reshape(groups, -1, 1)
         limits: dict[str, Mapping[str, Any]] = {"y": {"magnitude": like_x(normal * scale + shift)}}
@@ -188,6 +190,17 @@ class TestGroupNorm(OpTests):
 
     def tail(self, case: Case, tensor: Any) -> Any:
         return tensor[-1:] if tensor.shape[:1] == case.shape[:1] else None
+
+    @pytest.mark.parametrize("way", slow_on(WAYS, "emulator"), indirect=True)
+    @pytest.mark.parametrize("last", [False, True])
+    def test_a_mean_of_nearly_zero(self, way: Way, last: bool) -> None:
+        """As layernorm's."""
+        x = sums_of_nearly_zero(8, way.device).view(4, 2, 5)
+        tensors = x.mT.contiguous() if last else x, None, None
+        settings, grads = (2, self.defaults["eps"], last), (torch.ones_like(tensors[0]),)
+        got = self.run(way.op, tensors, settings, grads)
+        exact = self.exact(tensors, settings, grads, got)
+        self.compare(got, exact, tensors, way.allowed, "groups with a mean of nearly zero")
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -44,7 +44,7 @@ class Settings(NamedTuple):
 
 
 def shape_of(q: Tensor, k: Tensor, layout: str) -> Shape:
-    """What is packed counts as one sequence."""
+    """All tokens of a varlen call count as one sequence."""
     if layout == VARLEN:
         return Shape(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2])
     length, head = (1, 2) if layout == "bshd" else (2, 1)
@@ -108,9 +108,9 @@ class TensorMapCache:
         return known
 
 
-def checked_tiles(shape: Shape, tiles_a_head: int) -> int:
+def checked_tiles(shape: Shape, tiles_per_head: int) -> int:
     """Tiles in all heads of q; ArgumentError where they or the lengths are too many for 32 bits."""
-    tiles = tiles_a_head * shape.batch * shape.heads
+    tiles = tiles_per_head * shape.batch * shape.heads
     if tiles >= 1 << 31 or max(shape.len_q, shape.len_k) >= MAX_SEQLEN:
         raise ArgumentError(
             f"flash_attention: {shape.batch} x {shape.heads} heads of {shape.len_q} rows and {shape.len_k} keys are "
@@ -119,12 +119,12 @@ def checked_tiles(shape: Shape, tiles_a_head: int) -> int:
     return tiles
 
 
-def swizzle_heads(on: OpOn, loaded: Loaded, tiles_a_head: int, settings: Settings) -> int:
-    """How many heads at a time take turns to start a tile, of kernels with a program a tile. With a bound tiles differ:
-    as many as fit onto the GPU together, so that no long tile starts late."""
+def swizzle_heads(on: OpOn, loaded: Loaded, tiles_per_head: int, settings: Settings) -> int:
+    """How many heads have interleaved tiles, of kernels with a program a tile. With a bound tiles differ: as many heads
+    as fit onto the GPU together, so that no long tile starts last."""
     if settings.left < 0 and settings.right < 0:
         return 1
-    return max(1, on.multiprocessors * loaded.variant.resident // tiles_a_head)
+    return max(1, on.multiprocessors * loaded.variant.resident // tiles_per_head)
 
 
 def scales_of(settings: Settings) -> tuple[float, float]:

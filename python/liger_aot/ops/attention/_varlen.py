@@ -60,7 +60,7 @@ def check_values(
 ) -> None:
     """ArgumentError where sequences don't rise from 0 within the tokens, or one is too long; on the CPU alone, where
     looking costs nothing."""
-    for which, t, size, longest in zip("qk", cu_seqlens, tokens, max_seqlens, strict=True):
+    for which, t, size, max_seqlen in zip("qk", cu_seqlens, tokens, max_seqlens, strict=True):
         if t.device.type != "cpu":
             continue
         starts = t.tolist()
@@ -76,9 +76,9 @@ def check_values(
             raise ArgumentError(
                 f"{op}: cu_seqlens_{which} must end at the {size} tokens of {which} or before, got {starts[-1]}"
             )
-        if max(lengths, default=0) > longest:
+        if max(lengths, default=0) > max_seqlen:
             raise ArgumentError(
-                f"{op}: max_seqlen_{which} must be the longest length, {max(lengths)}, or more; got {longest}"
+                f"{op}: max_seqlen_{which} must be the longest length, {max(lengths)}, or more; got {max_seqlen}"
             )
 
 
@@ -109,9 +109,9 @@ def varlen_bounds(shape: Shape, settings: Settings) -> tuple[int, int]:
 
 
 def map_operand(t: Tensor) -> Tensor:
-    """What a map of packed ``t`` is over: (place, head, row, column), where places and rows are tokens apart. It starts
-    ``bytes_before`` before ``t``: row ``tokens - length + r`` at place ``start + length`` is row r of the sequence
-    there, and the first one behind the sequence is outside of the map."""
+    """What a varlen kernel's map of ``t`` is over: (place, head, row, column), where places and rows are tokens apart.
+    It starts ``bytes_before`` before ``t``: row ``tokens - length + r`` at place ``start + length`` is row r of the
+    sequence there, and the first one behind the sequence is outside of the map."""
     _, head, row = strides_of(t, VARLEN)
     tokens, heads, dim = t.shape
     return torch.empty_strided(

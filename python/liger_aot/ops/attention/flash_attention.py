@@ -66,8 +66,8 @@ class FlashAttention(DifferentiableOp):
             is 0.
         layout: "bshd" or "bhsd".
         deterministic: gradients have the same bits every time. Without it q's may differ in their last bits from run to
-            run where a pack's backward has warp groups (sm90), which then need not take turns; all others never do.
-            Under ``torch.use_deterministic_algorithms(True)`` none does.
+            run where a pack's backward is warp-specialised (sm90): its programs add to dq in any order. Under
+            ``torch.use_deterministic_algorithms(True)`` none differs.
         return_lse: also return the logarithm of each query's sum.
 
     Returns:
@@ -241,8 +241,8 @@ class FlashAttention(DifferentiableOp):
         )
         dsinks = None
         if sinks is not None:
-            share = torch.exp(sinks.to(wide)[:, None] - lse.to(wide))
-            dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+            weight = torch.exp(sinks.to(wide)[:, None] - lse.to(wide))
+            dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, dsinks
 
 

@@ -75,8 +75,8 @@ class FlashAttentionVarlen(DifferentiableOp):
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on q's device: where each sequence starts in q, and in k and
             v, then where the last one ends: at the tokens or before. They start at 0 and don't fall; a sequence may
             have no queries, or no keys.
-        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more: they are checked. By max_seqlen_k a pack may
-            have a kernel for short sequences, whose last bits may differ.
+        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more: they are checked. max_seqlen_k may choose
+            another variant, whose last bits may differ.
         causal: a query sees no key after its own position, where a sequence's last query stands at its last key.
         scale: of the scores, above 0. Default 1 / sqrt(dim).
         window: (left, right): a query sees so many keys before and after its own position. None is no bound.
@@ -84,7 +84,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head of q the score of one more key, whose value
             is 0.
         deterministic: all gradients have the same bits every time. Without it q's may differ in their last bits from
-            run to run where a pack's backward has warp groups (sm90). Under
+            run to run where a pack's backward is warp-specialised (sm90). Under
             ``torch.use_deterministic_algorithms(True)`` none does.
         return_lse: also return the logarithm of each query's sum.
 
@@ -274,21 +274,21 @@ def varlen_gradients(
 
     Args:
         saved: what the forward saved.
-        settings: but for the longest lengths.
+        settings: but for max_seqlens.
     """
     q, k, v, cu_q, cu_k, sinks, o, lse = saved
     own, dense = (runtimes[name].of(q, "q") for name in BACKWARD)
     assert own is not None and dense is not None
     plan_of = partial(backward_plan, own, cu_q.shape[0] - 1)
     starts = cu_q.contiguous(), cu_k.contiguous()
-    packed = varlen_settings(*settings)
-    return gradients(dense, grads, (q, k, v, sinks, o, lse), packed, needed, plan_of, *starts)
+    given = varlen_settings(*settings)
+    return gradients(dense, grads, (q, k, v, sinks, o, lse), given, needed, plan_of, *starts)
 
 
 def varlen_settings(
     scale: float, left: int, right: int, softcap: float, deterministic: bool = False
 ) -> Settings:
-    """Of the op's settings but for the longest lengths."""
+    """Of the op's settings but for max_seqlens."""
     return Settings(scale, left, right, softcap, VARLEN, deterministic)
 
 

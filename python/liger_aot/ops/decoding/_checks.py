@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.attention._checks import check_dim, check_heads, check_integers, check_operand, check_sinks
 from liger_aot.ops.attention._operands import LARGEST_STRIDE, MAX_SEQLEN
-from liger_aot.ops.decoding._decoding import Shape
+from liger_aot.ops.decoding._plans import Shape
 from liger_aot.ops.differentiable import Tensors
 
 SMALLEST_PAGE = 16

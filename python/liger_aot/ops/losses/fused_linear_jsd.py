@@ -26,7 +26,7 @@ from liger_aot.ops.losses._chunks import (
 )
 from liger_aot.ops.losses._divergences import check_labels, count_labels
 from liger_aot.ops.losses._linear import LinearLoss, scaled
-from liger_aot.ops.losses.jsd import kind_of, summands_and_slopes
+from liger_aot.ops.losses.jsd import kind_of, smaller_weight, summands_and_slopes
 from liger_aot.ops.op import Problem, check_rows, check_same_device
 
 LOG2_E = log2(e)
@@ -207,7 +207,7 @@ class FusedLinearJSD(LinearLoss):
                 losses[first:].data_ptr(), logits.data_ptr(), teacher.data_ptr(),
                 None if labels is None else labels[first:].data_ptr(), count_at,
                 None if outer is None else outer.data_ptr(), width, n, width, ignored, words, LOG2_E / temperature,
-                1 / temperature, per_row, beta, kind_of(beta), any(wanted),
+                1 / temperature, per_row, smaller_weight(beta), kind_of(beta), any(wanted),
             )  # fmt: skip
             if any(wanted):
                 made.add(first, logits)

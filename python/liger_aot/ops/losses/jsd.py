@@ -12,6 +12,8 @@ from liger_aot.ops.arguments import ANY, Allowed, Schema
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.losses._divergences import Divergence, Summand, reduced, reduced_backward
 
+LEAST_WEIGHT = 2.0**-126  # the least normal float32
+
 
 class JSD(Divergence):
     """``jsd(input, target, shift_labels=None, *, beta=0.5, ignore_index=-100) -> Tensor``: the generalised
@@ -64,7 +66,7 @@ class JSD(Divergence):
 
     def summand(self, settings: tuple[Any, ...]) -> Summand:
         beta, ignored = settings
-        return Summand(kind_of(beta), beta, "batchmean", ignored)
+        return Summand(kind_of(beta), smaller_weight(beta), "batchmean", ignored)
 
     @staticmethod
     def reference(
@@ -86,6 +88,12 @@ class JSD(Divergence):
 def kind_of(beta: float) -> int:
     """Which formula the kernels take."""
     return 0 if beta == 0 else 1 if beta == 1 else 2
+
+
+def smaller_weight(beta: float) -> float:
+    """As the kernels take beta: the teacher's weight, or as a negative number the student's; none that float32 takes
+    for zero."""
+    return max(beta, LEAST_WEIGHT) if beta <= 0.5 else beta - 1
 
 
 def summands_and_slopes(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor]:
