@@ -50,9 +50,9 @@ PANELS = {
 
 @triton.jit
 def p_exponent(dtype: tl.constexpr):
-    """The power of two by which probabilities are scaled before they are rounded to ``dtype``: in float16 the largest is
-    2^15 then. Normal float16 numbers end at 2^-14; below, digits are lost, and gfx90a's matrix instructions read zeros.
-    Sums of probabilities are scaled, too."""
+    """The power of two by which probabilities are scaled before they are rounded to ``dtype``: in float16 the largest
+    is 2^15 then. Normal float16 numbers end at 2^-14; below, digits are lost, and gfx90a's matrix instructions read
+    zeros. Sums of probabilities are scaled, too."""
     return 15.0 if dtype == tl.float16 else 0.0
 
 
