@@ -38,6 +38,7 @@ from csrc_triton.attention.online_softmax import (
     wait_pv,
 )
 from csrc_triton.attention.pipeline import Pipeline, Sizes, load_tile, mbarriers, pipeline_of
+from csrc_triton.common.pdl import launch_dependents
 from csrc_triton.decoding.split_kv import (
     BATCH_BLOCK,
     NO_SCORE,
