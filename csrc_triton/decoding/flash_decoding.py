@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.attention.forward import p_exponent
-from csrc_triton.common.overlap import let_next_start, once_previous_ended
+from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.decoding.split_kv import (
     BATCH_BLOCK,
     NO_SCORE,
@@ -154,7 +154,7 @@ def split(
         # ended. Then all of them have started, and none waits for a place that ``combine`` takes. Where there is no
         # ``combine``, the next kernel is another's, which must not start early.
         if partial_rows > 0:
-            let_next_start()
+            launch_dependents()
     program = tl.program_id(0)
     width = tiles * kv_heads
     worker = divide(program, width)
@@ -280,7 +280,7 @@ def combine(
         # Wait until ``split`` has ended and what it wrote is visible. Programs with nothing to combine wait, too: the
         # next kernel of the stream waits for this one alone, which must not end before ``split``. LENGTHS may be read
         # before: ``split`` does not write it, and started when all kernels before it had ended.
-        parts = once_previous_ended(parts)
+        parts = wait_for_previous(parts)
     if parts > 1:
         cols = tl.arange(0, D)
         in_cols = cols < dim

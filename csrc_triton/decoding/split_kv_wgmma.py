@@ -38,7 +38,7 @@ from csrc_triton.attention.online_softmax import (
     wait_pv,
 )
 from csrc_triton.attention.pipeline import Pipeline, Sizes, load_tile, mbarriers, pipeline_of
-from csrc_triton.common.overlap import let_next_start
+from csrc_triton.common.pdl import launch_dependents
 from csrc_triton.decoding.split_kv import (
     BATCH_BLOCK,
     NO_SCORE,
@@ -289,7 +289,7 @@ def split_persistent(
     with boxes of BLOCK_N keys and BOX columns. The other arguments are as in ``flash_decoding.split``."""
     if PDL:  # noqa: SIM102 (as in split)
         if partial_rows > 0:
-            let_next_start()
+            launch_dependents()
     z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, 1, 0, 0)
     program = gl.program_id(0)
     width = tiles * kv_heads

@@ -249,7 +249,7 @@ class Code:
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
-            "let_next_start": lambda: None,
+            "launch_dependents": lambda: None,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),

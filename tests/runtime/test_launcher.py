@@ -134,7 +134,7 @@ def test_the_current_device_costs_no_switch(driver: Any, stand_in: StandIn) -> N
     kernel.prepare(0)
     before = len(stand_in.calls())
     kernel.launch(0, 0, 1, 1, 1, 1)
-    query = {"cuda": "cuCtxGetDevice@0", "hip": "hipGetDevice@0"}[driver.backend]
+    query = {"cuda": "cuCtxGetCurrent@0", "hip": "hipGetDevice@0"}[driver.backend]
     assert stand_in.calls()[before:] == [query, LAUNCH[driver.backend] + "@0"]
 
 
@@ -303,6 +303,23 @@ def test_a_driver_that_cannot_tell_a_kernels_parameters(
     load_for(native.Driver("hip", stand_in.path), "i", "l").prepare(0)
     stand_in.fail("cuKernelGetParamInfo", 201)
     load_for(native.Driver("cuda", stand_in.path), "i", "l")
+
+
+def test_a_thread_without_a_context(native: Any, stand_in: StandIn) -> None:
+    """As autograd's is at first: one that the launcher holds serves, and what would be an error there is not asked."""
+    driver = native.Driver("cuda", stand_in.path)
+    stand_in.set_current(None)
+    load_for(driver, "i", "p")  # nobody holds any yet: the driver cannot say
+    kernel = load_for(driver, "i", "i")
+    before = len(stand_in.calls())
+    kernel.launch(1, 0, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="parameter 1 of kernel kernel has 4 bytes, the signature has 8"):
+        load_for(driver, "i", "p")
+    kernel.launch(1, 0, 1, 1, 1, 1)
+    assert stand_in.current("cuda") is None
+    assert not stand_in.calls("cuCtxGetDevice")
+    asked = [line for line in stand_in.calls()[before:] if line.startswith("cuKernelGetParam")]
+    assert asked and all(line.endswith("@1") for line in asked)
 
 
 def test_a_driver_that_cannot_tell_how_many_parameters_a_kernel_has(native: Any, tmp_path: Path) -> None:

@@ -144,34 +144,25 @@ static size_t parameter_sizes(const char *letters, size_t *sizes) {
     return count;
 }
 
-/* Sets the error of a kernel that has another number of parameters than its signature. */
-static int refuse_count(const KernelObject *self, size_t count, size_t own) {
-    PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, kernel %U has %zu",
-                 self->letters, count, self->name, own);
-    return -1;
-}
-
 /* Where the driver can say which parameters the kernel has, they must be the signature's: the driver would read others past
  * the end of what a launch gives it. A launch gives each parameter by itself, so that only sizes matter; where the driver
- * places them depends on where the block of parameters starts. A driver that does not say how many there are is not asked
- * for one more: that is an error, which compute-sanitizer reports. Returns 0, or -1 with an error set. */
+ * places them depends on where the block of parameters starts. Returns 0, or -1 with an error set. */
 static int check_parameters(const KernelObject *self) {
-    size_t sizes[MAX_PARAMETERS + SCRATCH_POINTERS], own;
+    size_t sizes[MAX_PARAMETERS + SCRATCH_POINTERS], own[MAX_PARAMETERS + SCRATCH_POINTERS], own_count;
     const DriverLibrary *library = &self->driver->library;
-    const Backend *backend = library->backend;
-    if (backend->parameter == NULL) return 0;
     size_t count = parameter_sizes(self->letters, sizes);
-    if (backend->parameter_count(library, &self->code, &own) && own != count) return refuse_count(self, count, own);
+    if (library->backend->parameters == NULL) return 0;
+    if (!library->backend->parameters(library, &self->code, count, own, &own_count)) return 0;
+    if (own_count != count) {
+        PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, kernel %U "
+                     "has %zu", self->letters, count, self->name, own_count);
+        return -1;
+    }
     for (size_t i = 0; i < count; i++) {
-        size_t size = 0;
-        ParameterAnswer answer = backend->parameter(library, &self->code, i, &size);
-        if (answer == PARAMETER_UNKNOWN) return 0;
-        if (answer == PARAMETER_IS_NONE) return refuse_count(self, count, i);
-        if (size != sizes[i]) {
-            PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes, the signature has "
-                         "%zu", self->letters, i + 1, self->name, size, sizes[i]);
-            return -1;
-        }
+        if (own[i] == sizes[i]) continue;
+        PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes, the signature has %zu",
+                     self->letters, i + 1, self->name, own[i], sizes[i]);
+        return -1;
     }
     return 0;
 }

@@ -1,6 +1,6 @@
-"""Liger's divergences by name, argument and result, on our ops.
+"""Liger's divergences, with its names, arguments and results, on the ops.
 
-Losses are float32; targets and teachers are detached, as no gradient goes to them.
+Losses are float32. Targets and teachers are detached: they get no gradient.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LigerTVDLossFunction:
         return loss
 
 
-NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
     "LigerJSDFunction": (LigerJSDFunction, "jsd"),
     "jsd_forward": (jsd_forward, "jsd"),
     "jsd_backward": (jsd_backward, "jsd"),

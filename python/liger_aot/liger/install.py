@@ -1,4 +1,4 @@
-"""Puts our functions where Liger looks its own up, and takes them back."""
+"""Replaces Liger's functions wherever liger_kernel looks them up, and restores them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ OPS = "liger_kernel.ops"
 REGISTRY = f"{OPS}.backends.registry"
 NAME = "liger_aot"
 OTHER_LANGUAGES = re.compile(r"liger_kernel\.ops\.(backends\._(?!triton)|cutile|cutedsl|cute)")
-# Functions of Liger's dispatcher that call a class of ours by its name in their module.
+# Functions of Liger's dispatcher, each of which looks up in its module a class that is replaced.
 DISPATCHED = (
     "cross_entropy", "fused_add_rms_norm", "fused_linear_cross_entropy", "fused_linear_jsd", "geglu", "jsd", "kl_div",
     "layer_norm", "rms_norm", "rope", "softmax", "swiglu",
 )  # fmt: skip
 
 _lock = RLock()
-_theirs: dict[str, Any] = {}  # Liger's own, by name, while ours are in their place
+_originals: dict[str, Any] = {}  # Liger's own functions by name, while they are replaced
 
 
 def install() -> None:
-    """Run liger_kernel on our binaries, whether it is imported already or not. Calling it again takes in what was
-    imported since.
+    """Run liger_kernel on precompiled binaries, whether it is imported already or not. A second call also replaces
+    functions in modules that were imported since.
 
     Raises:
         PatchError: liger_kernel isn't installed or can't be imported.
 
     Warns:
-        LeftAlone: this liger_kernel lacks names that there are ops for.
+        LeftAlone: this liger_kernel lacks functions that there are ops for.
     """
     with _lock:
         if OPS not in sys.modules:
@@ -50,35 +50,35 @@ def install() -> None:
         except ImportError as error:
             raise PatchError(f"liger_aot.liger: {OPS} can't be imported: {error}") from error
         for module in _modules():
-            _theirs.update(
+            _originals.update(
                 (name, value)
                 for name, value in vars(module).items()
                 if name in COVERED and value is not COVERED[name][0] and _is_own(value)
             )
-        if missing := sorted(set(COVERED) - set(_theirs)):
+        if missing := sorted(set(COVERED) - set(_originals)):
             warnings.warn(
-                f"liger_aot.liger: this liger_kernel has no {', '.join(missing)}: nothing stands for them",
+                f"liger_aot.liger: this liger_kernel has no {', '.join(missing)}: nothing is replaced",
                 LeftAlone,
                 stacklevel=3,
             )
-        LigerVocabParallelCEFunction.plain = _theirs.get("LigerVocabParallelCEFunction")
-        _exchange({id(value): COVERED[name][0] for name, value in _theirs.items()})
-        _tell_dispatcher()
+        LigerVocabParallelCEFunction.original = _originals.get("LigerVocabParallelCEFunction")
+        _replace({id(value): COVERED[name][0] for name, value in _originals.items()})
+        _register_with_dispatcher()
 
 
 def uninstall() -> None:
-    """Liger's own functions again, also where ours were imported since."""
+    """Restore Liger's own functions, also in modules that imported the replacements since."""
     with _lock:
-        _exchange({id(COVERED[name][0]): value for name, value in _theirs.items()})
+        _replace({id(COVERED[name][0]): value for name, value in _originals.items()})
         registry = sys.modules.get("liger_kernel.backends.registry")
         for op in DISPATCHED:
             if registry is not None and registry._REGISTRY.pop((op, NAME), None) is not None:
                 registry._invalidate_available_cache()
-        _theirs.clear()
+        _originals.clear()
 
 
-def _exchange(by: dict[int, Any]) -> None:
-    """Wherever something of an id in ``by`` has a name in liger_kernel, what stands for it."""
+def _replace(by: dict[int, Any]) -> None:
+    """Replace every object of liger_kernel's modules whose id is in ``by``."""
     for module in _modules():
         for name, value in list(vars(module).items()):
             if id(value) in by:
@@ -101,15 +101,15 @@ def _is_own(value: Any) -> bool:
 
 
 def _seed_registry() -> None:
-    """Tell Liger's registry of us before liger_kernel.ops reads it: LIGER_KERNEL_IMPL=liger_aot names us, and on a GPU
-    we are its default."""
+    """Register with Liger before liger_kernel.ops reads its registry: LIGER_KERNEL_IMPL=liger_aot chooses liger-aot,
+    and on a GPU it is the default."""
     package = importlib.util.find_spec("liger_kernel")
     if package is None or not package.submodule_search_locations:
         raise PatchError("liger_aot.liger: liger_kernel isn't installed: pip install liger-kernel")
     path = Path(next(iter(package.submodule_search_locations)), "ops", "backends", "registry.py")
     spec = importlib.util.spec_from_file_location(REGISTRY, path)
     if not path.exists() or spec is None or spec.loader is None:
-        return  # without a registry the functions are replaced all the same
+        return  # there is no registry; the functions are replaced anyway
     registry = importlib.util.module_from_spec(spec)
     sys.modules[REGISTRY] = registry
     spec.loader.exec_module(registry)
@@ -123,8 +123,8 @@ def _seed_registry() -> None:
     )
 
 
-def _tell_dispatcher() -> None:
-    """``liger_kernel.backends.dispatch`` prefers languages that compile at the first call: we come before them."""
+def _register_with_dispatcher() -> None:
+    """Come before the languages that compile at the first call, which ``liger_kernel.backends.dispatch`` prefers."""
     try:
         registry = importlib.import_module("liger_kernel.backends.registry")
         for op in DISPATCHED:
@@ -133,8 +133,8 @@ def _tell_dispatcher() -> None:
             registry.register_impl(op, impl_name=NAME, preference_rank=0)(function)
     except (ImportError, AttributeError) as error:
         warnings.warn(
-            f"liger_aot.liger: liger_kernel.backends is not as it is known ({error}): what is called through it may "
-            "take other kernels",
+            f"liger_aot.liger: liger_kernel.backends is not as expected ({error}): calls through it may "
+            "use other kernels",
             LeftAlone,
             stacklevel=4,
         )
@@ -142,13 +142,13 @@ def _tell_dispatcher() -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """Which of Liger's functions run on what.
+    """What Liger's functions run on.
 
     Attributes:
         version: of liger_kernel.
-        ours: Liger's name -> the op of ours behind it.
+        ours: Liger's name -> the op that replaces it.
         jit: names that still launch kernels compiled at their first call.
-        others: names whose module has no kernel of Triton's.
+        others: names whose module has no Triton kernel.
     """
 
     version: str
@@ -166,7 +166,7 @@ class Status:
 
 
 def status() -> Status:
-    """What ``import liger_aot.liger`` did: see ``Status``; printed, a table."""
+    """What ``import liger_aot.liger`` replaced: prints as a table."""
     from importlib.metadata import version
 
     ops = importlib.import_module(OPS)
@@ -179,6 +179,6 @@ def status() -> Status:
 
 
 def _launches(module: ModuleType) -> bool:
-    """Whether a module has kernels of Triton's, its own or others'."""
+    """Whether a module has Triton kernels, its own or imported ones."""
     names = {type(value).__name__ for value in vars(module).values()}
     return bool(names & {"JITFunction", "Autotuner", "Heuristics"})

@@ -1,4 +1,4 @@
-"""Liger's losses by name, argument and result, on our ops.
+"""Liger's losses, with its names, arguments and results, on the ops.
 
 A mean over no targets is 0, as Liger's is; losses are float32 whatever the inputs are.
 """
@@ -21,7 +21,7 @@ _cross_entropy, _linear, _vocab = (
 
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# Functions of autograd whose results nobody's backward reads: logits that come from them may be overwritten.
+# Autograd functions whose backward does not read their result: logits that come from them may be overwritten.
 _UNREAD = frozenset(
     f"{name}Backward0"
     for name in ("Addmm", "Mm", "Bmm", "Linear", "UnsafeView", "View", "ReshapeAlias", "Clone", "ToCopy")
@@ -29,7 +29,7 @@ _UNREAD = frozenset(
 
 
 class LigerCrossEntropyFunction:
-    """The gradient is left where the logits were, as Liger does, but where a backward might read them."""
+    """The gradient overwrites the logits, as in Liger, unless another backward might read them."""
 
     @staticmethod
     def apply(
@@ -59,8 +59,8 @@ class LigerCrossEntropyFunction:
             return_predicted_tokens=return_predicted_tokens,
             inplace_grad=_may_be_overwritten(_input),
         )
-        asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
-        return _in_places(found, asked, reduction, target, ignore_index)
+        wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+        return _optional_results(found, wanted, reduction, target, ignore_index)
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:
@@ -71,13 +71,13 @@ def _may_be_overwritten(logits: Tensor) -> bool:
     return all(maker is not None and maker.name() in _UNREAD for maker in makers)
 
 
-def _in_places(
-    found: Any, asked: tuple[bool, bool, bool], reduction: str, target: Tensor, ignore_index: int
+def _optional_results(
+    found: Any, wanted: tuple[bool, bool, bool], reduction: str, target: Tensor, ignore_index: int
 ) -> Losses:
-    """(loss, z-loss, accuracy, predicted tokens), None where not asked for."""
+    """(loss, z-loss, accuracy, predicted tokens), None for those that are not wanted."""
     loss, *others = found if isinstance(found, tuple) else (found,)
     rest = iter(others)
-    z_loss, accuracy, predicted = (next(rest) if ask else None for ask in asked)
+    z_loss, accuracy, predicted = (next(rest) if want else None for want in wanted)
     if reduction == "mean":
         any_target = (target != ignore_index).any()
         loss, z_loss = (
@@ -91,8 +91,8 @@ def cross_entropy_forward(
     label_smoothing: float, reduction: str, softcap: float | None, return_z_loss: bool,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Of logits that require a gradient, it is left in their place."""
-    asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+    """Logits that require a gradient are overwritten with it."""
+    wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
     tensors = (_input, target, weight)
     settings = (
         ignore_index,
@@ -100,7 +100,7 @@ def cross_entropy_forward(
         float(lse_square_scale),
         float(softcap or 0.0),
         reduction,
-        *asked,
+        *wanted,
     )
     with torch.no_grad():
         _cross_entropy.check(tensors, settings)
@@ -110,8 +110,8 @@ def cross_entropy_forward(
         else:
             contiguous = _input
             results = _cross_entropy.run_forward(tensors, settings, False, None)
-        found = tuple(r for r, ask in zip(results[:4], (True, *asked), strict=True) if ask)
-        return *_in_places(found, asked, reduction, target, ignore_index), contiguous
+        found = tuple(r for r, want in zip(results[:4], (True, *wanted), strict=True) if want)
+        return *_optional_results(found, wanted, reduction, target, ignore_index), contiguous
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
 
 
 class LigerFusedLinearCrossEntropyFunction:
-    """The chunks' size is the op's own: ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` change nothing."""
+    """The op chooses the chunks' size: ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` are ignored."""
 
     supports_inner_impl_dispatch = False
 
@@ -162,8 +162,8 @@ class LigerFusedLinearCrossEntropyFunction:
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )
-        asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
-        return _in_places(found, asked, reduction, target, ignore_index)
+        wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+        return _optional_results(found, wanted, reduction, target, ignore_index)
 
 
 def fused_linear_cross_entropy_forward(
@@ -197,9 +197,9 @@ def fused_linear_cross_entropy_backward(
 
 
 class LigerVocabParallelCEFunction:
-    """Label smoothing averaged over each rank's own part ("partition") stays Liger's."""
+    """Label smoothing averaged over each rank's part ("partition") is left to Liger's own function."""
 
-    plain: Any = None  # Liger's own, once it is replaced
+    original: Any = None  # Liger's, once it is replaced
 
     @classmethod
     def apply(
@@ -214,11 +214,11 @@ class LigerVocabParallelCEFunction:
     ) -> Tensor:
         ranks = tp_group.size() if tp_group is not None and hasattr(tp_group, "size") else 1
         if label_smoothing > 0 and label_smoothing_mode != "global" and ranks > 1:
-            kept: Tensor = cls.plain.apply(
+            loss_by_liger: Tensor = cls.original.apply(
                 vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula,
                 label_smoothing_mode,
             )  # fmt: skip
-            return kept
+            return loss_by_liger
         vocabulary = vocab_parallel_logits.shape[-1] * ranks
         if label_smoothing > 0 and label_smoothing_formula == "megatron":
             label_smoothing *= vocabulary / (vocabulary - 1)
@@ -235,7 +235,7 @@ class LigerVocabParallelCEFunction:
         return loss
 
 
-NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
     "LigerCrossEntropyFunction": (LigerCrossEntropyFunction, "cross_entropy"),
     "cross_entropy_forward": (cross_entropy_forward, "cross_entropy"),
     "cross_entropy_backward": (cross_entropy_backward, "cross_entropy"),

@@ -1,6 +1,6 @@
-"""Liger's norms by name, argument and result, on our ops.
+"""Liger's norms, with its names, arguments and results, on the ops.
 
-``in_place`` and ``row_mode`` are taken and change nothing: gradients get memory of their own.
+``in_place`` and ``row_mode`` are accepted and ignored: gradients are new tensors.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def layer_norm_backward(
 
 
 def _stats(mean: Tensor, rstd: Tensor) -> Tensor:
-    """Mean and 1 / standard deviation of each row side by side, float32, as the op keeps them."""
+    """[rows, 2] float32: mean and 1 / standard deviation of each row, as the op saves them."""
     from torch import stack
 
     return stack((mean.reshape(-1).float(), rstd.reshape(-1).float()), -1)
@@ -269,7 +269,7 @@ class LigerDyTFunction:
         return y
 
 
-NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
     "LigerRMSNormFunction": (LigerRMSNormFunction, "rmsnorm"),
     "rms_norm_forward": (rms_norm_forward, "rmsnorm"),
     "rms_norm_backward": (rms_norm_backward, "rmsnorm"),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from liger_aot.ops.losses._chunks import BUDGET, TILE_ROWS, padded
+from liger_aot.ops.losses._linear import BUDGET, TILE_ROWS, padded
 from liger_aot.ops.op import PLAIN
 from liger_aot.ops.registry import load
 

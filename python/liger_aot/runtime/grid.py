@@ -20,7 +20,7 @@ def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
     if known is not None:
         return known
     numbers = loaded.numbers
-    split = numbers.get("split", 1)
+    split = numbers.get("splits", 1)
     if rows <= numbers.get("lone_rows", 0):
         groups = 1
     else:

@@ -22,6 +22,7 @@ class TestJSD(DivergenceTests):
     op_class = JSD
     defaults: Mapping[str, Any] = {"beta": 0.5, "ignore_index": -100}
     frozen = ("target",)
+    settings_of = {"forward": {"beta": 0.0}, "reverse": {"beta": 1.0}}  # noqa: RUF012
     cases = (
         *DivergenceTests.base_cases(),
         *DivergenceTests.labelled_cases(),
@@ -65,8 +66,8 @@ class TestJSD(DivergenceTests):
             rows = beta * kl(target, mixed) + (1 - beta) * kl(input, mixed)
         if shift_labels is None:
             return rows.mean()
-        kept = shift_labels.long() != ignore_index
-        return torch.where(kept, rows, 0).sum() / kept.sum().clamp(min=1)
+        counts = shift_labels.long() != ignore_index
+        return torch.where(counts, rows, 0).sum() / counts.sum().clamp(min=1)
 
     def sizes(self, exact: Exact) -> tuple[Tensor, Tensor]:
         """Logarithms have absolute errors of some roundoffs of 1, those of sums of powers as well: each probability

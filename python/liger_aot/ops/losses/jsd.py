@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses._divergences import Divergence, Summand, reduced, reduced_backward
+from liger_aot.ops.losses._divergence import Divergence, Summand, reduced, reduced_backward
 
 LEAST_WEIGHT = 2.0**-126  # the least normal float32
 
@@ -51,6 +51,7 @@ class JSD(Divergence):
     name = "jsd"
     tensors = ("input", "target", "shift_labels?")
     settings = Schema({"float beta": Allowed(least=0, most=1), "int ignore_index": ANY})
+    usual_kind = "mixed"
 
     def __call__(
         self,
@@ -85,9 +86,9 @@ class JSD(Divergence):
         return dx.to(x.dtype), None, None
 
 
-def kind_of(beta: float) -> int:
+def kind_of(beta: float) -> str:
     """Which formula the kernels take."""
-    return 0 if beta == 0 else 1 if beta == 1 else 2
+    return "forward" if beta == 0 else "reverse" if beta == 1 else "mixed"
 
 
 def smaller_weight(beta: float) -> float:
