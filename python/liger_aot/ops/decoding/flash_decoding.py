@@ -232,13 +232,13 @@ class FlashDecoding(DifferentiableOp):
         wrong = (lengths < 0) | (lengths > shape.capacity)
         lengths = torch.where(wrong, 0, lengths)
         keys = torch.arange(shape.capacity, device=q.device)
-        held = keys < lengths[:, None]
+        cached = keys < lengths[:, None]
         grouped = q.to(wide).unflatten(2, (shape.kv_heads, -1)) if shape.kv_heads else q.to(wide).unsqueeze(3)
         scores = torch.einsum("btkgd,bskd->bkgts", grouped, k.to(wide)) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         own = lengths[:, None] - shape.tokens + torch.arange(shape.tokens, device=q.device)
-        seen = held[:, None].expand(-1, shape.tokens, -1)
+        seen = cached[:, None].expand(-1, shape.tokens, -1)
         if right >= 0:
             seen = seen & (keys <= own[:, :, None] + right)
         if left >= 0:
