@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.attention.attention import BACKWARD_FLOPS, TOKENS, WIDTH, uneven
 from benchmarks.measure import Call
+from benchmarks.tuning.space import Problem
 from benchmarks.workload import Workload, largest_error
 
 ROUNDINGS = 4  # P or dS, the products' operands, the result
@@ -55,7 +56,7 @@ class Calls:
 
 
 def workloads(
-    calls: Calls, kernel: str, n: int, dtype: torch.dtype, elements: int, device: torch.device
+    calls: Calls, problem: Problem, n: int, dtype: torch.dtype, elements: int, device: torch.device
 ) -> list[Workload]:
     """A call with sequences of each length, at most about ``elements`` elements, and a small one that is checked but
     not timed: grouped queries, and lengths that are no multiple of a block."""

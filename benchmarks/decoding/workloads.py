@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.decoding.decoding import Point, drawn, error
 from benchmarks.measure import Call
+from benchmarks.tuning.space import Problem
 from benchmarks.workload import Workload
 
 Sizes = tuple[tuple[int, int], ...]  # batch, cached keys
@@ -17,7 +18,7 @@ STREAMED: Sizes = ((20, 16384), (32, 8192), (32, 32768), (128, 8192))
 
 
 def workloads(
-    kernel: str,
+    problem: Problem,
     n: int,
     dtype: torch.dtype,
     elements: int,

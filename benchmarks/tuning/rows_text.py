@@ -19,19 +19,18 @@ else:
 
 @dataclass(frozen=True)
 class Winner:
-    """The row that won for problems up to ``max_n``, and what it reached."""
+    """The row that won for problems up to ``max_n`` of these axes' values, and what it reached."""
 
     max_n: int | None
-    dtypes: tuple[str, ...]
+    when: Mapping[str, tuple[Any, ...]]
     candidate: Mapping[str, Any]
     comment: str
 
     def line(self) -> str:
         bound = {} if self.max_n is None else {"max_n": self.max_n}
-        form = {"form": self.candidate["form"], "dtype": list(self.dtypes)}
-        numbers = {k: v for k, v in self.candidate.items() if k != "form"}
-        pairs = ", ".join(f"{k} = {_value(v)}" for k, v in {**bound, **form, **numbers}.items())
-        return f"  {{ {pairs} }}, # {self.comment}"
+        axes = {axis: list(values) if len(values) > 1 else values[0] for axis, values in self.when.items()}
+        pairs = {**bound, "form": self.candidate["form"], **axes, **self.candidate}
+        return f"  {{ {', '.join(f'{k} = {_value(v)}' for k, v in pairs.items())} }}, # {self.comment}"
 
 
 def write_rows(path: Path, kernel: str, winners: Sequence[Winner], provenance: str) -> None:
@@ -63,17 +62,22 @@ def _parse(path: Path, line: str) -> dict[str, Any]:
 
 
 def _narrowed(row: dict[str, Any], line: str, winners: Sequence[Winner]) -> list[tuple[dict[str, Any], str]]:
-    """A row beside winners with the same bound: it keeps the dtypes that no winner has."""
-    dtypes = row.get("dtype", ["bf16", "fp16", "fp32"])
-    wanted = [dtypes] if isinstance(dtypes, str) else dtypes
-    held = {d for w in winners if w.max_n == row.get("max_n") for d in w.dtypes}
-    left = [d for d in wanted if d not in held]
-    if row.get("aligned") is False or left == wanted:
+    """A row beside winners with the same bound and axes: it keeps the dtypes that no winner has."""
+    left = dtypes = _tuple(row.get("dtype", ["bf16", "fp16", "fp32"]))
+    for winner in winners:
+        others = {axis: values for axis, values in winner.when.items() if axis != "dtype"}
+        if winner.max_n == row.get("max_n") and all(_tuple(row.get(a)) == v for a, v in others.items()):
+            left = tuple(d for d in left if d not in winner.when["dtype"])
+    if row.get("aligned") is False or left == dtypes:
         return [(row, line)]
     if not left:
         return []
-    row = {**row, "dtype": left}
+    row = {**row, "dtype": list(left)}
     return [(row, f"  {{ {', '.join(f'{k} = {_value(v)}' for k, v in row.items())} }},")]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _order(row: Mapping[str, Any]) -> tuple[bool, float]:

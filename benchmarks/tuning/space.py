@@ -54,7 +54,7 @@ class Problem:
         return f"n <= {self.max_n or 'any'}, {'/'.join(self.dtypes)}{others}"
 
 
-Workloads = Callable[[str, int, torch.dtype, int, torch.device], Sequence[Workload]]
+Workloads = Callable[[Problem, int, torch.dtype, int, torch.device], Sequence[Workload]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Space:
     """The search space of one kernel.
 
     Attributes:
-        workloads: (kernel, n, dtype, elements, device) -> the calls by which a candidate is checked and timed; None:
+        workloads: (problem, n, dtype, elements, device) -> the calls by which a candidate is checked and timed; None:
             those of the op's benchmark.
         without: prefixes of the names of kernels that are hidden from the host, which would choose them instead.
     """

@@ -134,11 +134,11 @@ class Subject:
     elements: int
     allowed: Mapping[str, float]
 
-    def workloads(self, n: int, dtype: str, device: torch.device) -> Sequence[Workload]:
+    def workloads(self, problem: int, n: int, dtype: str, device: torch.device) -> Sequence[Workload]:
         make = self.space.workloads
         if make is None:
             return load(self.op).workloads(self.kernel, n, DTYPES[dtype], self.elements, device, n)
-        return make(self.kernel, n, DTYPES[dtype], self.elements, device)
+        return make(self.space.problems[problem], n, DTYPES[dtype], self.elements, device)
 
 
 def space_of(kernel: str) -> Space:
@@ -172,7 +172,7 @@ def answers(subject: Subject, machine: Machine, jobs: Iterable[Job]) -> Iterator
     """An answer to each job, which is a candidate at one n and dtype."""
     made: tuple[Any, Sequence[Workload]] = None, []
     for job in jobs:
-        key = job["n"], job["dtype"]
+        key = job["problem"], job["n"], job["dtype"]
         try:
             if made[0] != key:
                 made = key, subject.workloads(*key, machine.device)

@@ -37,17 +37,20 @@ def tune(
         with TemporaryDirectory(prefix="tuning_") as temporary:
             folder = Path(temporary)
             made = prepare(of, problem, rows(space, problem, of), folder, workers)
-            measured = measure(problem, made, folder, attempt)
+            measured = measure(problem, space.problems.index(problem), made, folder, attempt)
         try:
             yield problem, measured, best(problem, measured)
         except BuildError as error:
             yield problem, measured, str(error)
 
 
-def measure(problem: Problem, made: Sequence[Candidate], folder: Path, attempt: Try) -> list[Measured]:
+def measure(
+    problem: Problem, number: int, made: Sequence[Candidate], folder: Path, attempt: Try
+) -> list[Measured]:
+    """``number`` is the problem's in its space."""
     found = [Measured(one.row, one.refused) for one in made]
     jobs: list[Job] = [
-        {"candidate": i, "n": n, "dtype": problem.dtypes[0]}
+        {"candidate": i, "problem": number, "n": n, "dtype": problem.dtypes[0]}
         for n in problem.sizes
         for i, one in enumerate(made)
         if not one.refused
@@ -75,12 +78,7 @@ def best(problem: Problem, measured: Sequence[Measured]) -> Winner:
     winner = max(ran, key=least)
     reached = ", ".join(f"{_figure(figures)} at {point}" for point, figures in winner.points.items())
     comment = f"{reached}; worst of {len(ran)} {min(map(least, ran)):.2f} of the fastest"
-    return Winner(
-        problem.max_n,
-        problem.dtypes,
-        {**winner.row, **{axis: list(values) for axis, values in problem.when.items()}},
-        comment,
-    )
+    return Winner(problem.max_n, {"dtype": problem.dtypes, **problem.when}, winner.row, comment)
 
 
 def _figure(figures: Mapping[str, float]) -> str:

@@ -41,7 +41,9 @@ def written(tmp_path: Path, *winners: Winner) -> list[str]:
 
 
 def test_a_winner_of_all_dtypes_replaces_the_row(tmp_path: Path) -> None:
-    winner = Winner(64, ("bf16", "fp16", "fp32"), {"form": "row", "block": 64, "num_warps": 8}, "0.99 at 64")
+    winner = Winner(
+        64, {"dtype": ("bf16", "fp16", "fp32")}, {"form": "row", "block": 64, "num_warps": 8}, "0.99 at 64"
+    )
     rows = written(tmp_path, winner)
     assert rows == [
         '{ max_n = 64, form = "tile", aligned = false, block = 64, num_warps = 1 },',
@@ -53,7 +55,8 @@ def test_a_winner_of_all_dtypes_replaces_the_row(tmp_path: Path) -> None:
 
 def test_a_row_keeps_the_dtypes_that_no_winner_holds(tmp_path: Path) -> None:
     rows = written(
-        tmp_path, Winner(64, ("bf16", "fp16"), {"form": "row", "exact": True, "num_warps": 8}, "0.9")
+        tmp_path,
+        Winner(64, {"dtype": ("bf16", "fp16")}, {"form": "row", "exact": True, "num_warps": 8}, "0.9"),
     )
     assert rows[1:3] == [
         '{ max_n = 64, form = "row", dtype = ["bf16", "fp16"], exact = true, num_warps = 8 }, # 0.9',
@@ -64,12 +67,28 @@ def test_a_row_keeps_the_dtypes_that_no_winner_holds(tmp_path: Path) -> None:
 def test_a_new_bound_is_put_in_order(tmp_path: Path) -> None:
     rows = written(
         tmp_path,
-        Winner(96, ("bf16",), {"form": "row", "num_warps": 8}, "0.9"),
-        Winner(None, ("bf16",), {"form": "x"}, "1"),
+        Winner(96, {"dtype": ("bf16",)}, {"form": "row", "num_warps": 8}, "0.9"),
+        Winner(None, {"dtype": ("bf16",)}, {"form": "x"}, "1"),
     )
     assert [row.split(",")[0] for row in rows] == [
         "{ max_n = 64", "{ max_n = 64", "{ max_n = 96", "{ max_n = 128", '{ form = "x"', '{ form = "long"',
     ]  # fmt: skip
+
+
+def test_rows_of_other_axes_stay(tmp_path: Path) -> None:
+    """A winner for one value of an axis replaces the row for that value, and stands before a row for all."""
+    path = tmp_path / "chip.toml"
+    text = "\n".join(f'  {{ dim = {dim}, mask = "full", form = "x", num_warps = 4 }},' for dim in (64, 96))
+    path.write_text(
+        f'[kernel.norm]\nprovenance = "p"\nrows = [\n{text}\n  {{ form = "all", num_warps = 4 }},\n]\n'
+    )
+    when = {"dtype": ("bf16", "fp16", "fp32"), "dim": (96,), "mask": ("full",)}
+    write_rows(path, "norm", [Winner(None, when, {"form": "y", "num_warps": 8}, "0.9")], "measured")
+    assert [line.strip() for line in path.read_text().splitlines() if line.startswith("  {")] == [
+        '{ form = "y", dtype = ["bf16", "fp16", "fp32"], dim = 96, mask = "full", num_warps = 8 }, # 0.9',
+        '{ dim = 64, mask = "full", form = "x", num_warps = 4 },',
+        '{ form = "all", num_warps = 4 },',
+    ]
 
 
 def test_a_missing_table(tmp_path: Path) -> None:

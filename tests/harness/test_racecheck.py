@@ -174,11 +174,20 @@ def test_sanitize(
 
 
 BINARIES = (
-    ("flash_attention", "flash_attention_forward-groups-bf16-aligned-block_n128-d164-"),
-    ("flash_attention_varlen", "flash_attention_varlen_forward_groups_64-groups-bf16-"),
-    ("flash_attention_backward", "flash_attention_backward_groups_64_ordered-groups-bf16-"),
-    ("flash_attention_backward", "flash_attention_backward_groups_192_causal_ordered-roles-bf16-"),
-    ("flash_attention_varlen_backward", "flash_attention_varlen_backward_groups_96-groups-bf16-"),
+    ("flash_attention", "flash_attention_forward-warp_specialized-bf16-64-full-aligned-"),
+    (
+        "flash_attention_varlen",
+        "flash_attention_varlen_forward-warp_specialized-bf16-64-causal-aligned-block_n128-",
+    ),
+    (
+        "flash_attention_backward",
+        "flash_attention_backward_warp_specialized-narrow-bf16-64-full-deterministic-",
+    ),
+    (
+        "flash_attention_backward",
+        "flash_attention_backward_warp_specialized-wide-bf16-192-causal-deterministic-",
+    ),
+    ("flash_attention_varlen_backward", "flash_attention_varlen_backward_warp_specialized-narrow-bf16-96-"),
 )
 
 

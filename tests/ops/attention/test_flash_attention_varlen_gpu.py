@@ -1,4 +1,4 @@
-"""Attention of packed sequences on a GPU: the installed binaries against float64, what is out of range, graphs whose
+"""Varlen attention on a GPU: the installed binaries against float64, what is out of range, graphs whose
 lengths change, torch.compile, and that nothing waits.
 
 A deterministic call has the same bits every time, and so has every other one without warp groups; with them dq varies.

@@ -170,7 +170,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 # Small ones, for the emulator: every dimension's kernel, both dtypes, paged and not, ratios 1, 3, 8 and many rows, one
-# share and several, lengths that end anywhere, none among them, every mask.
+# split and several, lengths that end anywhere, none among them, every mask.
 SMALL = (
     Problem(8, 1, 1, 200, (200, 137, 1, 0), 64),
     Problem(8, 1, 1, 200, (200, 137, 1, 0), 64, FP16, page=16, splits=3),

@@ -37,7 +37,7 @@ LARGE = (
     Problem(64, 8, 1, 65536, (65536, 40001), 128, page=16),
     Problem(8, 1, 1, 131072, (131072,), 128, FP16, splits=256),
     *(Problem(64, 8, 1, 600, tuple(range(1, 597, 5)), 128, page=page) for page in (0, 16)),
-    # many long sequences, which are streamed
+    # many long sequences, which the persistent kernel splits
     Problem(64, 8, 1, 16384, tuple(range(0, 16385, 400)), 64, sinks=True),
     Problem(64, 8, 2, 8192, tuple(range(0, 8193, 200)), 96, FP16, window=(3000, None)),
     Problem(64, 8, 1, 8192, tuple(range(0, 8193, 200)), 128, softcap=20.0),
@@ -177,7 +177,7 @@ def test_graphs_at_once(prepared: bool) -> None:
 
 @pytest.mark.parametrize("dim", [128, 256])  # of one launch, of two
 @pytest.mark.parametrize("longest", [60, 512])
-def test_what_follows_waits_for_every_share(op: FlashDecoding, longest: int, dim: int) -> None:
+def test_what_follows_waits_for_every_split(op: FlashDecoding, longest: int, dim: int) -> None:
     """Results are read, and inputs overwritten, by the next kernels of the stream. Of short sequences ``split`` writes
     all results: ``combine`` has nothing to do, and must not end before it."""
     problem = Problem(64, 8, 1, 512, tuple(longest - i % 50 for i in range(400)), dim, splits=8)

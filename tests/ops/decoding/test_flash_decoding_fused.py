@@ -1,4 +1,4 @@
-"""Decoding in one launch: the device code on the interpreter of warp groups, and which calls the host gives to it."""
+"""Split and combine in one launch: the device code on the interpreter of warp groups, and which calls take it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops.decoding._decoding import Settings
-from liger_aot.ops.decoding._decoding_once import OncePlan, plan_for
+from liger_aot.ops.decoding._plans import FusedPlan, Settings, plan_for
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.runtime.workspaces import AHEAD, StreamWords
 from tests.conftest import built_pack
@@ -21,13 +20,13 @@ from tests.harness.warp_group_interpreter import GroupsDriver
 from tests.ops.decoding.decoding_cases import FP16, Problem, check
 
 PROBLEMS = (
-    Problem(8, 1, 1, 900, (900, 137, 1, 0), 64, splits=3),  # the second has fewer blocks than shares
+    Problem(8, 1, 1, 900, (900, 137, 1, 0), 64, splits=3),  # the second has fewer blocks than splits
     Problem(8, 2, 1, 640, (640, 500), 128, FP16, page=16, splits=2),
     Problem(4, 1, 2, 300, (300, 130), 128, page=64, splits=5, sinks=True),
-    Problem(1, 1, 1, 1300, (1300,), 128, splits=20),  # more shares than are weighed at a time
+    Problem(1, 1, 1, 1300, (1300,), 128, splits=20),  # more splits than are combined at a time
     Problem(6, 2, 1, 300, (300, 3, 211), 96, window=(100, None), softcap=10.0, splits=2),
     Problem(6, 2, 2, 130, (130, 40), 80, page=32, causal=False, splits=2),
-    Problem(3, 1, 1, 700, (700,), 128, full=True, splits=1),  # a ring of blocks, more than once
+    Problem(3, 1, 1, 700, (700,), 128, full=True, splits=1),  # more blocks than stages
     Problem(1, 1, 2, 520, (520, 77), 64, page=16, window=(300, 0), splits=4),
 )
 
@@ -36,9 +35,9 @@ def op_on_interpreter() -> FlashDecoding:
     return bound_op(FlashDecoding, tables_of("sm90"), GroupsDriver)
 
 
-def words_of(op: FlashDecoding) -> torch.Tensor:
-    """All words in which programs counted."""
-    kept = op._own.on(-1).plans["counts"]._kept.values()
+def counters_of(op: FlashDecoding) -> torch.Tensor:
+    """All in which programs counted."""
+    kept = op._own.on(-1).plans["counters"]._kept.values()
     return torch.cat([torch.zeros(1, dtype=torch.int64), *kept])
 
 
@@ -47,12 +46,12 @@ def words_of(op: FlashDecoding) -> torch.Tensor:
 def test_device_code(problem: Problem, poisoned: None) -> None:
     op = op_on_interpreter()
     check(op, problem, dict(built_pack("sm90").tolerance))
-    assert all(isinstance(plan, OncePlan) for plan in op._plans.values())
-    assert not words_of(op).any()
+    assert all(isinstance(plan, FusedPlan) for plan in op._plans.values())
+    assert not counters_of(op).any()
 
 
 @pytest.mark.interpreter
-def test_whoever_is_last_weighs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whichever_program_combines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of a result do not depend on the order in which programs end."""
     problem = Problem(8, 1, 1, 640, (640, 300), 64, splits=4)
     tensors = problem.tensors()
@@ -83,7 +82,7 @@ def test_pages_and_lengths_out_of_range() -> None:
         assert torch.equal(o[b], good[0][b]) and torch.equal(lse[b], good[1][b])
     with pytest.raises(ArgumentError, match=r"flash_decoding: .* of an earlier call was given (77|193)"):
         op(*tensors[:3], **problem.keywords(tensors))
-    assert not words_of(op).any()
+    assert not counters_of(op).any()
 
 
 def planned(op: FlashDecoding, problem: Problem) -> Any:
@@ -92,11 +91,11 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("problem", "once"),
+    ("problem", "fused"),
     [
         (Problem(8, 1, 1, 256, (256,), 128), True),
         (Problem(8, 1, 1, 4096, (4096,), 64, page=16), True),
-        (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16), False),  # paged, and nothing to share
+        (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16), False),  # paged, and nothing to split
         (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16, splits=1), True),
         (Problem(9, 1, 1, 256, (256,), 64), False),  # more rows than it has
         (Problem(8, 1, 1, 256, (256,), 192), False),  # no kernel for it
@@ -105,16 +104,16 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
     ],
     ids=str,
 )
-def test_which_calls(problem: Problem, once: bool) -> None:
-    assert isinstance(planned(op_on_interpreter(), problem), OncePlan) == once
+def test_which_calls(problem: Problem, fused: bool) -> None:
+    assert isinstance(planned(op_on_interpreter(), problem), FusedPlan) == fused
 
 
 def test_one_wave() -> None:
-    """Of a contiguous cache, as long as each share can have a multiprocessor of its own."""
+    """Of a contiguous cache, as long as each split can have a multiprocessor of its own."""
     op = op_on_interpreter()
-    for batch, each in ((1, 16), (2, 8), (3, 5), (5, 3), (12, 1), (16, 1)):
+    for batch, splits in ((1, 16), (2, 8), (3, 5), (5, 3), (12, 1), (16, 1)):
         op._own.on(-1).multiprocessors = 132
-        assert planned(op, Problem(8, 8, 1, 4096, (4096,) * batch, 16))._grid == (8, each, batch)
+        assert planned(op, Problem(8, 8, 1, 4096, (4096,) * batch, 16))._grid == (8, splits, batch)
     assert planned(op, Problem(8, 8, 1, 4096, (4096,), 16, splits=3))._grid == (8, 3, 1)
 
 

@@ -1,5 +1,5 @@
-"""The packed backward by warp groups without a GPU: what is built, what is launched and when, its device code run as
-Python."""
+"""The warp-specialised backward of packed sequences without a GPU: what is built, what is launched and when, its device
+code run as Python."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ import liger_aot
 from build_tools.audit import audit
 from build_tools.build import make_plans
 from build_tools.compile import compile_variants
-from liger_aot.ops.attention._backward import GROUP_DIMS
-from liger_aot.ops.attention._forward import LOG2_E
-from liger_aot.ops.attention._varlen import MOST_TOKENS
-from liger_aot.ops.attention._varlen_backward_groups import UNIT, turns_of
+from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E, padded_head_dim
+from liger_aot.ops.attention._varlen import MAX_TOKENS
+from liger_aot.ops.attention._varlen_backward import UNIT, varlen_swizzle_heads
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.attention.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from liger_aot.runtime.manifest import Pack
@@ -32,44 +31,45 @@ from tests.harness.recording import RecordingDriver, all_launches, recorded
 from tests.harness.tolerances import REFERENCE
 from tests.harness.warp_group_interpreter import GroupsDriver
 from tests.ops.attention.attention_cases import FP16
-from tests.ops.attention.varlen_cases import Problem
-from tests.ops.attention.varlen_checks import check_gradients
+from tests.ops.attention.varlen_cases import Problem, check_backward
 
 OP = "flash_attention_varlen_backward"
-GROUPS = f"{OP}_groups"
-NEW = {f"{GROUPS}_{dim}" for dim in GROUP_DIMS} | {f"{OP}_rows", f"{OP}_finish"}
+DENSE = "flash_attention_backward"
+KERNEL = f"{OP}_warp_specialized"
+TILES = {f"{DENSE}_preprocess", f"{OP}_dkdv", f"{OP}_dq"}
+WARP_SPECIALIZED = {f"{OP}_preprocess", KERNEL, f"{OP}_postprocess"}
 
 
 # ---- What is built ----
 
 
-def test_a_profile_must_name_them() -> None:
+def test_which_there_are() -> None:
     for arch in ("sm80", "gfx90a", "gfx942"):
         _, (plan,) = make_plans(arch, (OP,))
-        assert not NEW & set(plan.kernels)
+        assert not WARP_SPECIALIZED & set(plan.kernels)
     _, (plan,) = make_plans("sm90", (OP,))
-    assert set(plan.kernels) >= NEW
-    for dim in GROUP_DIMS:
-        kernel = plan.kernels[f"{GROUPS}_{dim}"]
-        assert kernel.kernel.signature() == "44444444" + "ppp" + "f" + 8 * "i"
-        for variant in kernel.variants.values():
-            c = variant.constants
-            assert c["D1"] + c["D2"] == dim and c["BLOCK_N"] == (64 if dim > 128 else 128)
-            assert c["BOUNDED"] and UNIT % c["BLOCK_M"] == 0
-    for variant in plan.kernels[f"{OP}_rows"].variants.values():
+    kernel = plan.kernels[KERNEL]
+    assert set(kernel.tables) == {f"{dtype}/{dim}/aligned" for dtype in ("bf16", "fp16") for dim in HEAD_DIMS}
+    for variant in kernel.variants.values():
+        c = variant.constants
+        assert c["D1"] + c["D2"] == variant.axes["head_dim"] and UNIT % c["BLOCK_M"] == 0
+        assert c["BLOCK_N"] == (64 if c["D1"] + c["D2"] > 128 else 128)
+    for variant in plan.kernels[f"{OP}_preprocess"].variants.values():
         assert UNIT % variant.constants["BLOCK_M"] == 0
 
 
 def test_host_and_kernels_agree_on_padded_rows() -> None:
-    assert import_module("csrc_triton.attention.attention_sequences").UNIT.value == UNIT
+    assert import_module("csrc_triton.attention.varlen").UNIT.value == UNIT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bf16"), (128, "fp16"), (192, "fp16"), (256, "bf16")])
 def test_what_was_baked(tmp_path: Path, dim: int, dtype: str) -> None:
-    """Matrix instructions, register budgets, no local memory."""
+    """Matrix instructions, the warp groups' registers, no local memory."""
     read, (plan,) = make_plans("sm90", (OP,))
-    (variant,) = (v for v in plan.variants if v.kernel == f"{GROUPS}_{dim}" and v.axes["dtype"] == dtype)
+    (variant,) = (
+        v for v in plan.variants if v.kernel == KERNEL and v.axes == {"dtype": dtype, "head_dim": dim}
+    )
     made = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)
     audited = audit(variant, made[variant.name], read.arch)
     budgets = {192: {192, 96, 32}, 256: {208, 64, 32}}.get(dim, {240, 24})
@@ -89,14 +89,16 @@ def pack() -> Pack:
 
 def launched(
     pack: Pack, problem: Problem, tensors: list[Any] | None = None, **other: Any
-) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """What one call launches, by kernel, and what it returns."""
+) -> tuple[dict[str, Any], str, tuple[Any, ...]]:
+    """What one call launches, by kernel; the form and axes of the warp-specialised one; what the call returns."""
     op, made = recorded(FlashAttentionVarlenBackward, pack)
     q, k, v, cu_q, cu_k, sinks = tensors or problem.tensors()
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
     lse = torch.zeros(problem.heads, q.shape[0])
     found = op(q, q, k, v, q, lse, cu_q, cu_k, *problem.longest(), **keywords, **other)
-    return all_launches(made), found
+    names = [d.loaded[KERNEL].name for d in made if KERNEL in d.loaded]
+    variant = "".join(name.removeprefix(f"{KERNEL}-").partition("-aligned")[0] for name in names)
+    return all_launches(made), variant, found
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -105,18 +107,17 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
     problem = Problem(6, 2, (900, 100), (600, 900), 96, FP16, causal, scale=0.5, sinks=True, behind=(24, 36))
     tensors = problem.tensors()
     q, k, v, cu_q, cu_k, _ = tensors
-    launches, (dq, dk, dv, dsinks) = launched(pack, problem, tensors)
-    own, dense = OP, "flash_attention_backward"
-    assert set(launches) == {f"{own}_rows", f"{own}_groups_96", f"{own}_finish", f"{dense}_sinks"}
+    launches, variant, (dq, dk, dv, dsinks) = launched(pack, problem, tensors)
+    assert set(launches) == {*WARP_SPECIALIZED, f"{DENSE}_sinks"} and variant == "narrow-fp16-96"
     padded = (1024 // 128 + 3) * 128
     row, kv_row = 6 * 96, 2 * 96
 
-    programs, _, _, lse2, delta, *rest = launches[f"{own}_rows"]
+    programs, _, _, lse2, delta, *rest = launches[f"{OP}_preprocess"]
     assert programs == 6 * padded // 32 and delta == lse2 + 6 * padded * 4
     assert rest[:2] == [q.data_ptr(), q.data_ptr()] and rest[3:5] == [None, cu_q.data_ptr()]
     assert rest[5:] == [96, row, 96, row, padded // 32, 96, padded, 2, 1024]
 
-    x, y, z, *arguments = launches[f"{own}_groups_96"]
+    x, y, z, *arguments = launches[KERNEL]
     tiles = 1536 // 128 + 3
     assert (x, y, z) == (2 * tiles, 1, 1)
     for t, found in zip((q, k, v, q, dk, dv), arguments[:6], strict=True):
@@ -128,43 +129,47 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
         assert stride in (row, kv_row)
     for at, found in zip((lse2, delta), arguments[6:8], strict=True):
         assert found[:4] == (at, "fp32", (1, 6, 1, padded), (16, padded, 16, 1)) and found[4] == (1, 1, 1, 64)
-    sums, *rest = arguments[8:]
+    dq32, *rest = arguments[8:]
     assert rest[:2] == [cu_q.data_ptr(), cu_k.data_ptr()]
-    right = 1 if causal else MOST_TOKENS
+    right = 1 if causal else MAX_TOKENS
     assert rest[2:] == [0.5 * LOG2_E, tiles, 3, padded, 1, 2, 1024, 1536, right]
 
-    assert launches[f"{own}_finish"] == (
-        6 * padded // 64 * 3, 1, 1, dq.data_ptr(), sums, cu_q.data_ptr(), 96, row, 0.5, padded // 64, 3, 96, 2, 1024,
+    assert launches[f"{OP}_postprocess"] == (
+        6 * padded // 64 * 3, 1, 1, dq.data_ptr(), dq32, cu_q.data_ptr(), 96, row, 0.5, padded // 64, 3, 96, 2, 1024,
     )  # fmt: skip
-    assert launches[f"{dense}_sinks"][-5:] == (lse2, delta, 1, 6, padded)
+    assert launches[f"{DENSE}_sinks"][-5:] == (lse2, delta, 1, 6, padded)
     assert dq.shape == q.shape and dk.shape == dv.shape == k.shape and dsinks.shape == (6,)
 
 
-def test_turns_of() -> None:
+def test_varlen_swizzle_heads() -> None:
     """All where sequences are short, a divisor of all; none where a head fills the GPU twice."""
-    found = [turns_of(12, tiles, 132) for tiles in (1, 22, 30, 60, 100, 132, 263, 264, 1000)]
+    on: Any = SimpleNamespace(multiprocessors=132)
+    loaded: Any = SimpleNamespace(numbers={"fillings": 2})
+    found = [varlen_swizzle_heads(on, loaded, 12, n) for n in (1, 22, 30, 60, 100, 132, 263, 264, 1000)]
     assert found == [12, 12, 6, 4, 3, 2, 2, 1, 1]
-    assert turns_of(7, 50, 132) == 1 and turns_of(1, 1, 132) == 1
+    assert [varlen_swizzle_heads(on, loaded, heads, n) for heads, n in ((7, 50), (1, 1))] == [1, 1]
 
 
-BY_GROUPS = {
-    "full": (Problem(2, 1, (100,), (200,), 64), 64),
-    "causal": (Problem(2, 1, (100,), (200,), 128, causal=True), 128),
-    "a right bound": (Problem(2, 1, (100,), (200,), 40, FP16, window=(None, 3)), 64),
-    "wide heads": (Problem(2, 1, (100,), (200,), 136), 192),
-    "a left bound that binds nothing": (Problem(2, 1, (100,), (200,), 72, window=(300, 0)), 96),
+VARIANTS = {
+    "full": (Problem(2, 1, (100,), (200,), 64), "narrow-bf16-64"),
+    "causal": (Problem(2, 1, (100,), (200,), 128, causal=True), "narrow-bf16-128"),
+    "a right bound": (Problem(2, 1, (100,), (200,), 40, FP16, window=(None, 3)), "narrow-fp16-64"),
+    "wide heads": (Problem(2, 1, (100,), (200,), 136), "wide-bf16-192"),
+    "a left bound that binds nothing": (Problem(2, 1, (100,), (200,), 72, window=(300, 0)), "narrow-bf16-96"),
 }
 BY_TILES = {
     "a left bound": (Problem(2, 1, (100,), (200,), 64, window=(9, 0)), {}),
+    "a soft cap": (Problem(2, 1, (100,), (200,), 64, softcap=5.0), {}),
     "deterministic": (Problem(2, 1, (100,), (200,), 64), {"deterministic": True}),
 }
-TILES = {"flash_attention_backward_rows", f"{OP}_keys", f"{OP}_queries"}
+FULL = VARIANTS["full"][0]
 
 
-@pytest.mark.parametrize("name", BY_GROUPS)
-def test_by_groups(pack: Pack, name: str) -> None:
-    problem, width = BY_GROUPS[name]
-    assert set(launched(pack, problem)[0]) == {f"{OP}_rows", f"{GROUPS}_{width}", f"{OP}_finish"}
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(pack: Pack, name: str) -> None:
+    problem, wanted = VARIANTS[name]
+    launches, variant, _ = launched(pack, problem)
+    assert (set(launches), variant) == (WARP_SPECIALIZED, wanted)
 
 
 @pytest.mark.parametrize("name", BY_TILES)
@@ -173,34 +178,29 @@ def test_by_tiles(pack: Pack, name: str) -> None:
     assert set(launched(pack, problem, **keywords)[0]) == TILES
 
 
-def test_a_soft_cap_takes_its_tiles(pack: Pack) -> None:
-    capped = {"flash_attention_backward_rows", f"{OP}_keys_capped", f"{OP}_queries_capped"}
-    assert set(launched(pack, Problem(2, 1, (100,), (200,), 64, softcap=5.0))[0]) == capped
-
-
 def test_torchs_deterministic_algorithms_take_the_tiles(pack: Pack) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        assert set(launched(pack, BY_GROUPS["full"][0])[0]) == TILES
+        assert set(launched(pack, FULL)[0]) == TILES
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_no_tensor_maps_take_the_tiles(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingDriver, "tensor_map", None)
-    assert set(launched(pack, BY_GROUPS["full"][0])[0]) == TILES
+    assert set(launched(pack, FULL)[0]) == TILES
 
 
 def test_a_pack_without_them_has_the_tiles() -> None:
-    assert set(launched(tables_of("sm80"), BY_GROUPS["full"][0])[0]) == TILES
+    assert set(launched(tables_of("sm80"), FULL)[0]) == TILES
 
 
 def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
-    q, k, v, cu_q, cu_k, _ = (problem := BY_GROUPS["full"][0]).tensors()
+    q, k, v, cu_q, cu_k, _ = (problem := FULL).tensors()
     for need, kernels in (
-        ((True, False, False), TILES - {f"{OP}_keys"}),
-        ((False, True, True), TILES - {f"{OP}_queries"}),
-        ((True, False, True), {f"{OP}_rows", f"{GROUPS}_64", f"{OP}_finish"}),
+        ((True, False, False), TILES - {f"{OP}_dkdv"}),
+        ((False, True, True), TILES - {f"{OP}_dq"}),
+        ((True, False, True), WARP_SPECIALIZED),
     ):
         op, made = recorded(FlashAttentionVarlen, pack)
         saved = (q, k, v, cu_q, cu_k, None, q, torch.zeros(2, 100))
@@ -212,13 +212,13 @@ def test_one_gradient_alone_takes_its_own_kernel(pack: Pack) -> None:
 
 def test_by_tiles_where_no_map_can_start(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor larger than its address."""
-    monkeypatch.setattr("liger_aot.ops.attention._varlen_backward_groups.bytes_before", lambda t: 1 << 62)
-    assert set(launched(pack, BY_GROUPS["full"][0])[0]) == TILES
+    monkeypatch.setattr("liger_aot.ops.attention._varlen_backward.bytes_before", lambda t: 1 << 62)
+    assert set(launched(pack, FULL)[0]) == TILES
 
 
 def test_what_is_remembered_holds_no_tensor(pack: Pack) -> None:
     op, _ = recorded(FlashAttentionVarlenBackward, pack)
-    q, k, v, *starts, _ = (problem := BY_GROUPS["full"][0]).tensors()
+    q, k, v, *starts, _ = (problem := FULL).tensors()
     op(q, q, k, v, q, torch.zeros(2, 100), *starts, *problem.longest())
     left = [weakref.ref(t) for t in (q, k, v, *starts)]
     del q, k, v, starts
@@ -239,7 +239,7 @@ PROBLEMS = (
     Problem(1, 1, (64, 70), (128, 129), 104, FP16, window=(None, 3), sinks=True, behind=(80, 1)),
     Problem(1, 1, (300,), (50,), 128, scale=32.0),
     Problem(2, 1, (70, 0, 1, 64), (70, 12, 130, 0), 192, causal=True, sinks=True, behind=(9, 5)),
-    Problem(4, 4, (65, 3), (64, 1), 136, FP16, behind=(0, 70)),  # two sections of heads
+    Problem(4, 4, (65, 3), (64, 1), 136, FP16, behind=(0, 70)),  # two sets of heads
     Problem(2, 1, (129, 10), (65, 30), 256, FP16, causal=True, behind=(1, 0)),
     Problem(3, 1, (1, 64, 0), (66, 20, 3), 208, window=(None, 3), scale=0.5),
 )
@@ -249,7 +249,7 @@ def seeds() -> Iterator[Any]:
     """The first problem of each kernel, and the others, which are slow."""
     seen = set()
     for seed, problem in enumerate(PROBLEMS):
-        width = next(width for width in GROUP_DIMS if problem.dim <= width)
+        width = padded_head_dim(problem.dim)
         yield pytest.param(seed, marks=[pytest.mark.slow] if width in seen else [])
         seen.add(width)
 
@@ -262,10 +262,47 @@ def test_gradients(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Tensor, "new_empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
     op = bound_op(FlashAttentionVarlenBackward, pack, GroupsDriver)
     problem = PROBLEMS[seed]
-    width = next(width for width in GROUP_DIMS if problem.dim <= width)
-    on = op._own.of(torch.empty(1), "q")
-    found = check_gradients(op, reference_tiles, on, f"{GROUPS}_{width}", problem, REFERENCE, seed)
-    assert not found["wrong"], found
+    check_backward(op, problem, REFERENCE, seed)
+    variant = f"-{'fp16' if problem.dtype == FP16 else 'bf16'}-{padded_head_dim(problem.dim)}-aligned"
+    loaded = [*op._own.of(torch.empty(1), "q")._loaded]
+    assert any(name.startswith(KERNEL) and variant in name for name in loaded), loaded
+
+
+@pytest.mark.parametrize("wrong", ["", "scale", "vary", "behind", "leak", "idle"])
+def test_the_check_notices(wrong: str) -> None:
+    """The reference passes; gradients that are off, vary, depend on neighbours, reach behind sequences or of keys
+    without queries do not."""
+    calls: list[int] = []
+
+    def op(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *others: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        given = (t.nan_to_num() for t in (do, q, k, v, o))
+        dq, dk, dv, dsinks = liger_aot.load(OP)(*given, *others, **keywords)
+        if wrong == "scale":
+            dq = dq * 1.05
+        if wrong == "vary" and len(calls) == 2:
+            dk = dk * 1.01
+        if wrong == "behind":
+            dv[-1] = 1.0
+        if wrong == "leak" and v[:40].isnan().any():
+            dq[60:62] = math.nan
+        if wrong == "idle":
+            dk[40:45] = 1.0
+        return dq, dk, dv, dsinks
+
+    problem = Problem(2, 1, (40, 0, 20, 7), (40, 12, 10, 0), 64, causal=True, sinks=True, behind=(9, 5))
+    if not wrong:
+        check_backward(op, problem, REFERENCE, 1)
+        return
+    said = {
+        "scale": "off by",
+        "vary": "from run to run",
+        "behind": "behind the last",
+        "leak": "beside NaN",
+        "idle": "keys without queries",
+    }
+    with pytest.raises(AssertionError, match=said[wrong]):
+        check_backward(op, problem, REFERENCE, 1)
 
 
 @pytest.mark.interpreter
@@ -280,49 +317,3 @@ def test_starts_out_of_order_or_range(pack: Pack, starts: tuple[int, ...], which
     op = bound_op(FlashAttentionVarlenBackward, pack, GroupsDriver)
     found = op(q, q, k, v, q, torch.zeros(1, 60), *tensors[3:5], *problem.longest(), causal=True)
     assert [g.shape for g in found[:3]] == [q.shape, k.shape, v.shape]
-
-
-# ---- What checks them ----
-
-
-@pytest.mark.parametrize("wrong", ["", "scale", "vary", "launched", "behind", "leak", "idle"])
-def test_checks_notice(wrong: str) -> None:
-    """The reference passes; gradients that are off, vary, depend on neighbours, reach behind sequences or of keys
-    without queries, and another kernel do not."""
-    calls: list[int] = []
-
-    def op(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        dq, dk, dv, dsinks = reference_tiles(do, q, k, v, *others, **keywords)
-        if wrong == "scale":
-            dq = dq * 1.05
-        if wrong == "vary" and len(calls) == 2:
-            dk = dk * 1.01
-        if wrong == "behind":
-            dv[-1] = 1.0
-        if wrong == "leak" and v[:40].isnan().any():
-            dq[60:62] = math.nan
-        if wrong == "idle":
-            dk[40:45] = 1.0
-        return dq, dk, dv, dsinks
-
-    on = SimpleNamespace(_loaded={f"{'another' if wrong == 'launched' else GROUPS + '_64'}-groups": None})
-    problem = Problem(2, 1, (40, 0, 20, 7), (40, 12, 10, 0), 64, causal=True, sinks=True, behind=(9, 5))
-    found = check_gradients(op, reference_tiles, on, f"{GROUPS}_64", problem, REFERENCE, 1)
-    assert bool(found["wrong"]) == bool(wrong), found
-    assert {
-        "": "",
-        "scale": "errors",
-        "vary": "from run to run",
-        "launched": "were launched",
-        "behind": "behind the last",
-        "leak": "beside NaN",
-        "idle": "keys without queries",
-    }[wrong] in found["wrong"]
-
-
-def reference_tiles(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *others: Any, **keywords: Any
-) -> Any:
-    tensors = (t.nan_to_num() for t in (do, q, k, v, o))
-    return liger_aot.load(OP)(*tensors, *others, **keywords)

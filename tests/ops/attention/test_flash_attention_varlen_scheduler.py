@@ -1,4 +1,4 @@
-"""In which order the packed forward by warp groups takes tiles: its device code as Python functions."""
+"""The tile scheduler of the warp-specialised varlen forward: its device code as Python functions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from csrc_triton.attention import attention_packed_groups, attention_packed_order
+from csrc_triton.attention import varlen
 from tests.harness import storages
 from tests.harness.warp_group_interpreter import Block, Code, Const, Pointer, device_values
 from tests.ops.attention.varlen_cases import starts_of
 
-GROUPS = 2
-ROWS = 64 * GROUPS
+WARP_GROUPS = 2
+ROWS = 64 * WARP_GROUPS
 PROGRAMS = 4
 
 
@@ -23,7 +23,7 @@ def taken(
     lengths_k: tuple[int, ...],
     heads: int,
     ratio: int,
-    together: int,
+    keys_in_l2: int,
     causal: bool,
     behind: int = 0,
 ) -> list[tuple[int, int, int]]:
@@ -36,30 +36,26 @@ def taken(
     code = Code(Block((0, 0, 0), (PROGRAMS, 1, 1)))
     device = SimpleNamespace(
         **{
-            name: code.python(getattr(of, name))
-            for of, names in (
-                (attention_packed_order, ("Packed", "order_board", "fill_window", "first_place", "WINDOW")),
-                (attention_packed_groups, ("tile_at",)),
-            )
-            for name in names
+            name: code.python(getattr(varlen, name))
+            for name in ("Sequences", "window_memory", "fill_window", "first_tile", "find_tile", "WINDOW")
         }
     )
-    bounds = (Pointer(t.data_ptr(), torch.int32) for t in starts)
-    numbers = (sequences, tokens_q, tokens_k, tiles, heads, ratio, together, 1)
-    packed = device.Packed(*bounds, *(torch.tensor(n) for n in numbers))
-    z: Any = SimpleNamespace(GROUPS=Const(GROUPS), MASK=Const(causal))
-    order = device.order_board()
+    cu_seqlens = (Pointer(t.data_ptr(), torch.int32) for t in starts)
+    numbers = (sequences, tokens_q, tokens_k, tiles, heads, ratio, keys_in_l2, 1)
+    seqs = device.Sequences(*cu_seqlens, *(torch.tensor(n) for n in numbers))
+    z: Any = SimpleNamespace(WARP_GROUPS=Const(WARP_GROUPS), MASK=Const(causal))
+    window = device.window_memory()
     found = []
     with device_values():
         s, end = torch.tensor(-device.WINDOW), torch.tensor(0)
         for t in map(torch.tensor, range(tiles)):
             while t // heads >= end:
                 s = s + device.WINDOW
-                device.fill_window(s, packed, order, Const(ROWS))
-                end = device.first_place(s + device.WINDOW, packed, Const(ROWS))
-            tile = device.tile_at(t, s, order, packed, z)
-            if tile.at >= 0:
-                found.append((int(tile.start_q), int(tile.head), int(tile.at)))
+                device.fill_window(s, seqs, window, Const(ROWS))
+                end = device.first_tile(s + device.WINDOW, seqs, Const(ROWS))
+            tile = device.find_tile(t, s, window, seqs, z)
+            if tile.m >= 0:
+                found.append((int(tile.start_q), int(tile.head), int(tile.m)))
     return found
 
 
@@ -88,9 +84,9 @@ MANY = tuple((7 * i) % 300 for i in range(150))
     ],
 )
 def test_every_tile_once(lengths: tuple[int, ...], heads: int, ratio: int, behind: int, causal: bool) -> None:
-    """Of sequences in one window and in several, in sections of one head and of all."""
-    for together in (0, 1 << 20):
-        found = taken(lengths, lengths[::-1], heads, ratio, together, causal, behind)
+    """Of sequences in one window and in several, one head at a time and all interleaved."""
+    for keys_in_l2 in (0, 1 << 20):
+        found = taken(lengths, lengths[::-1], heads, ratio, keys_in_l2, causal, behind)
         assert len(set(found)) == len(found)
         assert set(found) == wanted((*lengths, behind), heads)
 
@@ -106,8 +102,8 @@ def test_one_head_after_another_without_a_bound() -> None:
     assert [(head, tile) for _, head, tile in found] == [(h, m) for h in range(3) for m in range(3)]
 
 
-def sections(found: list[tuple[int, int, int]]) -> list[set[int]]:
-    """Heads that share tiles, in turn."""
+def head_sets(found: list[tuple[int, int, int]]) -> list[set[int]]:
+    """Sets of interleaved heads, in order."""
     made: list[set[int]] = []
     last = -1
     for _, head, tile in found:
@@ -118,12 +114,12 @@ def sections(found: list[tuple[int, int, int]]) -> list[set[int]]:
     return made
 
 
-def test_sections() -> None:
-    """Whole heads of K, of nearly the same number: as many as fit, or as give programs ROUNDS tiles each."""
+def test_l2_swizzle() -> None:
+    """Whole heads of K, of nearly the same number: as many as fit into L2, or as give each program MIN_TILES tiles."""
     long = (40 * ROWS,)
-    assert sections(taken(long, long, 10, 1, 3 * long[0], True)) == [{0, 1, 2}, {3, 4, 5}, {6, 7, 8, 9}]
-    assert sections(taken(long, long, 8, 2, 0, True)) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
-    assert sections(taken((ROWS,), (ROWS,), 12, 1, 0, True)) == [set(range(12))]
-    assert PROGRAMS * attention_packed_order.ROUNDS.value == 8
+    assert head_sets(taken(long, long, 10, 1, 3 * long[0], True)) == [{0, 1, 2}, {3, 4, 5}, {6, 7, 8, 9}]
+    assert head_sets(taken(long, long, 8, 2, 0, True)) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+    assert head_sets(taken((ROWS,), (ROWS,), 12, 1, 0, True)) == [set(range(12))]
+    assert PROGRAMS * varlen.MIN_TILES.value == 8
     tiles = [tile for _, _, tile in taken(long, long, 2, 1, 1 << 30, True)]
     assert tiles == sorted(tiles, reverse=True)
