@@ -81,7 +81,8 @@ class OpEntry:
     small: ClassVar[tuple[int, ...]] = (4, 4096)  # the shape at which a call's cost is the host's
     providers: ClassVar[tuple[str, ...]] = ("liger_aot", "torch", "torch_compile", "liger")
     sections: ClassVar[tuple[str, ...]] = ("forward", "backward", "host")  # measured where none is asked for
-    # Kernels beside <op>_forward and <op>_backward, each with the direction and variant it is tuned by.
+    # Kernels beside <op>_forward and <op>_backward, or one for a value of an axis ("rope interleaved"), each with the
+    # direction and variant it is tuned by.
     kernels: ClassVar[tuple[tuple[str, str, str], ...]] = ()
 
     by_rows: ClassVar[bool] = (

@@ -42,7 +42,7 @@ class Rotary(OpEntry):
 
 class RoPE(Rotary):
     op = "rope"
-    kernels = (("rope", "forward", ""),)
+    kernels = (("rope", "forward", ""), ("rope interleaved", "forward", "interleaved"))
     points = (
         *both([LLAMA_8B, (4, 8192, 32, 8, 64)]),
         *both([LLAMA_8B], "rotary 64"),

@@ -191,37 +191,26 @@ def modulated_tokens(p: Problem) -> Iterator[Row]:
 def group_rows(p: Problem) -> Iterator[Row]:
     """A program has a group of up to 40960 elements. Longer groups are split over programs that exchange their sums."""
     if p.max_n:
-        yield from row_in_blocks(p, "first")
+        yield from row_in_blocks(p, "two_pass")
         yield from group_pipelines(p, p.n)
         for block, num_warps in ((4096, 8), (8192, 16), (16384, 32)):
-            yield from grid(form="first", block=block, tiles=-(-40960 // block), num_warps=num_warps)
-    yield from grid(
-        form="first",
-        split=256,
-        block=4096,
-        tiles=(4, 6, 8),
-        num_warps=8,
-        maxnreg=80,
-        programs_per_multiprocessor=3,
-    )
-    yield from grid(
-        form="first",
-        split=256,
-        block=8192,
-        tiles=(3, 4, 6),
-        num_warps=16,
-        maxnreg=64,
-        programs_per_multiprocessor=2,
-    )
+            yield from grid(
+                form="two_pass", block=block, max_elements=-(-40960 // block) * block, num_warps=num_warps
+            )
+    for block, num_warps, maxnreg, programs in ((4096, 8, 80, 3), (8192, 16, 64, 2)):
+        yield from grid(
+            form="two_pass", max_splits=256, block=block, max_elements=(16384, 24576, 32768, 49152),
+            exchange_elements=4096, num_warps=num_warps, maxnreg=maxnreg, programs_per_multiprocessor=programs,
+        )  # fmt: skip
 
 
 def group_pipelines(p: Problem, elements: int, **keys: Any) -> Iterator[Row]:
     for block, num_warps, programs in ((2048, 4, 4), (4096, 8, 2), (8192, 16, 1)):
-        pieces = -(-elements // block)
-        if 2 <= pieces <= 10:
+        blocks = -(-elements // block)
+        if 2 <= blocks <= 10:
             yield from grid(
-                form="ring", pieces=pieces, block=block, stages=(1, 2), tiles=pieces, num_warps=num_warps,
-                programs_per_multiprocessor=programs, **keys,
+                form="pipeline", blocks=blocks, block=block, stages=(1, 2), max_elements=blocks * block,
+                num_warps=num_warps, programs_per_multiprocessor=programs, **keys,
             )  # fmt: skip
 
 
@@ -231,41 +220,43 @@ def group_gradients(p: Problem) -> Iterator[Row]:
         block = min(power(p.sizes[0]), 4096)
         elements = rows * block
         if 2048 <= elements <= 8192:
-            tiles = 49152 // elements
             yield from grid(
-                form="first", rows=rows, block=block, tiles=tiles, num_warps=warps(elements, 8, 32)
+                form="two_pass", rows=rows, block=block, max_elements=49152, num_warps=warps(elements, 8, 32)
             )
             if power(p.sizes[0]) == block and p.max_n:
                 yield from grid(
-                    form="ring", pieces=5, rows=rows, block=block, stages=(1, 2), tiles=5, num_warps=(4, 8, 16),
+                    form="pipeline", blocks=5, rows=rows, block=block, stages=(1, 2), max_elements=5 * elements,
+                    num_warps=(4, 8, 16),
                     programs_per_multiprocessor=(1, 2),
                 )  # fmt: skip
     for rows, block, num_warps, programs in ((2, 1024, 4, 5), (2, 2048, 8, 2), (4, 1024, 8, 2)):
         yield from grid(
-            form="first", split=256, rows=rows, block=block, tiles=(4, 6, 8), num_warps=num_warps, maxnreg=96,
-            programs_per_multiprocessor=programs,
+            form="two_pass", max_splits=256, rows=rows, block=block,
+            max_elements=tuple(n * rows * block for n in (4, 6, 8)),
+            exchange_elements=4096, num_warps=num_warps, maxnreg=96, programs_per_multiprocessor=programs,
         )  # fmt: skip
 
 
 def channels_last(p: Problem, way: str) -> Iterator[Row]:
-    """Images split over programs, which read them twice or (``held``) have them in shared memory and registers."""
+    """Images split over CTAs, which read them twice or, in a pipeline, keep their parts in shared memory."""
     rows = (4, 8) if way == "forward" else (2, 4)
     groups = (8, 32) if p.sizes[0] < 32 else (2, 8)
     yield from grid(
-        form="last", split=64, rows=rows, block=1024, groups=groups, tiles=(4, 6, 8), num_warps=4, maxnreg=128,
-        programs_per_multiprocessor=4,
+        form="two_pass", max_splits=64, rows=rows, block=1024, groups=groups, max_elements=(16384, 24576, 32768),
+        exchange_elements=4096, num_warps=4, maxnreg=128, programs_per_multiprocessor=4,
     )  # fmt: skip
     if p.max_n is None:
         return
-    for lines, fold, slots, ahead in (
+    for lines, blocks, stages, prefetch in (
         ((256, 2, 26, (5, 6, 8)), (256, 4, 13, 3), (512, 1, 26, (6, 8)))
         if way == "forward"
         else ((256, 2, 13, (2, 3)), (256, 1, 27, (4, 6)))
     ):
         yield from grid(
-            form="held", split=128, lines=lines, fold=fold, slots=slots, ahead=ahead, groups=32,
-            members=(16, 32) if p.sizes[0] >= 32 else lines // 8, parts=(32, 64), talkers=4,
-            registers=152 if way == "forward" else 104, num_warps=8, programs_per_multiprocessor=1,
+            form="pipeline", max_splits=128, lines=lines, blocks=blocks, stages=stages, prefetch=prefetch, groups=32,
+            lines_per_group=(16, 32) if p.sizes[0] >= 32 else lines // 8, splits_per_read=(32, 64), exchange_warps=4,
+            registers=152 if way == "forward" else 104, num_warps=8,
+            exchange_kb=72, read_kb=24, reduce_kb=16, lone_kb=96,
         )  # fmt: skip
 
 
@@ -339,10 +330,10 @@ SPACES = {
     "groupnorm_backward": Space(
         by_length({256: (256,), 1024: (1024,), 4096: (4096,), None: (16384,)}), group_gradients
     ),
-    "groupnorm_forward_last": Space(
+    "groupnorm_forward_channels_last": Space(
         by_length({20: (10, 16, 20), 40: (40,), None: (40,)}), partial(channels_last, way="forward")
     ),
-    "groupnorm_backward_last": Space(
+    "groupnorm_backward_channels_last": Space(
         by_length({20: (10, 16), 64: (20, 40), None: (40,)}), partial(channels_last, way="backward")
     ),
 }

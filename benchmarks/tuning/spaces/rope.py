@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
+
+from benchmarks.op_entry import load
 from benchmarks.tuning.space import Problem, Row, Space, by_length, grid, warps
+from benchmarks.workload import Workload
 
 
 def heads(p: Problem) -> Iterator[Row]:
@@ -19,15 +24,21 @@ def heads(p: Problem) -> Iterator[Row]:
                     )
 
 
-def space(*dims: int) -> Space:
-    return Space(
-        (*by_length({n: (n,) for n in dims}), *by_length({n: (n,) for n in dims if n > 32}, ("fp32",))), heads
-    )
+def problems(*dims: int) -> tuple[Problem, ...]:
+    return (*by_length({n: (n,) for n in dims}), *by_length({n: (n,) for n in dims if n > 32}, ("fp32",)))
+
+
+def of_rope(interleaved: bool, *dims: int) -> tuple[Problem, ...]:
+    return tuple(replace(p, when={"interleaved": (interleaved,)}) for p in problems(*dims))
+
+
+def workloads(p: Problem, n: int, dtype: torch.dtype, elements: int, device: torch.device) -> list[Workload]:
+    kernel = "rope interleaved" if True in p.when["interleaved"] else "rope"
+    return load("rope").workloads(kernel, n, dtype, elements, device, n)
 
 
 SPACES = {
-    "rope_halves": space(32, 64, 128),
-    "rope_pairs": space(64, 128, 256),
-    "rope_llama4": space(128),
-    "rope_multimodal": space(64),
+    "rope": Space((*of_rope(False, 32, 64, 128), *of_rope(True, 64, 128, 256)), heads, workloads),
+    "rope_llama4": Space(problems(128), heads),
+    "rope_multimodal": Space(problems(64), heads),
 }
