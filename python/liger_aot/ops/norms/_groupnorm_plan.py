@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_aot.ops.norms._vectors import ANY_LENGTH
 from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
 from liger_aot.runtime.workspaces import StreamWords
 
-ANY_SIZE = (1 << 31) - 1  # takes a table's last row
 BARRIER_WORDS = 2  # ahead of those that a pipeline exchanges through: the grid barrier's counter
 
 
@@ -84,13 +84,13 @@ def find(on: OpOn, direction: str, dtype: torch.dtype, addresses: int, shape: Sh
         if _by_images(loaded, shape):
             plan = pipeline_plan(on, loaded, direction, shape)
             if plan is None:
-                loaded = kernel((dtype, aligned), ANY_SIZE)
+                loaded = kernel((dtype, aligned), ANY_LENGTH)
         if aligned and not shape.aligned(_width(loaded, shape)):
             loaded, plan = kernel((dtype, aligned := False), n), None
         while direction == "backward" and shape.group > _max_channels(loaded, shape):
             loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
         if plan is None and _better_split(on, loaded, shape):
-            loaded = kernel((dtype, aligned), ANY_SIZE)
+            loaded = kernel((dtype, aligned), ANY_LENGTH)
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
         on.plans[key] = found = loaded, plan or _plan(on, loaded, direction, shape)
@@ -212,7 +212,7 @@ def _max_elements(loaded: Loaded) -> int:
 def _max_channels(loaded: Loaded, shape: Shape) -> int:
     """Of a group that a CTA holds in registers; others have no bound."""
     in_registers = loaded.variant.form == "pipeline" and not shape.by_columns
-    return int(loaded.numbers["blocks"]) * loaded.rows if in_registers else ANY_SIZE
+    return int(loaded.numbers["blocks"]) * loaded.rows if in_registers else ANY_LENGTH
 
 
 def _width(loaded: Loaded, shape: Shape) -> int:
