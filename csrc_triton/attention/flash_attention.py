@@ -73,7 +73,7 @@ DECLARATION = {
                 "head_dim": PANELS,
                 "mask": {"full": {"MASK": 0}, "causal": {"MASK": 1}, "local": {"MASK": 2}},
             },
-            "host": ["cache_megabytes"],
+            "host": ["l2_megabytes"],
             "aligned": [],
             "forms": {
                 "warp_specialized": {

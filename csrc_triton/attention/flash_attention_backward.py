@@ -129,7 +129,7 @@ DECLARATION = {
                 "head_dim": HEAD_DIMS,
                 "mask": {"full": {"MASK": 0}, "causal": {"MASK": 1}, "local": {"MASK": 2}},
             },
-            "host": ["fillings", "fillings_gqa"],
+            "host": ["waves", "waves_gqa"],
             "aligned": [],
             "forms": {
                 "narrow": {

@@ -83,7 +83,7 @@ DECLARATION = {
             },
             "axes": {**DTYPES, "head_dim": HEAD_DIMS, "mask": ["full", "causal"]},
             "gives": {"head_dim": PANELS, "mask": {"full": {"MASK": 0}, "causal": {"MASK": 1}}},
-            "host": ["cache_megabytes"],
+            "host": ["l2_megabytes"],
             "aligned": [],
             "forms": {
                 "warp_specialized": FORM,

@@ -87,7 +87,7 @@ DECLARATION = {
             },
             "axes": {**DTYPES, "head_dim": [64, 96, 128, 192, 256]},
             "gives": {"head_dim": HEAD_DIMS},
-            "host": ["fillings"],
+            "host": ["waves"],
             "aligned": [],
             "forms": {
                 "narrow": {

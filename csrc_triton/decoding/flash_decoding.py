@@ -57,7 +57,7 @@ DECLARATION = {
                 "splits": "i32", "partial_rows": "i32", **BOUNDS,
             },
             "axes": {"dtype": ["bf16", "fp16"], "paged": [False, True], "wide": [False, True]},
-            "host": ["startup_blocks", "busy"],
+            "host": ["startup_blocks", "ctas_to_saturate"],
             "aligned": [
                 "OUT", "OUT_PARTIAL", "Q", "K", "V", "q_batch", "q_token", "q_head", "k_page", "k_row", "k_head", "dim",
             ],
@@ -81,7 +81,7 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16"], "head_dim": [96, 128]},
             "gives": {"head_dim": {96: {"D1": 64, "D2": 32, "BOX": 32}, 128: {"D1": 128, "D2": 0, "BOX": 64}}},
-            "host": ["least_blocks", "max_rows"],
+            "host": ["min_blocks_per_multiprocessor", "max_rows"],
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "q_batch", "q_token", "q_head", "dim"],
             "forms": {
                 "warp_specialized": {

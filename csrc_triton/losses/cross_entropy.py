@@ -140,7 +140,7 @@ DECLARATION = {
                 "vocabulary": "i32", "flags": "i32",
             },
             "axes": {},
-            "host": ["rows", "lone_rows"],
+            "host": ["rows", "rows_for_one_cta"],
             "aligned": [],
             "forms": {"rows": {"function": "totals", "constants": ["BLOCK"]}},
         },

@@ -65,7 +65,7 @@ DECLARATION = {
                 "store_dw": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
-            "host": ["lone_rows"],
+            "host": ["rows_for_one_cta"],
             "aligned": [
                 "DX", "DY", "DSUM", "SUM", "W", "DW", "PARTIALS", "dx_stride", "dy_stride", "dsum_stride",
                 "sum_stride", "n_cols",

@@ -33,7 +33,7 @@ from csrc_triton.norms.groupnorm_two_pass import (  # noqa: F401  named by DECLA
 HOST = ["max_elements", "exchange_elements"]
 # What a CTA reads in the time of an exchange, of reading the words of SPLITS_PER_READ more splits, and of reducing the
 # sums of a part; of one image or two, the longest part for which the pipeline is the faster form.
-PIPELINE_HOST = ["exchange_kb", "read_kb", "reduce_kb", "lone_kb"]
+PIPELINE_HOST = ["exchange_kb", "read_kb", "reduce_kb", "kb_for_one_cta"]
 PIPELINE = {
     "language": "gluon",
     "constants": [

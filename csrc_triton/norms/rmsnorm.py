@@ -93,7 +93,7 @@ DECLARATION = {
                 "store_dw": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"], "weight": ["dtype", "fp32"]},
-            "host": ["lone_rows"],
+            "host": ["rows_for_one_cta"],
             "aligned": [
                 "DX",
                 "DY",

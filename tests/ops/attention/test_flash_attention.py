@@ -412,7 +412,9 @@ def test_a_stream_has_a_counter_of_its_own(
     q, k, v, _ = Problem(1, 2, 2, 10, 10, 64).tensors()
     zeros = [torch.zeros(1, dtype=torch.int64) for _ in range(5)]
     given = iter(zeros)
-    monkeypatch.setattr("liger_aot.runtime.workspaces.StreamWords._zeros", lambda self, count: next(given))
+    monkeypatch.setattr(
+        "liger_aot.runtime.workspaces.StreamWorkspace._zeros", lambda self, count: next(given)
+    )
 
     def counter(stream: int) -> int:
         driver.on_stream = stream

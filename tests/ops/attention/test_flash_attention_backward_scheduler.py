@@ -180,8 +180,8 @@ def test_longest_tiles_of_several_heads_start_together(device: Device, mask: int
 def test_ordered_swizzle_heads() -> None:
     assert scheduler.MOST_HEADS_IN_ORDER.value == MOST_HEADS_IN_ORDER
     on: Any = SimpleNamespace(multiprocessors=132)
-    once: Any = SimpleNamespace(numbers={"fillings": 1, "fillings_gqa": 4})
-    twice: Any = SimpleNamespace(numbers={"fillings": 2, "fillings_gqa": 1})
+    once: Any = SimpleNamespace(numbers={"waves": 1, "waves_gqa": 4})
+    twice: Any = SimpleNamespace(numbers={"waves": 2, "waves_gqa": 1})
     assert [ordered_swizzle_heads(on, once, tiles, 1) for tiles in (4, 128, 200)] == [33, 2, 1]
     assert [ordered_swizzle_heads(on, once, 32, ratio) for ratio in (1, 2, 3)] == [5, 5, 20]
     assert [ordered_swizzle_heads(on, twice, 32, ratio) for ratio in (1, 2, 3)] == [10, 10, 5]

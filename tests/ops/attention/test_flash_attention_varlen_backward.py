@@ -144,7 +144,7 @@ def test_maps_grids_and_numbers(pack: Pack, causal: bool) -> None:
 def test_varlen_swizzle_heads() -> None:
     """All where sequences are short, a divisor of all; none where a head fills the GPU twice."""
     on: Any = SimpleNamespace(multiprocessors=132)
-    loaded: Any = SimpleNamespace(numbers={"fillings": 2})
+    loaded: Any = SimpleNamespace(numbers={"waves": 2})
     found = [varlen_swizzle_heads(on, loaded, 12, n) for n in (1, 22, 30, 60, 100, 132, 263, 264, 1000)]
     assert found == [12, 12, 6, 4, 3, 2, 2, 1, 1]
     assert [varlen_swizzle_heads(on, loaded, heads, n) for heads, n in ((7, 50), (1, 1))] == [1, 1]

@@ -11,7 +11,7 @@ import torch
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.decoding._plans import FusedPlan, Settings, plan_for
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
-from liger_aot.runtime.workspaces import AHEAD, StreamWords
+from liger_aot.runtime.workspaces import GRAPH_WORDS, StreamWorkspace
 from tests.conftest import built_pack
 from tests.harness import warp_group_interpreter
 from tests.harness.drivers import bound_op
@@ -37,7 +37,7 @@ def op_on_interpreter() -> FlashDecoding:
 
 def counters_of(op: FlashDecoding) -> torch.Tensor:
     """All in which programs counted."""
-    kept = op._own.on(-1).plans["counters"]._kept.values()
+    kept = op._own.on(-1).plans["counters"]._by_stream.values()
     return torch.cat([torch.zeros(1, dtype=torch.int64), *kept])
 
 
@@ -119,13 +119,13 @@ def test_one_wave() -> None:
 
 def test_words_of_graphs() -> None:
     """Each launch has its own of those that were made before, as long as there are any."""
-    words = StreamWords(torch.device("cpu"))
+    words = StreamWorkspace(torch.device("cpu"))
     assert words._of_graph(10).numel() == 10  # none were made: its own
     words.prepare()
     first, second = words._of_graph(10), words._of_graph(10)
     assert first.data_ptr() + 10 * 8 == second.data_ptr() and not first.any()
-    rest = words._of_graph(AHEAD - 20)
+    rest = words._of_graph(GRAPH_WORDS - 20)
     assert rest.data_ptr() == second.data_ptr() + 10 * 8
     assert words._of_graph(1).data_ptr() != rest.data_ptr() + rest.nbytes
     words.prepare()
-    assert words._of_graph(AHEAD).numel() == AHEAD and len(words._ahead) == 2
+    assert words._of_graph(GRAPH_WORDS).numel() == GRAPH_WORDS and len(words._graph_words) == 2

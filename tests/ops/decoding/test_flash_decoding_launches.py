@@ -127,7 +127,7 @@ def test_the_small_problems_take_every_binary(arch: str) -> None:
 
 def test_splits_fill_the_gpu() -> None:
     """132 multiprocessors with room for 2 programs each, all of which are needed."""
-    every = {"places": 264, "busy": 264, "startup_blocks": 2}
+    every = {"places": 264, "saturating": 264, "startup_blocks": 2}
     assert best_splits(programs=8, blocks=2048, **every) == 33
     assert best_splits(programs=264, blocks=128, **every) == 1
     assert best_splits(programs=1, blocks=4096, **every) == 256
@@ -159,7 +159,7 @@ def test_splits_are_those_that_were_fast(size: tuple[int, int]) -> None:
     """One within 3% of the fastest, or between such."""
     measured = MEASURED[size]
     fast = [splits for splits, of_copy in measured.items() if of_copy > 0.97 * max(measured.values())]
-    found = best_splits(*size, places=396, busy=132, startup_blocks=2)
+    found = best_splits(*size, places=396, saturating=132, startup_blocks=2)
     assert min(fast) <= found <= max(fast) and measured.get(found, 1.0) > 0.97 * max(measured.values())
 
 

@@ -251,7 +251,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
     )
     def test_sums_in_two_launches(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         loaded = runtime_of(way).kernels["cross_entropy_totals"]((False,), 1)
-        monkeypatch.setattr(loaded, "numbers", {**loaded.numbers, "lone_rows": 10})
+        monkeypatch.setattr(loaded, "numbers", {**loaded.numbers, "rows_for_one_cta": 10})
         monkeypatch.setattr(loaded, "rows", 2)
         for rows in (10, 11, 150):
             case = Case((rows, 7), FP32, ignored=3, weight=FP32, lse_square_scale=0.1)

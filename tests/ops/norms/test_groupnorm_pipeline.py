@@ -24,7 +24,8 @@ from tests.ops.norms import test_groupnorm
 PIPELINE = (
     'max_n = 1000, form = "pipeline", dtype = ["bf16", "fp16"], max_splits = 8, lines = 32, blocks = 2, stages = 9, '
     "prefetch = 2, groups = 4, lines_per_group = 64, splits_per_read = 2, exchange_warps = 4, registers = 24, "
-    "num_warps = 4, programs_per_multiprocessor = 3, exchange_kb = 72, read_kb = 24, reduce_kb = 16, lone_kb = 96"
+    "num_warps = 4, programs_per_multiprocessor = 3, exchange_kb = 72, read_kb = 24, reduce_kb = 16, "
+    "kb_for_one_cta = 96"
 )
 TABLES = "".join(
     f"""

@@ -269,7 +269,7 @@ def ordered_swizzle_heads(on: OpOn, loaded: Loaded, tiles: int, ratio: int) -> i
     profile. The more there are the less their programs wait for each other, and the less of their rows stays in L2.
     That number is another where more query heads share a head of K: there, in causal calls, query heads are interleaved
     too, so that all programs of a head are at nearly the same rows."""
-    number = "fillings_gqa" if ratio > MOST_HEADS_IN_ORDER else "fillings"
+    number = "waves_gqa" if ratio > MOST_HEADS_IN_ORDER else "waves"
     return -(-on.multiprocessors // tiles) * loaded.numbers[number]
 
 

@@ -184,7 +184,7 @@ class WarpSpecializedVarlenBackward:
 def varlen_swizzle_heads(own: OpOn, loaded: Loaded, kv_heads: int, tiles: int) -> int:
     """How many heads of K are interleaved, of whose sequences each has so many tiles: as many as fill the GPU a number
     of times that the profile says, or fewer: a divisor of all, as the kernel at 96 would spill with more to compute."""
-    most = min(-(-loaded.numbers["fillings"] * own.multiprocessors // tiles), kv_heads)
+    most = min(-(-loaded.numbers["waves"] * own.multiprocessors // tiles), kv_heads)
     return next(n for n in range(most, 0, -1) if not kv_heads % n)
 
 

@@ -39,7 +39,7 @@ from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
 from liger_aot.runtime.dispatch import REMEMBERED, OpOn
 from liger_aot.runtime.layout import layouts_of
-from liger_aot.runtime.workspaces import StreamWords
+from liger_aot.runtime.workspaces import StreamWorkspace
 
 FORWARD = "flash_attention_forward"
 
@@ -282,7 +282,7 @@ class WarpSpecializedPlan:
         numbers = loaded.numbers
         tiles_per_head = -(-shape.len_q // (WARP_GROUP_ROWS * numbers["warp_groups"]))
         tiles = checked_tiles(shape, tiles_per_head)
-        swizzle = heads_in_l2(shape, numbers["cache_megabytes"], q.element_size())
+        swizzle = heads_in_l2(shape, numbers["l2_megabytes"], q.element_size())
         self._on, self._loaded = on, loaded
         self._programs = min(tiles, on.multiprocessors * loaded.variant.resident)
         self._numbers = (
@@ -306,7 +306,7 @@ class WarpSpecializedPlan:
             TensorMapCache(on.tensor_map, loaded, name, t, settings.layout).at for name, t in named
         )
         self._lse_shape = (shape.batch, shape.heads, shape.len_q)
-        self._counters = on.plans.setdefault("counters", StreamWords(q.device))
+        self._counters = on.plans.setdefault("counters", StreamWorkspace(q.device))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         on = self._on

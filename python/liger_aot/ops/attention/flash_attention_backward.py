@@ -17,9 +17,9 @@ from liger_aot.ops.attention._backward import backward_problems, gradients
 from liger_aot.ops.attention._checks import check_attention, check_dim, check_results, settings_of
 from liger_aot.ops.attention._operands import Settings
 from liger_aot.ops.attention.flash_attention import FlashAttention
+from liger_aot.ops.guards import check_plain
 from liger_aot.ops.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.torch_library import register
-from liger_aot.ops.unseen import check_plain
 
 
 class FlashAttentionBackward(Op):

@@ -49,7 +49,7 @@ from liger_aot.ops.op import Problem
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn, Runtimes
 from liger_aot.runtime.layout import layouts_of
-from liger_aot.runtime.workspaces import StreamWords
+from liger_aot.runtime.workspaces import StreamWorkspace
 
 FORWARD = f"{NAME}_forward"
 EARLIER = "a cu_seqlens, by the tokens or max_seqlen of an earlier call,"
@@ -386,7 +386,7 @@ class WarpSpecializedPlan:
             tiles,
             shape.heads,
             shape.heads // shape.kv_heads,
-            keys_in_l2(shape.dim, numbers["cache_megabytes"], q.element_size()),
+            keys_in_l2(shape.dim, numbers["l2_megabytes"], q.element_size()),
             sequences,
             *self._tokens,
             right,
@@ -399,7 +399,7 @@ class WarpSpecializedPlan:
         )
         self._before = tuple(bytes_before(t) for _, t in named)
         self._lse_shape = (shape.heads, shape.len_q)
-        self._counters = on.plans.setdefault("counters", StreamWords(q.device))
+        self._counters = on.plans.setdefault("counters", StreamWorkspace(q.device))
 
     def __call__(
         self,

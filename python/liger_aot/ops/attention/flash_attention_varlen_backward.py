@@ -23,9 +23,9 @@ from liger_aot.ops.attention.flash_attention_varlen import (
     varlen_gradients,
     varlen_settings,
 )
+from liger_aot.ops.guards import check_plain
 from liger_aot.ops.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.torch_library import register
-from liger_aot.ops.unseen import check_plain
 
 
 class FlashAttentionVarlenBackward(Op):

@@ -20,7 +20,7 @@ from liger_aot.ops.attention._operands import (
 )
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
-from liger_aot.runtime.workspaces import StreamWords
+from liger_aot.runtime.workspaces import StreamWorkspace
 
 NAME = "flash_decoding"
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
@@ -98,12 +98,13 @@ class Call:
         """How many workers of ``width`` programs split the keys of a sequence: unless the call says, ``most`` at
         most."""
         per_multiprocessor = numbers["programs_per_multiprocessor"]
-        places, busy = (
-            n * on.multiprocessors for n in (per_multiprocessor, numbers.get("busy", per_multiprocessor))
+        places, saturating = (
+            n * on.multiprocessors
+            for n in (per_multiprocessor, numbers.get("ctas_to_saturate", per_multiprocessor))
         )
         blocks, programs = self.blocks(numbers["block_n"]), self.shape.batch * width
         return min(self.settings.splits, blocks) or best_splits(
-            programs, blocks, places, busy, numbers["startup_blocks"], most
+            programs, blocks, places, saturating, numbers["startup_blocks"], most
         )
 
     def mapped(self, on: OpOn) -> bool:
@@ -124,23 +125,26 @@ class Call:
 
 
 def best_splits(
-    programs: int, blocks: int, places: int, busy: int, startup_blocks: int, most: int = MAX_SPLITS
+    programs: int, blocks: int, places: int, saturating: int, startup_blocks: int, most: int = MAX_SPLITS
 ) -> int:
     """The number of splits of a sequence, ``most`` at most, that is done first by this model:
 
-    ``busy`` programs at once keep memory busy, ``places`` fit onto the GPU. A block of keys costs one of the busy 1, a
-    wave of programs ``startup_blocks`` to start and end, as much as a second launch, which takes 1 / 16 more for each
-    split that it combines. A last wave that is not full takes UNEVEN of the busy ones longer; a program or two too many
-    are a second one for some multiprocessors, which move MULTIPROCESSOR_LIMIT. So chosen, decoding on one NVIDIA H200
-    was within 2% of the fastest number of splits tried at 11 sizes.
+    ``saturating`` programs at once saturate memory, ``places`` fit onto the GPU. A block of keys costs one of the
+    saturating programs 1, a wave of programs ``startup_blocks`` to start and end, as much as a second launch, which
+    takes 1 / 16 more for each split that it combines. A last wave that is not full takes UNEVEN of the saturating
+    programs longer; a program or two too many are a second one for some multiprocessors, which move
+    MULTIPROCESSOR_LIMIT. So chosen, decoding on one NVIDIA H200 was within 2% of the fastest number of splits tried
+    at 11 sizes.
     """
     best, least = 1, math.inf
     for splits in range(1, min(blocks, most) + 1):
         waves, rest = divmod(programs * splits, places)
-        last = max(rest / busy, 1.0, -(-rest // busy) / MULTIPROCESSOR_LIMIT) if rest else 0.0
+        last = max(rest / saturating, 1.0, -(-rest // saturating) / MULTIPROCESSOR_LIMIT) if rest else 0.0
         if waves and rest:
-            last = min(last + UNEVEN, places / busy)
-        cost = -(-blocks // splits) * (waves * places / busy + last) + startup_blocks * (waves + (rest > 0))
+            last = min(last + UNEVEN, places / saturating)
+        cost = -(-blocks // splits) * (waves * places / saturating + last) + startup_blocks * (
+            waves + (rest > 0)
+        )
         if splits > 1:
             cost += startup_blocks + splits / 16
         if cost < least:
@@ -311,7 +315,7 @@ def persistent_for(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:
     numbers = loaded.numbers
     workers = on.multiprocessors * numbers["programs_per_multiprocessor"] // width
     blocks = shape.batch * -(-shape.capacity // numbers["block_n"])
-    long = width * blocks >= numbers["least_blocks"] * on.multiprocessors
+    long = width * blocks >= numbers["min_blocks_per_multiprocessor"] * on.multiprocessors
     few = call.rows <= numbers["max_rows"]
     return loaded if few and workers and long and blocks * workers <= MAX_PRODUCT else None
 
@@ -348,9 +352,9 @@ def fused_head_dim(dim: int) -> int:
     return max(1 << (dim - 1).bit_length(), 64)
 
 
-def counters_of(on: OpOn, device: torch.device) -> StreamWords:
+def counters_of(on: OpOn, device: torch.device) -> StreamWorkspace:
     """Where the fused kernel's programs count who has ended: zeros, which launches leave as zeros."""
-    counters: StreamWords = on.plans.setdefault("counters", StreamWords(device))
+    counters: StreamWorkspace = on.plans.setdefault("counters", StreamWorkspace(device))
     return counters
 
 

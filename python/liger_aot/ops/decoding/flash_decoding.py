@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops import unseen
+from liger_aot.ops import guards
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
 from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import padded_head_dim
@@ -114,7 +114,7 @@ class FlashDecoding(DifferentiableOp):
         )
         graded = torch.is_grad_enabled() and needs_gradient(tensors)
         if graded and (
-            is_compiling() or needs_gradient(unseen.plain(tensors))
+            is_compiling() or needs_gradient(guards.plain(tensors))
         ):  # none that a transform left behind
             self.check_all(tensors, settings)
             self._refuse_gradient()

@@ -399,7 +399,7 @@ def _add_up(
     kernel = on.kernels["cross_entropy_totals"]
     loaded = kernel.recent.get((False, 1)) or kernel((False,), 1)
     programs, program_rows = 1, rows
-    if rows > loaded.numbers["lone_rows"]:
+    if rows > loaded.numbers["rows_for_one_cta"]:
         programs, program_rows = -(-rows // loaded.rows), loaded.rows
     partials = None if programs == 1 else totals.new_empty(programs * FIELDS)
     loaded.launch(

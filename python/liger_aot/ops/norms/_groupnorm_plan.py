@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_aot.ops.norms._vectors import ANY_LENGTH
 from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
-from liger_aot.runtime.workspaces import StreamWords
+from liger_aot.runtime.workspaces import StreamWorkspace
 
 BARRIER_WORDS = 2  # ahead of those that a pipeline exchanges through: the grid barrier's counter
 
@@ -103,10 +103,12 @@ def workspace(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> t
         return None, 0
     tagged = loaded.variant.form != "pipeline"  # whose words are zeroed instead
     name = "tagged" if tagged else "untagged"
-    words: StreamWords | None = on.plans.get(name)
+    words: StreamWorkspace | None = on.plans.get(name)
     if words is None:
-        words = on.plans.setdefault(name, StreamWords(x.device))
-    return words.numbered(stream, plan.words) if tagged else (words.on(stream, BARRIER_WORDS + plan.words), 0)
+        words = on.plans.setdefault(name, StreamWorkspace(x.device))
+    return (
+        words.with_epoch(stream, plan.words) if tagged else (words.on(stream, BARRIER_WORDS + plan.words), 0)
+    )
 
 
 def _by_images(loaded: Loaded, shape: Shape) -> bool:
@@ -185,7 +187,7 @@ def pipeline_plan(on: OpOn, loaded: Loaded, direction: str, shape: Shape) -> Pla
     tiles = min(fitting, key=cost)
     splits = -(-spatial // (tiles * step))
     at_once = min(resident // splits, shape.images)
-    if shape.images <= 2 * at_once and tiles * tile_kb > numbers["lone_kb"]:
+    if shape.images <= 2 * at_once and tiles * tile_kb > numbers["kb_for_one_cta"]:
         return None
     sizes = (shape.images, 1, shape.groups, group, shape.channels, shape.channels, spatial)
     programs = at_once * splits

@@ -18,7 +18,7 @@ from liger_aot.ops.norms.rmsnorm import NORM_SETTINGS, ROUND_FIRST, RMSNorm, che
 from liger_aot.ops.op import Problem, check_rows, check_same_device, check_tensor, written
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.grid import persistent
-from liger_aot.runtime.layout import Rows, apart, overlap, rows_of
+from liger_aot.runtime.layout import Rows, disjoint, overlap, rows_of
 
 
 class FusedAddRMSNorm(DifferentiableOp):
@@ -261,7 +261,7 @@ class FusedAddRMSNorm(DifferentiableOp):
 
 
 def _disjoint(x: Rows, residual: Rows, weight: Rows | None) -> bool:
-    return apart(x, residual, weight) and apart(residual, x, weight)
+    return disjoint(x, residual, weight) and disjoint(residual, x, weight)
 
 
 def _check_in_place(x: Tensor, residual: Tensor, weight: Tensor | None) -> None:

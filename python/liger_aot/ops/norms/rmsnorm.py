@@ -20,7 +20,7 @@ from liger_aot.ops.op import (
 )
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.grid import persistent
-from liger_aot.runtime.layout import CUDA, ROCM, apart, rows_of
+from liger_aot.runtime.layout import CUDA, ROCM, disjoint, rows_of
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
 ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
@@ -119,7 +119,7 @@ class RMSNorm(DifferentiableOp):
         else:
             y = out[0]
             in_y = rows_of(y)
-            if in_y is None or in_y[1:7] != in_x[1:7] or in_y[7] < n or not apart(in_y, in_x, in_w):
+            if in_y is None or in_y[1:7] != in_x[1:7] or in_y[7] < n or not disjoint(in_y, in_x, in_w):
                 in_y = check_out(self.name, y, x, weight=weight)
             y_at, y_stride = in_y[0], in_y[7]
         rstd = x.new_empty(rows, dtype=torch.float32) if keep else None

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError, LigerAOTError
+from liger_aot.ops.guards import TABLE
 from liger_aot.ops.registry import names
-from liger_aot.ops.unseen import TABLE
 from tests.conftest import built_pack
 from tests.harness.all_ops import LEFT_OUT
 from tests.harness.drivers import EmulatorDriver, bound_op
