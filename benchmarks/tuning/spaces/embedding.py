@@ -14,10 +14,10 @@ def forward(p: Problem) -> Iterator[Row]:
         yield from grid(form="tile", rows=4096 // block, block=block, num_warps=(4, 8))
 
 
-def runs(p: Problem) -> Iterator[Row]:
+def chunks(p: Problem) -> Iterator[Row]:
     """Equal indices beside each other are summed by one program."""
-    yield from grid(form="row", chunk=(32, 64), rows=(4, 8, 16), block=512, stages=4, num_warps=(2, 4))
-    yield from grid(form="row", chunk=32, rows=(4, 8), block=1024, stages=4, num_warps=4)
+    yield from grid(form="chunk", chunk=(32, 64), rows=(4, 8, 16), block=512, stages=4, num_warps=(2, 4))
+    yield from grid(form="chunk", chunk=32, rows=(4, 8), block=1024, stages=4, num_warps=4)
 
 
-SPACES = {"embedding_forward": Space(PROBLEMS, forward), "embedding_runs": Space(PROBLEMS, runs)}
+SPACES = {"embedding_forward": Space(PROBLEMS, forward), "embedding_backward": Space(PROBLEMS, chunks)}

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from benchmarks.tuning.space import Problem, Row, Space, by_length, grid, warps
+import torch
+
+from benchmarks.op_entry import load
+from benchmarks.tuning.space import Problem, Row, Space, grid, warps
+from benchmarks.workload import Workload
 
 
 def heads(p: Problem) -> Iterator[Row]:
@@ -19,15 +24,23 @@ def heads(p: Problem) -> Iterator[Row]:
                     )
 
 
-def space(*dims: int) -> Space:
-    return Space(
-        (*by_length({n: (n,) for n in dims}), *by_length({n: (n,) for n in dims if n > 32}, ("fp32",))), heads
-    )
+def problems(*dims: int, **when: Any) -> tuple[Problem, ...]:
+    axes = {axis: (value,) for axis, value in when.items()}
+    halves = [Problem(n, (n,), when=axes) for n in dims]
+    return (*halves, *(Problem(n, (n,), ("fp32",), axes) for n in dims if n > 32))
+
+
+def calls(p: Problem, n: int, dtype: torch.dtype, elements: int, device: torch.device) -> list[Workload]:
+    """n counts both of a pair's columns where they are interleaved, else one."""
+    if p.when["interleaved"] == (True,):
+        return load("rope").workloads("rope", n // 2, dtype, elements, device, n, "interleaved")
+    return load("rope").workloads("rope", n, dtype, elements, device, n)
 
 
 SPACES = {
-    "rope_halves": space(32, 64, 128),
-    "rope_pairs": space(64, 128, 256),
-    "rope_llama4": space(128),
-    "rope_multimodal": space(64),
+    "rope": Space(
+        (*problems(32, 64, 128, interleaved=False), *problems(64, 128, 256, interleaved=True)), heads, calls
+    ),
+    "rope_llama4": Space(problems(128), heads),
+    "rope_multimodal": Space(problems(64), heads),
 }
