@@ -213,10 +213,17 @@ class OpEntry:
         }
 
     def workloads(
-        self, kernel: str, n: int, dtype: torch.dtype, elements: int, device: torch.device, seed: int
+        self,
+        kernel: str,
+        n: int,
+        dtype: torch.dtype,
+        elements: int,
+        device: torch.device,
+        seed: int,
+        variant: str | None = None,
     ) -> list[Workload]:
-        """Calls that run one of the op's kernels, for the tuner. A forward is timed without gradients; another call,
-        whose gradients are checked, shows that what it keeps for them is right.
+        """Calls that run one of the op's kernels, for the tuner, of a variant or the kernel's usual one. A forward is
+        timed without gradients; another call, whose gradients are checked, shows that what it saves for them is right.
 
         Args:
             n: what the kernel is dispatched by, or any row length where that is no length.
@@ -228,7 +235,8 @@ class OpEntry:
         kernels |= {name: (way, variant) for name, way, variant in self.kernels}
         if kernel not in kernels:
             raise ValueError(f"no workload for {kernel!r}: there are those of {', '.join(kernels)}")
-        direction, variant = kernels[kernel]
+        direction, usual = kernels[kernel]
+        variant = usual if variant is None else variant
         case = Case(direction, dtype, self.tuned_shape(kernel, n, elements), variant)
         if 0 in case.shape:
             raise ValueError(f"{elements} elements do not fill a row of {n}")

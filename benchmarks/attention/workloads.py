@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.attention.attention import BACKWARD_FLOPS, TOKENS, WIDTH, uneven
 from benchmarks.measure import Call
-from benchmarks.tuning.space import Problem
 from benchmarks.workload import Workload, largest_error
 
 ROUNDINGS = 4  # P or dS, the products' operands, the result
@@ -56,19 +55,21 @@ class Calls:
 
 
 def workloads(
-    calls: Calls, problem: Problem, n: int, dtype: torch.dtype, elements: int, device: torch.device
+    calls: Calls, dim: int, dtype: torch.dtype, elements: int, device: torch.device
 ) -> list[Workload]:
     """A call with sequences of each length, at most about ``elements`` elements, and a small one that is checked but
     not timed: grouped queries, and lengths that are no multiple of a block."""
-    tokens, heads = min(TOKENS, elements // WIDTH), WIDTH // n
+    tokens, heads = min(TOKENS, elements // WIDTH), WIDTH // dim
     found = [
-        Sequences(calls, (200, 77, 5), (200, 77, 130) if calls.varlen else (300,) * 3, 4, 2, n, dtype, device)
+        Sequences(
+            calls, (200, 77, 5), (200, 77, 130) if calls.varlen else (300,) * 3, 4, 2, dim, dtype, device
+        )
     ]
     if not calls.varlen:
-        found = [Sequences(calls, (200, 200), (300, 300), 4, 2, n, dtype, device)]
+        found = [Sequences(calls, (200, 200), (300, 300), 4, 2, dim, dtype, device)]
     for length in dict.fromkeys(min(length, tokens) for length in calls.lengths):
         lengths = tuple(uneven(length, tokens)) if calls.varlen else (length,) * (tokens // length)
-        found.append(Sequences(calls, lengths, lengths, heads, heads, n, dtype, device))
+        found.append(Sequences(calls, lengths, lengths, heads, heads, dim, dtype, device))
     return [one.workload(timed=i > 0) for i, one in enumerate(found)]
 
 

@@ -29,7 +29,7 @@ class CrossEntropy(OpEntry):
     points = (*both(SHAPES), *(Case("backward", torch.bfloat16, shape, IN_PLACE) for shape in SHAPES))
     kernels = (
         ("cross_entropy_gradient", "backward", ""),
-        ("cross_entropy_both", "backward", IN_PLACE),
+        ("cross_entropy_in_place", "backward", IN_PLACE),
     )
     by_rows = False
     constant = (1,)

@@ -68,13 +68,20 @@ class DivergenceEntry(OpEntry):
         return Problem(calls, check)
 
     def workloads(
-        self, kernel: str, n: int, dtype: torch.dtype, elements: int, device: torch.device, seed: int
+        self,
+        kernel: str,
+        n: int,
+        dtype: torch.dtype,
+        elements: int,
+        device: torch.device,
+        seed: int,
+        variant: str | None = None,
     ) -> list[Workload]:
         """The forward, a step, or the backward alone, which torch.compile asks for."""
         if kernel != f"{self.op}_backward":
             way = {f"{self.op}_both": f"{self.op}_backward"}.get(kernel, kernel)
-            return super().workloads(way, n, dtype, elements, device, seed)
-        case = Case("backward", dtype, (elements // n, n), self._usual.variant)
+            return super().workloads(way, n, dtype, elements, device, seed, variant)
+        case = Case("backward", dtype, (elements // n, n), variant or self._usual.variant)
         x, y = self.inputs(case, Random(dtype, device, torch.Generator(device).manual_seed(seed)))
         tensors = (x, y, None)[: len(op_class(self.op).tensors)]
         rows, one = checked_rows(len(x), device, seed), torch.ones((), device=device)

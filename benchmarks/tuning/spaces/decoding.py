@@ -1,24 +1,23 @@
-"""Decoding: n is the head dimension. What bounds it is reading the cache. A row has to be good for a few sequences,
-whose keys are split over many programs, and for many."""
+"""Decoding: what bounds it is reading the cache. A row has to be good for a few sequences, whose keys are split over
+many programs, and for many. n is the head dimension, where that is no axis."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
-from benchmarks.decoding.workloads import FEW, SIZES, STREAMED, workloads
+from benchmarks.decoding.workloads import FEW, SIZES, STREAMED, Sizes, workloads
 from benchmarks.tuning.space import Problem, Row, Space, grid
 
 OP = "flash_decoding"
-DIMS = (Problem(64, (64,)), Problem(128, (128,)), Problem(None, (256,)))
-TO_128 = (Problem(64, (64,)), Problem(None, (128,)))
 BLOCKS = (16, 32, 64, 128, 256)  # keys
 
 
-def split(p: Problem, rows: tuple[int, ...]) -> Iterator[Row]:
-    """``rows`` of queries a block; stages and CTAs per SM so that the keys in flight fill a quarter to all of the
-    shared memory."""
-    d = p.sizes[0]
+def split(p: Problem) -> Iterator[Row]:
+    """Rows of queries a block; stages and CTAs per SM so that the keys in flight fill a quarter to all of the shared
+    memory."""
+    d, wide = p.sizes[0], p.when["wide"][0]
     for block_n in BLOCKS:
         if 4096 <= block_n * d <= 16384:
             for stages, programs in (
@@ -35,68 +34,79 @@ def split(p: Problem, rows: tuple[int, ...]) -> Iterator[Row]:
             ):
                 if 48 << 10 <= 4 * block_n * d * stages * programs <= 220 << 10:
                     yield from grid(
-                        form="tile", block_m=rows, block_n=block_n, d=d, stages=stages, start=256 // block_n or 1,
-                        num_warps=(2, 4, 8), programs_per_multiprocessor=programs,
+                        form="tile", block_m=(16, 32, 64) if wide else 16, block_n=block_n, d=d, stages=stages,
+                        startup_blocks=256 // block_n or 1, num_warps=(2, 4, 8), programs_per_multiprocessor=programs,
+                        **({} if wide else {"busy": 1}),
                     )  # fmt: skip
 
 
-def stream(p: Problem) -> Iterator[Row]:
+def persistent(p: Problem) -> Iterator[Row]:
     """Persistent programs over a tensor map."""
-    d1, d2 = {64: (64, 0), 96: (64, 32), 128: (128, 0)}[p.sizes[0]]
     for block_n, stages, programs in (
-        (128, 5, 1),
         (128, 3, 1),
         (64, 4, 1),
         (64, 6, 1),
         (32, 12, 1),
         (64, 3, 2),
+        (64, 4, 2),
         (32, 6, 2),
     ):
-        yield dict(
-            form="stream", block_n=block_n, d1=d1, d2=d2, box=32 if d2 else 64, stages=stages, num_warps=4,
-            programs_per_multiprocessor=programs, least_blocks=200, **({"maxnreg": 128} if programs > 1 else {}),
+        yield from grid(
+            form="warp_specialized", block_n=block_n, stages=stages, num_warps=4, programs_per_multiprocessor=programs,
+            min_blocks_per_multiprocessor=200, max_rows=16, **({"maxnreg": 128} if programs > 1 else {}),
         )  # fmt: skip
 
 
-def once(p: Problem, programs: int) -> Iterator[Row]:
+def fused(p: Problem) -> Iterator[Row]:
     """Split KV and combine in one launch."""
+    paged = p.when["paged"][0]
     for block_n, stages in ((64, (2, 3, 5)), (128, (2, 3))):
         yield from grid(
-            form="once", block_m=8, block_n=block_n, d=p.sizes[0], stages=stages, shares=16, start=(2, 4), num_warps=4,
-            programs_per_multiprocessor=programs,
+            form="wgmma", block_m=8, block_n=block_n, box_keys=16 if paged else block_n, stages=stages, block_splits=16,
+            startup_blocks=(2, 4), num_warps=4, programs_per_multiprocessor=2 if paged else 1,
         )  # fmt: skip
 
 
 def combine(p: Problem) -> Iterator[Row]:
     """How many splits one step combines."""
-    yield from grid(form="tile", shares=(16, 32, 64), d=p.sizes[0], evenly=1, num_warps=(2, 4, 8))
+    yield from grid(form="tile", block_splits=(16, 32, 64), d=p.sizes[0], persistent=1, num_warps=(2, 4, 8))
 
 
-OTHERS = (f"{OP}_stream", f"{OP}_once")
+def calls(sizes: Sizes, p: Problem, n: int, *others: Any) -> Any:
+    given = {axis: values[0] for axis, values in p.when.items()}
+    page, tokens = 64 if given.get("paged") else 0, 4 if given.get("wide") else 1
+    return workloads(p, given.get("head_dim", n), *others, sizes=sizes, page=page, tokens=tokens)
+
+
+def by_dim(**axes: Any) -> tuple[Problem, ...]:
+    when = {axis: (value,) for axis, value in axes.items()}
+    return tuple(Problem(None if dim == 256 else dim, (dim,), when=when) for dim in (64, 128, 256))
+
+
+EITHER = (False, True)
+OTHERS = (f"{OP}_persistent", f"{OP}_fused")
 SPACES = {
-    **{
-        f"{OP}_{kind}{paged}": Space(
-            DIMS,
-            partial(split, rows=rows),
-            partial(workloads, sizes=SIZES, page=64 if paged else 0, tokens=tokens),
-            OTHERS,
-        )
-        for kind, rows, tokens in (("split", (16,), 1), ("wide", (16, 32, 64), 4))
-        for paged in ("", "_paged")
-    },
-    f"{OP}_stream": Space(
-        (Problem(64, (64,)), Problem(96, (96,)), Problem(None, (128,))),
-        stream,
-        partial(workloads, sizes=STREAMED),
-        (f"{OP}_once",),
+    f"{OP}_split": Space(
+        tuple(p for wide in EITHER for paged in EITHER for p in by_dim(wide=wide, paged=paged)),
+        split,
+        partial(calls, SIZES),
+        OTHERS,
     ),
-    **{
-        f"{OP}_once{paged}": Space(
-            TO_128,
-            partial(once, programs=2 if paged else 1),
-            partial(workloads, sizes=FEW, page=64 if paged else 0),
-        )
-        for paged in ("", "_paged")
-    },
-    f"{OP}_combine": Space(DIMS, combine, partial(workloads, sizes=FEW), OTHERS),
+    f"{OP}_persistent": Space(
+        tuple(Problem(None, (dim,), when={"head_dim": (dim,)}) for dim in (96, 128)),
+        persistent,
+        partial(calls, STREAMED),
+        OTHERS[1:],
+    ),
+    f"{OP}_fused": Space(
+        tuple(
+            Problem(None, (dim,), when={"head_dim": (dim,), "paged": (paged,)})
+            for paged in EITHER
+            for dim in (64, 128)
+        ),
+        fused,
+        partial(calls, FEW),
+        OTHERS[:1],
+    ),
+    f"{OP}_combine": Space(by_dim(), combine, partial(calls, FEW), OTHERS),
 }

@@ -30,7 +30,7 @@ def gradient(p: Problem) -> Iterator[Row]:
         yield from grid(form="pieces", block=(1024, 2048), num_warps=(1, 2, 4))
 
 
-def both(p: Problem) -> Iterator[Row]:
+def in_place(p: Problem) -> Iterator[Row]:
     """The loss and its gradient. Logits that fit registers and shared memory are read once."""
     if p.n <= 1024:
         yield from whole_rows(p, rows=(1, 2, 4))
@@ -38,13 +38,14 @@ def both(p: Problem) -> Iterator[Row]:
     yield from any_row(p, blocks=(2048, 4096, 8192))
     if p.n > 16384:
         yield from grid(
-            form="long", block=(8192, 16384), keep=True, repack=True, patch=True, num_warps=16, maxnreg=64
+            form="long", block=(8192, 16384), in_registers=1, patch=True, num_warps=16, maxnreg=64
         )
-        held = (81920, 98304, 114688) if p.width == 2 else (65536,)
+        cached = (81920, 98304, 114688) if p.width == 2 else (65536,)
         yield from grid(
-            form="long", block=16384, keep=True, held=held, repack=True, patch=True, num_warps=16, maxnreg=64
+            form="long", block=16384, in_registers=1, cached=cached, patch=True, num_warps=16, maxnreg=64
         )
-        yield from pipelines(p)
+        if p.max_n is not None:
+            yield from pipelines(p)
 
 
 def divergence(p: Problem, programs: tuple[int, ...]) -> Iterator[Row]:
@@ -53,13 +54,12 @@ def divergence(p: Problem, programs: tuple[int, ...]) -> Iterator[Row]:
         (2048, 4, (64,)), (2048, 8, (40, 64)), (4096, 8, (64, 80)), (4096, 16, (40, 64))
     ):  # fmt: skip
         yield from grid(
-            form="walk", block=block, num_warps=num_warps, maxnreg=registers,
+            form="persistent", block=block, num_warps=num_warps, maxnreg=registers,
             programs_per_multiprocessor=programs, fast=True,
         )  # fmt: skip
     yield from grid(
-        form="walk",
+        form="persistent",
         block=2048,
-        stages=3,
         num_warps=4,
         maxnreg=96,
         programs_per_multiprocessor=programs,
@@ -75,13 +75,13 @@ SPACES = {
     "cross_entropy_gradient": Space(
         (CROSS_ENTROPY[0], Problem(None, (1024, 4096, 32000, 128256), FLOATS)), gradient
     ),
-    "cross_entropy_both": Space(
+    "cross_entropy_in_place": Space(
         (
             *CROSS_ENTROPY[1:],
             *by_length(VOCABULARIES),
             *by_length({57344: (50256,), None: (128256,)}, ("fp32",)),
         ),
-        both,
+        in_place,
     ),
     **{
         f"{op}_{way}": Space(

@@ -45,24 +45,24 @@ def rows_and_blocks(p: Problem, whole: str = "row", blocks: str = "long", **keys
 
 
 def rmsnorm_forward(p: Problem) -> Iterator[Row]:
-    yield from rows_and_blocks(p, "tile", bypass=(False, True) if p.n > 8192 else False)
+    yield from rows_and_blocks(p, "tile", bypass_l1=(False, True) if p.n > 8192 else False)
     if 2048 < p.n <= 16384:
         yield from whole_rows(p, rows=(1, 2))
     if p.max_n is None:  # a part of the row stays in registers
         yield from grid(
-            form="long", block=(8192, 16384), keep=(16384, 32768), repack=p.width == 2, bypass=(False, True),
+            form="long", block=(8192, 16384), in_registers=(16384, 32768), bypass_l1=(False, True),
             reverse=(False, True), num_warps=32,
         )  # fmt: skip
 
 
 def layernorm_forward(p: Problem) -> Iterator[Row]:
-    yield from rows_and_blocks(p, blocks="folded")
+    yield from rows_and_blocks(p, blocks="vectorised")
     if 8192 <= p.n <= 32768 and p.max_n:
         for block in (2048, 4096, 8192):
             blocks = -(-p.n // block)
             if 2 <= blocks <= 8:
                 yield from grid(
-                    form="held", block=block, blocks=blocks, together=tuple(sorted({1, 2, min(4, blocks)})),
+                    form="prefetched", block=block, blocks=blocks, in_flight=tuple(sorted({1, 2, min(4, blocks)})),
                     num_warps=block // 256, maxnreg=(40, 64),
                 )  # fmt: skip
 
@@ -93,7 +93,7 @@ def pipelined_rows(p: Problem, inputs: int = 2, **keys: Any) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def shared_rows(p: Problem, form: str = "ring", halves: int = 2, **keys: Any) -> Iterator[Row]:
+def shared_rows(p: Problem, form: str = "pipeline", halves: int = 2, **keys: Any) -> Iterator[Row]:
     """Asynchronous copies of rows to shared memory, ``halves`` * pieces blocks each."""
     for block, num_warps in ((128, 1), (256, 2), (512, 4), (1024, 8), (2048, 16)):
         pieces = -(-p.n // (halves * block))
@@ -101,7 +101,7 @@ def shared_rows(p: Problem, form: str = "ring", halves: int = 2, **keys: Any) ->
             for programs in (1, 2, 4, 8):
                 if programs * num_warps <= 16 and programs * p.n <= 32768:
                     yield from grid(
-                        form=form, pieces=pieces, block=block, stages=(2, 3, 4), num_warps=num_warps,
+                        form=form, blocks=pieces, block=block, stages=(2, 3, 4), num_warps=num_warps,
                         programs_per_multiprocessor=programs, **keys,
                     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def split_rows(p: Problem) -> Iterator[Row]:
         split = -(-p.n // (2 * block))
         if 3 <= split <= 64:
             yield from grid(
-                form="pairs", split=split, block=block, stages=(2, 3, 4), num_warps=num_warps, maxnreg=168,
+                form="split", splits=split, block=block, stages=(2, 3, 4), num_warps=num_warps, maxnreg=168,
                 programs_per_multiprocessor=programs,
             )  # fmt: skip
 
@@ -148,24 +148,24 @@ IMAGES: dict[int | None, tuple[int, ...]] = {
 
 
 def modulated_forward(p: Problem) -> Iterator[Row]:
-    """``run``: rows with the same scale and shift, which a program reads once."""
+    """A part of at most max_part_rows rows has one scale and shift, which a program reads once."""
     if p.n <= 16384:
-        yield from shared_rows(p, run=(2, 4, 8))
-        yield from modulated_parts(p)
+        yield from shared_rows(p, max_part_rows=(2, 4, 8), min_group_rows=4)
+        yield from modulated_parts(p, max_part_rows=8, min_group_rows=4)
     if p.max_n and p.n >= 12288:
         yield from row_in_blocks(p, "long", most=4)
     if p.max_n is None:
         yield from any_row(p, blocks=(2048, 4096, 8192))
 
 
-def modulated_parts(p: Problem) -> Iterator[Row]:
+def modulated_parts(p: Problem, **keys: Any) -> Iterator[Row]:
     """Persistent programs with a pipeline of rows, in pieces that fit registers."""
     for block in (256, 1024, 2048, 4096, 8192):
         pieces = -(-p.n // block)
         if pieces <= 6 and block <= power(p.n):
             yield from grid(
-                form="part", pieces=pieces, block=block, stages=(3, 4), num_warps=warps(pieces * block, 16, 64, 16),
-                programs_per_multiprocessor=persistent(p.n),
+                form="part", blocks=pieces, block=block, stages=(3, 4), num_warps=warps(pieces * block, 16, 64, 16),
+                programs_per_multiprocessor=persistent(p.n), **keys,
             )  # fmt: skip
 
 
@@ -189,9 +189,10 @@ def modulated_tokens(p: Problem) -> Iterator[Row]:
 
 
 def group_rows(p: Problem) -> Iterator[Row]:
-    """A program has a group of up to 40960 elements. Longer groups are split over programs that exchange their sums."""
+    """A program has a group of up to 65536 elements. Longer groups are split over programs that exchange their sums."""
     if p.max_n:
         yield from row_in_blocks(p, "two_pass")
+<<<<<<< HEAD
         yield from group_pipelines(p, p.n)
         for block, num_warps in ((4096, 8), (8192, 16), (16384, 32)):
             yield from grid(
@@ -212,6 +213,22 @@ def group_pipelines(p: Problem, elements: int, **keys: Any) -> Iterator[Row]:
                 form="pipeline", blocks=blocks, block=block, stages=(1, 2), max_elements=blocks * block,
                 num_warps=num_warps, programs_per_multiprocessor=programs, **keys,
             )  # fmt: skip
+=======
+        for block, num_warps, programs in ((2048, 4, 4), (4096, 8, 2), (8192, 16, 1)):
+            blocks = -(-p.n // block)
+            if 2 <= blocks <= 10:
+                yield from grid(
+                    form="pipeline", blocks=blocks, block=block, stages=(1, 2), max_elements=p.n, num_warps=num_warps,
+                    programs_per_multiprocessor=programs,
+                )  # fmt: skip
+        for block, num_warps in ((4096, 8), (8192, 16), (16384, 32)):
+            yield from grid(form="two_pass", block=block, max_elements=65536, num_warps=num_warps)
+    for block, num_warps, registers, programs in ((4096, 8, 80, 3), (8192, 16, 64, 2), (4096, 4, 128, 4)):
+        yield from grid(
+            form="two_pass", max_splits=256, block=block, max_elements=tuple(block * n for n in (3, 4, 6, 8)),
+            exchange_elements=4096, num_warps=num_warps, maxnreg=registers, programs_per_multiprocessor=programs,
+        )  # fmt: skip
+>>>>>>> h-bench
 
 
 def group_gradients(p: Problem) -> Iterator[Row]:
@@ -226,19 +243,40 @@ def group_gradients(p: Problem) -> Iterator[Row]:
             if power(p.sizes[0]) == block and p.max_n:
                 yield from grid(
                     form="pipeline", blocks=5, rows=rows, block=block, stages=(1, 2), max_elements=5 * elements,
+<<<<<<< HEAD
                     num_warps=(4, 8, 16),
                     programs_per_multiprocessor=(1, 2),
+=======
+                    num_warps=(4, 8, 16), programs_per_multiprocessor=(1, 2),
+>>>>>>> h-bench
                 )  # fmt: skip
     for rows, block, num_warps, programs in ((2, 1024, 4, 5), (2, 2048, 8, 2), (4, 1024, 8, 2)):
         yield from grid(
             form="two_pass", max_splits=256, rows=rows, block=block,
+<<<<<<< HEAD
             max_elements=tuple(n * rows * block for n in (4, 6, 8)),
             exchange_elements=4096, num_warps=num_warps, maxnreg=96, programs_per_multiprocessor=programs,
+=======
+            max_elements=tuple(rows * block * n for n in (4, 6, 8)), exchange_elements=4096, num_warps=num_warps,
+            maxnreg=96, programs_per_multiprocessor=programs,
+>>>>>>> h-bench
         )  # fmt: skip
 
 
+COSTS = {
+    "exchange_kb": 72,
+    "read_kb": 24,
+    "reduce_kb": 16,
+    "kb_for_one_cta": 96,
+}  # by which the host splits an image
+
+
 def channels_last(p: Problem, way: str) -> Iterator[Row]:
+<<<<<<< HEAD
     """Images split over CTAs, which read them twice or, in a pipeline, keep their parts in shared memory."""
+=======
+    """Images split over programs, which read them twice or have them in shared memory and registers (``pipeline``)."""
+>>>>>>> h-bench
     rows = (4, 8) if way == "forward" else (2, 4)
     groups = (8, 32) if p.sizes[0] < 32 else (2, 8)
     yield from grid(
@@ -255,8 +293,12 @@ def channels_last(p: Problem, way: str) -> Iterator[Row]:
         yield from grid(
             form="pipeline", max_splits=128, lines=lines, blocks=blocks, stages=stages, prefetch=prefetch, groups=32,
             lines_per_group=(16, 32) if p.sizes[0] >= 32 else lines // 8, splits_per_read=(32, 64), exchange_warps=4,
+<<<<<<< HEAD
             registers=152 if way == "forward" else 104, num_warps=8,
-            exchange_kb=72, read_kb=24, reduce_kb=16, lone_kb=96,
+            exchange_kb=72, read_kb=24, reduce_kb=16, kb_for_one_cta=96,
+=======
+            registers=152 if way == "forward" else 104, num_warps=8, programs_per_multiprocessor=1, **COSTS,
+>>>>>>> h-bench
         )  # fmt: skip
 
 
@@ -299,7 +341,7 @@ def poly_norm_backward(p: Problem) -> Iterator[Row]:
         pieces = -(-p.n // block)
         if p.n > 4096 and pieces <= 12:
             yield from grid(
-                form="row", pieces=pieces, block=block, stages=(2, 3), num_warps=warps(pieces * block, 16, 64, 16),
+                form="row", blocks=pieces, block=block, stages=(2, 3), num_warps=warps(pieces * block, 16, 64, 16),
                 programs_per_multiprocessor=(1, 2),
             )  # fmt: skip
     if p.n > 4096:
@@ -309,7 +351,7 @@ def poly_norm_backward(p: Problem) -> Iterator[Row]:
 POLY = by_length({n: sizes for n, sizes in LENGTHS.items() if n and n <= 16384})
 SPACES = {
     "rmsnorm_forward": Space(PROBLEMS, rmsnorm_forward),
-    "rmsnorm_backward": Space(GRADIENTS, partial(backward, lone_rows=4)),
+    "rmsnorm_backward": Space(GRADIENTS, partial(backward, rows_for_one_cta=4)),
     "fused_add_rmsnorm_forward": Space(PROBLEMS, rows_and_blocks),
     "fused_add_rmsnorm_backward": Space(GRADIENTS, partial(backward, inputs=3)),
     "layernorm_forward": Space(PROBLEMS, layernorm_forward),

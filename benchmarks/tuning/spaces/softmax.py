@@ -33,26 +33,27 @@ PROBLEMS = (
 SHARED = 224 << 10  # bytes of a multiprocessor that a pipeline may fill
 
 
-def all_pipelines(p: Problem, inputs: int = 1, **keys: Any) -> Iterator[Row]:
+def all_pipelines(p: Problem, inputs: int = 1, whole: bool | None = None, **keys: Any) -> Iterator[Row]:
     """Rows that do not fit registers: an asynchronous-copy pipeline, with a part of the row in registers; one or two
     CTAs per SM. What fits neither is read twice."""
     for block, programs, num_warps, registers in (
         (8192, 1, 16, {}), (8192, 1, 32, {}), (4096, 1, 8, {}), (4096, 1, 16, {}), (4096, 2, 8, {"maxnreg": 128}),
     ):  # fmt: skip
         blocks = SHARED // programs // (inputs * block * p.width)
-        for ahead in (2, 4, 6, 8):
-            slots, needed = blocks - ahead, -(-p.n // block)
-            if ahead > slots:
+        for prefetch in (2, 4, 6, 8):
+            stages = blocks - prefetch
+            if prefetch > stages:
                 continue
-            for kept in (ahead + 2, 2 * ahead):
-                whole = slots + kept >= needed and p.max_n is not None
+            for in_registers in (prefetch + 2, 2 * prefetch):
+                whole_rows_only = {} if whole is None else {"whole": whole}
                 yield dict(
-                    form="ring", block=block, slots=slots, ahead=ahead, kept=min(kept, slots), whole=whole,
+                    form="pipeline", block=block, stages=stages, prefetch=prefetch,
+                    in_registers=min(in_registers, stages), **whole_rows_only,
                     num_warps=num_warps, programs_per_multiprocessor=programs, **registers, **keys,
                 )  # fmt: skip
 
 
-def forward(p: Problem) -> Iterator[Row]:
+def forward(p: Problem, interleaves: tuple[int, ...]) -> Iterator[Row]:
     if p.n <= 4096:
         yield from whole_rows(p, rows=(1, 2, 4, 8))
     if p.n <= 16384:
@@ -60,17 +61,19 @@ def forward(p: Problem) -> Iterator[Row]:
     if p.n <= 32768:
         yield from row_in_blocks(p, "blocks", most=10)
     if p.n >= 65536:
-        for turns in (1, 2, 4):
-            yield from pipelines(p, turns=turns)
-        yield from grid(form="long", block=(8192, 16384), keep=(16384, 32768), num_warps=(16, 32))
+        for interleave in interleaves:
+            yield from pipelines(
+                p, whole=p.max_n is not None, **({"interleave": interleave} if interleave else {})
+            )
+        yield from any_row(p, blocks=(8192, 16384))
 
 
-def backward(p: Problem) -> Iterator[Row]:
+def backward(p: Problem, pipelined: bool) -> Iterator[Row]:
     if p.n <= 4096:
         yield from whole_rows(p, rows=(1, 2, 4, 8))
     if p.n <= 32768:
         yield from one_row(p)
-    if p.n >= 65536:
+    if p.n >= 65536 and pipelined:
         yield from pipelines(p, inputs=2)
     if p.n >= 32768:
         yield from any_row(p, blocks=(4096, 8192, 16384))
@@ -80,7 +83,7 @@ def pipelines(p: Problem, **keys: Any) -> Iterator[Row]:
     """Pipelines that cover the problem's rows, each once."""
     seen = []
     for row in all_pipelines(p, **keys):
-        covers = (row["slots"] + row["kept"]) * row["block"]
+        covers = (row["stages"] + row["in_registers"]) * row["block"]
         if (p.max_n is None or covers >= p.max_n) and row not in seen:
             seen.append(row)
             yield row
@@ -101,7 +104,7 @@ def sparsemax(p: Problem, way: str) -> Iterator[Row]:
 
 def chosen(p: Problem) -> Iterator[Row]:
     """The log-softmax of chosen elements: a row a program, a block at a time."""
-    yield from any_row(p, "row", blocks=(1024, 2048, 4096, 8192), stages=(1, 3, 4))
+    yield from any_row(p, "row", blocks=(1024, 2048, 4096, 8192))
 
 
 def chosen_gradient(p: Problem) -> Iterator[Row]:
@@ -111,8 +114,10 @@ def chosen_gradient(p: Problem) -> Iterator[Row]:
 VOCABULARIES = (32000, 128256, 262144)
 SPARSEMAX = by_length({**SHORT, **LONG, None: (65536,)})
 SPACES = {
-    **{f"{op}_forward": Space(PROBLEMS, forward) for op in ("softmax", "log_softmax")},
-    **{f"{op}_backward": Space(PROBLEMS, backward) for op in ("softmax", "log_softmax")},
+    "softmax_forward": Space(PROBLEMS, partial(forward, interleaves=(1, 2, 4))),
+    "softmax_backward": Space(PROBLEMS, partial(backward, pipelined=True)),
+    "log_softmax_forward": Space(PROBLEMS, partial(forward, interleaves=(0,))),
+    "log_softmax_backward": Space(PROBLEMS, partial(backward, pipelined=False)),
     **{f"sparsemax_{way}": Space(SPARSEMAX, partial(sparsemax, way=way)) for way in ("forward", "backward")},
     "selective_log_softmax_forward": Space(
         (Problem(8192, (4096,), FLOATS), Problem(None, VOCABULARIES, FLOATS)), chosen
