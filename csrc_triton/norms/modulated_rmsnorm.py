@@ -65,9 +65,8 @@ DECLARATION = {
             "forms": {
                 "part": {
                     "function": "forward_part",
-                    "constants": ["BLOCKS", "BLOCK", "STAGES"],
-                    "defaults": {"BLOCKS": 1},
-                    "covers": "BLOCKS * BLOCK",
+                    "constants": ["BLOCK", "STAGES"],
+                    "covers": "BLOCK",
                     "staged": ["X"],
                 },
                 "pipeline": {
@@ -77,27 +76,12 @@ DECLARATION = {
                     "covers": "2 * BLOCKS * BLOCK",
                     "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                 },
-                "long": {
-                    "function": "forward_long",
-                    "constants": ["BLOCK", "BLOCKS", "WIDE"],
-                    "defaults": {"BLOCKS": 0, "WIDE": False},
-                    "covers": "BLOCKS * BLOCK",
-                    "any_length": "BLOCKS",
-                    "requires": {"aligned": [True]},
-                },
+                "long": {"function": "forward_long", "constants": ["BLOCK", "WIDE"], "defaults": {"WIDE": False}},
                 "prefetched": {
                     "function": "forward_prefetched",
                     "constants": ["BLOCK", "BLOCKS", "IN_FLIGHT"],
                     "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
-                },
-                "any": {
-                    "function": "forward_long",
-                    "constants": ["BLOCK", "BLOCKS", "WIDE"],
-                    "defaults": {"BLOCKS": 0, "WIDE": True},
-                    "covers": "BLOCKS * BLOCK",
-                    "any_length": "BLOCKS",
-                    "requires": {"aligned": [False]},
                 },
             },
         },
@@ -158,22 +142,7 @@ DECLARATION = {
                 "x_stride", "scale_stride", "n_cols",
             ],
             "forms": {
-                "long": {
-                    "function": "tokens_long",
-                    "constants": ["BLOCK", "BLOCKS", "WIDE"],
-                    "defaults": {"BLOCKS": 0, "WIDE": False},
-                    "covers": "BLOCKS * BLOCK",
-                    "any_length": "BLOCKS",
-                    "requires": {"aligned": [True]},
-                },
-                "any": {
-                    "function": "tokens_long",
-                    "constants": ["BLOCK", "BLOCKS", "WIDE"],
-                    "defaults": {"BLOCKS": 0, "WIDE": True},
-                    "covers": "BLOCKS * BLOCK",
-                    "any_length": "BLOCKS",
-                    "requires": {"aligned": [False]},
-                },
+                "long": {"function": "tokens_long", "constants": ["BLOCK", "WIDE"], "defaults": {"WIDE": False}},
             },
         },
     },
@@ -218,32 +187,22 @@ def factors(
 def forward_part(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
     rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A part of a group a program; the next rows' loads are in flight meanwhile."""
     group, first, last = part_of(rows_per_group, rows_per_part, parts)
-    block = tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < n_cols
     inverse_n = 1.0 / n_cols
-    ms, shifts = (), ()
-    for i in tl.static_range(BLOCKS):
-        cols = i * BLOCK + block
-        m, w = factors(SCALE, W, cols, cols < n_cols, scale_kind, weight_kind, offset, group * scale_stride)
-        ms += (m * w,)
-        shifts += (load_vector(SHIFT, cols, cols < n_cols, shift_kind, group * shift_stride),)
+    m, w = factors(SCALE, W, cols, mask, scale_kind, weight_kind, offset, group * scale_stride)
+    m *= w
+    shift = load_vector(SHIFT, cols, mask, shift_kind, group * shift_stride)
     for row in tl.range(first, last, num_stages=STAGES):
-        xs = ()
-        squares = tl.zeros([BLOCK], tl.float32)
-        for i in tl.static_range(BLOCKS):
-            cols = i * BLOCK + block
-            x = tl.load(X + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            squares += x * x
-            xs += (x,)
-        rstd = tl.rsqrt(tl.sum(squares, 0) * inverse_n + eps)
+        x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 0) * inverse_n + eps)
         tl.store(RSTD + row, rstd, mask=store_rstd != 0)
-        for i in tl.static_range(BLOCKS):
-            cols = i * BLOCK + block
-            y = modulated(xs[i], rstd, ms[i], shifts[i], round_first, Y.dtype.element_ty)
-            tl.store(Y + row * y_stride + cols, y, mask=cols < n_cols)
+        y = modulated(x, rstd, m, shift, round_first, Y.dtype.element_ty)
+        tl.store(Y + row * y_stride + cols, y, mask=mask)
 
 
 @gluon.jit
@@ -341,19 +300,15 @@ def scale_row(
 def forward_long(
     Y, X, SCALE, SHIFT, W, RSTD, y_stride, x_stride, scale_stride, shift_stride, n_rows, n_cols, rows_per_group,
     rows_per_part, parts, eps, offset, scale_kind, shift_kind, weight_kind, round_first, store_rstd,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One row of any length a program. BLOCKS, where it is known, unrolls the loops, so that the blocks' loads are in
-    flight together. WIDE allows for fp32 vectors beside rows of 16 bits."""
+    """One row of any length a program. WIDE allows for fp32 vectors beside rows of 16 bits."""
     row = tl.program_id(0).to(tl.int64)
     group = group_of_program(rows_per_group)
     X += row * x_stride
     Y += row * y_stride
     block = tl.arange(0, BLOCK)
-    if BLOCKS > 0:
-        blocks = BLOCKS
-    else:
-        blocks = tl.cdiv(n_cols, BLOCK)
+    blocks = tl.cdiv(n_cols, BLOCK)
     squares = tl.zeros([BLOCK], tl.float32)
     for i in range(blocks):
         cols = i * BLOCK + block
@@ -634,17 +589,14 @@ def sums(
 def tokens_long(
     DX, DSCALE, DSHIFT, DY, X, SCALE, W, RSTD, PARTIALS, dx_stride, dy_stride, x_stride, scale_stride, n_rows, n_cols,
     offset, scale_kind, weight_kind, store_dx, dscale_kind, dshift_kind, store_partials,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The backward where a group is one row: dscale and dshift are a row's own. Persistent programs, rows of any length
     that are read twice; a program's row of partials of dw is added to in memory. Constants as in ``forward_long``."""
     program = tl.program_id(0).to(tl.int64)
     PARTIALS += program * n_cols
     block = tl.arange(0, BLOCK)
-    if BLOCKS > 0:
-        blocks = BLOCKS
-    else:
-        blocks = tl.cdiv(n_cols, BLOCK)
+    blocks = tl.cdiv(n_cols, BLOCK)
     for row in range(program, n_rows, tl.num_programs(0)):
         X_at = X + row * x_stride + block
         DY_at = DY + row * dy_stride + block

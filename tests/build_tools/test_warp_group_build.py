@@ -14,7 +14,7 @@ import pytest
 
 from build_tools.audit import audit, parameter_layout
 from build_tools.binary import inspect
-from build_tools.compile import Compiled, compile_variants
+from build_tools.compile import Compiled
 from build_tools.declaration import read_declaration, tiles_of
 from build_tools.errors import AuditError, DeclarationError, ProfileError
 from build_tools.plan import Plan, Variant, plan
@@ -24,6 +24,7 @@ from liger_aot.runtime.manifest import Pack, TensorMaps
 from tests.build_tools.small_op import DECLARATION, TABLE, edited, hardware, write_op, write_profile
 from tests.conftest import built_pack
 from tests.harness.pack_edits import edit
+from tests.harness.planned_packs import compile_variants
 
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 OP = "flash_attention"
@@ -123,7 +124,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Built]:
         axes = {"dtype": "bf16", "head_dim": dim, **({"mask": "causal"} if arch == "sm90" else {})}
         *_, variant = (v for v in planned(arch).variants if v.axes == axes)
         profile = read_profile(arch)
-        compiled = compile_variants([variant], profile, cache=cache, workers=1, progress=False)
+        compiled = compile_variants([variant], profile, cache=cache)
         made[name] = variant, compiled[variant.name]
     return made
 

@@ -36,7 +36,7 @@ def split(p: Problem) -> Iterator[Row]:
                     yield from grid(
                         form="tile", block_m=(16, 32, 64) if wide else 16, block_n=block_n, d=d, stages=stages,
                         startup_blocks=256 // block_n or 1, num_warps=(2, 4, 8), programs_per_multiprocessor=programs,
-                        **({} if wide else {"busy": 1}),
+                        **({} if wide else {"ctas_to_saturate": 1}),
                     )  # fmt: skip
 
 

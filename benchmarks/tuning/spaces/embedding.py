@@ -14,19 +14,10 @@ def forward(p: Problem) -> Iterator[Row]:
         yield from grid(form="tile", rows=4096 // block, block=block, num_warps=(4, 8))
 
 
-<<<<<<< HEAD
-def backward(p: Problem) -> Iterator[Row]:
-    """A chunk of the sorted indices a CTA."""
-=======
 def chunks(p: Problem) -> Iterator[Row]:
     """Equal indices beside each other are summed by one program."""
->>>>>>> h-bench
     yield from grid(form="chunk", chunk=(32, 64), rows=(4, 8, 16), block=512, stages=4, num_warps=(2, 4))
     yield from grid(form="chunk", chunk=32, rows=(4, 8), block=1024, stages=4, num_warps=4)
 
 
-<<<<<<< HEAD
-SPACES = {"embedding_forward": Space(PROBLEMS, forward), "embedding_backward": Space(PROBLEMS, backward)}
-=======
 SPACES = {"embedding_forward": Space(PROBLEMS, forward), "embedding_backward": Space(PROBLEMS, chunks)}
->>>>>>> h-bench

@@ -192,28 +192,6 @@ def group_rows(p: Problem) -> Iterator[Row]:
     """A program has a group of up to 65536 elements. Longer groups are split over programs that exchange their sums."""
     if p.max_n:
         yield from row_in_blocks(p, "two_pass")
-<<<<<<< HEAD
-        yield from group_pipelines(p, p.n)
-        for block, num_warps in ((4096, 8), (8192, 16), (16384, 32)):
-            yield from grid(
-                form="two_pass", block=block, max_elements=-(-40960 // block) * block, num_warps=num_warps
-            )
-    for block, num_warps, maxnreg, programs in ((4096, 8, 80, 3), (8192, 16, 64, 2)):
-        yield from grid(
-            form="two_pass", max_splits=256, block=block, max_elements=(16384, 24576, 32768, 49152),
-            exchange_elements=4096, num_warps=num_warps, maxnreg=maxnreg, programs_per_multiprocessor=programs,
-        )  # fmt: skip
-
-
-def group_pipelines(p: Problem, elements: int, **keys: Any) -> Iterator[Row]:
-    for block, num_warps, programs in ((2048, 4, 4), (4096, 8, 2), (8192, 16, 1)):
-        blocks = -(-elements // block)
-        if 2 <= blocks <= 10:
-            yield from grid(
-                form="pipeline", blocks=blocks, block=block, stages=(1, 2), max_elements=blocks * block,
-                num_warps=num_warps, programs_per_multiprocessor=programs, **keys,
-            )  # fmt: skip
-=======
         for block, num_warps, programs in ((2048, 4, 4), (4096, 8, 2), (8192, 16, 1)):
             blocks = -(-p.n // block)
             if 2 <= blocks <= 10:
@@ -228,7 +206,6 @@ def group_pipelines(p: Problem, elements: int, **keys: Any) -> Iterator[Row]:
             form="two_pass", max_splits=256, block=block, max_elements=tuple(block * n for n in (3, 4, 6, 8)),
             exchange_elements=4096, num_warps=num_warps, maxnreg=registers, programs_per_multiprocessor=programs,
         )  # fmt: skip
->>>>>>> h-bench
 
 
 def group_gradients(p: Problem) -> Iterator[Row]:
@@ -243,23 +220,13 @@ def group_gradients(p: Problem) -> Iterator[Row]:
             if power(p.sizes[0]) == block and p.max_n:
                 yield from grid(
                     form="pipeline", blocks=5, rows=rows, block=block, stages=(1, 2), max_elements=5 * elements,
-<<<<<<< HEAD
-                    num_warps=(4, 8, 16),
-                    programs_per_multiprocessor=(1, 2),
-=======
                     num_warps=(4, 8, 16), programs_per_multiprocessor=(1, 2),
->>>>>>> h-bench
                 )  # fmt: skip
     for rows, block, num_warps, programs in ((2, 1024, 4, 5), (2, 2048, 8, 2), (4, 1024, 8, 2)):
         yield from grid(
             form="two_pass", max_splits=256, rows=rows, block=block,
-<<<<<<< HEAD
-            max_elements=tuple(n * rows * block for n in (4, 6, 8)),
-            exchange_elements=4096, num_warps=num_warps, maxnreg=96, programs_per_multiprocessor=programs,
-=======
             max_elements=tuple(rows * block * n for n in (4, 6, 8)), exchange_elements=4096, num_warps=num_warps,
             maxnreg=96, programs_per_multiprocessor=programs,
->>>>>>> h-bench
         )  # fmt: skip
 
 
@@ -272,11 +239,7 @@ COSTS = {
 
 
 def channels_last(p: Problem, way: str) -> Iterator[Row]:
-<<<<<<< HEAD
-    """Images split over CTAs, which read them twice or, in a pipeline, keep their parts in shared memory."""
-=======
     """Images split over programs, which read them twice or have them in shared memory and registers (``pipeline``)."""
->>>>>>> h-bench
     rows = (4, 8) if way == "forward" else (2, 4)
     groups = (8, 32) if p.sizes[0] < 32 else (2, 8)
     yield from grid(
@@ -293,12 +256,7 @@ def channels_last(p: Problem, way: str) -> Iterator[Row]:
         yield from grid(
             form="pipeline", max_splits=128, lines=lines, blocks=blocks, stages=stages, prefetch=prefetch, groups=32,
             lines_per_group=(16, 32) if p.sizes[0] >= 32 else lines // 8, splits_per_read=(32, 64), exchange_warps=4,
-<<<<<<< HEAD
-            registers=152 if way == "forward" else 104, num_warps=8,
-            exchange_kb=72, read_kb=24, reduce_kb=16, kb_for_one_cta=96,
-=======
             registers=152 if way == "forward" else 104, num_warps=8, programs_per_multiprocessor=1, **COSTS,
->>>>>>> h-bench
         )  # fmt: skip
 
 

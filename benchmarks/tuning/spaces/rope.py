@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-<<<<<<< HEAD
-from dataclasses import replace
-=======
 from typing import Any
->>>>>>> h-bench
 
 import torch
 
 from benchmarks.op_entry import load
-<<<<<<< HEAD
-from benchmarks.tuning.space import Problem, Row, Space, by_length, grid, warps
-=======
 from benchmarks.tuning.space import Problem, Row, Space, grid, warps
->>>>>>> h-bench
 from benchmarks.workload import Workload
 
 
@@ -32,23 +24,6 @@ def heads(p: Problem) -> Iterator[Row]:
                     )
 
 
-<<<<<<< HEAD
-def problems(*dims: int) -> tuple[Problem, ...]:
-    return (*by_length({n: (n,) for n in dims}), *by_length({n: (n,) for n in dims if n > 32}, ("fp32",)))
-
-
-def of_rope(interleaved: bool, *dims: int) -> tuple[Problem, ...]:
-    return tuple(replace(p, when={"interleaved": (interleaved,)}) for p in problems(*dims))
-
-
-def workloads(p: Problem, n: int, dtype: torch.dtype, elements: int, device: torch.device) -> list[Workload]:
-    kernel = "rope interleaved" if True in p.when["interleaved"] else "rope"
-    return load("rope").workloads(kernel, n, dtype, elements, device, n)
-
-
-SPACES = {
-    "rope": Space((*of_rope(False, 32, 64, 128), *of_rope(True, 64, 128, 256)), heads, workloads),
-=======
 def problems(*dims: int, **when: Any) -> tuple[Problem, ...]:
     axes = {axis: (value,) for axis, value in when.items()}
     halves = [Problem(n, (n,), when=axes) for n in dims]
@@ -66,7 +41,6 @@ SPACES = {
     "rope": Space(
         (*problems(32, 64, 128, interleaved=False), *problems(64, 128, 256, interleaved=True)), heads, calls
     ),
->>>>>>> h-bench
     "rope_llama4": Space(problems(128), heads),
     "rope_multimodal": Space(problems(64), heads),
 }

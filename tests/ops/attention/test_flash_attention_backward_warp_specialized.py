@@ -14,14 +14,13 @@ from torch import Tensor
 import liger_aot
 from build_tools.audit import audit
 from build_tools.build import make_plans
-from build_tools.compile import compile_variants
 from liger_aot.ops.attention._backward import gradients
 from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E, MAX_SEQLEN, Settings, padded_head_dim
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
 from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.manifest import Pack
 from tests.harness.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
-from tests.harness.planned_packs import tables_of
+from tests.harness.planned_packs import compile_variants, tables_of
 from tests.harness.recording import RecordingDriver, recorded
 from tests.harness.test_warp_group_interpreter import Dense
 from tests.harness.tolerances import REFERENCE
@@ -82,7 +81,7 @@ def test_what_was_baked(
         "dtype": "bf16", "head_dim": dim, "mask": mask, "softcap": softcap, "deterministic": deterministic,
     }  # fmt: skip
     (variant,) = (v for v in plan.variants if v.kernel == KERNEL and v.axes == wanted)
-    made = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)
+    made = compile_variants([variant], read, cache=tmp_path / "cache")
     audited = audit(variant, made[variant.name], read.arch)
     assert audited.threads == (512 if dim > 128 else 384)
     assert registers <= set(audited.facts.register_budgets)

@@ -18,7 +18,6 @@ from torch import Tensor
 import liger_aot
 from build_tools.audit import audit
 from build_tools.build import make_plans
-from build_tools.compile import compile_variants
 from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E, padded_head_dim
 from liger_aot.ops.attention._varlen import MAX_TOKENS
 from liger_aot.ops.attention._varlen_backward import UNIT, varlen_swizzle_heads
@@ -26,7 +25,7 @@ from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.attention.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from liger_aot.runtime.manifest import Pack
 from tests.harness.drivers import bound_op
-from tests.harness.planned_packs import tables_of
+from tests.harness.planned_packs import compile_variants, tables_of
 from tests.harness.recording import RecordingDriver, all_launches, recorded
 from tests.harness.tolerances import REFERENCE
 from tests.harness.warp_group_interpreter import GroupsDriver
@@ -70,7 +69,7 @@ def test_what_was_baked(tmp_path: Path, dim: int, dtype: str) -> None:
     (variant,) = (
         v for v in plan.variants if v.kernel == KERNEL and v.axes == {"dtype": dtype, "head_dim": dim}
     )
-    made = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)
+    made = compile_variants([variant], read, cache=tmp_path / "cache")
     audited = audit(variant, made[variant.name], read.arch)
     budgets = {192: {192, 96, 32}, 256: {208, 64, 32}}.get(dim, {240, 24})
     assert audited.threads == (512 if dim > 128 else 384) and budgets <= set(audited.facts.register_budgets)

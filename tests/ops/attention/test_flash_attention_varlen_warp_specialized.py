@@ -13,7 +13,6 @@ from torch import Tensor
 
 from build_tools.audit import audit
 from build_tools.build import make_plans
-from build_tools.compile import compile_variants
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E
 from liger_aot.ops.attention._varlen import MAX_TOKENS
@@ -21,7 +20,7 @@ from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen,
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.manifest import Pack, Variant
 from tests.harness.drivers import bound_op
-from tests.harness.planned_packs import tables_of
+from tests.harness.planned_packs import compile_variants, tables_of
 from tests.harness.recording import recorded
 from tests.harness.tolerances import REFERENCE
 from tests.harness.warp_group_interpreter import GroupsDriver
@@ -64,7 +63,7 @@ def test_what_was_baked(tmp_path: Path, dim: int, mask: str, threads: int, budge
     read, (plan,) = make_plans("sm90", (OP,))
     axes = {"dtype": "bf16", "head_dim": dim, "mask": mask}
     variant = next(v for v in plan.variants if v.kernel == KERNEL and v.axes == axes)
-    compiled = compile_variants([variant], read, cache=tmp_path / "cache", workers=1, progress=False)
+    compiled = compile_variants([variant], read, cache=tmp_path / "cache")
     audited = audit(variant, compiled[variant.name], read.arch)
     assert audited.threads == threads and budgets <= set(audited.facts.register_budgets)
     assert audited.facts.matrix["HGMMA"] > 0 and audited.facts.local_bytes == 0 and audited.resident == 1

@@ -68,7 +68,7 @@ def test_pipeline(tests: OpTests, blocks: int, stages: int, tmp_path: Path) -> N
 def test_pipeline_of_modulated_rmsnorm(blocks: int, stages: int, tmp_path: Path) -> None:
     tests = test_modulated_rmsnorm.TestModulatedRMSNorm()
     forward = f"""
-      {{ form = "any", aligned = false, block = 64, num_warps = 4 }},
+      {{ form = "long", aligned = false, wide = true, block = 64, num_warps = 4 }},
       {pipeline(blocks, stages, ", max_part_rows = 3, min_group_rows = 4")},
       {{ form = "long", block = 64, num_warps = 4 }},
     """
@@ -118,7 +118,7 @@ def test_prefetched_rows_of_layernorm(in_flight: int, tmp_path: Path) -> None:
 def test_prefetched_rows_of_modulated_rmsnorm(in_flight: int, tmp_path: Path) -> None:
     tests = test_modulated_rmsnorm.TestModulatedRMSNorm()
     rows = f"""
-      {{ form = "any", aligned = false, block = 64, num_warps = 4 }},
+      {{ form = "long", aligned = false, wide = true, block = 64, num_warps = 4 }},
       {{ max_n = 256, form = "prefetched", block = 64, blocks = 4, in_flight = {in_flight}, num_warps = 4 }},
       {{ form = "long", block = 64, num_warps = 4 }},
     """
