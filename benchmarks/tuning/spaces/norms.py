@@ -151,27 +151,25 @@ def modulated_forward(p: Problem) -> Iterator[Row]:
     """A part of at most max_part_rows rows has one scale and shift, which a program reads once."""
     if p.n <= 16384:
         yield from shared_rows(p, max_part_rows=(2, 4, 8), min_group_rows=4)
-        yield from modulated_parts(p, max_part_rows=8, min_group_rows=4)
-    if p.max_n and p.n >= 12288:
-        yield from row_in_blocks(p, "long", most=4)
-    if p.max_n is None:
+        block = power(p.n)
+        yield from grid(
+            form="part", block=block, stages=(3, 4), max_part_rows=8, min_group_rows=4,
+            num_warps=warps(block, 16, 64, 16), programs_per_multiprocessor=persistent(p.n),
+        )  # fmt: skip
+    if p.max_n is None or p.n >= 12288:
         yield from any_row(p, blocks=(2048, 4096, 8192))
 
 
-def modulated_parts(p: Problem, **keys: Any) -> Iterator[Row]:
-    """Persistent programs with a pipeline of rows, in pieces that fit registers."""
-    for block in (256, 1024, 2048, 4096, 8192):
-        pieces = -(-p.n // block)
-        if pieces <= 6 and block <= power(p.n):
-            yield from grid(
-                form="part", blocks=pieces, block=block, stages=(3, 4), num_warps=warps(pieces * block, 16, 64, 16),
-                programs_per_multiprocessor=persistent(p.n), **keys,
-            )  # fmt: skip
-
-
 def modulated_backward(p: Problem) -> Iterator[Row]:
+    """Persistent programs with a pipeline of rows, in blocks that fit registers."""
     yield from shared_rows(p)
-    yield from modulated_parts(p)
+    for block in (256, 1024, 2048, 4096, 8192):
+        blocks = -(-p.n // block)
+        if blocks <= 6 and block <= power(p.n):
+            yield from grid(
+                form="part", blocks=blocks, block=block, stages=(3, 4), num_warps=warps(blocks * block, 16, 64, 16),
+                programs_per_multiprocessor=persistent(p.n),
+            )  # fmt: skip
 
 
 def modulated_sums(p: Problem) -> Iterator[Row]:
@@ -181,8 +179,7 @@ def modulated_sums(p: Problem) -> Iterator[Row]:
 
 def modulated_tokens(p: Problem) -> Iterator[Row]:
     """A scale and shift of each token's own."""
-    yield from row_in_blocks(p, most=2, programs_per_multiprocessor=(2, 4, 8))
-    yield from any_row(p, blocks=(1024, 2048), programs_per_multiprocessor=(4, 8, 12))
+    yield from any_row(p, blocks=(1024, 2048, 4096), programs_per_multiprocessor=(2, 4, 8, 12))
 
 
 # ---- GroupNorm: n is a group's elements, of images with channels first; of channels last a group's channels ----

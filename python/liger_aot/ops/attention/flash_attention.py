@@ -51,6 +51,9 @@ class FlashAttention(DifferentiableOp):
     through ``return_lse``. The backward alone is the op ``flash_attention_backward``. Works under torch.compile and,
     after ``preload`` and one call, in CUDA graphs. CPU tensors take the plain-torch reference.
 
+    On gfx90a, whose matrix instructions read float16's subnormal numbers as zeros, float16 gradients lack what
+    probabilities and their gradients below 2^-14 would add: train in bfloat16 there.
+
     Args:
         q: (batch, length, heads, dim) bfloat16 or float16, (batch, heads, length, dim) with layout "bhsd". Any strides
             but the last, which must be 1. Tensors whose rows don't start at multiples of 16 bytes (on sm80 and AMD: of

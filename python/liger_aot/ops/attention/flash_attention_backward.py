@@ -31,6 +31,9 @@ class FlashAttentionBackward(Op):
     the call is deterministic its last bits vary from run to run. Memory beside the results: two float32 a query and
     head; warp-specialised, dq in float32, too.
 
+    On gfx90a, whose matrix instructions read float16's subnormal numbers as zeros, float16 gradients lack what
+    probabilities and their gradients below 2^-14 would add: train in bfloat16 there.
+
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
         q, k, v, sinks, causal, scale, window, softcap, layout: as the forward was given them. Tensors whose dim or
