@@ -14,16 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.entry import load
+from benchmarks.environment import ROOT
 from benchmarks.measure import summarize
+from benchmarks.op_entry import load
 from benchmarks.records import Measurement
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 180
 CACHE_VARIABLES = (
     "TRITON_CACHE_DIR",

@@ -16,18 +16,20 @@ import torch
 from benchmarks.records import Environment
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"  # a folder for each GPU
 
 
 def observe(
     device: torch.device, *, command: str, commit: str | None, absent: Mapping[str, str]
 ) -> Environment:
-    """The environment of a run on `device`. `commit` is for a copy of the tree without its history."""
-    properties = torch.cuda.get_device_properties(device)
+    """The environment of a run on `device`; on the CPU, where a benchmark is tried, as far as there is one. `commit` is
+    for a copy of the tree without its history."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return Environment(
-        gpu=properties.name,
-        multiprocessors=properties.multi_processor_count,
-        l2_bytes=properties.L2_cache_size,
-        driver=_driver(),
+        gpu="CPU" if gpu is None else gpu.name,
+        multiprocessors=0 if gpu is None else gpu.multi_processor_count,
+        l2_bytes=0 if gpu is None else gpu.L2_cache_size,
+        driver="none" if gpu is None else _driver(),
         cuda=str(torch.version.cuda),
         python=platform.python_version(),
         torch=torch.__version__,

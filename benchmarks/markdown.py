@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import RESULTS, ROOT
 from benchmarks.records import Run
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"  # a folder for each GPU
 FIRST = "h200"  # the GPU on which sm90's launch numbers were measured: first in every table
 VERSIONS = (
     ("driver", "driver"),
@@ -54,18 +53,18 @@ def table_by_gpu(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def made_on(*environments: Mapping[str, Any]) -> str:
-    """The GPU, versions and dates of runs, as far as their files have them; runs that differ in the date alone are
-    told together."""
+    """The GPU, versions and dates of runs, as far as their files have them. Runs that differ in the date alone
+    are named once."""
     dates: dict[tuple[str, ...], set[str]] = {}
     for environment in environments:
         known = (f"{label} {environment[key]}" for key, label in VERSIONS if environment.get(key))
         days = dates.setdefault((environment["gpu"], *known), set())
         days |= {environment["date"][:10]} if environment.get("date") else set()
-    told = []
-    for (gpu, *known), days in dates.items():
-        inside = [*known, *([" and ".join(sorted(days))] if days else [])]
-        told.append(f"one {gpu} ({', '.join(inside)})" if inside else f"one {gpu}")
-    return " and ".join(told)
+    parts = []
+    for (gpu, *versions), days in dates.items():
+        inside = [*versions, *([" and ".join(sorted(days))] if days else [])]
+        parts.append(f"one {gpu} ({', '.join(inside)})" if inside else f"one {gpu}")
+    return " and ".join(parts)
 
 
 def made_in(run: Run) -> str:
@@ -78,7 +77,7 @@ def made_in(run: Run) -> str:
 
 
 def link(path: Path, start: Path = ROOT) -> str:
-    """To a file of the tree, from a page in ``start``; the name alone of any other file."""
+    """A Markdown link from a page in ``start`` to a file of the tree; of any other file its name."""
     if not path.is_relative_to(ROOT):
         return path.name
     return f"[{path.name}]({os.path.relpath(path, start)})"

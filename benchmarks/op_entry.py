@@ -9,9 +9,11 @@ for every provider.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,15 +24,14 @@ from benchmarks.reference import (
     Invoke,
     Maybe,
     PublicCall,
-    RawCall,
     Reference,
     Tensors,
     as_tuple,
-    bind,
     flat,
     op_class,
 )
 from benchmarks.workload import Case, Problem, Workload, checked_rows, largest_error
+from build_tools.declaration import declared_ops
 
 # The row lengths of the norms: powers of two, and hidden sizes of models that are none.
 LENGTHS = (1024, 2048, 4096, 5120, 8192, 11008, 16384, 18944, 32768)
@@ -80,7 +81,8 @@ class OpEntry:
     small: ClassVar[tuple[int, ...]] = (4, 4096)  # the shape at which a call's cost is the host's
     providers: ClassVar[tuple[str, ...]] = ("liger_aot", "torch", "torch_compile", "liger")
     sections: ClassVar[tuple[str, ...]] = ("forward", "backward", "host")  # measured where none is asked for
-    # Kernels beside <op>_forward and <op>_backward, each with the direction and variant it is tuned by.
+    # Kernels beside <op>_forward and <op>_backward, or one for a value of an axis ("rope interleaved"), each with the
+    # direction and variant it is tuned by.
     kernels: ClassVar[tuple[tuple[str, str, str], ...]] = ()
 
     by_rows: ClassVar[bool] = (
@@ -186,8 +188,8 @@ class OpEntry:
         else:
             expected = reference.backward(rows, wanted)
 
-        def calls(provider: str) -> list[Call]:
-            function = self.function(provider, case.variant)
+        def calls(provider: str, function: Function | None = None) -> list[Call]:
+            function = function or self.function(provider, case.variant)
             overwritten = self.overwritten(provider, case)
             return [self._call(case, function, overwritten, *one) for one in inputs]
 
@@ -210,11 +212,18 @@ class OpEntry:
             "host_forward_backward": lambda: torch.autograd.grad(function(*arguments), leaves, grads),
         }
 
-    def workload(
-        self, kernel: str, n: int, dtype: torch.dtype, elements: int, device: torch.device, seed: int
-    ) -> Workload:
-        """One kernel of the op, for the tuner. A forward gives all its results, what only the backward needs among
-        them; a backward is handed those of the reference.
+    def workloads(
+        self,
+        kernel: str,
+        n: int,
+        dtype: torch.dtype,
+        elements: int,
+        device: torch.device,
+        seed: int,
+        variant: str | None = None,
+    ) -> list[Workload]:
+        """Calls that run one of the op's kernels, for the tuner, of a variant or the kernel's usual one. A forward is
+        timed without gradients; another call, whose gradients are checked, shows that what it saves for them is right.
 
         Args:
             n: what the kernel is dispatched by, or any row length where that is no length.
@@ -226,34 +235,28 @@ class OpEntry:
         kernels |= {name: (way, variant) for name, way, variant in self.kernels}
         if kernel not in kernels:
             raise ValueError(f"no workload for {kernel!r}: there are those of {', '.join(kernels)}")
-        direction, variant = kernels[kernel]
+        direction, usual = kernels[kernel]
+        variant = usual if variant is None else variant
         case = Case(direction, dtype, self.tuned_shape(kernel, n, elements), variant)
         if 0 in case.shape:
             raise ValueError(f"{elements} elements do not fill a row of {n}")
-        random = Random(dtype, device, torch.Generator(device).manual_seed(seed))
-        arguments = self.inputs(case, random)
-        wanted = self.wanted(arguments)
-        tensors, settings = bind(self.op, self._invoke(case.variant), arguments)
-        raw = RawCall(self.op, settings)
-        grads = self._grads(raw, tensors, random) if direction == "backward" else ()
-        reference = Reference(raw, tensors, grads, self.shared)
-        rows = checked_rows(reference.batch, device, seed)
-        needed = tuple(i in wanted for i in range(len(tensors)))
-        results = reference.results() if direction == "backward" else ()
+        found = [self._workload(case, device, seed)]
+        if direction == "forward" and self.by_rows:
+            found.append(
+                replace(self._workload(replace(case, direction="backward"), device, seed), timed=False)
+            )
+        return found
 
-        def run(op: Any) -> Tensors:
-            if direction == "forward":
-                return _present(op.run_forward(tensors, settings, True, None))
-            return _present(op.run_backward(grads, op.saved(tensors, results), settings, needed))
-
+    def _workload(self, case: Case, device: torch.device, seed: int) -> Workload:
+        backward = case.direction == "backward"
+        with torch.set_grad_enabled(backward):
+            problem = self.problem(case, device, 1, seed)
         return Workload(
-            run=run,
+            call=lambda op: problem.calls("liger_aot", self.invoke(op, case.variant))[0],
+            error=problem.check,
             bytes=self.moved_bytes(case),
-            reference=lambda: (
-                reference.forward(rows) if direction == "forward" else reference.backward(rows, wanted)
-            ),
-            select=self._selector(direction, wanted, rows, reference.batch),
-            shape=case.shape,
+            point=case.point,
+            grad=backward,
         )
 
     @property
@@ -273,7 +276,7 @@ class OpEntry:
             return arguments, ()
         return arguments, self._grads(self._public(case), arguments, random)
 
-    def _grads(self, calculation: PublicCall | RawCall, arguments: Maybe, random: Random) -> Tensors:
+    def _grads(self, calculation: PublicCall, arguments: Maybe, random: Random) -> Tensors:
         """Random gradients of the outputs, each lying in memory as the first argument of its shape does."""
         outputs = calculation.results(_meta(arguments))[: op_class(self.op).outputs]
         given = [a for a in arguments if a is not None]
@@ -373,5 +376,23 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _present(results: Iterable[Tensor | None]) -> Tensors:
-    return tuple(r for r in results if r is not None)
+def modules() -> dict[str, str]:
+    """The module of each op that has a benchmark, by the op's name: the file of that name in a family's folder,
+    which binds an `OpEntry` to the name `ENTRY`. Nothing else names it."""
+    files = {
+        path.stem: f"benchmarks.{path.parent.name}.{path.stem}"
+        for path in sorted(Path(__file__).parent.glob("*/*.py"))
+    }
+    return {op: files[op] for op in declared_ops() if op in files}
+
+
+def load(name: str) -> OpEntry:
+    """The benchmark of an op.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in (found := modules()):
+        raise ValueError(f"no benchmark for {name!r}: there is one for {', '.join(found)}")
+    entry: OpEntry = importlib.import_module(found[name]).ENTRY
+    return entry

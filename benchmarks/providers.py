@@ -26,6 +26,16 @@ PROVIDERS = (
 )
 NAMES = tuple(provider.name for provider in PROVIDERS)
 
+OURS = NAMES[0]
+# How whole models are run, and what that is called in tables and plots.
+MODEL_LABELS = {
+    OURS: "liger-aot",
+    "liger_aot_attention": "liger-aot, its attention too",
+    "liger_on_aot": "Liger's code on liger-aot",
+    "transformers": "Transformers",
+    "liger": "Liger (Triton JIT)",
+}
+
 # The measured ceiling stands among the records as a provider of its own.
 COPY = "copy"
 

@@ -3,10 +3,10 @@ rows, and sums over the whole batch, taken a chunk at a time, where it has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,6 @@ Maybe = tuple[Any, ...]  # of tensors and None
 Invoke = Callable[[Any], Callable[..., Any]]  # from the op a function of its tensor arguments
 
 FP64_CHUNK_ELEMENTS = 2**24
-
-
-class Calculation(Protocol):
-    """An op's reference, on arguments of any dtype."""
-
-    def results(self, arguments: Maybe) -> Maybe: ...
-
-    def gradients(self, arguments: Maybe, grads: Maybe, wanted: Collection[int]) -> Tensors:
-        """Of the arguments at the positions `wanted`."""
 
 
 class PublicCall:
@@ -44,22 +35,6 @@ class PublicCall:
         return torch.autograd.grad(outputs, [own[i] for i in wanted], grads)
 
 
-class RawCall:
-    """The op's raw functions, on the tensors that they take: all results, what only the backward needs among them."""
-
-    def __init__(self, op: str, settings: tuple[Any, ...]) -> None:
-        self._op, self._settings = _on_reference(op), settings
-
-    def results(self, arguments: Maybe) -> Maybe:
-        results: Maybe = self._op.reference(*arguments, *self._settings)
-        return results
-
-    def gradients(self, arguments: Maybe, grads: Maybe, wanted: Collection[int]) -> Tensors:
-        saved = self._op.saved(arguments, self.results(arguments))
-        gradients = self._op.reference_backward(grads, saved, *self._settings)
-        return tuple(gradients[i] for i in wanted)
-
-
 class Reference:
     """A calculation on one set of inputs.
 
@@ -70,7 +45,7 @@ class Reference:
     """
 
     def __init__(
-        self, calculation: Calculation, arguments: Maybe, grads: Maybe, shared: Collection[int]
+        self, calculation: PublicCall, arguments: Maybe, grads: Maybe, shared: Collection[int]
     ) -> None:
         self._calculation, self._arguments, self._grads = calculation, arguments, grads
         self._shared = shared
@@ -79,7 +54,7 @@ class Reference:
     def forward(self, rows: Tensor) -> Tensors:
         """All results at some rows of the batch, each [len(rows), elements]."""
         chunks = [
-            [None if r is None else flat(r, part.batch) for r in part._results(_wide)]
+            [None if r is None else flat(r, part.batch) for r in part._results()]
             for _, part in self._at(rows)._chunks()
         ]
         return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True) if parts[0] is not None)
@@ -103,13 +78,8 @@ class Reference:
                     kept.append(gradient.reshape(-1))
         return tuple(torch.cat(kept) for kept in gradients.values())
 
-    def results(self) -> Maybe:
-        """All results over the whole batch in the inputs' dtype, as a forward gives them."""
-        chunks = [part._results(tuple) for _, part in self._chunks()]
-        return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True))
-
-    def _results(self, prepare: Callable[[Maybe], Maybe]) -> Maybe:
-        return self._calculation.results(prepare(self._arguments))
+    def _results(self) -> Maybe:
+        return self._calculation.results(_wide(self._arguments))
 
     def _along(self) -> list[Tensor]:
         return [a for i, a in enumerate(self._arguments) if a is not None and i not in self._shared]
@@ -131,16 +101,6 @@ class Reference:
         return Reference(self._calculation, arguments, tuple(map(cut, self._grads)), self._shared)
 
 
-def bind(op: str, invoke: Invoke, arguments: Sequence[Tensor]) -> tuple[Maybe, tuple[Any, ...]]:
-    """The tensors and settings, as the op's raw functions take them, of a call with `arguments`."""
-    try:
-        invoke(_recorder(op))(*arguments)
-    except _Bound as bound:
-        tensors, settings = bound.args
-        return tensors, settings
-    raise TypeError(f"a call of {op} did not reach its differentiable form")
-
-
 @lru_cache(maxsize=64)
 def op_class(op: str) -> Any:
     """The class that `liger_aot.load(op)` makes its op of."""
@@ -160,19 +120,6 @@ def as_tuple(results: Any) -> Tensors:
 
 def _wide(tensors: Iterable[Any]) -> Maybe:
     return tuple(t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors)
-
-
-class _Bound(Exception):
-    """Carries what an op's public call hands to its differentiable form."""
-
-
-@lru_cache(maxsize=64)
-def _recorder(op: str) -> Any:
-    class Recorder(op_class(op)):  # type: ignore[misc]
-        def differentiable(self, tensors: Maybe, settings: tuple[Any, ...] = (), out: Any = None) -> Any:
-            raise _Bound(tensors, settings)
-
-    return Recorder()
 
 
 @lru_cache(maxsize=64)

@@ -44,31 +44,37 @@ class Case:
 class Problem:
     """A case with its inputs on the device, the same for every provider.
 
-    `calls(provider)` gives one Call for each input set; what such a call returns for the first set goes to
-    `check`, which gives its largest relative error against fp64.
+    `calls(provider, function)` gives one Call for each input set, of a provider's function (None: its usual one); what
+    such a call returns for the first set goes to `check`, which gives its largest relative error against fp64.
     """
 
-    calls: Callable[[str], Sequence[Call]]
+    calls: Callable[..., Sequence[Call]]
     check: Callable[[tuple[Tensor, ...]], float]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One kernel on one large fresh input, as the tuner runs it.
+    """What the tuner runs of a kernel's op.
 
     Attributes:
-        run: calls the kernel's raw path of the op given, once, and returns its result tensors.
-        bytes: what one call has to move through device memory, each input read and each output written once.
-        reference: the results in fp64, on a subset of the rows where a result has rows.
-        select: picks that subset from what `run` returned.
-        shape: the problem's, as in Case.
+        call: of the op given, on the same inputs each time; it returns its results.
+        error: their largest relative error against fp64.
+        bytes: what one call has to move through device memory.
+        point: what the call is of, in a table's words.
+        grad: whether autograd is on.
+        flops: of one call, where that and not memory is what bounds it.
+        timed: whether it is more than a check.
+        roundings: how often a result may be rounded to the dtype on its way.
     """
 
-    run: Callable[[Any], tuple[Tensor, ...]]
+    call: Callable[[Any], Call]
+    error: Callable[[tuple[Tensor, ...]], float]
     bytes: int
-    reference: Callable[[], tuple[Tensor, ...]]
-    select: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-    shape: tuple[int, ...]
+    point: str
+    grad: bool = False
+    flops: float = 0.0
+    timed: bool = True
+    roundings: int = 2
 
 
 def checked_rows(rows: int, device: torch.device, seed: int) -> Tensor:
@@ -89,9 +95,10 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch.empty returns holds NaN: what is never written is no right result that lay there before.
+    """torch.empty returns memory filled with NaN, so that an element that is never written fails the check.
 
-    torch fills it in its deterministic mode alone. The ops don't see that mode: they take the kernels of before.
+    torch fills memory in its deterministic mode only. The mode is hidden from the ops, which would choose other
+    kernels.
     """
     settings: Any = torch.utils.deterministic  # without type hints
     asked, filled = torch.are_deterministic_algorithms_enabled, settings.fill_uninitialized_memory

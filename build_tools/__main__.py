@@ -1,4 +1,4 @@
-"""python -m build_tools plan|build|audit|tune|wheel"""
+"""python -m build_tools plan|build|audit|wheel"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m build_tools",
-        description="Compile Liger's kernels ahead of time. No GPU is needed but to tune.",
+        description="Compile Liger's kernels ahead of time. No GPU is needed.",
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -59,29 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--assembly", type=Path, metavar="DIR", help="also write PTX or AMD assembly there")
     command.set_defaults(run=_audit)
-    command = commands.add_parser(
-        "tune", help="measure candidate rows on this machine's GPU and write the winners"
-    )
-    command.add_argument(
-        "--arch", required=True, help="the profile to tune; this machine's GPU must be one it serves"
-    )
-    command.add_argument(
-        "--kernel", required=True, help="the kernels whose tables to tune, separated by commas"
-    )
-    command.add_argument(
-        "--candidates",
-        type=Path,
-        required=True,
-        metavar="TOML",
-        help="candidate rows by problem size, or a folder of ARCH-KERNEL.toml",
-    )
-    command.add_argument(
-        "--elements", type=int, default=1 << 27, help="elements of a problem (default: 2^27)"
-    )
-    command.add_argument("--write", action="store_true", help="write the winners into the profile")
-    command.add_argument("--report", type=Path, help="write every measurement there, as JSON")
-    command.add_argument("--workers", type=int, help="compiler processes (default: one a core)")
-    command.set_defaults(run=_tune)
     command = commands.add_parser(
         "wheel", parents=[common], help="build the wheel with these architectures' packs"
     )
@@ -155,12 +132,6 @@ def _audit(options: argparse.Namespace) -> int:
             for name, one in audited.items():
                 (folder / f"{name}.{suffix}").write_text(one.compiled.assembly)
     return 0
-
-
-def _tune(options: argparse.Namespace) -> int:
-    from build_tools.tune import tune  # needs a GPU, which nothing else here does
-
-    return tune(options)
 
 
 def _wheel(options: argparse.Namespace) -> int:

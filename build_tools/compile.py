@@ -31,20 +31,6 @@ from build_tools.profile import Profile
 GLUON, MATRIX, OTHER = 8, 3, 1
 
 
-def compile_variants(
-    variants: Sequence[Variant],
-    profile: Profile,
-    *,
-    cache: Path = CACHE,
-    workers: int | None = None,
-    progress: bool = True,
-) -> dict[str, Compiled]:
-    """Compile, or take from the cache, every variant of one architecture; CompileError at the first that fails."""
-    work = [(variant, profile) for variant in variants]
-    made = compile_all(work, cache=cache, workers=workers, progress=progress)
-    return {variant.name: one for variant, one in zip(variants, made, strict=True)}
-
-
 def compile_all(
     work: Sequence[tuple[Variant, Profile]],
     *,

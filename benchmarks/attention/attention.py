@@ -1,28 +1,27 @@
-"""Attention on this machine's GPU: TFLOP/s of ours beside cuDNN and FlashAttention-2, through torch SDPA.
+"""Attention on this machine's GPU: TFLOP/s of ours beside torch's cuDNN and FlashAttention-2 (SDPA, varlen_attn).
 
     python -m benchmarks.attention.attention
     python -m benchmarks.attention.attention --backward --dims 128 --lengths 2048,8192
-    python -m benchmarks.attention.attention --packs two=DIR,three=DIR --out DIR    # ours alone, of several packs
+    python -m benchmarks.attention.attention --forms     # dense, grouped queries, varlen, beside FlashAttention-2
 
 16384 tokens a batch and 2048 / dim heads, as FlashAttention's papers have it; bf16. FLOPs are 4 batch heads length^2
-dim, half of that causal; of the backward 2.5 times as many, whoever computes more. Providers take turns and results are
-medians of rounds: single runs drift with the card's clocks. Every result is compared with the others' before it is
+dim, half of that causal; of the backward 2.5 times as many, whoever computes more. ``gqa`` has 8 query heads a head of
+keys, where dim leaves a multiple of 8 heads. ``varlen`` has uneven sequences whose squares add up to the same: of every
+two of one length, 1.4 and 0.2 times that; a single one becomes 0.8 and 0.6 of it. Forms and providers take turns, and
+results are medians of rounds: single runs drift with the card's clocks. Every result is compared with ours before it is
 timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shlex
+import inspect
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,41 +29,84 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import liger_aot
-from benchmarks.environment import folder_name, observe
-from benchmarks.session import RESULTS
+from benchmarks.steps import Command
 
 TOKENS, WIDTH = 16384, 2048
 DIMS = (64, 96, 128, 192, 256)
 LENGTHS = (512, 2048, 8192, 16384)
+FORMS = ("dense", "gqa", "varlen")
+GROUP = 8  # query heads a head of keys, of gqa
 BACKWARD_FLOPS = 2.5  # of the forward's: five matrix products to its two
 TOLERANCE = 2.0**-6  # of the norm of the difference of two bf16 results
-PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash_attention_2": SDPBackend.FLASH_ATTENTION}
+OURS, FLASH = "liger_aot", "flash_attention_2"
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
 Run = Callable[[], tuple[Tensor, ...]]
 
 
-def providers(dim: int, length: int, causal: bool, names: Sequence[str], backward: bool) -> dict[str, Run]:
-    """What each provider calls, on one set of tensors in (batch, length, heads, dim): its output, or the gradients of
-    a forward that ran before."""
-    shape = (TOKENS // length, length, WIDTH // dim, dim)
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    op = liger_aot.load("flash_attention")
+def uneven(length: int, tokens: int = TOKENS) -> list[int]:
+    """Lengths of sequences with the FLOPs of ``tokens`` in sequences of ``length``."""
+    pairs, one = divmod(tokens // length, 2)
+    parts = (1.4, 0.2) * pairs + (0.8, 0.6) * one
+    return [round(length * part) for part in parts]
 
-    def ours() -> Tensor:
-        o: Tensor = op(q, k, v, causal=causal)
-        return o
 
-    def peer(backend: SDPBackend) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            transposed = [t.transpose(1, 2) for t in (q, k, v)]
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*transposed, is_causal=causal).transpose(1, 2)
+def flops(lengths: Sequence[int], heads: int, dim: int, causal: bool, backward: bool) -> float:
+    of_all = 4 * heads * dim * sum(n * n for n in lengths) / (2 if causal else 1)
+    return of_all * (BACKWARD_FLOPS if backward else 1)
 
-        return run
 
-    forwards = {"liger_aot": ours, **{name: peer(PEERS[name]) for name in PEERS if name in names}}
-    return {
-        name: _backward(run, (q, k, v), do) if backward else _forward(run) for name, run in forwards.items()
-    }
+def providers(
+    form: str,
+    dim: int,
+    length: int,
+    causal: bool,
+    backward: bool,
+    names: Sequence[str] = (FLASH,),
+    device: str = "cuda",
+    tokens: int = TOKENS,
+) -> tuple[dict[str, Run], float]:
+    """A function for ours and for each peer named, on the same tensors, (batch, length, heads, dim), and the FLOPs of
+    one call. It returns the output, or the gradients of a forward that ran before."""
+    heads = WIDTH // dim
+    kv_heads = heads // GROUP if form == "gqa" else heads
+    varlen = form == "varlen"
+    lengths = uneven(length, tokens) if varlen else [length] * (tokens // length)
+    outer = (sum(lengths),) if varlen else (len(lengths), length)
+    q, k, v, do = (
+        torch.randn((*outer, h, dim), device=device, dtype=torch.bfloat16)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    starts: tuple[Any, ...] = ()
+    if varlen:
+        cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        starts = (cu, cu, max(lengths), max(lengths))
+    op = liger_aot.load("flash_attention_varlen" if varlen else "flash_attention")
+    forwards: dict[str, Callable[[], Tensor]] = {OURS: partial(op, q, k, v, *starts, causal=causal)}
+    for name in names:
+        if not varlen:
+            forwards[name] = partial(_sdpa, PEERS[name], q, k, v, causal)
+        elif name == FLASH:
+            forwards[name] = partial(_varlen_attn, q, k, v, starts, causal)
+    runs = {name: _backward(f, (q, k, v), do) if backward else _forward(f) for name, f in forwards.items()}
+    return runs, flops(lengths, heads, dim, causal, backward)
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    grouped, transposed = q.shape[2] != k.shape[2], [t.transpose(1, 2) for t in (q, k, v)]
+    with sdpa_kernel(backend):
+        o: Tensor = F.scaled_dot_product_attention(*transposed, is_causal=causal, enable_gqa=grouped)  # type: ignore[misc, arg-type]
+    return o.transpose(1, 2)
+
+
+def _varlen_attn(q: Tensor, k: Tensor, v: Tensor, starts: tuple[Any, ...], causal: bool) -> Tensor:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        raise RuntimeError("this torch has no varlen_attn") from None
+    older = "is_causal" in inspect.signature(varlen_attn).parameters  # torch 2.10
+    mask: dict[str, Any] = {"is_causal": causal} if older else {"window_size": (-1, 0 if causal else -1)}
+    o: Any = varlen_attn(q, k, v, *starts, **mask)
+    return o  # type: ignore[no-any-return]
 
 
 def _forward(forward: Callable[[], Tensor]) -> Run:
@@ -73,20 +115,20 @@ def _forward(forward: Callable[[], Tensor]) -> Run:
 
 def _backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> Run:
     """The gradients of one forward, which the first call runs."""
-    kept: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def run() -> tuple[Tensor, ...]:
-        if not kept:
+        if not outputs:
             for leaf in leaves:
                 leaf.requires_grad_()
-            kept.append(forward())
-        return torch.autograd.grad(kept[0], leaves, do, retain_graph=True)
+            outputs.append(forward())
+        return torch.autograd.grad(outputs[0], leaves, do, retain_graph=True)
 
     return run
 
 
 def milliseconds(run: Run, count: int) -> float:
-    """Of one call, on the device: the mean of ``count`` that follow each other."""
+    """Device time of one call: the mean of ``count`` calls in a row."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(count):
@@ -97,106 +139,70 @@ def milliseconds(run: Run, count: int) -> float:
 
 
 def measure(
-    dim: int, length: int, causal: bool, names: Sequence[str], rounds: int, backward: bool
+    forms: Sequence[str],
+    dim: int,
+    length: int,
+    causal: bool,
+    backward: bool,
+    names: Sequence[str],
+    rounds: int,
 ) -> dict[str, float]:
-    """TFLOP/s by provider; those that fail are left out."""
-    runs = providers(dim, length, causal, names, backward)
-    tried = {name: _tried(name, run) for name, run in runs.items()}
-    results = {name: found for name, found in tried.items() if found is not None}
-    runs = {name: runs[name] for name in results}
-    ours = results["liger_aot"]
-    for name, other in results.items():
-        difference = max(float((a - b).norm() / b.norm()) for a, b in zip(other, ours, strict=True))
-        if not difference < TOLERANCE:
-            raise SystemExit(f"dim {dim}, length {length}: ours and {name} differ by {difference:.1e}")
-    flops = 4 * (TOKENS // length) * (WIDTH // dim) * length**2 * dim / (2 if causal else 1)
-    flops *= BACKWARD_FLOPS if backward else 1
-    count = max(3, round(20e-3 * 600e12 / flops))
+    """TFLOP/s by provider, or by form and provider where there are several forms. Providers that fail are left out."""
+    runs: dict[str, tuple[Run, float]] = {}
+    for form in forms:
+        if form == "gqa" and WIDTH // dim % GROUP:
+            continue
+        found, cost = providers(form, dim, length, causal, backward, names)
+        results = {name: result for name, run in found.items() if (result := _tried(name, run)) is not None}
+        for name, other in results.items():
+            worst = max(float((a - b).norm() / b.norm()) for a, b in zip(other, results[OURS], strict=True))
+            if not worst < TOLERANCE:
+                raise SystemExit(f"{form}, dim {dim}, length {length}: ours and {name} differ by {worst:.1e}")
+        runs |= {f"{form} {name}" if len(forms) > 1 else name: (found[name], cost) for name in results}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, run in runs.items():
+        for name, (run, cost) in runs.items():
             time.sleep(0.03)  # back to back, the card runs into its power limit
-            times[name].append(milliseconds(run, count))
-    return {name: flops / statistics.median(t) / 1e9 for name, t in times.items()}
+            times[name].append(milliseconds(run, max(3, round(20e-3 * 600e12 / cost))))
+    return {name: runs[name][1] / statistics.median(t) / 1e9 for name, t in times.items()}
 
 
 def _tried(name: str, run: Run) -> tuple[Tensor, ...] | None:
-    """The result; None, and a word, where a peer does not have the case."""
+    """The result, or None where a peer does not support the case; the reason goes to stderr."""
     try:
         return tuple(t.float() for t in run())
     except RuntimeError as error:
-        if name == "liger_aot":
+        if name == OURS:
             raise
         print(f"  {name}: {str(error).splitlines()[0]}", file=sys.stderr)
         return None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.attention.attention", description=__doc__.splitlines()[0]
-    )  # type: ignore[union-attr]
-    parser.add_argument("--dims", default=",".join(map(str, DIMS)))
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--backward", action="store_true", help="the gradients instead of the forward")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--providers", default=",".join(PEERS), help="beside ours (default: %(default)s)")
-    parser.add_argument(
-        "--packs", default="", metavar="NAME=DIR,...", help="ours alone, of each of these packs"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
-    )
-    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
-    options = parser.parse_args(arguments)
-    if options.packs:
-        if options.out is None:
-            parser.error(
-                "--packs needs --out, a folder: each pack's results come into a folder of its name there"
-            )
-        return _each_pack(options)
+def main(arguments: Sequence[str]) -> int:
+    command = Command("benchmarks.attention.attention", __doc__, PEERS)
+    add = command.parser.add_argument
+    add("--dims", default=",".join(map(str, DIMS)))
+    add("--lengths", default=",".join(map(str, LENGTHS)))
+    add("--backward", action="store_true", help="the gradients instead of the forward")
+    add("--forms", action="store_true", help="dense, gqa and varlen beside each other and FlashAttention-2")
+    add("--rounds", type=int, default=5)
+    options = command.read(arguments)
+    forms, names = (FORMS, (FLASH,)) if options.forms else (FORMS[:1], options.providers)
+    direction = "backward" if options.backward else "forward"
+    forms_file = "attention_forms_backward" if options.backward else "attention_forms"
+    file = command.file(forms_file if options.forms else f"attention_{direction}")
     rows = []
     for dim in map(int, options.dims.split(",")):
         for causal in (False, True):
             for length in map(int, options.lengths.split(",")):
-                found = measure(
-                    dim, length, causal, options.providers.split(","), options.rounds, options.backward
-                )
+                found = measure(forms, dim, length, causal, options.backward, names, options.rounds)
                 rows.append({"dim": dim, "length": length, "causal": causal, "tflops": found})
                 shown = ", ".join(f"{name} {value:.0f}" for name, value in found.items())
                 print(f"dim {dim}, length {length}, {'causal' if causal else 'full'}: {shown}", flush=True)
-    keep("attention", "attention_backward" if options.backward else "attention_forward", rows, options)
-    return 0
-
-
-def keep(module: str, name: str, rows: Sequence[object], options: argparse.Namespace) -> None:
-    """Write a run's rows as ``name``.json into ``options.out`` or the GPU's own folder."""
-    direction = "backward" if options.backward else "forward"
-    command = shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]])
-    where = observe(torch.device("cuda"), command=command, commit=options.commit, absent={})
-    content = {"environment": asdict(where), "tokens": TOKENS, "dtype": "bfloat16", direction: rows}
-    folder = options.out or RESULTS / folder_name(where.gpu) / "steps"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps(content, indent=1) + "\n")
-    print(file)
-
-
-def _each_pack(options: argparse.Namespace) -> int:
-    """A process for each pack: which one is installed is decided once."""
-    for entry in options.packs.split(","):
-        name, _, folder = entry.partition("=")
-        print(f"{name}:", flush=True)
-        again = ["--dims", options.dims, "--lengths", options.lengths, "--rounds", str(options.rounds)]
-        again += ["--backward"] if options.backward else []
-        out = ["--out", str(options.out / name)]
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.attention.attention", *again, "--providers", "none", *out],
-            env={**os.environ, "LIGER_AOT_PACKS": folder},
-        )
-        if done.returncode:
-            return done.returncode
+                file.keep(tokens=TOKENS, dtype="bfloat16", **{direction: rows})
+    print(file.path)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

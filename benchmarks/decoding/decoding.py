@@ -8,25 +8,19 @@ is compared with fp64, for some sequences and heads.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import environment, measure
-from benchmarks.ceiling import copy_calls
+from benchmarks import measure
+from benchmarks.measure import copy_calls
 from benchmarks.providers import COPY, first_line
-from benchmarks.session import RESULTS
+from benchmarks.steps import Command
 from benchmarks.workload import TOLERANCE, relative_error, rotated_sets
 
 LARGEST_COPY = 4 << 30  # bytes: the bandwidth of a copy does not change any more
@@ -59,8 +53,6 @@ POINTS = (
     *(Point(32, 32768, dim=dim) for dim in (64, 96, 192, 256)),
     Point(32, 32768, kv_heads=64),  # no head of keys is shared
 )  # fmt: skip
-# Odd numbers of programs, between the points above: what the choice of shares makes of them.
-UNEVEN = tuple(Point(batch, 16384) for batch in (3, 5, 12, 17, 20, 40, 48, 64, 100))
 
 
 @dataclass(frozen=True)
@@ -88,12 +80,12 @@ class Result:
 Run = Callable[[Inputs], Tensor]
 
 
-def drawn(point: Point, device: torch.device, seed: int) -> Inputs:
+def drawn(point: Point, device: torch.device, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Random tensors; the pages of a sequence lie in random places."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=generator)
+        return torch.empty(shape, device=device, dtype=dtype).normal_(generator=generator)
 
     pages = point.batch * point.cached // point.page if point.page else point.batch
     shape = (pages, point.page or point.cached, point.kv_heads, point.dim)
@@ -140,16 +132,23 @@ def offers(provider: str, point: Point) -> bool:
 
 def error(point: Point, inputs: Inputs, result: Tensor) -> float:
     """The largest of ‖result - exact‖ / ‖exact‖ in fp64 over what is checked."""
+    return max(relative_error(checked(point, result, *at), exact(point, inputs, *at)) for at in CHECKED)
+
+
+def checked(point: Point, result: Tensor, sequence: int, head: int) -> Tensor:
+    """A result's part of one sequence and head of keys."""
+    ratio, head = point.heads // point.kv_heads, head % point.kv_heads
+    return result[sequence][None, :, head * ratio : (head + 1) * ratio]
+
+
+def exact(point: Point, inputs: Inputs, sequence: int, head: int) -> Tensor:
+    """That part in fp64."""
     from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 
-    ratio, found = point.heads // point.kv_heads, 0.0
-    for b, h in CHECKED:
-        h = h % point.kv_heads
-        queries = slice(h * ratio, (h + 1) * ratio)
-        k, v = (_cache_of(t, b, h, inputs.table).double() for t in (inputs.k, inputs.v))
-        q = inputs.q[b][None, :, queries].double()
-        exact, _ = FlashDecoding.reference(q, k, v, None, None, None, point.dim**-0.5, -1, 0, 0.0, 0)
-        found = max(found, relative_error(result[b][None, :, queries], exact))
+    k, v = (_cache_of(t, sequence, head, inputs.table).double() for t in (inputs.k, inputs.v))
+    q = checked(point, inputs.q, sequence, head).double()
+    found: Tensor
+    found, _ = FlashDecoding.reference(q, k, v, None, None, None, point.dim**-0.5, -1, 0, 0.0, 0)
     return found
 
 
@@ -212,41 +211,27 @@ def line(r: Result) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.decoding.decoding", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of all providers in turn")
-    parser.add_argument("--min-ms", type=float, default=10.0, help="device time of a provider in a round")
-    parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
-    parser.add_argument(
+    command = Command("benchmarks.decoding.decoding", __doc__, PROVIDERS)
+    add = command.parser.add_argument
+    add("--rounds", type=int, default=3, help="of all providers in turn")
+    add("--min-ms", type=float, default=10.0, help="device time of a provider in a round")
+    add(
         "--most-gigabytes",
         type=float,
         help="points of larger caches are left out (default: those that this GPU's memory does not hold twice)",
     )
-    parser.add_argument("--uneven", action="store_true", help="odd batches instead of the points")
-    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("a GPU is needed, and torch sees none here")
-    device = torch.device("cuda", 0)
-    command = shlex.join(["python", "-m", "benchmarks.decoding.decoding", *arguments])
-    seen = environment.observe(device, command=command, commit=options.commit, absent={})
-    folder = options.out or RESULTS / environment.folder_name(seen.gpu) / "steps"
-    file = folder / ("flash_decoding_uneven.json" if options.uneven else "flash_decoding_points.json")
-    most = largest_cache(device) if options.most_gigabytes is None else options.most_gigabytes * 1e9
+    options = command.read(arguments)
+    file = command.file("flash_decoding_points")
+    most = largest_cache(command.device) if options.most_gigabytes is None else options.most_gigabytes * 1e9
     results: list[Result] = []
-    for point in UNEVEN if options.uneven else POINTS:
+    for point in POINTS:
         if point.bytes > most:
             continue
         print(point, flush=True)
-        found = at(point, options.providers.split(","), device, options.rounds, options.min_ms)
+        found = at(point, options.providers, command.device, options.rounds, options.min_ms)
         print("\n".join(map(line, found)), flush=True)
         results += found
-        content: dict[str, Any] = {"environment": dataclasses.asdict(seen)}
-        content["results"] = [dataclasses.asdict(r) for r in results]
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=1) + "\n")
+        file.keep(results=results)
         torch.cuda.empty_cache()
     return int(any(r.failed and r.provider == "liger_aot" for r in results))
 

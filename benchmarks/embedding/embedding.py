@@ -16,10 +16,7 @@ SHAPES = ((32768, 128256, 4096), (32768, 32000, 4096), (32768, 1024, 4096))
 
 class Embedding(OpEntry):
     op = "embedding"
-    kernels = (
-        ("embedding_runs", "backward", ""),
-        ("embedding_joins", "backward", ""),
-    )
+    kernels = (("embedding_combine", "backward", ""),)
     points = (*both(SHAPES), *both(SHAPES[:1], "skewed"))
     small = (16, 1024, 1024)
     shared = (1,)

@@ -1,8 +1,9 @@
 """Cross entropy, (rows, vocabulary) logits and a target a row, the mean over rows.
 
-"backward" is a training step: the loss with its gradient wanted, and the backward, since who finds the gradient in the
-forward has next to nothing left to do then. The variant "inplace" lets ours write it over the logits; Liger always
-does, torch never. Bytes count the logits once forward, and for a step their reading and the writing of the gradient.
+"backward" is a training step: the loss with its gradient wanted, and the backward, since a provider that computes the
+gradient in the forward has little left to do in the backward. The variant "inplace" lets ours write it over the
+logits; Liger always does, torch never. Bytes count the logits once forward, and for a step their reading and the
+writing of the gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from benchmarks.measure import Call
 from benchmarks.op_entry import Function, OpEntry, Random, both
 from benchmarks.reference import Tensors
-from benchmarks.workload import Case, Problem, Workload, checked_rows, largest_error
+from benchmarks.workload import Case, Problem, checked_rows, largest_error
 
 SHAPES = ((262144, 1000), (32768, 32000), (20480, 50257), (8192, 128256), (8192, 262144))
 IN_PLACE = "inplace"
@@ -26,6 +27,10 @@ CHUNK_ELEMENTS = 2**24
 class CrossEntropy(OpEntry):
     op = "cross_entropy"
     points = (*both(SHAPES), *(Case("backward", torch.bfloat16, shape, IN_PLACE) for shape in SHAPES))
+    kernels = (
+        ("cross_entropy_gradient", "backward", ""),
+        ("cross_entropy_in_place", "backward", IN_PLACE),
+    )
     by_rows = False
     constant = (1,)
 
@@ -60,8 +65,8 @@ class CrossEntropy(OpEntry):
         step = case.direction == "backward"
         expected = _expected(*inputs[0], rows, gradient=step)
 
-        def calls(provider: str) -> list[Call]:
-            function = self.function(provider, case.variant)
+        def calls(provider: str, function: Function | None = None) -> list[Call]:
+            function = function or self.function(provider, case.variant)
             overwrites = step and (provider == "liger" or (provider, case.variant) == ("liger_aot", IN_PLACE))
             return [_step(function, *one, overwrites) if step else _forward(function, *one) for one in inputs]
 
@@ -84,47 +89,6 @@ class CrossEntropy(OpEntry):
         random = Random(case.dtype, device, torch.Generator(device).manual_seed(0))
         logits, target = self.inputs(case, random)
         return logits.requires_grad_(), target
-
-    def workload(
-        self, kernel: str, n: int, dtype: torch.dtype, elements: int, device: torch.device, seed: int
-    ) -> Workload:
-        """A whole call that uses the kernel. Where the gradient goes over the logits, over a copy of them, whose time
-        is part of it."""
-        way = kernel.removeprefix(f"{self.op}_")
-        if way not in (
-            "forward",
-            "forward_full",
-            "gradient",
-            "gradient_full",
-            "both",
-            "totals",
-            "finish",
-            "scale",
-        ):
-            raise ValueError(f"no workload for {kernel!r}: there are those of {self.op}'s kernels")
-        step = way in ("gradient", "gradient_full", "both", "scale")
-        case = Case("backward" if step else "forward", dtype, (elements // n, n))
-        if 0 in case.shape:
-            raise ValueError(f"{elements} elements do not fill a row of {n}")
-        x, t = self.inputs(case, Random(dtype, device, torch.Generator(device).manual_seed(seed)))
-        rows, softcap = checked_rows(len(x), device, seed), 30.0 if way.endswith("full") else None
-        by = 2.0 if way == "scale" else 1.0
-
-        def run(op: Any) -> Tensors:
-            with torch.set_grad_enabled(step):
-                over = way in ("both", "scale")
-                logits, leaf = _produced(x.clone() if over else x) if step else (x, x)
-                loss = op(logits, t, softcap=softcap, inplace_grad=over)
-                return (loss, *torch.autograd.grad(loss * by, (leaf,))) if step else (loss,)
-
-        def select(results: Tensors) -> Tensors:
-            return tuple(r[rows] if r.dim() else r for r in results)
-
-        def reference() -> Tensors:
-            loss, *gradients = _expected(x, t, rows, gradient=step, softcap=softcap)
-            return loss, *(g * by for g in gradients)
-
-        return Workload(run, self.moved_bytes(case), reference, select, case.shape)
 
 
 class _Produced(torch.autograd.Function):
@@ -164,13 +128,11 @@ def _step(function: Function, x: Tensor, t: Tensor, overwrites: bool) -> Call:
     return Call(run, (lambda: own.copy_(x)) if overwrites else None)
 
 
-def _expected(x: Tensor, t: Tensor, rows: Tensor, *, gradient: bool, softcap: float | None = None) -> Tensors:
+def _expected(x: Tensor, t: Tensor, rows: Tensor, *, gradient: bool) -> Tensors:
     """In fp64: the mean loss over all rows, and its gradient at some."""
 
     def loss(x: Tensor, t: Tensor) -> Tensor:
-        x = x.double()
-        x = x if softcap is None else softcap * torch.tanh(x / softcap)
-        return torch.nn.functional.cross_entropy(x, t, reduction="sum") / total
+        return torch.nn.functional.cross_entropy(x.double(), t, reduction="sum") / total
 
     total, step = len(x), max(1, CHUNK_ELEMENTS // x.shape[1])
     with torch.no_grad():

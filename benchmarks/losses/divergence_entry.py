@@ -1,8 +1,8 @@
 """The base of the benchmarks of losses between two distributions, (rows, n) log-probabilities or probabilities each.
 
-"backward" is a training step: the loss with its gradient wanted, and the backward. Who finds the gradient in the
-forward has next to nothing left to do then, so neither half says anything alone. Bytes count each tensor once: forward
-both arguments, a step their reading and the writing of the student's gradient.
+"backward" is a training step: the loss with its gradient wanted, and the backward. A provider that computes the
+gradient in the forward has little left to do in the backward, so neither half is timed alone. Bytes count each tensor
+once: forward both arguments, a step their reading and the writing of the student's gradient.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Call
-from benchmarks.op_entry import OpEntry, Random, both
-from benchmarks.reference import PublicCall, Tensors, as_tuple, op_class
+from benchmarks.op_entry import Function, OpEntry, Random, both
+from benchmarks.reference import Invoke, PublicCall, Tensors, as_tuple, op_class
 from benchmarks.workload import Case, Problem, Workload, checked_rows, largest_error
 
 SHAPES = ((16384, 32000), (8192, 128256), (4096, 262144))
@@ -45,8 +45,8 @@ class DivergenceEntry(OpEntry):
         step = case.direction == "backward"
         expected = self._expected(case.variant, inputs[0], rows, gradient=step)
 
-        def calls(provider: str) -> list[Call]:
-            function = self.function(provider, case.variant)
+        def calls(provider: str, function: Function | None = None) -> list[Call]:
+            function = function or self.function(provider, case.variant)
 
             def call(x: Tensor, y: Tensor) -> Call:
                 if not step:
@@ -67,46 +67,33 @@ class DivergenceEntry(OpEntry):
 
         return Problem(calls, check)
 
-    def workload(
-        self, kernel: str, n: int, dtype: torch.dtype, elements: int, device: torch.device, seed: int
-    ) -> Workload:
-        way = kernel.removeprefix(f"{self.op}_")
-        if way not in ("forward", "both", "backward"):
-            raise ValueError(f"no workload for {kernel!r}: there are those of {self.op}'s three kernels")
-        case = Case(
-            "forward" if way == "forward" else "backward", dtype, (elements // n, n), self._usual.variant
-        )
-        if 0 in case.shape:
-            raise ValueError(f"{elements} elements do not fill a row of {n}")
-        random = Random(dtype, device, torch.Generator(device).manual_seed(seed))
-        x, y = self.inputs(case, random)
-        rows = checked_rows(len(x), device, seed)
-        settings = self._settings(case.variant)
+    def workloads(
+        self,
+        kernel: str,
+        n: int,
+        dtype: torch.dtype,
+        elements: int,
+        device: torch.device,
+        seed: int,
+        variant: str | None = None,
+    ) -> list[Workload]:
+        """The forward, a step, or the backward alone, which torch.compile asks for."""
+        if kernel != f"{self.op}_backward":
+            way = {f"{self.op}_both": f"{self.op}_backward"}.get(kernel, kernel)
+            return super().workloads(way, n, dtype, elements, device, seed, variant)
+        case = Case("backward", dtype, (elements // n, n), variant or self._usual.variant)
+        x, y = self.inputs(case, Random(dtype, device, torch.Generator(device).manual_seed(seed)))
         tensors = (x, y, None)[: len(op_class(self.op).tensors)]
-        one = torch.ones((), device=device)
-
-        def run(op: Any) -> Tensors:
-            if way == "backward":
-                return (op.gradient(one, tensors, settings, None),)
-            loss, dx = op.loss_and_gradient(tensors, settings, way == "both")
-            if way == "forward":
-                return (loss,)
-            return loss, op.gradient(one, tensors, settings, None) if dx is None else dx
-
-        def select(results: Tensors) -> Tensors:
-            return tuple(r[rows] if r.dim() else r for r in results)
-
-        def reference() -> Tensors:
-            found = self._expected(case.variant, (x, y), rows, gradient=way != "forward")
-            return found[1:] if way == "backward" else found
-
-        return Workload(run, self.moved_bytes(case), reference, select, case.shape)
-
-    def _settings(self, variant: str) -> tuple[Any, ...]:
-        from benchmarks.reference import bind
-
-        pair = torch.zeros(2, 1, 1).unbind()
-        return bind(self.op, self._invoke(variant), pair)[1]
+        rows, one = checked_rows(len(x), device, seed), torch.ones((), device=device)
+        _, expected = self._expected(case.variant, (x, y), rows, gradient=True)
+        settings = _settings(self.op, self._invoke(case.variant))
+        alone = Workload(
+            call=lambda op: Call(lambda: (op.gradient(one, tensors, settings, None),)),
+            error=lambda results: largest_error((results[0][rows],), (expected,)),
+            bytes=self.moved_bytes(case),
+            point=case.point,
+        )
+        return [alone]
 
     def _expected(self, variant: str, arguments: Tensors, rows: Tensor, *, gradient: bool) -> Tensors:
         """In fp64: the loss over all rows, and its gradient at some."""
@@ -121,3 +108,22 @@ class DivergenceEntry(OpEntry):
         wide = x[rows].double(), y[rows].double()
         (dx,) = call.gradients(wide, (torch.ones_like(total),), (0,))
         return total, dx * (len(rows) / len(x))
+
+
+class _Asked(Exception):
+    """Carries the settings of a public call."""
+
+
+def _settings(op: str, invoke: Invoke) -> tuple[Any, ...]:
+    """What the public call passes to the op's kernels beside tensors."""
+
+    class Recorder(op_class(op)):  # type: ignore[misc]
+        def differentiable(self, tensors: Any, settings: tuple[Any, ...] = (), out: Any = None) -> Any:
+            raise _Asked(settings)
+
+    try:
+        invoke(Recorder())(*torch.zeros(2, 1, 1))
+    except _Asked as asked:
+        settings: tuple[Any, ...] = asked.args[0]
+        return settings
+    raise TypeError(f"a call of {op} did not reach its differentiable form")

@@ -8,35 +8,21 @@ model's weights are random and made on the GPU. Each phase is timed by itself, s
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import itertools
 import json
-import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from benchmarks.cold_start import printed
-from benchmarks.models.model_steps import (
-    LABELS,
-    OURS,
-    SHAPES,
-    absences,
-    adopted,
-    config_of,
-    file_of,
-    finish,
-    keep,
-    made,
-    seen_on,
-)
+from benchmarks.models.models import SHAPES, absences, adopted, config_of, made
+from benchmarks.providers import MODEL_LABELS, OURS
+from benchmarks.steps import Command
 
 MODULE = "benchmarks.models.first_step"
 PROVIDERS = ("transformers", "liger", OURS, "liger_aot_attention")
@@ -45,8 +31,6 @@ PHASES = ("import Transformers", "make the model", "adopt it", "run it")
 BATCH, TOKENS = 4, 512  # of the training step
 PROMPT = 128
 ALIKE = 2  # phases that are the same work for all; what an import takes varies by more than all else of ours
-MINE = (OURS, "liger_aot_attention")
-MOST_OF_LIGER = 0.1  # wanted of ours: of Liger's time to either goal in the other phases
 
 
 @dataclass(frozen=True)
@@ -107,54 +91,35 @@ def table(results: Sequence[Result]) -> str:
         liger = next((r for r in found if r.provider == "liger" and r.total is not None), None)
         for r in found:
             if r.total is None:
-                lines.append(f"  {LABELS[r.provider]:30s} {r.failed}")
+                lines.append(f"  {MODEL_LABELS[r.provider]:30s} {r.failed}")
                 continue
             cells = [f"{seconds:20.3f}" for seconds in (*r.phases, r.total)]
-            mark = ""
             if liger and liger.total:
                 own = sum(r.phases[ALIKE:]) / sum(liger.phases[ALIKE:])
                 cells += [f"{r.total / liger.total:20.3f}", f"{own:20.3f}"]
-                mark = "  MORE THAN WANTED" * (r.provider in MINE and own > MOST_OF_LIGER)
-            lines.append(f"  {LABELS[r.provider]:30s}{''.join(cells)}{mark}")
+            lines.append(f"  {MODEL_LABELS[r.provider]:30s}{''.join(cells)}")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(f"python -m {MODULE}", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
-    )
-    parser.add_argument("--model", choices=SHAPES, default="llama-1b", help="(default: %(default)s)")
-    parser.add_argument(
-        "--processes", type=int, default=3, help="of each provider and goal (default: %(default)s)"
-    )
-    parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it with a tiny model"
-    )
-    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.one:
-        goal, provider, model, device = options.one
+    if arguments[:1] == ["--one"]:
+        goal, provider, model, device = arguments[1:]
         print(json.dumps({"phases": phases(goal, provider, model, torch.device(device))}))
         return 0
-    names = options.providers.split(",")
-    if strangers := [name for name in names if name not in PROVIDERS]:
-        parser.error(f"no provider {', '.join(strangers)}: there are {', '.join(PROVIDERS)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("a GPU is needed, and torch sees none here")
-    command, absent = shlex.join(["python", "-m", MODULE, *arguments]), absences(names)
-    seen = seen_on(torch.device(options.device), command=command, commit=options.commit, absent=absent)
-    file = file_of(seen, "first_step", options.out)
+    command = Command(MODULE, __doc__, PROVIDERS, on_cpu=True)
+    add = command.parser.add_argument
+    add("--model", choices=SHAPES, default="llama-1b", help="(default: %(default)s)")
+    add("--processes", type=int, default=3, help="of each provider and goal (default: %(default)s)")
+    options = command.read(arguments)
+    absent = absences(options.providers)
+    file = command.file("first_step", absent)
     results: list[Result] = []
     for goal in GOALS:
-        for name in (n for n in names if n not in absent):
+        for name in (n for n in options.providers if n not in absent):
             results.append(measured(goal, name, options.model, options.device, options.processes))
             print(table(results[-1:]).splitlines()[-1], flush=True)
-            found = [dataclasses.asdict(r) for r in results]
-            keep(file, "first_step", seen, model=options.model, phases=PHASES, results=found)
-    finish(file, table(results))
+            file.keep(benchmark="first_step", model=options.model, phases=PHASES, results=results)
+    file.finish(table(results))
     return int(any(r.failed for r in results if r.provider == OURS))
 
 

@@ -7,30 +7,18 @@ difference of liger-aot to Transformers, at one seed, has to lie within.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.models.model_steps import (
-    LABELS,
-    OURS,
-    Shape,
-    adopted,
-    config_of,
-    file_of,
-    finish,
-    keep,
-    made,
-    seen_on,
-)
+from benchmarks.models.models import Shape, adopted, config_of, made
+from benchmarks.providers import MODEL_LABELS, OURS
+from benchmarks.steps import Command
 
 PROVIDERS = ("transformers", OURS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -130,28 +118,19 @@ def line(v: Verdict) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.models.loss_curves", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
-    )
-    parser.add_argument("--steps", type=int, default=200, help="(default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="of a sequence (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("a GPU is needed, and torch sees none here")
+    command = Command("benchmarks.models.loss_curves", __doc__, on_cpu=True)
+    add = command.parser.add_argument
+    add("--steps", type=int, default=200, help="(default: %(default)s)")
+    add("--seeds", type=int, default=4, help="(default: %(default)s)")
+    add("--batch", type=int, default=16, help="sequences (default: %(default)s)")
+    add("--tokens", type=int, default=256, help="of a sequence (default: %(default)s)")
+    add("--layers", type=int, default=4, help="(default: %(default)s)")
+    options = command.read(arguments)
     if options.seeds < 2 or options.steps < LAST:
-        parser.error(
+        command.parser.error(
             f"seeds must be 2 or more and steps {LAST} or more, got {options.seeds} and {options.steps}"
         )
-    device = torch.device(options.device)
-    command = shlex.join(["python", "-m", "benchmarks.models.loss_curves", *arguments])
-    seen = seen_on(device, command=command, commit=options.commit, absent={})
-    file = file_of(seen, "loss_curves", options.out)
+    file, device = command.file("loss_curves"), command.device
     shape = dataclasses.replace(SMALL, config={**SMALL.config, "num_hidden_layers": options.layers})
     text = corpus(SMALL.config["vocab_size"], 64 * options.batch, options.tokens)
     curves: list[Curve] = []
@@ -161,14 +140,13 @@ def main(arguments: Sequence[str]) -> int:
             for provider in PROVIDERS:
                 curve = trained(provider, dtype, seed, shape, text, options.steps, options.batch, device)
                 print(
-                    f"{dtype} seed {seed} {LABELS[provider]}: {curve.losses[0]:.4f} to {curve.final:.4f}",
+                    f"{dtype} seed {seed} {MODEL_LABELS[provider]}: {curve.losses[0]:.4f} to {curve.final:.4f}",
                     flush=True,
                 )
                 curves.append(curve)
         verdicts.append(verdict(dtype, curves))
-        found = {"curves": curves, "verdicts": verdicts}
-        keep(file, "loss_curves", seen, **{k: [dataclasses.asdict(x) for x in v] for k, v in found.items()})
-    finish(file, "\n".join(map(line, verdicts)))
+        file.keep(benchmark="loss_curves", curves=curves, verdicts=verdicts)
+    file.finish("\n".join(map(line, verdicts)))
     return int(not all(v.within for v in verdicts))
 
 

@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import json
+import math
 import select
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.cold_start import ROOT
-from benchmarks.models.model_steps import LABELS, OURS, SHAPES, absences, file_of, finish, keep, seen_on
+from benchmarks.environment import ROOT
+from benchmarks.measure import summarize
+from benchmarks.models.models import SHAPES, absences, adopted, config_of, made
+from benchmarks.plot import GIB
+from benchmarks.providers import MODEL_LABELS, OURS, first_line
+from benchmarks.steps import Command
 
+MODULE = "benchmarks.models.training"
 TIMEOUT_S = 240.0  # of one provider at one point
-GIB = 1 << 30
 OPTIMIZERS = ("adamw", "sgd")
 PROVIDERS = ("transformers", "liger", OURS, "liger_aot_attention", "liger_on_aot")
 ONCE = PROVIDERS[3:]  # no figure depends on them: one round
-# What is wanted of ours: the least speed against a provider, the most memory against Liger.
-LEAST_SPEED = {"transformers": 1.0, "liger": 1.05}
-LEAST_SPEED_PHI3_BATCH_4 = 1.10  # against Transformers
-MOST_MEMORY = 1.03
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Process:
         self._command = [
             sys.executable,
             "-m",
-            "benchmarks.models.training_worker",
+            MODULE,
+            "--work",
             provider,
             device,
             str(seconds),
@@ -178,38 +180,16 @@ def pooled(point: Point, provider: str, found: Sequence[dict[str, Any]]) -> Resu
     )
 
 
-def missed(results: Sequence[Result]) -> list[str]:
-    """Of one point's results: where ours is not what is wanted."""
-    by = {r.provider: r for r in results}
-    ours, point = by.get(OURS), results[0].point
-    if ours is None:
-        return []
-    peers = {name: by[name] for name in LEAST_SPEED if name in by and not by[name].failed}
-    if ours.failed or ours.tokens_per_second is None:
-        return ["FAILED"] if peers else []
-    found = []
-    for name, peer in peers.items():
-        least = LEAST_SPEED[name]
-        if name == "transformers" and point.model == "phi3-mini" and point.batch == 4:
-            least = LEAST_SPEED_PHI3_BATCH_4
-        if peer.tokens_per_second and ours.tokens_per_second < least * peer.tokens_per_second:
-            found.append(f"slower than {least:.2f} of {LABELS[name]}")
-    liger = peers.get("liger")
-    if liger and liger.peak_bytes and ours.peak_bytes and ours.peak_bytes > MOST_MEMORY * liger.peak_bytes:
-        found.append(f"more memory than {MOST_MEMORY:.2f} of Liger")
-    return found
-
-
 def table(results: Sequence[Result]) -> str:
     """A line a point and provider: speeds and memory, and what they are of Transformers' and of Liger's."""
     lines = []
     for point, group in itertools.groupby(results, lambda r: r.point):
         found = list(group)
         by = {r.provider: r for r in found}
-        lines.append(f"{point}  {'; '.join(missed(found)).upper()}".rstrip())
+        lines.append(str(point))
         for r in found:
             if r.failed:
-                lines.append(f"  {LABELS[r.provider]:30s} {r.failed}")
+                lines.append(f"  {MODEL_LABELS[r.provider]:30s} {r.failed}")
                 continue
             of = [_of(r, by.get(peer)) for peer in ("transformers", "liger")]
             peak = (
@@ -217,9 +197,8 @@ def table(results: Sequence[Result]) -> str:
                 if r.peak_bytes is None
                 else f"  {r.peak_bytes / GIB:7.2f} GiB {of[0][1]:>6s} {of[1][1]:>6s}"
             )
-            lines.append(
-                f"  {LABELS[r.provider]:30s} {r.tokens_per_second:9.0f} tokens/s {of[0][0]:>6s} {of[1][0]:>6s}{peak}"
-            )
+            speed = f"{r.tokens_per_second:9.0f} tokens/s {of[0][0]:>6s} {of[1][0]:>6s}"
+            lines.append(f"  {MODEL_LABELS[r.provider]:30s} {speed}{peak}")
     return "\n".join([*lines, "ratios: of Transformers', of Liger's"])
 
 
@@ -238,44 +217,151 @@ def chosen(options: argparse.Namespace) -> tuple[Point, ...]:
     return combined(given or every for given, every in zip(asked, EVERY, strict=True))
 
 
+# ---- In a provider's process: it reads points as JSON lines and answers each. Several share a GPU and take turns:
+# between points a process holds no tensor. ----
+
+WARM_STEPS = (
+    3  # the first compiles and makes the optimizer's states, the second has all of them, the third is timed
+)
+FEWEST, MOST = 3, 60  # timed steps
+RATES = {"adamw": 1e-4, "sgd": 1e-2}
+PHASES = ("forward", "backward", "optimizer")
+MS = 1e3  # of a second
+
+
+class Step:
+    """A training step of one model on batches of random tokens, the same for every provider."""
+
+    def __init__(self, point: dict[str, Any], provider: str, device: torch.device) -> None:
+        shape = SHAPES[point["model"]]
+        config = config_of(shape)
+        model = made(config, device, torch.bfloat16)
+        self.model = adopted(provider, shape.family, model).train()
+        rate = RATES[point["optimizer"]]
+        parameters = self.model.parameters()
+        if point["optimizer"] == "adamw":
+            self.optimizer: Any = torch.optim.AdamW(parameters, lr=rate, fused=True)
+        else:
+            self.optimizer = torch.optim.SGD(parameters, lr=rate)
+        self._size, self._vocabulary = (point["batch"], point["tokens"]), config.vocab_size
+        self._random = torch.Generator(device).manual_seed(0)
+        self.peaks: dict[str, int] = {}
+
+    def __call__(self, *, watched: bool = False) -> torch.Tensor:
+        """One step; the loss. Watched, it notes the most bytes that each phase held."""
+        ids = torch.randint(self._vocabulary, self._size, generator=self._random, device=self._random.device)
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+        self._note("forward", watched)
+        loss.backward()
+        self._note("backward", watched)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._note("optimizer", watched)
+        return loss.detach()
+
+    def _note(self, phase: str, watched: bool) -> None:
+        if watched and self._random.device.type == "cuda":
+            self.peaks[phase] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def measured(point: dict[str, Any], provider: str, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Steps until about ``seconds`` have passed: tokens per second, peak bytes, the loss."""
+    step = Step(point, provider, device)
+    gpu = device.type == "cuda"
+    for _ in range(WARM_STEPS - 1):
+        step()
+    if gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    loss = float(step(watched=True))
+    each = time.perf_counter() - began
+    count = min(MOST, max(FEWEST, math.ceil(seconds / each)))
+    took = [ms / MS for ms in (_gpu_steps(step, count) if gpu else _cpu_steps(step, count))]
+    tokens = point["batch"] * point["tokens"]
+    times = summarize(took)
+    return {
+        "tokens_per_second": tokens / times.median_ms,  # here in seconds
+        "slowest": tokens / times.p80_ms,
+        "fastest": tokens / times.p20_ms,
+        "steps": count,
+        "loss": loss,
+        "peak_bytes": max(step.peaks.values(), default=None),
+        "peaks": step.peaks,
+    }
+
+
+def _gpu_steps(step: Step, count: int) -> list[float]:
+    """Milliseconds of each of so many steps, queued one behind the other."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+
+
+def _cpu_steps(step: Step, count: int) -> list[float]:
+    took = []
+    for _ in range(count):
+        began = time.perf_counter()
+        step()
+        took.append((time.perf_counter() - began) * MS)
+    return took
+
+
+def answer(point: dict[str, Any], provider: str, device: torch.device, seconds: float) -> dict[str, Any]:
+    """What was measured, or why it was not: what does not fit into memory is a result."""
+    try:
+        return measured(point, provider, device, seconds)
+    except torch.OutOfMemoryError:
+        failed = "out of memory"
+    except Exception as error:
+        failed = f"{type(error).__name__}: {first_line(error)}"
+    return {"failed": failed}
+
+
+def work(provider: str, device: torch.device, seconds: float) -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    for line in sys.stdin:
+        found = answer(json.loads(line), provider, device, seconds)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(json.dumps(found), file=answers, flush=True)
+
+
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.models.training", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)"
-    )
-    parser.add_argument("--effort", choices=EFFORTS, default="full", help="(default: full)")
-    parser.add_argument("--model", action="append", choices=SHAPES, help="(may be repeated)")
-    parser.add_argument("--batch", action="append", type=int, help="sequences (may be repeated)")
-    parser.add_argument("--tokens", action="append", type=int, help="of a sequence (may be repeated)")
-    parser.add_argument("--optimizer", action="append", choices=OPTIMIZERS, help="(may be repeated)")
-    parser.add_argument("--providers", default=",".join(PROVIDERS), help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, help="of all providers in turn (default: the effort's)")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it with tiny models"
-    )
-    parser.add_argument("--commit", help="the commit measured, where the tree has no history")
-    options = parser.parse_args(arguments)
-    names = options.providers.split(",")
-    if strangers := [name for name in names if name not in PROVIDERS]:
-        parser.error(f"no provider {', '.join(strangers)}: there are {', '.join(PROVIDERS)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("a GPU is needed, and torch sees none here")
-    effort, absent = EFFORTS[options.effort], absences(names)
-    command = shlex.join(["python", "-m", "benchmarks.models.training", *arguments])
-    seen = seen_on(torch.device(options.device), command=command, commit=options.commit, absent=absent)
-    file = file_of(seen, "training", options.out)
-    processes = {n: Process(n, options.device, effort.seconds) for n in names if n not in absent}
+    if arguments[:1] == ["--work"]:
+        provider, device, seconds = arguments[1:]
+        work(provider, torch.device(device), float(seconds))
+        return 0
+    command = Command(MODULE, __doc__, PROVIDERS, on_cpu=True)
+    add = command.parser.add_argument
+    add("--effort", choices=EFFORTS, default="full", help="(default: full)")
+    add("--model", action="append", choices=SHAPES, help="(may be repeated)")
+    add("--batch", action="append", type=int, help="sequences (may be repeated)")
+    add("--tokens", action="append", type=int, help="of a sequence (may be repeated)")
+    add("--optimizer", action="append", choices=OPTIMIZERS, help="(may be repeated)")
+    add("--rounds", type=int, help="of all providers in turn (default: the effort's)")
+    options = command.read(arguments)
+    effort, absent = EFFORTS[options.effort], absences(options.providers)
+    file = command.file("training", absent)
+    names = [name for name in options.providers if name not in absent]
+    processes = {name: Process(name, options.device, effort.seconds) for name in names}
     results: list[Result] = []
     try:
         for point in chosen(options):
             found = at(point, processes, options.rounds or effort.rounds)
             print(table(found), flush=True)
             results += found
-            keep(file, "training", seen, results=[dataclasses.asdict(r) for r in results])
+            file.keep(benchmark="training", results=results)
     finally:
         for process in processes.values():
             process.end()
-    finish(file, table(results))
+    file.finish(table(results))
     return int(any(r.failed and r.failed != "out of memory" for r in results if r.provider == OURS))
 
 

@@ -18,8 +18,8 @@ SHAPES = ((32, 320, 64, 64), (32, 640, 32, 32), (64, 1280, 16, 16), (8, 1280, 32
 class GroupNorm(OpEntry):
     op = "groupnorm"
     kernels = (
-        ("groupnorm_forward_last", "forward", "channels_last"),
-        ("groupnorm_backward_last", "backward", "channels_last"),
+        ("groupnorm_forward_channels_last", "forward", "channels_last"),
+        ("groupnorm_backward_channels_last", "backward", "channels_last"),
     )
     points = (*both(SHAPES), *both(SHAPES, "channels_last"))
     small = (1, 64, 8, 8)

@@ -36,16 +36,13 @@ class Rotary(OpEntry):
     def tuned_shape(self, kernel: str, n: int, elements: int) -> tuple[int, ...]:
         """Heads of n; of n pairs for the kernels that take their halves."""
         batch, _, q_heads, k_heads, _ = self._usual.shape
-        d = 2 * n if kernel in ("rope_halves", "rope_multimodal") else n
+        d = 2 * n if kernel in ("rope", "rope_multimodal") else n
         return batch, elements // (batch * (q_heads + k_heads) * d), q_heads, k_heads, d
 
 
 class RoPE(Rotary):
     op = "rope"
-    kernels = (
-        ("rope_halves", "forward", ""),
-        ("rope_pairs", "forward", "interleaved"),
-    )
+    kernels = (("rope", "forward", ""), ("rope interleaved", "forward", "interleaved"))
     points = (
         *both([LLAMA_8B, (4, 8192, 32, 8, 64)]),
         *both([LLAMA_8B], "rotary 64"),

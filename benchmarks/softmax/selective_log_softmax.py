@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_entry import Function, OpEntry, Random, both
-from benchmarks.reference import Maybe, PublicCall, RawCall, Tensors
+from benchmarks.reference import Maybe, PublicCall, Tensors
 from benchmarks.workload import Case
 
 SHAPES = ((16384, 32000), (10240, 50257), (8192, 128256), (4096, 262144))
@@ -29,7 +29,7 @@ class SelectiveLogSoftmax(OpEntry):
 
         return function
 
-    def _grads(self, calculation: PublicCall | RawCall, arguments: Maybe, random: Random) -> Tensors:
+    def _grads(self, calculation: PublicCall, arguments: Maybe, random: Random) -> Tensors:
         """The result is float32 whatever the logits are."""
         wide = torch.promote_types(random.dtype, torch.float32)
         return tuple(g.to(wide) for g in super()._grads(calculation, arguments, random))

@@ -1,51 +1,57 @@
-"""Flash attention forward of sequences that lie packed one behind the other: see ``attention_sequences``.
+"""Flash attention forward of variable-length sequences, which lie packed one behind the other: see ``varlen``.
 
-``packed_groups`` is for GPUs with TMA and wgmma, a kernel for each head dimension: see ``attention_packed_groups``.
-``packed_tiles`` is for all others, and for left bounds and soft caps.
+``varlen_warp_specialized`` is for GPUs with TMA and wgmma, ``varlen_tiles`` for all others, and for left bounds and
+soft caps. The former is ``flash_attention.forward_warp_specialized`` with these differences:
+
+- A scheduling warp of its own takes tiles from the counter, finds their sequences and broadcasts them to the producer
+  and the consumers (``varlen``). It waits for memory several times over: done by the producer, that would leave the
+  consumers without keys.
+- It takes a tile when the producer requests it, TILE_DISTANCE blocks before the end of the one before: earlier, the
+  tile would wait for this program while others have none, and the last programs end late.
+- Tensor maps are over (place, head, row, column); place and row both step from token to token, there are as many rows
+  as tokens, and the map starts that many rows before the tensor. Then row ``tokens - length + r`` at place ``start +
+  length`` is a sequence's row r, and behind its last one TMA itself ends: rows there read as zeros, whatever lies in
+  memory, and are not written. So neither NaN behind a sequence's values nor another sequence's output needs care.
+  Triton's ragged_tma and FlashAttention's output on Hopper do the same. But no box wholly behind a sequence is loaded:
+  an H200 then reads where the map starts, which may be nobody's memory (an illegal access).
 """
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.attention_groups import Sizes, barriers, ring
-from csrc_triton.attention.attention_packed_groups import (
-    consume_packed,
-    packed_board,
-    produce_packed,
-    schedule_packed,
-)
-from csrc_triton.attention.attention_packed_order import Packed, order_board
-from csrc_triton.attention.attention_sequences import (
-    BOUNDS,
+from csrc_triton.attention.forward import HEAD_DIMS, PANELS, Head, OutputTile, attend_tile, consume_tile
+from csrc_triton.attention.online_softmax import ping_pong_arrive
+from csrc_triton.attention.pipeline import Sizes, load_scalar, load_tile, mbarriers, pipeline_of
+from csrc_triton.attention.tile_scheduler import tile_pipeline
+from csrc_triton.attention.varlen import (
+    COORDINATES,
+    CU_SEQLENS,
     DTYPES,
-    LONGEST,
+    MAX_SEQLENS,
     SIZES,
     STRIDES,
+    WINDOW,
+    Sequences,
+    broadcast_no_tile,
+    broadcast_varlen_tile,
+    divide,
+    fill_window,
     find,
+    find_tile,
+    first_tile,
+    receive_varlen_tile,
+    release_varlen_tile,
     report,
     span,
+    window_memory,
 )
-from csrc_triton.attention.attention_tiles import attend_tile
 
-GROUPS = {
-    "language": "gluon",
-    "optional": True,
-    "always_aligned": True,
-    "matrix": True,
-    "arguments": {
-        "Q": "dtype[1, 1, 64, BOX]", "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
-        "Y": "dtype[1, 1, 64, BOX]", "LSE": "*fp32", "SINKS": "*fp32", **BOUNDS, "FLAG": "*i64", "COUNT": "*i32",
-        "scale": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32", "together": "i32", **SIZES, **LONGEST,
-    },
-    "axes": DTYPES,
-    "host": ["cache_megabytes", "longest"],
-    "aligned": [],
-}  # fmt: skip
-BY_GROUPS = {
-    "function": "packed_groups",
+FORM = {
+    "function": "varlen_warp_specialized",
     "constants": [
         "BLOCK_N",
         "D1",
@@ -55,143 +61,258 @@ BY_GROUPS = {
         "STAGES",
         "WARP_GROUPS",
         "REGISTERS",
-        "TURNS",
-        "ASK",
+        "PING_PONG",
         "MASK",
     ],
 }
-
-ONE_SPILLS = {"may_spill": "one register, once a tile, outside of the loops over its keys"}
-# A head dimension's panels of columns, boxes and pieces of the output.
-OF_64 = {"D1": 64, "D2": 0, "BOX": 64, "OUT": 64}
-OF_96 = {"D1": 64, "D2": 32, "BOX": 32, "OUT": 64}
-OF_128 = {"D1": 128, "D2": 0, "BOX": 64, "OUT": 128}
-OF_192 = {"D1": 128, "D2": 64, "BOX": 64, "OUT": 128}
-OF_256 = {"D1": 256, "D2": 0, "BOX": 64, "OUT": 128}
 
 DECLARATION = {
     "op": "flash_attention_varlen",
     "uses": ["flash_attention_varlen_backward", "flash_attention_backward"],
     "kernels": {
         "flash_attention_varlen_forward": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "Q": "dtype[1, 1, 64, BOX]", "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]",
+                "Y": "dtype[1, 1, 64, BOX]", "LSE": "*fp32", "SINKS": "*fp32", **CU_SEQLENS, "FLAG": "*i64",
+                "COUNTER": "*i32", "scale": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32",
+                "keys_in_l2": "i32", **SIZES, **MAX_SEQLENS,
+            },
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS, "mask": ["full", "causal"]},
+            "gives": {"head_dim": PANELS, "mask": {"full": {"MASK": 0}, "causal": {"MASK": 1}}},
+            "host": ["l2_megabytes"],
+            "aligned": [],
+            "forms": {
+                "warp_specialized": FORM,
+                "warp_specialized_spills": {
+                    **FORM, "may_spill": "one register, once a tile, outside of the loops over keys",
+                },
+            },
+        },
+        "flash_attention_varlen_forward_tiles": {
             "always_aligned": True,
             "matrix": True,
             "arguments": {
                 "Y": "*dtype", "Q": "*dtype", "K": "*dtype", "V": "*dtype", "LSE": "*fp32", "SINKS": "*fp32",
-                **BOUNDS, "FLAG": "*i64", "y_head": "i32", "y_row": "i32", **STRIDES, "scale": "fp32", "cap": "fp32",
-                "tiles_a_head": "i32", "ratio": "i32", "dim": "i32", **SIZES, "left": "i32", **LONGEST,
+                **CU_SEQLENS, "FLAG": "*i64", "y_head": "i32", "y_row": "i32", **STRIDES, "scale": "fp32",
+                "cap": "fp32", "tiles_per_head": "i32", "ratio": "i32", "dim": "i32", **SIZES, "left": "i32",
+                **MAX_SEQLENS,
             },
-            "axes": DTYPES,
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS},
+            "gives": {"head_dim": PANELS},
             "aligned": ["Y", "Q", "K", "V", "y_head", "y_row", *STRIDES, "dim"],
             "forms": {
                 "tiles": {
-                    "function": "packed_tiles",
+                    "function": "varlen_tiles",
                     "constants": ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES"],
                 }
             },
         },
-        "flash_attention_varlen_forward_groups_64": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_64, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_96": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_96, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_128": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_128, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_192": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_192, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_256": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_256, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_64_full": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_64, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_96_full": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_96, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_128_full": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_128, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_192_full": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_192, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_256_full": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_256, "MASK": 0}}},
-        },
-        "flash_attention_varlen_forward_groups_64_short": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, "defaults": {**OF_64, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_96_short": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, **ONE_SPILLS, "defaults": {**OF_96, "MASK": 1}}},
-        },
-        "flash_attention_varlen_forward_groups_128_short": {
-            **GROUPS, "forms": {"groups": {**BY_GROUPS, **ONE_SPILLS, "defaults": {**OF_128, "MASK": 1}}},
-        },
     },
 }  # fmt: skip
+TILE_DISTANCE = gl.constexpr(3)  # the producer requests the next tile so many blocks before a tile's last
 
 
 @triton.jit
-def packed_tiles(
-    Y, Q, K, V, LSE, SINKS, BOUNDS_Q, BOUNDS_K, FLAG, y_head, y_row, q_head, q_row, k_head, k_row, v_head,
-    v_row, scale, cap, tiles_a_head, ratio, dim, sequences, tokens_q, tokens_k, right, left, longest_q,
-    longest_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+def varlen_tiles(
+    Y, Q, K, V, LSE, SINKS, CU_SEQLENS_Q, CU_SEQLENS_K, FLAG, y_head, y_row, q_head, q_row, k_head, k_row, v_head,
+    v_row, scale, cap, tiles_per_head, ratio, dim, sequences, tokens_q, tokens_k, right, left, max_seqlen_q,
+    max_seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of a head of a sequence a program, the last rows first. LSE is [heads, tokens_q]; ``right`` and
-    ``left`` are a sequence's with as many keys as queries, the rest is as ``flash_attention`` has it."""
+    ``left`` are those of a sequence with as many keys as queries; all else is as in ``flash_attention``."""
     program = tl.program_id(0)
     if program < sequences:  # a head has more programs than there are sequences
-        report(FLAG, BOUNDS_Q, program, tokens_q, longest_q)
-        report(FLAG, BOUNDS_K, program, tokens_k, longest_k)
-    head = program // tiles_a_head
-    tile = tiles_a_head - 1 - program % tiles_a_head
-    sequence, start_q, len_q, row = find(BOUNDS_Q, tile, sequences, tokens_q, BLOCK_M)
+        report(FLAG, CU_SEQLENS_Q, program, tokens_q, max_seqlen_q)
+        report(FLAG, CU_SEQLENS_K, program, tokens_k, max_seqlen_k)
+    head = program // tiles_per_head
+    tile = tiles_per_head - 1 - program % tiles_per_head
+    sequence, start_q, len_q, row = find(CU_SEQLENS_Q, tile, sequences, tokens_q, BLOCK_M)
     if (row < 0) | (row >= len_q):
         return
-    start_k, len_k = span(BOUNDS_K, sequence, sequences, tokens_k)
+    start_k, len_k = span(CU_SEQLENS_K, sequence, sequences, tokens_k)
     first_q = start_q.to(tl.int64)
     first_k = start_k.to(tl.int64)
     wide = head.to(tl.int64)
     kv_head = (head // ratio).to(tl.int64)
-    attend_tile(
-        row, Y + wide * y_head + first_q * y_row, Q + wide * q_head + first_q * q_row,
-        K + kv_head * k_head + first_k * k_row, V + kv_head * v_head + first_k * v_row, LSE + wide * tokens_q + first_q,
-        SINKS + head, (SINKS.to(tl.int64) != 0) & (sequence < sequences), y_row, q_row, k_row, v_row, scale, cap, dim,
-        len_q, len_k, right + len_k - len_q, left + len_k - len_q, BLOCK_M, BLOCK_N, D1, D2, STAGES,
+    h = Head(
+        Y + wide * y_head + first_q * y_row, Q + wide * q_head + first_q * q_row,
+        K + kv_head * k_head + first_k * k_row, V + kv_head * v_head + first_k * v_row,
+        LSE + wide * tokens_q + first_q, SINKS + head, (SINKS.to(tl.int64) != 0) & (sequence < sequences),
+        y_row, q_row, k_row, v_row, scale, cap, dim, len_q, len_k, right + len_k - len_q, left + len_k - len_q,
     )  # fmt: skip
+    attend_tile(row, h, BLOCK_M, BLOCK_N, D1, D2, STAGES)
 
 
 @gluon.jit
-def packed_groups(
-    Q, K, V, Y, LSE, SINKS, BOUNDS_Q, BOUNDS_K, FLAG, COUNT, scale, tiles, heads, ratio, together, sequences,
-    tokens_q, tokens_k, right, longest_q, longest_k, BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr,
-    BOX: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-    TURNS: gl.constexpr, ASK: gl.constexpr, MASK: gl.constexpr,
+def schedule(z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q, max_seqlen_k):
+    """The scheduling warp: broadcasts tiles and, behind the last, that there is none. At its end it reports what is
+    wrong with sequences."""
+    block: gl.constexpr = 64 * z.WARP_GROUPS
+    i = 0
+    s = 0
+    fill_window(0, seqs, window, block)
+    end = first_tile(WINDOW, seqs, block)
+    t = gl.program_id(0)
+    while t < seqs.tiles:
+        while divide(t, seqs.heads) >= end:
+            s += WINDOW
+            fill_window(s, seqs, window, block)
+            end = first_tile(s + WINDOW, seqs, block)
+        tile = find_tile(t, s, window, seqs, z)
+        if tile.m >= 0:
+            broadcast_varlen_tile(tile, i, tile_pipe)
+            mbarrier.wait(requests.index(0), i & 1)
+            i += 1
+        if (tile.m < 0) & (seqs.count < WINDOW):  # sorted: the last sequence's last tile was taken
+            t = seqs.tiles
+        else:
+            t = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
+    broadcast_no_tile(seqs, i, tile_pipe)
+    for s in range(gl.program_id(0), seqs.count, gl.num_programs(0)):
+        report(FLAG, seqs.cu_seqlens_q, s, seqs.tokens_q, max_seqlen_q)
+        report(FLAG, seqs.cu_seqlens_k, s, seqs.tokens_k, max_seqlen_k)
+    if gl.atomic_add(COUNTER + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counter
+        gl.store(COUNTER, 0)
+        gl.store(COUNTER + 1, 0)
+
+
+@gluon.jit
+def zero_stage(pipeline, stage, z):
+    """Fill a stage with zeros, by the producer itself."""
+    zero_panel(pipeline.first.index(stage), z.BLOCK_N * z.D1)
+    if z.D2 > 0:
+        zero_panel(pipeline.second.index(stage), z.BLOCK_N * z.D2)
+    fence_async_shared()
+    mbarrier.arrive(pipeline.full.index(stage), count=1)
+
+
+@gluon.jit
+def zero_panel(panel, values: gl.constexpr):
+    """``values`` of 16 bits. Zeros need no swizzled layout, whose addresses would take registers from all tiles."""
+    lanes: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    words = panel._reinterpret(gl.int32, [values // 2], mbarrier.MBarrierLayout())
+    words.store(gl.zeros([values // 2], gl.int32, lanes))
+
+
+@gluon.jit
+def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests):
+    """The producer warp: loads Q, K and V, and requests the next tile."""
+    b = 0  # blocks of keys loaded
+    i = 0  # tiles loaded
+    tile = receive_varlen_tile(0, tile_pipe, 1)
+    while tile.t < seqs.tiles:
+        release_varlen_tile(i, tile_pipe)
+        row = tile.m * (64 * z.WARP_GROUPS)
+        first, last = tile.scheduler(seqs).blocks(row, row + 64 * z.WARP_GROUPS, z)
+        place_k = tile.start_k + tile.len_k
+        past_k = seqs.tokens_k - tile.len_k
+        for j in range(last - first):
+            if j == gl.maximum(last - first - TILE_DISTANCE, 0):
+                mbarrier.arrive(requests.index(0), count=1)
+            key = past_k + (last - 1 - j) * z.BLOCK_N
+            stage = b % z.STAGES
+            phase = ((b // z.STAGES) & 1) ^ 1
+            mbarrier.wait(k.empty.index(stage), phase)
+            if tile.len_k > 0:
+                load_tile(K, place_k, tile.head // seqs.ratio, key, k, stage, z)
+            else:  # the one block of no keys: all scores are masked, whatever they are
+                mbarrier.arrive(k.full.index(stage), count=1)
+            if j == 0:
+                past_q = seqs.tokens_q - tile.len_q + row
+                for g in gl.static_range(z.WARP_GROUPS):
+                    mbarrier.wait(q.empty.index(g), (i & 1) ^ 1)
+                    if row + g * 64 < tile.len_q:
+                        load_tile(Q, tile.start_q + tile.len_q, tile.head, past_q + g * 64, q, g, z)
+                    else:  # a warp group without rows waits all the same
+                        mbarrier.arrive(q.full.index(g), count=1)
+            mbarrier.wait(v.empty.index(stage), phase)
+            if tile.len_k > 0:
+                load_tile(V, place_k, tile.head // seqs.ratio, key, v, stage, z)
+            else:  # 0 times what lies there could be NaN
+                zero_stage(v, stage, z)
+            b += 1
+        i += 1
+        tile = receive_varlen_tile(i, tile_pipe, 1)
+
+
+@aggregate
+class BroadcastOutput:
+    """The ``OutputTile`` of a broadcast tile, read from shared memory when it is needed: the loop over keys leaves few
+    registers."""
+
+    values: gl.shared_memory_descriptor
+    at: gl.tensor
+    tokens_q: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, values, at, tokens_q):
+        self.values, self.at, self.tokens_q = values, at, tokens_q
+
+    @gluon.jit
+    def load(self):
+        m = load_scalar(self.values, self.at + 1, 4)
+        head = load_scalar(self.values, self.at + 2, 4)
+        start = load_scalar(self.values, self.at + 3, 4)
+        length = load_scalar(self.values, self.at + 4, 4)
+        inside = load_scalar(self.values, self.at + 8, 4)
+        lse = head.to(gl.int64) * self.tokens_q.to(gl.uint32) + start
+        return OutputTile(m, start + length, head, self.tokens_q - length, lse, length, inside != 0)
+
+
+@gluon.jit
+def consume(z, seqs, q, k, v, tile_pipe, buffer, Y, LSE, SINKS, scale, g: gl.constexpr):
+    """Consumer warp group g: rows 64 g to 64 g + 63 of each tile."""
+    if g == z.WARP_GROUPS - 1:
+        ping_pong_arrive(g, z)  # warp group 0 starts
+    b = 0
+    i = 0
+    tile = receive_varlen_tile(0, tile_pipe, 4)
+    while tile.t < seqs.tiles:
+        output = BroadcastOutput(tile_pipe.first, (i & 1) * COORDINATES, seqs.tokens_q)
+        b = consume_tile(
+            tile.m, output, b, i, q, k, v, tile.scheduler(seqs), buffer, Y, LSE, SINKS, scale, scale, g, z
+        )
+        release_varlen_tile(i, tile_pipe)
+        i += 1
+        tile = receive_varlen_tile(i, tile_pipe, 4)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def varlen_warp_specialized(
+    Q, K, V, Y, LSE, SINKS, CU_SEQLENS_Q, CU_SEQLENS_K, FLAG, COUNTER, scale, tiles, heads, ratio, keys_in_l2,
+    sequences, tokens_q, tokens_k, right, max_seqlen_q, max_seqlen_k, BLOCK_N: gl.constexpr, D1: gl.constexpr,
+    D2: gl.constexpr, BOX: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """As ``flash_attention.forward_groups``, without a left bound and a soft cap. Tensor maps are over (place, head,
-    row, column), as ``attention_packed_groups`` says; LSE, ``right`` and the report are ``packed_tiles``'."""
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, TURNS)
-    packed = Packed(BOUNDS_Q, BOUNDS_K, sequences, tokens_q, tokens_k, tiles, heads, ratio, together, right)
-    q = ring(Q, WARP_GROUPS, 1, z)
-    k = ring(K, STAGES, WARP_GROUPS, z)
-    v = ring(V, STAGES, WARP_GROUPS, z)
-    board = packed_board(WARP_GROUPS + 1)
-    order = order_board()
-    asked = barriers(1, 1)
+    """As ``flash_attention.forward_warp_specialized``, without a left bound and a soft cap. LSE, ``right`` and the
+    report are as in ``varlen_tiles``."""
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, WARP_GROUPS, MASK, PING_PONG)
+    seqs = Sequences(
+        CU_SEQLENS_Q, CU_SEQLENS_K, sequences, tokens_q, tokens_k, tiles, heads, ratio, keys_in_l2, right
+    )
+    q = pipeline_of(Q, WARP_GROUPS, 1, z)
+    k = pipeline_of(K, STAGES, WARP_GROUPS, z)
+    v = pipeline_of(V, STAGES, WARP_GROUPS, z)
+    tile_pipe = tile_pipeline(COORDINATES, WARP_GROUPS + 1)
+    window = window_memory()
+    requests = mbarriers(1, 1)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
     if WARP_GROUPS == 3:
         gl.warp_specialize(
             [
-                (consume_packed, (z, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
-                (consume_packed, (z, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
-                (consume_packed, (z, packed, q, k, v, board, out.index(2), Y, LSE, SINKS, scale, 2)),
-                (produce_packed, (z, packed, Q, K, V, q, k, v, board, asked, ASK)),
-                (schedule_packed, (z, packed, order, board, asked, COUNT, FLAG, longest_q, longest_k)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, 0)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, 1)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(2), Y, LSE, SINKS, scale, 2)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests)),
+                (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q, max_seqlen_k)),
             ],
             [4, 4, 1, 1],
             [REGISTERS, REGISTERS, 24, 24],
@@ -199,10 +320,10 @@ def packed_groups(
     else:
         gl.warp_specialize(
             [
-                (consume_packed, (z, packed, q, k, v, board, out.index(0), Y, LSE, SINKS, scale, 0)),
-                (consume_packed, (z, packed, q, k, v, board, out.index(1), Y, LSE, SINKS, scale, 1)),
-                (produce_packed, (z, packed, Q, K, V, q, k, v, board, asked, ASK)),
-                (schedule_packed, (z, packed, order, board, asked, COUNT, FLAG, longest_q, longest_k)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, 0)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, 1)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests)),
+                (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q, max_seqlen_k)),
             ],
             [4, 1, 1],
             [REGISTERS, 32, 32],

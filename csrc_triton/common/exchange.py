@@ -1,9 +1,9 @@
-"""One fp32 value a program, handed to neighbour programs through global memory.
+"""fp32 values exchanged by the programs of a cooperative launch, through global memory.
 
-Value and mark travel in one 64-bit word, so that no ordering between two stores is needed. The words must be zero
-when the kernel starts, or have other marks than this launch's. Waiting for a neighbour is only safe when it is sure to
-run: the launch must be cooperative, which makes the driver keep all programs of the grid resident or refuse the launch.
-PTX only.
+One 64-bit word carries an fp32 value and, in its low half, a tag or a second value, so that no ordering between two
+stores is needed. The low half of a posted word is never 0. Words must be zero when the kernel starts, or the tag must
+be one that no earlier launch used. Waiting is safe only in a cooperative launch: the driver then keeps all programs of
+the grid resident, or refuses the launch. PTX only.
 """
 
 import triton
@@ -11,15 +11,47 @@ import triton.language as tl
 
 
 @triton.jit
-def post(pointer, value, mark=1):
-    """Publish ``value`` at ``pointer`` (int64), marked with a positive int32."""
-    tl.store(pointer, (value.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | mark)
+def pack_word(high, low):
+    """Two fp32 values as one word."""
+    return (high.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(
+        tl.int64
+    )
+
+
+@triton.jit
+def high_value(words):
+    return ((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def low_value(words):
+    return (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_word(words):
+    """The two values of ``pack_word``."""
+    return high_value(words), low_value(words)
+
+
+@triton.jit
+def post(pointer, value, tag=1):
+    """Publish ``value`` at ``pointer`` (int64), with a positive int32 as its tag."""
+    tl.store(pointer, (value.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | tag)
+
+
+@triton.jit
+def post_two(pointer, high, low, mask=None):
+    """Publish two values in one word. A ``low`` of 0 is published as -0."""
+    bits = low.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == 0, -2147483648, bits).to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(pointer, (high.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | bits, mask=mask)
 
 
 @triton.jit
 def poll(pointers):
-    """Read words without waiting. Inline, because the software pipeliner would prefetch an ordinary load, volatile or
-    not, rows too early."""
+    """Read words without waiting. Inline PTX, because the software pipeliner would prefetch an ordinary load, volatile
+    or not, rows too early."""
     return tl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.u64 $0, [$1];",
         "=l,l",
@@ -32,45 +64,19 @@ def poll(pointers):
 
 @triton.jit
 def missing(words):
-    """True while any of ``words`` was not posted."""
-    return tl.min(words & 0xFFFFFFFF, 0) == 0
+    """Whether any of ``words``, which were zero when the kernel started, is not posted yet."""
+    return tl.min((words.to(tl.int32) != 0).to(tl.int32), 0) == 0
 
 
 @triton.jit
-def total(words, lane, count: tl.constexpr):
-    """Sum of the first ``count`` posted values, in the order of the programs: the same in every program."""
-    values = ((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-    return tl.sum(tl.where(lane < count, values, 0.0), 0)
-
-
-@triton.jit
-def both(a, b):
-    """Two fp32 values in one word."""
-    return (a.to(tl.uint32, bitcast=True).to(tl.int64) << 32) | b.to(tl.uint32, bitcast=True).to(tl.int64)
-
-
-@triton.jit
-def each(words):
-    """The two fp32 values of ``both``."""
-    first = ((words >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-    return first, (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def post_both(pointers, a, b, mask):
-    """Publish two fp32 values in one word, the first with its last bit set, so that no word is 0."""
-    tl.store(pointers, both(a, b) | (1 << 32), mask=mask)
-
-
-@triton.jit
-def posted(pointers, PACK: tl.constexpr):
-    """Words that ``post_both`` publishes, once they are there. A thread waits for PACK of its own at a time, and for no
-    other thread."""
+def wait_for_words(pointers, PACK: tl.constexpr):
+    """Words that ``post_two`` publishes, once they are there. A thread waits for PACK of its own words at a time, and
+    for no other thread."""
     if PACK == 4:
         return tl.inline_asm_elementwise(
             """{
             .reg .pred %missing;
-            again:
+            retry:
             ld.relaxed.gpu.global.u64 $0, [$4];
             ld.relaxed.gpu.global.u64 $1, [$5];
             ld.relaxed.gpu.global.u64 $2, [$6];
@@ -79,7 +85,7 @@ def posted(pointers, PACK: tl.constexpr):
             setp.eq.or.u64 %missing, $1, 0, %missing;
             setp.eq.or.u64 %missing, $2, 0, %missing;
             setp.eq.or.u64 %missing, $3, 0, %missing;
-            @%missing bra again;
+            @%missing bra retry;
             }""",
             "=&l,=&l,=&l,=&l,l,l,l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=4,
         )  # fmt: skip
@@ -87,27 +93,39 @@ def posted(pointers, PACK: tl.constexpr):
         return tl.inline_asm_elementwise(
             """{
             .reg .pred %missing;
-            again:
+            retry:
             ld.relaxed.gpu.global.u64 $0, [$1];
             setp.eq.u64 %missing, $0, 0;
-            @%missing bra again;
+            @%missing bra retry;
             }""",
             "=&l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def arrive(counter, programs):
-    """Come to a barrier of all the programs of a cooperative launch: what a program wrote before is seen by all others
-    once they have waited. ``counter`` (int32) is 0 when it is first used, and the barrier leaves it as the next one
-    needs it: each flips its sign, to which one program adds what makes the others' ones up to 2^31."""
+def sum_high(words, lane, split):
+    """Sum of the high values of the first ``split`` words, in the order of the programs: the same in each program."""
+    return tl.sum(tl.where(lane < split, high_value(words), 0.0), 0)
+
+
+@triton.jit
+def sum_low(words, lane, split):
+    """Sum of the low values of the first ``split`` words, as ``sum_high``."""
+    return tl.sum(tl.where(lane < split, low_value(words), 0.0), 0)
+
+
+@triton.jit
+def barrier_arrive(counter, programs):
+    """Arrive at a barrier of all programs of a cooperative launch: what a program wrote before it is visible to all
+    others once they have waited. ``counter`` (int32) is 0 before its first use, and each barrier leaves it as the next
+    one needs it: a barrier flips the sign, since program 0 adds what makes the others' ones up to 2^31."""
     one = tl.where(tl.program_id(0) == 0, 0x80000000 - (programs.to(tl.int64) - 1), 1).to(tl.int32)
     return tl.atomic_add(counter, one, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
-def arrived(counter, before):
-    """Whether all have come since ``arrive`` returned ``before``."""
+def barrier_passed(counter, before):
+    """Whether all programs have arrived since ``barrier_arrive`` returned ``before``."""
     now = tl.inline_asm_elementwise(
         "ld.acquire.gpu.global.u32 $0, [$1];",
         "=r,l",

@@ -2,12 +2,12 @@
 
 Forward: an index outside the table reads nothing; its row of the result is NaN.
 
-Backward: the host has sorted the indices (``KEYS``, int32, and ``ORDER``, where each was). Equal ones are runs. The
-sorted order is cut into chunks of CHUNK whatever the runs are: a token that occurs ten thousand times is no more work
-for a program than ten thousand that occur once. ``runs`` adds up one chunk's gradients in order. Runs that lie inside
-the chunk are finished; what belongs to a run that began before it, and to one that goes on after it, are partial sums.
-``joins`` adds up, for each run that crosses chunks, the partial sums in order. Rows that no token gives a gradient are
-filled with zeros by more programs of the first launch: a table filled before it would be written twice in part.
+Backward: a segmented sum. The host has sorted the indices (``KEYS``, int32, and ``ORDER``, where each was); a segment
+is a run of equal ones. The sorted order is cut into chunks of CHUNK wherever segments begin: a token that occurs ten
+thousand times is no more work for a CTA than ten thousand that occur once. ``backward`` reduces the chunks. A segment
+that lies in one chunk is stored; one that began before the chunk, or goes on after it, leaves a partial sum, and
+``combine`` adds these up in order. More CTAs of the first launch store zeros in the rows of the table that get no
+gradient: a table zeroed before would be written twice in part.
 """
 
 import triton
@@ -33,7 +33,7 @@ DECLARATION = {
             "aligned": ["Y", "TABLE", "y_stride", "table_stride", "n_cols"],
             "forms": {"tile": {"function": "forward", "constants": ["ROWS", "BLOCK"]}},
         },
-        "embedding_runs": {
+        "embedding_backward": {
             "arguments": {
                 "DTABLE": "*dtype",
                 "PARTIALS": "*fp32",
@@ -50,14 +50,14 @@ DECLARATION = {
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DTABLE", "PARTIALS", "DY", "dy_stride", "n_cols"],
             "forms": {
-                "row": {
-                    "function": "runs",
+                "chunk": {
+                    "function": "backward",
                     "constants": ["CHUNK", "ROWS", "BLOCK", "STAGES"],
                     "staged": ["DY"],
                 }
             },
         },
-        "embedding_joins": {
+        "embedding_combine": {
             "arguments": {
                 "DTABLE": "*dtype",
                 "PARTIALS": "*fp32",
@@ -71,7 +71,7 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["DTABLE", "PARTIALS", "n_cols"],
-            "forms": {"tile": {"function": "joins", "constants": ["BLOCK", "PARTS"]}},
+            "forms": {"tile": {"function": "combine", "constants": ["ROWS", "BLOCK"]}},
         },
     },
 }
@@ -104,29 +104,29 @@ def forward(
 
 
 @triton.jit
-def runs(
+def backward(
     DTABLE, PARTIALS, DY, KEYS, ORDER, dy_stride, tokens, n_cols, blocks, vocabulary, padding,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The first programs have CHUNK sorted tokens, BLOCK columns each, the others ROWS rows of the table to fill."""
+    """The first CTAs reduce CHUNK sorted tokens, BLOCK columns each; the others zero ROWS rows of the table."""
     program = tl.program_id(0).to(tl.int64)
-    adding = tl.cdiv(tokens, CHUNK) * blocks
-    if program < adding:
-        add_chunk(
+    reducing = tl.cdiv(tokens, CHUNK) * blocks
+    if program < reducing:
+        reduce_chunk(
             DTABLE, PARTIALS, DY, KEYS, ORDER, dy_stride, tokens, n_cols, blocks, vocabulary, padding,
             CHUNK, BLOCK, STAGES,
         )  # fmt: skip
     else:
-        fill_rows(DTABLE, KEYS, (program - adding) * ROWS, tokens, n_cols, vocabulary, padding, ROWS, BLOCK)
+        zero_rows(DTABLE, KEYS, (program - reducing) * ROWS, tokens, n_cols, vocabulary, padding, ROWS, BLOCK)
 
 
 @triton.jit
-def add_chunk(
+def reduce_chunk(
     DTABLE, PARTIALS, DY, KEYS, ORDER, dy_stride, tokens, n_cols, blocks, vocabulary, padding,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """PARTIALS[chunks, 2, n_cols]: a run from before, a run that goes on. A chunk inside one run has the former
-    alone."""
+    """PARTIALS[chunks, 2, n_cols]: of the segment from before, of the one that goes on. A chunk inside one segment has
+    the former alone."""
     program = tl.program_id(0)
     chunk = (program // blocks).to(tl.int64)
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -134,7 +134,7 @@ def add_chunk(
     first = chunk * CHUNK
     last = tl.minimum(first + CHUNK, tokens) - 1
     before = tl.load(KEYS + first - 1, mask=first > 0, other=0)
-    began = (first == 0) | (before != tl.load(KEYS + first))  # whether this run began in this chunk
+    began = (first == 0) | (before != tl.load(KEYS + first))  # whether this segment began in this chunk
     at = PARTIALS + chunk * 2 * n_cols
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.range(first, last + 1, num_stages=STAGES):
@@ -157,10 +157,10 @@ def add_chunk(
 
 
 @triton.jit
-def fill_rows(
+def zero_rows(
     DTABLE, KEYS, first, tokens, n_cols, vocabulary, padding, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Zeros into those of the ROWS rows from ``first`` on that are no token's or the padding's."""
+    """Store zeros in those of the ROWS rows from ``first`` on that are no token's, or are the padding's."""
     rows = first + tl.arange(0, ROWS)
     # A binary search for all rows at once: the last key that is smaller, or the first key, stands at ``at``.
     at = tl.zeros([ROWS], tl.int64)
@@ -180,11 +180,12 @@ def fill_rows(
 
 
 @triton.jit
-def joins(
+def combine(
     DTABLE, PARTIALS, KEYS, chunk, chunks, n_cols, blocks, vocabulary, padding,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of the run that begins in one chunk and goes on in the next, if there is one."""
+    """BLOCK columns of the segment that begins in one chunk and goes on in the next, if there is one. ROWS partial sums
+    are loaded at a time."""
     program = tl.program_id(0)
     own = (program // blocks).to(tl.int64)
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -196,11 +197,11 @@ def joins(
     wanted = (key >= 0) & (key < vocabulary) & (key != padding)
     if crosses & began & wanted:
         total = tl.load(PARTIALS + (own * 2 + 1) * n_cols + cols, mask=in_row, other=0.0)
-        parts = tl.zeros([PARTS, BLOCK], tl.float32)
+        parts = tl.zeros([ROWS, BLOCK], tl.float32)
         first = own + 1
         more = True
         while more:
-            part = first + tl.arange(0, PARTS)
+            part = first + tl.arange(0, ROWS)
             # Sorted: the chunks that begin with the key follow each other.
             belongs = tl.load(KEYS + part * chunk, mask=part < chunks, other=0) == key
             belongs &= part < chunks
@@ -209,7 +210,7 @@ def joins(
                 mask=belongs[:, None] & in_row[None, :],
                 other=0.0,
             )
-            first += PARTS
+            first += ROWS
             more = first < chunks
             if more:
                 more = tl.load(KEYS + first * chunk) == key

@@ -1,5 +1,6 @@
-"""Divergences between two distributions over the last dimension, element by element: what the ops that sum them up
-share. x is the student's (the gradient is its), y the teacher's. A KIND names the summand and its derivative by x:
+"""Divergences between two distributions over the last dimension: the kernels of kl_div, jsd and tvd.
+
+x is the student's (it gets the gradient), y the teacher's. The axis ``kind`` names the summand and its derivative by x:
 
     probabilities    y (log y - x)                            KL(y || x), y probabilities, x log-probabilities
     forward          P (y - x)                                KL(P || Q), P = exp(y), Q = exp(x)
@@ -9,11 +10,11 @@ share. x is the student's (the gradient is its), y the teacher's. A KIND names t
 
 A probability of zero adds nothing, whatever its logarithm is multiplied by. NaN gives NaN.
 
-A program walks over blocks; its sum is one fp32 number in PARTIALS, which ``divergence_sums`` adds up. Tensors without
-gaps and labels come as one row of all their elements. A row whose label is ``ignored`` is not read: it adds nothing,
-and its gradient is zero.
+Programs are persistent; the sum of each is one fp32 number in PARTIALS, which ``divergence_sums`` adds up. Tensors
+without gaps and labels come as one row of all their elements. A row whose label is ``ignored`` is not read: it adds
+nothing, and its gradient is zero.
 
-mixed, with h and l the greater and the smaller of x and y, w_h and w_l their weights (beta is y's),
+mixed, with h and l the greater and the smaller of x and y, w_h and w_l their weights (y's is beta, x's 1 - beta),
 u = (h - l) log2(e), c = w_l 2^-u, s = w_h + c and L = log2(s), is -ln(2) 2^(h log2(e)) (s L + c u): two powers and one
 logarithm, and no difference of nearly equal logarithms. Its derivative by x is -ln(2) 2^(h log2(e)) times w_h L where x
 is the greater, else c (L + u).
@@ -24,18 +25,14 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# What a masked-off element is read as: finite in every dtype, its power is zero.
-LOWEST = tl.constexpr(-60000.0)
+PROBABILITIES, FORWARD_KL, REVERSE_KL, MIXED, TOTAL_VARIATION = (tl.constexpr(i) for i in range(5))  # KIND
+# What a masked element is read as: finite in every dtype, its power is zero.
+NO_PROBABILITY = tl.constexpr(-60000.0)
 # A difference of logarithms whose power is zero, in place of infinity, which zero may not be multiplied by.
 FARTHEST = tl.constexpr(1e30)
 
-# What each divergence declares; number, kind and each are its own.
-DTYPES = {"dtype": ["bf16", "fp16", "fp32"]}
-WALK = {
-    "constants": ["BLOCK", "STAGES", "FAST"],
-    "defaults": {"STAGES": 1, "FAST": False},
-    "staged": ["X", "Y"],
-}
+# What each divergence declares, beside its kinds. number: a parameter of the kind.
+PERSISTENT = {"constants": ["KIND", "BLOCK", "FAST"], "defaults": {"FAST": False}}
 INPUTS = {"X": "*dtype", "Y": "*dtype", "LABELS": "*i32"}
 ROWS = {
     "x_stride": "i64",
@@ -46,12 +43,10 @@ ROWS = {
     "ignored": "i64",
     "label_words": "i32",
 }
-SUMMAND = {"number": "fp32", "kind": "i32"}
 FORWARD = {
-    "arguments": {"LOSS": "*fp32", "PARTIALS": "*fp32", **INPUTS, **ROWS, **SUMMAND, "each": "i32"},
-    "axes": DTYPES,
+    "arguments": {"LOSS": "*fp32", "PARTIALS": "*fp32", **INPUTS, **ROWS, "number": "fp32", "each": "i32"},
     "aligned": ["LOSS", "X", "Y", "x_stride", "y_stride", "n"],
-    "forms": {"walk": {"function": "forward", **WALK}},
+    "forms": {"persistent": {"function": "forward", **PERSISTENT}},
 }
 BOTH = {
     "arguments": {
@@ -61,11 +56,10 @@ BOTH = {
         "COUNT": "*fp32",
         **ROWS,
         "scale": "fp32",
-        **SUMMAND,
+        "number": "fp32",
     },
-    "axes": DTYPES,
     "aligned": ["DX", "X", "Y", "x_stride", "y_stride", "n"],
-    "forms": {"walk": {"function": "both", **WALK}},
+    "forms": {"persistent": {"function": "both", **PERSISTENT}},
 }
 BACKWARD = {
     "arguments": {
@@ -76,13 +70,17 @@ BACKWARD = {
         "dloss_stride": "i64",
         **ROWS,
         "scale": "fp32",
-        **SUMMAND,
+        "number": "fp32",
         "each": "i32",
         "fresh": "i32",
     },
-    "axes": DTYPES,
     "aligned": ["DX", "DLOSS", "X", "Y", "dloss_stride", "x_stride", "y_stride", "n"],
-    "forms": {"walk": {"function": "backward", **WALK}},
+    "forms": {"persistent": {"function": "backward", **PERSISTENT}},
+}
+# Jensen-Shannon's kinds: its ends are Kullback-Leibler divergences.
+JENSEN_SHANNON = {
+    "axes": {"dtype": ["bf16", "fp16", "fp32"], "kind": ["forward", "reverse", "mixed"]},
+    "gives": {"kind": {"forward": {"KIND": 1}, "reverse": {"KIND": 2}, "mixed": {"KIND": 3}}},
 }
 
 
@@ -100,32 +98,38 @@ def logarithm(x, FAST: tl.constexpr):
 
 @triton.jit
 def terms(x, y, number, KIND: tl.constexpr, FAST: tl.constexpr):
-    """(summand, derivative), to be multiplied by ``factors``. ``number`` is beta, or the least value that a logarithm
-    is taken of."""
-    if KIND == "probabilities":
+    """(summand, derivative), to be multiplied by ``factors``. ``number`` is the least value that a logarithm is taken
+    of, or for mixed the smaller weight, x's as a negative number: a difference from 1 would have fewer of its digits.
+    """
+    if KIND == PROBABILITIES:
         term = y * (logarithm(tl.maximum(y, number), FAST) * LN_2 - x)
         return tl.where(y == 0.0, 0.0, term), y
-    elif KIND == "forward":
+    elif KIND == FORWARD_KL:
         p = tl.exp2(y * LOG2_E)
         return tl.where(p == 0.0, 0.0, p * (y - x)), p
-    elif KIND == "reverse":
+    elif KIND == REVERSE_KL:
         q = tl.exp2(x * LOG2_E)
         term = tl.where(q == 0.0, 0.0, q * (x - y))
         return term, term + q
-    elif KIND == "mixed":
+    elif KIND == MIXED:
         # A difference of infinities is NaN, which a minimum drops: both probabilities are zero then.
         u = tl.minimum(tl.abs(x - y) * LOG2_E, FARTHEST)
         higher = tl.exp2(tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL) * LOG2_E)
         x_is_higher = x > y
-        lower_weight = tl.where(x_is_higher, number, 1.0 - number)
-        higher_weight = 1.0 - lower_weight
+        smaller = tl.abs(number)
+        greater = 1.0 - smaller
+        lost = smaller - (1.0 - greater)
+        x_weight = tl.where(number < 0.0, smaller, greater)
+        y_weight = tl.where(number < 0.0, greater, smaller)
+        lower_weight = tl.where(x_is_higher, y_weight, x_weight)
+        higher_weight = (1.0 - lower_weight) + lost  # faster than to choose once more, and as exact
         c = lower_weight * tl.exp2(-u)
         s = higher_weight + c
         log_s = logarithm(s, FAST)
         slope = tl.where(x_is_higher, higher_weight * log_s, c * (log_s + u))
         return higher * (s * log_s + c * u), higher * slope
     else:
-        tl.static_assert(KIND == "total_variation")
+        tl.static_assert(KIND == TOTAL_VARIATION)
         difference = x - y
         sign = tl.where(difference > 0.0, 1.0, tl.where(difference < 0.0, -1.0, difference))
         return tl.abs(difference), sign
@@ -134,9 +138,14 @@ def terms(x, y, number, KIND: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def factors(KIND: tl.constexpr):
     """What a summand and its derivative are multiplied by, once a program where that is possible."""
-    SUMMAND: tl.constexpr = -LN_2 if KIND == "mixed" else 0.5 if KIND == "total_variation" else 1.0
-    TOWARDS_X: tl.constexpr = KIND == "probabilities" or KIND == "forward"
-    return SUMMAND, -1.0 if TOWARDS_X else SUMMAND
+    if KIND == MIXED:
+        return -LN_2, -LN_2
+    elif KIND == TOTAL_VARIATION:
+        return 0.5, 0.5
+    elif KIND == REVERSE_KL:
+        return 1.0, 1.0
+    else:
+        return 1.0, -1.0
 
 
 @triton.jit
@@ -157,7 +166,7 @@ def label_counts(LABELS, rows, ignored, label_words, mask):
 
 
 @triton.jit
-def place(
+def load_block(
     X, Y, LABELS, x_stride, y_stride, n, blocks, ignored, label_words, block, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """(x, y, row, first column, mask) of a block; a row that is ignored reads as one of no probability."""
@@ -166,38 +175,38 @@ def place(
     cols = tl.arange(0, BLOCK)
     inside = cols < n - first
     mask = inside & label_counts(LABELS, row, ignored, label_words, True)
-    x = tl.load(X + (row * x_stride + first) + cols, mask=mask, other=LOWEST).to(tl.float32)
-    y = tl.load(Y + (row * y_stride + first) + cols, mask=mask, other=LOWEST).to(tl.float32)
-    if KIND == "probabilities":
+    x = tl.load(X + (row * x_stride + first) + cols, mask=mask, other=NO_PROBABILITY).to(tl.float32)
+    y = tl.load(Y + (row * y_stride + first) + cols, mask=mask, other=NO_PROBABILITY).to(tl.float32)
+    if KIND == PROBABILITIES:
         y = tl.where(mask, y, 0.0)
     return x, y, row, first, inside
 
 
 @triton.jit
-def inside_vectors(term, BLOCK: tl.constexpr):
-    """Sums of 8 neighbours, which one thread holds: fewer registers for running sums."""
+def sum_vectors(term, BLOCK: tl.constexpr):
+    """Sums of 8 neighbours, which one thread holds: fewer registers for accumulators."""
     return tl.sum(tl.reshape(term, [BLOCK // 8, 8]), 1)
 
 
 @triton.jit
-def sum_blocks(
+def forward(
     LOSS, PARTIALS, X, Y, LABELS, x_stride, y_stride, n, total, blocks, ignored, label_words, number, each,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Every program's sum, or with ``each`` the summands. ``total`` blocks in all, ``blocks`` of them a row."""
+    """The sum of each program, or with ``each`` the summands. ``total`` blocks in all, ``blocks`` of them a row."""
     program = tl.program_id(0)
     factor, _ = factors(KIND)
     if each == 0:
         sums = tl.zeros([BLOCK // 8], tl.float32)
-        for block in tl.range(program, total, tl.num_programs(0), num_stages=STAGES):
-            x, y, row, first, inside = place(
+        for block in tl.range(program, total, tl.num_programs(0), num_stages=1):
+            x, y, row, first, inside = load_block(
                 X, Y, LABELS, x_stride, y_stride, n, blocks, ignored, label_words, block, KIND, BLOCK
             )
-            sums += inside_vectors(terms(x, y, number, KIND, FAST)[0], BLOCK)
+            sums += sum_vectors(terms(x, y, number, KIND, FAST)[0], BLOCK)
         tl.store(PARTIALS + program, tl.sum(sums, 0) * factor)
     else:
         for block in range(program, total, tl.num_programs(0)):
-            x, y, row, first, inside = place(
+            x, y, row, first, inside = load_block(
                 X, Y, LABELS, x_stride, y_stride, n, blocks, ignored, label_words, block, KIND, BLOCK
             )
             term = terms(x, y, number, KIND, FAST)[0] * factor
@@ -205,39 +214,39 @@ def sum_blocks(
 
 
 @triton.jit
-def both_blocks(
+def both(
     PARTIALS, DX, X, Y, LABELS, COUNT, x_stride, y_stride, n, total, blocks, ignored, label_words, scale, number,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Every program's sum, and the gradient by x of the sum of all times ``scale``."""
+    """The sum of each program, and the gradient by x of the sum of all times ``scale``."""
     program = tl.program_id(0)
     factor, slope = factors(KIND)
     slope = per_label(scale * slope, COUNT)
     sums = tl.zeros([BLOCK // 8], tl.float32)
-    for block in tl.range(program, total, tl.num_programs(0), num_stages=STAGES):
-        x, y, row, first, inside = place(
+    for block in tl.range(program, total, tl.num_programs(0), num_stages=1):
+        x, y, row, first, inside = load_block(
             X, Y, LABELS, x_stride, y_stride, n, blocks, ignored, label_words, block, KIND, BLOCK
         )
         term, dx = terms(x, y, number, KIND, FAST)
-        sums += inside_vectors(term, BLOCK)
+        sums += sum_vectors(term, BLOCK)
         to = DX + (row * n + first) + tl.arange(0, BLOCK)
         tl.store(to, (dx * slope).to(DX.dtype.element_ty), mask=inside)
     tl.store(PARTIALS + program, tl.sum(sums, 0) * factor)
 
 
 @triton.jit
-def gradient_blocks(
+def backward(
     DX, DLOSS, X, Y, LABELS, COUNT, dloss_stride, x_stride, y_stride, n, total, blocks, ignored, label_words, scale,
     number, each, fresh,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by x. ``each``: DLOSS has one number for each element, else one. Unless ``fresh``, DX holds the
-    gradient for a DLOSS of 1 already."""
+    """The gradient by x. ``each``: DLOSS has a number for each element, else one. Unless ``fresh``, DX already holds
+    the gradient for a DLOSS of 1."""
     outer = tl.load(DLOSS, mask=each == 0, other=1.0)
     if (fresh != 0) | (outer != 1.0):
         slope = per_label(scale * factors(KIND)[1], COUNT) * outer
-        for block in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-            x, y, row, first, inside = place(
+        for block in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
+            x, y, row, first, inside = load_block(
                 X, Y, LABELS, x_stride, y_stride, n, blocks, ignored, label_words, block, KIND, BLOCK
             )
             cols = tl.arange(0, BLOCK)

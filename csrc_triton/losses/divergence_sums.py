@@ -1,5 +1,5 @@
-"""What the losses of ``divergence`` need beside their own kernels: how many labels count, and the sum of all programs'
-sums. One program each, in a fixed order: the same bits at every run."""
+"""What the losses of ``divergence`` need beside their own kernels: how many labels count, and the sum of the programs'
+sums. One program each, in a fixed order: the same bits in every run."""
 
 import triton
 import triton.language as tl
@@ -11,25 +11,25 @@ DECLARATION = {
     "kernels": {
         "divergence_count": {
             "arguments": {
-                "COUNT": "*out",
+                "COUNT": "*fp32",
                 "LABELS": "*i32",
                 "rows": "i64",
                 "ignored": "i64",
                 "label_words": "i32",
             },
-            "axes": {"out": ["fp32"]},
+            "axes": {},
             "aligned": ["LABELS"],
             "forms": {"tile": {"function": "count", "constants": ["BLOCK"]}},
         },
         "divergence_total": {
             "arguments": {
-                "OUT": "*out",
+                "OUT": "*fp32",
                 "PARTIALS": "*fp32",
                 "COUNT": "*fp32",
                 "parts": "i32",
                 "scale": "fp32",
             },
-            "axes": {"out": ["fp32"]},
+            "axes": {},
             "aligned": ["PARTIALS"],
             "forms": {"tile": {"function": "total", "constants": ["BLOCK"]}},
         },

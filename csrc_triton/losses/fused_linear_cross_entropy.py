@@ -1,6 +1,6 @@
-"""Fused linear cross entropy's own kernel: gradients that the forward has found, times that of the loss.
+"""The kernel of the fused linear losses: gradients that the forward has found, times the gradient of the loss.
 
-The chunks' losses and gradients are cross_entropy's kernels, the products are cuBLAS's or hipBLAS's.
+The losses and gradients of chunks are cross_entropy's kernels, the matrix products cuBLAS's or hipBLAS's.
 """
 
 import triton
@@ -22,8 +22,8 @@ DECLARATION = {
 
 @triton.jit
 def scale(X, BY, n, BLOCK: tl.constexpr):
-    """X[n] *= BY, in place. The factor is 1 wherever the loss is what backward() is called on: then few programs look
-    at one number and are done, with no word from the host."""
+    """X[n] *= BY, in place. The factor is 1 wherever backward() is called on the loss itself: then each program reads
+    that number and returns, and the host need not know it."""
     by = tl.load(BY)
     if by != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK

@@ -2,7 +2,7 @@
 
 One row a program, in three reads of both models' logits: the logarithms of the sums of powers; the divergence and the
 sum of its derivatives by the student's log-probabilities x; and, with dx that derivative and q the student's
-probability, the gradient (dx - q * sum(dx)) / temperature. ``divergence`` has the formulas and kinds.
+probability, the gradient (dx - q * sum(dx)) / temperature. ``divergence`` has the formulas, ``jsd`` the kinds.
 
 The logits lie in memory of ``width`` columns, whole vectors; the gradient is zero past n_cols.
 """
@@ -11,16 +11,17 @@ import triton
 import triton.language as tl
 
 from csrc_triton.losses.divergence import (
+    JENSEN_SHANNON,
     LN_2,
     LOG2_E,
+    NO_PROBABILITY,
     factors,
-    inside_vectors,
     label_counts,
     per_label,
+    sum_vectors,
     terms,
 )
-from csrc_triton.losses.divergence import LOWEST as NO_PROBABILITY
-from csrc_triton.softmax.log_sums import padded_statistics
+from csrc_triton.softmax.online_softmax import log_sum_exp_padded
 
 DECLARATION = {
     "op": "fused_linear_jsd",
@@ -43,15 +44,15 @@ DECLARATION = {
                 "inverse": "fp32",
                 "per_row": "fp32",
                 "beta": "fp32",
-                "kind": "i32",
                 "write": "i32",
             },
-            "axes": {"dtype": ["bf16", "fp16", "fp32"]},
+            **JENSEN_SHANNON,
+            "always_aligned": True,  # the logits lie in the op's own memory
             "aligned": ["STUDENT", "TEACHER", "stride", "width"],
             "forms": {
                 "row": {
                     "function": "rows",
-                    "constants": ["BLOCK", "FAST"],
+                    "constants": ["KIND", "BLOCK", "FAST"],
                     "defaults": {"FAST": False},
                 }
             },
@@ -67,65 +68,41 @@ def log_probability(X, cols, n_cols, width, greatest, last, inverse):
 
 
 @triton.jit
-def row_of(
-    LOSS, STUDENT, TEACHER, n_cols, width, s_greatest, s_last, t_greatest, t_last, inverse, outer, beta, write,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """``outer`` is what the row's gradient is multiplied by."""
-    losses = tl.zeros([BLOCK // 8], tl.float32)
-    slopes = tl.zeros([BLOCK // 8], tl.float32)
-    for first in range(0, n_cols, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
-        x = log_probability(STUDENT, cols, n_cols, width, s_greatest, s_last, inverse)
-        y = log_probability(TEACHER, cols, n_cols, width, t_greatest, t_last, inverse)
-        term, dx = terms(x, y, beta, KIND, FAST)
-        losses += inside_vectors(term, BLOCK)
-        slopes += inside_vectors(dx, BLOCK)
-    summand, slope = factors(KIND)
-    tl.store(LOSS, tl.sum(losses, 0) * summand)
-    if write != 0:
-        slope *= outer * inverse
-        of_all = tl.sum(slopes, 0) * slope
-        for first in range(0, n_cols, BLOCK):
-            cols = first + tl.arange(0, BLOCK)
-            x = log_probability(STUDENT, cols, n_cols, width, s_greatest, s_last, inverse)
-            y = log_probability(TEACHER, cols, n_cols, width, t_greatest, t_last, inverse)
-            dx = terms(x, y, beta, KIND, FAST)[1]
-            gradient = dx * slope - tl.exp2(x * LOG2_E) * of_all
-            tl.store(STUDENT + cols, gradient.to(STUDENT.dtype.element_ty), mask=cols < width)
-
-
-@triton.jit
 def rows(
     LOSSES, STUDENT, TEACHER, LABELS, COUNT, GRAD, stride, n_cols, width, ignored, label_words, scale, inverse, per_row,
-    beta, kind, write,
-    BLOCK: tl.constexpr, FAST: tl.constexpr,
+    beta, write, KIND: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """scale is log2(e) / temperature, inverse 1 / temperature, per_row what a row's divergence is multiplied by in the
-    loss, to be divided by COUNT where that is given."""
+    """scale is log2(e) / temperature, inverse 1 / temperature, per_row what the divergence of a row is multiplied by in
+    the loss, to be divided by COUNT where that is given; beta is the number of ``terms``."""
     row = tl.program_id(0).to(tl.int64)
     LOSSES += row
     STUDENT += row * stride
     TEACHER += row * stride
     outer = per_label(per_row, COUNT) * tl.load(GRAD, mask=GRAD.to(tl.int64) != 0, other=1.0)
     if label_counts(LABELS, row, ignored, label_words, True):
-        s_greatest, s_last = padded_statistics(STUDENT, n_cols, width, scale, BLOCK)
-        t_greatest, t_last = padded_statistics(TEACHER, n_cols, width, scale, BLOCK)
-        if kind == 0:
-            row_of(
-                LOSSES, STUDENT, TEACHER, n_cols, width, s_greatest, s_last, t_greatest, t_last, inverse, outer, beta,
-                write, "forward", BLOCK, FAST,
-            )  # fmt: skip
-        elif kind == 1:
-            row_of(
-                LOSSES, STUDENT, TEACHER, n_cols, width, s_greatest, s_last, t_greatest, t_last, inverse, outer, beta,
-                write, "reverse", BLOCK, FAST,
-            )  # fmt: skip
-        else:
-            row_of(
-                LOSSES, STUDENT, TEACHER, n_cols, width, s_greatest, s_last, t_greatest, t_last, inverse, outer, beta,
-                write, "mixed", BLOCK, FAST,
-            )  # fmt: skip
+        s_greatest, s_last = log_sum_exp_padded(STUDENT, n_cols, width, scale, BLOCK)
+        t_greatest, t_last = log_sum_exp_padded(TEACHER, n_cols, width, scale, BLOCK)
+        losses = tl.zeros([BLOCK // 8], tl.float32)
+        slopes = tl.zeros([BLOCK // 8], tl.float32)
+        for first in range(0, n_cols, BLOCK):
+            cols = first + tl.arange(0, BLOCK)
+            x = log_probability(STUDENT, cols, n_cols, width, s_greatest, s_last, inverse)
+            y = log_probability(TEACHER, cols, n_cols, width, t_greatest, t_last, inverse)
+            term, dx = terms(x, y, beta, KIND, FAST)
+            losses += sum_vectors(term, BLOCK)
+            slopes += sum_vectors(dx, BLOCK)
+        summand, slope = factors(KIND)
+        tl.store(LOSSES, tl.sum(losses, 0) * summand)
+        if write != 0:
+            slope *= outer * inverse
+            of_all = tl.sum(slopes, 0) * slope
+            for first in range(0, n_cols, BLOCK):
+                cols = first + tl.arange(0, BLOCK)
+                x = log_probability(STUDENT, cols, n_cols, width, s_greatest, s_last, inverse)
+                y = log_probability(TEACHER, cols, n_cols, width, t_greatest, t_last, inverse)
+                dx = terms(x, y, beta, KIND, FAST)[1]
+                gradient = dx * slope - tl.exp2(x * LOG2_E) * of_all
+                tl.store(STUDENT + cols, gradient.to(STUDENT.dtype.element_ty), mask=cols < width)
     else:
         tl.store(LOSSES, 0.0)
         if write != 0:

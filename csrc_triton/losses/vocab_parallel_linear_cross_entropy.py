@@ -1,24 +1,9 @@
-"""Vocabulary-parallel fused linear cross entropy's own kernel, as vocab_parallel_cross_entropy's."""
+"""Vocabulary-parallel fused linear cross entropy: its kernel is that of vocab_parallel_cross_entropy."""
 
-import triton
-import triton.language as tl
-
-from csrc_triton.losses.vocab_rows import COMBINE, combine
+from csrc_triton.losses.vocab_parallel_cross_entropy import COMBINE, combine  # noqa: F401 (forms name functions)
 
 DECLARATION = {
     "op": "vocab_parallel_linear_cross_entropy",
     "uses": ["cross_entropy", "fused_linear_cross_entropy"],
     "kernels": {"vocab_parallel_linear_cross_entropy_combine": COMBINE},
 }
-
-
-@triton.jit
-def from_shards(
-    LOSS, LSE, PARTS, FLAG, SHARDS, T, ignore_index, n_rows, shards, words, vocabulary, smoothing, z_scale, flags,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK rows a program."""
-    combine(
-        LOSS, LSE, PARTS, FLAG, SHARDS, T, ignore_index, n_rows, shards, words, vocabulary, smoothing, z_scale, flags,
-        BLOCK,
-    )  # fmt: skip

@@ -1,8 +1,8 @@
 """DyT: y = weight * tanh(alpha * x) + bias over rows of n_cols; alpha is one number for all.
 
-No row depends on another nor on itself as a whole: programs take tiles of ROWS x BLOCK, whatever n_cols is, or keep to
-their columns and walk the rows. In the backward all do, so that the sums over rows stay in their registers and the
-partial sums are few; ``sums`` is their second level. Alpha, weight and bias are of x's dtype or fp32, a run-time kind
+Elements are independent: a program takes a tile of ROWS x BLOCK, whatever n_cols is, or is persistent and has the same
+columns of many rows. In the backward all are persistent, so that the sums over rows stay in registers and the partial
+sums are few; ``sums`` is their second level. Alpha, weight and bias are of x's dtype or fp32, a run-time kind
 (``norm_vectors``).
 
 Zhu, Chen, He, LeCun and Liu, Transformers without Normalization (2025).
@@ -11,6 +11,7 @@ Zhu, Chen, He, LeCun and Liu, Transformers without Normalization (2025).
 import triton
 import triton.language as tl
 
+from csrc_triton.common.tanh import tanh_and_slope, tanh_of, units
 from csrc_triton.norms.column_sums import column_sums
 from csrc_triton.norms.norm_vectors import load_vector
 
@@ -113,46 +114,6 @@ DECLARATION = {
 }
 
 
-# exp2 and rsqrt are one instruction on every architecture; exp and a division are five to ten, and DyT moves few bytes
-# for each. In units of u = 2 z / log(2): with R = 2 / (1 + exp(2 z)) = rsqrt(0.5 + 0.5 exp2(u))^2, tanh(z) is 1 - R.
-
-
-@triton.jit
-def units(alpha):
-    """u / x."""
-    return alpha * 2.8853900817779268
-
-
-@triton.jit
-def with_small(tanh, u):
-    """``tanh``, whose relative error grows towards u = 0, and below 1.4 an odd polynomial: a least-maximum fit of the
-    relative error there, 7 roundoffs of fp32."""
-    square = u * u
-    p = -2.696148784561883e-05 * square + 0.0006602721170074503
-    p = p * square - 0.013873561260146227
-    p = p * square + 0.3465734402427185
-    return tl.where(tl.abs(u) < 1.4, u * p, tanh)
-
-
-@triton.jit
-def tanh_of(u):
-    root = tl.rsqrt(0.5 + 0.5 * tl.exp2(u))
-    return with_small(1.0 - root * root, u)
-
-
-@triton.jit
-def tanh_and_slope(u):
-    """tanh, and 256 times its derivative 1 - tanh^2 = exp(-2 |z|) R^2 with R of -|u|: without cancellation, and with
-    few of the subnormals that exp2 flushes to zero."""
-    size = tl.abs(u)
-    e = tl.exp2(8.0 - size)
-    root = tl.rsqrt(0.5 + (0.5 / 256) * e)
-    r = root * root
-    tanh = with_small(r - 1.0, size).to(tl.int32, bitcast=True)
-    tanh |= u.to(tl.int32, bitcast=True) & -2147483648  # the sign
-    return tanh.to(tl.float32, bitcast=True), e * r * r
-
-
 @triton.jit
 def forward_tile(
     Y, X, ALPHA, W, B, y_stride, x_stride, n_rows, n_cols, blocks, alpha_kind, w_kind, b_kind,
@@ -180,8 +141,8 @@ def forward_rows(
     Y, X, ALPHA, W, B, y_stride, x_stride, n_rows, n_cols, blocks, alpha_kind, w_kind, b_kind,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``forward_tile`` row by row, 1-D, with all loads in flight before the first is used: the compiler would take the
-    loads of later rows down to where they are used, which a barrier does not let it."""
+    """``forward_tile`` row by row, 1-D, with all loads in flight before the first value is used: a barrier keeps the
+    compiler from moving the loads of later rows down to where they are used."""
     program = tl.program_id(0)
     first = (program // blocks).to(tl.int64) * ROWS
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -204,8 +165,8 @@ def forward_row(
     Y, X, ALPHA, W, B, y_stride, x_stride, n_rows, n_cols, blocks, alpha_kind, w_kind, b_kind,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A group of ``blocks`` programs side by side walks the rows, with weight and bias in registers; the next rows'
-    loads are in flight meanwhile."""
+    """Persistent groups of ``blocks`` programs side by side, a row a step, with weight and bias in registers; the next
+    rows' loads are in flight meanwhile."""
     program = tl.program_id(0)
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
@@ -225,7 +186,7 @@ def backward_tile(
     alpha_kind, w_kind, store_dx, store_dweight, store_dbias, store_dalpha,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A group of ``blocks`` programs side by side walks the rows, ROWS a step; the next steps' loads are in flight
+    """Persistent groups of ``blocks`` programs side by side, ROWS rows a step; the next steps' loads are in flight
     meanwhile. PARTIALS has a row of ``width`` for each group: dweight from column 0, dbias from ``dbias_at``. ALPHAS
     has one number a program."""
     program = tl.program_id(0)
@@ -247,7 +208,7 @@ def backward_tile(
         x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_at, mask=mask, other=0.0).to(tl.float32)
         tanh, slope = tanh_and_slope(x * unit)
-        dz = dy * slope  # times the weight / 256, which comes in where it is cheap
+        dz = dy * slope  # without the factor weight / 256, which follows where it is cheap
         dx_at = DX + first * dx_stride + rows[:, None] * dx_stride + cols[None, :]
         tl.store(dx_at, (dz * scale[None, :]).to(DX.dtype.element_ty), mask=mask & (store_dx != 0))
         dweight += dy * tanh
@@ -265,7 +226,8 @@ def backward_row(
     alpha_kind, w_kind, store_dx, store_dweight, store_dbias, store_dalpha,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``backward_tile`` with one row a step, 1-D: the mask does not change, and a thread keeps its columns."""
+    """``backward_tile`` with one row a step, 1-D: the mask does not change, and a thread has the same columns in
+    every row."""
     program = tl.program_id(0)
     group = (program // blocks).to(tl.int64)
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -296,8 +258,8 @@ def backward_row(
 def store_sums(
     at, alpha_at, dweight, dbias, dalpha, W, w_kind, cols, mask, dbias_at, store_dweight, store_dbias, store_dalpha
 ):  # fmt: skip
-    """A program's sums: its columns of a row of the partials, and one number. dalpha's terms want the weight yet, which
-    is read again: registers are too dear to keep it."""
+    """Store a program's sums: its columns of a row of the partials, and one number. dalpha's terms are still to be
+    multiplied by the weight, which is read again: in registers it would cost more."""
     tl.store(at + cols, dweight, mask=mask & (store_dweight != 0))
     tl.store(at + dbias_at + cols, dbias, mask=mask & (store_dbias != 0))
     if store_dalpha != 0:

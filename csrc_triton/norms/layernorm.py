@@ -1,6 +1,6 @@
 """LayerNorm: y = (x - mean) / sqrt(var + eps) * weight + bias over rows of n_cols.
 
-Statistics are fp32, and never a difference of large sums: two passes over registers, or ``block_moments``.
+Statistics are fp32, and never a difference of large sums: two passes over registers, or ``moments``.
 STATS[n_rows, 2] holds mean and 1 / sqrt(var + eps). Weight and bias are of x's dtype or fp32 (``norm_vectors``). All
 forms of a kernel take the same arguments; a profile picks the form and its numbers by row length.
 
@@ -12,12 +12,25 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.norm_ring import columns_of, ring_layout, store_halves, walk_ring
-from csrc_triton.common.ring_forms import NORM_RING
-from csrc_triton.norms.layernorm_held import held_row
-from csrc_triton.norms.layernorm_long import long_of, scaled, walk_blocks
-from csrc_triton.norms.layernorm_pairs import walk_rows
-from csrc_triton.norms.norm_vectors import as_fp32, load_vector
+from csrc_triton.common.pipeline import add_two
+from csrc_triton.norms.moments import block_moments, tile_moments
+from csrc_triton.norms.norm_backward import (
+    BACKWARD_PIPELINE,
+    SPLIT_ROWS,
+    PipelineSizes,
+    columns_of,
+    pipelined_backward,
+    split_centered_backward,
+    store_halves,
+)
+from csrc_triton.norms.norm_vectors import (
+    Rows,
+    add_in_memory,
+    as_fp32,
+    load_blocks,
+    load_vector,
+    tile_at,
+)
 
 DECLARATION = {
     "op": "layernorm",
@@ -34,24 +47,18 @@ DECLARATION = {
             "forms": {
                 "tile": {"function": "forward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
                 "row": {"function": "forward_row", "constants": ["BLOCK"], "covers": "BLOCK"},
-                "long": {
-                    "function": "forward_long",
-                    "constants": ["BLOCK", "BLOCKS"],
-                    "defaults": {"BLOCKS": 0},
-                    "covers": "BLOCKS * BLOCK",
-                    "any_length": "BLOCKS",
-                },
-                "folded": {
-                    "function": "forward_folded",
+                "long": {"function": "forward_long", "constants": ["BLOCK"]},
+                "vectorised": {
+                    "function": "forward_vectorised",
                     "constants": ["BLOCK", "BLOCKS"],
                     "defaults": {"BLOCKS": 0},
                     "covers": "BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
                     "requires": {"aligned": [True]},
                 },
-                "held": {
-                    "function": "forward_held",
-                    "constants": ["BLOCK", "BLOCKS", "TOGETHER"],
+                "prefetched": {
+                    "function": "forward_prefetched",
+                    "constants": ["BLOCK", "BLOCKS", "IN_FLIGHT"],
                     "covers": "BLOCKS * BLOCK",
                     "requires": {"aligned": [True]},
                 },
@@ -78,27 +85,25 @@ DECLARATION = {
                 },
                 "row": {
                     "function": "backward_row",
-                    "constants": ["PIECES", "BLOCK", "STAGES"],
-                    "defaults": {"PIECES": 1},
-                    "covers": "PIECES * BLOCK",
+                    "constants": ["BLOCKS", "BLOCK", "STAGES"],
+                    "defaults": {"BLOCKS": 1},
+                    "covers": "BLOCKS * BLOCK",
                     "staged": ["DY", "X"],
                 },
                 "long": {"function": "backward_long", "constants": ["ROWS", "BLOCK"]},
-                "pairs": {
-                    "function": "backward_pairs",
-                    "constants": ["SPLIT", "BLOCK", "STAGES", "EXACT"],
-                    "defaults": {"EXACT": False},
-                    "contiguous": True,
-                    "covers": "2 * SPLIT * BLOCK",
-                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
-                    "cooperative": "SPLIT",
-                    "may_spill": "more programs with fewer registers may hide the exchange better",
-                },
-                "ring": {**NORM_RING, "function": "backward_ring"},
+                "split": {**SPLIT_ROWS, "function": "backward_split"},
+                "pipeline": {**BACKWARD_PIPELINE, "function": "backward_pipeline"},
             },
         },
     },
 }  # fmt: skip
+
+
+@triton.jit
+def scaled(x_hat, W, B, cols, mask, w_kind, b_kind):
+    w = tl.load(W + cols, mask=mask & (w_kind != 0), other=1.0).to(tl.float32)
+    b = tl.load(B + cols, mask=mask & (b_kind != 0), other=0.0).to(tl.float32)
+    return x_hat * w + b
 
 
 @triton.jit
@@ -113,17 +118,17 @@ def tile_of(
     mask = in_rows[:, None] & in_row[None, :]
     x = tl.load(X + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / n_cols
-    apart = tl.where(in_row[None, :], x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(apart * apart, 1) / n_cols + eps)
+    centered = tl.where(in_row[None, :], x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered, 1) / n_cols + eps)
     tl.store(STATS + rows * 2, mean, mask=in_rows & (store_stats != 0))
     tl.store(STATS + rows * 2 + 1, rstd, mask=in_rows & (store_stats != 0))
-    y = scaled(apart * rstd[:, None], W, B, cols[None, :], in_row[None, :], w_kind, b_kind)
+    y = scaled(centered * rstd[:, None], W, B, cols[None, :], in_row[None, :], w_kind, b_kind)
     tl.store(Y + rows[:, None] * y_stride + cols[None, :], y.to(Y.dtype.element_ty), mask=mask)
 
 
-# fp32 vectors beside rows of 16 bits (kind 2) double a binary: the dtype is asked once, before anything is loaded,
-# because a branch further down costs up to a fifth of the copy (measured on the H200). So only two kinds of row take
-# them, ``tile`` and the last one, for any length; the host sends them there.
+# fp32 vectors beside rows of 16 bits (kind 2) double a binary: a kernel branches on the kind once, before it loads
+# anything, because a branch further down costs up to a fifth of the copy (H200). So only form ``tile`` and the last row
+# of a table, for any length, take them; the host sends them there.
 
 
 @triton.jit
@@ -155,57 +160,122 @@ def forward_row(
     mask = cols < n_cols
     x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 0) / n_cols
-    apart = tl.where(mask, x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(apart * apart, 0) / n_cols + eps)
+    centered = tl.where(mask, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered, 0) / n_cols + eps)
     if store_stats != 0:
         tl.store(STATS + row * 2, mean)
         tl.store(STATS + row * 2 + 1, rstd)
-    y = scaled(apart * rstd, W, B, cols, mask, w_kind, b_kind)
+    y = scaled(centered * rstd, W, B, cols, mask, w_kind, b_kind)
     tl.store(Y + row * y_stride + cols, y.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def scale_row(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK: tl.constexpr):
+    """The second read of a row, last block first: what was read last is the likeliest to be still in the cache."""
+    lane = tl.arange(0, BLOCK)
+    for i in range(blocks):
+        cols = (blocks - 1 - i) * BLOCK + lane
+        mask = cols < n_cols
+        x = tl.load(X + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = scaled((x - mean) * rstd, W, B, cols, mask, w_kind, b_kind)
+        tl.store(Y + cols, y.to(Y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def forward_blocks(
+    Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """A program's row, read twice: for the statistics and for y, from the L1 cache, so that registers stay free for a
+    second program. BLOCKS is 0 where it is not known."""
+    row = tl.program_id(0).to(tl.int64)
+    X += row * x_stride
+    Y += row * y_stride
+    if BLOCKS > 0:
+        blocks = BLOCKS
+    else:
+        blocks = tl.cdiv(n_cols, BLOCK)
+    mean, deviations = block_moments(X, n_cols, blocks, BLOCK, VECTOR)
+    rstd = tl.rsqrt(deviations / n_cols + eps)
+    if store_stats != 0:
+        tl.store(STATS + row * 2, mean)
+        tl.store(STATS + row * 2 + 1, rstd)
+    if BLOCKS == 0:
+        if (w_kind == 2) | (b_kind == 2):
+            scale_row(Y, X, as_fp32(W), as_fp32(B), mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
+        else:
+            scale_row(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
+    else:
+        scale_row(Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, blocks, BLOCK)
+
+
+@triton.jit
 def forward_long(
+    Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One row of any length and alignment a program, read twice."""
+    forward_blocks(
+        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, 0, 1
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_vectorised(
     Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One row of any length a program, read twice: for the statistics and for y, from the first-level cache, so that
-    registers stay free for a second program. BLOCKS, where it is known, unrolls the loops, so that the blocks' loads
-    are in flight together, and leaves out vectors of kind 2."""
-    long_of(
-        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, 1
+    """``forward_long`` for aligned rows: the statistics are of 16-byte vectors, one load, for a third of the registers.
+    BLOCKS, where it is known, unrolls the loops, so that the blocks' loads are in flight together, and leaves out
+    vectors of kind 2."""
+    vector: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+    forward_blocks(
+        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, vector
     )  # fmt: skip
 
 
 @triton.jit
-def forward_folded(
-    Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+def scale_blocks(
+    Y, X, W, B, mean, rstd, n_cols, w_kind, b_kind, block, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """``forward_long`` with the statistics of 16 bytes, one load, added up first: a third of the registers."""
-    fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
-    long_of(
-        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, fold
-    )  # fmt: skip
+    """COUNT blocks of the second read, whose loads are in flight together."""
+    xs, ws, bs = (), (), ()
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
+        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0, eviction_policy="evict_first"),)
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
+        mask = cols < n_cols
+        ws += (tl.load(W + cols, mask=mask & (w_kind != 0), other=1.0),)
+        bs += (tl.load(B + cols, mask=mask & (b_kind != 0), other=0.0),)
+    for i in tl.static_range(COUNT):
+        cols = i * BLOCK + block
+        y = (xs[i].to(tl.float32) - mean) * rstd * ws[i].to(tl.float32) + bs[i].to(tl.float32)
+        tl.store(Y + cols, y.to(Y.dtype.element_ty), mask=cols < n_cols, eviction_policy="evict_first")
 
 
 @triton.jit
-def forward_held(
+def forward_prefetched(
     Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, IN_FLIGHT: tl.constexpr,
 ):  # fmt: skip
-    """``forward_folded`` with all loads of a row under way before the first is used; at the second read, those of
-    TOGETHER blocks."""
-    fold: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
-    held_row(
-        Y, X, W, B, STATS, y_stride, x_stride, n_cols, eps, w_kind, b_kind, store_stats, BLOCK, BLOCKS, TOGETHER,
-        fold,
-    )  # fmt: skip
-
-
-@triton.jit
-def add_both(a, b, c, d):
-    return a + c, b + d
+    """``forward_vectorised`` with all loads of a row in flight before the first value is used; at the second read,
+    those of IN_FLIGHT blocks."""
+    vector: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
+    row = tl.program_id(0).to(tl.int64)
+    X += row * x_stride
+    Y += row * y_stride
+    block = tl.arange(0, BLOCK)
+    xs = load_blocks(X, n_cols, block, BLOCKS)
+    mean, deviations = tile_moments(xs, n_cols, BLOCK, vector)
+    rstd = tl.rsqrt(deviations / n_cols + eps)
+    if store_stats != 0:
+        tl.store(STATS + row * 2, mean)
+        tl.store(STATS + row * 2 + 1, rstd)
+    for i in tl.static_range(0, BLOCKS, IN_FLIGHT):
+        scale_blocks(
+            Y + i * BLOCK, X + i * BLOCK, W + i * BLOCK, B + i * BLOCK, mean, rstd, n_cols - i * BLOCK, w_kind, b_kind,
+            block, IN_FLIGHT if i + IN_FLIGHT < BLOCKS else BLOCKS - i, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -236,18 +306,18 @@ def backward_tile(
         dy = tl.load(DY + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(STATS + rows * 2, mask=in_rows, other=0.0)
         rstd = tl.load(STATS + rows * 2 + 1, mask=in_rows, other=0.0)
-        normal = (x - mean[:, None]) * rstd[:, None]
+        x_hat = (x - mean[:, None]) * rstd[:, None]
         grad = dy * w[None, :]  # 0 past the row's end, and with it all that is added up
-        along, offset = tl.reduce((grad * normal, grad), 1, add_both)
+        along, offset = tl.reduce((grad * x_hat, grad), 1, add_two)
         along *= rstd / n_cols
         offset *= rstd / n_cols
-        dx = grad * rstd[:, None] - (normal * along[:, None] + offset[:, None])
+        dx = grad * rstd[:, None] - (x_hat * along[:, None] + offset[:, None])
         tl.store(
             DX + rows[:, None] * dx_stride + cols[None, :],
             dx.to(DX.dtype.element_ty),
             mask=mask & (store_dx != 0),
         )
-        dw += dy * normal
+        dw += dy * x_hat
         db += dy
     PARTIALS += program * width
     store_sums(tl.sum(dw, 0), tl.sum(db, 0), PARTIALS, cols, in_row, db_column, store_dw, store_db)
@@ -257,14 +327,14 @@ def backward_tile(
 def backward_row(
     DX, DY, X, W, STATS, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, width, db_column,
     w_kind, store_dx, store_dw, store_db,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``backward_tile`` with one row a step, 1-D. PIECES blocks make up a row whose next power of two would idle too
-    many lanes."""
+    """``backward_tile`` with one row a step, 1-D. A row whose next power of two would leave too many lanes idle is
+    of several BLOCKS."""
     program = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     w, dw, db = (), (), ()
-    for i in tl.static_range(PIECES):
+    for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
         w += (load_vector(W, cols, cols < n_cols, w_kind) + (w_kind == 0),)
         dw += (tl.zeros([BLOCK], tl.float32),)
@@ -272,37 +342,50 @@ def backward_row(
     for row in tl.range(program, n_rows, tl.num_programs(0), num_stages=STAGES):
         mean = tl.load(STATS + row * 2)
         rstd = tl.load(STATS + row * 2 + 1)
-        normals, dys = (), ()
-        for i in tl.static_range(PIECES):
+        x_hats, dys = (), ()
+        for i in tl.static_range(BLOCKS):
             cols = i * BLOCK + block
             mask = cols < n_cols
             x = tl.load(X + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
             dy = tl.load(DY + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-            normal = (x - mean) * rstd
+            x_hat = (x - mean) * rstd
             grad = dy * w[i]
             if i == 0:
-                dots, grads = grad * normal, grad
+                dots, grads = grad * x_hat, grad
             else:
-                dots, grads = dots + grad * normal, grads + grad
-            normals += (normal,)
+                dots, grads = dots + grad * x_hat, grads + grad
+            x_hats += (x_hat,)
             dys += (dy,)
-        along, offset = tl.reduce((dots, grads), 0, add_both)
+        along, offset = tl.reduce((dots, grads), 0, add_two)
         along *= rstd / n_cols
         offset *= rstd / n_cols
         next_dw, next_db = (), ()
-        for i in tl.static_range(PIECES):
+        for i in tl.static_range(BLOCKS):
             cols = i * BLOCK + block
-            dx = dys[i] * w[i] * rstd - (normals[i] * along + offset)
+            dx = dys[i] * w[i] * rstd - (x_hats[i] * along + offset)
             mask = (cols < n_cols) & (store_dx != 0)
             tl.store(DX + row * dx_stride + cols, dx.to(DX.dtype.element_ty), mask=mask)
-            next_dw += (dw[i] + dys[i] * normals[i],)
+            next_dw += (dw[i] + dys[i] * x_hats[i],)
             next_db += (db[i] + dys[i],)
         dw, db = next_dw, next_db
-    for i in tl.static_range(PIECES):
+    for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
         store_sums(
             dw[i], db[i], PARTIALS + program * width, cols, cols < n_cols, db_column, store_dw, store_db
         )
+
+
+@triton.jit
+def load_step(
+    x, dy, W, rows, cols, in_rows, in_row, w_kind, EVICT: tl.constexpr
+):  # fmt: skip
+    """x, dy and dy * weight of one block of some rows in fp32; 0 where there is none."""
+    mask = in_rows[:, None] & in_row[None, :]
+    xs = tl.load(tile_at(x, rows, cols), mask=mask, other=0.0, eviction_policy=EVICT)
+    dys = tl.load(tile_at(dy, rows, cols), mask=mask, other=0.0, eviction_policy=EVICT)
+    dys = dys.to(tl.float32)
+    w = load_vector(W, cols, in_row, w_kind) + (w_kind == 0)
+    return xs.to(tl.float32), dys, dys * w[None, :]
 
 
 @triton.jit
@@ -312,73 +395,79 @@ def backward_long(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length, ROWS a step, read twice: for the two sums, then for dx. The program's row of partials is
-    added to in memory, by the one program that owns it."""
-    walk_blocks(
-        DX, DY, X, W, STATS, PARTIALS + tl.program_id(0).to(tl.int64) * width, dx_stride, dy_stride, x_stride, n_rows,
-        n_cols, db_column, w_kind, store_dx, store_dw, store_db, ROWS, BLOCK,
-    )  # fmt: skip
+    added to in memory."""
+    program = tl.program_id(0).to(tl.int64)
+    PARTIALS += program * width
+    dx, dy, x = Rows(DX, dx_stride), Rows(DY, dy_stride), Rows(X, x_stride)
+    block = tl.arange(0, BLOCK)
+    for step in range(program, tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        rows = step * ROWS + tl.arange(0, ROWS)
+        in_rows = rows < n_rows
+        mean = tl.load(STATS + rows * 2, mask=in_rows, other=0.0)[:, None]
+        rstd = tl.load(STATS + rows * 2 + 1, mask=in_rows, other=0.0)
+        dots = tl.zeros([ROWS, BLOCK], tl.float32)
+        sums = tl.zeros([ROWS, BLOCK], tl.float32)
+        for first in range(0, n_cols, BLOCK):
+            cols = first + block
+            xs, _, grad = load_step(x, dy, W, rows, cols, in_rows, cols < n_cols, w_kind, "evict_last")
+            dots += grad * (xs - mean)
+            sums += grad
+        along = (tl.sum(dots, 1) * rstd / n_cols)[:, None]
+        offset = (tl.sum(sums, 1) / n_cols)[:, None]
+        rstd = rstd[:, None]
+        for first in range(0, n_cols, BLOCK):
+            cols = first + block
+            in_row = cols < n_cols
+            xs, dys, grad = load_step(x, dy, W, rows, cols, in_rows, in_row, w_kind, "evict_first")
+            x_hat = (xs - mean) * rstd
+            dxs = (grad - x_hat * along - offset) * rstd
+            mask = in_rows[:, None] & in_row[None, :] & (store_dx != 0)
+            tl.store(tile_at(dx, rows, cols), dxs.to(DX.dtype.element_ty), mask=mask)
+            is_first = step == program
+            add_in_memory(PARTIALS + cols, tl.sum(dys * x_hat, 0), in_row & (store_dw != 0), is_first)
+            add_in_memory(PARTIALS + db_column + cols, tl.sum(dys, 0), in_row & (store_db != 0), is_first)
+        tl.debug_barrier()  # the next step reads the partials, perhaps in other threads
 
 
 @triton.jit
-def backward_pairs(
+def backward_split(
     DX, DY, X, W, STATS, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, width, db_column,
     w_kind, store_dx, store_dw, store_db,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Long contiguous rows of 16-bit elements, two to a register, and a weight of their dtype. As many programs share
-    a row as hold it at BLOCK pairs each, SPLIT at most; see ``layernorm_pairs``. WORDS[n_rows, programs a row] must be
-    zero. EXACT leaves out the masks where n_cols is 2 * SPLIT * BLOCK."""
-    dtype: tl.constexpr = X.dtype.element_ty
-    pairs: tl.constexpr = tl.pointer_type(tl.int32)
-    ones: tl.constexpr = 0x3F803F80 if dtype == tl.bfloat16 else 0x3C003C00
-    lanes: tl.constexpr = max(
-        32, triton.next_power_of_2(SPLIT)
-    )  # a whole warp: an integer reduction of one step
-    if EXACT:
-        n: tl.constexpr = SPLIT * BLOCK
-        split: tl.constexpr = SPLIT
-    else:
-        n = n_cols // 2
-        split = tl.cdiv(n, BLOCK)
-    group = (tl.program_id(0) // split).to(tl.int64)
-    groups = (tl.num_programs(0) // split).to(tl.int64)
-    part = tl.program_id(0) % split
-    cols = part * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < n
-    if EXACT:
-        in_row = cols >= 0
-    else:
-        in_row = mask
-    w = tl.load(W.to(pairs, bitcast=True) + cols, mask=in_row & (w_kind != 0), other=ones)
-    dw_even, dw_odd, db_even, db_odd = walk_rows(
-        X.to(pairs, bitcast=True) + cols, DY.to(pairs, bitcast=True) + cols, DX.to(pairs, bitcast=True) + cols,
-        STATS, WORDS, w, mask, in_row & (store_dx != 0), n, group, groups, part, split, n_rows,
-        dtype, lanes, BLOCK, STAGES, EXACT,
+    """See ``split_centered_backward``; the weight is of the rows' dtype. A row is split between as many programs as
+    hold it at BLOCK pairs each, SPLITS at most."""
+    n = n_cols // 2
+    splits = tl.cdiv(n, BLOCK)
+    dw_even, dw_odd, db_even, db_odd = split_centered_backward(
+        DX, DY, X, W, STATS, WORDS, n_rows, n, splits, w_kind, store_dx, SPLITS, BLOCK, STAGES
     )  # fmt: skip
-    PARTIALS += group * width
+    cols = tl.program_id(0) % splits * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n
+    PARTIALS += (tl.program_id(0) // splits).to(tl.int64) * width
     store_sums(dw_even, db_even, PARTIALS, 2 * cols, mask, db_column, store_dw, store_db)
     store_sums(dw_odd, db_odd, PARTIALS, 2 * cols + 1, mask, db_column, store_dw, store_db)
 
 
 @gluon.jit
-def backward_ring(
+def backward_pipeline(
     DX, DY, X, W, STATS, PARTIALS, WORDS, dx_stride, dy_stride, x_stride, n_rows, n_cols, width, db_column,
     w_kind, store_dx, store_dw, store_db,
-    PIECES: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory: see ``norm_ring``."""
-    layout: gl.constexpr = ring_layout(gl.num_warps())
+    """See ``pipelined_backward``."""
+    z = PipelineSizes(gl.num_warps(), BLOCKS, BLOCK, STAGES, CENTERED=True, DB=True)
     program = gl.program_id(0).to(gl.int64)
-    ms = ()  # column by column: with halves_of the loop spills, 0.887 of the copy instead of 0.948 at 11008 (H200)
-    for i in gl.static_range(2 * PIECES):
-        cols = columns_of(i, BLOCK, layout)
+    ws = ()  # column by column: with load_halves the loop spills, 0.887 of the copy instead of 0.948 at 11008 (H200)
+    for i in gl.static_range(2 * BLOCKS):
+        cols = columns_of(i, BLOCK, z.layout)
         mask = cols < n_cols
-        ms += (gl.where(mask & (w_kind == 0), 1.0, load_vector(W, cols, mask, w_kind)),)
-    dw, db = walk_ring(
-        DX, DY, X, X, STATS, ms, dx_stride, dy_stride, x_stride, x_stride, program, n_rows,
-        gl.num_programs(0).to(gl.int64), n_cols, store_dx, False, True, True, False, PIECES, BLOCK, STAGES,
-        layout,
+        ws += (gl.where(mask & (w_kind == 0), 1.0, load_vector(W, cols, mask, w_kind)),)
+    x = Rows(X, x_stride)
+    dw, db = pipelined_backward(
+        Rows(DX, dx_stride), Rows(DY, dy_stride), x, x, STATS, ws, program, n_rows, gl.num_programs(0).to(gl.int64),
+        n_cols, store_dx, False, z,
     )  # fmt: skip
     PARTIALS += program * width
-    store_halves(PARTIALS, dw, n_cols, store_dw, PIECES, BLOCK)
-    store_halves(PARTIALS + db_column, db, n_cols, store_db, PIECES, BLOCK)
+    store_halves(PARTIALS, dw, n_cols, store_dw, BLOCKS, BLOCK)
+    store_halves(PARTIALS + db_column, db, n_cols, store_db, BLOCKS, BLOCK)

@@ -76,9 +76,9 @@ DECLARATION = {
                 },
                 "row": {
                     "function": "backward_row",
-                    "constants": ["PIECES", "BLOCK", "STAGES"],
-                    "defaults": {"PIECES": 1},
-                    "covers": "PIECES * BLOCK",
+                    "constants": ["BLOCKS", "BLOCK", "STAGES"],
+                    "defaults": {"BLOCKS": 1},
+                    "covers": "BLOCKS * BLOCK",
                     "staged": ["DY", "X"],
                 },
                 "long": {
@@ -193,7 +193,7 @@ def forward_long(
     Y, X, W, W32, B, B32, RSTD, y_stride, x_stride, n_rows, n_cols, eps, wide, store_rstd,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One row of any length a program. It is read twice, the second time backwards and from the first-level cache, so
+    """One row of any length a program. It is read twice, the second time backwards and from the L1 cache, so
     that registers stay free for a second program. BLOCKS, where it is known, unrolls the loops, so that the blocks'
     loads are in flight together."""
     row = tl.program_id(0).to(tl.int64)
@@ -293,10 +293,10 @@ def backward_tile(
 def backward_row(
     DX, DY, X, W, W32, RSTD, PARTIALS, dx_stride, dy_stride, x_stride, n_rows, n_cols, wide, store_dx,
     store_partials,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``backward_tile`` with one row a step, 1-D. PIECES blocks make up a row whose next power of two would idle too
-    many lanes."""
+    """``backward_tile`` with one row a step, 1-D. A row whose next power of two would leave too many lanes idle is of
+    several BLOCKS."""
     program = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     w0, w1, w2 = parameter(W, W32, 0, wide), parameter(W, W32, 1, wide), parameter(W, W32, 2, wide)
@@ -306,7 +306,7 @@ def backward_row(
         r3, r2, r1 = tl.load(RSTD + row * 3), tl.load(RSTD + row * 3 + 1), tl.load(RSTD + row * 3 + 2)
         xs, dys = (), ()
         cubes, squares, values, ones = sums_of_none(BLOCK)
-        for i in tl.static_range(PIECES):
+        for i in tl.static_range(BLOCKS):
             cols = i * BLOCK + block
             x = tl.load(X + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
             dy = tl.load(DY + row * dy_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
@@ -320,7 +320,7 @@ def backward_row(
         s3, s2, s1, s0 = sums_of_four(cubes, squares, values, ones, 0)
         a3, a2, a1 = w0 * r3, w1 * r2, w2 * r1
         k3, k2, k1 = a3 * r3 * r3 * (s3 / n), a2 * r2 * r2 * (s2 / n), a1 * r1 * r1 * (s1 / n)
-        for i in tl.static_range(PIECES):
+        for i in tl.static_range(BLOCKS):
             cols = i * BLOCK + block
             dx = gradient(xs[i], dys[i], a3, a2, a1, k3, k2, k1).to(DX.dtype.element_ty)
             tl.store(DX + row * dx_stride + cols, dx, mask=(cols < n_cols) & (store_dx != 0))

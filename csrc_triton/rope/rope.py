@@ -1,7 +1,7 @@
 """RoPE: rotate pairs of columns of every head of q and k by the angles of its token's position.
 
-The pairs are a column of the first half and one of the second (``rope_halves``) or two neighbours (``rope_pairs``).
-Columns past them are copied. One launch does q and k; the backward is the same with ``sign`` -1.
+The pairs are a column of the first half and one of the second or, ``interleaved``, two neighbours. Columns past them
+are copied. One launch does q and k; the backward is the same with ``sign`` -1.
 
 Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021).
 """
@@ -18,17 +18,18 @@ from csrc_triton.rope.rotate import (
     TABLE_STRIDES,
     TABLES,
     TENSORS,
+    Rows,
+    block_of,
     copy_columns,
     elements,
     rotate_halves,
-    rotate_pairs,
-    rows_of_program,
+    rotate_interleaved,
 )
 
 DECLARATION = {
     "op": "rope",
     "kernels": {
-        "rope_halves": {
+        "rope": {
             "arguments": {
                 **TENSORS,
                 **TABLES,
@@ -40,17 +41,19 @@ DECLARATION = {
                 **COLUMNS,
                 "sign": "fp32",
             },
-            "axes": AXES,
+            "axes": {**AXES, "interleaved": [False, True]},
             "aligned": [*ALIGNED, *TABLES, *TABLE_STRIDES, *COLUMNS],
-            "forms": {"rows": {"function": "halves", **FORM}},
+            # Blocks are of columns of the first half or, interleaved, of both.
+            "forms": {
+                "rows": {"function": "rope", **FORM, "constants": ["INTERLEAVED", "ROWS", "BLOCK", "BLOCKS"]}
+            },
         },
-        "rope_pairs": {"like": "rope_halves", "forms": {"rows": {"function": "pairs", **FORM}}},
     },
 }
 
 
 @triton.jit
-def halves(
+def rope(
     Q_OUT, K_OUT, Q, K, COS, SIN, IDS,
     q_rows, q_mid, q_mid_inverse, q_mid_shift, q_fast, q_fast_inverse, q_fast_shift,
     q_out_slow_stride, q_out_mid_stride, q_out_fast_stride, q_slow_stride, q_mid_stride, q_fast_stride,
@@ -58,73 +61,40 @@ def halves(
     k_out_slow_stride, k_out_mid_stride, k_out_fast_stride, k_slow_stride, k_mid_stride, k_fast_stride,
     q_programs, index_slow, index_mid, index_fast,
     id_words, n_table, cos_stride, sin_stride, half_bytes, end_bytes, sign,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    out, x, out_at, x_at, inside, index = rows_of_program(
-        Q_OUT, K_OUT, Q, K,
-        q_rows, q_mid, q_mid_inverse, q_mid_shift, q_fast, q_fast_inverse, q_fast_shift,
-        q_out_slow_stride, q_out_mid_stride, q_out_fast_stride, q_slow_stride, q_mid_stride, q_fast_stride,
-        k_rows, k_mid, k_mid_inverse, k_mid_shift, k_fast, k_fast_inverse, k_fast_shift,
-        k_out_slow_stride, k_out_mid_stride, k_out_fast_stride, k_slow_stride, k_mid_stride, k_fast_stride,
-        q_programs, index_slow, index_mid, index_fast,
-        ROWS,
+    q = Rows(
+        Q_OUT, Q, q_rows, (q_mid, q_mid_inverse, q_mid_shift), (q_fast, q_fast_inverse, q_fast_shift),
+        (q_out_slow_stride, q_out_mid_stride, q_out_fast_stride), (q_slow_stride, q_mid_stride, q_fast_stride),
     )  # fmt: skip
-    row, known = table_rows(IDS, index, inside, n_table, id_words)
+    k = Rows(
+        K_OUT, K, k_rows, (k_mid, k_mid_inverse, k_mid_shift), (k_fast, k_fast_inverse, k_fast_shift),
+        (k_out_slow_stride, k_out_mid_stride, k_out_fast_stride), (k_slow_stride, k_mid_stride, k_fast_stride),
+    )  # fmt: skip
+    b = block_of(q, k, q_programs, index_slow, index_mid, index_fast, ROWS)
+    row, known = table_rows(IDS, b.index, b.inside, n_table, id_words)
     cos_at = elements(row * cos_stride, COS)
     sin_at = elements(row * sin_stride, SIN)
-    half = elements(half_bytes, x)
+    half = elements(half_bytes, b.x)
+    n = 2 * half if INTERLEAVED else half
     if BLOCKS:
         for block in tl.static_range(BLOCKS):
-            rotate_halves(
-                out, x, COS, SIN, out_at, x_at, cos_at, sin_at, half, sign, inside, known, block * BLOCK,
-                0, 0, 0, 0, BLOCK, False,
-            )  # fmt: skip
+            rotate(b, COS, SIN, cos_at, sin_at, n, sign, known, block * BLOCK, INTERLEAVED, ROWS, BLOCK)
     else:
-        for first in range(0, half, BLOCK):
-            rotate_halves(
-                out, x, COS, SIN, out_at, x_at, cos_at, sin_at, half, sign, inside, known, first,
-                0, 0, 0, 0, BLOCK, False,
-            )  # fmt: skip
-    copy_columns(out, x, out_at, x_at, 2 * half, elements(end_bytes, x), inside, BLOCK)
+        for first in range(0, n, BLOCK):
+            rotate(b, COS, SIN, cos_at, sin_at, n, sign, known, first, INTERLEAVED, ROWS, BLOCK)
+    copy_columns(b, 2 * half, elements(end_bytes, b.x), BLOCK)
 
 
 @triton.jit
-def pairs(
-    Q_OUT, K_OUT, Q, K, COS, SIN, IDS,
-    q_rows, q_mid, q_mid_inverse, q_mid_shift, q_fast, q_fast_inverse, q_fast_shift,
-    q_out_slow_stride, q_out_mid_stride, q_out_fast_stride, q_slow_stride, q_mid_stride, q_fast_stride,
-    k_rows, k_mid, k_mid_inverse, k_mid_shift, k_fast, k_fast_inverse, k_fast_shift,
-    k_out_slow_stride, k_out_mid_stride, k_out_fast_stride, k_slow_stride, k_mid_stride, k_fast_stride,
-    q_programs, index_slow, index_mid, index_fast,
-    id_words, n_table, cos_stride, sin_stride, half_bytes, end_bytes, sign,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+def rotate(
+    b, COS, SIN, cos_at, sin_at, n, sign, known, first,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    out, x, out_at, x_at, inside, index = rows_of_program(
-        Q_OUT, K_OUT, Q, K,
-        q_rows, q_mid, q_mid_inverse, q_mid_shift, q_fast, q_fast_inverse, q_fast_shift,
-        q_out_slow_stride, q_out_mid_stride, q_out_fast_stride, q_slow_stride, q_mid_stride, q_fast_stride,
-        k_rows, k_mid, k_mid_inverse, k_mid_shift, k_fast, k_fast_inverse, k_fast_shift,
-        k_out_slow_stride, k_out_mid_stride, k_out_fast_stride, k_slow_stride, k_mid_stride, k_fast_stride,
-        q_programs, index_slow, index_mid, index_fast,
-        ROWS,
-    )  # fmt: skip
-    row, known = table_rows(IDS, index, inside, n_table, id_words)
-    cos_at = elements(row * cos_stride, COS)
-    sin_at = elements(row * sin_stride, SIN)
-    width = 2 * elements(half_bytes, x)
-    if BLOCKS:
-        for block in tl.static_range(BLOCKS):
-            rotate_pairs(
-                out, x, COS, SIN, out_at, x_at, cos_at, sin_at, width, sign, inside, known, block * BLOCK,
-                ROWS, BLOCK,
-            )  # fmt: skip
+    if INTERLEAVED:
+        rotate_interleaved(b, COS, SIN, cos_at, sin_at, n, sign, known, first, ROWS, BLOCK)
     else:
-        for first in range(0, width, BLOCK):
-            rotate_pairs(
-                out, x, COS, SIN, out_at, x_at, cos_at, sin_at, width, sign, inside, known, first,
-                ROWS, BLOCK,
-            )  # fmt: skip
-    copy_columns(out, x, out_at, x_at, width, elements(end_bytes, x), inside, BLOCK)
+        rotate_halves(b, COS, SIN, cos_at, sin_at, n, sign, known, first, 0, 0, 0, 0, BLOCK, False)
 
 
 @triton.jit

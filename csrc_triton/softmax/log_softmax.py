@@ -1,30 +1,26 @@
 """Log-softmax over rows: y = x - max - log(sum of exp(x - max)), and its backward."""
 
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from csrc_triton.softmax.softmax_gradient import (
+from csrc_triton.softmax.softmax_backward import (  # noqa: F401 (forms name functions)
+    BACKWARD_ALIGNED,
     BACKWARD_ARGUMENTS,
-    BACKWARD_WITH_RING,
-    gradient_blocks,
-    gradient_long,
-    gradient_row,
-    gradient_tile,
+    LONG_REPACKED,
+    ROW_REPACKED,
+    TILE,
+    backward_blocks,
+    backward_long,
+    backward_row,
+    backward_tile,
 )
-from csrc_triton.softmax.softmax_gradient_ring import gradient_ring
-from csrc_triton.softmax.softmax_ring import normalize_ring
-from csrc_triton.softmax.softmax_statistics import (
+from csrc_triton.softmax.softmax_forward import (  # noqa: F401 (forms name functions)
     DTYPES,
     FORWARD_ALIGNED,
     FORWARD_ARGUMENTS,
     FORWARD_FORMS,
-    LOG2_E,
-    normalize_blocks,
-    normalize_long,
-    normalize_row,
-    normalize_tile,
+    forward_blocks,
+    forward_long,
+    forward_pipeline,
+    forward_row,
+    forward_tile,
 )
 
 DECLARATION = {
@@ -36,87 +32,20 @@ DECLARATION = {
             "aligned": FORWARD_ALIGNED,
             "forms": FORWARD_FORMS,
         },
-        "log_softmax_backward": {"arguments": BACKWARD_ARGUMENTS, **BACKWARD_WITH_RING},
+        "log_softmax_backward": {
+            "arguments": BACKWARD_ARGUMENTS,
+            "axes": DTYPES,
+            "aligned": BACKWARD_ALIGNED,
+            "forms": {
+                "tile": TILE,
+                "row": ROW_REPACKED,
+                "blocks": {
+                    "function": "backward_blocks",
+                    "constants": ["BLOCK", "BLOCKS"],
+                    "covers": "BLOCKS * BLOCK",
+                },
+                "long": LONG_REPACKED,
+            },
+        },
     },
 }
-
-
-@triton.jit
-def forward_tile(Y, X, y_stride, x_stride, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    normalize_tile(Y, X, y_stride, x_stride, n_rows, n_cols, LOG2_E, ROWS, BLOCK, True)
-
-
-@triton.jit
-def forward_row(Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr):
-    normalize_row(Y, X, y_stride, x_stride, n_cols, LOG2_E, BLOCK, True)
-
-
-@triton.jit
-def forward_blocks(
-    Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HOLD: tl.constexpr,
-    STREAM: tl.constexpr,
-):  # fmt: skip
-    normalize_blocks(Y, X, y_stride, x_stride, n_cols, LOG2_E, BLOCK, BLOCKS, HOLD, STREAM, True)
-
-
-@triton.jit
-def forward_long(
-    Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
-    HOLD: tl.constexpr, STREAM: tl.constexpr, ACROSS: tl.constexpr, REPACK: tl.constexpr,
-):  # fmt: skip
-    normalize_long(
-        Y, X, y_stride, x_stride, n_cols, LOG2_E, BLOCK, KEEP, EARLY, HOLD, STREAM, ACROSS, REPACK, True
-    )
-
-
-@gluon.jit
-def forward_ring(
-    Y, X, y_stride, x_stride, n_rows, n_cols, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-    KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
-):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
-    normalize_ring(
-        Y, X, y_stride, x_stride, n_rows, n_cols, LOG2_E, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS, True
-    )
-
-
-@triton.jit
-def backward_tile(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    gradient_tile(DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, ROWS, BLOCK, "log_softmax")
-
-
-@triton.jit
-def backward_row(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, REPACK: tl.constexpr
-):  # fmt: skip
-    gradient_row(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, 1.0, BLOCK, REPACK, "log_softmax")
-
-
-@triton.jit
-def backward_blocks(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
-    gradient_blocks(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, 1.0, BLOCK, BLOCKS, "log_softmax")
-
-
-@triton.jit
-def backward_long(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: tl.constexpr, REPACK: tl.constexpr
-):  # fmt: skip
-    gradient_long(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, 1.0, BLOCK, REPACK, "log_softmax")
-
-
-@gluon.jit
-def backward_ring(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
-):  # fmt: skip
-    """``forward_ring`` with two tensors to read."""
-    gradient_ring(
-        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, 1.0, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
-        "log_softmax",
-    )  # fmt: skip

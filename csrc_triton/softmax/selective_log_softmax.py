@@ -1,17 +1,16 @@
 """Log-softmax of a row of logits over a temperature, at chosen columns alone, and its backward.
 
-Forward: one read of the row; ``log_sums`` says what is kept of it. Backward: dx = (the gradients of x's column -
-softmax(x) * the sum of all of the row's) / temperature.
+Forward: one read of the row, of which STATISTICS keeps the log-sum-exp (``online_softmax``). Backward:
+dx = (the gradients of x's column - softmax(x) * the sum of all of the row's) / temperature.
 
-A column outside of the row reads nothing: its result is NaN, it gives no gradient, and its number is written to FLAG
-(see ``pending``).
+A column outside of the row reads nothing: its result is NaN, it gives no gradient, and its number is written to the
+device error flag, FLAG.
 """
 
 import triton
 import triton.language as tl
 
-from csrc_triton.softmax.log_sums import statistics
-from csrc_triton.softmax.softmax_statistics import LN_2
+from csrc_triton.softmax.online_softmax import LN_2, log_sum_exp
 
 DECLARATION = {
     "op": "selective_log_softmax",
@@ -35,9 +34,8 @@ DECLARATION = {
             "forms": {
                 "row": {
                     "function": "forward",
-                    "constants": ["BLOCK", "STAGES", "CHOSEN", "ODD"],
-                    "defaults": {"STAGES": 1, "CHOSEN": 32, "ODD": False},
-                    "staged": ["X"],
+                    "constants": ["BLOCK", "UNALIGNED"],
+                    "defaults": {"UNALIGNED": False},
                 }
             },
         },
@@ -61,13 +59,15 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "backward",
-                    "constants": ["BLOCK", "CHOSEN", "ODD"],
-                    "defaults": {"CHOSEN": 32, "ODD": False},
+                    "constants": ["BLOCK", "UNALIGNED"],
+                    "defaults": {"UNALIGNED": False},
                 }
             },
         },
     },
 }
+
+CHOSEN = tl.constexpr(32)  # columns a step of the loops over the chosen ones
 
 
 @triton.jit
@@ -81,13 +81,13 @@ def column(INDEX, at, index_words, n_cols, mask):
 @triton.jit
 def forward(
     OUT, STATISTICS, X, INDEX, FLAG, x_stride, n_cols, chosen, index_words, scale, inverse,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, ODD: tl.constexpr,
+    BLOCK: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row a program. OUT[rows, chosen], STATISTICS[rows, 2]; scale is log2(e) / temperature, inverse
     1 / temperature."""
     row = tl.program_id(0).to(tl.int64)
     X += row * x_stride
-    greatest, last = statistics(X, n_cols, scale, BLOCK, STAGES, ODD)
+    greatest, last = log_sum_exp(X, n_cols, scale, BLOCK, UNALIGNED)
     tl.store(STATISTICS + row * 2, greatest)
     tl.store(STATISTICS + row * 2 + 1, last)
     for first in range(0, chosen, CHOSEN):
@@ -109,10 +109,10 @@ def forward(
 @triton.jit
 def backward(
     DX, DOUT, X, INDEX, STATISTICS, x_stride, n_cols, blocks, chosen, index_words, scale, inverse,
-    BLOCK: tl.constexpr, CHOSEN: tl.constexpr, ODD: tl.constexpr,
+    BLOCK: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of a row a program. A row whose gradients are all zero is not read. ODD: rows may start at any
-    element; blocks do at aligned ones, if X's rows and DX's lie alike."""
+    """BLOCK columns of a row a program. A row whose gradients are all zero is not read. UNALIGNED: rows may start at
+    any element; blocks start at aligned ones, if the rows of X and of DX are off by as much."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     first = program % blocks * BLOCK
@@ -127,7 +127,7 @@ def backward(
         dout = tl.load(DOUT + at, mask=known, other=0.0)
         total += tl.sum(dout, 0)
         wanted += tl.sum((dout != 0.0).to(tl.int32), 0)
-    if ODD:
+    if UNALIGNED:
         SIZE: tl.constexpr = X.dtype.element_ty.primitive_bitwidth // 8
         offset = X.to(tl.int64) % 16
         alike = offset == DX.to(tl.int64) % 16
@@ -137,39 +137,27 @@ def backward(
             to_here = tl.multiple_of(DX + first, 16)
             x = tl.load(from_here + tl.arange(0, BLOCK))
             dx = gradient(
-                x,
-                DOUT,
-                INDEX,
-                STATISTICS,
-                row,
-                first,
-                total,
-                n_cols,
-                chosen,
-                index_words,
-                scale,
-                inverse,
-                BLOCK,
-            )
+                x, DOUT, INDEX, STATISTICS, row, first, total, n_cols, chosen, index_words, scale, inverse, BLOCK
+            )  # fmt: skip
             tl.store(to_here + tl.arange(0, BLOCK), dx.to(DX.dtype.element_ty))
         else:
-            masked(
+            store_masked(
                 DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
                 BLOCK,
             )  # fmt: skip
     else:
-        masked(
+        store_masked(
             DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
             BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
-def masked(
+def store_masked(
     DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The columns from ``first`` on that are in the row."""
+    """dx of those of the BLOCK columns from ``first`` on that are in the row."""
     cols = tl.arange(0, BLOCK)
     inside = (cols >= -first) & (cols < n_cols - first)
     x = tl.load(X + first + cols, mask=inside & (wanted > 0), other=-float("inf"))
@@ -183,7 +171,7 @@ def masked(
 def gradient(
     x, DOUT, INDEX, STATISTICS, row, first, total, n_cols, chosen, index_words, scale, inverse, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of BLOCK columns; ``total`` is the sum of all gradients of the row."""
+    """dx of BLOCK columns; ``total`` is the sum of the gradients of the row."""
     greatest, last = tl.load(STATISTICS + row * 2), tl.load(STATISTICS + row * 2 + 1)
     power = tl.exp2((x.to(tl.float32) - greatest) * scale - last)
     dx = power * (-total * inverse)

@@ -1,32 +1,27 @@
-"""Softmax over rows: y = exp(x / T - max) / sum, and its backward.
+"""Softmax over rows: y = exp(x / T - max) / sum, and its backward."""
 
-``scale`` is log2(e) / T forward and 1 / T backward.
-"""
-
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from csrc_triton.softmax.softmax_gradient import (
+from csrc_triton.common.pipeline import ROW_PIPELINE, WHOLE_ROW_PIPELINE
+from csrc_triton.softmax.softmax_backward import (  # noqa: F401 (forms name functions)
+    BACKWARD_ALIGNED,
     BACKWARD_ARGUMENTS,
-    BACKWARD_WITH_RING,
-    gradient_blocks,
-    gradient_long,
-    gradient_row,
-    gradient_tile,
+    LONG,
+    ROW_REPACKED,
+    TILE,
+    backward_long,
+    backward_pipeline,
+    backward_row,
+    backward_tile,
 )
-from csrc_triton.softmax.softmax_gradient_ring import gradient_ring
-from csrc_triton.softmax.softmax_ring import normalize_ring
-from csrc_triton.softmax.softmax_statistics import (
+from csrc_triton.softmax.softmax_forward import (  # noqa: F401 (forms name functions)
     DTYPES,
     FORWARD_ALIGNED,
     FORWARD_ARGUMENTS,
     FORWARD_FORMS,
-    normalize_blocks,
-    normalize_long,
-    normalize_row,
-    normalize_tile,
+    forward_blocks,
+    forward_long,
+    forward_pipeline,
+    forward_row,
+    forward_tile,
 )
 
 DECLARATION = {
@@ -36,89 +31,27 @@ DECLARATION = {
             "arguments": {**FORWARD_ARGUMENTS, "scale": "fp32"},
             "axes": DTYPES,
             "aligned": FORWARD_ALIGNED,
-            "forms": FORWARD_FORMS,
+            "forms": {
+                **FORWARD_FORMS,
+                "pipeline": {
+                    **WHOLE_ROW_PIPELINE,
+                    "function": "forward_pipeline",
+                    "constants": ["BLOCK", "STAGES", "PREFETCH", "IN_REGISTERS", "WHOLE", "INTERLEAVE"],
+                    "defaults": {"WHOLE": True, "INTERLEAVE": 1},
+                    "any_length": "WHOLE",
+                },
+            },
         },
-        "softmax_backward": {"arguments": {**BACKWARD_ARGUMENTS, "scale": "fp32"}, **BACKWARD_WITH_RING},
+        "softmax_backward": {
+            "arguments": {**BACKWARD_ARGUMENTS, "scale": "fp32"},
+            "axes": DTYPES,
+            "aligned": BACKWARD_ALIGNED,
+            "forms": {
+                "tile": TILE,
+                "row": ROW_REPACKED,
+                "long": LONG,
+                "pipeline": {**ROW_PIPELINE, "function": "backward_pipeline"},
+            },
+        },
     },
 }
-
-
-@triton.jit
-def forward_tile(Y, X, y_stride, x_stride, n_rows, n_cols, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    normalize_tile(Y, X, y_stride, x_stride, n_rows, n_cols, scale, ROWS, BLOCK, False)
-
-
-@triton.jit
-def forward_row(Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: tl.constexpr):
-    normalize_row(Y, X, y_stride, x_stride, n_cols, scale, BLOCK, False)
-
-
-@triton.jit
-def forward_blocks(
-    Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HOLD: tl.constexpr,
-    STREAM: tl.constexpr,
-):  # fmt: skip
-    normalize_blocks(Y, X, y_stride, x_stride, n_cols, scale, BLOCK, BLOCKS, HOLD, STREAM, False)
-
-
-@triton.jit
-def forward_long(
-    Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
-    HOLD: tl.constexpr, STREAM: tl.constexpr, ACROSS: tl.constexpr, REPACK: tl.constexpr,
-):  # fmt: skip
-    normalize_long(
-        Y, X, y_stride, x_stride, n_cols, scale, BLOCK, KEEP, EARLY, HOLD, STREAM, ACROSS, REPACK, False
-    )
-
-
-@gluon.jit
-def forward_ring(
-    Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr,
-    KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
-):  # fmt: skip
-    """Persistent programs, a long row a step, held in shared memory and registers: see ``row_ring``."""
-    normalize_ring(
-        Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS, False
-    )
-
-
-@triton.jit
-def backward_tile(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    gradient_tile(DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, ROWS, BLOCK, "softmax")
-
-
-@triton.jit
-def backward_row(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: tl.constexpr, REPACK: tl.constexpr
-):  # fmt: skip
-    gradient_row(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, scale, BLOCK, REPACK, "softmax")
-
-
-@triton.jit
-def backward_blocks(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
-    gradient_blocks(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, scale, BLOCK, BLOCKS, "softmax")
-
-
-@triton.jit
-def backward_long(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: tl.constexpr, REPACK: tl.constexpr
-):  # fmt: skip
-    gradient_long(DX, DY, Y, dx_stride, dy_stride, y_stride, n_cols, scale, BLOCK, REPACK, "softmax")
-
-
-@gluon.jit
-def backward_ring(
-    DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    AHEAD: gl.constexpr, KEPT: gl.constexpr, WHOLE: gl.constexpr,
-    TURNS: gl.constexpr,
-):  # fmt: skip
-    """``forward_ring`` with two tensors to read."""
-    gradient_ring(
-        DX, DY, Y, dx_stride, dy_stride, y_stride, n_rows, n_cols, scale, BLOCK, SLOTS, AHEAD, KEPT, WHOLE, TURNS,
-        "softmax",
-    )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import markdown
-from benchmarks.markdown import ROOT
+from benchmarks.environment import ROOT
 from docs.generate import facts, op_page, support
 from liger_aot.ops.registry import names
 

@@ -12,7 +12,7 @@ from html import escape
 from benchmarks.plot import COLOURS
 from benchmarks.providers import COPY, NAMES, label
 from benchmarks.records import Measurement, Run
-from benchmarks.table import device_figures
+from benchmarks.tables import device_figures
 
 WIDTH, PLOT, LEFT, RIGHT, TOP, LEGEND = 760, 220, 44, 16, 28, 26
 HIGHEST = 1.1  # fraction of the copy

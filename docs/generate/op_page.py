@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import liger_aot
-from benchmarks import markdown, performance, records, table
-from benchmarks.markdown import FIRST, ROOT, Gpu, link, made_in
+from benchmarks import markdown, performance, records, tables
+from benchmarks.environment import ROOT
+from benchmarks.markdown import FIRST, Gpu, link, made_in
 from benchmarks.providers import COPY, label
 from benchmarks.records import Run
 from build_tools.declaration import op_path
@@ -170,7 +171,7 @@ def _measured(op: str, run: Run, file: Path, chart: Path) -> str:
         "bytes, timed in turn with each case.",
         f"![{op} against its peers]({chart.name})",
     ]
-    for title, (header, *rows) in table.tables(run):
+    for title, (header, *rows) in tables.tables(run):
         labels = [name if name in ("", "n", f"{COPY} GB/s") else label(name) for name in header]
         parts.append(f"`{op}`{title}:\n\n{markdown.table(labels, rows)}")
     return "\n\n".join(parts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import markdown
-from benchmarks.markdown import ROOT
+from benchmarks.environment import ROOT
 from docs.generate import facts
 
 if sys.version_info >= (3, 11):

@@ -69,7 +69,8 @@ class Driver:
             liger_aot.errors.ForkedProcess: this process was forked after the driver had been opened; so do
                 `Kernel.prepare` and `Kernel.launch`.
             TypeError, ValueError: an argument is of the wrong type or out of range, or the signature's parameters
-                are not the kernel's own. The driver says those from CUDA 12.4 on; HIP's does not.
+                are not the kernel's own. The driver says their sizes from CUDA 12.4 on and their number from 13.2 on;
+                HIP's says neither.
         """
 
     def tensor_map(

@@ -1,7 +1,8 @@
-"""Modules over the ops, with the names, arguments, parameters and state_dict keys of torch.nn where it has the module.
+"""Modules over the ops: torch.nn's names, arguments, parameters and state_dict keys where it has the module, else
+Liger-Kernel's.
 
-They are subclasses of torch.nn's own, so initialisation, ``extra_repr``, ``isinstance`` and checkpoints stay as they
-are; only ``forward`` is ours.
+The former are subclasses of torch.nn's modules, so initialisation, ``extra_repr``, ``isinstance`` and checkpoints work
+as before: only ``forward`` is replaced.
 """
 
 from __future__ import annotations
@@ -14,12 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_aot.errors import ArgumentError
-from liger_aot.loss_modules import JSD as JSD
-from liger_aot.loss_modules import CrossEntropyLoss as CrossEntropyLoss
-from liger_aot.loss_modules import FusedLinearCrossEntropyLoss as FusedLinearCrossEntropyLoss
-from liger_aot.loss_modules import FusedLinearJSD as FusedLinearJSD
-from liger_aot.loss_modules import KLDivLoss as KLDivLoss
-from liger_aot.loss_modules import TVDLoss as TVDLoss
+from liger_aot.ops.losses._linear import BUDGET
 from liger_aot.ops.registry import load
 
 Shape = int | Sequence[int]
@@ -138,7 +134,7 @@ class Embedding(nn.Embedding):
 
 
 class SwiGLU(nn.Module):
-    """silu(gate) * up: ``liger_aot.load("swiglu")``. With one argument it holds both halves of the last dimension."""
+    """silu(gate) * up: ``liger_aot.load("swiglu")``. Without ``up``, gate is packed: its last dimension holds both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,10 +146,10 @@ class SwiGLU(nn.Module):
 
 
 class GEGLU(nn.Module):
-    """gelu(gate) * up: ``liger_aot.load("geglu")``. With one argument it holds both halves of the last dimension.
+    """gelu(gate) * up: ``liger_aot.load("geglu")``. Without ``up``, gate is packed: its last dimension holds both.
 
     Args:
-        approximate: "tanh", or "none" for the exact error function, in torch.nn.GELU's words.
+        approximate: "tanh" or, for the exact error function, "none", as torch.nn.GELU.
     """
 
     def __init__(self, approximate: str = "tanh") -> None:
@@ -182,7 +178,7 @@ class ReLUSquared(nn.Module):
 
 
 class _OverDimension(nn.Module):
-    """An op over the last dimension, applied over ``dim``; another one than the last is moved there by a copy."""
+    """An op over the last dimension, applied over ``dim``: any other dimension is copied there first."""
 
     op: str
 
@@ -226,7 +222,7 @@ class LogSoftmax(_OverDimension):
 
 
 class Sparsemax(_OverDimension):
-    """The sparse sibling of softmax: ``liger_aot.load("sparsemax")``."""
+    """Sparsemax, a softmax with exact zeros: ``liger_aot.load("sparsemax")``."""
 
     op = "sparsemax"
 
@@ -234,7 +230,7 @@ class Sparsemax(_OverDimension):
 class ModulatedRMSNorm(RMSNorm):
     """RMSNorm with a scale and a shift per group of tokens (AdaLN): ``liger_aot.load("modulated_rmsnorm")``.
 
-    Arguments as ``RMSNorm``, but no weight by default, and one dimension.
+    Arguments as ``RMSNorm``, but over one dimension, and without a weight by default.
     """
 
     def __init__(
@@ -256,7 +252,7 @@ class ModulatedRMSNorm(RMSNorm):
 
 
 class DyT(nn.Module):
-    """Dynamic tanh, weight * tanh(alpha * x) + bias, in a norm's place: ``liger_aot.load("dyt")``.
+    """Dynamic tanh, weight * tanh(alpha * x) + bias, which replaces a norm: ``liger_aot.load("dyt")``.
 
     Args:
         normalized_shape: the last dimension.
@@ -304,11 +300,11 @@ class DyT(nn.Module):
 
 
 class PolyNorm(nn.Module):
-    """A polynomial of three normalised powers, in an activation's place: ``liger_aot.load("poly_norm")``.
+    """A polynomial of three normalised powers, which replaces an activation: ``liger_aot.load("poly_norm")``.
 
     Args:
         eps: added to the means of squares.
-        device, dtype: of the parameters weight (3,) and bias (1,), which begin at 1/3 and 0.
+        device, dtype: of the parameters: weight (3,), initially 1/3, and bias (1,), initially 0.
     """
 
     def __init__(self, eps: float = 1e-6, device: Where = None, dtype: torch.dtype | None = None) -> None:
@@ -327,12 +323,198 @@ class PolyNorm(nn.Module):
         return f"eps={self.eps}"
 
 
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` on ``liger_aot.load("cross_entropy")``, with the classes in the last dimension.
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing: as torch.nn.CrossEntropyLoss.
+        lse_square_scale, softcap, inplace_grad: as the op says.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        inplace_grad: bool = False,
+    ) -> None:
+        super().__init__(
+            weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
+        self.lse_square_scale, self.softcap, self.inplace_grad = lse_square_scale, softcap, inplace_grad
+        self._op = load("cross_entropy")
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """input (..., classes), target (...) int64 or int32; a float32 scalar, or target's shape for "none"."""
+        loss: Tensor = self._op(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            softcap=self.softcap,
+            reduction=self.reduction,
+            inplace_grad=self.inplace_grad,
+        )
+        return loss
+
+
+class FusedLinearCrossEntropyLoss(nn.Module):
+    """Cross entropy of a linear layer, whose weight ``forward`` takes:
+    ``liger_aot.load("fused_linear_cross_entropy")``.
+
+    Args:
+        class_weight: (vocabulary,) or None; a buffer that is not saved in checkpoints.
+        ignore_index, label_smoothing, lse_square_scale, softcap, reduction, chunk_bytes, weight_grad_dtype,
+            use_token_scaling, return_z_loss, return_token_accuracy, return_predicted_tokens: as the op's.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(self, class_weight: Tensor | None = None, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.options = options
+        self._op = load("fused_linear_cross_entropy")
+
+    def forward(self, weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None) -> Any:
+        """weight (vocabulary, k), input (..., k), target (...); the op's result."""
+        return self._op(input, weight, target, bias, class_weight=self.class_weight, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class KLDivLoss(nn.KLDivLoss):
+    """``torch.nn.KLDivLoss`` on ``liger_aot.load("kl_div")``.
+
+    Args:
+        reduction, log_target: as torch.nn.KLDivLoss.
+        eps: targets below it count as eps in the logarithm.
+    """
+
+    def __init__(self, reduction: str = "mean", log_target: bool = False, *, eps: float = 1e-10) -> None:
+        super().__init__(reduction=reduction, log_target=log_target)
+        self.eps = eps
+        self._op = load("kl_div")
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Both (..., n); a float32 scalar, or input's shape for "none"."""
+        loss: Tensor = self._op(
+            input, target, reduction=self.reduction, log_target=self.log_target, eps=self.eps
+        )
+        return loss
+
+
+class JSD(nn.Module):
+    """Generalised Jensen-Shannon divergence: ``liger_aot.load("jsd")``.
+
+    Args:
+        beta: the teacher's weight, from 0 to 1.
+        ignore_index: rows with this label are ignored.
+    """
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.beta, self.ignore_index = beta, ignore_index
+        self._op = load("jsd")
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """The student's and the teacher's log-probabilities (..., n), labels (...); a float32 scalar."""
+        loss: Tensor = self._op(log_q, log_p, shift_labels, beta=self.beta, ignore_index=self.ignore_index)
+        return loss
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, ignore_index={self.ignore_index}"
+
+
+class TVDLoss(nn.Module):
+    """Total variation distance: ``liger_aot.load("tvd")``.
+
+    Args:
+        reduction: "batchmean", "mean", "sum" or "none".
+        ignore_index: rows with this label are ignored.
+    """
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+        self._op = load("tvd")
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """The student's and the teacher's probabilities (..., n), labels (...); a float32 scalar, or p's shape for
+        "none"."""
+        loss: Tensor = self._op(p, q, shift_labels, reduction=self.reduction, ignore_index=self.ignore_index)
+        return loss
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, ignore_index={self.ignore_index}"
+
+
+class FusedLinearJSD(nn.Module):
+    """``JSD`` of two linear layers, whose weights ``forward`` takes: ``liger_aot.load("fused_linear_jsd")``.
+
+    Args:
+        jsd_beta, ignore_index, temperature, chunk_bytes, weight_grad_dtype: as the op's.
+    """
+
+    def __init__(
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        *,
+        chunk_bytes: int = BUDGET,
+        weight_grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.jsd_beta, self.ignore_index, self.temperature = jsd_beta, ignore_index, temperature
+        self.chunk_bytes, self.weight_grad_dtype = chunk_bytes, weight_grad_dtype
+        self._op = load("fused_linear_jsd")
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Inputs (..., k) and (..., j), weights (vocabulary, k) and (vocabulary, j), labels (...), biases
+        (vocabulary,); a float32 scalar."""
+        loss: Tensor = self._op(
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            shift_labels,
+            student_bias,
+            teacher_bias,
+            jsd_beta=self.jsd_beta,
+            ignore_index=self.ignore_index,
+            temperature=self.temperature,
+            chunk_bytes=self.chunk_bytes,
+            weight_grad_dtype=self.weight_grad_dtype,
+        )
+        return loss
+
+    def extra_repr(self) -> str:
+        return f"jsd_beta={self.jsd_beta}, ignore_index={self.ignore_index}, temperature={self.temperature}"
+
+
 def _list(shape: Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
 
 
 def _rows(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``x`` with its last dimensions, which must be ``shape``, as one."""
+    """``x`` with its last dimensions, which must be ``shape``, flattened into one."""
     if tuple(x.shape[x.dim() - len(shape) :]) != tuple(shape):
         raise ArgumentError(f"{name} must end in the normalized shape {tuple(shape)}, got {tuple(x.shape)}")
     return x if len(shape) == 1 else x.reshape(*x.shape[: x.dim() - len(shape)], prod(shape))

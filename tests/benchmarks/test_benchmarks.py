@@ -13,11 +13,11 @@ import torch
 
 from benchmarks import (
     cold_start,
-    entry,
     measure,
+    op_entry,
     providers,
     records,
-    session,
+    runner,
     workload,
 )
 from benchmarks.__main__ import main
@@ -194,7 +194,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_is_saved_as_it_goes(tmp_path: Path) -> None:
     path = tmp_path / "rmsnorm.json"
-    recorder = session.Recorder(Run("rmsnorm", ENVIRONMENT, ()), path)
+    recorder = runner.Recorder(Run("rmsnorm", ENVIRONMENT, ()), path)
     made = sample_run().measurements
     recorder.add("first", iter(made[:3]))
     assert records.read(path).measurements == made[:3]
@@ -206,12 +206,12 @@ def test_a_part_measured_again_replaces_that_part(tmp_path: Path, monkeypatch: p
     later = dataclasses.replace(ENVIRONMENT, date="2030-01-02T00:00:00+00:00", commit="later")
     made = Measurement("rmsnorm", "host_forward", "bfloat16", (4, 4096), "torch", host_us=1.5)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(session.environment, "observe", lambda *_, **__: later)
-    monkeypatch.setattr(session.runner, "host_measurements", lambda *_: [made])
-    monkeypatch.setattr(session, "plot", lambda path: None)
+    monkeypatch.setattr(runner, "observe", lambda *_, **__: later)
+    monkeypatch.setattr(runner, "host_measurements", lambda *_: [made])
+    monkeypatch.setattr(runner, "plot", lambda path: None)
 
     def measured(sections: list[str] | None) -> Run:
-        session.measure(
+        runner.measure_op(
             "rmsnorm", sections=sections, providers=["torch"], effort="quick", results=tmp_path, command="", commit=None
         )  # fmt: skip
         return records.read(tmp_path / "rmsnorm.json")
@@ -254,8 +254,8 @@ def test_an_op_that_cannot_be_measured_is_recorded_and_the_run_goes_on(
         raise ImportError(f"no {op} in the pack")
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(session.environment, "observe", lambda *_, **__: ENVIRONMENT)
-    monkeypatch.setattr(session, "load", broken)
+    monkeypatch.setattr(runner, "observe", lambda *_, **__: ENVIRONMENT)
+    monkeypatch.setattr(runner, "load", broken)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     arguments = ["rmsnorm", "swiglu", "--out", str(tmp_path), "--providers", "liger_aot,torch"]
     assert main(arguments) == 1
@@ -340,11 +340,11 @@ def test_a_wrong_call_says_what_is_wrong(arguments: list[str], message: str, cap
 
 
 def test_an_op_is_found_by_its_file() -> None:
-    assert "rmsnorm" in entry.modules()
-    assert not {"measure", "table", "__main__"} & set(entry.modules())
-    assert [entry.load(name).op for name in entry.modules()] == list(entry.modules())
+    assert "rmsnorm" in op_entry.modules()
+    assert not {"measure", "table", "__main__"} & set(op_entry.modules())
+    assert [op_entry.load(name).op for name in op_entry.modules()] == list(op_entry.modules())
     with pytest.raises(ValueError, match="rmsnorm"):
-        entry.load("measure")
+        op_entry.load("measure")
 
 
 def test_absent_providers_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

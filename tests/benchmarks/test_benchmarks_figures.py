@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import records, summary, table
+from benchmarks import records, tables
 from benchmarks.__main__ import main
 from benchmarks.records import Measurement, Run
 from tests.benchmarks.test_benchmarks import ENVIRONMENT, device_measurement, sample_run
 
 
 def test_table_has_a_row_for_each_length_and_says_what_failed() -> None:
-    text = table.render(sample_run())
+    text = tables.render(sample_run())
     row = next(line.split() for line in text.splitlines() if line.split()[:1] == ["131072"])
     assert row == ["131072", "0.962", "0.625", "error", "4295"]
     assert "liger failed" in text and "quack is absent: ModuleNotFoundError" in text
@@ -29,7 +29,7 @@ def test_table_tells_variants_apart() -> None:
         for n in (1024, 4096)
         for provider in ("copy", "liger_aot")
     ]
-    text = table.render(Run("swiglu", ENVIRONMENT, tuple(made)))
+    text = tables.render(Run("swiglu", ENVIRONMENT, tuple(made)))
     assert [line.rsplit(maxsplit=2)[0].strip() for line in text.splitlines()[2:6]] == [
         "1024",
         "4096",
@@ -60,7 +60,7 @@ def test_summary_marks_a_peer_that_is_ahead_and_a_failure_of_ours() -> None:
         Measurement("rmsnorm", "host_forward", "bfloat16", (4, 4096), "liger_aot", host_us=5.0),
         Measurement("rmsnorm", "host_forward", "bfloat16", (4, 4096), "liger", host_us=40.0),
     ]
-    lines = summary.render([Run("rmsnorm", ENVIRONMENT, tuple(made))]).splitlines()
+    lines = tables.compare([Run("rmsnorm", ENVIRONMENT, tuple(made))]).splitlines()
     assert lines[1].split() == ["rmsnorm", "forward", "1024", "0.962", "0.984", "torch", "0.98", "2.00"]
     assert lines[2].split()[-4:] == ["0.96", "-", "PEER", "AHEAD"]
     assert lines[3].split()[2:] == ["packed", "4096", "-", "1.000", "torch", "-", "-", "FAILED"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.losses.linear_jsd import JSD
-from benchmarks.losses.linear_losses import CROSS_ENTROPY
-from benchmarks.losses.linear_steps import LinearLoss, Result, errors, line, step
+from benchmarks.losses.linear import CROSS_ENTROPY, JSD, LinearLoss, Result, errors, line, step
 
 
 @pytest.mark.parametrize("of", [CROSS_ENTROPY, JSD], ids=lambda of: of.op)

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 import liger_aot
-from benchmarks import entry, op_entry, reference, runner, workload
+from benchmarks import op_entry, reference, runner, workload
 from benchmarks.activations import swiglu
 from benchmarks.norms import rmsnorm
 from benchmarks.softmax import softmax
+from benchmarks.tuning.spaces import SPACES
 from benchmarks.workload import Case
-from build_tools.declaration import read_declaration
+from tests.benchmarks.test_tuning_spaces import DECLARED
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
-OPS = entry.modules()
+OPS = op_entry.modules()
 
 # Small shapes of the kind that an op's points have; (rows, n) where none is named.
 SMALL = {
@@ -32,12 +33,12 @@ SMALL = {
 
 
 def variants(op: str) -> list[str]:
-    return list(dict.fromkeys(case.variant for case in entry.load(op).points))
+    return list(dict.fromkeys(case.variant for case in op_entry.load(op).points))
 
 
 KINDS = [(op, variant) for op in OPS for variant in variants(op)]
 WAYS = [
-    way for op in OPS for way in dict.fromkeys((op, c.variant, c.direction) for c in entry.load(op).points)
+    way for op in OPS for way in dict.fromkeys((op, c.variant, c.direction) for c in op_entry.load(op).points)
 ]
 
 
@@ -46,7 +47,7 @@ def small_case(op: str, direction: str, dtype: torch.dtype = BF16, variant: str 
 
 
 def problem_of(case: Case, op: str, sets: int = 2) -> workload.Problem:
-    return entry.load(op).problem(case, CPU, sets, seed=0)
+    return op_entry.load(op).problem(case, CPU, sets, seed=0)
 
 
 @pytest.mark.parametrize(("op", "variant", "direction"), WAYS)
@@ -56,7 +57,7 @@ def test_providers_agree_with_the_reference(op: str, variant: str, direction: st
         with torch.set_grad_enabled(direction == "backward"):
             problem = problem_of(case, op)
             for provider in ("liger_aot", "torch"):
-                if not entry.load(op).offers(provider, variant):
+                if not op_entry.load(op).offers(provider, variant):
                     continue
                 calls = problem.calls(provider)
                 assert len(calls) == 2
@@ -70,7 +71,7 @@ def test_providers_agree_with_the_reference(op: str, variant: str, direction: st
 
 @pytest.mark.parametrize(("op", "variant"), KINDS)
 def test_formula_is_one_graph_and_right(op: str, variant: str) -> None:
-    one = entry.load(op)
+    one = op_entry.load(op)
     torch._dynamo.reset()
     compiled = torch.compile(one.formula(variant), fullgraph=True, dynamic=False, backend="eager")
     case = small_case(op, "forward", FP32, variant)
@@ -80,23 +81,27 @@ def test_formula_is_one_graph_and_right(op: str, variant: str) -> None:
     assert problem.check(results if isinstance(results, tuple) else (results,)) < 1e-5
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_kernel_has_a_workload(op: str) -> None:
-    for kernel in read_declaration(op).kernels:
-        n = 128 if op.startswith("rope") else 64
-        load = entry.load(op).workload(kernel, n, BF16, 2**16, CPU, seed=3)
-        ways = [way for way in ("forward", "backward") if way in kernel] or ["forward", "backward"]
-        cases = [Case(way, BF16, load.shape, variant) for way in ways for variant in variants(op)]
-        assert load.bytes in map(entry.load(op).moved_bytes, cases)
-        references = load.reference()
-        assert all(one.dtype == torch.float64 or not one.is_floating_point() for one in references)
-        error = workload.largest_error(load.select(load.run(liger_aot.load(op))), references)
-        assert error < workload.TOLERANCE[BF16]
+TUNED = [k for k, space in SPACES.items() if space.workloads is None]
+
+
+@pytest.mark.parametrize("kernel", TUNED)
+def test_every_tuned_kernel_has_a_workload(kernel: str) -> None:
+    op = DECLARED[kernel]
+    n = 128 if op.startswith("rope") else 64
+    works = op_entry.load(op).workloads(kernel, n, BF16, 2**16, CPU, seed=3)
+    assert works[0].timed and not any(work.timed for work in works[1:])
+    for work in works:
+        with torch.set_grad_enabled(work.grad):
+            results = work.call(liger_aot.load(op)).run()
+        assert work.error(results) < workload.TOLERANCE[BF16] and work.bytes > 0 and work.point
+        for result in results:
+            result.data[(-1,) * result.dim()] = float("nan")
+        assert work.error(results) == float("inf")
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_small_calls_run(op: str) -> None:
-    one = entry.load(op)
+    one = op_entry.load(op)
     inputs = one.small_inputs(CPU)
     assert any(x.requires_grad for x in inputs)
     for provider in ("liger_aot", "torch"):
@@ -110,7 +115,7 @@ def test_small_calls_run(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_points_are_distinct_and_fewer_ones_among_them(op: str) -> None:
-    one = entry.load(op)
+    one = op_entry.load(op)
     cases = one.cases()
     assert len(set(cases)) == len(cases) and set(cases) == set(one.points)
     assert {case.direction for case in cases} == {"forward", "backward"}
@@ -166,7 +171,7 @@ Q_AND_K = 2 * 9 * (8 + 2) * 64
 def test_moved_bytes(op: str, shape: tuple[int, ...], variant: str, forward: int, backward: int) -> None:
     if op not in OPS:
         pytest.skip(f"{op} has no device code")
-    one = entry.load(op)
+    one = op_entry.load(op)
     assert one.moved_bytes(Case("forward", BF16, shape, variant)) == forward
     assert one.moved_bytes(Case("backward", BF16, shape, variant)) == backward
 
@@ -198,30 +203,21 @@ def test_references_are_those_of_torch() -> None:
     torch.testing.assert_close(found.backward(rows, (0, 1)), (dx[rows], dweight), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if entry.load(op).by_rows])
+@pytest.mark.parametrize("op", [op for op in OPS if op_entry.load(op).by_rows])
 def test_chunks_make_no_difference(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, case = entry.load(op), small_case(op, "backward", FP32)
+    one, case = op_entry.load(op), small_case(op, "backward", FP32)
     random = op_entry.Random(FP32, CPU, torch.Generator().manual_seed(1))
     arguments, grads = one._inputs_and_grads(case, random)
     wanted, public = one.wanted(arguments), one._public(case)
-    tensors, settings = reference.bind(op, lambda op: one.invoke(op, ""), arguments)
-    raw = reference.RawCall(op, settings)
     rows = workload.checked_rows(len(grads[0]), CPU, seed=0)
 
     def found() -> tuple[torch.Tensor, ...]:
         called = reference.Reference(public, arguments, grads, one.shared)
-        inner = reference.Reference(raw, tensors, grads, one.shared)
-        of_call = (*called.forward(rows), *called.backward(rows, wanted))
-        return *of_call, *inner.forward(rows), *inner.backward(rows, wanted)
+        return *called.forward(rows), *called.backward(rows, wanted)
 
-    def results() -> list[torch.Tensor]:
-        whole = reference.Reference(raw, tensors, grads, one.shared).results()
-        return [r for r in whole if r is not None]
-
-    expected, kept = found(), results()
+    expected = found()
     monkeypatch.setattr(reference, "FP64_CHUNK_ELEMENTS", 100)
     torch.testing.assert_close(found(), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(results(), kept, rtol=1e-6, atol=1e-6)
 
 
 def test_checked_rows_hold_both_ends() -> None:
@@ -245,29 +241,31 @@ def test_errors_are_seen() -> None:
 # The tuner's workloads -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kernel", ["rmsnorm_forward", "rmsnorm_backward", "swiglu_forward", "swiglu_backward"]
-)
+@pytest.mark.parametrize("kernel", ["rmsnorm_forward", "swiglu_backward"])
 @pytest.mark.parametrize(("n", "elements"), [(96, 96 * 300 + 17), (1, 5), (130, 131)])
 def test_workload_sizes(kernel: str, n: int, elements: int) -> None:
     op = kernel.partition("_")[0]
-    load = entry.load(op).workload(kernel, n, BF16, elements, CPU, seed=3)
-    assert load.shape == (elements // n, n)
-    selected = load.select(load.run(liger_aot.load(op)))
-    assert workload.largest_error(selected, load.reference()) < workload.TOLERANCE[BF16]
+    work, *_ = op_entry.load(op).workloads(kernel, n, BF16, elements, CPU, seed=3)
+    with torch.set_grad_enabled(work.grad):
+        results = work.call(liger_aot.load(op)).run()
+    assert results[0].shape == (elements // n, n)
+    assert work.error(results) < workload.TOLERANCE[BF16]
 
 
-def test_workload_gives_what_only_a_backward_needs() -> None:
-    load = rmsnorm.ENTRY.workload("rmsnorm_forward", 32, BF16, 3200, CPU, seed=1)
-    y, rstd = load.run(liger_aot.load("rmsnorm"))
-    assert y.shape == (100, 32) and rstd.shape == (100,) and rstd.dtype == FP32
-    assert [one.shape for one in load.reference()] == [(64, 32), (64, 1)]
+def test_what_a_forward_keeps_for_the_backward_is_checked() -> None:
+    timed, check = rmsnorm.ENTRY.workloads("rmsnorm_forward", 32, BF16, 3200, CPU, seed=1)
+    assert timed.timed and not timed.grad and check.grad and not check.timed
+    op = liger_aot.load("rmsnorm")
+    assert [r.shape for r in check.call(op).run()] == [(100, 32), (32,)]
+    wrong = check.call(op).run()
+    wrong[0].mul_(1.1)
+    assert check.error(wrong) == pytest.approx(0.1, rel=0.1)
 
 
 def test_workload_inputs_depend_on_the_seed_alone() -> None:
     def first(seed: int) -> torch.Tensor:
-        load = rmsnorm.ENTRY.workload("rmsnorm_forward", 32, BF16, 3200, CPU, seed)
-        return load.run(liger_aot.load("rmsnorm"))[0]
+        work, _ = rmsnorm.ENTRY.workloads("rmsnorm_forward", 32, BF16, 3200, CPU, seed)
+        return work.call(liger_aot.load("rmsnorm")).run()[0]
 
     assert torch.equal(first(5), first(5))
     assert not torch.equal(first(5), first(6))
@@ -275,9 +273,9 @@ def test_workload_inputs_depend_on_the_seed_alone() -> None:
 
 def test_workload_refuses_what_it_cannot_make() -> None:
     with pytest.raises(ValueError, match="rmsnorm_sideways"):
-        rmsnorm.ENTRY.workload("rmsnorm_sideways", 32, BF16, 3200, CPU, 0)
+        rmsnorm.ENTRY.workloads("rmsnorm_sideways", 32, BF16, 3200, CPU, 0)
     with pytest.raises(ValueError, match="row of 4096"):
-        rmsnorm.ENTRY.workload("rmsnorm_forward", 4096, BF16, 100, CPU, 0)
+        rmsnorm.ENTRY.workloads("rmsnorm_forward", 4096, BF16, 100, CPU, 0)
 
 
 # Providers -------------------------------------------------------------------------------------------------
@@ -328,7 +326,7 @@ def test_a_provider_that_overwrites_gets_its_inputs_back(
     overwritten: op_entry.Overwritten,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = entry.load(op)
+    one = op_entry.load(op)
     monkeypatch.setattr(one, "liger", lambda variant: function.apply)
     monkeypatch.setattr(one, "overwritten", lambda provider, case: overwritten)
     with torch.enable_grad():
@@ -353,7 +351,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_liger_lacks_is_not_asked_of_it() -> None:
     assert swiglu.ENTRY.offers("liger", "packed")
     assert not softmax.ENTRY.offers("quack", "")
-    geglu, log_softmax = entry.load("geglu"), entry.load("log_softmax")
+    geglu, log_softmax = op_entry.load("geglu"), op_entry.load("log_softmax")
     assert geglu.offers("liger", "") and not geglu.offers("liger", "exact")
     assert not log_softmax.offers("liger", "")
 

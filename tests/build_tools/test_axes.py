@@ -206,7 +206,7 @@ ROWS = {
         {"block = 64": "block = 64, rows = 64"},
         "row 3: 'rows' is decided by an axis, not by the row",
     ),
-    "no number of the host": ({"waves = 3": "fillings = 3"}, "row 3: unknown key 'fillings' for form 'tile'"),
+    "no number of the host": ({"waves = 3": "wave = 3"}, "row 3: unknown key 'wave' for form 'tile'"),
 }
 
 

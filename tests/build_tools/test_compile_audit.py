@@ -16,13 +16,14 @@ import pytest
 from build_tools.audit import Audited, _resident, audit, parameter_layout, report
 from build_tools.binary import inspect
 from build_tools.build import Tree, build_packs
-from build_tools.compile import Compiled, compile_variants, sources
+from build_tools.compile import Compiled, sources
 from build_tools.declaration import read_declaration
 from build_tools.errors import AuditError, BuildError, CompileError
 from build_tools.paths import KERNELS, ROOT
 from build_tools.plan import Variant, plan
 from build_tools.profile import Profile, read_profile
 from tests.build_tools.small_op import hardware, write_profile
+from tests.harness.planned_packs import compile_variants
 
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 ROW = 'form = "tile", block = 32, parts = 8, num_warps = 1'
@@ -38,7 +39,7 @@ def one_variant(folder: Path, arch: str, row: str = ROW, text: str | None = None
 
 
 def compile_one(variant: Variant, profile: Profile, cache: Path) -> Compiled:
-    return compile_variants([variant], profile, cache=cache, workers=1, progress=False)[variant.name]
+    return compile_variants([variant], profile, cache=cache)[variant.name]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +277,7 @@ def test_the_cache_knows_what_decides_the_bytes(tmp_path: Path) -> None:
 
 def test_shared_device_code_counts_as_source() -> None:
     """An edit to a file that an op imports makes its cache entries stale."""
-    assert {p.name for p in sources("rmsnorm")} >= {"rmsnorm.py", "exchange.py", "packed.py"}
+    assert {p.name for p in sources("rmsnorm")} >= {"rmsnorm.py", "exchange.py", "bf16x2.py"}
     assert sources("column_sums") == (KERNELS / "norms" / "column_sums.py",)
 
 

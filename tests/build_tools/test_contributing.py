@@ -88,3 +88,10 @@ def test_add_an_op(tree: Path) -> None:
         assert Pack(tree / "build" / "packs" / arch).ops == ("scale",)
         golden = (tree / "tests" / "golden" / f"plan_{arch}.txt").read_text()
         assert f"{arch} scale: 6 binaries" in golden
+
+
+def test_change_an_attention_kernel(tree: Path) -> None:
+    output = follow("Change an attention kernel", tree)
+    assert 'max_n = 1024, head_dim = 128, mask = "causal", form = "warp_specialized"' in output
+    assert "n <= 1024: warp_specialized-block_n64" in output
+    assert re.search(r"\b8 passed", output)

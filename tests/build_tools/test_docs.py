@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import liger_aot
-from benchmarks import headline, performance, records
-from benchmarks.markdown import ROOT, gpus
+from benchmarks import performance, records
+from benchmarks.environment import ROOT
+from benchmarks.markdown import gpus
 from benchmarks.records import Run
 from docs.generate import __main__ as generate
 from docs.generate import chart, docstring, facts, op_page, support
@@ -341,10 +342,10 @@ def test_the_headline_has_a_column_a_gpu(tmp_path: Path) -> None:
     assert "reaches 4295 GB/s on the H200 and 4295 GB/s on the H100" in rendered("headline", tmp_path)
 
 
-@pytest.mark.parametrize("row", headline.ROWS, ids=lambda row: row.title.partition(",")[0])
-def test_every_row_of_the_headline_has_figures(row: headline.Row) -> None:
+@pytest.mark.parametrize("row", performance.ROWS, ids=lambda row: row.title.partition(",")[0])
+def test_every_row_of_the_headline_has_figures(row: performance.Row) -> None:
     figures = row.figures(gpus()[0])
-    assert figures and all(headline.OURS in one and len(one) > 1 for one in figures)
+    assert figures and all(performance.OURS in one and len(one) > 1 for one in figures)
 
 
 POINT = {"batch": 1, "cached": 8192, "page": 0, "dim": 128, "heads": 64, "kv_heads": 8, "tokens": 1}

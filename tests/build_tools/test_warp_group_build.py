@@ -1,4 +1,4 @@
-"""Kernels by warp groups through the build: declaration, plan, compile, audit, pack, and how the loader reads them."""
+"""Warp-specialised kernels through the build: declaration, plan, compile, audit, pack, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from build_tools.audit import audit, parameter_layout
 from build_tools.binary import inspect
-from build_tools.compile import Compiled, compile_variants
+from build_tools.compile import Compiled
 from build_tools.declaration import read_declaration, tiles_of
 from build_tools.errors import AuditError, DeclarationError, ProfileError
 from build_tools.plan import Plan, Variant, plan
@@ -24,10 +24,11 @@ from liger_aot.runtime.manifest import Pack, TensorMaps
 from tests.build_tools.small_op import DECLARATION, TABLE, edited, hardware, write_op, write_profile
 from tests.conftest import built_pack
 from tests.harness.pack_edits import edit
+from tests.harness.planned_packs import compile_variants
 
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 OP = "flash_attention"
-CAUSAL = "flash_attention_forward_causal"
+FORWARD, TILES = "flash_attention_forward", "flash_attention_forward_tiles"
 
 
 def planned(arch: str) -> Plan:
@@ -39,10 +40,9 @@ def planned(arch: str) -> Plan:
 
 def test_what_is_declared() -> None:
     kernels = read_declaration(OP).kernels
-    first, causal, tiles = kernels[OP + "_forward"], kernels[CAUSAL], kernels[OP + "_forward_tiles"]
-    assert first.signature() == causal.signature() == "4444ppplff" + 11 * "i"
-    assert (first.language, tiles.language) == ("gluon", "triton")
-    assert first.arguments == causal.arguments and first.forms != causal.forms
+    forward, tiles = kernels[FORWARD], kernels[TILES]
+    assert forward.signature() == "4444ppplff" + 11 * "i"
+    assert (forward.language, tiles.language) == ("gluon", "triton")
     assert all(k.optional and k.always_aligned and k.matrix for k in kernels.values())
     assert "4" not in tiles.signature()
 
@@ -78,16 +78,16 @@ def test_mistakes(tmp_path: Path, name: str) -> None:
 
 
 def test_each_architecture_has_its_own_kernels() -> None:
-    groups = {
-        OP + "_forward" + kind
-        for kind in ("", "_causal", "_local", *(f"_short_{dim}" for dim in (64, 96, 128)))
-    }
-    assert set(planned("sm90").kernels) == groups
-    for arch in ("sm80", "gfx90a", "gfx942"):
-        assert set(planned(arch).kernels) == {OP + "_forward_tiles"}
     for arch in ARCHS:
-        for kernel in planned(arch).kernels.values():
-            assert set(kernel.tables) == {"bf16/aligned", "fp16/aligned"}
+        (kernel,) = planned(arch).kernels.values()
+        assert kernel.kernel.name == (FORWARD if arch == "sm90" else TILES)
+        masks = ("/full", "/causal", "/local") if arch == "sm90" else ("",)
+        assert set(kernel.tables) == {
+            f"{dtype}/{dim}{mask}/aligned"
+            for dtype in ("bf16", "fp16")
+            for dim in (64, 96, 128, 192, 256)
+            for mask in masks
+        }
 
 
 def test_a_kernel_that_is_not_optional_must_have_a_table(tmp_path: Path) -> None:
@@ -100,13 +100,14 @@ def test_a_kernel_that_is_not_optional_must_have_a_table(tmp_path: Path) -> None
 
 
 def test_sizes_of_tiles_are_filled_in() -> None:
-    variants = [v for v in planned("sm90").variants if v.kernel == CAUSAL and v.axes["dtype"] == "fp16"]
+    variants = [v for v in planned("sm90").variants if v.axes["dtype"] == "fp16"]
     for variant in variants:
         box, block_n = variant.constants["BOX"], variant.constants["BLOCK_N"]
         assert variant.arguments["Q"] == f"tensordesc<fp16[1, 1, 64, {box}]>"
         assert variant.arguments["K"] == f"tensordesc<fp16[1, 1, {block_n}, {box}]>"
-        assert variant.constants["MASK"] == 1 and variant.language == "gluon"
-    assert len(variants) == 5
+        assert variant.constants["MASK"] == ("full", "causal", "local").index(str(variant.axes["mask"]))
+        assert variant.language == "gluon"
+    assert len(variants) == 18
 
 
 # ---- Compile and audit ----
@@ -116,14 +117,14 @@ Built = tuple[Variant, Compiled]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Built]:
-    """The causal forward of head dimension 64 with three warp groups, the one of 128 with two, and gfx942's of 64."""
+    """The causal forward over many keys of head dimension 64 with three warp groups, of 128 with two, and gfx942's."""
     cache = tmp_path_factory.mktemp("cache")
     made = {}
-    for arch, index, name in (("sm90", 0, "three"), ("sm90", 2, "two"), ("gfx942", 0, "amd")):
-        variants = [v for v in planned(arch).variants if v.axes["dtype"] == "bf16"]
-        variant = [v for v in variants if v.kernel in (CAUSAL, OP + "_forward_tiles")][index]
+    for arch, dim, name in (("sm90", 64, "three"), ("sm90", 128, "two"), ("gfx942", 64, "amd")):
+        axes = {"dtype": "bf16", "head_dim": dim, **({"mask": "causal"} if arch == "sm90" else {})}
+        *_, variant = (v for v in planned(arch).variants if v.axes == axes)
         profile = read_profile(arch)
-        compiled = compile_variants([variant], profile, cache=cache, workers=1, progress=False)
+        compiled = compile_variants([variant], profile, cache=cache)
         made[name] = variant, compiled[variant.name]
     return made
 

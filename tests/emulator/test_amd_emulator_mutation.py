@@ -23,7 +23,7 @@ from tests.emulator.amd_emulator.mutation import flipped
 from tests.harness import drivers
 from tests.harness.op_cases import BF16, Case
 from tests.ops.attention import attention_cases
-from tests.ops.norms import rmsnorm_cases
+from tests.ops.norms import test_rmsnorm
 from tests.ops.softmax import test_softmax
 
 pytestmark = [
@@ -36,7 +36,7 @@ Check = Callable[[Any, Mapping[str, float]], None]
 
 
 def rmsnorm(op: Any, allowed: Mapping[str, float]) -> None:
-    rmsnorm_cases.check(op, rmsnorm_cases.Case(2, 240, BF16, BF16), allowed, 0)
+    test_rmsnorm.TestRMSNorm().check(op, Case((2, 240), BF16, weight=BF16), allowed)
 
 
 def softmax(op: Any, allowed: Mapping[str, float]) -> None:

@@ -17,7 +17,6 @@ from tests.harness.choices import Choices, Entry, Prepared
 from tests.harness.op_cases import BF16, DTYPES, FP16, FP32, Case, OpCases
 from tests.harness.op_tests import LAYOUTS, OpTests, made
 from tests.harness.other_ops import AttentionOp, DecodingOp, LinearCrossEntropyOp, LinearJSDOp, VarlenOp
-from tests.ops.norms.rmsnorm_cases import RMSNormCases
 
 # Those of a process group, and parts of others
 LEFT_OUT = {
@@ -141,7 +140,7 @@ class HarnessOp:
 @cache
 def entries() -> dict[str, Entry]:
     """By name. The ops of the harness are found by their tests' classes."""
-    others = RMSNormCases(), AttentionOp(), VarlenOp(), DecodingOp(), LinearCrossEntropyOp(), LinearJSDOp()
+    others = AttentionOp(), VarlenOp(), DecodingOp(), LinearCrossEntropyOp(), LinearJSDOp()
     found: dict[str, Entry] = {
         entry.name: entry for entry in (HarnessOp(o) if isinstance(o, OpCases) else o for o in others)
     }

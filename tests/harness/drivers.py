@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 
 from build_tools.declaration import Kernel, op_module, read_declaration
-from liger_aot.ops import differentiable, unseen
+from liger_aot.ops import differentiable, guards
 from liger_aot.ops.op import Op
 from liger_aot.runtime.dispatch import OpOn, Runtimes
 from liger_aot.runtime.manifest import OpManifest, Pack, Variant
@@ -46,7 +46,7 @@ def past_modes() -> Iterator[None]:
     """Ops don't go through torch.library for the sake of a dispatch mode, which is the test's own: it is to see what
     they ask of torch on the direct path."""
     with ExitStack() as stack:
-        for module in (differentiable, unseen):
+        for module in (differentiable, guards):
             stack.enter_context(patch.object(module, "dispatch_modes", lambda: 0))
         yield
 

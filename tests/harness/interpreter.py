@@ -153,7 +153,7 @@ def _teach_inline_assembly() -> None:
             result = _interpreter.load(
                 data[0].astype(np.uint64), mask, np.zeros_like(data[0]), np.dtype(np.int64)
             )
-        elif "bra again" in text:  # posted
+        elif "bra retry" in text:  # wait_for_words
             mask, zeros = np.ones_like(data[0], dtype=bool), np.zeros_like(data[0])
             result, addresses, until = zeros, data[0].astype(np.uint64), monotonic() + PATIENCE
             while not result.all():

@@ -52,11 +52,15 @@ class PtxDriver(GPUDriver):
 
 
 def lowered_from_ptx(op_class: type[AnyOp], pack: Pack) -> AnyOp:
-    """The op with the first GPU bound to ``PtxDriver``."""
+    return on_first_gpu(op_class, pack, PtxDriver)
+
+
+def on_first_gpu(op_class: type[AnyOp], pack: Pack, driver_class: type[GPUDriver]) -> AnyOp:
+    """The op with the first GPU bound to a driver of that class."""
     here = gpu(0)
     runtimes = {}
     for name in (op_class.name, *op_class.uses):
-        on = OpOn(pack.op(name), PtxDriver(here.shared_per_block), 0, here.multiprocessors)
+        on = OpOn(pack.op(name), driver_class(here.shared_per_block), 0, here.multiprocessors)
         runtimes[name] = Runtimes(name, {0: on})
     return op_class(runtimes)
 

@@ -52,6 +52,7 @@ import liger_aot
 from liger_aot.errors import ArgumentError, LigerAOTError
 from liger_aot.ops.differentiable import DifferentiableOp
 from liger_aot.ops.torch_library import register
+from liger_aot.runtime.dispatch import key_text
 from liger_aot.runtime.manifest import Pack
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
@@ -307,10 +308,8 @@ class OpTests(OpGPUTests):
         for case in self.cases:
             dtypes = {k: v for k, v in case.options.items() if isinstance(v, torch.dtype)}
             for problem in op.problems(case.shape, case.dtype, dtypes):
-                keys = {(*key.split("/"),) for key in kernels[problem.kernel].tables}
-                alignment = "aligned" if problem.aligned else "generic"
-                names = tuple({BF16: "bf16", FP16: "fp16", FP32: "fp32"}.get(d, d) for d in problem.axes)
-                assert (*names, alignment) in keys, f"{case}: {problem.kernel} {names} {alignment}"
+                key = key_text((*problem.axes, problem.aligned))
+                assert key in kernels[problem.kernel].tables, f"{case}: {problem.kernel} {key}"
 
     # ---- torch.compile and torch.library --------------------------------------------------------------------
 

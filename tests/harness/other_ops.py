@@ -14,6 +14,7 @@ from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.losses.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_aot.ops.losses.fused_linear_jsd import FusedLinearJSD
+from liger_aot.ops.op import Op
 from tests.conftest import built_pack
 from tests.harness.choices import Choices, Entry, Prepared
 from tests.harness.drivers import InterpreterDriver, bound_op
@@ -228,7 +229,7 @@ class LinearCrossEntropyOp:
 
     def check(self, way: str, problem: tuple[linear_loss_cases.LinearCase, int]) -> None:
         case, seed = problem
-        op, device = _by_way(linear_cross_entropy.made, way)
+        op, device = _by_way(FusedLinearCrossEntropy, way)
         if not (linear_loss_cases.draw(case, seed, device).target != linear_loss_cases.IGNORED).any():
             return  # means are NaN, as torch's: the op's tests have it
         linear_cross_entropy.check(op, case, device, seed, rounded_logits=way != "reference")
@@ -273,7 +274,7 @@ class LinearJSDOp:
 
     def check(self, way: str, problem: tuple[linear_jsd.Case, int]) -> None:
         case, seed = problem
-        op, device = _by_way(linear_jsd.made, way)
+        op, device = _by_way(FusedLinearJSD, way)
         linear_jsd.check(op, case, device, seed, rounded_logits=way != "reference")
 
 
@@ -290,5 +291,5 @@ def _way(entry: Entry, way: str) -> tuple[Any, dict[str, float], str]:
 
 
 @cache
-def _by_way(made_by: Any, way: str) -> Any:
-    return made_by(way)
+def _by_way(op_class: type[Op], way: str) -> Any:
+    return linear_loss_cases.made(op_class, way)

@@ -15,22 +15,22 @@ from liger_aot.runtime.manifest import Pack
 from tests.build_tools.small_op import hardware, write_profile
 from tests.conftest import built_pack
 from tests.harness.drivers import InterpreterDriver, bound_op
-from tests.harness.op_tests import Way
+from tests.harness.op_tests import Case, OpTests, Way
 from tests.harness.pack_edits import add_kernels, edit
 
-# Of rings of blocks of 64 columns: up to five blocks; up to seven, of which some are read again, the first of them from
-# one program's first row on.
-HELD = "max_n = 320, slots = 3, ahead = AHEAD"
-AGAIN = "max_n = 1000000, slots = 4, ahead = AHEAD, whole = false"
-# No block but those that are kept, one more, as many as there are slots for, more; last blocks of one line or two, and
+# Of pipelines of blocks of 64 columns, two of them in registers: rows of at most five blocks, which stay on chip; rows
+# of any length, of which some blocks are read twice.
+WHOLE = "max_n = 320, in_registers = 2, stages = 3, prefetch = PREFETCH"
+REREAD = "max_n = 1000000, in_registers = 2, stages = 4, prefetch = PREFETCH, whole = false"
+# No block but those in registers, one more, as many as there are stages, more; last blocks of one line or two, and
 # whole ones.
 LENGTHS = (16, 64, 80, 128, 144, 192, 208, 256, 304, 320)
 LONGER = (384, 400, 448, 512, 656, 960)
 
 
-def with_rings(tables: str, numbers: str, ahead: int) -> str:
-    """HELD or AGAIN, with a number of blocks ahead, in place of NUMBERS."""
-    return tables.replace("NUMBERS", numbers.replace("AHEAD", str(ahead)))
+def with_pipeline(tables: str, numbers: str, prefetch: int) -> str:
+    """``tables`` with WHOLE or REREAD in place of NUMBERS."""
+    return tables.replace("NUMBERS", numbers.replace("PREFETCH", str(prefetch)))
 
 
 def pack_with(op_class: type[Op], folder: Path, tables: str) -> Pack:
@@ -57,3 +57,19 @@ def way_with(op_class: type[DifferentiableOp], folder: Path, tables: str) -> Way
     """The op of such a pack on the interpreter."""
     pack = pack_with(op_class, folder, tables)
     return Way(bound_op(op_class, pack, InterpreterDriver), "cpu", dict(pack.tolerance))
+
+
+def way_of(tests: OpTests, folder: Path, **rows: str) -> Way:
+    """The op of ``tests`` with kernels of these rows, each named by its kernel."""
+    tables = (
+        f'[kernel.{kernel}]\nprovenance = "made up for a test"\nrows = [{text}]\n'
+        for kernel, text in rows.items()
+    )
+    return way_with(tests.op_class, folder / "pack", "".join(tables))
+
+
+def check_form(tests: OpTests, way: Way, form: str, *cases: Case) -> None:
+    """The cases' results are right, and the form was used."""
+    for seed, case in enumerate(cases):
+        tests.check(way.op, case, way.allowed, seed=seed)
+    assert {name for name in way.loaded() if f"-{form}-" in name}

@@ -19,7 +19,7 @@ from pathlib import Path
 from build_tools.audit import Audited, audit
 from build_tools.binary import BinaryFacts
 from build_tools.build import compiler, make_plans, project_version
-from build_tools.compile import compile_here
+from build_tools.compile import compile_all, compile_here
 from build_tools.compiler import Compiled
 from build_tools.declaration import tiles_of
 from build_tools.pack import write_op, write_pack
@@ -89,6 +89,12 @@ def built(arch: str, op: str, name: str) -> Packed:
     text = write_op(folder, alone, found)
     path = folder / f"{op}.json"
     return OpManifest(path, folder / f"{op}.bin", sha256(text).hexdigest()).variant(name)
+
+
+def compile_variants(variants: Sequence[Variant], profile: Profile, cache: Path) -> dict[str, Compiled]:
+    """The binary of each variant by its name, from ``cache`` where it has it."""
+    made = compile_all([(variant, profile) for variant in variants], cache=cache, workers=1, progress=False)
+    return {variant.name: one for variant, one in zip(variants, made, strict=True)}
 
 
 @cache

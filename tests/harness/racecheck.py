@@ -2,8 +2,8 @@
 
 Of kernels by warp groups it reports accesses soon after the barriers of all threads by which Triton (3.6.0) starts and
 ends a ``warp_specialize``: the word that tells a warp what to run, captured values, the first tile on the forward's
-board. Later tiles, handed on by the same instructions, it does not report. A report counts as none where the machine
-code of every binary that it can be of shows the order in one of three forms; all else remains an error:
+board. Later tiles, handed on by the same instructions, it does not report. A report counts as none where the binary's
+machine code shows the order in one of three forms; all else remains an error:
 
 - One of the accesses alone is the first group's before it lets the others start, or after they have ended. A barrier
   of all threads lies between.
@@ -21,10 +21,10 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from liger_aot.runtime.manifest import Pack
+from liger_aot.runtime.manifest import Variant
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _OF_ALL = re.compile(r"BAR\.SYNC\S* 0x1$")
@@ -142,21 +142,23 @@ def disassembled(image: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def sift(log: str, pack: Pack) -> tuple[int, str]:
-    """How many of a log's reports are of ordered accesses, and the log without them. A report, the first access against
-    each of the others, does not say which of a symbol's binaries it is of: it counts for all that have such accesses
-    there."""
+def sift(log: str, binaries: Mapping[str, Variant]) -> tuple[int, str]:
+    """How many of a log's reports are of ordered accesses, and the log without them. A report is the first access
+    against each of the others; ``binaries`` are by the names that it has for them."""
     before, *reports = _REPORT.split(log)
-    found = [_ACCESS.findall(report) for report in reports]
-    codes: dict[str, list[Code]] = {kernel: [] for accesses in found for _, kernel, _ in accesses}
-    for op in map(pack.op, pack.ops):
-        for variant in map(op.variant, op.variants):
-            if variant.symbol in codes:
-                codes[variant.symbol].append(Code(disassembled(variant.read())))
+    codes: dict[str, Code] = {}
     left = [before]
-    for report, accesses in zip(reports, found, strict=True):
+    for report in reports:
+        accesses = _ACCESS.findall(report)
+        kernels = {kernel for _, kernel, _ in accesses}
+        for kernel in kernels & set(binaries) - set(codes):
+            codes[kernel] = Code(disassembled(binaries[kernel].read()))
+        code = codes.get(kernels.pop()) if len(kernels) == 1 else None
         places = [(kind, int(at, 16)) for kind, _, at in accesses]
-        of = [code for _, kernel, _ in accesses[1:2] for code in codes[kernel] if code.has(places)]
-        if not of or not all(code.ordered(places[0][1], at) for code in of for _, at in places[1:]):
+        if (
+            code is None
+            or not code.has(places)
+            or not all(code.ordered(places[0][1], at) for _, at in places[1:])
+        ):
             left.append(report)
     return 1 + len(reports) - len(left), "".join(left)

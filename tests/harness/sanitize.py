@@ -1,9 +1,10 @@
 """compute-sanitizer over every binary that this machine's GPU takes: `make sanitize`.
 
 Each op runs forward and backward, once for every row of its dispatch tables, dtype and alignment, in one process a
-tool. torch's own kernels are not looked at. First an access beyond a tensor, made on purpose, must be found. Of kernels
-by warp groups racecheck reports accesses that are ordered all the same: `tests.harness.racecheck`
-tells them from races by the machine code. `--part 1/2` and `--part 2/2` do half of the ops each.
+tool. torch's own kernels are not looked at. Reports name a kernel, and many binaries have a kernel of that name: here
+each gets one of its own. First an access beyond a tensor, made on purpose, must be found. Of kernels by warp groups
+racecheck reports accesses that are ordered all the same: `tests.harness.racecheck` tells them from races by the machine
+code. `--part 1/2` and `--part 2/2` do half of the ops each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,18 +27,22 @@ from typing import Any, NamedTuple
 import torch
 
 import liger_aot
-from liger_aot.runtime.manifest import Pack
+from liger_aot.runtime.devices import driver
+from liger_aot.runtime.dispatch import GPUDriver, Launchable
+from liger_aot.runtime.manifest import Pack, Variant
 from tests.conftest import built_pack, no_gpu
 from tests.harness.all_ops import HarnessOp, entries
 from tests.harness.choices import Entry
-from tests.harness.op_gpu_tests import installed
+from tests.harness.op_gpu_tests import installed, on_first_gpu
 from tests.harness.racecheck import sift
 
 TOOLS = ("memcheck", "racecheck")
 PLANTED = "planted"
 LONGEST = 1 << 30  # n of a table's row
-_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warning)")
-_WHERE = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(\w+)[^\s+]*(?:\+0x| in )")
+_SUMMARY = re.compile(
+    r"(?:ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warning)", re.M
+)
+_WHERE = re.compile(r"\bat (?:0x[0-9a-f]+ in )?([\w-]+)[^\s+]*(?:\+0x| in )")
 _UNTRACKED = "Internal Sanitizer Error"
 
 
@@ -44,7 +50,7 @@ class Findings(NamedTuple):
     """What a tool's log says."""
 
     errors: int
-    kernels: Counter[str]  # named in reports
+    kernels: Counter[str]  # named in reports, but for those of ordered accesses
     finished: bool  # it has a summary
     ordered: int = 0  # reports that are none, and not among the errors
 
@@ -56,6 +62,52 @@ def findings(log: str) -> Findings:
 
 
 # ---- What runs under a tool ---------------------------------------------------------------------------------
+
+
+def by_name(pack: Pack) -> dict[str, Variant]:
+    """The pack's binaries by the names that they have under a tool, each as long as its kernel's."""
+    variants = (manifest.variant(name) for manifest in map(pack.op, pack.ops) for name in manifest.variants)
+    return {numbered(i, len(variant.symbol)): variant for i, variant in enumerate(variants)}
+
+
+def numbered(number: int, length: int) -> str:
+    """A name of so many characters."""
+    digits = ""
+    while number:
+        number, digit = divmod(number, 36)
+        digits = "0123456789abcdefghijklmnopqrstuvwxyz"[digit] + digits
+    name = "z" + digits.rjust(length - 1, "0")
+    assert len(name) == length
+    return name
+
+
+def renamed(image: bytes, symbol: str, name: str) -> bytes:
+    """A cubin whose kernel has another name: it stands in tables of strings, at the end of each that holds it."""
+    found, count = re.subn(rb"(?<=[.\0])%s(?=\0)" % re.escape(symbol.encode()), name.encode(), image)
+    assert count and len(found) == len(image)
+    return found
+
+
+class NamingDriver(GPUDriver):
+    """Gives each binary its name of ``by_name``."""
+
+    def load(self, variant: Variant) -> Launchable:
+        name = _names()[variant.name]
+        kernel: Launchable = driver().load(
+            renamed(variant.read(), variant.symbol, name),
+            name,
+            threads=variant.threads,
+            shared=variant.shared,
+            signature=variant.signature,
+            cooperative=variant.cooperative,
+            follows=variant.follows,
+        )
+        return kernel
+
+
+@cache
+def _names() -> dict[str, str]:
+    return {variant.name: name for name, variant in by_name(installed()).items()}
 
 
 def problems(entry: Entry, pack: Pack, longest: int) -> Iterator[Any]:
@@ -72,6 +124,8 @@ def exercise(names: Sequence[str], device: str, longest: int = LONGEST) -> None:
     for name in names:
         start, count, entry = time.perf_counter(), 0, entries()[name]
         op: Any = liger_aot.load(name)
+        if device == "cuda":
+            op = on_first_gpu(type(op), pack, NamingDriver)
         for problem in problems(entry, pack, longest):
             entry.prepare(problem, device).run(op)
             if device == "cuda":
@@ -87,7 +141,7 @@ def plant() -> None:
     """A tensor of more elements than its memory holds."""
     x = torch.zeros(1 << 20, device="cuda")
     x.untyped_storage().resize_(4096)
-    op: Any = liger_aot.load("relu_squared")
+    op = on_first_gpu(type(liger_aot.load("relu_squared")), installed(), NamingDriver)
     op(x)
     torch.cuda.synchronize()
 
@@ -101,43 +155,46 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or next(iter(found), None)
 
 
-def symbols(pack: Pack) -> list[str]:
-    """Of all kernels."""
-    manifests = (pack.op(name) for name in pack.ops)
-    return sorted({m.variant(variant).symbol for m in manifests for variant in m.variants})
-
-
-def under(program: str, tool: str, kernels: Sequence[str], arguments: Sequence[str]) -> tuple[int, Findings]:
+def under(
+    program: str, tool: str, binaries: Mapping[str, Variant], arguments: Sequence[str]
+) -> tuple[int, Findings]:
     """(exit status, findings) of this module under ``tool``."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
+        kernels = ",".join(f"kne={name}" for name in binaries)
         command = [
-            program, "--tool", tool, "--kernel-name", ",".join(f"kne={k}" for k in kernels), "--log-file", str(log),
+            program, "--tool", tool, "--kernel-name", kernels, "--log-file", str(log),
             "--print-limit", "20" if tool == "memcheck" else "100000", "--target-processes", "application-only",
             sys.executable, "-m", "tests.harness.sanitize", *arguments,
         ]  # fmt: skip
         # Each tensor an allocation of its own: what lies beside it is nobody's.
         status = subprocess.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}).returncode
         text = log.read_text() if log.exists() else ""
-    found = findings(text)
+    found = findings(named(text, binaries))
     if tool == "racecheck" and found.errors:
-        ordered, text = sift(text, installed())
-        found = found._replace(errors=found.errors - ordered, ordered=ordered)
+        ordered, text = sift(text, binaries)
+        left = findings(named(text, binaries)).kernels
+        found = found._replace(errors=found.errors - ordered, kernels=left, ordered=ordered)
     if found.errors and arguments != [PLANTED]:
-        print(text)
+        print(named(text, binaries))
     return status, found
 
 
-def run(program: str, tools: Sequence[str], names: Sequence[str], kernels: Sequence[str]) -> int:
+def named(log: str, binaries: Mapping[str, Variant]) -> str:
+    """The log with the binaries' own names."""
+    return re.sub(r"\bz[0-9a-z]+\b", lambda m: binaries[m[0]].name if m[0] in binaries else m[0], log)
+
+
+def run(program: str, tools: Sequence[str], names: Sequence[str], binaries: Mapping[str, Variant]) -> int:
     """1 where a tool found something, or did not see what it should."""
     failed = False
     if "memcheck" in tools:
-        _, found = under(program, "memcheck", kernels, [PLANTED])
+        _, found = under(program, "memcheck", binaries, [PLANTED])
         failed = not found.errors
         print(f"memcheck of an access beyond a tensor: {'not ' if failed else ''}found", flush=True)
     for tool in tools:
         start = time.perf_counter()
-        status, found = under(program, tool, kernels, ["exercise", *names])
+        status, found = under(program, tool, binaries, ["exercise", *names])
         wrong = status or found.errors or not found.finished
         failed = failed or bool(wrong)
         said = f"{found.errors} errors" if found.finished else "it did not finish"
@@ -170,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     if (program := sanitizer()) is None:
         parser.exit(2, "sanitize: there is no compute-sanitizer on the PATH; it comes with CUDA's toolkit\n")
     names = (given.ops or list(entries()))[part - 1 :: of]
-    return run(program, given.tools, names, symbols(installed()))
+    return run(program, given.tools, names, by_name(installed()))
 
 
 if __name__ == "__main__":

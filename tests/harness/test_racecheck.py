@@ -125,61 +125,69 @@ def log(*found: tuple[int, int]) -> str:
 
 
 @pytest.fixture
-def pack(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two binaries of a symbol: one has nothing where the other has accesses; and one of another symbol."""
-    images = {"a": ("kernel", text(LINES)), "b": ("kernel", text(LINES[:1])), "c": ("other", "")}
-    monkeypatch.setattr(racecheck, "disassembled", lambda image: images[image.decode()][1])
-
-    def variant(name: str) -> Any:
-        return SimpleNamespace(symbol=images[name][0], read=name.encode)
-
-    op = SimpleNamespace(variants=tuple(images), variant=variant)
-    return SimpleNamespace(ops=("op",), op=lambda name: op, images=images)
+def binaries(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """By the names of their kernels: one has nothing where the other has accesses."""
+    images = {"kernel": text(LINES), "other": text(LINES[:1])}
+    monkeypatch.setattr(racecheck, "disassembled", lambda image: images[image.decode()])
+    return {name: SimpleNamespace(name=name, read=name.encode) for name in images}
 
 
-def test_reports(pack: Any) -> None:
+def test_reports(binaries: Any) -> None:
     tool = "========= COMPUTE-SANITIZER\n"
-    assert sift(tool + log((TOLD, STARTS), (READS, WRITES)), pack) == (2, tool)
-    count, rest = sift(tool + log((TOLD, WRITES), (READS, WRITES)), pack)
+    assert sift(tool + log((TOLD, STARTS), (READS, WRITES)), binaries) == (2, tool)
+    count, rest = sift(tool + log((TOLD, WRITES), (READS, WRITES)), binaries)
     assert count == 1 and rest == tool + log((TOLD, WRITES)).partition("========= RACECHECK")[0]
-    assert sift(log((WRITES, READS)), pack)[0] == 0  # a read where the code writes
+    assert sift(log((WRITES, READS)), binaries)[0] == 0  # a read where the code writes
     several = log((READS, WRITES)).replace(
         "========= \n", f"=========     and Write access at kernel+{16 * STARTS:#x}\n"
     )
-    assert sift(several, pack)[0] == 1
-    assert sift(several.replace(f"{16 * STARTS:#x}", "0x8"), pack) == (
+    assert sift(several, binaries)[0] == 1
+    assert sift(several.replace(f"{16 * STARTS:#x}", "0x8"), binaries) == (
         0,
         several.replace(f"{16 * STARTS:#x}", "0x8"),
     )
 
 
-def test_every_binary_counts(pack: Any) -> None:
-    broken = tuple("NOP" if i == MEETS else line for i, line in enumerate(LINES))
-    pack.images["b"] = ("kernel", text(broken))
-    assert sift(log((TOLD, STARTS), (READS, WRITES)), pack)[0] == 1
+@pytest.mark.parametrize("name", ["other", "unknown"])
+def test_another_binary_shows_nothing(binaries: Any, name: str) -> None:
+    reports = log((TOLD, STARTS), (READS, WRITES))
+    assert sift(reports.replace("kernel", name), binaries)[0] == 0
+    assert sift(reports.replace("kernel", name, 1), binaries)[0] == 1  # of two binaries
 
 
 @pytest.mark.parametrize(("wrong", "failed"), [([], False), ([(READS, STARTS), (TOLD, WRITES)], True)])
 def test_sanitize(
-    wrong: Any, failed: bool, pack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    wrong: Any, failed: bool, binaries: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tool is a script that writes such a log."""
     (tmp_path / "log").write_text(log((TOLD, STARTS), *wrong))
     program = tmp_path / "compute-sanitizer"
     program.write_text(f'#!/bin/sh\ncp {tmp_path}/log "$6"\n')
     program.chmod(0o755)
-    monkeypatch.setattr(sanitize, "installed", lambda: pack)
-    assert sanitize.run(str(program), ["racecheck"], ["rope"], ["kernel"]) == failed
+    assert sanitize.run(str(program), ["racecheck"], ["rope"], binaries) == failed
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("racecheck: 1 errors, 2 reports" if wrong else "racecheck: 0 errors, 1 reports")
+    reports = "reports of ordered accesses"
+    wanted = (
+        f"racecheck: 1 errors, 2 {reports} in kernel," if wrong else f"racecheck: 0 errors, 1 {reports}, exit"
+    )
+    assert said.startswith(wanted)
 
 
 BINARIES = (
-    ("flash_attention", "flash_attention_forward-groups-bf16-aligned-block_n128-d164-"),
-    ("flash_attention_varlen", "flash_attention_varlen_forward_groups_64-groups-bf16-"),
-    ("flash_attention_backward", "flash_attention_backward_groups_64_ordered-groups-bf16-"),
-    ("flash_attention_backward", "flash_attention_backward_groups_192_causal_ordered-roles-bf16-"),
-    ("flash_attention_varlen_backward", "flash_attention_varlen_backward_groups_96-groups-bf16-"),
+    ("flash_attention", "flash_attention_forward-warp_specialized-bf16-64-full-aligned-"),
+    (
+        "flash_attention_varlen",
+        "flash_attention_varlen_forward-warp_specialized-bf16-64-causal-aligned-block_n128-",
+    ),
+    (
+        "flash_attention_backward",
+        "flash_attention_backward_warp_specialized-narrow-bf16-64-full-deterministic-",
+    ),
+    (
+        "flash_attention_backward",
+        "flash_attention_backward_warp_specialized-wide-bf16-192-causal-deterministic-",
+    ),
+    ("flash_attention_varlen_backward", "flash_attention_varlen_backward_warp_specialized-narrow-bf16-96-"),
 )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.conftest import no_gpu
+from build_tools.binary import inspect
+from tests.conftest import built_pack, no_gpu
 from tests.harness import sanitize
 from tests.harness.all_ops import entries
-from tests.harness.sanitize import exercise, findings, main, run
+from tests.harness.sanitize import by_name, exercise, findings, main, numbered, renamed, run
 
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
 BEYOND = """========= COMPUTE-SANITIZER
@@ -36,6 +39,8 @@ def test_findings() -> None:
     more = "========= RACECHECK SUMMARY: 20 hazards displayed (264 errors, 2 warnings)\n"
     assert findings(more).errors == 266
     assert not findings("========= COMPUTE-SANITIZER\n").finished
+    cut = "========= ERROR SUMMARY: 379 errors\n========= ERROR SUMMARY: 359 errors were not printed.\n"
+    assert findings(cut).errors == 379
     assert findings(CLEAN + "========= Internal Sanitizer Error: not tracked\n").errors == 1
 
 
@@ -49,14 +54,16 @@ def test_findings() -> None:
         (BEYOND, "", 0, True),
     ],
 )
-def test_memcheck(tmp_path: Path, planted: str, log: str, status: int, failed: bool) -> None:
+def test_memcheck(
+    tmp_path: Path, planted: str, log: str, status: int, failed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The tool is a script that writes such logs."""
     (tmp_path / "planted").write_text(planted)
-    (tmp_path / "log").write_text(log)
+    (tmp_path / "log").write_text(log.replace("forward+", "z000001+"))
     program = tmp_path / "compute-sanitizer"
     program.write_text(
         f"""#!/bin/sh
-[ "$1 $2 $3 $4 $5" = "--tool memcheck --kernel-name kne=forward,kne=rows --log-file" ] || exit 3
+[ "$1 $2 $3 $4 $5" = "--tool memcheck --kernel-name kne=z000001,kne=z002 --log-file" ] || exit 3
 case "$*" in
 *" -m tests.harness.sanitize planted") cp {tmp_path}/planted "$6"; exit 1 ;;
 *" -m tests.harness.sanitize exercise rope softmax") cp {tmp_path}/log "$6"; exit {status} ;;
@@ -65,7 +72,30 @@ exit 3
 """
     )
     program.chmod(0o755)
-    assert run(str(program), ["memcheck"], ["rope", "softmax"], ["forward", "rows"]) == failed
+    binaries: Any = {
+        "z000001": SimpleNamespace(name="rope-tile-bf16"),
+        "z002": SimpleNamespace(name="softmax-tile"),
+    }
+    assert run(str(program), ["memcheck"], ["rope", "softmax"], binaries) == failed
+    said = capsys.readouterr().out
+    assert ("2 errors in rope-tile-bf16," in said) == ("at rope-tile-bf16+0x210" in said) == (log == BEYOND)
+
+
+def test_names() -> None:
+    """Each binary's own, in the cubin wherever its kernel's was."""
+    pack = built_pack("sm90")
+    manifest = pack.op("column_sums")
+    variants = [manifest.variant(name) for name in manifest.variants]
+    image, symbol = variants[0].read(), variants[0].symbol
+    name = numbered(35 * 36 + 1, len(symbol))
+    assert name == "z" + "0" * (len(symbol) - 4) + "0z1"
+    assert inspect(image).kernel == symbol and inspect(renamed(image, symbol, name)).kernel == name
+    other = renamed(renamed(image, symbol, name), name, symbol)
+    assert other == image and symbol.encode() not in renamed(image, symbol, name)
+    small: Any = SimpleNamespace(ops=("column_sums",), op=pack.op)
+    names = by_name(small)
+    assert len(names) == len(variants) and list(names.values()) == variants
+    assert [len(n) for n in names] == [len(v.symbol) for v in variants]
 
 
 def test_a_machine_that_cannot(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

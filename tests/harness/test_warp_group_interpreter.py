@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from csrc_triton.attention.attention_groups import barriers
+from csrc_triton.attention.pipeline import mbarriers
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
 from tests.conftest import built_pack
@@ -34,7 +34,7 @@ class Dense(interpreter.GroupsDriver):
     [
         Problem(1, 2, 1, 200, 150, 64, causal=True),
         Problem(1, 1, 1, 70, 130, 128, FP16, "bhsd"),
-        Problem(2, 4, 2, 130, 100, 64, causal=True),  # heads take turns to start a block
+        Problem(2, 4, 2, 130, 100, 64, causal=True),  # tiles of heads are interleaved
         Problem(1, 2, 2, 130, 200, 192, causal=True),
     ],
 )
@@ -46,7 +46,7 @@ def test_the_dense_backward(problem: Problem) -> None:
     keywords = {"causal": problem.causal, "layout": problem.layout}
     found = op(do, q, k, v, o, lse, **keywords)
     worst = gradient_errors(found, tensors, do, None, problem, REFERENCE, approximate=False)
-    assert any("_groups_" in name for name in op._own.of(torch.empty(1), "q")._loaded)
+    assert any("_warp_specialized-" in name for name in op._own.of(torch.empty(1), "q")._loaded)
     assert max(worst.values()) <= 1, worst
 
 
@@ -70,7 +70,9 @@ def test_the_dense_forward(problem: Problem, monkeypatch: pytest.MonkeyPatch) ->
     worst = errors(o, lse, (*tensors, sinks), problem, REFERENCE, approximate=False)
     assert max(worst) <= 1, worst
     on = op._own.of(torch.empty(1), "q")
-    assert any("-groups-" in name for name in on._loaded) and on.plans["counters"].on(0, 1).tolist() == [0]
+    assert any("-warp_specialized-" in name for name in on._loaded) and on.plans["counters"].on(
+        0, 1
+    ).tolist() == [0]
 
 
 @pytest.fixture
@@ -142,8 +144,8 @@ def test_what_is_wrong(block: interpreter.Block) -> None:
 
 @gluon.jit
 def two_pairs(USED: gl.constexpr):
-    used = barriers(1, 1)
-    idle = barriers(1, 1)
+    used = mbarriers(1, 1)
+    idle = mbarriers(1, 1)
     gl.warp_specialize([(arrive, (used,)), (arrive, (used if USED == 1 else idle,))], [4], [24])
 
 

@@ -179,21 +179,21 @@ def _wait(left: int, deps: tuple[Tensor, ...]) -> Any:
 
 
 def add_dq(to: Pointer, dq: Tensor) -> None:
-    """``attention_backward_dq.add_dq``, whose assembly says in which order a thread's values lie."""
+    """``backward_consumers.add_dq``, whose assembly says in which order a thread's values lie."""
     r, c = torch.arange(64)[:, None], torch.arange(dq.shape[1])[None]
     thread = 32 * (r // 16) + 4 * (r % 8) + c % 8 // 2
     at = 512 * (c // 8) + 4 * thread + 2 * (r % 16 // 8) + c % 2
     memory(to.address, to.dtype, dq.numel()).index_add_(0, at.flatten(), dq.flatten())
 
 
-def _turn(assembly: str, constraints: str, operands: list[Any], *rest: Any) -> None:
-    """A turn of ``attention_backward_order``. Programs run one after the other: one that waits would wait for ever."""
+def _semaphore(assembly: str, constraints: str, operands: list[Any], *rest: Any) -> None:
+    """The semaphore of ``backward_scheduler``. Programs run one after the other: one that waits would wait for ever."""
     at, number = operands
-    turn = memory(at.address, torch.int32, 1)
+    semaphore = memory(at.address, torch.int32, 1)
     if "st.release" in assembly:
-        turn[0] = number
+        semaphore[0] = number
     else:
-        assert "ld.acquire" in assembly and turn[0] == number, "nobody passes this turn on"
+        assert "ld.acquire" in assembly and semaphore[0] == number, "nobody releases this semaphore"
 
 
 def _to(x: Tensor, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
@@ -234,7 +234,7 @@ def _language(block: Block) -> SimpleNamespace:
         static_range=range,
         static_assert=lambda condition: None,
         thread_barrier=lambda: None,
-        inline_asm_elementwise=_turn,
+        inline_asm_elementwise=_semaphore,
         allocate_shared_memory=block.allocate,
         warp_specialize=block.specialize,
     )  # fmt: skip
@@ -249,7 +249,7 @@ class Code:
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
-            "let_next_start": lambda: None,
+            "launch_dependents": lambda: None,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),

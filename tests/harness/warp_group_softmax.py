@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def masked(s: Tensor, key: Any, bounds: tuple[Tensor, Tensor], left: Any) -> Tensor:
+def mask_scores(s: Tensor, key: Any, bounds: tuple[Tensor, Tensor], left: Any) -> Tensor:
     keys = key + torch.arange(s.shape[1])
     seen = keys < bounds[1][:, None]
     if left:
@@ -19,11 +19,11 @@ def masked(s: Tensor, key: Any, bounds: tuple[Tensor, Tensor], left: Any) -> Ten
 
 SOFTMAX = {
     "soft_cap": lambda s, inner: torch.tanh(s * inner) if inner else s,
-    "here": lambda x: x,
-    "masked": masked,
-    "pack": lambda e, dtype: e.type(dtype),
-    "unpack": lambda x, dtype, layout, n: x,
-    "row_parts": lambda e: e.sum(1, keepdim=True),
-    "scaled": lambda acc, by: acc * by[:, None],
+    "no_hoist": lambda x: x,
+    "mask_scores": mask_scores,
+    "to_x2": lambda e, dtype: e.type(dtype),
+    "from_x2": lambda x, dtype, layout, n: x,
+    "partial_row_sums": lambda e: e.sum(1, keepdim=True),
+    "scale_rows": lambda acc, by: acc * by[:, None],
     "whole_blocks": lambda keys, z: keys // z.BLOCK_N,
 }

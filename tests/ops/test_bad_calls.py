@@ -1,6 +1,6 @@
 """Random calls with wrong arguments: one error, in the arguments' words, alike on the CPU and on the way to a GPU.
 
-LIGER_AOT_SEED=new draws others. Nothing is launched: the way to a GPU ends at a driver that records.
+LIGER_AOT_SEED=new draws others. Without a GPU nothing is launched: the way to one ends at a driver that records.
 """
 
 from __future__ import annotations
@@ -191,3 +191,39 @@ def test_what_equals_a_right_setting(name: str) -> None:
         elif kind in ("int", "float") and type(default) in (int, float) and default in (0, 1):
             small_calls()[name].outputs(_ops(name)[0])
             _check(bad, {parameter.name: bool(default)})
+
+
+def _on_gpu(value: Any) -> Any:
+    """What ``value`` is where the tensors of a call are on a GPU. A setting's tensor may stay: it is wrong anywhere."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if value._is_zerotensor():
+        return torch._efficientzerotensor(value.shape, dtype=value.dtype, device="cuda")
+    if value.layout == torch.strided and not value.is_nested and not value.untyped_storage().size():
+        return _freed(torch.ones(value.shape, dtype=value.dtype, device="cuda"))
+    return value if value.is_mkldnn else value.cuda()  # torch has no such layout on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPS)
+def test_bad_calls_on_a_gpu(name: str) -> None:
+    """With tensors on a GPU: the CPU's errors, word for word but for the device. Afterwards the op is right."""
+    bad, op, call = Bad(name), liger_aot.load(name), small_calls()[name]
+    choices = RandomChoices(seed_of_run() * 1000 + OPS.index(name))
+    good = {k: _on_gpu(v) for k, v in bad.good.items()}
+    there = call._replace(tensors={k: t.cuda() for k, t in call.tensors.items()})
+    outputs = there.outputs(op)
+    for _ in range(200):
+        wrong = bad.draw(choices)
+        if any(isinstance(v, Tensor) and v.is_mkldnn for v in wrong.values()):
+            continue
+        moved = {k: _on_gpu(v) for k, v in wrong.items()}
+        here, found = _outcome(op, {**bad.good, **wrong}), _outcome(op, {**good, **moved})
+        said = f"{name}({', '.join(f'{k}={_said(v)}' for k, v in moved.items())})"
+        assert type(found) is type(here), f"{said}: {found!r}, on the CPU {here!r}"
+        # a tensor's own device, or one that is named
+        text = str(found).replace(", device='cuda:0'", "").replace("cuda:0", "cpu")
+        assert text == str(here), f"{said}: {found}"
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, there.outputs(op), strict=True))

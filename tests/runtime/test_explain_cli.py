@@ -90,12 +90,14 @@ def test_explain_agrees_with_the_dispatch(built: Path, arch: str) -> None:
         keys = {part for k in manifest.kernels.values() for key in k.tables for part in key.split("/")}
         for dtype in (dtype for dtype, short in DTYPE_NAMES.items() if short in keys):
             for n in (1, *sorted(sizes)):
-                problems = [p for p in op.problems((2, n), dtype) if p.kernel in dispatch]
-                assert problems, f"no kernel of {name} itself"
-                choices = {c.kernel: c for c in liger_aot.explain(name, arch=arch, shape=(2, n), dtype=dtype)}
-                for problem in problems:
-                    chosen = dispatch[problem.kernel]((*problem.axes, problem.aligned), problem.n).variant
-                    assert choices[problem.kernel].variant == chosen.name
+                # the number of keys chooses attention's variants, of each head dimension
+                of_keys = name.startswith("flash_attention")
+                for shape in [(n, 1, dim) for dim in (64, 128, 256)] if of_keys else [(2, n)]:
+                    problems = [p for p in op.problems(shape, dtype) if p.kernel in dispatch]
+                    assert problems, f"no kernel of {name} itself"
+                    choices = liger_aot.explain(name, arch=arch, shape=shape, dtype=dtype)
+                    chosen = [dispatch[p.kernel]((*p.axes, p.aligned), p.n).variant.name for p in problems]
+                    assert [c.variant for c in choices if c.kernel in dispatch] == chosen
 
 
 def test_explain_covers_every_installed_architecture(built: Path) -> None:

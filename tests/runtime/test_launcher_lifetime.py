@@ -358,14 +358,14 @@ def test_the_interpreter_ends_cleanly_with_live_kernels(
 
 
 def test_the_cost_of_a_launch(driver: Any, stand_in: StandIn) -> None:
-    """A loaded kernel's launch asks the driver for the current device and the launch, and leaves nothing in memory."""
+    """A loaded kernel's launch asks the driver for what is current and the launch, and leaves nothing in memory."""
     kernel = load(driver, "pppppiillf")
     arguments = (*(0x7F00_0000_0000 + i * 4096 for i in range(5)), 4096, 4096, 1, 2**33, 1e-6)
     kernel.launch(0, 0, 4096, 1, 1, *arguments)
     before = len(stand_in.calls())
     kernel.launch(0, 0, 4096, 1, 1, *arguments)
     asked = [line.split("@")[0] for line in stand_in.calls()[before:]]
-    assert asked in (["cuCtxGetDevice", "cuLaunchKernel"], ["hipGetDevice", "hipModuleLaunchKernel"])
+    assert asked in (["cuCtxGetCurrent", "cuLaunchKernel"], ["hipGetDevice", "hipModuleLaunchKernel"])
     stand_in.log_calls(False)
     count, blocks = stand_in.launch_count, sys.getallocatedblocks()
     for _ in range(10_000):

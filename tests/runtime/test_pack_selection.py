@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import liger_aot
+from build_tools.profile import profile_names
 from liger_aot.doctor import examine
 from liger_aot.errors import DriverNotFound, PackDamaged, PackNotFound, UnknownOp
 from liger_aot.ops.norms.column_sums import ColumnSums
@@ -92,7 +94,8 @@ def test_the_folder_beside_liger_aot_comes_first(
     shutil.rmtree(site / packs.NAMESPACE / "sm90")
     (before / packs.NAMESPACE / "__init__.py").write_text("raise AssertionError('nothing of it is run')")
     (site / "liger_aot").mkdir()
-    monkeypatch.setattr(packs, "__file__", str(site / "liger_aot" / "packs.py"))
+    assert Path(packs.__file__).parents[1] == Path(liger_aot.__file__).parent
+    monkeypatch.setattr(packs, "__file__", str(site / "liger_aot" / "runtime" / "packs.py"))
     monkeypatch.syspath_prepend(str(before))
     packs.installed.cache_clear()
     chosen = [site / packs.NAMESPACE / "sm80", before / packs.NAMESPACE / "sm90"]
@@ -164,13 +167,12 @@ def test_one_folder_by_two_names_counts_once(
             Device("cuda", "12.0", "NVIDIA B200"),
             [
                 "NVIDIA B200 (compute capability 12.0)",
-                "for compute capabilities 8.x and 9.0",
-                "add a profile",
+                "liger-aot is built for gfx90a, gfx942, sm80, sm90; add a profile",
             ],
         ),
         (
             Device("hip", "gfx1100", "AMD Radeon RX 7900"),
-            ["AMD Radeon RX 7900 (gfx1100)", "gfx90a and gfx942; add a profile"],
+            ["AMD Radeon RX 7900 (gfx1100)", "gfx90a, gfx942, sm80, sm90; add a profile"],
         ),
         (
             H200,
@@ -191,6 +193,35 @@ def test_a_gpu_without_a_pack(copies: Callable[..., Path], device: Device, messa
         pack_for(device)
     for message in [*messages, "installed are sm80 (for 8.0, 8.6, 8.7, 8.9)"]:
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extras", "target", "wanted"),
+    [
+        (["sm80", "sm90", "all"], "8.9", "liger-aot[sm80]"),  # the last before it of its major version
+        (["sm80", "sm86", "sm89", "all"], "8.7", "liger-aot[sm86]"),
+        (["sm80", "sm90", "all"], "10.0", "liger-aot is built for sm80, sm90; add a profile"),
+        (["sm100", "all"], "10.3", "liger-aot[sm100]"),
+        (None, "8.9", "add a profile to build for another GPU"),  # not installed, as in a source tree
+    ],
+)
+def test_what_is_released(
+    copies: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    extras: list[str] | None,
+    target: str,
+    wanted: str,
+) -> None:
+    """The extras of liger-aot say which wheels there are: no list of architectures stands in the code."""
+    released = None if extras is None else tuple(sorted(set(extras) - {"all"}))
+    monkeypatch.setattr(packs, "released_archs", lambda: released)
+    copies("gfx942")
+    with pytest.raises(PackNotFound, match=re.escape(wanted)):
+        pack_for(Device("cuda", target, "a GPU"))
+
+
+def test_the_extras_are_the_profiles() -> None:
+    assert packs.released_archs() == profile_names()
 
 
 def test_no_pack_at_all(

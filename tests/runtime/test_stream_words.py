@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_aot.runtime.workspaces import PER_THREAD_STREAM, StreamWords
+from liger_aot.runtime.workspaces import PER_THREAD_STREAM, StreamWorkspace
 
 
 def test_a_stream_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it needs more, or too many other streams have come."""
-    words = StreamWords(torch.device("cpu"))
+    words = StreamWorkspace(torch.device("cpu"))
     first = words.on(7, 10)
     assert first.numel() >= 10 and not first.any()
     assert words.on(7, 4) is first and words.on(8, 4) is not first
@@ -21,8 +21,8 @@ def test_a_stream_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launches_that_need_not_follow_each_other_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = StreamWords(torch.device("cuda"))
-    monkeypatch.setattr(StreamWords, "_zeros", lambda self, count: torch.zeros(count))
+    words = StreamWorkspace(torch.device("cuda"))
+    monkeypatch.setattr(StreamWorkspace, "_zeros", lambda self, count: torch.zeros(count))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert words.on(PER_THREAD_STREAM, 4) is not words.on(PER_THREAD_STREAM, 4)
     kept = words.on(0, 4)
@@ -32,13 +32,13 @@ def test_launches_that_need_not_follow_each_other_share_none(monkeypatch: pytest
 
 
 def test_no_words_have_the_number_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = StreamWords(torch.device("cpu"))
-    first, one = words.numbered(7, 4)
-    again, two = words.numbered(7, 4)
+    words = StreamWorkspace(torch.device("cpu"))
+    first, one = words.with_epoch(7, 4)
+    again, two = words.with_epoch(7, 4)
     assert again is first and 0 < one < two
     monkeypatch.setattr(
         "liger_aot.runtime.workspaces.NUMBERS", 4
     )  # it begins again, with words that are zeros
     first.fill_(1)
-    numbers = {words.numbered(7, 4)[1] for _ in range(2)}
+    numbers = {words.with_epoch(7, 4)[1] for _ in range(2)}
     assert numbers == {3, 1} and not words.on(7, 4).any()

@@ -3,7 +3,6 @@
 
 #define DEINITIALIZED 4
 #define INVALID_VALUE 1
-#define INVALID_CONTEXT 201
 #define MAX_DYNAMIC_SHARED_SIZE_BYTES 8
 #define SHARED_WITHOUT_OPT_IN (48u * 1024)
 #define PDL_IN_GRAPHS 12030 /* the first driver whose graphs can capture a programmatic dependent launch */
@@ -43,6 +42,7 @@ typedef struct {
     int (*context_release)(int device);
     int (*context_push)(void *context);
     int (*context_pop)(void **context);
+    int (*context_current)(void **context);
     int (*context_device)(int *device);
     int (*library_load)(void **library, const void *image, void *jit_options, void **jit_values, unsigned jit_count,
                         void *options, void **values, unsigned count);
@@ -52,6 +52,7 @@ typedef struct {
     int (*kernel_function)(void **function, void *kernel);
     int (*function_load)(void *function);                                                  /* CUDA 12.4 */
     int (*kernel_parameter)(void *kernel, size_t index, size_t *offset, size_t *size);     /* CUDA 12.4 */
+    int (*kernel_parameter_count)(void *kernel, size_t *count);                            /* CUDA 13.2 */
     int (*encode_tiled)(void *map, int type, unsigned rank, void *address, const uint64_t *sizes,
                         const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides, int interleave,
                         int swizzle, int promotion, int fill);
@@ -72,6 +73,7 @@ static const Symbol SYMBOLS[] = {
     {"cuDevicePrimaryCtxRelease_v2", AT(context_release), 0},
     {"cuCtxPushCurrent_v2", AT(context_push), 0},
     {"cuCtxPopCurrent_v2", AT(context_pop), 0},
+    {"cuCtxGetCurrent", AT(context_current), 0},
     {"cuCtxGetDevice", AT(context_device), 0},
     {"cuLibraryLoadData", AT(library_load), 0},
     {"cuLibraryGetKernel", AT(library_kernel), 0},
@@ -80,6 +82,7 @@ static const Symbol SYMBOLS[] = {
     {"cuKernelGetFunction", AT(kernel_function), 0},
     {"cuFuncLoad", AT(function_load), 1},
     {"cuKernelGetParamInfo", AT(kernel_parameter), 1},
+    {"cuKernelGetParamCount", AT(kernel_parameter_count), 1},
     {"cuTensorMapEncodeTiled", AT(encode_tiled), 0},
     {"cuLaunchKernel", AT(launch), 0},
     {"cuLaunchCooperativeKernel", AT(launch_cooperative), 0},
@@ -206,13 +209,27 @@ static Outcome launch_here(const DriverLibrary *driver, const Code *code, const 
     return outcome("cuLaunchKernel", call_launch(cuda->launch, code, code->kernel, launch));
 }
 
-/* A thread may have another device's context current, or none (a thread that has not used the GPU yet). */
-static Outcome cuda_launch(const DriverLibrary *driver, const Code *code, int device, const Launch *launch) {
+/* Whether a context of the device is current: the one that frameworks share, or another. A thread that has not used the
+ * GPU yet has none, and cuCtxGetDevice is an error there, which compute-sanitizer reports. */
+static Outcome find_current(const DriverLibrary *driver, int device, int *is_current) {
     const CudaFunctions *cuda = cuda_functions(driver);
-    int current = -1;
-    int result = cuda->context_device(&current);
-    if (result != 0 && result != INVALID_CONTEXT) return outcome("cuCtxGetDevice", result);
-    if (result == 0 && current == driver->devices[device].handle) return launch_here(driver, code, launch);
+    const Device *gpu = &driver->devices[device];
+    void *context = NULL;
+    int handle = -1;
+    int result = cuda->context_current(&context);
+    if (result != 0) return outcome("cuCtxGetCurrent", result);
+    *is_current = context == atomic_load_explicit(&gpu->context, memory_order_acquire);
+    if (*is_current || context == NULL) return SUCCEEDED;
+    result = cuda->context_device(&handle);
+    *is_current = handle == gpu->handle;
+    return outcome("cuCtxGetDevice", result);
+}
+
+static Outcome cuda_launch(const DriverLibrary *driver, const Code *code, int device, const Launch *launch) {
+    int is_current = 0;
+    Outcome found = find_current(driver, device, &is_current);
+    if (found.call != NULL) return found;
+    if (is_current) return launch_here(driver, code, launch);
 
     Outcome pushed = push_context(driver, device);
     if (pushed.call != NULL) return pushed;
@@ -225,13 +242,35 @@ static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {
 }
 
 /* An index past the last parameter is an invalid value to the driver. Other failures say nothing of the kernel. */
-static ParameterAnswer cuda_parameter(const DriverLibrary *driver, const Code *code, size_t index, size_t *size) {
+static int read_parameters(const CudaFunctions *cuda, const Code *code, size_t most, size_t *sizes, size_t *count) {
+    if (cuda->kernel_parameter_count == NULL || cuda->kernel_parameter_count(code->kernel, count) != 0) *count = most;
+    for (size_t i = 0; i < most && i < *count; i++) {
+        size_t offset;
+        int result = cuda->kernel_parameter(code->kernel, i, &offset, &sizes[i]);
+        if (result == INVALID_VALUE) *count = i;
+        else if (result != 0) return 0;
+    }
+    return 1;
+}
+
+/* The driver answers where a context is current, whichever; a thread may have none, and then one of ours does. */
+static int push_any_context(const DriverLibrary *driver) {
+    for (int i = 0; i < driver->device_count; i++) {
+        void *context = atomic_load_explicit(&driver->devices[i].context, memory_order_acquire);
+        if (context != NULL) return cuda_functions(driver)->context_push(context) == 0;
+    }
+    return 0;
+}
+
+static int cuda_parameters(const DriverLibrary *driver, const Code *code, size_t most, size_t *sizes, size_t *count) {
     const CudaFunctions *cuda = cuda_functions(driver);
-    if (cuda->kernel_parameter == NULL) return PARAMETER_UNKNOWN;
-    size_t offset;
-    int result = cuda->kernel_parameter(code->kernel, index, &offset, size);
-    if (result == INVALID_VALUE) return PARAMETER_IS_NONE;
-    return result == 0 ? PARAMETER_IS : PARAMETER_UNKNOWN;
+    void *context = NULL;
+    if (cuda->kernel_parameter == NULL || cuda->context_current(&context) != 0) return 0;
+    if (context != NULL) return read_parameters(cuda, code, most, sizes, count);
+    if (!push_any_context(driver)) return 0;
+    int known = read_parameters(cuda, code, most, sizes, count);
+    cuda->context_pop(&context);
+    return known;
 }
 
 /* What lies outside the tensor reads as zero; lines are fetched into L2 by 128 bytes. */
@@ -265,7 +304,7 @@ const Backend cuda_backend = {
     .prepare = cuda_prepare,
     .launch = cuda_launch,
     .unload = cuda_unload,
-    .parameter = cuda_parameter,
+    .parameters = cuda_parameters,
     .encode = cuda_encode,
     .describe = cuda_describe,
 };

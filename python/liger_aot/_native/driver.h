@@ -89,9 +89,6 @@ typedef struct {
     uint32_t box[TENSOR_MAP_MAX_RANK];
 } TensorMapRequest;
 
-/* What a driver says of a kernel's parameter. */
-typedef enum { PARAMETER_UNKNOWN, PARAMETER_IS_NONE, PARAMETER_IS } ParameterAnswer;
-
 struct Backend {
     const char *name;
     const Symbol *symbols;
@@ -110,8 +107,10 @@ struct Backend {
     Outcome (*prepare)(DriverLibrary *driver, Code *code, int device);
     Outcome (*launch)(const DriverLibrary *driver, const Code *code, int device, const Launch *launch);
     Outcome (*unload)(const DriverLibrary *driver, Code *code);
-    /* How many bytes a loaded kernel's own parameter has. NULL where no driver of the backend says. */
-    ParameterAnswer (*parameter)(const DriverLibrary *driver, const Code *code, size_t index, size_t *size);
+    /* Whether the driver says which parameters a loaded kernel has: how many, as far as it says more than that there are
+     * `most`, and how many bytes the first `most` have. It is not asked for others: that would be an error, which
+     * compute-sanitizer reports. NULL where no driver of the backend says. */
+    int (*parameters)(const DriverLibrary *driver, const Code *code, size_t most, size_t *sizes, size_t *count);
     /* Writes TENSOR_MAP_BYTES to `map`, which is 64-byte aligned; needs no device. NULL where there is no such thing. */
     Outcome (*encode)(const DriverLibrary *driver, const TensorMapRequest *request, void *map);
     /* The driver's own words for a code; neither is ever NULL. */

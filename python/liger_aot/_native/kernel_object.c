@@ -148,31 +148,21 @@ static size_t parameter_sizes(const char *letters, size_t *sizes) {
  * the end of what a launch gives it. A launch gives each parameter by itself, so that only sizes matter; where the driver
  * places them depends on where the block of parameters starts. Returns 0, or -1 with an error set. */
 static int check_parameters(const KernelObject *self) {
-    size_t sizes[MAX_PARAMETERS + SCRATCH_POINTERS];
+    size_t sizes[MAX_PARAMETERS + SCRATCH_POINTERS], own[MAX_PARAMETERS + SCRATCH_POINTERS], own_count;
     const DriverLibrary *library = &self->driver->library;
-    if (library->backend->parameter == NULL) return 0;
     size_t count = parameter_sizes(self->letters, sizes);
-    for (size_t i = 0; i <= count; i++) {
-        size_t size = 0;
-        switch (library->backend->parameter(library, &self->code, i, &size)) {
-            case PARAMETER_UNKNOWN: return 0;
-            case PARAMETER_IS_NONE:
-                if (i == count) return 0;
-                PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, "
-                             "kernel %U has %zu", self->letters, count, self->name, i);
-                return -1;
-            case PARAMETER_IS: break;
-        }
-        if (i == count) {
-            PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, "
-                         "kernel %U has more", self->letters, count, self->name);
-            return -1;
-        }
-        if (size != sizes[i]) {
-            PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes, the signature has "
-                         "%zu", self->letters, i + 1, self->name, size, sizes[i]);
-            return -1;
-        }
+    if (library->backend->parameters == NULL) return 0;
+    if (!library->backend->parameters(library, &self->code, count, own, &own_count)) return 0;
+    if (own_count != count) {
+        PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, kernel %U "
+                     "has %zu", self->letters, count, self->name, own_count);
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (own[i] == sizes[i]) continue;
+        PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes, the signature has %zu",
+                     self->letters, i + 1, self->name, own[i], sizes[i]);
+        return -1;
     }
     return 0;
 }

@@ -1,9 +1,9 @@
-"""Liger-Kernel on our binaries: ``import liger_aot.liger``, before or after ``liger_kernel``, is all there is to do.
+"""Liger-Kernel on precompiled binaries: ``import liger_aot.liger``, before or after ``liger_kernel``.
 
-Every function of ``liger_kernel.ops`` that an op covers is ours from then on, wherever in liger_kernel it is looked up,
-with Liger's arguments and results: its modules, its patches of Transformers and Megatron run without a compiler.
-``print(liger_aot.liger.status())`` lists what is ours and what Triton still compiles. ``uninstall()`` takes it back.
-``LIGER_AOT_LIGER=1`` in the environment does the same for programs that have no line for it.
+The import replaces every function of ``liger_kernel.ops`` that has an op here, wherever liger_kernel looks it up.
+Names, arguments and results stay Liger's: its modules and its patches of Transformers and Megatron need no compiler.
+``print(liger_aot.liger.status())`` lists what was replaced and what Triton still compiles. ``uninstall()`` undoes it.
+``LIGER_AOT_LIGER=1`` in the environment does the same for programs without that import.
 """
 
 from liger_aot.liger.install import install, uninstall

@@ -1,4 +1,4 @@
-"""What the stand-ins for Liger's functions share: its arguments in our words."""
+"""What the replacements of Liger's functions share: its arguments turned into those of the ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionMeta
 from liger_aot.errors import ArgumentError
 from liger_aot.liger.fallback import served
 
-CASTING_MODES = {"llama": 0, "gemma": 1, "none": -1}  # and Liger's numbers for them
+CASTING_MODES = {"llama": 0, "gemma": 1, "none": -1}  # with Liger's numbers
 _NAMES = {number: name for name, number in CASTING_MODES.items()}
 
 
@@ -27,13 +27,13 @@ def casting_name(mode: str | int) -> str:
 
 
 def launch_numbers(n: int) -> tuple[int, int]:
-    """(BLOCK_SIZE, num_warps) as Liger's forwards return them and its backwards take them: nothing here reads them."""
+    """(BLOCK_SIZE, num_warps), which Liger's forwards return and its backwards take. Nothing here reads them."""
     block = 1 << max(n - 1, 0).bit_length()
     return block, 4 if block < 2048 else 8 if block < 8192 else 16 if block < 32768 else 32
 
 
 def whole(x: Any) -> Any:
-    """A DTensor's full tensor, as Liger's norms take it; other arguments as they are."""
+    """A DTensor's full tensor, as in Liger's norms; any other argument itself."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
@@ -44,7 +44,7 @@ def rows(x: Tensor) -> Tensor:
 def gradients_of(
     loss: Tensor, inputs: tuple[Tensor | None, ...], grad: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Of the inputs that require one; of a loss a row, of its sum."""
+    """The gradients of the inputs that require one; None for the others. An unreduced loss is summed."""
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     if not wanted:
         return (None,) * len(inputs)

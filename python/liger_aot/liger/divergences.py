@@ -1,4 +1,4 @@
-"""Liger's divergences by name, argument and result, on our ops.
+"""Liger's divergences, with its names, arguments and results, on the ops.
 
 Dtypes are Liger's: a loss of JSD has the input's, the others float32. Targets and teachers are detached, as no gradient
 goes to them; a target of another dtype than the input is compared in the wider of the two.
@@ -136,7 +136,7 @@ class LigerTVDLossFunction(Function):
         return loss
 
 
-NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
     "LigerJSDFunction": (LigerJSDFunction, "jsd"),
     "jsd_forward": (jsd_forward, "jsd"),
     "jsd_backward": (jsd_backward, "jsd"),

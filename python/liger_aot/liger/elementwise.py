@@ -1,6 +1,6 @@
-"""Liger's activations, rotary embeddings, softmaxes and embedding by name, argument and result, on our ops.
+"""Liger's activations, rotary embeddings, softmaxes and embedding, with its names, arguments and results, on the ops.
 
-Liger overwrites q, k and, in a backward, the activations' inputs. Here results and gradients get memory of their own.
+Liger overwrites q, k and, in a backward, the activations' inputs. Here results and gradients are new tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _swiglu, _geglu, _relu_squared = load("swiglu"), load("geglu"), load("relu_squar
 _rope, _multimodal, _llama4 = load("rope"), load("rope_multimodal"), load("rope_llama4")
 _softmax, _sparsemax, _embedding = load("softmax"), load("sparsemax"), load("embedding")
 
-TANH = (False,)  # the setting of geglu that Liger has
+TANH = (False,)  # geglu's settings for the approximation that Liger has
 
 
 class LigerSiLUMulFunction(Function):
@@ -189,10 +189,10 @@ class LigerQwen2VLMRopeFunction(Function):
     def call(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        turned: tuple[Tensor, Tensor] = _multimodal(
+        rotated: tuple[Tensor, Tensor] = _multimodal(
             q, k, fitting(cos, q), fitting(sin, q), list(mrope_section)[:3]
         )
-        return turned
+        return rotated
 
 
 class LigerLlama4RopeFunction(Function):
@@ -200,8 +200,8 @@ class LigerLlama4RopeFunction(Function):
     def call(q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None) -> tuple[Tensor, Tensor]:
         if freqs_cis.is_complex():
             freqs_cis = freqs_cis.reshape(-1, freqs_cis.shape[-1])[: q.shape[1]]
-        turned: tuple[Tensor, Tensor] = _llama4(q, k.to(q.dtype), freqs_cis)
-        return turned
+        rotated: tuple[Tensor, Tensor] = _llama4(q, k.to(q.dtype), freqs_cis)
+        return rotated
 
 
 class LigerSoftmaxFunction(Function):
@@ -225,7 +225,7 @@ class LigerEmbeddingFunction(Function):
         return y
 
 
-NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
     "LigerSiLUMulFunction": (LigerSiLUMulFunction, "swiglu"),
     "LigerFusedGateUpSiLUMulFunction": (LigerFusedGateUpSiLUMulFunction, "swiglu"),
     "swiglu_forward": (swiglu_forward, "swiglu"),

@@ -1,4 +1,4 @@
-"""All that stands for names of ``liger_kernel.ops``, under those names: the module that Liger's registry is told of."""
+"""All replacements, under their names in ``liger_kernel.ops``: the module that is registered with Liger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts our functions where Liger looks its own up, and takes them back."""
+"""Replaces Liger's functions wherever liger_kernel looks them up, and restores them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ REGISTRY = f"{OPS}.backends.registry"
 NAME = "liger_aot"
 OTHER_LANGUAGES = re.compile(r"liger_kernel\.ops\.(backends\._(?!triton)|cutile|cutedsl|cute)")
 _lock = RLock()
-_theirs = fallback.theirs
+_originals = fallback.theirs
 _dispatchers: list[tuple[Any, Any]] = []  # Liger's dispatcher and ours, while that is in its place
 
 
 def install() -> None:
-    """Run liger_kernel on our binaries, whether it is imported already or not. Calling it again takes in what was
-    imported since.
+    """Run liger_kernel on precompiled binaries, whether it is imported already or not. A second call also replaces
+    functions in modules that were imported since.
 
     Raises:
         PatchError: liger_kernel isn't installed or can't be imported.
 
     Warns:
-        LeftAlone: this liger_kernel lacks names that there are ops for.
+        LeftAlone: this liger_kernel lacks functions that there are ops for.
     """
     with _lock:
         if OPS not in sys.modules:
@@ -49,28 +49,28 @@ def install() -> None:
         except ImportError as error:
             raise PatchError(f"liger_aot.liger: {OPS} can't be imported: {error}") from error
         for module in _modules():
-            _theirs.update(
+            _originals.update(
                 (name, value)
                 for name, value in vars(module).items()
                 if name in COVERED and value is not COVERED[name][0] and _is_own(value)
             )
-        if missing := sorted(set(COVERED) - set(_theirs)):
+        if missing := sorted(set(COVERED) - set(_originals)):
             warnings.warn(
-                f"liger_aot.liger: this liger_kernel has no {', '.join(missing)}: nothing stands for them",
+                f"liger_aot.liger: this liger_kernel has no {', '.join(missing)}: nothing is replaced",
                 LeftAlone,
                 stacklevel=3,
             )
-        _exchange({id(value): COVERED[name][0] for name, value in _theirs.items()})
-        _tell_dispatcher()
+        _replace({id(value): COVERED[name][0] for name, value in _originals.items()})
+        _register_with_dispatcher()
         _tell_compiler()
         watch_launches()
 
 
 def uninstall() -> None:
-    """Liger's own functions again, also where ours were imported since."""
+    """Restore Liger's own functions, also in modules that imported the replacements since."""
     with _lock:
-        ours = {id(COVERED[name][0]): value for name, value in _theirs.items()}
-        _exchange(ours | {id(own): plain for plain, own in _dispatchers})
+        ours = {id(COVERED[name][0]): value for name, value in _originals.items()}
+        _replace(ours | {id(own): plain for plain, own in _dispatchers})
         _dispatchers.clear()
         release_launches()
         fallback.unserved.clear()
@@ -78,11 +78,11 @@ def uninstall() -> None:
         for op in DISPATCHED:
             if registry is not None and registry._REGISTRY.pop((op, NAME), None) is not None:
                 registry._invalidate_available_cache()
-        _theirs.clear()
+        _originals.clear()
 
 
-def _exchange(by: dict[int, Any]) -> None:
-    """Wherever something of an id in ``by`` has a name in liger_kernel, what stands for it."""
+def _replace(by: dict[int, Any]) -> None:
+    """Replace every object of liger_kernel's modules whose id is in ``by``."""
     for module in _modules():
         for name, value in list(vars(module).items()):
             if id(value) in by:
@@ -105,15 +105,15 @@ def _is_own(value: Any) -> bool:
 
 
 def _seed_registry() -> None:
-    """Tell Liger's registry of us before liger_kernel.ops reads it: LIGER_KERNEL_IMPL=liger_aot names us, and on a GPU
-    we are its default."""
+    """Register with Liger before liger_kernel.ops reads its registry: LIGER_KERNEL_IMPL=liger_aot chooses liger-aot,
+    and on a GPU it is the default."""
     package = importlib.util.find_spec("liger_kernel")
     if package is None or not package.submodule_search_locations:
         raise PatchError("liger_aot.liger: liger_kernel isn't installed: pip install liger-kernel")
     path = Path(next(iter(package.submodule_search_locations)), "ops", "backends", "registry.py")
     spec = importlib.util.spec_from_file_location(REGISTRY, path)
     if not path.exists() or spec is None or spec.loader is None:
-        return  # without a registry the functions are replaced all the same
+        return  # there is no registry; the functions are replaced anyway
     registry = importlib.util.module_from_spec(spec)
     sys.modules[REGISTRY] = registry
     spec.loader.exec_module(registry)
@@ -127,8 +127,8 @@ def _seed_registry() -> None:
     )
 
 
-def _tell_dispatcher() -> None:
-    """``liger_kernel.backends.dispatch`` prefers languages that compile at the first call: we come before them."""
+def _register_with_dispatcher() -> None:
+    """Come before the languages that compile at the first call, which ``liger_kernel.backends.dispatch`` prefers."""
     try:
         registry = importlib.import_module("liger_kernel.backends.registry")
         dispatcher = importlib.import_module("liger_kernel.backends.dispatch")
@@ -140,17 +140,17 @@ def _tell_dispatcher() -> None:
         plain = dispatcher.dispatch
     except (ImportError, AttributeError) as error:
         warnings.warn(
-            f"liger_aot.liger: liger_kernel.backends is not as it is known ({error}): what is called through it may "
-            "take other kernels",
+            f"liger_aot.liger: liger_kernel.backends is not as expected ({error}): calls through it may "
+            "use other kernels",
             LeftAlone,
             stacklevel=4,
         )
         return
     if not _dispatchers:
         _dispatchers.append((plain, _dispatcher(plain, direct)))
-        _exchange({id(plain): _dispatchers[0][1]})
+        _replace({id(plain): _dispatchers[0][1]})
     else:
-        _exchange({id(own_plain): own for own_plain, own in _dispatchers})
+        _replace({id(own_plain): own for own_plain, own in _dispatchers})
 
 
 def _dispatcher(plain: Any, direct: dict[str, Any]) -> Any:

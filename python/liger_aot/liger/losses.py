@@ -1,4 +1,4 @@
-"""Liger's losses by name, argument and result, on our ops.
+"""Liger's losses, with its names, arguments and results, on the ops.
 
 A mean over no targets is 0, as Liger's is. Dtypes are Liger's: cross entropy's losses have the logits'; those of the
 fused linear cross entropy are float32, but for its z-loss, which has the input's.
@@ -24,7 +24,7 @@ _cross_entropy, _selective, _linear, _vocab = (
 
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# Functions of autograd whose results nobody's backward reads: logits that come from them may be overwritten.
+# Autograd functions whose backward does not read their result: logits that come from them may be overwritten.
 _UNREAD = frozenset(
     f"{name}Backward0"
     for name in ("Addmm", "Mm", "Bmm", "Linear", "UnsafeView", "View", "ReshapeAlias", "Clone", "ToCopy")
@@ -32,7 +32,7 @@ _UNREAD = frozenset(
 
 
 class LigerCrossEntropyFunction(Function):
-    """The gradient is left where the logits were, as Liger does, but where a backward might read them."""
+    """The gradient overwrites the logits, as in Liger, unless another backward might read them."""
 
     @staticmethod
     def call(
@@ -62,8 +62,8 @@ class LigerCrossEntropyFunction(Function):
             return_predicted_tokens=return_predicted_tokens,
             inplace_grad=_may_be_overwritten(_input),
         )
-        asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
-        return _in_places(found, asked, reduction, target, ignore_index, (_input.dtype, _input.dtype))
+        wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+        return _optional_results(found, wanted, reduction, target, ignore_index, (_input.dtype, _input.dtype))
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:
@@ -74,18 +74,18 @@ def _may_be_overwritten(logits: Tensor) -> bool:
     return all(maker is not None and maker.name() in _UNREAD for maker in makers)
 
 
-def _in_places(
+def _optional_results(
     found: Any,
-    asked: tuple[bool, bool, bool],
+    wanted: tuple[bool, bool, bool],
     reduction: str,
     target: Tensor,
     ignore_index: int,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> Losses:
-    """(loss, z-loss, accuracy, predicted tokens), None where not asked for; the first two of ``dtypes``."""
+    """(loss, z-loss, accuracy, predicted tokens), None where not wanted for; the first two of ``dtypes``."""
     loss, *others = found if isinstance(found, tuple) else (found,)
     rest = iter(others)
-    z_loss, accuracy, predicted = (next(rest) if ask else None for ask in asked)
+    z_loss, accuracy, predicted = (next(rest) if want else None for want in wanted)
     if reduction == "mean":
         any_target = (target != ignore_index).any()
         loss, z_loss = (
@@ -100,8 +100,8 @@ def cross_entropy_forward(
     label_smoothing: float, reduction: str, softcap: float | None, return_z_loss: bool,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Of logits that require a gradient, it is left in their place."""
-    asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+    """Logits that require a gradient are overwritten with it."""
+    wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
     tensors = (_input, target, weight)
     settings = (
         ignore_index,
@@ -109,7 +109,7 @@ def cross_entropy_forward(
         float(lse_square_scale),
         float(softcap or 0.0),
         reduction,
-        *asked,
+        *wanted,
     )
     with torch.no_grad():
         _cross_entropy.check(tensors, settings)
@@ -119,9 +119,9 @@ def cross_entropy_forward(
         else:
             contiguous = _input
             results = _cross_entropy.run_forward(tensors, settings, False, None)
-        found = tuple(r for r, ask in zip(results[:4], (True, *asked), strict=True) if ask)
+        found = tuple(r for r, ask in zip(results[:4], (True, *wanted), strict=True) if ask)
         dtypes = (_input.dtype, _input.dtype)
-        return *_in_places(found, asked, reduction, target, ignore_index, dtypes), contiguous
+        return *_optional_results(found, wanted, reduction, target, ignore_index, dtypes), contiguous
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
 
 
 class LigerFusedLinearCrossEntropyFunction(Function):
-    """The chunks' size is the op's own: ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` change nothing."""
+    """The op chooses the chunks' size: ``ce_impl``, ``ce_mode`` and ``chunk_mem_const`` are ignored."""
 
     supports_inner_impl_dispatch = False
 
@@ -172,8 +172,10 @@ class LigerFusedLinearCrossEntropyFunction(Function):
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )
-        asked = (return_z_loss, return_token_accuracy, return_predicted_tokens)
-        return _in_places(found, asked, reduction, target, ignore_index, (torch.float32, _input.dtype))
+        wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+        return _optional_results(
+            found, wanted, reduction, target, ignore_index, (torch.float32, _input.dtype)
+        )
 
 
 def fused_linear_cross_entropy_forward(
@@ -221,11 +223,11 @@ class LigerVocabParallelCEFunction(Function):
     ) -> Tensor:
         ranks = tp_group.size() if tp_group is not None and hasattr(tp_group, "size") else 1
         if label_smoothing > 0 and label_smoothing_mode != "global" and ranks > 1:
-            kept: Tensor = theirs["LigerVocabParallelCEFunction"].apply(
+            loss_by_liger: Tensor = theirs["LigerVocabParallelCEFunction"].apply(
                 vocab_parallel_logits, target, tp_group, ignore_index, label_smoothing, label_smoothing_formula,
                 label_smoothing_mode,
             )  # fmt: skip
-            return kept
+            return loss_by_liger
         vocabulary = vocab_parallel_logits.shape[-1] * ranks
         if label_smoothing > 0 and label_smoothing_formula == "megatron":
             label_smoothing *= vocabulary / (vocabulary - 1)

@@ -1,6 +1,6 @@
-"""Liger's norms by name, argument and result, on our ops.
+"""Liger's norms, with its names, arguments and results, on the ops.
 
-``in_place`` and ``row_mode`` are taken and change nothing: gradients get memory of their own.
+``in_place`` and ``row_mode`` are accepted and ignored: gradients are new tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rms_norm_forward(
     X: Tensor, W: Tensor | None, eps: float, offset: float, casting_mode: str | int, row_mode: bool | None
 ) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
     name = casting_name(casting_mode)
-    y, rstd = _rmsnorm.forward(X, fitting(W, X), eps, offset, name)
+    y, rstd = _rmsnorm.run_forward((X, fitting(W, X)), (eps, offset, name), True, None)
     return y, rows(X), rstd, *launch_numbers(X.shape[-1]), CASTING_MODES[name]
 
 
@@ -53,8 +53,10 @@ def rms_norm_backward(
     num_warps: int, in_place: bool, row_mode: bool | None, needs_dw: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     weight = fitting(W, X)
-    dx, dw = _rmsnorm.backward(rows(dY), X, weight, RSTD, offset=offset, need_dweight=needs_dw is not False)
-    return dx.view(dY.shape), None if dw is None or W is None else dw.to(W.dtype)
+    settings = (0.0, offset, casting_name(casting_mode))
+    needed = (True, W is not None and needs_dw is not False)
+    dx, dw = _rmsnorm.run_backward((dY,), (X.view(dY.shape), weight, RSTD), settings, needed)
+    return dx, None if dw is None or W is None else dw.to(W.dtype)
 
 
 class LigerFusedAddRMSNormFunction(Function):
@@ -196,7 +198,7 @@ def layer_norm_backward(
 
 
 def _stats(mean: Tensor, rstd: Tensor) -> Tensor:
-    """Mean and 1 / standard deviation of each row side by side, float32, as the op keeps them."""
+    """[rows, 2] float32: mean and 1 / standard deviation of each row, as the op saves them."""
     from torch import stack
 
     return stack((mean.reshape(-1).float(), rstd.reshape(-1).float()), -1)
@@ -269,7 +271,7 @@ class LigerDyTFunction(Function):
         return y
 
 
-NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
+NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
     "LigerRMSNormFunction": (LigerRMSNormFunction, "rmsnorm"),
     "rms_norm_forward": (rms_norm_forward, "rmsnorm"),
     "rms_norm_backward": (rms_norm_backward, "rmsnorm"),

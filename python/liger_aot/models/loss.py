@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.losses._chunks import BUDGET, TILE_ROWS, padded
+from liger_aot.ops.losses._linear import BUDGET, TILE_ROWS, padded
 from liger_aot.ops.op import PLAIN
 from liger_aot.ops.registry import load
 

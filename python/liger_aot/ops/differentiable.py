@@ -19,11 +19,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops import unseen
+from liger_aot.ops import guards
 from liger_aot.ops.arguments import Schema
+from liger_aot.ops.guards import Way
 from liger_aot.ops.op import Op, as_rows, check_tensor, plain_torch
 from liger_aot.ops.torch_library import register
-from liger_aot.ops.unseen import Way
 from liger_aot.runtime.dispatch import REMEMBERED, Runtimes
 from liger_aot.runtime.layout import INDIRECT, NEEDS_GRADIENT, OTHER_SETTINGS, rows_of, traits
 
@@ -169,7 +169,7 @@ class DifferentiableOp(Op):
         found = traits(tensors if out is None else (*tensors, *out), settings, self._known)
         if (
             found == INDIRECT
-            or forward_ad._current_level >= 0  # as unseen.in_torch, but for its call
+            or forward_ad._current_level >= 0  # as guards.in_torch, but for its call
             or dispatch_modes()
             or is_tracing()
         ):
@@ -213,7 +213,7 @@ class DifferentiableOp(Op):
     def _by_table(self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None) -> Any:
         """A call with something that only the dispatcher sees, or no tensors."""
         written = out or ()
-        row = unseen.row_of((*tensors, *written))
+        row = guards.row_of((*tensors, *written))
         if row is None:
             try:
                 settings = self._checked(settings)
@@ -228,12 +228,12 @@ class DifferentiableOp(Op):
             return self.in_torch(tensors, settings, out)
         names = (*(name.rstrip("?") for name in self.tensors), *("out" for _ in written))
         for name, t in zip(names, (*tensors, *written), strict=True):
-            if unseen.row_of((t,)) is row and (row.way is Way.ERROR or any(t is to for to in written)):
+            if guards.row_of((t,)) is row and (row.way is Way.ERROR or any(t is to for to in written)):
                 raise ArgumentTypeError(
                     f"{self.name}: {name} must be dense, with memory of its own that holds its values; got one with "
                     f"{row.name} ({t.layout}, {t.device})"
                 )
-        return DifferentiableOp.differentiable(self, unseen.plain(tensors), settings, out)
+        return DifferentiableOp.differentiable(self, guards.plain(tensors), settings, out)
 
     def through_library(
         self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
@@ -271,11 +271,11 @@ class DifferentiableOp(Op):
         tensors."""
         if all(g is None for g in grads):
             return (None,) * len(needed)
-        row = unseen.row_of(grads)
+        row = guards.row_of(grads)
         saved = self.completed(saved)
         if not is_grad_enabled():
             if row is None or row.way is Way.PLAIN:
-                return self.run_backward(unseen.plain(grads), saved, settings, needed)
+                return self.run_backward(guards.plain(grads), saved, settings, needed)
             if row.way is Way.LIBRARY:
                 register(self.name)
                 call = getattr(torch.ops.liger_aot, f"{self.name}_backward")

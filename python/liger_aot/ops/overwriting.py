@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops import unseen
+from liger_aot.ops import guards
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.op import check_writable_rows, written
 
@@ -35,7 +35,7 @@ def overwritten(
         ArgumentError: the first tensor is a leaf, no plain tensor, or not evenly spaced rows.
     """
     x: Tensor = tensors[0]
-    row = unseen.row_of(tensors)
+    row = guards.row_of(tensors)
     if row is not None or transforms_active():
         found = "a transform of torch.func" if row is None else f"with {row.name}"
         raise ArgumentError(f"{op.name}: inplace_grad=True is for plain tensors, got one {found}")

@@ -55,9 +55,9 @@ class Loaded:
         "kernel",
         "launch",
         "numbers",
+        "persistent",
         "rows",
         "variant",
-        "walks",
         "writes_sums",
     )
 
@@ -69,8 +69,10 @@ class Loaded:
         self.rows = variant.numbers.get("rows", 1)
         self.block = variant.numbers.get("block", 1)
         self.contiguous = variant.contiguous
-        self.walks = "programs_per_multiprocessor" in variant.numbers  # so many programs share the rows
-        self.writes_sums = "lone_rows" in variant.numbers  # a lone program can write the final sums itself
+        self.persistent = "programs_per_multiprocessor" in variant.numbers  # so many programs share the rows
+        self.writes_sums = (
+            "rows_for_one_cta" in variant.numbers
+        )  # a lone program can write the final sums itself
 
 
 class KernelOn:

@@ -8,7 +8,7 @@ from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
 def programs_of(on: OpOn, loaded: Loaded, rows: int) -> int:
     """Of a kernel that takes so many rows a program or, where a profile says how many programs a multiprocessor gets,
     walks the rows."""
-    return persistent(on, loaded, rows)[0] if loaded.walks else -(-rows // loaded.rows)
+    return persistent(on, loaded, rows)[0] if loaded.persistent else -(-rows // loaded.rows)
 
 
 def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
@@ -20,8 +20,8 @@ def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
     if known is not None:
         return known
     numbers = loaded.numbers
-    split = numbers.get("split", 1)
-    if rows <= numbers.get("lone_rows", 0):
+    split = numbers.get("splits", 1)
+    if rows <= numbers.get("rows_for_one_cta", 0):
         groups = 1
     else:
         steps = -(-rows // loaded.rows)

@@ -100,7 +100,7 @@ def layouts_of(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     return _layouts(tensors) or python_layouts(tensors)
 
 
-def apart(out: Rows, x: Rows, weight: Rows | None) -> bool:
+def disjoint(out: Rows, x: Rows, weight: Rows | None) -> bool:
     """Whether out's memory ends before x and the weight begin or starts after they end. False says nothing: ask
     ``overlap``."""
     out_at, x_at, last, n, size = out[0], x[0], x[5] - 1, x[6], x[4] >> 3

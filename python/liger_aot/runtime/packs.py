@@ -37,7 +37,7 @@ def pack_roots() -> tuple[Path, ...]:
     """
     if override := os.environ.get(OVERRIDE):
         return tuple(Path(root) for root in override.split(os.pathsep) if root)
-    beside = os.path.join(os.path.dirname(os.path.dirname(__file__)), NAMESPACE)
+    beside = str(Path(__file__).parents[2] / NAMESPACE)
     roots = {found: beside} if (found := _identity(beside)) else {}
     here = _identity(NAMESPACE)
     for entry in sys.path:
@@ -135,7 +135,7 @@ def pack_for(device: Device) -> Pack:
         for pack in installed_packs()
         if pack.backend == device.backend and device.target in pack.serves
     ]
-    own = "sm" + device.target.replace(".", "") if device.backend == "cuda" else device.target
+    own = _own(device)
     for folder in installed().unusable:
         if folder.name == own or (not serving and folder.name == _released(device)):
             open_pack(folder)  # raises anew: an error that is kept would keep its frames' tensors
@@ -167,18 +167,40 @@ def describe() -> str:
 
 
 def _released(device: Device) -> str | None:
-    """The pack that is made for a device, by the rule that names packs: sm80 serves 8.x, gfx names serve themselves."""
-    if device.backend == "hip" and device.target in ("gfx90a", "gfx942"):
+    """The pack that is made for a device, of those that this version is released with: the one of its own name, or on
+    CUDA the last before it of its major compute capability, whose binaries it runs."""
+    own = _own(device)
+    if own is None or (names := released_archs()) is None:
+        return None
+    if device.backend == "hip" or own in names:
+        return own if own in names else None
+    before = [name for name in names if name[:-1] == own[:-1] and name < own]
+    return max(before, default=None)
+
+
+def _own(device: Device) -> str | None:
+    """The name that a pack of the device's own architecture has."""
+    if device.backend == "hip":
         return device.target
-    if device.backend == "cuda" and device.target.startswith("8."):
-        return "sm80"
-    if device.backend == "cuda" and device.target == "9.0":
-        return "sm90"
-    return None
+    major, _, minor = device.target.partition(".")
+    return f"sm{major}{minor}" if minor.isdecimal() and len(minor) == 1 else None
+
+
+def released_archs() -> tuple[str, ...] | None:
+    """Architectures that wheels of this version exist for, as the extras of liger-aot name them; None where it is not
+    installed, as in a source tree."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        extras = metadata("liger-aot").get_all("Provides-Extra") or ()
+    except PackageNotFoundError:
+        return None
+    return tuple(sorted(set(extras) - {"all"}))
 
 
 def _remedy(device: Device) -> str:
-    arch = _released(device)
-    if arch is None:
-        return "liger-aot is built for compute capabilities 8.x and 9.0, gfx90a and gfx942; add a profile to build more"
-    return how_to_install(arch)
+    if (arch := _released(device)) is not None:
+        return how_to_install(arch)
+    names = released_archs()
+    built = "" if names is None else f"liger-aot is built for {', '.join(names)}; "
+    return f"{built}add a profile to build for another GPU"

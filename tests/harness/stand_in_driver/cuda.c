@@ -74,6 +74,13 @@ int cuCtxPopCurrent_v2(void **context) {
     return SUCCESS;
 }
 
+int cuCtxGetCurrent(void **context) {
+    ENTER(contexts[context_depth]);
+    int device = contexts[context_depth];
+    *context = device == NO_DEVICE ? NULL : (void *)(uintptr_t)(device + FIRST_HANDLE);
+    return SUCCESS;
+}
+
 int cuCtxGetDevice(int *handle) {
     ENTER(contexts[context_depth]);
     if (contexts[context_depth] == NO_DEVICE) return INVALID_CONTEXT;
@@ -113,7 +120,8 @@ int cuKernelGetFunction(void **function, void *kernel) {
 }
 
 int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *size) {
-    ENTER(NO_DEVICE);
+    ENTER(contexts[context_depth]);
+    if (contexts[context_depth] == NO_DEVICE) return INVALID_CONTEXT;
     enum { BLOCK = 0x210 }; /* where a GPU of 9.0 puts the parameters: a tensor map does not start at offset 0 */
     size_t end = 0, count = 0;
     for (const char *letter = ((Kernel *)kernel)->letters; *letter != 0; letter++) {
@@ -128,6 +136,15 @@ int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *siz
         }
     }
     return INVALID_VALUE;
+}
+
+int cuKernelGetParamCount(void *kernel, size_t *count) {
+    ENTER(contexts[context_depth]);
+    if (contexts[context_depth] == NO_DEVICE) return INVALID_CONTEXT;
+    *count = 0;
+    for (const char *letter = ((Kernel *)kernel)->letters; *letter != 0; letter++)
+        *count += *letter <= '9' ? 1 + 2 * (size_t)(*letter - '0') : 1;
+    return SUCCESS;
 }
 
 int cuFuncLoad(void *function) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.errors import ArgumentError
 from liger_aot.ops.activations.geglu import GeGLU
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
-from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests
+from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Exact
+from tests.ops.activations.gated_tests import GATE, GatedTests
 
-GATE = torch.ones(2, 8)
 
-
-class TestGeGLU(OpTests):
+class TestGeGLU(GatedTests):
     op_class = GeGLU
     defaults: Mapping[str, Any] = {"exact": False}
     cases = (
@@ -43,28 +42,14 @@ class TestGeGLU(OpTests):
         Case((3, 400), FP32, size=200.0),
         Case((3, 400), FP32, size=200.0, exact=True),
     )
-    empty = (Case((0, 16), BF16), Case((4, 0), FP32, exact=True), Case((0, 6), FP16, packed=True))
     large = tuple(
         Case(((1 << 25) // n, n), dtype, packed=packed, exact=exact)
         for n in (128, 5120, 14336, 18944, 300_002)
         for dtype in DTYPES
         for packed, exact in ((False, False), (True, True))
     )
-    beyond = (
-        Case(((1 << 31) // 14336 + 64, 14336), BF16),
-        Case(((1 << 30) // 4096 + 64, 8192), BF16, packed=True),
-    )
     bad: Mapping[str, Any] = {
-        "a scalar": ((torch.tensor(1.0),), {}, ArgumentError, "gate must have at least one dimension"),
-        "odd packed": ((torch.ones(2, 7),), {}, ArgumentError, r"must be even, got \(2, 7\)"),
-        "shapes differ": (
-            (GATE, torch.ones(2, 9)),
-            {},
-            ArgumentError,
-            r"up must be of gate's shape \(2, 8\)",
-        ),
-        "dtypes differ": ((GATE, GATE.to(BF16)), {}, ArgumentError, "dtype torch.float32.*torch.bfloat16"),
-        "integers": ((GATE.int(), GATE.int()), {}, ArgumentTypeError, "gate must be bfloat16.*got int32"),
+        **GatedTests.bad,
         "unknown approximation": (
             (GATE, GATE),
             {"approximate": "sigmoid"},
@@ -72,13 +57,6 @@ class TestGeGLU(OpTests):
             "approximate must be one of tanh, none; got 'sigmoid'",
         ),
     }
-
-    def fit(self, case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
-        return case.but(shape=(*case.shape[:-1], 2 * case.shape[-1])) if case.get("packed") else case
-
-    def tensors(self, case: Case, draw: Draw) -> Tensors:
-        gate = draw.rows(*case.shape).mul_(case.get("size", 2.0))
-        return gate, None if case.get("packed") else draw.rows(*case.shape)
 
     def call(self, op: DifferentiableOp, tensors: Tensors, settings: tuple[Any, ...]) -> Any:
         return op(*tensors, approximate="none" if settings[0] else "tanh")  # type: ignore[operator]

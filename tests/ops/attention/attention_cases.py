@@ -14,6 +14,7 @@ from liger_aot.ops.attention.flash_attention import FlashAttention
 from tests.harness.tolerances import LEAST, NAMES, UNIT_ROUNDOFF
 
 BF16, FP16 = torch.bfloat16, torch.float16
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Problem(NamedTuple):
@@ -34,7 +35,7 @@ class Problem(NamedTuple):
     scale: float | None = None
     shift: int = 0  # elements that tensors start after an aligned address
 
-    def tensors(self, seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def tensors(self, seed: int = 0, device: str = "cpu") -> Tensors:
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(heads: int, length: int) -> Tensor:
@@ -74,6 +75,17 @@ class Problem(NamedTuple):
         return scale, -1 if left is None else left, -1 if right is None else right, self.softcap, self.layout
 
 
+GAPS = (9.0, 9.75, 12.0, 14.0)  # e^-9.7 is float16's least normal number
+
+
+def far_behind(gap: float, dtype: torch.dtype, device: str = "cpu") -> tuple[Problem, Tensors]:
+    """One query whose first of 200 keys has nearly all of it; the others' scores are ``gap`` less, their values 1."""
+    problem = Problem(1, 1, 1, 1, 200, 64, dtype)
+    q, k, v = (torch.zeros(1, n, 1, 64, dtype=dtype, device=device) for n in (1, 200, 200))
+    q[..., 0], k[:, 0, :, 0], v[:, 1:] = 4.0, gap * 2, 1.0  # the scale is 1/8
+    return problem, (q, k, v, None)
+
+
 def check(
     op: Any, problem: Problem, allowed: Mapping[str, float], *, seed: int = 0, device: str = "cpu"
 ) -> None:
@@ -94,7 +106,7 @@ def check(
 def errors(
     o: Tensor,
     lse: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    tensors: Tensors,
     problem: Problem,
     allowed: Mapping[str, float],
     *,
@@ -102,19 +114,22 @@ def errors(
 ) -> tuple[float, float]:
     """The largest errors of o and lse as fractions of what is allowed; NaN and wrong infinities count as infinite.
 
-    O is rounded once, and so is each P before it is multiplied with V: a unit roundoff of the dtype of P |V|. Scores
-    are sums in float32, and their error is P's relative one. ``approximate``: the soft cap's tanh is off by 2^-10.7.
+    O is rounded once, and so is each P before it is multiplied with V: a unit roundoff of the dtype of P |V|, or among
+    the subnormals LEAST of |V| for each key, as P is at most 1 then and its sum at least. Scores are sums in float32,
+    and their error is P's relative one. ``approximate``: the soft cap's tanh is off by 2^-10.7.
     """
     q, k, v, sinks = (None if t is None else t.double() for t in tensors)
     assert q is not None and k is not None and v is not None
     wanted, wanted_lse = FlashAttention.reference(q, k, v, sinks, *problem.settings())
     size, _ = FlashAttention.reference(q, k, v.abs(), sinks, *problem.settings())
+    mean, log_keys = FlashAttention.reference(torch.zeros_like(q), k, v.abs(), None, *problem.settings())
+    keys = torch.exp(log_keys.transpose(1, 2) if problem.layout == "bshd" else log_keys)[..., None]
     norms = (t.norm(dim=-1).max().item() if t.numel() else 0.0 for t in (q, k))
     terms = 1.0 + problem.settings()[0] * math.prod(norms)  # |q| |k| bounds the sum of a score's terms
     fp32 = allowed["fp32"] * UNIT_ROUNDOFF[torch.float32] * terms
     score = fp32 + (problem.softcap * 2.0**-10.7 if approximate else 0.0)
     roundoff = allowed[NAMES[o.dtype]] * UNIT_ROUNDOFF[o.dtype]
-    limit = roundoff * (wanted.abs() + size) + 2 * score * size + LEAST[o.dtype]
+    limit = roundoff * (wanted.abs() + size) + 2 * score * size + LEAST[o.dtype] * (1 + mean * keys)
     ratio = (o.double() - wanted).abs() / limit
     finite = torch.isfinite(wanted_lse)
     lse_error = torch.where(finite, (lse.double() - wanted_lse).abs(), 0.0) / (score * (1 + wanted_lse.abs()))

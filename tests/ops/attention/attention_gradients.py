@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.ops.attention._forward import Settings
+from liger_aot.ops.attention._operands import Settings
 from liger_aot.ops.attention.flash_attention import FlashAttention, _scores
 from tests.harness.tolerances import LEAST, NAMES, UNIT_ROUNDOFF
 from tests.ops.attention.attention_cases import FP16, SMALL, Problem

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.attention._forward import LOG2_E, LONGEST, Settings, heads_in_turns
+from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, Settings, swizzle_heads
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
 from tests.conftest import built_pack
@@ -66,16 +66,19 @@ def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) ->
     check_gradients(op, problem, dict(pack.tolerance), seed=seed)
 
 
-@pytest.mark.parametrize("kind", ["rows", "keys", "keys_capped", "queries", "queries_capped"])
+@pytest.mark.parametrize("kind", ["preprocess", "dkdv", "dkdv/true", "dq", "dq/true"])
 def test_every_row_of_the_tables_has_a_problem(kind: str) -> None:
-    problems = [p for p in SMALL_GRADIENTS if kind == "rows" or bool(p.softcap) == kind.endswith("capped")]
+    """Of a kernel without a soft cap, or with one."""
+    kernel, _, softcap = kind.partition("/")
+    axis = "" if kernel == "preprocess" else f"{softcap or 'false'}/"
+    problems = [p for p in SMALL_GRADIENTS if not axis or bool(p.softcap) == bool(softcap)]
     for arch in ("gfx90a", "gfx942"):
-        tables = (
-            built_pack(arch).op("flash_attention_backward").kernels[f"flash_attention_backward_{kind}"].tables
-        )
-        for dtype, key in ((BF16, "bf16/aligned"), (FP16, "fp16/aligned")):
+        kernels = built_pack(arch).op("flash_attention_backward").kernels
+        for dtype, name in ((BF16, "bf16"), (FP16, "fp16")):
             low = 0
-            for bound, variant in tables[key]:
+            for bound, variant in kernels[f"flash_attention_backward_{kernel}"].tables[
+                f"{name}/{axis}aligned"
+            ]:
                 high = bound or 256
                 assert any(p.dtype == dtype and low < p.dim <= high for p in problems), variant
                 low = high
@@ -257,42 +260,46 @@ def test_grids_and_numbers(arch: str, layout: str) -> None:
     problem = Problem(2, 6, 2, 1000, 1500, 64, layout=layout, window=(7, 5))
     driver = recorded(problem, arch)
     numbers = {kind: variant.numbers for kind, variant in driver.loaded.items()}
-    assert set(driver.launches) == {"rows", "keys", "queries"}
+    assert set(driver.launches) == {"preprocess", "dkdv", "dq"}
     unit = max(n["block_m"] for n in numbers.values())
     padded = math.ceil(1000 / unit) * unit
-    x, y, z, *rows = driver.launches["rows"]
-    assert (x, y, z) == (12 * padded // numbers["rows"]["block_m"], 1, 1)
+    x, y, z, *rows = driver.launches["preprocess"]
+    assert (x, y, z) == (12 * padded // numbers["preprocess"]["block_m"], 1, 1)
     strides = (1000 * 6 * 64, 64, 6 * 64) if layout == "bshd" else (1000 * 6 * 64, 1000 * 64, 64)
     assert rows[6:] == [*strides, *strides, x // 12, 6, 64, 1000, padded]
     assert rows[1] - rows[0] == 4 * 12 * padded and rows[5] is None
     keyed = (1500 * 2 * 64, 64, 2 * 64) if layout == "bshd" else (1500 * 2 * 64, 1500 * 64, 64)
     shared = (*strides, *keyed, *keyed, *strides, LOG2_E / 8, 0.0, 0.125)
     sizes = (3, 64, padded, 1000, 1500, 500 + 5 + 1, 500 - 7)
-    x, _, _, *keys = driver.launches["keys"]
-    tiles = math.ceil(1500 / numbers["keys"]["block_n"])
+    x, _, _, *keys = driver.launches["dkdv"]
+    tiles = math.ceil(1500 / numbers["dkdv"]["block_n"])
     assert x == 4 * tiles and tuple(keys[8:]) == (*keyed, *shared, tiles, 1, 2, *sizes)
-    x, _, _, *queries = driver.launches["queries"]
-    tiles = math.ceil(1000 / numbers["queries"]["block_m"])
+    x, _, _, *queries = driver.launches["dq"]
+    tiles = math.ceil(1000 / numbers["dq"]["block_m"])
     assert x == 12 * tiles and tuple(queries[7:]) == (*strides, *shared, tiles, 1, 6, *sizes)
     assert rows[:2] == keys[6:8] == queries[5:7]
 
 
 @pytest.mark.parametrize(
-    ("bounds", "tiles", "section"),
+    ("bounds", "tiles", "swizzle"),
     [((-1, -1), 4, 1), ((-1, 0), 4, 8), ((9, -1), 5, 6), ((9, 9), 32, 1), ((-1, 0), 1000, 1)],
 )
-def test_heads_that_fit_take_turns(bounds: tuple[int, int], tiles: int, section: int) -> None:
+def test_heads_that_fit_are_interleaved(bounds: tuple[int, int], tiles: int, swizzle: int) -> None:
     """16 multiprocessors hold 2 programs each."""
     on: Any = SimpleNamespace(multiprocessors=16)
     loaded: Any = SimpleNamespace(variant=SimpleNamespace(resident=2))
-    assert heads_in_turns(on, loaded, tiles, Settings(1.0, *bounds, 0.0, "bshd")) == section
+    assert swizzle_heads(on, loaded, tiles, Settings(1.0, *bounds, 0.0, "bshd")) == swizzle
 
 
 def test_what_depends_on_settings() -> None:
     driver = recorded(Problem(1, 2, 2, 100, 60, 64, softcap=20.0, sinks=True), "sm90")
-    assert set(driver.launches) == {"rows", "keys_capped", "queries_capped", "sinks"}
-    x, y, z, *keys = driver.launches["keys_capped"]
-    assert keys[8 + 15 : 8 + 18] == [20.0 * LOG2_E, 0.125 / 20.0, 0.125] and keys[-2:] == [LONGEST, -LONGEST]
+    assert set(driver.launches) == {"preprocess", "dkdv", "dq", "sinks"}
+    assert all("-softcap-" in driver.loaded[kernel].name for kernel in ("dkdv", "dq"))
+    x, y, z, *keys = driver.launches["dkdv"]
+    assert keys[8 + 15 : 8 + 18] == [20.0 * LOG2_E, 0.125 / 20.0, 0.125] and keys[-2:] == [
+        MAX_SEQLEN,
+        -MAX_SEQLEN,
+    ]
     x, y, z, *rest = driver.launches["sinks"]
     assert (x, y, z) == (2, 1, 1) and rest[4:] == [1, 2, 128]
 
@@ -300,7 +307,7 @@ def test_what_depends_on_settings() -> None:
 def test_a_column_more_than_kernels_read() -> None:
     """dim 72 is read as 80; what comes back has 72."""
     driver = recorded(Problem(2, 2, 2, 10, 20, 72), "sm80")
-    assert driver.launches["keys"][3 + 8 :][:3] == (20 * 2 * 80, 80, 160)
+    assert driver.launches["dkdv"][3 + 8 :][:3] == (20 * 2 * 80, 80, 160)
     op = bound_op(FlashAttentionBackward, tables_of("sm80"), Recorder)
     q, k, v, _ = Problem(1, 2, 2, 10, 20, 72).tensors()
     shapes = [g.shape for g in op(q, q, k, v, q, torch.zeros(1, 2, 10))[:3]]

@@ -1,7 +1,7 @@
 """Attention's backward on a GPU: the binaries against float64, any strides, streams, graphs, torch.compile.
 
-A deterministic call has the same bits every time, and so has every other one without warp groups; with them dq varies
-unless they take turns.
+A deterministic call has the same bits every time, and so has every other one by the tiles; dq of warp-specialised
+kernels varies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_aot
-from liger_aot.ops.attention._backward_groups import QUERY_HEADS_TAKE_TURNS
+from liger_aot.ops.attention._backward import MOST_HEADS_IN_ORDER
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.runtime.packs import pack_for
 from tests.harness.tolerances import UNIT_ROUNDOFF
@@ -175,10 +175,10 @@ def test_beside_other_processes(op: FlashAttention, dim: int) -> None:
 
 @pytest.mark.parametrize("problem", REPEATED)
 def test_the_order_is_all_that_differs(op: FlashAttention, problem: Problem) -> None:
-    """Of dQ's sums; where query heads take turns, too, also of dK's and dV's."""
-    take_turns = problem.causal and problem.heads > QUERY_HEADS_TAKE_TURNS * problem.kv_heads
+    """Of dQ's sums; where query heads are interleaved, also of dK's and dV's."""
+    interleaved = problem.causal and problem.heads > MOST_HEADS_IN_ORDER * problem.kv_heads
     fast, ordered = gradients(op, problem, deterministic=False), gradients(op, problem)
-    assert same(fast, ordered, rounded=3 if take_turns else 1)
+    assert same(fast, ordered, rounded=3 if interleaved else 1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -233,7 +233,7 @@ def test_alone(op: FlashAttention) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_memory_is_linear(op: FlashAttention, deterministic: bool) -> None:
-    """Beside the gradients, two float32 a row; by warp groups dq in float32, too."""
+    """Beside the gradients, two float32 a row; warp-specialised, dq in float32, too."""
     q, k, v, _ = Problem(1, 4, 4, 8192, 8192, 64).tensors(device="cuda")
     leaves = [t.requires_grad_() for t in (q, k, v)]
     o = op(*leaves, deterministic=deterministic)

@@ -9,7 +9,18 @@ from torch import Tensor
 import liger_aot
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.runtime.packs import pack_for
-from tests.ops.attention.attention_cases import BF16, EMPTY, LARGE, SMALL, Problem, check, errors
+from tests.ops.attention.attention_cases import (
+    BF16,
+    EMPTY,
+    FP16,
+    GAPS,
+    LARGE,
+    SMALL,
+    Problem,
+    check,
+    errors,
+    far_behind,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +43,17 @@ def test_cases(op: FlashAttention, allowed: dict[str, float], dim: int, poisoned
     for seed, problem in enumerate((*SMALL, *EMPTY, *LARGE)):
         if problem.dim == dim:
             check(op, problem, allowed, seed=seed, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("gap", GAPS)
+def test_keys_far_behind(
+    op: FlashAttention, allowed: dict[str, float], gap: float, dtype: torch.dtype
+) -> None:
+    """Their probabilities are subnormal in float16."""
+    problem, tensors = far_behind(gap, dtype, "cuda")
+    o, lse = op(*tensors[:3], return_lse=True)
+    assert max(errors(o, lse, tensors, problem, allowed, approximate=True)) <= 1
 
 
 def views(t: Tensor) -> dict[str, Tensor]:

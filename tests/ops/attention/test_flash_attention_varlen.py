@@ -1,4 +1,4 @@
-"""Attention of packed sequences without a GPU: the reference, the AMD binaries on the emulator, the device code on
+"""Varlen attention without a GPU: the reference, the AMD binaries on the emulator, the device code on
 Triton's interpreter, the checks, torch.compile, what is launched."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.attention._forward import LOG2_E
-from liger_aot.ops.attention._varlen import MOST_TOKENS
-from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
+from liger_aot.ops.attention._operands import LOG2_E, padded_head_dim
+from liger_aot.ops.attention._varlen import MAX_TOKENS
+from liger_aot.ops.attention.flash_attention_varlen import FORWARD, FlashAttentionVarlen
 from liger_aot.ops.attention.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime import device_errors
@@ -24,7 +24,7 @@ from tests.emulator.emulated_cases import emulated
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.planned_packs import tables_of
 from tests.harness.recording import RecordingDriver, recorded
-from tests.harness.tolerances import REFERENCE
+from tests.harness.tolerances import NAMES, REFERENCE
 from tests.ops.attention.attention_cases import BF16, FP16
 from tests.ops.attention.varlen_cases import EMPTY, SMALL, Problem, check, starts_of
 
@@ -70,18 +70,23 @@ def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) ->
     check(bound_op(FlashAttentionVarlen, pack, EmulatorDriver), problem, dict(pack.tolerance), seed=seed)
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["forward", "backward_keys", "backward_keys_capped", "backward_queries", "backward_queries_capped"],
-)
-def test_every_row_of_the_tables_has_a_problem(kernel: str) -> None:
-    problems = [p for p in SMALL if kernel == "forward" or bool(p.softcap) == kernel.endswith("capped")]
-    op = "flash_attention_varlen" + ("" if kernel == "forward" else "_backward")
+def test_every_head_dimension_has_a_problem() -> None:
     for arch in ("gfx90a", "gfx942"):
-        tables = built_pack(arch).op(op).kernels[f"flash_attention_varlen_{kernel}"].tables
-        for dtype, key in ((BF16, "bf16/aligned"), (FP16, "fp16/aligned")):
+        tables = built_pack(arch).op("flash_attention_varlen").kernels[f"{FORWARD}_tiles"].tables
+        assert all(len(rows) == 1 for rows in tables.values())
+        assert set(tables) == {f"{NAMES[p.dtype]}/{padded_head_dim(p.dim)}/aligned" for p in SMALL}
+
+
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("kernel", ["backward_dkdv", "backward_dq"])
+def test_every_row_of_the_tables_has_a_problem(kernel: str, softcap: bool) -> None:
+    problems = [p for p in SMALL if bool(p.softcap) == softcap]
+    for arch in ("gfx90a", "gfx942"):
+        kernels = built_pack(arch).op("flash_attention_varlen_backward").kernels
+        tables = kernels[f"flash_attention_varlen_{kernel}"].tables
+        for dtype, name in ((BF16, "bf16"), (FP16, "fp16")):
             low = 0
-            for bound, variant in tables[key]:
+            for bound, variant in tables[f"{name}/{str(softcap).lower()}/aligned"]:
                 high = bound or 256
                 assert any(p.dtype == dtype and low < p.dim <= high for p in problems), variant
                 low = high
@@ -305,7 +310,7 @@ def test_grids_and_numbers(arch: str) -> None:
     o.backward(o.detach())
     own, keyed, rows = made
     numbers = {kernel: variant.numbers for d in made for kernel, variant in d.loaded.items()}
-    kernel = "flash_attention_varlen_forward"
+    kernel = f"{FORWARD}_tiles"
     x, y, z, *forward = own.launches[kernel]
     tiles = 1024 // numbers[kernel]["block_m"] + 3
     assert (x, y, z) == (6 * tiles, 1, 1)
@@ -323,13 +328,13 @@ def test_grids_and_numbers(arch: str) -> None:
         *of_q, *of_q, *of_k, *of_k, *shared, tiles, 3, 64, 2, 1024, 1536, 6, -7, 900, 1536,
     )  # fmt: skip
 
-    x, _, _, *sums = rows.launches["flash_attention_backward_rows"]
+    x, _, _, *sums = rows.launches["flash_attention_backward_preprocess"]
     padded = 1024
-    assert x == 6 * padded // numbers["flash_attention_backward_rows"]["block_m"]
+    assert x == 6 * padded // numbers["flash_attention_backward_preprocess"]["block_m"]
     assert tuple(sums[6:]) == (0, *of_q, 0, *of_q, x // 6, 6, 64, 1024, padded)
     read = (*of_q, *of_k, *of_k, *of_q, *shared, 0.125)
     sizes = (3, 64, padded, 2, 1024, 1536, 6, -7)
-    kernel = "flash_attention_varlen_backward_keys"
+    kernel = "flash_attention_varlen_backward_dkdv"
     x, _, _, *keys = keyed.launches[kernel]
     tiles = 1536 // numbers[kernel]["block_n"] + 3
     assert x == 2 * tiles and tuple(keys[8:]) == (
@@ -340,7 +345,7 @@ def test_grids_and_numbers(arch: str) -> None:
         tiles,
         *sizes,
     )
-    kernel = "flash_attention_varlen_backward_queries"
+    kernel = "flash_attention_varlen_backward_dq"
     x, _, _, *queries = keyed.launches[kernel]
     tiles = 1024 // numbers[kernel]["block_m"] + 3
     assert x == 6 * tiles and tuple(queries[9:]) == (*of_q, *read, tiles, *sizes)
@@ -351,7 +356,7 @@ def test_bounds_that_bind_nothing() -> None:
     op, made = recorded(FlashAttentionVarlen, tables_of("sm80"), Recorder)
     for window in (None, (7, 5)):
         op(*GOOD, window=window)
-        assert made[0].launches["flash_attention_varlen_forward"][-4:-2] == (MOST_TOKENS, -MOST_TOKENS)
+        assert made[0].launches[f"{FORWARD}_tiles"][-4:-2] == (MAX_TOKENS, -MAX_TOKENS)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -359,15 +364,11 @@ def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
     choices = explain("flash_attention_varlen", arch=arch, shape=(1024, 8, 96), dtype="bf16")
-    kernels = ["backward_rows", "varlen_backward_keys", "varlen_backward_queries"]
-    if (
-        "flash_attention_varlen_backward_rows"
-        in built_pack(arch).op("flash_attention_varlen_backward").kernels
-    ):
-        kernels += [f"varlen_backward_{kind}" for kind in ("rows", "groups_96", "finish")]
-    forward = ["varlen_forward"]
+    kernels = ["backward_preprocess", "varlen_backward_dkdv", "varlen_backward_dq"]
+    forward = ["varlen_forward_tiles"]
     if arch == "sm90":
-        forward += [f"varlen_forward_groups_96{kind}" for kind in ("", "_full", "_short")]
+        kernels += [f"varlen_backward_{kind}" for kind in ("preprocess", "warp_specialized", "postprocess")]
+        forward = ["varlen_forward", "varlen_forward", *forward]
     assert [c.kernel for c in choices] == [f"flash_attention_{k}" for k in (*forward, *kernels)]
     # its declaration says why
-    assert {c.kernel for c in choices if c.local_bytes} <= {"flash_attention_varlen_forward_groups_96_short"}
+    assert all("-warp_specialized_spills-" in c.variant for c in choices if c.local_bytes)

@@ -1,7 +1,8 @@
-"""What the tests of attention of packed sequences share: problems, and the check of each sequence against float64."""
+"""What the tests of varlen attention share: problems, and the check of each sequence against float64."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -9,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.harness.tolerances import LEAST
+from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
+from tests.harness.tolerances import LEAST, UNIT_ROUNDOFF
 from tests.ops.attention import attention_cases
 from tests.ops.attention.attention_cases import BF16, FP16, errors
 from tests.ops.attention.attention_gradients import gradient_errors
@@ -126,6 +128,64 @@ def check(
         assert sums.worst(found[3]) <= 1, f"{problem}, seed {seed}: dsinks"
     again = op(*tensors[:5], *problem.longest(), **{**problem.keywords(sinks), "return_lse": False})
     assert torch.equal(again, o), f"{problem}: not the same twice"
+
+
+def check_backward(op: Any, problem: Problem, allowed: Mapping[str, float], seed: int) -> None:
+    """Run the backward alone with NaN behind the last sequence: every sequence's gradients against float64, and zeros
+    behind the last one. Then again, and with NaN in neighbours: the same bits of dk and dv, and of dq but for
+    roundings, as it may be added up in any order."""
+    q, k, v, cu_q, cu_k, sinks = problem.tensors(seed)
+    reference = FlashAttentionVarlen.reference(q, k, v, cu_q, cu_k, sinks, *problem.settings())
+    o, lse = (t.contiguous() for t in reference)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse) if seed % 2 else None
+    end_q, end_k = sum(problem.lengths_q), sum(problem.lengths_k)
+    for t, end in ((q, end_q), (do, end_q), (o, end_q), (k, end_k), (v, end_k)):
+        t[end:] = math.nan
+    keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = op(*given, lse, cu_q, cu_k, *problem.longest(), dlse=dlse, **keywords)
+        return found
+
+    given = do, q, k, v, o
+    first = run(*given)
+    behind = first[0][end_q:], first[1][end_k:], first[2][end_k:]
+    assert not any(t.any() for t in behind), "what is behind the last sequence is not zeros"
+    sums = SinkSums(sinks)
+    for one, rows, keys in problem.pieces():
+        if not one.len_q:
+            assert not first[1][keys].any() and not first[2][keys].any(), "gradients of keys without queries"
+            continue
+        worst = gradient_errors(
+            (first[0][rows][None], first[1][keys][None], first[2][keys][None]),
+            (q[rows][None], k[keys][None], v[keys][None], sinks), do[rows][None],
+            None if dlse is None else dlse[None, :, rows], one, allowed, approximate=False, sums=sums,
+        )  # fmt: skip
+        assert max(worst.values()) <= 1, f"{one}, {rows}: gradients are off by {worst} of what is allowed"
+    if sinks is not None:
+        assert sums.worst(first[3]) <= 1, "dsinks are off by more than is allowed"
+    _assert_same(run(*given), first, "from run to run")
+
+    merged = tuple(t.clone() for t in first[:3])
+    pieces = [(rows, keys) for _, rows, keys in problem.pieces()]
+    for some in (pieces[::2], pieces[1::2]):
+        tensors = tuple(torch.full_like(t, math.nan) for t in given)
+        for rows, keys in some:
+            for t, of, own in zip(tensors, given, (rows, rows, keys, keys, rows), strict=True):
+                t[own] = of[own]
+        found = run(*tensors)
+        for rows, keys in some:
+            for to, g, own in zip(merged, found, (rows, keys, keys), strict=False):
+                to[own] = g[own]
+    _assert_same(merged, first, "beside NaN")
+
+
+def _assert_same(found: tuple[Tensor, ...], first: tuple[Tensor, ...], when: str) -> None:
+    dq, wanted = found[0].double(), first[0].double()
+    close = bool((dq - wanted).norm() <= UNIT_ROUNDOFF[first[0].dtype] * wanted.norm())
+    assert close and torch.equal(found[1], first[1]) and torch.equal(found[2], first[2]), (
+        f"they differ {when}"
+    )
 
 
 class SinkSums:

@@ -14,6 +14,7 @@ from liger_aot.runtime.manifest import Pack, Variant
 from tests.harness.drivers import bound_op
 from tests.harness.planned_packs import tables_of
 from tests.harness.tolerances import LEAST, NAMES, UNIT_ROUNDOFF
+from tests.ops.attention import attention_cases
 
 BF16, FP16 = torch.bfloat16, torch.float16
 Arguments = tuple[Any, ...]  # in the order of FlashDecoding.tensors
@@ -103,6 +104,13 @@ class Problem(NamedTuple):
         return scale, *bounds, self.softcap, self.splits or 0
 
 
+def far_behind(gap: float, dtype: torch.dtype, splits: int, device: str = "cpu") -> tuple[Problem, Arguments]:
+    """As in ``attention_cases``; with several splits all of them are as far behind the first key."""
+    problem = Problem(1, 1, 1, 200, (200,), 64, dtype, splits=splits, full=True)
+    _, (q, k, v, _) = attention_cases.far_behind(gap, dtype, device)
+    return problem, (q, k, v, None, None, None)
+
+
 def check(
     op: Any, problem: Problem, allowed: Mapping[str, float], *, seed: int = 0, device: str = "cpu"
 ) -> None:
@@ -128,20 +136,25 @@ def errors(
 ) -> tuple[float, float]:
     """The largest errors of o and lse as fractions of what is allowed; NaN and wrong infinities count as infinite.
 
-    O is rounded once, and so is each P before it is multiplied with V: a unit roundoff of the dtype of P |V|. Scores
-    are sums in float32, and their error is P's relative one.
+    O is rounded once, and so is each P before it is multiplied with V: a unit roundoff of the dtype of P |V|, or among
+    the subnormals LEAST of |V| for each key, as in ``attention_cases``. Scores are sums in float32, and their error is
+    P's relative one.
     """
     q, k, v, *rest = tensors
     q, k, v = (torch.nan_to_num(t.double()) for t in (q, k, v))
     wanted, wanted_lse = FlashDecoding.reference(q, k, v, *rest, *problem.settings())
     size, _ = FlashDecoding.reference(q, k, v.abs(), *rest, *problem.settings())
+    mean, log_keys = FlashDecoding.reference(
+        torch.zeros_like(q), k, v.abs(), *rest[:-1], None, *problem.settings()
+    )
+    keys = torch.exp(log_keys.transpose(1, 2))[..., None]
     norms = (t.norm(dim=-1).max().item() if t.numel() else 0.0 for t in (q, k))
     terms = 1.0 + problem.settings()[0] * next(norms) * next(
         norms
     )  # |q| |k| bounds the sum of a score's terms
     score = allowed["fp32"] * UNIT_ROUNDOFF[torch.float32] * terms
     roundoff = allowed[NAMES[o.dtype]] * UNIT_ROUNDOFF[o.dtype]
-    limit = roundoff * (wanted.abs() + size) + 2 * score * size + LEAST[o.dtype]
+    limit = roundoff * (wanted.abs() + size) + 2 * score * size + LEAST[o.dtype] * (1 + mean * keys)
     ratio = (o.double() - wanted).abs() / limit
     finite = torch.isfinite(wanted_lse)
     lse_error = torch.where(finite, (lse.double() - wanted_lse).abs(), 0.0) / (score * (1 + wanted_lse.abs()))
@@ -157,7 +170,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 # Small ones, for the emulator: every dimension's kernel, both dtypes, paged and not, ratios 1, 3, 8 and many rows, one
-# share and several, lengths that end anywhere, none among them, every mask.
+# split and several, lengths that end anywhere, none among them, every mask.
 SMALL = (
     Problem(8, 1, 1, 200, (200, 137, 1, 0), 64),
     Problem(8, 1, 1, 200, (200, 137, 1, 0), 64, FP16, page=16, splits=3),

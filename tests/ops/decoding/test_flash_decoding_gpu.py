@@ -11,7 +11,8 @@ import liger_aot
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.runtime.packs import pack_for
-from tests.ops.decoding.decoding_cases import BF16, EMPTY, FP16, SMALL, Problem, check, errors
+from tests.ops.attention.attention_cases import GAPS
+from tests.ops.decoding.decoding_cases import BF16, EMPTY, FP16, SMALL, Problem, check, errors, far_behind
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +37,7 @@ LARGE = (
     Problem(64, 8, 1, 65536, (65536, 40001), 128, page=16),
     Problem(8, 1, 1, 131072, (131072,), 128, FP16, splits=256),
     *(Problem(64, 8, 1, 600, tuple(range(1, 597, 5)), 128, page=page) for page in (0, 16)),
-    # many long sequences, which are streamed
+    # many long sequences, which the persistent kernel splits
     Problem(64, 8, 1, 16384, tuple(range(0, 16385, 400)), 64, sinks=True),
     Problem(64, 8, 2, 8192, tuple(range(0, 8193, 200)), 96, FP16, window=(3000, None)),
     Problem(64, 8, 1, 8192, tuple(range(0, 8193, 200)), 128, softcap=20.0),
@@ -75,6 +76,17 @@ def views(t: Tensor) -> dict[str, Tensor]:
         "beside others": wide[..., 16 : 16 + t.shape[-1]],
         "misaligned": odd[1:].view(t.shape),
     }
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("gap", GAPS)
+def test_keys_far_behind(
+    op: FlashDecoding, allowed: dict[str, float], gap: float, dtype: torch.dtype, splits: int
+) -> None:
+    """Their probabilities are subnormal in float16."""
+    problem, tensors = far_behind(gap, dtype, splits, "cuda")
+    assert max(errors(*op(*tensors[:3], **problem.keywords(tensors)), tensors, problem, allowed)) <= 1
 
 
 @pytest.mark.parametrize("page", [0, 32])
@@ -165,7 +177,7 @@ def test_graphs_at_once(prepared: bool) -> None:
 
 @pytest.mark.parametrize("dim", [128, 256])  # of one launch, of two
 @pytest.mark.parametrize("longest", [60, 512])
-def test_what_follows_waits_for_every_share(op: FlashDecoding, longest: int, dim: int) -> None:
+def test_what_follows_waits_for_every_split(op: FlashDecoding, longest: int, dim: int) -> None:
     """Results are read, and inputs overwritten, by the next kernels of the stream. Of short sequences ``split`` writes
     all results: ``combine`` has nothing to do, and must not end before it."""
     problem = Problem(64, 8, 1, 512, tuple(longest - i % 50 for i in range(400)), dim, splits=8)

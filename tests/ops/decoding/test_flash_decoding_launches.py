@@ -1,4 +1,4 @@
-"""Decoding's host side: what is launched with which numbers, from shapes alone, and how many programs share the
+"""Decoding's host side: what is launched with which numbers, from shapes alone, and how many programs split the
 keys."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_aot.ops.attention._forward import LONGEST
-from liger_aot.ops.decoding._decoding import best_splits
+from liger_aot.ops.attention._operands import MAX_SEQLEN
+from liger_aot.ops.decoding._plans import best_splits
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from tests.harness.drivers import MULTIPROCESSORS, bound_op
 from tests.harness.planned_packs import tables_of
@@ -25,13 +25,13 @@ def sm90() -> tuple[FlashDecoding, Recorder]:
     return recorded("sm90")
 
 
-def test_one_share_is_one_launch(sm90: tuple[FlashDecoding, Recorder]) -> None:
+def test_one_split_is_one_launch(sm90: tuple[FlashDecoding, Recorder]) -> None:
     op, driver = sm90
     problem = Problem(8, 2, 1, 300, (300, 20), 128, FP16, splits=1)
     tensors = problem.tensors()
     o, lse = op(*tensors[:3], cache_seqlens=tensors[3], splits=1, return_lse=True)
     ((variant, device, stream, x, y, z, *arguments),) = driver.launches
-    assert variant.name.startswith("flash_decoding_split-") and "fp16-aligned" in variant.name
+    assert variant.name.startswith("flash_decoding_split-") and "-fp16-" in variant.name
     assert (device, stream, x, y, z) == (-1, 7, 2 * 2, 1, 1)
     at = [t.data_ptr() for t in tensors[:3]]
     assert arguments[:4] == [o.data_ptr(), lse.data_ptr(), 0, 0] and arguments[5:8] == at
@@ -40,19 +40,19 @@ def test_one_share_is_one_launch(sm90: tuple[FlashDecoding, Recorder]) -> None:
     assert arguments[11:18] == [*strides, 0]
     assert arguments[18:20] == [pytest.approx(128**-0.5 * math.log2(math.e)), 0.0]
     by_ratio = (1 << 31) // 4 + 1
-    assert arguments[20:] == [2, 4, by_ratio, 1, 128, 2, 300, 2, 8, 1, 1, 0, LONGEST, 1]
+    assert arguments[20:] == [2, 4, by_ratio, 1, 128, 2, 300, 2, 8, 1, 1, 0, MAX_SEQLEN, 1]
 
 
-def test_shares_are_two_launches(sm90: tuple[FlashDecoding, Recorder]) -> None:
+def test_splits_are_two_launches(sm90: tuple[FlashDecoding, Recorder]) -> None:
     op, driver = sm90
     problem = Problem(40, 2, 1, 256, (256, 20), 64, page=64, splits=2, window=(100, None), softcap=10.0)
     tensors = problem.tensors()
     op(*tensors[:3], **problem.keywords(tensors))
     (split, *of_split), (combine, *of_combine) = driver.launches
-    assert split.name.startswith("flash_decoding_wide_paged-")  # 20 rows a head of keys
+    assert split.name.startswith("flash_decoding_split-tile-bf16-paged-wide-")  # 20 rows a head of keys
     assert combine.name.startswith("flash_decoding_combine-")
     assert of_split[2] == 2 * 2 * 2 and of_combine[2] == 2 * 40
-    assert of_split[5:9] == of_combine[5:9]  # results and shares
+    assert of_split[5:9] == of_combine[5:9]  # results and parts
     assert of_split[8] == of_split[7] + 4 * 8 * 20 * 64  # sums behind values: 8 programs, 20 rows of 64
     numbers = split.numbers
     log2_e = math.log2(math.e)
@@ -101,7 +101,7 @@ def test_no_call_looks_at_lengths(
         assert a[:5] == b[:5] and a[-13:] == b[-13:]
 
 
-def test_a_window_bounds_the_shares(sm90: tuple[FlashDecoding, Recorder]) -> None:
+def test_a_window_bounds_the_splits(sm90: tuple[FlashDecoding, Recorder]) -> None:
     """100 keys are in three blocks of 64 at most, whatever the cache holds."""
     op, driver = sm90
     q, k, v, *_ = Problem(8, 8, 1, 1 << 14, (1 << 14,), 128).tensors()
@@ -116,18 +116,18 @@ def test_the_small_problems_take_every_binary(arch: str) -> None:
         tensors = problem.tensors()
         op(*tensors[:3], **problem.keywords(tensors))
     used = {variant.name for variant, *_ in driver.launches}
-    mapped = ("_stream", "_once")  # tensor maps, which the recorder has none of
+    mapped = ("_persistent", "_fused")  # tensor maps, which the recorder has none of
     assert used == {
         v for v in tables_of(arch).op("flash_decoding").variants if not any(m in v for m in mapped)
     }
 
 
-# ---- How many shares ----
+# ---- How many splits ----
 
 
-def test_shares_fill_the_gpu() -> None:
+def test_splits_fill_the_gpu() -> None:
     """132 multiprocessors with room for 2 programs each, all of which are needed."""
-    every = {"slots": 264, "busy": 264, "start": 2}
+    every = {"places": 264, "saturating": 264, "startup_blocks": 2}
     assert best_splits(programs=8, blocks=2048, **every) == 33
     assert best_splits(programs=264, blocks=128, **every) == 1
     assert best_splits(programs=1, blocks=4096, **every) == 256
@@ -137,7 +137,7 @@ def test_shares_fill_the_gpu() -> None:
     assert best_splits(programs=396, blocks=128, **every) > 1
 
 
-# Programs of one share, blocks, and the fraction of a copy that each number of shares had (NVIDIA H200, 132
+# Programs of one split, blocks, and the fraction of a copy that each number of splits had (NVIDIA H200, 132
 # multiprocessors with 3 programs each).
 MEASURED = {
     (8, 128): {8: 0.586, 16: 0.687, 24: 0.675, 32: 0.679},
@@ -155,11 +155,11 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("size", MEASURED)
-def test_shares_are_those_that_were_fast(size: tuple[int, int]) -> None:
+def test_splits_are_those_that_were_fast(size: tuple[int, int]) -> None:
     """One within 3% of the fastest, or between such."""
     measured = MEASURED[size]
     fast = [splits for splits, of_copy in measured.items() if of_copy > 0.97 * max(measured.values())]
-    found = best_splits(*size, slots=396, busy=132, start=2)
+    found = best_splits(*size, places=396, saturating=132, startup_blocks=2)
     assert min(fast) <= found <= max(fast) and measured.get(found, 1.0) > 0.97 * max(measured.values())
 
 
@@ -173,7 +173,7 @@ class Maps(Recorder):
         return arguments
 
 
-def streams(problem: Problem, **keywords: Any) -> list[tuple[Any, ...]]:
+def launches(problem: Problem, **keywords: Any) -> list[tuple[Any, ...]]:
     """What is launched where there are tensor maps."""
     made: list[Maps] = []
     op = bound_op(FlashDecoding, tables_of("sm90"), lambda op, pack: made.append(Maps(op, pack)) or made[-1])
@@ -185,17 +185,17 @@ def streams(problem: Problem, **keywords: Any) -> list[tuple[Any, ...]]:
 LONG = Problem(16, 2, 1, 8192, (8192, 100, 0), 128)
 
 
-def test_many_sequences_stream_evenly() -> None:
+def test_many_sequences_are_split_evenly() -> None:
     """3 sequences of 2 heads of keys and 128 blocks, on MULTIPROCESSORS that have room for 2 programs each."""
-    (stream, *of_stream), (_, *of_combine) = streams(LONG)
-    assert stream.name.startswith("flash_decoding_stream-")
-    groups = 2 * MULTIPROCESSORS // 2
-    assert of_stream[2] == 2 * groups and of_combine[2] == 3 * 16
-    k_map, v_map = of_stream[5:7]
+    (persistent, *of_split), (_, *of_combine) = launches(LONG)
+    assert persistent.name.startswith("flash_decoding_persistent-")
+    workers = 2 * MULTIPROCESSORS // 2
+    assert of_split[2] == 2 * workers and of_combine[2] == 3 * 16
+    k_map, v_map = of_split[5:7]
     assert k_map[1:] == v_map[1:] == ("bf16", (3, 2, 8192, 128), (8192 * 256, 128, 256, 1), *k_map[4:])
-    assert of_stream[7:11] == of_combine[5:9] and of_stream[10] == of_stream[9] + 4 * 2 * 2 * groups * 8 * 128
-    assert of_stream[-5:] == [1, groups, 8, LONGEST, 1]
-    assert of_combine[-8:] == [1, 0, groups, 8, 64, stream.numbers["block_n"], LONGEST, 1]
+    assert of_split[7:11] == of_combine[5:9] and of_split[10] == of_split[9] + 4 * 2 * 2 * workers * 8 * 128
+    assert of_split[-5:] == [1, workers, 8, MAX_SEQLEN, 1]
+    assert of_combine[-8:] == [1, 0, workers, 8, 64, persistent.numbers["block_n"], MAX_SEQLEN, 1]
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,13 @@ def test_many_sequences_stream_evenly() -> None:
     [
         LONG._replace(lengths=(8192,)),  # too few tiles
         LONG._replace(capacity=1024, lengths=(1024, 100, 0)),  # too few blocks
+        LONG._replace(dim=64),  # no faster there
         LONG._replace(dim=192),
+        LONG._replace(heads=34),  # more rows than its row says
         LONG._replace(page=64),
         LONG._replace(splits=2),
         LONG._replace(shift=1),
     ],
 )
-def test_others_do_not_stream(problem: Problem) -> None:
-    assert not any("_stream" in variant.name for variant, *_ in streams(problem))
+def test_others_are_not(problem: Problem) -> None:
+    assert not any("_persistent" in variant.name for variant, *_ in launches(problem))

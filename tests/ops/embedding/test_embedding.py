@@ -29,12 +29,12 @@ from tests.harness.op_tests import (
 )
 
 TABLE, INDICES = torch.ones(4, 8), torch.tensor([[0, 3]])
-# What the host turns an index into: where the runs that cross chunks begin and end decides.
+# Of sorted indices: where the segments that cross chunks begin and end decides.
 PATTERNS = {
     "one token": lambda t: torch.full_like(t, 5),
-    "long runs": lambda t: t // 70,
-    "runs of a chunk": lambda t: t // 32,
-    "runs across chunks": lambda t: (t + 16) // 32,
+    "long segments": lambda t: t // 70,
+    "segments of a chunk": lambda t: t // 32,
+    "segments across chunks": lambda t: (t + 16) // 32,
     "mixed": lambda t: torch.where(t % 3 > 0, 7, t),
 }
 
@@ -151,11 +151,11 @@ class TestEmbedding(OpTests):
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_runs_across_chunks_on_the_emulator() -> None:
-    """The typical case has no run of a token that two programs share."""
+def test_segments_across_chunks_on_the_emulator() -> None:
+    """The typical case has no segment that two CTAs share."""
     tests = TestEmbedding()
     by = made(tests, EMULATED)
-    tests.check(by.op, Case((150, 48), BF16, vocabulary=151, pattern="runs across chunks"), by.allowed)
+    tests.check(by.op, Case((150, 48), BF16, vocabulary=151, pattern="segments across chunks"), by.allowed)
 
 
 @pytest.mark.parametrize("name", BINARIES)

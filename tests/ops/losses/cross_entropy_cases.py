@@ -87,7 +87,7 @@ class CrossEntropyCases:
 
     def formula(self, logits: Tensor, target: Tensor, weight: Tensor | None, *settings: Any) -> Tensor:
         ignore_index, smoothing, z_scale, softcap, reduction, *_ = settings
-        n, kept = logits.shape[-1], target != ignore_index
+        n, counts = logits.shape[-1], target != ignore_index
         x = softcap * torch.tanh(logits / softcap) if softcap else logits
         loss = functional.cross_entropy(
             x.reshape(-1, n),
@@ -97,10 +97,10 @@ class CrossEntropyCases:
             label_smoothing=smoothing,
             reduction=reduction,
         )
-        z = torch.where(kept, z_scale * torch.logsumexp(x, -1) ** 2, 0.0)
+        z = torch.where(counts, z_scale * torch.logsumexp(x, -1) ** 2, 0.0)
         if reduction == "none":
             return loss.view(target.shape) + z
-        return loss + (z.sum() / kept.sum() if reduction == "mean" else z.sum())
+        return loss + (z.sum() / counts.sum() if reduction == "mean" else z.sum())
 
     def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
         """What is added: lse and logits in the loss; in the gradient the three terms of the formula, of which the first
@@ -109,14 +109,14 @@ class CrossEntropyCases:
         if not logits.numel():
             return {}
         ignore_index, s, z_scale, softcap, reduction, *_ = exact.settings.values()
-        n, kept, lse = logits.shape[-1], target != ignore_index, exact.results[4][0]
+        n, counts, lse = logits.shape[-1], target != ignore_index, exact.results[4][0]
         x = (softcap * torch.tanh(logits / softcap) if softcap else logits).abs()
         w = torch.ones(n, dtype=x.dtype, device=x.device) if weight is None else weight
-        at = torch.where(kept, target, 0).long()
+        at = torch.where(counts, target, 0).long()
         w_t, x_t = w[at], x.gather(-1, at.unsqueeze(-1)).squeeze(-1)
         rows = (1 - s) * w_t * (lse.abs() + x_t) + abs(z_scale) * lse * lse
         rows = rows + s / n * (w.sum() * lse.abs() + (w * x).sum(-1))
-        rows = torch.where(kept, rows, 0.0)
+        rows = torch.where(counts, rows, 0.0)
         scale, z_of = exact.grads[0].abs(), exact.grads[0].abs()
         if reduction == "mean":
             weights, count = exact.results[5]
@@ -130,5 +130,5 @@ class CrossEntropyCases:
         terms = p * a.unsqueeze(-1) * (1 + (capped.abs() + lse.abs().unsqueeze(-1)) / 8)
         terms = terms + (scale * s / n).unsqueeze(-1) * w
         terms = terms.scatter_add(-1, at.unsqueeze(-1), ((1 - s) * w_t * scale).unsqueeze(-1))
-        terms = torch.where(kept.unsqueeze(-1), terms, 0.0)
+        terms = torch.where(counts.unsqueeze(-1), terms, 0.0)
         return {"loss": {"magnitude": rows}, "dlogits": {"magnitude": terms, "scale": 1 + a.unsqueeze(-1)}}

@@ -27,6 +27,9 @@ class DivergenceTests(OpTests):
     longest_interpreted = 70_000
     same_without_gradient = False  # a kernel of its own finds the loss and the gradient together
     labelled: ClassVar[bool] = True
+    settings_of: ClassVar[
+        Mapping[str, Mapping[str, Any]]
+    ] = {}  # what makes a call take a kind, if not the defaults
 
     @staticmethod
     def base_cases(**options: Any) -> tuple[Case, ...]:
@@ -97,8 +100,8 @@ class DivergenceTests(OpTests):
         of_term, of_slope = self.sizes(exact)
         labels, dloss = exact.inputs.get("shift_labels"), exact.grads[0]
         if labels is not None:
-            kept = (labels.long() != exact.settings["ignore_index"]).unsqueeze(-1)
-            of_term, of_slope = of_term * kept, of_slope * kept
+            counts = (labels.long() != exact.settings["ignore_index"]).unsqueeze(-1)
+            of_term, of_slope = of_term * counts, of_slope * counts
         reduction = exact.settings.get("reduction", "batchmean")
         if reduction != "none":
             rows = x.shape[0] if self.op_class.batch_is_first else x.shape[:-1].numel()
@@ -115,9 +118,9 @@ class DivergenceTests(OpTests):
         }
 
     def table_case(
-        self, kernel: str, dtypes: Mapping[str, torch.dtype], n: int, aligned: bool, rows: int
+        self, kernel: str, axes: Mapping[str, Any], n: int, aligned: bool, rows: int
     ) -> Case | None:
-        return Case((1, n), dtypes["dtype"], shift=int(not aligned))
+        return Case((1, n), axes["dtype"], shift=int(not aligned), **self.settings_of.get(axes["kind"], {}))
 
     # ---- beyond what every op is tested for -----------------------------------------------------------------
 
@@ -131,12 +134,12 @@ class DivergenceTests(OpTests):
         loss = self.call(way.op, (leaf, *rest), settings)
         one = torch.ones_like(loss)
         (first,) = torch.autograd.grad(loss, leaf, one, retain_graph=True)
-        kept = first.clone()
+        was = first.clone()
         first.fill_(torch.nan)
         for factor in (1.0, 2.0, 1.0):
-            (again,) = torch.autograd.grad(loss, leaf, one * factor, retain_graph=True)
+            (more,) = torch.autograd.grad(loss, leaf, one * factor, retain_graph=True)
             # Two kernels: where products and sums are contracted differently, a rounding may fall the other way.
-            torch.testing.assert_close(again, kept * factor, rtol=2 * UNIT_ROUNDOFF[again.dtype], atol=0)
+            torch.testing.assert_close(more, was * factor, rtol=2 * UNIT_ROUNDOFF[more.dtype], atol=0)
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
     def test_gradient_of_one(self, way: Way) -> None:

@@ -1,18 +1,44 @@
-"""Cases of the fused linear losses, their float64 references, and how far rounding may take a result from them."""
+"""Cases of the fused linear losses, the drivers that run them, their float64 references, and how far rounding may take
+a result from those."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_aot import load
+from liger_aot.ops.op import Op
+from tests.conftest import built_pack
+from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.harness.op_gpu_tests import PTX, lowered_from_ptx
 from tests.harness.tolerances import UNIT_ROUNDOFF
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 IGNORED = -100
+WAYS = [
+    "reference",
+    pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
+    pytest.param("emulator gfx90a", marks=pytest.mark.slow),
+    "emulator gfx942",
+    pytest.param("gpu", marks=pytest.mark.gpu),
+    PTX,
+]
+
+
+def made(op_class: type[Op], way: str) -> tuple[Any, str]:
+    """The op as one of the drivers runs it, and the device of its tensors."""
+    driver, _, arch = way.partition(" ")
+    if driver in ("reference", "gpu"):
+        return load(op_class.name), "cpu" if driver == "reference" else "cuda"
+    if driver == "sm80":
+        return lowered_from_ptx(op_class, built_pack("sm80")), "cuda"
+    by = InterpreterDriver if driver == "interpreter" else EmulatorDriver
+    return bound_op(op_class, built_pack(arch), by), "cpu"
 
 
 @dataclass(frozen=True)
@@ -106,18 +132,18 @@ def formula(drawn: Drawn, grad: Tensor) -> Formula:
     y = capped(logits, cap)
     smoothing = kw.get("label_smoothing", 0.0)
     main = F.cross_entropy(y, t, classes, ignore_index=ignore, label_smoothing=smoothing, reduction="none")
-    kept = t != ignore
+    counts = t != ignore
     lse = torch.logsumexp(y, -1)
-    z = torch.where(kept, kw.get("lse_square_scale", 0.0) * lse**2, 0.0)
-    at = torch.where(kept, t, 0)
+    z = torch.where(counts, kw.get("lse_square_scale", 0.0) * lse**2, 0.0)
+    at = torch.where(counts, t, 0)
     of_class = torch.ones_like(y[0]) if classes is None else classes
-    mass = torch.where(kept, (1 - smoothing) * of_class[at] + smoothing * of_class.mean(), 0.0)
-    z_slope = torch.where(kept, 2 * kw.get("lse_square_scale", 0.0), torch.zeros_like(lse))
+    mass = torch.where(counts, (1 - smoothing) * of_class[at] + smoothing * of_class.mean(), 0.0)
+    z_slope = torch.where(counts, 2 * kw.get("lse_square_scale", 0.0), torch.zeros_like(lse))
     if kw.get("use_token_scaling"):
         p = torch.softmax(y, -1).gather(1, at[:, None])[:, 0].detach()
         main, z, mass, z_slope = main * p, z * p, mass * p, z_slope * p
-    rows, count = main + z, kept.sum()
-    divisor = count if classes is None else classes[t[kept]].sum()
+    rows, count = main + z, counts.sum()
+    divisor = count if classes is None else classes[t[counts]].sum()
     if reduction == "none":
         loss, z_loss = rows, z
     elif reduction == "sum":
@@ -125,12 +151,12 @@ def formula(drawn: Drawn, grad: Tensor) -> Formula:
     else:
         loss, z_loss = main.sum() / divisor + z.sum() / count, z.sum() / count
         mass, z_slope = mass / divisor, z_slope / count
-    best = torch.where(kept, y.argmax(-1), -1)
+    best = torch.where(counts, y.argmax(-1), -1)
     loss.backward(grad.double())
     gradients = {"input": x.grad, "weight": w.grad} | ({} if b is None else {"bias": b.grad})
     assert logits.grad is not None
     return Formula(
-        loss.detach(), z_loss.detach(), ((best == t) & kept).sum() / count, best, rows.detach(), gradients,  # type: ignore[arg-type]
+        loss.detach(), z_loss.detach(), ((best == t) & counts).sum() / count, best, rows.detach(), gradients,  # type: ignore[arg-type]
         logits.detach(), logits.grad, (mass + z_slope * lse.detach().abs()) * grad.double().abs(),
         z_slope * grad.double().abs(),
     )  # fmt: skip
@@ -166,8 +192,8 @@ def worst_linear(
     lse = torch.logsumexp(capped(exact.logits, cap), -1).abs()
     row = off * (1 + 2 * z * lse + exact.rows.abs()) + 32 * u32 * (exact.rows.abs() + lse)
     reduction = case.get("reduction", "mean")
-    kept = drawn.target != case.get("ignore_index", IGNORED)
-    row = torch.where(kept, row, 0.0)
+    counts = drawn.target != case.get("ignore_index", IGNORED)
+    row = torch.where(counts, row, 0.0)
     if reduction == "none":
         allowed = row
     else:
@@ -175,7 +201,7 @@ def worst_linear(
         if reduction == "mean":
             classes = drawn.keywords.get("class_weight")
             allowed = allowed / (
-                kept.sum() if classes is None else classes.double()[drawn.target.long()[kept]].sum()
+                counts.sum() if classes is None else classes.double()[drawn.target.long()[counts]].sum()
             )
     tiny = 2.0**-24 if case.dtype == FP16 else 2.0**-126
     worst = {"loss": _ratio(loss, exact.loss, slack * allowed + 2.0**-40)}

@@ -1,4 +1,5 @@
-"""Cross entropy on every driver: against torch's function in float64, and what its kernels have beside."""
+"""Cross entropy on every driver: against torch's function in float64, and what its kernels have beside; its module,
+and torch.compile."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses import _losses as losses
-from liger_aot.ops.losses._checks import RowLoss
+from liger_aot.nn import CrossEntropyLoss
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._row_loss import RowLoss
 from liger_aot.ops.losses.cross_entropy import CrossEntropy
 from liger_aot.runtime import device_errors
 from tests.harness.op_tests import BF16, BINARIES, DTYPES, EMULATED, FP32, WAYS, Case, OpTests, Way
@@ -75,7 +77,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
     # ---- beside the loss ------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
-    @pytest.mark.parametrize("reduction", loss_checks.REDUCTIONS)
+    @pytest.mark.parametrize("reduction", losses.REDUCTIONS)
     def test_more_results(self, way: Way, reduction: str) -> None:
         case = Case((2, 9, 1203), BF16, ignored=4, reduction=reduction, lse_square_scale=0.01)
         (logits, target, _), _, _ = self.draw(case, 0, way.device)
@@ -86,16 +88,16 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             leaf, target, lse_square_scale=0.01, reduction=reduction, return_z_loss=True,
             return_token_accuracy=True, return_predicted_tokens=True,
         )  # fmt: skip
-        kept = target != IGNORED
-        assert torch.equal(predicted, torch.where(kept, logits.argmax(-1), -1)) and predicted[0, 0] == 40
-        hits = (predicted == target) & kept
+        counts = target != IGNORED
+        assert torch.equal(predicted, torch.where(counts, logits.argmax(-1), -1)) and predicted[0, 0] == 40
+        hits = (predicted == target) & counts
         assert hits.any()
         lse = torch.logsumexp(logits.double(), -1)
-        wanted = torch.where(kept, 0.01 * lse * lse, 0.0)
+        wanted = torch.where(counts, 0.01 * lse * lse, 0.0)
         of_rows = hits.float()
         if reduction != "none":
-            of_rows = of_rows.sum() / kept.sum()
-            wanted = wanted.sum() / (kept.sum() if reduction == "mean" else 1)
+            of_rows = of_rows.sum() / counts.sum()
+            wanted = wanted.sum() / (counts.sum() if reduction == "mean" else 1)
         torch.testing.assert_close(z.double(), wanted, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(accuracy, of_rows)
         assert loss.requires_grad and not (z.requires_grad or accuracy.requires_grad)
@@ -112,7 +114,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
         target = torch.full((3,), IGNORED, device=way.device)
         for n in (40, 1203):
             logits = torch.randn(3, n, device=way.device, requires_grad=True)
-            for reduction in loss_checks.REDUCTIONS:
+            for reduction in losses.REDUCTIONS:
                 loss = way.op(logits, target, reduction=reduction)
                 wanted = functional.cross_entropy(logits, target, reduction=reduction)
                 assert torch.equal(loss, wanted) or (loss.isnan() and wanted.isnan())
@@ -203,8 +205,8 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             halves = [(0, logits[:, :cut]), (cut, logits[:, cut:])]
             found = [statistics(on, x, target, row_loss, vocab_start=at, **more) for at, x in halves]
             lse = torch.logaddexp(found[0][1], found[1][1])
-            kept = target != IGNORED
-            torch.testing.assert_close(lse[kept], whole[1][kept], rtol=1e-6, atol=1e-6)
+            counts = target != IGNORED
+            torch.testing.assert_close(lse[counts], whole[1][counts], rtol=1e-6, atol=1e-6)
             parts = found[0][2] + found[1][2]
             torch.testing.assert_close(parts[0], whole[2][0], rtol=1e-6, atol=1e-6)
             if row_loss.label_smoothing:
@@ -227,8 +229,8 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             cap = options.get("softcap")
             x = cap * torch.tanh(leaf / cap) if cap else leaf
             each = functional.cross_entropy(x, target, reduction="none")
-            kept = target != IGNORED
-            each = each + torch.where(kept, 0.01 * torch.logsumexp(x, -1) ** 2, 0.0)
+            counts = target != IGNORED
+            each = each + torch.where(counts, 0.01 * torch.logsumexp(x, -1) ** 2, 0.0)
             p = torch.softmax(x.detach(), -1).gather(-1, target.clamp(0)[:, None])[:, 0]
             each = each * p
             scale = torch.rand(5, device=way.device)
@@ -247,9 +249,10 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
     @pytest.mark.parametrize(
         "way", [EMULATED, *(way for way in BINARIES if EMULATED not in way.values)], indirect=True
     )
-    def test_sums_in_two_levels(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(losses, "LONE_ROWS", 10)
-        monkeypatch.setattr(losses, "CHUNK", 2)
+    def test_sums_in_two_launches(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+        loaded = runtime_of(way).kernels["cross_entropy_totals"]((False,), 1)
+        monkeypatch.setattr(loaded, "numbers", {**loaded.numbers, "rows_for_one_cta": 10})
+        monkeypatch.setattr(loaded, "rows", 2)
         for rows in (10, 11, 150):
             case = Case((rows, 7), FP32, ignored=3, weight=FP32, lse_square_scale=0.1)
             (logits, target, weight), settings, _ = self.draw(case, rows, way.device)
@@ -258,10 +261,10 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             )
             wanted = self.formula(logits.double(), target, weight.double(), *settings)
             torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
-            kept = target != IGNORED
+            counts = target != IGNORED
             lse = torch.logsumexp(logits.double(), -1)
-            torch.testing.assert_close(z.double(), (0.1 * lse * lse)[kept].mean(), rtol=1e-5, atol=1e-6)
-            hits = (logits.argmax(-1) == target)[kept].float().mean()
+            torch.testing.assert_close(z.double(), (0.1 * lse * lse)[counts].mean(), rtol=1e-5, atol=1e-6)
+            hits = (logits.argmax(-1) == target)[counts].float().mean()
             torch.testing.assert_close(accuracy, hits)
 
 
@@ -275,3 +278,39 @@ def statistics(on: Any, logits: Tensor, target: Tensor, row_loss: RowLoss, **mor
     made = torch.empty(2, rows, device=logits.device), torch.zeros(3, rows, device=logits.device)
     losses.row_stats(on, logits, target, row_loss, losses=made[0][0], lse=made[0][1], parts=made[1], **more)
     return made[0][0], made[0][1], made[1]
+
+
+# ---- in torch's machinery -------------------------------------------------------------------------------------
+
+
+def test_module() -> None:
+    """As torch's, classes last; a new module has torch's state."""
+    weight = torch.rand(8)
+    for keywords in ({}, {"weight": weight, "label_smoothing": 0.1, "reduction": "sum"}):
+        module, other = CrossEntropyLoss(**keywords), torch.nn.CrossEntropyLoss(**keywords)
+        assert module.state_dict().keys() == other.state_dict().keys()
+        torch.testing.assert_close(module(X * T[:, None], T), other(X * T[:, None], T))
+    capped = CrossEntropyLoss(softcap=2.0, lse_square_scale=0.1)
+    wanted = liger_aot.load("cross_entropy")(X, T, softcap=2.0, lse_square_scale=0.1)
+    assert torch.equal(capped(X, T), wanted)
+
+
+def test_compiled_results() -> None:
+    """All results under torch.compile, with and without gradients, in place or not."""
+    op = liger_aot.load("cross_entropy")
+    more = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+
+    def called(x: Tensor) -> Any:
+        return op(x * 2, T, lse_square_scale=0.1, **more), op(x * 2, T, inplace_grad=True)
+
+    torch.compiler.reset()
+    compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
+    for grad in (False, True):
+        x = torch.randn(4, 8, requires_grad=grad)
+        (wanted, w), (got, g) = called(x), compiled(x)
+        for a, b in zip((*wanted, w), (*got, g), strict=True):
+            assert torch.equal(a, b)
+        if grad:
+            torch.testing.assert_close(
+                torch.autograd.grad(got[0] + g, x)[0], torch.autograd.grad(wanted[0] + w, x)[0]
+            )

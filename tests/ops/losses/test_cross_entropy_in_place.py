@@ -35,7 +35,7 @@ class TestCrossEntropyInPlace(test_cross_entropy.TestCrossEntropy):
     test_debug_raises_at_once = None
     test_shards_of_the_vocabulary = None
     test_token_scaling = None
-    test_sums_in_two_levels = None
+    test_sums_in_two_launches = None
     test_infinite_logits = None
     test_target_layouts = None
     test_problems_are_in_the_tables = None
@@ -64,7 +64,7 @@ class TestCrossEntropyInPlace(test_cross_entropy.TestCrossEntropy):
     def table_case(
         self, kernel: str, dtypes: Mapping[str, torch.dtype], n: int, aligned: bool, rows: int
     ) -> Case | None:
-        if kernel not in ("cross_entropy_both", "cross_entropy_scale"):
+        if kernel not in ("cross_entropy_in_place", "cross_entropy_scale"):
             return None
         return Case((rows, n), dtypes["dtype"], reduction="none", ignored=rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_aot.ops.losses._divergences import count_labels
+from liger_aot.ops.losses._divergence import count_labels
 from liger_aot.ops.losses.divergence_sums import DivergenceSums
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, bound_op

@@ -1,4 +1,5 @@
-"""Fused linear cross entropy: chunks, options, what autograd gets and when, on every driver."""
+"""Fused linear cross entropy: chunks, options, what autograd gets and when, on every driver; torch.compile, autocast,
+modules."""
 
 from __future__ import annotations
 
@@ -12,44 +13,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.losses._chunks import accumulate, chunk_buffer, chunk_rows, padded
+from liger_aot.nn import FusedLinearCrossEntropyLoss
+from liger_aot.ops.losses._linear import accumulate, chunk_buffer, chunk_rows, padded
 from liger_aot.ops.losses.fused_linear_cross_entropy import FusedLinearCrossEntropy
-from tests.conftest import built_pack
-from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op, past_modes
-from tests.harness.op_gpu_tests import PTX, lowered_from_ptx
+from liger_aot.ops.torch_library import register
+from tests.harness.drivers import past_modes
 from tests.ops.losses.linear_loss_cases import (
     BF16,
     FP16,
     FP32,
     OPTIONS,
     PLAIN,
+    WAYS,
     LinearCase,
     draw,
     formula,
+    made,
     worst_linear,
 )
 
-WAYS = [
-    "reference",
-    pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
-    pytest.param("emulator gfx90a", marks=pytest.mark.slow),
-    "emulator gfx942",
-    pytest.param("gpu", marks=pytest.mark.gpu),
-    PTX,
-]
 X, W, T = torch.ones(4, 8), torch.ones(6, 8), torch.tensor([0, 5, 2, -100])
-
-
-def made(way: str) -> tuple[FusedLinearCrossEntropy, str]:
-    """The op as one of the drivers runs it, and the device of its tensors."""
-    driver, _, arch = way.partition(" ")
-    if driver in ("reference", "gpu"):
-        op: FusedLinearCrossEntropy = liger_aot.load("fused_linear_cross_entropy")
-        return op, "cpu" if driver == "reference" else "cuda"
-    if driver == "sm80":
-        return lowered_from_ptx(FusedLinearCrossEntropy, built_pack("sm80")), "cuda"
-    by = InterpreterDriver if driver == "interpreter" else EmulatorDriver
-    return bound_op(FusedLinearCrossEntropy, built_pack(arch), by), "cpu"
 
 
 def run(op: Any, case: LinearCase, drawn: Any, *, seed: int = 1) -> tuple[Any, dict[str, Tensor], Tensor]:
@@ -84,11 +67,11 @@ def check(op: Any, case: LinearCase, device: str, seed: int = 0, rounded_logits:
     torch.testing.assert_close(z_loss.double(), exact.z_loss, rtol=allowed, atol=1e-7)
     # Where two logits are nearly the same, either may be the greatest.
     top = exact.logits.topk(min(2, case.vocabulary), -1).values
-    kept = drawn.target != case.get("ignore_index", -100)
-    clear = ~kept | (top[:, 0] - top[:, -1] > allowed * 4) | (case.vocabulary == 1)
+    counts = drawn.target != case.get("ignore_index", -100)
+    clear = ~counts | (top[:, 0] - top[:, -1] > allowed * 4) | (case.vocabulary == 1)
     assert predicted.dtype == torch.int64 and torch.equal(predicted[clear], exact.predicted[clear])
-    hits = (predicted == drawn.target) & kept
-    torch.testing.assert_close(accuracy.cpu(), (hits.sum() / kept.sum()).float().cpu())
+    hits = (predicted == drawn.target) & counts
+    torch.testing.assert_close(accuracy.cpu(), (hits.sum() / counts.sum()).float().cpu())
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
@@ -96,7 +79,7 @@ def check(op: Any, case: LinearCase, device: str, seed: int = 0, rounded_logits:
 @pytest.mark.parametrize("case", [*PLAIN, *OPTIONS], ids=str)
 @pytest.mark.usefixtures("poisoned")
 def test_cases(way: str, case: LinearCase) -> None:
-    op, device = made(way)
+    op, device = made(FusedLinearCrossEntropy, way)
     check(op, case, device, rounded_logits=way != "reference")
 
 
@@ -104,7 +87,7 @@ def test_cases(way: str, case: LinearCase) -> None:
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 def test_backwards_one_after_the_other(way: str, dtype: torch.dtype) -> None:
     """The second, which has to compute all again, is as good as the first; each gradient alone gives its bits."""
-    op, device = made(way)
+    op, device = made(FusedLinearCrossEntropy, way)
     case = LinearCase(9, 16, 37, dtype, bias=True)
     drawn = draw(case, 0, device)
     leaves = drawn.leaves()
@@ -125,7 +108,7 @@ def test_backwards_one_after_the_other(way: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_layouts(way: str) -> None:
     """Transposed, sliced and expanded arguments, and more dimensions than two."""
-    op, device = made(way)
+    op, device = made(FusedLinearCrossEntropy, way)
     case = LinearCase(12, 16, 40, FP32)
     drawn = draw(case, 0, device)
     plain = op(drawn.input, drawn.weight, drawn.target, reduction="none")
@@ -161,7 +144,7 @@ class Products(TorchDispatchMode):
 
 def test_what_is_frozen_costs_nothing() -> None:
     """One product a chunk for the loss, one for each gradient that is wanted; none in the first backward."""
-    op, _ = made("emulator gfx942")
+    op, _ = made(FusedLinearCrossEntropy, "emulator gfx942")
     case = LinearCase(9, 16, 37, BF16)
     drawn = draw(case)
     budget = 3 * padded(37) * 2
@@ -187,7 +170,7 @@ def test_what_is_frozen_costs_nothing() -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_scale(way: str, dtype: torch.dtype) -> None:
     """In place, rounded once, nothing beside it; aligned and not."""
-    op, device = made(way)
+    op, device = made(FusedLinearCrossEntropy, way)
     for n, shift in ((4112, 0), (5000, 8), (37, 1)):
         memory = torch.randn(shift + n + 5, device=device).to(dtype)
         before = memory.clone()
@@ -202,7 +185,7 @@ def test_scale(way: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_handed_over(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """.grad is the very memory that the forward wrote: AccumulateGrad copies nothing."""
-    op, device = made(way)
+    op, device = made(FusedLinearCrossEntropy, way)
     drawn = draw(LinearCase(9, 16, 37), 0, device)
     leaves = drawn.leaves()
     loss = op(leaves[0], leaves[1], drawn.target)
@@ -216,7 +199,7 @@ def test_gradients_are_handed_over(way: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_gradient_of_a_16_bit_weight(way: str) -> None:
     """weight.grad_dtype lets autograd keep it as it was added."""
-    op, device = made(way)
+    op, device = made(FusedLinearCrossEntropy, way)
     case = LinearCase(9, 16, 37, BF16, chunks=3)
     drawn = draw(case, 0, device)
     w = torch.nn.Parameter(drawn.weight.clone())
@@ -235,7 +218,7 @@ def test_float32_gradient_of_a_16_bit_weight(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ignored(way: str) -> None:
     """As torch: a mean of nothing is NaN, a sum 0, and there is no gradient."""
-    op, device = made(way)
+    op, device = made(FusedLinearCrossEntropy, way)
     x, w, t = (
         X.to(device).requires_grad_(),
         W.to(device).requires_grad_(),
@@ -288,6 +271,91 @@ def test_sums_in_float32() -> None:
     for i in range(100):
         accumulate(total, a, b, i == 0)
     torch.testing.assert_close(total.double(), 100 * (a.double() @ b.double()), rtol=1e-5, atol=1e-4)
+
+
+# ---- in torch's machinery -------------------------------------------------------------------------------------
+
+
+def check_compiled(device: str, **options: Any) -> None:
+    op = liger_aot.load("fused_linear_cross_entropy")
+    for keywords in ({}, {"reduction": "none", "return_z_loss": True, "lse_square_scale": 0.01}):
+        torch.compiler.reset()
+
+        def doubled(x: Tensor, w: Tensor, b: Tensor, t: Tensor, keywords: Any = keywords) -> Any:
+            found = op(x * 2, w * 2, t, b * 2, **keywords)
+            return found[0] if keywords else found
+
+        compiled = torch.compile(doubled, fullgraph=True, **options)
+        for rows in (9, 11, 12):
+            drawn = draw(LinearCase(rows, 16, 37, bias=True), rows, device)
+            leaves = drawn.leaves()
+            plain, got = doubled(*leaves, drawn.target), compiled(*leaves, drawn.target)
+            torch.testing.assert_close(got, plain)
+            grad = torch.rand_like(plain)
+            for a, b in zip(
+                torch.autograd.grad(got, leaves, grad), torch.autograd.grad(plain, leaves, grad), strict=True
+            ):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(*leaves, drawn.target), plain)
+
+
+def test_compile_is_one_graph() -> None:
+    check_compiled("cpu", backend="aot_eager")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_registration(reduction: str) -> None:
+    register("fused_linear_cross_entropy")
+    drawn = draw(LinearCase(9, 16, 37, bias=True))
+    settings = (-100, 0.1, 0.0, 0.0, False, reduction, 1 << 20, None, [True] * 3, [True] * 3)
+    forward = torch.ops.liger_aot.fused_linear_cross_entropy_forward
+    x, w, b = drawn.leaves()
+    torch.library.opcheck(forward.default, (x, w, drawn.target, b, None, *settings, True))
+    tensors = (x.detach(), w.detach(), drawn.target, b.detach(), None)
+    results = forward(*tensors, *settings, True)
+    saved = list(FusedLinearCrossEntropy().saved(tensors, results))
+    backward = torch.ops.liger_aot.fused_linear_cross_entropy_backward
+    grads = [torch.ones_like(results[0]), None, None, None]
+    needed = [True, True, False, True, False]
+    torch.library.opcheck(backward.default, (grads, saved, *settings, needed))
+
+
+def test_autocast() -> None:
+    """float32 weights under autocast: products in bfloat16, gradients in float32."""
+    op = liger_aot.load("fused_linear_cross_entropy")
+    case = LinearCase(9, 16, 37, bias=True)
+    drawn = draw(case)
+    leaves = drawn.leaves()
+    with torch.autocast("cpu", dtype=BF16):
+        loss = op(leaves[0], leaves[1], drawn.target, leaves[2])
+    loss.backward()
+    rounded = draw(case)
+    exact = formula(rounded, torch.ones(()))
+    assert all(leaf.grad is not None and leaf.grad.dtype == torch.float32 for leaf in leaves)
+    narrow = LinearCase(9, 16, 37, BF16, bias=True)
+    grads = {
+        n: t.grad for n, t in zip(("input", "weight", "bias"), leaves, strict=True) if t.grad is not None
+    }
+    # Input and weight are rounded too: a logit's error is that of three roundings.
+    worst = worst_linear(narrow, rounded, exact, loss, grads, slack=6.0)
+    assert max(worst.values()) <= 1, worst
+
+
+def test_module() -> None:
+    drawn = draw(LinearCase(9, 16, 37, bias=True, classes=True))
+    classes = drawn.keywords["class_weight"]
+    module = FusedLinearCrossEntropyLoss(
+        classes, label_smoothing=0.1, return_z_loss=True, lse_square_scale=0.1
+    )
+    op = liger_aot.load("fused_linear_cross_entropy")
+    wanted = op(
+        drawn.input, drawn.weight, drawn.target, drawn.bias, class_weight=classes, label_smoothing=0.1,
+        return_z_loss=True, lse_square_scale=0.1,
+    )  # fmt: skip
+    for a, b in zip(module(drawn.weight, drawn.input, drawn.target, drawn.bias), wanted, strict=True):
+        assert torch.equal(a, b)
+    assert not module.state_dict() and "label_smoothing=0.1" in repr(module)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import liger_aot
 from liger_aot.errors import ArgumentError
 from liger_aot.runtime import device_errors
 from tests.ops.losses.linear_loss_cases import BF16, FP16, FP32, LinearCase, draw
-from tests.ops.losses.test_fused_linear_cross_entropy import check
-from tests.ops.losses.test_fused_linear_cross_entropy_torch import check_compiled
+from tests.ops.losses.test_fused_linear_cross_entropy import check, check_compiled
 
 pytestmark = pytest.mark.gpu
 OP: Any = liger_aot.load("fused_linear_cross_entropy")

@@ -12,23 +12,12 @@ from torch import Tensor
 import liger_aot
 from benchmarks import workload
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.losses._chunks import padded
+from liger_aot.ops.losses._linear import padded
 from liger_aot.ops.losses.fused_linear_jsd import FusedLinearJSD
 from liger_aot.ops.torch_library import register
-from tests.conftest import built_pack
-from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
-from tests.harness.op_gpu_tests import PTX, lowered_from_ptx
 from tests.harness.tolerances import UNIT_ROUNDOFF
+from tests.ops.losses.linear_loss_cases import BF16, FP16, FP32, WAYS, made
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WAYS = [
-    "reference",
-    pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
-    pytest.param("emulator gfx90a", marks=pytest.mark.slow),
-    "emulator gfx942",
-    pytest.param("gpu", marks=pytest.mark.gpu),
-    PTX,
-]
 GRADED = ("student_input", "student_weight", "student_bias")
 
 
@@ -72,17 +61,6 @@ CASES = (
 )
 
 
-def made(way: str) -> tuple[Any, str]:
-    """The op as one of the drivers runs it, and the device of its tensors."""
-    driver, _, arch = way.partition(" ")
-    if driver in ("reference", "gpu"):
-        return liger_aot.load("fused_linear_jsd"), "cpu" if driver == "reference" else "cuda"
-    if driver == "sm80":
-        return lowered_from_ptx(FusedLinearJSD, built_pack("sm80")), "cuda"
-    by = InterpreterDriver if driver == "interpreter" else EmulatorDriver
-    return bound_op(FusedLinearJSD, built_pack(arch), by), "cpu"
-
-
 def draw(case: Case, seed: int, device: str) -> dict[str, Tensor | None]:
     g = torch.Generator(device).manual_seed(seed)
 
@@ -123,10 +101,10 @@ def loss_of(case: Case, drawn: dict[str, Any], logits: tuple[Tensor, Tensor]) ->
     else:
         mixed = (beta * p + (1 - beta) * q).log()
         rows = (beta * p * (log_p - mixed) + (1 - beta) * q * (log_q - mixed)).sum(-1)
-    kept = torch.ones_like(rows)
+    counts = torch.ones_like(rows)
     if drawn["shift_labels"] is not None:
-        kept = (drawn["shift_labels"] != case.keywords.get("ignore_index", -100)).to(rows.dtype)
-    return (rows * kept).sum() / kept.sum().clamp(min=1)
+        counts = (drawn["shift_labels"] != case.keywords.get("ignore_index", -100)).to(rows.dtype)
+    return (rows * counts).sum() / counts.sum().clamp(min=1)
 
 
 def logits_of(drawn: dict[str, Any], whose: str) -> Tensor:
@@ -172,17 +150,17 @@ def check(op: Any, case: Case, device: str, seed: int, rounded_logits: bool) -> 
     off = 2 * ((u if rounded_logits else 0.0) + (max(case.k, case.j) + 34) * u32) * largest + 40 * u32
     log_q, log_p = ((x.detach() / temperature).log_softmax(-1) for x in (student, teacher))
     apart = (log_q - log_p).abs().amax(-1) + 1
-    kept = torch.ones(case.rows, dtype=torch.bool, device=device)
+    counts = torch.ones(case.rows, dtype=torch.bool, device=device)
     if drawn["shift_labels"] is not None:
-        kept = drawn["shift_labels"] != case.keywords.get("ignore_index", -100)
-    count = max(int(kept.sum()), 1)
-    allowed = 2 * float((off * apart * kept).sum()) / count + 64 * u32 * float(exact.detach()) + 1e-12
+        counts = drawn["shift_labels"] != case.keywords.get("ignore_index", -100)
+    count = max(int(counts.sum()), 1)
+    allowed = 2 * float((off * apart * counts).sum()) / count + 64 * u32 * float(exact.detach()) + 1e-12
     assert loss.dtype == FP32 and loss.shape == ()
     error = abs(float(loss) - float(exact.detach()))
     assert error <= allowed, f"{case}: the loss is off by {error}, {allowed} is allowed"
     shares = torch.maximum(log_q.exp(), log_p.exp())
     size = 0.625 / count / temperature
-    dg = 2 * (off * apart * kept)[:, None] * shares * size * 2 + u * student.grad.abs()  # type: ignore[union-attr]
+    dg = 2 * (off * apart * counts)[:, None] * shares * size * 2 + u * student.grad.abs()  # type: ignore[union-attr]
     tiny = 2.0**-24 if case.dtype == FP16 else 2.0**-126  # of what is rounded among subnormal numbers
     dg = dg + tiny
     x, w, g = wide["student_input"].abs(), wide["student_weight"].abs(), student.grad.abs()  # type: ignore[union-attr]
@@ -204,33 +182,14 @@ def check(op: Any, case: Case, device: str, seed: int, rounded_logits: bool) -> 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("poisoned")
 def test_cases(way: str, case: Case) -> None:
-    op, device = made(way)
+    op, device = made(FusedLinearJSD, way)
     check(op, case, device, 0, rounded_logits=way != "reference")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [FP32, FP16])
-def test_backwards_one_after_the_other(way: str, dtype: torch.dtype) -> None:
-    """The second, which computes all again, is as good as the first; each gradient alone gives its bits."""
-    op, device = made(way)
-    drawn = draw(Case(9, 16, 24, 37, dtype, torch.int64, bias=True), 0, device)
-    given = {k: t if t is None or k not in GRADED else t.requires_grad_() for k, t in drawn.items()}
-    leaves = [given[name] for name in GRADED]
-    loss = op(**given)
-    grad = torch.tensor(0.375, device=device)
-    first = torch.autograd.grad(loss, leaves, grad, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves, grad, retain_graph=True)
-    third = [torch.autograd.grad(loss, leaf, grad, retain_graph=True)[0] for leaf in leaves]
-    for a, b, c in zip(first, second, third, strict=True):
-        # The gradient of the logits is rounded before it is multiplied by the loss's, or after.
-        torch.testing.assert_close(b, a, rtol=0, atol=16 * torch.finfo(dtype).eps * float(a.abs().max()))
-        assert torch.equal(b, c)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_frozen(way: str) -> None:
     """What is frozen gets nothing, the teacher's parameters neither; without gradients the loss is the same."""
-    op, device = made(way)
+    op, device = made(FusedLinearJSD, way)
     case = Case(9, 16, 24, 37, FP32, torch.int64, bias=True, chunks=2)
     drawn = draw(case, 0, device)
     loss, gradients = run(op, case, drawn, torch.ones((), device=device))
@@ -247,7 +206,7 @@ def test_frozen(way: str) -> None:
 
 
 def test_more_dimensions() -> None:
-    op, _ = made("reference")
+    op, _ = made(FusedLinearJSD, "reference")
     drawn = draw(Case(12, 16, 24, 40, FP32, torch.int64), 0, "cpu")
     shaped = dict(drawn)
     for name in ("student_input", "teacher_input"):
@@ -257,7 +216,7 @@ def test_more_dimensions() -> None:
 
 
 def test_compile_is_one_graph() -> None:
-    op, _ = made("reference")
+    op, _ = made(FusedLinearJSD, "reference")
     case = Case(9, 16, 24, 37, FP32, torch.int64, bias=True)
     drawn = draw(case, 0, "cpu")
     loss, gradients = run(op, case, drawn, torch.tensor(0.5))

@@ -22,6 +22,7 @@ class TestKLDiv(DivergenceTests):
     op_class = KLDiv
     defaults: Mapping[str, Any] = {"reduction": "batchmean", "log_target": False, "eps": 1e-10}
     frozen = ("target",)
+    settings_of = {"forward": {"log_target": True}}  # noqa: RUF012
     labelled = False
     empty = (
         Case((4, 0), FP32),

@@ -53,8 +53,8 @@ class TestTVD(DivergenceTests):
         summands = (p - q).abs() / 2
         count = torch.tensor(p.shape[:-1].numel())
         if shift_labels is not None:
-            kept = shift_labels != ignore_index
-            summands, count = summands * kept.unsqueeze(-1), kept.sum().clamp(min=1)
+            counts = shift_labels != ignore_index
+            summands, count = summands * counts.unsqueeze(-1), counts.sum().clamp(min=1)
         if reduction == "none":
             return summands
         divisor = {"sum": 1, "mean": count * p.shape[-1], "batchmean": count}[reduction]

@@ -13,9 +13,10 @@ from torch import Tensor
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
-from liger_aot.ops.norms._group_plans import Shape, split_of
+from liger_aot.ops.norms._groupnorm_plan import Shape, splits_of
 from liger_aot.ops.norms.groupnorm import GroupNorm
-from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests
+from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, WAYS, Case, Draw, Exact, OpTests, Way, slow_on
+from tests.ops.norms.test_layernorm import sums_of_nearly_zero
 
 X, V = torch.ones(2, 8, 3, 3), torch.ones(8)
 
@@ -42,7 +43,7 @@ class TestGroupNorm(OpTests):
         Case((2, 18, 3, 3), BF16, channels_last=True, num_groups=9, shift=1),
         Case((2, 6, 4, 8), BF16, gap=8),
         Case((3, 21, 2, 2), FP32, channels_last=True, num_groups=7, gap=3),
-        Case((4, 84, 4, 4), BF16, offset=3.0),  # more channels a group than a program of the ring holds
+        Case((4, 84, 4, 4), BF16, offset=3.0),  # more channels a group than the pipeline holds
         Case((4, 10, 48), FP16, weight=None),
     )
     empty = (Case((0, 4, 3, 3), BF16), Case((2, 4, 0), FP32), Case((0, 4, 3, 3), FP16, channels_last=True))
@@ -152,7 +153,8 @@ class TestGroupNorm(OpTests):
             )
 
         mean, rstd = stats.reshape(x.shape[0], groups, 1, 2).split(1, -1)
-        normal = ((grouped(x) - mean).abs() + mean.abs()) * rstd  # and what the mean's rounding leaves
+        added = grouped(x).abs().mean((2, 3), keepdim=True)
+        normal = ((grouped(x) - mean).abs() + added) * rstd  # and what the mean's sum loses
         scale = 1.0 if weight is None else weight.abs().reshape(groups, -1, 1)
         shift = 0.0 if bias is None else bias.abs().reshape(groups, -1, 1)
         limits: dict[str, Mapping[str, Any]] = {"y": {"magnitude": like_x(normal * scale + shift)}}
@@ -170,10 +172,10 @@ class TestGroupNorm(OpTests):
     ) -> Case | None:
         """n is what lies together in memory: a group's channels, its elements (forward), or a channel's places."""
         groups = 2
-        if kernel.endswith("last"):
-            groups = 32 if n <= 64 else 2  # as many as held images must have, for their lines
+        if kernel.endswith("channels_last"):
+            groups = 32 if n <= 64 else 2  # as many as the pipeline must have, for its lines
             shape, last = (1, groups * n, 3), True
-        elif n > 1 << 30:  # the row for groups that programs share, as there are few
+        elif n > 1 << 30:  # the row with a split, as there are few groups
             shape, last = ((1, 4, 48) if kernel.endswith("forward") else (1, 6, 80)), False
         elif n > 1 << 20:  # the row for all others has no bound of its own
             shape, last = ((rows, 4, 24592) if kernel.endswith("forward") else (rows, 6, 1040)), False
@@ -188,6 +190,17 @@ class TestGroupNorm(OpTests):
 
     def tail(self, case: Case, tensor: Any) -> Any:
         return tensor[-1:] if tensor.shape[:1] == case.shape[:1] else None
+
+    @pytest.mark.parametrize("way", slow_on(WAYS, "emulator"), indirect=True)
+    @pytest.mark.parametrize("last", [False, True])
+    def test_a_mean_of_nearly_zero(self, way: Way, last: bool) -> None:
+        """As layernorm's."""
+        x = sums_of_nearly_zero(8, way.device).view(4, 2, 5)
+        tensors = x.mT.contiguous() if last else x, None, None
+        settings, grads = (2, self.defaults["eps"], last), (torch.ones_like(tensors[0]),)
+        got = self.run(way.op, tensors, settings, grads)
+        exact = self.exact(tensors, settings, grads, got)
+        self.compare(got, exact, tensors, way.allowed, "groups with a mean of nearly zero")
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -204,19 +217,23 @@ def test_memory_format_stays(last: bool) -> None:
 
 def test_units_are_split_for_the_least_steps() -> None:
     """Parts no longer than asked, and no fewer of them where that leaves programs idle in the last step."""
-    shares = (128, 1 << 18, 8, 396), (64, 40960, 2, 528), (1, 1 << 20, 1, 132)
-    for units, elements, least, resident in shares:
-        split = split_of(units, elements, least, 64, resident)
-        assert least <= split <= 64
-        steps = -(-units // max(1, resident // split))
+    for units, elements, least, resident in (
+        (128, 1 << 18, 8, 396),
+        (64, 40960, 2, 528),
+        (1, 1 << 20, 1, 132),
+    ):
+        splits = splits_of(units, elements, least, 64, resident, 4096)
+        assert least <= splits <= 64
+        steps = -(-units // max(1, resident // splits))
         for other in (least, 64):
             other_steps = -(-units // (resident // other))
-            assert steps * elements / split <= other_steps * (elements / other + 4096)
-    assert split_of(1000, 10240, 1, 64, 396) == 1  # enough units: no exchange
+            assert steps * elements / splits <= other_steps * (elements / other + 4096)
+    assert splits_of(1000, 10240, 1, 64, 396, 4096) == 1  # enough units: no exchange
+    assert splits_of(1000, 10240, 1, 64, 396, 0) > 1
 
 
 @pytest.mark.parametrize(
-    ("groups", "channels", "places", "longest", "width"),
+    ("groups", "channels", "spatial", "max_elements", "width"),
     [
         (32, 320, 4096, 32768, 80),  # 10 channels a group: 8 groups, the fewest that are aligned
         (32, 1280, 256, 32768, 80),  # fits a program
@@ -226,6 +243,6 @@ def test_units_are_split_for_the_least_steps() -> None:
         (4, 4800, 9, 0, 1200),  # a group longer than a block
     ],
 )
-def test_width_of_a_program(groups: int, channels: int, places: int, longest: int, width: int) -> None:
-    shape = Shape(1, channels, groups, places, True)
-    assert shape.width(1024, 8, longest) == width
+def test_width_of_a_program(groups: int, channels: int, spatial: int, max_elements: int, width: int) -> None:
+    shape = Shape(1, channels, groups, spatial, True)
+    assert shape.width(1024, 8, max_elements) == width

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.norms.layernorm import LayerNorm
-from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests
+from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, WAYS, Case, Draw, Exact, OpTests, Way, slow_on
 
 X, V = torch.ones(2, 8), torch.ones(8)
 
@@ -94,7 +95,7 @@ class TestLayerNorm(OpTests):
         x, weight, bias = (exact.inputs[name] for name in ("x", "weight", "bias"))
         (dy,), (_, stats) = exact.grads, exact.results
         mean, rstd = stats.reshape(*x.shape[:-1], 2).split(1, -1)
-        normal = (x - mean).abs() * rstd + mean.abs() * rstd  # what the mean's rounding leaves
+        normal = ((x - mean).abs() + x.abs().mean(-1, keepdim=True)) * rstd  # and what the mean's sum loses
         scale = torch.ones_like(x) if weight is None else weight.abs().expand_as(x)
         shift = 0.0 if bias is None else bias.abs()
         limits: dict[str, Mapping[str, Any]] = {"y": {"magnitude": normal * scale + shift}}
@@ -107,3 +108,20 @@ class TestLayerNorm(OpTests):
             limits["dweight"] = {"magnitude": (dy.abs() * normal).sum(rows) if rows else dy.abs() * normal}
             limits["dbias"] = {"magnitude": dy.abs().sum(rows) if rows else dy.abs()}
         return limits
+
+    @pytest.mark.parametrize("way", slow_on(WAYS, "emulator"), indirect=True)
+    def test_a_mean_of_nearly_zero(self, way: Way) -> None:
+        """Its error is of the size of what is added up, not of its own."""
+        tensors = sums_of_nearly_zero(8, way.device), None, None
+        settings, grads = (self.defaults["eps"],), (torch.ones_like(tensors[0]),)
+        got = self.run(way.op, tensors, settings, grads)
+        exact = self.exact(tensors, settings, grads, got)
+        self.compare(got, exact, tensors, way.allowed, "rows with a mean of nearly zero")
+
+
+def sums_of_nearly_zero(rows: int, device: str) -> Tensor:
+    """Rows of five whose first three add up to a rounding; the others are 0."""
+    x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(1))
+    x[:, 2] = -(x[:, 0] + x[:, 1])
+    x[:, 3:] = 0.0
+    return x.to(device)

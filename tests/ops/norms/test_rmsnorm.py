@@ -1,186 +1,104 @@
-"""RMSNorm without a GPU: the reference, bad input, the interpreter, and the AMD binaries on the emulator."""
+"""RMSNorm in all casting modes, with a weight of x's dtype or float32 or none, on every driver."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.norms.rmsnorm import RMSNorm, reference, reference_backward
-from liger_aot.ops.torch_library import register_all
-from tests.conftest import built_pack
-from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
-from tests.harness.op_cases import form_of
-from tests.harness.tolerances import worst
-from tests.ops.norms.rmsnorm_cases import BF16, DTYPES, EDGES, FP16, FP32, check, form_cases, table_cases
-
-# Beyond these a case takes more than a second or two; the GPU's tests have the longer ones.
-LONGEST_EMULATED = 5000
-LONGEST_INTERPRETED = 20480
-
-
-def driven(arch: str, driver: type) -> RMSNorm:
-    op = bound_op(RMSNorm, built_pack(arch), driver)
-    assert isinstance(op, RMSNorm)
-    return op
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
-@pytest.mark.usefixtures("poisoned")
-def test_every_form_on_the_interpreter(arch: str) -> None:
-    """Programs that wait for each other run as threads."""
-    op, pack = driven(arch, InterpreterDriver), built_pack(arch)
-    manifest = pack.op("rmsnorm")
-    for seed, case in enumerate(EDGES + form_cases(manifest)):
-        check(op, case, pack.tolerance, seed)
-    loaded = {form_of(v) for on in op._own.bound.values() for v in on._loaded}
-    assert loaded == set(map(form_of, manifest.variants))
-
-
-@pytest.mark.interpreter
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
-@pytest.mark.usefixtures("poisoned")
-def test_every_row_on_the_interpreter(arch: str) -> None:
-    """Every row of the tables, every dtype, both variants."""
-    op, allowed = driven(arch, InterpreterDriver), built_pack(arch).tolerance
-    for seed, case in enumerate(table_cases(built_pack(arch).op("rmsnorm"), LONGEST_INTERPRETED)):
-        check(op, case, allowed, seed)
-
-
-@pytest.mark.usefixtures("poisoned")
-def test_every_form_on_the_emulator() -> None:
-    """The pack's own machine code, executed in software."""
-    op, pack = driven("gfx942", EmulatorDriver), built_pack("gfx942")
-    manifest = pack.op("rmsnorm")
-    for seed, case in enumerate([EDGES[8], *form_cases(manifest)]):
-        check(op, case, pack.tolerance, seed)
-    loaded = {form_of(v) for on in op._own.bound.values() for v in on._loaded}
-    assert loaded == set(map(form_of, manifest.variants))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
-@pytest.mark.usefixtures("poisoned")
-def test_every_row_on_the_emulator(arch: str) -> None:
-    allowed = built_pack(arch).tolerance
-    op = driven(arch, EmulatorDriver)
-    for seed, case in enumerate(EDGES + table_cases(built_pack(arch).op("rmsnorm"), LONGEST_EMULATED)):
-        check(op, case, allowed, seed)
-
-
-@pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_reference_is_the_formula(dtype: torch.dtype, casting_mode: str) -> None:
-    x = torch.randn(6, 50).to(dtype)
-    weight = torch.randn(50).to(dtype)
-    y, rstd = reference(x, weight, eps=1e-5, offset=1.0, casting_mode=casting_mode)
-    rms = x.double().square().mean(-1, keepdim=True).add(1e-5).sqrt()
-    exact = x.double() / rms * (1.0 + weight.double())
-    allowed = {"bf16": 1.05, "fp16": 1.05, "fp32": 32.0}
-    assert worst(y, exact, allowed, roundings=2 if casting_mode == "llama" else 1) <= 1
-    assert worst(rstd, 1 / rms[:, 0], allowed) <= 1
-    assert y.dtype == dtype
-
-
-def test_reference_backward_is_the_derivative() -> None:
-    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(12, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(5, 12, dtype=torch.float64)
-    y, rstd = reference(x, weight, offset=0.3)
-    exact = torch.autograd.grad(y, (x, weight), dy)
-    got = reference_backward(dy, x.detach(), weight.detach(), rstd.detach(), offset=0.3)
-    for value, wanted in zip(got, exact, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_cpu_tensors_take_the_reference() -> None:
-    op = liger_aot.load("rmsnorm")
-    x = torch.randn(2, 3, 40, dtype=BF16, requires_grad=True)
-    weight = torch.randn(40, dtype=FP32, requires_grad=True)
-    y = op(x, weight, eps=1e-5)
-    assert torch.equal(y, reference(x, weight, eps=1e-5)[0])
-    y.sum().backward()
-    assert x.grad is not None and x.grad.dtype == BF16 and x.grad.shape == x.shape
-    assert weight.grad is not None and weight.grad.dtype == FP32
-    with torch.no_grad():
-        out = torch.empty_like(x)
-        assert op(x, weight, eps=1e-5, out=out) is out
-        assert torch.equal(out, y)
-
-
-@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (0, 0), (2, 0, 8)])
-def test_empty(shape: tuple[int, ...]) -> None:
-    op = liger_aot.load("rmsnorm")
-    x = torch.empty(shape, requires_grad=True)
-    weight = torch.ones(shape[-1], requires_grad=True)
-    y = op(x, weight)
-    assert y.shape == shape
-    y.sum().backward()
-    assert x.grad is not None and x.grad.shape == shape
-    assert weight.grad is not None and torch.equal(weight.grad, torch.zeros(shape[-1]))
-
-
-def test_frozen_arguments_get_no_gradient() -> None:
-    op = liger_aot.load("rmsnorm")
-    x, weight = torch.randn(3, 8), torch.randn(8, requires_grad=True)
-    op(x, weight).sum().backward()
-    assert weight.grad is not None
-    x2 = torch.randn(3, 8, requires_grad=True)
-    op(x2, weight.detach()).sum().backward()
-    assert x2.grad is not None
-
+from liger_aot.ops.differentiable import DifferentiableOp, Tensors
+from liger_aot.ops.norms.rmsnorm import RMSNorm
+from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests
 
 X = torch.ones(2, 8)
-BAD = {
-    "x is no tensor": (([1.0],), {}, ArgumentTypeError, "x must be a torch.Tensor, got list"),
-    "x of a wrong dtype": (
-        (X.int(),),
-        {},
-        ArgumentTypeError,
-        "x must be bfloat16, float16, float32, got int32",
-    ),
-    "x a scalar": ((torch.tensor(1.0),), {}, ArgumentError, "at least one dimension"),
-    "weight is no tensor": ((X, 3.0), {}, ArgumentTypeError, "weight must be a torch.Tensor, got float"),
-    "weight too long": ((X, torch.ones(9)), {}, ArgumentError, r"shape \(8,\).*got shape \(9,\)"),
-    "weight 2-D": ((X, torch.ones(8, 1)), {}, ArgumentError, "weight must be contiguous of shape"),
-    "weight strided": ((X, torch.ones(16)[::2]), {}, ArgumentError, "weight must be contiguous"),
-    "weight of another dtype": (
-        (X, torch.ones(8, dtype=FP16)),
-        {},
-        ArgumentTypeError,
-        "x's dtype.*or float32",
-    ),
-    "weight elsewhere": ((X, torch.ones(8, device="meta")), {}, ArgumentError, "weight is on meta, x on cpu"),
-    "unknown mode": (
-        (X,),
-        {"casting_mode": "mistral"},
-        ArgumentError,
-        "one of llama, gemma, none; got 'mistral'",
-    ),
-    "out of another shape": ((X,), {"out": torch.ones(2, 9)}, ArgumentError, "out must be of x's dtype"),
-    "out of another dtype": (
-        (X,),
-        {"out": torch.ones(2, 8, dtype=BF16)},
-        ArgumentError,
-        "out must be of x's dtype",
-    ),
-    "out with a gradient": (
-        (torch.ones(2, 8, requires_grad=True),),
-        {"out": torch.ones(2, 8)},
-        ArgumentError,
-        "a gradient is needed",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    arguments, settings, error, text = BAD[name]
-    with pytest.raises(error, match=text):
-        liger_aot.load("rmsnorm")(*arguments, **settings)
+class TestRMSNorm(OpTests):
+    op_class = RMSNorm
+    in_place: Mapping[str, str] = {"y": "x"}
+    defaults: Mapping[str, Any] = {"eps": 1e-6, "offset": 0.0, "casting_mode": "llama"}
+    cases = (
+        Case((3, 5, 48), BF16, weight=BF16),
+        Case((1, 1), BF16, weight=BF16),
+        Case((7, 1), FP32),
+        Case((3, 2), FP16, weight=FP32, casting_mode="gemma", offset=1.0),
+        Case((4, 17), BF16, casting_mode="none"),
+        Case((5, 48), BF16, weight=BF16, gap=16, casting_mode="gemma", offset=1.0),
+        Case((5, 48), FP32, weight=FP32, gap=3, offset=0.5),
+        Case((2, 64), FP16, weight=FP16, shift=8, eps=0.1),
+        Case((9, 1000), BF16, weight=FP32, offset=1.0, shift=3, gap=5),
+        Case((600, 32), BF16, weight=BF16),
+        Case((1, 9008), FP32, weight=FP32),  # one step for one program, in a form that only writes partials
+        Case((1, 5001), BF16, weight=BF16, shift=1),
+        Case((1, 8192), BF16, weight=BF16),
+        Case((40,), BF16, weight=BF16),
+    )
+    empty = (Case((0, 16), BF16, weight=BF16), Case((4, 0), FP32, weight=FP32), Case((2, 0, 8), FP16))
+    large = tuple(
+        Case(((1 << 25) // n, n), dtype, weight=weight, casting_mode=mode, offset=offset)
+        for n in (128, 4096, 5120, 11008, 16384, 18944, 32768, 65536, 131072, 300_001)
+        for dtype in DTYPES
+        for weight, mode, offset in ((dtype, "llama", 0.0), (FP32, "gemma", 1.0))
+    )
+    beyond = tuple(Case(((1 << 31) // n + 64, n), BF16, weight=BF16) for n in (4096, 32768))
+    bad: Mapping[str, Any] = {
+        "x a scalar": ((torch.tensor(1.0),), {}, ArgumentError, "x must have at least one dimension"),
+        "integers": ((X.int(),), {}, ArgumentTypeError, "x must be bfloat16, float16, float32, got int32"),
+        "weight too long": ((X, torch.ones(9)), {}, ArgumentError, r"weight .*\(8,\).*got shape \(9,\)"),
+        "weight 2-D": ((X, torch.ones(8, 1)), {}, ArgumentError, "weight must be contiguous of shape"),
+        "weight strided": ((X, torch.ones(16)[::2]), {}, ArgumentError, "weight must be contiguous"),
+        "weight's dtype": ((X, torch.ones(8, dtype=FP16)), {}, ArgumentTypeError, "x's dtype.*or float32"),
+        "unknown mode": ((X,), {"casting_mode": "mistral"}, ArgumentError, "llama, gemma, none; got 'mist"),
+        "out too wide": ((X,), {"out": torch.ones(2, 9)}, ArgumentError, "out must be of x's dtype"),
+        "out's dtype": (
+            (X,),
+            {"out": torch.ones(2, 8, dtype=BF16)},
+            ArgumentError,
+            "out must be of x's dtype",
+        ),
+        "out elsewhere": ((X,), {"out": X.to("meta")}, ArgumentError, "out is on meta, x on cpu"),
+        "out with a gradient": (
+            (torch.ones(2, 8, requires_grad=True),),
+            {"out": torch.ones(2, 8)},
+            ArgumentError,
+            "a gradient is needed",
+        ),
+    }
+
+    def tensors(self, case: Case, draw: Draw) -> Tensors:
+        x = draw.rows(*case.shape)
+        x.mul_(10 ** draw.uniform(-2, 2, *case.shape[:-1], 1))  # rows of very different sizes
+        dtype = case.get("weight")
+        return x, None if dtype is None else draw.dense(case.shape[-1], dtype=dtype)
+
+    def formula(self, x: Tensor, weight: Tensor | None, eps: float, offset: float, mode: str) -> Tensor:
+        y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+        return y if weight is None else y * (offset + weight)
+
+    def call_in_place(self, op: DifferentiableOp, tensors: Tensors, settings: tuple[Any, ...]) -> Any:
+        named = dict(zip(self.setting_names(), settings, strict=True))
+        return op(*tensors, **named, out=tensors[0])  # type: ignore[operator]
+
+    def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
+        x, weight = exact.inputs.values()
+        (dy,), rstd = exact.grads, exact.results[1].view(*x.shape[:-1], 1)
+        offset = exact.settings["offset"]
+        w = torch.ones_like(x[..., :1]) if weight is None else offset + weight
+        twice = exact.settings["casting_mode"] == "llama" and weight is not None
+        limits: dict[str, dict[str, Any]] = {"y": {"roundings": 2 if twice else 1, "scale": 1 + w.abs()}}
+        if dy is not None:
+            summands = (
+                w if weight is None else abs(offset) + weight.abs()
+            )  # some forms multiply the offset out
+            mean = (x * dy * summands).abs().mean(-1, keepdim=True)
+            limits["dx"] = {"magnitude": (dy * summands * rstd).abs() + x.abs() * mean * rstd**3}
+            limits["dweight"] = {"magnitude": torch.atleast_2d((dy * x * rstd).abs()).flatten(0, -2).sum(0)}
+        return limits
 
 
 def test_overlapping_out() -> None:
@@ -190,38 +108,24 @@ def test_overlapping_out() -> None:
         op(buffer[:16].view(2, 8), out=buffer[4:20].view(2, 8))
     both = torch.randn(4, 16)
     left, right = both[:, :8], both[:, 8:]
-    expected = op(left)
-    assert torch.equal(op(left, out=right), expected), "columns beside each other don't overlap"
-    assert torch.equal(op(left, out=left), expected), "x itself is allowed"
+    assert torch.equal(op(left, out=right), op(left)), "columns beside each other don't overlap"
 
 
-def test_compile_is_one_graph() -> None:
+@pytest.mark.gpu
+def test_out_of_other_layouts() -> None:
+    """Rows with a gap, whose rest stays as it was; columns first, which no kernel writes."""
     op = liger_aot.load("rmsnorm")
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(24))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return op(x * 2, self.weight, eps=1e-5) + 1
-
-    model, x = Model(), torch.randn(3, 5, 24, requires_grad=True)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for run in (model, compiled):
-        run(x).square().sum().backward()
-    expected = torch.autograd.grad(model(x).square().sum(), (x, model.weight))
-    got = torch.autograd.grad(compiled(x).square().sum(), (x, model.weight))
-    for value, wanted in zip(got, expected, strict=True):
-        assert torch.equal(value, wanted)
-    with torch.no_grad():
-        assert torch.equal(compiled(x), model(x))
+    x, weight = torch.randn(6, 10, 256, dtype=BF16, device="cuda"), torch.ones(256, dtype=BF16, device="cuda")
+    out = torch.full((6, 10, 512), torch.nan, dtype=BF16, device="cuda")
+    op(x, weight, out=out[..., :256])
+    assert torch.equal(out[..., :256], op(x, weight)) and out[..., 256:].isnan().all()
+    with pytest.raises(ArgumentError, match="evenly spaced"):
+        op(x, weight, out=torch.empty(256, 6, 10, dtype=BF16, device="cuda").permute(1, 2, 0))
 
 
-def test_registration() -> None:
-    x, weight = torch.randn(3, 24, requires_grad=True), torch.randn(24, requires_grad=True)
-    register_all()
-    torch.library.opcheck(torch.ops.liger_aot.rmsnorm_forward.default, (x, weight, 1e-6, 0.0, "llama", True))
-    y, rstd = torch.ops.liger_aot.rmsnorm_forward(x.detach(), weight.detach(), 1e-6, 0.0, "llama", True)
-    arguments = ([y], [x.detach(), weight.detach(), rstd], 1e-6, 0.0, "llama", [True, True])
-    torch.library.opcheck(torch.ops.liger_aot.rmsnorm_backward.default, arguments)
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [16384, 131072])
+def test_in_place_on_rows_read_twice(n: int) -> None:
+    op, x = liger_aot.load("rmsnorm"), torch.randn(300, n, dtype=BF16, device="cuda")
+    expected = op(x)
+    assert torch.equal(op(x, out=x), expected)

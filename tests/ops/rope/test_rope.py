@@ -165,14 +165,14 @@ class TestRoPE(OpTests):
     def table_case(
         self, kernel: str, dtypes: Mapping[str, torch.dtype], n: int, aligned: bool, rows: int
     ) -> Case:
-        pairs = kernel == "rope_pairs"
-        width = max(2, n // 2 * 2) if pairs else 2 * n
+        interleaved = dtypes["interleaved"] == "true"
+        width = max(2, n // 2 * 2) if interleaved else 2 * n
         return Case(
             (1, 3, rows, width),
             dtypes["dtype"],
             shift=int(not aligned),
             cos=dtypes["table"],
-            interleaved=pairs,
+            interleaved=interleaved,
         )
 
     def formula(

@@ -1,11 +1,18 @@
-"""Rows that break careless softmaxes: masks, overflow, one dominating value, ties."""
+"""What the tests of softmax, log-softmax and sparsemax share, and rows that break careless ones: masks, overflow, one
+dominating value, ties."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
-from tests.harness.op_tests import BF16, FP16, FP32, OpTests, Way
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.differentiable import Tensors
+from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, WAYS, Case, Draw, OpTests, Results, Way
 from tests.harness.tolerances import worst
 
 INF = float("inf")
@@ -52,3 +59,30 @@ def check_special_rows(tests: OpTests, way: Way, n: int, dtype: torch.dtype) -> 
         assert torch.equal(found.isinf(), rounded.isinf())
         error = worst(found.where(finite, 0), wanted.where(finite, 0), way.allowed, magnitude=magnitude)
         assert error <= 1, f"{name} of {dtype}, n = {n}: {error} of what is allowed"
+
+
+# NumPy's, on the interpreter: a difference to -inf or to the lowest value is meant to overflow
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
+class ProbabilityTests(OpTests):
+    """A case's option ``size`` is the standard deviation of x."""
+
+    empty = (Case((0, 16), BF16), Case((4, 0), FP32))
+    lengths = (128, 1000, 1024, 4096, 5120, 11008, 18944, 32768, 50257, 131072, 262144, 300_002)
+    large = tuple(Case(((1 << 25) // n, n), dtype) for n in lengths for dtype in DTYPES)
+    beyond = (Case(((1 << 31) // 4096 + 96, 4096), BF16), Case(((1 << 31) // 131072 + 96, 131072), BF16))
+    longest_interpreted = 140_000
+    bad: Mapping[str, Any] = {
+        "a scalar": ((torch.tensor(1.0),), {}, ArgumentError, "x must have at least one dimension"),
+        "integers": ((torch.ones(2, 8).int(),), {}, ArgumentTypeError, "x must be bfloat16.*got int32"),
+    }
+
+    def tensors(self, case: Case, draw: Draw) -> Tensors:
+        return (draw.rows(*case.shape).mul_(case.get("size", 2.0)),)
+
+    def saved(self, wide: Tensors, results: Tensors, got: Results) -> Tensors:
+        return (got.outputs[0].double(),)
+
+    @pytest.mark.parametrize("way", WAYS, indirect=True)
+    @pytest.mark.parametrize("n,dtype", SPECIAL)
+    def test_special_rows(self, way: Way, n: int, dtype: torch.dtype) -> None:
+        check_special_rows(self, way, n, dtype)

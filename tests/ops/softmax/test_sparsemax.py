@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.softmax.sparsemax import Sparsemax
-from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, WAYS, Case, Draw, Exact, OpTests, Results, Way
-from tests.ops.softmax.softmax_rows import SPECIAL, check_special_rows
+from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, WAYS, Case, Exact, Way
+from tests.harness.own_tables import check_form, way_of
+from tests.ops.softmax.softmax_rows import ProbabilityTests, check_special_rows
 
 
-# NumPy's, on the interpreter: a difference to -inf or to the lowest value is meant to overflow
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
-class TestSparsemax(OpTests):
+class TestSparsemax(ProbabilityTests):
     op_class = Sparsemax
     cases = (
         Case((3, 5, 48), BF16),
@@ -38,22 +36,12 @@ class TestSparsemax(OpTests):
         Case((17000,), FP16, size=0.1),
         Case((9000,), FP32, size=0.01),
     )
-    empty = (Case((0, 16), BF16), Case((4, 0), FP32))
     large = tuple(
         Case(((1 << 25) // n, n), dtype, size=size)
-        for n in (128, 1000, 1024, 4096, 5120, 11008, 18944, 32768, 50257, 131072, 262144, 300_002)
+        for n in ProbabilityTests.lengths
         for dtype in DTYPES
         for size in (0.02, 2.0)
     )
-    beyond = (Case(((1 << 31) // 4096 + 96, 4096), BF16), Case(((1 << 31) // 131072 + 96, 131072), BF16))
-    longest_interpreted = 140_000
-    bad = {  # noqa: RUF012
-        "a scalar": ((torch.tensor(1.0),), {}, ArgumentError, "x must have at least one dimension"),
-        "integers": ((torch.ones(2, 8).int(),), {}, ArgumentTypeError, "x must be bfloat16.*got int32"),
-    }
-
-    def tensors(self, case: Case, draw: Draw) -> Tensors:
-        return (draw.rows(*case.shape).mul_(case.get("size", 2.0)),)
 
     def formula(self, x: Tensor) -> Tensor:
         """By the paper's algorithm 1, which sorts."""
@@ -61,9 +49,6 @@ class TestSparsemax(OpTests):
         sums, k = z.cumsum(-1), torch.arange(1, x.shape[-1] + 1)
         support = (1 + k * z > sums).sum(-1, keepdim=True)
         return (x - (sums.gather(-1, support - 1) - 1) / support).clamp(min=0)
-
-    def saved(self, wide: Tensors, results: Tensors, got: Results) -> Tensors:
-        return (got.outputs[0].double(),)
 
     def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
         """y is a difference to tau, which is as far from the row's greatest value as the greatest y is large."""
@@ -74,11 +59,6 @@ class TestSparsemax(OpTests):
             "y": {"magnitude": y.amax(-1, keepdim=True).expand(y.shape)},
             "dx": {"magnitude": dy.abs() + dy.abs().mean(-1, keepdim=True) * 8},
         }
-
-    @pytest.mark.parametrize("way", WAYS, indirect=True)
-    @pytest.mark.parametrize("n,dtype", SPECIAL)
-    def test_special_rows(self, way: Way, n: int, dtype: torch.dtype) -> None:
-        check_special_rows(self, way, n, dtype)
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
     @pytest.mark.parametrize("n", [1000, 17008])
@@ -108,3 +88,34 @@ class TestSparsemax(OpTests):
         limit = 64 * 2.0**-24 * exact.amax(-1, keepdim=True)
         assert ((got.double() - exact).abs() <= limit).all()
         assert torch.equal(got, way.op(x))
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+def test_vectors(tmp_path: Path) -> None:
+    """The form whose registers hold the greatest value of each vector, at small blocks: rows of one block, of several,
+    of part of one."""
+    tests = TestSparsemax()
+    vectors = '{ max_n = 256, form = "vectors", block = 64, blocks = 4, num_warps = 4 }'
+    way = way_of(
+        tests,
+        tmp_path,
+        sparsemax_forward=f"""
+          {{ form = "long", aligned = false, block = 64, num_warps = 4 }}, {vectors},
+          {{ form = "long", block = 64, num_warps = 4 }},
+        """,
+        sparsemax_backward=f"""
+          {{ form = "long", aligned = false, block = 64, num_warps = 4 }}, {vectors},
+          {{ form = "vectors", block = 64, num_warps = 4 }},
+        """,
+    )
+    sizes = (2.0, 1e-3, 0.1, 30.0)
+    cases = [
+        Case((3, n), DTYPES[i % 3], size=sizes[i % 4])
+        for i, n in enumerate(2 * (16, 64, 80, 208, 256) + (320,))
+    ]
+    check_form(tests, way, "vectors", *cases)
+    for n in (16, 208, 320):
+        check_special_rows(tests, way, n, BF16)

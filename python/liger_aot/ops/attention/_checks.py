@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Schema, check_flag
-from liger_aot.ops.attention._forward import PACKED, Settings, shape_of
-from liger_aot.ops.op import Problem, check_same_device, check_tensor
+from liger_aot.ops.attention._operands import VARLEN, Settings, shape_of
+from liger_aot.ops.op import check_same_device, check_tensor
 
 LARGEST_DIM = 256
 LAYOUTS = ("bshd", "bhsd")
@@ -54,7 +53,7 @@ def _bounds(op: str, window: Any) -> tuple[int, int]:
 def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Settings) -> None:
     """Raise for everything that is wrong with the forward's arguments."""
     for name, t in (("q", q), ("k", k), ("v", v)):
-        check_operand(op, name, t, q, 3 if settings.layout == PACKED else 4)
+        check_operand(op, name, t, q, 3 if settings.layout == VARLEN else 4)
     _check_shapes(op, q, k, v, settings.layout)
     check_sinks(op, sinks, q, shape_of(q, k, settings.layout).heads)
 
@@ -62,20 +61,12 @@ def check_attention(op: str, q: Any, k: Any, v: Any, sinks: Any, settings: Setti
 def check_results(op: str, o: Any, lse: Any, do: Any, dlse: Any, q: Tensor, k: Tensor, layout: str) -> None:
     """Raise unless these are the forward's results and their gradients; q and k are checked already."""
     shape = shape_of(q, k, layout)
-    rows = (shape.batch, shape.heads, shape.len_q)[layout == PACKED :]
+    rows = (shape.batch, shape.heads, shape.len_q)[layout == VARLEN :]
     for name, t in (("o", o), ("do", do)):
         _check_like(op, name, t, q, q.shape, q)
     for name, t in (("lse", lse), ("dlse", dlse)):
         if name == "lse" or t is not None:
             _check_like(op, name, t, None, rows, q)
-
-
-def problems_of(
-    op: str, kernels: Sequence[str], shape: Sequence[int], dtype: torch.dtype
-) -> tuple[Problem, ...]:
-    """One of each kernel, for q of a shape; the size that chooses a variant is the head dimension."""
-    check_dim(op, shape[-1])
-    return tuple(Problem(kernel, (dtype,), True, shape[-1]) for kernel in kernels)
 
 
 def _check_like(op: str, name: str, t: Any, like: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
@@ -141,7 +132,7 @@ def check_operand(op: str, name: str, t: Any, q: Tensor, dimensions: int) -> Non
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
     shape = shape_of(q, k, layout)
     check_dim(op, shape.dim)
-    batched = layout != PACKED
+    batched = layout != VARLEN
     if k.shape[-1] != shape.dim or (batched and k.shape[0] != shape.batch):
         which = "batch and last dimension" if batched else "the last dimension"
         raise ArgumentError(f"{op}: k has shape {tuple(k.shape)}, q {tuple(q.shape)}: {which} must agree")

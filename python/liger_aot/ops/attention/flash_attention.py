@@ -13,22 +13,35 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
-from liger_aot.ops.attention._backward import backward_kernels, gradients
-from liger_aot.ops.attention._checks import LAYOUTS, SCALES, check_attention, problems_of, settings_of
-from liger_aot.ops.attention._forward import (
+from liger_aot.ops.attention._backward import backward_problems, gradients
+from liger_aot.ops.attention._checks import LAYOUTS, SCALES, check_attention, check_dim, settings_of
+from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
+    COUNTER_WORDS,
+    MAP_UNIT,
+    TILE_UNIT,
+    WARP_GROUP_ROWS,
     Settings,
+    Shape,
+    TensorMapCache,
     bounded,
+    bounds_of,
+    checked_tiles,
     fitted,
-    plan_for,
+    keys_of,
+    padded_head_dim,
+    scales_of,
     shape_of,
-    short_kernel,
-    unit_of,
+    strides_of,
+    swizzle_heads,
 )
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
-from liger_aot.runtime.dispatch import REMEMBERED
+from liger_aot.runtime.dispatch import REMEMBERED, OpOn
 from liger_aot.runtime.layout import layouts_of
+from liger_aot.runtime.workspaces import StreamWorkspace
+
+FORWARD = "flash_attention_forward"
 
 
 class FlashAttention(DifferentiableOp):
@@ -37,6 +50,9 @@ class FlashAttention(DifferentiableOp):
     Exact, with float32 scores and sums; the matrix of scores is never in memory. Differentiable in q, k, v, sinks, also
     through ``return_lse``. The backward alone is the op ``flash_attention_backward``. Works under torch.compile and,
     after ``preload`` and one call, in CUDA graphs. CPU tensors take the plain-torch reference.
+
+    On gfx90a, whose matrix instructions read float16's subnormal numbers as zeros, float16 gradients lack what
+    probabilities and their gradients below 2^-14 would add: train in bfloat16 there.
 
     Args:
         q: (batch, length, heads, dim) bfloat16 or float16, (batch, heads, length, dim) with layout "bhsd". Any strides
@@ -53,8 +69,8 @@ class FlashAttention(DifferentiableOp):
             is 0.
         layout: "bshd" or "bhsd".
         deterministic: gradients have the same bits every time. Without it q's may differ in their last bits from run to
-            run where a pack's backward has warp groups (sm90), which then need not take turns; all others never do.
-            Under ``torch.use_deterministic_algorithms(True)`` none does.
+            run where a pack's backward is warp-specialised (sm90): its programs add to dq in any order. Under
+            ``torch.use_deterministic_algorithms(True)`` none differs.
         return_lse: also return the logarithm of each query's sum.
 
     Returns:
@@ -123,7 +139,7 @@ class FlashAttention(DifferentiableOp):
             return self.by_reference(tensors, settings)
         on = self._own.of(q, "q")
         assert on is not None
-        unit = unit_of(on)
+        unit = MAP_UNIT if warp_specialized(on) else TILE_UNIT
         dim, q, k, v = q.shape[-1], fitted(q, unit), fitted(k, unit), fitted(v, unit)
         sinks = None if sinks is None else sinks.float().contiguous()
         key = layouts_of((q, k, v, sinks))[0], settings
@@ -153,10 +169,13 @@ class FlashAttention(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a mask, of a causal one (both are one without warp groups), and of the backward."""
-        kernels = [f"flash_attention_forward{kind}" for kind in ("", "_causal", "_tiles")]
-        kernels += [short_kernel(shape[-1]), *backward_kernels(shape[-1])]
-        return problems_of(self.name, kernels, shape, dtype)
+        """Of a call without a mask, of a causal one, and of the backward. A pack has a warp-specialised kernel or
+        tiles."""
+        check_dim(self.name, shape[-1])
+        key, keys = (dtype, padded_head_dim(shape[-1])), keys_of(shape)
+        forward = [Problem(FORWARD, (*key, mask), True, keys) for mask in ("full", "causal")]
+        forward.append(Problem(f"{FORWARD}_tiles", key, True, keys))
+        return (*forward, *backward_problems(shape[-1], dtype))
 
     @staticmethod
     def reference(
@@ -225,8 +244,8 @@ class FlashAttention(DifferentiableOp):
         )
         dsinks = None
         if sinks is not None:
-            share = torch.exp(sinks.to(wide)[:, None] - lse.to(wide))
-            dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+            weight = torch.exp(sinks.to(wide)[:, None] - lse.to(wide))
+            dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, dsinks
 
 
@@ -254,6 +273,137 @@ def _scores(
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
     return a, b, c, scores, slope
+
+
+class WarpSpecializedPlan:
+    """A forward with tensor maps, for all calls with tensors like these."""
+
+    def __init__(self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
+        shape = shape_of(q, k, settings.layout)
+        key = q.dtype, padded_head_dim(shape.dim), mask_of(settings), True
+        loaded = on.kernels[FORWARD](key, shape.len_k)
+        numbers = loaded.numbers
+        tiles_per_head = -(-shape.len_q // (WARP_GROUP_ROWS * numbers["warp_groups"]))
+        tiles = checked_tiles(shape, tiles_per_head)
+        swizzle = heads_in_l2(shape, numbers["l2_megabytes"], q.element_size())
+        self._on, self._loaded = on, loaded
+        self._programs = min(tiles, on.multiprocessors * loaded.variant.resident)
+        self._numbers = (
+            shape.len_q,
+            *scales_of(settings),
+            tiles,
+            tiles_per_head,
+            shape.heads,
+            shape.batch * shape.heads,
+            shape.heads // shape.kv_heads,
+            swizzle * tiles_per_head,
+            swizzle,
+            shape.len_q,
+            shape.len_k,
+            *bounds_of(shape, settings),
+        )
+        assert on.tensor_map is not None
+        o = torch.empty(q.shape, dtype=q.dtype, device="meta")
+        named = (("Q", q), ("K", k), ("V", v), ("Y", o))
+        self._maps = tuple(
+            TensorMapCache(on.tensor_map, loaded, name, t, settings.layout).at for name, t in named
+        )
+        self._lse_shape = (shape.batch, shape.heads, shape.len_q)
+        self._counters = on.plans.setdefault("counters", StreamWorkspace(q.device))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o = q.new_empty(q.shape)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        stream = on.stream(on.device)
+        q_map, k_map, v_map, o_map = self._maps
+        self._loaded.launch(
+            on.device,
+            stream,
+            self._programs,
+            1,
+            1,
+            q_map(q.data_ptr()),
+            k_map(k.data_ptr()),
+            v_map(v.data_ptr()),
+            o_map(o.data_ptr()),
+            lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            self._counters.on(stream, COUNTER_WORDS).data_ptr(),
+            *self._numbers,
+        )
+        return o, lse
+
+
+class TilesPlan:
+    """A forward with a program a tile, for all calls with tensors like these."""
+
+    def __init__(self, on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
+        shape = shape_of(q, k, settings.layout)
+        loaded = on.kernels[f"{FORWARD}_tiles"]((q.dtype, padded_head_dim(shape.dim), True), shape.len_k)
+        tiles_per_head = -(-shape.len_q // loaded.numbers["block_m"])
+        self._on, self._loaded = on, loaded
+        self._programs = checked_tiles(shape, tiles_per_head)
+        o = torch.empty(q.shape, dtype=q.dtype, device="meta")
+        self._numbers = (
+            *(stride for t in (o, q, k, v) for stride in strides_of(t, settings.layout)),
+            *scales_of(settings),
+            tiles_per_head,
+            swizzle_heads(on, loaded, tiles_per_head, settings),
+            shape.heads,
+            shape.heads // shape.kv_heads,
+            shape.dim,
+            shape.len_q,
+            shape.len_k,
+            *bounds_of(shape, settings),
+        )
+        self._lse_shape = (shape.batch, shape.heads, shape.len_q)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o = q.new_empty(q.shape)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+        self._loaded.launch(
+            on.device,
+            on.stream(on.device),
+            self._programs,
+            1,
+            1,
+            o.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            *self._numbers,
+        )
+        return o, lse
+
+
+def mask_of(settings: Settings) -> str:
+    """The kernel's mask; that with a left bound computes soft caps, too."""
+    if settings.left >= 0 or settings.softcap:
+        return "local"
+    return "causal" if settings.right >= 0 else "full"
+
+
+def heads_in_l2(shape: Shape, megabytes: int, element_bytes: int) -> int:
+    """Heads of q whose keys and values fit into so much of L2 together."""
+    bytes_per_head = 2 * shape.len_k * shape.dim * element_bytes
+    heads = max(1, (megabytes << 20) // bytes_per_head) * (shape.heads // shape.kv_heads)
+    return min(shape.batch * shape.heads, heads)
+
+
+def warp_specialized(on: OpOn) -> bool:
+    return FORWARD in on.kernels
+
+
+def plan_for(
+    on: OpOn, q: Tensor, k: Tensor, v: Tensor, settings: Settings
+) -> WarpSpecializedPlan | TilesPlan:
+    """The plan of calls with tensors like these, all of which ``fits``, on their device."""
+    settings = bounded(shape_of(q, k, settings.layout), settings)
+    return (WarpSpecializedPlan if warp_specialized(on) else TilesPlan)(on, q, k, v, settings)
 
 
 OP = FlashAttention

@@ -13,30 +13,33 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 
-from liger_aot.ops.attention._backward import backward_kernels, gradients
-from liger_aot.ops.attention._checks import check_attention, check_results, problems_of, settings_of
-from liger_aot.ops.attention._forward import Settings
+from liger_aot.ops.attention._backward import backward_problems, gradients
+from liger_aot.ops.attention._checks import check_attention, check_dim, check_results, settings_of
+from liger_aot.ops.attention._operands import Settings
 from liger_aot.ops.attention.flash_attention import FlashAttention
+from liger_aot.ops.guards import check_plain
 from liger_aot.ops.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.torch_library import register
-from liger_aot.ops.unseen import check_plain
 
 
 class FlashAttentionBackward(Op):
     """``flash_attention_backward(do, q, k, v, o, lse, *, dlse=None, ...) -> (dq, dk, dv, dsinks)``
 
     The gradients of ``o, lse = flash_attention(q, k, v, ..., return_lse=True)``. Each of dk and dv is summed by one
-    program in a fixed order, over the query heads that share a key's head, too. So is dq, but where a pack has kernels
-    by warp groups for the call (sm90; ``explain`` says so): those add it up in float32 in memory, and unless the call
-    is deterministic its last bits vary from run to run. Memory beside the results: two float32 a query and head; by
-    warp groups dq in float32, too.
+    program in a fixed order, over the query heads that share a key's head, too. So is dq, but where a pack has a
+    warp-specialised kernel for the call (sm90; ``explain`` says so): that adds it up in float32 in memory, and unless
+    the call is deterministic its last bits vary from run to run. Memory beside the results: two float32 a query and
+    head; warp-specialised, dq in float32, too.
+
+    On gfx90a, whose matrix instructions read float16's subnormal numbers as zeros, float16 gradients lack what
+    probabilities and their gradients below 2^-14 would add: train in bfloat16 there.
 
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
         q, k, v, sinks, causal, scale, window, softcap, layout: as the forward was given them. Tensors whose dim or
             strides are no multiples of 16 elements are copied.
-        deterministic: the same bits every time. So does ``torch.use_deterministic_algorithms(True)``. Warp groups then
-            take turns to add to dq.
+        deterministic: the same bits every time. So does ``torch.use_deterministic_algorithms(True)``. The programs of a
+            warp-specialised kernel then add to dq in a fixed order.
         o, lse: what the forward returned; lse is (batch, heads, length) float32, o of any strides but the last.
         dlse: the gradient of lse, float32 of its shape, or None. Where lse is -inf it counts as 0.
 
@@ -95,9 +98,9 @@ class FlashAttentionBackward(Op):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """Of a call without a soft cap and without sinks; where there are kernels by warp groups, of a call with a left
-        bound, too, which they are not for."""
-        return problems_of(self.name, backward_kernels(shape[-1]), shape, dtype)
+        """Of a call without a left bound, a soft cap and sinks."""
+        check_dim(self.name, shape[-1])
+        return backward_problems(shape[-1], dtype)
 
 
 OP = FlashAttentionBackward

@@ -13,19 +13,19 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 
-from liger_aot.ops.attention._checks import check_results, problems_of, settings_of
-from liger_aot.ops.attention._forward import PACKED
-from liger_aot.ops.attention._varlen import backward_kernels
-from liger_aot.ops.attention._varlen_checks import check_packed, check_values
+from liger_aot.ops.attention._checks import check_dim, check_results, settings_of
+from liger_aot.ops.attention._operands import VARLEN
+from liger_aot.ops.attention._varlen import check_values, check_varlen
+from liger_aot.ops.attention._varlen_backward import varlen_backward_problems
 from liger_aot.ops.attention.flash_attention_varlen import (
     BACKWARD,
     FlashAttentionVarlen,
-    packed_gradients,
-    packed_settings,
+    varlen_gradients,
+    varlen_settings,
 )
+from liger_aot.ops.guards import check_plain
 from liger_aot.ops.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.torch_library import register
-from liger_aot.ops.unseen import check_plain
 
 
 class FlashAttentionVarlenBackward(Op):
@@ -33,9 +33,9 @@ class FlashAttentionVarlenBackward(Op):
     dlse=None, ...) -> (dq, dk, dv, dsinks)``
 
     The gradients of ``o, lse = flash_attention_varlen(q, k, v, cu_seqlens_q, ..., return_lse=True)``. They have the
-    same bits every time, but for dq's last ones where a pack has kernels by warp groups for the call (sm90; ``explain``
-    says so), which add it up in float32 in memory. Memory beside the results: two float32 a query and head; by warp
-    groups dq in float32, too, and of both up to 128 rows a sequence more.
+    same bits every time, but for dq's last ones where a pack has a warp-specialised kernel for the call (sm90;
+    ``explain`` says so), which adds it up in float32 in memory. Memory beside the results: two float32 a query and
+    head; warp-specialised, dq in float32, too, and of both up to 128 rows a sequence more.
 
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
@@ -81,29 +81,31 @@ class FlashAttentionVarlenBackward(Op):
         deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         given = settings_of(self.name, q, causal, scale, window, softcap)
-        asked = (max_seqlen_q, max_seqlen_k, *given, deterministic)
-        starts, asked = (cu_seqlens_q, cu_seqlens_k), FlashAttentionVarlen.settings.checked(self.name, asked)
-        longest: tuple[Any, ...] = asked[:2]
-        settings: tuple[Any, ...] = asked[2:]
-        check_packed(self.name, q, k, v, starts, sinks, packed_settings(*settings))
-        check_results(self.name, o, lse, do, dlse, q, k, PACKED)
-        saved = (q, k, v, *starts, sinks, o, lse)
+        values = FlashAttentionVarlen.settings.checked(
+            self.name, (max_seqlen_q, max_seqlen_k, *given, deterministic)
+        )
+        max_seqlens: tuple[Any, ...] = values[:2]
+        settings: tuple[Any, ...] = values[2:]
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+        check_varlen(self.name, q, k, v, cu_seqlens, sinks, varlen_settings(*settings))
+        check_results(self.name, o, lse, do, dlse, q, k, VARLEN)
+        saved = (q, k, v, *cu_seqlens, sinks, o, lse)
         needed = (True, True, True, False, False, sinks is not None)
         if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))) or dispatch_modes():
             register("flash_attention_varlen")
             call = torch.ops.liger_aot.flash_attention_varlen_backward
-            found: Any = call([do, dlse], list(saved), *longest, *settings, list(needed))
+            found: Any = call([do, dlse], list(saved), *max_seqlens, *settings, list(needed))
         else:
             named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "dlse": dlse, "sinks": sinks}
             check_plain(self.name, do=do, q=q, k=k, v=v, o=o, lse=lse, **named)
             with plain_torch():
                 if self._own.of(q, "q") is None or not q.numel() or not k.numel():
-                    check_values(self.name, starts, (q.shape[0], k.shape[0]), longest)
-                    made = FlashAttentionVarlen.reference_backward((do, dlse), saved, *longest, *settings)
+                    check_values(self.name, cu_seqlens, (q.shape[0], k.shape[0]), max_seqlens)
+                    made = FlashAttentionVarlen.reference_backward((do, dlse), saved, *max_seqlens, *settings)
                     found = [g.contiguous() for g in made if g is not None]
                 else:
                     kinds = (*needed[:3], needed[5])
-                    found = packed_gradients(self._runtimes, (do, dlse), saved, settings, kinds)
+                    found = varlen_gradients(self._runtimes, (do, dlse), saved, settings, kinds)
         dq, dk, dv = found[:3]
         return dq, dk, dv, None if sinks is None else found[3]
 
@@ -111,7 +113,8 @@ class FlashAttentionVarlenBackward(Op):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """Of a call without a soft cap and without sinks."""
-        return problems_of(self.name, backward_kernels(shape[-1]), shape, dtype)
+        check_dim(self.name, shape[-1])
+        return varlen_backward_problems(shape[-1], dtype)
 
 
 OP = FlashAttentionVarlenBackward

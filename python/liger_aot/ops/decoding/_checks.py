@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops.attention._checks import (
-    check_dim,
-    check_heads,
-    check_integers,
-    check_operand,
-    check_sinks,
-)
-from liger_aot.ops.attention._forward import LARGEST_STRIDE, LONGEST
-from liger_aot.ops.decoding._decoding import Shape
+from liger_aot.ops.attention._checks import check_dim, check_heads, check_integers, check_operand, check_sinks
+from liger_aot.ops.attention._operands import LARGEST_STRIDE, MAX_SEQLEN
+from liger_aot.ops.decoding._plans import Shape
 from liger_aot.ops.differentiable import Tensors
 
 SMALLEST_PAGE = 16
@@ -77,9 +71,9 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor 
         raise ArgumentError(
             f"{op}: pages of k_cache must hold a power of 2 of keys, {SMALLEST_PAGE} or more; got {size}"
         )
-    if (capacity := Shape(q, k, block_table).capacity) >= LONGEST or q.shape[1] >= LONGEST:
+    if (capacity := Shape(q, k, block_table).capacity) >= MAX_SEQLEN or q.shape[1] >= MAX_SEQLEN:
         raise ArgumentError(
-            f"{op}: a sequence may have fewer than {LONGEST} keys and tokens, got {capacity} and {q.shape[1]}"
+            f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys and tokens, got {capacity} and {q.shape[1]}"
         )
 
 

@@ -11,18 +11,29 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops import unseen
+from liger_aot.ops import guards
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
 from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
+from liger_aot.ops.attention._operands import padded_head_dim
 from liger_aot.ops.decoding._checks import check_arguments, check_values
-from liger_aot.ops.decoding._decoding import MOST_SPLITS, STREAMED, UNIT, Plan, Settings, Shape
-from liger_aot.ops.decoding._decoding_once import OncePlan, counts_of, plan_for
+from liger_aot.ops.decoding._plans import (
+    MAX_SPLITS,
+    NAME,
+    UNIT,
+    FusedPlan,
+    Settings,
+    Shape,
+    SplitPlan,
+    counters_of,
+    fused_head_dim,
+    plan_for,
+)
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
 from liger_aot.ops.op import Problem
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import REMEMBERED
 
-SPLITS = Allowed(least=1, most=MOST_SPLITS)
+SPLITS = Allowed(least=1, most=MAX_SPLITS)
 EARLIER = "the cache_seqlens or block_table of an earlier call"
 
 
@@ -50,8 +61,8 @@ class FlashDecoding(DifferentiableOp):
         softcap: above 0: scores become softcap * tanh(score / softcap).
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head the score of one more key, whose value
             is 0.
-        splits: how many programs share a sequence's keys at most. None: chosen from the shapes and the profile; where
-            programs then share all sequences' keys evenly, a result's last bits depend on the other lengths, too.
+        splits: how many programs split a sequence's keys at most. None: chosen from the shapes and the profile; where
+            programs then split all sequences' keys evenly, a result's last bits depend on the other lengths, too.
         return_lse: also return the logarithm of each token's sum.
 
     Returns:
@@ -70,15 +81,15 @@ class FlashDecoding(DifferentiableOp):
         Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
     """
 
-    name = "flash_decoding"
+    name = NAME
     tensors = ("q", "k_cache", "v_cache", "cache_seqlens?", "block_table?", "sinks?")
-    settings = Schema({**SCALES, "int splits": Allowed(least=0, most=MOST_SPLITS)})
+    settings = Schema({**SCALES, "int splits": Allowed(least=0, most=MAX_SPLITS)})
     outputs = 2
     results = 2  # o, lse
 
     def __init__(self, runtimes: Any = None) -> None:
         super().__init__(runtimes)
-        self._plans: dict[Any, Plan | OncePlan] = {}
+        self._plans: dict[Any, SplitPlan | FusedPlan] = {}
 
     def __call__(
         self,
@@ -103,7 +114,7 @@ class FlashDecoding(DifferentiableOp):
         )
         graded = torch.is_grad_enabled() and needs_gradient(tensors)
         if graded and (
-            is_compiling() or needs_gradient(unseen.plain(tensors))
+            is_compiling() or needs_gradient(guards.plain(tensors))
         ):  # none that a transform left behind
             self.check_all(tensors, settings)
             self._refuse_gradient()
@@ -114,8 +125,8 @@ class FlashDecoding(DifferentiableOp):
         super().preload(device)
         device_errors.flag(self.name)
         for index, on in self._own.bound.items():
-            if "flash_decoding_once" in on.kernels and index >= 0:
-                counts_of(on, torch.device("cuda", index)).prepare()
+            if f"{NAME}_fused" in on.kernels and index >= 0:
+                counters_of(on, torch.device("cuda", index)).prepare()
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         check_arguments(self.name, tensors, settings)
@@ -184,14 +195,20 @@ class FlashDecoding(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """``shape`` is q's. Of a contiguous cache and of a paged one; ``wide`` are for many rows of q a head of k,
-        ``once`` for few where there is such a kernel, ``stream`` for many long sequences."""
-        check_dim(self.name, shape[-1])
-        aligned = not shape[-1] % UNIT
-        kernels = ["split", "split_paged", "wide", "wide_paged", "combine"]
-        if aligned and shape[-1] <= STREAMED:
-            kernels += ["stream", "once", "once_paged"]
-        return tuple(Problem(f"{self.name}_{kernel}", (dtype,), aligned, shape[-1]) for kernel in kernels)
+        """``shape`` is q's. Of a contiguous cache and of a paged one; wide variants are for many rows of q a head of k,
+        ``fused`` for few where there is such a kernel, ``persistent`` for many long sequences."""
+        dim = shape[-1]
+        check_dim(self.name, dim)
+        aligned = not dim % UNIT
+        kinds: list[tuple[Any, ...]] = [
+            ("split", paged, wide) for wide in (False, True) for paged in (False, True)
+        ]
+        kinds.append(("combine",))
+        if aligned and padded_head_dim(dim) in (96, 128):
+            kinds.append(("persistent", padded_head_dim(dim)))
+        if aligned and fused_head_dim(dim) in (64, 128):
+            kinds += [("fused", fused_head_dim(dim), paged) for paged in (False, True)]
+        return tuple(Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, dim) for kind, *axes in kinds)
 
     @staticmethod
     def reference(
@@ -215,13 +232,13 @@ class FlashDecoding(DifferentiableOp):
         wrong = (lengths < 0) | (lengths > shape.capacity)
         lengths = torch.where(wrong, 0, lengths)
         keys = torch.arange(shape.capacity, device=q.device)
-        held = keys < lengths[:, None]
+        cached = keys < lengths[:, None]
         grouped = q.to(wide).unflatten(2, (shape.kv_heads, -1)) if shape.kv_heads else q.to(wide).unsqueeze(3)
         scores = torch.einsum("btkgd,bskd->bkgts", grouped, k.to(wide)) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         own = lengths[:, None] - shape.tokens + torch.arange(shape.tokens, device=q.device)
-        seen = held[:, None].expand(-1, shape.tokens, -1)
+        seen = cached[:, None].expand(-1, shape.tokens, -1)
         if right >= 0:
             seen = seen & (keys <= own[:, :, None] + right)
         if left >= 0:

@@ -150,7 +150,7 @@ class Embedding(DifferentiableOp):
         keys, order = _sorted(indices.reshape(-1), vocabulary)
         dweight = dy.new_empty((vocabulary, n))
         key = (dy.dtype, not (dy_at | dy_stride | n) & 15)
-        first, second = on.kernels["embedding_runs"](key, n), on.kernels["embedding_joins"](key, n)
+        first, second = on.kernels["embedding_backward"](key, n), on.kernels["embedding_combine"](key, n)
         chunk = first.numbers["chunk"]
         chunks = -(-tokens // chunk)
         partials = dy.new_empty((chunks, 2, n), dtype=torch.float32)
@@ -206,8 +206,8 @@ class Embedding(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         """``shape`` and ``dtype`` are those of the result, (..., n): the kernels do not depend on the indices."""
         n = shape[-1]
-        ways = ("forward", "runs", "joins")
-        return tuple(Problem(f"embedding_{way}", (dtype,), n % 16 == 0, n) for way in ways)
+        steps = ("forward", "backward", "combine")
+        return tuple(Problem(f"embedding_{step}", (dtype,), n % 16 == 0, n) for step in steps)
 
 
 def _sorted(indices: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""A vocabulary that is cut into shards, one for each rank of a torch.distributed group: who has which columns, and what
-the ranks tell each other of a row.
+"""A vocabulary in shards, one for each rank of a torch.distributed group: which rank has which columns, and what
+the ranks exchange of a row.
 
 Each rank reads its own columns and finds a row's log(sum(exp)), its target's logit (0 where another rank has it) and
-the sum of its logits. One all-gather of those three, packed, gives every rank the same bits of the whole row's: a
-maximum and sums can't share an all-reduce (Megatron-LM, Shoeybi et al., 2019, takes three).
+the sum of its logits. One all-gather of those three gives every rank the same bits of the whole row: a maximum and sums
+can't share an all-reduce (Megatron-LM, Shoeybi et al., 2019, takes three).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ANY, Schema
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses import _losses as losses
-from liger_aot.ops.losses import _plain as plain_losses
-from liger_aot.ops.losses._checks import RowLoss, counted
+from liger_aot.ops.losses import _reference as plain
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._row_loss import RowLoss, counted
 from liger_aot.ops.op import Op
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import OpOn
@@ -111,7 +110,7 @@ class Columns:
         self._own: OpOn | None = op._own.of(x, "input")
         self._kernels: OpOn | None = op._runtimes["cross_entropy"].of(x, "input")
         if self._kernels is None:
-            loss_checks.check_range(op.name, target, shard.vocabulary, row_loss.ignore_index)
+            losses.check_range(op.name, target, shard.vocabulary, row_loss.ignore_index)
         else:
             device_errors.raise_if_any(op.name)
 
@@ -177,7 +176,7 @@ class Columns:
             return
         scale = rows.lse.new_ones(()) if grad is None else grad
         scale = (scale if totals is None else scale / totals[0]).expand(rows.lse.shape)
-        found = plain_losses.gradient(
+        found = plain.gradient(
             logits,
             target,
             row_loss,
@@ -209,16 +208,14 @@ class Columns:
         loaded.launch(
             on.device, on.stream(on.device), -(-n // loaded.block), 1, 1,
             rows.loss.data_ptr(), rows.lse.data_ptr(), rows.parts.data_ptr(), flag, everyone.data_ptr(),
-            target.data_ptr(), row_loss.ignore_index, n, everyone.shape[0], loss_checks.WORDS[target.dtype],
+            target.data_ptr(), row_loss.ignore_index, n, everyone.shape[0], losses.WORDS[target.dtype],
             self._shard.vocabulary, row_loss.label_smoothing, row_loss.lse_square_scale,
             losses.WITH_PARTS | (losses.BY_TARGET if row_loss.token_scaling else 0),
         )  # fmt: skip
 
     def _plain_rows(self, logits: Tensor, target: Tensor) -> Rows:
         shard, row_loss = self._shard, self._row_loss
-        everyone = self._gathered(
-            torch.stack(plain_losses.shard_stats(logits, target, row_loss, None, shard.start))
-        )
+        everyone = self._gathered(torch.stack(plain.shard_stats(logits, target, row_loss, None, shard.start)))
         lse, at_target, total = torch.logsumexp(everyone[:, 0], 0), *everyone[:, 1:].sum(0)
-        loss, z_loss = plain_losses.row_losses(lse, at_target, total, target, row_loss, shard.vocabulary)
+        loss, z_loss = plain.row_losses(lse, at_target, total, target, row_loss, shard.vocabulary)
         return Rows(loss, lse, torch.stack((at_target, total, z_loss)))

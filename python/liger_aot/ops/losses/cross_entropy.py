@@ -11,10 +11,9 @@ from torch.compiler import is_compiling
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses import _losses as losses
-from liger_aot.ops.losses import _plain as plain_losses
-from liger_aot.ops.losses._checks import RowLoss, counted
+from liger_aot.ops.losses import _reference as plain
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._row_loss import RowLoss, counted
 from liger_aot.ops.op import Problem, as_rows, check_rows
 from liger_aot.ops.overwriting import overwritten
 from liger_aot.ops.torch_library import register
@@ -22,7 +21,7 @@ from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import OpOn, Runtimes
 from liger_aot.runtime.layout import CPU, rows_of
 
-KERNELS = ("forward", "forward_full", "gradient", "gradient_full", "both", "scale")
+KERNELS = ("forward", "forward_full", "gradient", "gradient_full", "in_place", "scale")
 
 
 class CrossEntropy(DifferentiableOp):
@@ -74,8 +73,8 @@ class CrossEntropy(DifferentiableOp):
     tensors = ("logits", "target", "weight?")
     settings = Schema(
         {
-            **loss_checks.ROW_LOSS,
-            "str reduction": Allowed(among=loss_checks.REDUCTIONS),
+            **losses.ROW_LOSS,
+            "str reduction": Allowed(among=losses.REDUCTIONS),
             "bool return_z_loss": ANY,
             "bool return_token_accuracy": ANY,
             "bool return_predicted_tokens": ANY,
@@ -121,7 +120,7 @@ class CrossEntropy(DifferentiableOp):
             return self.differentiable(tensors, settings)
         else:
             found = self._detailed.differentiable(tensors, settings)
-        more = tuple(r.detach() for r, ask in zip(found[1:], asked, strict=True) if ask)
+        more = tuple(r.detach() for r, wanted in zip(found[1:], asked, strict=True) if wanted)
         return (found[0], *more) if more else found[0]
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
@@ -131,9 +130,9 @@ class CrossEntropy(DifferentiableOp):
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         logits, target, weight = tensors
         check_rows(self.name, "logits", logits)
-        loss_checks.check_target(self.name, target, logits.shape[:-1], logits.device)
+        losses.check_target(self.name, target, logits.shape[:-1], logits.device)
         if weight is not None:
-            loss_checks.check_class_weight(self.name, "weight", weight, logits, logits.shape[-1])
+            losses.check_class_weight(self.name, "weight", weight, logits, logits.shape[-1])
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -153,7 +152,7 @@ class CrossEntropy(DifferentiableOp):
         _, kind, index, _, _, rows, n, _ = in_x
         where = -1 if kind == CPU else index
         if (
-            target.dtype not in loss_checks.WORDS
+            target.dtype not in losses.WORDS
             or not rows * n
             or target.get_device() != where
             or target.shape != logits.shape[:-1]
@@ -182,7 +181,7 @@ class CrossEntropy(DifferentiableOp):
         """
         logits, target, weight = tensors
         *fields, reduction, with_z, with_accuracy, with_predicted = settings
-        row_loss = loss_checks.row_loss(*fields)
+        row_loss = losses.row_loss(*fields)
         device_errors.raise_if_any(self.name)
         n = logits.shape[-1]
         loss = torch.empty_like(target, dtype=torch.float32)
@@ -222,9 +221,9 @@ class CrossEntropy(DifferentiableOp):
         self.check(tensors, settings)
         logits, target, weight = tensors
         if self.on_reference(tensors):
-            loss_checks.check_range(self.name, target, logits.shape[-1], settings[0])
+            losses.check_range(self.name, target, logits.shape[-1], settings[0])
             return super().prepare_forward(tensors, settings, keep, out)
-        ready = (as_rows(self.name, "logits", logits), target.contiguous(), loss_checks.class_weight(weight))
+        ready = (as_rows(self.name, "logits", logits), target.contiguous(), losses.class_weight(weight))
         return self.run_forward(ready, settings, keep, out)
 
     def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
@@ -238,7 +237,7 @@ class CrossEntropy(DifferentiableOp):
         grad = grads[0]
         if on is None or not grad.is_contiguous():
             return self.prepare_backward(grads, saved, settings, needed)
-        row_loss, mean = loss_checks.row_loss(*settings[:4]), settings[4] == "mean"
+        row_loss, mean = losses.row_loss(*settings[:4]), settings[4] == "mean"
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         weight_sum = weight.sum() if weight is not None and row_loss.label_smoothing else None
         losses.gradient(
@@ -254,7 +253,7 @@ class CrossEntropy(DifferentiableOp):
             return super().prepare_backward(grads, saved, settings, needed)
         logits, target, weight, lse, totals = saved
         ready = (
-            as_rows(self.name, "logits", logits), target.contiguous(), loss_checks.class_weight(weight), lse, totals,
+            as_rows(self.name, "logits", logits), target.contiguous(), losses.class_weight(weight), lse, totals,
         )  # fmt: skip
         return self.run_backward((grads[0].contiguous(),), ready, settings, needed)
 
@@ -264,9 +263,9 @@ class CrossEntropy(DifferentiableOp):
         if not self.on_reference(tensors):
             on = self._own.of(logits, "logits")
             assert on is not None
-            ready = (logits, target.contiguous(), loss_checks.class_weight(weight))
+            ready = (logits, target.contiguous(), losses.class_weight(weight))
             return self._run(on, ready, settings, logits)
-        loss_checks.check_range(self.name, target, logits.shape[-1], settings[0])
+        losses.check_range(self.name, target, logits.shape[-1], settings[0])
         results = self.by_reference(tensors, settings)
         ones = (torch.ones_like(results[0]),)
         logits.copy_(self.gradients_by_reference(ones, self.saved(tensors, results), settings)[0])
@@ -300,17 +299,17 @@ class CrossEntropy(DifferentiableOp):
         row_loss = RowLoss(ignore_index, label_smoothing, lse_square_scale, softcap)
         n, shape = logits.shape[-1], target.shape
         logits, target = logits.reshape(-1, n), target.reshape(-1)
-        kept = counted(target, ignore_index)
+        counts = counted(target, ignore_index)
         wide = torch.promote_types(logits.dtype, torch.float32)
         of_class = None if weight is None else weight.to(wide)
-        lse, at_target, total = plain_losses.shard_stats(logits, target, row_loss, of_class)
-        loss, z_loss = plain_losses.row_losses(lse, at_target, total, target, row_loss, n, of_class)
-        loss = torch.where(kept & ((target < 0) | (target >= n)), torch.nan, loss)
-        weights, count = plain_losses.totals(target, row_loss, of_class, wide)
-        predicted = torch.where(kept, logits.argmax(-1), -1)
-        accuracy = (kept & (predicted == target)).to(wide)
+        lse, at_target, total = plain.shard_stats(logits, target, row_loss, of_class)
+        loss, z_loss = plain.row_losses(lse, at_target, total, target, row_loss, n, of_class)
+        loss = torch.where(counts & ((target < 0) | (target >= n)), torch.nan, loss)
+        weights, count = plain.totals(target, row_loss, of_class, wide)
+        predicted = torch.where(counts, logits.argmax(-1), -1)
+        accuracy = (counts & (predicted == target)).to(wide)
         loss, z_loss, accuracy, predicted, lse = (
-            v.view(shape) for v in (loss, z_loss, accuracy, predicted, torch.where(kept, lse, 0.0))
+            v.view(shape) for v in (loss, z_loss, accuracy, predicted, torch.where(counts, lse, 0.0))
         )
         if reduction != "none":
             loss, z_loss = (loss - z_loss).sum(), z_loss.sum()
@@ -349,7 +348,7 @@ class CrossEntropy(DifferentiableOp):
             scale, z_scale = scale / totals[0], scale / totals[1]
         scale, z_scale = (v.expand(target.shape).reshape(-1) for v in (scale, z_scale))
         x, t, of_rows = logits.reshape(-1, n), target.reshape(-1), lse[0].reshape(-1)
-        d = plain_losses.gradient(x, t, row_loss, of_rows, of_rows, scale, z_scale, n, of_class)
+        d = plain.gradient(x, t, row_loss, of_rows, of_rows, scale, z_scale, n, of_class)
         wrong = counted(t, ignore_index) & ((t < 0) | (t >= n))
         d = torch.where(wrong.unsqueeze(-1), torch.nan, d)
         return d.view(logits.shape).to(logits.dtype), None, None
@@ -359,7 +358,7 @@ class CrossEntropy(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         n = shape[-1]
         of_rows = tuple(Problem(f"cross_entropy_{way}", (dtype,), n % 16 == 0, n) for way in KERNELS)
-        return (*of_rows, *(Problem(f"cross_entropy_{way}", (), False, 1) for way in ("totals", "finish")))
+        return (*of_rows, *(Problem(f"cross_entropy_{way}", (), False, 1) for way in ("totals", "combine")))
 
 
 class Detailed(CrossEntropy):

@@ -1,4 +1,4 @@
-"""What the losses of ``divergences`` launch beside their own kernels: a count of labels, and a sum of partial sums."""
+"""What the divergences launch beside their own kernels: a count of labels, and a sum of partial sums."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
+from liger_aot.ops.guards import check_plain
 from liger_aot.ops.op import Op, Problem, check_tensor
-from liger_aot.ops.unseen import check_plain
 
 
 class DivergenceSums(Op):
@@ -43,7 +43,7 @@ class DivergenceSums(Op):
         if on is None or not partials.numel():
             return reference(partials)
         out, at, parts = partials.new_empty(()), partials.data_ptr(), partials.shape[0]
-        loaded = on.kernels["divergence_total"]((torch.float32, not at & 15), parts)
+        loaded = on.kernels["divergence_total"]((not at & 15,), parts)
         device = on.device
         loaded.launch(device, on.stream(device), 1, 1, 1, out.data_ptr(), at, None, parts, 1.0)
         return out
@@ -51,9 +51,7 @@ class DivergenceSums(Op):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        return tuple(
-            Problem(f"divergence_{way}", (torch.float32,), True, shape[0]) for way in ("count", "total")
-        )
+        return tuple(Problem(f"divergence_{way}", (), True, shape[0]) for way in ("count", "total"))
 
 
 def reference(partials: Tensor) -> Tensor:

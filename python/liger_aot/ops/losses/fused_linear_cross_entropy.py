@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses import _losses as losses
-from liger_aot.ops.losses import _plain as plain_losses
-from liger_aot.ops.losses._checks import RowLoss, counted
-from liger_aot.ops.losses._chunks import (
+from liger_aot.ops.losses import _reference as plain
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._linear import (
     BUDGET,
     LinearGradients,
+    LinearLoss,
     autocast,
     check_linear,
     check_weight_grad_dtype,
     chunk_buffer,
     chunk_rows,
     contiguous_rows,
+    found_in_backward,
     padded,
     project,
+    scaled,
 )
-from liger_aot.ops.losses._linear import LinearLoss, scaled
+from liger_aot.ops.losses._row_loss import RowLoss, counted
 from liger_aot.ops.op import Problem, check_rows
 from liger_aot.runtime import device_errors
 
 OUTPUTS = 4  # loss, z-loss, token accuracy, predicted tokens
+
+
+class Settings(NamedTuple):
+    """Of a call, in the order of the op's schema; ``wanted`` is not always with them."""
+
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float
+    token_scaling: bool
+    reduction: str
+    chunk_bytes: int
+    weight_grad_dtype: torch.dtype | None
+    extras: Sequence[bool]
+    wanted: Sequence[bool] = ()
+
+    @property
+    def row_loss(self) -> RowLoss:
+        return RowLoss(*self[:5])
 
 
 class FusedLinearCrossEntropy(LinearLoss):
@@ -96,7 +116,7 @@ class FusedLinearCrossEntropy(LinearLoss):
     graded = ("input", "weight", "bias")
     settings = Schema(
         {
-            **loss_checks.TOKEN_LOSS,
+            **losses.TOKEN_LOSS,
             "int chunk_bytes": Allowed(least=1),
             "ScalarType? weight_grad_dtype": ANY,
             "bool[] extras": ANY,
@@ -132,7 +152,7 @@ class FusedLinearCrossEntropy(LinearLoss):
             check_flag(self.name, "return_predicted_tokens", return_predicted_tokens),
         )
         settings = (
-            ignore_index, label_smoothing, lse_square_scale, loss_checks.softcap_of(self.name, softcap),
+            ignore_index, label_smoothing, lse_square_scale, losses.softcap_of(self.name, softcap),
             use_token_scaling, reduction, chunk_bytes, weight_grad_dtype, extras,
         )  # fmt: skip
         input, weight, bias = autocast(input, weight, bias)
@@ -146,33 +166,34 @@ class FusedLinearCrossEntropy(LinearLoss):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         input, weight, target, bias, class_weight = tensors
-        chunk_bytes, weight_grad_dtype = settings[6:8]
+        asked = Settings(*settings)
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
-        loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
+        losses.check_target(self.name, target, input.shape[:-1], input.device)
         if class_weight is not None:
-            loss_checks.check_class_weight(self.name, "class_weight", class_weight, input, weight.shape[0])
-        check_weight_grad_dtype(self.name, weight_grad_dtype, weight)
+            losses.check_class_weight(self.name, "class_weight", class_weight, input, weight.shape[0])
+        check_weight_grad_dtype(self.name, asked.weight_grad_dtype, weight)
         row_bytes = padded(weight.shape[0]) * input.element_size()
-        chunk_rows(self.name, 1, row_bytes, chunk_bytes)
+        chunk_rows(self.name, 1, row_bytes, asked.chunk_bytes)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
         if tensors[0].device.type == "cpu":
             self.check(tensors, settings)
-            loss_checks.check_range(self.name, tensors[2], tensors[1].shape[0], settings[0])
+            losses.check_range(self.name, tensors[2], tensors[1].shape[0], Settings(*settings).ignore_index)
         return super().run_forward(tensors, settings, keep, out)
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
-        return bool(settings[5] == "none" or tensors[0].dtype == torch.float16)
+        return found_in_backward(tensors[0].dtype, Settings(*settings).reduction)
 
     def compute(
         self, tensors: Tensors, settings: tuple[Any, ...], wanted: Sequence[bool], grad: Tensor | None
     ) -> tuple[Tensors, Tensors]:
         input, weight, target, bias, class_weight = tensors
-        row_loss, (reduction, chunk_bytes, weight_grad_dtype, extras) = RowLoss(*settings[:5]), settings[5:9]
-        want_z, want_accuracy, want_predicted = extras if grad is None else (False,) * 3
+        asked = Settings(*settings)
+        row_loss, reduction = asked.row_loss, asked.reduction
+        want_z, want_accuracy, want_predicted = asked.extras if grad is None else (False,) * 3
         device_errors.raise_if_any(self.name)
         on = self._runtimes["cross_entropy"].of(input, "input")
         assert on is not None
@@ -180,7 +201,7 @@ class FusedLinearCrossEntropy(LinearLoss):
         x, t = contiguous_rows(input), target.reshape(-1).contiguous()
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         rows = x.shape[0]
-        classes = loss_checks.class_weight(class_weight)
+        classes = losses.class_weight(class_weight)
         classes_sum = None if classes is None else classes.sum()
         totals = losses.count(on, t, classes, row_loss, vocabulary) if reduction == "mean" else None
         scale = None if grad is None else grad.reshape(-1).to(torch.float32).contiguous()
@@ -189,9 +210,9 @@ class FusedLinearCrossEntropy(LinearLoss):
         row = x.new_empty((2, rows), dtype=torch.float32)
         parts = x.new_empty((3, rows), dtype=torch.float32) if want_z else None
         predicted = x.new_empty(rows, dtype=torch.int64) if want_accuracy or want_predicted else None
-        each = chunk_rows(self.name, rows, padded(vocabulary) * x.element_size(), chunk_bytes)
+        each = chunk_rows(self.name, rows, padded(vocabulary) * x.element_size(), asked.chunk_bytes)
         buffer = chunk_buffer(x, each, vocabulary)
-        made = LinearGradients(x, w, b, wanted, weight_grad_dtype or weight.dtype)
+        made = LinearGradients(x, w, b, wanted, asked.weight_grad_dtype or weight.dtype)
         for first in range(0, rows, each):
             last = min(first + each, rows)
             logits = project(x[first:last], w, b, buffer[: last - first])
@@ -235,8 +256,9 @@ class FusedLinearCrossEntropy(LinearLoss):
     @staticmethod
     def reference(*arguments: Any) -> tuple[Tensor, ...]:
         tensors, settings = arguments[:5], arguments[5:]
-        late = settings[5] == "none" or tensors[0].dtype == torch.float16
-        outputs, gradients = whole(tensors, settings, None, [want and not late for want in settings[-1]])
+        asked = Settings(*settings)
+        now = not found_in_backward(tensors[0].dtype, asked.reduction)
+        outputs, gradients = whole(tensors, asked, None, [want and now for want in asked.wanted])
         return tuple(outputs[0].new_empty(0) if r is None else r for r in (*outputs, *gradients))
 
     @staticmethod
@@ -245,7 +267,7 @@ class FusedLinearCrossEntropy(LinearLoss):
         if any(g is not None for g in gradients):
             found: Tensors = tuple(None if g is None else scaled(g, grads[0]) for g in gradients)
         else:
-            _, found = whole(tensors, settings, grads[0], [True, True, tensors[3] is not None])
+            _, found = whole(tensors, Settings(*settings), grads[0], [True, True, tensors[3] is not None])
         d_input, d_weight, d_bias = found
         return d_input, d_weight, None, d_bias, None
 
@@ -258,19 +280,19 @@ class FusedLinearCrossEntropy(LinearLoss):
 
 
 def whole(
-    tensors: Tensors, settings: tuple[Any, ...], grad: Tensor | None, wanted: Sequence[bool]
+    tensors: Tensors, asked: Settings, grad: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensors, Tensors]:
     """(outputs, gradients) as ``compute`` gives them, in plain torch from all logits at once."""
     input, weight, target, bias, class_weight = tensors
-    row_loss, (reduction, _, weight_grad_dtype, extras) = RowLoss(*settings[:5]), settings[5:9]
+    row_loss, reduction = asked.row_loss, asked.reduction
     wide = torch.promote_types(input.dtype, torch.float32)
     x, w, t = input.reshape(target.numel(), input.shape[-1]).to(wide), weight.to(wide), target.reshape(-1)
     classes = None if class_weight is None else class_weight.to(wide)
     logits = x @ w.t() if bias is None else x @ w.t() + bias.to(wide)
     vocabulary = logits.shape[-1]
-    lse, at_target, total = plain_losses.shard_stats(logits, t, row_loss, classes)
-    rows, z_rows = plain_losses.row_losses(lse, at_target, total, t, row_loss, vocabulary, classes)
-    main, count = plain_losses.totals(t, row_loss, classes, wide)
+    lse, at_target, total = plain.shard_stats(logits, t, row_loss, classes)
+    rows, z_rows = plain.row_losses(lse, at_target, total, t, row_loss, vocabulary, classes)
+    main, count = plain.totals(t, row_loss, classes, wide)
     if reduction == "none":
         loss, z_loss = rows.view(target.shape), z_rows.view(target.shape)
     elif reduction == "sum":
@@ -278,18 +300,18 @@ def whole(
     else:
         z_loss = z_rows.sum() / count
         loss = (rows - z_rows).sum() / main + z_loss
-    kept = counted(t, row_loss.ignore_index)
-    best = torch.where(kept, plain_losses.capped(logits, row_loss.softcap).argmax(-1), -1)
-    accuracy = (kept & (best == t)).sum().to(wide) / count
+    counts = counted(t, row_loss.ignore_index)
+    best = torch.where(counts, plain.capped(logits, row_loss.softcap).argmax(-1), -1)
+    accuracy = (counts & (best == t)).sum().to(wide) / count
     others = (z_loss, accuracy, best.view(target.shape))
-    outputs = (loss, *(o if asked else None for o, asked in zip(others, extras, strict=True)))
+    outputs = (loss, *(o if extra else None for o, extra in zip(others, asked.extras, strict=True)))
     if not any(wanted):
         return outputs, (None, None, None)
     scale = (lse.new_ones(()) if grad is None else grad.reshape(-1).to(wide)).expand(lse.shape)
     scale, z_scale = (scale / main, scale / count) if reduction == "mean" else (scale, scale)
-    g = plain_losses.gradient(logits, t, row_loss, lse, at_target, scale, z_scale, vocabulary, classes)
+    g = plain.gradient(logits, t, row_loss, lse, at_target, scale, z_scale, vocabulary, classes)
     narrow = input.dtype != torch.float64
-    types = (input.dtype, (weight_grad_dtype if narrow else None) or weight.dtype)
+    types = (input.dtype, (asked.weight_grad_dtype if narrow else None) or weight.dtype)
     d_input = (g @ w).view(input.shape).to(types[0]) if wanted[0] else None
     d_weight = (g.t() @ x).to(types[1]) if wanted[1] else None
     d_bias = g.sum(0).to(bias.dtype) if wanted[2] and bias is not None else None

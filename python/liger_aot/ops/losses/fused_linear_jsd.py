@@ -12,21 +12,23 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, Allowed, Schema
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses._checks import counted
-from liger_aot.ops.losses._chunks import (
+from liger_aot.ops.losses._divergence import check_labels, count_labels
+from liger_aot.ops.losses._linear import (
     BUDGET,
     LinearGradients,
+    LinearLoss,
     autocast,
     check_weight_grad_dtype,
     chunk_buffer,
     chunk_rows,
     contiguous_rows,
+    found_in_backward,
     padded,
     project,
+    scaled,
 )
-from liger_aot.ops.losses._divergences import check_labels, count_labels
-from liger_aot.ops.losses._linear import LinearLoss, scaled
-from liger_aot.ops.losses.jsd import kind_of, summands_and_slopes
+from liger_aot.ops.losses._row_loss import counted
+from liger_aot.ops.losses.jsd import kind_of, smaller_weight, summands_and_slopes
 from liger_aot.ops.op import Problem, check_rows, check_same_device
 
 LOG2_E = log2(e)
@@ -170,7 +172,7 @@ class FusedLinearJSD(LinearLoss):
             )
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
-        return bool(tensors[0].dtype == torch.float16)
+        return found_in_backward(tensors[0].dtype, "batchmean")
 
     def compute(
         self, tensors: Tensors, settings: tuple[Any, ...], wanted: Sequence[bool], grad: Tensor | None
@@ -197,7 +199,7 @@ class FusedLinearJSD(LinearLoss):
         buffers = chunk_buffer(x, each, n), chunk_buffer(x, each, n)
         made = LinearGradients(x, w, b, wanted, weight_grad_dtype or weight.dtype)
         width, device = padded(n), on.device
-        loaded = on.kernels["fused_linear_jsd_rows"]((dtype, True), n)
+        loaded = on.kernels["fused_linear_jsd_rows"]((dtype, kind_of(beta), True), n)
         for first in range(0, rows, each):
             last = min(first + each, rows)
             logits = project(x[first:last], w, b, buffers[0][: last - first])
@@ -207,12 +209,12 @@ class FusedLinearJSD(LinearLoss):
                 losses[first:].data_ptr(), logits.data_ptr(), teacher.data_ptr(),
                 None if labels is None else labels[first:].data_ptr(), count_at,
                 None if outer is None else outer.data_ptr(), width, n, width, ignored, words, LOG2_E / temperature,
-                1 / temperature, per_row, beta, kind_of(beta), any(wanted),
+                1 / temperature, per_row, smaller_weight(beta), any(wanted),
             )  # fmt: skip
             if any(wanted):
                 made.add(first, logits)
         loss = x.new_empty((), dtype=torch.float32)
-        total = sums.kernels["divergence_total"]((torch.float32, True), rows)
+        total = sums.kernels["divergence_total"]((True,), rows)
         total.launch(
             device, sums.stream(device), 1, 1, 1, loss.data_ptr(), losses.data_ptr(), count_at, rows, per_row
         )  # fmt: skip
@@ -221,8 +223,8 @@ class FusedLinearJSD(LinearLoss):
     @staticmethod
     def reference(*arguments: Any) -> tuple[Tensor, ...]:
         tensors, settings = arguments[:7], arguments[7:]
-        late = tensors[0].dtype == torch.float16
-        loss, gradients = whole(tensors, settings, None, [want and not late for want in settings[-1]])
+        now = not found_in_backward(tensors[0].dtype, "batchmean")
+        loss, gradients = whole(tensors, settings, None, [want and now for want in settings[-1]])
         return (loss, *(loss.new_empty(0) if g is None else g for g in gradients))
 
     @staticmethod
@@ -239,7 +241,7 @@ class FusedLinearJSD(LinearLoss):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """The one kernel of the op's own, on logits of ``shape``."""
-        return (Problem("fused_linear_jsd_rows", (dtype,), True, shape[-1]),)
+        return (Problem("fused_linear_jsd_rows", (dtype, "mixed"), True, shape[-1]),)
 
 
 def _row_bytes(x: Tensor, weight: Tensor) -> int:
@@ -262,11 +264,11 @@ def whole(
     teacher = teacher if teacher_bias is None else teacher + teacher_bias.to(wide)
     log_q, log_p = ((logits / temperature).log_softmax(-1) for logits in (student, teacher))
     summands, slopes = summands_and_slopes(log_q, log_p, beta)
-    kept = flat.new_ones(flat.shape[0]) if labels is None else counted(labels.reshape(-1), ignored).to(wide)
-    factor = kept / kept.sum().clamp(min=1)
-    loss = (torch.where(kept == 0, 0, summands.sum(-1)) * factor).sum()
+    counts = flat.new_ones(flat.shape[0]) if labels is None else counted(labels.reshape(-1), ignored).to(wide)
+    factor = counts / counts.sum().clamp(min=1)
+    loss = (torch.where(counts == 0, 0, summands.sum(-1)) * factor).sum()
     g = slopes - log_q.exp() * slopes.sum(-1, keepdim=True)
-    g = torch.where(kept.unsqueeze(-1) == 0, 0, g * (factor / temperature).unsqueeze(-1))
+    g = torch.where(counts.unsqueeze(-1) == 0, 0, g * (factor / temperature).unsqueeze(-1))
     if grad is not None:
         g = g * grad.to(wide)
     want_x, want_weight, want_bias = wanted

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses._divergences import Divergence, Summand, reduced, reduced_backward
+from liger_aot.ops.losses._divergence import Divergence, Summand, reduced, reduced_backward
+
+LEAST_WEIGHT = 2.0**-126  # the least normal float32
 
 
 class JSD(Divergence):
@@ -49,6 +51,7 @@ class JSD(Divergence):
     name = "jsd"
     tensors = ("input", "target", "shift_labels?")
     settings = Schema({"float beta": Allowed(least=0, most=1), "int ignore_index": ANY})
+    usual_kind = "mixed"
 
     def __call__(
         self,
@@ -64,7 +67,7 @@ class JSD(Divergence):
 
     def summand(self, settings: tuple[Any, ...]) -> Summand:
         beta, ignored = settings
-        return Summand(kind_of(beta), beta, "batchmean", ignored)
+        return Summand(kind_of(beta), smaller_weight(beta), "batchmean", ignored)
 
     @staticmethod
     def reference(
@@ -83,9 +86,15 @@ class JSD(Divergence):
         return dx.to(x.dtype), None, None
 
 
-def kind_of(beta: float) -> int:
+def kind_of(beta: float) -> str:
     """Which formula the kernels take."""
-    return 0 if beta == 0 else 1 if beta == 1 else 2
+    return "forward" if beta == 0 else "reverse" if beta == 1 else "mixed"
+
+
+def smaller_weight(beta: float) -> float:
+    """As the kernels take beta: the teacher's weight, or as a negative number the student's; none that float32 takes
+    for zero."""
+    return max(beta, LEAST_WEIGHT) if beta <= 0.5 else beta - 1
 
 
 def summands_and_slopes(x: Tensor, y: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Schema
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses._divergences import REDUCTION, Divergence, Summand, reduced, reduced_backward
+from liger_aot.ops.losses._divergence import REDUCTION, Divergence, Summand, reduced, reduced_backward
 
 
 class KLDiv(Divergence):
@@ -47,6 +47,7 @@ class KLDiv(Divergence):
     tensors = ("input", "target")
     settings = Schema({"str reduction": REDUCTION, "bool log_target": ANY, "float eps": FROM_ZERO})
     batch_is_first = True
+    usual_kind = "probabilities"
 
     def __call__(
         self,
@@ -62,7 +63,7 @@ class KLDiv(Divergence):
 
     def summand(self, settings: tuple[Any, ...]) -> Summand:
         reduction, log_target, eps = settings
-        return Summand(int(log_target), eps, reduction)
+        return Summand("forward" if log_target else "probabilities", eps, reduction)
 
     @staticmethod
     def reference(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Schema
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses._divergences import REDUCTION, Divergence, Summand, reduced, reduced_backward
+from liger_aot.ops.losses._divergence import REDUCTION, Divergence, Summand, reduced, reduced_backward
 
 
 class TVD(Divergence):
@@ -46,6 +46,7 @@ class TVD(Divergence):
     name = "tvd"
     tensors = ("p", "q", "shift_labels?")
     settings = Schema({"str reduction": REDUCTION, "int ignore_index": ANY})
+    usual_kind = "total_variation"
 
     def __call__(
         self,
@@ -61,7 +62,7 @@ class TVD(Divergence):
 
     def summand(self, settings: tuple[Any, ...]) -> Summand:
         reduction, ignored = settings
-        return Summand(0, 0.0, reduction, ignored)
+        return Summand("total_variation", 0.0, reduction, ignored)
 
     @staticmethod
     def reference(

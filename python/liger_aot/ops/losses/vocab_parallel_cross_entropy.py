@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import Schema, check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses._checks import RowLoss
-from liger_aot.ops.losses._chunks import contiguous_rows
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._linear import contiguous_rows
+from liger_aot.ops.losses._row_loss import RowLoss
 from liger_aot.ops.losses._vocab_shards import SHARD, Columns, Rows, Shard, shard_of
 from liger_aot.ops.op import Problem, check_rows
 from liger_aot.runtime import device_errors
+
+
+class Settings(NamedTuple):
+    """Of a call, in the order of the op's schema."""
+
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float
+    token_scaling: bool
+    reduction: str
+    vocab_start: int
+    vocabulary: int
+    group: str
+
+    @property
+    def row_loss(self) -> RowLoss:
+        return RowLoss(*self[:5])
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.vocab_start, self.vocabulary, self.group)
 
 
 class VocabParallelCrossEntropy(DifferentiableOp):
@@ -26,7 +48,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
 
     Differentiable in logits. Every rank of the group calls it with the same target and gets the same loss, to the bit.
     The forward reads the logits once and has one collective, an all-gather of three float32 a row; the backward reads
-    them again, writes their gradient, and talks to nobody. CPU tensors take plain torch.
+    them again, writes their gradient, and has none. CPU tensors take plain torch.
 
     Args:
         logits: (..., columns) bfloat16, float16 or float32: this rank's columns of the vocabulary. Rows may have any
@@ -53,12 +75,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     name = "vocab_parallel_cross_entropy"
     uses = ("cross_entropy",)
     tensors = ("logits", "target")
-    settings = Schema(
-        {
-            **loss_checks.TOKEN_LOSS,
-            **SHARD,
-        }
-    )
+    settings = Schema({**losses.TOKEN_LOSS, **SHARD})
     twice = False
     outputs = 2
     results = 5  # loss, z-loss; lse, parts, totals
@@ -81,7 +98,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     ) -> Tensor | tuple[Tensor, Tensor]:
         check_rows(self.name, "logits", logits)
         shard = shard_of(self.name, group, logits.shape[-1], vocab_start, vocabulary)
-        cap = loss_checks.softcap_of(self.name, softcap)
+        cap = losses.softcap_of(self.name, softcap)
         row_loss = (ignore_index, label_smoothing, lse_square_scale, cap)
         settings = (*row_loss, use_token_scaling, reduction, *shard)
         check_flag(self.name, "return_z_loss", return_z_loss)
@@ -91,7 +108,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         logits, target = tensors
         check_rows(self.name, "logits", logits)
-        loss_checks.check_target(self.name, target, logits.shape[:-1], logits.device)
+        losses.check_target(self.name, target, logits.shape[:-1], logits.device)
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
         super().preload(device)
@@ -102,14 +119,12 @@ class VocabParallelCrossEntropy(DifferentiableOp):
     ) -> Tensors:
         self.check(tensors, settings)
         logits, target = tensors
-        row_loss, shard = RowLoss(*settings[:5]), Shard(*settings[6:])
-        t = target.reshape(-1).contiguous()
-        columns = Columns(self, logits, t, row_loss, shard)
+        asked, t = Settings(*settings), target.reshape(-1).contiguous()
+        columns = Columns(self, logits, t, asked.row_loss, asked.shard)
         rows = columns.rows(contiguous_rows(logits), t)
-        loss, z_loss = columns.reduced(rows, target, settings[5])
-        totals = (
-            columns.totals(t, rows.lse.dtype) if keep and settings[5] == "mean" else rows.lse.new_empty(2)
-        )
+        loss, z_loss = columns.reduced(rows, target, asked.reduction)
+        divided = keep and asked.reduction == "mean"
+        totals = columns.totals(t, rows.lse.dtype) if divided else rows.lse.new_empty(2)
         device_errors.check_now(self.name, logits.device)
         return loss, z_loss, rows.lse, rows.parts, totals
 
@@ -125,9 +140,10 @@ class VocabParallelCrossEntropy(DifferentiableOp):
             return torch.zeros_like(logits, memory_format=torch.contiguous_format), None
         t, rows = target.reshape(-1).contiguous(), contiguous_rows(logits)
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        columns = Columns(self, logits, t, RowLoss(*settings[:5]), Shard(*settings[6:]))
+        asked = Settings(*settings)
+        columns = Columns(self, logits, t, asked.row_loss, asked.shard)
         grad = grad.reshape(-1).to(lse.dtype).contiguous()
-        divisor = totals if settings[5] == "mean" else None
+        divisor = totals if asked.reduction == "mean" else None
         columns.write_gradient(out.view(rows.shape), rows, t, Rows(lse, lse, parts), grad, divisor)
         return out, None
 
@@ -136,7 +152,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
         """Shapes alone: what a rank gets depends on the others."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = target.numel()
-        loss = logits.new_empty(target.shape if settings[5] == "none" else (), dtype=wide)
+        loss = logits.new_empty(target.shape if Settings(*settings).reduction == "none" else (), dtype=wide)
         shapes = (rows,), (3, rows), (2,)
         return loss, torch.empty_like(loss), *(logits.new_empty(shape, dtype=wide) for shape in shapes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,24 +12,50 @@ from torch import Tensor
 from liger_aot.errors import ArgumentTypeError
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.losses import _checks as loss_checks
-from liger_aot.ops.losses._checks import RowLoss
-from liger_aot.ops.losses._chunks import (
+from liger_aot.ops.losses import _row_loss as losses
+from liger_aot.ops.losses._linear import (
     BUDGET,
     LinearGradients,
+    LinearLoss,
     autocast,
     check_linear,
     check_weight_grad_dtype,
     chunk_buffer,
     chunk_rows,
     contiguous_rows,
+    found_in_backward,
     padded,
     project,
 )
-from liger_aot.ops.losses._linear import LinearLoss
+from liger_aot.ops.losses._row_loss import RowLoss
 from liger_aot.ops.losses._vocab_shards import SHARD, Columns, Rows, Shard, resolve, shard_of
 from liger_aot.ops.op import Problem, check_rows
 from liger_aot.runtime import device_errors
+
+
+class Settings(NamedTuple):
+    """Of a call, in the order of the op's schema; ``wanted`` is not always with them."""
+
+    ignore_index: int
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float
+    token_scaling: bool
+    reduction: str
+    vocab_start: int
+    vocabulary: int
+    group: str
+    chunk_rows: int
+    weight_grad_dtype: torch.dtype | None
+    wanted: Sequence[bool] = ()
+
+    @property
+    def row_loss(self) -> RowLoss:
+        return RowLoss(*self[:5])
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.vocab_start, self.vocabulary, self.group)
 
 
 class VocabParallelLinearCrossEntropy(LinearLoss):
@@ -72,7 +98,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
     graded = ("input", "weight", "bias")
     settings = Schema(
         {
-            **loss_checks.TOKEN_LOSS,
+            **losses.TOKEN_LOSS,
             **SHARD,
             "int chunk_rows": ANY,
             "ScalarType? weight_grad_dtype": ANY,
@@ -113,7 +139,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         Allowed(least=1).checked(self.name, "int chunk_bytes", chunk_bytes)
         check_flag(self.name, "return_z_loss", return_z_loss)
         rows = chunk_rows(self.name, max(1, input.shape[:-1].numel()), row_bytes, chunk_bytes)
-        cap = loss_checks.softcap_of(self.name, softcap)
+        cap = losses.softcap_of(self.name, softcap)
         row_loss = (ignore_index, label_smoothing, lse_square_scale, cap)
         settings = (*row_loss, use_token_scaling, reduction, *shard, rows, weight_grad_dtype)
         loss, z_loss = self.differentiable((input, weight, target, bias), settings)
@@ -127,11 +153,11 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         input, weight, target, bias = tensors
         check_rows(self.name, "input", input)
         check_linear(self.name, "input", input, weight, bias)
-        loss_checks.check_target(self.name, target, input.shape[:-1], input.device)
-        check_weight_grad_dtype(self.name, settings[10], weight)
+        losses.check_target(self.name, target, input.shape[:-1], input.device)
+        check_weight_grad_dtype(self.name, Settings(*settings).weight_grad_dtype, weight)
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
-        return bool(settings[5] == "none" or tensors[0].dtype == torch.float16)
+        return found_in_backward(tensors[0].dtype, Settings(*settings).reduction)
 
     def on_reference(self, tensors: Tensors) -> bool:
         """The ranks talk to each other on the CPU as on a GPU: only shapes are the reference's."""
@@ -141,18 +167,18 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         self, tensors: Tensors, settings: tuple[Any, ...], wanted: Sequence[bool], grad: Tensor | None
     ) -> tuple[Tensors, Tensors]:
         input, weight, target, bias = tensors
-        row_loss, reduction, shard = RowLoss(*settings[:5]), settings[5], Shard(*settings[6:9])
-        each, weight_grad_dtype = settings[9:11]
-        dtype, group = input.dtype, resolve(shard.group)
+        asked = Settings(*settings)
+        reduction, each = asked.reduction, asked.chunk_rows
+        dtype, group = input.dtype, resolve(asked.group)
         x, t = contiguous_rows(input), target.reshape(-1).contiguous()
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        columns = Columns(self, x, t, row_loss, shard)
+        columns = Columns(self, x, t, asked.row_loss, asked.shard)
         wide, n = torch.promote_types(dtype, torch.float32), x.shape[0]
         totals = columns.totals(t, wide) if reduction == "mean" else None
         scale = None if grad is None else grad.reshape(-1).to(wide).contiguous()
         loss, parts = x.new_empty(n, dtype=wide), x.new_empty((3, n), dtype=wide)
         buffer = chunk_buffer(x, min(each, n), weight.shape[0])
-        made = LinearGradients(x, w, b, wanted, weight_grad_dtype or weight.dtype)
+        made = LinearGradients(x, w, b, wanted, asked.weight_grad_dtype or weight.dtype)
         reductions = []
         for first in range(0, n, each):
             last = min(first + each, n)
@@ -176,17 +202,17 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
     @staticmethod
     def reference(*arguments: Any) -> tuple[Tensor, ...]:
         """Shapes alone: what a rank gets depends on the others."""
-        (input, weight, target, bias), settings = arguments[:4], arguments[4:]
+        (input, weight, target, bias), asked = arguments[:4], Settings(*arguments[4:])
         wide = torch.promote_types(input.dtype, torch.float32)
-        loss = input.new_empty(target.shape if settings[5] == "none" else (), dtype=wide)
-        late = settings[5] == "none" or input.dtype == torch.float16
+        loss = input.new_empty(target.shape if asked.reduction == "none" else (), dtype=wide)
+        now = not found_in_backward(input.dtype, asked.reduction)
         likes = (input, weight, bias)
-        types = (input.dtype, settings[10] or weight.dtype, None if bias is None else bias.dtype)
+        types = (input.dtype, asked.weight_grad_dtype or weight.dtype, None if bias is None else bias.dtype)
         gradients = (
             loss.new_empty(0)
-            if late or not wanted or like is None
+            if not (now and wanted) or like is None
             else like.new_empty(like.shape, dtype=dtype)
-            for like, dtype, wanted in zip(likes, types, settings[-1], strict=True)
+            for like, dtype, wanted in zip(likes, types, asked.wanted, strict=True)
         )
         return loss, torch.empty_like(loss), *gradients
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
+from liger_aot.ops.guards import check_plain
 from liger_aot.ops.op import Op, Problem, check_tensor
-from liger_aot.ops.unseen import check_plain
 from liger_aot.runtime.dispatch import DTYPE_NAMES, OpOn
 
 

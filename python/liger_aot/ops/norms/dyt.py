@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
+from liger_aot.ops.norms._vectors import ABSENT, NARROW, WIDE
 from liger_aot.ops.op import Problem, check_rows, check_same_device, check_tensor
 from liger_aot.runtime.layout import Rows, rows_of
 
@@ -107,11 +108,11 @@ class DyT(DifferentiableOp):
         groups, resident = -(-rows // loaded.rows), loaded.numbers.get("programs_per_multiprocessor")
         if resident:
             groups = max(1, min(resident * on.multiprocessors // blocks, groups))
-        device, kind = on.device, 1 if weight_dtype == dtype else 2  # as norm_vectors has it
+        device, kind = on.device, NARROW if weight_dtype == dtype else WIDE
         loaded.launch(
             device, on.stream(device), groups * blocks, 1, 1,
             y_at, x_at, in_alpha[0], w_at, b_at, n, x_stride, rows, n, blocks,
-            kind, 0 if w_at is None else kind, 0 if b_at is None else kind,
+            kind, ABSENT if w_at is None else kind, ABSENT if b_at is None else kind,
         )  # fmt: skip
         return (y,)
 
@@ -145,7 +146,7 @@ class DyT(DifferentiableOp):
             dx_at = dx.data_ptr()
         w_at = None if weight is None else weight.data_ptr()
         aligned = not (dx_at | dy_at | x_at | (w_at or 0) | dy_stride | x_stride | n) & 15
-        kind = 1 if alpha.dtype == x.dtype else 2  # as norm_vectors has it
+        kind = NARROW if alpha.dtype == x.dtype else WIDE
         key, kernel = (x.dtype, aligned), on.kernels["dyt_backward"]
         loaded = kernel.recent.get((*key, n)) or kernel(key, n)
         blocks = -(-n // loaded.block)
@@ -165,7 +166,7 @@ class DyT(DifferentiableOp):
             device, stream, alphas, 1, 1,
             dx_at, dy_at, x_at, alpha.data_ptr(), w_at, partials_at, alphas_at,
             n, dy_stride, x_stride, width, dbias_at, rows, n, blocks,
-            kind, 0 if w_at is None else kind, need_dx, need_dweight, need_dbias, need_dalpha,
+            kind, ABSENT if w_at is None else kind, need_dx, need_dweight, need_dbias, need_dalpha,
         )  # fmt: skip
         if partials is not None:
             dweight = _in_blocks(alpha, n, reach) if need_dweight else None

@@ -12,15 +12,13 @@ from torch.compiler import is_compiling
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
-from liger_aot.ops.norms import column_sums, rmsnorm
-from liger_aot.ops.norms._vectors import ABSENT, WIDE, kind_of
-from liger_aot.ops.norms.rmsnorm import NORM_SETTINGS, ROUND_FIRST, check_norm
+from liger_aot.ops.norms import column_sums
+from liger_aot.ops.norms._vectors import ABSENT, ANY_LENGTH, WIDE, kind_of
+from liger_aot.ops.norms.rmsnorm import NORM_SETTINGS, ROUND_FIRST, RMSNorm, check_norm
 from liger_aot.ops.op import Problem, check_rows, check_same_device, check_tensor, written
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.grid import persistent
-from liger_aot.runtime.layout import Rows, apart, overlap, rows_of
-
-ANY_LENGTH = 1 << 31  # a size that no row of a table but its last one, for any length, holds
+from liger_aot.runtime.layout import Rows, disjoint, overlap, rows_of
 
 
 class FusedAddRMSNorm(DifferentiableOp):
@@ -131,7 +129,7 @@ class FusedAddRMSNorm(DifferentiableOp):
             added = torch.empty_like(x, memory_format=torch.contiguous_format)
             y_at, sum_at, y_stride, sum_stride = y.data_ptr(), added.data_ptr(), n, n
         else:
-            if not (_apart(in_x, in_residual, in_w) and x_stride >= n and residual_stride >= n):
+            if not (_disjoint(in_x, in_residual, in_w) and x_stride >= n and residual_stride >= n):
                 _check_in_place(x, residual, weight)
             y, added = out
             y_at, sum_at, y_stride, sum_stride = x_at, residual_at, x_stride, residual_stride
@@ -200,12 +198,12 @@ class FusedAddRMSNorm(DifferentiableOp):
         aligned = not (sum_at | dy_at | dsum_at | dx_at | w_at | dw_at | strides | n) & 15
         dtype, device = added.dtype, on.device
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        if loaded.contiguous:  # two elements to a register: packed rows, and a weight of their dtype
+        if loaded.contiguous:  # bf16x2: contiguous rows, and a weight of their dtype
             if kind == WIDE:
                 loaded = kernel((dtype, aligned), ANY_LENGTH)
             elif not sum_stride == dy_stride == dsum_stride == n:
-                packed = dy.contiguous(), None if dsum is None else dsum.contiguous()
-                return self.run_backward(packed, (added.contiguous(), weight, rstd), settings, needed)
+                contiguous = dy.contiguous(), None if dsum is None else dsum.contiguous()
+                return self.run_backward(contiguous, (added.contiguous(), weight, rstd), settings, needed)
         programs, groups, split = persistent(on, loaded, rows)
         two_levels = need_w and (groups > 1 or not loaded.writes_sums)
         if two_levels:
@@ -227,14 +225,14 @@ class FusedAddRMSNorm(DifferentiableOp):
     def followed(self, saved: Tensors, settings: tuple[Any, ...]) -> Tensors:
         """The sum is an output; 1 / rms is of the sum."""
         added, weight, _ = saved
-        return added, weight, rmsnorm.reference(added, None, eps=settings[0])[1]
+        return added, weight, RMSNorm.reference(added, None, *settings)[1]
 
     @staticmethod
     def reference(
         x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         added = x + residual
-        y, rstd = rmsnorm.reference(added, weight, eps=eps, offset=offset, casting_mode=casting_mode)
+        y, rstd = RMSNorm.reference(added, weight, eps, offset, casting_mode)
         return y, added, rstd
 
     @staticmethod
@@ -246,7 +244,7 @@ class FusedAddRMSNorm(DifferentiableOp):
             return dsum, dsum, None
         wide = torch.promote_types(added.dtype, torch.float32)
         h, dh = torch.atleast_2d(added.to(wide)), torch.atleast_2d(dy.to(wide))
-        dx, dweight = rmsnorm.reference_backward(dh, h, weight, rstd, offset=offset)
+        dx, dweight = RMSNorm.reference_backward((dh,), (h, weight, rstd), eps, offset, casting_mode)
         dx = dx.view(added.shape)
         if dsum is not None:
             dx = dx + dsum.to(wide)
@@ -262,8 +260,8 @@ class FusedAddRMSNorm(DifferentiableOp):
         )
 
 
-def _apart(x: Rows, residual: Rows, weight: Rows | None) -> bool:
-    return apart(x, residual, weight) and apart(residual, x, weight)
+def _disjoint(x: Rows, residual: Rows, weight: Rows | None) -> bool:
+    return disjoint(x, residual, weight) and disjoint(residual, x, weight)
 
 
 def _check_in_place(x: Tensor, residual: Tensor, weight: Tensor | None) -> None:

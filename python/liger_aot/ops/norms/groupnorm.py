@@ -12,8 +12,8 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.norms import column_sums
-from liger_aot.ops.norms._group_plans import Shape, find, words_of
-from liger_aot.ops.norms.layernorm import vectors_of
+from liger_aot.ops.norms._groupnorm_plan import Shape, find, workspace
+from liger_aot.ops.norms._vectors import weight_and_bias
 from liger_aot.ops.op import Problem, check_tensor, check_vector
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.layout import Rows, rows_of
@@ -68,7 +68,7 @@ class GroupNorm(DifferentiableOp):
         *,
         eps: float = 1e-5,
     ) -> Tensor:
-        # Inside, channels-last images are what they are in memory: contiguous, with the channels as last dimension.
+        # Inside, channels-last images are contiguous tensors whose last dimension is that of the channels.
         y: Tensor
         if isinstance(x, Tensor) and x.dim() > 2 and not x.is_contiguous():
             last = x.movedim(1, -1)
@@ -114,25 +114,25 @@ class GroupNorm(DifferentiableOp):
             return self.prepare_forward(tensors, settings, keep, out)
         channels = x.shape[-1 if channels_last else 1]
         elements = in_x[5] * in_x[6]
-        vectors = vectors_of(in_x, channels, weight, bias)
+        vectors = weight_and_bias(in_x, channels, weight, bias)
         if vectors is None or not elements or channels % num_groups:
             return self.prepare_forward(tensors, settings, keep, out)
         images = x.shape[0]
         if in_x[7] != in_x[6] or elements >= images << 31:
             self.check(tensors, settings)
-            x, in_x = _packed(x, in_x)
+            x, in_x = _without_gaps(x, in_x)
         y = torch.empty_like(x)
         shape = Shape(images, channels, num_groups, elements // (images * channels), channels_last)
         stats = x.new_empty((images * num_groups, 2), dtype=torch.float32) if keep else None
         x_at, y_at, (w_at, b_at, w_kind, b_kind) = in_x[0], y.data_ptr(), vectors
-        places = x_at | y_at | w_at | b_at
-        loaded, plan = find(on, "forward", x.dtype, places, shape)
+        addresses = x_at | y_at | w_at | b_at
+        loaded, plan = find(on, "forward", x.dtype, addresses, shape)
         stream = on.stream(on.device)
-        words, launch = words_of(on, stream, loaded, plan, x)
+        words, launch = workspace(on, stream, loaded, plan, x)
         loaded.launch(
             on.device, stream, plan.programs, 1, 1,
             y_at, x_at, w_at, b_at, None if stats is None else stats.data_ptr(),
-            None if words is None else words.data_ptr(), launch, *plan.forward, plan.length, plan.split, eps,
+            None if words is None else words.data_ptr(), launch, *plan.forward, plan.length, plan.splits, eps,
             w_kind, b_kind, keep,
         )  # fmt: skip
         return y, stats
@@ -151,8 +151,8 @@ class GroupNorm(DifferentiableOp):
         on = None if in_x is None else self._own.find(in_x[1], in_x[2])
         if on is None or in_x is None or in_dy is None or not x.numel() or not any(needed):
             return self.prepare_backward(grads, saved, settings, needed)
-        x, in_x = _packed(x, in_x)
-        dy, in_dy = _packed(dy, in_dy)
+        x, in_x = _without_gaps(x, in_x)
+        dy, in_dy = _without_gaps(dy, in_dy)
         need_dx, need_dw, need_db = needed
         images, channels = x.shape[0], x.shape[-1 if channels_last else 1]
         shape = Shape(images, channels, num_groups, in_x[5] * in_x[6] // (images * channels), channels_last)
@@ -163,7 +163,7 @@ class GroupNorm(DifferentiableOp):
             w_at, w_kind = weight.data_ptr(), 1 if weight.dtype == x.dtype else 2
         loaded, plan = find(on, "backward", x.dtype, in_x[0] | in_dy[0] | w_at, shape)
         stream = on.stream(on.device)
-        words, launch = words_of(on, stream, loaded, plan, x)
+        words, launch = workspace(on, stream, loaded, plan, x)
         db_column = (channels + 15) & -16 if need_dw else 0  # aligned, as the halves of one buffer
         columns = db_column + (channels if need_db else 0)
         sums = partials = None
@@ -174,7 +174,7 @@ class GroupNorm(DifferentiableOp):
             on.device, stream, plan.programs, 1, 1,
             None if dx is None else dx.data_ptr(), in_dy[0], in_x[0], w_at, stats.data_ptr(),
             None if partials is None else partials.data_ptr(), None if words is None else words.data_ptr(),
-            launch, *plan.backward, plan.length, plan.split, columns, db_column,
+            launch, *plan.backward, plan.length, plan.splits, columns, db_column,
             w_kind, need_dx, need_dw, need_db,
         )  # fmt: skip
         if sums is None or partials is None:
@@ -200,9 +200,9 @@ class GroupNorm(DifferentiableOp):
     ) -> tuple[Tensor, Tensor]:
         groups = _grouped(x, num_groups, channels_last)
         mean = groups.mean((2, 3), keepdim=True)
-        apart = groups - mean
-        rstd = torch.rsqrt(apart.square().mean((2, 3), keepdim=True) + eps)
-        y = apart * rstd
+        centered = groups - mean
+        rstd = torch.rsqrt(centered.square().mean((2, 3), keepdim=True) + eps)
+        y = centered * rstd
         if weight is not None:
             y = y * weight.to(groups.dtype).reshape(num_groups, -1, 1)
         if bias is not None:
@@ -218,8 +218,8 @@ class GroupNorm(DifferentiableOp):
         mean, rstd = stats.to(groups.dtype).reshape(x.shape[0], num_groups, 1, 2).split(1, -1)
         normal = (groups - mean) * rstd
         scaled = dyg if weight is None else dyg * weight.to(groups.dtype).reshape(num_groups, -1, 1)
-        along = (scaled * normal).mean((2, 3), keepdim=True)
-        dx = (scaled - normal * along - scaled.mean((2, 3), keepdim=True)) * rstd
+        dot = (scaled * normal).mean((2, 3), keepdim=True)
+        dx = (scaled - normal * dot - scaled.mean((2, 3), keepdim=True)) * rstd
         dx = _ungrouped(dx, x, channels_last)
         like = weight if weight is not None else bias
         if like is None:
@@ -235,13 +235,13 @@ class GroupNorm(DifferentiableOp):
         groups = 1 if channels % 32 else 32
         found = Shape(shape[0], channels, groups, torch.Size(shape[2:]).numel(), False)
         return tuple(
-            Problem(found.kernel(way), (dtype,), found.aligned(found.width(1024, 8, 0)), found.n(way))
-            for way in ("forward", "backward")
+            Problem(found.kernel(direction), (dtype,), found.aligned(channels), found.n(direction))
+            for direction in ("forward", "backward")
         )
 
 
-def _packed(x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-    """x with no gaps between its rows, and its rows."""
+def _without_gaps(x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    """x, or a copy of it that has no gaps between its rows, and the rows."""
     if rows[7] == rows[6]:
         return x, rows
     x = x.contiguous()
@@ -251,7 +251,7 @@ def _packed(x: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
 
 
 def _grouped(x: Tensor, num_groups: int, channels_last: bool) -> Tensor:
-    """(N, groups, channels a group, places), in float32 or wider."""
+    """(N, groups, channels a group, positions), in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if channels_last:
         wide = wide.movedim(-1, 1)

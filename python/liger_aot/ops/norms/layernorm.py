@@ -12,13 +12,11 @@ from liger_aot.errors import ArgumentTypeError
 from liger_aot.ops.arguments import FROM_ZERO, Schema
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.norms import column_sums
+from liger_aot.ops.norms._vectors import ABSENT, ANY_LENGTH, NARROW, WIDE, weight_and_bias
 from liger_aot.ops.op import Problem, check_rows, check_vector
 from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn, Runtimes
 from liger_aot.runtime.grid import persistent
-from liger_aot.runtime.layout import CUDA, FP32, ROCM, Rows, rows_of
-
-ANY_LENGTH = 1 << 31  # a size that no row of a table but its last one, for any length, holds
-FP32_BESIDE_16 = 2  # the kind of a weight or bias, as ``vectors_of`` tells it
+from liger_aot.runtime.layout import CUDA, ROCM, rows_of
 
 
 class LayerNorm(DifferentiableOp):
@@ -85,11 +83,11 @@ class LayerNorm(DifferentiableOp):
             return self.prepare_forward(tensors, settings, keep, out)
         x_at, kind, index, _, _, rows, n, x_stride = in_x
         on = self._own.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
-        vectors = vectors_of(in_x, n, weight, bias)
+        vectors = weight_and_bias(in_x, n, weight, bias)
         if on is None or vectors is None or not rows * n:
             return self.prepare_forward(tensors, settings, keep, out)
         w_at, b_at, w_kind, b_kind = vectors
-        if w_kind | b_kind == 3:  # one of each
+        if w_kind | b_kind == NARROW | WIDE:  # one of each
             return self.prepare_forward(tensors, settings, keep, out)
         y = (
             torch.empty_like(x)
@@ -101,8 +99,8 @@ class LayerNorm(DifferentiableOp):
         kernel = on.kernels["layernorm_forward"]
         aligned = not (x_at | y_at | w_at | b_at | x_stride | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        if FP32_BESIDE_16 in (w_kind, b_kind) and "rows" not in loaded.numbers:
-            loaded = kernel((dtype, aligned), ANY_LENGTH)  # it and tiles alone take them
+        if WIDE in (w_kind, b_kind) and "rows" not in loaded.numbers:
+            loaded = kernel((dtype, aligned), ANY_LENGTH)  # it and form tile alone take them
         device = on.device
         loaded.launch(
             device, on.stream(device), -(-rows // loaded.rows), 1, 1,
@@ -130,18 +128,18 @@ class LayerNorm(DifferentiableOp):
         need_dx, need_dw, need_db = needed
         dy_at, dy_stride, dtype = in_dy[0], in_dy[7], x.dtype
         like = weight if weight is not None else bias
-        w_at = w_kind = 0
+        w_at = w_kind = ABSENT
         if weight is not None:
-            w_at, w_kind = weight.data_ptr(), 1 if weight.dtype == dtype else 2
+            w_at, w_kind = weight.data_ptr(), NARROW if weight.dtype == dtype else WIDE
         kernel = on.kernels["layernorm_backward"]
         aligned = not (x_at | dy_at | w_at | x_stride | dy_stride | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        if loaded.contiguous:  # two elements to a register: packed rows, and a weight of their dtype
-            if w_kind == FP32_BESIDE_16:
+        if loaded.contiguous:  # bf16x2: contiguous rows, and a weight of their dtype
+            if w_kind == WIDE:
                 loaded = kernel((dtype, aligned), ANY_LENGTH)
             elif not x_stride == dy_stride == n:
-                packed = dy.contiguous(), (x.contiguous(), weight, bias, stats)
-                return self.run_backward(packed[:1], packed[1], settings, needed)
+                contiguous = dy.contiguous(), (x.contiguous(), weight, bias, stats)
+                return self.run_backward(contiguous[:1], contiguous[1], settings, needed)
         programs, groups, split = _programs(on, loaded, rows, n)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else None
         sums = partials = words = None
@@ -170,9 +168,9 @@ class LayerNorm(DifferentiableOp):
     def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.mean(-1, keepdim=True)
-        apart = wide - mean
-        rstd = torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps)
-        y = apart * rstd
+        centered = wide - mean
+        rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+        y = centered * rstd
         if weight is not None:
             y = y * weight.to(wide.dtype)
         if bias is not None:
@@ -184,16 +182,16 @@ class LayerNorm(DifferentiableOp):
         (dy,), (x, weight, bias, stats) = grads, saved
         wide = torch.promote_types(x.dtype, torch.float32)
         mean, rstd = stats.to(wide).reshape(*x.shape[:-1], 2).split(1, -1)
-        normal = (x.to(wide) - mean) * rstd
+        x_hat = (x.to(wide) - mean) * rstd
         dyw = dy.to(wide)
         scaled = dyw if weight is None else dyw * weight.to(wide)
-        along = (scaled * normal).mean(-1, keepdim=True)
-        dx = ((scaled - normal * along - scaled.mean(-1, keepdim=True)) * rstd).to(x.dtype)
+        along = (scaled * x_hat).mean(-1, keepdim=True)
+        dx = ((scaled - x_hat * along - scaled.mean(-1, keepdim=True)) * rstd).to(x.dtype)
         like = weight if weight is not None else bias
         if like is None:
             return dx, None, None
         rows = tuple(range(x.dim() - 1))
-        dweight = None if weight is None else _sum(dyw * normal, rows).to(like.dtype)
+        dweight = None if weight is None else _sum(dyw * x_hat, rows).to(like.dtype)
         return dx, dweight, _sum(dyw, rows).to(like.dtype)
 
     def problems(
@@ -203,33 +201,10 @@ class LayerNorm(DifferentiableOp):
         return tuple(Problem(f"layernorm_{way}", (dtype,), n % 16 == 0, n) for way in ("forward", "backward"))
 
 
-def vectors_of(
-    x: Rows, n: int, weight: Tensor | None, bias: Tensor | None
-) -> tuple[int, int, int, int] | None:
-    """The addresses of weight and bias, and their kinds as kernels take them: 0 there is none, 1 x's dtype, 2 float32
-    where x is not. None where they are not vectors of n elements that fit x."""
-    w_at = b_at = w_kind = b_kind = 0
-    if weight is not None:
-        in_w = rows_of(weight)
-        if in_w is None or in_w[6] != n or in_w[1:3] != x[1:3] or weight.dim() != 1:
-            return None
-        w_at, w_kind = in_w[0], 1 if in_w[3:5] == x[3:5] else 2
-        if w_kind == 2 and in_w[3:5] != FP32:
-            return None
-    if bias is not None:
-        in_b = rows_of(bias)
-        if in_b is None or in_b[6] != n or in_b[1:3] != x[1:3] or bias.dim() != 1:
-            return None
-        b_at, b_kind = in_b[0], 1 if in_b[3:5] == x[3:5] else 2
-        if b_kind == 2 and in_b[3:5] != FP32:
-            return None
-    return w_at, b_at, w_kind, b_kind
-
-
 def _programs(on: OpOn, loaded: Loaded, rows: int, n: int) -> tuple[int, int, int]:
-    """(programs, groups of them that share rows, programs a group): as many share a row as it fills, two elements to
-    each of a program's lanes."""
-    if "split" not in loaded.numbers:
+    """(programs, groups of them that go over the same rows, programs a group): a row is split between as many programs
+    as it fills, two elements to each of a program's lanes."""
+    if "splits" not in loaded.numbers:
         return persistent(on, loaded, rows)
     known: tuple[int, int, int] | None = on.plans.get((loaded, rows, n))
     if known is None:

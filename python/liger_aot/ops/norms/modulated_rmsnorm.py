@@ -14,7 +14,7 @@ from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import Allowed, Schema
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.norms import column_sums
-from liger_aot.ops.norms._vectors import ABSENT, NARROW, WIDE, kind_of
+from liger_aot.ops.norms._vectors import ABSENT, ANY_LENGTH, NARROW, WIDE, kind_of
 from liger_aot.ops.norms.rmsnorm import NORM_SETTINGS, ROUND_FIRST, check_norm
 from liger_aot.ops.op import Problem, check_rows, check_vector_dtype
 from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn, Runtimes
@@ -23,8 +23,6 @@ from liger_aot.runtime.layout import Rows, rows_of
 
 MOST_WAVES = 8  # of programs that one after another take a multiprocessor's place
 PART_COST = 4  # rows that a part's start and its two rows of fp32 sums cost as much as
-FEW_ROWS = 4  # groups of fewer rows are read row by row
-LONGEST = (1 << 31) - 1  # takes a table's last row, which is for rows of any length, one by one
 
 
 class ModulatedRMSNorm(DifferentiableOp):
@@ -158,8 +156,8 @@ class ModulatedRMSNorm(DifferentiableOp):
         strides = x_stride | scale_stride | shift_stride
         aligned = not (places | strides | n) & 15
         loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
-        if in_group < FEW_ROWS and "stages" in loaded.numbers:
-            loaded = kernel((dtype, aligned), LONGEST)
+        if in_group < loaded.numbers.get("min_group_rows", 0):  # rather row by row
+            loaded = kernel((dtype, aligned), ANY_LENGTH)
         groups, in_part, parts = rows, 1, 1
         if "stages" in loaded.numbers:
             groups = in_scale[5]
@@ -334,10 +332,10 @@ def rows_per_group(x: Sequence[int], scale: Sequence[int], tokens_per_group: int
     if tokens_per_group is not None:
         return tokens_per_group if groups * tokens_per_group == rows else None
     first = [d for i, d in enumerate(scale[:-1]) if any(later != 1 for later in scale[i:-1])]
-    follows = list(leading[: len(first)]) == first
+    matches = list(leading[: len(first)]) == first
     flattened = len(first) == 1 and groups in [prod(leading[:i]) for i in range(len(leading) + 1)]
     divides = len(leading) == len(first) == 1 and groups and rows % groups == 0
-    if not (follows or flattened or divides):
+    if not (matches or flattened or divides):
         return None
     return rows // groups if groups else 0
 
@@ -346,7 +344,7 @@ _rows_per_group = lru_cache(maxsize=REMEMBERED)(rows_per_group)
 
 
 def parts_of(groups: int, rows: int, resident: int) -> tuple[int, int]:
-    """(rows a part, parts a group): how to share out groups of so many rows to programs, ``resident`` of which run at
+    """(rows a part, parts a group): how to divide groups of so many rows among programs, ``resident`` of which run at
     once and the others after them, in the least time. No part is empty."""
     best = (0, 0, 0)
     for waves in range(1, MOST_WAVES + 1):
@@ -365,7 +363,7 @@ def _parts(on: OpOn, loaded: Loaded, groups: int, rows: int) -> tuple[int, int]:
         if len(on.plans) >= REMEMBERED:
             on.plans.clear()
         resident = loaded.numbers["programs_per_multiprocessor"] * on.multiprocessors
-        in_part = min(parts_of(groups, rows, resident)[0], loaded.numbers.get("run", rows))
+        in_part = min(parts_of(groups, rows, resident)[0], loaded.numbers.get("max_part_rows", rows))
         on.plans[(loaded, groups, rows)] = known = in_part, -(-rows // in_part)
     return known
 

@@ -8,24 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.norms import column_sums
 from liger_aot.ops.op import (
     Problem,
-    as_rows,
     check_out,
     check_rows,
-    check_same_device,
-    check_tensor,
     check_vector,
     written,
 )
-from liger_aot.ops.unseen import check_plain
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.grid import persistent
-from liger_aot.runtime.layout import CUDA, ROCM, apart, rows_of
+from liger_aot.runtime.layout import CUDA, ROCM, disjoint, rows_of
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
 ROUND_FIRST = {"llama": True, "gemma": False, "none": False}
@@ -92,8 +87,7 @@ class RMSNorm(DifferentiableOp):
         return y
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
-        x, weight = tensors
-        check_norm("rmsnorm", x, weight)
+        check_norm(self.name, *tensors)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -125,7 +119,7 @@ class RMSNorm(DifferentiableOp):
         else:
             y = out[0]
             in_y = rows_of(y)
-            if in_y is None or in_y[1:7] != in_x[1:7] or in_y[7] < n or not apart(in_y, in_x, in_w):
+            if in_y is None or in_y[1:7] != in_x[1:7] or in_y[7] < n or not disjoint(in_y, in_x, in_w):
                 in_y = check_out(self.name, y, x, weight=weight)
             y_at, y_stride = in_y[0], in_y[7]
         rstd = x.new_empty(rows, dtype=torch.float32) if keep else None
@@ -149,79 +143,15 @@ class RMSNorm(DifferentiableOp):
         self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
     ) -> Tensors:
         (dy,), (x, weight, rstd) = grads, saved
-        return self._backward(dy, x, weight, rstd, settings[1], *needed)
-
-    @staticmethod
-    def reference(
-        x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
-    ) -> tuple[Tensor, Tensor]:
-        return reference(x, weight, eps=eps, offset=offset, casting_mode=casting_mode)
-
-    @staticmethod
-    def reference_backward(
-        grads: Tensors, saved: Tensors, eps: float, offset: float, casting_mode: str
-    ) -> Tensors:
-        (dy,), (x, weight, rstd) = grads, saved
-        return reference_backward(dy, x, weight, rstd, offset=offset)
-
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        rstd: Tensor,
-        *,
-        offset: float = 0.0,
-        need_dx: bool = True,
-        need_dweight: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The backward alone. What is not needed costs no memory traffic and is returned as None.
-
-        Args:
-            dy: gradient of y, of x's shape and dtype.
-            x, weight, offset: as in the forward.
-            rstd: (rows,) float32 as the forward returns it.
-
-        Returns:
-            dx of x's shape and dtype; dweight (n,) of weight's dtype: summed in float32 over all rows in a fixed order,
-            rounded once.
-        """
-        check_plain("rmsnorm backward", dy=dy, x=x, weight=weight, rstd=rstd)
-        _check_backward(dy, x, weight, rstd)
-        return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight and weight is not None)
-
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        out: Tensor | None = None,
-        store_rstd: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The forward alone, no autograd: arguments as in the op.
-
-        Returns:
-            y, and 1 / rms of each row as float32 (rows,) where ``store_rstd``, else None.
-        """
-        check_plain("rmsnorm forward", x=x, weight=weight, out=out)
-        settings, given = self._valid(eps, offset, casting_mode), None if out is None else (out,)
-        y, rstd = self.run_forward((x, weight), settings, store_rstd, given)
-        return y, rstd if store_rstd else None
-
-    def _backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
-        need_dweight: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        need_dx, need_dweight = needed
         in_x, in_dy = rows_of(x), rows_of(dy)
         if in_x is None or in_dy is None or not (need_dx or need_dweight):
-            return self._prepare_backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
+            return self.prepare_backward(grads, saved, settings, needed)
         x_at, kind, index, _, _, rows, n, x_stride = in_x
-        dtype = x.dtype
+        dtype, offset = x.dtype, settings[1]
         on = self._own.bound.get(index if kind == CUDA or kind == ROCM else -kind)  # noqa: SIM109 (faster)
         if on is None or not rows * n:
-            return self._prepare_backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
+            return self.prepare_backward(grads, saved, settings, needed)
         dy_at, dy_stride = in_dy[0], in_dy[7]
         dx = dweight = partials = words = None
         dx_at = dw_at = 0
@@ -243,9 +173,8 @@ class RMSNorm(DifferentiableOp):
         aligned = not (x_at | dy_at | dx_at | w_at | dw_at | x_stride | dy_stride | n) & 15
         loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
         if loaded.contiguous and not x_stride == dy_stride == n:
-            return self._backward(
-                dy.contiguous(), x.contiguous(), weight, rstd, offset, need_dx, need_dweight
-            )
+            saved = x.contiguous(), weight, rstd
+            return self.run_backward((dy.contiguous(),), saved, settings, needed)
         programs, groups, split = persistent(on, loaded, rows)
         two_levels = need_dweight and (groups > 1 or not loaded.writes_sums)
         if two_levels:
@@ -264,6 +193,36 @@ class RMSNorm(DifferentiableOp):
             column_sums.launch(sums, dweight, partials, groups, n)
         return dx, dweight
 
+    @staticmethod
+    def reference(
+        x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+    ) -> tuple[Tensor, Tensor]:
+        """y, and 1 / rms of each row."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y = wide * rstd
+        if ROUND_FIRST[casting_mode]:
+            y = y.to(x.dtype).to(wide.dtype)
+        if weight is not None:
+            y = y * (offset + weight.to(wide.dtype))
+        return y.to(x.dtype), rstd.reshape(-1)
+
+    @staticmethod
+    def reference_backward(
+        grads: Tensors, saved: Tensors, eps: float, offset: float, casting_mode: str
+    ) -> Tensors:
+        """dx and dweight; eps and casting_mode do not count."""
+        (dy,), (x, weight, rstd) = grads, saved
+        wide = torch.promote_types(x.dtype, torch.float32)
+        xw, dyw, rstd = x.to(wide), dy.to(wide), rstd.to(wide).reshape(*x.shape[:-1], 1)
+        scaled = dyw if weight is None else dyw * (offset + weight.to(wide))
+        c = (xw * scaled).mean(-1, keepdim=True) * rstd.pow(3)
+        dx = (scaled * rstd - xw * c).to(x.dtype)
+        if weight is None:
+            return dx, None
+        dweight = (dyw * xw * rstd).reshape(x.shape[:-1].numel(), x.shape[-1]).sum(0)
+        return dx, dweight.to(weight.dtype)
+
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
@@ -271,19 +230,6 @@ class RMSNorm(DifferentiableOp):
         if out is not None:
             check_out(self.name, out[0], tensors[0], weight=tensors[1])
         return super().prepare_forward(tensors, settings, keep, out)
-
-    def _prepare_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
-        need_dweight: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        if not (need_dx or need_dweight):
-            return None, None
-        if self._own.of(x, "x") is None or not x.numel():
-            settings = (0.0, offset, "none")  # the offset alone counts
-            dx, dweight = self.gradients_by_reference((dy,), (x, weight, rstd), settings)
-            return dx if need_dx else None, dweight if need_dweight else None
-        x, dy = as_rows(self.name, "x", x), as_rows(self.name, "dy", dy)
-        return self._backward(dy, x, weight, rstd, offset, need_dx, need_dweight)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
@@ -297,63 +243,11 @@ class RMSNorm(DifferentiableOp):
         )
 
 
-def reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-) -> tuple[Tensor, Tensor]:
-    """The forward in plain torch: y, and 1 / rms of each row. Float64 input is computed in float64."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    y = wide * rstd
-    if ROUND_FIRST[casting_mode]:
-        y = y.to(x.dtype).to(wide.dtype)
-    if weight is not None:
-        y = y * (offset + weight.to(wide.dtype))
-    return y.to(x.dtype), rstd.reshape(-1)
-
-
-def reference_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float = 0.0
-) -> tuple[Tensor, Tensor | None]:
-    """The backward in plain torch: dx and dweight. Float64 input is computed in float64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    xw, dyw, rstd = x.to(wide), dy.to(wide), rstd.to(wide).reshape(*x.shape[:-1], 1)
-    scaled = dyw if weight is None else dyw * (offset + weight.to(wide))
-    c = (xw * scaled).mean(-1, keepdim=True) * rstd.pow(3)
-    dx = (scaled * rstd - xw * c).to(x.dtype)
-    if weight is None:
-        return dx, None
-    dweight = (dyw * xw * rstd).reshape(x.shape[:-1].numel(), x.shape[-1]).sum(0)
-    return dx, dweight.to(weight.dtype)
-
-
 def check_norm(op: str, x: Tensor, weight: Tensor | None) -> None:
     """What RMSNorm and its relatives ask of the arguments they share."""
     check_rows(op, "x", x)
     if weight is not None:
         check_vector(op, "weight", weight, x, x.shape[-1], "the last dimension of x")
-
-
-def _check_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> None:
-    check_norm("rmsnorm", x, weight)
-    check_tensor("rmsnorm backward", "dy", dy)
-    check_same_device("rmsnorm backward", "dy", dy, "x", x)
-    check_same_device("rmsnorm backward", "rstd", rstd, "x", x)
-    if dy.shape != x.shape or dy.dtype != x.dtype:
-        raise ArgumentError(
-            f"rmsnorm backward: dy must be of x's shape {tuple(x.shape)} and dtype {x.dtype}; got {tuple(dy.shape)}, "
-            f"{dy.dtype}"
-        )
-    rows = x.shape[:-1].numel()
-    if rstd.dtype != torch.float32 or rstd.numel() != rows or not rstd.is_contiguous():
-        raise ArgumentError(
-            f"rmsnorm backward: rstd must be contiguous float32 with {rows} elements, one a row; got {rstd.dtype} with "
-            f"{rstd.numel()}"
-        )
 
 
 OP = RMSNorm

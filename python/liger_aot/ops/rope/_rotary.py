@@ -1,7 +1,7 @@
 """The host side of rotary embeddings: q and k rotated in one launch, read and written where they lie.
 
-What a launch is told is worked out once for each combination of shapes and strides and kept (``_Plan``): a call with
-known ones looks it up.
+Most of a launch's arguments depend on shapes and strides alone. They are computed once for each combination and
+remembered (``_Plan``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ LAYOUT = Allowed(among=("bhsd", "bshd"))  # batch, heads, sequence, head dimensi
 MOST = (1 << 31) - (1 << 16)  # rows, and rows of tables: int32 with room for a program's excess
 
 
-class Own(NamedTuple):
-    """An op's own part of a launch: which kernel, and what it is told of the tables."""
+class KernelCall(NamedTuple):
+    """What is an op's own in a launch: the kernel and its variant, and the arguments that describe the tables."""
 
     kernel: str
-    dtypes: tuple[torch.dtype, ...]
-    n: int  # what the dispatch tables go by
-    steps: tuple[int, int]  # from one sequence to the next, and from one token to the next
+    axes: tuple[Any, ...]
+    n: int  # by which the dispatch table chooses
+    steps: tuple[
+        int, int
+    ]  # of the index of a token: from one sequence to the next, from one token to the next
     arguments: tuple[int, ...]  # after the index, but for the sign
     in_bytes: tuple[int, ...]  # those of them that count bytes: multiples of 16 for the aligned variant
 
@@ -37,18 +39,18 @@ class Own(NamedTuple):
 class _Plan:
     """A launch, but for addresses and the sign."""
 
-    __slots__ = ("aligned", "apart", "index", "k", "own", "q", "spans", "variants")
+    __slots__ = ("aligned", "call", "disjoint", "index", "k", "q", "spans", "variants")
 
     def __init__(
-        self, own: Own, placed: Sequence[tuple[int, ...]], heads_fastest: bool, spans: tuple[int, ...]
+        self, call: KernelCall, placed: Sequence[tuple[int, ...]], heads_fastest: bool, spans: tuple[int, ...]
     ) -> None:
-        by_sequence, by_token = own.steps
-        self.own = own
+        by_sequence, by_token = call.steps
+        self.call = call
         self.q, self.k = q, k = placed  # rows and how they are counted and placed, as the kernels take it
         self.index = (by_sequence, by_token, 0) if heads_fastest else (by_sequence, 0, by_token)
-        self.aligned = not any(n & 15 for n in (*q[7:], *k[7:], *own.in_bytes))  # all but the addresses
+        self.aligned = not any(n & 15 for n in (*q[7:], *k[7:], *call.in_bytes))  # all but the addresses
         self.spans = spans  # bytes from the start to the end of q, k and the tables
-        self.apart: set[int] = set()  # distances of k from q at which the two do not overlap
+        self.disjoint: set[int] = set()  # distances of k from q at which the two do not overlap
         self.variants: list[tuple[Any, int, tuple[int, ...]] | None] = [None, None]  # generic, aligned
 
 
@@ -59,20 +61,22 @@ class Rotary(DifferentiableOp):
     results = 2
     overwrites = ("q", "k")
     contiguous = False
-    heads: ClassVar[int | None] = None  # the heads' dimension, where no layout says it
-    last_vector: ClassVar[int] = 1  # the last of the tables that kernels read in vectors
+    heads: ClassVar[int | None] = None  # the heads' dimension, for ops that have no layout argument
+    last_vector: ClassVar[int] = 1  # the last of the tables that kernels read with vector loads
 
-    # ---- what a subclass gives ------------------------------------------------------------------------------
+    # ---- what a subclass defines ----------------------------------------------------------------------------
 
     def table_key(self, tables: Sequence[Tensor | None]) -> Any:
-        """What a plan depends on of the tables, but for how they lie in memory."""
+        """What else a plan depends on of the tables, beside their shapes and strides."""
         return None
 
     def readable_tables(self, tables: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The tables, with copies of those that lie as no kernel can read them."""
+        """The tables, with copies of those whose layout no kernel can read."""
         raise NotImplementedError
 
-    def describe(self, q: Tensor, tables: Sequence[Any], settings: tuple[Any, ...], fresh: bool) -> Own:
+    def describe(
+        self, q: Tensor, tables: Sequence[Any], settings: tuple[Any, ...], fresh: bool
+    ) -> KernelCall:
         """The op's part of a plan, for arguments that passed ``check`` and tables that are readable.
 
         Args:
@@ -80,7 +84,7 @@ class Rotary(DifferentiableOp):
         """
         raise NotImplementedError
 
-    # ---- what it gets ---------------------------------------------------------------------------------------
+    # ---- what it inherits -----------------------------------------------------------------------------------
 
     def rotated(
         self,
@@ -143,8 +147,8 @@ class Rotary(DifferentiableOp):
         if on is None:
             return self.prepare_backward(grads, saved, settings, needed)
         q, k = (self._without_heads(first, settings) if dy is None else dy for dy in (dq, dk))
-        turned = self._rotate(on, q, k, saved, settings, -1.0, None)
-        back = (None if dy is None else dx for dy, dx in zip((dq, dk), turned, strict=True))
+        rotated = self._rotate(on, q, k, saved, settings, -1.0, None)
+        back = (None if dy is None else dx for dy, dx in zip((dq, dk), rotated, strict=True))
         return *back, *(None,) * (len(needed) - 2)
 
     def _rotate(
@@ -166,7 +170,7 @@ class Rotary(DifferentiableOp):
             q_out, k_out = torch.empty_like(q), torch.empty_like(k)
             q_out_at, k_out_at = q_out.data_ptr(), k_out.data_ptr()
         else:
-            self._check_apart(plan, q, k, (q_at, k_at, *at), settings)
+            self._check_disjoint(plan, q, k, (q_at, k_at, *at), settings)
             (q_out, k_out), q_out_at, k_out_at = out, q_at, k_at
         aligned = plan.aligned and not (q_at | k_at | q_out_at | k_out_at | at[0] | at[self.last_vector]) & 15
         launch, programs, arguments = plan.variants[aligned] or self._variant(on, plan, aligned)
@@ -188,7 +192,7 @@ class Rotary(DifferentiableOp):
         sign: float,
         out: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """The slow way into ``_rotate``: complete checks, copies of what no kernel can read, a new plan."""
+        """``_rotate`` for new shapes or strides: after all checks, with copies of what no kernel can read."""
         self.check((q, k, *tables), settings)
         if out is not None:
             _check_writable(self.name, q=q, k=k)
@@ -204,7 +208,7 @@ class Rotary(DifferentiableOp):
     def _plan(
         self, q: Tensor, k: Tensor, tables: Sequence[Tensor | None], settings: tuple[Any, ...], fresh: bool
     ) -> _Plan:
-        own = self.describe(q, tables, settings, fresh)
+        call = self.describe(q, tables, settings, fresh)
         heads = self._heads(settings)
         first = q if q.numel() else k
         heads_fastest = first.stride(heads) <= first.stride(3 - heads)
@@ -221,14 +225,14 @@ class Rotary(DifferentiableOp):
                 for d in (0, *inner)
             )
             placed.append((rows, *counted, *strides))
-        return _Plan(own, placed, heads_fastest, tuple(_span(t) for t in (q, k, *tables)))
+        return _Plan(call, placed, heads_fastest, tuple(_span(t) for t in (q, k, *tables)))
 
     def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int, tuple[int, ...]]:
         """The binary for a plan, how many programs it takes and its arguments after the addresses."""
-        own = plan.own
-        loaded = on.kernels[own.kernel]((*own.dtypes, aligned), own.n)
+        call = plan.call
+        loaded = on.kernels[call.kernel]((*call.axes, aligned), call.n)
         q_programs, k_programs = (-(-placed[0] // loaded.rows) for placed in (plan.q, plan.k))
-        arguments = (*plan.q, *plan.k, q_programs, *plan.index, *own.arguments)
+        arguments = (*plan.q, *plan.k, q_programs, *plan.index, *call.arguments)
         found = plan.variants[aligned] = (loaded.launch, q_programs + k_programs, arguments)
         return found
 
@@ -237,7 +241,7 @@ class Rotary(DifferentiableOp):
         return self.heads or (1 if settings[-1] == "bhsd" else 2)
 
     def _without_heads(self, like: Tensor, settings: tuple[Any, ...]) -> Tensor:
-        """In the place of a tensor that is not there."""
+        """An empty tensor for an argument that is missing."""
         shape = list(like.shape)
         if len(shape) == 4:
             shape[self._heads(settings)] = 0
@@ -280,17 +284,17 @@ class Rotary(DifferentiableOp):
                 f"{tuple(sin.shape)}, {sin.dtype}"
             )
 
-    def _check_apart(
+    def _check_disjoint(
         self, plan: _Plan, q: Tensor, k: Tensor, at: tuple[int, ...], settings: tuple[Any, ...]
     ) -> None:
-        """ArgumentError where what is written in place is read elsewhere in the same call."""
+        """ArgumentError where memory that is overwritten in place is also read for something else in the same call."""
         q_end, k_end, distance = at[0] + plan.spans[0], at[1] + plan.spans[1], at[1] - at[0]
-        if distance not in plan.apart:
-            if at[1] < q_end and at[0] < k_end and _share(q, k, self._heads(settings)):
+        if distance not in plan.disjoint:
+            if at[1] < q_end and at[0] < k_end and _may_overlap(q, k, self._heads(settings)):
                 raise ArgumentError(f"{self.name}: k overlaps q: they can't be overwritten in place")
-            if len(plan.apart) >= REMEMBERED:
-                plan.apart.clear()
-            plan.apart.add(distance)
+            if len(plan.disjoint) >= REMEMBERED:
+                plan.disjoint.clear()
+            plan.disjoint.add(distance)
         for name, start, span in zip(self.tensors[2:], at[2:], plan.spans[2:], strict=True):
             end = start + span
             if (start < q_end and at[0] < end) or (start < k_end and at[1] < end):
@@ -300,14 +304,14 @@ class Rotary(DifferentiableOp):
 
 
 def readable(x: Tensor) -> Tensor:
-    """``x``, or a contiguous copy where heads are not contiguous or a result of its layout would not have them so."""
+    """``x``, or a contiguous copy where the last dimension of x, or of a result of its layout, is not contiguous."""
     if not x.numel() or (x.stride(-1) == 1 and torch.empty_like(x, device="meta").stride(-1) == 1):
         return x
     return x.contiguous()
 
 
 def readable_pair(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables, or contiguous copies where not the same number of rows leads from one sequence to the next."""
+    """The tables, or contiguous copies unless both have the same number of rows from one sequence to the next."""
     reached = [table_rows(t) for t in (cos, sin) if t.stride(-1) == 1 or t.shape[-1] == 1]
     if len(reached) == 2:
         (by_sequence, _), (same, _) = (r or (-1, 0) for r in reached)
@@ -332,8 +336,8 @@ def table_rows(table: Tensor) -> tuple[int, int] | None:
 
 
 def rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The reference of all: ``x`` (..., D) with its first 2r columns rotated by ``cos`` and ``sin`` (..., r), in
-    float32 or, for float64, in float64."""
+    """The reference of all rotary ops: ``x`` (..., D), its first 2r columns rotated by ``cos`` and ``sin`` (..., r),
+    in float32 or, for float64, in float64."""
     x = readable(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin, half = cos.to(wide), sin.to(wide), cos.shape[-1]
@@ -362,7 +366,7 @@ def _span(x: Tensor | None) -> int:
 
 
 def _check_writable(op: str, **tensors: Tensor) -> None:
-    """ArgumentError unless each tensor has contiguous heads and no two elements in one place."""
+    """ArgumentError unless each tensor's last dimension is contiguous and no two elements share memory."""
     for name, x in tensors.items():
         if not x.numel():
             continue
@@ -380,9 +384,9 @@ def _check_writable(op: str, **tensors: Tensor) -> None:
             )
 
 
-def _share(q: Tensor, k: Tensor, heads: int) -> bool:
-    """Whether q and k, whose addresses interleave, share an element or may: not if they are columns beside each other,
-    as of one packed projection."""
+def _may_overlap(q: Tensor, k: Tensor, heads: int) -> bool:
+    """Whether q and k, whose address ranges overlap, may share an element. They do not if they are columns side by
+    side, as of one packed projection."""
     if q.data_ptr() == k.data_ptr():
         return True
     columns = []

@@ -12,7 +12,15 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ANY, Allowed, Schema
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.op import Problem, check_same_device
-from liger_aot.ops.rope._rotary import LAYOUT, MOST, Own, Rotary, readable_pair, rotate_in_torch, table_rows
+from liger_aot.ops.rope._rotary import (
+    LAYOUT,
+    MOST,
+    KernelCall,
+    Rotary,
+    readable_pair,
+    rotate_in_torch,
+    table_rows,
+)
 
 
 class RoPE(Rotary):
@@ -121,7 +129,9 @@ class RoPE(Rotary):
             ids = ids.contiguous()
         return *readable_pair(cos, sin), ids
 
-    def describe(self, q: Tensor, tables: Sequence[Any], settings: tuple[Any, ...], fresh: bool) -> Own:
+    def describe(
+        self, q: Tensor, tables: Sequence[Any], settings: tuple[Any, ...], fresh: bool
+    ) -> KernelCall:
         cos, sin, ids = tables
         rotary_dim, interleaved, _ = settings
         half = (rotary_dim or cos.shape[-1]) // 2
@@ -135,9 +145,9 @@ class RoPE(Rotary):
         size, x_size = cos.element_size(), q.element_size()
         end = q.shape[-1] if fresh else 2 * half
         in_bytes = (cos_stride * size, sin_stride * size, half * x_size, end * x_size)
-        return Own(
-            "rope_pairs" if interleaved else "rope_halves",
-            (q.dtype, cos.dtype),
+        return KernelCall(
+            "rope",
+            (q.dtype, cos.dtype, interleaved),
             2 * half if interleaved else half,
             index,
             (words, min(cos.shape[-2], MOST) if words else MOST, *in_bytes),
@@ -149,7 +159,7 @@ class RoPE(Rotary):
     ) -> tuple[Problem, ...]:
         half, size = shape[-1] // 2, dtype.itemsize
         return (
-            Problem("rope_halves", (dtype, (dtypes or {}).get("cos", dtype)), not half * size % 16, half),
+            Problem("rope", (dtype, (dtypes or {}).get("cos", dtype), False), not half * size % 16, half),
         )
 
     @staticmethod
@@ -172,8 +182,8 @@ class RoPE(Rotary):
     ) -> Tensors:
         cos, sin, ids = saved
         cos, sin = _angles(cos, sin, ids, rotary_dim, layout)
-        turned = (None if dy is None else rotate_in_torch(dy, cos, -sin, interleaved) for dy in grads)
-        return *turned, None, None, None
+        rotated = (None if dy is None else rotate_in_torch(dy, cos, -sin, interleaved) for dy in grads)
+        return *rotated, None, None, None
 
 
 def _angles(

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.op import Problem, check_same_device
-from liger_aot.ops.rope._rotary import MOST, Own, Rotary, rotate_in_torch, table_rows
+from liger_aot.ops.rope._rotary import MOST, KernelCall, Rotary, rotate_in_torch, table_rows
 
 
 class Llama4RoPE(Rotary):
@@ -76,12 +76,14 @@ class Llama4RoPE(Rotary):
         rows = _rows(freqs)
         return (freqs if rows is not None and rows[0] * freqs.shape[0] <= MOST else freqs.contiguous(),)
 
-    def describe(self, q: Tensor, tables: Sequence[Any], settings: tuple[Any, ...], fresh: bool) -> Own:
+    def describe(
+        self, q: Tensor, tables: Sequence[Any], settings: tuple[Any, ...], fresh: bool
+    ) -> KernelCall:
         (freqs,) = tables
         by_sequence, by_token = _rows(freqs) or (0, 0)
         n = q.shape[-1]
         in_bytes = (by_token * freqs.element_size(), n * q.element_size())
-        return Own("rope_llama4", (q.dtype,), n, (by_sequence, 1), in_bytes, in_bytes)
+        return KernelCall("rope_llama4", (q.dtype,), n, (by_sequence, 1), in_bytes, in_bytes)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
@@ -97,8 +99,8 @@ class Llama4RoPE(Rotary):
     @staticmethod
     def reference_backward(grads: Tensors, saved: Tensors) -> Tensors:
         cos, sin = _angles(*saved)
-        turned = (None if dy is None else rotate_in_torch(dy, cos, -sin, True) for dy in grads)
-        return *turned, None
+        rotated = (None if dy is None else rotate_in_torch(dy, cos, -sin, True) for dy in grads)
+        return *rotated, None
 
 
 def _rows(freqs: Tensor) -> tuple[int, int] | None:

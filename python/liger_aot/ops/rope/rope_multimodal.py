@@ -12,7 +12,7 @@ from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import Allowed, Schema
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.op import Problem
-from liger_aot.ops.rope._rotary import LAYOUT, Own, Rotary, readable_pair, rotate_in_torch, table_rows
+from liger_aot.ops.rope._rotary import LAYOUT, KernelCall, Rotary, readable_pair, rotate_in_torch, table_rows
 
 SECTION = Allowed(called="mrope_section")
 
@@ -97,7 +97,9 @@ class MultimodalRoPE(Rotary):
             return cos, sin
         return cos.contiguous(), sin.contiguous()
 
-    def describe(self, q: Tensor, tables: Sequence[Any], settings: tuple[Any, ...], fresh: bool) -> Own:
+    def describe(
+        self, q: Tensor, tables: Sequence[Any], settings: tuple[Any, ...], fresh: bool
+    ) -> KernelCall:
         cos, sin = tables
         time, height, width, _ = settings
         half = time + height + width
@@ -108,7 +110,7 @@ class MultimodalRoPE(Rotary):
             *(n * size for n in (cos_stride, sin_stride, cos.stride(0), sin.stride(0))),
             *(n * x_size for n in (time, time + height, half, q.shape[-1] if fresh else 2 * half)),
         )
-        return Own("rope_multimodal", (q.dtype, cos.dtype), half, (by_sequence, 1), in_bytes, in_bytes)
+        return KernelCall("rope_multimodal", (q.dtype, cos.dtype), half, (by_sequence, 1), in_bytes, in_bytes)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
@@ -129,8 +131,8 @@ class MultimodalRoPE(Rotary):
         grads: Tensors, saved: Tensors, time: int, height: int, width: int, layout: str
     ) -> Tensors:
         cos, sin = (_angles(t, (time, height, width), layout) for t in saved)
-        turned = (None if dy is None else rotate_in_torch(dy, cos, -sin, False) for dy in grads)
-        return *turned, None, None
+        rotated = (None if dy is None else rotate_in_torch(dy, cos, -sin, False) for dy in grads)
+        return *rotated, None, None
 
 
 def _angles(table: Tensor, sections: tuple[int, int, int], layout: str) -> Tensor:

@@ -1,0 +1,1 @@
+"""Launch numbers, measured: search spaces as code, and one tuner for all kernels (`python -m benchmarks.tuning`)."""

@@ -1,0 +1,92 @@
+"""Rows of a launch table as text: a profile is written for people, and keeps its comments when the tuner edits it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from build_tools.errors import ProfileError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from setuptools.compat.py310 import tomllib
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The row that won for problems up to ``max_n`` of these axes' values, and what it reached."""
+
+    max_n: int | None
+    when: Mapping[str, tuple[Any, ...]]
+    candidate: Mapping[str, Any]
+    comment: str
+
+    def line(self) -> str:
+        bound = {} if self.max_n is None else {"max_n": self.max_n}
+        axes = {axis: list(values) if len(values) > 1 else values[0] for axis, values in self.when.items()}
+        pairs = {**bound, "form": self.candidate["form"], **axes, **self.candidate}
+        return f"  {{ {', '.join(f'{k} = {_value(v)}' for k, v in pairs.items())} }}, # {self.comment}"
+
+
+def write_rows(path: Path, kernel: str, winners: Sequence[Winner], provenance: str) -> None:
+    """Put the winners into ``[kernel.<kernel>]``, in place of rows with the same bound and dtypes."""
+    text = path.read_text()
+    section = re.search(rf"^\[kernel\.{kernel}\]\n.*?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
+    if section is None:
+        raise ProfileError(f"{path.name}: table [kernel.{kernel}] is missing")
+    body = re.search(r"^rows = \[\n(.*?)^\]", section[0], re.MULTILINE | re.DOTALL)
+    if body is None:
+        raise ProfileError(f"{path.name}: [kernel.{kernel}]: rows must stand one a line")
+    lines = [(_parse(path, line), line) for line in body[1].splitlines() if line.strip().startswith("{")]
+    kept = [(row, line) for item in lines for row, line in _narrowed(*item, winners)]
+    lines = [(_parse(path, w.line()), w.line()) for w in winners] + kept
+    lines.sort(key=lambda item: _order(item[0]))
+    rows = "\n".join(line for _, line in lines)
+    fresh = f'[kernel.{kernel}]\nprovenance = """\n{provenance}"""\nrows = [\n{rows}\n]\n\n'
+    path.write_text((text[: section.start()] + fresh + text[section.end() :]).rstrip() + "\n")
+
+
+def _parse(path: Path, line: str) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = tomllib.loads(f"row = {line.strip().partition('#')[0].strip().rstrip(',')}")[
+            "row"
+        ]
+    except tomllib.TOMLDecodeError as error:
+        raise ProfileError(f"{path.name}: {line.strip()}: {error}") from None
+    return row
+
+
+def _narrowed(row: dict[str, Any], line: str, winners: Sequence[Winner]) -> list[tuple[dict[str, Any], str]]:
+    """A row beside winners with the same bound and axes: it keeps the dtypes that no winner has."""
+    left = dtypes = _tuple(row.get("dtype", ["bf16", "fp16", "fp32"]))
+    for winner in winners:
+        others = {axis: values for axis, values in winner.when.items() if axis != "dtype"}
+        if winner.max_n == row.get("max_n") and all(_tuple(row.get(a)) == v for a, v in others.items()):
+            left = tuple(d for d in left if d not in winner.when["dtype"])
+    if row.get("aligned") is False or left == dtypes:
+        return [(row, line)]
+    if not left:
+        return []
+    row = {**row, "dtype": list(left)}
+    return [(row, f"  {{ {', '.join(f'{k} = {_value(v)}' for k, v in row.items())} }},")]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _order(row: Mapping[str, Any]) -> tuple[bool, float]:
+    return row.get("aligned") is not False, row.get("max_n", float("inf"))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)

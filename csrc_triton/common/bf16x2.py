@@ -1,0 +1,47 @@
+"""bf16x2 and fp16x2: two 16-bit elements in one 32-bit register.
+
+The compiler gives each 16-bit element of a tensor a register of its own, and keeps fp32 copies that were made before a
+reduction alive across it. Long rows run out of registers that way. ``repack`` ends the life of the copies; the other
+functions work on rows that were loaded as int32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def repack(x):
+    """Identity on a 16-bit tensor, opaque to the compiler: later uses convert it again from packed registers, instead
+    of keeping the fp32 copies. PTX only."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def even(x2, dtype: tl.constexpr):
+    """The even (low) element of each pair, as fp32."""
+    if dtype == tl.bfloat16:
+        return (x2 << 16).to(tl.float32, bitcast=True)
+    else:
+        return x2.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def odd(x2, dtype: tl.constexpr):
+    """The odd (high) element of each pair, as fp32."""
+    if dtype == tl.bfloat16:
+        return (x2 & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (x2 >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def pack(low, high, dtype: tl.constexpr):
+    """Round two fp32 tensors to ``dtype`` and pack them, low elements even: one instruction a pair. PTX only."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )

@@ -1,0 +1,609 @@
+"""Split KV with TMA and wgmma (Gluon, Hopper): a persistent kernel for many sequences, one that combines its own parts.
+
+``split_persistent`` is for many long sequences of a contiguous cache. It is warp-specialised: a producer warp loads one
+sequence after the other, a consumer warp group computes. The producer knows the next sequence's blocks before the
+consumers are done with the last, so that memory is busy from a program's first block to its last. Its first loads need
+the lengths alone: q and all that belongs to rows is the consumers'. wgmma multiplies 64 rows, of which a tile may have
+fewer: the others of q are zeros, which cost nothing where memory is the bound.
+
+``split_and_combine`` is for calls so short that all but the loads counts: it splits each sequence, and the last program
+of a sequence's head to end combines the parts. q is loaded before anything is known, then the length, then the first
+STAGES blocks of K and V, with no division on the way. Products are transposed, K Q^T and V^T P^T: the 64 rows of wgmma
+are keys and columns of values, and its columns, of which there may be 8, are rows of q (BLOCK_M). So nothing is
+computed for rows that are not there. Programs count in COUNTERS who has ended; the last finds all parts in L2, combines
+them in their order, so that the bits do not depend on which one is last, and resets the counter.
+
+TMA loads whole blocks. Memory that no key was written to may hold anything, so values outside of a tile's keys are set
+to zero.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from csrc_triton.attention.online_softmax import (
+    issue_pv,
+    issue_qk,
+    mask_scores,
+    partial_row_sums,
+    scale_rows,
+    to_x2,
+    wait_pv,
+)
+from csrc_triton.attention.pipeline import Pipeline, Sizes, load_tile, mbarriers, pipeline_of
+from csrc_triton.common.pdl import launch_dependents
+from csrc_triton.decoding.split_kv import (
+    BATCH_BLOCK,
+    NO_SCORE,
+    Sequences,
+    divide,
+    finalise,
+    length_of,
+    part_of,
+    persistent_range,
+    row_of,
+    sink_of,
+    token_of,
+    visible_blocks,
+    visible_keys,
+)
+
+
+@aggregate
+class Rows:
+    """A tile's rows of q, of one head of K."""
+
+    Q: gl.tensor
+    q_batch: gl.tensor
+    q_token: gl.tensor
+    q_head: gl.tensor
+    dim: gl.tensor
+    kv_heads: gl.tensor
+    ratio: gl.tensor  # heads of q a head of K
+    by_ratio: gl.tensor  # see ``token_of``
+    head: gl.tensor  # of K
+    first_token: gl.tensor
+    last_token: gl.tensor
+    into: gl.tensor  # the first row's number among the heads of ``first_token``
+    count: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        Q,
+        q_batch,
+        q_token,
+        q_head,
+        dim,
+        kv_heads,
+        ratio,
+        by_ratio,
+        head,
+        first_token,
+        last_token,
+        into,
+        count,
+    ):
+        self.Q, self.q_batch, self.q_token, self.q_head, self.dim = Q, q_batch, q_token, q_head, dim
+        self.kv_heads, self.ratio, self.by_ratio, self.head = kv_heads, ratio, by_ratio, head
+        self.first_token, self.last_token, self.into, self.count = first_token, last_token, into, count
+
+
+@aggregate
+class Results:
+    """Where results and partial results go, and what they need besides."""
+
+    OUT: gl.tensor
+    LSE: gl.tensor
+    OUT_PARTIAL: gl.tensor
+    LSE_PARTIAL: gl.tensor
+    FLAG: gl.tensor
+    SINKS: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, SINKS):
+        self.OUT, self.LSE, self.OUT_PARTIAL, self.LSE_PARTIAL = OUT, LSE, OUT_PARTIAL, LSE_PARTIAL
+        self.FLAG, self.SINKS = FLAG, SINKS
+
+
+@gluon.constexpr_function
+def vector_layout(columns):
+    """Rows of 16-bit elements, 16 bytes a thread."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a pipeline, and its phase."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def zero_outside(values, key, start, stop):
+    """Set a block's rows to zero that hold no keys of [start, stop)."""
+    layout: gl.constexpr = vector_layout(values.shape[1])
+    keys = key + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
+    valid = gl.expand_dims((keys >= start) & (keys < stop), 1)
+    loaded = values.load(layout)
+    values.store(gl.where(valid, loaded, gl.zeros_like(loaded)))
+
+
+# ---- The persistent kernel ----
+
+
+@gluon.jit
+def range_of(worker, workers, seqs, z):
+    """``persistent_range`` by the warps of one partition: the other need not be waited for."""
+    offsets = gl.arange(0, BATCH_BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return persistent_range(offsets, worker, workers, seqs, z.BLOCK_N)
+
+
+@gluon.jit
+def produce(z, K, V, k, v, head, first_token, last_token, worker, workers, seqs):
+    """The producer warp: loads the blocks that ``consume`` takes, in its order."""
+    b, begin, blocks = range_of(worker, workers, seqs, z)
+    stage = 0
+    phase = 1
+    while blocks > 0:
+        _, _, _, here, _, _, _, first, last = part_of(
+            b, begin, blocks, first_token, last_token, seqs, z.BLOCK_N
+        )
+        for j in range(first, last):
+            mbarrier.wait(k.empty.index(stage), phase)
+            load_tile(K, b, head, j * z.BLOCK_N, k, stage, z)
+            mbarrier.wait(v.empty.index(stage), phase)
+            load_tile(V, b, head, j * z.BLOCK_N, v, stage, z)
+            stage, phase = advance(stage, phase, z.STAGES)
+        blocks -= here
+        begin = 0
+        b += 1
+
+
+@gluon.jit
+def load_q_panel(to, column: gl.constexpr, Q, rows, into, count):
+    """Columns of a tile's rows from ``column`` on to shared memory, zeros where there are none."""
+    width: gl.constexpr = to.shape[1]
+    layout: gl.constexpr = vector_layout(width)
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    cols = column + gl.arange(0, width, gl.SliceLayout(0, layout))
+    token, query_head = row_of(row, rows.first_token, into, rows.head, rows.ratio, rows.by_ratio)
+    at = token.to(gl.int64) * rows.q_token + query_head.to(gl.int64) * rows.q_head
+    mask = gl.expand_dims(row < count, 1) & gl.expand_dims(cols < rows.dim, 0)
+    to.store(gl.load(Q + (gl.expand_dims(at, 1) + gl.expand_dims(cols, 0)), mask=mask, other=0.0))
+
+
+@gluon.jit
+def store_panel(TO, at, values, layout: gl.constexpr, column: gl.constexpr, count, dim):
+    """Store columns of a tile's results from ``column`` on at rows ``at``."""
+    cols = column + gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
+    at = gl.convert_layout(at, gl.SliceLayout(1, layout))
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    mask = gl.expand_dims(row < count, 1) & gl.expand_dims(cols < dim, 0)
+    gl.store(TO + (gl.expand_dims(at, 1) * dim + gl.expand_dims(cols, 0)), values, mask=mask)
+
+
+@gluon.jit
+def store_panels(TO, at, acc, acc2, by, dtype: gl.constexpr, count, dim, z):
+    """Scale and store both panels."""
+    store_panel(TO, at, scale_rows(acc, by).to(dtype), z.O1, 0, count, dim)
+    if z.D2 > 0:
+        store_panel(TO, at, scale_rows(acc2, by).to(dtype), z.O2, z.D1, count, dim)
+
+
+@gluon.jit
+def consume(z, q, k, v, rows, results, scale, cap, program, partial_rows, worker, workers, seqs):
+    """The consumer warp group: scores, softmax and values of a tile's rows, and their results."""
+    b, begin, blocks = range_of(worker, workers, seqs, z)
+    stage = 0
+    phase = 0
+    while blocks > 0:
+        length, wrong, given, here, whole, start, stop, first, last = part_of(
+            b, begin, blocks, rows.first_token, rows.last_token, seqs, z.BLOCK_N
+        )
+        # 0, but not to the compiler: what belongs to rows is recomputed for each sequence and takes no registers in
+        # between
+        zero = gl.where(length > seqs.capacity, 1, 0)
+        into = rows.into + zero
+        count = rows.count + zero
+        row = gl.arange(0, 64, z.ROW)
+        index = b.to(gl.int64)
+        of_batch = rows.Q + index * rows.q_batch
+        load_q_panel(q.first.index(0).reshape([64, z.D1]), 0, of_batch, rows, into, count)
+        if z.D2 > 0:
+            load_q_panel(q.second.index(0).reshape([64, z.D2]), z.D1, of_batch, rows, into, count)
+        fence_async_shared()
+        gl.store(results.FLAG, given.to(gl.int64), mask=wrong & (results.FLAG.to(gl.int64) != 0))
+        before = length - seqs.tokens
+        token, query_head = row_of(row, rows.first_token, into, rows.head, rows.ratio, rows.by_ratio)
+        low = before + token - seqs.left
+        high = gl.minimum(before + token + seqs.right, length)
+        inner_low = before + rows.last_token - seqs.left
+        inner_high = gl.minimum(before + rows.first_token + seqs.right, length)
+        m = gl.full([64], NO_SCORE, gl.float32, z.ROW)
+        sums = partial_row_sums(gl.zeros([64, z.BLOCK_N], gl.float32, z.S))
+        acc = gl.zeros([64, z.D1], gl.float32, z.O1)
+        acc2 = gl.zeros([64, z.D2 if z.D2 > 0 else 16], gl.float32, z.O2)
+        for j in range(first, last):
+            key = j * z.BLOCK_N
+            mbarrier.wait(k.full.index(stage), phase)
+            s = warpgroup_mma_wait(0, deps=(issue_qk(q, 0, k, stage, z),))
+            mbarrier.arrive(k.empty.index(stage), count=1)
+            if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+                s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
+            if (key < inner_low) | (key + z.BLOCK_N > inner_high):
+                s = mask_scores(s, key, (low, high), True)
+            new_m = gl.maximum(m, gl.max(s, 1) * scale)
+            e = gl.exp2(s * scale - gl.expand_dims(new_m, 1))
+            by = gl.exp2(m - new_m)
+            m = new_m
+            sums = scale_rows(sums, by) + partial_row_sums(e)
+            acc = scale_rows(acc, by)
+            if z.D2 > 0:
+                acc2 = scale_rows(acc2, by)
+            mbarrier.wait(v.full.index(stage), phase)
+            if (key < start) | (key + z.BLOCK_N > stop):
+                zero_outside(v.first.index(stage).reshape([z.BLOCK_N, z.D1]), key, start, stop)
+                if z.D2 > 0:
+                    zero_outside(v.second.index(stage).reshape([z.BLOCK_N, z.D2]), key, start, stop)
+                fence_async_shared()
+            acc, acc2 = issue_pv(to_x2(e, v.first.dtype), v, stage, acc, acc2, z)
+            acc, acc2 = wait_pv(acc, acc2, z)
+            mbarrier.arrive(v.empty.index(stage), count=1)
+            stage, phase = advance(stage, phase, z.STAGES)
+        total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
+        total = gl.where(wrong, float("nan"), total)
+        valid = row < count
+        if whole:
+            lse, by = finalise(m, total, sink_of(results.SINKS, query_head))
+            heads = rows.kv_heads * rows.ratio
+            at = (index * seqs.tokens + token) * heads + query_head
+            gl.store(results.LSE + (index * heads + query_head) * seqs.tokens + token, lse, mask=valid)
+            store_panels(results.OUT, at, acc, acc2, by, v.first.dtype, count, rows.dim, z)
+        else:
+            by = gl.where(total == 0.0, 0.0, 1.0 / total)
+            at = (2 * program + gl.where(begin == 0, 1, 0)).to(gl.int64) * partial_rows + row
+            gl.store(results.LSE_PARTIAL + at, m + gl.log2(total), mask=valid)
+            store_panels(results.OUT_PARTIAL, at, acc, acc2, by, gl.float32, count, rows.dim, z)
+        blocks -= here
+        begin = 0
+        b += 1
+
+
+@gluon.jit
+def split_persistent(
+    K, V, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, Q, LENGTHS, SINKS, q_batch, q_token, q_head, scale, cap,
+    kv_heads, ratio, by_ratio, tokens, dim, batch, capacity, tiles, workers, partial_rows, left, right,
+    BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Workers split all sequences evenly; tiles are of 64 rows. K and V are tensor maps over (batch, head, key, column)
+    with boxes of BLOCK_N keys and BOX columns. The other arguments are as in ``flash_decoding.split``."""
+    if PDL:  # noqa: SIM102 (as in split)
+        if partial_rows > 0:
+            launch_dependents()
+    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, 1, 0, 0)
+    program = gl.program_id(0)
+    width = tiles * kv_heads
+    worker = divide(program, width)
+    in_worker = program - worker * width
+    head = divide(in_worker, tiles)
+    tile = in_worker - head * tiles
+    first_token = divide(tile * 64, ratio)
+    into = tile * 64 - first_token * ratio
+    count = gl.minimum(tokens * ratio - tile * 64, 64)
+    last_token = first_token + token_of(into + count - 1, by_ratio)
+    k = pipeline_of(K, STAGES, 1, z)
+    v = pipeline_of(V, STAGES, 1, z)
+    q_first = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D1], K.layout)
+    q_second = q_first
+    if D2 > 0:
+        q_second = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D2], K.layout)
+    q = Pipeline(q_first, q_second, k.full, k.empty)
+    seqs = Sequences(LENGTHS, batch, tokens, capacity, left, right)
+    rows = Rows(
+        Q,
+        q_batch,
+        q_token,
+        q_head,
+        dim,
+        kv_heads,
+        ratio,
+        by_ratio,
+        head,
+        first_token,
+        last_token,
+        into,
+        count,
+    )
+    results = Results(OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, SINKS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (z, q, k, v, rows, results, scale, cap, program, partial_rows, worker, workers, seqs)),
+            (produce, (z, K, V, k, v, head, first_token, last_token, worker, workers, seqs)),
+        ],
+        [1],
+        [24],
+    )
+
+
+# ---- The kernel that combines its own parts ----
+
+
+@aggregate
+class Cache:
+    """A head's keys and values of one sequence: tensor maps, the table of its pages, and the keys that tokens see."""
+
+    K: gl.nvidia.hopper.tma.tensor_descriptor
+    V: gl.nvidia.hopper.tma.tensor_descriptor
+    TABLE: gl.tensor
+    sequence: gl.tensor
+    head: gl.tensor
+    start: gl.tensor
+    stop: gl.tensor
+    pages: gl.tensor
+    page_bits: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, K, V, TABLE, sequence, head, start, stop, pages, page_bits):
+        self.K, self.V, self.TABLE, self.sequence, self.head = K, V, TABLE, sequence, head
+        self.start, self.stop, self.pages, self.page_bits = start, stop, pages, page_bits
+
+
+@gluon.constexpr_function
+def parts_layout(splits, rows):
+    """(split, column, row) of fp32, where a thread has all splits of its elements."""
+    return gl.BlockedLayout([splits, 1, 4], [1, 128 // rows, rows // 4], [1, 4, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def weights_layout(splits):
+    """(split, row), where a warp has all splits of its rows."""
+    down = min(splits, 16)
+    return gl.BlockedLayout([splits // down, 1], [down, 32 // down], [1, 4], [0, 1])
+
+
+@gluon.jit
+def split_blocks(split, splits, by_splits, blocks):
+    """(first block of a split, how many it has, splits that have any); by_splits is 2^32 // splits + 1, and splits *
+    splits * blocks is below 2^32: one multiplication for a division."""
+    n = gl.minimum(splits, blocks)
+    first = split
+    last = split + 1
+    if blocks > splits:
+        by = by_splits.to(gl.uint32, bitcast=True)
+        first = gl.umulhi((split * blocks).to(gl.uint32, bitcast=True), by).to(gl.int32, bitcast=True)
+        last = gl.umulhi((split * blocks + blocks).to(gl.uint32, bitcast=True), by).to(gl.int32, bitcast=True)
+        first = gl.where(splits == 1, 0, first)
+        last = gl.where(splits == 1, blocks, last)
+    return first, gl.where(split < n, last - first, 0), n
+
+
+@gluon.jit
+def load_keys(of, to, full, cache, key, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGED: gl.constexpr):
+    """Start the TMA loads of a block of K or V; of pages box by box, and for keys outside of [start, stop) the nearest
+    inside. Returns a page that is not there, or 0."""
+    BOX: gl.constexpr = of.block_shape[3]
+    BOX_KEYS: gl.constexpr = of.block_shape[2]
+    mbarrier.expect(full, of.block_type.nbytes * (D // BOX) * (BLOCK_N // BOX_KEYS))
+    wrong = 0
+    for i in gl.static_range(BLOCK_N // BOX_KEYS):
+        place = cache.sequence
+        row = key + i * BOX_KEYS
+        if PAGED:
+            row = gl.maximum(gl.minimum(row, cache.stop - 1), cache.start) // BOX_KEYS * BOX_KEYS
+            page = gl.load(cache.TABLE + (row >> cache.page_bits))
+            valid = (page >= 0) & (page < cache.pages)
+            wrong = gl.where(valid, wrong, page)
+            place = gl.where(valid, page, 0)
+            row = row & ((1 << cache.page_bits) - 1)
+        for c in gl.static_range(D // BOX):
+            part = to.slice(i * BOX_KEYS, BOX_KEYS, dim=2).slice(c * BOX, BOX, dim=3)
+            tma.async_copy_global_to_shared(of, [place, cache.head, row, c * BOX], full, part)
+    return wrong
+
+
+@gluon.jit
+def load_block(
+    cache, ks, vs, full, stage, unknown, block, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGED: gl.constexpr
+):  # fmt: skip
+    """Start to load a block's keys and values; returns ``unknown``, or a page that is not there."""
+    key = block * BLOCK_N
+    own = full.index(stage)
+    bad = load_keys(cache.K, ks.index(stage), own, cache, key, BLOCK_N, D, PAGED)
+    load_keys(cache.V, vs.index(stage), own, cache, key, BLOCK_N, D, PAGED)
+    return gl.where(bad != 0, bad, unknown)
+
+
+@gluon.jit
+def split_and_combine(
+    K, V, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, COUNTERS, Q, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
+    table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, splits, by_splits,
+    left, right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """A split of a sequence: its result where it is the whole sequence, else a part, and from the last of them the
+    result. The grid is (heads of K, splits, sequences). Pages are loaded in boxes of 16 keys, which all page sizes are
+    multiples of."""
+    gl.static_assert((16 if PAGED else BLOCK_N) == BOX_KEYS)
+    D: gl.constexpr = HEAD_DIM
+    dtype: gl.constexpr = K.dtype
+    # scores (key, row) and values (column, row)
+    T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, T)
+    head = gl.program_id(0)
+    split = gl.program_id(1)
+    sequence = gl.program_id(2)
+    b = sequence.to(gl.int64)
+    seqs = Sequences(LENGTHS, gl.num_programs(2), tokens, capacity, left, right)
+    rows = Rows(
+        Q, q_batch, q_token, q_head, dim, kv_heads, ratio, by_ratio, head, 0 * head, tokens - 1, 0 * head,
+        tokens * ratio,
+    )  # fmt: skip
+    q = load_q(Q + b * q_batch, rows, BLOCK_M, D)
+    length, wrong, given = length_of(seqs, sequence)
+    full = mbarriers(STAGES, 2)  # of keys and of values
+    ks = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], K.layout)
+    vs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], V.layout)
+    fence_async_shared()
+    before_blocks, all_blocks = visible_blocks(length, seqs, BLOCK_N)
+    begin, blocks, used = split_blocks(split, splits, by_splits, gl.maximum(all_blocks, 1))
+    if blocks > 0:
+        start, stop = visible_keys(length, 0, tokens - 1, seqs)
+        cache = Cache(K, V, TABLE + b * table_row, sequence, head, start, stop, pages, page_bits)
+        first = before_blocks + begin
+        end = (gl.maximum(stop - 1, 0).to(gl.uint32) // BLOCK_N).to(gl.int32) + 1
+        last = gl.minimum(first + blocks, gl.where(stop > start, end, 0))
+        unknown = first - first
+        for i in range(gl.minimum(last - first, STAGES)):
+            unknown = load_block(cache, ks, vs, full, i, unknown, first + i, BLOCK_N, D, PAGED)
+        qs = gl.allocate_shared_memory(
+            dtype, [BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
+        )
+        ps = gl.allocate_shared_memory(
+            dtype, [BLOCK_M, BLOCK_N], gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
+        )
+        qs.store(q)
+        fence_async_shared()
+        gl.thread_barrier()
+        flagged = FLAG.to(gl.int64) != 0
+        gl.store(FLAG, given.to(gl.int64), mask=wrong & flagged)
+        row = gl.arange(0, BLOCK_M, ROW)
+        token, _ = row_of(row, 0, 0, head, ratio, by_ratio)
+        own = length - tokens + token
+        low = own - left
+        high = gl.minimum(own + right, length)
+        inner_low = length - 1 - left
+        inner_high = gl.minimum(length - tokens + right, length)
+        m = gl.full([BLOCK_M], NO_SCORE, gl.float32, ROW)
+        sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, T)
+        acc = gl.zeros([D, BLOCK_M], gl.float32, T)
+        stage = 0
+        phase = 0
+        for j in range(first, last):
+            key = j * BLOCK_N
+            mbarrier.wait(full.index(stage), phase)
+            zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, T)
+            k = ks.index(stage).reshape([BLOCK_N, D])
+            s = warpgroup_mma(k, qs.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+                s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
+            s = s * scale
+            v = vs.index(stage).reshape([BLOCK_N, D])
+            if (key < inner_low) | (key + BLOCK_N > inner_high):
+                keys = gl.expand_dims(key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, T)), 1)
+                seen = (keys >= gl.expand_dims(low, 0)) & (keys < gl.expand_dims(high, 0))
+                s = gl.where(seen, s, float("-inf"))
+                zero_outside(v, key, start, stop)
+            new_m = gl.maximum(m, gl.max(s, 0))
+            e = gl.exp2(s - gl.expand_dims(new_m, 0))
+            by = gl.expand_dims(gl.exp2(m - new_m), 0)
+            m = new_m
+            sums = sums * by + e
+            acc = acc * by
+            ps.permute((1, 0)).store(e.to(dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            acc = warpgroup_mma(v.permute((1, 0)), ps.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            if j + STAGES < last:
+                gl.thread_barrier()  # all threads are done with the stage
+                unknown = load_block(cache, ks, vs, full, stage, unknown, j + STAGES, BLOCK_N, D, PAGED)
+            stage, phase = advance(stage, phase, STAGES)
+        if PAGED:
+            gl.store(FLAG, unknown.to(gl.int64), mask=(unknown != 0) & flagged)
+            wrong = wrong | (unknown != 0)
+        total = gl.where(wrong, float("nan"), gl.sum(sums, 0))
+        cols = gl.arange(0, D, gl.SliceLayout(1, T))
+        results = Results(OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, SINKS)
+        if used == 1:
+            store_rows(results, rows, seqs, m, total, acc, cols, row, b, dtype)
+        else:
+            of_sequence = (b * splits * kv_heads + head) * BLOCK_M
+            step = kv_heads * BLOCK_M
+            OUT_PARTIAL += of_sequence * D
+            LSE_PARTIAL += of_sequence
+            gl.store(LSE_PARTIAL + (split * step + row), m + gl.log2(total))
+            by = gl.where(total == 0.0, 0.0, 1.0 / total)
+            at = split * step * D + gl.expand_dims(cols * BLOCK_M, 1) + gl.expand_dims(row, 0)
+            gl.store(OUT_PARTIAL + at, acc * gl.expand_dims(by, 0))
+            gl.thread_barrier()
+            counter = COUNTERS + b * kv_heads + head
+            if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == used - 1:
+                gl.store(counter, 0)
+                results = Results(OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, SINKS)
+                combine_parts(results, rows, seqs, step, used, b, dtype, BLOCK_SPLITS, BLOCK_M, D)
+
+
+@gluon.jit
+def load_q(Q, rows, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """The rows of a head's queries, zeros where there are none."""
+    layout: gl.constexpr = vector_layout(D)
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    cols = gl.arange(0, D, gl.SliceLayout(0, layout))
+    token, query_head = row_of(row, 0, 0, rows.head, rows.ratio, rows.by_ratio)
+    at = token.to(gl.int64) * rows.q_token + query_head.to(gl.int64) * rows.q_head
+    mask = gl.expand_dims(row < rows.count, 1) & gl.expand_dims(cols < rows.dim, 0)
+    return gl.load(Q + (gl.expand_dims(at, 1) + gl.expand_dims(cols, 0)), mask=mask, other=0.0)
+
+
+@gluon.jit
+def store_rows(results, rows, seqs, m, total, acc, cols, row, b, dtype: gl.constexpr):
+    """Divide (column, row) by the rows' sums and store them, with their LSE."""
+    token, query_head = row_of(row, 0, 0, rows.head, rows.ratio, rows.by_ratio)
+    valid = row < rows.count
+    lse, by = finalise(m, total, sink_of(results.SINKS, query_head))
+    heads = rows.kv_heads * rows.ratio
+    gl.store(results.LSE + (b * heads + query_head) * seqs.tokens + token, lse, mask=valid)
+    at = ((b * seqs.tokens + token) * heads + query_head) * rows.dim
+    mask = gl.expand_dims(valid, 0) & gl.expand_dims(cols < rows.dim, 1)
+    out = (acc * gl.expand_dims(by, 0)).to(dtype)
+    gl.store(results.OUT + (gl.expand_dims(at, 0) + gl.expand_dims(cols, 1)), out, mask=mask)
+
+
+@gluon.jit
+def combine_parts(
+    results, rows, seqs, step, used, b, dtype: gl.constexpr, BLOCK_SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """The results of rows from all their parts, BLOCK_SPLITS at a time. Instead of parts that are not there the last is
+    loaded, with weight 0: a mask would cost as many instructions as all the rest."""
+    C: gl.constexpr = parts_layout(BLOCK_SPLITS, BLOCK_M)
+    A: gl.constexpr = gl.SliceLayout(0, C)
+    R: gl.constexpr = gl.SliceLayout(0, A)
+    W: gl.constexpr = weights_layout(BLOCK_SPLITS)
+    M: gl.constexpr = gl.SliceLayout(0, W)
+    of_values = gl.arange(0, BLOCK_SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, C)))
+    of_weights = gl.arange(0, BLOCK_SPLITS, gl.SliceLayout(1, W))
+    cols = gl.arange(0, D, gl.SliceLayout(1, A))
+    row = gl.arange(0, BLOCK_M, R)
+    inside = gl.expand_dims(gl.expand_dims(cols * BLOCK_M, 1) + gl.expand_dims(row, 0), 0)
+    m = gl.full([BLOCK_M], NO_SCORE, gl.float32, M)
+    total = gl.zeros([BLOCK_M], gl.float32, M)
+    acc = gl.zeros([D, BLOCK_M], gl.float32, A)
+    for first in range(0, used, BLOCK_SPLITS):
+        at = gl.minimum(first + of_values, used - 1) * (step * D)
+        values = gl.load(results.OUT_PARTIAL + (gl.expand_dims(gl.expand_dims(at, 1), 2) + inside))
+        at = gl.expand_dims(gl.minimum(first + of_weights, used - 1) * step, 1)
+        lse = gl.load(results.LSE_PARTIAL + (at + gl.expand_dims(gl.arange(0, BLOCK_M, M), 0)))
+        lse = gl.where(gl.expand_dims(first + of_weights < used, 1), lse, float("-inf"))
+        new_m = gl.maximum(m, gl.max(lse, 0))
+        weights = gl.exp2(lse - gl.expand_dims(new_m, 0))
+        by = gl.exp2(m - new_m)
+        m = new_m
+        total = total * by + gl.sum(weights, 0)
+        weights = gl.expand_dims(gl.convert_layout(weights, gl.SliceLayout(1, C)), 1)
+        acc = acc * gl.expand_dims(gl.convert_layout(by, R), 0) + gl.sum(values * weights, 0)
+    m, total = gl.convert_layout(m, R), gl.convert_layout(total, R)
+    store_rows(results, rows, seqs, m, total, acc, cols, row, b, dtype)

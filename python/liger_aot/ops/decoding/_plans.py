@@ -1,0 +1,372 @@
+"""How decoding is launched: from a call's shapes and settings to its kernels, how they split keys, and the arguments.
+Nothing here looks at a length or a block table: those are on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_aot.errors import ArgumentError
+from liger_aot.ops.attention._operands import (
+    LOG2_E,
+    MAX_SEQLEN,
+    WARP_GROUP_ROWS,
+    TensorMapCache,
+    padded_head_dim,
+)
+from liger_aot.runtime import device_errors
+from liger_aot.runtime.dispatch import Loaded, OpOn
+from liger_aot.runtime.workspaces import StreamWorkspace
+
+NAME = "flash_decoding"
+UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
+MAX_SPLITS = 256
+MAX_PRODUCT = (1 << 31) - 1  # blocks times the workers that split them, in the kernels' arithmetic
+MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
+GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
+RECIPROCAL = 1 << 32  # up to where the fused kernel multiplies instead of dividing
+PARTIAL_ELEMENTS = 1 << 31  # of a sequence: distances between parts are 32-bit numbers
+# Of the model in ``best_splits``, on one NVIDIA H200. UNEVEN: what a last wave that is not full takes longer, as
+# programs before it end unevenly. MULTIPROCESSOR_LIMIT: what one moves at most, as a multiple of its part of the memory
+# bandwidth.
+UNEVEN = 0.6
+MULTIPROCESSOR_LIMIT = 1.6
+
+
+class Settings(NamedTuple):
+    """As the op takes them, in its order. A bound of -1 is none; 0 splits leave their number to the profile."""
+
+    scale: float
+    left: int
+    right: int
+    softcap: float
+    splits: int
+
+
+class Shape:
+    """Of a call's tensors; a sequence may have ``capacity`` keys."""
+
+    __slots__ = ("batch", "capacity", "dim", "heads", "kv_heads", "page_size", "pages", "tokens")
+
+    def __init__(self, q: Tensor, k: Tensor, block_table: Tensor | None) -> None:
+        self.batch, self.tokens, self.heads, self.dim = q.shape
+        self.pages, self.page_size, self.kv_heads, _ = k.shape
+        self.capacity = self.page_size * (1 if block_table is None else block_table.shape[1])
+
+
+class Call:
+    """What plans need of a call's shapes, strides and settings."""
+
+    __slots__ = (
+        "aligned",
+        "left",
+        "paged",
+        "ratio",
+        "right",
+        "rows",
+        "settings",
+        "shape",
+        "strides",
+        "table_row",
+    )
+
+    def __init__(
+        self, q: Tensor, k: Tensor, block_table: Tensor | None, settings: Settings, addresses_aligned: bool
+    ) -> None:
+        shape = self.shape = Shape(q, k, block_table)
+        self.settings, self.paged = settings, block_table is not None
+        self.ratio = shape.heads // shape.kv_heads
+        self.rows = shape.tokens * self.ratio
+        self.strides = [*_strides(q)[:3], *_strides(k)[:3]]
+        self.aligned = addresses_aligned and not any(n % UNIT for n in (*self.strides, shape.dim))
+        self.table_row = 0 if block_table is None else block_table.stride(0)
+        self.left = MAX_SEQLEN if settings.left < 0 else min(settings.left, MAX_SEQLEN)
+        self.right = MAX_SEQLEN if settings.right < 0 else min(settings.right + 1, MAX_SEQLEN)
+
+    def blocks(self, block_n: int) -> int:
+        """Of a sequence's keys, at most."""
+        blocks = -(-self.shape.capacity // block_n)
+        if self.settings.left >= 0:  # a window may start inside a block
+            blocks = min(blocks, -(-(self.left + self.shape.tokens) // block_n) + 1)
+        return blocks
+
+    def splits(self, on: OpOn, numbers: Mapping[str, int], width: int, most: int = MAX_SPLITS) -> int:
+        """How many workers of ``width`` programs split the keys of a sequence: unless the call says, ``most`` at
+        most."""
+        per_multiprocessor = numbers["programs_per_multiprocessor"]
+        places, saturating = (
+            n * on.multiprocessors
+            for n in (per_multiprocessor, numbers.get("ctas_to_saturate", per_multiprocessor))
+        )
+        blocks, programs = self.blocks(numbers["block_n"]), self.shape.batch * width
+        return min(self.settings.splits, blocks) or best_splits(
+            programs, blocks, places, saturating, numbers["startup_blocks"], most
+        )
+
+    def mapped(self, on: OpOn) -> bool:
+        """Whether there are tensor maps of keys and values."""
+        return on.tensor_map is not None and 0 < min(self.strides) <= max(self.strides) < MAP_STRIDE
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The kernels' arguments from the scales to the dimension."""
+        shape, cap = self.shape, self.settings.softcap
+        scales = (cap or self.settings.scale) * LOG2_E, self.settings.scale / cap if cap else 0.0
+        by_ratio = signed((1 << 31) // self.ratio + 1)
+        return (*scales, shape.kv_heads, self.ratio, by_ratio, shape.tokens, shape.dim)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.shape.batch, self.shape.heads, self.shape.tokens
+
+
+def best_splits(
+    programs: int, blocks: int, places: int, saturating: int, startup_blocks: int, most: int = MAX_SPLITS
+) -> int:
+    """The number of splits of a sequence, ``most`` at most, that is done first by this model:
+
+    ``saturating`` programs at once saturate memory, ``places`` fit onto the GPU. A block of keys costs one of the
+    saturating programs 1, a wave of programs ``startup_blocks`` to start and end, as much as a second launch, which
+    takes 1 / 16 more for each split that it combines. A last wave that is not full takes UNEVEN of the saturating
+    programs longer; a program or two too many are a second one for some multiprocessors, which move
+    MULTIPROCESSOR_LIMIT. So chosen, decoding on one NVIDIA H200 was within 2% of the fastest number of splits tried
+    at 11 sizes.
+    """
+    best, least = 1, math.inf
+    for splits in range(1, min(blocks, most) + 1):
+        waves, rest = divmod(programs * splits, places)
+        last = max(rest / saturating, 1.0, -(-rest // saturating) / MULTIPROCESSOR_LIMIT) if rest else 0.0
+        if waves and rest:
+            last = min(last + UNEVEN, places / saturating)
+        cost = -(-blocks // splits) * (waves * places / saturating + last) + startup_blocks * (
+            waves + (rest > 0)
+        )
+        if splits > 1:
+            cost += startup_blocks + splits / 16
+        if cost < least:
+            best, least = splits, cost
+    return best
+
+
+class SplitPlan:
+    """All calls with tensors like these, by the persistent kernel or the split kernel, and ``combine``."""
+
+    def __init__(self, on: OpOn, call: Call, q: Tensor, k: Tensor, persistent: Loaded | None) -> None:
+        shape, rows = call.shape, call.rows
+        split = persistent
+        if split is None:
+            kernel = on.kernels[f"{NAME}_split"]
+            split = kernel((q.dtype, call.paged, False, call.aligned), shape.dim)
+            if rows > split.numbers["block_m"]:
+                split = kernel((q.dtype, call.paged, True, call.aligned), shape.dim)
+        combine = on.kernels[f"{NAME}_combine"]((q.dtype, not shape.dim % UNIT), shape.dim)
+        numbers = split.numbers
+        block_m, block_n = numbers.get("block_m", WARP_GROUP_ROWS), numbers["block_n"]
+        tiles = -(-rows // block_m)
+        width = shape.kv_heads * tiles
+        if persistent is not None:
+            splits, workers = 0, on.multiprocessors * numbers["programs_per_multiprocessor"] // width
+        else:
+            splits = max(min(call.splits(on, numbers, width), MAX_PRODUCT // max(call.blocks(block_n), 1)), 1)
+            workers = shape.batch * splits
+        programs = width * workers
+        if (
+            programs >= 1 << 31
+            or shape.batch * shape.heads * shape.tokens >= 1 << 31
+            or call.ratio >= 1 << 15
+        ):
+            raise ArgumentError(
+                f"{NAME}: {shape.batch} sequences of {shape.tokens} x {shape.heads} queries, {call.ratio} for "
+                "each head of keys, are too many"
+            )
+        partial_rows = min(block_m, rows) if (splits or workers) > 1 else 0
+        self._on, self._split, self._combine = on, split, combine
+        self._programs, self._rows = programs, shape.batch * shape.heads * shape.tokens
+        self._flag = device_errors.flag(NAME)
+        sizes = (*call.sizes, shape.batch, shape.capacity)
+        bounds = call.left, call.right
+        self._maps: list[Any] | None = None
+        self._split_numbers: tuple[Any, ...]
+        if persistent is not None:
+            assert on.tensor_map is not None
+            self._maps = [TensorMapCache(on.tensor_map, split, name, k, "bshd").at for name in "KV"]
+            self._split_numbers = (*call.strides[:3], *sizes, tiles, workers, partial_rows, *bounds)
+        else:
+            page_bits = shape.page_size.bit_length() - 1
+            self._split_numbers = (
+                *call.strides, call.table_row, *sizes, shape.pages, page_bits, tiles, splits, partial_rows, *bounds
+            )  # fmt: skip
+        self._combine_numbers = (
+            shape.kv_heads, call.ratio, shape.tokens, shape.dim, shape.batch, shape.capacity, tiles, splits, workers,
+            partial_rows, block_m, block_n, *bounds,
+        )  # fmt: skip
+        self._shape, self._lse_shape = q.shape, call.lse_shape
+        partials = programs * partial_rows * (1 if splits else 2)
+        self._partials, self._lse_partial = partials * (shape.dim + 1), 4 * partials * shape.dim
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_seqlens: Tensor | None,
+        block_table: Tensor | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o, lse = q.new_empty(self._shape), q.new_empty(self._lse_shape, dtype=torch.float32)
+        partials = q.new_empty(self._partials, dtype=torch.float32) if self._partials else None
+        device, stream = on.device, on.stream(on.device)
+        results = o.data_ptr(), lse.data_ptr(), at(partials), at(partials) + self._lse_partial
+        lengths, sinks_at = at(cache_seqlens), at(sinks)
+        if self._maps is not None:
+            k_map, v_map = self._maps
+            self._split.launch(
+                device, stream, self._programs, 1, 1, k_map(k.data_ptr()), v_map(v.data_ptr()),
+                *results, self._flag, q.data_ptr(), lengths, sinks_at, *self._split_numbers,
+            )  # fmt: skip
+        else:
+            self._split.launch(
+                device, stream, self._programs, 1, 1, *results, self._flag,
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), at(block_table), lengths, sinks_at, *self._split_numbers,
+            )  # fmt: skip
+        if partials is not None:
+            self._combine.launch(
+                device, stream, self._rows, 1, 1, *results, lengths, sinks_at, *self._combine_numbers
+            )  # fmt: skip
+        return o, lse
+
+
+class FusedPlan:
+    """All calls with tensors like these, by the kernel that combines its own parts."""
+
+    def __init__(self, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor, splits: int) -> None:
+        shape, width = call.shape, call.shape.kv_heads
+        self._on, self._loaded = on, loaded
+        self._grid = width, splits, shape.batch
+        self._flag = device_errors.flag(NAME)
+        encode: Any = on.tensor_map
+        self._k_map, self._v_map = (TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV")
+        by_splits = signed(RECIPROCAL // splits + 1) if splits > 1 else 0
+        self._numbers = (
+            *call.strides[:3], call.table_row, *call.sizes, shape.capacity, shape.pages,
+            shape.page_size.bit_length() - 1, splits, by_splits, call.left, call.right,
+        )  # fmt: skip
+        self._shape, self._lse_shape = q.shape, call.lse_shape
+        rows, columns = loaded.numbers["block_m"], loaded.numbers["head_dim"]
+        partials = width * splits * shape.batch * rows if splits > 1 else 0
+        self._partials, self._lse_partial = partials * (columns + 1), 4 * partials * columns
+        self._words = (width * shape.batch + 1) // 2  # of 64 bits: two counters each
+        self._counters = counters_of(on, q.device)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_seqlens: Tensor | None,
+        block_table: Tensor | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        on = self._on
+        o, lse = q.new_empty(self._shape), q.new_empty(self._lse_shape, dtype=torch.float32)
+        device, stream = on.device, on.stream(on.device)
+        partials = counters = None
+        if self._partials:
+            partials = q.new_empty(self._partials, dtype=torch.float32)
+            counters = self._counters.on(stream, self._words)
+        self._loaded.launch(
+            device, stream, *self._grid, self._k_map(k.data_ptr()), self._v_map(v.data_ptr()), o.data_ptr(),
+            lse.data_ptr(), at(partials), at(partials) + self._lse_partial, self._flag, at(counters), q.data_ptr(),
+            at(block_table), at(cache_seqlens), at(sinks), *self._numbers,
+        )  # fmt: skip
+        return o, lse
+
+
+def plan_for(
+    on: OpOn,
+    q: Tensor,
+    k: Tensor,
+    block_table: Tensor | None,
+    settings: Settings,
+    addresses_aligned: bool,
+) -> SplitPlan | FusedPlan:
+    """The plan of all calls with tensors like these."""
+    call = Call(q, k, block_table, settings, addresses_aligned)
+    persistent = persistent_for(on, q.dtype, call)
+    plan = fused_for(on, call, q, k) if persistent is None else None
+    return plan or SplitPlan(on, call, q, k, persistent)
+
+
+def persistent_for(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:
+    """The persistent kernel where there is one and it is the faster: of a contiguous cache with tensor maps, for few
+    rows, as many heads of keys of all sequences as there are multiprocessors, and caches as long as its row says."""
+    kernel, shape = on.kernels.get(f"{NAME}_persistent"), call.shape
+    if kernel is None or not call.aligned or call.paged or call.settings.splits or not call.mapped(on):
+        return None
+    key, width = (dtype, padded_head_dim(shape.dim), True), shape.kv_heads
+    if not kernel.serves(key) or shape.batch * width < on.multiprocessors:
+        return None
+    loaded = kernel(key, shape.dim)
+    numbers = loaded.numbers
+    workers = on.multiprocessors * numbers["programs_per_multiprocessor"] // width
+    blocks = shape.batch * -(-shape.capacity // numbers["block_n"])
+    long = width * blocks >= numbers["min_blocks_per_multiprocessor"] * on.multiprocessors
+    few = call.rows <= numbers["max_rows"]
+    return loaded if few and workers and long and blocks * workers <= MAX_PRODUCT else None
+
+
+def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
+    """None where there is no kernel that combines its own parts for the call."""
+    shape = call.shape
+    kernel = on.kernels.get(f"{NAME}_fused")
+    key = q.dtype, fused_head_dim(shape.dim), call.paged, True
+    if kernel is None or not kernel.serves(key) or not call.aligned or not call.mapped(on):
+        return None
+    loaded = kernel(key, shape.dim)
+    numbers = loaded.numbers
+    if not (0 < call.rows <= numbers["block_m"] and 0 < shape.batch <= GRID_DEPTH):
+        return None
+    programs = shape.batch * shape.kv_heads
+    # A program of a contiguous cache keeps a multiprocessor busy, and 96 of 132 multiprocessors the memory (12 x 16384
+    # keys: 1.045 of a copy; in three waves 0.968): one wave, where it is one.
+    one_wave = not call.paged and programs <= on.multiprocessors
+    splits = call.splits(
+        on, numbers, shape.kv_heads, on.multiprocessors // programs if one_wave else MAX_SPLITS
+    )
+    if call.paged and splits == 1 and not call.settings.splits:
+        return None  # the split kernel reads pages of 16 keys faster, and of 64 as fast (NVIDIA H200)
+    blocks = max(call.blocks(numbers["block_n"]), 1)
+    elements = splits * shape.kv_heads * numbers["block_m"] * numbers["head_dim"]
+    if splits * splits * blocks >= RECIPROCAL or elements >= PARTIAL_ELEMENTS:
+        return None
+    return FusedPlan(on, loaded, call, q, k, splits)
+
+
+def fused_head_dim(dim: int) -> int:
+    """The fused kernel's head dimension for tensors of ``dim``, a power of two."""
+    return max(1 << (dim - 1).bit_length(), 64)
+
+
+def counters_of(on: OpOn, device: torch.device) -> StreamWorkspace:
+    """Where the fused kernel's programs count who has ended: zeros, which launches leave as zeros."""
+    counters: StreamWorkspace = on.plans.setdefault("counters", StreamWorkspace(device))
+    return counters
+
+
+def at(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def signed(x: int) -> int:
+    """An unsigned 32-bit number as the launcher takes it."""
+    return x - (x >> 31 << 32)
+
+
+def _strides(t: Tensor) -> list[int]:
+    """Those of dimensions of one element are free: what all binaries take."""
+    return [stride if size > 1 else UNIT for size, stride in zip(t.shape, t.stride(), strict=True)]

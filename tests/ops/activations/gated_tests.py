@@ -1,0 +1,44 @@
+"""What the tests of SwiGLU and GeGLU share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.differentiable import Tensors
+from tests.harness.op_tests import BF16, FP16, FP32, Case, Draw, OpTests
+
+GATE = torch.ones(2, 8)
+
+
+class GatedTests(OpTests):
+    """With ``packed``, a case's shape is that of gate and up in one tensor."""
+
+    empty = (Case((0, 16), BF16), Case((4, 0), FP32), Case((0, 6), FP16, packed=True))
+    beyond = (
+        Case(((1 << 31) // 14336 + 64, 14336), BF16),
+        Case(((1 << 30) // 4096 + 64, 8192), BF16, packed=True),
+    )
+    bad: Mapping[str, Any] = {
+        "a scalar": ((torch.tensor(1.0),), {}, ArgumentError, "gate must have at least one dimension"),
+        "odd packed": ((torch.ones(2, 7),), {}, ArgumentError, r"must be even, got \(2, 7\)"),
+        "shapes differ": (
+            (GATE, torch.ones(2, 9)),
+            {},
+            ArgumentError,
+            r"up must be of gate's shape \(2, 8\).*got \(2, 9\)",
+        ),
+        "up broadcast": ((GATE, torch.ones(8)), {}, ArgumentError, r"got \(8,\)"),
+        "dtypes differ": ((GATE, GATE.to(BF16)), {}, ArgumentError, "dtype torch.float32.*torch.bfloat16"),
+        "integers": ((GATE.int(), GATE.int()), {}, ArgumentTypeError, "gate must be bfloat16.*got int32"),
+    }
+
+    def fit(self, case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
+        return case.but(shape=(*case.shape[:-1], 2 * case.shape[-1])) if case.get("packed") else case
+
+    def tensors(self, case: Case, draw: Draw) -> Tensors:
+        gate = draw.rows(*case.shape).mul_(case.get("size", 2.0))
+        return gate, None if case.get("packed") else draw.rows(*case.shape)
