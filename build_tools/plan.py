@@ -237,7 +237,7 @@ def make_variant(op: str, kernel: Kernel, row: Row, axes: Mapping[str, Value], a
         f"{k.lower()}{int(v)}" for k, v in constants.items() if v != {**form.defaults, **decided}.get(k)
     ]
     numbers += [f"{k.replace('num_', '')}{v}" for k, v in row.options.items()]
-    numbers += [f"{k}{v}" for k, v in row.host.items()]
+    numbers += [f"{k.partition('_')[0]}{v}" for k, v in row.host.items()]
     if row.any_alignment:
         aligned = False
     kind = ANY if row.any_alignment else _ALIGNED[aligned]

@@ -67,10 +67,10 @@ def test_tables(tmp_path: Path) -> None:
     kernel = small_plan(tmp_path).kernels["scale"]
     tile, staged, split = (
         "tile-{}-rows2-block512-warps4",
-        "staged-{}-block2048-stages2-warps8-programs_per_multiprocessor2",
+        "staged-{}-block2048-stages2-warps8-programs2",
         "split-{}",
     )
-    split, long = "split-{}-split4-block1024-warps4-programs_per_multiprocessor4", "long-{}-block1024-warps8"
+    split, long = "split-{}-split4-block1024-warps4-programs4", "long-{}-block1024-warps8"
 
     def table(key: str, *rows: tuple[int | None, str]) -> tuple[tuple[int | None, str], ...]:
         return tuple((bound, "scale-" + form.format(key.replace("/", "-"))) for bound, form in rows)
@@ -89,7 +89,7 @@ def test_tables(tmp_path: Path) -> None:
 
 def test_variants(tmp_path: Path) -> None:
     variants = small_plan(tmp_path).kernels["scale"].variants
-    split = variants["scale-split-bf16-fp32-aligned-split4-block1024-warps4-programs_per_multiprocessor4"]
+    split = variants["scale-split-bf16-fp32-aligned-split4-block1024-warps4-programs4"]
     assert split.function == "scale_split" and split.cooperative and split.aligned
     assert split.arguments == {
         "Y": "*bf16",

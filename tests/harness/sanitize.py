@@ -100,7 +100,7 @@ class NamingDriver(GPUDriver):
             shared=variant.shared,
             signature=variant.signature,
             cooperative=variant.cooperative,
-            follows=variant.follows,
+            pdl=variant.pdl,
         )
         return kernel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,10 @@ def test_launches_on_the_device_and_restores_the_current_one(
 
 def test_the_current_device_costs_no_switch(driver: Any, stand_in: StandIn) -> None:
     kernel = load(driver, "i")
-    kernel.prepare(0)
+    kernel.launch(0, 0, 1, 1, 1, 1)  # the first of a thread also asks whether it has a context
     before = len(stand_in.calls())
     kernel.launch(0, 0, 1, 1, 1, 1)
-    query = {"cuda": "cuCtxGetCurrent@0", "hip": "hipGetDevice@0"}[driver.backend]
+    query = {"cuda": "cuCtxGetDevice@0", "hip": "hipGetDevice@0"}[driver.backend]
     assert stand_in.calls()[before:] == [query, LAUNCH[driver.backend] + "@0"]
 
 
@@ -307,7 +308,11 @@ def test_a_driver_that_cannot_tell_a_kernels_parameters(
 
 def test_a_thread_without_a_context(native: Any, stand_in: StandIn) -> None:
     """As autograd's is at first: one that the launcher holds serves, and what would be an error there is not asked."""
-    driver = native.Driver("cuda", stand_in.path)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_without_a_context, native.Driver("cuda", stand_in.path), stand_in).result()
+
+
+def _without_a_context(driver: Any, stand_in: StandIn) -> None:
     stand_in.set_current(None)
     load_for(driver, "i", "p")  # nobody holds any yet: the driver cannot say
     kernel = load_for(driver, "i", "i")
@@ -320,6 +325,15 @@ def test_a_thread_without_a_context(native: Any, stand_in: StandIn) -> None:
     assert not stand_in.calls("cuCtxGetDevice")
     asked = [line for line in stand_in.calls()[before:] if line.startswith("cuKernelGetParam")]
     assert asked and all(line.endswith("@1") for line in asked)
+
+
+def test_a_context_that_a_thread_has_lost(native: Any, stand_in: StandIn) -> None:
+    kernel = load(native.Driver("cuda", stand_in.path), "i")
+    kernel.launch(0, 0, 1, 1, 1, 1)
+    stand_in.set_current(None)
+    kernel.launch(0, 0, 1, 1, 1, 1)
+    assert stand_in.current("cuda") is None
+    assert [launch.device for launch in stand_in.launches()] == [0, 0]
 
 
 def test_a_driver_that_cannot_tell_how_many_parameters_a_kernel_has(native: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 #define DEINITIALIZED 4
 #define INVALID_VALUE 1
+#define INVALID_CONTEXT 201
 #define MAX_DYNAMIC_SHARED_SIZE_BYTES 8
 #define SHARED_WITHOUT_OPT_IN (48u * 1024)
 #define PDL_IN_GRAPHS 12030 /* the first driver whose graphs can capture a programmatic dependent launch */
@@ -210,18 +211,22 @@ static Outcome launch_here(const DriverLibrary *driver, const Code *code, const 
 }
 
 /* Whether a context of the device is current: the one that frameworks share, or another. A thread that has not used the
- * GPU yet has none, and cuCtxGetDevice is an error there, which compute-sanitizer reports. */
+ * GPU yet has none, and cuCtxGetDevice is an error there, which compute-sanitizer reports: the first time, a thread asks
+ * whether it has one. */
 static Outcome find_current(const DriverLibrary *driver, int device, int *is_current) {
+    static _Thread_local int had_context = 0;
     const CudaFunctions *cuda = cuda_functions(driver);
-    const Device *gpu = &driver->devices[device];
-    void *context = NULL;
     int handle = -1;
-    int result = cuda->context_current(&context);
-    if (result != 0) return outcome("cuCtxGetCurrent", result);
-    *is_current = context == atomic_load_explicit(&gpu->context, memory_order_acquire);
-    if (*is_current || context == NULL) return SUCCEEDED;
-    result = cuda->context_device(&handle);
-    *is_current = handle == gpu->handle;
+    if (!had_context) {
+        void *context = NULL;
+        int result = cuda->context_current(&context);
+        if (result != 0) return outcome("cuCtxGetCurrent", result);
+        if (context == NULL) return SUCCEEDED;
+        had_context = 1;
+    }
+    int result = cuda->context_device(&handle);
+    if (result == INVALID_CONTEXT) return SUCCEEDED;
+    *is_current = handle == driver->devices[device].handle;
     return outcome("cuCtxGetDevice", result);
 }
 
