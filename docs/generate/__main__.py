@@ -46,6 +46,7 @@ def index() -> str:
                 "- [What has run where](support.md): ops and architectures\n"
                 "- [Performance](performance.md): all tables of figures\n"
                 "- [The pack format](pack-format.md): reading binaries without liger-aot\n"
+                "- [Glossary](glossary.md): the words that code, profiles and docs use\n"
                 "- [The README](../README.md): install, use",
                 "## Ops",
                 markdown.table(["op", "what it computes", "gradient", "architectures"], rows),
