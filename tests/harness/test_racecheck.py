@@ -220,4 +220,4 @@ def test_binaries(op: str, start: str) -> None:
     others = r"(?:(?!.*(?:BAR|SYNCS)\.).*\n)*"
     lacking = pairs(re.sub(rf"BAR\.SYNC\S* 0x\w+, 0x80 ;\n({others}.*ARRIVE)", r"NOP ;\n\1", code))
     assert lacking.keys() == found.keys()
-    assert all(lacking.values()) == ("backward" in op and "roles" not in start)
+    assert all(lacking.values()) == ("backward" in op and "-wide-" not in start)

@@ -44,7 +44,7 @@ ZOO = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for
 
 # What stays as it was: another activation, a gate before the norm, or gate and up behind the module's own norm.
 WITHOUT_AN_OP = {
-    "FalconH1RMSNormGated", "GraniteMoeHybridRMSNormGated", "KimiLinearRMSNormGated",
+    "FalconH1RMSNormGated", "GraniteMoeHybridRMSNormGated", "KimiLinearRMSNormGated", "Zamba2RMSNormGated",
     "NemotronHExperts", "GptOssExperts", "Glm4vVisionPatchMerger", "Glm4vMoeVisionPatchMerger",
 }  # fmt: skip
 
