@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,6 +131,7 @@ def op_path(op: str, folder: Path = KERNELS) -> Path:
     return found[0]
 
 
+@cache
 def op_module(op: str) -> str:
     """The name by which Python imports the file that declares ``op``."""
     return ".".join((KERNELS.name, *op_path(op).relative_to(KERNELS).with_suffix("").parts))
