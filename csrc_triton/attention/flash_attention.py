@@ -302,114 +302,24 @@ def forward_warp_specialized(
     if WARP_GROUPS == 3:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        z,
-                        scheduler,
-                        q,
-                        k,
-                        v,
-                        tile_pipe,
-                        out.index(0),
-                        Y,
-                        LSE,
-                        lse_stride,
-                        SINKS,
-                        scale,
-                        cap,
-                        0,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        z,
-                        scheduler,
-                        q,
-                        k,
-                        v,
-                        tile_pipe,
-                        out.index(1),
-                        Y,
-                        LSE,
-                        lse_stride,
-                        SINKS,
-                        scale,
-                        cap,
-                        1,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        z,
-                        scheduler,
-                        q,
-                        k,
-                        v,
-                        tile_pipe,
-                        out.index(2),
-                        Y,
-                        LSE,
-                        lse_stride,
-                        SINKS,
-                        scale,
-                        cap,
-                        2,
-                    ),
-                ),
+                (consume, (z, scheduler, q, k, v, tile_pipe, out.index(0), Y, LSE, lse_stride, SINKS, scale, cap, 0)),
+                (consume, (z, scheduler, q, k, v, tile_pipe, out.index(1), Y, LSE, lse_stride, SINKS, scale, cap, 1)),
+                (consume, (z, scheduler, q, k, v, tile_pipe, out.index(2), Y, LSE, lse_stride, SINKS, scale, cap, 2)),
                 (produce, (z, scheduler, Q, K, V, q, k, v, tile_pipe, COUNTER)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        z,
-                        scheduler,
-                        q,
-                        k,
-                        v,
-                        tile_pipe,
-                        out.index(0),
-                        Y,
-                        LSE,
-                        lse_stride,
-                        SINKS,
-                        scale,
-                        cap,
-                        0,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        z,
-                        scheduler,
-                        q,
-                        k,
-                        v,
-                        tile_pipe,
-                        out.index(1),
-                        Y,
-                        LSE,
-                        lse_stride,
-                        SINKS,
-                        scale,
-                        cap,
-                        1,
-                    ),
-                ),
+                (consume, (z, scheduler, q, k, v, tile_pipe, out.index(0), Y, LSE, lse_stride, SINKS, scale, cap, 0)),
+                (consume, (z, scheduler, q, k, v, tile_pipe, out.index(1), Y, LSE, lse_stride, SINKS, scale, cap, 1)),
                 (produce, (z, scheduler, Q, K, V, q, k, v, tile_pipe, COUNTER)),
             ],
             [4, 1],
             [REGISTERS, 24],
-        )
+        )  # fmt: skip
 
 
 @triton.jit
