@@ -15,6 +15,8 @@ from build_tools.literals import imported, literal, tree
 from build_tools.paths import KERNELS
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # Triton's names and bytes an element
+FP8 = ("fp8e4nv", "fp8e4b8")  # e4m3 and e4m3fnuz: an architecture has one of them or none
+CODES = (*FP8, "i8")  # what tensors are quantised to
 SCALARS = {"i32": "i", "i64": "l", "fp32": "f"}  # Triton's names and the launcher's letters
 POINTEES = {*DTYPES, "i32", "i64"}
 LANGUAGES = ("triton", "gluon")
@@ -271,7 +273,7 @@ def _kernel(where: str, name: str, raw: dict[str, Any], functions: dict[str, dic
 
 def of_dtype(values: Sequence[Value], axes: Mapping[str, Sequence[Value]]) -> bool:
     """Whether an axis' values are dtypes, of which some may be named by an axis that has the same."""
-    return all(value in DTYPES or value in axes for value in values)
+    return all(value in DTYPES or value in CODES or value in axes for value in values)
 
 
 def _axes(where: str, raw: Mapping[str, Any]) -> dict[str, tuple[Value, ...]]:
@@ -280,8 +282,8 @@ def _axes(where: str, raw: Mapping[str, Any]) -> dict[str, tuple[Value, ...]]:
     for axis, values in axes.items():
         if of_dtype(values, axes):
             continue
-        if any(value in DTYPES or value in axes for value in values):
-            wrong = next(value for value in values if value not in DTYPES and value not in axes)
+        if any(value in DTYPES or value in CODES or value in axes for value in values):
+            wrong = next(value for value in values if not of_dtype((value,), axes))
             raise DeclarationError(f"{where}: axis {axis}: {wrong!r} is no dtype and no other axis")
         if len({type(value) for value in values}) > 1 or len(set(values)) < len(values):
             raise DeclarationError(

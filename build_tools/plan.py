@@ -8,6 +8,7 @@ from itertools import product
 
 from build_tools.declaration import (
     DTYPES,
+    FP8,
     Declaration,
     Form,
     Kernel,
@@ -80,23 +81,28 @@ class Plan:
 
 def plan(declaration: Declaration, profile: Profile) -> Plan:
     """Every variant that the profile's tables ask for; ProfileError names the row that can't be met."""
-    carried = {
+    fitted = {
         n: _fitted(k, profile.arch)
         for n, k in declaration.kernels.items()
         if not k.optional or n in profile.tables
     }
+    carried = {n: k for n, k in fitted.items() if all(k.axes.values())}
     kernels = {name: _plan_kernel(declaration.op, k, profile) for name, k in carried.items()}
     return Plan(declaration.op, profile.arch.name, kernels)
 
 
 def _fitted(kernel: Kernel, arch: Arch) -> Kernel:
-    """The kernel with its constant PDL, where it has one, decided."""
+    """The kernel with its constant PDL, where it has one, decided, and its axes without the 8-bit floats that the
+    architecture lacks."""
     given = {PDL: int(arch.pdl)}
     forms = {
         name: replace(form, defaults={**form.defaults, **given}) if PDL in form.constants else form
         for name, form in kernel.forms.items()
     }
-    return replace(kernel, forms=forms)
+    axes = {
+        axis: tuple(v for v in values if v not in FP8 or v == arch.fp8) for axis, values in kernel.axes.items()
+    }
+    return replace(kernel, forms=forms, axes=axes)
 
 
 def dispatch_key(axes: Mapping[str, Value], aligned: bool) -> str:

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from build_tools.declaration import DTYPES
+from build_tools.declaration import DTYPES, FP8
 from build_tools.errors import ProfileError
 from build_tools.paths import PROFILES
 
@@ -45,6 +45,7 @@ class Arch:
     shared_per_multiprocessor: int
     matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
     pdl: bool  # whether it has programmatic dependent launch
+    fp8: str  # the 8-bit float that it converts to: "fp8e4nv" (e4m3), "fp8e4b8" (e4m3fnuz), or "none"
 
 
 _ARCH_KEYS = {field.name for field in fields(Arch)}
@@ -181,6 +182,8 @@ def _arch(file: str, raw: Any) -> Arch:
         raise ProfileError(f"{where}: serves must be a list of strings, found {serves!r}")
     if raw["backend"] not in BACKENDS:
         raise ProfileError(f"{where}: backend must be one of {', '.join(BACKENDS)}, found {raw['backend']!r}")
+    if raw["fp8"] not in (*FP8, "none"):
+        raise ProfileError(f"{where}: fp8 must be one of {', '.join(FP8)}, none; found {raw['fp8']!r}")
     return Arch(**{**raw, "serves": tuple(serves)})
 
 

@@ -26,7 +26,9 @@ from liger_aot.runtime.manifest import OpManifest, Variant
 
 REMEMBERED = 1024  # sizes a kernel keeps the variant of
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+CODE_NAMES = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e4m3fnuz: "fp8e4b8", torch.int8: "i8"}
+_NAMES = {**DTYPE_NAMES, **CODE_NAMES}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _BOOLS = {"true": True, "false": False}
 
 
@@ -128,7 +130,7 @@ def key_text(key: tuple[Any, ...]) -> str:
 
 def _axis_text(value: Any) -> str:
     if isinstance(value, torch.dtype):
-        return DTYPE_NAMES.get(value) or str(value).removeprefix("torch.")
+        return _NAMES.get(value) or str(value).removeprefix("torch.")
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
