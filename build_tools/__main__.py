@@ -103,9 +103,10 @@ def describe(plan: Plan) -> str:
     for name, kernel in plan.kernels.items():
         for key, entries in kernel.tables.items():
             lines.append(f"  {name} {key}")
-            for bound, variant in entries:
+            rows = [(bound, f", up to {most} rows", v) for bound, most, v in kernel.few.get(key, ())]
+            for bound, few, variant in (*rows, *((bound, "", v) for bound, v in entries)):
                 shown = variant.removeprefix(f"{name}-").replace("-" + key.replace("/", "-"), "")
-                lines.append(f"    n <= {bound}: {shown}" if bound else f"    any n: {shown}")
+                lines.append(f"    n <= {bound}{few}: {shown}" if bound else f"    any n{few}: {shown}")
     return "\n".join(lines)
 
 

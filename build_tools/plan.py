@@ -64,6 +64,9 @@ class KernelPlan:
         str, tuple[tuple[int | None, str], ...]
     ]  # dispatch key -> (max_n, variant name), ascending
     variants: Mapping[str, Variant]
+    few: Mapping[
+        str, tuple[tuple[int | None, int, str], ...]
+    ]  # dispatch key -> (max_n, max_rows, variant name), looked at before the tables, in order
 
 
 @dataclass(frozen=True)
@@ -125,16 +128,25 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
         check_row(kernel, row, profile)
     tables: dict[str, tuple[tuple[int | None, str], ...]] = {}
     variants: dict[str, Variant] = {}
+    few: dict[str, tuple[tuple[int | None, int, str], ...]] = {}
     used: set[str] = set()
     for axes in combinations(kernel):
         for aligned in (True,) if kernel.always_aligned else (True, False):
             entries: list[tuple[int | None, str]] = []
+            of_few: list[tuple[int | None, int, str]] = []
             for row in rows:
                 form = kernel.forms[row.form]
                 if not all(holds(w, {**axes, "aligned": aligned}) for w in (row.when, form.requires)):
                     continue
+                if row.max_rows is not None:
+                    if not any(_holds_all(row, *entry[:2]) for entry in of_few):
+                        variant = make_variant(op, kernel, row, axes, aligned)
+                        of_few.append((row.max_n, row.max_rows, variant.name))
+                        variants[variant.name] = variant
+                        used.add(row.where)
+                    continue
                 if entries and entries[-1][0] is None:
-                    break  # everything is held already
+                    continue  # everything is held already
                 if entries and row.max_n is not None and row.max_n <= (entries[-1][0] or 0):
                     continue  # an earlier row holds all of it, for these dtypes
                 variant = make_variant(op, kernel, row, axes, aligned)
@@ -152,9 +164,16 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
                     f"{profile.path.name}: [kernel.{kernel.name}]: no row holds {key} past n = {largest}"
                 )
             tables[key] = tuple(entries)
+            if of_few:
+                few[key] = tuple(of_few)
     if unused := [row.where for row in rows if row.where not in used]:
         raise ProfileError(f"{unused[0]}: never reached: earlier rows hold all that it would")
-    return KernelPlan(kernel, tables, variants)
+    return KernelPlan(kernel, tables, variants, few)
+
+
+def _holds_all(row: Row, max_n: int | None, max_rows: int) -> bool:
+    """Whether an earlier row for few rows, with these bounds, takes every problem that ``row`` would."""
+    return (max_n is None or (row.max_n is not None and row.max_n <= max_n)) and (row.max_rows or 0) <= max_rows
 
 
 def _check_exact(variant: Variant, row: Row, last: int | None) -> None:

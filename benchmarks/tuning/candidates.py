@@ -154,7 +154,7 @@ def _write(
             # The kernel's own rows are among the candidates: the profile's tables of it are not needed.
             name = of.kernel.name
             tables = {f"{i}": ((None, variant),) for i, variant in enumerate(wanted)}
-            kernels[name] = KernelPlan(of.kernel, tables, wanted)
+            kernels[name] = KernelPlan(of.kernel, tables, wanted, {})
         folder.mkdir(parents=True, exist_ok=True)
         text = write_op(folder, Plan(plan.op, plan.arch, kernels), good)
         for i, candidate in enumerate(candidates):

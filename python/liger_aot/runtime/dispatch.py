@@ -83,15 +83,16 @@ class KernelOn:
     def __init__(self, name: str, manifest: OpManifest, load: Callable[[str], Loaded]) -> None:
         self.name = name
         self._load = load
-        self.recent: dict[tuple[Any, ...], Loaded] = {}  # (*key, n) -> what was found before
+        self.recent: dict[tuple[Any, ...], Loaded] = {}  # (*key, n) or (*key, n, rows) -> what was found before
+        self._few = {_table_key(key): entries for key, entries in manifest.kernels[name].few.items()}
+        # Above so many rows a problem is one of many rows, which ``for_rows`` does not tell apart.
+        self.most_rows = max((rows for entries in self._few.values() for _, rows, _ in entries), default=0)
         self._tables: dict[tuple[Any, ...], tuple[list[int], list[str], list[Loaded | None]]] = {}
         for key, entries in manifest.kernels[name].tables.items():
-            *axes, alignment = key.split("/")
             bounds = [bound for bound, _ in entries if bound is not None]
             names = [variant for _, variant in entries]
             found: list[Loaded | None] = [None] * len(names)
-            table_key: tuple[Any, ...] = (*map(_axis_value, axes), alignment == "aligned")
-            self._tables[table_key] = (bounds, names, found)
+            self._tables[_table_key(key)] = (bounds, names, found)
 
     def __call__(self, key: tuple[Any, ...], n: int) -> Loaded:
         """The variant for a problem of size ``n``; ``key`` holds the axes' values (torch dtypes, integers, bools,
@@ -113,6 +114,24 @@ class KernelOn:
         self.recent[recent_key] = loaded
         return loaded
 
+    def for_rows(self, key: tuple[Any, ...], n: int, rows: int) -> Loaded:
+        """As a call, for a problem of ``rows`` rows: some binaries are for few. ``recent`` has it as (*key, n, rows),
+        with ``most_rows + 1`` for all that are above."""
+        rows = min(rows, self.most_rows + 1)
+        recent_key = (*key, n, rows)
+        known = self.recent.get(recent_key)
+        if known is not None:
+            return known
+        found = None
+        for bound, most, name in self._few.get(key, ()):
+            if rows <= most and (bound is None or n <= bound):
+                found = self._load(name)
+                break
+        else:
+            found = self(key, n)
+        self.recent[recent_key] = found
+        return found
+
     def serves(self, key: tuple[Any, ...]) -> bool:
         """Whether there are binaries for these values of the axes: an optional kernel may have them for some alone."""
         return key in self._tables
@@ -126,6 +145,11 @@ def key_text(key: tuple[Any, ...]) -> str:
     """A dispatch key as packs write it: "bf16/64/causal/aligned"."""
     *axes, aligned = key
     return "/".join((*map(_axis_text, axes), "aligned" if aligned else "generic"))
+
+
+def _table_key(text: str) -> tuple[Any, ...]:
+    *axes, alignment = text.split("/")
+    return *map(_axis_value, axes), alignment == "aligned"
 
 
 def _axis_text(value: Any) -> str:

@@ -117,7 +117,8 @@ class Variant(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One kernel's dispatch tables: key ("bf16/64/causal/aligned") -> ascending (max_n or None, variant name)."""
+    """One kernel's dispatch tables: key ("bf16/64/causal/aligned") -> ascending (max_n or None, variant name). ``few``
+    has (max_n or None, max_rows, variant name) for problems of few rows, in the order in which they are looked at."""
 
     name: str
     arguments: tuple[str, ...]
@@ -125,6 +126,7 @@ class Kernel(NamedTuple):
     axes: tuple[str, ...]
     alignment: int
     tables: Mapping[str, tuple[tuple[int | None, str], ...]]
+    few: Mapping[str, tuple[tuple[int | None, int, str], ...]]
 
 
 class OpManifest:
@@ -140,8 +142,8 @@ class OpManifest:
         self._owner = {
             variant: kernel
             for kernel in self.kernels.values()
-            for entries in kernel.tables.values()
-            for _, variant in entries
+            for entries in (*kernel.tables.values(), *kernel.few.values())
+            for *_, variant in entries
         }
 
     @property
@@ -238,6 +240,9 @@ class OpManifest:
                 raise PackDamaged(
                     self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}"
                 )
+        few = _object(self.path, raw.get("few", {}), f"{name}.few")
+        if unknown := [key for key in few if key not in tables]:
+            raise PackDamaged(self.path, f"{name}.few: {_shown(unknown[0])} is no key of its tables")
         return Kernel(
             name=name,
             arguments=arguments,
@@ -245,6 +250,7 @@ class OpManifest:
             axes=axes,
             alignment=_count(self.path, raw, "alignment", f"{name}."),
             tables={key: self._table(f"{name}.tables.{key}", entries) for key, entries in tables.items()},
+            few={key: self._few(f"{name}.few.{key}", entries) for key, entries in few.items()},
         )
 
     def _table(self, where: str, raw: Any) -> tuple[tuple[int | None, str], ...]:
@@ -263,6 +269,18 @@ class OpManifest:
         if raw[-1][0] is not None:
             raise PackDamaged(self.path, f"{where}: no entry for n past {_shown(last)}")
         return tuple((bound, variant) for bound, variant in raw)
+
+    def _few(self, where: str, raw: Any) -> tuple[tuple[int | None, int, str], ...]:
+        if not isinstance(raw, list):
+            raise PackDamaged(self.path, f"{where} is not a list of entries")
+        for entry in raw:
+            triple = isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], str)
+            if not triple or entry[2] not in self._variants:
+                raise PackDamaged(self.path, f"{where}: {_shown(entry)} is no entry")
+            bounds = entry[1:2] if entry[0] is None else entry[:2]
+            if any(type(bound) is not int or not 0 < bound < 1 << 31 for bound in bounds):
+                raise PackDamaged(self.path, f"{where}: {_shown(entry)} has a bound that is none")
+        return tuple((bound, rows, variant) for bound, rows, variant in raw)
 
 
 class Pack:
