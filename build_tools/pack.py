@@ -77,7 +77,11 @@ def _op_manifest(
             "aligned": list(k.kernel.aligned),
             "alignment": ALIGNMENT,
             "tables": {key: [list(entry) for entry in entries] for key, entries in k.tables.items()},
-            **({"few": {key: [list(entry) for entry in entries] for key, entries in k.few.items()}} if k.few else {}),
+            **(
+                {"few": {key: [list(entry) for entry in entries] for key, entries in k.few.items()}}
+                if k.few
+                else {}
+            ),
         }
         for name, k in plan.kernels.items()
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -90,7 +90,10 @@ def plan(declaration: Declaration, profile: Profile) -> Plan:
         if not k.optional or n in profile.tables
     }
     carried = {n: k for n, k in fitted.items() if all(k.axes.values())}
-    kernels = {name: _plan_kernel(declaration.op, k, profile) for name, k in carried.items()}
+    kernels = {
+        name: _plan_kernel(declaration.op, k, declaration.kernels[name], profile)
+        for name, k in carried.items()
+    }
     return Plan(declaration.op, profile.arch.name, kernels)
 
 
@@ -103,7 +106,8 @@ def _fitted(kernel: Kernel, arch: Arch) -> Kernel:
         for name, form in kernel.forms.items()
     }
     axes = {
-        axis: tuple(v for v in values if v not in FP8 or v == arch.fp8) for axis, values in kernel.axes.items()
+        axis: tuple(v for v in values if v not in FP8 or v == arch.fp8)
+        for axis, values in kernel.axes.items()
     }
     return replace(kernel, forms=forms, axes=axes)
 
@@ -122,7 +126,7 @@ def resolved(kernel: Kernel, row: Row) -> Row:
     return replace(row, when={**row.when, **axes}, host={**row.host, **numbers}, constants=constants)
 
 
-def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
+def _plan_kernel(op: str, kernel: Kernel, declared: Kernel, profile: Profile) -> KernelPlan:
     rows = tuple(resolved(kernel, row) for row in profile.table(kernel.name).rows)
     for row in rows:
         check_row(kernel, row, profile)
@@ -166,14 +170,27 @@ def _plan_kernel(op: str, kernel: Kernel, profile: Profile) -> KernelPlan:
             tables[key] = tuple(entries)
             if of_few:
                 few[key] = tuple(of_few)
-    if unused := [row.where for row in rows if row.where not in used]:
+    lacking = [axes for axes in combinations(declared) if _values(axes) - _values(kernel.axes)]
+    if unused := [row.where for row in rows if row.where not in used and not _for_any(kernel, row, lacking)]:
         raise ProfileError(f"{unused[0]}: never reached: earlier rows hold all that it would")
     return KernelPlan(kernel, tables, variants, few)
 
 
+def _values(axes: Mapping[str, Value | tuple[Value, ...]]) -> set[tuple[str, Value]]:
+    return {(a, v) for a, given in axes.items() for v in (given if isinstance(given, tuple) else (given,))}
+
+
+def _for_any(kernel: Kernel, row: Row, choices: Sequence[Mapping[str, Value]]) -> bool:
+    """Whether a row is for some of these: the values that an inherited table serves and this chip lacks."""
+    when = {axis: values for axis, values in row.when.items() if axis != "aligned"}
+    return any(holds(when, c) and holds(kernel.forms[row.form].requires, c) for c in choices)
+
+
 def _holds_all(row: Row, max_n: int | None, max_rows: int) -> bool:
     """Whether an earlier row for few rows, with these bounds, takes every problem that ``row`` would."""
-    return (max_n is None or (row.max_n is not None and row.max_n <= max_n)) and (row.max_rows or 0) <= max_rows
+    return (max_n is None or (row.max_n is not None and row.max_n <= max_n)) and (
+        row.max_rows or 0
+    ) <= max_rows
 
 
 def _check_exact(variant: Variant, row: Row, last: int | None) -> None:

@@ -67,6 +67,7 @@ def _teach() -> None:
 
     _teach_inline_assembly()
     _teach_reductions()
+    _teach_arithmetic()
     save_time()
     _parse_alone(interpreter)
 
@@ -126,6 +127,32 @@ def _teach_reductions() -> None:
 
     ReduceOps.generic_reduce = generic_reduce
     ReduceOps.sum = sum_of
+
+
+def _teach_arithmetic() -> None:
+    """As on a GPU: a fused multiply-add rounds once, minima and maxima pass over NaN, and what becomes e4m3 is rounded
+    to nearest even and saturates."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    e4m3 = {tl.float8e4nv: (torch.float8_e4m3fn, 448.0), tl.float8e4b8: (torch.float8_e4m3fnuz, 240.0)}
+    convert = InterpreterBuilder.create_fp_to_fp
+
+    def fp_to_fp(self: Any, given: Any, kind: Any, rounding: Any) -> Any:
+        if kind.scalar not in e4m3:
+            return convert(self, given, kind, rounding)
+        dtype, largest = e4m3[kind.scalar]
+        codes = torch.from_numpy(np.array(given.data, np.float32)).clamp(-largest, largest).to(dtype)
+        return TensorHandle(codes.view(torch.uint8).numpy(), kind.scalar)
+
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    InterpreterBuilder.create_fp_to_fp = fp_to_fp
+    InterpreterBuilder.create_fma = fma
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
 
 def _teach_inline_assembly() -> None:

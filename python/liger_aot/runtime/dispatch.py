@@ -83,7 +83,9 @@ class KernelOn:
     def __init__(self, name: str, manifest: OpManifest, load: Callable[[str], Loaded]) -> None:
         self.name = name
         self._load = load
-        self.recent: dict[tuple[Any, ...], Loaded] = {}  # (*key, n) or (*key, n, rows) -> what was found before
+        self.recent: dict[
+            tuple[Any, ...], Loaded
+        ] = {}  # (*key, n) or (*key, n, rows) -> what was found before
         self._few = {_table_key(key): entries for key, entries in manifest.kernels[name].few.items()}
         # Above so many rows a problem is one of many rows, which ``for_rows`` does not tell apart.
         self.most_rows = max((rows for entries in self._few.values() for _, rows, _ in entries), default=0)

@@ -1,0 +1,122 @@
+"""How values become 8-bit codes and scales: what all kernels of this family share.
+
+A dynamic scale is s = max(min(absmax, bound), floor) / largest, in fp32, rounded up to a power of two where that is
+asked for (ue8m0); absmax passes over NaN. A code is value / s, correctly rounded to fp32 and then, to nearest even, to
+the codes' dtype. A static scale, one for the whole tensor, multiplies by 1 / s instead. Both are vLLM's forms.
+
+``largest`` is 448 for e4m3, 224 for e4m3fnuz (vLLM's choice: that dtype reaches 240) and 127 for int8; what lies beyond
+becomes it. NaN stays NaN in fp8 and is 0 in int8. An infinite absmax gives an infinite scale, with which finite values
+become 0 and infinite ones NaN.
+
+Constants: STATIC, whether the scale is given; GROUP, how many columns share a scale, 0 where a whole row does.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.common.pdl import launch_dependents, wait_for_previous
+
+FLOOR_OF_GROUPS = tl.constexpr(1e-10)  # of a group's absmax, and of int8's: vLLM's eps
+FLOOR_OF_ROWS = tl.constexpr(
+    0.001953125
+)  # of a row's absmax in fp8: s is at least 1 / (448 * 512), as vLLM's
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, in the lowest bits
+
+
+@triton.constexpr_function
+def largest_of(dtype):
+    """The largest value of a code."""
+    if dtype == tl.int8:
+        return 127.0
+    return 224.0 if dtype == tl.float8e4b8 else 448.0
+
+
+@triton.constexpr_function
+def floor_of(dtype, group):
+    """The least absmax that a scale is made of. For fp8 by rows it is 1 / 512, whatever ``largest`` is."""
+    return FLOOR_OF_ROWS.value if group == 0 and dtype != tl.int8 else FLOOR_OF_GROUPS.value
+
+
+@triton.jit
+def begin(value, PDL: tl.constexpr):
+    """``value``, an int32 >= 0: nothing is read or written before the kernel before this one has ended. Not of a size
+    or stride, whose divisibility the compiler would forget."""
+    if PDL:
+        value = wait_for_previous(value)
+        launch_dependents()
+    return value
+
+
+@triton.jit
+def columns(BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """BLOCK columns: in a line, or as a tile with a group a row."""
+    if GROUP > 0:
+        return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    else:
+        return tl.arange(0, BLOCK)
+
+
+@triton.jit
+def bound_of(BOUND, has_bound):
+    """The upper bound of absmax."""
+    return tl.load(BOUND, mask=has_bound != 0, other=float("inf"))
+
+
+@triton.jit
+def scale_of(absmax, bound, powers, FLOOR: tl.constexpr, LARGEST: tl.constexpr):
+    """A dynamic scale; ``powers``: the next power of two from it on."""
+    s = tl.div_rn(tl.maximum(tl.minimum(absmax, bound), FLOOR), LARGEST)
+    bits = s.to(tl.int32, bitcast=True)
+    bits = tl.where(powers != 0, (bits + 0x7FFFFF) & 0x7F800000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def divide(values, s, reciprocal):
+    """values / s, correctly rounded, from the correctly rounded reciprocal (Markstein, 1990). The signs are such that
+    a negative zero stays one. Where s is infinite the remainder has none of it, else a zero would become NaN."""
+    finite = tl.where(s == float("inf"), 0.0, s)
+    q = values * reciprocal
+    return tl.fma(-tl.fma(q, finite, -values), reciprocal, q)
+
+
+@triton.jit
+def encode(q, dtype: tl.constexpr):
+    """Codes of what was divided by its scale."""
+    LARGEST: tl.constexpr = largest_of(dtype)
+    if dtype == tl.int8:
+        q = tl.where(q == q, q, 0.0)
+        q = tl.minimum(tl.maximum(q, -LARGEST), LARGEST)
+        return (q + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        if dtype == tl.float8e4b8:  # sm90's conversion saturates by itself, at e4m3's largest
+            q = tl.where(q > LARGEST, LARGEST, tl.where(q < -LARGEST, -LARGEST, q))
+        return q.to(dtype)
+
+
+@triton.jit
+def store_static(Q, values, cols, mask, SCALE):
+    """Codes by a scale for the whole tensor."""
+    reciprocal = tl.div_rn(1.0, tl.load(SCALE))
+    tl.store(Q + cols, encode(values * reciprocal, Q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_with(Q, values, cols, mask, s):
+    """Codes of values that share the scale ``s``."""
+    q = divide(values, s, tl.div_rn(1.0, s))
+    tl.store(Q + cols, encode(q, Q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_groups(
+    Q, S, s_step, values, start, n, mask, bound, powers, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
+    """Codes and scales of the groups of a tile whose first column is ``start``; S is the row's first scale, and scales
+    lie ``s_step`` apart."""
+    dtype: tl.constexpr = Q.dtype.element_ty
+    s = scale_of(tl.max(tl.abs(values), 1), bound, powers, floor_of(dtype, GROUP), largest_of(dtype))
+    groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
+    tl.store(S + groups * s_step, s, mask=groups * GROUP < n)
+    q = divide(values, s[:, None], tl.div_rn(1.0, s)[:, None])
+    tl.store(Q + (start + columns(BLOCK, GROUP)), encode(q, dtype), mask=mask)

@@ -1,0 +1,55 @@
+"""RMSNorm with 8-bit codes as its result: rmsnorm and quantize in one pass. Zhang and Sennrich (2019)."""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.quantization.codes import begin
+from csrc_triton.quantization.rows import AXES, BY_TOKEN, NORM_FORMS, SCHEMES, norm_long, norm_row
+
+DECLARATION = {
+    "op": "rmsnorm_quantize",
+    "kernels": {
+        "rmsnorm_quantize": {
+            "arguments": {
+                "Q": "*out", "S": "*fp32", "X": "*dtype", "W": "*dtype", "GIVEN": "*fp32", "x_stride": "i64",
+                "s_row": "i64", "s_step": "i64", "n": "i32", "eps": "fp32", "offset": "fp32",
+                "w_kind": "i32", "round_first": "i32", "has_bound": "i32", "powers": "i32",
+            },
+            "axes": AXES,
+            "excluded": BY_TOKEN,
+            "gives": {"scheme": SCHEMES},
+            "aligned": [
+                "Q", "X", "W", "x_stride", "n",
+            ],
+            "forms": NORM_FORMS,
+        },
+    },
+}  # fmt: skip
+
+
+@triton.jit
+def row(
+    Q, S, X, W, GIVEN, x_stride, s_row, s_step, n, eps, offset, w_kind, round_first, has_bound, powers,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """See ``norm_row``."""
+    powers = begin(powers, PDL)
+    at = tl.program_id(0).to(tl.int64)
+    norm_row(
+        Q + at * n, S + at * s_row, None, X + at * x_stride, None, W, None, GIVEN, s_step, n, eps, offset,
+        w_kind, 0, round_first, has_bound, powers, False, STATIC, GROUP, BLOCK, BLOCKS,
+    )  # fmt: skip
+
+
+@triton.jit
+def long(
+    Q, S, X, W, GIVEN, x_stride, s_row, s_step, n, eps, offset, w_kind, round_first, has_bound, powers,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """See ``norm_long``."""
+    powers = begin(powers, PDL)
+    at = tl.program_id(0).to(tl.int64)
+    norm_long(
+        Q + at * n, S + at * s_row, None, X + at * x_stride, None, W, None, GIVEN, s_step, n, eps, offset,
+        w_kind, 0, round_first, has_bound, powers, False, STATIC, GROUP, BLOCK,
+    )  # fmt: skip

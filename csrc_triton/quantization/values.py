@@ -1,0 +1,122 @@
+"""Kernels whose values need no others of their row: plain tensors and gated activations.
+
+One scale for a row takes the whole row (``value_row``, and ``value_long`` for longer ones, which computes its values
+twice); groups, and a scale that is given, take any BLOCK columns of it (``value_tile``).
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.activations.geglu import gelu
+from csrc_triton.quantization.codes import (
+    bound_of,
+    columns,
+    floor_of,
+    largest_of,
+    scale_of,
+    store_groups,
+    store_static,
+    store_with,
+)
+from csrc_triton.quantization.rows import store_row
+
+FORMS = {
+    "row": {
+        "function": "row",
+        "constants": ["BLOCK", "BLOCKS", "PDL"],
+        "defaults": {"PDL": 0},
+        "covers": "BLOCKS * BLOCK",
+        "pdl": "PDL",
+        "requires": {"scheme": ["token"]},
+    },
+    "long": {
+        "function": "long",
+        "constants": ["BLOCK", "PDL"],
+        "defaults": {"PDL": 0},
+        "pdl": "PDL",
+        "requires": {"scheme": ["token"]},
+    },
+    "tile": {
+        "function": "tile",
+        "constants": ["STATIC", "GROUP", "BLOCK", "PDL"],
+        "defaults": {"PDL": 0},
+        "pdl": "PDL",
+        "requires": {"scheme": ["tensor", "group64", "group128"]},
+    },
+}
+
+
+@triton.jit
+def swiglu(gate, up, alpha, beta, limit):
+    """gate * sigmoid(alpha * gate) * (up + beta), with the gate at most ``limit`` and up between -limit and limit:
+    selects, which let NaN pass."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + beta)
+
+
+@triton.jit
+def value_at(X, UP, settings, cols, mask, GELU: tl.constexpr):
+    """x, or f(gate) * up where there is an UP, rounded to the dtype. ``settings``: SwiGLU's alpha, beta and limit, or
+    whether GELU is exact."""
+    x = tl.load(X + cols, mask=mask, other=0.0)
+    if UP is not None:
+        dtype: tl.constexpr = x.dtype
+        up = tl.load(UP + cols, mask=mask, other=0.0).to(tl.float32)
+        gate = x.to(tl.float32)
+        if GELU:
+            phi, _ = gelu(gate, settings[0])
+            x = (gate * phi * up).to(dtype)
+        else:
+            x = swiglu(gate, up, settings[0], settings[1], settings[2]).to(dtype)
+    return x
+
+
+@triton.jit
+def value_row(
+    Q, S, X, UP, settings, GIVEN, n, has_bound, powers,
+    GELU: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Quantise one row, held in registers, by a scale of its own."""
+    block = tl.arange(0, BLOCK)
+    ys = ()
+    for i in tl.static_range(BLOCKS):
+        ys += (value_at(X, UP, settings, i * BLOCK + block, i * BLOCK + block < n, GELU),)
+    absmax = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        absmax = tl.maximum(absmax, tl.abs(ys[i].to(tl.float32)))
+    store_row(Q, S, ys, tl.max(absmax, 0), n, bound_of(GIVEN, has_bound), powers, BLOCK, BLOCKS)
+
+
+@triton.jit
+def value_long(Q, S, X, UP, settings, GIVEN, n, has_bound, powers, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """``value_row`` of any length."""
+    block = tl.arange(0, BLOCK)
+    absmax = tl.zeros([BLOCK], tl.float32)
+    for i in range(tl.cdiv(n, BLOCK)):
+        cols = i * BLOCK + block
+        y = value_at(X, UP, settings, cols, cols < n, GELU)  # 0 past the row's end, where the gate is 0
+        absmax = tl.maximum(absmax, tl.abs(y.to(tl.float32)))
+    to: tl.constexpr = Q.dtype.element_ty
+    bound = bound_of(GIVEN, has_bound)
+    s = scale_of(tl.max(absmax, 0), bound, powers, floor_of(to, 0), largest_of(to))
+    tl.store(S, s)
+    for i in range(tl.cdiv(n, BLOCK)):
+        cols = i * BLOCK + block
+        y = value_at(X, UP, settings, cols, cols < n, GELU)
+        store_with(Q, y.to(tl.float32), cols, cols < n, s)
+
+
+@triton.jit
+def value_tile(
+    Q, S, X, UP, settings, GIVEN, s_step, n, has_bound, powers,
+    GELU: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantise up to BLOCK columns, of n that are left of their row."""
+    cols = columns(BLOCK, GROUP)
+    mask = cols < n
+    y = value_at(X, UP, settings, cols, mask, GELU).to(tl.float32)
+    if STATIC:
+        store_static(Q, y, cols, mask, GIVEN)
+    else:
+        store_groups(Q, S, s_step, y, 0, n, mask, bound_of(GIVEN, has_bound), powers, BLOCK, GROUP)
