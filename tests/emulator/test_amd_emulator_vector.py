@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.emulator.amd_emulator import EmulatorError
 from tests.emulator.amd_emulator.arithmetic import OPERATIONS, SATURATING, fma_f16, fma_f32, fma_f64
@@ -347,6 +348,26 @@ def test_mixed_precision() -> None:
     vectors[0] = bits(MASK32, U32)
     wave = execute("v_fma_mixlo_f16 v0, v1, v2, -v3 op_sel_hi:[1,0,1]", vectors=vectors)
     assert set(result(wave)) == {0xFFFF0000 | f16(4.0)}
+
+
+def test_conversion_to_fp8() -> None:
+    """Each pair of codes in its half of the register; every value of e4m3fnuz, the ties between them, what overflows
+    and what has no code, in torch's words where those are the hardware's."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fnuz).float()
+    values = np.unique(codes[~codes.isnan()].numpy())
+    ties = (values[1:] + values[:-1]) / 2
+    near = np.concatenate([np.nextafter(ties, np.float32(s * np.inf)) for s in (-1, 1)])
+    every = np.concatenate([values, -values, ties, near]).astype(np.float32)
+    wanted = torch.from_numpy(every).to(torch.float8_e4m3fnuz).view(torch.uint8).numpy()
+    for first in range(0, len(every), 64):
+        a, b = (np.resize(every[first : first + 64], 64), np.full(64, -1.0, np.float32))
+        vectors = {0: bits(0x1234ABCD, U32), 1: a.view(U32), 2: b.view(U32)}
+        low = result(execute("v_cvt_pk_fp8_f32 v0, v1, v2", vectors=vectors))
+        high = result(execute("v_cvt_pk_fp8_f32 v0, v1, v2 op_sel:[0,0,1]", vectors=vectors))
+        pairs = np.resize(wanted[first : first + 64], 64).astype(U32) | 0xC000
+        assert np.array_equal(low, pairs | 0x12340000) and np.array_equal(high, pairs << 16 | 0xABCD)
+    vectors = {0: bits(0, U32), 1: bits(249.0, F32), 2: bits(np.inf, F32)}
+    assert set(result(execute("v_cvt_pk_fp8_f32 v0, -v1, |v2|", vectors=vectors))) == {0x8080}
 
 
 @pytest.mark.parametrize(

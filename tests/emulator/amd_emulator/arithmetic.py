@@ -89,6 +89,18 @@ def _transcendental(function: Callable[[Lanes], Lanes], name: str) -> Callable[[
     return lambda a: function(np.asarray(a, F64)).astype(dtype)
 
 
+def to_e4m3fnuz(x: np.ndarray) -> np.ndarray:
+    """Codes of e4m3fnuz, rounded to nearest even: exponents from 2^-7, below that multiples of 2^-10. There is no
+    negative zero, its code is NaN; what lies past 240 is NaN too, as with the mode bit FP16_OVFL at 0."""
+    size = np.abs(np.where(np.isfinite(x), x, 0.0).astype(np.float64))
+    exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, -7), -7)
+    rounded = np.rint(np.ldexp(size, 3 - exponent))  # in units of the last place
+    code = rounded + (exponent + 7) * 8  # a carry moves on into the exponent
+    code = np.where((size > 0) & (code > 0) & np.signbit(x), code + 128, code)
+    fits = np.isfinite(x) & (np.ldexp(rounded, exponent - 3) <= 240)
+    return np.where(fits, code, 128).astype(U16)
+
+
 def round_towards_zero_f16(a: Lanes) -> Lanes:
     nearest = a.astype(F16)
     return np.where(np.abs(nearest.astype(F32)) > np.abs(a), np.nextafter(nearest, F16(0)), nearest)
@@ -340,6 +352,7 @@ def _define_conversions() -> None:
     _define("v_pack_b32_f16", "b32", "f16 f16", pack)
     pack_truncated = lambda a, b: pack(round_towards_zero_f16(a), round_towards_zero_f16(b))  # noqa: E731
     _define("v_cvt_pkrtz_f16_f32", "b32", "f32 f32", pack_truncated)
+    _define("v_cvt_pk_fp8_f32", "u16", "f32 f32", lambda a, b: to_e4m3fnuz(a) | to_e4m3fnuz(b) << U16(8))
 
 
 # Integer instructions with the clamp modifier, which limits the exact result to the type's range.

@@ -199,5 +199,5 @@ def _partial_destination(instruction: Instruction, register: int, bits: int, kee
 
 
 def keeps_high_half(name: str) -> bool:
-    """Whether a 16-bit instruction keeps the high half of its result register: those of three operands do."""
-    return bool(re.match(r"v_(fma|fmac|mad|med3|min3|max3|div_fixup)_[fui]16$", name))
+    """Whether a 16-bit instruction keeps the other half of its result register: those of three operands do."""
+    return bool(re.match(r"v_(fma|fmac|mad|med3|min3|max3|div_fixup)_[fui]16$|v_cvt_pk_fp8_f32$", name))

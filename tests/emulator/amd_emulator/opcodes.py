@@ -247,6 +247,9 @@ _OPCODES: dict[tuple[str, str], dict[str, str]] = {
         "2 2 1 2": """
             0x208 v_lshl_add_u64
         """,
+        "1 1 1": """
+            0x2a2 v_cvt_pk_fp8_f32
+        """,
     },
     ("VOP3P", ""): {
         "1 1 1": """
