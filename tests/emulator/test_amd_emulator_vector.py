@@ -12,8 +12,11 @@ import torch
 
 from tests.emulator.amd_emulator import EmulatorError
 from tests.emulator.amd_emulator.arithmetic import OPERATIONS, SATURATING, fma_f16, fma_f32, fma_f64
+from tests.emulator.amd_emulator.decode import decode
+from tests.emulator.amd_emulator.encodings import assembled
 from tests.emulator.amd_emulator.operand import DTYPES
 from tests.emulator.amd_emulator.single_step import bits, execute, f16, f32, result
+from tests.emulator.amd_emulator.vector import build
 from tests.emulator.amd_emulator.wave import MASK32
 
 F16, F32, F64, U32, I32, U64 = np.float16, np.float32, np.float64, np.uint32, np.int32, np.uint64
@@ -368,6 +371,21 @@ def test_conversion_to_fp8() -> None:
         assert np.array_equal(low, pairs | 0x12340000) and np.array_equal(high, pairs << 16 | 0xABCD)
     vectors = {0: bits(0, U32), 1: bits(249.0, F32), 2: bits(np.inf, F32)}
     assert set(result(execute("v_cvt_pk_fp8_f32 v0, -v1, |v2|", vectors=vectors))) == {0x8080}
+
+
+def test_conversions_that_saturate() -> None:
+    """Under the mode bit FP16_OVFL what overflows becomes the largest value; infinities and NaN do not."""
+    vectors = {0: bits(0, U32), 1: bits(1e9, F32), 2: bits(np.inf, F32)}
+    mode = "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1"
+    wave = execute(mode, vectors=vectors)
+    assert wave.saturates and not execute("v_nop", vectors=vectors).saturates
+    for line, wanted in (
+        ("v_cvt_pk_fp8_f32 v0, -v1, |v2|", 0x80FF),
+        ("v_cvt_f16_f32_e32 v0, v1", f16(65504.0)),
+    ):
+        step = build(decode(assembled(line, "gfx942"), 0, "gfx942"))
+        step(wave)
+        assert set(result(wave)) == {wanted}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from .wave import FIRST_ACCUMULATOR, VCC
 
 Modifier = int | str | tuple[int, ...] | None  # None: a bare word
 
+# Bits of the register MODE: its number, the first bit, how many less one
+_FP16_OVFL, _ROUND_16_64 = 1 | 23 << 6, 1 | 2 << 6 | 1 << 11
 _VOP2_WITH_CONSTANT = (0x17, 0x18, 0x24, 0x25)  # v_fmamk, v_fmaak and their like
 _LITERAL, _SDWA, _DPP = (
     255,
@@ -252,6 +254,14 @@ def _sopc(form: Form, word: int, second: int | None, arch: str) -> Parts:
 
 
 def _sopk(form: Form, word: int, second: int | None, arch: str) -> Parts:
+    if form.name == "s_setreg_imm32_b32":
+        assert second is not None
+        if word & 0xFFFF != _FP16_OVFL and (word & 0xFFFF, second) != (_ROUND_16_64, 0):
+            raise EmulatorError(
+                "unknown instruction: s_setreg of what is neither FP16_OVFL nor rounding to nearest"
+            )
+        bits = Operand("mode", word >> 6 & 31, (word >> 11 & 31) + 1)
+        return form.name, [bits, Operand("integer", value=second)], {}
     return form.name, [_scalar(word >> 16 & 0x7F, 1), _constant(word & 0xFFFF)], {}
 
 

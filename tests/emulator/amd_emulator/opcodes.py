@@ -50,6 +50,11 @@ _OPCODES: dict[tuple[str, str], dict[str, str]] = {
             0x0f s_mulk_i32
         """,
     },
+    ("SOPK", "gfx942"): {
+        "- k": """
+            0x14 s_setreg_imm32_b32
+        """,
+    },
     ("SOP1", ""): {
         "1 1": """
             0x00 s_mov_b32  0x02 s_cmov_b32  0x04 s_not_b32  0x06 s_wqm_b32  0x08 s_brev_b32

@@ -45,7 +45,8 @@ Reader = Callable[[Wave], Value]
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand. `kind` is vector, scalar, scc, integer, float or off.
+    """One operand. `kind` is vector, scalar, scc, integer, float, off or mode, which stands for `count` bits of that
+    register from `register` on.
 
     `register` numbers vector registers with the accumulation registers after the 256 others; `count` is how many
     32-bit registers it stands for.
@@ -86,6 +87,8 @@ class Operand:
             return "src_scc"
         if self.kind == "off":
             return "off"
+        if self.kind == "mode":
+            return f"hwreg(HW_REG_MODE, {self.register}, {self.count})"
         if self.kind == "scalar" and (self.register, self.count) in _NAMED:
             return _NAMED[self.register, self.count]
         name, first = self.register_file()

@@ -130,6 +130,11 @@ def build(instruction: Instruction) -> Step:
         return _load(instruction)
     instruction.allow()
     operands = instruction.operands
+    if name == "s_setreg_imm32_b32":
+        if operands[0].count == 2:  # rounding to nearest even, the one way there is here
+            return lambda wave: None
+        value = bool(int(operands[1].value) & 1)
+        return lambda wave: setattr(wave, "saturates", value)
     if name in ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64"):
         return _program_counter(instruction, operands)
     if match := re.fullmatch(r"s_(mov|add|mul|cmov|cmp)k_(?:(\w\w)_)?([iu])32", name):

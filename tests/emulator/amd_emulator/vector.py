@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from .packed import build_mixed, build_packed
 from .scalar import Step
 from .wave import LANE, LANES, MASK32, VCC, Wave, lanes_of, mask_of
 
+_LARGEST = {"v_cvt_pk_fp8_f32": 240.0, "v_cvt_f16_f32": 65504.0}
 _COMPARE: dict[str, Callable[..., np.ndarray]] = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -56,6 +58,8 @@ def build(instruction: Instruction) -> Step:
     operation = OPERATIONS[name]
     instruction.expect(1 + len(operation.sources))
     sources = [source(instruction, 1 + i, i, kind) for i, kind in enumerate(operation.sources)]
+    if (largest := _LARGEST.get(name)) is not None:
+        sources = [_limited(read, largest) for read in sources]
     write = destination(instruction, operation.result, keeps_high_half(name))
     function = operation.function
     if "clamp" in instruction.modifiers and operation.result[0] != "f":
@@ -63,6 +67,18 @@ def build(instruction: Instruction) -> Step:
             raise EmulatorError("clamp on an integer result is not implemented here")
         function = SATURATING[name]
     return _apply(function, sources, write)
+
+
+def _limited(read: Reader, largest: float) -> Reader:
+    """A source as a conversion sees it under FP16_OVFL: finite values stay within what the result can hold."""
+
+    def limited(wave: Wave) -> Any:
+        value = read(wave)
+        if not wave.saturates:
+            return value
+        return np.where(np.isfinite(value), np.clip(value, -largest, largest), value).astype(np.float32)
+
+    return limited
 
 
 def _apply(

@@ -42,7 +42,19 @@ class Wave:
     is EXEC as bools, and `all_lanes` says that it is full. `floats` is `vectors` seen as float32.
     """
 
-    __slots__ = ("all_lanes", "done", "floats", "group", "index", "lanes", "pc", "scalars", "scc", "vectors")
+    __slots__ = (
+        "all_lanes",
+        "done",
+        "floats",
+        "group",
+        "index",
+        "lanes",
+        "pc",
+        "saturates",
+        "scalars",
+        "scc",
+        "vectors",
+    )
 
     def __init__(self, group: WorkGroup | None, index: int) -> None:
         self.group: Any = group
@@ -51,6 +63,9 @@ class Wave:
         self.vectors = np.full((2 * FIRST_ACCUMULATOR, LANES), POISON, np.uint32)
         self.floats = self.vectors.view(np.float32)
         self.scc = 0
+        self.saturates = (
+            False  # FP16_OVFL of MODE: conversions to 16 and 8 bits overflow to the largest value
+        )
         self.pc = 0
         self.done = False
         self.set_exec(MASK64)
