@@ -110,7 +110,10 @@ def _define(op: Differentiable) -> None:
         *inputs, keep = arguments
         found = op.by_reference(tuple(inputs[:count]), tuple(inputs[count:]))
         return unpacked(
-            [torch.empty_like(r) if keep or i < op.outputs else r.new_empty(0) for i, r in enumerate(found)]
+            [
+                r.new_empty_strided(r.shape, r.stride()) if keep or i < op.outputs else r.new_empty(0)
+                for i, r in enumerate(found)
+            ]
         )
 
     def listed(found: Tensors, needed: Sequence[bool], like: Tensors) -> list[Tensor]:
