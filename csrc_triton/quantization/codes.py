@@ -77,7 +77,7 @@ def divide(values, s, reciprocal):
     a negative zero stays one. Where s is infinite the remainder has none of it, else a zero would become NaN."""
     finite = tl.where(s == float("inf"), 0.0, s)
     q = values * reciprocal
-    return tl.fma(-tl.fma(q, finite, -values), reciprocal, q)
+    return tl.fma(tl.fma(q, finite, -values), reciprocal * -1.0, q)  # a minus would be 0 - reciprocal
 
 
 @triton.jit

@@ -133,8 +133,22 @@ def _teach_arithmetic() -> None:
     """As on a GPU: a fused multiply-add rounds once, minima and maxima pass over NaN, and what becomes e4m3 is rounded
     to nearest even and saturates."""
     from triton import language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+    patch_core = interpreter._patch_lang_core
+
+    def with_e4b8(lang: Any, scope: Any) -> None:
+        """Its list of types lacks one that its builder has."""
+        patch_core(lang, scope)
+        of_others = tl.core.dtype.to_ir
+
+        def to_ir(self: Any, builder: Any) -> Any:
+            return builder.get_fp8e4b8_ty() if self.name == "fp8e4b8" else of_others(self, builder)
+
+        scope.set_attr(tl.core.dtype, "to_ir", to_ir)
+
+    interpreter._patch_lang_core = with_e4b8
     e4m3 = {tl.float8e4nv: (torch.float8_e4m3fn, 448.0), tl.float8e4b8: (torch.float8_e4m3fnuz, 240.0)}
     convert = InterpreterBuilder.create_fp_to_fp
 
