@@ -140,10 +140,10 @@ class OpManifest:
         kernels = _object(path, raw.get("kernels"), "kernels")
         self.kernels = {name: self._kernel(name, _object(path, body, name)) for name, body in kernels.items()}
         self._owner = {
-            variant: kernel
+            entry[-1]: kernel
             for kernel in self.kernels.values()
             for entries in (*kernel.tables.values(), *kernel.few.values())
-            for *_, variant in entries
+            for entry in entries
         }
 
     @property

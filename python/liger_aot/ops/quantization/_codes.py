@@ -6,7 +6,7 @@ The rules of scales and codes are those of csrc_triton/quantization/codes.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class QuantizingOp(DifferentiableOp):
     results = 2  # codes, scales
     contiguous = False  # scales may lie by columns
     dynamic_tensor = False  # whether it can find the scale of a whole tensor itself
-    source_dtypes = (torch.bfloat16, torch.float16)
+    source_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
         super().__init__(runtimes)
