@@ -140,11 +140,13 @@ class OpManifest:
         kernels = _object(path, raw.get("kernels"), "kernels")
         self.kernels = {name: self._kernel(name, _object(path, body, name)) for name, body in kernels.items()}
         self._owner = {
-            entry[-1]: kernel
+            variant: kernel
             for kernel in self.kernels.values()
-            for entries in (*kernel.tables.values(), *kernel.few.values())
-            for entry in entries
+            for entries in kernel.tables.values()
+            for _, variant in entries
         }
+        for kernel in self.kernels.values():
+            self._owner |= {variant: kernel for of_few in kernel.few.values() for _, _, variant in of_few}
 
     @property
     def variants(self) -> tuple[str, ...]:
