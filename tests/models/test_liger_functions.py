@@ -14,9 +14,15 @@ from torch.nn import functional as F
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make venv installs it")
 
 import liger_aot.liger
-from liger_aot.errors import ArgumentError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.liger.functions import COVERED
 from tests.models.liger_cases import CASES, Case, labels, ours, randn, rms
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 def outputs(value: Any) -> list[Tensor]:
@@ -191,6 +197,82 @@ def test_gate_and_up_of_two_dtypes(name: str) -> None:
         torch.testing.assert_close(got, want.to(gate.dtype))
         grads = torch.autograd.grad(got.sum(), (gate, up))
         assert [g.dtype for g in grads] == list(dtypes)
+
+
+def test_a_target_out_of_bounds() -> None:
+    """Liger's assertion, where the error is raised."""
+    x, t = randn(4, 8), torch.tensor([1, 8, -100, 0])
+    for call in (
+        lambda: ours("LigerCrossEntropyFunction").apply(x, t, None),
+        lambda: ours("cross_entropy_forward")(x, t, None, -100, 0.0, 0.0, "mean", None, False),
+    ):
+        with pytest.raises(AssertionError, match=r"in \[0, 8\).*got 8: it is out of bounds") as raised:
+            call()
+        assert isinstance(raised.value, ArgumentError)
+
+
+def test_float64_is_an_error_that_says_so() -> None:
+    """Liger computes most of it in float32."""
+    x, w = torch.randn(3, 8).double(), torch.randn(8).double()
+    for call in (
+        lambda: ours("LigerRMSNormFunction").apply(x, w, 1e-6),
+        lambda: ours("LigerCrossEntropyFunction").apply(x, torch.tensor([1, 2, 3]), None),
+        lambda: ours("LigerSiLUMulFunction").apply(x, x),
+    ):
+        with pytest.raises(ArgumentTypeError, match="must be bfloat16, float16, float32, got float64"):
+            call()
+
+
+def within(got: Tensor, exact: Tensor, atol: float, rtol: float) -> bool:
+    return bool(torch.allclose(got.double(), exact, atol=atol, rtol=rtol))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("casting_mode", ["llama", "gemma"])
+@pytest.mark.parametrize("shape", [(2, 128, 512), (5, 123, 123)], ids=str)
+def test_sums_of_a_modulated_norm(shape: tuple[int, ...], casting_mode: str, device: str) -> None:
+    """Liger and the plain torch that its test compares with round each product to bfloat16 before they sum it; ours are
+    float32 until the sum. With the limits of Liger's test (0.1 and 2%), ours hold against float64 and that torch
+    doesn't, where so many rows are summed: against it they can't hold either."""
+    torch.manual_seed(0)
+    offset = 1.0 if casting_mode == "gemma" else 0.0
+    x, dy = (torch.randn(shape).bfloat16().to(device) for _ in range(2))
+    scale, shift = (torch.randn(shape[-1]).mul(0.1).bfloat16().to(device) for _ in range(2))
+    weight = torch.ones(shape[-1], device=device).bfloat16()
+
+    def in_torch(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = s, b, w = tuple(t.to(dtype).requires_grad_() for t in (scale, shift, weight))
+        wide = x.to(torch.promote_types(dtype, torch.float32))
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        if casting_mode == "llama":
+            normal = normal.to(dtype) * (offset + w)
+        else:
+            normal = (normal * (offset + w.to(wide.dtype))).to(dtype)
+        return torch.autograd.grad(normal * (1 + s) + b, leaves, dy.to(dtype))
+
+    leaves = s, b, w = tuple(t.clone().requires_grad_() for t in (scale, shift, weight))
+    y = ours("LigerModulatedRMSNormFunction").apply(x, w, s, b, 1e-6, offset, casting_mode)
+    got = torch.autograd.grad(y, leaves, dy)
+    exact, rounded = in_torch(torch.float64), in_torch(torch.bfloat16)
+    assert all(within(g, e, 0.1, 0.02) for g, e in zip(got, exact, strict=True))
+    assert not all(within(r, e, 0.1, 0.02) for r, e in zip(rounded, exact, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "act"), [("LigerSiLUMulFunction", F.silu), ("LigerGELUMulFunction", gelu)])
+def test_a_gated_activation_is_rounded_once(name: str, act: Any, device: str) -> None:
+    """Liger rounds the activation to bfloat16 before it multiplies, as Transformers does: two roundings, so that some
+    elements differ from ours by one unit in the last place."""
+    torch.manual_seed(0)
+    gate, up = (torch.randn(64, 512, device=device).bfloat16() for _ in range(2))
+    exact = act(gate.double()) * up.double()
+
+    def error(y: Tensor) -> float:
+        return float(((y.double() - exact).abs() / exact.abs()).max())
+
+    once, twice = ours(name).apply(gate, up), act(gate.float()).bfloat16() * up
+    assert error(once) <= 1.05 * 2.0**-8 < error(twice) <= 2.05 * 2.0**-8
+    assert float((once != twice).float().mean()) > 0.1
 
 
 @pytest.mark.parametrize("width", [41, 42])
