@@ -46,6 +46,7 @@ class Arch:
     matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
     pdl: bool  # whether it has programmatic dependent launch
     fp8: str  # the 8-bit float that it converts to: "fp8e4nv" (e4m3), "fp8e4b8" (e4m3fnuz), or "none"
+    fp16_flushes: bool  # whether its float16 matrix instructions read subnormal numbers as zeros
 
 
 _ARCH_KEYS = {field.name for field in fields(Arch)}

@@ -13,7 +13,7 @@ from csrc_triton.attention.forward import load_rows
 
 # What the declarations share.
 READ = {"Q": "*dtype", "K": "*dtype", "V": "*dtype", "DY": "*dtype", "LSE2": "*fp32", "DELTA": "*fp32"}
-TILES_CONSTANTS = ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "SOFTCAP"]
+TILES_CONSTANTS = ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "FP16_FLUSHES", "SOFTCAP"]
 
 
 @aggregate
@@ -71,27 +71,35 @@ class TileSizes:
     D1: tl.constexpr  # columns of a head: two panels where D2 is not 0
     D2: tl.constexpr
     STAGES: tl.constexpr
+    FP16_FLUSHES: tl.constexpr  # whether float16's matrix products are float32's: see ``rows_within``
     SOFTCAP: tl.constexpr  # whether there is one
     VARLEN: tl.constexpr  # whether rows of LSE2 and DELTA behind ``len_q`` are another sequence's
     PEELED: tl.constexpr  # whether blocks without a mask have a loop of their own, which takes registers
 
     @triton.constexpr_function
-    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, STAGES, SOFTCAP, VARLEN, PEELED=True):
+    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, STAGES, FP16_FLUSHES, SOFTCAP, VARLEN, PEELED=True):
         value = tl.constexpr
         self.BLOCK_M, self.BLOCK_N, self.D1, self.D2 = value(BLOCK_M), value(BLOCK_N), value(D1), value(D2)
-        self.STAGES, self.SOFTCAP = value(STAGES), value(SOFTCAP)
+        self.STAGES, self.FP16_FLUSHES, self.SOFTCAP = value(STAGES), value(FP16_FLUSHES), value(SOFTCAP)
         self.VARLEN, self.PEELED = value(VARLEN), value(PEELED)
 
 
 @triton.jit
-def rows_within(X, rows, stride, columns, dim, length, CLAMPED: tl.constexpr):
+def rows_within(X, rows, stride, columns, dim, length, CLAMPED: tl.constexpr, z):
     """[rows, columns] of a tensor, zero past ``dim`` columns. With CLAMPED, rows past the last repeat the last one; the
-    caller masks what they give. A mask of rows would take more registers than the kernels have."""
+    caller masks what they give. A mask of rows would take more registers than the kernels have.
+
+    Where float16's matrix instructions read subnormal numbers as zeros, float16 is float32 from here on, and with it P
+    and dS, which are rounded to the tiles' dtype. Scales would not do: dS and dY have no bound.
+    """
     if CLAMPED:
         rows = tl.minimum(rows, length - 1)
-    return tl.load(
+    tile = tl.load(
         X + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=columns[None, :] < dim, other=0.0
     )
+    if z.FP16_FLUSHES and tile.dtype == tl.float16:
+        tile = tile.to(tl.float32)
+    return tile
 
 
 @triton.jit
@@ -136,16 +144,16 @@ def dkdv_step(row, h, x, p, k, k2, v, v2, low, count, dk, dk2, dv, dv2, MASKED: 
     DELTA = x.DELTA + at
     rows = row + tl.arange(0, z.BLOCK_M)
     columns = tl.arange(0, z.D1)
-    q = rows_within(Q, rows, x.q_row, columns, p.dim, p.len_q, MASKED)
-    dy = rows_within(DY, rows, x.dy_row, columns, p.dim, p.len_q, MASKED)
+    q = rows_within(Q, rows, x.q_row, columns, p.dim, p.len_q, MASKED, z)
+    dy = rows_within(DY, rows, x.dy_row, columns, p.dim, p.len_q, MASKED, z)
     s = tl.dot(k, tl.trans(q))
     dp = tl.dot(v, tl.trans(dy))
     q2 = q
     dy2 = dy
     if z.D2 > 0:
         columns2 = tl.arange(0, z.D2) + z.D1
-        q2 = rows_within(Q, rows, x.q_row, columns2, p.dim, p.len_q, MASKED)
-        dy2 = rows_within(DY, rows, x.dy_row, columns2, p.dim, p.len_q, MASKED)
+        q2 = rows_within(Q, rows, x.q_row, columns2, p.dim, p.len_q, MASKED, z)
+        dy2 = rows_within(DY, rows, x.dy_row, columns2, p.dim, p.len_q, MASKED, z)
         s = tl.dot(k2, tl.trans(q2), s)
         dp = tl.dot(v2, tl.trans(dy2), dp)
     lse, delta = row_values(LSE2, DELTA, rows, p.len_q, z.VARLEN and MASKED)
@@ -169,8 +177,8 @@ def dkdv_tile(key, DK, DV, dk_row, x, p, z):
     query heads that share it, of which ``x`` has the first."""
     keys = key + tl.arange(0, z.BLOCK_N)
     columns = tl.arange(0, z.D1)
-    k = rows_within(x.K, keys, x.k_row, columns, p.dim, p.len_k, True)
-    v = rows_within(x.V, keys, x.v_row, columns, p.dim, p.len_k, True)
+    k = rows_within(x.K, keys, x.k_row, columns, p.dim, p.len_k, True, z)
+    v = rows_within(x.V, keys, x.v_row, columns, p.dim, p.len_k, True, z)
     dk = tl.zeros([z.BLOCK_N, z.D1], tl.float32)
     dv = tl.zeros([z.BLOCK_N, z.D1], tl.float32)
     k2 = k
@@ -179,8 +187,8 @@ def dkdv_tile(key, DK, DV, dk_row, x, p, z):
     dv2 = dv
     if z.D2 > 0:
         columns2 = tl.arange(0, z.D2) + z.D1
-        k2 = rows_within(x.K, keys, x.k_row, columns2, p.dim, p.len_k, True)
-        v2 = rows_within(x.V, keys, x.v_row, columns2, p.dim, p.len_k, True)
+        k2 = rows_within(x.K, keys, x.k_row, columns2, p.dim, p.len_k, True, z)
+        v2 = rows_within(x.V, keys, x.v_row, columns2, p.dim, p.len_k, True, z)
         dk2 = tl.zeros([z.BLOCK_N, z.D2], tl.float32)
         dv2 = tl.zeros([z.BLOCK_N, z.D2], tl.float32)
 
@@ -231,15 +239,15 @@ def dq_step(key, x, p, q, q2, dy, dy2, lse, delta, low, count, dq, dq2, MASKED: 
     each row sees and how many it sees."""
     keys = key + tl.arange(0, z.BLOCK_N)
     columns = tl.arange(0, z.D1)
-    k = rows_within(x.K, keys, x.k_row, columns, p.dim, p.len_k, MASKED)
-    v = rows_within(x.V, keys, x.v_row, columns, p.dim, p.len_k, MASKED)
+    k = rows_within(x.K, keys, x.k_row, columns, p.dim, p.len_k, MASKED, z)
+    v = rows_within(x.V, keys, x.v_row, columns, p.dim, p.len_k, MASKED, z)
     s = tl.dot(q, tl.trans(k))
     dp = tl.dot(dy, tl.trans(v))
     k2 = k
     if z.D2 > 0:
         columns2 = tl.arange(0, z.D2) + z.D1
-        k2 = rows_within(x.K, keys, x.k_row, columns2, p.dim, p.len_k, MASKED)
-        v2 = rows_within(x.V, keys, x.v_row, columns2, p.dim, p.len_k, MASKED)
+        k2 = rows_within(x.K, keys, x.k_row, columns2, p.dim, p.len_k, MASKED, z)
+        v2 = rows_within(x.V, keys, x.v_row, columns2, p.dim, p.len_k, MASKED, z)
         s = tl.dot(q2, tl.trans(k2), s)
         dp = tl.dot(dy2, tl.trans(v2), dp)
     probs, slope = probabilities(s, lse[:, None], keys[None, :], low[:, None], count[:, None], p, MASKED, z)
@@ -259,16 +267,16 @@ def dq_tile(row, DQ, dq_row, x, p, z):
     rows = row + tl.arange(0, z.BLOCK_M)
     lse, delta = row_values(x.LSE2, x.DELTA, rows, p.len_q, z.VARLEN)
     columns = tl.arange(0, z.D1)
-    q = rows_within(x.Q, rows, x.q_row, columns, p.dim, p.len_q, True)
-    dy = rows_within(x.DY, rows, x.dy_row, columns, p.dim, p.len_q, True)
+    q = rows_within(x.Q, rows, x.q_row, columns, p.dim, p.len_q, True, z)
+    dy = rows_within(x.DY, rows, x.dy_row, columns, p.dim, p.len_q, True, z)
     dq = tl.zeros([z.BLOCK_M, z.D1], tl.float32)
     q2 = q
     dy2 = dy
     dq2 = dq
     if z.D2 > 0:
         columns2 = tl.arange(0, z.D2) + z.D1
-        q2 = rows_within(x.Q, rows, x.q_row, columns2, p.dim, p.len_q, True)
-        dy2 = rows_within(x.DY, rows, x.dy_row, columns2, p.dim, p.len_q, True)
+        q2 = rows_within(x.Q, rows, x.q_row, columns2, p.dim, p.len_q, True, z)
+        dy2 = rows_within(x.DY, rows, x.dy_row, columns2, p.dim, p.len_q, True, z)
         dq2 = tl.zeros([z.BLOCK_M, z.D2], tl.float32)
 
     # the first key that each row sees, how many it sees; blocks that no row or every row sees whole

@@ -135,7 +135,7 @@ def varlen_dkdv_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, CU_SEQLENS_Q, CU_SEQLENS_K, dk_head, dk_row, q_head, q_row, k_head, k_row,
     v_head, v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_per_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PEELED: tl.constexpr,
+    D2: tl.constexpr, STAGES: tl.constexpr, FP16_FLUSHES: tl.constexpr, SOFTCAP: tl.constexpr, PEELED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of a sequence, the first keys first. LSE2 and DELTA are
     [heads, padded]; ``right`` and ``left`` are those of a sequence with as many keys as queries."""
@@ -157,7 +157,7 @@ def varlen_dkdv_tiles(
         q_head, q_row, k_row, v_row, dy_head, dy_row,
     )  # fmt: skip
     p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right + past, left + past)
-    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, SOFTCAP, True, PEELED)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP16_FLUSHES, SOFTCAP, True, PEELED)
     dkdv_tile(key, DK + to, DV + to, dk_row, x, p, z)
 
 
@@ -166,7 +166,7 @@ def varlen_dq_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, CU_SEQLENS_Q, CU_SEQLENS_K, dq_head, dq_row, q_head, q_row, k_head, k_row, v_head,
     v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_per_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
+    D2: tl.constexpr, STAGES: tl.constexpr, FP16_FLUSHES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows of a head of a sequence, the last rows first; the rest is as in ``varlen_dkdv_tiles``."""
     tile = tiles_per_head - 1 - tl.program_id(0) % tiles_per_head
@@ -186,7 +186,7 @@ def varlen_dq_tiles(
         q_row, k_row, v_row, dy_head, dy_row,
     )  # fmt: skip
     p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right + past, left + past)
-    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, SOFTCAP, True)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP16_FLUSHES, SOFTCAP, True)
     dq_tile(row, DQ + head * dq_head + first_q * dq_row, dq_row, x, p, z)
 
 

@@ -94,6 +94,10 @@ class ArgumentError(LigerAOTError, ValueError):
     """An argument's value, shape, device or layout is not allowed."""
 
 
+class IndexOutOfRange(ArgumentError):
+    """A target, an index or a length in a tensor lies outside of its range."""
+
+
 class ArgumentTypeError(LigerAOTError, TypeError):
     """An argument's type or dtype is not allowed."""
 

@@ -6,11 +6,14 @@ fused linear cross entropy are float32, but for its z-loss, which has the input'
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_aot.errors import ArgumentError, IndexOutOfRange
 from liger_aot.liger.common import Function, gradients_of
 from liger_aot.liger.fallback import theirs
 from liger_aot.ops.registry import load
@@ -31,10 +34,28 @@ _UNREAD = frozenset(
 )
 
 
+class TargetOutOfBounds(IndexOutOfRange, AssertionError):
+    """Liger's is an AssertionError, which callers may catch."""
+
+
+def _asserting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose error for a target out of range is TargetOutOfBounds."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except IndexOutOfRange as error:
+            raise TargetOutOfBounds(f"{error}: it is out of bounds") from error
+
+    return call
+
+
 class LigerCrossEntropyFunction(Function):
     """The gradient overwrites the logits, as in Liger, unless another backward might read them."""
 
     @staticmethod
+    @_asserting
     def call(
         _input: Tensor,
         target: Tensor,
@@ -95,6 +116,7 @@ def _optional_results(
     return loss.to(dtypes[0]), z_loss, accuracy, predicted
 
 
+@_asserting
 def cross_entropy_forward(
     _input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, lse_square_scale: float,
     label_smoothing: float, reduction: str, softcap: float | None, return_z_loss: bool,
@@ -125,7 +147,14 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
-    _cross_entropy.rescale(_input, grad_output)
+    """``grad_output`` is a number or one a row, of any dtype: the losses have the logits', the kernel reads float32."""
+    count = _input.numel() // max(_input.shape[-1], 1)
+    if grad_output.numel() not in (1, count):
+        raise ArgumentError(
+            f"cross_entropy: grad_output must hold one number or {count}, one a row; got {tuple(grad_output.shape)}"
+        )
+    grad = grad_output.to(_input.device, torch.float32)
+    _cross_entropy.rescale(_input, grad.reshape(() if grad.numel() == 1 else _input.shape[:-1]))
     return _input
 
 

@@ -13,7 +13,7 @@ import os
 
 import torch
 
-from liger_aot.errors import ArgumentError
+from liger_aot.errors import IndexOutOfRange
 from liger_aot.runtime.locks import new_lock
 
 DEBUG = os.environ.get("LIGER_AOT_DEBUG", "0") not in ("", "0")
@@ -44,12 +44,12 @@ def flag(op: str) -> int:
 
 
 def raise_if_any(op: str, call: str = "an earlier call") -> None:
-    """ArgumentError if a kernel of the op met an index out of range since the last look. Waits for nothing."""
+    """IndexOutOfRange if a kernel of the op met an index out of range since the last look. Waits for nothing."""
     word = _words.get(op)
     if word is not None and word.cell.value:
         found, word.cell.value = word.cell.value, 0
         hint = "" if DEBUG else "; LIGER_AOT_DEBUG=1 raises in the call itself"
-        raise ArgumentError(
+        raise IndexOutOfRange(
             f"{op}: {call} was given {found}, which is out of range and no index to ignore{hint}"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_aot.ops.attention._operands import Settings
 from liger_aot.ops.attention.flash_attention import FlashAttention, _scores
 from tests.harness.tolerances import LEAST, NAMES, UNIT_ROUNDOFF
-from tests.ops.attention.attention_cases import FP16, SMALL, Problem
+from tests.ops.attention.attention_cases import FP16, SMALL, Problem, far_behind
 
 # With those of the forward: every row of the capped tables, and windows that leave keys unseen.
 SMALL_GRADIENTS = (
@@ -49,6 +49,28 @@ def check_gradients(
     tensors = tuple(None if t is None else t.detach() for t in (q, k, v, sinks))
     worst = gradient_errors(found, tensors, do, dlse, problem, allowed, approximate=device == "cuda")
     assert max(worst.values()) <= 1, f"{problem}, seed {seed}: errors as fractions of what is allowed {worst}"
+
+
+# float16's normal numbers end at 2^-14: all of P and dS but the first key's are subnormal, or dY is and dP with it.
+FAINT = ((9.75, 1.0), (12.0, 1.0), (1.0, 2.0**-16), (12.0, 2.0**-16))
+
+
+def faint_errors(
+    run: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    gap: float,
+    size: float,
+    allowed: Mapping[str, float],
+    device: str = "cpu",
+) -> dict[str, float]:
+    """``gradient_errors`` of ``far_behind`` in float16 with a gradient of ``size``: ``run`` takes q, k, v and do.
+
+    The keys far behind also have a component that does not change scores: all of dq there comes from their dS.
+    """
+    problem, (q, k, v, _) = far_behind(gap, FP16, device)
+    k[:, 1:, :, 1] = 1.0
+    do = torch.full_like(q, size)
+    found = run(q, k, v, do)
+    return gradient_errors(found, (q, k, v, None), do, None, problem, allowed, approximate=device == "cuda")
 
 
 def gradient_errors(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import liger_aot
+from build_tools.build import make_plans
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, Settings, swizzle_heads
 from liger_aot.ops.attention.flash_attention import FlashAttention
@@ -23,7 +24,13 @@ from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.planned_packs import tables_of
 from tests.harness.tolerances import REFERENCE
 from tests.ops.attention.attention_cases import BF16, EMPTY, FP16, Problem
-from tests.ops.attention.attention_gradients import SMALL_GRADIENTS, check_gradients, gradient_errors
+from tests.ops.attention.attention_gradients import (
+    FAINT,
+    SMALL_GRADIENTS,
+    check_gradients,
+    faint_errors,
+    gradient_errors,
+)
 
 ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 CASES = [(seed, problem) for seed, problem in enumerate((*SMALL_GRADIENTS, *EMPTY))]
@@ -64,6 +71,56 @@ def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) ->
     pack = built_pack(arch)
     op = bound_op(FlashAttention, pack, EmulatorDriver)
     check_gradients(op, problem, dict(pack.tolerance), seed=seed)
+
+
+@pytest.mark.parametrize(("gap", "size"), FAINT)
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+def test_subnormal_factors_on_amd(arch: str, gap: float, size: float) -> None:
+    """gfx90a's matrix instructions read subnormal float16 numbers as zeros."""
+    pack = built_pack(arch)
+    forward, backward = (bound_op(c, pack, EmulatorDriver) for c in (FlashAttention, FlashAttentionBackward))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = backward(do, q, k, v, *forward(q, k, v, return_lse=True))
+        return gradients[:3]
+
+    worst = faint_errors(run, gap, size, dict(pack.tolerance))
+    assert max(worst.values()) <= 1, worst
+
+
+@pytest.mark.parametrize(("gap", "size"), FAINT)
+def test_what_is_allowed_of_subnormal_factors(gap: float, size: float) -> None:
+    """Factors that are rounded to float16; zeros in the place of subnormal ones are too far off, in dk and dv."""
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(FP16).double()
+
+    def flushed(t: Tensor) -> Tensor:
+        return torch.where(rounded(t).abs() < torch.finfo(FP16).tiny, 0, rounded(t))
+
+    def errors(factor: Any) -> dict[str, float]:
+        def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+            a, b, c, g = (t[0, :, 0].double() for t in (q, k, v, do))
+            p = torch.softmax(a @ b.mT / 8, -1)
+            delta = (g * (p @ c)).sum(-1, keepdim=True)
+            ds = p * (factor(g) @ factor(c).mT - delta)
+            found = factor(ds) @ factor(b) / 8, factor(ds).mT @ factor(a) / 8, factor(p).mT @ factor(g)
+            return tuple(t.to(FP16)[None, :, None] for t in found)
+
+        return faint_errors(run, gap, size, REFERENCE)
+
+    assert max(errors(rounded).values()) <= 1
+    assert max(errors(flushed).values()) > 10
+
+
+@pytest.mark.parametrize("op", ["flash_attention_backward", "flash_attention_varlen_backward"])
+def test_who_multiplies_float16_in_float32(op: str) -> None:
+    """Every row of gfx90a: the test above has one head dimension alone."""
+    for arch in ARCHS:
+        _, (plan,) = make_plans(arch, (op,))
+        for kernel in (f"{op}_dkdv", f"{op}_dq"):
+            for variant in plan.kernels[kernel].variants.values():
+                assert variant.constants["FP16_FLUSHES"] == (arch == "gfx90a"), variant.name
 
 
 @pytest.mark.parametrize("kind", ["preprocess", "dkdv", "dkdv/true", "dq", "dq/true"])

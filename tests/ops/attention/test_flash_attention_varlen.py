@@ -26,6 +26,7 @@ from tests.harness.planned_packs import tables_of
 from tests.harness.recording import RecordingDriver, recorded
 from tests.harness.tolerances import NAMES, REFERENCE
 from tests.ops.attention.attention_cases import BF16, FP16
+from tests.ops.attention.attention_gradients import FAINT, faint_errors
 from tests.ops.attention.varlen_cases import EMPTY, SMALL, Problem, check, starts_of
 
 pytest_plugins = ("tests.harness.pack_fixtures",)
@@ -68,6 +69,22 @@ def test_reference_is_the_dense_ones_of_each_sequence(problem: Problem) -> None:
 def test_amd_binaries(seed: int, problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashAttentionVarlen, pack, EmulatorDriver), problem, dict(pack.tolerance), seed=seed)
+
+
+@pytest.mark.parametrize(("gap", "size"), FAINT)
+def test_subnormal_factors_on_gfx90a(gap: float, size: float) -> None:
+    """Its matrix instructions read subnormal float16 numbers as zeros."""
+    pack = built_pack("gfx90a")
+    op = bound_op(FlashAttentionVarlen, pack, EmulatorDriver)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        *leaves, do = (t[0].detach().clone() for t in tensors)
+        q, k, v = (t.requires_grad_() for t in leaves)
+        o = op(q, k, v, starts_of((len(q),)), starts_of((len(k),)), len(q), len(k))
+        return tuple(t[None] for t in torch.autograd.grad(o, (q, k, v), do))
+
+    worst = faint_errors(run, gap, size, dict(pack.tolerance))
+    assert max(worst.values()) <= 1, worst
 
 
 def test_every_head_dimension_has_a_problem() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.errors import ArgumentError, ArgumentTypeError, IndexOutOfRange
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.ops.op import check_same_device, check_tensor
 from liger_aot.runtime.dispatch import OpOn
@@ -111,12 +111,12 @@ def counted(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def check_range(op: str, target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """ArgumentError for a target outside of the classes; on the CPU alone, where looking costs nothing."""
+    """IndexOutOfRange for a target outside of the classes; on the CPU alone, where looking costs nothing."""
     if target.device.type != "cpu" or not target.numel():
         return
     wrong = counted(target, ignore_index) & ((target < 0) | (target >= vocabulary))
     if wrong.any():
-        raise ArgumentError(
+        raise IndexOutOfRange(
             f"{op}: target must be in [0, {vocabulary}), the classes, or ignore_index {ignore_index}; got "
             f"{int(target[wrong][0])}"
         )
