@@ -112,7 +112,7 @@ def log_weight(
     LOGP, OLD_LOGP, RATIO, MASK, sequence, length, ratio_row, ratio_step, mask_kind, formula, BLOCK: tl.constexpr
 ):  # fmt: skip
     """(the logarithm of the sequence's importance weight, its tokens that count): the mean of the tokens' logarithms,
-    or for VESPO their sum, each clamped, with those of the sampler's ratios."""
+    or for VESPO their sum, each clamped, with those of all ratios, also where no token counts."""
     logs = tl.zeros([BLOCK], tl.float32)
     tokens = tl.zeros([BLOCK], tl.float32)
     for first in range(0, length, BLOCK):
@@ -125,8 +125,9 @@ def log_weight(
         log = tl.where(counts & is_given(OLD_LOGP), logp - old, 0.0)
         if formula == VESPO:
             log = clamped(log, -MOST, MOST)
+            once = here & ((ratio_step != 0) | (token == 0))  # one of the whole sequence is no product
             ratio = RATIO + sequence * ratio_row + token * ratio_step
-            log += clamped(tl.log(tl.load(ratio, mask=here & is_given(RATIO), other=1.0)), LEAST, MOST)
+            log += clamped(tl.log(tl.load(ratio, mask=once & is_given(RATIO), other=1.0)), LEAST, MOST)
         logs += log
         tokens += counts.to(tl.float32)
     log, count = tl.sum(logs, 0), tl.sum(tokens, 0)

@@ -22,8 +22,9 @@ A, B = torch.zeros(3, 8), torch.ones(3)
 
 class TestPolicyLoss(OpTests):
     """A case's shape is (sequences, tokens). Its options: ``old`` and ``ref``, whether there are such
-    log-probabilities; ``mask``, its dtype; ``advantages`` and ``ratio``, 0 for one a sequence, 1 with a last dimension of 1, 2 for one a
-    token; ``normalizer`` and ``weight``, whether they are given. The loss alone is an output that has a gradient."""
+    log-probabilities; ``mask``, its dtype; ``advantages`` and ``ratio``, 0 for one a sequence, 1 with a last dimension
+    of 1, 2 for one a token; ``normalizer`` and ``weight``, whether they are given. The loss alone is an output that has
+    a gradient."""
 
     op_class = PolicyLoss
     frozen = (
@@ -311,7 +312,7 @@ def _losses(tests: TestPolicyLoss, arguments: Sequence[Any]) -> Tensor:
     else:
         total = (logs.clamp(-20, 20) * counts).sum(-1, keepdim=True)
         if ratio is not None:
-            total = total + ratio.expand_as(logp).log().clamp(log(1e-8), 20).sum(-1, keepdim=True)
+            total = total + ratio.log().clamp(log(1e-8), 20).sum(-1, keepdim=True)
         total = total.clamp(log(1e-8), 20).detach()
         of_sign = [
             torch.exp(

@@ -103,7 +103,7 @@ class PolicyLoss(DifferentiableOp):
     - cispo: -min(w, eps_high) A logp, where the first factor is a constant;
     - sapo: -4 / t sigmoid(t (w - 1)) A, where t is sapo_temperature_pos if A > 0, else sapo_temperature_neg;
     - vespo: -p A logp, where p is a constant of the sequence: exp(l + k log(s) - l s), with s the product of its
-      tokens' weights and sampling ratios, and k and l those of the advantage's sign,
+      tokens' weights and of all its sampling ratios, and k and l those of the advantage's sign,
 
     times the sampling ratio (but for vespo), plus beta times the divergence from the reference model, exp(r) - r - 1
     with r = ref_logp - logp, which use_bias_correction_kl multiplies by w.
@@ -385,7 +385,10 @@ class PolicyLoss(DifferentiableOp):
         s = Settings(*settings)
         counts = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask != 0
         logp = _kept(logp, counts)
-        advantages, ratio = _columns(advantages), _columns(sampling_ratio)
+        advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
+        ratio = sampling_ratio
+        if ratio is not None and ratio.dim() == 1:
+            ratio = ratio.unsqueeze(-1)
         log_weights = logp - (logp.detach() if old_logp is None else _kept(old_logp, counts))
         tokens = counts.to(logp.dtype).sum(-1, keepdim=True)
         if s.of_sequence:
@@ -473,21 +476,16 @@ def _steps(t: Tensor | None) -> tuple[int, int]:
     return (t.shape[1], 1) if t.dim() == 2 and t.shape[1] > 1 else (1, 0)
 
 
-def _columns(t: Tensor | None) -> Tensor | None:
-    return t.unsqueeze(-1) if t is not None and t.dim() == 1 else t
-
-
 def _kept(x: Tensor, counts: Tensor) -> Tensor:
     """``x`` with zeros for tokens that do not count."""
     return torch.where(counts, x, 0)
 
 
 def _objective(
-    logp: Tensor, weights: Tensor, advantages: Tensor | None, of_sequence: Tensor | None, s: Settings
+    logp: Tensor, weights: Tensor, advantages: Tensor, of_sequence: Tensor | None, s: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, its derivative by the logarithm of the weight, whether it is clipped) of tokens, before the sampling ratio
     and the divergence."""
-    assert advantages is not None
     low, high = s.bounds
     never = torch.zeros_like(logp, dtype=torch.bool)
     if s.formula == CLIP:
@@ -511,18 +509,17 @@ def _objective(
 
 
 def _vespo(
-    log_weights: Tensor, advantages: Tensor | None, ratio: Tensor | None, given: Tensor | None, s: Settings
+    log_weights: Tensor, advantages: Tensor, ratio: Tensor | None, given: Tensor | None, s: Settings
 ) -> Tensor | None:
     """VESPO's weight of each sequence, or by the signs of its tokens' advantages."""
     if s.formula != VESPO:
         return None
     if given is not None:
         return given.reshape(-1, 1)
-    assert advantages is not None
-    logs = log_weights.detach().clamp(-MOST, MOST)
+    total = log_weights.detach().clamp(-MOST, MOST).sum(-1, keepdim=True)
     if ratio is not None:
-        logs = logs + ratio.log().clamp(LEAST, MOST)
-    total = logs.sum(-1, keepdim=True).clamp(LEAST, MOST)
+        total = total + ratio.log().clamp(LEAST, MOST).sum(-1, keepdim=True)
+    total = total.clamp(LEAST, MOST)
     pos, neg = s.by_sign
     rate = torch.where(advantages >= 0, torch.full_like(advantages, pos), neg).clamp(min=1e-4)
     shape = torch.where(advantages >= 0, torch.full_like(advantages, s.vespo_k_pos), s.vespo_k_neg)
