@@ -18,12 +18,13 @@ from tests.harness.op_cases import BF16, DTYPES, FP16, FP32, Case, OpCases
 from tests.harness.op_tests import LAYOUTS, OpTests, made
 from tests.harness.other_ops import AttentionOp, DecodingOp, LinearCrossEntropyOp, LinearJSDOp, VarlenOp
 
-# Those of a process group, and parts of others
+# Those of a process group, parts of others, and what is made of two others alone
 LEFT_OUT = {
     "column_sums",
     "divergence_sums",
     "flash_attention_backward",
     "flash_attention_varlen_backward",
+    "grpo_loss",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 }

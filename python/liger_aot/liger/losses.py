@@ -354,7 +354,7 @@ def _single(t: Tensor | None) -> Tensor | None:
 
 def _tokens_of_all_ranks(
     completion_ids: Tensor, mask: Tensor | None, given: float | Tensor | None
-) -> float | Tensor | None:
+) -> Tensor | None:
     """What DAPO's mean divides by on each rank: the tokens of the whole batch over the ranks. On a single rank, None
     for those of the mask."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -362,7 +362,7 @@ def _tokens_of_all_ranks(
     if isinstance(given, Tensor):
         return given.to(device=completion_ids.device, dtype=torch.float32).reshape(()) / ranks
     if given is not None:
-        return float(given) / ranks
+        return torch.full((), float(given) / ranks, device=completion_ids.device)
     if not several:
         return None
     tokens = torch.ones_like(completion_ids) if mask is None else mask != 0

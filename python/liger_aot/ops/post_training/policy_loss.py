@@ -15,7 +15,7 @@ from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem, check_same_device, check_tensor
 from liger_aot.ops.token_mask import KINDS, check_token_mask, mask_kind
 from liger_aot.ops.torch_library import register
-from liger_aot.runtime.dispatch import OpOn
+from liger_aot.runtime.dispatch import OpOn, Runtimes
 from liger_aot.runtime.layout import CPU, rows_of
 
 # Loss type -> (formula, mean), as csrc_triton/post_training/policy_loss.py numbers them
@@ -128,8 +128,8 @@ class PolicyLoss(DifferentiableOp):
         beta: weight of the divergence.
         eps_low, eps_high: what the importance weight is clipped to; for cispo eps_high is the bound itself.
         delta: for the first five, the most that the weight may be.
-        normalizer: for dapo, cispo and vespo, what to divide by in place of the tokens that count, at least 1: a
-            number, or a float32 tensor of one element on the device.
+        normalizer: () or (1,), for dapo, cispo and vespo: what to divide by in place of the tokens that count, at least
+            1. With gradient accumulation or several ranks it is the whole batch's.
         sequence_weight: (B,) or (B, 1) float32: vespo's p where it is known.
 
     Returns:
@@ -176,7 +176,7 @@ class PolicyLoss(DifferentiableOp):
         6  # loss, divergence, clipped; slopes, those through the sequence's weight, the sequences' weights
     )
 
-    def __init__(self, runtimes: Any = None) -> None:
+    def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
         super().__init__(runtimes)
         self._detailed = self if type(self) is Detailed else Detailed(self._runtimes)
 
@@ -198,7 +198,7 @@ class PolicyLoss(DifferentiableOp):
         delta: float | None = None,
         use_bias_correction_kl: bool = False,
         max_completion_length: int | None = None,
-        normalizer: float | Tensor | None = None,
+        normalizer: Tensor | None = None,
         sequence_weight: Tensor | None = None,
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
@@ -207,9 +207,6 @@ class PolicyLoss(DifferentiableOp):
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        if isinstance(normalizer, (int, float)) and isinstance(logp, Tensor):
-            number = ANY.checked(self.name, "float normalizer", normalizer)
-            normalizer = logp.new_full((), number, dtype=torch.float32)
         settings = (
             loss_type, importance_sampling_level, reduction, beta, eps_low, eps_high, delta, use_bias_correction_kl,
             max_completion_length, sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos,
