@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, Schema, check_flag
@@ -72,7 +73,11 @@ class SelectiveLogSoftmax(DifferentiableOp):
         drop_last: bool = False,
         inplace_grad: bool = False,
     ) -> Tensor:
-        if inplace_grad is not False and check_flag(self.name, "inplace_grad", inplace_grad):
+        if (
+            inplace_grad is not False
+            and check_flag(self.name, "inplace_grad", inplace_grad)
+            and not is_compiling()
+        ):
             _check_overwritten(logits)
         chosen: Tensor = self.differentiable((logits, index, mask), (temperature, drop_last, inplace_grad))
         return chosen
