@@ -79,8 +79,9 @@ class HarnessOp:
         some = choices.number(0, 3) == 3
         needed = frozenset(n for n in names if choices.number(0, 1)) if some else None
         unused = None
-        if self.tests.op_class.outputs > 1 and not some and choices.number(0, 3) == 3:
-            unused = choices.number(0, self.tests.op_class.outputs - 1)
+        outputs = self.tests.graded_outputs()
+        if outputs > 1 and not some and choices.number(0, 3) == 3:
+            unused = choices.number(0, outputs - 1)
         layout = choices.one(LAYOUTS) if choices.number(0, 3) == 3 else None
         relaid = frozenset(n for n in names if choices.number(0, 1)) if layout else frozenset()
         return Asked(case, choices.number(0, 9999), needed, unused, layout, relaid)

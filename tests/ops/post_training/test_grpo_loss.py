@@ -61,15 +61,13 @@ def exact(tensors: Mapping[str, Tensor], dloss: Tensor, options: dict[str, Any])
     logits = wide["logits"].requires_grad_()
     logp = (logits[:, :-1] / 0.8).log_softmax(-1).gather(-1, wide["completion_ids"].unsqueeze(-1)).squeeze(-1)
     op, asked = PolicyLoss(), []
-    settings = {"temperature": 0.8, **options}
-    del settings["temperature"]
 
     def record(tensors: Any, given: Any = (), out: Any = None) -> Any:
         asked.append(given)
         return (torch.zeros(()),) * 3
 
-    op._detailed.differentiable = record  # type: ignore[method-assign]
-    op(logp.detach().float(), None, wide["ref_logp"].float(), wide["advantages"].float(), **settings)
+    op.differentiable = record  # type: ignore[method-assign]
+    op(logp.detach().float(), None, wide["ref_logp"].float(), wide["advantages"].float(), **options)
     given = (logp, wide["old_logp"], wide["ref_logp"], wide["advantages"], wide["mask"], None, None, None)
     loss = PolicyLoss.reference(*given, *asked[0])[0]
     (found,) = torch.autograd.grad(loss, logits, dloss.double())

@@ -27,6 +27,7 @@ class TestPolicyLoss(OpTests):
     a gradient."""
 
     op_class = PolicyLoss
+    graded = 1
     frozen = (
         "old_logp", "ref_logp", "advantages", "mask", "sampling_ratio", "normalizer", "sequence_weight",
     )  # fmt: skip
@@ -150,7 +151,7 @@ class TestPolicyLoss(OpTests):
         """The scalar's gradient is no row."""
         tensors, settings, grads = super().draw(case.but(reduction="none"), seed, device)
         settings = self.settings(case)
-        return tensors, settings, grads[:1] if settings[2] == "none" else (grads[0].new_tensor(1.5),)
+        return tensors, settings, grads if settings[2] == "none" else (grads[0].new_tensor(1.5),)
 
     def call(self, op: DifferentiableOp, tensors: Tensors, settings: tuple[Any, ...]) -> Any:
         named = dict(zip(self.setting_names(), settings, strict=True))

@@ -14,8 +14,7 @@ from liger_aot.ops.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem, check_same_device, check_tensor
 from liger_aot.ops.token_mask import KINDS, check_token_mask, mask_kind
-from liger_aot.ops.torch_library import register
-from liger_aot.runtime.dispatch import OpOn, Runtimes
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import CPU, rows_of
 
 # Loss type -> (formula, mean), as csrc_triton/post_training/policy_loss.py numbers them
@@ -171,14 +170,8 @@ class PolicyLoss(DifferentiableOp):
             "float vespo_lambda_neg": ANY,
         }
     )
-    outputs = 1
-    results = (
-        6  # loss, divergence, clipped; slopes, those through the sequence's weight, the sequences' weights
-    )
-
-    def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
-        super().__init__(runtimes)
-        self._detailed = self if type(self) is Detailed else Detailed(self._runtimes)
+    outputs = 3  # of which the loss alone has a gradient
+    results = 6  # and slopes, those through the sequence's weight, the sequences' weights
 
     def __call__(
         self,
@@ -216,7 +209,7 @@ class PolicyLoss(DifferentiableOp):
             *map(_wide, (logp, old_logp, ref_logp, advantages)), mask,
             *map(_wide, (sampling_ratio, normalizer, sequence_weight)),
         )  # fmt: skip
-        loss, kl, clipped = self._detailed.differentiable(tensors, settings)
+        loss, kl, clipped = self.differentiable(tensors, settings)
         return loss, None if beta == 0 else kl.detach(), clipped.detach()
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
@@ -441,20 +434,6 @@ class PolicyLoss(DifferentiableOp):
             Problem(f"policy_loss_{way}", (), False, n)
             for way, n in (("forward", shape[-1]), ("reduce", shape[0]), ("backward", shape[-1]))
         )
-
-
-class Detailed(PolicyLoss):
-    """The same, with the divergence and what was clipped as outputs."""
-
-    outputs = 3
-
-    def through_library(
-        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
-    ) -> Any:
-        register(self.name)
-        self.check_all(tensors, settings)
-        # The op as it is registered has one output; the others come with what its backward reads.
-        return torch.ops.liger_aot.policy_loss_forward(*tensors, *settings, True)[:3]
 
 
 def _wide(t: Any) -> Any:
