@@ -121,15 +121,19 @@ class PolicyLoss(DifferentiableOp):
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
         importance_sampling_level: "token", or "sequence" for the first five.
         reduction: "none", or "mean", which is the loss type's: grpo and sapo, the mean over sequences of their means
-            over tokens; bnpo, dapo, cispo and vespo, over all tokens that count; dr_grpo, over B
-            max_completion_length (default L) tokens; luspo, the sum of the sequences' sums times their tokens that
-            count, over B L.
+            over tokens; bnpo, dapo, cispo and vespo, over all tokens that count; dr_grpo, over B times
+            max_completion_length tokens; luspo, over B L, a sequence's tokens times those of it that count.
         beta: weight of the divergence.
         eps_low, eps_high: what the importance weight is clipped to; for cispo eps_high is the bound itself.
         delta: for the first five, the most that the weight may be.
+        use_bias_correction_kl: whether the divergence is multiplied by w.
+        max_completion_length: for dr_grpo; by default L.
         normalizer: () or (1,), for dapo, cispo and vespo: what to divide by in place of the tokens that count, at least
             1. With gradient accumulation or several ranks it is the whole batch's.
-        sequence_weight: (B,) or (B, 1) float32: vespo's p where it is known.
+        sequence_weight: (B,) or (B, 1), vespo's p where it is known.
+        sapo_temperature_pos, sapo_temperature_neg: sapo's t, above 0.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: vespo's k and l, of advantages from 0 on and of
+            those below.
 
     Returns:
         the loss, float32: of a token (B, L), 0 where it does not count, or a scalar. The divergence: of a token, or its
