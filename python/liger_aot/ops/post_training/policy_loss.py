@@ -96,13 +96,16 @@ class PolicyLoss(DifferentiableOp):
     sampled tokens (``selective_log_softmax`` gives them).
 
     With w = exp(logp - old_logp), the importance weight of a token or, with importance_sampling_level="sequence", the
-    exponential of its mean logarithm over the sequence, and A the advantage, a token's loss is
+    exponential of its mean logarithm over the sequence, and A the advantage, a token's loss is,
 
-    - grpo, bnpo, dr_grpo, dapo, luspo: -min(min(w, delta) A, clamp(w, 1 - eps_low, 1 + eps_high) A);
-    - cispo: -min(w, eps_high) A logp, where the first factor is a constant;
-    - sapo: -4 / t sigmoid(t (w - 1)) A, where t is sapo_temperature_pos if A > 0, else sapo_temperature_neg;
-    - vespo: -p A logp, where p is a constant of the sequence: exp(l + k log(s) - l s), with s the product of its
-      tokens' weights and of all its sampling ratios, and k and l those of the advantage's sign,
+    for grpo, bnpo, dr_grpo, dapo and luspo, -min(min(w, delta) A, clamp(w, 1 - eps_low, 1 + eps_high) A);
+
+    for cispo, -min(w, eps_high) A logp, where the first factor is a constant;
+
+    for sapo, -4 / t sigmoid(t (w - 1)) A, where t is sapo_temperature_pos if A > 0, else sapo_temperature_neg;
+
+    for vespo, -p A logp, where p is a constant of the sequence: exp(l + k log(s) - l s), with s the product of its
+    tokens' weights and of all its sampling ratios, and k and l those of the advantage's sign;
 
     times the sampling ratio (but for vespo), plus beta times the divergence from the reference model, exp(r) - r - 1
     with r = ref_logp - logp, which use_bias_correction_kl multiplies by w.
