@@ -137,6 +137,8 @@ class TestPolicyLoss(OpTests):
         """Log-probabilities are float32 here, and some options are for some loss types alone."""
         loss_type = case.get("loss_type", "dapo")
         options: dict[str, Any] = {"dtype": FP32, "shift": 0, "gap": 0}
+        if case.get("mask") in (BF16, FP16):
+            options["mask"] = FP32
         if loss_type not in CLIPPED:
             options |= {"importance_sampling_level": "token", "delta": None}
         if loss_type not in NORMALIZED:
