@@ -16,6 +16,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 import liger_aot.liger
 from liger_aot.errors import ArgumentError
 from liger_aot.liger.functions import COVERED
+from tests.harness.process_groups import in_group
 from tests.models.liger_cases import CASES, Case, grpo_arguments, labels, ours, randn, rms
 
 
@@ -151,6 +152,22 @@ def test_grpo_as_liger_refuses() -> None:
         function.apply(*grpo_arguments("vespo", True, "token"))
     with pytest.raises(ValueError, match="delta is not for"):
         function.apply(*grpo_arguments("cispo", True, "token"))
+
+
+def _of_a_rank(rank: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    function, arguments = ours("GrpoLossFunction"), list(grpo_arguments("dapo", True, "token"))
+    losses = function.apply(*arguments[:13], False, *arguments[14:])[0].detach()
+    tokens = arguments[5].sum()
+    own = [a[rank : rank + 1] if isinstance(a, Tensor) else a for a in arguments]
+    for given in (None, tokens, float(tokens)):
+        loss = function.apply(*own[:20], given)[0].detach()
+        torch.testing.assert_close(loss, losses[rank].sum() / (tokens / 2))
+
+
+def test_grpo_divides_by_the_tokens_of_all_ranks() -> None:
+    """So that the average of the ranks' losses is the mean over all tokens."""
+    in_group(_of_a_rank, 2)
 
 
 def test_dtypes_are_ligers() -> None:
