@@ -43,6 +43,7 @@ FAMILIES = {
     "losses": ("softmax",),
     "quantization": ("activations", "norms"),
 }
+FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "post_training": ("softmax",)}
 
 
 @cache

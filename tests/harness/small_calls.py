@@ -152,6 +152,19 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
             _call("logits", "index", temperature=0.8),
             ("logits",),
         ),
+        "policy_loss": (
+            {
+                "logp": r(3, n) / 4,
+                "old_logp": r(3, n) / 4,
+                "ref_logp": r(3, n) / 4,
+                "advantages": r(3),
+                "sampling_ratio": r(3, n).exp(),
+            },
+            lambda op, t: op(
+                **t, loss_type="grpo", beta=0.1, importance_sampling_level="sequence", use_bias_correction_kl=True
+            )[0],
+            ("logp",),
+        ),
         "flash_attention": (
             {"q": heads(1, 6, 2, n), "k": heads(1, 7, 1, n), "v": heads(1, 7, 1, n), "sinks": r(2)},
             _call("q", "k", "v", causal=True, softcap=5.0, return_lse=True),
