@@ -17,6 +17,8 @@ Xie et al., mHC: Manifold-Constrained Hyper-Connections (2025), equations 14 to 
 import triton
 import triton.language as tl
 
+from csrc_triton.common.bf16x2 import repack
+
 DECLARATION = {
     "op": "mhc_coefficients",
     "uses": ["column_sums"],
@@ -40,8 +42,8 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "project",
-                    "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "STREAMS", "WIDTH"],
-                    "defaults": {"TF32": 0},
+                    "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "REPACK", "STREAMS", "WIDTH"],
+                    "defaults": {"TF32": 0, "REPACK": 0},
                     "staged": ["X"],
                 }
             },
@@ -142,8 +144,8 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "project_backward",
-                    "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "STREAMS", "WIDTH"],
-                    "defaults": {"TF32": 0},
+                    "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "REPACK", "STREAMS", "WIDTH"],
+                    "defaults": {"TF32": 0, "REPACK": 0},
                     "staged": ["X"],
                 }
             },
@@ -165,10 +167,21 @@ def product(a, b, acc, TF32: tl.constexpr):
 
 
 @triton.jit
+def as_operand(x, REPACK: tl.constexpr):
+    """A tile that is used by itself, too, for a product. Triton keeps such a tile in shared memory without swizzle, as
+    the other use reads it, and the product's reads meet in one bank: with REPACK (PTX only) it passes through registers
+    into a tile of its own."""
+    if REPACK != 0:
+        return repack(x)
+    else:
+        return x
+
+
+@triton.jit
 def project(
     Z, X, PHI, n_tokens, n_cols, parts,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr, STREAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr, REPACK: tl.constexpr,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens a program, every ``parts``-th block of their columns. Of a narrow product the tokens are the columns:
     the matrix unit takes tiles of few rows."""
@@ -192,10 +205,11 @@ def project(
         phi = tl.load(
             PHI + cols[:, None] * width + at[None, :], mask=(cols < n_cols)[:, None] & in_width, other=0.0
         )
+        operand = as_operand(x, REPACK)
         if WIDTH <= 32:
-            z = product(tl.trans(phi), tl.trans(x), z, TF32)
+            z = product(tl.trans(phi), tl.trans(operand), z, TF32)
         else:
-            z = product(x, phi, z, TF32)
+            z = product(operand, phi, z, TF32)
         wide = x.to(tl.float32)
         squares += tl.sum(tl.reshape(wide * wide, [ROWS, BLOCK // 8, 8]), 2)
     if WIDTH <= 32:
@@ -370,8 +384,8 @@ def balance_backward(
 @triton.jit
 def project_backward(
     DX, PARTIALS, DZ, FACTOR, X, PHI, n_tokens, n_cols, blocks, store_dx, store_dphi,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr, STREAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr, REPACK: tl.constexpr,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs: ``blocks`` side by side have the columns, the groups of them ROWS tokens a step. A group's
     part of dphi is a row of PARTIALS. ROWS is below 64, so that both products run on the matrix unit that reads
@@ -400,8 +414,10 @@ def project_backward(
         at_x = DX + tokens[:, None] * n_cols + cols[None, :]
         tl.store(at_x, dx.to(DX.dtype.element_ty), mask=in_tile & (store_dx != 0))
         if WIDTH <= 32:
-            dphi = product(tl.trans(dz), x, dphi, TF32)
+            dphi = product(tl.trans(dz), as_operand(x, REPACK), dphi, TF32)
         else:
-            dphi += tl.trans(product(tl.trans(x), dz, tl.zeros([BLOCK, WIDTH], tl.float32), TF32))
+            dphi += tl.trans(
+                product(tl.trans(as_operand(x, REPACK)), dz, tl.zeros([BLOCK, WIDTH], tl.float32), TF32)
+            )
     out = PARTIALS + group * n_cols * width + cols[None, :] * width + at[:, None]
     tl.store(out, dphi, mask=mask & (store_dphi != 0))
