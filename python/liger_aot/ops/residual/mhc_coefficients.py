@@ -270,7 +270,7 @@ class MHCCoefficients(DifferentiableOp):
         flat = wide(x).reshape(outer.numel(), streams * x.shape[-1])
         rstd = torch.rsqrt(flat.square().sum(-1) / max(flat.shape[-1], 1) + eps)
         mix = flat @ phi.to(flat.dtype) * rstd.unsqueeze(-1)
-        pre, post, res = _logits(mix, wide(bias), alpha_pre, alpha_post, alpha_res, streams)
+        pre, post, res = _logits(mix, wide(bias), (alpha_pre, alpha_post, alpha_res), streams)
         h_res = _sinkhorn(res, iterations, sinkhorn_eps)[-1][1]
         out = bias.dtype  # float32, or float64 where all is
         return (
@@ -291,7 +291,7 @@ class MHCCoefficients(DifferentiableOp):
         flat = wide(x).reshape(x.shape[:-2].numel(), streams * x.shape[-1])
         dtype = flat.dtype
         mix, rstd = mix.to(dtype), rstd.to(dtype)
-        pre, post, res = _logits(mix, wide(bias), *alphas, streams)
+        pre, post, res = _logits(mix, wide(bias), alphas, streams)
         given = []
         for g, logits in zip(grads, (pre, post, res), strict=True):
             given.append(torch.zeros_like(logits) if g is None else g.to(dtype).reshape(logits.shape))
@@ -335,13 +335,12 @@ class MHCCoefficients(DifferentiableOp):
 
 
 def _logits(
-    mix: Tensor, bias: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, streams: int
+    mix: Tensor, bias: Tensor, alphas: Sequence[Tensor], streams: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of h_pre, h_post and, as matrices, h_res."""
     widths = (streams, streams, streams * streams)
-    alphas = (wide(a).reshape(()) for a in (alpha_pre, alpha_post, alpha_res))
     parts = zip(mix.split(widths, -1), alphas, bias.split(widths), strict=True)
-    pre, post, res = (m * a + b for m, a, b in parts)
+    pre, post, res = (m * wide(a).reshape(()) + b for m, a, b in parts)
     return pre, post, res.unflatten(-1, (streams, streams))
 
 
