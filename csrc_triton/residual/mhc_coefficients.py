@@ -155,11 +155,26 @@ DECLARATION = {
 
 
 @triton.jit
+def bf16_parts(x):
+    """An fp32 tensor as the sum of three of bfloat16, to the last bit."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
 def product(a, b, acc, TF32: tl.constexpr):
-    """acc + a @ b. 16-bit operands of one dtype as they are, others in fp32: three products of tf32, or the matrix
-    instruction for fp32 where TF32 is 0."""
+    """acc + a @ b. 16-bit operands of one dtype as they are; fp32 beside bfloat16 in three parts; others in fp32, as
+    three products of tf32 or, where TF32 is 0, by the matrix instruction for fp32."""
     if a.dtype == b.dtype and a.dtype != tl.float32:
         return tl.dot(a, b, acc)
+    elif b.dtype == tl.bfloat16:
+        high, middle, low = bf16_parts(a)
+        return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b, acc)))
+    elif a.dtype == tl.bfloat16:
+        high, middle, low = bf16_parts(b)
+        return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, acc)))
     elif TF32 != 0:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     else:
