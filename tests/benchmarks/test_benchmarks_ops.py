@@ -23,6 +23,10 @@ OPS = op_entry.modules()
 
 # Small shapes of the kind that an op's points have; (rows, n) where none is named.
 SMALL = {
+    "attention_residuals": (3, 9, 48),
+    "mhc_coefficients": (9, 4, 24),
+    "mhc_post": (9, 4, 24),
+    "mhc_pre": (9, 4, 24),
     "embedding": (50, 30, 16),
     "groupnorm": (3, 64, 4, 5),
     "grpo_loss": (3, 5, 48),
@@ -167,6 +171,16 @@ Q_AND_K = 2 * 9 * (8 + 2) * 64
         ("rope_llama4", (2, 9, 8, 2, 64), "", 4 * Q_AND_K + 8 * 9 * 32, 4 * Q_AND_K + 8 * 9 * 32),
         ("embedding", (ROWS, 3000, N), "", 8 * ROWS + 4 * ELEMENTS, 8 * ROWS + 2 * (ELEMENTS + 3000 * N)),
         ("embedding", (ROWS, 100, N), "", 8 * ROWS + 2 * (ELEMENTS + 100 * N), 8 * ROWS + 2 * (ELEMENTS + 100 * N)),
+        ("mhc_pre", (9, 4, N), "", 9 * (10 * N + 16), 9 * (18 * N + 32)),
+        ("mhc_post", (9, 4, N), "", 9 * (18 * N + 80), 9 * (28 * N + 160)),
+        (
+            "mhc_coefficients",
+            (9, 4, N),
+            "",
+            9 * (8 * N + 96) + 192 * N + 4 * 27,
+            9 * (16 * N + 96) + 2 * (192 * N + 4 * 27),
+        ),
+        ("attention_residuals", (8, 9, N), "", 2 * N * (9 * 9 + 2), 2 * N * (9 * 17 + 4)),
     ],
 )  # fmt: skip
 def test_moved_bytes(op: str, shape: tuple[int, ...], variant: str, forward: int, backward: int) -> None:

@@ -44,6 +44,7 @@ FAMILIES = {
     "quantization": ("activations", "norms"),
 }
 FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "post_training": ("softmax",)}
+FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "residual": ("norms",)}
 
 
 @cache

@@ -124,6 +124,25 @@ class Case:
     plain: Callable[..., Any]
 
 
+def mhc_coefficients(
+    x: Tensor, phi: Tensor, b: Tensor, pre: Tensor, post: Tensor, res: Tensor, _: bool, tmax: int, eps: float,
+    pre_eps: float, sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    streams = x.shape[-2]
+    mix = rms(x.flatten(-2), None, eps) @ phi
+    parts = mix.split((streams, streams, streams * streams), -1)
+    biases = b.split((streams, streams, streams * streams))
+    pre, post, res = (m * a + c for m, a, c in zip(parts, (pre, post, res), biases, strict=True))
+    h = res.unflatten(-1, (streams, streams)).softmax(-1) + sinkhorn_eps
+    for dim in (-2, *((-1, -2) * (tmax - 1))):
+        h = h / (h.sum(dim, keepdim=True) + sinkhorn_eps)
+    return pre.sigmoid() + pre_eps, post.sigmoid() * post_mult, h
+
+
+def attention_residuals(v: Tensor, query: Tensor, norm: Tensor, eps: float) -> Tensor:
+    return ((rms(v, norm, eps) @ query).softmax(0).unsqueeze(-1) * v).sum(0)
+
+
 def randn(*shape: int) -> Tensor:
     return torch.randn(shape, requires_grad=True)
 
@@ -364,4 +383,26 @@ CASES = [
         lambda: (randn(9, 31), torch.randn(9, 31), labels(9, 31), "mean"),
         lambda p, q, t, _: (p - q).abs()[t != -100].mean() / 2,
     ),
-]
+    Case(
+        "LigerMHCCoeffsFunction",
+        lambda: (
+            randn(2, 3, 4, 8), randn(32, 24), randn(24), randn(), randn(), randn(), True, 5, 1e-6, 1e-4, 1e-6, 2.0,
+        ),
+        mhc_coefficients,
+    ),
+    Case(
+        "LigerMHCPreFunction",
+        lambda: (randn(2, 3, 4, 8), randn(2, 3, 4)),
+        lambda x, h: (x * h.unsqueeze(-1)).sum(-2),
+    ),
+    Case(
+        "LigerMHCPostResFunction",
+        lambda: (randn(2, 3, 4, 8), randn(2, 3, 8), randn(2, 3, 4), randn(2, 3, 4, 4)),
+        lambda x, f, post, res: res @ x + post.unsqueeze(-1) * f.unsqueeze(-2),
+    ),
+    Case(
+        "LigerAttnResFunction",
+        lambda: (randn(3, 2, 5, 24), randn(24), randn(24), 1e-6),
+        attention_residuals,
+    ),
+]  # fmt: skip

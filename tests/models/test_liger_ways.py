@@ -140,6 +140,16 @@ def _linear_ce(x: Tensor, w: Tensor, b: Tensor) -> Any:
     return ours("LigerFusedLinearCrossEntropyFunction").apply(x, w, labels(9, 31), b)[0]
 
 
+def _pair_attn_res(v: Tensor, query: Tensor, norm: Tensor) -> Any:
+    h, stacked, alpha, rstd = ours("attn_res_forward")(list(v), query, norm)
+
+    def backward(dh: Tensor) -> Any:
+        dv, dquery, dnorm = ours("attn_res_backward")(dh, stacked, query, norm, alpha, rstd)
+        return dv.view(v.shape), dquery, dnorm
+
+    return h, backward
+
+
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "rms_norm": (
         _pair_rms_norm,
@@ -192,6 +202,11 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, 
         ((9, 31),),
     ),
     "fused_linear_cross_entropy": (_pair_linear_cross_entropy, _linear_ce, ((9, 16), (31, 16), (31,))),
+    "attn_res": (
+        _pair_attn_res,
+        lambda v, query, norm: ours("LigerAttnResFunction").apply(v, query, norm, 1e-6),
+        ((3, 2, 5, 24), (24,), (24,)),
+    ),
     "jsd": (
         _pair_jsd,
         _seeded("LigerJSDFunction", lambda: torch.randn(9, 31).log_softmax(-1), lambda: labels(9, 31)),
