@@ -15,8 +15,10 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 
 import liger_aot.liger
 from liger_aot.errors import ArgumentError
+from liger_aot.liger import fallback
 from liger_aot.liger.functions import COVERED
-from tests.models.liger_cases import CASES, Case, labels, ours, randn, rms
+from tests.harness.process_groups import in_group
+from tests.models.liger_cases import CASES, Case, labels, neighbours, ours, randn, rms, scaled_cross_entropy
 
 
 def outputs(value: Any) -> list[Tensor]:
@@ -59,13 +61,8 @@ def test_every_class_has_a_case() -> None:
 @pytest.mark.parametrize("name", COVERED)
 def test_signature(name: str) -> None:
     """Names, order and defaults of Liger's own arguments."""
-    liger_aot.liger.uninstall()
-    try:
-        import liger_kernel.ops
-
-        theirs = getattr(liger_kernel.ops, name, None) or getattr(liger_kernel.ops.grpo_loss, name)
-    finally:
-        liger_aot.liger.install()
+    theirs: Any = fallback.theirs[name]
+    assert theirs.__module__.startswith("liger_kernel.")
     stands = ours(name)
     if inspect.isclass(theirs):
         assert issubclass(stands, torch.autograd.Function)
@@ -103,6 +100,90 @@ def test_forward_and_backward_with_a_context(case: Case) -> None:
     assert [g is not None for g in found] == needed
     for a, b in zip([g for g in found if g is not None], gradients(want, copies), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("selected", [None, torch.tensor([4, 0, 4])], ids=["", "selected"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_scaled_cross_entropy(entropy: bool, selected: Tensor | None) -> None:
+    """Through Liger's function, which chooses by device, and what it would choose on Hopper."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    for function in (
+        LigerFusedLinearScaledCrossEntropyFunction,
+        ours("_load_sm90_function")(),
+    ):
+        torch.manual_seed(0)
+        x, w = randn(9, 8), randn(13, 8)
+        arguments = (x, w, labels(9, 13), 0.7, -100, 1, entropy)
+        got = function.apply(*arguments, *(() if selected is None else (selected,)))
+        want = scaled_cross_entropy(*arguments, torch.tensor([0]) if selected is None else selected)
+        want = tuple(t for t, asked in zip(want, (True, entropy, selected is not None), strict=True) if asked)
+        assert isinstance(got, tuple) == (len(want) > 1)
+        for a, b in zip(outputs(got), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        for a, b in zip(gradients(got, (x, w)), gradients(want, (x, w)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    narrow = function.apply(x.bfloat16(), w.bfloat16(), *arguments[2:])
+    types = [t.dtype for t in outputs(narrow)]
+    assert types == [torch.float32, torch.bfloat16][: len(types)]
+
+
+def test_scaled_cross_entropy_over_ranks() -> None:
+    in_group(scaled_cross_entropy_of_shards, 2)
+
+
+def scaled_cross_entropy_of_shards(rank: int, device: torch.device) -> None:
+    """Every rank has the results and the gradient of the input, and that of its own rows of the weight."""
+    torch.manual_seed(0)
+    x, w, t = randn(9, 8), randn(12, 8), labels(9, 12)
+    want = scaled_cross_entropy(x, w, t, 0.7, -100, 1, True, torch.tensor([0]))[:2]
+    own = w.detach()[rank * 6 : rank * 6 + 6].requires_grad_()
+    leaf = x.detach().requires_grad_()
+    function = ours("_TensorParallelFusedLinearPPOFallbackFunction")
+    got = function.apply(leaf, own, t, 0.7, -100, True, torch.distributed.group.WORLD)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    dx, dw = gradients(want, (x, w))
+    torch.testing.assert_close(
+        gradients(got, (leaf, own)), [dx, dw[rank * 6 : rank * 6 + 6]], rtol=1e-4, atol=1e-5
+    )
+    alone = function.apply(leaf, own, t, 0.7, -100, False, torch.distributed.group.WORLD)
+    assert torch.equal(alone, got[0])
+
+
+def test_neighbours_in_16_bits() -> None:
+    """By flash_attention, here its reference; the result has the query's dtype."""
+    torch.manual_seed(0)
+    q, k, v = (randn(2, 3, 21, 16).detach().bfloat16() for _ in range(3))
+    for dilation in (1, 2, 5):
+        got = ours("LigerFusedNeighborhoodAttentionFunction").apply(q, k, v, 5, dilation)
+        want = neighbours(q.double(), k.double(), v.double(), 5, dilation)
+        assert got.dtype == torch.bfloat16 and got.is_contiguous()
+        torch.testing.assert_close(got.double(), want, rtol=2.0**-8, atol=2.0**-8)
+
+
+def test_mlp_refuses_what_ligers_does() -> None:
+    call = ours("LigerMLPFunction").apply
+    x, g, d = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 3, 8), (16, 8), (8, 16)))
+    with pytest.raises(TypeError, match=r"input must be .*; got torch\.float64"):
+        call(x.double(), g, g, d)
+    with pytest.raises(TypeError, match=r"of one dtype, got torch\.bfloat16, torch\.float32"):
+        call(x, g.float(), g, d)
+    with pytest.raises(ValueError, match=r"rows must lie multiples of 16 bytes apart.*shape \(8, 15\)"):
+        call(x, g[:15], g[:15], torch.ones(8, 15, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("rows", "k", "columns"), [(1, 4, 1), (17, 64, 24), (40, 36, 10)])
+def test_matmul_of_packed_integers(rows: int, k: int, columns: int) -> None:
+    from liger_kernel.ops.experimental.mm_int8int2 import matmul, unpack_weights
+
+    torch.manual_seed(0)
+    a = torch.randint(-128, 128, (rows, k), dtype=torch.int8)
+    b = torch.randint(0, 256, (k // 4, columns), dtype=torch.uint8)
+    got = matmul(a, b)
+    assert got.dtype == torch.int32 and torch.equal(got, a.int() @ unpack_weights(b))
+    with pytest.raises(AssertionError, match="Incompatible dimensions"):
+        matmul(a, b[1:])
 
 
 def test_fused_selective_log_softmax() -> None:

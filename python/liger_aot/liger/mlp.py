@@ -16,7 +16,11 @@ _swiglu = load("swiglu")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ROW_BYTES = 16  # what Liger's tensor maps ask of rows
-INT_MM_ROWS, INT_MM_UNIT = 17, 8  # torch._int_mm on CUDA: at least so many rows, and multiples of 8 of the others
+TORCH = "torch"  # in place of an op where there is none
+INT_MM_ROWS, INT_MM_UNIT = (
+    17,
+    8,
+)  # torch._int_mm on CUDA: at least so many rows, and multiples of 8 of the others
 
 
 class LigerMLPFunction(Function):
@@ -67,7 +71,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
     Args:
         a: (m, k) int8, contiguous.
-        b: (k / 4, n) uint8: bits 2i and 2i + 1 of row r are 1 + the number in row i * k / 4 + r, which is -1, 0, 1 or 2.
+        b: (k / 4, n) uint8: bits 2i and 2i + 1 of row r are 1 + the number in row i * k / 4 + r, which is -1, 0, 1
+            or 2.
 
     Returns:
         (m, n) int32.
@@ -83,5 +88,5 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
     "LigerMLPFunction": (LigerMLPFunction, "swiglu"),
-    "matmul": (matmul, "torch"),
+    "matmul": (matmul, TORCH),
 }

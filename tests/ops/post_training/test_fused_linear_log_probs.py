@@ -112,7 +112,12 @@ def run(op: Any, case: Case, drawn: dict[str, Any], grads: Tensor) -> tuple[Any,
 
 
 def limits(
-    case: Case, wide: dict[str, Any], outputs: tuple[Tensor, ...], logits: Tensor, grads: Tensor, rounded: bool
+    case: Case,
+    wide: dict[str, Any],
+    outputs: tuple[Tensor, ...],
+    logits: Tensor,
+    grads: Tensor,
+    rounded: bool,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """How far rounding can take outputs and gradients, of first order.
 
@@ -133,8 +138,10 @@ def limits(
     log_p = (z / t).log_softmax(-1)
     p, h = log_p.exp(), outputs[1].detach()[:, None]
     d_entropy = off * (p * (log_p + h).abs()).sum(-1, keepdim=True) + off**2 + own[:, None]
-    g, e, l = (a[:, None] * (name in case.used) for name, a in zip(OUTPUTS, grads.double().abs(), strict=True))
-    slope = g + e * (log_p + h).abs() + l
+    g, e, f = (
+        a[:, None] * (name in case.used) for name, a in zip(OUTPUTS, grads.double().abs(), strict=True)
+    )
+    slope = g + e * (log_p + h).abs() + f
     dz = p * slope + 0.0
     d_dz = p * (slope * (off + 32 * u32) + e * (off + d_entropy))
     tiny = 2.0**-24 if case.dtype == FP16 else 2.0**-126
@@ -240,8 +247,7 @@ def test_a_target_out_of_range(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_of_a_vocabulary(way: str) -> None:
-    """Statistics of three parts together give the whole's results; each part's gradients are its rows of the whole's.
-    """
+    """Statistics of three parts together give the whole's results, and each part its rows of the gradient."""
     op, device = made(FusedLinearLogProbs, way)
     case = Case(9, 16, 60, FP32, size=5.0, keywords={"temperature": 0.7})
     drawn = draw(case, 0, device)
@@ -277,7 +283,9 @@ def test_more_dimensions() -> None:
 def test_no_rows() -> None:
     w = torch.randn(6, 8, requires_grad=True)
     x = torch.randn(0, 8, requires_grad=True)
-    found = liger_aot.load("fused_linear_log_probs")(x, w, torch.zeros(0, dtype=torch.int64), return_entropy=True)
+    found = liger_aot.load("fused_linear_log_probs")(
+        x, w, torch.zeros(0, dtype=torch.int64), return_entropy=True
+    )
     assert [y.shape for y in found] == [(0,), (0,)]
     dx, dw = torch.autograd.grad(found[0].sum(), (x, w))
     assert dx.shape == (0, 8) and (dw == 0).all()

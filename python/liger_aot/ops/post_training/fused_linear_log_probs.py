@@ -7,7 +7,9 @@ from math import e, log, log2
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, Allowed, Schema, check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
@@ -24,6 +26,7 @@ from liger_aot.ops.losses._linear import (
     project,
 )
 from liger_aot.ops.losses._row_loss import check_range, check_target, counted
+from liger_aot.ops.losses._vocab_shards import Shard, resolve, shard_of
 from liger_aot.ops.op import Problem, check_rows
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import OpOn
@@ -43,7 +46,7 @@ class Settings(NamedTuple):
 
 class FusedLinearLogProbs(DifferentiableOp):
     """``fused_linear_log_probs(input, weight, target, bias=None, *, temperature=1.0, ignore_index=-100,
-    return_entropy=False, return_lse=False, chunk_bytes=2**29, weight_grad_dtype=None) -> Tensor``:
+    return_entropy=False, return_lse=False, chunk_bytes=2**29, weight_grad_dtype=None, group=None) -> Tensor``:
     log_softmax((input @ weight^T + bias) / temperature) at the targets, as reinforcement learning needs it.
 
     Differentiable in input, weight and bias, through all of its results; works under torch.compile and, after
@@ -70,6 +73,10 @@ class FusedLinearLogProbs(DifferentiableOp):
         chunk_bytes: what the chunk of logits may take. More gives fewer chunks: each reads and writes all of weight's
             gradient.
         weight_grad_dtype: in which the chunks' parts of weight's gradient are added, as fused_linear_cross_entropy's.
+        group: a torch.distributed.ProcessGroup whose ranks each hold as many rows of weight and bias, in the order of
+            ranks, and give the same input and target. One all-gather of four float32 a row gives every rank the same
+            results, to the bit; in the backward one all-reduce makes input's gradient whole on every rank, so nothing
+            around this op may add it up again. Not for torch.compile, and without second derivatives.
 
     Returns:
         the log-probabilities, or a tuple of them and what the ``return_`` arguments ask for, in their order; each
@@ -113,6 +120,7 @@ class FusedLinearLogProbs(DifferentiableOp):
         return_lse: bool = False,
         chunk_bytes: int = BUDGET,
         weight_grad_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         asked = (
             True,
@@ -121,7 +129,13 @@ class FusedLinearLogProbs(DifferentiableOp):
         )
         input, weight, bias = autocast(input, weight, bias)
         settings = (temperature, ignore_index, chunk_bytes, weight_grad_dtype)
-        outputs = self.differentiable((input, weight, target, bias), settings)
+        tensors = (input, weight, target, bias)
+        if group is None:
+            outputs = self.differentiable(tensors, settings)
+        else:
+            self.check_all(tensors, settings)
+            shard = shard_of(self.name, group, weight.shape[0], None, None)
+            outputs = _OfShards.apply(self, Settings(*settings), shard, *tensors)  # type: ignore[no-untyped-call]
         wanted = tuple(output for output, want in zip(outputs, asked, strict=True) if want)
         return wanted if len(wanted) > 1 else wanted[0]
 
@@ -218,7 +232,9 @@ class FusedLinearLogProbs(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """On logits of ``shape``."""
-        return tuple(Problem(f"{NAME}_{kind}", (dtype,), True, shape[-1]) for kind in ("statistics", "gradient"))
+        return tuple(
+            Problem(f"{NAME}_{kind}", (dtype,), True, shape[-1]) for kind in ("statistics", "gradient")
+        )
 
 
 def _scores(input: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -232,6 +248,47 @@ def _chosen(log_p: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, T
     counts = counted(target, ignore_index)
     at = torch.where(counts, target.long(), 0).unsqueeze(-1)
     return counts, log_p.gather(-1, at).squeeze(-1)
+
+
+class _OfShards(torch.autograd.Function):
+    """The op where each rank of a group holds a part of the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: FusedLinearLogProbs, asked: Settings, shard: Shard, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        input, _, target, _ = tensors
+        assert input is not None and target is not None
+        on = op._own.of(input, "input")
+        device_errors.raise_if_any(op.name)
+        check_range(op.name, target, shard.vocabulary, asked.ignore_index)
+        layer = layer_of(tensors, asked, shard.start, shard.vocabulary)
+        group = resolve(shard.group)
+        own = statistics_of(on, layer)
+        parts = own.new_empty((dist.get_world_size(group), *own.shape))
+        dist.all_gather(list(parts), own, group=group)
+        device_errors.check_now(op.name, input.device)
+        found = combined(parts, layer)
+        outputs = results_of(found, asked.temperature)
+        ctx.asked, ctx.shard, ctx.on = asked, shard, on
+        ctx.save_for_backward(*tensors, outputs[1], found)
+        ctx.set_materialize_grads(False)
+        return tuple(t.view(target.shape) for t in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        *tensors, entropy, found = ctx.saved_tensors
+        input, weight, _, bias = tensors
+        asked, shard = ctx.asked, ctx.shard
+        needed = ctx.needs_input_grad[3:]
+        layer = layer_of(tuple(tensors), asked, shard.start, shard.vocabulary)
+        wanted = (needed[0], needed[1], needed[3])
+        made = gradients_of(ctx.on, layer, found, entropy, grads, wanted, weight, asked.weight_grad_dtype)
+        d_input, d_weight, d_bias = made.shaped(input, bias)
+        if d_input is not None:
+            dist.all_reduce(d_input, group=resolve(shard.group))
+        return None, None, None, d_input, d_weight, None, d_bias
 
 
 # ---- by chunks of rows: also of a part of the vocabulary, whose other parts are on other ranks --------------------
@@ -342,9 +399,7 @@ def gradients_of(
     rows, n = layer.x.shape[0], layer.weight.shape[0]
     factors = _factors(entropy, grads, layer.temperature)
     buffer = chunk_buffer(layer.x, layer.each, n)
-    made = LinearGradients(
-        layer.x, layer.weight, layer.bias, wanted, weight_grad_dtype or weight.dtype
-    )
+    made = LinearGradients(layer.x, layer.weight, layer.bias, wanted, weight_grad_dtype or weight.dtype)
     for first in range(0, rows, layer.each):
         last = min(first + layer.each, rows)
         logits = project(layer.x[first:last], layer.weight, layer.bias, buffer[: last - first])
