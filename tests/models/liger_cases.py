@@ -70,7 +70,7 @@ def jsd(x: Tensor, y: Tensor, labels: Tensor | None, beta: float, ignore: int) -
 
 def multi_token(x: Tensor, w: Tensor, b: Tensor | None, *rest: Any, sparse: bool = False) -> Tensor:
     """``rest``: stride, padding, dilation and groups of the convolution."""
-    seen = torch.ones(x.shape[-2:]).tril().bool()
+    seen = torch.ones(x.shape[-2:], device=x.device).tril().bool()
     p = x.masked_fill(~seen, -1e9)
     mixed = F.conv2d(liger_aot.load("sparsemax")(p) if sparse else p.softmax(-1), w, b, *rest)
     return mixed.masked_fill(~seen, 0)
@@ -79,7 +79,7 @@ def multi_token(x: Tensor, w: Tensor, b: Tensor | None, *rest: Any, sparse: bool
 def neighbours(
     q: Tensor, k: Tensor, v: Tensor, size: int = 7, dilation: int = 1, scale: float | None = None
 ) -> Tensor:
-    at = torch.arange(q.shape[2])
+    at = torch.arange(q.shape[2], device=q.device)
     apart = at - at[:, None]
     seen = (apart.abs() <= size // 2 * dilation) & (apart % dilation == 0)
     return F.scaled_dot_product_attention(q, k, v, seen, scale=scale)

@@ -18,7 +18,19 @@ from liger_aot.errors import ArgumentError
 from liger_aot.liger import fallback
 from liger_aot.liger.functions import COVERED
 from tests.harness.process_groups import in_group
-from tests.models.liger_cases import CASES, Case, labels, neighbours, ours, randn, rms, scaled_cross_entropy
+from tests.harness.tolerances import UNIT_ROUNDOFF
+from tests.models.liger_cases import (
+    CASES,
+    Case,
+    labels,
+    mlp,
+    multi_token,
+    neighbours,
+    ours,
+    randn,
+    rms,
+    scaled_cross_entropy,
+)
 
 
 def outputs(value: Any) -> list[Tensor]:
@@ -160,6 +172,58 @@ def test_neighbours_in_16_bits() -> None:
         want = neighbours(q.double(), k.double(), v.double(), 5, dilation)
         assert got.dtype == torch.bfloat16 and got.is_contiguous()
         torch.testing.assert_close(got.double(), want, rtol=2.0**-8, atol=2.0**-8)
+
+
+def near(name: str, plain: Any, rounding: float, leaves: list[Tensor], *rest: Any) -> None:
+    """Result and gradients of a stand-in against the same in float64: within ``rounding`` of their largest values."""
+    got = ours(name).apply(*(t.requires_grad_() for t in leaves), *rest)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    want = plain(*wide, *rest)
+    assert got.dtype == leaves[0].dtype and got.shape == want.shape
+    grad = torch.randn_like(got)
+    found = [got, *torch.autograd.grad(got, leaves, grad)]
+    exact = [want, *torch.autograd.grad(want, wide, grad.double())]
+    for a, b in zip(found, exact, strict=True):
+        ratio = float((a.double() - b).detach().abs().max() / b.detach().abs().max())
+        assert ratio <= rounding, f"{name} {tuple(a.shape)}: {ratio}, {rounding} is allowed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_compositions_on_a_gpu(dtype: torch.dtype) -> None:
+    """Scores, probabilities and results are each rounded to the dtype, float32 products to some roundoffs of their
+    sums; against the largest value of a tensor eight roundoffs, or 256 in float32, are ample and would show any wrong
+    index."""
+    rounding = UNIT_ROUNDOFF[dtype] * (256 if dtype == torch.float32 else 8)
+
+    def drawn(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device="cuda") * size).to(dtype)
+
+    for length, dim, rest in (
+        (1001, 64, (7, 1)),
+        (1001, 64, (9, 2)),
+        (1500, 128, (33, 3, 0.2)),
+        (2048, 16, (301, 1)),
+        (20, 64, (7, 8)),
+    ):
+        leaves = [drawn(2, 3, length, dim) for _ in range(3)]
+        near("LigerFusedNeighborhoodAttentionFunction", neighbours, rounding, leaves, *rest)
+    for length in (7, 130, 1025):
+        leaves = [drawn(2, 4, length, length), drawn(4, 4, 3, 3, size=0.3), drawn(4)]
+        near("LigerMultiTokenAttentionFunction", multi_token, rounding, leaves, 1, 1, 1, 1)
+    leaves = [drawn(2, 500, 512), *(drawn(*s, size=0.05) for s in ((1024, 512), (1024, 512), (512, 1024)))]
+    near("LigerMLPFunction", mlp, rounding, leaves, 0.7, 1.5)
+
+
+@pytest.mark.gpu
+def test_matmul_of_packed_integers_on_a_gpu() -> None:
+    from liger_kernel.ops.experimental.mm_int8int2 import matmul, unpack_weights
+
+    for rows, k, columns in ((1, 64, 8), (3, 2048, 1000), (17, 8192, 4096), (2048, 4096, 10000)):
+        a = torch.randint(-128, 128, (rows, k), device="cuda", dtype=torch.int8)
+        b = torch.randint(0, 256, (k // 4, columns), device="cuda", dtype=torch.uint8)
+        assert torch.equal(matmul(a, b).double(), a.double() @ unpack_weights(b).double())
 
 
 def test_mlp_refuses_what_ligers_does() -> None:
