@@ -175,7 +175,8 @@ def test_neighbours_in_16_bits() -> None:
 
 
 def near(name: str, plain: Any, rounding: float, leaves: list[Tensor], *rest: Any) -> None:
-    """Result and gradients of a stand-in against the same in float64: within ``rounding`` of their largest values."""
+    """Result and gradients of a stand-in against the same in float64: within ``rounding`` of their largest values, and
+    what the float32 sums of so many terms, whose errors are independent, add."""
     got = ours(name).apply(*(t.requires_grad_() for t in leaves), *rest)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     want = plain(*wide, *rest)
@@ -185,7 +186,8 @@ def near(name: str, plain: Any, rounding: float, leaves: list[Tensor], *rest: An
     exact = [want, *torch.autograd.grad(want, wide, grad.double())]
     for a, b in zip(found, exact, strict=True):
         ratio = float((a.double() - b).detach().abs().max() / b.detach().abs().max())
-        assert ratio <= rounding, f"{name} {tuple(a.shape)}: {ratio}, {rounding} is allowed"
+        allowed = rounding + UNIT_ROUNDOFF[torch.float32] * max(1, got.numel() / a.numel()) ** 0.5
+        assert ratio <= allowed, f"{name} {tuple(a.shape)}: {ratio}, {allowed} is allowed"
 
 
 @pytest.mark.gpu
