@@ -144,22 +144,31 @@ def test_scaled_cross_entropy_over_ranks() -> None:
     in_group(scaled_cross_entropy_of_shards, 2)
 
 
+@pytest.mark.gpu
+def test_scaled_cross_entropy_over_gpus() -> None:
+    in_group(scaled_cross_entropy_of_shards, min(4, torch.cuda.device_count()), backend="nccl")
+
+
 def scaled_cross_entropy_of_shards(rank: int, device: torch.device) -> None:
     """Every rank has the results and the gradient of the input, and that of its own rows of the weight."""
     torch.manual_seed(0)
-    x, w, t = randn(9, 8), randn(12, 8), labels(9, 12)
-    want = scaled_cross_entropy(x, w, t, 0.7, -100, 1, True, torch.tensor([0]))[:2]
-    own = w.detach()[rank * 6 : rank * 6 + 6].requires_grad_()
-    leaf = x.detach().requires_grad_()
-    function = ours("_TensorParallelFusedLinearPPOFallbackFunction")
-    got = function.apply(leaf, own, t, 0.7, -100, True, torch.distributed.group.WORLD)
+    each = 12 // torch.distributed.get_world_size()
+    shard = slice(rank * each, rank * each + each)
+    x, w, t = (v.detach().to(device) for v in (randn(9, 8), randn(12, 8), labels(9, 12)))
+    x, w = x.requires_grad_(), w.requires_grad_()
+    want = scaled_cross_entropy(x, w, t, 0.7, -100, 1, True, t[:1] * 0)[:2]
+    own, leaf = w.detach()[shard].requires_grad_(), x.detach().requires_grad_()
+    function, group = ours("_TensorParallelFusedLinearPPOFallbackFunction"), torch.distributed.group.WORLD
+    got = function.apply(leaf, own, t, 0.7, -100, True, group)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    dx, dw = gradients(want, (x, w))
-    torch.testing.assert_close(
-        gradients(got, (leaf, own)), [dx, dw[rank * 6 : rank * 6 + 6]], rtol=1e-4, atol=1e-5
-    )
-    alone = function.apply(leaf, own, t, 0.7, -100, False, torch.distributed.group.WORLD)
+    torch.manual_seed(5)
+    grads = [torch.randn(9, device=device) for _ in range(2)]
+    dx, dw = torch.autograd.grad(want, (x, w), grads)
+    d_leaf, d_own = torch.autograd.grad(got, (leaf, own), grads)
+    torch.testing.assert_close(d_leaf, dx, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(d_own, dw[shard], rtol=1e-4, atol=1e-5)
+    alone = function.apply(leaf, own, t, 0.7, -100, False, group)
     assert torch.equal(alone, got[0])
 
 
