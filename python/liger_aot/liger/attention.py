@@ -112,7 +112,7 @@ def _by_tiles(q: Tensor, k: Tensor, v: Tensor, reach: int, scale: float) -> Tens
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    return (q * scale @ k).masked_fill(~seen, -math.inf).softmax(-1) @ v
+    return torch.where(seen, q * scale @ k, -math.inf).softmax(-1) @ v
 
 
 NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
