@@ -2,12 +2,14 @@
 
     python -m benchmarks.losses.linear cross_entropy
     python -m benchmarks.losses.linear jsd
+    python -m benchmarks.losses.linear log_probs
 
 The products of cross entropy are three (logits, the gradients of input and weight), those of the Jensen-Shannon
 divergence four (the logits of student and teacher, the gradients of the student's input and weight; the teacher's layer
-is as wide). Each provider's time is divided by that of the products alone, whole, of the same data, timed in the same
-rounds. The peak is the memory that a step takes beside its arguments, the gradients among it. Errors are norms of
-differences to fp64 over norms, of the loss and of some rows of the gradients.
+is as wide). Log-probabilities and entropies have a gradient a token, which no forward knows: their four are the logits
+twice, and the gradients of input and weight. Each provider's time is divided by that of the products alone, whole, of
+the same data, timed in the same rounds. The peak is the memory that a step takes beside its arguments, the gradients
+among it. Errors are norms of differences to fp64 over norms, of the loss and of some rows of the gradients.
 """
 
 from __future__ import annotations
@@ -366,12 +368,94 @@ JSD = LinearLoss(
 )
 
 
+# ---- Log-probabilities and entropies of tokens ----
+
+TEMPERATURE, OF_ENTROPY = 0.7, 0.01
+LOG_PROBS_POINTS = ((1024, 4096, 131072), (8192, 4096, 131072), (16384, 4096, 131072), (8192, 2048, 50257))
+
+
+def policy_loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
+    """What a policy gradient's step is made of."""
+    return -(log_probs.float().mean() + OF_ENTROPY * entropy.float().mean())
+
+
+def our_log_probs() -> Loss:
+    import liger_aot
+
+    op = liger_aot.load("fused_linear_log_probs")
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "return_entropy": True}
+    return lambda i: policy_loss(*op(i.input, i.weight, *i.others, **options))
+
+
+def log_probs_of_layer(i: Inputs) -> Tensor:
+    log_p = (F.linear(i.input, i.weight).float() / TEMPERATURE).log_softmax(-1)
+    return policy_loss(log_p.gather(-1, i.others[0][:, None]), -(log_p.exp() * log_p).sum(-1))
+
+
+def liger_log_probs() -> Loss:
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Function
+
+    def loss(i: Inputs) -> Tensor:
+        nll, entropy = Function.apply(i.input, i.weight, *i.others, TEMPERATURE, -100, 1, True)
+        return policy_loss(-nll, entropy)
+
+    return loss
+
+
+def four_of_one_layer(inputs: Inputs) -> Callable[[], None]:
+    x, w = inputs.input.detach(), inputs.weight.detach()
+    logits = torch.mm(x, w.t())
+    g, dx, dw = torch.softmax(logits, -1), torch.empty_like(x), torch.empty_like(w)
+
+    def run() -> None:
+        torch.mm(x, w.t(), out=logits)
+        torch.mm(x, w.t(), out=logits)
+        torch.mm(g, w, out=dx)
+        torch.mm(g.t(), x, out=dw)
+
+    return run
+
+
+def exact_log_probs(inputs: Inputs) -> dict[str, Tensor]:
+    (target,), w = inputs.others, inputs.weight.detach().double()
+    rows, total, gradient = len(target), w.new_zeros(()), None
+    for first in range(0, rows, CHECKED_OF_INPUT):
+        some = target[first : first + CHECKED_OF_INPUT]
+        x = inputs.input[first : first + CHECKED_OF_INPUT].detach().double().requires_grad_(first == 0)
+        log_p = (x @ w.t() / TEMPERATURE).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        found = -(log_p.gather(-1, some[:, None])[:, 0] + OF_ENTROPY * entropy).sum() / rows
+        total += found.detach()
+        if first == 0:
+            (gradient,) = torch.autograd.grad(found, x)
+    assert gradient is not None
+    return {"loss": total, "input": gradient}
+
+
+LOG_PROBS = LinearLoss(
+    op="fused_linear_log_probs",
+    points=LOG_PROBS_POINTS,
+    providers={
+        "liger_aot": our_log_probs,
+        "torch": lambda: log_probs_of_layer,
+        "torch_compile": lambda: compiled(log_probs_of_layer),
+        "liger": liger_log_probs,
+    },
+    drawn=drawn_targets,
+    products=four_of_one_layer,
+    exact=exact_log_probs,
+    largest_error=0.02,
+)
+
+LOSSES = {"cross_entropy": CROSS_ENTROPY, "jsd": JSD, "log_probs": LOG_PROBS}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, and write ``<op>_steps.json``. 1 where one of ours failed."""
-    of = {"cross_entropy": CROSS_ENTROPY, "jsd": JSD}.get(next(iter(arguments), ""), CROSS_ENTROPY)
+    of = LOSSES.get(next(iter(arguments), ""), CROSS_ENTROPY)
     command = Command("benchmarks.losses.linear", __doc__, of.providers, ";")
     add = command.parser.add_argument
-    add("loss", choices=("cross_entropy", "jsd"))
+    add("loss", choices=tuple(LOSSES))
     add("--rounds", type=int, default=2, help="of all providers in turn, of 10 calls each")
     add("--shape", action="append", help="rows,k,vocabulary (may be repeated; default: all points)")
     options = command.read(arguments)

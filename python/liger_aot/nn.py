@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.losses._linear import BUDGET
@@ -507,6 +508,41 @@ class FusedLinearJSD(nn.Module):
 
     def extra_repr(self) -> str:
         return f"jsd_beta={self.jsd_beta}, ignore_index={self.ignore_index}, temperature={self.temperature}"
+
+
+class TiledMLP(nn.Module):
+    """Another module, such as an MLP, applied to some tokens after the other: what it computes in between exists for
+    one part of them at a time. The backward computes it again.
+
+    Args:
+        mlp: takes (..., tokens, k) and treats each token by itself. Its parameters are named ``mlp.``... here.
+        shards: how many parts, of one size but for the last; by default as many as give k tokens each, rounded up.
+
+    Source:
+        The tiled MLP of DeepSpeed (Bekman et al., Arctic Long Sequence Training, 2025) and Liger Kernel.
+    """
+
+    def __init__(self, mlp: nn.Module, shards: int | None = None) -> None:
+        super().__init__()
+        if shards is not None and (type(shards) is not int or shards < 1):
+            raise ArgumentError(
+                f"liger_aot.nn.TiledMLP: shards must be an int from 1 on, or None; got {shards!r}"
+            )
+        self.mlp, self.shards = mlp, shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., tokens, k); what ``mlp`` gives for it."""
+        shards = self.shards or -(-x.shape[-2] // x.shape[-1])
+        if shards <= 1:
+            y: Tensor = self.mlp(x)
+            return y
+        parts = x.chunk(shards, -2)
+        if torch.is_grad_enabled():
+            return torch.cat([checkpoint(self.mlp, part, use_reentrant=False) for part in parts], -2)
+        return torch.cat([self.mlp(part) for part in parts], -2)
+
+    def extra_repr(self) -> str:
+        return f"shards={self.shards}"
 
 
 def _list(shape: Shape) -> list[int]:

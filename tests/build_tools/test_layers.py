@@ -45,6 +45,7 @@ FAMILIES = {
 }
 FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "post_training": ("softmax",)}
 FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "residual": ("norms",)}
+FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "post_training": ("losses", "softmax")}
 
 
 @cache

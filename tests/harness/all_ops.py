@@ -16,7 +16,14 @@ from tests.conftest import built_pack
 from tests.harness.choices import Choices, Entry, Prepared
 from tests.harness.op_cases import BF16, DTYPES, FP16, FP32, Case, OpCases
 from tests.harness.op_tests import LAYOUTS, OpTests, made
-from tests.harness.other_ops import AttentionOp, DecodingOp, LinearCrossEntropyOp, LinearJSDOp, VarlenOp
+from tests.harness.other_ops import (
+    AttentionOp,
+    DecodingOp,
+    LinearCrossEntropyOp,
+    LinearJSDOp,
+    LinearLogProbsOp,
+    VarlenOp,
+)
 
 # Those of a process group, parts of others, and what is made of two others alone
 LEFT_OUT = {
@@ -142,7 +149,14 @@ class HarnessOp:
 @cache
 def entries() -> dict[str, Entry]:
     """By name. The ops of the harness are found by their tests' classes."""
-    others = AttentionOp(), VarlenOp(), DecodingOp(), LinearCrossEntropyOp(), LinearJSDOp()
+    others = (
+        AttentionOp(),
+        VarlenOp(),
+        DecodingOp(),
+        LinearCrossEntropyOp(),
+        LinearJSDOp(),
+        LinearLogProbsOp(),
+    )
     found: dict[str, Entry] = {
         entry.name: entry for entry in (HarnessOp(o) if isinstance(o, OpCases) else o for o in others)
     }

@@ -15,6 +15,7 @@ from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.losses.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_aot.ops.losses.fused_linear_jsd import FusedLinearJSD
 from liger_aot.ops.op import Op
+from liger_aot.ops.post_training.fused_linear_log_probs import FusedLinearLogProbs
 from tests.conftest import built_pack
 from tests.harness.choices import Choices, Entry, Prepared
 from tests.harness.drivers import InterpreterDriver, bound_op
@@ -27,6 +28,7 @@ from tests.ops.decoding import decoding_cases
 from tests.ops.losses import linear_loss_cases
 from tests.ops.losses import test_fused_linear_cross_entropy as linear_cross_entropy
 from tests.ops.losses import test_fused_linear_jsd as linear_jsd
+from tests.ops.post_training import test_fused_linear_log_probs as linear_log_probs
 
 
 class AttentionOp:
@@ -276,6 +278,46 @@ class LinearJSDOp:
         case, seed = problem
         op, device = _by_way(FusedLinearJSD, way)
         linear_jsd.check(op, case, device, seed, rounded_logits=way != "reference")
+
+
+class LinearLogProbsOp:
+    name, op_class, interpreted = "fused_linear_log_probs", FusedLinearLogProbs, "sm90"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[linear_log_probs.Case, int]:
+        rows = choices.number(1, 300 if large else 9)
+        keywords = {"temperature": choices.one((0.5, 2.0))} if choices.number(0, 1) else {}
+        case = linear_log_probs.Case(
+            rows=rows,
+            k=choices.number(1, 300 if large else 40),
+            vocabulary=choices.number(1, 20_000 if large else 150),
+            dtype=choices.one((FP32, BF16, FP16)),
+            index=choices.one((torch.int64, torch.int32)),
+            bias=bool(choices.number(0, 1)),
+            chunks=choices.number(1, min(rows, 4)),
+            size=choices.one((1.0, 5.0)),
+            used=choices.one((linear_log_probs.OUTPUTS, *((name,) for name in linear_log_probs.OUTPUTS))),
+            keywords=keywords,
+        )
+        return case, choices.number(0, 9999)
+
+    def small(self) -> list[tuple[linear_log_probs.Case, int]]:
+        return [(case, 0) for case in linear_log_probs.CASES]
+
+    def prepare(self, problem: tuple[linear_log_probs.Case, int], device: str) -> Prepared:
+        case, seed = problem
+        drawn = linear_log_probs.draw(case, seed, device)
+        grads = torch.full((3, case.rows), 0.625, device=device)
+
+        def run(op: Any) -> tuple[Tensor | None, ...]:
+            outputs, gradients = linear_log_probs.run(op, case, drawn, grads)
+            return *outputs, *gradients.values()
+
+        return Prepared((*drawn.values(), grads), run)
+
+    def check(self, way: str, problem: tuple[linear_log_probs.Case, int]) -> None:
+        case, seed = problem
+        op, device = _by_way(FusedLinearLogProbs, way)
+        linear_log_probs.check(op, case, device, seed, rounded_logits=way != "reference")
 
 
 @cache

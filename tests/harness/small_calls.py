@@ -159,6 +159,11 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
             _call("student_input", "student_weight", "teacher_input", "teacher_weight", "shift_labels", "student_bias"),
             ("student_input", "student_weight", "student_bias"),
         ),
+        "fused_linear_log_probs": (
+            {"input": r(4, 8), "weight": r(n, 8), "target": labels, "bias": r(n)},
+            _call("input", "weight", "target", "bias", temperature=0.8, return_entropy=True, return_lse=True),
+            ("input", "weight", "bias"),
+        ),
         "kl_div": ({"input": logs, "target": teacher.exp()}, _call("input", "target"), ("input",)),
         "jsd": (
             {"input": logs, "target": teacher, "shift_labels": labels},

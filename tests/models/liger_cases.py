@@ -115,6 +115,40 @@ def jsd(x: Tensor, y: Tensor, labels: Tensor | None, beta: float, ignore: int) -
     return rows[kept].sum() / kept.sum()
 
 
+def multi_token(x: Tensor, w: Tensor, b: Tensor | None, *rest: Any, sparse: bool = False) -> Tensor:
+    """``rest``: stride, padding, dilation and groups of the convolution."""
+    seen = torch.ones(x.shape[-2:], device=x.device).tril().bool()
+    p = x.masked_fill(~seen, -1e9)
+    mixed = F.conv2d(liger_aot.load("sparsemax")(p) if sparse else p.softmax(-1), w, b, *rest)
+    return mixed.masked_fill(~seen, 0)
+
+
+def neighbours(
+    q: Tensor, k: Tensor, v: Tensor, size: int = 7, dilation: int = 1, scale: float | None = None
+) -> Tensor:
+    at = torch.arange(q.shape[2], device=q.device)
+    apart = at - at[:, None]
+    seen = (apart.abs() <= size // 2 * dilation) & (apart % dilation == 0)
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+
+
+def mlp(x: Tensor, g: Tensor, u: Tensor, d: Tensor, by_gate: float = 1.0, by_down: float = 1.0) -> Tensor:
+    return (F.silu(x @ g.t() * by_gate) * (x @ u.t())) @ d.t() * by_down
+
+
+def scaled_cross_entropy(
+    x: Tensor, w: Tensor, t: Tensor, temperature: float, ignore: int, _: int, entropy: bool, selected: Tensor
+) -> tuple[Tensor, ...]:  # fmt: skip
+    log_p = (x @ w.t() / temperature).log_softmax(-1)
+    kept = t != ignore
+    chosen = log_p.gather(-1, torch.where(kept, t, 0)[:, None])[:, 0]
+    return (
+        torch.where(kept, -chosen, 0),
+        torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0),
+        torch.where(kept[:, None], log_p[:, selected], 0),
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """A call: its arguments (those that require gradients are compared), and the same in plain torch."""
@@ -404,5 +438,40 @@ CASES = [
         "LigerAttnResFunction",
         lambda: (randn(3, 2, 5, 24), randn(24), randn(24), 1e-6),
         attention_residuals,
+    ),
+    Case(
+        "LigerMultiTokenAttentionFunction",
+        lambda: (randn(2, 4, 9, 9), randn(6, 2, 3, 3), randn(6), 1, 1, 1, 2),
+        multi_token,
+    ),
+    Case(
+        "LigerMultiTokenAttentionFunction",
+        lambda: (randn(2, 4, 9, 9), randn(4, 4, 5, 5), None, (1, 1), (4, 4), (2, 2), 1, True),
+        lambda *given: multi_token(*given[:-1], sparse=True),
+    ),
+    *(
+        Case(
+            "LigerFusedNeighborhoodAttentionFunction",
+            lambda length=length, rest=rest: (*(randn(2, 3, length, 8) for _ in range(3)), *rest),
+            neighbours,
+        )
+        for length, rest in (
+            (11, ()),
+            (11, (5, 2)),
+            (12, (5, 3, 0.5)),
+            (2, (3, 4)),
+            (700, (9, 2)),
+            (300, (101,)),
+        )
+    ),
+    Case(
+        "LigerMLPFunction",
+        lambda: (randn(2, 5, 8), randn(12, 8), randn(12, 8), randn(8, 12)),
+        mlp,
+    ),
+    Case(
+        "LigerMLPFunction",
+        lambda: (randn(2, 5, 8), randn(12, 8), randn(12, 8), randn(8, 12), 0.5, 3.0),
+        mlp,
     ),
 ]  # fmt: skip

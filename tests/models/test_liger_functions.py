@@ -15,12 +15,25 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 
 import liger_aot.liger
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.liger import elementwise, losses, norms
+from liger_aot.liger import elementwise, fallback, losses, norms
 from liger_aot.liger.functions import COVERED
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, bound_op
 from tests.harness.process_groups import in_group
-from tests.models.liger_cases import CASES, Case, grpo_arguments, labels, ours, randn, rms
+from tests.harness.tolerances import UNIT_ROUNDOFF
+from tests.models.liger_cases import (
+    CASES,
+    Case,
+    grpo_arguments,
+    labels,
+    mlp,
+    multi_token,
+    neighbours,
+    ours,
+    randn,
+    rms,
+    scaled_cross_entropy,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -71,13 +84,8 @@ def test_every_class_has_a_case() -> None:
 @pytest.mark.parametrize("name", COVERED)
 def test_signature(name: str) -> None:
     """Names, order and defaults of Liger's own arguments."""
-    liger_aot.liger.uninstall()
-    try:
-        import liger_kernel.ops
-
-        theirs = getattr(liger_kernel.ops, name, None) or getattr(liger_kernel.ops.grpo_loss, name)
-    finally:
-        liger_aot.liger.install()
+    theirs: Any = fallback.theirs[name]
+    assert theirs.__module__.startswith("liger_kernel.")
     stands = ours(name)
     if inspect.isclass(theirs):
         assert issubclass(stands, torch.autograd.Function)
@@ -115,6 +123,154 @@ def test_forward_and_backward_with_a_context(case: Case) -> None:
     assert [g is not None for g in found] == needed
     for a, b in zip([g for g in found if g is not None], gradients(want, copies), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("selected", [None, torch.tensor([4, 0, 4])], ids=["", "selected"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_scaled_cross_entropy(entropy: bool, selected: Tensor | None) -> None:
+    """Through Liger's function, which chooses by device, and what it would choose on Hopper."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    for function in (
+        LigerFusedLinearScaledCrossEntropyFunction,
+        ours("_load_sm90_function")(),
+    ):
+        torch.manual_seed(0)
+        x, w = randn(9, 8), randn(13, 8)
+        arguments = (x, w, labels(9, 13), 0.7, -100, 1, entropy)
+        got = function.apply(*arguments, *(() if selected is None else (selected,)))
+        want = scaled_cross_entropy(*arguments, torch.tensor([0]) if selected is None else selected)
+        want = tuple(t for t, asked in zip(want, (True, entropy, selected is not None), strict=True) if asked)
+        assert isinstance(got, tuple) == (len(want) > 1)
+        for a, b in zip(outputs(got), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        for a, b in zip(gradients(got, (x, w)), gradients(want, (x, w)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    narrow = function.apply(x.bfloat16(), w.bfloat16(), *arguments[2:])
+    types = [t.dtype for t in outputs(narrow)]
+    assert types == [torch.float32, torch.bfloat16][: len(types)]
+
+
+def test_scaled_cross_entropy_over_ranks() -> None:
+    in_group(scaled_cross_entropy_of_shards, 2)
+
+
+@pytest.mark.gpu
+def test_scaled_cross_entropy_over_gpus() -> None:
+    in_group(scaled_cross_entropy_of_shards, min(4, torch.cuda.device_count()), backend="nccl")
+
+
+def scaled_cross_entropy_of_shards(rank: int, device: torch.device) -> None:
+    """Every rank has the results and the gradient of the input, and that of its own rows of the weight."""
+    torch.manual_seed(0)
+    each = 12 // torch.distributed.get_world_size()
+    shard = slice(rank * each, rank * each + each)
+    x, w, t = (v.detach().to(device) for v in (randn(9, 8), randn(12, 8), labels(9, 12)))
+    x, w = x.requires_grad_(), w.requires_grad_()
+    want = scaled_cross_entropy(x, w, t, 0.7, -100, 1, True, t[:1] * 0)[:2]
+    own, leaf = w.detach()[shard].requires_grad_(), x.detach().requires_grad_()
+    function, group = ours("_TensorParallelFusedLinearPPOFallbackFunction"), torch.distributed.group.WORLD
+    got = function.apply(leaf, own, t, 0.7, -100, True, group)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.manual_seed(5)
+    grads = [torch.randn(9, device=device) for _ in range(2)]
+    dx, dw = torch.autograd.grad(want, (x, w), grads)
+    d_leaf, d_own = torch.autograd.grad(got, (leaf, own), grads)
+    torch.testing.assert_close(d_leaf, dx, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(d_own, dw[shard], rtol=1e-4, atol=1e-5)
+    alone = function.apply(leaf, own, t, 0.7, -100, False, group)
+    assert torch.equal(alone, got[0])
+
+
+def test_neighbours_in_16_bits() -> None:
+    """By flash_attention, here its reference; the result has the query's dtype."""
+    torch.manual_seed(0)
+    q, k, v = (randn(2, 3, 21, 16).detach().bfloat16() for _ in range(3))
+    for dilation in (1, 2, 5):
+        got = ours("LigerFusedNeighborhoodAttentionFunction").apply(q, k, v, 5, dilation)
+        want = neighbours(q.double(), k.double(), v.double(), 5, dilation)
+        assert got.dtype == torch.bfloat16 and got.is_contiguous()
+        torch.testing.assert_close(got.double(), want, rtol=2.0**-8, atol=2.0**-8)
+
+
+def near(name: str, plain: Any, rounding: float, leaves: list[Tensor], *rest: Any) -> None:
+    """Result and gradients of a stand-in against the same in float64: within ``rounding`` of their largest values, and
+    what the float32 sums of so many terms, whose errors are independent, add."""
+    got = ours(name).apply(*(t.requires_grad_() for t in leaves), *rest)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    want = plain(*wide, *rest)
+    assert got.dtype == leaves[0].dtype and got.shape == want.shape
+    grad = torch.randn_like(got)
+    found = [got, *torch.autograd.grad(got, leaves, grad)]
+    exact = [want, *torch.autograd.grad(want, wide, grad.double())]
+    for a, b in zip(found, exact, strict=True):
+        ratio = float((a.double() - b).detach().abs().max() / b.detach().abs().max())
+        allowed = rounding + UNIT_ROUNDOFF[torch.float32] * max(1, got.numel() / a.numel()) ** 0.5
+        assert ratio <= allowed, f"{name} {tuple(a.shape)}: {ratio}, {allowed} is allowed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_compositions_on_a_gpu(dtype: torch.dtype) -> None:
+    """Scores, probabilities and results are each rounded to the dtype, float32 products to some roundoffs of their
+    sums; against the largest value of a tensor eight roundoffs, or 256 in float32, are ample and would show any wrong
+    index."""
+    rounding = UNIT_ROUNDOFF[dtype] * (256 if dtype == torch.float32 else 8)
+
+    def drawn(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device="cuda") * size).to(dtype)
+
+    for length, dim, rest in (
+        (1001, 64, (7, 1)),
+        (1001, 64, (9, 2)),
+        (1500, 128, (33, 3, 0.2)),
+        (2048, 16, (301, 1)),
+        (20, 64, (7, 8)),
+    ):
+        leaves = [drawn(2, 3, length, dim) for _ in range(3)]
+        near("LigerFusedNeighborhoodAttentionFunction", neighbours, rounding, leaves, *rest)
+    for length in (7, 130, 1025):
+        leaves = [drawn(2, 4, length, length), drawn(4, 4, 3, 3, size=0.3), drawn(4)]
+        with torch.backends.cudnn.flags(allow_tf32=False):  # type: ignore[no-untyped-call]
+            near("LigerMultiTokenAttentionFunction", multi_token, rounding, leaves, 1, 1, 1, 1)
+    leaves = [drawn(2, 500, 512), *(drawn(*s, size=0.05) for s in ((1024, 512), (1024, 512), (512, 1024)))]
+    near("LigerMLPFunction", mlp, rounding, leaves, 0.7, 1.5)
+
+
+@pytest.mark.gpu
+def test_matmul_of_packed_integers_on_a_gpu() -> None:
+    from liger_kernel.ops.experimental.mm_int8int2 import matmul, unpack_weights
+
+    for rows, k, columns in ((1, 64, 8), (3, 2048, 1000), (17, 8192, 4096), (2048, 4096, 10000)):
+        a = torch.randint(-128, 128, (rows, k), device="cuda", dtype=torch.int8)
+        b = torch.randint(0, 256, (k // 4, columns), device="cuda", dtype=torch.uint8)
+        assert torch.equal(matmul(a, b).double(), a.double() @ unpack_weights(b).double())
+
+
+def test_mlp_refuses_what_ligers_does() -> None:
+    call = ours("LigerMLPFunction").apply
+    x, g, d = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((1, 3, 8), (16, 8), (8, 16)))
+    with pytest.raises(TypeError, match=r"input must be .*; got torch\.float64"):
+        call(x.double(), g, g, d)
+    with pytest.raises(TypeError, match=r"of one dtype, got torch\.bfloat16, torch\.float32"):
+        call(x, g.float(), g, d)
+    with pytest.raises(ValueError, match=r"rows must lie multiples of 16 bytes apart.*shape \(8, 15\)"):
+        call(x, g[:15], g[:15], torch.ones(8, 15, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("rows", "k", "columns"), [(1, 4, 1), (17, 64, 24), (40, 36, 10)])
+def test_matmul_of_packed_integers(rows: int, k: int, columns: int) -> None:
+    from liger_kernel.ops.experimental.mm_int8int2 import matmul, unpack_weights
+
+    torch.manual_seed(0)
+    a = torch.randint(-128, 128, (rows, k), dtype=torch.int8)
+    b = torch.randint(0, 256, (k // 4, columns), dtype=torch.uint8)
+    got = matmul(a, b)
+    assert got.dtype == torch.int32 and torch.equal(got, a.int() @ unpack_weights(b))
+    with pytest.raises(AssertionError, match="Incompatible dimensions"):
+        matmul(a, b[1:])
 
 
 def test_fused_selective_log_softmax() -> None:

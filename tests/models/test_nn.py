@@ -116,6 +116,48 @@ def test_compiles_to_one_graph() -> None:
     torch.testing.assert_close(compiled(x), model(x))
 
 
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
+        self.act = ours.SwiGLU()
+        self.most = 0  # tokens at once
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most = max(self.most, x.shape[-2])
+        y: Tensor = self.down(self.act(self.gate(x), self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "most"), [((2, 21, 8), None, 7), ((9, 8), 4, 3), ((3, 1, 8), 5, 1)]
+)
+def test_tiled_mlp(shape: tuple[int, ...], shards: int | None, most: int) -> None:
+    """The results and gradients of the whole, from so many tokens at once."""
+    torch.manual_seed(0)
+    plain = MLP()
+    tiled = ours.TiledMLP(copy.deepcopy(plain), shards)
+    found = []
+    x = torch.randn(shape)
+    for module in (plain, tiled):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.square().sum().backward()
+        found.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    assert tiled.mlp.most == most
+    with torch.no_grad():
+        torch.testing.assert_close(tiled(x), found[0][0])
+    assert repr(tiled).startswith(f"TiledMLP(\n  shards={shards}")
+
+
+def test_tiled_mlp_asks_for_parts() -> None:
+    for wrong in (0, 2.0, True):
+        with pytest.raises(ArgumentError, match=f"shards must be an int from 1 on, or None; got {wrong}"):
+            ours.TiledMLP(nn.Identity(), wrong)  # type: ignore[arg-type]
+
+
 def test_shape_that_does_not_fit() -> None:
     with pytest.raises(ArgumentError, match=r"x must end in the normalized shape \(8,\), got \(3, 9\)"):
         ours.RMSNorm(8)(torch.randn(3, 9))

@@ -38,6 +38,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "str": (1, True, "", "no such", "MEAN", ["mean"], b"mean", torch.tensor(1)),
     "dtype": ("float32", np.float32, torch.int8, 1, float),
     "window": (1, "ab", (1,), (1, 2, 3), (1.5, None), (-2, 0), (None, True), ["1", None], torch.ones(3)),
+    "ProcessGroup": (1, "tp", object(), ("tp",)),
     "section": (1, (1,), (1, 2), (1.0, 2, 2), "abc", (True, 2, 2), (-1, 8, 9), None, torch.ones(2)),
 }
 # Numbers that their op does not take, though others do.
@@ -99,7 +100,7 @@ def _kind(parameter: inspect.Parameter) -> tuple[str, bool]:
         return "window", True
     if parameter.name == "mrope_section":
         return "section", False
-    for kind in ("Tensor", "dtype", "float", "bool", "int", "str"):
+    for kind in ("Tensor", "ProcessGroup", "dtype", "float", "bool", "int", "str"):
         if kind in said:
             return kind, optional
     raise AssertionError(f"{parameter.name}: {said}")

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from liger_aot.liger import divergences, elementwise, losses, norms, residual
+from liger_aot.liger import attention, divergences, elementwise, log_probs, losses, mlp, norms, residual
 from liger_aot.liger.fallback import served
 
 COVERED: dict[str, tuple[Any, str]] = {
     name: (ours if isinstance(ours, type) else served(name, ours), op)
-    for rows in (norms.NAMES, elementwise.NAMES, losses.NAMES, divergences.NAMES, residual.NAMES)
+    for rows in (
+        norms.NAMES,
+        elementwise.NAMES,
+        losses.NAMES,
+        divergences.NAMES,
+        attention.NAMES,
+        mlp.NAMES,
+        log_probs.NAMES,
+        residual.NAMES,
+    )
     for name, (ours, op) in rows.items()
 }
 __all__ = list(COVERED)  # what Liger's registry takes

@@ -24,6 +24,9 @@ from liger_aot.liger.launches import release_launches, watch_launches
 
 OPS = "liger_kernel.ops"
 REGISTRY = f"{OPS}.backends.registry"
+NOT_IMPORTED_BY_OPS = (
+    f"{OPS}.experimental.mm_int8int2",
+)  # modules of Liger's that hold functions that we replace
 NAME = "liger_aot"
 OTHER_LANGUAGES = re.compile(r"liger_kernel\.ops\.(backends\._(?!triton)|cutile|cutedsl|cute)")
 _lock = RLock()
@@ -48,13 +51,17 @@ def install() -> None:
             importlib.import_module(OPS)
         except ImportError as error:
             raise PatchError(f"liger_aot.liger: {OPS} can't be imported: {error}") from error
+        for name in NOT_IMPORTED_BY_OPS:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
         for module in _modules():
             _originals.update(
                 (name, value)
                 for name, value in vars(module).items()
                 if name in COVERED and value is not COVERED[name][0] and _is_own(value)
             )
-        if missing := sorted(set(COVERED) - set(_originals)):
+        missing = sorted(n for n in set(COVERED) - set(_originals) if not n.startswith("_"))
+        if missing:
             warnings.warn(
                 f"liger_aot.liger: this liger_kernel has no {', '.join(missing)}: nothing is replaced",
                 LeftAlone,

@@ -15,6 +15,7 @@ from typing import Any
 from liger_aot.liger import fallback
 from liger_aot.liger.dispatching import DISPATCHED, asked_for
 from liger_aot.liger.functions import COVERED
+from liger_aot.liger.mlp import TORCH
 
 OPS = "liger_kernel.ops"
 CHUNKED = "liger_kernel.chunked_loss"
@@ -28,7 +29,7 @@ class Status:
 
     Attributes:
         version: of liger_kernel.
-        ours: name -> the op of ours behind it.
+        ours: name -> the op of ours behind it, or "torch" where that alone is.
         jit: names that still launch kernels which Triton compiles at their first call.
         inductor: names that torch.compile compiles at their first call.
         others: names that launch no kernel of Triton's.
@@ -49,7 +50,7 @@ class Status:
     without_pack: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = [(name, f"liger-aot {op}") for name, op in self.ours.items()]
+        rows = [(name, op if op == TORCH else f"liger-aot {op}") for name, op in self.ours.items()]
         rows += [(name, "Triton JIT") for name in self.jit]
         rows += [(name, "torch.compile") for name in self.inductor]
         rows += [(name, "no Triton kernel") for name in self.others]
@@ -72,6 +73,9 @@ def status() -> Status:
         if id(value) in stands:
             ours[name] = stands[id(value)]
         elif (value.__module__ or "").startswith(OPS):
+            if op := _chosen_from(value, stands):
+                ours[name] = op
+                continue
             launches = _launches(value, set())
             if launches or "." not in name:  # helpers without a kernel are of no interest
                 found[launches].append(name)
@@ -141,6 +145,25 @@ def _launches(function: Any, seen: set[int]) -> bool:
     if "dispatch" in names and not set(DISPATCHED) & {c for c in code.co_consts if isinstance(c, str)}:
         return True  # Liger's dispatcher, for an op that none of ours stands for
     return any(_launches(around[name], seen) for name in names if name in around)
+
+
+def _chosen_from(value: Any, stands: dict[int, str]) -> str:
+    """The op behind a class of Liger's that is no autograd function but calls one of several, ours among them."""
+    if not isinstance(value, type) or hasattr(value, "forward"):
+        return ""
+    queue: list[Any] = [getattr(value, "apply", None)]
+    seen: set[int] = set()
+    while queue:
+        function = queue.pop()
+        if id(function) in stands:
+            return stands[id(function)]
+        if not isinstance(function, FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        if function.__module__.startswith("liger_kernel"):
+            around = function.__globals__
+            queue += [around[name] for name in function.__code__.co_names if name in around]
+    return ""
 
 
 def _languages() -> dict[str, str]:
