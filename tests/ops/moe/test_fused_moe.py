@@ -1,0 +1,182 @@
+"""fused_moe: even and uneven routing, tiles that are not full, experts out of range, on every driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.moe.fused_moe import FusedMoE
+from tests.harness.op_tests import BF16, FP16, FP32, Case, Draw, Exact, OpTests, Results
+from tests.harness.tolerances import UNIT_ROUNDOFF
+
+X, GATE_UP, DOWN = torch.ones(3, 8), torch.ones(4, 12, 8), torch.ones(4, 8, 6)
+INDICES, WEIGHTS = torch.tensor([[0, 3], [1, 2], [3, 0]]), torch.ones(3, 2)
+
+
+class TestFusedMoE(OpTests):
+    """A case's shape is (tokens, hidden). ``routing`` is where pairs go: "even" draws experts at random; "one" sends
+    every token to one expert; "some" leaves experts without a token; "outside" also draws experts out of range."""
+
+    op_class = FusedMoE
+    cases = (
+        Case((5, 32), BF16, experts=4, inner=16, top_k=2),
+        Case((1, 16), BF16, experts=3, inner=16, top_k=1),
+        Case((7, 37), FP32, experts=3, inner=5, top_k=2),
+        Case((19, 48), FP16, experts=2, inner=32, top_k=2, index=torch.int32),
+        Case((40, 16), FP32, experts=2, inner=48, top_k=1, routing="one", weights=BF16),
+        Case((9, 33), FP16, experts=7, inner=9, top_k=3, routing="some"),
+        Case((6, 32), BF16, experts=3, inner=16, top_k=2, routing="outside", weights=FP32),
+        Case((11, 24), BF16, experts=2, inner=7, top_k=2, routing="outside", shift=3, index=torch.int32),
+        Case((70, 16), BF16, experts=1, inner=16, top_k=1, gap=16),
+        Case((3, 20), FP32, experts=70, inner=6, top_k=9, gap=5),
+    )
+    empty = (
+        Case((0, 16), BF16, experts=2, inner=16, top_k=2),
+        Case((3, 16), FP32, experts=0, inner=16, top_k=2, routing="outside"),
+        Case((3, 16), FP16, experts=2, inner=0, top_k=1),
+    )
+    large = (
+        Case((1000, 1024), BF16, experts=8, inner=1536, top_k=2),
+        Case((4096, 512), BF16, experts=128, inner=384, top_k=8, weights=FP32),
+        Case((3000, 720), FP16, experts=32, inner=720, top_k=4, routing="some"),
+        Case((64, 2048), BF16, experts=64, inner=768, top_k=8),
+        Case((777, 333), FP32, experts=5, inner=250, top_k=3, routing="outside"),
+        Case((2000, 512), BF16, experts=16, inner=512, top_k=1, routing="one"),
+    )
+    beyond = ()
+    dimensions = (2, 2)
+    relaid = ("x", "gate_up_weight", "down_weight", "topk_weights")
+    bad: Mapping[str, Any] = {
+        "a vector": (
+            (X[0], GATE_UP, DOWN, INDICES, WEIGHTS),
+            {},
+            ArgumentError,
+            r"x must be of shape \(tokens, hidden\), got \(8,\)",
+        ),
+        "float indices": (
+            (X, GATE_UP, DOWN, WEIGHTS, WEIGHTS),
+            {},
+            ArgumentTypeError,
+            "topk_indices must be int32 or int64, got torch.float32",
+        ),
+        "another dtype": (
+            (X, GATE_UP.bfloat16(), DOWN, INDICES, WEIGHTS),
+            {},
+            ArgumentTypeError,
+            "gate_up_weight must be of x's dtype torch.float32, got torch.bfloat16",
+        ),
+        "transposed weights": (
+            (X, GATE_UP.mT, DOWN, INDICES, WEIGHTS),
+            {},
+            ArgumentError,
+            r"gate_up_weight must be of shape \(experts, 2 inner, 8\).*got \(4, 8, 12\)",
+        ),
+        "odd gate_up": (
+            (X, GATE_UP[:, :11], DOWN, INDICES, WEIGHTS),
+            {},
+            ArgumentError,
+            r"gate_up_weight must be of shape \(experts, 2 inner, 8\).*got \(4, 11, 8\)",
+        ),
+        "another inner": (
+            (X, GATE_UP, DOWN[:, :, :5], INDICES, WEIGHTS),
+            {},
+            ArgumentError,
+            r"down_weight must be of shape \(4, 8, 6\).*got \(4, 8, 5\)",
+        ),
+        "fewer tokens": (
+            (X, GATE_UP, DOWN, INDICES[:2], WEIGHTS[:2]),
+            {},
+            ArgumentError,
+            r"topk_indices must be of shape \(3, k\).*got \(2, 2\)",
+        ),
+        "fewer weights": (
+            (X, GATE_UP, DOWN, INDICES, WEIGHTS[:, :1]),
+            {},
+            ArgumentError,
+            r"topk_weights must be of topk_indices' shape \(3, 2\), got \(3, 1\)",
+        ),
+    }
+
+    def tensors(self, case: Case, draw: Draw) -> Tensors:
+        (tokens, hidden), experts, inner = case.shape, case.get("experts", 4), case.get("inner", 16)
+        top_k, routing = case.get("top_k", 2), case.get("routing", "even")
+        low, high = {"one": (experts - 1, experts), "some": (0, experts // 2), "even": (0, experts)}.get(
+            routing, (-2, experts + 2)
+        )
+        indices = (draw.integers(high - low, tokens, top_k) + low).to(case.get("index", torch.int64))
+        if routing == "outside" and indices.dtype == torch.int64 and tokens:
+            indices[0, 0] += 1 << 32  # an expert, by its low word
+        return (
+            draw.rows(tokens, hidden),
+            draw.dense(experts, 2 * inner, hidden).mul_(hidden**-0.5),
+            draw.dense(experts, hidden, inner).mul_(max(inner, 1) ** -0.5),
+            indices,
+            draw.uniform(0.1, 1.0, tokens, top_k).to(case.get("weights", case.dtype)),
+        )
+
+    def formula(self, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """One pair at a time."""
+        rows = []
+        for token in range(x.shape[0]):
+            row = x[token] * 0
+            for choice in range(indices.shape[1]):
+                expert = int(indices[token, choice])
+                if 0 <= expert < gate_up.shape[0]:
+                    gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                    act = torch.nn.functional.silu(gate) * up
+                    row = row + weights[token, choice] * (down[expert] @ act)
+            rows.append(row)
+        return torch.stack(rows)
+
+    def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
+        """The activations are rounded to x's dtype, and so is each expert's result: two roundings on the way to y. The
+        backward reads rounded projections and multiplies rounded gradients of them, and dx has a rounding for each
+        expert: three. Each moves a sum by its unit roundoff times the sum of its terms' sizes."""
+        x, gate_up, down, indices, weights = exact.inputs.values()
+        (dy,) = exact.grads
+        size = {name: torch.zeros_like(t) for name, t in exact.inputs.items()}
+        y = torch.zeros_like(exact.results[0])
+        for e in range(gate_up.shape[0]):
+            chosen = indices == e
+            took = chosen.any(-1, keepdim=True)
+            share = torch.where(chosen, weights, 0).sum(-1, keepdim=True)
+            gate, up = (x @ gate_up[e].t()).chunk(2, -1)
+            gate_size, up_size = (x.abs() @ gate_up[e].abs().t()).chunk(2, -1)
+            # |silu'| < 1.1 and |silu''| <= 0.5: what an error of the projections does to the activations
+            silu = torch.nn.functional.silu(gate)
+            slope = torch.sigmoid(gate) * (1 + gate * (1 - torch.sigmoid(gate)))
+            act_size = silu.abs() * up_size + 1.1 * gate_size * up.abs()
+            y += torch.where(took, share * (act_size @ down[e].abs().t()), 0)
+            dact, dact_size = dy @ down[e], torch.where(took, dy.abs() @ down[e].abs(), 0)
+            dgate = share * (slope.abs() * (dact_size * up.abs() + dact.abs() * up_size))
+            dgate += share * 0.5 * gate_size * (dact * up).abs()
+            dup = share * (silu.abs() * dact_size + 1.1 * gate_size * dact.abs())
+            both = torch.where(took, torch.cat((dgate, dup), -1), 0)
+            size["x"] += both @ gate_up[e].abs()
+            size["gate_up_weight"][e] = both.t() @ x.abs()
+            size["down_weight"][e] = dy.abs().t() @ torch.where(took, share * act_size, 0)
+            total = (dact.abs() * act_size + dact_size * (silu * up).abs()).sum(-1, keepdim=True)
+            size["topk_weights"] += torch.where(chosen, total, 0)
+        by = 1.05 * self._unit / (32 * UNIT_ROUNDOFF[FP32])  # of a rounding, in the 32 of float32's that are allowed
+        found = {f"d{name}": {"magnitude": t * (1 + 3 * by)} for name, t in size.items()}
+        return {"y": {"magnitude": y * (1 + 2 * by)}, **found}
+
+    def compare(
+        self, got: Results, exact: Exact, tensors: Tensors, allowed: Mapping[str, float], label: str
+    ) -> None:
+        self._unit = UNIT_ROUNDOFF[tensors[0].dtype]
+        super().compare(got, exact, tensors, allowed, label)
+
+    def table_case(
+        self, kernel: str, axes: Mapping[str, Any], n: int, aligned: bool, rows: int
+    ) -> Case:
+        """n is the pairs of an expert, or a tile's rows, but for the kernel that goes through rows of the result."""
+        dtype, odd = axes.get("dtype", BF16), int(not aligned)
+        if kernel == "fused_moe_combine":
+            return Case((rows, n), dtype, experts=2, inner=16, top_k=2)
+        return Case((n, 32 + odd), dtype, experts=1, inner=16 + odd, top_k=1)
