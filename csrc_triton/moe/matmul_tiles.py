@@ -115,11 +115,12 @@ def down_backward(
         depth = tl.arange(0, BLOCK_K)
         a_at = DOUT + (pair // top_k).to(tl.int64)[:, None] * dout_stride + depth[None, :]
         b_at = WEIGHT + (expert.to(tl.int64) * hidden + depth)[:, None] * inner + column[None, :]
+        step = inner.to(tl.int64)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
             inside = depth < hidden - k
             a = tl.load(a_at + k, mask=known[:, None] & inside[None, :], other=0.0)
-            b = tl.load(b_at + k.to(tl.int64) * inner, mask=in_columns[None, :] & inside[:, None], other=0.0)
+            b = tl.load(b_at + k * step, mask=in_columns[None, :] & inside[:, None], other=0.0)
             acc = multiply(a, b, acc, TF32X3)
         both = column_tile * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
         at = PRE + pair.to(tl.int64)[:, None] * (2 * inner) + both[None, :]
@@ -155,13 +156,12 @@ def up_backward(
         a_at = DPRE + row[:, None] * (2 * inner) + depth[None, :]
         b_row = expert.to(tl.int64) * 2 * inner + interleaved(depth, inner)
         b_at = WEIGHT + b_row[:, None] * hidden + column[None, :]
+        step = hidden.to(tl.int64)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, 2 * inner, BLOCK_K, num_stages=STAGES):
             inside = depth < 2 * inner - k
             a = tl.load(a_at + k, mask=inside[None, :], other=0.0)
-            b = tl.load(
-                b_at + (k >> 1).to(tl.int64) * hidden, mask=in_columns[None, :] & inside[:, None], other=0.0
-            )
+            b = tl.load(b_at + k // 2 * step, mask=in_columns[None, :] & inside[:, None], other=0.0)
             acc = multiply(a, b, acc, TF32X3)
         to = DX + row[:, None] * hidden + column[None, :]
         tl.store(to, acc.to(DX.dtype.element_ty), mask=in_columns[None, :])
