@@ -12,11 +12,22 @@ Gale et al., MegaBlocks (2022).
 import triton
 import triton.language as tl
 
-from csrc_triton.moe.matmul_tiles import down, down_backward, up, up_backward, weight_backward
-from csrc_triton.moe.routing import count, place, scan
+from csrc_triton.moe.matmul_tiles import down, down_backward, up, up_backward, weight_backward  # noqa: F401
+from csrc_triton.moe.matmul_warp_specialized import down_backward as down_backward_warp_specialized  # noqa: F401
+from csrc_triton.moe.matmul_warp_specialized import product as product_warp_specialized  # noqa: F401
+from csrc_triton.moe.matmul_warp_specialized import up as up_warp_specialized  # noqa: F401
+from csrc_triton.moe.matmul_warp_specialized import weight_backward as weight_backward_warp_specialized  # noqa: F401
+from csrc_triton.moe.routing import count, gather, place, scan  # noqa: F401
 
 FLOATS = {"dtype": ["bf16", "fp16", "fp32"]}
 TILES = ["BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "GROUP", "TF32X3"]
+WARP_SPECIALIZED = {
+    "language": "gluon",
+    "optional": True,
+    "always_aligned": True,
+    "matrix": True,
+    "aligned": [],
+}
 
 DECLARATION = {
     "op": "fused_moe",
@@ -63,6 +74,25 @@ DECLARATION = {
             "aligned": [],
             "always_aligned": True,
             "forms": {"chunk": {"function": "place", "constants": ["CHUNK", "EXPERTS"]}},
+        },
+        "fused_moe_gather": {
+            "optional": True,
+            "always_aligned": True,
+            "arguments": {
+                "OUT": "*i32",
+                "X": "*i32",
+                "ROW_PAIR": "*i32",
+                "TILE_EXPERT": "*i32",
+                "stride": "i64",
+                "n_words": "i32",
+                "blocks": "i32",
+                "top_k": "i32",
+                "tiles": "i32",
+                "tile_rows": "i32",
+            },
+            "axes": {},
+            "aligned": ["OUT", "X"],
+            "forms": {"tile": {"function": "gather", "constants": ["ROWS", "BLOCK"]}},
         },
         "fused_moe_up": {
             "arguments": {
@@ -175,8 +205,106 @@ DECLARATION = {
                 }
             },
         },
+        "fused_moe_up_warp_specialized": {
+            **WARP_SPECIALIZED,
+            "arguments": {
+                "ACT": "dtype[64, 64]",
+                "PRE": "*dtype",
+                "A": "dtype[128, 64]",
+                "B": "dtype[1, B_ROWS, 2, 64]",
+                "ROW_PAIR": "*i32",
+                "TILE_EXPERT": "*i32",
+                "hidden": "i32",
+                "inner": "i32",
+                "tiles": "i32",
+                "columns": "i32",
+                "save": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"]},
+            "forms": {
+                "warp_specialized": {
+                    "function": "up_warp_specialized",
+                    "constants": ["BLOCK_N", "STAGES", "GROUP", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
+                }
+            },
+        },
+        "fused_moe_product_warp_specialized": {
+            **WARP_SPECIALIZED,
+            "arguments": {
+                "OUTPUT": "dtype[64, 64]",
+                "A": "dtype[128, 64]",
+                "B": "dtype[1, B_ROWS, PAIR, 64]",
+                "TILE_EXPERT": "*i32",
+                "depth": "i32",
+                "tiles": "i32",
+                "columns": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"], "weight": ["down", "gate_up"]},
+            "gives": {
+                "weight": {
+                    "down": {"PAIR": 1, "B_ROWS": 256, "BY_ROWS": False},
+                    "gate_up": {"PAIR": 2, "B_ROWS": 32, "BY_ROWS": True},
+                }
+            },
+            "forms": {
+                "warp_specialized": {
+                    "function": "product_warp_specialized",
+                    "constants": [
+                        "BLOCK_N", "STAGES", "GROUP", "PAIR", "BY_ROWS", "B_ROWS", "WARP_GROUPS", "REGISTERS",
+                    ],
+                }
+            },
+        },
+        "fused_moe_down_backward_warp_specialized": {
+            **WARP_SPECIALIZED,
+            "arguments": {
+                "DPRE": "dtype[64, 64]",
+                "ACT": "dtype[64, 64]",
+                "DWEIGHTS": "*fp32",
+                "A": "dtype[128, 64]",
+                "B": "dtype[1, 64, 1, 64]",
+                "PRE": "*dtype",
+                "WEIGHTS": "*fp32",
+                "ROW_PAIR": "*i32",
+                "TILE_EXPERT": "*i32",
+                "hidden": "i32",
+                "inner": "i32",
+                "pairs": "i32",
+                "tiles": "i32",
+                "columns": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"]},
+            "forms": {
+                "warp_specialized": {
+                    "function": "down_backward_warp_specialized",
+                    "constants": ["BLOCK_N", "STAGES", "GROUP", "WARP_GROUPS", "REGISTERS"],
+                }
+            },
+        },
+        "fused_moe_weight_backward_warp_specialized": {
+            **WARP_SPECIALIZED,
+            "arguments": {
+                "DWEIGHT": "dtype[1, B_ROWS, PAIR, 64]",
+                "A": "dtype[64, 64]",
+                "B": "dtype[64, 64]",
+                "OFFSETS": "*i32",
+                "experts": "i32",
+                "row_tiles": "i32",
+                "column_tiles": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16"], "weight": ["down", "gate_up"]},
+            "gives": {
+                "weight": {"down": {"PAIR": 1, "B_ROWS": 64}, "gate_up": {"PAIR": 2, "B_ROWS": 32}}
+            },
+            "forms": {
+                "warp_specialized": {
+                    "function": "weight_backward_warp_specialized",
+                    "constants": ["BLOCK_N", "STAGES", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
+                }
+            },
+        },
     },
-}
+}  # fmt: skip
 
 
 @triton.jit

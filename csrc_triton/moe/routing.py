@@ -59,8 +59,8 @@ def place(
     POSITION, ROW_PAIR, TILE_EXPERT, OFFSETS, INDICES, COUNTS, TOTALS, pairs, experts, chunks, tiles, index_words,
     tile_rows, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """POSITION[pairs]: a pair's row. ROW_PAIR[tiles * tile_rows]: a row's pair. TILE_EXPERT[tiles + 1]: a tile's expert,
-    and how many tiles are used. OFFSETS[experts + 1]: the first row of each expert.
+    """POSITION[pairs]: a pair's row. ROW_PAIR[tiles * tile_rows]: a row's pair. TILE_EXPERT[tiles + 1]: a tile's
+    expert, and how many tiles are used. OFFSETS[experts + 1]: the first row of each expert.
 
     The first programs place a chunk of pairs each, the next write a tile's expert and mark its padding, the last one
     writes the offsets.
@@ -135,3 +135,21 @@ def write_offsets(TILE_EXPERT, OFFSETS, TOTALS, experts, tiles, tile_rows, EXPER
         offset += tl.sum(rows, 0)
     tl.store(OFFSETS + experts, offset)
     tl.store(TILE_EXPERT + tiles, offset // tile_rows)
+
+
+@triton.jit
+def gather(
+    OUT, X, ROW_PAIR, TILE_EXPERT, stride, n_words, blocks, top_k, tiles, tile_rows,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """OUT[tiles * tile_rows, n_words]: each row's token of X, zeros in the padding; both in 32-bit words. ROWS rows and
+    BLOCK words a program; rows of tiles that are not used are left as they are."""
+    program = tl.program_id(0)
+    row = program // blocks * ROWS + tl.arange(0, ROWS)
+    word = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    used = row < tl.load(TILE_EXPERT + tiles) * tile_rows
+    pair = tl.load(ROW_PAIR + row, mask=used, other=-1)
+    inside = (word < n_words)[None, :]
+    at = X + (pair // top_k).to(tl.int64)[:, None] * stride + word[None, :]
+    x = tl.load(at, mask=(pair >= 0)[:, None] & inside, other=0)
+    tl.store(OUT + row.to(tl.int64)[:, None] * n_words + word[None, :], x, mask=used[:, None] & inside)

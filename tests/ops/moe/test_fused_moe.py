@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.moe.fused_moe import FusedMoE
+from tests.conftest import built_pack
+from tests.harness import warp_group_interpreter as interpreter
+from tests.harness.drivers import bound_op
 from tests.harness.op_tests import BF16, FP16, FP32, Case, Draw, Exact, OpTests, Results
 from tests.harness.tolerances import UNIT_ROUNDOFF
 
@@ -162,7 +166,9 @@ class TestFusedMoE(OpTests):
             size["down_weight"][e] = dy.abs().t() @ torch.where(took, share * act_size, 0)
             total = (dact.abs() * act_size + dact_size * (silu * up).abs()).sum(-1, keepdim=True)
             size["topk_weights"] += torch.where(chosen, total, 0)
-        by = 1.05 * self._unit / (32 * UNIT_ROUNDOFF[FP32])  # of a rounding, in the 32 of float32's that are allowed
+        by = (
+            1.05 * self._unit / (32 * UNIT_ROUNDOFF[FP32])
+        )  # of a rounding, in the 32 of float32's that are allowed
         found = {f"d{name}": {"magnitude": t * (1 + 3 * by)} for name, t in size.items()}
         return {"y": {"magnitude": y * (1 + 2 * by)}, **found}
 
@@ -172,11 +178,34 @@ class TestFusedMoE(OpTests):
         self._unit = UNIT_ROUNDOFF[tensors[0].dtype]
         super().compare(got, exact, tensors, allowed, label)
 
-    def table_case(
-        self, kernel: str, axes: Mapping[str, Any], n: int, aligned: bool, rows: int
-    ) -> Case:
+    def table_case(self, kernel: str, axes: Mapping[str, Any], n: int, aligned: bool, rows: int) -> Case:
         """n is the pairs of an expert, or a tile's rows, but for the kernel that goes through rows of the result."""
         dtype, odd = axes.get("dtype", BF16), int(not aligned)
         if kernel == "fused_moe_combine":
             return Case((rows, n), dtype, experts=2, inner=16, top_k=2)
         return Case((n, 32 + odd), dtype, experts=1, inner=16 + odd, top_k=1)
+
+
+class Maps(interpreter.GroupsDriver):
+    """Its maps start where their tensors do: a box outside is zeros."""
+
+    tensor_map = type("Map", (interpreter.TensorMap,), {"outside": True})
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((150, 96), BF16, experts=2, inner=80, top_k=1),
+        Case((100, 144), FP16, experts=2, inner=272, top_k=2, routing="outside"),
+        Case((140, 64), BF16, experts=3, inner=64, top_k=2, routing="some", weights=FP32),
+    ],
+    ids=str,
+)
+def test_warp_specialized(case: Case, poisoned: None) -> None:
+    """Forward and backward with warp groups as threads, in memory that holds NaN."""
+    tests, pack = TestFusedMoE(), built_pack("sm90")
+    op = bound_op(FusedMoE, pack, Maps)
+    tests.check(op, case, pack.tolerance)
+    loaded = [v for v in op._own.of(torch.empty(1), "x")._loaded if "_warp_specialized-" in v]  # type: ignore[union-attr]
+    assert len({v.split("-")[0] for v in loaded}) == 4 and len(loaded) == 6

@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
+from liger_aot.ops.moe._products import Tokens, products
+from liger_aot.ops.moe._routing import LARGEST_TILE, WORDS, Sizes
 from liger_aot.ops.op import Problem, as_rows, check_same_device, check_tensor
-from liger_aot.runtime.dispatch import DTYPE_NAMES, Loaded, OpOn, Runtimes
+from liger_aot.runtime.dispatch import DTYPE_NAMES, Runtimes
 from liger_aot.runtime.layout import rows_of
-
-WORDS = {torch.int32: 1, torch.int64: 2}  # 32-bit words an index
-
-
-class Sizes(NamedTuple):
-    """A problem's sizes; ``inner`` is the intermediate size of the experts."""
-
-    tokens: int
-    hidden: int
-    experts: int
-    inner: int
-    top_k: int
-
-    @property
-    def pairs(self) -> int:
-        return self.tokens * self.top_k
-
-    @property
-    def rows_an_expert(self) -> int:
-        return -(-self.pairs // self.experts)
-
-
-class Routing(NamedTuple):
-    """The pairs sorted by expert, in the padded order: addresses on the device."""
-
-    position: int  # (pairs,) a pair's row
-    row_pair: int  # (tiles * tile_rows,) a row's pair
-    tile_expert: int  # (tiles + 1,) a tile's expert, and how many tiles are used
-    offsets: int  # (experts + 1,) the first row of each expert
-    tiles: int  # at most so many
-    tile_rows: int
-    memory: Tensor  # what they lie in
 
 
 class FusedMoE(DifferentiableOp):
@@ -140,7 +110,7 @@ class FusedMoE(DifferentiableOp):
                 f"fused_moe: topk_weights must be of topk_indices' shape {tuple(indices.shape)}, got "
                 f"{tuple(weights.shape)}"
             )
-        if indices.numel() + experts * 128 >= 1 << 31:
+        if indices.numel() + experts * LARGEST_TILE >= 1 << 31:
             raise ArgumentError(
                 f"fused_moe: topk_indices of shape {tuple(indices.shape)}, with padding, are 2^31 pairs or more"
             )
@@ -154,33 +124,12 @@ class FusedMoE(DifferentiableOp):
         sizes = _sizes(tensors)
         if on is None or in_x is None or sizes is None:
             return self.prepare_forward(tensors, settings, keep, out)
-        tokens, hidden, experts, inner, top_k = sizes
-        x_at, x_stride = in_x[0], in_x[7]
-        gate_up_at, down_at = gate_up.data_ptr(), down.data_ptr()
-        aligned = not (x_at | x_stride | gate_up_at | down_at | hidden | inner) & 15
-        key = (x.dtype, aligned)
-        up = on.kernels["fused_moe_up"](key, sizes.rows_an_expert)
-        routing = _route(on, indices, sizes, up.numbers["block_m"])
-        rows, tiles = routing.tiles * routing.tile_rows, routing.tiles
-        pre = x.new_empty((sizes.pairs, 2 * inner)) if keep else None
-        act, y = x.new_empty((rows, inner)), x.new_empty((rows, hidden))
-        result = x.new_empty((tokens, hidden))
-        stream, device = on.stream(on.device), on.device
-        columns = -(-2 * inner // up.numbers["block_n"])
-        up.launch(
-            device, stream, tiles * columns, 1, 1,
-            act.data_ptr(), 0 if pre is None else pre.data_ptr(), x_at, gate_up_at, routing.row_pair,
-            routing.tile_expert, x_stride, hidden, inner, top_k, tiles, columns, int(keep),
-        )  # fmt: skip
-        loaded = on.kernels["fused_moe_down"](key, routing.tile_rows)
-        columns = -(-hidden // loaded.numbers["block_n"])
-        loaded.launch(
-            device, stream, tiles * columns, 1, 1,
-            y.data_ptr(), act.data_ptr(), down_at, routing.tile_expert, hidden, inner, tiles, columns,
-        )  # fmt: skip
-        wide = weights.contiguous().float()
-        _combine(on, result, y, wide, routing, sizes, aligned)
-        return result, pre
+        places = in_x[0] | in_x[7] | gate_up.data_ptr() | down.data_ptr()
+        aligned = not (places | sizes.hidden | sizes.inner) & 15
+        made = products(on, x, sizes, indices, aligned)
+        pre = x.new_empty((sizes.pairs, 2 * sizes.inner)) if keep else None
+        act = made.up(Tokens(x, in_x[0], in_x[7]), gate_up, pre)
+        return made.combine(made.down(act, down), weights.contiguous().float()), pre
 
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -209,46 +158,22 @@ class FusedMoE(DifferentiableOp):
         sizes = _sizes(saved[:5])
         if on is None or in_x is None or in_dy is None or sizes is None or not any(needed):
             return self.prepare_backward(grads, saved, settings, needed)
-        tokens, hidden, experts, inner, top_k = sizes
-        x_at, x_stride, dy_at, dy_stride = in_x[0], in_x[7], in_dy[0], in_dy[7]
-        gate_up_at, down_at, pre_at = gate_up.data_ptr(), down.data_ptr(), pre.data_ptr()
-        places = x_at | dy_at | gate_up_at | down_at | pre_at
-        aligned = not (places | x_stride | dy_stride | hidden | inner) & 15
-        key = (x.dtype, aligned)
-        tile_rows = on.kernels["fused_moe_up"](key, sizes.rows_an_expert).numbers["block_m"]
-        routing = _route(on, indices, sizes, tile_rows)
-        rows, tiles = routing.tiles * tile_rows, routing.tiles
-        stream, device = on.stream(on.device), on.device
-        dpre, act = x.new_empty((rows, 2 * inner)), x.new_empty((rows, inner))
-        through_down = on.kernels["fused_moe_down_backward"](key, tile_rows)
-        columns = -(-inner // through_down.numbers["block_n"])
-        # Pairs without an expert get zeros.
-        partials = x.new_zeros((columns, sizes.pairs), dtype=torch.float32)
-        wide = weights.contiguous().float()
-        through_down.launch(
-            device, stream, tiles * columns, 1, 1,
-            dpre.data_ptr(), act.data_ptr(), partials.data_ptr(), dy_at, down_at, pre_at, wide.data_ptr(),
-            routing.row_pair, routing.tile_expert, dy_stride, hidden, inner, sizes.pairs, top_k, tiles, columns,
-        )  # fmt: skip
+        places = (
+            in_x[0] | in_x[7] | in_dy[0] | in_dy[7] | gate_up.data_ptr() | down.data_ptr() | pre.data_ptr()
+        )
+        made = products(on, x, sizes, indices, not (places | sizes.hidden | sizes.inner) & 15)
+        rows, grad = Tokens(x, in_x[0], in_x[7]), Tokens(dy, in_dy[0], in_dy[7])
+        dpre, act, partials = made.down_backward(grad, down, pre, weights.contiguous().float())
         dx = dgate_up = ddown = dweights = None
         if needed[4]:
             dweights = self._sums(partials, weights)
         if needed[2]:
-            ddown = torch.empty_like(down, memory_format=torch.contiguous_format)
-            _weight_backward(on, ddown, (dy_at, dy_stride), act, routing, sizes, key)
+            ddown = made.down_weight_backward(grad, act)
         del act, partials
         if needed[1]:
-            dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-            _weight_backward(on, dgate_up, (x_at, x_stride), dpre, routing, sizes, key)
+            dgate_up = made.gate_up_weight_backward(rows, dpre)
         if needed[0]:
-            dx, expanded = x.new_empty((tokens, hidden)), x.new_empty((rows, hidden))
-            loaded = on.kernels["fused_moe_up_backward"](key, tile_rows)
-            columns = -(-hidden // loaded.numbers["block_n"])
-            loaded.launch(
-                device, stream, tiles * columns, 1, 1,
-                expanded.data_ptr(), dpre.data_ptr(), gate_up_at, routing.tile_expert, hidden, inner, tiles, columns,
-            )  # fmt: skip
-            _combine(on, dx, expanded, None, routing, sizes, aligned)
+            dx = made.combine(made.up_backward(dpre, gate_up), None)
         return dx, dgate_up, ddown, None, dweights
 
     def prepare_backward(
@@ -353,76 +278,10 @@ def _sizes(tensors: Tensors) -> Sizes | None:
         and gate_up.is_contiguous()
         and down.is_contiguous()
         and indices.is_contiguous()
-        and sizes.pairs + experts * 128 < 1 << 31
+        and sizes.pairs + experts * LARGEST_TILE < 1 << 31
         and min(sizes) > 0
     )
     return sizes if fits else None
-
-
-def _route(on: OpOn, indices: Tensor, sizes: Sizes, tile_rows: int) -> Routing:
-    """Sort the pairs by expert; see csrc_triton/moe/routing.py."""
-    pairs, experts, words = sizes.pairs, sizes.experts, WORDS[indices.dtype]
-    count, scan, place = (on.kernels[f"fused_moe_{step}"](_ALWAYS, pairs) for step in ("count", "scan", "place"))
-    chunks = -(-pairs // place.numbers["chunk"])
-    tiles = (pairs + min(experts, pairs) * (tile_rows - 1)) // tile_rows
-    lengths = (pairs, tiles * tile_rows, tiles + 1, experts + 1, experts, experts * chunks)
-    memory = indices.new_empty(sum(lengths), dtype=torch.int32)
-    places, at = [], memory.data_ptr()
-    for length in lengths:
-        places.append(at)
-        at += 4 * length
-    position, row_pair, tile_expert, offsets, totals, counts = places
-    stream, device, indices_at = on.stream(on.device), on.device, indices.data_ptr()
-    count.launch(device, stream, chunks, 1, 1, counts, indices_at, pairs, experts, chunks, words)
-    scan.launch(device, stream, experts, 1, 1, counts, totals, chunks)
-    place.launch(
-        device, stream, chunks + tiles + 1, 1, 1,
-        position, row_pair, tile_expert, offsets, indices_at, counts, totals, pairs, experts, chunks, tiles, words,
-        tile_rows,
-    )  # fmt: skip
-    return Routing(position, row_pair, tile_expert, offsets, tiles, tile_rows, memory)
-
-
-_ALWAYS = (True,)  # the key of kernels with no axes and no generic variant
-
-
-def _combine(
-    on: OpOn, out: Tensor, rows: Tensor, weights: Tensor | None, routing: Routing, sizes: Sizes, aligned: bool
-) -> None:
-    """out = the sums of each token's rows, times the float32 weights if there are any."""
-    hidden = sizes.hidden
-    loaded = on.kernels["fused_moe_combine"]((out.dtype, aligned), hidden)
-    blocks = -(-hidden // loaded.block)
-    loaded.launch(
-        on.device, on.stream(on.device), sizes.tokens * blocks, 1, 1,
-        out.data_ptr(), rows.data_ptr(), routing.position, 0 if weights is None else weights.data_ptr(), hidden, blocks,
-        sizes.top_k,
-    )  # fmt: skip
-
-
-def _weight_backward(
-    on: OpOn,
-    dweight: Tensor,
-    tokens: tuple[int, int],
-    rows: Tensor,
-    routing: Routing,
-    sizes: Sizes,
-    key: tuple[torch.dtype, bool],
-) -> None:
-    """dweight (experts, m, n) from gathered tokens (address, stride) and rows in the padded order: of the gate-up
-    weights, if those are as wide as dweight is high."""
-    dtype, aligned = key
-    _, height, width = dweight.shape
-    loaded: Loaded = on.kernels["fused_moe_weight_backward"](
-        (dtype, rows.shape[1] == 2 * sizes.inner, aligned), sizes.rows_an_expert
-    )
-    tiles = -(-height // loaded.numbers["block_m"]), -(-width // loaded.numbers["block_n"])
-    tokens_at, stride = tokens
-    loaded.launch(
-        on.device, on.stream(on.device), sizes.experts * tiles[0] * tiles[1], 1, 1,
-        dweight.data_ptr(), tokens_at, rows.data_ptr(), routing.row_pair, routing.offsets, stride, sizes.hidden,
-        sizes.inner, sizes.top_k, *tiles,
-    )  # fmt: skip
 
 
 def _through(
