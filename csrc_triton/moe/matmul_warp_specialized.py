@@ -161,11 +161,6 @@ def halves(values):
 
 
 @gluon.jit
-def as_product(values, BLOCK_N: gl.constexpr):
-    return gl.convert_layout(values, wgmma_layout(BLOCK_N), assert_trivial=True)
-
-
-@gluon.jit
 def consume_product(
     OUTPUT, depth, tiles, pipe, buffer, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr, g: gl.constexpr
 ):  # fmt: skip
@@ -235,7 +230,7 @@ def consume_up(
         gate, up = gl.split(acc.reshape([GROUP_M, OUT, 2]))
         act = gate / (1.0 + gl.exp(-gate)) * up
         if save != 0:
-            left, right = halves(acc.to(PRE.dtype.element_ty))
+            left, right = halves(acc.to(ACT.dtype))
             scatter_rows(left, PRE, ROW_PAIR + row, column * BLOCK_N, 2 * inner, buffer)
             scatter_rows(right, PRE, ROW_PAIR + row, column * BLOCK_N + OUT, 2 * inner, buffer)
         store_tile(act.to(ACT.dtype), ACT, row, column * OUT, buffer)
@@ -251,10 +246,8 @@ def scatter_rows(values, to, PAIRS, column, width, buffer):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     pair = gl.load(PAIRS + gl.arange(0, GROUP_M, gl.SliceLayout(1, layout)))
     at = column + gl.arange(0, OUT, gl.SliceLayout(0, layout))
-    rows = to + pair.to(gl.int64) * width
-    gl.store(
-        rows[:, None] + at[None, :], tile.load(layout), mask=(pair >= 0)[:, None] & (at < width)[None, :]
-    )
+    mask = (pair >= 0)[:, None] & (at < width)[None, :]
+    gl.store(to + (pair.to(gl.int64) * width)[:, None] + at[None, :], tile.load(layout), mask=mask)
 
 
 @gluon.jit
@@ -314,12 +307,13 @@ def half_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer
     part of the routing weights' gradient, one a row."""
     N: gl.constexpr = dact.shape[1]
     both: gl.constexpr = wgmma_layout(2 * N)
-    own: gl.constexpr = dact.type.layout
+    own: gl.constexpr = wgmma_layout(N)
+    dact = gl.convert_layout(dact, own)
     pair = gl.convert_layout(pair, gl.SliceLayout(1, both))
     at = 2 * column + gl.arange(0, 2 * N, gl.SliceLayout(0, both))
-    rows = PRE + pair.to(gl.int64) * (2 * inner)
     mask = (pair >= 0)[:, None] & (at < 2 * inner)[None, :]
-    gate, up = gl.split(gl.load(rows[:, None] + at[None, :], mask=mask, other=0.0).reshape([GROUP_M, N, 2]))
+    pre = gl.load(PRE + (pair.to(gl.int64) * (2 * inner))[:, None] + at[None, :], mask=mask, other=0.0)
+    gate, up = gl.split(pre.reshape([GROUP_M, N, 2]))
     gate = gl.convert_layout(gate.to(gl.float32), own)
     up = gl.convert_layout(up.to(gl.float32), own)
     sigmoid = 1.0 / (1.0 + gl.exp(-gate))
@@ -336,7 +330,7 @@ def half_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer
     part.store((act * share).to(ACT.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(ACT, [row, column], part)
-    return gl.convert_layout(total, weight.type.layout)
+    return gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(2 * N)))
 
 
 @gluon.jit
