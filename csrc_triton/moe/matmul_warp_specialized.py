@@ -280,9 +280,9 @@ def consume_down_backward(
     DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, depth, inner, pairs, tiles, pipe, buffer, BLOCK_N: gl.constexpr,
     g: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp group g: SwiGLU's gradient, 32 columns at a time: their gates and ups are 64."""
+    """Consumer warp group g: SwiGLU's gradient, a panel of columns at a time."""
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
-    layout: gl.constexpr = wgmma_layout(BLOCK_N)
+    layout: gl.constexpr = wgmma_layout(2 * PANEL)
     i = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
         acc = multiply(i, steps, pipe, BLOCK_N, True, False, g)
@@ -293,16 +293,24 @@ def consume_down_backward(
         known = pair >= 0
         weight = gl.load(WEIGHTS + pair, mask=known, other=0.0)
         left, right = halves(acc)
-        total = half_backward(left, DPRE, ACT, PRE, pair, weight, row, column * BLOCK_N, inner, buffer)
-        total += half_backward(
-            right, DPRE, ACT, PRE, pair, weight, row, column * BLOCK_N + BLOCK_N // 2, inner, buffer
-        )
+        if BLOCK_N == 4 * PANEL:
+            first, second = halves(left)
+            third, last = halves(right)
+            at = column * BLOCK_N
+            total = panel_backward(first, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer)
+            total += panel_backward(second, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer)
+            total += panel_backward(third, DPRE, ACT, PRE, pair, weight, row, at + 2 * PANEL, inner, buffer)
+            total += panel_backward(last, DPRE, ACT, PRE, pair, weight, row, at + 3 * PANEL, inner, buffer)
+        else:
+            at = column * BLOCK_N
+            total = panel_backward(left, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer)
+            total += panel_backward(right, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer)
         gl.store(DWEIGHTS + column.to(gl.int64) * pairs + pair, total, mask=known)
     tma.store_wait(0)
 
 
 @gluon.jit
-def half_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer):
+def panel_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer):
     """[64, 64] of the activations' gradient: its gradients of gate and up, and the weighted activations, go out; their
     part of the routing weights' gradient, one a row."""
     N: gl.constexpr = dact.shape[1]
@@ -340,7 +348,7 @@ def down_backward(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``matmul_tiles.down_backward`` of gathered gradients A[rows, hidden]; B has PAIR 1 and is read by rows."""
-    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 2 * PANEL)
+    gl.static_assert(WARP_GROUPS == 2)
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
     b = weight_stages(B, STAGES, BLOCK_N, True)
     pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
