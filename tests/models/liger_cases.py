@@ -59,6 +59,11 @@ def cross_entropy(
     return loss, *(o if ask else None for o, ask in zip(others, returns, strict=True))
 
 
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    gate, up = torch.einsum("th,tkih->tki", x, gate_up[chosen]).chunk(2, -1)
+    return torch.einsum("tki,tkhi,tk->th", F.silu(gate) * up, down[chosen], weights)
+
+
 def jsd(x: Tensor, y: Tensor, labels: Tensor | None, beta: float, ignore: int) -> Tensor:
     """Of log-probabilities, a mean over the rows that count."""
     p, q = y.exp(), x.exp()
@@ -212,6 +217,17 @@ CASES = [
         "LigerEmbeddingFunction",
         lambda: (randn(9, 24), torch.randint(0, 9, (2, 5))),
         lambda w, i: F.embedding(i, w),
+    ),
+    Case(
+        "LigerFusedMoEFunction",
+        lambda: (
+            randn(7, 24),
+            randn(3, 20, 24),
+            randn(3, 24, 10),
+            torch.randint(0, 3, (7, 2), dtype=torch.int32),
+            torch.rand(7, 2),
+        ),
+        experts,
     ),
     Case(
         "LigerCrossEntropyFunction",

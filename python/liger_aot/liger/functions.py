@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from liger_aot.liger import divergences, elementwise, losses, norms
+from liger_aot.liger import divergences, elementwise, losses, moe, norms
 from liger_aot.liger.fallback import served
 
 COVERED: dict[str, tuple[Any, str]] = {
     name: (ours if isinstance(ours, type) else served(name, ours), op)
-    for rows in (norms.NAMES, elementwise.NAMES, losses.NAMES, divergences.NAMES)
+    for rows in (norms.NAMES, elementwise.NAMES, losses.NAMES, divergences.NAMES, moe.NAMES)
     for name, (ours, op) in rows.items()
 }
 __all__ = list(COVERED)  # what Liger's registry takes

@@ -109,9 +109,11 @@ class TestFusedMoE(OpTests):
     def tensors(self, case: Case, draw: Draw) -> Tensors:
         (tokens, hidden), experts, inner = case.shape, case.get("experts", 4), case.get("inner", 16)
         top_k, routing = case.get("top_k", 2), case.get("routing", "even")
-        low, high = {"one": (experts - 1, experts), "some": (0, experts // 2), "even": (0, experts)}.get(
-            routing, (-2, experts + 2)
-        )
+        low, high = {
+            "one": (experts - 1, experts),
+            "some": (0, max(1, experts // 2)),
+            "even": (0, experts),
+        }.get(routing, (-2, experts + 2))
         indices = (draw.integers(high - low, tokens, top_k) + low).to(case.get("index", torch.int64))
         if routing == "outside" and indices.dtype == torch.int64 and tokens:
             indices[0, 0] += 1 << 32  # an expert, by its low word
