@@ -11,6 +11,7 @@ Of the others PAIR is 1. What lies outside of a map reads as zero and is not wri
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -41,11 +42,12 @@ class Pipeline:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
+    GATHERED: gl.constexpr  # whether threads copy the first operand, not TMA
 
     @gluon.constexpr_function
-    def __init__(self, a, b, full, empty, STAGES):
+    def __init__(self, a, b, full, empty, STAGES, GATHERED=0):
         self.a, self.b, self.full, self.empty = a, b, full, empty
-        self.STAGES = gl.constexpr(STAGES)
+        self.STAGES, self.GATHERED = gl.constexpr(STAGES), gl.constexpr(GATHERED)
 
 
 @gluon.jit
@@ -104,15 +106,50 @@ def produce(
             full = load_stage(i, pipe, BYTES)
             stage = i % pipe.STAGES
             tma.async_copy_global_to_shared(A, [row * BLOCK_M, k], full, pipe.a.index(stage))
-            if BY_ROWS:
-                for c in gl.static_range(BLOCK_N // PANEL):
-                    to = pipe.b.index(stage).slice(c * PANEL, PANEL, dim=3)
-                    at = column * BLOCK_N + c * PANEL
-                    tma.async_copy_global_to_shared(B, [expert, k // PAIR, 0, at], full, to)
-            else:
-                at = column * (BLOCK_N // PAIR)
-                tma.async_copy_global_to_shared(B, [expert, at, 0, k], full, pipe.b.index(stage))
+            load_weight(B, expert, k, column, full, pipe, stage, BLOCK_N, PAIR, BY_ROWS)
             i += 1
+
+
+@gluon.jit
+def produce_gathered(
+    X, stride, top_k, B, ROW_PAIR, TILE_EXPERT, depth, tiles, pipe, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
+    BY_ROWS: gl.constexpr,
+):  # fmt: skip
+    """``produce`` by a warp group that gathers the rows of A itself: 16 bytes a thread and copy."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    lines = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    i = 0
+    for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
+        row, column = tiles.decode(t)
+        expert = gl.load(TILE_EXPERT + row)
+        pair = gl.load(ROW_PAIR + row * BLOCK_M + lines)
+        known = (pair >= 0)[:, None]
+        at = ((pair // top_k).to(gl.int64) * stride)[:, None] + columns[None, :]
+        for k in range(0, depth, BLOCK_K):
+            full = load_stage(i, pipe, BLOCK_N * BLOCK_K * 2)
+            stage = i % pipe.STAGES
+            load_weight(B, expert, k, column, full, pipe, stage, BLOCK_N, PAIR, BY_ROWS)
+            mask = known & (columns < depth - k)[None, :]
+            async_copy.async_copy_global_to_shared(pipe.a.index(stage), X + k + at, mask=mask)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            i += 1
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def load_weight(
+    B, expert, k, column, full, pipe, stage, BLOCK_N: gl.constexpr, PAIR: gl.constexpr, BY_ROWS: gl.constexpr
+):
+    """Start to load BLOCK_N columns of a weight at depth k."""
+    if BY_ROWS:
+        for c in gl.static_range(BLOCK_N // PANEL):
+            to = pipe.b.index(stage).slice(c * PANEL, PANEL, dim=3)
+            at = column * BLOCK_N + c * PANEL
+            tma.async_copy_global_to_shared(B, [expert, k // PAIR, 0, at], full, to)
+    else:
+        at = column * (BLOCK_N // PAIR)
+        tma.async_copy_global_to_shared(B, [expert, at, 0, k], full, pipe.b.index(stage))
 
 
 @gluon.jit
@@ -124,6 +161,8 @@ def multiply(
     for n in range(i, i + steps):
         stage = n % pipe.STAGES
         mbarrier.wait(pipe.full.index(stage), (n // pipe.STAGES) & 1)
+        if pipe.GATHERED:
+            fence_async_shared()  # wgmma reads what threads have copied
         if A_BY_ROWS:
             a = pipe.a.index(stage).slice(g * GROUP_M, GROUP_M, dim=1).permute((1, 0))
         else:
@@ -252,27 +291,42 @@ def scatter_rows(values, to, PAIRS, column, width, buffer):
 
 @gluon.jit
 def up(
-    ACT, PRE, A, B, ROW_PAIR, TILE_EXPERT, hidden, inner, tiles, columns, save,
+    ACT, PRE, A, X, B, ROW_PAIR, TILE_EXPERT, stride, hidden, inner, top_k, tiles, columns, save,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """``matmul_tiles.up`` of gathered tokens A[rows, hidden]; B has PAIR 2. ACT is a map of boxes of 64 columns."""
     gl.static_assert(WARP_GROUPS == 2)
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
     b = weight_stages(B, STAGES, BLOCK_N, False)
-    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
+    full = mbarriers(STAGES, 129 if GATHERED else 1)  # the threads that copy, and the one that starts TMA
+    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), STAGES, GATHERED)
     out = gl.allocate_shared_memory(ACT.dtype, [WARP_GROUPS, GROUP_M, OUT], ACT.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
-    gl.warp_specialize(
-        [
-            (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(0), BLOCK_N, 0)),
-            (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(1), BLOCK_N, 1)),
-            (produce, (A, B, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 2, False)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    if GATHERED:
+        gl.warp_specialize(
+            [
+                (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(0), BLOCK_N, 0)),
+                (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(1), BLOCK_N, 1)),
+                (
+                    produce_gathered,
+                    (X, stride, top_k, B, ROW_PAIR, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 2, False),
+                ),
+            ],
+            [4, 4],
+            [REGISTERS, 512 - 2 * REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(0), BLOCK_N, 0)),
+                (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(1), BLOCK_N, 1)),
+                (produce, (A, B, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 2, False)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
 
 
 @gluon.jit

@@ -144,12 +144,14 @@ class WarpSpecializedProducts(TileProducts):
         self._taken: dict[int, Tensor] = {}
 
     def up(self, x: Tokens, gate_up: Tensor, pre: Tensor | None) -> Tensor:
-        _, hidden, _, inner, _ = self.sizes
+        _, hidden, _, inner, top_k = self.sizes
         loaded, routing, act = self._loaded("up"), self.routing, self.rows(inner)
+        a = x.tensor if loaded.numbers["gathered"] else self._gathered(x)
         self._launch(
             loaded, 2 * inner, self._rows(loaded, "ACT", act), 0 if pre is None else pre.data_ptr(),
-            self._rows(loaded, "A", self._gathered(x)), self._weights(loaded, "B", gate_up, 2), routing.row_pair,
-            routing.tile_expert, hidden, inner, after=(int(pre is not None),),
+            self._rows(loaded, "A", a, x.stride if a is x.tensor else hidden), x.at,
+            self._weights(loaded, "B", gate_up, 2), routing.row_pair, routing.tile_expert, x.stride, hidden, inner,
+            top_k, after=(int(pre is not None),),
         )  # fmt: skip
         return act
 
@@ -210,9 +212,9 @@ class WarpSpecializedProducts(TileProducts):
             )
         return self._taken[tokens.at]
 
-    def _rows(self, loaded: Loaded, argument: str, t: Tensor) -> Any:
+    def _rows(self, loaded: Loaded, argument: str, t: Tensor, stride: int = 0) -> Any:
         """A map of a matrix."""
-        return self._map(loaded, argument, t, tuple(t.shape), (t.shape[1], 1))
+        return self._map(loaded, argument, t, tuple(t.shape), (stride or t.shape[1], 1))
 
     def _weights(self, loaded: Loaded, argument: str, t: Tensor, pair: int) -> Any:
         """A map over (expert, row / pair, row % pair, column): with 2, rows of the first and second half alternate."""
