@@ -19,11 +19,11 @@ from liger_aot.ops.registry import load
 if TYPE_CHECKING:
     from liger_aot import nn
     from liger_aot.explanation import explain
-    from liger_aot.models import apply, patch, register_attention, restore
+    from liger_aot.models import apply, patch, register_attention, register_experts, restore
 
 __all__ = [
     "LigerAOTError", "__version__", "apply", "archs", "explain", "load", "nn", "ops", "patch",
-    "register_attention", "restore",
+    "register_attention", "register_experts", "restore",
 ]  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def archs() -> tuple[str, ...]:
     return tuple(pack.arch for pack in installed_packs())
 
 
-_OF_MODELS = ("apply", "patch", "register_attention", "restore")
+_OF_MODELS = ("apply", "patch", "register_attention", "register_experts", "restore")
 
 
 def __getattr__(name: str) -> object:  # deferred: a serving process does not need them

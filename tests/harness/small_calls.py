@@ -122,6 +122,17 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
             _call("indices", "weight"),
             ("weight",),
         ),
+        "fused_moe": (
+            {
+                "x": r(4, n),
+                "gate_up_weight": r(3, 12, n),
+                "down_weight": r(3, n, 6),
+                "topk_indices": torch.tensor([[0, 2], [2, 1], [0, 1], [1, 0]]),
+                "topk_weights": r(4, 2).abs(),
+            },
+            _call("x", "gate_up_weight", "down_weight", "topk_indices", "topk_weights"),
+            ("x", "gate_up_weight", "down_weight", "topk_weights"),
+        ),
         "rope": (
             {"q": r(2, 3, 5, n), "k": r(2, 1, 5, n), "cos": cos, "sin": sin},
             _call("q", "k", "cos", "sin"),

@@ -29,7 +29,8 @@ from tests.harness.warp_group_memory import TYPES, Pointer, Shared, TensorMap, a
 from tests.harness.warp_group_softmax import SOFTMAX
 
 PATIENCE = 600.0  # seconds a group waits for a barrier before that counts as a deadlock
-SCALARS = ("i32", "fp32")
+SCALARS = ("i32", "i64", "fp32")
+THREADS = 128  # of a warp group
 
 
 class Barrier:
@@ -48,6 +49,9 @@ class Block:
         self.copies: list[Callable[[], None]] = []
         self.passed: dict[str, int] = {}  # turns, by named barrier
         self.stores: dict[int, list[Callable[[], None]]] = {}
+        self.started: dict[
+            int, list[Callable[[], None]]
+        ] = {}  # copies by threads that no barrier waits for yet
         self.error: BaseException | None = None
         self.random = random.Random(str(program))
 
@@ -115,6 +119,24 @@ class Block:
             to.values.zero_()
             to.values[where] = part
             self.signal(barrier, expected=-to.values.nbytes)
+
+        with self.changed:
+            self.copies.append(arrive)
+            self.changed.notify_all()
+
+    def copy_by_threads(self, to: Shared, at: Pointer, mask: Any) -> None:
+        """Of cp.async: it has arrived when the barrier that ``arrive_after_copies`` names has the threads' arrivals."""
+        to.values.fill_(torch.nan)
+        self.started.setdefault(get_ident(), []).append(lambda: to.values.copy_(load(at, mask)))
+
+    def arrive_after_copies(self, barrier: Barrier, increment_count: bool) -> None:
+        assert not increment_count
+        started = self.started.pop(get_ident(), [])
+
+        def arrive() -> None:
+            for copy in started:
+                copy()
+            self.signal(barrier, arrivals=THREADS)
 
         with self.changed:
             self.copies.append(arrive)
@@ -228,7 +250,8 @@ def _language(block: Block) -> SimpleNamespace:
         umulhi=lambda a, b: (a * b) >> 32,
         zeros_like=torch.zeros_like,
         split=lambda x: x.unbind(-1),
-        exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,
+        join=lambda a, b: torch.stack((a, b), -1),
+        exp=torch.exp, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,
         load=load, store=store, atomic_add=atomic_add,
         convert_layout=lambda x, layout: x,
         static_range=range,
@@ -252,6 +275,10 @@ class Code:
             "launch_dependents": lambda: None,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
+            ),
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=block.copy_by_threads, mbarrier_arrive=block.arrive_after_copies,
+                wait_group=lambda left: None,
             ),
             "tma": SimpleNamespace(
                 async_copy_global_to_shared=block.copy_in, async_copy_shared_to_global=block.copy_out,

@@ -119,7 +119,7 @@ class TensorMap:
         ]
         if not all(low < high for low, high, _ in ranges):
             assert self.outside, f"a box at {at} is wholly outside of {self.sizes}"
-            return torch.empty(0, 0, 0, 0, dtype=self.dtype), (slice(0),) * 4
+            return torch.empty([0] * len(at), dtype=self.dtype), (slice(0),) * len(at)
         first = sum((c + low) * s for (low, _, c), s in zip(ranges, self.strides, strict=True))
         shape = [high - low for low, high, _ in ranges]
         last = sum((n - 1) * s for n, s in zip(shape, self.strides, strict=True))

@@ -106,6 +106,11 @@ def grpo(
     return (loss * by).sum(), None if kl is None else kl.sum() / mask.sum(), clipped.sum() / mask.sum()
 
 
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    gate, up = torch.einsum("th,tkih->tki", x, gate_up[chosen]).chunk(2, -1)
+    return torch.einsum("tki,tkhi,tk->th", F.silu(gate) * up, down[chosen], weights)
+
+
 def jsd(x: Tensor, y: Tensor, labels: Tensor | None, beta: float, ignore: int) -> Tensor:
     """Of log-probabilities, a mean over the rows that count."""
     p, q = y.exp(), x.exp()
@@ -312,6 +317,17 @@ CASES = [
         "LigerEmbeddingFunction",
         lambda: (randn(9, 24), torch.randint(0, 9, (2, 5))),
         lambda w, i: F.embedding(i, w),
+    ),
+    Case(
+        "LigerFusedMoEFunction",
+        lambda: (
+            randn(7, 24),
+            randn(3, 20, 24),
+            randn(3, 24, 10),
+            torch.randint(0, 3, (7, 2), dtype=torch.int32),
+            torch.rand(7, 2),
+        ),
+        experts,
     ),
     Case(
         "LigerCrossEntropyFunction",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from liger_aot.liger import attention, divergences, elementwise, log_probs, losses, mlp, norms, residual
+from liger_aot.liger import attention, divergences, elementwise, log_probs, losses, mlp, moe, norms, residual
 from liger_aot.liger.fallback import served
 
 COVERED: dict[str, tuple[Any, str]] = {
@@ -16,6 +16,7 @@ COVERED: dict[str, tuple[Any, str]] = {
         divergences.NAMES,
         attention.NAMES,
         mlp.NAMES,
+        moe.NAMES,
         log_probs.NAMES,
         residual.NAMES,
     )

@@ -13,6 +13,7 @@ from torch import nn
 from liger_aot.errors import ArgumentTypeError, LeftAlone, PatchError
 from liger_aot.models import modules
 from liger_aot.models.attention import NAME, register_attention
+from liger_aot.models.experts import OTHERS, register_experts
 from liger_aot.models.loss import Loss, usual, wanted_loss
 from liger_aot.models.record import Change, Record
 from liger_aot.models.resolve import Method, Parts, Resolved, families_of_model, family_of, resolve
@@ -43,7 +44,8 @@ def apply(
             tower, are done too where their family is in the table.
         norms: RMSNorm or LayerNorm.
         rotary: the rotation of queries and keys.
-        mlp: the activation between projections, of experts too.
+        mlp: the activation between projections. Gated experts with SiLU run as the op ``fused_moe``
+            (``experts_implementation="liger_aot"``), unless the model was made with an implementation of its own.
         loss: in training, ``forward(labels=...)`` computes the loss without logits; the output then has none.
             ``model(..., skip_logits=False)`` keeps them. A ``liger_aot.models.Loss`` says how it is computed.
         attention: set ``attn_implementation="liger_aot"``.
@@ -87,6 +89,8 @@ def apply(
     register_attention()
     if attention:
         found.changes += _attention_changes(inner)
+    if mlp:
+        found.changes += _experts_changes(inner)
     record = Record(found.changes)
     record.make()
     vars(inner)[_KEPT] = record
@@ -252,13 +256,26 @@ def _without_adapter(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _attention_changes(model: nn.Module) -> list[Change]:
-    """The attention that each of the model's configs names."""
-    configs = {
+def _configs(model: nn.Module) -> list[Any]:
+    found = {
         id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None
     }
+    return list(found.values())
+
+
+def _attention_changes(model: nn.Module) -> list[Change]:
+    """The attention that each of the model's configs names."""
     key = "_attn_implementation_internal"
-    return [Change(config, key, NAME) for config in configs.values() if key in vars(config)]
+    return [Change(config, key, NAME) for config in _configs(model) if key in vars(config)]
+
+
+def _experts_changes(model: nn.Module) -> list[Change]:
+    """The experts' implementation that each of the model's configs names, where it is Transformers' default."""
+    key = "_experts_implementation_internal"
+    wanted = [config for config in _configs(model) if vars(config).get(key) == OTHERS]
+    if wanted:
+        register_experts()
+    return [Change(config, key, NAME) for config in wanted]
 
 
 def _called(module: Any) -> str:

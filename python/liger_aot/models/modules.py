@@ -209,6 +209,20 @@ def expert_gate(plain: Forward) -> Forward:
     return _apply_gate
 
 
+def is_silu(activation: Any) -> bool:
+    return gates().get(type(activation)) is load("swiglu")
+
+
+def gates_as_usual(experts: type) -> bool:
+    """Whether a class of experts multiplies act(gate) by up and does no more: by Transformers' own method, or by
+    ``expert_gate``, which replaces only that."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    gate: Any = getattr(experts, "_apply_gate", None)
+    replaced = getattr(gate, "__module__", "") == __name__ and gate.__qualname__.startswith("expert_gate.")
+    return replaced or gate is _default_apply_gate
+
+
 def limited_expert_gate(plain: Forward) -> Forward:
     """Of DeepSeek V4's experts, whose gate and up are clamped."""
     known = gates()
