@@ -19,7 +19,7 @@ from liger_aot.models.masks import (
     mask_of_positions,
     sequences_of,
 )
-from liger_aot.models.paged import NAME, paged_attention_by, register_paged
+from liger_aot.models.paged import NAME, register_paged
 from liger_aot.ops.registry import load, names
 
 HALF = (torch.bfloat16, torch.float16)
@@ -56,7 +56,7 @@ def register_attention() -> None:
     ops = Ops.installed()
     AttentionInterface.register(NAME, attention_by(ops))
     AttentionMaskInterface.register(NAME, attention_mask)
-    register_paged(AttentionInterface, paged_attention_by(ops.varlen, ops.decoding))
+    register_paged(AttentionInterface, ops.varlen, ops.decoding)
 
 
 def _op(name: str) -> Callable[..., Tensor]:

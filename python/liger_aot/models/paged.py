@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_aot import flash_attn
+from liger_aot.ops.kv_cache import write_tokens
 
 NAME = "liger_aot"
 PAGED = f"paged|{NAME}"
@@ -111,11 +111,11 @@ def _decode(
     lengths = starts_k.diff()[: q.shape[0]].to(torch.int32)
     # Nobody reads the cache's last page: tokens of sequences that fill the batch up go there.
     pages = block_table[group].remainder(k_cache.shape[0])
-    flash_attn.write(k_cache, v_cache, k, v, (lengths - 1).clamp(min=0), pages)
+    write_tokens(k_cache, v_cache, k, v, (lengths - 1).clamp(min=0), pages)
     return decoding(q, k_cache, v_cache, cache_seqlens=lengths, block_table=pages, **settings).transpose(0, 1)
 
 
-def register_paged(interface: Any, forward: Callable[..., tuple[Tensor, None]]) -> None:
+def register_paged(interface: Any, varlen: Callable[..., Tensor], decoding: Callable[..., Tensor]) -> None:
     """Make ``"paged|liger_aot"`` known, and have continuous batching treat it as flash attention: without masks, with
     its CUDA graphs and with a block table in steps of one token.
 
@@ -128,8 +128,8 @@ def register_paged(interface: Any, forward: Callable[..., tuple[Tensor, None]]) 
         return
     for module in (cache, continuous_api, initialization):
         _replace(module, "is_flash_attention_requested", _requested)
-    _replace(initialization, "lazy_import_paged_flash_attention", _functions)
-    interface.register(PAGED, forward)
+    _replace(initialization, "lazy_import_paged_flash_attention", partial(_functions, (varlen, decoding)))
+    interface.register(PAGED, paged_attention_by(varlen, decoding))
 
 
 def _replace(module: ModuleType, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -152,12 +152,10 @@ def _requested(found: Callable[..., bool]) -> Callable[..., bool]:
     return requested
 
 
-def _functions(found: Callable[..., Any]) -> Callable[..., Any]:
+def _functions(ours: tuple[Callable[..., Any], ...], found: Callable[..., Any]) -> Callable[..., Any]:
     """An implementation's functions: asked whether there is one that takes a block table."""
 
     def functions(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation not in (NAME, PAGED):
-            return found(implementation, *args, **kwargs)
-        return flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache
+        return ours if implementation in (NAME, PAGED) else found(implementation, *args, **kwargs)
 
     return functions
