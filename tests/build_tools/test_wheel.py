@@ -114,7 +114,11 @@ def test_contents(full_wheel: Path) -> None:
     with ZipFile(full_wheel) as archive:
         names = set(archive.namelist())
     own = {n for n in names if n.startswith("liger_aot/")}
-    assert own == modules | {"liger_aot/py.typed", "liger_aot/_launch.abi3.so"}
+    assert own == modules | {
+        "liger_aot/py.typed",
+        "liger_aot/kernels/metadata.json",
+        "liger_aot/_launch.abi3.so",
+    }
     rest = {n.split("/")[0] for n in names - own}
     startup = {"liger_aot.pth", "_liger_aot_startup.py"}  # LIGER_AOT_LIGER=1
     assert rest == {"liger_aot_packs", f"liger_aot-{project_version()}.dist-info"} | startup

@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="Transformers is not installed: make venv installs it")
 
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -37,8 +39,8 @@ def test_layers_have_no_state(layer: type[nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("layer", "cls"),
     [
-        (kernels.RMSNorm, modeling_llama.LlamaRMSNorm),
-        (kernels.RMSNormZeroCentered, modeling_qwen3_5.Qwen3_5RMSNorm),
+        (kernels.layers.RMSNorm, modeling_llama.LlamaRMSNorm),
+        (kernels.layers.RMSNormZeroCentered, modeling_qwen3_5.Qwen3_5RMSNorm),
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
@@ -63,10 +65,48 @@ def test_rotary(of: Any) -> None:
     angles = torch.randn(1, 5, 8)
     angles = angles if of is modeling_gpt_oss else torch.cat((angles, angles), -1)
     tables = angles.cos(), angles.sin()
-    layer = kernels.RotaryPosEmb()
+    layer = kernels.layers.RotaryPosEmb()
     torch.testing.assert_close(layer(q, k, *tables), of.apply_rotary_pos_emb(q, k, *tables))
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     torch.testing.assert_close(layer(q, k, *tables, 2), of.apply_rotary_pos_emb(q, k, *tables, 2))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "activation"),
+    [
+        (kernels.layers.SwiGLUMLP, "silu"),
+        (kernels.layers.GeGLUMLP, "gelu_pytorch_tanh"),
+        (kernels.layers.GeGLUMLP, "gelu"),
+    ],
+)
+def test_mlps(layer: type[nn.Module], activation: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    config = modeling_llama.LlamaConfig(
+        hidden_size=16, num_attention_heads=2, intermediate_size=24, hidden_act=activation
+    )
+    module, x = modeling_llama.LlamaMLP(config), torch.randn(3, 5, 16, requires_grad=True)
+    inputs = (x, *module.parameters())
+    want = module(x)
+    gradients = torch.autograd.grad(want.square().sum(), inputs)
+    module.forward = MethodType(layer.forward, module)
+    got = (torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module)(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.square().sum(), inputs), gradients)
+
+
+def test_the_loss() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 7, 30, requires_grad=True), torch.randint(30, (2, 7))
+    labels[0, 2:4] = -100
+    ours = kernels.layers.ForCausalLMLoss()
+    for options in ({}, {"num_items_in_batch": torch.tensor(9)}, {"shift_labels": labels, "labels": None}):
+        given: dict[str, Any] = {"logits": logits, "labels": labels, "vocab_size": 30} | options
+        losses = [loss(**given) for loss in (ours, ForCausalLMLoss)]
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in losses))
+    with pytest.raises(liger_aot.errors.ArgumentError, match="labels or shift_labels must be given"):
+        ours(logits, None, 30)
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +115,19 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.register()
 
 
+def run(code: str, **variables: str) -> Any:
+    """What a process of its own prints last."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment() | variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_a_model_with_kernels() -> None:
     """A process of its own: the mapping is Transformers' and the process's."""
     pytest.importorskip("kernels", reason="kernels is not installed: pip install kernels")
-    code = """
+    ours, graphs = run("""
 import json, torch, liger_aot.kernels
 from tests.models.transformers_cases import assert_close, batch, step, tiny
 liger_aot.kernels.register(devices=("cpu",))
@@ -91,11 +140,69 @@ modules = [*model.named_modules(), ("rotary", modeling_llama.apply_rotary_pos_em
 ours = [n for n, m in modules if "liger_aot" in getattr(m.forward, "__module__", "")]
 explained = torch._dynamo.explain(model)(**inputs)
 print(json.dumps([ours, explained.graph_count]))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    ours, graphs = json.loads(done.stdout.splitlines()[-1])
+""")
     assert len([name for name in ours if name.endswith("norm")]) == 5
     assert "rotary" in ours and graphs == 1
+
+
+def test_a_local_repository() -> None:
+    """By ``kernels``' own loader, as KernelConfig(use_local_kernel=True) asks it, in training and inference."""
+    pytest.importorskip("kernels", reason="kernels is not installed: pip install kernels")
+    found = run("""
+import json, torch, liger_aot.kernels
+from pathlib import Path
+from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping
+from tests.models.transformers_cases import assert_close, batch, step, tiny
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.integrations import use_kernel_forward_from_hub
+use_kernel_forward_from_hub("SwiGLUMLP")(LlamaMLP)
+ours = []
+for mode in (Mode.TRAINING, Mode.INFERENCE, Mode.TRAINING | Mode.TORCH_COMPILE):
+    model, inputs = tiny("llama"), batch("llama")
+    plain = step(model, inputs)
+    mapping = {
+        name: {"cpu": LocalLayerRepository(Path(liger_aot.kernels.PATH), layer_name=layer)}
+        for name, layer in (("RMSNorm", "LigerRMSNorm"), ("SwiGLUMLP", "LigerSwiGLUMLP"))
+    }
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        kernelize(model, mode=mode, device="cpu")
+    assert_close(step(model, inputs), plain)
+    ours.append(sum("liger_aot" in m.forward.__module__ for m in model.modules()))
+print(json.dumps(ours))
+""")
+    assert found == [5 + 2] * 3  # norms and MLPs of two layers
+
+
+def test_the_names_that_a_kernel_config_may_give() -> None:
+    metadata = json.loads((Path(kernels.PATH) / "metadata.json").read_text())
+    assert set(metadata) == {"name", "id", "version", "license", "python-depends", "backend"}
+    for name in ("LigerRMSNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerForCausalLMLossLayer"):
+        assert getattr(kernels.layers, name) in kernels.LAYERS.values()
+
+
+def test_in_the_place_of_flash_attn() -> None:
+    """Transformers takes flash-attn's functions from a local repository, and with them pads, packs and generates."""
+    pytest.importorskip("kernels", reason="kernels is not installed: pip install kernels")
+    repositories = ("flash-attn2", "vllm-flash-attn3")  # gpt-oss asks for the latter
+    found = run(
+        """
+import json, torch
+from tests.models.transformers_cases import tiny
+ids = torch.randint(3, 110, (2, 9), generator=torch.Generator().manual_seed(0))
+mask = torch.ones_like(ids)
+mask[0, :4] = 0
+positions = torch.cat((torch.arange(4), torch.arange(5)))[None]
+same = []
+for name in ("llama", "mistral", "gpt_oss"):
+    models = [tiny(name, attn_implementation=a).eval() for a in ("eager", "flash_attention_2")]
+    tokens = [m.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False) for m in models]
+    same.append(torch.equal(*tokens))
+    parts = torch.cat([models[0](part).logits for part in ids[:1].split((4, 5), 1)], 1)
+    packed = models[1](ids[:1], position_ids=positions, use_cache=False).logits
+    same.append(torch.allclose(packed, parts, atol=1e-5))
+from transformers import modeling_flash_attention_utils as used
+print(json.dumps([same, used._flash_varlen_fn.__module__]))
+""",
+        LOCAL_KERNELS=":".join(f"kernels-community/{name}={kernels.PATH}" for name in repositories),
+    )
+    assert found == [[True] * 6, "liger_aot.flash_attn"]

@@ -17,40 +17,39 @@ from tests.models.transformers_cases import assert_close, batch, step, tiny, tra
 
 
 class StandIn:
-    """``flash_attention``, and ``flash_decoding`` by its reference; it keeps what they were given."""
+    """The ops by their references, which keep what they were given."""
 
     def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []  # of flash_attention
+        self.sequences: list[tuple[list[int], list[int]]] = []  # of flash_attention_varlen: cu_seqlens
         self.decoded: list[tuple[int, list[int]]] = []  # tokens, and the lengths of their sequences
 
     def register(self) -> None:
-        transformers.AttentionInterface.register(attention.NAME, attention.attention_by(self, self.decode))
+        ops = attention.Ops(self.attend, self.attend_to_sequences, self.decode)
+        transformers.AttentionInterface.register(attention.NAME, attention.attention_by(ops))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Any:
+        self.calls.append({"shape": tuple(q.shape), **settings})
+        assert settings["layout"] == "bshd"
+        return liger_aot.load("flash_attention")(q, k, v, **settings)
+
+    def attend_to_sequences(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        *others: int,
+        **settings: Any,
+    ) -> Any:
+        self.sequences.append((starts_q.tolist(), starts_k.tolist()))
+        varlen = liger_aot.load("flash_attention_varlen")
+        return varlen(q, k, v, starts_q, starts_k, *others, **settings)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, **settings: Any) -> Any:
         self.decoded.append((q.shape[1], cache_seqlens.tolist()))
         return liger_aot.load("flash_decoding")(q, k, v, cache_seqlens=cache_seqlens, **settings)
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
-        window: tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-        layout: str = "bshd",
-    ) -> Tensor:  # fmt: skip
-        self.calls.append(
-            {"shape": tuple(q.shape), "causal": causal, "scale": scale, "window": window, "softcap": softcap}
-        )
-        assert layout == "bshd" and sinks is None
-        repeat = q.shape[2] // k.shape[2]
-        k, v = (t.repeat_interleave(repeat, 2) for t in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        rows, columns = scores.shape[-2:]
-        distance = torch.arange(rows)[:, None] + columns - rows - torch.arange(columns)
-        left, right = window or (None, None)
-        right = 0 if causal else right
-        hidden = torch.zeros(rows, columns, dtype=torch.bool)
-        hidden |= distance > left if left is not None else hidden
-        hidden |= -distance > right if right is not None else hidden
-        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 @pytest.fixture
@@ -159,24 +158,13 @@ def test_apply_sets_it_and_restore_takes_it_back(stand_in: StandIn) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_what_needs_a_mask_is_refused(stand_in: StandIn) -> None:
+def test_what_needs_a_mask_is_refused() -> None:
+    liger_aot.register_attention()
     model, ids = tiny("llama").eval(), batch("llama")["input_ids"]
     model.set_attn_implementation(attention.NAME)
-    ones = torch.ones_like(ids)
-    model(ids, attention_mask=ones)  # nothing is padded
-    padded = ones.clone()
-    padded[0, :3] = 0
-    positions = torch.arange(17).expand(2, 17).clone()
-    positions[:, 9:] -= 9
-    with pytest.raises(ArgumentError, match='has no masks: padding needs "sdpa"'):
-        model(ids, attention_mask=padded)
-    with pytest.raises(ArgumentError, match="packed sequences"):
-        model(ids, position_ids=positions, use_cache=False)
-    with pytest.raises(ArgumentError, match='has no masks: padding needs "sdpa"'):
-        model.generate(
-            ids, attention_mask=padded, cache_implementation="static", disable_compile=True, max_new_tokens=2
-        )
-    with pytest.raises(ArgumentError, match="attention_mask must be None"):
+    with pytest.raises(
+        ArgumentError, match=r"attention_mask must be None or of \(batch, tokens\), got \(2, 1, 17, 17\)"
+    ):
         model(ids, attention_mask=torch.zeros(2, 1, 17, 17))
     model.train()
     for layer in model.model.layers:
@@ -185,22 +173,12 @@ def test_what_needs_a_mask_is_refused(stand_in: StandIn) -> None:
         model(ids)
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_attention_to_another_models_tokens_is_refused(tokens: int) -> None:
-    """A cross attention's keys are no cache that has room."""
-    liger_aot.register_attention()
-    model = tiny("llama", attn_implementation=attention.NAME)
-    states = {"inputs_embeds": torch.zeros(1, tokens, 64), "encoder_hidden_states": torch.zeros(1, 9, 64)}
-    with pytest.raises(ArgumentError, match="a mask of its own"):
-        transformers.masking_utils.create_bidirectional_mask(model.config, attention_mask=None, **states)
-
-
 def test_a_build_without_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "OP", "no_such_op")
+    monkeypatch.setattr(attention, "names", lambda: ())
     liger_aot.register_attention()
     model = tiny("llama")
     model.set_attn_implementation(attention.NAME)
-    with pytest.raises(UnknownOp, match=r"needs the op no_such_op, which this liger-aot does not have"):
+    with pytest.raises(UnknownOp, match=r"needs the op flash_attention, which this liger-aot does not have"):
         model(batch("llama")["input_ids"])
     monkeypatch.undo()
     liger_aot.register_attention()

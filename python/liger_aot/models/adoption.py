@@ -12,9 +12,10 @@ from torch import nn
 
 from liger_aot.errors import ArgumentTypeError, LeftAlone, PatchError
 from liger_aot.models import modules
-from liger_aot.models.attention import NAME, register_attention
+from liger_aot.models.attention import register_attention
 from liger_aot.models.experts import OTHERS, register_experts
 from liger_aot.models.loss import Loss, usual, wanted_loss
+from liger_aot.models.paged import NAME
 from liger_aot.models.record import Change, Record
 from liger_aot.models.resolve import Method, Parts, Resolved, families_of_model, family_of, resolve
 from liger_aot.ops.op import PLAIN

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from liger_aot.errors import ArgumentError, PatchError, UnknownOp
+from liger_aot.models.masks import (
+    Orders,
+    Sequences,
+    attention_mask,
+    is_lengths,
+    known_keys,
+    mask_of_positions,
+    sequences_of,
+)
+from liger_aot.models.paged import NAME, register_paged
 from liger_aot.ops.registry import load, names
 
-NAME = "liger_aot"
-OP = "flash_attention"
-DECODING = "flash_decoding"  # from a cache with room for more keys
-FEW = 16  # tokens that decoding is meant for
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Ops(NamedTuple):
+    """The ops that attention takes, or what has their arguments. Decoding has no gradient."""
+
+    dense: Callable[..., Tensor]
+    varlen: Callable[..., Tensor]
+    decoding: Callable[..., Tensor]
+
+    @classmethod
+    def installed(cls) -> Ops:
+        return cls(*map(_op, ("flash_attention", "flash_attention_varlen", "flash_decoding")))
 
 
 def register_attention() -> None:
     """Make ``attn_implementation="liger_aot"`` known to Transformers: before a model is made that asks for it.
 
-    ``apply`` and ``patch`` do this too. Binaries are loaded when a model first attends.
+    ``apply`` and ``patch`` do this too. Binaries are loaded when a model first attends. Continuous batching
+    (``generate_batch``) takes it as it takes flash-attn's.
 
     Raises:
         PatchError: Transformers isn't installed, or is without its attention interface.
@@ -32,8 +53,10 @@ def register_attention() -> None:
         raise PatchError(
             f"liger_aot.register_attention: Transformers' attention interface: {error}"
         ) from error
-    AttentionInterface.register(NAME, attention_by(_op(OP), _op(DECODING)))
+    ops = Ops.installed()
+    AttentionInterface.register(NAME, attention_by(ops))
     AttentionMaskInterface.register(NAME, attention_mask)
+    register_paged(AttentionInterface, ops.varlen, ops.decoding)
 
 
 def _op(name: str) -> Callable[..., Tensor]:
@@ -50,20 +73,17 @@ def _op(name: str) -> Callable[..., Tensor]:
     return missing
 
 
-def attention_by(
-    op: Callable[..., Tensor], decoding: Callable[..., Tensor]
-) -> Callable[..., tuple[Tensor, None]]:
-    """The interface's function, by ``flash_attention`` and ``flash_decoding`` or what has their arguments."""
+def attention_by(ops: Ops) -> Callable[..., tuple[Tensor, None]]:
+    """The interface's function, by these ops."""
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        return attention(op, decoding, module, *args, **kwargs)
+        return attention(ops, module, *args, **kwargs)
 
     return forward
 
 
 def attention(
-    op: Callable[..., Tensor],
-    decoding: Callable[..., Tensor],
+    ops: Ops,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -76,116 +96,141 @@ def attention(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What the interface's function does.
 
     Args:
-        op: as ``flash_attention``.
-        decoding: as ``flash_decoding``; it has no gradient.
         module: ``is_causal`` is taken from it where it is not given.
-        query: (batch, heads, tokens, head dimension).
-        key, value: the same with heads that divide query's.
-        attention_mask: None: the keys stand at query's end. Else what ``attention_mask`` below gave for a static cache.
+        query: (batch, heads, tokens, head dimension). float32 is computed in autocast's dtype, or in that of the
+            module's linear layers.
+        key, value: the same with heads that divide query's. value's head dimension may be smaller.
+        attention_mask: None: the keys stand at query's end. Else what ``masks.attention_mask`` gave.
         sliding_window: how many keys a query sees, its own among them.
         softcap, s_aux: the op's ``softcap`` and ``sinks``.
+        cu_seq_lens_q, cu_seq_lens_k: where packed sequences start, whatever the mask.
+        max_length_q, max_length_k: of the longest of them.
+        position_ids: looked at where there is no mask and no cache, and nothing is traced: some models (gpt-oss) leave
+            them out when they ask for a mask.
         others: what other implementations need.
 
     Returns:
-        (batch, tokens, heads, head dimension), and None for the weights, which are never there.
+        (batch, tokens, heads, value's head dimension), and None for the weights, which are never there.
 
     Raises:
         UnknownOp: this build has no flash attention.
-        ArgumentError: a mask, dropout or packed sequences are asked for, or a gradient through a static cache.
+        ArgumentError: a mask of the caller's own or dropout are asked for, or a gradient through a static cache.
     """
-    lengths = None
-    if attention_mask is not None and _is_known_to_host(attention_mask):
-        key, value = (t[:, :, : attention_mask.shape[0]] for t in (key, value))
-    elif attention_mask is not None and _is_lengths(attention_mask):
-        lengths, attention_mask = attention_mask, None
-    else:
-        _refuse("attention_mask", attention_mask)
-    _refuse("cu_seq_lens_q", cu_seq_lens_q)
     if dropout:
         raise ArgumentError(f'attn_implementation="{NAME}": dropout must be 0, got {dropout}')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = None
     if sliding_window is not None:
         window = (sliding_window - 1, None if causal else sliding_window - 1)
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     settings = {
         "causal": causal,
-        "scale": scaling,
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "window": window,
         "softcap": softcap or 0.0,
         "sinks": s_aux,
     }
-    if lengths is not None:
-        return decoding(q, k, v, cache_seqlens=lengths, **settings), None
-    return op(q, k, v, layout="bshd", **settings), None
+    dim = value.shape[-1]
+    if dim != query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - dim))
+    q, k, v = (t.transpose(1, 2) for t in _half(module, query, key, value))
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        starts = Sequences(cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), None)
+        lengths = (_length(max_length_q, q), _length(max_length_k, k))
+        o = _of_sequences(ops.varlen, q, k, v, starts, lengths, settings)
+    else:
+        if attention_mask is None and position_ids is not None and q.shape[:2] == (1, k.shape[1]):
+            attention_mask = mask_of_positions(position_ids, q.shape[1])
+        o = _masked(ops, q, k, v, attention_mask, settings)
+    return (o if o.shape[-1] == dim else o[..., :dim]), None
 
 
-def _refuse(name: str, value: Any) -> None:
-    if value is not None:
-        raise ArgumentError(f'attn_implementation="{NAME}": {name} must be None, got {type(value).__name__}')
+def _masked(
+    ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: dict[str, Any]
+) -> Tensor:
+    if mask is None:
+        return ops.dense(q, k, v, layout="bshd", **settings)
+    if (keys := known_keys(mask)) is not None:
+        return ops.dense(q, k[:, :keys], v[:, :keys], layout="bshd", **settings)
+    if is_lengths(mask):
+        return ops.decoding(q, k, v, cache_seqlens=mask, **settings)
+    if (sequences := Sequences.of_mask(mask)) is not None:
+        longest = sequences.max_seqlen
+        lengths = (longest or q.shape[1], longest or k.shape[1])
+        return _of_sequences(ops.varlen, q, k, v, sequences, lengths, settings)
+    orders = Orders.of_mask(mask, q.shape[1], k.shape[1])
+    if orders is None:
+        raise ArgumentError(
+            f'attn_implementation="{NAME}": attention_mask must be None or of (batch, tokens), got '
+            f'{tuple(mask.shape)} {mask.dtype}: masks of one\'s own need "sdpa"'
+        )
+    k, v = (_moved(t, orders.k.tokens) for t in (k, v))
+    if q.shape[1] == 1 and not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
+        return ops.decoding(q, k, v, cache_seqlens=orders.k.real.to(torch.int32), **settings)
+    q = _moved(q, orders.q.tokens)
+    o = _of_sequences(ops.varlen, q, k, v, sequences_of(orders), (q.shape[1], k.shape[1]), settings)
+    return _moved(o, orders.q.tokens, back=True)
 
 
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = True,
-    use_vmap: bool = False,
-    mask_function: Any = None,
-    device: torch.device | str | None = None,
-    **others: Any,
-) -> Tensor | None:
-    """The interface's mask: how many of a static cache's keys are there. None where all are, at the queries' end.
-
-    Returns:
-        None; or (keys, 0), an empty tensor whose shape says how many keys there are, where the host knows it (the
-        first prompt) or asks for it (a later prompt: it waits once for the device); or (batch,) int32 lengths, which
-        only the device knows: nothing waits for it, so that decoding can be captured in a CUDA graph.
-
-    Raises:
-        ArgumentError: a mask would be needed.
-    """
-    from transformers.masking_utils import bidirectional_mask_function
-
-    problem = ""
-    # With a static cache Transformers insists on the mask of a single query, which sees all keys that are there.
-    single = q_length == 1 and mask_function is not bidirectional_mask_function
-    packed = not (allow_is_causal_skip or single)
-    if use_vmap or packed or not allow_is_bidirectional_skip:
-        problem = "packed sequences or a mask of its own"
-    elif attention_mask is not None and _may_pad(attention_mask) and not torch.all(attention_mask):
-        problem = "padding"
-    if problem:
-        raise ArgumentError(f'attn_implementation="{NAME}" has no masks: {problem} needs "sdpa"')
-    keys = q_offset + q_length - kv_offset
-    if isinstance(keys, Tensor):
-        if q_length <= FEW or torch.compiler.is_compiling() or _is_capturing(keys):
-            return keys.to(torch.int32).repeat(batch_size)
-        keys = int(keys)
-    return None if keys == kv_length else torch.empty((keys, 0), device=device)
+def _of_sequences(
+    varlen: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    longest: tuple[int, int],
+    settings: dict[str, Any],
+) -> Tensor:
+    """All rows as one, which copies nothing where rows follow each other in memory."""
+    starts = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+    return varlen(*(t.flatten(0, 1) for t in (q, k, v)), *starts, *longest, **settings).view(q.shape)
 
 
-def _is_capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+def _length(given: int | None, t: Tensor) -> int:
+    return t.shape[0] * t.shape[1] if given is None else int(given)
 
 
-def _is_known_to_host(mask: Tensor) -> bool:
-    return mask.dim() == 2 and not mask.shape[1]
+def _half(module: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """float32 comes from norms or rotary embeddings that are kept in it; the op has none."""
+    if tensors[0].dtype != torch.float32 or not isinstance(module, nn.Module):
+        return tensors
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        weights = (m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear))
+        dtype = next(weights, torch.float32)
+    return tuple(t.to(dtype) for t in tensors) if dtype in HALF else tensors
 
 
-def _is_lengths(mask: Tensor) -> bool:
-    return mask.dim() == 1 and mask.dtype == torch.int32
+class _Move(torch.autograd.Function):
+    """Tokens of each row in another order. Its gradient is a move, too, not a sum by atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return t.gather(1, order[:, :, None, None].expand_as(t))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _move(grads[0], inverse, order), None, None
 
 
-def _may_pad(mask: Tensor) -> bool:
-    """Not where it is one of ours: ``generate`` makes masks before the model does, and hands them to it."""
-    return not (_is_known_to_host(mask) or _is_lengths(mask))
+def _move(t: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    moved: Tensor = _Move.apply(t, order, inverse)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def _moved(t: Tensor, order: Tensor, back: bool = False) -> Tensor:
+    """``t`` (batch, tokens, heads, dim) in ``order``, or from it back."""
+    inverse = order.argsort(dim=1)
+    return _move(t, inverse, order) if back else _move(t, order, inverse)

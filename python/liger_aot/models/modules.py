@@ -1,7 +1,8 @@
 """What stands in the place of a model's forwards: each function here takes what it replaces and returns its stand-in.
 
 The stand-ins read the modules' own attributes when they are called: parameters may be moved, cast, sharded or
-replaced after a model was patched. A norm whose weight is then no plain tensor runs as it was.
+replaced after a model was patched. A norm whose weight is then no plain tensor runs as it was, unless all ranks have
+all of it and rows are sharded (``by_shards``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from liger_aot.models.fitting import fitting
+from liger_aot.models.shards import by_shards
 from liger_aot.ops.op import PLAIN, PLAIN_OR_NONE
 from liger_aot.ops.registry import load
 
@@ -37,9 +39,16 @@ def rms_norm(*, eps: str, offset: float = 0.0, casting_mode: str = "llama", weig
 
         def forward(self: Any, x: Tensor) -> Any:
             weight = getattr(self, "weight", None)  # Gemma 4 has norms of one class with and without
-            if type(weight) not in PLAIN_OR_NONE:
-                return plain(self, x)
-            return op(x, fitting(weight, x), eps=getattr(self, eps), offset=offset, casting_mode=casting_mode)
+
+            def normed(x: Tensor, weight: Tensor | None) -> Any:
+                return op(
+                    x, fitting(weight, x), eps=getattr(self, eps), offset=offset, casting_mode=casting_mode
+                )
+
+            if type(weight) in PLAIN_OR_NONE:
+                return normed(x, weight)
+            y = by_shards(normed, x, weight)
+            return plain(self, x) if y is None else y
 
         return forward
 
@@ -65,9 +74,16 @@ def layer_norm(plain: Forward) -> Forward:
     op = load("layernorm")
 
     def forward(self: Any, input: Tensor) -> Any:
-        if len(self.normalized_shape) != 1 or type(self.weight) not in PLAIN_OR_NONE:
+        if len(self.normalized_shape) != 1:
             return plain(self, input)
-        return op(input, fitting(self.weight, input), fitting(self.bias, input), eps=self.eps)
+
+        def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+            return op(x, fitting(weight, x), fitting(bias, x), eps=self.eps)
+
+        if type(self.weight) in PLAIN_OR_NONE:
+            return normed(input, self.weight, self.bias)
+        y = by_shards(normed, input, self.weight, self.bias)
+        return plain(self, input) if y is None else y
 
     return forward
 
