@@ -52,7 +52,6 @@ DECLARATION = {
                 "beta": "fp32",
                 "soft": "fp32",
                 "hard": "fp32",
-                "every_row": "i32",
                 "write": "i32",
             },
             "axes": {
@@ -103,11 +102,11 @@ def summand(x, y, beta, KIND: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def rows(
     SOFT, HARD, STUDENT, TEACHER, TARGET, COUNT, GRAD, FLAG, stride, n_cols, n_hard, width, ignored, target_words,
-    scale, inverse, beta, soft, hard, every_row, write, KIND: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+    scale, inverse, beta, soft, hard, write, KIND: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """SOFT[row] and HARD[row] are the row's losses, before their weights ``soft`` and ``hard`` and the division by
     COUNT, which the gradient has. scale is log2(e) / temperature, inverse 1 / temperature, beta the number of
-    ``terms``. A row whose target is ``ignored`` has no hard loss and, unless ``every_row``, no soft one."""
+    ``terms``. A row whose target is ``ignored`` has no loss and no gradient."""
     row = tl.program_id(0).to(tl.int64)
     STUDENT += row * stride
     TEACHER += row * stride
@@ -115,19 +114,13 @@ def rows(
     counts = t != ignored
     known = counts & (t >= 0) & (t < n_hard)
     outer = per_label(1.0, COUNT) * tl.load(GRAD, mask=GRAD.to(tl.int64) != 0, other=1.0)
-    if counts | (every_row != 0):
-        # The hard loss: greatest and last are those of temperature 1.
-        greatest, last = 0.0, 0.0
-        if counts & (hard != 0.0):
-            greatest, last = log_sum_exp_padded(STUDENT, n_hard, width, LOG2_E, BLOCK)
-            at_target = tl.load(STUDENT + t, mask=known, other=float("nan")).to(tl.float32)
-            tl.store(HARD + row, (greatest - at_target) + last * LN_2)
-            tl.store(FLAG + row * 0, t, mask=known == 0)
-        else:
-            tl.store(HARD + row, 0.0)
-        by_hard = tl.where(counts, tl.where(known, outer * hard, float("nan")), 0.0)
+    if counts:
+        at_target = tl.load(STUDENT + t, mask=known, other=float("nan")).to(tl.float32)
+        tl.store(FLAG + row * 0, t, mask=known == 0)
+        by_hard = tl.where(known, outer * hard, float("nan"))
         target = tl.where(known, t, -1).to(tl.int32)
         if KIND == COSINE:
+            greatest, last = log_sum_exp_padded(STUDENT, n_hard, width, LOG2_E, BLOCK)
             squares = tl.zeros([BLOCK // 8], tl.float32)
             of_teacher = tl.zeros([BLOCK // 8], tl.float32)
             products = tl.zeros([BLOCK // 8], tl.float32)
@@ -142,6 +135,7 @@ def rows(
             teacher = tl.maximum(tl.sqrt(tl.sum(of_teacher, 0)), LEAST_NORM)
             cosine = tl.sum(products, 0) / norm / teacher
             tl.store(SOFT + row, 1.0 - cosine)
+            tl.store(HARD + row, (greatest - at_target) + last * LN_2)
             by_soft = outer * soft
             by_student = by_soft * cosine / norm / norm
             by_teacher = -by_soft / norm / teacher
@@ -155,6 +149,9 @@ def rows(
         else:
             s_greatest, s_last = log_sum_exp_padded(STUDENT, n_cols, width, scale, BLOCK)
             t_greatest, t_last = log_sum_exp_padded(TEACHER, n_cols, width, scale, BLOCK)
+            greatest, last = s_greatest, s_last  # at temperature 1, of the student's own classes
+            if (inverse != 1.0) | (n_hard != n_cols):
+                greatest, last = log_sum_exp_padded(STUDENT, n_hard, width, LOG2_E, BLOCK)
             losses = tl.zeros([BLOCK // 8], tl.float32)
             slopes = tl.zeros([BLOCK // 8], tl.float32)
             for first in range(0, n_cols, BLOCK):
@@ -166,6 +163,7 @@ def rows(
                 slopes += sum_vectors(dx, BLOCK)
             factor, slope = factors(KIND)
             tl.store(SOFT + row, tl.sum(losses, 0) * factor)
+            tl.store(HARD + row, (greatest - at_target) + last * LN_2)
             if write != 0:
                 slope *= outer * soft * inverse
                 of_all = tl.sum(slopes, 0) * slope
@@ -173,7 +171,9 @@ def rows(
                     cols = first + tl.arange(0, BLOCK)
                     logit = logits(STUDENT, cols, width)
                     x = log_probability(logit, cols, n_cols, s_greatest, s_last, inverse)
-                    y = log_probability(logits(TEACHER, cols, width), cols, n_cols, t_greatest, t_last, inverse)
+                    y = log_probability(
+                        logits(TEACHER, cols, width), cols, n_cols, t_greatest, t_last, inverse
+                    )
                     dx = summand(x, y, beta, KIND, FAST)[1]
                     gradient = dx * slope - tl.exp2(x * LOG2_E) * of_all
                     gradient += hard_gradient(logit, cols, n_hard, greatest, last, target, by_hard)

@@ -13,7 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # by PPO's objective; they differ in how they are reduced
+CLIPPED = (
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "luspo",
+)  # by PPO's objective; they differ in how they are reduced
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
 OF_TOKENS = ("cispo", "sapo", "vespo")  # have no importance weight of whole sequences
 LOG_LEAST, LOG_MOST = log(1e-8), 20.0  # of VESPO's logarithms

@@ -225,11 +225,12 @@ class FusedLinearGRPOLoss(SequenceLoss):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         (
-            x, weight, ids, mask, advantages, bias, ref_logps, old_logps, ref_x, ref_weight, ref_bias, ratio, normalizer,
+            x, weight, ids, mask, advantages, bias, ref_logps, old_logps, ref_x, ref_weight, ref_bias, ratio,
+            normalizer,
         ) = tensors  # fmt: skip
         asked = Settings(*settings)
         self.check_layer("input", x, weight, bias, None)
-        sequences, tokens = size = tuple(x.shape[:2])
+        sequences, size = x.shape[0], tuple(x.shape[:2])
         check_target(self.name, ids, x.shape[:2], x.device, "completion_ids")
         if (ref_x is None) != (ref_weight is None) or (ref_x is None and ref_bias is not None):
             raise ArgumentError(
@@ -256,8 +257,8 @@ class FusedLinearGRPOLoss(SequenceLoss):
             )
         if asked.of_sequences and advantages.dim() == 2:
             raise ArgumentError(
-                f'{self.name}: advantages must be of shape ({sequences},) for importance_sampling_level "sequence", got '
-                f"{size}"
+                f'{self.name}: advantages must be of shape ({sequences},) for importance_sampling_level "sequence", '
+                f"got {size}"
             )
         self.check_given(tensors, settings)
 

@@ -1,4 +1,4 @@
-"""Preference losses (DPO and its kin, CPO, SimPO, ORPO, KTO) of a linear layer, whose logits are never whole in memory."""
+"""Preference losses (DPO and its kin, CPO, SimPO, ORPO, KTO) of a linear layer, whose logits are never whole."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class FusedLinearPreferenceLoss(SequenceLoss):
 
 
 def _logits_mean(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(sequences,) the mean of each sequence's logits, from sums of input's and of weight's rows: it needs no logits."""
+    """(sequences,) the mean of each sequence's logits, which follows from sums of input's and of weight's rows."""
     wide = torch.promote_types(x.dtype, torch.float32)
     tokens, vocabulary = max(x.shape[1], 1), max(weight.shape[0], 1)
     mean = x.sum(1, dtype=wide) @ weight.sum(0, dtype=wide) / tokens
