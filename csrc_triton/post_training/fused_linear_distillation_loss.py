@@ -19,7 +19,6 @@ from csrc_triton.losses.divergence import (
     LN_2,
     LOG2_E,
     NO_PROBABILITY,
-    TOTAL_VARIATION,
     factors,
     per_label,
     sum_vectors,
@@ -56,14 +55,13 @@ DECLARATION = {
             },
             "axes": {
                 "dtype": ["bf16", "fp16", "fp32"],
-                "kind": ["forward", "reverse", "mixed", "total_variation", "cosine"],
+                "kind": ["forward", "reverse", "mixed", "cosine"],
             },
             "gives": {
                 "kind": {
                     "forward": {"KIND": 1},
                     "reverse": {"KIND": 2},
                     "mixed": {"KIND": 3},
-                    "total_variation": {"KIND": 4},
                     "cosine": {"KIND": 5},
                 }
             },
@@ -86,17 +84,6 @@ LEAST_NORM = tl.constexpr(1e-12)
 @triton.jit
 def logits(X, cols, width):
     return tl.load(X + cols, mask=cols < width, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def summand(x, y, beta, KIND: tl.constexpr, FAST: tl.constexpr):
-    """(summand, its derivative by x) of log-probabilities x and y, to be multiplied by ``factors``."""
-    if KIND == TOTAL_VARIATION:
-        q = tl.exp2(x * LOG2_E)
-        term, sign = terms(q, tl.exp2(y * LOG2_E), beta, KIND, FAST)
-        return term, sign * q
-    else:
-        return terms(x, y, beta, KIND, FAST)
 
 
 @triton.jit
@@ -158,7 +145,7 @@ def rows(
                 cols = first + tl.arange(0, BLOCK)
                 x = log_probability(logits(STUDENT, cols, width), cols, n_cols, s_greatest, s_last, inverse)
                 y = log_probability(logits(TEACHER, cols, width), cols, n_cols, t_greatest, t_last, inverse)
-                term, dx = summand(x, y, beta, KIND, FAST)
+                term, dx = terms(x, y, beta, KIND, FAST)
                 losses += sum_vectors(term, BLOCK)
                 slopes += sum_vectors(dx, BLOCK)
             factor, slope = factors(KIND)
@@ -174,7 +161,7 @@ def rows(
                     y = log_probability(
                         logits(TEACHER, cols, width), cols, n_cols, t_greatest, t_last, inverse
                     )
-                    dx = summand(x, y, beta, KIND, FAST)[1]
+                    dx = terms(x, y, beta, KIND, FAST)[1]
                     gradient = dx * slope - tl.exp2(x * LOG2_E) * of_all
                     gradient += hard_gradient(logit, cols, n_hard, greatest, last, target, by_hard)
                     tl.store(STUDENT + cols, gradient.to(STUDENT.dtype.element_ty), mask=cols < width)

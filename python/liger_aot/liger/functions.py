@@ -1,10 +1,11 @@
-"""All replacements, under their names in ``liger_kernel.ops``: the module that is registered with Liger."""
+"""All replacements, under their names in ``liger_kernel.ops``: the module that is registered with Liger. Those of
+``liger_kernel.chunked_loss`` are in ``REPLACED`` alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from liger_aot.liger import divergences, elementwise, losses, norms
+from liger_aot.liger import chunked, divergences, elementwise, losses, norms
 from liger_aot.liger.fallback import served
 
 COVERED: dict[str, tuple[Any, str]] = {
@@ -12,5 +13,6 @@ COVERED: dict[str, tuple[Any, str]] = {
     for rows in (norms.NAMES, elementwise.NAMES, losses.NAMES, divergences.NAMES)
     for name, (ours, op) in rows.items()
 }
+REPLACED = COVERED | {f"{chunked.PREFIX}{name}": row for name, row in chunked.NAMES.items()}
 __all__ = list(COVERED)  # what Liger's registry takes
 globals().update({name: ours for name, (ours, _) in COVERED.items()})

@@ -64,7 +64,7 @@ class Settings(NamedTuple):
         """The formula, as the kernels take it, and its number."""
         if self.soft == "jsd":
             return kind_of(self.beta), smaller_weight(self.beta)
-        return {"tvd": "total_variation", "cosine": "cosine"}[self.soft], 0.0
+        return self.soft, 0.0
 
 
 class FusedLinearDistillationLoss(LinearLoss):
@@ -76,7 +76,6 @@ class FusedLinearDistillationLoss(LinearLoss):
     temperature:
 
     - "jsd": ``jsd`` of the log-softmaxes; beta 0 is the KL divergence of the student from the teacher, 1 the reverse.
-    - "tvd": the total variation distance of the softmaxes.
     - "cosine": 1 less the cosine of the two rows of logits.
 
     Differentiable in the student's input, weight and bias; the teacher's get no gradient. Works under torch.compile
@@ -98,7 +97,7 @@ class FusedLinearDistillationLoss(LinearLoss):
             in the soft loss.
         target: (...) int64 or int32, each in [0, vocabulary) or ignore_index.
         student_bias, teacher_bias: of their weights' rows and kinds of dtype, or None.
-        soft_loss: "jsd", "tvd" or "cosine".
+        soft_loss: "jsd" or "cosine".
         beta: the teacher's weight in "jsd", from 0 to 1.
         weight_hard_loss, weight_soft_loss: of the two.
         temperature: above 0. The hard loss has none.
@@ -132,7 +131,7 @@ class FusedLinearDistillationLoss(LinearLoss):
     graded = ("student_input", "student_weight", "student_bias")
     settings = Schema(
         {
-            "str soft": Allowed(among=("jsd", "tvd", "cosine"), called="soft_loss"),
+            "str soft": Allowed(among=("jsd", "cosine"), called="soft_loss"),
             "float beta": Allowed(least=0, most=1),
             "float weight_hard": Allowed(called="weight_hard_loss"),
             "float weight_soft": Allowed(called="weight_soft_loss"),
@@ -332,11 +331,7 @@ def _soft(student: Tensor, teacher: Tensor, asked: Settings) -> tuple[Tensor, Te
         cosine = (x * y).sum(-1, keepdim=True)
         return 1 - cosine.squeeze(-1), (x * cosine - y) / norm
     log_q, log_p = ((logits / asked.temperature).log_softmax(-1) for logits in (student, teacher))
-    if asked.soft == "tvd":
-        difference = log_q.exp() - log_p.exp()
-        summands, slopes = difference.abs() / 2, difference.sign() / 2 * log_q.exp()
-    else:
-        summands, slopes = summands_and_slopes(log_q, log_p, asked.beta)
+    summands, slopes = summands_and_slopes(log_q, log_p, asked.beta)
     slopes = slopes - log_q.exp() * slopes.sum(-1, keepdim=True)
     return summands.sum(-1), slopes / asked.temperature
 
