@@ -38,7 +38,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 # Modules that watch a compiler which the user's program has imported.
 WATCHERS = ("liger_aot.liger.launches",)
 # Families of ops whose files may also use another family's.
-FAMILIES = {"decoding": ("attention",), "losses": ("softmax",)}
+FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "post_training": ("losses", "softmax")}
 
 
 @cache

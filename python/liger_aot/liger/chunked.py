@@ -241,6 +241,12 @@ class LigerFusedLinearGRPOFunction(Function):
                 stacklevel=3,
             )
         computed = use_ref_model and ref_per_token_logps is None
+        gate: dict[str, float] = {}
+        if loss_type == "sapo":
+            gate = {
+                "sapo_temperature_pos": float(sapo_temperature_pos),
+                "sapo_temperature_neg": float(sapo_temperature_neg),
+            }
         normalizer = None
         if loss_type in ("dapo", "cispo", "vespo"):
             normalizer = _normalizer(attention_mask, num_items_in_batch)
@@ -249,11 +255,10 @@ class LigerFusedLinearGRPOFunction(Function):
             ref_per_token_logps if use_ref_model else None, old_per_token_logps,
             *((ref_input, ref_weight, ref_bias) if computed else (None, None, None)), vllm_is_ratio, normalizer,
             loss_type=loss_type, importance_sampling_level=importance_sampling_level, beta=beta,
-            epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, temperature=temperature,
+            epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta, temperature=float(temperature),
             max_completion_length=max_completion_length if loss_type == "dr_grpo" else None,
-            use_bias_correction_kl=use_bias_correction_kl, sapo_temperature_pos=sapo_temperature_pos,
-            sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos,
-            vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
+            use_bias_correction_kl=use_bias_correction_kl, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg, **gate,
         )  # fmt: skip
         return found.loss, (found.kl, found.clip_ratio) if beta else (found.clip_ratio,)
 
