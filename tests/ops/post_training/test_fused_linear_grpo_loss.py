@@ -31,7 +31,10 @@ class TestGRPOLoss(SequenceTests):
             3, 5, 16, 37, BF16, chunks="units", parts=(*GIVEN, "ratios"),
             keywords={"loss_type": "grpo", "importance_sampling_level": "sequence", "temperature": 0.7},
         ),
-        Case(3, 5, 16, 37, chunks="rows", parts=(*GIVEN, "normalizer"), keywords={"loss_type": "cispo", "epsilon_high": 2.0}),
+        Case(
+            3, 5, 16, 37, chunks="rows", parts=(*GIVEN, "normalizer"),
+            keywords={"loss_type": "cispo", "epsilon_high": 2.0},
+        ),
         Case(3, 5, 16, 37, chunks="units", parts=GIVEN, keywords={"loss_type": "luspo"}),
     )  # fmt: skip
     more = (
