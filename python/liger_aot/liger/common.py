@@ -108,10 +108,11 @@ class Function(torch.autograd.Function, metaclass=_Traced):
     """
 
     call: ClassVar[Callable[..., Any]]
+    prefix: ClassVar[str] = ""  # of its name in ``fallback.theirs``
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        call = served(cls.__name__, cls.call)
+        call = served(f"{cls.prefix}{cls.__name__}", cls.call)
         signature = inspect.signature(call)
 
         def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,22 @@
-"""All replacements, under their names in ``liger_kernel.ops``: the module that is registered with Liger."""
+"""All replacements, under their names in ``liger_kernel.ops``: the module that is registered with Liger. Those of
+``liger_kernel.chunked_loss`` are in ``REPLACED`` alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from liger_aot.liger import attention, divergences, elementwise, log_probs, losses, mlp, moe, norms, residual
+from liger_aot.liger import (
+    attention,
+    chunked,
+    divergences,
+    elementwise,
+    log_probs,
+    losses,
+    mlp,
+    moe,
+    norms,
+    residual,
+)
 from liger_aot.liger.fallback import served
 
 COVERED: dict[str, tuple[Any, str]] = {
@@ -22,5 +34,6 @@ COVERED: dict[str, tuple[Any, str]] = {
     )
     for name, (ours, op) in rows.items()
 }
+REPLACED = COVERED | {f"{chunked.PREFIX}{name}": row for name, row in chunked.NAMES.items()}
 __all__ = list(COVERED)  # what Liger's registry takes
 globals().update({name: ours for name, (ours, _) in COVERED.items()})

@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from types import ModuleType
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 
 from liger_aot.errors import LeftAlone, PatchError
-from liger_aot.liger import fallback
+from liger_aot.liger import chunked, fallback
 from liger_aot.liger.dispatching import DISPATCHED, asked_for
-from liger_aot.liger.functions import COVERED
+from liger_aot.liger.functions import REPLACED
 from liger_aot.liger.launches import release_launches, watch_launches
 
 OPS = "liger_kernel.ops"
+CHUNKED = "liger_kernel.chunked_loss"
 REGISTRY = f"{OPS}.backends.registry"
 NOT_IMPORTED_BY_OPS = (
     f"{OPS}.experimental.mm_int8int2",
@@ -54,20 +56,23 @@ def install() -> None:
         for name in NOT_IMPORTED_BY_OPS:
             if importlib.util.find_spec(name) is not None:
                 importlib.import_module(name)
+        with suppress(ImportError):  # then its names are missing
+            importlib.import_module(f"{CHUNKED}.functional")
         for module in _modules():
+            prefix = chunked.PREFIX if module.__name__.startswith(CHUNKED) else ""
             _originals.update(
                 (name, value)
-                for name, value in vars(module).items()
-                if name in COVERED and value is not COVERED[name][0] and _is_own(value)
+                for name, value in ((f"{prefix}{name}", value) for name, value in vars(module).items())
+                if name in REPLACED and value is not REPLACED[name][0] and _is_own(value)
             )
-        missing = sorted(n for n in set(COVERED) - set(_originals) if not n.startswith("_"))
+        missing = sorted(n for n in set(REPLACED) - set(_originals) if not n.startswith("_"))
         if missing:
             warnings.warn(
                 f"liger_aot.liger: this liger_kernel has no {', '.join(missing)}: nothing is replaced",
                 LeftAlone,
                 stacklevel=3,
             )
-        _replace({id(value): COVERED[name][0] for name, value in _originals.items()})
+        _replace({id(value): REPLACED[name][0] for name, value in _originals.items()})
         _register_with_dispatcher()
         _tell_compiler()
         watch_launches()
@@ -76,7 +81,7 @@ def install() -> None:
 def uninstall() -> None:
     """Restore Liger's own functions, also in modules that imported the replacements since."""
     with _lock:
-        ours = {id(COVERED[name][0]): value for name, value in _originals.items()}
+        ours = {id(REPLACED[name][0]): value for name, value in _originals.items()}
         _replace(ours | {id(own): plain for plain, own in _dispatchers})
         _dispatchers.clear()
         release_launches()
@@ -107,8 +112,9 @@ def _modules() -> Iterator[ModuleType]:
 
 
 def _is_own(value: Any) -> bool:
-    where = getattr(value, "__module__", None) or ""
-    return bool(where.startswith(OPS)) and not OTHER_LANGUAGES.match(where)
+    owner = getattr(value, "__self__", value)  # of a class's ``apply`` the class
+    where = getattr(owner, "__module__", None) or ""
+    return bool(where.startswith((OPS, CHUNKED))) and not OTHER_LANGUAGES.match(where)
 
 
 def _seed_registry() -> None:

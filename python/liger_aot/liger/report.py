@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from liger_aot.liger import fallback
+from liger_aot.liger import chunked, fallback
 from liger_aot.liger.dispatching import DISPATCHED, asked_for
-from liger_aot.liger.functions import COVERED
+from liger_aot.liger.functions import COVERED, REPLACED
 from liger_aot.liger.mlp import TORCH
 
 OPS = "liger_kernel.ops"
@@ -68,7 +68,7 @@ def status() -> Status:
     ops = importlib.import_module(OPS)
     ours: dict[str, str] = {}
     found: dict[bool, list[str]] = {True: [], False: []}
-    stands = {id(function): op for function, op in COVERED.values()}
+    stands = {id(function): op for function, op in REPLACED.values()}
     for name, value in _functions(ops):
         if id(value) in stands:
             ours[name] = stands[id(value)]
@@ -79,16 +79,31 @@ def status() -> Status:
             launches = _launches(value, set())
             if launches or "." not in name:  # helpers without a kernel are of no interest
                 found[launches].append(name)
+    ours.update(
+        (f"{chunked.PREFIX}{name}", stands[id(value)]) for name, value in _chunked() if id(value) in stands
+    )
     return Status(
         version("liger_kernel"),
         ours,
         tuple(found[True]),
-        tuple(sorted(n for n, v in vars(importlib.import_module(CHUNKED)).items() if isinstance(v, type))),
+        tuple(
+            name
+            for name, value in sorted(vars(importlib.import_module(CHUNKED)).items())
+            if isinstance(value, type) and f"{chunked.PREFIX}{name.replace('Loss', 'Function')}" not in ours
+        ),
         tuple(found[False]),
         _languages(),
         tuple(_elsewhere()),
         tuple(f"cuda:{index}" for index in sorted(fallback.unserved)),
     )
+
+
+def _chunked() -> Iterator[tuple[str, Any]]:
+    """What the modules of Liger's chunked losses hold."""
+    importlib.import_module(f"{CHUNKED}.functional")
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(CHUNKED):
+            yield from sorted(vars(module).items())
 
 
 def _functions(ops: ModuleType) -> Iterator[tuple[str, Any]]:

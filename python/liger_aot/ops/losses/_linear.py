@@ -58,8 +58,11 @@ def padded(n: int) -> int:
     return -(-n // TILE_COLUMNS) * TILE_COLUMNS
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """out (rows, n) = x (rows, k) @ weight (n, k)^T + bias, all of one dtype."""
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scale: float = 1.0) -> Tensor:
+    """out (rows, n) = scale * (x (rows, k) @ weight (n, k)^T + bias), all of one dtype."""
+    if scale != 1:
+        beta = 0.0 if bias is None else scale
+        return torch.addmm(out if bias is None else bias, x, weight.t(), beta=beta, alpha=scale, out=out)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -115,11 +118,15 @@ class LinearGradients:
 
     def add(self, first: int, gradient: Tensor) -> None:
         """Take in ``gradient`` (m, n) of y's rows from ``first`` on; the first chunk's ``first`` is 0."""
-        last = first + gradient.shape[0]
-        if self.x is not None:
-            torch.mm(gradient, self._weight, out=self.x[first:last])
+        these = slice(first, first + gradient.shape[0])
+        self.add_rows(self._x[these], gradient, None if self.x is None else self.x[these], first == 0)
+
+    def add_rows(self, x: Tensor, gradient: Tensor, dx: Tensor | None, first: bool) -> None:
+        """Take in ``gradient`` of the rows ``x``, whose own is written to ``dx``; ``first``: nothing was before it."""
+        if dx is not None:
+            torch.mm(gradient, self._weight, out=dx)
         if self.weight is not None:
-            accumulate(self.weight, gradient.t(), self._x[first:last], first == 0)
+            accumulate(self.weight, gradient.t(), x, first)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=torch.float32))
 

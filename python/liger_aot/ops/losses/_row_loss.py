@@ -68,19 +68,19 @@ def row_loss(*fields: Any) -> RowLoss:
     return RowLoss(*fields)
 
 
-def check_target(op: str, target: Any, shape: torch.Size, device: torch.device) -> None:
-    """Raise unless ``target`` holds an integer for each row: of ``shape``, on ``device``."""
+def check_target(op: str, target: Any, shape: torch.Size, device: torch.device, name: str = "target") -> None:
+    """Raise unless ``target`` holds an integer for each row: of ``shape``, on ``device``; ``name`` is its argument."""
     if not isinstance(target, Tensor):
-        raise ArgumentTypeError(f"{op}: target must be a torch.Tensor, got {type(target).__name__}")
+        raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(target).__name__}")
     if target.dtype not in WORDS:
-        raise ArgumentTypeError(f"{op}: target must be int64 or int32, got {target.dtype}")
+        raise ArgumentTypeError(f"{op}: {name} must be int64 or int32, got {target.dtype}")
     if target.device != device:
         raise ArgumentError(
-            f"{op}: target is on {target.device}, the logits on {device}: both must be on one"
+            f"{op}: {name} is on {target.device}, the logits on {device}: both must be on one"
         )
     if target.shape != shape:
         raise ArgumentError(
-            f"{op}: target must be of shape {tuple(shape)}, one for each row; got {tuple(target.shape)}"
+            f"{op}: {name} must be of shape {tuple(shape)}, one for each row; got {tuple(target.shape)}"
         )
 
 

@@ -127,16 +127,7 @@ class FusedLinearJSD(LinearLoss):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         x, weight, teacher_x, teacher_weight, labels, bias, teacher_bias = tensors
-        check_rows(self.name, "student_input", x)
-        check_rows(self.name, "teacher_input", teacher_x)
-        check_same_device(self.name, "teacher_input", teacher_x, "student_input", x)
-        if teacher_x.dtype != x.dtype or teacher_x.shape[:-1] != x.shape[:-1]:
-            raise ArgumentError(
-                f"{self.name}: teacher_input must be of student_input's dtype {x.dtype} and of shape "
-                f"{(*x.shape[:-1], 'j')}; got {teacher_x.dtype}, {tuple(teacher_x.shape)}"
-            )
-        self._check_parameters("student", x, weight, bias)
-        self._check_parameters("teacher", teacher_x, teacher_weight, teacher_bias)
+        check_models(self.name, (x, weight, bias), (teacher_x, teacher_weight, teacher_bias))
         if teacher_weight.shape[0] != weight.shape[0]:
             raise ArgumentError(
                 f"{self.name}: teacher_weight must have student_weight's {weight.shape[0]} rows; got "
@@ -146,30 +137,6 @@ class FusedLinearJSD(LinearLoss):
             check_labels(self.name, "shift_labels", labels, "student_input", x)
         check_weight_grad_dtype(self.name, settings[4], weight)
         chunk_rows(self.name, 1, _row_bytes(x, weight), settings[3])
-
-    def _check_parameters(self, whose: str, x: Tensor, weight: Any, bias: Any) -> None:
-        for argument, value in ((f"{whose}_weight", weight), (f"{whose}_bias", bias)):
-            if value is None and argument.endswith("bias"):
-                continue
-            if not isinstance(value, Tensor):
-                raise ArgumentTypeError(
-                    f"{self.name}: {argument} must be a torch.Tensor, got {type(value).__name__}"
-                )
-            check_same_device(self.name, argument, value, f"{whose}_input", x)
-            if value.dtype not in (x.dtype, torch.float32):
-                raise ArgumentTypeError(
-                    f"{self.name}: {argument} must be of the inputs' dtype {x.dtype} or float32, got {value.dtype}"
-                )
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise ArgumentError(
-                f"{self.name}: {whose}_weight must be of shape (vocabulary, {x.shape[-1]}), as {whose}_input "
-                f"{tuple(x.shape)} asks; got {tuple(weight.shape)}"
-            )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ArgumentError(
-                f"{self.name}: {whose}_bias must be of shape ({weight.shape[0]},), {whose}_weight's rows; got "
-                f"{tuple(bias.shape)}"
-            )
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
         return found_in_backward(tensors[0].dtype, "batchmean")
@@ -242,6 +209,44 @@ class FusedLinearJSD(LinearLoss):
     ) -> tuple[Problem, ...]:
         """The one kernel of the op's own, on logits of ``shape``."""
         return (Problem("fused_linear_jsd_rows", (dtype, "mixed"), True, shape[-1]),)
+
+
+def check_models(op: str, student: tuple[Any, Any, Any], teacher: tuple[Any, Any, Any]) -> None:
+    """Raise unless both are (input, weight, bias or None) of a linear layer, for as many rows, of one dtype."""
+    x, y = student[0], teacher[0]
+    check_rows(op, "student_input", x)
+    check_rows(op, "teacher_input", y)
+    check_same_device(op, "teacher_input", y, "student_input", x)
+    if y.dtype != x.dtype or y.shape[:-1] != x.shape[:-1]:
+        raise ArgumentError(
+            f"{op}: teacher_input must be of student_input's dtype {x.dtype} and of shape "
+            f"{(*x.shape[:-1], 'j')}; got {y.dtype}, {tuple(y.shape)}"
+        )
+    _check_parameters(op, "student", *student)
+    _check_parameters(op, "teacher", *teacher)
+
+
+def _check_parameters(op: str, whose: str, x: Tensor, weight: Any, bias: Any) -> None:
+    for argument, value in ((f"{whose}_weight", weight), (f"{whose}_bias", bias)):
+        if value is None and argument.endswith("bias"):
+            continue
+        if not isinstance(value, Tensor):
+            raise ArgumentTypeError(f"{op}: {argument} must be a torch.Tensor, got {type(value).__name__}")
+        check_same_device(op, argument, value, f"{whose}_input", x)
+        if value.dtype not in (x.dtype, torch.float32):
+            raise ArgumentTypeError(
+                f"{op}: {argument} must be of the inputs' dtype {x.dtype} or float32, got {value.dtype}"
+            )
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ArgumentError(
+            f"{op}: {whose}_weight must be of shape (vocabulary, {x.shape[-1]}), as {whose}_input "
+            f"{tuple(x.shape)} asks; got {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ArgumentError(
+            f"{op}: {whose}_bias must be of shape ({weight.shape[0]},), {whose}_weight's rows; got "
+            f"{tuple(bias.shape)}"
+        )
 
 
 def _row_bytes(x: Tensor, weight: Tensor) -> int:
