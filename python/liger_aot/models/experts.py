@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_aot.errors import PatchError
 from liger_aot.models import modules
-from liger_aot.models.attention import NAME
+from liger_aot.models.paged import NAME
 from liger_aot.ops.op import PLAIN
 from liger_aot.ops.registry import load
 
