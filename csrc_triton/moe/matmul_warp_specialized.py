@@ -36,6 +36,20 @@ def wgmma_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
+@gluon.constexpr_function
+def pairs_layout(columns):
+    """Of two values for each of a product's [64, columns / 2], side by side: a thread has both."""
+    columns = getattr(columns, "value", columns)
+    blocks = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], *blocks],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
 @aggregate
 class Pipeline:
     """Stages of both operands, with a full and an empty mbarrier each."""
@@ -363,13 +377,37 @@ def consume_down_backward(
 @gluon.jit
 def panel_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer):
     """[64, 64] of the activations' gradient: its gradients of gate and up, and the weighted activations, go out; their
-    part of the routing weights' gradient, one a row."""
+    part of the routing weights' gradient, one a row. By halves: registers are few beside the other panels."""
+    left, right = halves(dact)
+    tile = buffer.reshape([GROUP_M, OUT])
+    tma.store_wait(0)  # the buffer's last tile is read
+    first, total = half_backward(left, PRE, pair, weight, 2 * column, inner, tile.slice(0, PANEL, dim=1))
+    second, more = half_backward(
+        right, PRE, pair, weight, 2 * column + PANEL, inner, tile.slice(PANEL, PANEL, dim=1)
+    )
+    fence_async_shared()
+    for c in gl.static_range(OUT // PANEL):
+        part = tile.slice(c * PANEL, PANEL, dim=1)
+        tma.async_copy_shared_to_global(DPRE, [row, 2 * column + c * PANEL], part)
+    tma.store_wait(0)
+    act = gl.join(first, second).permute((0, 2, 1)).reshape([GROUP_M, PANEL])
+    part = tile.slice(0, PANEL, dim=1)
+    part.store(act)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(ACT, [row, column], part)
+    return total + more
+
+
+@gluon.jit
+def half_backward(dact, PRE, pair, weight, column, inner, to):
+    """Write the gradients of [64, 32] gates and ups, interleaved, to shared memory; (the weighted activations, their
+    part of the routing weights' gradient)."""
     N: gl.constexpr = dact.shape[1]
-    both: gl.constexpr = wgmma_layout(2 * N)
+    both: gl.constexpr = pairs_layout(2 * N)
     own: gl.constexpr = wgmma_layout(N)
     dact = gl.convert_layout(dact, own)
     pair = gl.convert_layout(pair, gl.SliceLayout(1, both))
-    at = 2 * column + gl.arange(0, 2 * N, gl.SliceLayout(0, both))
+    at = column + gl.arange(0, 2 * N, gl.SliceLayout(0, both))
     mask = (pair >= 0)[:, None] & (at < 2 * inner)[None, :]
     pre = gl.load(PRE + (pair.to(gl.int64) * (2 * inner))[:, None] + at[None, :], mask=mask, other=0.0)
     gate, up = gl.split(pre.reshape([GROUP_M, N, 2]))
@@ -382,14 +420,8 @@ def panel_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffe
     share = gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, own)), 1)
     dact *= share
     dgate = dact * up * (silu * (1.0 - sigmoid) + sigmoid)
-    dpre = gl.join(dgate, dact * silu).reshape([GROUP_M, 2 * N]).to(DPRE.dtype)
-    store_tile(dpre, DPRE, row, 2 * column, buffer)
-    tma.store_wait(0)
-    part = buffer.reshape([GROUP_M, OUT]).slice(0, PANEL, dim=1)
-    part.store((act * share).to(ACT.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(ACT, [row, column], part)
-    return gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(2 * N)))
+    to.store(gl.join(dgate, dact * silu).reshape([GROUP_M, 2 * N]).to(to.dtype))
+    return (act * share).to(to.dtype), gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(2 * PANEL)))
 
 
 @gluon.jit
