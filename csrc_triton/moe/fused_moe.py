@@ -17,7 +17,7 @@ from csrc_triton.moe.matmul_warp_specialized import down_backward as down_backwa
 from csrc_triton.moe.matmul_warp_specialized import product as product_warp_specialized  # noqa: F401
 from csrc_triton.moe.matmul_warp_specialized import up as up_warp_specialized  # noqa: F401
 from csrc_triton.moe.matmul_warp_specialized import weight_backward as weight_backward_warp_specialized  # noqa: F401
-from csrc_triton.moe.routing import count, gather, place, scan  # noqa: F401
+from csrc_triton.moe.routing import count, place, scan  # noqa: F401
 
 FLOATS = {"dtype": ["bf16", "fp16", "fp32"]}
 TILES = ["BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "GROUP", "TF32X3"]
@@ -58,6 +58,7 @@ DECLARATION = {
             "arguments": {
                 "POSITION": "*i32",
                 "ROW_PAIR": "*i32",
+                "ROW_TOKEN": "*i32",
                 "TILE_EXPERT": "*i32",
                 "OFFSETS": "*i32",
                 "INDICES": "*i32",
@@ -67,6 +68,7 @@ DECLARATION = {
                 "experts": "i32",
                 "chunks": "i32",
                 "tiles": "i32",
+                "top_k": "i32",
                 "index_words": "i32",
                 "tile_rows": "i32",
             },
@@ -75,25 +77,6 @@ DECLARATION = {
             "always_aligned": True,
             "forms": {"chunk": {"function": "place", "constants": ["CHUNK", "EXPERTS"]}},
         },
-        "fused_moe_gather": {
-            "optional": True,
-            "always_aligned": True,
-            "arguments": {
-                "OUT": "*i32",
-                "X": "*i32",
-                "ROW_PAIR": "*i32",
-                "TILE_EXPERT": "*i32",
-                "stride": "i64",
-                "n_words": "i32",
-                "blocks": "i32",
-                "top_k": "i32",
-                "tiles": "i32",
-                "tile_rows": "i32",
-            },
-            "axes": {},
-            "aligned": ["OUT", "X"],
-            "forms": {"tile": {"function": "gather", "constants": ["ROWS", "BLOCK"]}},
-        },
         "fused_moe_up": {
             "arguments": {
                 "ACT": "*dtype",
@@ -101,11 +84,11 @@ DECLARATION = {
                 "X": "*dtype",
                 "WEIGHT": "*dtype",
                 "ROW_PAIR": "*i32",
+                "ROW_TOKEN": "*i32",
                 "TILE_EXPERT": "*i32",
                 "x_stride": "i64",
                 "hidden": "i32",
                 "inner": "i32",
-                "top_k": "i32",
                 "tiles": "i32",
                 "column_tiles": "i32",
                 "save": "i32",
@@ -153,12 +136,12 @@ DECLARATION = {
                 "PRE": "*dtype",
                 "WEIGHTS": "*fp32",
                 "ROW_PAIR": "*i32",
+                "ROW_TOKEN": "*i32",
                 "TILE_EXPERT": "*i32",
                 "dout_stride": "i64",
                 "hidden": "i32",
                 "inner": "i32",
                 "pairs": "i32",
-                "top_k": "i32",
                 "tiles": "i32",
                 "column_tiles": "i32",
             },
@@ -186,12 +169,11 @@ DECLARATION = {
                 "DWEIGHT": "*dtype",
                 "TOKENS": "*dtype",
                 "ROWS": "*dtype",
-                "ROW_PAIR": "*i32",
+                "ROW_TOKEN": "*i32",
                 "OFFSETS": "*i32",
                 "token_stride": "i64",
                 "hidden": "i32",
                 "inner": "i32",
-                "top_k": "i32",
                 "row_tiles": "i32",
                 "column_tiles": "i32",
             },
@@ -210,25 +192,25 @@ DECLARATION = {
             "arguments": {
                 "ACT": "dtype[64, 64]",
                 "PRE": "*dtype",
-                "A": "dtype[128, 64]",
                 "X": "*dtype",
                 "B": "dtype[1, B_ROWS, 2, 64]",
                 "ROW_PAIR": "*i32",
+                "ROW_TOKEN": "*i32",
                 "TILE_EXPERT": "*i32",
                 "stride": "i64",
                 "hidden": "i32",
                 "inner": "i32",
-                "top_k": "i32",
                 "tiles": "i32",
                 "columns": "i32",
                 "save": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
-            "aligned": ["X", "stride", "hidden", "inner"],
+            "host": ["least_rows"],
+            "aligned": ["X", "PRE", "stride", "hidden", "inner"],
             "forms": {
                 "warp_specialized": {
                     "function": "up_warp_specialized",
-                    "constants": ["BLOCK_N", "STAGES", "GROUP", "B_ROWS", "WARP_GROUPS", "REGISTERS", "GATHERED"],
+                    "constants": ["BLOCK_N", "STAGES", "GROUP", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
                 }
             },
         },
@@ -265,12 +247,14 @@ DECLARATION = {
                 "DPRE": "dtype[64, 64]",
                 "ACT": "dtype[64, 64]",
                 "DWEIGHTS": "*fp32",
-                "A": "dtype[128, 64]",
+                "DOUT": "*dtype",
                 "B": "dtype[1, 64, 1, 64]",
                 "PRE": "*dtype",
                 "WEIGHTS": "*fp32",
                 "ROW_PAIR": "*i32",
+                "ROW_TOKEN": "*i32",
                 "TILE_EXPERT": "*i32",
+                "stride": "i64",
                 "hidden": "i32",
                 "inner": "i32",
                 "pairs": "i32",
@@ -278,6 +262,7 @@ DECLARATION = {
                 "columns": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
+            "aligned": ["DOUT", "PRE", "stride", "hidden", "inner"],
             "forms": {
                 "warp_specialized": {
                     "function": "down_backward_warp_specialized",
@@ -289,21 +274,28 @@ DECLARATION = {
             **WARP_SPECIALIZED,
             "arguments": {
                 "DWEIGHT": "dtype[1, B_ROWS, PAIR, 64]",
-                "A": "dtype[64, 64]",
-                "B": "dtype[64, 64]",
+                "TOKENS": "*dtype",
+                "ROWS": "dtype[64, 64]",
+                "ROW_TOKEN": "*i32",
                 "OFFSETS": "*i32",
+                "stride": "i64",
+                "width": "i32",
                 "experts": "i32",
                 "row_tiles": "i32",
                 "column_tiles": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"], "weight": ["down", "gate_up"]},
             "gives": {
-                "weight": {"down": {"PAIR": 1, "B_ROWS": 64}, "gate_up": {"PAIR": 2, "B_ROWS": 32}}
+                "weight": {
+                    "down": {"GATE_UP": False, "PAIR": 1, "B_ROWS": 64},
+                    "gate_up": {"GATE_UP": True, "PAIR": 2, "B_ROWS": 32},
+                }
             },
+            "aligned": ["TOKENS", "stride", "width"],
             "forms": {
                 "warp_specialized": {
                     "function": "weight_backward_warp_specialized",
-                    "constants": ["BLOCK_N", "STAGES", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
+                    "constants": ["BLOCK_N", "STAGES", "GATE_UP", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
                 }
             },
         },

@@ -37,7 +37,7 @@ def interleaved(index, inner):
 
 @triton.jit
 def up(
-    ACT, PRE, X, WEIGHT, ROW_PAIR, TILE_EXPERT, x_stride, hidden, inner, top_k, tiles, column_tiles, save,
+    ACT, PRE, X, WEIGHT, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, x_stride, hidden, inner, tiles, column_tiles, save,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     TF32X3: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,8 @@ def up(
         column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_columns = column < 2 * inner
         depth = tl.arange(0, BLOCK_K)
-        a_at = X + (pair // top_k).to(tl.int64)[:, None] * x_stride + depth[None, :]
+        token = tl.load(ROW_TOKEN + row)
+        a_at = X + token.to(tl.int64)[:, None] * x_stride + depth[None, :]
         b_row = expert.to(tl.int64) * 2 * inner + interleaved(column, inner)
         b_at = WEIGHT + b_row[None, :] * hidden + depth[:, None]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -97,8 +98,8 @@ def down(
 
 @triton.jit
 def down_backward(
-    DPRE, ACT, DWEIGHTS, DOUT, WEIGHT, PRE, WEIGHTS, ROW_PAIR, TILE_EXPERT, dout_stride, hidden, inner, pairs, top_k,
-    tiles, column_tiles,
+    DPRE, ACT, DWEIGHTS, DOUT, WEIGHT, PRE, WEIGHTS, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, dout_stride, hidden, inner,
+    pairs, tiles, column_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     TF32X3: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +114,8 @@ def down_backward(
         column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_columns = column < inner
         depth = tl.arange(0, BLOCK_K)
-        a_at = DOUT + (pair // top_k).to(tl.int64)[:, None] * dout_stride + depth[None, :]
+        token = tl.load(ROW_TOKEN + row)
+        a_at = DOUT + token.to(tl.int64)[:, None] * dout_stride + depth[None, :]
         b_at = WEIGHT + (expert.to(tl.int64) * hidden + depth)[:, None] * inner + column[None, :]
         step = inner.to(tl.int64)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -169,7 +171,7 @@ def up_backward(
 
 @triton.jit
 def weight_backward(
-    DWEIGHT, TOKENS, ROWS, ROW_PAIR, OFFSETS, token_stride, hidden, inner, top_k, row_tiles, column_tiles,
+    DWEIGHT, TOKENS, ROWS, ROW_TOKEN, OFFSETS, token_stride, hidden, inner, row_tiles, column_tiles,
     GATE_UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TF32X3: tl.constexpr,
 ):  # fmt: skip
@@ -189,21 +191,21 @@ def weight_backward(
         in_rows, in_columns = row < 2 * inner, column < hidden
         for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
             at = k + depth
-            pair = tl.load(ROW_PAIR + at, mask=at < end, other=-1)
+            token = tl.load(ROW_TOKEN + at, mask=at < end, other=-1)
             a = ROWS + at.to(tl.int64)[None, :] * (2 * inner) + row[:, None]
-            b = TOKENS + (pair // top_k).to(tl.int64)[:, None] * token_stride + column[None, :]
+            b = TOKENS + token.to(tl.int64)[:, None] * token_stride + column[None, :]
             a = tl.load(a, mask=in_rows[:, None] & (at < end)[None, :], other=0.0)
-            b = tl.load(b, mask=(pair >= 0)[:, None] & in_columns[None, :], other=0.0)
+            b = tl.load(b, mask=(token >= 0)[:, None] & in_columns[None, :], other=0.0)
             acc = multiply(a, b, acc, TF32X3)
         to = (expert.to(tl.int64) * 2 * inner + interleaved(row, inner))[:, None] * hidden + column[None, :]
     else:
         in_rows, in_columns = row < hidden, column < inner
         for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
             at = k + depth
-            pair = tl.load(ROW_PAIR + at, mask=at < end, other=-1)
-            a = TOKENS + (pair // top_k).to(tl.int64)[None, :] * token_stride + row[:, None]
+            token = tl.load(ROW_TOKEN + at, mask=at < end, other=-1)
+            a = TOKENS + token.to(tl.int64)[None, :] * token_stride + row[:, None]
             b = ROWS + at.to(tl.int64)[:, None] * inner + column[None, :]
-            a = tl.load(a, mask=in_rows[:, None] & (pair >= 0)[None, :], other=0.0)
+            a = tl.load(a, mask=in_rows[:, None] & (token >= 0)[None, :], other=0.0)
             b = tl.load(b, mask=(at < end)[:, None] & in_columns[None, :], other=0.0)
             acc = multiply(a, b, acc, TF32X3)
         to = (expert.to(tl.int64) * hidden + row)[:, None] * inner + column[None, :]

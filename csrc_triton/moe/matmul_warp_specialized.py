@@ -1,8 +1,9 @@
 """Grouped matrix products by warp-specialised kernels (Gluon, Hopper), with rows in the padded order of ``routing``.
 
-A producer warp loads both operands with TMA into a pipeline of stages; two consumer warp groups own 64 of a tile's 128
-rows each and multiply with wgmma. The kernels are persistent: the producer loads the next tile while the consumers
-finish this one, and their results leave through a buffer in shared memory.
+A producer loads both operands into a pipeline of stages; two consumer warp groups own 64 of a tile's 128 rows each and
+multiply with wgmma. Rows in the padded order and weights come by TMA, which one warp starts. Tokens are gathered by
+cp.async, 16 bytes a thread and copy: then the producer is a warp group. The kernels are persistent: the producer loads
+the next tile while the consumers finish this one, and their results leave through a buffer in shared memory.
 
 Weights are tensor maps over (expert, row / PAIR, row % PAIR, column). Of gate-up weights PAIR is 2 and the strides are
 such that rows of gate and up alternate: column 2 i of a product is gate i, 2 i + 1 up i, as ``matmul_tiles`` has them.
@@ -26,11 +27,27 @@ GROUP_M = gl.constexpr(64)  # a warp group's
 BLOCK_K = gl.constexpr(64)  # the depth of a stage: 128 bytes
 PANEL = gl.constexpr(64)  # columns that one TMA copy moves
 OUT = gl.constexpr(128)  # columns of a warp group's output buffer
+THREADS = gl.constexpr(128)  # of a warp group
+GATHERED_STAGE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
 @gluon.constexpr_function
 def wgmma_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def pairs_layout(columns):
+    """Of two values for each of a product's [64, columns / 2], side by side: a thread has both."""
+    columns = getattr(columns, "value", columns)
+    blocks = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], *blocks],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
 
 
 @aggregate
@@ -112,10 +129,10 @@ def produce(
 
 @gluon.jit
 def produce_gathered(
-    X, stride, top_k, B, ROW_PAIR, TILE_EXPERT, depth, tiles, pipe, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
+    X, stride, B, ROW_TOKEN, TILE_EXPERT, depth, tiles, pipe, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
     BY_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """``produce`` by a warp group that gathers the rows of A itself: 16 bytes a thread and copy."""
+    """``produce`` with A's rows gathered from tokens X, zeros in the padding."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lines = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
@@ -123,9 +140,9 @@ def produce_gathered(
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
         row, column = tiles.decode(t)
         expert = gl.load(TILE_EXPERT + row)
-        pair = gl.load(ROW_PAIR + row * BLOCK_M + lines)
-        known = (pair >= 0)[:, None]
-        at = ((pair // top_k).to(gl.int64) * stride)[:, None] + columns[None, :]
+        token = gl.load(ROW_TOKEN + row * BLOCK_M + lines)
+        known = (token >= 0)[:, None]
+        at = (token.to(gl.int64) * stride)[:, None] + columns[None, :]
         for k in range(0, depth, BLOCK_K):
             full = load_stage(i, pipe, BLOCK_N * BLOCK_K * 2)
             stage = i % pipe.STAGES
@@ -290,43 +307,37 @@ def scatter_rows(values, to, PAIRS, column, width, buffer):
 
 
 @gluon.jit
+def gathering_pipeline(
+    B, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr
+):
+    """The pipeline of ``produce_gathered``, for tokens of B's dtype."""
+    a = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_M, BLOCK_K], GATHERED_STAGE)
+    b = weight_stages(B, STAGES, BLOCK_N, BY_ROWS)
+    full = mbarriers(STAGES, THREADS + 1)  # those that copy, and the one that starts TMA
+    return Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), STAGES, True)
+
+
+@gluon.jit
 def up(
-    ACT, PRE, A, X, B, ROW_PAIR, TILE_EXPERT, stride, hidden, inner, top_k, tiles, columns, save,
+    ACT, PRE, X, B, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, stride, hidden, inner, tiles, columns, save,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr, GATHERED: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``matmul_tiles.up`` of gathered tokens A[rows, hidden]; B has PAIR 2. ACT is a map of boxes of 64 columns."""
+    """``matmul_tiles.up``; B has PAIR 2. ACT is a map of boxes of 64 columns."""
     gl.static_assert(WARP_GROUPS == 2)
-    a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
-    b = weight_stages(B, STAGES, BLOCK_N, False)
-    full = mbarriers(STAGES, 129 if GATHERED else 1)  # the threads that copy, and the one that starts TMA
-    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), STAGES, GATHERED)
+    pipe = gathering_pipeline(B, STAGES, BLOCK_N, False, WARP_GROUPS)
     out = gl.allocate_shared_memory(ACT.dtype, [WARP_GROUPS, GROUP_M, OUT], ACT.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
-    if GATHERED:
-        gl.warp_specialize(
-            [
-                (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(0), BLOCK_N, 0)),
-                (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(1), BLOCK_N, 1)),
-                (
-                    produce_gathered,
-                    (X, stride, top_k, B, ROW_PAIR, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 2, False),
-                ),
-            ],
-            [4, 4],
-            [REGISTERS, 512 - 2 * REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(0), BLOCK_N, 0)),
-                (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(1), BLOCK_N, 1)),
-                (produce, (A, B, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 2, False)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(0), BLOCK_N, 0)),
+            (consume_up, (ACT, PRE, ROW_PAIR, hidden, inner, save, work, pipe, out.index(1), BLOCK_N, 1)),
+            (produce_gathered, (X, stride, B, ROW_TOKEN, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 2, False)),
+        ],
+        [4, 4],
+        [REGISTERS, 512 - 2 * REGISTERS],
+    )
 
 
 @gluon.jit
@@ -366,13 +377,37 @@ def consume_down_backward(
 @gluon.jit
 def panel_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer):
     """[64, 64] of the activations' gradient: its gradients of gate and up, and the weighted activations, go out; their
-    part of the routing weights' gradient, one a row."""
+    part of the routing weights' gradient, one a row. By halves: registers are few beside the other panels."""
+    left, right = halves(dact)
+    tile = buffer.reshape([GROUP_M, OUT])
+    tma.store_wait(0)  # the buffer's last tile is read
+    first, total = half_backward(left, PRE, pair, weight, 2 * column, inner, tile.slice(0, PANEL, dim=1))
+    second, more = half_backward(
+        right, PRE, pair, weight, 2 * column + PANEL, inner, tile.slice(PANEL, PANEL, dim=1)
+    )
+    fence_async_shared()
+    for c in gl.static_range(OUT // PANEL):
+        part = tile.slice(c * PANEL, PANEL, dim=1)
+        tma.async_copy_shared_to_global(DPRE, [row, 2 * column + c * PANEL], part)
+    tma.store_wait(0)
+    act = gl.join(first, second).permute((0, 2, 1)).reshape([GROUP_M, PANEL])
+    part = tile.slice(0, PANEL, dim=1)
+    part.store(act)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(ACT, [row, column], part)
+    return total + more
+
+
+@gluon.jit
+def half_backward(dact, PRE, pair, weight, column, inner, to):
+    """Write the gradients of [64, 32] gates and ups, interleaved, to shared memory; (the weighted activations, their
+    part of the routing weights' gradient)."""
     N: gl.constexpr = dact.shape[1]
-    both: gl.constexpr = wgmma_layout(2 * N)
+    both: gl.constexpr = pairs_layout(2 * N)
     own: gl.constexpr = wgmma_layout(N)
     dact = gl.convert_layout(dact, own)
     pair = gl.convert_layout(pair, gl.SliceLayout(1, both))
-    at = 2 * column + gl.arange(0, 2 * N, gl.SliceLayout(0, both))
+    at = column + gl.arange(0, 2 * N, gl.SliceLayout(0, both))
     mask = (pair >= 0)[:, None] & (at < 2 * inner)[None, :]
     pre = gl.load(PRE + (pair.to(gl.int64) * (2 * inner))[:, None] + at[None, :], mask=mask, other=0.0)
     gate, up = gl.split(pre.reshape([GROUP_M, N, 2]))
@@ -385,27 +420,20 @@ def panel_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffe
     share = gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, own)), 1)
     dact *= share
     dgate = dact * up * (silu * (1.0 - sigmoid) + sigmoid)
-    dpre = gl.join(dgate, dact * silu).reshape([GROUP_M, 2 * N]).to(DPRE.dtype)
-    store_tile(dpre, DPRE, row, 2 * column, buffer)
-    tma.store_wait(0)
-    part = buffer.reshape([GROUP_M, OUT]).slice(0, PANEL, dim=1)
-    part.store((act * share).to(ACT.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(ACT, [row, column], part)
-    return gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(2 * N)))
+    to.store(gl.join(dgate, dact * silu).reshape([GROUP_M, 2 * N]).to(to.dtype))
+    return (act * share).to(to.dtype), gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(2 * PANEL)))
 
 
 @gluon.jit
 def down_backward(
-    DPRE, ACT, DWEIGHTS, A, B, PRE, WEIGHTS, ROW_PAIR, TILE_EXPERT, hidden, inner, pairs, tiles, columns,
+    DPRE, ACT, DWEIGHTS, DOUT, B, PRE, WEIGHTS, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, stride, hidden, inner, pairs, tiles,
+    columns,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``matmul_tiles.down_backward`` of gathered gradients A[rows, hidden]; B has PAIR 1 and is read by rows."""
+    """``matmul_tiles.down_backward``; B has PAIR 1 and is read by rows."""
     gl.static_assert(WARP_GROUPS == 2)
-    a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
-    b = weight_stages(B, STAGES, BLOCK_N, True)
-    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
+    pipe = gathering_pipeline(B, STAGES, BLOCK_N, True, WARP_GROUPS)
     out = gl.allocate_shared_memory(DPRE.dtype, [WARP_GROUPS, GROUP_M, OUT], DPRE.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
@@ -425,33 +453,59 @@ def down_backward(
                     BLOCK_N, 1,
                 ),
             ),
-            (produce, (A, B, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 1, True)),
+            (produce_gathered, (DOUT, stride, B, ROW_TOKEN, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 1, True)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 4],
+        [REGISTERS, 512 - 2 * REGISTERS],
     )  # fmt: skip
 
 
 @gluon.jit
-def produce_weight(A, B, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N: gl.constexpr):
-    """The producer warp of weights' gradients: both operands are rows of an expert, [64, 128] and [64, BLOCK_N]."""
-    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
+def produce_weight(
+    TOKENS, stride, width, ROWS, ROW_TOKEN, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N: gl.constexpr,
+    GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """The producer of weights' gradients: stages of 64 rows of an expert, 128 columns of A and BLOCK_N of B. Tokens,
+    ``width`` elements each, are gathered: they are B with GATE_UP, else A. The others are ROWS, a map."""
+    A_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    B_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    layout: gl.constexpr = B_LAYOUT if GATE_UP else A_LAYOUT
+    WIDTH: gl.constexpr = BLOCK_N if GATE_UP else BLOCK_M
+    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N - WIDTH) * BLOCK_K * 2
+    lines = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     each = row_tiles * column_tiles
     i = 0
     for t in range(gl.program_id(0), experts * each, gl.num_programs(0)):
         expert = t // each
         row = (t - expert * each) % row_tiles * BLOCK_M
         column = (t - expert * each) // row_tiles * BLOCK_N
-        for k in range(gl.load(OFFSETS + expert), gl.load(OFFSETS + expert + 1), BLOCK_K):
+        first = column if GATE_UP else row
+        end = gl.load(OFFSETS + expert + 1)
+        start = gl.load(OFFSETS + expert)
+        token = gl.load(ROW_TOKEN + start + lines, mask=start + lines < end, other=-1)
+        for k in range(start, end, BLOCK_K):
             full = load_stage(i, pipe, BYTES)
             stage = i % pipe.STAGES
-            for c in gl.static_range(BLOCK_M // PANEL):
-                to = pipe.a.index(stage).slice(c * PANEL, PANEL, dim=1)
-                tma.async_copy_global_to_shared(A, [k, row + c * PANEL], full, to)
-            for c in gl.static_range(BLOCK_N // PANEL):
-                to = pipe.b.index(stage).slice(c * PANEL, PANEL, dim=1)
-                tma.async_copy_global_to_shared(B, [k, column + c * PANEL], full, to)
+            if GATE_UP:
+                for c in gl.static_range(BLOCK_M // PANEL):
+                    to = pipe.a.index(stage).slice(c * PANEL, PANEL, dim=1)
+                    tma.async_copy_global_to_shared(ROWS, [k, row + c * PANEL], full, to)
+            else:
+                for c in gl.static_range(BLOCK_N // PANEL):
+                    to = pipe.b.index(stage).slice(c * PANEL, PANEL, dim=1)
+                    tma.async_copy_global_to_shared(ROWS, [k, column + c * PANEL], full, to)
+            at = (token.to(gl.int64) * stride)[:, None] + (first + columns)[None, :]
+            mask = (token >= 0)[:, None] & (columns < width - first)[None, :]
+            if GATE_UP:
+                async_copy.async_copy_global_to_shared(pipe.b.index(stage), TOKENS + at, mask=mask)
+            else:
+                async_copy.async_copy_global_to_shared(pipe.a.index(stage), TOKENS + at, mask=mask)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            following = k + BLOCK_K + lines  # while the copies run
+            token = gl.load(ROW_TOKEN + following, mask=following < end, other=-1)
             i += 1
+    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -488,16 +542,16 @@ def store_weight(values, to, expert, row, column, buffer, PAIR: gl.constexpr):
 
 @gluon.jit
 def weight_backward(
-    DWEIGHT, A, B, OFFSETS, experts, row_tiles, column_tiles,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    DWEIGHT, TOKENS, ROWS, ROW_TOKEN, OFFSETS, stride, width, experts, row_tiles, column_tiles,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GATE_UP: gl.constexpr, PAIR: gl.constexpr, B_ROWS: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """DWEIGHT[experts, m, n], a map of weights, is A^T B over each expert's rows: A[rows, m], B[rows, n]. An expert
-    without rows gets zeros."""
+    """``matmul_tiles.weight_backward``: DWEIGHT is a map of weights, ROWS one of rows, ``width`` a token's elements."""
     gl.static_assert(WARP_GROUPS == 2)
-    a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_K, BLOCK_M], A.layout)
-    b = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_K, BLOCK_N], B.layout)
-    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
+    a = gl.allocate_shared_memory(ROWS.dtype, [STAGES, BLOCK_K, BLOCK_M], GATHERED_STAGE)
+    b = gl.allocate_shared_memory(ROWS.dtype, [STAGES, BLOCK_K, BLOCK_N], GATHERED_STAGE)
+    full = mbarriers(STAGES, THREADS + 1)  # those that copy, and the one that starts TMA
+    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), STAGES, True)
     out = gl.allocate_shared_memory(DWEIGHT.dtype, [WARP_GROUPS, 1, B_ROWS, PAIR, OUT], DWEIGHT.layout)
     fence_async_shared()
     gl.warp_specialize(
@@ -510,8 +564,14 @@ def weight_backward(
                 consume_weight,
                 (DWEIGHT, OFFSETS, experts, row_tiles, column_tiles, pipe, out.index(1), BLOCK_N, PAIR, 1),
             ),
-            (produce_weight, (A, B, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N)),
+            (
+                produce_weight,
+                (
+                    TOKENS, stride, width, ROWS, ROW_TOKEN, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N,
+                    GATE_UP,
+                ),
+            ),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 4],
+        [REGISTERS, 512 - 2 * REGISTERS],
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A pair is one of a token's top-k choices: pair p is token p // top_k. The sorted order is padded: each expert's rows
 begin at a multiple of ``tile_rows``, the rows of a matrix product's tile, so that a tile has one expert, and none has
-rows of two. Rows of the padding hold no pair (ROW_PAIR is -1); whatever is computed from them is zero.
+rows of two. Rows of the padding hold no pair (ROW_PAIR and ROW_TOKEN are -1); whatever is computed from them is zero.
 
 Three launches, which count, scan and place chunks of pairs. Pairs whose expert is out of range (in expert parallelism:
 another rank's) have no row: POSITION is -1.
@@ -56,11 +56,12 @@ def scan(COUNTS, TOTALS, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def place(
-    POSITION, ROW_PAIR, TILE_EXPERT, OFFSETS, INDICES, COUNTS, TOTALS, pairs, experts, chunks, tiles, index_words,
-    tile_rows, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+    POSITION, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, OFFSETS, INDICES, COUNTS, TOTALS, pairs, experts, chunks, tiles, top_k,
+    index_words, tile_rows, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """POSITION[pairs]: a pair's row. ROW_PAIR[tiles * tile_rows]: a row's pair. TILE_EXPERT[tiles + 1]: a tile's
-    expert, and how many tiles are used. OFFSETS[experts + 1]: the first row of each expert.
+    """POSITION[pairs]: a pair's row. ROW_PAIR[tiles * tile_rows], ROW_TOKEN: a row's pair and token.
+    TILE_EXPERT[tiles + 1]: a tile's expert, and how many tiles are used. OFFSETS[experts + 1]: the first row of each
+    expert.
 
     The first programs place a chunk of pairs each, the next write a tile's expert and mark its padding, the last one
     writes the offsets.
@@ -68,19 +69,19 @@ def place(
     program = tl.program_id(0)
     if program < chunks:
         place_chunk(
-            POSITION, ROW_PAIR, INDICES, COUNTS, TOTALS, program, pairs, experts, chunks, index_words, tile_rows,
-            CHUNK, EXPERTS,
+            POSITION, ROW_PAIR, ROW_TOKEN, INDICES, COUNTS, TOTALS, program, pairs, experts, chunks, top_k, index_words,
+            tile_rows, CHUNK, EXPERTS,
         )  # fmt: skip
     elif program < chunks + tiles:
-        mark_tile(ROW_PAIR, TILE_EXPERT, TOTALS, program - chunks, experts, tile_rows, EXPERTS)
+        mark_tile(ROW_PAIR, ROW_TOKEN, TILE_EXPERT, TOTALS, program - chunks, experts, tile_rows, EXPERTS)
     else:
         write_offsets(TILE_EXPERT, OFFSETS, TOTALS, experts, tiles, tile_rows, EXPERTS)
 
 
 @triton.jit
 def place_chunk(
-    POSITION, ROW_PAIR, INDICES, COUNTS, TOTALS, chunk, pairs, experts, chunks, index_words, tile_rows,
-    CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+    POSITION, ROW_PAIR, ROW_TOKEN, INDICES, COUNTS, TOTALS, chunk, pairs, experts, chunks, top_k, index_words,
+    tile_rows, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, CHUNK)
     pair = chunk * CHUNK + lane
@@ -101,10 +102,11 @@ def place_chunk(
         position += tl.sum(tl.where(expert[None, :] < own[:, None], rows[None, :], 0), 1)
     tl.store(POSITION + pair, tl.where(known, position, -1), mask=pair < pairs)
     tl.store(ROW_PAIR + position, pair, mask=known)
+    tl.store(ROW_TOKEN + position, pair // top_k, mask=known)
 
 
 @triton.jit
-def mark_tile(ROW_PAIR, TILE_EXPERT, TOTALS, tile, experts, tile_rows, EXPERTS: tl.constexpr):
+def mark_tile(ROW_PAIR, ROW_TOKEN, TILE_EXPERT, TOTALS, tile, experts, tile_rows, EXPERTS: tl.constexpr):
     first_row = tile * tile_rows
     own = 0  # experts that end before the tile
     start = 0  # the first row of the tile's expert
@@ -123,6 +125,7 @@ def mark_tile(ROW_PAIR, TILE_EXPERT, TOTALS, tile, experts, tile_rows, EXPERTS: 
     for first in range(0, tile_rows, 16):
         row = first_row + first + tl.arange(0, 16)
         tl.store(ROW_PAIR + row, -1, mask=used & (row - start >= total))
+        tl.store(ROW_TOKEN + row, -1, mask=used & (row - start >= total))
 
 
 @triton.jit
@@ -135,21 +138,3 @@ def write_offsets(TILE_EXPERT, OFFSETS, TOTALS, experts, tiles, tile_rows, EXPER
         offset += tl.sum(rows, 0)
     tl.store(OFFSETS + experts, offset)
     tl.store(TILE_EXPERT + tiles, offset // tile_rows)
-
-
-@triton.jit
-def gather(
-    OUT, X, ROW_PAIR, TILE_EXPERT, stride, n_words, blocks, top_k, tiles, tile_rows,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """OUT[tiles * tile_rows, n_words]: each row's token of X, zeros in the padding; both in 32-bit words. ROWS rows and
-    BLOCK words a program; rows of tiles that are not used are left as they are."""
-    program = tl.program_id(0)
-    row = program // blocks * ROWS + tl.arange(0, ROWS)
-    word = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    used = row < tl.load(TILE_EXPERT + tiles) * tile_rows
-    pair = tl.load(ROW_PAIR + row, mask=used, other=-1)
-    inside = (word < n_words)[None, :]
-    at = X + (pair // top_k).to(tl.int64)[:, None] * stride + word[None, :]
-    x = tl.load(at, mask=(pair >= 0)[:, None] & inside, other=0)
-    tl.store(OUT + row.to(tl.int64)[:, None] * n_words + word[None, :], x, mask=used[:, None] & inside)

@@ -228,8 +228,8 @@ def _to(x: Tensor, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
 
 def _language(block: Block) -> SimpleNamespace:
     names = (
-        "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SharedLinearLayout",
-        "SliceLayout",
+        "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout",
+        "SharedLinearLayout", "SliceLayout",
     )  # fmt: skip
     return SimpleNamespace(
         **dict.fromkeys(names, _Layout),

@@ -1,7 +1,8 @@
 """The grouped matrix products of a mixture of experts: which kernels take them, and their launches.
 
-``TileProducts`` are in plain Triton, for all dtypes, layouts and GPUs. ``WarpSpecializedProducts`` read gathered tokens
-and weights by tensor maps. Both write activations and gradients in the padded order of ``routing``.
+``TileProducts`` are in plain Triton, for all dtypes, layouts and GPUs. ``WarpSpecializedProducts`` read weights and
+rows by tensor maps. Both gather tokens as they go and write activations and gradients in the padded order of
+``routing``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_aot.ops.moe._routing import LARGEST_TILE, Routing, Sizes, gathered, route
+from liger_aot.ops.moe._routing import LARGEST_TILE, Routing, Sizes, route
 from liger_aot.runtime.dispatch import DTYPE_NAMES, REMEMBERED, Loaded, OpOn
 
 
 class Tokens(NamedTuple):
-    """Rows (tokens, hidden) with contiguous elements."""
+    """Rows (tokens, hidden) with contiguous elements: an address and how many elements apart they are."""
 
-    tensor: Tensor
     at: int
     stride: int
 
@@ -28,13 +28,17 @@ class TileProducts:
 
     Args:
         aligned: whether addresses, strides and sizes are multiples of 16.
+        up: the binary of ``up``.
+        tile_rows: of all products.
     """
 
-    def __init__(self, on: OpOn, like: Tensor, sizes: Sizes, indices: Tensor, aligned: bool) -> None:
-        self.on, self.like, self.sizes, self.aligned = on, like, sizes, aligned
+    def __init__(
+        self, on: OpOn, like: Tensor, sizes: Sizes, indices: Tensor, aligned: bool, up: Loaded, tile_rows: int
+    ) -> None:
+        self.on, self.like, self.sizes = on, like, sizes
         self.key = (like.dtype, aligned)
-        self._up = on.kernels["fused_moe_up"](self.key, sizes.rows_an_expert)
-        self.routing: Routing = route(on, indices, sizes, self._up.numbers["block_m"])
+        self._up = up
+        self.routing: Routing = route(on, indices, sizes, tile_rows)
 
     def rows(self, columns: int) -> Tensor:
         """Memory for a matrix in the padded order."""
@@ -50,12 +54,12 @@ class TileProducts:
 
     def up(self, x: Tokens, gate_up: Tensor, pre: Tensor | None) -> Tensor:
         """The activations (rows, inner); the projections of each pair go to ``pre``, if there is one."""
-        _, hidden, _, inner, top_k = self.sizes
+        _, hidden, _, inner, _ = self.sizes
         act, loaded, routing = self.rows(inner), self._up, self.routing
         programs, columns = self._tiles(loaded, 2 * inner)
         self.launch(
             loaded, programs, act.data_ptr(), 0 if pre is None else pre.data_ptr(), x.at, gate_up.data_ptr(),
-            routing.row_pair, routing.tile_expert, x.stride, hidden, inner, top_k, routing.tiles, columns,
+            routing.row_pair, routing.row_token, routing.tile_expert, x.stride, hidden, inner, routing.tiles, columns,
             int(pre is not None),
         )  # fmt: skip
         return act
@@ -83,15 +87,15 @@ class TileProducts:
         self, dy: Tokens, down: Tensor, pre: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(the gradient of gate and up, the weighted activations, partial sums of the routing weights' gradient)."""
-        _, hidden, _, inner, top_k = self.sizes
+        _, hidden, _, inner, _ = self.sizes
         routing, pairs = self.routing, self.sizes.pairs
         loaded = self.on.kernels["fused_moe_down_backward"](self.key, routing.tile_rows)
         programs, columns = self._tiles(loaded, inner)
         dpre, act, partials = self.rows(2 * inner), self.rows(inner), self._partials(columns)
         self.launch(
             loaded, programs, dpre.data_ptr(), act.data_ptr(), partials.data_ptr(), dy.at, down.data_ptr(),
-            pre.data_ptr(), weights.data_ptr(), routing.row_pair, routing.tile_expert, dy.stride, hidden, inner, pairs,
-            top_k, routing.tiles, columns,
+            pre.data_ptr(), weights.data_ptr(), routing.row_pair, routing.row_token, routing.tile_expert, dy.stride,
+            hidden, inner, pairs, routing.tiles, columns,
         )  # fmt: skip
         return dpre, act, partials
 
@@ -110,7 +114,7 @@ class TileProducts:
         return self._weight(self.like.new_empty((experts, 2 * inner, hidden)), x, dpre, True)
 
     def _weight(self, dweight: Tensor, tokens: Tokens, rows: Tensor, gate_up: bool) -> Tensor:
-        _, hidden, experts, inner, top_k = self.sizes
+        _, hidden, experts, inner, _ = self.sizes
         dtype, aligned = self.key
         loaded = self.on.kernels["fused_moe_weight_backward"](
             (dtype, gate_up, aligned), self.sizes.rows_an_expert
@@ -119,7 +123,7 @@ class TileProducts:
         tiles = -(-height // loaded.numbers["block_m"]), -(-width // loaded.numbers["block_n"])
         self.launch(
             loaded, experts * tiles[0] * tiles[1], dweight.data_ptr(), tokens.at, rows.data_ptr(),
-            self.routing.row_pair, self.routing.offsets, tokens.stride, hidden, inner, top_k, *tiles,
+            self.routing.row_token, self.routing.offsets, tokens.stride, hidden, inner, *tiles,
         )  # fmt: skip
         return dweight
 
@@ -139,19 +143,13 @@ class TileProducts:
 class WarpSpecializedProducts(TileProducts):
     """The same by persistent kernels with tensor maps; tiles have 128 rows."""
 
-    def __init__(self, on: OpOn, like: Tensor, sizes: Sizes, indices: Tensor, aligned: bool) -> None:
-        super().__init__(on, like, sizes, indices, aligned)
-        self._taken: dict[int, Tensor] = {}
-
     def up(self, x: Tokens, gate_up: Tensor, pre: Tensor | None) -> Tensor:
-        _, hidden, _, inner, top_k = self.sizes
-        loaded, routing, act = self._loaded("up"), self.routing, self.rows(inner)
-        a = x.tensor if loaded.numbers["gathered"] else self._gathered(x)
+        _, hidden, _, inner, _ = self.sizes
+        loaded, routing, act = self._up, self.routing, self.rows(inner)
         self._launch(
-            loaded, 2 * inner, self._rows(loaded, "ACT", act), 0 if pre is None else pre.data_ptr(),
-            self._rows(loaded, "A", a, x.stride if a is x.tensor else hidden), x.at,
-            self._weights(loaded, "B", gate_up, 2), routing.row_pair, routing.tile_expert, x.stride, hidden, inner,
-            top_k, after=(int(pre is not None),),
+            loaded, 2 * inner, self._rows(loaded, "ACT", act), 0 if pre is None else pre.data_ptr(), x.at,
+            self._weights(loaded, "B", gate_up, 2), routing.row_pair, routing.row_token, routing.tile_expert, x.stride,
+            hidden, inner, after=(int(pre is not None),),
         )  # fmt: skip
         return act
 
@@ -173,22 +171,21 @@ class WarpSpecializedProducts(TileProducts):
         dpre, act = self.rows(2 * inner), self.rows(inner)
         partials = self._partials(-(-inner // loaded.numbers["block_n"]))
         self._launch(
-            loaded, inner, self._rows(loaded, "DPRE", dpre), self._rows(loaded, "ACT", act), partials.data_ptr(),
-            self._rows(loaded, "A", self._gathered(dy)), self._weights(loaded, "B", down, 1), pre.data_ptr(),
-            weights.data_ptr(), routing.row_pair, routing.tile_expert, hidden, inner, self.sizes.pairs,
+            loaded, inner, self._rows(loaded, "DPRE", dpre), self._rows(loaded, "ACT", act), partials.data_ptr(), dy.at,
+            self._weights(loaded, "B", down, 1), pre.data_ptr(), weights.data_ptr(), routing.row_pair,
+            routing.row_token, routing.tile_expert, dy.stride, hidden, inner, self.sizes.pairs,
         )  # fmt: skip
         return dpre, act, partials
 
     def _weight(self, dweight: Tensor, tokens: Tokens, rows: Tensor, gate_up: bool) -> Tensor:
         which, pair = ("gate_up", 2) if gate_up else ("down", 1)
-        loaded, taken = self._loaded("weight_backward", which), self._gathered(tokens)
-        a, b = (rows, taken) if gate_up else (taken, rows)
+        loaded = self._loaded("weight_backward", which)
         experts, height, width = dweight.shape
         tiles = -(-height // LARGEST_TILE), -(-width // loaded.numbers["block_n"])
         self.launch(
             loaded, min(experts * tiles[0] * tiles[1], self.on.multiprocessors),
-            self._weights(loaded, "DWEIGHT", dweight, pair), self._rows(loaded, "A", a), self._rows(loaded, "B", b),
-            self.routing.offsets, experts, *tiles,
+            self._weights(loaded, "DWEIGHT", dweight, pair), tokens.at, self._rows(loaded, "ROWS", rows),
+            self.routing.row_token, self.routing.offsets, tokens.stride, self.sizes.hidden, experts, *tiles,
         )  # fmt: skip
         return dweight
 
@@ -204,17 +201,9 @@ class WarpSpecializedProducts(TileProducts):
             loaded, min(programs, self.on.multiprocessors), *before, self.routing.tiles, tiles, *after
         )
 
-    def _gathered(self, tokens: Tokens) -> Tensor:
-        """The tokens in the padded order. Kept: a backward's products and sums both read them."""
-        if tokens.at not in self._taken:
-            self._taken[tokens.at] = gathered(
-                self.on, tokens.tensor, tokens.stride, self.routing, self.sizes.top_k
-            )
-        return self._taken[tokens.at]
-
-    def _rows(self, loaded: Loaded, argument: str, t: Tensor, stride: int = 0) -> Any:
+    def _rows(self, loaded: Loaded, argument: str, t: Tensor) -> Any:
         """A map of a matrix."""
-        return self._map(loaded, argument, t, tuple(t.shape), (stride or t.shape[1], 1))
+        return self._map(loaded, argument, t, tuple(t.shape), (t.shape[1], 1))
 
     def _weights(self, loaded: Loaded, argument: str, t: Tensor, pair: int) -> Any:
         """A map over (expert, row / pair, row % pair, column): with 2, rows of the first and second half alternate."""
@@ -238,11 +227,12 @@ class WarpSpecializedProducts(TileProducts):
 
 
 def products(on: OpOn, like: Tensor, sizes: Sizes, indices: Tensor, aligned: bool) -> TileProducts:
-    """A call's products, by warp-specialised kernels where there are any and its tiles are large enough."""
-    if aligned and on.tensor_map is not None and "fused_moe_up_warp_specialized" in on.kernels:
-        key = (like.dtype, True)
-        if on.kernels["fused_moe_up_warp_specialized"].serves(key):
-            tile = on.kernels["fused_moe_up"](key, sizes.rows_an_expert).numbers["block_m"]
-            if tile == LARGEST_TILE:
-                return WarpSpecializedProducts(on, like, sizes, indices, aligned)
-    return TileProducts(on, like, sizes, indices, aligned)
+    """A call's products, by warp-specialised kernels where there are any and experts have enough rows."""
+    n, key = sizes.rows_an_expert, (like.dtype, aligned)
+    kernel = on.kernels.get("fused_moe_up_warp_specialized")
+    if kernel is not None and on.tensor_map is not None and kernel.serves(key):
+        up = kernel(key, n)
+        if n >= up.numbers["least_rows"]:
+            return WarpSpecializedProducts(on, like, sizes, indices, aligned, up, LARGEST_TILE)
+    up = on.kernels["fused_moe_up"](key, n)
+    return TileProducts(on, like, sizes, indices, aligned, up, up.numbers["block_m"])

@@ -37,6 +37,7 @@ class Routing(NamedTuple):
 
     position: int  # (pairs,) a pair's row
     row_pair: int  # (tiles * tile_rows,) a row's pair
+    row_token: int  # (tiles * tile_rows,) and its token
     tile_expert: int  # (tiles + 1,) a tile's expert, and how many tiles are used
     offsets: int  # (experts + 1,) the first row of each expert
     tiles: int  # at most so many
@@ -56,34 +57,19 @@ def route(on: OpOn, indices: Tensor, sizes: Sizes, tile_rows: int) -> Routing:
     )
     chunks = -(-pairs // place.numbers["chunk"])
     tiles = (pairs + min(experts, pairs) * (tile_rows - 1)) // tile_rows
-    lengths = (pairs, tiles * tile_rows, tiles + 1, experts + 1, experts, experts * chunks)
+    lengths = (pairs, tiles * tile_rows, tiles * tile_rows, tiles + 1, experts + 1, experts, experts * chunks)
     memory = indices.new_empty(sum(lengths), dtype=torch.int32)
     places, at = [], memory.data_ptr()
     for length in lengths:
         places.append(at)
         at += 4 * length
-    position, row_pair, tile_expert, offsets, totals, counts = places
+    position, row_pair, row_token, tile_expert, offsets, totals, counts = places
     stream, device, indices_at = on.stream(on.device), on.device, indices.data_ptr()
     count.launch(device, stream, chunks, 1, 1, counts, indices_at, pairs, experts, chunks, words)
     scan.launch(device, stream, experts, 1, 1, counts, totals, chunks)
     place.launch(
         device, stream, chunks + tiles + 1, 1, 1,
-        position, row_pair, tile_expert, offsets, indices_at, counts, totals, pairs, experts, chunks, tiles, words,
-        tile_rows,
+        position, row_pair, row_token, tile_expert, offsets, indices_at, counts, totals, pairs, experts, chunks, tiles,
+        sizes.top_k, words, tile_rows,
     )  # fmt: skip
-    return Routing(position, row_pair, tile_expert, offsets, tiles, tile_rows, memory)
-
-
-def gathered(on: OpOn, x: Tensor, stride: int, routing: Routing, top_k: int) -> Tensor:
-    """Each row's token of x, whose rows are ``stride`` elements apart; zeros in the padding. 16-bit elements, all
-    aligned."""
-    n = x.shape[-1]
-    out = x.new_empty((routing.rows, n))
-    loaded = on.kernels["fused_moe_gather"](_ALWAYS, n)
-    blocks = -(-(n // 2) // loaded.block)
-    loaded.launch(
-        on.device, on.stream(on.device), -(-routing.rows // loaded.rows) * blocks, 1, 1,
-        out.data_ptr(), x.data_ptr(), routing.row_pair, routing.tile_expert, stride // 2, n // 2, blocks, top_k,
-        routing.tiles, routing.tile_rows,
-    )  # fmt: skip
-    return out
+    return Routing(position, row_pair, row_token, tile_expert, offsets, tiles, tile_rows, memory)

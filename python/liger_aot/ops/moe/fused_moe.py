@@ -128,7 +128,7 @@ class FusedMoE(DifferentiableOp):
         aligned = not (places | sizes.hidden | sizes.inner) & 15
         made = products(on, x, sizes, indices, aligned)
         pre = x.new_empty((sizes.pairs, 2 * sizes.inner)) if keep else None
-        act = made.up(Tokens(x, in_x[0], in_x[7]), gate_up, pre)
+        act = made.up(Tokens(in_x[0], in_x[7]), gate_up, pre)
         return made.combine(made.down(act, down), weights.contiguous().float()), pre
 
     def prepare_forward(
@@ -162,7 +162,7 @@ class FusedMoE(DifferentiableOp):
             in_x[0] | in_x[7] | in_dy[0] | in_dy[7] | gate_up.data_ptr() | down.data_ptr() | pre.data_ptr()
         )
         made = products(on, x, sizes, indices, not (places | sizes.hidden | sizes.inner) & 15)
-        rows, grad = Tokens(x, in_x[0], in_x[7]), Tokens(dy, in_dy[0], in_dy[7])
+        rows, grad = Tokens(in_x[0], in_x[7]), Tokens(in_dy[0], in_dy[7])
         dpre, act, partials = made.down_backward(grad, down, pre, weights.contiguous().float())
         dx = dgate_up = ddown = dweights = None
         if needed[4]:
