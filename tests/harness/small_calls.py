@@ -152,6 +152,54 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
             _call("logits", "index", temperature=0.8),
             ("logits",),
         ),
+        "cross_entropy_tvd": (
+            {"student_logits": r(4, n), "teacher_logits": r(4, n), "target": labels},
+            _call("student_logits", "teacher_logits", "target"),
+            ("student_logits",),
+        ),
+        "fused_linear_kl_div": (
+            {"input": r(4, 8), "weight": r(n, 8), "target": teacher.exp(), "shift_labels": labels},
+            _call("input", "weight", "target", "shift_labels", temperature=2.0),
+            ("input", "weight"),
+        ),
+        "fused_linear_distillation_loss": (
+            {
+                "student_input": r(4, 8),
+                "student_weight": r(n, 8),
+                "teacher_input": r(4, 6),
+                "teacher_weight": r(n, 6),
+                "target": labels,
+                "student_bias": r(n),
+            },
+            _call(
+                "student_input", "student_weight", "teacher_input", "teacher_weight", "target", "student_bias", beta=0.3
+            ),
+            ("student_input", "student_weight", "student_bias"),
+        ),
+        "fused_linear_preference_loss": (
+            {
+                "input": r(2, 4, 8),
+                "weight": r(n, 8),
+                "target": torch.stack((labels, labels)),
+                "bias": r(n),
+                "ref_input": r(2, 4, 6),
+                "ref_weight": r(n, 6),
+            },
+            _call("input", "weight", "target", "bias", "ref_input", "ref_weight", nll_weight=0.5),
+            ("input", "weight", "bias"),
+        ),
+        "fused_linear_grpo_loss": (
+            {
+                "input": r(2, 4, 8),
+                "weight": r(n, 8),
+                "completion_ids": torch.stack((labels, labels)).clamp(min=0),
+                "completion_mask": torch.stack((labels, labels)) >= 0,
+                "advantages": torch.tensor([1.0, -0.5]),
+                "bias": r(n),
+            },
+            _call("input", "weight", "completion_ids", "completion_mask", "advantages", "bias", temperature=1.5),
+            ("input", "weight", "bias"),
+        ),
         "flash_attention": (
             {"q": heads(1, 6, 2, n), "k": heads(1, 7, 1, n), "v": heads(1, 7, 1, n), "sinks": r(2)},
             _call("q", "k", "v", causal=True, softcap=5.0, return_lse=True),
