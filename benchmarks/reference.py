@@ -22,7 +22,7 @@ class PublicCall:
     """The op as it is called: its outputs, and gradients through all that it does to its arguments."""
 
     def __init__(self, op: str, invoke: Invoke) -> None:
-        self._function = invoke(_on_reference(op))
+        self._function = invoke(on_reference(op))
 
     def results(self, arguments: Maybe) -> Maybe:
         with torch.no_grad():
@@ -123,7 +123,7 @@ def _wide(tensors: Iterable[Any]) -> Maybe:
 
 
 @lru_cache(maxsize=64)
-def _on_reference(op: str) -> Any:
+def on_reference(op: str) -> Any:
     """The op with its references in place of its kernels and its checks: fp64, and on any device."""
 
     class OnReference(op_class(op)):  # type: ignore[misc]

@@ -4,12 +4,16 @@ Forward: one read of the row, of which STATISTICS keeps the log-sum-exp (``onlin
 dx = (the gradients of x's column - softmax(x) * the sum of all of the row's) / temperature.
 
 A column outside of the row reads nothing: its result is NaN, it gives no gradient, and its number is written to the
-device error flag, FLAG.
+device error flag, FLAG. A token that the mask leaves out has 0, and its row is not read.
+
+Of every ``x_positions`` rows of logits the first ``positions`` have chosen columns. They are all, or all but the last:
+the logits after a sequence's last token.
 """
 
 import triton
 import triton.language as tl
 
+from csrc_triton.common.token_mask import token_counts
 from csrc_triton.softmax.online_softmax import LN_2, log_sum_exp
 
 DECLARATION = {
@@ -22,10 +26,14 @@ DECLARATION = {
                 "X": "*dtype",
                 "INDEX": "*i32",
                 "FLAG": "*i64",
+                "MASK": "*i32",
                 "x_stride": "i64",
                 "n_cols": "i32",
                 "chosen": "i32",
                 "index_words": "i32",
+                "mask_kind": "i32",
+                "positions": "i32",
+                "x_positions": "i32",
                 "scale": "fp32",
                 "inverse": "fp32",
             },
@@ -46,11 +54,15 @@ DECLARATION = {
                 "X": "*dtype",
                 "INDEX": "*i32",
                 "STATISTICS": "*fp32",
+                "MASK": "*i32",
                 "x_stride": "i64",
                 "n_cols": "i32",
                 "blocks": "i32",
                 "chosen": "i32",
                 "index_words": "i32",
+                "mask_kind": "i32",
+                "positions": "i32",
+                "x_positions": "i32",
                 "scale": "fp32",
                 "inverse": "fp32",
             },
@@ -80,13 +92,21 @@ def column(INDEX, at, index_words, n_cols, mask):
 
 @triton.jit
 def forward(
-    OUT, STATISTICS, X, INDEX, FLAG, x_stride, n_cols, chosen, index_words, scale, inverse,
+    OUT, STATISTICS, X, INDEX, FLAG, MASK, x_stride, n_cols, chosen, index_words, mask_kind, positions, x_positions,
+    scale, inverse,
     BLOCK: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One row a program. OUT[rows, chosen], STATISTICS[rows, 2]; scale is log2(e) / temperature, inverse
     1 / temperature."""
-    row = tl.program_id(0).to(tl.int64)
-    X += row * x_stride
+    program = tl.program_id(0)
+    row = program.to(tl.int64)
+    if token_counts(MASK, row, mask_kind, True) == 0:
+        tl.store(STATISTICS + row * 2 + tl.arange(0, 2), 0.0)
+        for first in range(0, chosen, CHOSEN):
+            lane = first + tl.arange(0, CHOSEN)
+            tl.store(OUT + row * chosen + lane, 0.0, mask=lane < chosen)
+        return
+    X += (program // positions * x_positions + program % positions).to(tl.int64) * x_stride
     greatest, last = log_sum_exp(X, n_cols, scale, BLOCK, UNALIGNED)
     tl.store(STATISTICS + row * 2, greatest)
     tl.store(STATISTICS + row * 2 + 1, last)
@@ -108,16 +128,21 @@ def forward(
 
 @triton.jit
 def backward(
-    DX, DOUT, X, INDEX, STATISTICS, x_stride, n_cols, blocks, chosen, index_words, scale, inverse,
+    DX, DOUT, X, INDEX, STATISTICS, MASK, x_stride, n_cols, blocks, chosen, index_words, mask_kind, positions,
+    x_positions, scale, inverse,
     BLOCK: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of a row a program. A row whose gradients are all zero is not read. UNALIGNED: rows may start at
-    any element; blocks start at aligned ones, if the rows of X and of DX are off by as much."""
+    """BLOCK columns of a row a program, where DX may be X. A row whose gradients are all zero is not read, nor one
+    whose token does not count. UNALIGNED: rows may start at any element; blocks start at aligned ones, if the rows of X
+    and of DX are off by as much."""
     program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
+    x_row = program // blocks
     first = program % blocks * BLOCK
-    X += row * x_stride
-    DX += row * n_cols
+    X += x_row.to(tl.int64) * x_stride
+    DX += x_row.to(tl.int64) * n_cols
+    position = x_row % x_positions
+    row = tl.where(position < positions, x_row // x_positions * positions + position, 0).to(tl.int64)
+    chosen = tl.where(token_counts(MASK, row, mask_kind, position < positions), chosen, 0)
     total = 0.0
     wanted = 0
     for start in range(0, chosen, CHOSEN):
@@ -137,7 +162,8 @@ def backward(
             to_here = tl.multiple_of(DX + first, 16)
             x = tl.load(from_here + tl.arange(0, BLOCK))
             dx = gradient(
-                x, DOUT, INDEX, STATISTICS, row, first, total, n_cols, chosen, index_words, scale, inverse, BLOCK
+                x, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
+                BLOCK,
             )  # fmt: skip
             tl.store(to_here + tl.arange(0, BLOCK), dx.to(DX.dtype.element_ty))
         else:
@@ -162,17 +188,33 @@ def store_masked(
     inside = (cols >= -first) & (cols < n_cols - first)
     x = tl.load(X + first + cols, mask=inside & (wanted > 0), other=-float("inf"))
     dx = gradient(
-        x, DOUT, INDEX, STATISTICS, row, first, total, n_cols, chosen, index_words, scale, inverse, BLOCK
+        x,
+        DOUT,
+        INDEX,
+        STATISTICS,
+        row,
+        first,
+        total,
+        wanted,
+        n_cols,
+        chosen,
+        index_words,
+        scale,
+        inverse,
+        BLOCK,
     )
     tl.store(DX + first + cols, dx.to(DX.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gradient(
-    x, DOUT, INDEX, STATISTICS, row, first, total, n_cols, chosen, index_words, scale, inverse, BLOCK: tl.constexpr
+    x, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx of BLOCK columns; ``total`` is the sum of the gradients of the row."""
-    greatest, last = tl.load(STATISTICS + row * 2), tl.load(STATISTICS + row * 2 + 1)
+    """dx of BLOCK columns; ``total`` is the sum of the gradients of the row. Where none is ``wanted`` it is zero,
+    whatever the row holds."""
+    greatest = tl.load(STATISTICS + row * 2, mask=wanted > 0, other=0.0)
+    last = tl.load(STATISTICS + row * 2 + 1, mask=wanted > 0, other=0.0)
     power = tl.exp2((x.to(tl.float32) - greatest) * scale - last)
     dx = power * (-total * inverse)
     for i in range(chosen):

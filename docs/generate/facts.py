@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from build_tools.build import make_plans
+from build_tools.declaration import declared_ops, read_declaration
 from build_tools.plan import KernelPlan, Plan
 from build_tools.profile import Profile, profile_names
 
@@ -27,8 +28,18 @@ def planned(arch: str) -> Planned:
 
 
 def ops() -> tuple[str, ...]:
-    """That any architecture has binaries of."""
-    return tuple(sorted({op for arch in ARCHS for op in planned(arch).ops}))
+    """That run on any architecture."""
+    return tuple(op for op in declared_ops() if archs(op))
+
+
+@cache
+def archs(op: str) -> tuple[str, ...]:
+    """The architectures that have binaries of it or, where it has no kernel of its own, of the ops that it launches."""
+    if op not in declared_ops():
+        return ()
+    declared = read_declaration(op)
+    parts = (op,) if declared.kernels else declared.uses
+    return tuple(arch for arch in ARCHS if all(binaries(part, arch) for part in parts))
 
 
 def binaries(op: str, arch: str) -> int:

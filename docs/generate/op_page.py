@@ -94,7 +94,6 @@ def _quoted(value: object) -> str:
 def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
     parameters = inspect.signature(kind.__call__).parameters
     in_place = [f"`{name}`" for name in parameters if name == "out" or name.startswith("inplace")]
-    archs = [arch for arch in facts.ARCHS if facts.binaries(op, arch)]
     tests = [path for path in (ROOT / "tests" / "ops").rglob(f"test_{op}*.py") if _tests(path, op)]
     code = [
         path
@@ -109,7 +108,7 @@ def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
         ["dtypes", facts.dtypes(op, *kind.uses)],
         ["gradient", f"of {told.differentiable}" if told.differentiable else "none"],
         ["in place", f"with {', '.join(in_place)}" if in_place else "no"],
-        ["architectures", f"{', '.join(archs)}; [what has run where](../support.md)"],
+        ["architectures", f"{', '.join(facts.archs(op))}; [what has run where](../support.md)"],
         ["also launches", ", ".join(f"[{other}]({other}.md)" for other in kind.uses) or "-"],
         ["files", ", ".join(link(path, FOLDER) for path in code)],
     ]
@@ -128,6 +127,8 @@ def _list(items: tuple[tuple[str, str], ...]) -> str:
 
 def _binaries(op: str) -> str:
     kernels = facts.kernels(op)
+    if not kernels:
+        return "It has none of its own: it launches those of the ops above."
     rows = []
     for name, by_arch in kernels.items():
         cells = [

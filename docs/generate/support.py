@@ -60,7 +60,7 @@ def read(path: Path = EXECUTED) -> Executed:
         archs = [run.arch for run in ops[op]]
         if len(set(archs)) < len(archs):
             raise ValueError(f"{path.name}: {op}: two runs of one architecture")
-        if without := [arch for arch in archs if not facts.binaries(op, arch)]:
+        if without := [arch for arch in archs if arch not in facts.archs(op)]:
             raise ValueError(f"{path.name}: {op}: ran on {without[0]}, which has no binaries of it")
     return Executed(runs, ops)
 
@@ -69,7 +69,7 @@ def page(executed: Executed) -> str:
     notes = {name: i + 1 for i, name in enumerate(executed.runs)}
 
     def cell(op: str, arch: str) -> str:
-        if not facts.binaries(op, arch):
+        if arch not in facts.archs(op):
             return "-"
         run = next((run for run in executed.ops[op] if run.arch == arch), None)
         return AUDITED if run is None else f"{run.state} ({notes[run.name]})"

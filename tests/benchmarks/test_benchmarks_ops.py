@@ -25,6 +25,7 @@ OPS = op_entry.modules()
 SMALL = {
     "embedding": (50, 30, 16),
     "groupnorm": (3, 64, 4, 5),
+    "grpo_loss": (3, 5, 48),
     "modulated_rmsnorm": (3, 7, 32),
     "rope": (2, 5, 4, 2, 128),
     "rope_multimodal": (1, 5, 4, 2, 16),

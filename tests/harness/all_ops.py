@@ -21,12 +21,13 @@ from tests.harness.other_ops import AttentionOp, DecodingOp, LinearCrossEntropyO
 from tests.ops.post_training.row_cases import RowTests
 from tests.ops.post_training.sequence_cases import SequenceTests
 
-# Those of a process group, and parts of others
+# Those of a process group, parts of others, and what is made of two others alone
 LEFT_OUT = {
     "column_sums",
     "divergence_sums",
     "flash_attention_backward",
     "flash_attention_varlen_backward",
+    "grpo_loss",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 }
@@ -81,8 +82,9 @@ class HarnessOp:
         some = choices.number(0, 3) == 3
         needed = frozenset(n for n in names if choices.number(0, 1)) if some else None
         unused = None
-        if self.tests.op_class.outputs > 1 and not some and choices.number(0, 3) == 3:
-            unused = choices.number(0, self.tests.op_class.outputs - 1)
+        outputs = self.tests.graded_outputs()
+        if outputs > 1 and not some and choices.number(0, 3) == 3:
+            unused = choices.number(0, outputs - 1)
         layout = choices.one(LAYOUTS) if choices.number(0, 3) == 3 else None
         relaid = frozenset(n for n in names if choices.number(0, 1)) if layout else frozenset()
         return Asked(case, choices.number(0, 9999), needed, unused, layout, relaid)

@@ -124,6 +124,7 @@ class OpCases:
     beyond: ClassVar[Sequence[Case]]
     defaults: ClassVar[Mapping[str, Any]] = {}
     names: ClassVar[tuple[str, ...]] = ("y",)
+    graded: ClassVar[int | None] = None
     frozen: ClassVar[tuple[str, ...]] = ()
     relaid: ClassVar[tuple[str, ...] | None] = None
     in_place: ClassVar[Mapping[str, str]] = {}
@@ -172,6 +173,11 @@ class OpCases:
     def setting_names(self) -> tuple[str, ...]:
         return tuple(schema.split()[-1] for schema in self.op_class.settings)
 
+    @classmethod
+    def graded_outputs(cls) -> int:
+        """How many of the outputs have a gradient: the first ones."""
+        return cls.op_class.outputs if cls.graded is None else cls.graded
+
     def settings(self, case: Case) -> tuple[Any, ...]:
         return tuple(
             case.options[name] if name in case.options else self.defaults[name]
@@ -183,7 +189,7 @@ class OpCases:
         draw = Draw(case, torch.Generator(device).manual_seed(seed))
         tensors, settings = self.tensors(case, draw), self.settings(case)
         shaped = self.op_class.reference(*(t if t is None else t.to("meta") for t in tensors), *settings)
-        grads = tuple(draw.rows(*y.shape, dtype=y.dtype) for y in shaped[: self.op_class.outputs])
+        grads = tuple(draw.rows(*y.shape, dtype=y.dtype) for y in shaped[: self.graded_outputs()])
         return tensors, settings, grads
 
     def differentiable(self, tensors: Tensors) -> tuple[str, ...]:
@@ -229,7 +235,7 @@ class OpCases:
     ) -> Exact:
         wide, wide_grads = _wide(tensors), _wide(grads)
         results = self.op_class.reference(*wide, *settings)
-        got = got or Results(results[: self.op_class.outputs], {})
+        got = got or Results(results[: self.graded_outputs()], {})
         gradients = self.op_class.reference_backward(wide_grads, self.saved(wide, results, got), *settings)
         names = self.tensor_names()
         return Exact(

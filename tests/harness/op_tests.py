@@ -18,7 +18,8 @@ An op's module is a declaration, ``class TestSwiGLU(OpTests)``, and whatever is 
 and where its nature asks for it:
 
 - ``defaults``: settings of a case that does not name them.
-- ``names``: of the outputs, if there are several; by default "y".
+- ``names``: of the outputs, if there are several; by default "y". ``graded``: how many of them have a gradient, the
+  first ones, if not all; ``call`` gives these alone.
 - ``limits(exact)``: how far results may lie off, as keywords of ``tolerances.worst`` by name ("y", "dgate"): sums give
   ``magnitude``, the sum of the absolute values of their terms. By default one rounding and 32 roundoffs of fp32.
 - ``frozen``: floating-point arguments that get no gradient. ``relaid``: arguments of any layout; default all
@@ -145,7 +146,7 @@ class OpTests(OpGPUTests):
 
     def __init_subclass__(cls) -> None:
         """What an op has nothing of is not tested: None is not collected."""
-        several = hasattr(cls, "op_class") and cls.op_class.outputs > 1
+        several = hasattr(cls, "op_class") and cls.graded_outputs() > 1
         for test, applies in (
             ("test_unused_output", several),
             ("test_in_place", cls.in_place),
@@ -273,7 +274,7 @@ class OpTests(OpGPUTests):
             arguments = {**exact.inputs, **named}.values()
             for function in (self.formula, self.op_class.reference):
                 outputs = function(*arguments, *settings)
-                outputs = (outputs,) if isinstance(outputs, Tensor) else outputs[: self.op_class.outputs]
+                outputs = (outputs,) if isinstance(outputs, Tensor) else outputs[: self.graded_outputs()]
                 for y, wanted in zip(outputs, exact.results, strict=False):
                     torch.testing.assert_close(y.detach(), wanted, rtol=1e-11, atol=1e-11, msg=str(case))
                 found = torch.autograd.grad(outputs, list(named.values()), exact.grads, allow_unused=True)

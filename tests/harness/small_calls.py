@@ -171,9 +171,7 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
                 "target": labels,
                 "student_bias": r(n),
             },
-            _call(
-                "student_input", "student_weight", "teacher_input", "teacher_weight", "target", "student_bias", beta=0.3
-            ),
+            lambda op, t: op(**t, beta=0.3).loss,
             ("student_input", "student_weight", "student_bias"),
         ),
         "fused_linear_preference_loss": (
@@ -185,7 +183,7 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
                 "ref_input": r(2, 4, 6),
                 "ref_weight": r(n, 6),
             },
-            _call("input", "weight", "target", "bias", "ref_input", "ref_weight", nll_weight=0.5),
+            lambda op, t: op(**t, nll_weight=0.5).loss,
             ("input", "weight", "bias"),
         ),
         "fused_linear_grpo_loss": (
@@ -193,12 +191,24 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
                 "input": r(2, 4, 8),
                 "weight": r(n, 8),
                 "completion_ids": torch.stack((labels, labels)).clamp(min=0),
-                "completion_mask": torch.stack((labels, labels)) >= 0,
                 "advantages": torch.tensor([1.0, -0.5]),
                 "bias": r(n),
             },
-            _call("input", "weight", "completion_ids", "completion_mask", "advantages", "bias", temperature=1.5),
+            lambda op, t: op(**t, temperature=1.5).loss,
             ("input", "weight", "bias"),
+        ),
+        "policy_loss": (
+            {
+                "logp": r(3, n) / 4,
+                "old_logp": r(3, n) / 4,
+                "ref_logp": r(3, n) / 4,
+                "advantages": r(3),
+                "sampling_ratio": r(3, n).exp(),
+            },
+            lambda op, t: op(
+                **t, loss_type="grpo", beta=0.1, importance_sampling_level="sequence", use_bias_correction_kl=True
+            )[0],
+            ("logp",),
         ),
         "flash_attention": (
             {"q": heads(1, 6, 2, n), "k": heads(1, 7, 1, n), "v": heads(1, 7, 1, n), "sinks": r(2)},

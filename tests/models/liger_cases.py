@@ -59,6 +59,53 @@ def cross_entropy(
     return loss, *(o if ask else None for o, ask in zip(others, returns, strict=True))
 
 
+def grpo_arguments(
+    loss_type: str,
+    reduce: bool,
+    level: str,
+    most: int | None = None,
+    beta: float = 0.1,
+    given: float | None = None,
+) -> tuple[Any, ...]:
+    """Of ``GrpoLossFunction``."""
+    logits, ids = randn(2, 6, 11), torch.randint(0, 11, (2, 5))
+    old, ref = torch.randn(2, 5) / 4 - 2.4, torch.randn(2, 5) / 4 - 2.4
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    advantages, ratio = torch.tensor([0.7, -1.3]), torch.rand(2, 5) + 0.5
+    return (
+        logits, old, ref if beta else None, ids, advantages, mask, 0.9, beta, 0.2, 0.3, True, loss_type, most, reduce,
+        level, 1.0, 1.05, ratio, 1.7, False, given,
+    )  # fmt: skip
+
+
+def grpo(
+    logits: Tensor, old: Tensor, ref: Tensor | None, ids: Tensor, advantages: Tensor, mask: Tensor, temperature: float,
+    beta: float, low: float, high: float, _inplace: bool, loss_type: str, most: int | None, reduce: bool, level: str,
+    _pos: float, _neg: float, ratio: Tensor, delta: float, _corrected: bool, given: float | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """TRL's losses that clip on both sides."""
+    logp = (logits[:, :-1] / temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    logs, tokens = logp - old, mask.sum(-1, keepdim=True)
+    if level == "sequence":
+        logs = ((logs * mask).sum(-1, keepdim=True) / tokens).expand(mask.shape)
+    weight, a = logs.exp(), advantages.unsqueeze(-1)
+    loss = -torch.min(weight.clamp(max=delta) * a, weight.clamp(1 - low, 1 + high) * a) * ratio
+    clipped = (((weight < 1 - low) & (a < 0)) | ((weight > 1 + high) & (a > 0))) * mask.float()
+    kl = None
+    if ref is not None:
+        kl = ((ref - logp).exp() - (ref - logp) - 1) * mask
+        loss = loss + beta * kl
+        kl = kl.detach()
+    loss = loss * mask
+    if not reduce:
+        return loss, kl, clipped
+    by = {
+        "grpo": 1 / (tokens * len(mask)), "dr_grpo": 1 / (len(mask) * (most or mask.shape[1])),
+        "dapo": 1 / (given or mask.sum()), "luspo": tokens / mask.numel(),
+    }[loss_type]  # fmt: skip
+    return (loss * by).sum(), None if kl is None else kl.sum() / mask.sum(), clipped.sum() / mask.sum()
+
+
 def jsd(x: Tensor, y: Tensor, labels: Tensor | None, beta: float, ignore: int) -> Tensor:
     """Of log-probabilities, a mean over the rows that count."""
     p, q = y.exp(), x.exp()
@@ -277,6 +324,10 @@ CASES = [
             x.movedim(-1, 1), t, ignore_index=i, label_smoothing=s * 31 / 30, reduction="none"
         ),
     ),
+    Case("GrpoLossFunction", lambda: grpo_arguments("grpo", True, "sequence"), grpo),
+    Case("GrpoLossFunction", lambda: grpo_arguments("dr_grpo", True, "token", 9), grpo),
+    Case("GrpoLossFunction", lambda: grpo_arguments("dapo", True, "token", given=20.0), grpo),
+    Case("GrpoLossFunction", lambda: grpo_arguments("luspo", False, "token", beta=0.0), grpo),
     Case(
         "LigerJSDFunction",
         lambda: (randn(9, 31), torch.randn(9, 31).log_softmax(-1), labels(9, 31), 0.3, -100),

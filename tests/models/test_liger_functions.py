@@ -16,7 +16,8 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 import liger_aot.liger
 from liger_aot.errors import ArgumentError
 from liger_aot.liger.functions import COVERED
-from tests.models.liger_cases import CASES, Case, labels, ours, randn, rms
+from tests.harness.process_groups import in_group
+from tests.models.liger_cases import CASES, Case, grpo_arguments, labels, ours, randn, rms
 
 
 def outputs(value: Any) -> list[Tensor]:
@@ -53,7 +54,9 @@ def test_as_plain_torch(case: Case) -> None:
 
 
 def test_every_class_has_a_case() -> None:
-    assert {case.name for case in CASES} == {name for name in COVERED if name.startswith("Liger")}
+    assert {case.name for case in CASES} == {
+        name for name, (stands, _) in COVERED.items() if inspect.isclass(stands)
+    }
 
 
 @pytest.mark.parametrize("name", COVERED)
@@ -115,8 +118,56 @@ def test_fused_selective_log_softmax() -> None:
     got = call(logits.requires_grad_(), ids)
     torch.testing.assert_close(got, want)
     assert got.dtype == torch.float32 and not got.requires_grad
-    masked = call(logits.bfloat16(), ids, 0.9, mask)
-    assert (masked[1, -2:] == 0).all() and (masked[0] != 0).all()
+    for dtype in (torch.int64, torch.bool, torch.bfloat16):
+        masked = call(logits.bfloat16(), ids, 0.9, mask.to(dtype))
+        assert (masked[1, -2:] == 0).all() and (masked[0] != 0).all()
+
+
+def test_grpo_overwrites_the_logits_of_a_linear_layer() -> None:
+    """As Liger's, and unlike it not those that another backward reads, nor a leaf."""
+    torch.manual_seed(0)
+    function, (leaf, *rest) = ours("GrpoLossFunction"), grpo_arguments("dapo", True, "token")
+    (wanted,) = torch.autograd.grad(function.apply(leaf, *rest)[0], leaf)
+    was = leaf.detach().clone()
+    for make, over in ((lambda t: F.linear(t, torch.eye(11)), True), (torch.exp, False)):
+        source = was.clone() if over else was.clone().log().nan_to_num()
+        source.requires_grad_()
+        logits = make(source)
+        loss = function.apply(logits, *rest)[0]
+        before = logits.detach().clone()
+        loss.backward()
+        assert torch.equal(logits.detach(), before) != over
+        if over:
+            torch.testing.assert_close(source.grad, wanted)
+            torch.testing.assert_close(logits.detach(), wanted)
+    assert torch.equal(leaf.detach(), was)
+
+
+def test_grpo_as_liger_refuses() -> None:
+    function = ours("GrpoLossFunction")
+    for loss_type in ("cispo", "sapo"):
+        with pytest.raises(ValueError, match="Sequence-level importance sampling is not supported"):
+            function.apply(*grpo_arguments(loss_type, True, "sequence"))
+    with pytest.raises(ValueError, match="requires phi_seq"):
+        function.apply(*grpo_arguments("vespo", True, "token"))
+    with pytest.raises(ValueError, match="delta is not for"):
+        function.apply(*grpo_arguments("cispo", True, "token"))
+
+
+def _of_a_rank(rank: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    function, arguments = ours("GrpoLossFunction"), list(grpo_arguments("dapo", True, "token"))
+    losses = function.apply(*arguments[:13], False, *arguments[14:])[0].detach()
+    tokens = arguments[5].sum()
+    own = [a[rank : rank + 1] if isinstance(a, Tensor) else a for a in arguments]
+    for given in (None, tokens, float(tokens)):
+        loss = function.apply(*own[:20], given)[0].detach()
+        torch.testing.assert_close(loss, losses[rank].sum() / (tokens / 2))
+
+
+def test_grpo_divides_by_the_tokens_of_all_ranks() -> None:
+    """So that the average of the ranks' losses is the mean over all tokens."""
+    in_group(_of_a_rank, 2)
 
 
 def test_dtypes_are_ligers() -> None:

@@ -57,7 +57,12 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "max_seqlen_q": (-1,),
     "max_seqlen_k": (-1,),
     "padding_idx": (6, -7, 1 << 40),
+    "delta": (-0.1,),
+    "max_completion_length": (0, -1),
+    "sapo_temperature_pos": (0, -1.0),
+    "sapo_temperature_neg": (0, -1.0),
 }
+FREE = {("policy_loss", "beta")}  # arguments whose names others restrict
 
 
 @cache
@@ -112,7 +117,8 @@ class Bad:
             if kind == "Tensor":
                 values = _bad_tensors(self.good.get(parameter.name, self._like(parameter.name)))
             else:
-                values = (*BAD[kind], *OUT_OF_RANGE.get(parameter.name, ()))
+                free = (name, parameter.name) in FREE
+                values = (*BAD[kind], *(() if free else OUT_OF_RANGE.get(parameter.name, ())))
             self.values[parameter.name] = values if optional else (*values, None)
 
     def _like(self, argument: str) -> Tensor:

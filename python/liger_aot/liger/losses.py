@@ -9,17 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from liger_aot.errors import ArgumentError
 from liger_aot.liger.common import Function, gradients_of
 from liger_aot.liger.fallback import theirs
+from liger_aot.ops.post_training.policy_loss import NORMALIZED
 from liger_aot.ops.registry import load
+from liger_aot.ops.token_mask import KINDS
 
-_cross_entropy, _selective, _linear, _vocab = (
+_cross_entropy, _selective, _linear, _vocab, _grpo = (
     load("cross_entropy"),
     load("selective_log_softmax"),
     load("fused_linear_cross_entropy"),
     load("vocab_parallel_cross_entropy"),
+    load("grpo_loss"),
 )
 
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -258,8 +263,112 @@ def fused_selective_log_softmax(
     """
     tokens = logits.shape[1] - 1
     with torch.no_grad():
-        found: Tensor = _selective(logits[:, :-1], input_ids[:, -tokens:], temperature=temperature)
-    return found if mask is None else torch.where(mask[:, -tokens:].bool(), found, 0.0)
+        found: Tensor = _selective(
+            logits,
+            input_ids[:, -tokens:],
+            None if mask is None else _token_mask(mask[:, -tokens:]),
+            temperature=temperature,
+            drop_last=True,
+        )
+    return found
+
+
+def _token_mask(mask: Tensor) -> Tensor:
+    """The mask in a dtype that the ops take."""
+    return mask if mask.dtype in KINDS else mask != 0
+
+
+class GrpoLossFunction(Function):
+    """Gradients are the loss's own, also where Liger's leave something out: a delta below 1 + eps_high, and before
+    0.8.5, at the sequence level, masks and the corrected divergence. The gradient overwrites the logits unless another
+    backward might read them."""
+
+    @staticmethod
+    def call(
+        logits: Tensor,
+        old_logp: Tensor | None,
+        ref_logp: Tensor | None,
+        completion_ids: Tensor,
+        advantages: Tensor,
+        completion_mask: Tensor | None,
+        temperature: float,
+        beta: float,
+        eps_low: float,
+        eps_high: float,
+        inplace: bool,
+        loss_type: str = "grpo",
+        max_completion_length: int | None = None,
+        reduce: bool = True,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        num_items_in_batch: float | Tensor | None = None,
+        phi_seq: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        if importance_sampling_level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+            raise ArgumentError(
+                f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}. Use "
+                "importance_sampling_level='token' instead."
+            )
+        if loss_type == "vespo" and phi_seq is None:
+            raise ArgumentError(
+                "loss_type='vespo' requires phi_seq pre-computed (use the triton_grpo_loss wrapper)."
+            )
+        mask = None if completion_mask is None else _token_mask(completion_mask)
+        normalizer = None
+        if reduce and loss_type in NORMALIZED:
+            normalizer = _tokens_of_all_ranks(completion_ids, mask, num_items_in_batch)
+        found: tuple[Tensor, Tensor | None, Tensor] = _grpo(
+            logits,
+            _single(old_logp),
+            _single(ref_logp),
+            completion_ids,
+            _single(advantages),
+            mask,
+            _single(vllm_is_ratio),
+            temperature=temperature,
+            inplace_grad=bool(inplace) and _may_be_overwritten(logits),
+            loss_type=loss_type,
+            importance_sampling_level=importance_sampling_level,
+            reduction="mean" if reduce else "none",
+            beta=beta,
+            eps_low=eps_low,
+            eps_high=eps_high,
+            delta=delta,
+            use_bias_correction_kl=use_bias_correction_kl,
+            max_completion_length=max_completion_length,
+            normalizer=normalizer,
+            sequence_weight=None if loss_type != "vespo" else _single(phi_seq),
+            sapo_temperature_pos=sapo_temperature_pos,
+            sapo_temperature_neg=sapo_temperature_neg,
+        )
+        return found
+
+
+def _single(t: Tensor | None) -> Tensor | None:
+    return t.float() if isinstance(t, Tensor) and t.dtype == torch.float64 else t
+
+
+def _tokens_of_all_ranks(
+    completion_ids: Tensor, mask: Tensor | None, given: float | Tensor | None
+) -> Tensor | None:
+    """What DAPO's mean divides by on each rank: the tokens of the whole batch over the ranks. On a single rank, None
+    for those of the mask."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    ranks = dist.get_world_size() if several else 1
+    if isinstance(given, Tensor):
+        return given.to(device=completion_ids.device, dtype=torch.float32).reshape(()) / ranks
+    if given is not None:
+        return torch.full((), float(given) / ranks, device=completion_ids.device)
+    if not several:
+        return None
+    tokens = torch.ones_like(completion_ids) if mask is None else mask != 0
+    total = tokens.sum(dtype=torch.float32)
+    dist.all_reduce(total)
+    return total / ranks
 
 
 NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and the op behind that
@@ -276,5 +385,6 @@ NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> what stands for it, and
         "fused_linear_cross_entropy",
     ),
     "fused_selective_log_softmax": (fused_selective_log_softmax, "selective_log_softmax"),
+    "GrpoLossFunction": (GrpoLossFunction, "grpo_loss"),
     "LigerVocabParallelCEFunction": (LigerVocabParallelCEFunction, "vocab_parallel_cross_entropy"),
 }
