@@ -62,9 +62,12 @@ def test_every_op_of_more_than_helpers_has_spaces() -> None:
     assert set(SPACES) <= set(DECLARED)
     assert set(DECLARED.values()) - {DECLARED[kernel] for kernel in SPACES} == {
         "column_sums",
+        "cross_entropy_tvd",
         "divergence_sums",
         "fused_linear_cross_entropy",
+        "fused_linear_distillation_loss",
         "fused_linear_jsd",
+        "fused_linear_kl_div",
         "fused_linear_log_probs",
         "policy_loss",
         "vocab_parallel_cross_entropy",

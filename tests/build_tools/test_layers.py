@@ -41,11 +41,10 @@ WATCHERS = ("liger_aot.liger.launches",)
 FAMILIES = {
     "decoding": ("attention",),
     "losses": ("softmax",),
+    "post_training": ("losses", "softmax"),
     "quantization": ("activations", "norms"),
+    "residual": ("norms",),
 }
-FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "post_training": ("softmax",)}
-FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "residual": ("norms",)}
-FAMILIES = {"decoding": ("attention",), "losses": ("softmax",), "post_training": ("losses", "softmax")}
 
 
 @cache

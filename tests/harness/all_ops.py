@@ -14,6 +14,7 @@ from torch import Tensor
 from liger_aot.ops.registry import families, names
 from tests.conftest import built_pack
 from tests.harness.choices import Choices, Entry, Prepared
+from tests.harness.linear_loss_ops import LossOp
 from tests.harness.op_cases import BF16, DTYPES, FP16, FP32, Case, OpCases
 from tests.harness.op_tests import LAYOUTS, OpTests, made
 from tests.harness.other_ops import (
@@ -24,6 +25,8 @@ from tests.harness.other_ops import (
     LinearLogProbsOp,
     VarlenOp,
 )
+from tests.ops.post_training.row_cases import RowTests
+from tests.ops.post_training.sequence_cases import SequenceTests
 
 # Those of a process group, parts of others, and what is made of two others alone
 LEFT_OUT = {
@@ -162,8 +165,13 @@ def entries() -> dict[str, Entry]:
     }
     for name in set(names()) - LEFT_OUT - set(found):
         for thing in vars(import_module(f"tests.ops.{families()[name]}.test_{name}")).values():
-            if isinstance(thing, type) and issubclass(thing, OpTests) and thing.__module__.endswith(name):
+            if not isinstance(thing, type) or not thing.__module__.endswith(f"test_{name}"):
+                continue
+            if issubclass(thing, OpTests):
                 found[name] = HarnessOp(thing())
                 break  # what follows is another way to call it
+            if issubclass(thing, (SequenceTests, RowTests)):
+                found[name] = LossOp(thing())
+                break
     assert set(found) | LEFT_OUT == set(names())
     return dict(sorted(found.items()))

@@ -191,6 +191,51 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
             _call("logits", "index", temperature=0.8),
             ("logits",),
         ),
+        "cross_entropy_tvd": (
+            {"student_logits": r(4, n), "teacher_logits": r(4, n), "target": labels},
+            _call("student_logits", "teacher_logits", "target"),
+            ("student_logits",),
+        ),
+        "fused_linear_kl_div": (
+            {"input": r(4, 8), "weight": r(n, 8), "target": teacher.exp(), "shift_labels": labels},
+            _call("input", "weight", "target", "shift_labels", temperature=2.0),
+            ("input", "weight"),
+        ),
+        "fused_linear_distillation_loss": (
+            {
+                "student_input": r(4, 8),
+                "student_weight": r(n, 8),
+                "teacher_input": r(4, 6),
+                "teacher_weight": r(n, 6),
+                "target": labels,
+                "student_bias": r(n),
+            },
+            lambda op, t: op(**t, beta=0.3).loss,
+            ("student_input", "student_weight", "student_bias"),
+        ),
+        "fused_linear_preference_loss": (
+            {
+                "input": r(2, 4, 8),
+                "weight": r(n, 8),
+                "target": torch.stack((labels, labels)),
+                "bias": r(n),
+                "ref_input": r(2, 4, 6),
+                "ref_weight": r(n, 6),
+            },
+            lambda op, t: op(**t, nll_weight=0.5).loss,
+            ("input", "weight", "bias"),
+        ),
+        "fused_linear_grpo_loss": (
+            {
+                "input": r(2, 4, 8),
+                "weight": r(n, 8),
+                "completion_ids": torch.stack((labels, labels)).clamp(min=0),
+                "advantages": torch.tensor([1.0, -0.5]),
+                "bias": r(n),
+            },
+            lambda op, t: op(**t, temperature=1.5).loss,
+            ("input", "weight", "bias"),
+        ),
         "policy_loss": (
             {
                 "logp": r(3, n) / 4,

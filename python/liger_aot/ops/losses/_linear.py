@@ -156,11 +156,11 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     return (input.to(dtype), *rest)
 
 
-def check_linear(op: str, name: str, x: Tensor, weight: Any, bias: Any) -> None:
+def check_linear(op: str, name: str, x: Tensor, weight: Any, bias: Any, prefix: str = "") -> None:
     """Raise unless ``weight`` is (n, k) and ``bias`` (n,) or None, of x's dtype or float32, for rows of k elements on
-    x's device; ``name`` is x's."""
-    for argument, value in (("weight", weight), ("bias", bias)):
-        if value is None and argument == "bias":
+    x's device; ``name`` is x's, ``prefix`` what theirs begin with."""
+    for argument, value in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
+        if value is None and argument.endswith("bias"):
             continue
         if not isinstance(value, Tensor):
             raise ArgumentTypeError(f"{op}: {argument} must be a torch.Tensor, got {type(value).__name__}")
@@ -179,12 +179,12 @@ def check_linear(op: str, name: str, x: Tensor, weight: Any, bias: Any) -> None:
             )
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ArgumentError(
-            f"{op}: weight must be of shape (vocabulary, {x.shape[-1]}), as {name} {tuple(x.shape)} asks; got "
+            f"{op}: {prefix}weight must be of shape (vocabulary, {x.shape[-1]}), as {name} {tuple(x.shape)} asks; got "
             f"{tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ArgumentError(
-            f"{op}: bias must be of shape ({weight.shape[0]},), weight's rows; got {tuple(bias.shape)}"
+            f"{op}: {prefix}bias must be of shape ({weight.shape[0]},), {prefix}weight's rows; got {tuple(bias.shape)}"
         )
 
 

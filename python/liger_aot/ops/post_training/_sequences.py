@@ -139,7 +139,7 @@ class SequenceLoss(LinearLoss):
                     f"{self.name}: {name} must be of input's dtype {like.dtype} and of shape "
                     f"({like.shape[0]}, {like.shape[1]}, k); got {input.dtype}, {tuple(input.shape)}"
                 )
-        check_linear(self.name, name, input, weight, bias)
+        check_linear(self.name, name, input, weight, bias, name.removesuffix("input"))
 
     def check_given(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         """What all losses check of ``given``, whose layers are right."""
