@@ -69,6 +69,7 @@ def test_every_op_of_more_than_helpers_has_spaces() -> None:
         "fused_linear_jsd",
         "fused_linear_kl_div",
         "fused_linear_log_probs",
+        "neighborhood_attention",
         "policy_loss",
         "vocab_parallel_cross_entropy",
         "vocab_parallel_linear_cross_entropy",

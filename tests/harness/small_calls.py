@@ -249,6 +249,11 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
             )[0],
             ("logp",),
         ),
+        "neighborhood_attention": (
+            {"q": r(2, 5, n), "k": r(2, 5, n), "v": r(2, 5, n)},
+            _call("q", "k", "v", reach=2, dilation=2),
+            ("q", "k", "v"),
+        ),
         "flash_attention": (
             {"q": heads(1, 6, 2, n), "k": heads(1, 7, 1, n), "v": heads(1, 7, 1, n), "sinks": r(2)},
             _call("q", "k", "v", causal=True, softcap=5.0, return_lse=True),

@@ -26,6 +26,7 @@ OPS = sorted(small_calls())
 # What small_calls hands over inside of its calls.
 REQUIRED: dict[str, dict[str, Any]] = {
     "groupnorm": {"num_groups": 2},
+    "neighborhood_attention": {"reach": 2},
     "rope_multimodal": {"mrope_section": (12, 2, 2)},
     "flash_attention_varlen": {"max_seqlen_q": 3, "max_seqlen_k": 3},
 }
