@@ -173,11 +173,38 @@ print(json.dumps(ours))
     assert found == [5 + 2] * 3  # norms and MLPs of two layers
 
 
-def test_the_names_that_a_kernel_config_may_give() -> None:
+def test_metadata() -> None:
     metadata = json.loads((Path(kernels.PATH) / "metadata.json").read_text())
     assert set(metadata) == {"name", "id", "version", "license", "python-depends", "backend"}
-    for name in ("LigerRMSNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerForCausalLMLossLayer"):
-        assert getattr(kernels.layers, name) in kernels.LAYERS.values()
+
+
+def test_in_the_place_of_transformers_repositories() -> None:
+    """LOCAL_KERNELS is enough for ``use_kernels=True``: what Transformers' mapping names for CUDA is here, but for a
+    linear layer. ``kernels`` asks the Hub for a version first, which it has not to find here."""
+    pytest.importorskip("kernels", reason="kernels is not installed: pip install kernels")
+    repositories = ("liger-kernels", "rotary")
+    found = run(
+        """
+import json
+from kernels.layer import layer
+from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
+layer.select_revision_or_version = lambda repo_id, revision, version: "main"
+modules = {}
+for name, devices in get_kernel_mapping_transformers().items():
+    at = devices.get("cuda", {})
+    for repository in at.values() if isinstance(at, dict) else (at,):
+        if "liger-kernels" in str(repository) or "community/rotary" in str(repository):
+            try:
+                modules[name] = repository.load().__module__
+            except ValueError as error:
+                modules[name] = str(error)
+print(json.dumps(modules))
+""",
+        LOCAL_KERNELS=":".join(f"kernels-community/{name}={kernels.PATH}" for name in repositories),
+    )
+    assert "not found" in found.pop("Linear")
+    assert set(found.values()) == {"liger_aot.kernels.layers"}
+    assert {"RMSNorm", "SwiGLUMLP", "GeGLUMLP", "rotary_pos_emb", "ForCausalLMLoss"} <= set(found)
 
 
 def test_in_the_place_of_flash_attn() -> None:

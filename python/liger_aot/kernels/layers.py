@@ -131,8 +131,10 @@ LAYERS: dict[str, type[nn.Module]] = {
     "GeGLUMLP": GeGLUMLP,
     "ForCausalLMLoss": ForCausalLMLoss,
 }
-# As the layers of kernels-community/liger-kernels are called.
+# As the repositories kernels-community/liger-kernels and kernels-community/rotary name them. Liger's tiled MLPs compute
+# the same with less memory for activations.
 LigerRMSNorm = RMSNorm
-LigerSwiGLUMLP = SwiGLUMLP
-LigerGEGLUMLP = GeGLUMLP
+LigerSwiGLUMLP = LigerTiledSwiGLUMLP = SwiGLUMLP
+LigerGEGLUMLP = LigerTiledGEGLUMLP = GeGLUMLP
 LigerForCausalLMLossLayer = ForCausalLMLoss
+apply_rotary_transformers = RotaryPosEmb
