@@ -67,7 +67,7 @@ class KernelPlan:
     variants: Mapping[str, Variant]
     few: Mapping[
         str, tuple[tuple[int | None, int, str], ...]
-    ]  # dispatch key -> (max_n, max_rows, variant name), looked at before the tables, in order
+    ]  # dispatch key -> (max_n, most_rows, variant name), looked at before the tables, in order
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ def _plan_kernel(op: str, kernel: Kernel, declared: Kernel, profile: Profile) ->
                 form = kernel.forms[row.form]
                 if not all(holds(w, {**axes, "aligned": aligned}) for w in (row.when, form.requires)):
                     continue
-                if row.max_rows is not None:
+                if row.most_rows is not None:
                     if not any(_holds_all(row, *entry[:2]) for entry in of_few):
                         variant = make_variant(op, kernel, row, axes, aligned)
-                        of_few.append((row.max_n, row.max_rows, variant.name))
+                        of_few.append((row.max_n, row.most_rows, variant.name))
                         variants[variant.name] = variant
                         used.add(row.where)
                     continue
@@ -173,14 +173,14 @@ def _plan_kernel(op: str, kernel: Kernel, declared: Kernel, profile: Profile) ->
             tables[key] = tuple(entries)
             if of_few:
                 few[key] = tuple(of_few)
-    lacking = [axes for axes in combinations(declared) if _values(axes) - _values(kernel.axes)]
+    lacking = [
+        axes
+        for axes in combinations(declared)
+        if any(value in FP8 and value not in kernel.axes[axis] for axis, value in axes.items())
+    ]
     if unused := [row.where for row in rows if row.where not in used and not _for_any(kernel, row, lacking)]:
         raise ProfileError(f"{unused[0]}: never reached: earlier rows hold all that it would")
     return KernelPlan(kernel, tables, variants, few)
-
-
-def _values(axes: Mapping[str, Value | tuple[Value, ...]]) -> set[tuple[str, Value]]:
-    return {(a, v) for a, given in axes.items() for v in (given if isinstance(given, tuple) else (given,))}
 
 
 def _for_any(kernel: Kernel, row: Row, choices: Sequence[Mapping[str, Value]]) -> bool:
@@ -189,11 +189,11 @@ def _for_any(kernel: Kernel, row: Row, choices: Sequence[Mapping[str, Value]]) -
     return any(holds(when, c) and holds(kernel.forms[row.form].requires, c) for c in choices)
 
 
-def _holds_all(row: Row, max_n: int | None, max_rows: int) -> bool:
+def _holds_all(row: Row, max_n: int | None, most_rows: int) -> bool:
     """Whether an earlier row for few rows, with these bounds, takes every problem that ``row`` would."""
     return (max_n is None or (row.max_n is not None and row.max_n <= max_n)) and (
-        row.max_rows or 0
-    ) <= max_rows
+        row.most_rows or 0
+    ) <= most_rows
 
 
 def _check_exact(variant: Variant, row: Row, last: int | None) -> None:

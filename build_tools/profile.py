@@ -68,7 +68,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a launch table: used for problems up to ``max_n`` whose axes match ``when``; with ``max_rows``, for
+    """One line of a launch table: used for problems up to ``max_n`` whose axes match ``when``; with ``most_rows``, for
     those of at most so many rows, before all lines without."""
 
     max_n: int | None
@@ -79,7 +79,7 @@ class Row:
     options: Mapping[str, int]
     host: Mapping[str, int]
     where: str  # file, table and row, for messages
-    max_rows: int | None = None
+    most_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,10 @@ def read_row(where: str, raw: Any, arch: Arch) -> Row:
     if not isinstance(raw, dict):
         raise ProfileError(f"{where}: expected a table, found {raw!r}")
     left = dict(raw)
-    max_n, max_rows, form = left.pop("max_n", None), left.pop("max_rows", None), left.pop("form", None)
+    max_n, most_rows, form = left.pop("max_n", None), left.pop("most_rows", None), left.pop("form", None)
     if not isinstance(form, str):
         raise ProfileError(f"{where}: 'form' is missing")
-    for key, value in (("max_n", max_n), ("max_rows", max_rows)):
+    for key, value in (("max_n", max_n), ("most_rows", most_rows)):
         if value is not None and not (type(value) is int and value > 0):
             raise ProfileError(f"{where}: {key} must be a positive integer, found {value!r}")
     options = {key: left.pop(key) for key in OPTIONS if key in left}
@@ -261,4 +261,4 @@ def read_row(where: str, raw: Any, arch: Arch) -> Row:
             constants[key.upper()] = value
         else:
             raise ProfileError(f"{where}: {key}: unexpected value {value!r}")
-    return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where, max_rows)
+    return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where, most_rows)

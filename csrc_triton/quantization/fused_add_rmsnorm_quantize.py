@@ -40,7 +40,7 @@ def row(
     norm_row(
         Q + at * n, S + at * s_row, SUM + at * sum_stride, X + at * x_stride,
         RESIDUAL + at * residual_stride, W, None, GIVEN, s_step, n, eps, offset, w_kind, 0, round_first,
-        has_bound, powers, False, STATIC, GROUP, BLOCK, BLOCKS,
+        has_bound, powers, False, STATIC, GROUP, BLOCK, BLOCKS, PDL,
     )  # fmt: skip
 
 
@@ -56,5 +56,5 @@ def long(
     norm_long(
         Q + at * n, S + at * s_row, SUM + at * sum_stride, X + at * x_stride,
         RESIDUAL + at * residual_stride, W, None, GIVEN, s_step, n, eps, offset, w_kind, 0, round_first,
-        has_bound, powers, False, STATIC, GROUP, BLOCK,
+        has_bound, powers, False, STATIC, GROUP, BLOCK, PDL,
     )  # fmt: skip

@@ -37,7 +37,7 @@ def row(
     at = tl.program_id(0).to(tl.int64)
     value_row(
         Q + at * n, S + at * s_row, GATE + at * gate_stride, UP + at * up_stride, (exact,), GIVEN, n,
-        has_bound, powers, True, BLOCK, BLOCKS,
+        has_bound, powers, True, BLOCK, BLOCKS, PDL,
     )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def long(
     at = tl.program_id(0).to(tl.int64)
     value_long(
         Q + at * n, S + at * s_row, GATE + at * gate_stride, UP + at * up_stride, (exact,), GIVEN, n,
-        has_bound, powers, True, BLOCK,
+        has_bound, powers, True, BLOCK, PDL,
     )  # fmt: skip
 
 
@@ -67,5 +67,5 @@ def tile(
     value_tile(
         Q + (at * n + first), S + (at * s_row + group * s_step), GATE + (at * gate_stride + first),
         UP + (at * up_stride + first), (exact,), GIVEN, s_step, n - first, has_bound, powers, True,
-        STATIC, GROUP, BLOCK,
+        STATIC, GROUP, BLOCK, PDL,
     )  # fmt: skip

@@ -65,19 +65,9 @@ def row(
     has_bound = begin(has_bound, PDL)
     at = tl.program_id(0).to(tl.int64)
     value_row(
-        Q + at * n,
-        S + at * s_row,
-        X + at * x_stride,
-        None,
-        (),
-        GIVEN,
-        n,
-        has_bound,
-        powers,
-        False,
-        BLOCK,
-        BLOCKS,
-    )
+        Q + at * n, S + at * s_row, X + at * x_stride, None, (), GIVEN, n, has_bound, powers, False, BLOCK, BLOCKS,
+        PDL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -100,8 +90,8 @@ def long(
     has_bound = begin(has_bound, PDL)
     at = tl.program_id(0).to(tl.int64)
     value_long(
-        Q + at * n, S + at * s_row, X + at * x_stride, None, (), GIVEN, n, has_bound, powers, False, BLOCK
-    )
+        Q + at * n, S + at * s_row, X + at * x_stride, None, (), GIVEN, n, has_bound, powers, False, BLOCK, PDL
+    )  # fmt: skip
 
 
 @triton.jit
@@ -115,7 +105,7 @@ def tile(
     group = first // (GROUP if GROUP > 0 else BLOCK)
     value_tile(
         Q + (at * n + first), S + (at * s_row + group * s_step), X + (at * x_stride + first), None, (), GIVEN, s_step,
-        n - first, has_bound, powers, False, STATIC, GROUP, BLOCK,
+        n - first, has_bound, powers, False, STATIC, GROUP, BLOCK, PDL,
     )  # fmt: skip
 
 

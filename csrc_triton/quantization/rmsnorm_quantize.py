@@ -37,7 +37,7 @@ def row(
     at = tl.program_id(0).to(tl.int64)
     norm_row(
         Q + at * n, S + at * s_row, None, X + at * x_stride, None, W, None, GIVEN, s_step, n, eps, offset,
-        w_kind, 0, round_first, has_bound, powers, False, STATIC, GROUP, BLOCK, BLOCKS,
+        w_kind, 0, round_first, has_bound, powers, False, STATIC, GROUP, BLOCK, BLOCKS, PDL,
     )  # fmt: skip
 
 
@@ -51,5 +51,5 @@ def long(
     at = tl.program_id(0).to(tl.int64)
     norm_long(
         Q + at * n, S + at * s_row, None, X + at * x_stride, None, W, None, GIVEN, s_step, n, eps, offset,
-        w_kind, 0, round_first, has_bound, powers, False, STATIC, GROUP, BLOCK,
+        w_kind, 0, round_first, has_bound, powers, False, STATIC, GROUP, BLOCK, PDL,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from csrc_triton.quantization.codes import (
     columns,
     floor_of,
     largest_of,
+    rounded,
     scale_of,
     store_groups,
     store_static,
@@ -50,39 +51,42 @@ NORM_FORMS = {
 
 
 @triton.jit
-def load_sum(X, RESIDUAL, cols, mask):
+def load_sum(X, RESIDUAL, cols, mask, PDL: tl.constexpr):
     """x, or the rounded sum of x and the residual."""
     x = tl.load(X + cols, mask=mask, other=0.0)
     if RESIDUAL is not None:
         residual = tl.load(RESIDUAL + cols, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        x = rounded(x.to(tl.float32) + residual.to(tl.float32), x.dtype, PDL)
     return x
 
 
 @triton.jit
-def normalised(x, mean, rstd, w, b, mask, round_first, CENTERED: tl.constexpr):
-    """What the norm gives, rounded to its dtype, as fp32."""
+def normalised(x, mean, rstd, w, b, mask, round_first, CENTERED: tl.constexpr, PDL: tl.constexpr):
+    """What the norm gives, rounded to its dtype."""
     dtype: tl.constexpr = x.dtype
     h = x.to(tl.float32)
     if CENTERED:
         y = tl.where(mask, (h - mean) * rstd * w + b, 0.0)
     else:
         y = h * rstd
-        y = tl.where(round_first != 0, y.to(dtype).to(tl.float32), y) * w
-    return y.to(dtype)
+        if round_first != 0:
+            y = rounded(y, dtype, PDL).to(tl.float32)
+        y = y * w
+    return rounded(y, dtype, PDL)
 
 
 @triton.jit
 def norm_row(
     Q, S, SUM, X, RESIDUAL, W, B, GIVEN, s_step, n, eps, offset, w_kind, b_kind, round_first, has_bound, powers,
     CENTERED: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalise and quantise one row, held in registers; pointers are to the row's first elements. RESIDUAL is added
     first, and the sum stored as SUM; CENTERED is LayerNorm, with a bias B. GIVEN: the scale, or the bound of absmax."""
     block = columns(BLOCK, GROUP)
     xs, ws, bs = (), (), ()
     for i in tl.static_range(BLOCKS):
-        xs += (load_sum(X, RESIDUAL, i * BLOCK + block, i * BLOCK + block < n),)
+        xs += (load_sum(X, RESIDUAL, i * BLOCK + block, i * BLOCK + block < n, PDL),)
     for i in tl.static_range(BLOCKS):  # before the sums: their latency passes beside the rows'
         cols = i * BLOCK + block
         ws += (tl.load(W + cols, mask=(cols < n) & (w_kind != 0), other=0.0),)
@@ -111,7 +115,7 @@ def norm_row(
         if CENTERED:
             b = bs[i].to(tl.float32)
         w = ws[i].to(tl.float32) + offset
-        y = normalised(xs[i], mean, rstd, w, b, cols < n, round_first, CENTERED)
+        y = normalised(xs[i], mean, rstd, w, b, cols < n, round_first, CENTERED, PDL)
         if STATIC:
             store_static(Q, y.to(tl.float32), cols, cols < n, GIVEN)
         elif GROUP > 0:
@@ -140,6 +144,7 @@ def store_row(Q, S, ys, absmax, n, bound, powers, BLOCK: tl.constexpr, BLOCKS: t
 def norm_long(
     Q, S, SUM, X, RESIDUAL, W, B, GIVEN, s_step, n, eps, offset, w_kind, b_kind, round_first, has_bound, powers,
     CENTERED: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``norm_row`` of any length. The sum, which may lie over the residual, is written in the last step alone."""
     block = columns(BLOCK, GROUP)
@@ -149,12 +154,12 @@ def norm_long(
         total = tl.zeros(block.shape, tl.float32)
         for i in range(blocks):
             cols = i * BLOCK + block
-            total += load_sum(X, RESIDUAL, cols, cols < n).to(tl.float32)
+            total += load_sum(X, RESIDUAL, cols, cols < n, PDL).to(tl.float32)
         mean = tl.sum(total) / n
     squares = tl.zeros(block.shape, tl.float32)
     for i in range(blocks):
         cols = i * BLOCK + block
-        h = load_sum(X, RESIDUAL, cols, cols < n).to(tl.float32)
+        h = load_sum(X, RESIDUAL, cols, cols < n, PDL).to(tl.float32)
         if CENTERED:
             h = tl.where(cols < n, h - mean, 0.0)
         squares += h * h
@@ -167,26 +172,26 @@ def norm_long(
         absmax = tl.zeros(block.shape, tl.float32)
         for i in range(blocks):
             cols = i * BLOCK + block
-            x = load_sum(X, RESIDUAL, cols, cols < n)
+            x = load_sum(X, RESIDUAL, cols, cols < n, PDL)
             w = load_vector(W, cols, cols < n, w_kind, 0, False) + offset
             b = 0.0
             if CENTERED:
                 b = load_vector(B, cols, cols < n, b_kind, 0, False)
-            y = normalised(x, mean, rstd, w, b, cols < n, round_first, CENTERED)
+            y = normalised(x, mean, rstd, w, b, cols < n, round_first, CENTERED, PDL)
             absmax = tl.maximum(absmax, tl.abs(y.to(tl.float32)))
         to: tl.constexpr = Q.dtype.element_ty
         s = scale_of(tl.max(absmax, 0), bound, powers, floor_of(to, 0), largest_of(to))
         tl.store(S, s)
     for i in range(blocks):
         cols = i * BLOCK + block
-        x = load_sum(X, RESIDUAL, cols, cols < n)
+        x = load_sum(X, RESIDUAL, cols, cols < n, PDL)
         if RESIDUAL is not None:
             tl.store(SUM + cols, x, mask=cols < n)
         w = load_vector(W, cols, cols < n, w_kind, 0, False) + offset
         b = 0.0
         if CENTERED:
             b = load_vector(B, cols, cols < n, b_kind, 0, False)
-        y = normalised(x, mean, rstd, w, b, cols < n, round_first, CENTERED).to(tl.float32)
+        y = normalised(x, mean, rstd, w, b, cols < n, round_first, CENTERED, PDL).to(tl.float32)
         if STATIC:
             store_static(Q, y, cols, cols < n, GIVEN)
         elif GROUP > 0:

@@ -13,6 +13,7 @@ from csrc_triton.quantization.codes import (
     columns,
     floor_of,
     largest_of,
+    rounded,
     scale_of,
     store_groups,
     store_static,
@@ -48,15 +49,16 @@ FORMS = {
 
 @triton.jit
 def swiglu(gate, up, alpha, beta, limit):
-    """gate * sigmoid(alpha * gate) * (up + beta), with the gate at most ``limit`` and up between -limit and limit:
-    selects, which let NaN pass."""
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    """gate * sigmoid(alpha * gate) * (up + beta), with the gate at most ``limit`` and up between -limit and limit.
+    NaN stays."""
+    ALL: tl.constexpr = tl.PropagateNan.ALL
+    gate = tl.minimum(gate, limit, propagate_nan=ALL)
+    up = tl.maximum(tl.minimum(up, limit, propagate_nan=ALL), -limit, propagate_nan=ALL)
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + beta)
 
 
 @triton.jit
-def value_at(X, UP, settings, cols, mask, GELU: tl.constexpr):
+def value_at(X, UP, settings, cols, mask, GELU: tl.constexpr, PDL: tl.constexpr):
     """x, or f(gate) * up where there is an UP, rounded to the dtype. ``settings``: SwiGLU's alpha, beta and limit, or
     whether GELU is exact."""
     x = tl.load(X + cols, mask=mask, other=0.0)
@@ -66,22 +68,22 @@ def value_at(X, UP, settings, cols, mask, GELU: tl.constexpr):
         gate = x.to(tl.float32)
         if GELU:
             phi, _ = gelu(gate, settings[0])
-            x = (gate * phi * up).to(dtype)
+            x = rounded(gate * phi * up, dtype, PDL)
         else:
-            x = swiglu(gate, up, settings[0], settings[1], settings[2]).to(dtype)
+            x = rounded(swiglu(gate, up, settings[0], settings[1], settings[2]), dtype, PDL)
     return x
 
 
 @triton.jit
 def value_row(
     Q, S, X, UP, settings, GIVEN, n, has_bound, powers,
-    GELU: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    GELU: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantise one row, held in registers, by a scale of its own."""
     block = tl.arange(0, BLOCK)
     ys = ()
     for i in tl.static_range(BLOCKS):
-        ys += (value_at(X, UP, settings, i * BLOCK + block, i * BLOCK + block < n, GELU),)
+        ys += (value_at(X, UP, settings, i * BLOCK + block, i * BLOCK + block < n, GELU, PDL),)
     absmax = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
         absmax = tl.maximum(absmax, tl.abs(ys[i].to(tl.float32)))
@@ -89,13 +91,15 @@ def value_row(
 
 
 @triton.jit
-def value_long(Q, S, X, UP, settings, GIVEN, n, has_bound, powers, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def value_long(
+    Q, S, X, UP, settings, GIVEN, n, has_bound, powers, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """``value_row`` of any length."""
     block = tl.arange(0, BLOCK)
     absmax = tl.zeros([BLOCK], tl.float32)
     for i in range(tl.cdiv(n, BLOCK)):
         cols = i * BLOCK + block
-        y = value_at(X, UP, settings, cols, cols < n, GELU)  # 0 past the row's end, where the gate is 0
+        y = value_at(X, UP, settings, cols, cols < n, GELU, PDL)  # 0 past the row's end, where the gate is 0
         absmax = tl.maximum(absmax, tl.abs(y.to(tl.float32)))
     to: tl.constexpr = Q.dtype.element_ty
     bound = bound_of(GIVEN, has_bound)
@@ -103,7 +107,7 @@ def value_long(Q, S, X, UP, settings, GIVEN, n, has_bound, powers, GELU: tl.cons
     tl.store(S, s)
     for i in range(tl.cdiv(n, BLOCK)):
         cols = i * BLOCK + block
-        y = value_at(X, UP, settings, cols, cols < n, GELU)
+        y = value_at(X, UP, settings, cols, cols < n, GELU, PDL)
         store_with(Q, y.to(tl.float32), cols, cols < n, s)
 
 
@@ -111,11 +115,12 @@ def value_long(Q, S, X, UP, settings, GIVEN, n, has_bound, powers, GELU: tl.cons
 def value_tile(
     Q, S, X, UP, settings, GIVEN, s_step, n, has_bound, powers,
     GELU: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantise up to BLOCK columns, of n that are left of their row."""
     cols = columns(BLOCK, GROUP)
     mask = cols < n
-    y = value_at(X, UP, settings, cols, mask, GELU).to(tl.float32)
+    y = value_at(X, UP, settings, cols, mask, GELU, PDL).to(tl.float32)
     if STATIC:
         store_static(Q, y, cols, mask, GIVEN)
     else:

@@ -212,6 +212,9 @@ def _teach_inline_assembly() -> None:
             halves = [
                 torch.from_numpy(d.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16) for d in data
             ]
+            if len(data) == 1:  # of pairs of neighbours
+                bits = halves[0].view(np.float16) if dtype == torch.float16 else halves[0]
+                return _Results([TensorHandle(bits, ty.scalar)])
             result = (halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << 16).view(np.int32)
         else:
             raise NotImplementedError(text)

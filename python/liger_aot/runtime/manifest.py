@@ -118,7 +118,7 @@ class Variant(NamedTuple):
 
 class Kernel(NamedTuple):
     """One kernel's dispatch tables: key ("bf16/64/causal/aligned") -> ascending (max_n or None, variant name). ``few``
-    has (max_n or None, max_rows, variant name) for problems of few rows, in the order in which they are looked at."""
+    has (max_n or None, most_rows, variant name) for problems of few rows, in the order in which they are looked at."""
 
     name: str
     arguments: tuple[str, ...]
