@@ -22,7 +22,8 @@ from build_tools.profile import ANY, Arch, Profile, Row
 
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
 _ALIGNED = {True: "aligned", False: "generic"}
-PDL = "PDL"  # the constant that the profile decides: 1 where it has programmatic dependent launch
+# Constants that the profile decides: 1 where its [arch] says so.
+DECIDED = {"PDL": "pdl", "FP16_FLUSHES": "fp16_flushes"}
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,12 @@ def plan(declaration: Declaration, profile: Profile) -> Plan:
 
 
 def _fitted(kernel: Kernel, arch: Arch) -> Kernel:
-    """The kernel with its constant PDL, where it has one, decided."""
-    given = {PDL: int(arch.pdl)}
+    """The kernel with the constants that the profile decides."""
+    decided = {constant: int(getattr(arch, field)) for constant, field in DECIDED.items()}
     forms = {
-        name: replace(form, defaults={**form.defaults, **given}) if PDL in form.constants else form
+        name: replace(
+            form, defaults={**form.defaults, **{c: decided[c] for c in form.constants if c in decided}}
+        )
         for name, form in kernel.forms.items()
     }
     return replace(kernel, forms=forms)

@@ -45,6 +45,7 @@ class Arch:
     shared_per_multiprocessor: int
     matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
     pdl: bool  # whether it has programmatic dependent launch
+    fp16_flushes: bool  # whether its float16 matrix instructions read subnormal numbers as zeros
 
 
 _ARCH_KEYS = {field.name for field in fields(Arch)}
