@@ -13,8 +13,7 @@ from csrc_triton.attention.forward import load_rows
 
 # What the declarations share.
 READ = {"Q": "*dtype", "K": "*dtype", "V": "*dtype", "DY": "*dtype", "LSE2": "*fp32", "DELTA": "*fp32"}
-TILES_CONSTANTS = ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "FP32_PRODUCTS", "SOFTCAP"]
-TILES_DEFAULTS = {"FP32_PRODUCTS": 0}
+TILES_CONSTANTS = ["BLOCK_M", "BLOCK_N", "D1", "D2", "STAGES", "FP16_FLUSHES", "SOFTCAP"]
 
 
 @aggregate
@@ -72,16 +71,16 @@ class TileSizes:
     D1: tl.constexpr  # columns of a head: two panels where D2 is not 0
     D2: tl.constexpr
     STAGES: tl.constexpr
-    FP32_PRODUCTS: tl.constexpr  # whether matrix products take float32: see ``rows_within``
+    FP16_FLUSHES: tl.constexpr  # whether float16's matrix products are float32's: see ``rows_within``
     SOFTCAP: tl.constexpr  # whether there is one
     VARLEN: tl.constexpr  # whether rows of LSE2 and DELTA behind ``len_q`` are another sequence's
     PEELED: tl.constexpr  # whether blocks without a mask have a loop of their own, which takes registers
 
     @triton.constexpr_function
-    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, STAGES, FP32_PRODUCTS, SOFTCAP, VARLEN, PEELED=True):
+    def __init__(self, BLOCK_M, BLOCK_N, D1, D2, STAGES, FP16_FLUSHES, SOFTCAP, VARLEN, PEELED=True):
         value = tl.constexpr
         self.BLOCK_M, self.BLOCK_N, self.D1, self.D2 = value(BLOCK_M), value(BLOCK_N), value(D1), value(D2)
-        self.STAGES, self.FP32_PRODUCTS, self.SOFTCAP = value(STAGES), value(FP32_PRODUCTS), value(SOFTCAP)
+        self.STAGES, self.FP16_FLUSHES, self.SOFTCAP = value(STAGES), value(FP16_FLUSHES), value(SOFTCAP)
         self.VARLEN, self.PEELED = value(VARLEN), value(PEELED)
 
 
@@ -90,16 +89,15 @@ def rows_within(X, rows, stride, columns, dim, length, CLAMPED: tl.constexpr, z)
     """[rows, columns] of a tensor, zero past ``dim`` columns. With CLAMPED, rows past the last repeat the last one; the
     caller masks what they give. A mask of rows would take more registers than the kernels have.
 
-    With FP32_PRODUCTS they are float32 from here on, and with them P and dS, which are rounded to their dtype: for an
-    architecture whose matrix instructions read float16's subnormal numbers as zeros. In float32 each product is exact.
-    dS has no bound that a scale of its own could be derived from.
+    Where float16's matrix instructions read subnormal numbers as zeros, float16 is float32 from here on, and with it P
+    and dS, which are rounded to the tiles' dtype. Scales would not do: dS and dY have no bound.
     """
     if CLAMPED:
         rows = tl.minimum(rows, length - 1)
     tile = tl.load(
         X + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=columns[None, :] < dim, other=0.0
     )
-    if z.FP32_PRODUCTS:
+    if z.FP16_FLUSHES and tile.dtype == tl.float16:
         tile = tile.to(tl.float32)
     return tile
 

@@ -28,7 +28,6 @@ from csrc_triton.attention.backward_scheduler import key_tile, ordered_tile
 from csrc_triton.attention.backward_tiles import (
     READ,
     TILES_CONSTANTS,
-    TILES_DEFAULTS,
     Inputs,
     Problem,
     TileSizes,
@@ -77,7 +76,7 @@ DECLARATION = {
             },
             "axes": {**DTYPE, "softcap": [False, True]},
             "aligned": ["DK", "DV", *READ, "dk_batch", "dk_head", "dk_row", *STRIDES, "dim", "padded"],
-            "forms": {"tiles": {"function": "dkdv_tiles", "constants": TILES_CONSTANTS, "defaults": TILES_DEFAULTS}},
+            "forms": {"tiles": {"function": "dkdv_tiles", "constants": TILES_CONSTANTS}},
         },
         "flash_attention_backward_dq": {
             "always_aligned": True,
@@ -87,7 +86,7 @@ DECLARATION = {
             },
             "axes": {**DTYPE, "softcap": [False, True]},
             "aligned": ["DQ", *READ, "dq_batch", "dq_head", "dq_row", *STRIDES, "dim", "padded"],
-            "forms": {"tiles": {"function": "dq_tiles", "constants": TILES_CONSTANTS, "defaults": TILES_DEFAULTS}},
+            "forms": {"tiles": {"function": "dq_tiles", "constants": TILES_CONSTANTS}},
         },
         "flash_attention_backward_sinks": {
             "always_aligned": True,
@@ -184,7 +183,7 @@ def dkdv_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, dk_batch, dk_head, dk_row, q_batch, q_head, q_row, k_batch, k_head,
     k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_per_head,
     swizzle_heads, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, FP32_PRODUCTS: tl.constexpr, SOFTCAP: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, FP16_FLUSHES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of K. The first keys, which most rows see, come first.
 
@@ -202,7 +201,7 @@ def dkdv_tiles(
     at = (batch * heads + head) * ratio * padded
     x = Inputs(Q, K, V, DY, LSE2 + at, DELTA + at, q_head, q_row, k_row, v_row, dy_head, dy_row)
     p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right, left)
-    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP32_PRODUCTS, SOFTCAP, False)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP16_FLUSHES, SOFTCAP, False)
     dkdv_tile(tile * BLOCK_N, DK, DV, dk_row, x, p, z)
 
 
@@ -211,7 +210,7 @@ def dq_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, dq_batch, dq_head, dq_row, q_batch, q_head, q_row, k_batch, k_head,
     k_row, v_batch, v_head, v_row, dy_batch, dy_head, dy_row, scale, cap, gradient_scale, tiles_per_head,
     swizzle_heads, heads, ratio, dim, padded, len_q, len_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, FP32_PRODUCTS: tl.constexpr, SOFTCAP: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, STAGES: tl.constexpr, FP16_FLUSHES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows of a head, the last rows first. ``heads`` are Q's; the rest is as in ``dkdv_tiles``."""
     batch_head, number = swizzled_tile(tiles_per_head, swizzle_heads)
@@ -227,7 +226,7 @@ def dq_tiles(
     row = tile * BLOCK_M
     x = Inputs(Q, K, V, DY, LSE2 + at, DELTA + at, q_head, q_row, k_row, v_row, dy_head, dy_row)
     p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right, left)
-    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP32_PRODUCTS, SOFTCAP, False)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP16_FLUSHES, SOFTCAP, False)
     dq_tile(row, DQ, dq_row, x, p, z)
 
 

@@ -27,7 +27,6 @@ from csrc_triton.attention.backward_scheduler import varlen_key_tile
 from csrc_triton.attention.backward_tiles import (
     READ,
     TILES_CONSTANTS,
-    TILES_DEFAULTS,
     Inputs,
     Problem,
     TileSizes,
@@ -62,7 +61,7 @@ DECLARATION = {
                 "tiles": {
                     "function": "varlen_dkdv_tiles",
                     "constants": [*TILES_CONSTANTS, "PEELED"],
-                    "defaults": {**TILES_DEFAULTS, "PEELED": 1},
+                    "defaults": {"PEELED": 1},
                 },
             },
         },
@@ -74,9 +73,7 @@ DECLARATION = {
                 "DQ": "*dtype", **READ, **CU_SEQLENS, "dq_head": "i32", "dq_row": "i32", **OF_READ, **NUMBERS,
             },
             "aligned": ["DQ", *READ, "dq_head", "dq_row", *OF_READ, "dim", "padded"],
-            "forms": {
-                "tiles": {"function": "varlen_dq_tiles", "constants": TILES_CONSTANTS, "defaults": TILES_DEFAULTS},
-            },
+            "forms": {"tiles": {"function": "varlen_dq_tiles", "constants": TILES_CONSTANTS}},
         },
         # One for full and causal calls: a right bound that hides nothing costs nothing but masks on some blocks.
         "flash_attention_varlen_backward_warp_specialized": {
@@ -138,7 +135,7 @@ def varlen_dkdv_tiles(
     DK, DV, Q, K, V, DY, LSE2, DELTA, CU_SEQLENS_Q, CU_SEQLENS_K, dk_head, dk_row, q_head, q_row, k_head, k_row,
     v_head, v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_per_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, STAGES: tl.constexpr, FP32_PRODUCTS: tl.constexpr, SOFTCAP: tl.constexpr, PEELED: tl.constexpr,
+    D2: tl.constexpr, STAGES: tl.constexpr, FP16_FLUSHES: tl.constexpr, SOFTCAP: tl.constexpr, PEELED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, which share strides, of BLOCK_N keys of a head of a sequence, the first keys first. LSE2 and DELTA are
     [heads, padded]; ``right`` and ``left`` are those of a sequence with as many keys as queries."""
@@ -160,7 +157,7 @@ def varlen_dkdv_tiles(
         q_head, q_row, k_row, v_row, dy_head, dy_row,
     )  # fmt: skip
     p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right + past, left + past)
-    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP32_PRODUCTS, SOFTCAP, True, PEELED)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP16_FLUSHES, SOFTCAP, True, PEELED)
     dkdv_tile(key, DK + to, DV + to, dk_row, x, p, z)
 
 
@@ -169,7 +166,7 @@ def varlen_dq_tiles(
     DQ, Q, K, V, DY, LSE2, DELTA, CU_SEQLENS_Q, CU_SEQLENS_K, dq_head, dq_row, q_head, q_row, k_head, k_row, v_head,
     v_row, dy_head, dy_row, scale, cap, gradient_scale, tiles_per_head, ratio, dim, padded, sequences,
     tokens_q, tokens_k, right, left, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, STAGES: tl.constexpr, FP32_PRODUCTS: tl.constexpr, SOFTCAP: tl.constexpr,
+    D2: tl.constexpr, STAGES: tl.constexpr, FP16_FLUSHES: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M rows of a head of a sequence, the last rows first; the rest is as in ``varlen_dkdv_tiles``."""
     tile = tiles_per_head - 1 - tl.program_id(0) % tiles_per_head
@@ -189,7 +186,7 @@ def varlen_dq_tiles(
         q_row, k_row, v_row, dy_head, dy_row,
     )  # fmt: skip
     p = Problem(scale, cap, gradient_scale, ratio, dim, padded, len_q, len_k, right + past, left + past)
-    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP32_PRODUCTS, SOFTCAP, True)
+    z = TileSizes(BLOCK_M, BLOCK_N, D1, D2, STAGES, FP16_FLUSHES, SOFTCAP, True)
     dq_tile(row, DQ + head * dq_head + first_q * dq_row, dq_row, x, p, z)
 
 
