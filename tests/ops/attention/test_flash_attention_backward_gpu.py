@@ -21,7 +21,13 @@ from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.runtime.packs import pack_for
 from tests.harness.tolerances import UNIT_ROUNDOFF
 from tests.ops.attention.attention_cases import BF16, EMPTY, FP16, LARGE, Problem
-from tests.ops.attention.attention_gradients import SMALL_GRADIENTS, check_gradients, gradient_errors
+from tests.ops.attention.attention_gradients import (
+    FAINT,
+    SMALL_GRADIENTS,
+    check_gradients,
+    faint_errors,
+    gradient_errors,
+)
 from tests.ops.attention.test_flash_attention_gpu import views
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +62,21 @@ def gradients(
     leaves = [t.requires_grad_() for t in (q, k, v, sinks) if t is not None]
     o, _ = op(q, k, v, **problem.keywords(sinks), deterministic=deterministic)
     return torch.autograd.grad(o, leaves, torch.sin(o.detach()))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("gap", "size"), FAINT)
+def test_subnormal_factors(
+    op: FlashAttention, allowed: dict[str, float], gap: float, size: float, deterministic: bool
+) -> None:
+    """P and dS, or dY, that are subnormal in float16."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(op(*leaves, deterministic=deterministic), leaves, do)
+
+    worst = faint_errors(run, gap, size, allowed, "cuda")
+    assert max(worst.values()) <= 1, worst
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -52,7 +52,7 @@ class FlashAttention(DifferentiableOp):
     after ``preload`` and one call, in CUDA graphs. CPU tensors take the plain-torch reference.
 
     On gfx90a, whose float16 matrix instructions read subnormal numbers as zeros, elements of q, k and v below 2^-14
-    count as zeros in float16's forward. Its backward multiplies in float32, at a quarter of the rate, and loses nothing.
+    count as zeros in float16's forward. Its backward multiplies in float32, at a quarter of the rate, without loss.
 
     Args:
         q: (batch, length, heads, dim) bfloat16 or float16, (batch, heads, length, dim) with layout "bhsd". Any strides

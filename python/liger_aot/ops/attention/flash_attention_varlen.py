@@ -68,7 +68,7 @@ class FlashAttentionVarlen(DifferentiableOp):
     plain-torch reference, whose memory grows with the square of all tokens.
 
     On gfx90a, whose float16 matrix instructions read subnormal numbers as zeros, elements of q, k and v below 2^-14
-    count as zeros in float16's forward. Its backward multiplies in float32, at a quarter of the rate, and loses nothing.
+    count as zeros in float16's forward. Its backward multiplies in float32, at a quarter of the rate, without loss.
 
     Args:
         q: (tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1. Tensors whose rows don't

@@ -37,6 +37,9 @@ class FlashAttentionVarlenBackward(Op):
     ``explain`` says so), which adds it up in float32 in memory. Memory beside the results: two float32 a query and
     head; warp-specialised, dq in float32, too, and of both up to 128 rows a sequence more.
 
+    On gfx90a, whose float16 matrix instructions read subnormal numbers as zeros, float16 is multiplied in float32, at a
+    quarter of the rate.
+
     Args:
         do: the gradient of o: o's shape and dtype, any strides.
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks, causal, scale, window, softcap: as the
