@@ -15,7 +15,10 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 
 import liger_aot.liger
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.liger import elementwise, norms
 from liger_aot.liger.functions import COVERED
+from tests.conftest import built_pack
+from tests.harness.drivers import EmulatorDriver, bound_op
 from tests.models.liger_cases import CASES, Case, labels, ours, randn, rms
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -197,6 +200,57 @@ def test_gate_and_up_of_two_dtypes(name: str) -> None:
         torch.testing.assert_close(got, want.to(gate.dtype))
         grads = torch.autograd.grad(got.sum(), (gate, up))
         assert [g.dtype for g in grads] == list(dtypes)
+
+
+X16, DY = torch.linspace(-2, 2, 48).view(3, 16), torch.linspace(1, 3, 48).view(3, 16)
+RSTD, W16 = torch.tensor([0.5, 2.0, 1.0]), torch.linspace(0.5, 1.5, 16)
+# Of each backward: its module and op there, and arguments; what is float32 here is none of the op's memory.
+BACKWARDS: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
+    "swiglu_backward": (elementwise, "swiglu", (X16.bfloat16(), W16.expand(3, 16), DY)),
+    "geglu_backward": (elementwise, "geglu", (X16, W16.expand(3, 16).bfloat16(), DY.half())),
+    "relu_squared_backward": (elementwise, "relu_squared", (X16.bfloat16(), DY)),
+    "rms_norm_backward": (
+        norms,
+        "rmsnorm",
+        (DY, X16.bfloat16(), W16.bfloat16(), RSTD.bfloat16(), 0.0, "llama", 16, 4, False, None),
+    ),
+    "fused_add_rms_norm_backward": (
+        norms,
+        "added",
+        (DY, DY.half(), X16.bfloat16(), W16, RSTD.bfloat16(), 0.0, "llama", 16, 4, 2, False),
+    ),
+    "modulated_rms_norm_backward": (
+        norms,
+        "modulated",
+        (DY, X16.bfloat16(), None, W16, None, RSTD.bfloat16(), 0.0, "llama", 16, 4, 3, False),
+    ),
+    "layer_norm_backward": (
+        norms,
+        "layernorm",
+        (DY, X16.bfloat16(), W16, None, RSTD.bfloat16(), RSTD.half()),
+    ),
+    "poly_norm_backward": (
+        norms,
+        "poly_norm",
+        (DY, X16.bfloat16(), W16[:3].clone(), torch.ones(9).bfloat16(), 16, 4, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backwards_of_mixed_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers bring their own gradients and statistics: the binaries, which read memory as it is declared, give what
+    plain torch does."""
+    module, op, arguments = BACKWARDS[name]
+    wanted = outputs(ours(name)(*arguments))
+    bound = bound_op(type(getattr(module, f"_{op}")), built_pack("gfx942"), EmulatorDriver)
+    monkeypatch.setattr(module, f"_{op}", bound)
+    for got, want in zip(outputs(ours(name)(*arguments)), wanted, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)
+    wrong = [t.to("meta") if t is arguments[-1 if op == "relu_squared" else 0] else t for t in arguments]
+    with pytest.raises(ArgumentError, match=r"a gradient must be of shape|on meta"):
+        ours(name)(*wrong)
 
 
 def test_a_target_out_of_bounds() -> None:

@@ -12,6 +12,7 @@ from torch.autograd.function import FunctionMeta
 
 from liger_aot.errors import ArgumentError
 from liger_aot.liger.fallback import served
+from liger_aot.ops.differentiable import DifferentiableOp
 
 CASTING_MODES = {"llama": 0, "gemma": 1, "none": -1}  # with Liger's numbers
 _NAMES = {number: name for name, number in CASTING_MODES.items()}
@@ -39,6 +40,46 @@ def whole(x: Any) -> Any:
 
 def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def checked_backward(
+    op: DifferentiableOp,
+    grads: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | None, ...],
+    saved: tuple[Tensor | None, ...],
+    settings: tuple[Any, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Any, ...]:
+    """``op.run_backward``, which trusts that its tensors come from autograd, for callers that bring their own: a
+    gradient of another dtype, or statistics that Liger keeps in the input's, would be read as what they are not.
+
+    Args:
+        tensors: the op's arguments, checked as its forward checks them.
+        saved: what its backward reads. What is no argument is statistics.
+
+    Raises:
+        ArgumentError: a gradient or statistics have another shape or device than the first tensor needs.
+    """
+    op.check(tensors, settings)
+    x = tensors[0]
+    assert x is not None
+    for g in grads:
+        if g is not None and (g.shape != x.shape or g.device != x.device):
+            raise ArgumentError(
+                f"{op.name}: a gradient must be of shape {tuple(x.shape)} on {x.device}; got {tuple(g.shape)} on "
+                f"{g.device}"
+            )
+    fitted = tuple(None if g is None else g.to(x.dtype) for g in grads)
+    return op.run_backward(fitted, saved, settings, needed)
+
+
+def statistics(op: str, argument: str, value: Tensor, x: Tensor, numbers: int) -> Tensor:
+    """What a forward kept of ``numbers`` rows or groups of x, as the backwards read it: float32 without gaps."""
+    if value.numel() != numbers or value.device != x.device:
+        raise ArgumentError(
+            f"{op}: {argument} must hold {numbers} numbers on {x.device}; got {tuple(value.shape)} on {value.device}"
+        )
+    return value.float().contiguous()
 
 
 def gradients_of(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.liger.common import Function, rows
+from liger_aot.liger.common import Function, checked_backward, rows
 from liger_aot.models.fitting import fitting
 from liger_aot.ops.registry import load
 
@@ -51,21 +51,37 @@ def _gated(op: Any, gate: Tensor, up: Tensor) -> Tensor:
     if gate.dtype == up.dtype:
         y = op(gate, up)
         return y
-    wide = torch.promote_types(gate.dtype, up.dtype)
-    y = op(gate.to(wide), up.to(wide))
+    y = op(*_widened(gate, up))
     return y.to(gate.dtype)
+
+
+def _widened(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their dtypes."""
+    wide = torch.promote_types(gate.dtype, up.dtype)
+    return gate.to(wide), up.to(wide)
+
+
+def _gated_forward(op: Any, gate: Tensor, up: Tensor, settings: tuple[Any, ...]) -> Tensor:
+    (c,) = op.run_forward(_widened(gate, up), settings, True, None)
+    return c.to(gate.dtype)  # type: ignore[no-any-return]
+
+
+def _gated_backward(
+    op: Any, gate: Tensor, up: Tensor, dc: Tensor, settings: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    wide = _widened(gate.view(dc.shape), up.view(dc.shape))
+    da, db = checked_backward(op, (dc,), wide, wide, settings, (True, True))
+    return da.to(gate.dtype), db.to(up.dtype)
 
 
 def swiglu_forward(a: Tensor, b: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     gate = a if gate_multiplier == 1.0 else a * gate_multiplier
-    (c,) = _swiglu.run_forward((gate, b), (), True, None)
-    return rows(a), rows(b), c
+    return rows(a), rows(b), _gated_forward(_swiglu, gate, b, ())
 
 
 def swiglu_backward(a: Tensor, b: Tensor, dc: Tensor, gate_multiplier: float = 1.0) -> tuple[Tensor, Tensor]:
-    gate, up = a.view(dc.shape), b.view(dc.shape)
-    gate = gate if gate_multiplier == 1.0 else gate * gate_multiplier
-    da, db = _swiglu.run_backward((dc,), (gate, up), (), (True, True))
+    gate = a if gate_multiplier == 1.0 else a * gate_multiplier
+    da, db = _gated_backward(_swiglu, gate, b, dc, ())
     return da if gate_multiplier == 1.0 else da * gate_multiplier, db
 
 
@@ -83,13 +99,11 @@ class LigerGELUMulFunction(Function):
 
 
 def geglu_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    (c,) = _geglu.run_forward((a, b), TANH, True, None)
-    return rows(a), rows(b), c
+    return rows(a), rows(b), _gated_forward(_geglu, a, b, TANH)
 
 
 def geglu_backward(a: Tensor, b: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
-    da, db = _geglu.run_backward((dc,), (a.view(dc.shape), b.view(dc.shape)), TANH, (True, True))
-    return da, db
+    return _gated_backward(_geglu, a, b, dc, TANH)
 
 
 class LigerReLUSquaredFunction(Function):
@@ -106,8 +120,9 @@ def relu_squared_forward(X: Tensor) -> Tensor:
 
 
 def relu_squared_backward(X: Tensor, dY: Tensor) -> Tensor:
+    x = (X.view(dY.shape),)
     dx: Tensor
-    (dx,) = _relu_squared.run_backward((dY,), (X.view(dY.shape),), (), (True,))
+    (dx,) = checked_backward(_relu_squared, (dY,), x, x, (), (True,))
     return dx
 
 
@@ -180,6 +195,7 @@ def rope_backward(
         with torch.no_grad():
             return _odd(dq, dk, cos, -sin, settings[0])
     saved = (*_tables(dq, cos, sin, unsqueeze_dim), None)
+    _rope.check((dq, dk, *saved), settings)
     dq, dk, *_ = _rope.run_backward((dq, dk), saved, settings, (True, True, False, False, False))
     return dq, dk
 

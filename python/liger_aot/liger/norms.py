@@ -9,7 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_aot.liger.common import CASTING_MODES, Function, casting_name, launch_numbers, rows, whole
+from liger_aot.liger.common import (
+    CASTING_MODES,
+    Function,
+    casting_name,
+    checked_backward,
+    launch_numbers,
+    rows,
+    statistics,
+    whole,
+)
 from liger_aot.models.fitting import fitting
 from liger_aot.ops.registry import load
 
@@ -55,7 +64,9 @@ def rms_norm_backward(
     weight = fitting(W, X)
     settings = (0.0, offset, casting_name(casting_mode))
     needed = (True, W is not None and needs_dw is not False)
-    dx, dw = _rmsnorm.run_backward((dY,), (X.view(dY.shape), weight, RSTD), settings, needed)
+    tensors = (X.view(dY.shape), weight)
+    saved = (*tensors, _rstd("rmsnorm", RSTD, X))
+    dx, dw = checked_backward(_rmsnorm, (dY,), tensors, saved, settings, needed)
     return dx, None if dw is None or W is None else dw.to(W.dtype)
 
 
@@ -91,7 +102,9 @@ def fused_add_rms_norm_backward(
     needed = (True, True, needs_dw is not False)
     settings = (0.0, offset, casting_name(casting_mode))
     shaped = None if dS_out is None else dS_out.view(dY.shape)
-    dx, _, dw = _added.run_backward((dY, shaped), (S.view(dY.shape), fitting(W, S), RSTD), settings, needed)
+    x, weight = S.view(dY.shape), fitting(W, S)
+    saved = (x, weight, _rstd("fused_add_rmsnorm", RSTD, S))
+    dx, _, dw = checked_backward(_added, (dY, shaped), (x, x, weight), saved, settings, needed)
     return dx, dx, None if dw is None else dw.to(W.dtype)
 
 
@@ -150,10 +163,11 @@ def modulated_rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     groups, each = _groups(X, scale)
     flat = None if shift is None else shift.reshape(groups, -1)
-    saved = (X.view(dY.shape), scale.reshape(groups, -1), flat, fitting(W, X), RSTD)
+    tensors = (X.view(dY.shape), scale.reshape(groups, -1), flat, fitting(W, X))
+    saved = (*tensors, _rstd("modulated_rmsnorm", RSTD, X))
     settings = (0.0, offset, casting_name(casting_mode), each)
     needed = (True, True, shift is not None, W is not None)
-    dx, dscale, dshift, dw = _modulated.run_backward((dY,), saved, settings, needed)
+    dx, dscale, dshift, dw = checked_backward(_modulated, (dY,), tensors, saved, settings, needed)
     return (
         dx,
         None if dw is None or W is None else dw.to(W.dtype),
@@ -191,17 +205,28 @@ def layer_norm_backward(
     needs_db: bool | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     weight, bias = _alike(X, W, B)
-    saved = (X.view(dY.shape), weight, bias if weight is None else None, _stats(Mean, RSTD))
+    tensors = (X.view(dY.shape), weight, bias)
+    saved = (*tensors[:2], bias if weight is None else None, _stats("layernorm", Mean, RSTD, X, _rows_of(X)))
     needed = (True, needs_dw is not False, B is not None and needs_db is not False)
-    dx, dw, db = _layernorm.run_backward((dY,), saved, (0.0,), needed)
+    dx, dw, db = checked_backward(_layernorm, (dY,), tensors, saved, (0.0,), needed)
     return dx, None if dw is None else dw.to(W.dtype), None if db is None or B is None else db.to(B.dtype)
 
 
-def _stats(mean: Tensor, rstd: Tensor) -> Tensor:
-    """[rows, 2] float32: mean and 1 / standard deviation of each row, as the op saves them."""
+def _stats(op: str, mean: Tensor, rstd: Tensor, x: Tensor, numbers: int) -> Tensor:
+    """[rows, 2] float32: mean and 1 / standard deviation of each row or group of x, as the ops save them."""
     from torch import stack
 
-    return stack((mean.reshape(-1).float(), rstd.reshape(-1).float()), -1)
+    pair = (("Mean", mean), ("RSTD", rstd))
+    return stack([statistics(op, name, t, x, numbers).view(-1) for name, t in pair], -1)
+
+
+def _rows_of(x: Tensor) -> int:
+    return x.numel() // max(x.shape[-1], 1)
+
+
+def _rstd(op: str, rstd: Tensor, x: Tensor, each: int = 1) -> Tensor:
+    """float32, ``each`` for a row of x."""
+    return statistics(op, "RSTD", rstd, x, _rows_of(x) * each)
 
 
 class LigerGroupNormFunction(Function):
@@ -232,10 +257,11 @@ def group_norm_forward(
 def group_norm_backward(
     dY: Tensor, X: Tensor, W: Tensor, B: Tensor, Mean: Tensor, RSTD: Tensor, num_channels: int, num_groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    weight, _ = _alike(X, W, B)
-    saved = (X, weight, None, _stats(Mean, RSTD))
-    dx, dw, db = _groupnorm.run_backward(
-        (dY.contiguous(),), saved, (num_groups, 0.0, False), (True, True, True)
+    tensors = (X.contiguous(), *_alike(X, W, B))
+    saved = (*tensors[:2], None, _stats("groupnorm", Mean, RSTD, X, len(X) * num_groups))
+    settings = (num_groups, 0.0, False)
+    dx, dw, db = checked_backward(
+        _groupnorm, (dY.contiguous(),), tensors, saved, settings, (True, True, True)
     )
     return dx, dw.to(W.dtype), db.to(B.dtype)
 
@@ -259,8 +285,9 @@ def poly_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     weight = fitting(W, X)
     assert weight is not None
-    saved = (X.view(dY.shape), weight, weight.new_zeros(1), RSTD)
-    dx, dw, db = _poly_norm.run_backward((dY,), saved, (0.0,), (True, True, True))
+    tensors = (X.view(dY.shape), weight, weight.new_zeros(1))
+    saved = (*tensors, _rstd("poly_norm", RSTD, X, each=3))
+    dx, dw, db = checked_backward(_poly_norm, (dY,), tensors, saved, (0.0,), (True, True, True))
     return dx, dw.to(W.dtype), db.to(W.dtype).reshape(())
 
 
