@@ -15,7 +15,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 
 import liger_aot.liger
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.liger import elementwise, norms
+from liger_aot.liger import elementwise, losses, norms
 from liger_aot.liger.functions import COVERED
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, bound_op
@@ -251,6 +251,18 @@ def test_backwards_of_mixed_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -
     wrong = [t.to("meta") if t is arguments[-1 if op == "relu_squared" else 0] else t for t in arguments]
     with pytest.raises(ArgumentError, match=r"a gradient must be of shape|on meta"):
         ours(name)(*wrong)
+
+
+@pytest.mark.parametrize("grad", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5, -1.0, 2.0])])
+def test_the_losses_gradient_has_the_logits_dtype(grad: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the losses have; the kernel reads float32."""
+    op = bound_op(type(losses._cross_entropy), built_pack("gfx942"), EmulatorDriver)
+    monkeypatch.setattr(losses, "_cross_entropy", op)
+    x = X16.bfloat16()
+    want = (x.float() * (grad.unsqueeze(-1) if len(grad.shape) else grad)).bfloat16()
+    assert torch.equal(ours("cross_entropy_backward")(x.clone(), grad.bfloat16()), want)
+    with pytest.raises(ArgumentError, match="must hold one number or 3, one a row"):
+        ours("cross_entropy_backward")(x, grad.new_ones(2))
 
 
 def test_a_target_out_of_bounds() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.errors import IndexOutOfRange
+from liger_aot.errors import ArgumentError, IndexOutOfRange
 from liger_aot.liger.common import Function, gradients_of
 from liger_aot.liger.fallback import theirs
 from liger_aot.ops.registry import load
@@ -147,7 +147,14 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor) -> Tensor:
-    _cross_entropy.rescale(_input, grad_output)
+    """``grad_output`` is a number or one a row, of any dtype: the losses have the logits', the kernel reads float32."""
+    count = _input.numel() // max(_input.shape[-1], 1)
+    if grad_output.numel() not in (1, count):
+        raise ArgumentError(
+            f"cross_entropy: grad_output must hold one number or {count}, one a row; got {tuple(grad_output.shape)}"
+        )
+    grad = grad_output.to(_input.device, torch.float32)
+    _cross_entropy.rescale(_input, grad.reshape(() if grad.numel() == 1 else _input.shape[:-1]))
     return _input
 
 
