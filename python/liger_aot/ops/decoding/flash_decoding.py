@@ -45,6 +45,9 @@ class FlashDecoding(DifferentiableOp):
     device, and nothing waits for it. Works under torch.compile and, after ``preload``, in CUDA graphs, whose lengths
     and tables may change between replays. CPU tensors take the plain-torch reference.
 
+    On gfx90a, whose float16 matrix instructions read subnormal numbers as zeros, float16 elements of q, k_cache and
+    v_cache below 2^-14 count as zeros.
+
     Args:
         q: (batch, tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1.
         k_cache, v_cache: (batch, capacity, kv_heads, dim) or, with ``block_table``, (pages, page_size, kv_heads, dim)
