@@ -275,9 +275,22 @@ def test_a_negative_bit(name: str, op: str, others: tuple[Any, ...], monkeypatch
         assert not isinstance(got, Tensor) or torch.equal(got, want)
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_negative_bit_of_logits(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = bound_op(type(losses._cross_entropy), built_pack("gfx942"), EmulatorDriver)
+    monkeypatch.setattr(losses, "_cross_entropy", op)
+    lazy, others = torch._neg_view(-X16), (None, -100, 0.0, 0.0, "mean", None, False)
+    t = torch.tensor([1, 2, 3])
+    want = ours("cross_entropy_forward")(X16.clone().requires_grad_(gradient), t, *others)
+    got = ours("cross_entropy_forward")(lazy.requires_grad_(gradient), t, *others)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[-1], want[-1])
+
+
 def test_settings_of_a_forward() -> None:
     with pytest.raises(ArgumentError, match="rmsnorm: eps must be"):
         ours("rms_norm_forward")(X16, W16, -1.0, 0.0, "llama", None)
+    with pytest.raises(ArgumentError, match="cross_entropy: reduction must be"):
+        ours("cross_entropy_forward")(X16, W16[:3].long(), None, -100, 0.0, 0.0, "all", None, False)
 
 
 @pytest.mark.parametrize("grad", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5, -1.0, 2.0])])
