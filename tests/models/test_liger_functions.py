@@ -458,6 +458,46 @@ def test_backwards_of_mixed_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -
         ours(name)(*wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "op", "others"),
+    [
+        ("rms_norm_forward", "rmsnorm", (W16, 1e-6, 0.0, "llama", None)),
+        ("layer_norm_forward", "layernorm", (W16, None, 1e-6)),
+        ("relu_squared_forward", "relu_squared", ()),
+        ("relu_squared_backward", "relu_squared", (DY,)),
+        ("swiglu_backward", "swiglu", (X16, DY)),
+    ],
+)
+def test_a_negative_bit(name: str, op: str, others: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which torch's dispatcher sees and a kernel does not: memory holds minus the values."""
+    module = norms if "norm" in name else elementwise
+    bound = bound_op(type(getattr(module, f"_{op}")), built_pack("gfx942"), EmulatorDriver)
+    monkeypatch.setattr(module, f"_{op}", bound)
+    lazy = torch._neg_view(-X16)  # as conj().imag, without its stride of 2, which is copied
+    assert lazy.is_neg() and torch.equal(lazy, X16)
+    wanted = outputs(ours(name)(lazy.resolve_neg(), *others))
+    for got, want in zip(outputs(ours(name)(lazy, *others)), wanted, strict=True):
+        assert not isinstance(got, Tensor) or torch.equal(got, want)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_negative_bit_of_logits(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = bound_op(type(losses._cross_entropy), built_pack("gfx942"), EmulatorDriver)
+    monkeypatch.setattr(losses, "_cross_entropy", op)
+    lazy, others = torch._neg_view(-X16), (None, -100, 0.0, 0.0, "mean", None, False)
+    t = torch.tensor([1, 2, 3])
+    want = ours("cross_entropy_forward")(X16.clone().requires_grad_(gradient), t, *others)
+    got = ours("cross_entropy_forward")(lazy.requires_grad_(gradient), t, *others)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[-1], want[-1])
+
+
+def test_settings_of_a_forward() -> None:
+    with pytest.raises(ArgumentError, match="rmsnorm: eps must be"):
+        ours("rms_norm_forward")(X16, W16, -1.0, 0.0, "llama", None)
+    with pytest.raises(ArgumentError, match="cross_entropy: reduction must be"):
+        ours("cross_entropy_forward")(X16, W16[:3].long(), None, -100, 0.0, 0.0, "all", None, False)
+
+
 @pytest.mark.parametrize("grad", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5, -1.0, 2.0])])
 def test_the_losses_gradient_has_the_logits_dtype(grad: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the losses have; the kernel reads float32."""

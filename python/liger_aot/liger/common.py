@@ -12,6 +12,7 @@ from torch.autograd.function import FunctionMeta
 
 from liger_aot.errors import ArgumentError
 from liger_aot.liger.fallback import served
+from liger_aot.ops import guards
 from liger_aot.ops.differentiable import DifferentiableOp
 
 CASTING_MODES = {"llama": 0, "gemma": 1, "none": -1}  # with Liger's numbers
@@ -42,6 +43,14 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def checked_forward(
+    op: DifferentiableOp, tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """``op.run_forward`` with all results, for callers that bring their own tensors and settings: both are put right or
+    refused as in a call of the op. It leaves autograd to the caller."""
+    return op.run_forward(guards.plain(tensors), op.settings.checked(op.name, settings), True, None)
+
+
 def checked_backward(
     op: DifferentiableOp,
     grads: tuple[Tensor | None, ...],
@@ -60,6 +69,7 @@ def checked_backward(
     Raises:
         ArgumentError: a gradient or statistics have another shape or device than the first tensor needs.
     """
+    grads, tensors, saved = guards.plain(grads), guards.plain(tensors), guards.plain(saved)
     op.check(tensors, settings)
     x = tensors[0]
     assert x is not None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.liger.common import Function, checked_backward, rows
+from liger_aot.liger.common import Function, checked_backward, checked_forward, rows
 from liger_aot.models.fitting import fitting
 from liger_aot.ops.registry import load
 
@@ -62,7 +62,7 @@ def _widened(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gated_forward(op: Any, gate: Tensor, up: Tensor, settings: tuple[Any, ...]) -> Tensor:
-    (c,) = op.run_forward(_widened(gate, up), settings, True, None)
+    (c,) = checked_forward(op, _widened(gate, up), settings)
     return c.to(gate.dtype)  # type: ignore[no-any-return]
 
 
@@ -115,7 +115,7 @@ class LigerReLUSquaredFunction(Function):
 
 def relu_squared_forward(X: Tensor) -> Tensor:
     y: Tensor
-    (y,) = _relu_squared.run_forward((X,), (), True, None)
+    (y,) = checked_forward(_relu_squared, (X,), ())
     return y
 
 
@@ -181,7 +181,7 @@ def rope_forward(
         with torch.no_grad():
             q, k = _odd(q, k, cos, sin, settings[0])
     else:
-        q, k = _rope.run_forward((q, k, cos, sin, None), settings, True, None)
+        q, k = checked_forward(_rope, (q, k, cos, sin, None), settings)
     return q, k, cos if cos.dim() == 3 else cos.unsqueeze(0), sin if sin.dim() == 3 else sin.unsqueeze(0)
 
 

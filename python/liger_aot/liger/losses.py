@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, IndexOutOfRange
 from liger_aot.liger.common import Function, gradients_of
 from liger_aot.liger.fallback import theirs
+from liger_aot.ops import guards
 from liger_aot.ops.post_training.policy_loss import NORMALIZED
 from liger_aot.ops.registry import load
 from liger_aot.ops.token_mask import KINDS
@@ -128,7 +129,7 @@ def cross_entropy_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """Logits that require a gradient are overwritten with it."""
     wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
-    tensors = (_input, target, weight)
+    _input, target, weight = tensors = guards.plain((_input, target, weight))
     settings = (
         ignore_index,
         float(label_smoothing),
@@ -138,7 +139,7 @@ def cross_entropy_forward(
         *wanted,
     )
     with torch.no_grad():
-        _cross_entropy.check(tensors, settings)
+        _cross_entropy.check_all(tensors, settings)
         if _input.requires_grad:
             contiguous = _input.detach().contiguous()
             results = _cross_entropy.overwrite((contiguous, target, weight), settings)

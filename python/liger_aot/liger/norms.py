@@ -14,6 +14,7 @@ from liger_aot.liger.common import (
     Function,
     casting_name,
     checked_backward,
+    checked_forward,
     launch_numbers,
     rows,
     statistics,
@@ -53,7 +54,7 @@ def rms_norm_forward(
     X: Tensor, W: Tensor | None, eps: float, offset: float, casting_mode: str | int, row_mode: bool | None
 ) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
     name = casting_name(casting_mode)
-    y, rstd = _rmsnorm.run_forward((X, fitting(W, X)), (eps, offset, name), True, None)
+    y, rstd = checked_forward(_rmsnorm, (X, fitting(W, X)), (eps, offset, name))
     return y, rows(X), rstd, *launch_numbers(X.shape[-1]), CASTING_MODES[name]
 
 
@@ -91,7 +92,7 @@ def fused_add_rms_norm_forward(
     X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float, casting_mode: str | int
 ) -> tuple[Tensor, Tensor, Tensor, int, int, int, int]:
     name = casting_name(casting_mode)
-    y, added, rstd = _added.run_forward((X, R, fitting(W, X)), (eps, offset, name), True, None)
+    y, added, rstd = checked_forward(_added, (X, R, fitting(W, X)), (eps, offset, name))
     return y, added, rstd, *launch_numbers(X.shape[-1]), 2, CASTING_MODES[name]
 
 
@@ -153,7 +154,7 @@ def modulated_rms_norm_forward(
         None if shift is None else shift.reshape(groups, -1),
         fitting(W, X),
     )
-    y, rstd = _modulated.run_forward(tensors, (eps, offset, name, each), True, None)
+    y, rstd = checked_forward(_modulated, tensors, (eps, offset, name, each))
     return y, rstd, *launch_numbers(X.shape[-1]), CASTING_MODES[name], each
 
 
@@ -195,7 +196,7 @@ def _alike(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tenso
 def layer_norm_forward(
     X: Tensor, W: Tensor, B: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-    y, stats = _layernorm.run_forward((X, *_alike(X, W, B)), (eps,), True, None)
+    y, stats = checked_forward(_layernorm, (X, *_alike(X, W, B)), (eps,))
     mean, rstd = stats.unbind(-1)
     return y, rows(X), mean, rstd, *launch_numbers(X.shape[-1])
 
@@ -249,7 +250,7 @@ def group_norm_forward(
     X: Tensor, num_channels: int, num_groups: int, W: Tensor, B: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     X = X.contiguous()
-    y, stats = _groupnorm.run_forward((X, *_alike(X, W, B)), (num_groups, eps, False), True, None)
+    y, stats = checked_forward(_groupnorm, (X, *_alike(X, W, B)), (num_groups, eps, False))
     mean, rstd = (s.view(X.shape[0], num_groups) for s in stats.unbind(-1))
     return y, X, mean, rstd, launch_numbers(X[0].numel() // num_groups)[0]
 
@@ -276,7 +277,7 @@ class LigerPolyNormFunction(Function):
 def poly_norm_forward(
     X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    y, rstd = _poly_norm.run_forward((X, *_alike(X, W, B)), (eps,), True, None)
+    y, rstd = checked_forward(_poly_norm, (X, *_alike(X, W, B)), (eps,))
     return y, rows(X), rstd, *launch_numbers(X.shape[-1])
 
 
