@@ -64,7 +64,11 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "sapo_temperature_pos": (0, -1.0),
     "sapo_temperature_neg": (0, -1.0),
 }
-FREE = {("policy_loss", "beta")}  # arguments whose names others restrict
+FREE = {
+    ("policy_loss", "beta"),
+    ("fused_linear_preference_loss", "beta"),
+    ("fused_linear_grpo_loss", "beta"),
+}  # arguments whose names others restrict
 
 
 @cache

@@ -251,7 +251,7 @@ class LigerFusedLinearGRPOFunction(Function):
         if loss_type in ("dapo", "cispo", "vespo"):
             normalizer = _normalizer(attention_mask, num_items_in_batch)
         found = _grpo(
-            _input, weight, selected_token_ids, attention_mask, advantages, bias,
+            _input, weight, selected_token_ids, advantages, attention_mask != 0, bias,
             ref_per_token_logps if use_ref_model else None, old_per_token_logps,
             *((ref_input, ref_weight, ref_bias) if computed else (None, None, None)), vllm_is_ratio, normalizer,
             loss_type=loss_type, importance_sampling_level=importance_sampling_level, beta=beta,

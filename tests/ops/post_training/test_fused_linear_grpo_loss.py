@@ -10,8 +10,8 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.post_training._policy import LOSS_TYPES, OF_TOKENS
 from liger_aot.ops.post_training.fused_linear_grpo_loss import FusedLinearGRPOLoss
+from liger_aot.ops.post_training.policy_loss import CLIP, LOSS_TYPES
 from tests.ops.post_training.sequence_cases import BF16, FP16, FP32, Case, Drawn, SequenceTests
 
 GIVEN = ("old", "ref")
@@ -49,7 +49,7 @@ class TestGRPOLoss(SequenceTests):
                 keywords={"loss_type": kind, "importance_sampling_level": "sequence", "use_bias_correction_kl": fixed},
             )
             for kind in LOSS_TYPES
-            if kind not in OF_TOKENS
+            if LOSS_TYPES[kind][0] == CLIP
             for fixed in (False, True)
         ),
         Case(3, 5, 16, 37, parts=("by_token",), keywords={"epsilon_low": 0.1}),
@@ -78,6 +78,8 @@ class TestGRPOLoss(SequenceTests):
         each = at // max(case.tokens, 1) if of_sequences else at
         moved = torch.tensor(RATIOS, device=device, dtype=torch.float64)[each % len(RATIOS)]
         noise = torch.rand(size, device=device, generator=g)
+        if case.keywords.get("loss_type") != "luspo":  # what is of no token that counts is not used
+            logps = torch.where(drawn.tensors["completion_mask"] != 0, logps, -200.0)
         if "old" in case.parts:
             drawn = drawn.but(old_logps=(logps - moved).float())
         if "ref" in case.parts:
@@ -161,7 +163,7 @@ def test_log_probabilities() -> None:
     """What ``old_logps`` and ``ref_logps`` are taken from; a masked token's id may be anything."""
     x, w, ids = torch.randn(2, 3, 8), torch.randn(11, 8), torch.tensor([[1, 2, -7], [10, 0, 99]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
-    found = liger_aot.load("fused_linear_grpo_loss")(x, w, ids, mask, torch.ones(2), temperature=2.0)
+    found = liger_aot.load("fused_linear_grpo_loss")(x, w, ids, torch.ones(2), mask, temperature=2.0)
     wanted = ((x @ w.t()) / 2).log_softmax(-1)[:, :2].gather(-1, ids[:, :2].unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(found.logps[:, :2], wanted)
     assert not found.logps[:, 2].any() and found.loss.isfinite()
@@ -172,7 +174,7 @@ def test_nothing_counts() -> None:
     x, ids = torch.randn(2, 3, 8, requires_grad=True), torch.zeros(2, 3, dtype=torch.int64)
     for kind in LOSS_TYPES:
         x.grad = None
-        found = op(x, torch.randn(11, 8), ids, torch.zeros(2, 3), torch.ones(2), loss_type=kind)
+        found = op(x, torch.randn(11, 8), ids, torch.ones(2), torch.zeros(2, 3), loss_type=kind)
         found.loss.backward()
         assert found.loss == 0 and x.grad is not None and not x.grad.any(), kind
 
@@ -180,36 +182,36 @@ def test_nothing_counts() -> None:
 X, W, I = torch.ones(2, 3, 8), torch.ones(6, 8), torch.zeros(2, 3, dtype=torch.int64)  # noqa: E741
 M, A = torch.ones(2, 3), torch.ones(2)
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-    "ids' dtype": ((X, W, I.float(), M, A), {}, ArgumentTypeError, "completion_ids must be int64 or int32"),
-    "ids' range": ((X, W, I + 6, M, A), {}, ArgumentError, r"must be in \[0, 6\)"),
-    "mask's shape": ((X, W, I, M[0], A), {}, ArgumentError, r"completion_mask must be of shape \(2, 3\)"),
-    "no mask": ((X, W, I, [1], A), {}, ArgumentTypeError, "completion_mask must be a torch.Tensor, got list"),
-    "advantages": ((X, W, I, M, M[0]), {}, ArgumentError, r"advantages must be of shape \(2,\) or \(2, 3\)"),
-    "advantages' dtype": ((X, W, I, M, A.int()), {}, ArgumentTypeError, "advantages must be bfloat16.*int32"),
+    "ids' dtype": ((X, W, I.float(), A, M), {}, ArgumentTypeError, "completion_ids must be int64 or int32"),
+    "ids' range": ((X, W, I + 6, A, M), {}, ArgumentError, r"must be in \[0, 6\)"),
+    "mask's shape": ((X, W, I, A, M[0]), {}, ArgumentError, r"completion_mask must be of shape \(2, 3\)"),
+    "no mask": ((X, W, I, A, [1]), {}, ArgumentTypeError, "completion_mask must be a torch.Tensor, got list"),
+    "advantages": ((X, W, I, M[0], M), {}, ArgumentError, r"advantages must be of shape \(2,\) or \(2, 3\)"),
+    "advantages' dtype": ((X, W, I, A.int(), M), {}, ArgumentTypeError, "advantages must be bfloat16.*int32"),
     "advantages of tokens": (
         (X, W, I, M, M),
         {"importance_sampling_level": "sequence"},
         ArgumentError,
         r'advantages must be of shape \(2,\) for importance_sampling_level "sequence"',
     ),
-    "old_logps": ((X, W, I, M, A), {"old_logps": A}, ArgumentError, r"old_logps must be of shape \(2, 3\)"),
+    "old_logps": ((X, W, I, A, M), {"old_logps": A}, ArgumentError, r"old_logps must be of shape \(2, 3\)"),
     "two references": (
-        (X, W, I, M, A),
+        (X, W, I, A, M),
         {"ref_logps": M, "ref_input": X, "ref_weight": W},
         ArgumentError,
         "ref_logps and ref_input are two references",
     ),
-    "half a reference": ((X, W, I, M, A), {"ref_weight": W}, ArgumentError, "must be given together"),
+    "half a reference": ((X, W, I, A, M), {"ref_weight": W}, ArgumentError, "must be given together"),
     "level": (
-        (X, W, I, M, A),
+        (X, W, I, A, M),
         {"importance_sampling_level": "sequence", "loss_type": "sapo"},
         ArgumentError,
         'must be "token" for loss_type "sapo"',
     ),
-    "loss type": ((X, W, I, M, A), {"loss_type": "ppo"}, ArgumentError, "loss_type must be one of grpo"),
-    "temperature": ((X, W, I, M, A), {"temperature": 0.0}, ArgumentError, "temperature must be above 0"),
-    "delta": ((X, W, I, M, A), {"delta": 0.0}, ArgumentError, "delta must be above 0"),
-    "normalizer": ((X, W, I, M, A), {"normalizer": A}, ArgumentError, r"normalizer must be of shape \(\)"),
+    "loss type": ((X, W, I, A, M), {"loss_type": "ppo"}, ArgumentError, "loss_type must be one of grpo"),
+    "temperature": ((X, W, I, A, M), {"temperature": 0.0}, ArgumentError, "temperature must be above 0"),
+    "delta": ((X, W, I, A, M), {"delta": 0.0}, ArgumentError, "delta must be above 0"),
+    "normalizer": ((X, W, I, A, M), {"normalizer": A}, ArgumentError, r"normalizer must be of shape \(\)"),
 }
 
 

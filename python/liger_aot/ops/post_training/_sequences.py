@@ -61,8 +61,9 @@ class Given(NamedTuple):
     reference: Layer | None = None
     second: Tensor | None = None  # other tokens whose log-probabilities the loss has, too
     ignore_index: int = -100
+    with_sums: bool = False  # whether the outputs have ``Found.sums``
     paired: bool = (
-        False  # the first half of the sequences are the chosen ones, each with one of the second half
+        False  # the first half of the sequences are chosen, each with its rejected one in the second
     )
     chunk_bytes: int = MOST
     weight_grad_dtype: torch.dtype | None = None
@@ -74,6 +75,7 @@ class Found(NamedTuple):
     policy: Tensor
     reference: Tensor | None = None
     second: Tensor | None = None
+    sums: Tensor | None = None  # (sequences,) of all of the policy's logits
 
 
 class Solved(NamedTuple):
@@ -194,22 +196,23 @@ class SequenceLoss(LinearLoss):
             )
         if made is None or chunks.units_at_once < 1:
             found, lse = chunks.log_probs(policy, second)
-            found = found._replace(reference=reference)
+            found = found._replace(reference=reference, sums=chunks.sums(policy))
             solved = self.solve(found, lambda t: t, tensors, settings)
             if made is not None:
                 chunks.add_by_rows(made, policy, lse, solved, outer)
         else:
+            sums = chunks.sums(policy)
             log_probs = given.policy.input.new_empty(given.target.shape, dtype=torch.float32)
             seconds = None if second is None else torch.empty_like(log_probs)
             for part in chunks.parts():
                 logits, lse, some = chunks.log_probs_of(part, policy)
-                some = some._replace(reference=None if reference is None else part.take(reference))
+                some = some._replace(reference=None if reference is None else part.take(reference), sums=sums)
                 solved = self.solve(some, part.take, tensors, settings)
                 chunks.add_part(made, part, logits, lse, solved, outer)
                 part.put(log_probs, some.policy)
                 if seconds is not None and some.second is not None:
                     part.put(seconds, some.second)
-            found = Found(log_probs, reference, seconds)
+            found = Found(log_probs, reference, seconds, sums)
             if chunks.several:
                 solved = self.solve(found, lambda t: t, tensors, settings)
         device_errors.check_now(self.name, given.policy.input.device)
@@ -254,7 +257,8 @@ class _Part(NamedTuple):
 
 
 class _Chunks:
-    """The chunks of a call: how many sequences go at once, the buffer of their logits, the launches."""
+    """The chunks of a call: how many sequences go at once, the buffer of their logits, the launches. The buffer takes
+    no more than the weight does, unless a single sequence or pair needs it."""
 
     def __init__(self, op: str, on: OpOn, given: Given, gradients: bool) -> None:
         self._op, self._on, self._given = op, on, given
@@ -263,17 +267,16 @@ class _Chunks:
         sequences, self._length = x.shape[:2]
         self._row_loss = RowLoss(given.ignore_index)
         row_bytes = _row_bytes(x, weight)
+        budget = min(BUDGET, given.chunk_bytes, max(x.shape[-1], 1) * row_bytes)
         self._half = sequences // 2 if given.paired else 0
         self._units = self._half or sequences
         unit = self._length * (2 if given.paired else 1)
-        most = min(BUDGET, given.chunk_bytes) // (unit * row_bytes)
+        most = budget // max(unit * row_bytes, 1)
         if not most and unit * row_bytes <= given.chunk_bytes:
             most = 1
         chunks = -(-self._units // most) if most else 0
         self.units_at_once = -(-self._units // chunks) if chunks else 0
-        self._rows_at_once = chunk_rows(
-            op, sequences * self._length, row_bytes, min(BUDGET, given.chunk_bytes)
-        )
+        self._rows_at_once = chunk_rows(op, sequences * self._length, row_bytes, budget)
         held = self.units_at_once * unit if gradients else 0
         self._buffer = chunk_buffer(x, max(held, self._rows_at_once), self._vocabulary)
         self.several = self.units_at_once < self._units
@@ -312,9 +315,17 @@ class _Chunks:
         """(logits, log-sum-exps, log-probabilities) of a part."""
         logits = self._project(layer, contiguous_rows(part.take(layer.input)))
         found, lse = self._stats(logits, self._tokens_of_part(part))
-        policy, _, second = (None if t is None else t.view(-1, self._length) for t in found)
-        assert policy is not None
-        return logits, lse, Found(policy, None, second)
+        second = None if found.second is None else found.second.view(-1, self._length)
+        return logits, lse, Found(found.policy.view(-1, self._length), None, second)
+
+    def sums(self, layer: Layer) -> Tensor | None:
+        """Of each sequence's logits, by one product with the sum of its rows."""
+        if not self._given.with_sums:
+            return None
+        rows = layer.input.sum(1, dtype=torch.float32).to(self._dtype)
+        logits = project(rows, layer.weight, None, chunk_buffer(rows, rows.shape[0], self._vocabulary))
+        found = logits.sum(-1, dtype=torch.float32)
+        return found if layer.bias is None else found + self._length * layer.bias.sum(dtype=torch.float32)
 
     def add_part(
         self,
@@ -430,7 +441,11 @@ def whole(
     if given.reference is not None:
         reference = _chosen(_log_softmax(given.reference, wide), given.target, given.ignore_index).detach()
     second = None if given.second is None else _chosen(log_q, given.second, given.ignore_index)
-    found = Found(_chosen(log_q, given.target, given.ignore_index), reference, second)
+    sums = None
+    if given.with_sums:
+        sums = (x.to(wide).sum(1) @ weight.to(wide).t()).sum(-1)
+        sums = sums if bias is None else sums + x.shape[1] * bias.to(wide).sum()
+    found = Found(_chosen(log_q, given.target, given.ignore_index), reference, second, sums)
     solved = op.solve(found, lambda t: t, tensors, settings)
     outputs = (solved.outputs[0], *(o.detach() for o in solved.outputs[1:]))
     if not any(wanted):

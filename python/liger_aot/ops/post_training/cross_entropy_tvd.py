@@ -193,7 +193,7 @@ class CrossEntropyTVD(DifferentiableOp):
         dce, dtvd = (
             x.new_zeros(known.shape) if g is None else g.to(wide).reshape(known.shape) for g in grads
         )
-        dce = torch.where(known, dce, torch.nan)
+        dce = torch.where(known | ~counts.unsqueeze(-1), dce, torch.nan)
         dx = p * dce + p * (_sign(p - q) - sigma) * (dtvd / 2)
         dx = dx.scatter_add(-1, columns, -dce)
         return torch.where(counts.unsqueeze(-1), dx, 0).to(logits.dtype), None, None

@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 class FusedLinearDistillationLoss(LinearLoss):
     """``fused_linear_distillation_loss(student_input, student_weight, teacher_input, teacher_weight, target,
     student_bias=None, teacher_bias=None, *, soft_loss="jsd", beta=0.5, weight_hard_loss=0.5, weight_soft_loss=0.5,
-    temperature=1.0, ignore_index=-100, chunk_bytes=2**29, weight_grad_dtype=None) -> DistillationLoss``:
+    temperature=1.0, ignore_index=-100, chunk_bytes=2**30, weight_grad_dtype=None) -> DistillationLoss``:
     weight_hard_loss times the cross entropy of the student's logits student_input @ student_weight^T + student_bias
     with ``target``, and weight_soft_loss times a distance of the student's from the teacher's logits, both over the
     temperature:
@@ -102,7 +102,7 @@ class FusedLinearDistillationLoss(LinearLoss):
         weight_hard_loss, weight_soft_loss: of the two.
         temperature: above 0. The hard loss has none.
         ignore_index: rows with this target have no loss and no gradient.
-        chunk_bytes: of memory for both models' logits of a chunk.
+        chunk_bytes: of memory for both models' logits of a chunk; each takes no more than student_weight does.
         weight_grad_dtype: of student_weight's gradient while it is added up, a rounding a chunk: None is the weight's,
             or torch.float32.
 
@@ -161,7 +161,7 @@ class FusedLinearDistillationLoss(LinearLoss):
         weight_soft_loss: float = 0.5,
         temperature: float = 1.0,
         ignore_index: int = -100,
-        chunk_bytes: int = BUDGET,
+        chunk_bytes: int = 2 * BUDGET,
         weight_grad_dtype: torch.dtype | None = None,
     ) -> DistillationLoss:
         student_input, student_weight, student_bias = autocast(student_input, student_weight, student_bias)
@@ -225,7 +225,8 @@ class FusedLinearDistillationLoss(LinearLoss):
         outer = None if grad is None else grad.to(torch.float32)
         losses = x.new_empty((2, rows), dtype=torch.float32)
 
-        each = chunk_rows(self.name, rows, _row_bytes(x, teacher_weight), asked.chunk_bytes)
+        row_bytes = _row_bytes(x, teacher_weight)
+        each = chunk_rows(self.name, rows, row_bytes, min(asked.chunk_bytes, x.shape[1] * row_bytes))
         buffers = chunk_buffer(x, each, n), chunk_buffer(x, each, n)
         made = LinearGradients(x, w, b, wanted, asked.weight_grad_dtype or weight.dtype)
         width, device = padded(n), on.device
@@ -297,17 +298,18 @@ def whole(
     teacher = teacher_x.reshape(flat.shape[0], teacher_x.shape[-1]).to(wide) @ teacher_weight.to(wide).t()
     teacher = teacher if teacher_bias is None else teacher + teacher_bias.to(wide)
     counts = counted(t, asked.ignore_index)
-    count = counts.sum().clamp(min=1).to(wide)
+    each = 1 / counts.sum().clamp(min=1).to(wide)
     missing = teacher.shape[1] - student.shape[1]
     rows, slopes = _soft(torch.nn.functional.pad(student, (0, missing)), teacher, asked)
-    soft = torch.where(counts, rows, 0).sum() / count
-    g = torch.where(counts.unsqueeze(-1), slopes, 0)[:, : student.shape[1]] * (asked.weight_soft / count)
+    rows = torch.where(counts, rows, 0) * each
+    g = torch.where(counts.unsqueeze(-1), slopes, 0)[:, : student.shape[1]] * (asked.weight_soft * each)
     log_q = student.log_softmax(-1)
     at = torch.where(counts, t.long(), 0).unsqueeze(-1)
-    hard = torch.where(counts, -log_q.gather(-1, at).squeeze(-1), 0).sum() / count
-    by = (counts * (asked.weight_hard / count)).unsqueeze(-1)
+    hard_rows = torch.where(counts, -log_q.gather(-1, at).squeeze(-1), 0) * each
+    by = (counts.to(wide) * (asked.weight_hard * each)).unsqueeze(-1)
     g = (g + log_q.exp() * by).scatter_add(-1, at, -by)
-    outputs = asked.weight_soft * soft + asked.weight_hard * hard, soft.detach(), hard.detach()
+    loss = (asked.weight_soft * rows + asked.weight_hard * hard_rows).sum()
+    outputs = loss, rows.detach().sum(), hard_rows.detach().sum()
     if not any(wanted):
         return outputs, (None, None, None)
     if grad is not None:

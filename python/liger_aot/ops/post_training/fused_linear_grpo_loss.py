@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Allowed, Schema
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.losses._linear import autocast
 from liger_aot.ops.losses._row_loss import check_target
-from liger_aot.ops.post_training._policy import LOSS_TYPES, OF_TOKENS, Numbers, Tokens, policy, slopes
+from liger_aot.ops.post_training import policy_loss
+from liger_aot.ops.post_training._policy import Tokens, policy, slopes_of
 from liger_aot.ops.post_training._sequences import (
     MOST,
     Found,
@@ -24,11 +25,11 @@ from liger_aot.ops.post_training._sequences import (
     reference_backward_of,
     reference_of,
 )
+from liger_aot.ops.token_mask import KINDS
 
 IGNORED = -1  # the target of a token that does not count: no class
 OUTPUTS = 4
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MASKS = (*WIDE, torch.bool, torch.int64, torch.int32, torch.uint8)
 
 
 class PolicyLoss(NamedTuple):
@@ -63,25 +64,23 @@ class Settings(NamedTuple):
     wanted: tuple[bool, ...] = ()
 
     @property
-    def of_sequences(self) -> bool:
-        return self.importance_sampling_level == "sequence"
-
-    @property
-    def numbers(self) -> Numbers:
-        return Numbers(
-            self.loss_type, self.of_sequences, self.beta, self.epsilon_low, self.epsilon_high, self.delta,
-            (self.sapo_temperature_pos, self.sapo_temperature_neg), self[11:15], self.use_bias_correction_kl,
+    def policy(self) -> policy_loss.Settings:
+        """What ``policy_loss`` would take."""
+        return policy_loss.Settings(
+            self.loss_type, self.importance_sampling_level, "mean", self.beta, self.epsilon_low, self.epsilon_high,
+            self.delta, self.use_bias_correction_kl, self.max_completion_length, self.sapo_temperature_pos,
+            self.sapo_temperature_neg, self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg,
         )  # fmt: skip
 
 
 class FusedLinearGRPOLoss(SequenceLoss):
-    """``fused_linear_grpo_loss(input, weight, completion_ids, completion_mask, advantages, bias=None, ref_logps=None,
-    old_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None, normalizer=None, *,
-    loss_type="dapo", importance_sampling_level="token", beta=0.04, epsilon_low=0.2, epsilon_high=0.2, delta=None,
-    temperature=1.0, max_completion_length=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0,
-    sapo_temperature_neg=1.05, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
-    chunk_bytes=2**32, weight_grad_dtype=None) -> PolicyLoss``: a policy gradient loss of sampled completions by the
-    logits (input @ weight^T + bias) / temperature.
+    """``fused_linear_grpo_loss(input, weight, completion_ids, advantages, completion_mask=None, bias=None,
+    ref_logps=None, old_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None,
+    normalizer=None, *, loss_type="dapo", importance_sampling_level="token", beta=0.04, epsilon_low=0.2,
+    epsilon_high=0.2, delta=None, temperature=1.0, max_completion_length=None, use_bias_correction_kl=False,
+    sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0,
+    vespo_lambda_neg=2.0, chunk_bytes=2**32, weight_grad_dtype=None) -> PolicyLoss``: a policy gradient loss of sampled
+    completions by the logits (input @ weight^T + bias) / temperature.
 
     Differentiable in input, weight and bias; the reference's arguments get no gradient. Works under torch.compile and,
     after ``preload``, in CUDA graphs: nothing waits for the device. CPU tensors take the plain-torch reference, which
@@ -100,8 +99,9 @@ class FusedLinearGRPOLoss(SequenceLoss):
         input: (sequences, tokens, k) bfloat16, float16 or float32: the hidden states that predict ``completion_ids``.
         weight: (vocabulary, k) of input's dtype, or float32: then it is cast for the products, once a call.
         completion_ids: (sequences, tokens) int64 or int32, in [0, vocabulary) where the mask is not 0.
-        completion_mask: (sequences, tokens) of any dtype: tokens count where it is not 0.
         advantages: (sequences,) or (sequences, tokens), floating point.
+        completion_mask: (sequences, tokens) bool, int8, uint8, int32, int64 or float32: tokens count where it is not 0.
+            None: all do.
         bias: (vocabulary,) of input's dtype or float32, or None.
         ref_logps: (sequences, tokens), floating point: the reference's log-probabilities. None: those of ``ref_input``.
         old_logps: (sequences, tokens), floating point: of the policy that sampled. None: the policy's own.
@@ -124,8 +124,8 @@ class FusedLinearGRPOLoss(SequenceLoss):
         sapo_temperature_pos, sapo_temperature_neg: above 0: of SAPO's gate, for positive and for other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of VESPO's gamma density, for advantages from 0 on
             and for negative ones.
-        chunk_bytes: what the logits of one completion may take. Chunks are as many of those as fit into 2^29 bytes, at
-            least one.
+        chunk_bytes: what the logits of one completion may take. Chunks are as many of those as fit into 2^29 bytes and
+            weight's own size, at least one.
         weight_grad_dtype: in which the chunks' parts of weight's gradient are added: weight's dtype (None), which
             rounds the sum once a chunk, or torch.float32.
 
@@ -146,13 +146,13 @@ class FusedLinearGRPOLoss(SequenceLoss):
 
     name = "fused_linear_grpo_loss"
     tensors = (
-        "input", "weight", "completion_ids", "completion_mask", "advantages", "bias?", "ref_logps?", "old_logps?",
+        "input", "weight", "completion_ids", "advantages", "completion_mask?", "bias?", "ref_logps?", "old_logps?",
         "ref_input?", "ref_weight?", "ref_bias?", "vllm_is_ratio?", "normalizer?",
     )  # fmt: skip
     settings = Schema(
         {
-            "str loss_type": Allowed(among=LOSS_TYPES),
-            "str importance_sampling_level": Allowed(among=("token", "sequence")),
+            "str loss_type": Allowed(among=policy_loss.LOSS_TYPES),
+            "str importance_sampling_level": Allowed(among=policy_loss.LEVELS),
             "float beta": FROM_ZERO,
             "float epsilon_low": ANY,
             "float epsilon_high": ANY,
@@ -179,8 +179,8 @@ class FusedLinearGRPOLoss(SequenceLoss):
         input: Tensor,
         weight: Tensor,
         completion_ids: Tensor,
-        completion_mask: Tensor,
         advantages: Tensor,
+        completion_mask: Tensor | None = None,
         bias: Tensor | None = None,
         ref_logps: Tensor | None = None,
         old_logps: Tensor | None = None,
@@ -212,20 +212,20 @@ class FusedLinearGRPOLoss(SequenceLoss):
         ref = autocast(ref_input, ref_weight, ref_bias)
         fixed = (
             t.detach() if isinstance(t, Tensor) else t
-            for t in (completion_mask, advantages, ref_logps, old_logps, *ref, vllm_is_ratio, normalizer)
+            for t in (advantages, completion_mask, ref_logps, old_logps, *ref, vllm_is_ratio, normalizer)
         )
-        mask, advantages, *rest = fixed
+        advantages, mask, *rest = fixed
         settings = (
             loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high, delta, temperature,
             max_completion_length, use_bias_correction_kl, sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos,
             vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, chunk_bytes, weight_grad_dtype,
         )  # fmt: skip
-        found = self.differentiable((input, weight, completion_ids, mask, advantages, bias, *rest), settings)
+        found = self.differentiable((input, weight, completion_ids, advantages, mask, bias, *rest), settings)
         return PolicyLoss(*found)
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         (
-            x, weight, ids, mask, advantages, bias, ref_logps, old_logps, ref_x, ref_weight, ref_bias, ratio,
+            x, weight, ids, advantages, mask, bias, ref_logps, old_logps, ref_x, ref_weight, ref_bias, ratio,
             normalizer,
         ) = tensors  # fmt: skip
         asked = Settings(*settings)
@@ -241,21 +241,25 @@ class FusedLinearGRPOLoss(SequenceLoss):
                 raise ArgumentError(f"{self.name}: ref_logps and ref_input are two references: give one")
             self.check_layer("ref_input", ref_x, ref_weight, ref_bias, x)
         shapes: dict[str, tuple[Any, list[tuple[int, ...]], tuple[torch.dtype, ...]]] = {
-            "completion_mask": (mask, [size], MASKS),
+            "completion_mask": (mask, [size], tuple(KINDS)),
             "advantages": (advantages, [(sequences,), size], WIDE),
             "ref_logps": (ref_logps, [size], WIDE),
             "old_logps": (old_logps, [size], WIDE),
             "vllm_is_ratio": (ratio, [(sequences,), (sequences, 1), size], WIDE),
             "normalizer": (normalizer, [(), (1,)], (*WIDE, torch.int64, torch.int32)),
         }
+        if not isinstance(advantages, Tensor):
+            raise ArgumentTypeError(
+                f"{self.name}: advantages must be a torch.Tensor, got {type(advantages).__name__}"
+            )
         for name, (value, allowed, dtypes) in shapes.items():
             self.check_of_sequences(name, value, x, allowed, dtypes)
-        if asked.of_sequences and asked.loss_type in OF_TOKENS:
+        if asked.policy.of_sequence and asked.policy.formula != policy_loss.CLIP:
             raise ArgumentError(
                 f'{self.name}: importance_sampling_level must be "token" for loss_type "{asked.loss_type}", got '
                 '"sequence"'
             )
-        if asked.of_sequences and advantages.dim() == 2:
+        if asked.policy.of_sequence and advantages.dim() == 2:
             raise ArgumentError(
                 f'{self.name}: advantages must be of shape ({sequences},) for importance_sampling_level "sequence", '
                 f"got {size}"
@@ -264,15 +268,16 @@ class FusedLinearGRPOLoss(SequenceLoss):
 
     @staticmethod
     def given(tensors: Tensors, settings: tuple[Any, ...]) -> Given:
-        x, weight, ids, mask, _, bias, _, _, ref_x, ref_weight, ref_bias, _, _ = tensors
+        x, weight, ids, _, mask, bias, _, _, ref_x, ref_weight, ref_bias, _, _ = tensors
         asked = Settings(*settings)
         scale = 1 / asked.temperature
         return Given(
             Layer(x, weight, bias, scale),
-            ids if asked.loss_type == "luspo" else torch.where(mask != 0, ids, IGNORED),
+            ids if mask is None or asked.loss_type == "luspo" else torch.where(mask != 0, ids, IGNORED),
             None if ref_x is None or not asked.beta else Layer(ref_x, ref_weight, ref_bias, scale),
             None,
             IGNORED,
+            False,
             False,
             asked.chunk_bytes,
             asked.weight_grad_dtype,
@@ -280,45 +285,41 @@ class FusedLinearGRPOLoss(SequenceLoss):
 
     @staticmethod
     def solve(found: Found, take: Take, tensors: Tensors, settings: tuple[Any, ...]) -> Solved:
-        _, _, ids, mask, advantages, _, ref_logps, old_logps, *_, ratio, normalizer = tensors
+        _, _, ids, advantages, mask, _, ref_logps, old_logps, *_, ratio, normalizer = tensors
         asked, logps = Settings(*settings), found.policy
-        dtype, sequences = logps.dtype, max(ids.shape[0], 1)
-        counts = (mask != 0).to(dtype)
-        own = logps.detach()
-        reference = found.reference if ref_logps is None else take(ref_logps).to(dtype)
+        s, dtype, own = asked.policy, logps.dtype, logps.detach()
+        every = (
+            torch.ones(ids.shape, dtype=dtype, device=ids.device) if mask is None else (mask != 0).to(dtype)
+        )
+        counts = take(every)
+        summed = torch.ones_like(counts) if asked.loss_type == "luspo" else counts
+
+        def given(values: Tensor | None) -> Tensor:
+            """These log-probabilities; a token's that is left out may be anything."""
+            return own if values is None else torch.where(summed != 0, take(values).to(dtype), own)
+
         t = Tokens(
             logps,
-            own if old_logps is None else take(old_logps).to(dtype),
-            own if reference is None else reference,
-            take(counts),
+            given(old_logps),
+            given(ref_logps) if found.reference is None else found.reference,
+            counts,
             _column(take(advantages)).to(dtype),
             None if ratio is None else _column(take(ratio)).to(dtype),
         )
-        numbers = asked.numbers
-        made = policy(t, numbers)
-        lengths = t.mask.sum(-1, keepdim=True)
-        all_tokens = counts.sum().clamp(min=1)
-        if asked.loss_type in ("grpo", "sapo"):
-            weights = t.mask / (lengths.clamp(min=1) * sequences)
-        elif asked.loss_type == "bnpo":
-            weights = t.mask / all_tokens
-        elif asked.loss_type == "dr_grpo":
-            weights = t.mask / (sequences * (asked.max_completion_length or max(ids.shape[1], 1)))
-        elif asked.loss_type == "luspo":
-            weights = lengths / (sequences * max(made.losses.shape[1], 1))
-        else:
-            by = all_tokens if normalizer is None else normalizer.to(dtype).clamp(min=1)
-            weights = t.mask / by
-        losses, weights = torch.broadcast_tensors(made.losses, weights)
-        by_logp = slopes(made, weights, t, asked.of_sequences)
+        made = policy(t, s)
+        normalizer = normalizer if asked.loss_type in policy_loss.NORMALIZED else None
+        lengths = every.sum(-1, keepdim=True)
+        weights = take(policy_loss.weights_of_sequences(lengths, normalizer, ids.shape, s)) * summed
+        by_logp = slopes_of(made, weights, counts)
         if len(logps) != ids.shape[0]:
             return Solved((), by_logp)
-        kl = (made.kl * t.mask).sum() / all_tokens
+        total = lengths.sum().clamp(min=1)
+        kl = (made.kl * counts).sum() / total
         outputs = (
-            (losses * weights).sum(),
+            (made.losses * weights).sum(),
             kl if asked.beta else torch.zeros_like(kl),
-            (made.clipped * t.mask).sum() / all_tokens,
-            logps * t.mask,
+            (made.clipped * counts).sum() / total,
+            logps * counts,
         )
         return Solved(outputs, by_logp)
 

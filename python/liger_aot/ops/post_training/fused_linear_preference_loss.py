@@ -105,7 +105,7 @@ class FusedLinearPreferenceLoss(SequenceLoss):
         average_log_prob: whether a sequence's log-probability is the mean of its tokens' instead of the sum.
         ignore_index: tokens of this value do not count.
         chunk_bytes: what the logits of one sequence or pair may take. Chunks are as many of those as fit into 2^29
-            bytes, at least one.
+            bytes and weight's own size, at least one.
         weight_grad_dtype: in which the chunks' parts of weight's gradient are added: weight's dtype (None), which
             rounds the sum once a chunk, or torch.float32.
 
@@ -234,6 +234,7 @@ class FusedLinearPreferenceLoss(SequenceLoss):
             None if ref_x is None else Layer(ref_x, ref_weight, ref_bias),
             nll_target,
             asked.ignore_index,
+            True,
             asked.loss_type != KTO,
             asked.chunk_bytes,
             asked.weight_grad_dtype,
@@ -241,7 +242,7 @@ class FusedLinearPreferenceLoss(SequenceLoss):
 
     @staticmethod
     def solve(found: Found, take: Take, tensors: Tensors, settings: tuple[Any, ...]) -> Solved:
-        x, weight, target, bias, *_, nll_target, labels, kl = tensors
+        x, weight, target, *_, nll_target, labels, kl = tensors
         asked = Settings(*settings)
         counts = counted(take(target), asked.ignore_index)
         lengths = counts.sum(-1).to(found.policy.dtype)
@@ -254,7 +255,7 @@ class FusedLinearPreferenceLoss(SequenceLoss):
             one_each = kl is not None and kl.dim() == 1 and kl.shape[0] != 1
             losses, by = kto(ratios, take(kl) if one_each else kl, take(labels), asked.beta)
             slopes = slope * (by / max(target.shape[0], 1)).unsqueeze(-1)
-            loss = losses.sum() / max(target.shape[0], 1)
+            loss = (losses / max(target.shape[0], 1)).sum()
         else:
             half, pairs = len(logps) // 2, max(target.shape[0] // 2, 1)
             numbers = Numbers(asked.beta, asked.label_smoothing, asked.margin, asked.discopop_tau)
@@ -262,19 +263,21 @@ class FusedLinearPreferenceLoss(SequenceLoss):
             slopes = slope * (torch.cat((by_chosen, by_rejected)) / pairs).unsqueeze(-1)
             all_of = target if nll_target is None else nll_target
             likely = found.policy if found.second is None else found.second
-            count = counted(all_of[: len(all_of) // 2], asked.ignore_index).sum()
-            nll = -likely[:half].sum() / count
-            loss = losses.sum() / pairs
+            count = counted(all_of[: len(all_of) // 2], asked.ignore_index).sum().to(logps.dtype)
+            nll = likely[:half].sum() * (-1 / count)
+            loss = (losses / pairs).sum()  # a number times a scalar has no jvp of its gradient in torch.func
             if asked.nll_weight:
-                loss = loss + asked.nll_weight * nll
-                by_nll = (-asked.nll_weight / count).to(slopes.dtype).expand(likely[:half].shape)
+                loss = loss + (likely[:half] * (-asked.nll_weight / count)).sum()
+                by_nll = (-asked.nll_weight / count).expand(likely[:half].shape)
                 by_nll = torch.cat((by_nll, torch.zeros_like(slopes[half:])))
                 slopes, seconds = (slopes, by_nll) if found.second is not None else (slopes + by_nll, None)
         if found.second is not None and seconds is None:
             seconds = torch.zeros_like(slopes)
         if len(logps) != target.shape[0]:
             return Solved((), slopes, seconds)
-        outputs = (loss, logps, asked.beta * ratios, _logits_mean(x, weight, bias), nll)
+        assert found.sums is not None
+        mean = found.sums / (max(x.shape[1], 1) * max(weight.shape[0], 1))
+        outputs = (loss, logps, asked.beta * ratios, mean, nll)
         return Solved(outputs, slopes, seconds)
 
     @staticmethod
@@ -284,14 +287,6 @@ class FusedLinearPreferenceLoss(SequenceLoss):
     @staticmethod
     def reference_backward(grads: Tensors, saved: Tensors, *settings: Any) -> Tensors:
         return reference_backward_of(FusedLinearPreferenceLoss, grads, saved, settings)
-
-
-def _logits_mean(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(sequences,) the mean of each sequence's logits, which follows from sums of input's and of weight's rows."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    tokens, vocabulary = max(x.shape[1], 1), max(weight.shape[0], 1)
-    mean = x.sum(1, dtype=wide) @ weight.sum(0, dtype=wide) / tokens
-    return (mean if bias is None else mean + bias.sum(dtype=wide)) / vocabulary
 
 
 OP = FusedLinearPreferenceLoss

@@ -391,8 +391,8 @@ class PolicyLoss(DifferentiableOp):
         if s.of_sequence:
             log_weights = (log_weights.sum(-1, keepdim=True) / tokens.clamp(min=1)).expand(logp.shape)
         weights = log_weights.exp()
-        loss, slope, clipped = _objective(
-            logp, weights, advantages, _vespo(log_weights, advantages, ratio, sequence_weight, s), s
+        loss, slope, clipped = objective(
+            logp, weights, advantages, vespo_weights(log_weights, advantages, ratio, sequence_weight, s), s
         )
         if ratio is not None and s.formula != VESPO:
             loss, slope = loss * ratio, slope * ratio
@@ -414,7 +414,7 @@ class PolicyLoss(DifferentiableOp):
         loss, kl, clipped = (_kept(v, counts) for v in (loss, kl, clipped.to(logp.dtype)))
         of_sequences = logp.new_empty(0)
         if s.reduction == "mean":
-            of_sequences = _weights_of_sequences(tokens, normalizer, logp.shape, s)
+            of_sequences = weights_of_sequences(tokens, normalizer, logp.shape, s)
             total = tokens.sum().clamp(min=1)
             loss, kl, clipped = (loss * of_sequences).sum(), kl.sum() / total, clipped.sum() / total
             of_sequences = of_sequences.reshape(-1)
@@ -464,7 +464,7 @@ def _kept(x: Tensor, counts: Tensor) -> Tensor:
     return torch.where(counts, x, 0)
 
 
-def _objective(
+def objective(
     logp: Tensor, weights: Tensor, advantages: Tensor, of_sequence: Tensor | None, s: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, its derivative by the logarithm of the weight, whether it is clipped) of tokens, before the sampling ratio
@@ -491,7 +491,7 @@ def _objective(
     return slope * logp, slope, never
 
 
-def _vespo(
+def vespo_weights(
     log_weights: Tensor, advantages: Tensor, ratio: Tensor | None, given: Tensor | None, s: Settings
 ) -> Tensor | None:
     """VESPO's weight of each sequence, or by the signs of its tokens' advantages."""
@@ -509,9 +509,7 @@ def _vespo(
     return (rate + shape * total - rate * total.exp()).exp().nan_to_num(nan=0.0, posinf=0.0)
 
 
-def _weights_of_sequences(
-    tokens: Tensor, normalizer: Tensor | None, shape: torch.Size, s: Settings
-) -> Tensor:
+def weights_of_sequences(tokens: Tensor, normalizer: Tensor | None, shape: torch.Size, s: Settings) -> Tensor:
     """(B, 1): what the mean multiplies the losses of each sequence's tokens by."""
     divisor = s.divisor(*shape)
     if s.mean == OF_SEQUENCES:
