@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.common.bf16x2 import repack
+from csrc_triton.residual.mhc_projection import project_backward_pipeline, project_pipeline  # noqa: F401
 
 DECLARATION = {
     "op": "mhc_coefficients",
