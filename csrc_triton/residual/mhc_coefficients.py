@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.common.bf16x2 import repack
+from csrc_triton.residual.mhc_projection import project_backward_pipeline, project_pipeline  # noqa: F401
 
 DECLARATION = {
     "op": "mhc_coefficients",
@@ -45,7 +46,18 @@ DECLARATION = {
                     "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "REPACK", "STREAMS", "WIDTH"],
                     "defaults": {"TF32": 0, "REPACK": 0},
                     "staged": ["X"],
-                }
+                },
+                "pipeline": {
+                    "language": "gluon",
+                    "function": "project_pipeline",
+                    "constants": ["ROWS", "STAGES", "WIDTH"],
+                    "requires": {
+                        "dtype": ["bf16", "fp16"],
+                        "weight": ["dtype"],
+                        "streams": [4],
+                        "aligned": [True],
+                    },
+                },
             },
         },
         "mhc_coefficients_balance": {
@@ -114,6 +126,20 @@ DECLARATION = {
                 }
             },
         },
+        "mhc_coefficients_sums": {
+            "arguments": {
+                "DBIAS": "*fp32",
+                "DALPHA_PRE": "*fp32",
+                "DALPHA_POST": "*fp32",
+                "DALPHA_RES": "*fp32",
+                "PARTIALS": "*fp32",
+                "parts": "i32",
+            },
+            "axes": {"streams": [2, 4, 8]},
+            "gives": {"streams": {2: {"WIDTH": 16}, 4: {"WIDTH": 32}, 8: {"WIDTH": 128}}},
+            "aligned": [],
+            "forms": {"tile": {"function": "sums", "constants": ["PARTS", "STREAMS", "WIDTH"]}},
+        },
         "mhc_coefficients_project_backward": {
             "arguments": {
                 "DX": "*dtype",
@@ -140,14 +166,20 @@ DECLARATION = {
                 {"dtype": ["bf16"], "weight": ["bf16"], "dz": ["fp32"]},
             ],
             "gives": {"streams": {2: {"WIDTH": 16}, 4: {"WIDTH": 32}, 8: {"WIDTH": 128}}},
-            "aligned": ["DX", "X", "PHI", "n_cols"],
+            "aligned": ["DX", "DZ", "X", "PHI", "n_cols"],
             "forms": {
                 "tile": {
                     "function": "project_backward",
                     "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "REPACK", "STREAMS", "WIDTH"],
                     "defaults": {"TF32": 0, "REPACK": 0},
                     "staged": ["X"],
-                }
+                },
+                "pipeline": {
+                    "language": "gluon",
+                    "function": "project_backward_pipeline",
+                    "constants": ["ROWS", "BLOCK", "STAGES"],
+                    "requires": {"dz": ["bf16"], "streams": [4], "aligned": [True]},
+                },
             },
         },
     },
@@ -394,6 +426,27 @@ def balance_backward(
     tl.store(partials + WIDTH, tl.sum(tl.sum(dalpha_pre, 1), 0))
     tl.store(partials + WIDTH + 1, tl.sum(tl.sum(dalpha_post, 1), 0))
     tl.store(partials + WIDTH + 2, tl.sum(tl.sum(tl.sum(dalpha_res, 2), 1), 0))
+
+
+@triton.jit
+def sums(
+    DBIAS, DALPHA_PRE, DALPHA_POST, DALPHA_RES, PARTIALS, parts,
+    PARTS: tl.constexpr, STREAMS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The programs' sums added up: 16 columns a program; the last one has those of the alphas, from WIDTH on."""
+    cols = tl.program_id(0) * 16 + tl.arange(0, 16)
+    part = tl.arange(0, PARTS)
+    total = tl.zeros([PARTS, 16], tl.float32)
+    written = (cols < STREAMS * (STREAMS + 2)) | ((cols >= WIDTH) & (cols < WIDTH + 3))
+    for first in range(0, parts, PARTS):
+        rows = (first + part)[:, None]
+        at = PARTIALS + rows * (WIDTH + 16) + cols[None, :]
+        total += tl.load(at, mask=(rows < parts) & written[None, :], other=0.0)
+    found = tl.sum(total, 0)
+    tl.store(DBIAS + cols, found, mask=cols < STREAMS * (STREAMS + 2))
+    tl.store(DALPHA_PRE + cols - WIDTH, found, mask=cols == WIDTH)
+    tl.store(DALPHA_POST + cols - (WIDTH + 1), found, mask=cols == WIDTH + 1)
+    tl.store(DALPHA_RES + cols - (WIDTH + 2), found, mask=cols == WIDTH + 2)
 
 
 @triton.jit

@@ -39,7 +39,9 @@ DECLARATION = {
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"], "streams": [2, 4, 8]},
             "aligned": ["DX", "DY", "X", "dy_stride", "x_stride", "n_cols"],
-            "forms": {"row": {"function": "backward", "constants": ["STREAMS", "BLOCK"]}},
+            "forms": {
+                "row": {"function": "backward", "constants": ["STREAMS", "BLOCK", "STAGES"], "staged": ["X"]}
+            },
         },
     },
 }
@@ -63,13 +65,14 @@ def forward(Y, X, H, x_stride, n_cols, blocks, STREAMS: tl.constexpr, BLOCK: tl.
 @triton.jit
 def backward(
     DX, DH, DY, X, H, dy_stride, x_stride, n_cols, store_dx, store_dh,
-    STREAMS: tl.constexpr, BLOCK: tl.constexpr,
+    STREAMS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A token a program, in blocks of columns; the streams' sums cross the program together at the end."""
+    """A token a program, in blocks of columns, the next blocks' loads in flight; the streams' sums cross the program
+    together at the end."""
     token = tl.program_id(0).to(tl.int64)
     row = token * STREAMS
     dots = tl.zeros([BLOCK, STREAMS], tl.float32)
-    for first in range(0, n_cols, BLOCK):
+    for first in tl.range(0, n_cols, BLOCK, num_stages=STAGES):
         cols = first + tl.arange(0, BLOCK)
         mask = cols < n_cols
         dy = tl.load(DY + token * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)

@@ -27,14 +27,21 @@ class _Block:
     def __init__(self, dtype: Any, shape: list[Any]) -> None:
         import triton.language as tl
 
-        garbage = -7 if dtype.is_int() else float("nan")
-        self.value = tl.full([int(n) for n in shape], garbage, dtype)
+        garbage, known = (-7, dtype) if dtype.is_int() else (float("nan"), tl.float32)
+        self.value = tl.full([int(n) for n in shape], garbage, known).to(dtype)  # it makes no bfloat16
 
     def load(self, layout: Any) -> Any:
         return self.value
 
     def store(self, value: Any) -> None:
         self.value = value
+
+    def permute(self, order: Any) -> Any:
+        import triton.language as tl
+
+        block = object.__new__(_Block)
+        block.value = tl.permute(self.value, [int(i) for i in order])
+        return block
 
 
 class _Memory:
@@ -125,6 +132,15 @@ class _Barriers:
             assert block.changed.wait_for(lambda: block.phases & 1 != int(phase), PATIENCE), "nobody arrives"
 
 
+class _Ampere:
+    """``ampere``: its matrix instruction."""
+
+    def mma_v2(self, a: Any, b: Any, acc: Any) -> Any:
+        import triton.language as tl
+
+        return tl.dot(a, b, acc)
+
+
 class _AsyncCopy(local):
     """``async_copy``: copies in groups, each carried out when it is waited for. A program is a thread."""
 
@@ -177,7 +193,13 @@ _interpreted: dict[Any, Any] = {}  # by the Python function: a Gluon one's hash 
 @cache
 def _stand_ins() -> dict[str, Any]:
     from triton.experimental.gluon import language
+    from triton.experimental.gluon.language.nvidia import ampere
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-    return {language.__name__: _Gluon(), async_copy.__name__: _AsyncCopy(), mbarrier.__name__: _Barriers()}
+    return {
+        language.__name__: _Gluon(),
+        ampere.__name__: _Ampere(),
+        async_copy.__name__: _AsyncCopy(),
+        mbarrier.__name__: _Barriers(),
+    }

@@ -13,7 +13,8 @@ import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.residual.mhc_coefficients import MHCCoefficients
-from tests.harness.op_tests import BF16, FP16, FP32, Case, Draw, Exact, OpTests
+from tests.harness.op_gpu_tests import installed
+from tests.harness.op_tests import BF16, FP16, FP32, Case, Draw, Exact, OpTests, Results
 from tests.harness.tolerances import REFERENCE, UNIT_ROUNDOFF
 from tests.ops.residual.stream_cases import fp32_of, with_streams
 
@@ -191,6 +192,19 @@ class TestMHCCoefficients(OpTests):
         found["dx"] = (narrow @ phi.abs().t() + factor.unsqueeze(-1) * flat).reshape(x.shape)
         found["dphi"] = flat.t() @ narrow
         return {name: {"magnitude": value} for name, value in found.items()}
+
+    @pytest.mark.gpu
+    def test_past_two_to_the_31(self, beyond_case: Case) -> None:
+        """Offsets past 2^31 elements: the last tokens' results are right. How many programs share a token's columns
+        depends on how many tokens there are, and with it the last bits."""
+        op = self.loaded_op()
+        tensors, settings, grads = self.draw(beyond_case, 0, "cuda")
+        assert tensors[0].numel() > 1 << 31
+        got = self.run(op, tensors, settings, grads, needed=("x",))
+        tails = Results(tuple(y[-96:] for y in got.outputs), {"x": got.gradients["x"][-96:]})
+        few, few_grads = (tensors[0][-96:], *tensors[1:]), tuple(dy[-96:] for dy in grads)
+        exact = self.exact(few, settings, few_grads)
+        self.compare(tails, exact, few, installed().tolerance, f"the last tokens of {beyond_case}")
 
     def table_case(
         self, kernel: str, dtypes: Mapping[str, Any], n: int, aligned: bool, rows: int

@@ -20,7 +20,8 @@ from liger_aot.runtime.layout import FP32, rows_of
 
 # By streams: the columns of a row of products, a power of two above streams * (streams + 2), as the device code has it.
 WIDTHS = {2: 16, 4: 32, 8: 128}
-ALPHAS = 16  # columns of a row of partial sums behind those of the bias
+LEAST_COLUMNS = 64  # of a program that shares tokens' columns with others
+ALPHAS = 16  # columns of a row of partial sums behind those of the bias, and of a program that adds them up
 
 
 class MHCCoefficients(DifferentiableOp):
@@ -160,7 +161,7 @@ class MHCCoefficients(DifferentiableOp):
         loaded = on.kernels["mhc_coefficients_project"](key, n)
         tiles = -(-tokens // loaded.rows)
         parts = loaded.numbers["programs_per_multiprocessor"] * on.multiprocessors // tiles
-        parts = max(1, min(parts, -(-n // loaded.block)))
+        parts = max(1, min(parts, -(-n // LEAST_COLUMNS)))
         z = x.new_empty((parts, tokens, WIDTHS[streams]), dtype=torch.float32)
         loaded.launch(device, stream, tiles * parts, 1, 1, z.data_ptr(), x_at, phi_at, tokens, n, parts)
         h_pre = x.new_empty((*outer, streams), dtype=torch.float32)
@@ -198,7 +199,7 @@ class MHCCoefficients(DifferentiableOp):
             return self.prepare_backward(grads, saved, settings, needed)
         grads = tuple(None if g is None else g.contiguous() for g in grads)
         x = x.contiguous()
-        streams, width, n, tokens = x.shape[-2], mix.shape[-1], phi.shape[0], mix.shape[0]
+        streams, n, tokens = x.shape[-2], phi.shape[0], mix.shape[0]
         device = on.device
         stream = on.stream(device)
         wide = WIDTHS[streams] + ALPHAS
@@ -222,14 +223,18 @@ class MHCCoefficients(DifferentiableOp):
         dx, dphi = self._project_backward(on, x, phi, dz, factor, need_dx, need_dphi)
         others: list[Tensor | None] = [None] * 4
         if any(need_others):
-            totals = partials.new_empty(wide)
-            sums = self._column_sums.find(in_x[1], in_x[2]) or self._column_sums.on(in_x[2])
-            column_sums.launch(sums, totals, partials, programs, wide)
-            first_alpha = WIDTHS[streams]
-            found = [
-                totals[:width],
-                *(totals[first_alpha + i].reshape(t.shape) for i, t in enumerate(alphas)),
-            ]
+            found = tuple(torch.empty_like(t) for t in (bias, *alphas))
+            last = on.kernels["mhc_coefficients_sums"]((streams, True), n)
+            last.launch(
+                device,
+                stream,
+                wide // ALPHAS,
+                1,
+                1,
+                *(t.data_ptr() for t in found),
+                partials.data_ptr(),
+                programs,
+            )
             others = [t if need else None for t, need in zip(found, need_others, strict=True)]
         return dx, dphi, *others
 
@@ -242,7 +247,8 @@ class MHCCoefficients(DifferentiableOp):
         (n, width), tokens = phi.shape, dz.shape[0]
         dx = torch.empty_like(x) if need_dx else None
         x_at, phi_at, dx_at = x.data_ptr(), phi.data_ptr(), 0 if dx is None else dx.data_ptr()
-        key = (x.dtype, phi.dtype, dz.dtype, x.shape[-2], not (x_at | phi_at | dx_at | n) & 15)
+        dz_at = dz.data_ptr()
+        key = (x.dtype, phi.dtype, dz.dtype, x.shape[-2], not (x_at | phi_at | dx_at | dz_at | n) & 15)
         loaded = on.kernels["mhc_coefficients_project_backward"](key, n)
         blocks = -(-n // loaded.block)
         groups = loaded.numbers["programs_per_multiprocessor"] * on.multiprocessors // blocks
@@ -251,7 +257,7 @@ class MHCCoefficients(DifferentiableOp):
         device = on.device
         loaded.launch(
             device, on.stream(device), groups * blocks, 1, 1,
-            dx_at, None if partials is None else partials.data_ptr(), dz.data_ptr(), factor.data_ptr(), x_at, phi_at,
+            dx_at, None if partials is None else partials.data_ptr(), dz_at, factor.data_ptr(), x_at, phi_at,
             tokens, n, blocks, need_dx, need_dphi,
         )  # fmt: skip
         if partials is None:
@@ -330,6 +336,7 @@ class MHCCoefficients(DifferentiableOp):
             Problem("mhc_coefficients_project", (dtype, phi, streams), aligned, n),
             Problem("mhc_coefficients_balance", (streams,), True, n),
             Problem("mhc_coefficients_balance_backward", (dz, streams), True, n),
+            Problem("mhc_coefficients_sums", (streams,), True, n),
             Problem("mhc_coefficients_project_backward", (dtype, phi, dz, streams), aligned, n),
         )
 
