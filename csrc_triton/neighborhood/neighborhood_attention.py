@@ -107,6 +107,7 @@ def forward(
         total = total * down + power
         y = y * down[:, None] + power[:, None] * load(V, base, others, cols, length, dim)
         peak = higher
+    total = tl.where(rows < length, total, 1.0)  # past the end there may be none
     store(Y, base, rows, cols, length, dim, y / total[:, None])
     tl.store(LSE + base + rows, peak + tl.log2(total), mask=rows < length)
 
