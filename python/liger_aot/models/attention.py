@@ -177,7 +177,7 @@ def _masked(
         return ops.decoding(q, k, v, cache_seqlens=orders.k.real.to(torch.int32), **settings)
     q = _moved(q, orders.q.tokens)
     o = _of_sequences(ops.varlen, q, k, v, sequences_of(orders), (q.shape[1], k.shape[1]), settings)
-    return _moved(o, orders.q.tokens, back=True)
+    return _moved(o, orders.q.tokens.argsort(dim=1))
 
 
 def _of_sequences(
@@ -215,22 +215,17 @@ class _Move(torch.autograd.Function):
     """Tokens of each row in another order. Its gradient is a move, too, not a sum by atomic additions."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
+    def forward(ctx: Any, t: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
         return t.gather(1, order[:, :, None, None].expand_as(t))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        order, inverse = ctx.saved_tensors
-        return _move(grads[0], inverse, order), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return _moved(grads[0], order.argsort(dim=1)), None
 
 
-def _move(t: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    moved: Tensor = _Move.apply(t, order, inverse)  # type: ignore[no-untyped-call]
+def _moved(t: Tensor, order: Tensor) -> Tensor:
+    """``t`` (batch, tokens, heads, dim) in ``order``, a permutation of each row."""
+    moved: Tensor = _Move.apply(t, order)  # type: ignore[no-untyped-call]
     return moved
-
-
-def _moved(t: Tensor, order: Tensor, back: bool = False) -> Tensor:
-    """``t`` (batch, tokens, heads, dim) in ``order``, or from it back."""
-    inverse = order.argsort(dim=1)
-    return _move(t, inverse, order) if back else _move(t, order, inverse)
