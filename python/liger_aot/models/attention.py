@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -123,8 +124,14 @@ def attention(
 
     Raises:
         UnknownOp: this build has no flash attention.
-        ArgumentError: a mask of the caller's own or dropout are asked for, or a gradient through a static cache.
+        ArgumentError: a mask of the caller's own or dropout are asked for, a gradient through a static cache, or a
+            model that Transformers says has no flash attention.
     """
+    if (model := _without_flash(type(module).__module__)) is not None:
+        raise ArgumentError(
+            f'attn_implementation="{NAME}": {model} does not support flash attention, Transformers says '
+            '(_supports_flash_attn): its attention has masks or biases of its own, set "sdpa" or "eager"'
+        )
     if dropout:
         raise ArgumentError(f'attn_implementation="{NAME}": dropout must be 0, got {dropout}')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -151,6 +158,28 @@ def attention(
             attention_mask = mask_of_positions(position_ids, q.shape[1])
         o = _masked(ops, q, k, v, attention_mask, settings)
     return (o if o.shape[-1] == dim else o[..., :dim]), None
+
+
+# Llama 4 says it has none, as flash-attn has no chunks: where there are more keys than a chunk its mask is refused.
+SUPPORTED = frozenset({"Llama4PreTrainedModel"})
+_classes: dict[str, str | None] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _without_flash(modeling: str) -> str | None:
+    """The class of a modeling module that says its models have no flash attention. Such models change their masks after
+    they asked for them, or hand attention a bias."""
+    if modeling not in _classes:
+        found = [
+            name
+            for name, value in vars(sys.modules.get(modeling, torch)).items()
+            if isinstance(value, type)
+            and value.__module__ == modeling
+            and vars(value).get("_supports_flash_attn", True) is False
+            and name not in SUPPORTED
+        ]
+        _classes[modeling] = found[0] if found else None
+    return _classes[modeling]
 
 
 def _masked(
