@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops.kv_cache import write_tokens
 from liger_aot.ops.registry import load
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -260,7 +259,7 @@ def _with_kvcache(
     if k is not None or v is not None:
         if k is None or v is None or lengths is None:
             raise ArgumentError(f"liger_aot.flash_attn.{name}: k, v and cache_seqlens belong together")
-        write_tokens(k_cache, v_cache, k, v, lengths, block_table)
+        _write(k_cache, v_cache, k, v, lengths, block_table)
         lengths = lengths + k.shape[1]
     return _decoding_op(
         q,
@@ -282,6 +281,20 @@ def _lengths(q: Tensor, lengths: int | Tensor | None) -> Tensor | None:
     if isinstance(lengths, int):
         return torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
     return lengths if lengths is None else lengths.to(torch.int32)
+
+
+def _write(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None
+) -> None:
+    """New tokens into the cache, after the ``lengths`` that are there."""
+    at = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+    if block_table is None:
+        rows = torch.arange(k.shape[0], device=k.device)[:, None].expand_as(at)
+    else:
+        page_size = k_cache.shape[1]
+        rows, at = block_table.long().gather(1, at // page_size), at % page_size
+    k_cache[rows, at] = k
+    v_cache[rows, at] = v
 
 
 def _window(size: tuple[int, int]) -> tuple[int | None, int | None] | None:

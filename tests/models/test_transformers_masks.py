@@ -194,6 +194,16 @@ def test_chunks_are_refused_once_they_matter() -> None:
         ours(prompts(2, 9))
 
 
+def test_models_without_flash_attention_are_refused() -> None:
+    """DeepSeek V4 lets its queries see more keys than its mask knows of, T5 hands its attention a bias."""
+    with pytest.raises(ArgumentError, match="DeepseekV4PreTrainedModel does not support flash attention"):
+        both("deepseek_v4")[1](prompts())
+    config = transformers.T5Config(vocab_size=120, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2)
+    model = transformers.T5EncoderModel._from_config(config, attn_implementation=attention.NAME)
+    with pytest.raises(ArgumentError, match="T5PreTrainedModel does not support flash attention"):
+        model(input_ids=prompts())
+
+
 def test_compiled_with_a_mask_in_one_graph() -> None:
     """Nothing looks at a mask while a model is traced: its rows are put in order instead."""
     model, ids = both("llama")[1], prompts()

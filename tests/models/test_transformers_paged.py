@@ -127,6 +127,18 @@ def test_a_batch_that_is_filled_up() -> None:
         assert changed[0] == 1 and all(at >= 64 for at in changed[1:])
 
 
+def test_a_layer_that_comes_again_is_of_another_step() -> None:
+    """Where tensors of a step are written over, as a CUDA graph's are."""
+    table = torch.tensor([[[0, 1]]], dtype=torch.int32)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    given = (0, 16, 64)
+    first = [paged._step(starts, table, given[0], layer, *given[1:]) for layer in (0, 1)]
+    assert first[0] is first[1] and first[0][2].tolist() == [2]
+    starts[1], table[0, 0, 1] = 18, 2
+    again = paged._step(starts, table, given[0], 0, *given[1:])
+    assert again[0].tolist() == [18] and again[2].tolist() == [33]
+
+
 def test_other_names_are_as_before() -> None:
     from transformers.generation.continuous_batching import initialization
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -123,8 +124,14 @@ def attention(
 
     Raises:
         UnknownOp: this build has no flash attention.
-        ArgumentError: a mask of the caller's own or dropout are asked for, or a gradient through a static cache.
+        ArgumentError: a mask of the caller's own or dropout are asked for, a gradient through a static cache, or a
+            model that Transformers says has no flash attention.
     """
+    if (model := _without_flash(type(module).__module__)) is not None:
+        raise ArgumentError(
+            f'attn_implementation="{NAME}": {model} does not support flash attention, Transformers says '
+            '(_supports_flash_attn): its attention has masks or biases of its own, set "sdpa" or "eager"'
+        )
     if dropout:
         raise ArgumentError(f'attn_implementation="{NAME}": dropout must be 0, got {dropout}')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -153,6 +160,28 @@ def attention(
     return (o if o.shape[-1] == dim else o[..., :dim]), None
 
 
+# Llama 4 says it has none, as flash-attn has no chunks: where there are more keys than a chunk its mask is refused.
+SUPPORTED = frozenset({"Llama4PreTrainedModel"})
+_classes: dict[str, str | None] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _without_flash(modeling: str) -> str | None:
+    """The class of a modeling module that says its models have no flash attention. Such models change their masks after
+    they asked for them, or hand attention a bias."""
+    if modeling not in _classes:
+        found = [
+            name
+            for name, value in vars(sys.modules.get(modeling, torch)).items()
+            if isinstance(value, type)
+            and value.__module__ == modeling
+            and vars(value).get("_supports_flash_attn", True) is False
+            and name not in SUPPORTED
+        ]
+        _classes[modeling] = found[0] if found else None
+    return _classes[modeling]
+
+
 def _masked(
     ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: dict[str, Any]
 ) -> Tensor:
@@ -177,7 +206,7 @@ def _masked(
         return ops.decoding(q, k, v, cache_seqlens=orders.k.real.to(torch.int32), **settings)
     q = _moved(q, orders.q.tokens)
     o = _of_sequences(ops.varlen, q, k, v, sequences_of(orders), (q.shape[1], k.shape[1]), settings)
-    return _moved(o, orders.q.tokens, back=True)
+    return _moved(o, orders.q.tokens.argsort(dim=1))
 
 
 def _of_sequences(
@@ -215,22 +244,17 @@ class _Move(torch.autograd.Function):
     """Tokens of each row in another order. Its gradient is a move, too, not a sum by atomic additions."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
+    def forward(ctx: Any, t: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
         return t.gather(1, order[:, :, None, None].expand_as(t))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        order, inverse = ctx.saved_tensors
-        return _move(grads[0], inverse, order), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return _moved(grads[0], order.argsort(dim=1)), None
 
 
-def _move(t: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    moved: Tensor = _Move.apply(t, order, inverse)  # type: ignore[no-untyped-call]
+def _moved(t: Tensor, order: Tensor) -> Tensor:
+    """``t`` (batch, tokens, heads, dim) in ``order``, a permutation of each row."""
+    moved: Tensor = _Move.apply(t, order)  # type: ignore[no-untyped-call]
     return moved
-
-
-def _moved(t: Tensor, order: Tensor, back: bool = False) -> Tensor:
-    """``t`` (batch, tokens, heads, dim) in ``order``, or from it back."""
-    inverse = order.argsort(dim=1)
-    return _move(t, inverse, order) if back else _move(t, order, inverse)

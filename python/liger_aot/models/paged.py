@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.ops.kv_cache import write_tokens
-
 NAME = "liger_aot"
 PAGED = f"paged|{NAME}"
 _MARK = "_liger_aot"  # of a function that was replaced already
@@ -104,15 +102,40 @@ def _decode(
 ) -> Tensor:
     group, layer = cache.layer_index_to_group_indices[module.layer_idx]
     q, k, v = (t.permute(2, 0, 1, 3) for t in (query, key, value))  # (sequences, 1, heads, dim)
-    k_cache, v_cache = (
-        t.view(-1, cache.block_size, *t.shape[-2:])
-        for t in (cache.key_cache[layer], cache.value_cache[layer])
+    caches = (cache.key_cache[layer], cache.value_cache[layer])  # (pages * page size, kv_heads, dim)
+    lengths, pages, slots = _step(
+        starts_k, block_table, group, module.layer_idx, cache.block_size, caches[0].shape[0]
     )
-    lengths = starts_k.diff()[: q.shape[0]].to(torch.int32)
-    # Nobody reads the cache's last page: tokens of sequences that fill the batch up go there.
-    pages = block_table[group].remainder(k_cache.shape[0])
-    write_tokens(k_cache, v_cache, k, v, (lengths - 1).clamp(min=0), pages)
+    for t, new in zip(caches, (k, v), strict=True):
+        t.index_copy_(0, slots, new[:, 0])
+    k_cache, v_cache = (t.unflatten(0, (-1, cache.block_size)) for t in caches)
     return decoding(q, k_cache, v_cache, cache_seqlens=lengths, block_table=pages, **settings).transpose(0, 1)
+
+
+def _step(
+    starts_k: Tensor, block_table: Tensor, group: int, layer: int, page_size: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each sequence its length, its pages, and where in the cache its new token goes.
+
+    They are kept with the block table for a group's other layers. A layer that comes again is another step's, or a CUDA
+    graph's capture.
+    """
+    known: dict[int, tuple[set[int], tuple[Tensor, Tensor, Tensor]]] = {}
+    if not torch.compiler.is_compiling():
+        try:
+            known = block_table._liger_aot_steps  # type: ignore[attr-defined]
+        except AttributeError:
+            block_table._liger_aot_steps = known  # type: ignore[attr-defined]
+    if group not in known or layer in known[group][0]:
+        lengths = starts_k.diff()[: block_table.shape[1]].to(torch.int32)
+        # Nobody reads the cache's last page: tokens of sequences that fill the batch up go there.
+        pages = block_table[group].remainder(slots // page_size)
+        last = (lengths - 1).clamp(min=0).long()[:, None]
+        page = pages.gather(1, last // page_size)
+        known[group] = set(), (lengths, pages, (page * page_size + last % page_size)[:, 0])
+    layers, found = known[group]
+    layers.add(layer)
+    return found
 
 
 def register_paged(interface: Any, varlen: Callable[..., Tensor], decoding: Callable[..., Tensor]) -> None:
