@@ -16,7 +16,15 @@ from tests.conftest import built_pack
 from tests.harness.choices import Choices, Entry, Prepared
 from tests.harness.op_cases import BF16, DTYPES, FP16, FP32, Case, OpCases
 from tests.harness.op_tests import LAYOUTS, OpTests, made
-from tests.harness.other_ops import AttentionOp, DecodingOp, LinearCrossEntropyOp, LinearJSDOp, VarlenOp
+from tests.harness.other_ops import (
+    AttentionOp,
+    DecodingOp,
+    LinearCrossEntropyOp,
+    LinearJSDOp,
+    QuantizingOp,
+    VarlenOp,
+)
+from tests.ops.quantization.quantization_cases import OPS as QUANTIZING
 
 # Those of a process group, and parts of others
 LEFT_OUT = {
@@ -140,7 +148,8 @@ class HarnessOp:
 @cache
 def entries() -> dict[str, Entry]:
     """By name. The ops of the harness are found by their tests' classes."""
-    others = AttentionOp(), VarlenOp(), DecodingOp(), LinearCrossEntropyOp(), LinearJSDOp()
+    quantizing = [QuantizingOp(name) for name in QUANTIZING]
+    others = AttentionOp(), VarlenOp(), DecodingOp(), LinearCrossEntropyOp(), LinearJSDOp(), *quantizing
     found: dict[str, Entry] = {
         entry.name: entry for entry in (HarnessOp(o) if isinstance(o, OpCases) else o for o in others)
     }
