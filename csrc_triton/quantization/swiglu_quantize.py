@@ -15,7 +15,7 @@ DECLARATION = {
             "arguments": {
                 "Q": "*out", "S": "*fp32", "GATE": "*dtype", "UP": "*dtype", "GIVEN": "*fp32", "gate_stride": "i64",
                 "up_stride": "i64", "s_row": "i64", "s_step": "i64", "n": "i64", "blocks": "i32", "has_bound": "i32",
-                "powers": "i32", "alpha": "fp32", "beta": "fp32", "limit": "fp32",
+                "powers": "i32", "alpha": "fp32", "up_offset": "fp32", "limit": "fp32",
             },
             "axes": AXES,
             "excluded": BY_TOKEN,
@@ -29,35 +29,35 @@ DECLARATION = {
 
 @triton.jit
 def row(
-    Q, S, GATE, UP, GIVEN, gate_stride, up_stride, s_row, s_step, n, blocks, has_bound, powers, alpha, beta, limit,
+    Q, S, GATE, UP, GIVEN, gate_stride, up_stride, s_row, s_step, n, blocks, has_bound, powers, alpha, up_offset, limit,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``value_row``."""
     has_bound = begin(has_bound, PDL)
     at = tl.program_id(0).to(tl.int64)
     value_row(
-        Q + at * n, S + at * s_row, GATE + at * gate_stride, UP + at * up_stride, (alpha, beta, limit), GIVEN, n,
+        Q + at * n, S + at * s_row, GATE + at * gate_stride, UP + at * up_stride, (alpha, up_offset, limit), GIVEN, n,
         has_bound, powers, False, BLOCK, BLOCKS, PDL,
     )  # fmt: skip
 
 
 @triton.jit
 def long(
-    Q, S, GATE, UP, GIVEN, gate_stride, up_stride, s_row, s_step, n, blocks, has_bound, powers, alpha, beta, limit,
+    Q, S, GATE, UP, GIVEN, gate_stride, up_stride, s_row, s_step, n, blocks, has_bound, powers, alpha, up_offset, limit,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``value_long``."""
     has_bound = begin(has_bound, PDL)
     at = tl.program_id(0).to(tl.int64)
     value_long(
-        Q + at * n, S + at * s_row, GATE + at * gate_stride, UP + at * up_stride, (alpha, beta, limit), GIVEN, n,
+        Q + at * n, S + at * s_row, GATE + at * gate_stride, UP + at * up_stride, (alpha, up_offset, limit), GIVEN, n,
         has_bound, powers, False, BLOCK, PDL,
     )  # fmt: skip
 
 
 @triton.jit
 def tile(
-    Q, S, GATE, UP, GIVEN, gate_stride, up_stride, s_row, s_step, n, blocks, has_bound, powers, alpha, beta, limit,
+    Q, S, GATE, UP, GIVEN, gate_stride, up_stride, s_row, s_step, n, blocks, has_bound, powers, alpha, up_offset, limit,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``value_tile``."""
@@ -66,6 +66,6 @@ def tile(
     group = first // (GROUP if GROUP > 0 else BLOCK)
     value_tile(
         Q + (at * n + first), S + (at * s_row + group * s_step), GATE + (at * gate_stride + first),
-        UP + (at * up_stride + first), (alpha, beta, limit), GIVEN, s_step, n - first, has_bound, powers, False,
+        UP + (at * up_stride + first), (alpha, up_offset, limit), GIVEN, s_step, n - first, has_bound, powers, False,
         STATIC, GROUP, BLOCK, PDL,
     )  # fmt: skip

@@ -48,19 +48,19 @@ FORMS = {
 
 
 @triton.jit
-def swiglu(gate, up, alpha, beta, limit):
-    """gate * sigmoid(alpha * gate) * (up + beta), with the gate at most ``limit`` and up between -limit and limit.
+def swiglu(gate, up, alpha, up_offset, limit):
+    """gate * sigmoid(alpha * gate) * (up + up_offset), with the gate at most ``limit`` and up between -limit and limit.
     NaN stays."""
     ALL: tl.constexpr = tl.PropagateNan.ALL
     gate = tl.minimum(gate, limit, propagate_nan=ALL)
     up = tl.maximum(tl.minimum(up, limit, propagate_nan=ALL), -limit, propagate_nan=ALL)
-    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + beta)
+    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_offset)
 
 
 @triton.jit
 def value_at(X, UP, settings, cols, mask, GELU: tl.constexpr, PDL: tl.constexpr):
-    """x, or f(gate) * up where there is an UP, rounded to the dtype. ``settings``: SwiGLU's alpha, beta and limit, or
-    whether GELU is exact."""
+    """x, or f(gate) * up where there is an UP, rounded to the dtype. ``settings``: SwiGLU's alpha, up_offset and limit,
+    or whether GELU is exact."""
     x = tl.load(X + cols, mask=mask, other=0.0)
     if UP is not None:
         dtype: tl.constexpr = x.dtype

@@ -23,10 +23,12 @@ from tests.harness.other_ops import (
     LinearCrossEntropyOp,
     LinearJSDOp,
     LinearLogProbsOp,
+    QuantizingOp,
     VarlenOp,
 )
 from tests.ops.post_training.row_cases import RowTests
 from tests.ops.post_training.sequence_cases import SequenceTests
+from tests.ops.quantization.quantization_cases import OPS as QUANTIZING
 
 # Those of a process group, parts of others, and what is made of two others alone
 LEFT_OUT = {
@@ -159,6 +161,7 @@ def entries() -> dict[str, Entry]:
         LinearCrossEntropyOp(),
         LinearJSDOp(),
         LinearLogProbsOp(),
+        *(QuantizingOp(name) for name in QUANTIZING),
     )
     found: dict[str, Entry] = {
         entry.name: entry for entry in (HarnessOp(o) if isinstance(o, OpCases) else o for o in others)

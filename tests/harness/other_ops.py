@@ -16,6 +16,7 @@ from liger_aot.ops.losses.fused_linear_cross_entropy import FusedLinearCrossEntr
 from liger_aot.ops.losses.fused_linear_jsd import FusedLinearJSD
 from liger_aot.ops.op import Op
 from liger_aot.ops.post_training.fused_linear_log_probs import FusedLinearLogProbs
+from liger_aot.ops.registry import module
 from tests.conftest import built_pack
 from tests.harness.choices import Choices, Entry, Prepared
 from tests.harness.drivers import InterpreterDriver, bound_op
@@ -29,6 +30,7 @@ from tests.ops.losses import linear_loss_cases
 from tests.ops.losses import test_fused_linear_cross_entropy as linear_cross_entropy
 from tests.ops.losses import test_fused_linear_jsd as linear_jsd
 from tests.ops.post_training import test_fused_linear_log_probs as linear_log_probs
+from tests.ops.quantization import quantization_cases
 
 
 class AttentionOp:
@@ -183,6 +185,56 @@ class DecodingOp:
         asked, seed = problem
         op, allowed, device = _way(self, way)
         decoding_cases.check(op, asked, allowed, seed=seed, device=device)
+
+
+class QuantizingOp:
+    """Problems are in the fp8 of the architecture that runs them, where it has one."""
+
+    interpreted = "sm90"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.op_class = name, module(name).OP
+
+    def problem(self, choices: Choices, large: bool) -> tuple[quantization_cases.Problem, int]:
+        scheme = choices.one(("token", "tensor", "group"))
+        unit = choices.one((64, 128)) if scheme == "group" else 1
+        most = 40_000 if large else 2000
+        kind = choices.number(0, 3)
+        cols = choices.number(1, 300) if kind < 2 else 16 * choices.number(1, most // 16)
+        cols = -(-cols // unit) * unit
+        rows = choices.number(1, max(1, min(700 if large else 5, (1 << 20) // cols)))
+        dtypes = (BF16, FP16, FP32) if self.name == "quantize" else (BF16, FP16)
+        return quantization_cases.Problem(
+            self.name,
+            choices.one(((rows,), (1, rows), (rows, 2))),
+            cols,
+            choices.one(dtypes),
+            scheme=scheme,
+            out=choices.one((torch.float8_e4m3fn, torch.int8)) if scheme == "token" else torch.float8_e4m3fn,
+            group_size=unit if scheme == "group" else 128,
+            scale_layout=choices.one(("row_major", "column_major", "tma_aligned"))
+            if unit > 1
+            else "row_major",
+            given=bool(choices.number(0, 1)),
+            vectors=bool(choices.number(0, 1)),
+            packed=bool(choices.number(0, 1)),
+            settings=choices.one(((), quantization_cases.OTHERS[self.name])),
+            shift=choices.one((0, 1, 8, 3)),
+            gap=choices.one((0, 16, 1, 8)),
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[quantization_cases.Problem, int]]:
+        return [(p, 0) for p in quantization_cases.small(self.name, torch.float8_e4m3fn)]
+
+    def prepare(self, problem: tuple[quantization_cases.Problem, int], device: str) -> Prepared:
+        asked, seed = problem
+        tensors = asked.tensors(seed, device)
+        return Prepared(tensors, lambda op: quantization_cases.fitting(op, asked).run(op, tensors))
+
+    def check(self, way: str, problem: tuple[quantization_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, allowed, device = _way(self, way)
+        quantization_cases.check(op, quantization_cases.fitting(op, asked), allowed, seed=seed, device=device)
 
 
 class LinearCrossEntropyOp:

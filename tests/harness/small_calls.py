@@ -114,6 +114,28 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
         "swiglu": ({"gate": r(4, n), "up": r(4, n)}, _call("gate", "up"), ("gate", "up")),
         "geglu": ({"gate": r(4, n), "up": r(4, n)}, _call("gate", "up"), ("gate", "up")),
         "relu_squared": ({"x": r(4, n)}, _call("x"), ("x",)),
+        "quantize": ({"x": heads(4, n)}, _call("x", dtype=torch.int8), ()),
+        "rmsnorm_quantize": (
+            {"x": heads(4, n), "weight": heads(n)},
+            _call("x", "weight", dtype=torch.int8),
+            (),
+        ),
+        "fused_add_rmsnorm_quantize": (
+            {"x": heads(4, n), "residual": heads(4, n), "weight": heads(n)},
+            _call("x", "residual", "weight", dtype=torch.int8),
+            (),
+        ),
+        "layernorm_quantize": (
+            {"x": heads(4, n), "weight": heads(n), "bias": heads(n)},
+            _call("x", "weight", "bias", dtype=torch.int8),
+            (),
+        ),
+        "swiglu_quantize": (
+            {"gate": heads(4, n), "up": heads(4, n)},
+            _call("gate", "up", dtype=torch.int8, limit=2.0),
+            (),
+        ),
+        "geglu_quantize": ({"gate": heads(4, n), "up": heads(4, n)}, _call("gate", "up", dtype=torch.int8), ()),
         "softmax": ({"x": r(4, n)}, _call("x", temperature=0.7), ("x",)),
         "log_softmax": ({"x": r(4, n)}, _call("x"), ("x",)),
         "sparsemax": ({"x": r(4, n)}, _call("x"), ("x",)),

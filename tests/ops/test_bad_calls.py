@@ -29,6 +29,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "neighborhood_attention": {"reach": 2},
     "rope_multimodal": {"mrope_section": (12, 2, 2)},
     "flash_attention_varlen": {"max_seqlen_q": 3, "max_seqlen_k": 3},
+    **{n: {"dtype": torch.float8_e4m3fnuz, "ue8m0": False} for n in OPS if n.endswith("quantize")},
 }
 NAN, INF = float("nan"), float("inf")
 NO_NUMBERS = (True, "1", [1.0], (1,), 1j, torch.tensor(1.0), np.float32(1), {})
@@ -37,7 +38,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "int": (*NO_NUMBERS, 1.0, NAN, np.int64(1), 1 << 63, -(1 << 70)),
     "bool": (0, 1, 1.0, "yes", "", [], [True], torch.tensor(True), np.bool_(True)),
     "str": (1, True, "", "no such", "MEAN", ["mean"], b"mean", torch.tensor(1)),
-    "dtype": ("float32", np.float32, torch.int8, 1, float),
+    "dtype": ("float32", np.float32, torch.int16, torch.float32, 1, float),
     "window": (1, "ab", (1,), (1, 2, 3), (1.5, None), (-2, 0), (None, True), ["1", None], torch.ones(3)),
     "ProcessGroup": (1, "tp", object(), ("tp",)),
     "section": (1, (1,), (1, 2), (1.0, 2, 2), "abc", (True, 2, 2), (-1, 8, 9), None, torch.ones(2)),
@@ -63,6 +64,8 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "max_completion_length": (0, -1),
     "sapo_temperature_pos": (0, -1.0),
     "sapo_temperature_neg": (0, -1.0),
+    "group_size": (0, -64, 96, 256),
+    "limit": (0, -1.0),
 }
 FREE = {
     ("policy_loss", "beta"),

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import liger_aot
 from liger_aot.ops.quantization._codes import E4M3, E4M3FNUZ, INT8
 from tests.harness.tolerances import LEAST, NAMES, UNIT_ROUNDOFF
 
@@ -131,7 +130,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "rmsnorm_quantize": ("eps", "offset", "casting_mode"),
     "fused_add_rmsnorm_quantize": ("eps", "offset", "casting_mode"),
     "layernorm_quantize": ("eps",),
-    "swiglu_quantize": ("alpha", "beta", "limit"),
+    "swiglu_quantize": ("alpha", "up_offset", "limit"),
     "geglu_quantize": ("approximate",),
 }
 DEFAULTS: Mapping[str, tuple[Any, ...]] = {
@@ -191,12 +190,12 @@ def values(problem: Problem, tensors: tuple[Any, ...], allowed: Mapping[str, flo
     else:
         gate, up = (x[..., : problem.cols], x[..., problem.cols :]) if wide[1] is None else (x, wide[1])
         if problem.op == "swiglu_quantize":
-            alpha, beta, limit = problem.own
+            alpha, up_offset, limit = problem.own
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             act = gate / (1 + torch.exp(-alpha * gate))
-            y = act * (up + beta)
-            terms = act.abs() * (up.abs() + abs(beta)) * (1 + (alpha * gate).abs() / 8)
+            y = act * (up + up_offset)
+            terms = act.abs() * (up.abs() + abs(up_offset)) * (1 + (alpha * gate).abs() / 8)
         else:
             if problem.own[0] == "none":
                 exponent, phi = gate.square() / 2, torch.special.erfc(-gate * math.sqrt(0.5)) / 2
@@ -368,8 +367,16 @@ def check_scales(
     )
 
 
-def loaded(name: str) -> Any:
-    return liger_aot.load(name)
+def fitting(op: Any, problem: Problem) -> Problem:
+    """The problem in the fp8 of where ``op`` runs, or int8 by token where that has none."""
+    if problem.out == INT8:
+        return problem
+    kernels = [on.kernels[op.name] for on in op._own.bound.values() if op.name in on.kernels]
+    found = {key[1] for kernel in kernels for key in kernel._tables} or {E4M3}
+    for dtype in (E4M3, E4M3FNUZ):
+        if dtype in found:
+            return problem._replace(out=dtype)
+    return problem._replace(out=INT8, scheme="token", ue8m0=False, scale_layout="row_major")
 
 
 def small(op: str, out: torch.dtype) -> list[Problem]:

@@ -413,3 +413,25 @@ def test_sum_in_place_on_a_gpu() -> None:
 
 def test_every_op_has_a_module() -> None:
     assert all(module(name).OP.name == name for name in OPS)
+
+
+@pytest.mark.gpu
+def test_every_reciprocal() -> None:
+    """For each mantissa that a scale can have, values of which x / s is nearest to a tie: the quotient must be the
+    correctly rounded one, which is made by another way here than in the kernel."""
+    if FP8[installed().arch] != E4M3:
+        pytest.skip("this GPU has no e4m3")
+    op = liger_aot.load("quantize")
+    ties = torch.tensor(
+        [17, 19, 21, 23, 25, 27, 29, 31, 1.0625, 33 / 32, 2.0**-10, 3 * 2.0**-10, 5 / 512, 432.0, 0.3]
+    )
+    ties = ties.to("cuda")
+    for first in range(0, 1 << 23, 1 << 20):
+        mantissas = torch.arange(first, first + (1 << 20), device="cuda", dtype=torch.int32)
+        top = (mantissas | 0x43800000).view(torch.float32)  # 256 to 512
+        x = torch.cat((top[:, None], (top / 448)[:, None] * ties), 1)
+        codes, scales = op(x)
+        s = top[:, None] / 448
+        assert torch.equal(scales, s)
+        wanted = (x / s).clamp(-448, 448).to(E4M3)
+        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8)), f"mantissas from {first:#x} on"

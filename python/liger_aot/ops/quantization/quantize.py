@@ -99,7 +99,7 @@ class Quantize(QuantizingOp):
             return self.prepare_forward(tensors, settings, keep, out)
         x_at, _, _, _, _, rows, n, x_stride = in_x
         made = self.make(x, asked, n, scale is not None)
-        q_at, s_at, columns = made.codes.data_ptr(), made.scales.data_ptr(), n
+        q_at, s_at, columns, asked_rows = made.codes.data_ptr(), made.scales.data_ptr(), n, rows
         if x_stride == n and asked.scheme != "token" and asked.scale_layout == "row_major":
             rows, columns = 1, rows * n  # tiles end nowhere but at the end
             x_stride = columns
@@ -135,7 +135,7 @@ class Quantize(QuantizingOp):
                 parts,
             )
             return made.codes, made.scales
-        loaded = self.find(on.kernels["quantize"], key, columns, rows)
+        loaded = self.find(on.kernels["quantize"], key, columns, asked_rows)
         blocks = 1 if asked.scheme == "token" else -(-columns // loaded.block)
         given = scale if scale is not None else scale_ub
         loaded.launch(

@@ -17,10 +17,10 @@ NO_LIMIT = torch.finfo(torch.float32).max
 
 class SwiGLUQuantize(GatedQuantize):
     """``swiglu_quantize(gate, up=None, scale=None, *, scheme="token", dtype=None, group_size=128,
-    scale_layout="row_major", ue8m0=False, scale_ub=None, alpha=1.0, beta=0.0, limit=None) -> (Tensor, Tensor)``:
-    the codes and scales of gate * sigmoid(alpha * gate) * (up + beta), in one pass.
+    scale_layout="row_major", ue8m0=False, scale_ub=None, alpha=1.0, up_offset=0.0, limit=None) -> (Tensor, Tensor)``:
+    the codes and scales of gate * sigmoid(alpha * gate) * (up + up_offset), in one pass.
 
-    With the defaults that is ``swiglu``. gpt-oss has alpha=1.702, beta=1.0 and limit=7.0, with which the gate is
+    With the defaults that is ``swiglu``. gpt-oss has alpha=1.702, up_offset=1.0 and limit=7.0, with which the gate is
     first clamped to at most 7 and up to between -7 and 7. The product is computed in float32, rounded to the gate's
     dtype, and then quantised: how, ``quantize`` says. No gradient. Works under torch.compile and, after ``preload``,
     in CUDA graphs. CPU tensors take the plain-torch reference.
@@ -32,7 +32,7 @@ class SwiGLUQuantize(GatedQuantize):
         scale: for scheme "tensor", which needs it: one float32 element on gate's device.
         scheme, dtype, group_size, scale_layout, ue8m0, scale_ub: as of ``quantize``.
         alpha: the sigmoid's factor.
-        beta: added to up.
+        up_offset: added to up, after it was clamped.
         limit: where the gate, and up, are clamped; None: nowhere.
 
     Returns:
@@ -48,7 +48,7 @@ class SwiGLUQuantize(GatedQuantize):
     """
 
     name = "swiglu_quantize"
-    settings = Schema({**COMMON, "float alpha": ANY, "float beta": ANY, "float limit": ABOVE_ZERO})
+    settings = Schema({**COMMON, "float alpha": ANY, "float up_offset": ANY, "float limit": ABOVE_ZERO})
 
     def __call__(
         self,
@@ -63,11 +63,11 @@ class SwiGLUQuantize(GatedQuantize):
         ue8m0: bool = False,
         scale_ub: Tensor | None = None,
         alpha: float = 1.0,
-        beta: float = 0.0,
+        up_offset: float = 0.0,
         limit: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         limit = NO_LIMIT if limit is None else limit
-        settings = (scheme, dtype, group_size, scale_layout, ue8m0, alpha, beta, limit)
+        settings = (scheme, dtype, group_size, scale_layout, ue8m0, alpha, up_offset, limit)
         results: tuple[Tensor, Tensor] = self.quantized((gate, up, scale, scale_ub), settings)
         return results
 
@@ -75,11 +75,11 @@ class SwiGLUQuantize(GatedQuantize):
     def reference(
         gate: Tensor, up: Tensor | None, scale: Tensor | None, scale_ub: Tensor | None, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        alpha, beta, limit = settings[5:]
+        alpha, up_offset, limit = settings[5:]
         a, b = (t.to(torch.promote_types(gate.dtype, torch.float32)) for t in halves(gate, up))
         if limit < NO_LIMIT:
             a, b = a.clamp(max=limit), b.clamp(-limit, limit)
-        y = (a * torch.sigmoid(alpha * a) * (b + beta)).to(gate.dtype)
+        y = (a * torch.sigmoid(alpha * a) * (b + up_offset)).to(gate.dtype)
         return quantized_reference(y, scale, scale_ub, settings)
 
 
