@@ -80,12 +80,12 @@ class Result:
     failed: str | None = None
 
 
-def drawn(model: Model, tokens: int, device: torch.device) -> Inputs:
+def drawn(model: Model, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     g = torch.Generator(device).manual_seed(tokens)
     hidden, inner, experts, top_k = model
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        made = torch.empty(shape, device=device, dtype=torch.bfloat16)
+        made = torch.empty(shape, device=device, dtype=dtype)
         return made.normal_(generator=g).mul_(scale)
 
     scores = torch.rand(tokens, experts, device=device, generator=g)
@@ -95,7 +95,7 @@ def drawn(model: Model, tokens: int, device: torch.device) -> Inputs:
         normal(experts, 2 * inner, hidden, scale=hidden**-0.5).requires_grad_(),
         normal(experts, hidden, inner, scale=inner**-0.5).requires_grad_(),
         indices,
-        weights.softmax(-1).bfloat16().requires_grad_(),
+        weights.softmax(-1).to(dtype).requires_grad_(),
         normal(tokens, hidden),
     )
 

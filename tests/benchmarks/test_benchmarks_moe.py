@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.moe import experts
+from benchmarks.moe import experts, workloads
 from benchmarks.moe.experts import LARGEST_ERROR, PRODUCTS, Model, Result, drawn, exact, flops, line, prepared
 from benchmarks.workload import relative_error
 
@@ -31,6 +31,19 @@ def test_a_wrong_result_is_far_off() -> None:
     other = drawn(SMALL, 80, torch.device("cpu"))
     other.indices.copy_(other.indices.flip(-1))  # each expert with the other's weight
     assert relative_error(exact(other)[0], y) > 2 * LARGEST_ERROR
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_tuners_calls(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is right passes the tuner's check, what is wrong does not."""
+    monkeypatch.setattr(workloads, "TIMED", SMALL)
+    op = experts.ours()
+    for one in workloads.workloads(20, direction, torch.bfloat16, 1 << 20, torch.device("cpu")):
+        results = one.call(op).run()
+        assert (
+            0 < one.error(results) < LARGEST_ERROR / 2 and one.flops and one.grad == (direction == "backward")
+        )
+        assert one.error(tuple(r * 1.1 for r in results)) > 0.05
 
 
 def test_the_products_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from benchmarks.tuning.space import Space
-from benchmarks.tuning.spaces import activations, attention, decoding, embedding, losses, norms, rope, softmax
+from benchmarks.tuning.spaces import (
+    activations,
+    attention,
+    decoding,
+    embedding,
+    losses,
+    moe,
+    norms,
+    rope,
+    softmax,
+)
 
-FAMILIES = (norms, activations, rope, softmax, losses, attention, decoding, embedding)
+FAMILIES = (norms, activations, rope, softmax, losses, attention, decoding, embedding, moe)
 SPACES: dict[str, Space] = {kernel: space for family in FAMILIES for kernel, space in family.SPACES.items()}
