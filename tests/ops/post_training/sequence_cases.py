@@ -327,7 +327,9 @@ class SequenceTests:
         op, device = made(self.op_class, "gpu")
         pair = self.is_paired(self.cases[0])
         tokens = (1 << 31) // 65536 // (2 if pair else 1) + 5
-        base = replace(self.cases[0], parts=(), k=16, j=16 if self.cases[0].j else 0, vocabulary=65536, dtype=BF16)
+        base = replace(
+            self.cases[0], parts=(), k=16, j=16 if self.cases[0].j else 0, vocabulary=65536, dtype=BF16
+        )
         case = replace(base, sequences=2 if pair else 1, tokens=tokens)
         drawn = self.only_last(case, self.draw(case, 0, device), 40)
         short = replace(case, tokens=40)
