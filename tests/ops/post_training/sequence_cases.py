@@ -317,7 +317,7 @@ class SequenceTests:
     def test_large(self, chunks: str) -> None:
         op, device = made(self.op_class, "gpu")
         case = replace(
-            self.cases[0], sequences=4, tokens=100, k=256, vocabulary=50257, dtype=BF16, chunks=chunks
+            self.cases[0], sequences=4, tokens=20, k=256, vocabulary=50257, dtype=BF16, chunks=chunks
         )
         self.check(op, case, device, 0, rounded_logits=True)
 
