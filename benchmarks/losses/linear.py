@@ -450,12 +450,19 @@ LOG_PROBS = LinearLoss(
 LOSSES = {"cross_entropy": CROSS_ENTROPY, "jsd": JSD, "log_probs": LOG_PROBS}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure, print, and write ``<op>_steps.json``. 1 where one of ours failed."""
-    of = LOSSES.get(next(iter(arguments), ""), CROSS_ENTROPY)
-    command = Command("benchmarks.losses.linear", __doc__, of.providers, ";")
+def measured(
+    module: str, text: str | None, losses: Mapping[str, LinearLoss], arguments: Sequence[str]
+) -> int:
+    """Measure, print, and write ``<op>_steps.json``. 1 where one of ours failed.
+
+    Args:
+        module: whose command this is; ``text`` is its help.
+        losses: by the names that the command takes.
+    """
+    of = losses.get(next(iter(arguments), ""), next(iter(losses.values())))
+    command = Command(module, text, of.providers, ";")
     add = command.parser.add_argument
-    add("loss", choices=tuple(LOSSES))
+    add("loss", choices=tuple(losses))
     add("--rounds", type=int, default=2, help="of all providers in turn, of 10 calls each")
     add("--shape", action="append", help="rows,k,vocabulary (may be repeated; default: all points)")
     options = command.read(arguments)
@@ -474,4 +481,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    LOSSES = {"cross_entropy": CROSS_ENTROPY, "jsd": JSD}
+    sys.exit(measured("benchmarks.losses.linear", __doc__, LOSSES, sys.argv[1:]))

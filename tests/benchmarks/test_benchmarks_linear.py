@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from benchmarks.losses.linear import CROSS_ENTROPY, JSD, LinearLoss, Result, errors, line, step
+from benchmarks.post_training.linear import LOSSES
 
 
-@pytest.mark.parametrize("of", [CROSS_ENTROPY, JSD], ids=lambda of: of.op)
+@pytest.mark.parametrize("of", [CROSS_ENTROPY, JSD, *LOSSES.values()], ids=lambda of: of.op)
 def test_providers_are_right(of: LinearLoss) -> None:
     inputs = of.drawn((300, 16, 50), torch.device("cpu"))
     exact = of.exact(inputs)

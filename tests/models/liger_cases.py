@@ -419,6 +419,30 @@ CASES = [
         ),
     ),
     Case(
+        "LigerFusedLinearKLDivFunction",
+        lambda: (
+            randn(9, 16),
+            randn(31, 16),
+            torch.randn(9, 31).softmax(-1),
+            labels(9, 31),
+            "mean",
+            -100,
+            2.0,
+            1e-10,
+        ),
+        lambda x, w, q, t, _r, i, c, _e: (
+            F.kl_div((x @ w.t() / c).log_softmax(-1), q, reduction="none").sum(-1)[t != i].mean() / 31
+        ),
+    ),
+    Case(
+        "LigerFusedCETVDFunction",
+        lambda: (randn(9, 31), torch.randn(9, 31), labels(9, 31), -100),
+        lambda x, y, t, i: (
+            F.cross_entropy(x, t, reduction="none", ignore_index=i),
+            torch.where(t == i, 0.0, (x.softmax(-1) - y.softmax(-1)).abs().sum(-1) / 2),
+        ),
+    ),
+    Case(
         "LigerKLDivLossFunction",
         lambda: (randn(9, 31), torch.rand(9, 31)),
         lambda x, y: F.kl_div(x, y, reduction="batchmean"),

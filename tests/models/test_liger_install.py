@@ -17,7 +17,8 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 
 import liger_aot.liger
 from liger_aot.errors import ArgumentError, LeftAlone, PackNotFound, PatchError
-from liger_aot.liger.functions import COVERED, REPLACED
+from liger_aot.liger import chunked
+from liger_aot.liger.functions import COVERED
 from tests.harness.children import ROOT, environment
 
 MODELS = [
@@ -72,11 +73,13 @@ def test_models_that_liger_patched_on_a_gpu(mode: str) -> None:
 
 def test_status() -> None:
     status = liger_aot.liger.status()
-    plain = {name.rpartition(".")[2]: op for name, op in status.ours.items()}
+    of_chunks = {name: op for name, op in status.ours.items() if name.startswith(chunked.PREFIX)}
+    assert of_chunks == {f"{chunked.PREFIX}{name}": op for name, (_, op) in chunked.NAMES.items()}
+    plain = {name.rpartition(".")[2]: op for name, op in status.ours.items() if name not in of_chunks}
     chosen_from = {
         f"LigerFusedLinearScaledCrossEntropy{tp}Function": "fused_linear_log_probs" for tp in ("", "TP")
     }
-    named = {name.rpartition(".")[2]: op for name, (_, op) in REPLACED.items() if not name.startswith("_")}
+    named = {name: op for name, (_, op) in COVERED.items() if not name.startswith("_")}
     assert plain == named | chosen_from
     assert set(status.ours.values()) <= {*liger_aot.ops(), "torch"}
     assert {"kl_div.kldiv_forward_triton", "mlp.gemm_swiglu"} <= set(status.jit)  # of submodules
@@ -88,6 +91,8 @@ def test_status() -> None:
     assert lines[0] == f"liger_kernel {status.version}"
     assert any(line.split() == ["LigerRMSNormFunction", "liger-aot", "rmsnorm"] for line in lines)
     assert any(line.split() == ["experimental.mm_int8int2.matmul", "torch"] for line in lines)
+    line = ["chunked_loss.LigerFusedLinearDPOFunction", "liger-aot", "fused_linear_preference_loss"]
+    assert any(found.split() == line for found in lines)
 
 
 def test_status_of_other_languages(monkeypatch: pytest.MonkeyPatch) -> None:

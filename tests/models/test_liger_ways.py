@@ -120,6 +120,28 @@ def _pair_linear_jsd(x: Tensor, w: Tensor) -> Any:
     return loss, lambda g: ours("fused_linear_jsd_backward")(g, *found)
 
 
+def _pair_linear_kl_div(x: Tensor, w: Tensor) -> Any:
+    torch.manual_seed(9)
+    target = torch.randn(9, 31).softmax(-1)
+    loss, *found = ours("fused_linear_kl_div_forward")(
+        x, w.requires_grad_(), target, None, "batchmean", -100, False, 1.0, 1e-10
+    )
+    return loss, lambda g: ours("fused_linear_kl_div_backward")(g, *found)
+
+
+def _pair_ce_tvd(x: Tensor) -> Any:
+    torch.manual_seed(9)
+    teacher, t = torch.randn(9, 31), labels(9, 31)
+    ce, tvd, *sums = ours("fused_ce_tvd_forward")(x, teacher, t, -100)
+    torch.testing.assert_close(sums[0][t != -100], x.logsumexp(-1)[t != -100])
+    return (ce, tvd), lambda a, b: (ours("fused_ce_tvd_backward")(a, b, x, teacher, t, *sums, -100),)
+
+
+def _ce_tvd(x: Tensor) -> Any:
+    torch.manual_seed(9)
+    return ours("LigerFusedCETVDFunction").apply(x, torch.randn(9, 31), labels(9, 31))
+
+
 def _rope(q: Tensor, k: Tensor) -> Any:
     torch.manual_seed(9)
     return ours("LigerRopeFunction").apply(q, k, *angles(5, 16))
@@ -210,6 +232,16 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, 
     "jsd": (
         _pair_jsd,
         _seeded("LigerJSDFunction", lambda: torch.randn(9, 31).log_softmax(-1), lambda: labels(9, 31)),
+        ((9, 31),),
+    ),
+    "fused_linear_kl_div": (
+        _pair_linear_kl_div,
+        _seeded("LigerFusedLinearKLDivFunction", lambda: torch.randn(9, 31).softmax(-1)),
+        ((9, 16), (31, 16)),
+    ),
+    "fused_ce_tvd": (
+        _pair_ce_tvd,
+        _ce_tvd,
         ((9, 31),),
     ),
     "fused_linear_jsd": (

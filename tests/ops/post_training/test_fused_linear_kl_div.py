@@ -65,6 +65,24 @@ def test_layouts_of_the_target(way: str) -> None:
     )
 
 
+@pytest.mark.gpu
+def test_a_target_past_two_to_the_31_elements() -> None:
+    op, device = made(FusedLinearKLDiv, "gpu")
+    rows, n = (1 << 31) // 65536 + 45, 65536
+    x = torch.randn(rows, 16, device=device).bfloat16().requires_grad_()
+    w = torch.randn(n, 16, device=device).bfloat16()
+    q = torch.rand(1, n, device=device).softmax(-1).bfloat16().repeat(rows, 1)
+    labels = torch.full((rows,), -100, device=device)
+    labels[-40:] = 1
+    loss = op(x, w, q, labels)
+    (dx,) = torch.autograd.grad(loss, x)
+    last = x.detach()[-40:].requires_grad_()
+    wanted = op(last, w, q[-40:].clone())
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(dx[-40:], torch.autograd.grad(wanted, last)[0], rtol=1e-2, atol=1e-6)
+    assert not dx[:-40].any()
+
+
 def test_as_jsd_of_beta_0() -> None:
     x, w, y = torch.randn(5, 8), torch.randn(11, 8), torch.randn(5, 8)
     found = liger_aot.load("fused_linear_kl_div")(x, w, (y @ w.t()).softmax(-1))
