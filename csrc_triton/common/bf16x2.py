@@ -59,3 +59,12 @@ def pack(low, high, dtype: tl.constexpr):
         return tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def bf16_parts(x):
+    """An fp32 tensor as the sum of three of bfloat16, to the last bit."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)

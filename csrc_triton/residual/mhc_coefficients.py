@@ -17,8 +17,11 @@ Xie et al., mHC: Manifold-Constrained Hyper-Connections (2025), equations 14 to 
 import triton
 import triton.language as tl
 
-from csrc_triton.common.bf16x2 import repack
-from csrc_triton.residual.mhc_projection import project_backward_pipeline, project_pipeline  # noqa: F401
+from csrc_triton.common.bf16x2 import bf16_parts, repack
+from csrc_triton.residual.mhc_projection import (  # noqa: F401  named by DECLARATION
+    project_backward_pipeline,
+    project_pipeline,
+)
 
 DECLARATION = {
     "op": "mhc_coefficients",
@@ -51,12 +54,7 @@ DECLARATION = {
                     "language": "gluon",
                     "function": "project_pipeline",
                     "constants": ["ROWS", "STAGES", "WIDTH"],
-                    "requires": {
-                        "dtype": ["bf16", "fp16"],
-                        "weight": ["dtype"],
-                        "streams": [4],
-                        "aligned": [True],
-                    },
+                    "requires": {"dtype": ["bf16", "fp16"], "streams": [4], "aligned": [True]},
                 },
             },
         },
@@ -184,15 +182,6 @@ DECLARATION = {
         },
     },
 }
-
-
-@triton.jit
-def bf16_parts(x):
-    """An fp32 tensor as the sum of three of bfloat16, to the last bit."""
-    high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

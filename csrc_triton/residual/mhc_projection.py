@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from csrc_triton.common.bf16x2 import bf16_parts
 from csrc_triton.common.pipeline import copy_tile, next_stage
 
 STEP = gl.constexpr(64)  # columns a step
@@ -26,9 +27,27 @@ def line_layout(warps):
 
 
 @gluon.constexpr_function
-def phi_layout(warps):
+def phi_layout(dtype, warps):
     """Of phi's tile [STEP, PHI_COLUMNS]: 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [8, 4], [warps, 1], [1, 0])
+    vector = 128 // dtype.primitive_bitwidth
+    return gl.BlockedLayout([1, vector], [vector, 32 // vector], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def phi_shared(dtype):
+    """Of the same in shared memory: read along its rows, by eight threads at once."""
+    wide = dtype.primitive_bitwidth == 32
+    return gl.SwizzledSharedLayout(4, 1, 8, [1, 0]) if wide else gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+
+
+@gluon.jit
+def multiply(phi, x, z):
+    """z + phi @ x; a phi in float32 as three parts in bfloat16."""
+    if phi.dtype == gl.float32:
+        high, middle, low = bf16_parts(phi)
+        return ampere.mma_v2(high, x, ampere.mma_v2(middle, x, ampere.mma_v2(low, x, z)))
+    else:
+        return ampere.mma_v2(phi, x, z)
 
 
 @gluon.constexpr_function
@@ -53,7 +72,7 @@ def project_pipeline(
     GROUPS: gl.constexpr = ROWS // (8 * WARPS)  # of 8 tokens a warp
     LINES: gl.constexpr = ROWS * STEP // 8
     lines: gl.constexpr = line_layout(WARPS)
-    rows: gl.constexpr = phi_layout(WARPS)
+    rows: gl.constexpr = phi_layout(PHI.dtype.element_ty, WARPS)
     result: gl.constexpr = product_layout(WARPS)
     program = gl.program_id(0)
     part = program % parts
@@ -73,9 +92,9 @@ def project_pipeline(
     in_width = column < 24
 
     x_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    phi_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     x_buffer = gl.allocate_shared_memory(X.dtype.element_ty, [STAGES, LINES, 8], x_shared)
-    phi_buffer = gl.allocate_shared_memory(PHI.dtype.element_ty, [STAGES, STEP, PHI_COLUMNS], phi_shared)
+    phi_dtype: gl.constexpr = PHI.dtype.element_ty
+    phi_buffer = gl.allocate_shared_memory(phi_dtype, [STAGES, STEP, PHI_COLUMNS], phi_shared(phi_dtype))
     step = parts * STEP
     copied = part * STEP
     for i in gl.static_range(STAGES - 1):
@@ -100,7 +119,7 @@ def project_pipeline(
         squares += gl.sum(wide * wide, 1)
         pairs = gl.reshape(x, [GROUPS, 2, WARPS, 8, 4, 4, 2])
         operand = gl.reshape(gl.permute(pairs, [5, 1, 4, 6, 0, 2, 3]), [STEP, ROWS])
-        z = ampere.mma_v2(phi, gl.convert_layout(operand, gl.DotOperandLayout(1, result, 2)), z)
+        z = multiply(phi, gl.convert_layout(operand, gl.DotOperandLayout(1, result, 2)), z)
     async_copy.wait_group(0)
 
     at = gl.arange(0, PHI_COLUMNS, layout=gl.SliceLayout(1, result))[:, None]
