@@ -26,6 +26,7 @@ SMALL = {
     "embedding": (50, 30, 16),
     "groupnorm": (3, 64, 4, 5),
     "modulated_rmsnorm": (3, 7, 32),
+    "neighborhood_attention": (70, 2, 30, 16),
     "rope": (2, 5, 4, 2, 128),
     "rope_multimodal": (1, 5, 4, 2, 16),
     "rope_llama4": (2, 5, 4, 2, 16),
