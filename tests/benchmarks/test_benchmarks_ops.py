@@ -31,6 +31,7 @@ SMALL = {
     "groupnorm": (3, 64, 4, 5),
     "grpo_loss": (3, 5, 48),
     "modulated_rmsnorm": (3, 7, 32),
+    "neighborhood_attention": (70, 2, 30, 16),
     "rope": (2, 5, 4, 2, 128),
     "rope_multimodal": (1, 5, 4, 2, 16),
     "rope_llama4": (2, 5, 4, 2, 16),
