@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,12 +85,14 @@ def fused_loss(logits: Logits, loss: Loss) -> Callable[[Callable[..., Any]], Cal
     """Of the ``forward`` of a model with an ``lm_head`` and Transformers' causal language model loss.
 
     While the model trains and labels are given, the loss comes from ``fused_linear_cross_entropy`` and the output has
-    no logits, unless ``loss`` keeps them; ``skip_logits=True`` or ``False`` in the call decides otherwise. A loss of
-    logits comes from ``cross_entropy``. A model whose head or loss is not the usual one (``usual``) runs as it is.
+    no logits, unless ``loss`` keeps them; ``skip_logits=True`` or ``False`` in the call decides otherwise. Where a
+    tensor-parallel plan shards the head's rows it is ``vocab_parallel_linear_cross_entropy``. A loss of logits comes
+    from ``cross_entropy``. A model whose head or loss is not the usual one (``usual``) runs as it is.
     """
 
     def make(plain: Callable[..., Any]) -> Callable[..., Any]:
         linear, of_logits = load("fused_linear_cross_entropy"), load("cross_entropy")
+        sharded = load("vocab_parallel_linear_cross_entropy")
         labels_at = list(inspect.signature(plain).parameters).index("labels") - 1  # but for self
 
         @wraps(plain)
@@ -102,8 +104,12 @@ def fused_loss(logits: Logits, loss: Loss) -> Callable[[Callable[..., Any]], Cal
             how = replace(loss, **asked) if asked else loss
             skip = self.training and not how.keep_logits if skip_logits is None else skip_logits
             options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
-            if skip and usual_head(self):
-                inner: _WithLoss = _WithoutLogits(self, linear, how, labels, options, logits)
+            shard = vocabulary_shard(self) if skip else None
+            if shard is not None and not (how.return_token_accuracy or how.return_predicted_tokens):
+                by_shards = partial(sharded, group=shard.group)
+                inner: _WithLoss = _WithoutLogits(self, by_shards, how, labels, options, logits, shard)
+            elif skip and usual_head(self):
+                inner = _WithoutLogits(self, linear, how, labels, options, logits)
             else:
                 inner = _WithLoss(self, of_logits, how, labels, options)
             return_dict = kwargs.pop("return_dict", None)
@@ -121,9 +127,9 @@ def fused_loss(logits: Logits, loss: Loss) -> Callable[[Callable[..., Any]], Cal
 def usual(model: Any) -> bool:
     """Whether the head is a linear layer with parameters of its own here, and the loss the usual one.
 
-    A head that is quantised, adapted, sharded over a tensor-parallel group or that hooks look at is not.
+    A head that is quantised, adapted, sharded in another way than by rows or that hooks look at is not.
     """
-    return usual_loss(model) and usual_head(model)
+    return usual_loss(model) and (usual_head(model) or vocabulary_shard(model) is not None)
 
 
 def usual_loss(model: Any) -> bool:
@@ -140,6 +146,35 @@ def usual_head(model: Any) -> bool:
         and not ("forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks)
         and type(head.weight) in PLAIN
     )
+
+
+class Shard(NamedTuple):
+    """This rank's rows of a head's weight, and its bias's; all ranks have as many."""
+
+    weight: Tensor
+    bias: Tensor | None
+    group: Any
+
+
+def vocabulary_shard(model: Any) -> Shard | None:
+    """Of a head that a plan of Transformers shards over one mesh's ranks and whose output it gathers."""
+    head = model.lm_head
+    weight: Any = getattr(head, "weight", None)
+    if type(weight).__name__ != "DTensor" or not isinstance(head, nn.Linear):
+        return None
+    own = vars(head).get("forward")
+    if getattr(own, "__module__", None) != "transformers.distributed.tensor_parallel":
+        return None
+    if head._forward_hooks or head._forward_pre_hooks:
+        return None
+    sharded: list[Any] = [t for t in (weight, head.bias) if t is not None]
+    if any(t.device_mesh.ndim != 1 or not t.placements[0].is_shard(0) for t in sharded):
+        return None
+    mesh = weight.device_mesh
+    if weight.shape[0] % mesh.size():
+        return None
+    of_bias = [t.to_local() for t in sharded[1:]]
+    return Shard(weight.to_local(), of_bias[0] if of_bias else None, mesh.get_group())
 
 
 class _WithLoss:
@@ -174,10 +209,17 @@ class _WithoutLogits(_WithLoss):
     """The head finds the loss and gives no logits."""
 
     def __init__(
-        self, model: Any, op: Any, how: Loss, labels: Tensor, options: dict[str, Any], logits: Logits
+        self,
+        model: Any,
+        op: Any,
+        how: Loss,
+        labels: Tensor,
+        options: dict[str, Any],
+        logits: Logits,
+        shard: Shard | None = None,
     ) -> None:
         super().__init__(model, op, how, labels, options)
-        self._logits = logits
+        self._logits, self._shard = logits, shard
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         model, head, of = self._model, self._model.lm_head, self._logits
@@ -186,8 +228,9 @@ class _WithoutLogits(_WithLoss):
         if of.multiplied_by:
             hidden = hidden * attrgetter(of.multiplied_by)(model)
         softcap = attrgetter(of.softcap)(model) if of.softcap else None
+        weight, bias = (head.weight, head.bias) if self._shard is None else self._shard[:2]
         self._found = linear_loss(
-            self._op, hidden, head.weight, head.bias, self._labels, softcap, self._how, **self._options
+            self._op, hidden, weight, bias, self._labels, softcap, self._how, **self._options
         )
         return hidden.new_empty(0)
 
@@ -232,12 +275,15 @@ def linear_loss(
     """Transformers' ``ForCausalLMLoss`` of hidden @ weight^T + bias.
 
     Args:
-        op: ``fused_linear_cross_entropy``.
+        op: ``fused_linear_cross_entropy``, or ``vocab_parallel_linear_cross_entropy`` of a shard's weight and bias.
         hidden: (batch, tokens, hidden size).
         labels: (batch, tokens); each token's target is the label after it, which the last one has not.
         num_items_in_batch: what the sum of the losses is divided by, instead of their number.
         shift_labels: the targets themselves, instead of labels.
     """
+    asked = {
+        name: True for name in ("return_token_accuracy", "return_predicted_tokens") if getattr(how, name)
+    }
     found = op(
         hidden,
         weight,
@@ -249,8 +295,7 @@ def linear_loss(
         reduction="mean" if num_items_in_batch is None else "sum",
         weight_grad_dtype=how.accum_dtype,
         use_token_scaling=how.use_token_scaling,
-        return_token_accuracy=how.return_token_accuracy,
-        return_predicted_tokens=how.return_predicted_tokens,
+        **asked,
     )
     return _found(found, how, num_items_in_batch)
 
