@@ -69,7 +69,7 @@ def explain(
     """
     op: Op = load(name)
     sizes = _sizes(shape)
-    further = {argument: _dtype(value) for argument, value in (dtypes or {}).items()}
+    further = {argument: _dtype(value, codes=True) for argument, value in (dtypes or {}).items()}
     problems = op.problems(sizes, _dtype(dtype), further)
     if arch is not None:
         packs: Sequence[Pack] = (pack_of(arch),)
@@ -124,10 +124,10 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _dtype(given: torch.dtype | str) -> torch.dtype:
-    from liger_aot.runtime.dispatch import DTYPE_NAMES
+def _dtype(given: torch.dtype | str, codes: bool = False) -> torch.dtype:
+    from liger_aot.runtime.dispatch import CODE_NAMES, DTYPE_NAMES
 
-    for dtype, short in DTYPE_NAMES.items():
+    for dtype, short in {**DTYPE_NAMES, **(CODE_NAMES if codes else {})}.items():
         if given == dtype or given in (short, str(dtype), str(dtype).removeprefix("torch.")):
             return dtype
     raise ArgumentTypeError(
