@@ -447,8 +447,6 @@ LOG_PROBS = LinearLoss(
     largest_error=0.02,
 )
 
-LOSSES = {"cross_entropy": CROSS_ENTROPY, "jsd": JSD, "log_probs": LOG_PROBS}
-
 
 def measured(
     module: str, text: str | None, losses: Mapping[str, LinearLoss], arguments: Sequence[str]
@@ -481,5 +479,5 @@ def measured(
 
 
 if __name__ == "__main__":
-    LOSSES = {"cross_entropy": CROSS_ENTROPY, "jsd": JSD}
+    LOSSES = {"cross_entropy": CROSS_ENTROPY, "jsd": JSD, "log_probs": LOG_PROBS}
     sys.exit(measured("benchmarks.losses.linear", __doc__, LOSSES, sys.argv[1:]))

@@ -13,6 +13,7 @@ from csrc_triton.quantization.rows import AXES, BY_TOKEN, SCHEMES
 from csrc_triton.quantization.values import FORMS, value_long, value_row, value_tile
 
 DTYPES = ["bf16", "fp16", "fp32"]
+FP8 = ["fp8e4nv", "fp8e4b8"]
 DECLARATION = {
     "op": "quantize",
     "kernels": {
@@ -31,7 +32,7 @@ DECLARATION = {
             "arguments": {
                 "PARTS": "*fp32", "X": "*dtype", "x_stride": "i64", "n": "i64", "blocks": "i32", "tiles": "i64",
             },
-            "axes": {"dtype": DTYPES},
+            "axes": {"dtype": DTYPES, "out": FP8},  # for those that have none there is no second launch
             "aligned": ["X", "x_stride", "n"],
             "forms": {
                 "persistent": {
@@ -44,7 +45,7 @@ DECLARATION = {
                 "Q": "*out", "S": "*fp32", "X": "*dtype", "PARTS": "*fp32", "x_stride": "i64", "n": "i64",
                 "blocks": "i32", "parts": "i32",
             },
-            "axes": {"dtype": DTYPES, "out": ["fp8e4nv", "fp8e4b8"]},
+            "axes": {"dtype": DTYPES, "out": FP8},
             "aligned": ["Q", "X", "x_stride", "n"],
             "forms": {
                 "tile": {

@@ -69,7 +69,7 @@ def explain(
     """
     op: Op = load(name)
     sizes = _sizes(shape)
-    further = {argument: _dtype(value) for argument, value in (dtypes or {}).items()}
+    further = {argument: _dtype(value, codes=True) for argument, value in (dtypes or {}).items()}
     problems = op.problems(sizes, _dtype(dtype), further)
     if arch is not None:
         packs: Sequence[Pack] = (pack_of(arch),)
@@ -124,10 +124,10 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _dtype(given: torch.dtype | str) -> torch.dtype:
-    from liger_aot.runtime.dispatch import DTYPE_NAMES
+def _dtype(given: torch.dtype | str, codes: bool = False) -> torch.dtype:
+    from liger_aot.runtime.dispatch import CODE_NAMES, DTYPE_NAMES
 
-    for dtype, short in DTYPE_NAMES.items():
+    for dtype, short in {**DTYPE_NAMES, **(CODE_NAMES if codes else {})}.items():
         if given == dtype or given in (short, str(dtype), str(dtype).removeprefix("torch.")):
             return dtype
     raise ArgumentTypeError(
@@ -157,7 +157,7 @@ def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) ->
         raise PackNotFound(f"pack {arch} has no kernel {problem.kernel}")
     kernel = manifests[owner].kernels[problem.kernel]
     key = key_text((*problem.axes, problem.aligned))
-    name, held = _held(arch, kernel, key, problem.n)
+    name, held = _held(arch, kernel, key, problem)
     variant = manifests[owner].variant(name)
     return Choice(
         op=owner,
@@ -176,12 +176,17 @@ def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) ->
     )
 
 
-def _held(arch: str, kernel: Kernel, key: str, n: int) -> tuple[str, str]:
-    """The variant for ``n``, and in words the bound that holds it."""
+def _held(arch: str, kernel: Kernel, key: str, problem: Problem) -> tuple[str, str]:
+    """The variant for the problem's size, and in words the bound that holds it."""
+    n, rows = problem.n, problem.rows
     if key not in kernel.tables:
         raise ArgumentTypeError(
             f"{kernel.name} of {arch} is not built for {key}; it is for {', '.join(sorted(kernel.tables))}"
         )
+    for most_n, most, name in kernel.few.get(key, ()):
+        if rows is not None and rows <= most and (most_n is None or n <= most_n):
+            by_n = "is served as every n" if most_n is None else f"is held by the bound {most_n}"
+            return name, f"{by_n} for up to {most} rows, with {rows}"
     entries = kernel.tables[key]
     bounds = [bound for bound, _ in entries if bound is not None]
     i = bisect_left(bounds, n)

@@ -81,10 +81,11 @@ class InterpreterDriver:
         kernel = self._kernels[kernel_name]
         form = kernel.forms[form_name]
         function = interpreted(getattr(self._module, form.function))
+        tables = self._manifest.kernels[kernel_name]
         key = next(
             k
-            for k, e in self._manifest.kernels[kernel_name].tables.items()
-            if variant.name in {v for _, v in e}
+            for k, e in tables.tables.items()
+            if variant.name in {v for *_, v in (*e, *tables.few.get(k, ()))}
         )
         axes = dict(zip(kernel.axes, key.split("/"), strict=False))
         kinds = (kernel.arguments[name] for name in variant.arguments)

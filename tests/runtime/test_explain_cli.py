@@ -96,7 +96,11 @@ def test_explain_agrees_with_the_dispatch(built: Path, arch: str) -> None:
                     problems = [p for p in op.problems(shape, dtype) if p.kernel in dispatch]
                     assert problems, f"no kernel of {name} itself"
                     choices = liger_aot.explain(name, arch=arch, shape=shape, dtype=dtype)
-                    chosen = [dispatch[p.kernel]((*p.axes, p.aligned), p.n).variant.name for p in problems]
+                    chosen = []
+                    for p in problems:
+                        kernel, key = dispatch[p.kernel], (*p.axes, p.aligned)
+                        loaded = kernel(key, p.n) if p.rows is None else kernel.for_rows(key, p.n, p.rows)
+                        chosen.append(loaded.variant.name)
                     assert [c.variant for c in choices if c.kernel in dispatch] == chosen
 
 

@@ -20,13 +20,15 @@ PLAIN_OR_NONE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 class Problem:
-    """One kernel's dispatch for a call, by its axes' values (dtypes, integers, bools, words), alignment and size: what
-    ``explain`` looks up without a GPU."""
+    """One kernel's dispatch for a call, by its axes' values (dtypes, integers, bools, words), alignment, size and rows,
+    where those count: what ``explain`` looks up without a GPU."""
 
-    __slots__ = ("aligned", "axes", "kernel", "n")
+    __slots__ = ("aligned", "axes", "kernel", "n", "rows")
 
-    def __init__(self, kernel: str, axes: tuple[Any, ...], aligned: bool, n: int) -> None:
-        self.kernel, self.axes, self.aligned, self.n = kernel, axes, aligned, n
+    def __init__(
+        self, kernel: str, axes: tuple[Any, ...], aligned: bool, n: int, rows: int | None = None
+    ) -> None:
+        self.kernel, self.axes, self.aligned, self.n, self.rows = kernel, axes, aligned, n, rows
 
 
 class Op:

@@ -6,6 +6,7 @@ The rules of scales and codes are those of csrc_triton/quantization/codes.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -216,7 +217,7 @@ class QuantizingOp(DifferentiableOp):
         """With the scale of a row, ``dtypes`` may name that of the codes: ``out``."""
         out = (dtypes or {}).get("out", INT8)
         n = shape[-1]
-        return (Problem(self.name, (dtype, out, "token"), n % 16 == 0, n),)
+        return (Problem(self.name, (dtype, out, "token"), n % 16 == 0, n, prod(shape[:-1])),)
 
 
 def column_strides(shape: Sequence[int], layout: str) -> tuple[int, ...]:

@@ -107,12 +107,12 @@ class Quantize(QuantizingOp):
         aligned = not (x_at | q_at | x_stride | columns) & 15
         key = (dtype, asked.codes, asked.word, aligned)
         if asked.scheme == "tensor" and scale is None:
-            first = self.find(on.kernels["quantize_absmax"], (dtype, aligned), columns, rows)
+            if "quantize_absmax" not in on.kernels:
+                raise self._lacking(asked.codes)
+            first = self.find(on.kernels["quantize_absmax"], (dtype, asked.codes, aligned), columns, rows)
             blocks = -(-columns // first.block)
             parts = min(rows * blocks, PARTS * on.multiprocessors)
             found = x.new_empty(parts, dtype=torch.float32)
-            if "quantize_by_parts" not in on.kernels:
-                raise self._lacking(asked.codes)
             second = self.find(on.kernels["quantize_by_parts"], (dtype, asked.codes, aligned), columns, rows)
             parts_at = found.data_ptr()
             first.launch(
