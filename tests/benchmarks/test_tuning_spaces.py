@@ -58,8 +58,8 @@ def test_kernels_that_are_taken_away_are_there(kernel: str) -> None:
 
 
 def test_every_op_of_more_than_helpers_has_spaces() -> None:
-    """The others' launch numbers follow from those of the ops that they are made of; policy_loss reads a few KB; those of
-    ops with 8-bit results depend on the number of rows, which the tuner does not vary."""
+    """The others' launch numbers follow from those of the ops that they are made of; policy_loss reads a few KB; those
+    of ops with 8-bit results depend on the number of rows, which the tuner does not vary."""
     assert set(SPACES) <= set(DECLARED)
     without = set(DECLARED.values()) - {DECLARED[kernel] for kernel in SPACES}
     assert {op for op in without if not op.endswith("quantize")} == {

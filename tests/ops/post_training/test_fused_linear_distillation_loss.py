@@ -12,7 +12,7 @@ from torch import Tensor
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.post_training.fused_linear_distillation_loss import FusedLinearDistillationLoss
-from tests.ops.post_training.row_cases import BF16, FP16, FP32, Case, RowTests
+from tests.ops.post_training.row_cases import BF16, FP16, FP32, WAYS, Case, RowTests, made
 
 
 class TestDistillationLoss(RowTests):
@@ -34,6 +34,17 @@ class TestDistillationLoss(RowTests):
         Case(9, 16, 130, BF16, j=24, more=8, keywords={"soft_loss": "cosine", "weight_hard_loss": 0.0}),
         Case(9, 16, 37, BF16, j=24, chunks=3, keywords={"weight_grad_dtype": FP32, "weight_soft_loss": 0.0}),
     )
+
+    # Each formula in each dtype: every binary.
+    every = tuple(
+        Case(3, 8, 40, dtype, j=8, keywords={"beta": beta}) for beta in (0.0, 1.0) for dtype in (FP16, FP32)
+    )
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_every_binary(self, way: str) -> None:
+        op, device = made(self.op_class, way)
+        for case in self.every:
+            self.check(op, case, device, 0, rounded_logits=way != "reference")
 
     def row_loss(
         self, case: Case, student: Tensor, teacher: Tensor, others: dict[str, Tensor]

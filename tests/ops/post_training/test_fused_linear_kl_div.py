@@ -32,6 +32,20 @@ class TestKLDiv(RowTests):
         Case(9, 16, 37, BF16, chunks=3, keywords={"weight_grad_dtype": FP32}),
     )
 
+    # Each pair of dtypes, aligned and not: every binary.
+    every = tuple(
+        Case(3, 8, n, dtype, index=None, parts=parts)
+        for n in (48, 37)
+        for dtype in (BF16, FP16)
+        for parts in ((), ("float32",))
+    )
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_every_binary(self, way: str) -> None:
+        op, device = made(self.op_class, way)
+        for case in self.every:
+            self.check(op, case, device, 0, rounded_logits=way != "reference")
+
     def draw_others(self, case: Case, g: torch.Generator, device: str) -> dict[str, Any]:
         """Probabilities with zeros, which need not add up to 1."""
         q = torch.randn(case.rows, case.vocabulary, device=device, generator=g).softmax(-1) * 1.1
