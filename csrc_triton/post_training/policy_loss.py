@@ -9,6 +9,7 @@ where THROUGH is what goes by way of the sequence's importance weight.
 import triton
 import triton.language as tl
 
+from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.common.token_mask import token_counts
 
 DECLARATION = {
@@ -49,7 +50,14 @@ DECLARATION = {
             },
             "axes": {},
             "aligned": [],
-            "forms": {"sequence": {"function": "forward", "constants": ["BLOCK"]}},
+            "forms": {
+                "sequence": {
+                    "function": "forward",
+                    "constants": ["BLOCK", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
+                }
+            },
         },
         "policy_loss_reduce": {
             "arguments": {
@@ -65,7 +73,14 @@ DECLARATION = {
             },
             "axes": {},
             "aligned": [],
-            "forms": {"tile": {"function": "reduce", "constants": ["BLOCK"]}},
+            "forms": {
+                "tile": {
+                    "function": "reduce",
+                    "constants": ["BLOCK", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
+                }
+            },
         },
         "policy_loss_backward": {
             "arguments": {
@@ -172,13 +187,18 @@ def forward(
     LOSS, KL, CLIPPED, SLOPE, THROUGH, SUMS, LOGP, OLD_LOGP, REF_LOGP, ADVANTAGES, MASK, RATIO, WEIGHT, length,
     advantage_row, advantage_step, ratio_row, ratio_step, mask_kind, formula, of_sequence, corrected, beta, low, high,
     most, pos, neg, k_pos, k_neg,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of [sequences, length] tensors. ADVANTAGES and RATIO are one number a sequence or a token, as their steps say;
     WEIGHT is VESPO's weight of each sequence where the caller has it. ``pos`` and ``neg`` are SAPO's temperatures or
     VESPO's lambdas. SUMS[sequences, 4] gets the sums of loss, divergence and clipped tokens, and the tokens that
     count. Every output may be left out."""
     sequence = tl.program_id(0).to(tl.int64)
+    if PDL:
+        if is_given(SUMS):  # ``reduce`` follows, and waits; another's kernel must not start early
+            launch_dependents()
+        # The kernel before this one may write any of the tensors: all is read at addresses known after the wait.
+        sequence = wait_for_previous(tl.program_id(0)).to(tl.int64)
     log, tokens = 0.0, 0.0
     if (of_sequence != 0) | (formula == VESPO):
         log, tokens = log_weight(
@@ -249,9 +269,13 @@ def forward(
 
 
 @triton.jit
-def reduce(LOSS, KL, CLIPPED, WEIGHTS, SUMS, NORMALIZER, sequences, mean, divisor, BLOCK: tl.constexpr):
+def reduce(
+    LOSS, KL, CLIPPED, WEIGHTS, SUMS, NORMALIZER, sequences, mean, divisor, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """LOSS[0] is the sum over all tokens of their losses times WEIGHTS of their sequences; KL[0] and CLIPPED[0] are
     means over the tokens that count."""
+    if PDL:
+        sequences = wait_for_previous(sequences)  # ``forward`` writes SUMS
     counts = tl.zeros([BLOCK], tl.float32)
     kl = tl.zeros([BLOCK], tl.float32)
     clipped = tl.zeros([BLOCK], tl.float32)

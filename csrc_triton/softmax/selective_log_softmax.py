@@ -57,7 +57,7 @@ DECLARATION = {
                 "MASK": "*i32",
                 "x_stride": "i64",
                 "n_cols": "i32",
-                "blocks": "i32",
+                "parts": "i32",
                 "chosen": "i32",
                 "index_words": "i32",
                 "mask_kind": "i32",
@@ -71,7 +71,7 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "backward",
-                    "constants": ["BLOCK", "UNALIGNED"],
+                    "constants": ["BLOCK", "STEPS", "UNALIGNED"],
                     "defaults": {"UNALIGNED": False},
                 }
             },
@@ -128,16 +128,16 @@ def forward(
 
 @triton.jit
 def backward(
-    DX, DOUT, X, INDEX, STATISTICS, MASK, x_stride, n_cols, blocks, chosen, index_words, mask_kind, positions,
+    DX, DOUT, X, INDEX, STATISTICS, MASK, x_stride, n_cols, parts, chosen, index_words, mask_kind, positions,
     x_positions, scale, inverse,
-    BLOCK: tl.constexpr, UNALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, STEPS: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of a row a program, where DX may be X. A row whose gradients are all zero is not read, nor one
-    whose token does not count. UNALIGNED: rows may start at any element; blocks start at aligned ones, if the rows of X
-    and of DX are off by as much."""
+    """STEPS blocks of a row a program, where DX may be X: what a row has in common takes several loads that wait for
+    each other. A row whose gradients are all zero is not read, nor one whose token does not count. UNALIGNED: rows may
+    start at any element; blocks start at aligned ones, if the rows of X and of DX are off by as much."""
     program = tl.program_id(0)
-    x_row = program // blocks
-    first = program % blocks * BLOCK
+    x_row = program // parts
+    start = program % parts * (BLOCK * STEPS)
     X += x_row.to(tl.int64) * x_stride
     DX += x_row.to(tl.int64) * n_cols
     position = x_row % x_positions
@@ -145,81 +145,80 @@ def backward(
     chosen = tl.where(token_counts(MASK, row, mask_kind, position < positions), chosen, 0)
     total = 0.0
     wanted = 0
-    for start in range(0, chosen, CHOSEN):
-        lane = start + tl.arange(0, CHOSEN)
+    for begin in range(0, chosen, CHOSEN):
+        lane = begin + tl.arange(0, CHOSEN)
         at, mask = row * chosen + lane, lane < chosen
         _, known = column(INDEX, at, index_words, n_cols, mask)
         dout = tl.load(DOUT + at, mask=known, other=0.0)
         total += tl.sum(dout, 0)
         wanted += tl.sum((dout != 0.0).to(tl.int32), 0)
+    greatest = tl.load(STATISTICS + row * 2, mask=wanted > 0, other=0.0)
+    last = tl.load(STATISTICS + row * 2 + 1, mask=wanted > 0, other=0.0)
+    of_all = -total * inverse
+    # The first of the chosen columns, which most often is the only one.
+    column_0, known_0 = column(INDEX, row * chosen, index_words, n_cols, chosen > 0)
+    of_0 = tl.load(DOUT + row * chosen, mask=known_0, other=0.0) * inverse
+    column_0 = tl.where(known_0, column_0, -1)
+    alike = False
     if UNALIGNED:
         SIZE: tl.constexpr = X.dtype.element_ty.primitive_bitwidth // 8
         offset = X.to(tl.int64) % 16
         alike = offset == DX.to(tl.int64) % 16
-        first -= tl.where(alike, offset // SIZE, 0).to(tl.int32)
-        if alike & (first >= 0) & (first + BLOCK <= n_cols) & (wanted > 0):
-            from_here = tl.multiple_of(X + first, 16)
-            to_here = tl.multiple_of(DX + first, 16)
-            x = tl.load(from_here + tl.arange(0, BLOCK))
-            dx = gradient(
-                x, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
-                BLOCK,
-            )  # fmt: skip
-            tl.store(to_here + tl.arange(0, BLOCK), dx.to(DX.dtype.element_ty))
+        start -= tl.where(alike, offset // SIZE, 0).to(tl.int32)
+    cols = tl.arange(0, BLOCK)
+    for first in tl.range(start, tl.minimum(start + BLOCK * STEPS, n_cols), BLOCK, num_stages=1):
+        if UNALIGNED:
+            if alike & (first >= 0) & (first + BLOCK <= n_cols) & (wanted > 0):
+                from_here = tl.multiple_of(X + first, 16)
+                to_here = tl.multiple_of(DX + first, 16)
+                x = tl.load(from_here + cols)
+                dx = gradient(
+                    x, DOUT, INDEX, row, first, greatest, last, of_all, column_0, of_0, n_cols, chosen, index_words,
+                    scale, inverse, BLOCK,
+                )  # fmt: skip
+                tl.store(to_here + cols, dx.to(DX.dtype.element_ty))
+            else:
+                store_masked(
+                    DX, X, DOUT, INDEX, row, first, wanted, greatest, last, of_all, column_0, of_0, n_cols, chosen,
+                    index_words, scale, inverse, BLOCK,
+                )  # fmt: skip
         else:
             store_masked(
-                DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
-                BLOCK,
+                DX, X, DOUT, INDEX, row, first, wanted, greatest, last, of_all, column_0, of_0, n_cols, chosen,
+                index_words, scale, inverse, BLOCK,
             )  # fmt: skip
-    else:
-        store_masked(
-            DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
-            BLOCK,
-        )  # fmt: skip
 
 
 @triton.jit
 def store_masked(
-    DX, X, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
+    DX, X, DOUT, INDEX, row, first, wanted, greatest, last, of_all, column_0, of_0, n_cols, chosen, index_words, scale,
+    inverse,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx of those of the BLOCK columns from ``first`` on that are in the row."""
-    cols = tl.arange(0, BLOCK)
-    inside = (cols >= -first) & (cols < n_cols - first)
-    x = tl.load(X + first + cols, mask=inside & (wanted > 0), other=-float("inf"))
+    cols = first + tl.arange(0, BLOCK)
+    inside = (cols >= 0) & (cols < n_cols)
+    x = tl.load(X + cols, mask=inside & (wanted > 0), other=-float("inf"))
     dx = gradient(
-        x,
-        DOUT,
-        INDEX,
-        STATISTICS,
-        row,
-        first,
-        total,
-        wanted,
-        n_cols,
-        chosen,
-        index_words,
-        scale,
-        inverse,
+        x, DOUT, INDEX, row, first, greatest, last, of_all, column_0, of_0, n_cols, chosen, index_words, scale, inverse,
         BLOCK,
-    )
-    tl.store(DX + first + cols, dx.to(DX.dtype.element_ty), mask=inside)
+    )  # fmt: skip
+    tl.store(DX + cols, dx.to(DX.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gradient(
-    x, DOUT, INDEX, STATISTICS, row, first, total, wanted, n_cols, chosen, index_words, scale, inverse,
+    x, DOUT, INDEX, row, first, greatest, last, of_all, column_0, of_0, n_cols, chosen, index_words, scale, inverse,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx of BLOCK columns; ``total`` is the sum of the gradients of the row. Where none is ``wanted`` it is zero,
-    whatever the row holds."""
-    greatest = tl.load(STATISTICS + row * 2, mask=wanted > 0, other=0.0)
-    last = tl.load(STATISTICS + row * 2 + 1, mask=wanted > 0, other=0.0)
-    power = tl.exp2((x.to(tl.float32) - greatest) * scale - last)
-    dx = power * (-total * inverse)
-    for i in range(chosen):
+    """dx of BLOCK columns; ``of_all`` is the factor of the row's probabilities, ``of_0`` the gradient of column_0."""
+    dx = tl.exp2((x.to(tl.float32) - greatest) * scale - last) * of_all
+    cols = first + tl.arange(0, BLOCK)
+    if (column_0 >= first) & (column_0 < first + BLOCK):
+        dx += tl.where(cols == column_0, of_0, 0.0)
+    for i in range(1, chosen):
         index, known = column(INDEX, row * chosen + i, index_words, n_cols, True)
         if known & (index >= first) & (index < first + BLOCK):
             dout = tl.load(DOUT + row * chosen + i)
-            dx += tl.where(tl.arange(0, BLOCK) == index - first, dout * inverse, 0.0)
+            dx += tl.where(cols == index, dout * inverse, 0.0)
     return dx

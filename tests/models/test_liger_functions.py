@@ -143,6 +143,26 @@ def test_grpo_overwrites_the_logits_of_a_linear_layer() -> None:
     assert torch.equal(leaf.detach(), was)
 
 
+@pytest.mark.parametrize("name", ["GrpoLossFunction", "LigerCrossEntropyFunction"])
+def test_losses_that_may_overwrite_are_one_graph(name: str) -> None:
+    """Under torch.compile they overwrite nothing."""
+    torch.manual_seed(0)
+    if name == "GrpoLossFunction":
+        leaf, *rest = grpo_arguments("grpo", True, "sequence")
+    else:
+        leaf, *rest = randn(9, 31), labels(9, 31), None
+
+    def loss(x: Tensor) -> Tensor:
+        found: Tensor = ours(name).apply(F.linear(x, torch.eye(x.shape[-1])), *rest)[0]
+        return found
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got, wanted = compiled(leaf), loss(leaf)
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(t, leaf)[0] for t in (got, wanted)))
+
+
 def test_grpo_as_liger_refuses() -> None:
     function = ours("GrpoLossFunction")
     for loss_type in ("cispo", "sapo"):

@@ -108,7 +108,7 @@ def chosen(p: Problem) -> Iterator[Row]:
 
 
 def chosen_gradient(p: Problem) -> Iterator[Row]:
-    yield from grid(form="tile", block=(2048, 4096, 8192), num_warps=(2, 4, 8, 16))
+    yield from grid(form="tile", block=(2048, 4096, 8192), steps=(4, 8, 16), num_warps=(2, 4, 8, 16))
 
 
 VOCABULARIES = (32000, 128256, 262144)

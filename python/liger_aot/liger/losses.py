@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError
 from liger_aot.liger.common import Function, gradients_of
@@ -72,7 +73,7 @@ class LigerCrossEntropyFunction(Function):
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:
-    if not logits.requires_grad or not logits.is_contiguous():
+    if is_compiling() or not logits.requires_grad or not logits.is_contiguous():
         return False
     base = logits._base if logits._is_view() else logits
     makers = (logits.grad_fn, None if base is None else base.grad_fn)

@@ -221,12 +221,13 @@ class SelectiveLogSoftmax(DifferentiableOp):
         dx_at = dx.data_ptr()
         aligned = not (dx_at | x_at | x_stride | n) & 15
         loaded = on.kernels["selective_log_softmax_backward"]((logits.dtype, aligned), n)
-        blocks = -(-(n if aligned else n + 15) // loaded.block)  # blocks of odd rows may begin before them
+        width = n if aligned else n + 15  # blocks of odd rows may begin before them
+        parts = -(-width // (loaded.block * loaded.numbers["steps"]))
         device = on.device
         loaded.launch(
-            device, on.stream(device), rows * blocks, 1, 1,
+            device, on.stream(device), rows * parts, 1, 1,
             dx_at, dy.data_ptr(), x_at, index.data_ptr(), statistics.data_ptr(),
-            None if mask is None else mask.data_ptr(), x_stride, n, blocks,
+            None if mask is None else mask.data_ptr(), x_stride, n, parts,
             index.numel() // (rows // x_positions * positions), index.element_size() // 4, mask_kind(mask), positions,
             x_positions, LOG2_E / temperature, 1 / temperature,
         )  # fmt: skip
