@@ -61,7 +61,7 @@ class Given(NamedTuple):
     reference: Layer | None = None
     second: Tensor | None = None  # other tokens whose log-probabilities the loss has, too
     ignore_index: int = -100
-    with_sums: bool = False  # whether the outputs have ``Found.sums``
+    with_means: bool = False  # whether the outputs have ``Found.means``
     paired: bool = (
         False  # the first half of the sequences are chosen, each with its rejected one in the second
     )
@@ -75,7 +75,7 @@ class Found(NamedTuple):
     policy: Tensor
     reference: Tensor | None = None
     second: Tensor | None = None
-    sums: Tensor | None = None  # (sequences,) of all of the policy's logits
+    means: Tensor | None = None  # (sequences,) of all of the policy's logits
 
 
 class Solved(NamedTuple):
@@ -196,23 +196,25 @@ class SequenceLoss(LinearLoss):
             )
         if made is None or chunks.units_at_once < 1:
             found, lse = chunks.log_probs(policy, second)
-            found = found._replace(reference=reference, sums=chunks.sums(policy))
+            found = found._replace(reference=reference, means=chunks.means(policy))
             solved = self.solve(found, lambda t: t, tensors, settings)
             if made is not None:
                 chunks.add_by_rows(made, policy, lse, solved, outer)
         else:
-            sums = chunks.sums(policy)
+            means = chunks.means(policy)
             log_probs = given.policy.input.new_empty(given.target.shape, dtype=torch.float32)
             seconds = None if second is None else torch.empty_like(log_probs)
             for part in chunks.parts():
                 logits, lse, some = chunks.log_probs_of(part, policy)
-                some = some._replace(reference=None if reference is None else part.take(reference), sums=sums)
+                some = some._replace(
+                    reference=None if reference is None else part.take(reference), means=means
+                )
                 solved = self.solve(some, part.take, tensors, settings)
                 chunks.add_part(made, part, logits, lse, solved, outer)
                 part.put(log_probs, some.policy)
                 if seconds is not None and some.second is not None:
                     part.put(seconds, some.second)
-            found = Found(log_probs, reference, seconds, sums)
+            found = Found(log_probs, reference, seconds, means)
             if chunks.several:
                 solved = self.solve(found, lambda t: t, tensors, settings)
         device_errors.check_now(self.name, given.policy.input.device)
@@ -318,14 +320,14 @@ class _Chunks:
         second = None if found.second is None else found.second.view(-1, self._length)
         return logits, lse, Found(found.policy.view(-1, self._length), None, second)
 
-    def sums(self, layer: Layer) -> Tensor | None:
-        """Of each sequence's logits, by one product with the sum of its rows."""
-        if not self._given.with_sums:
+    def means(self, layer: Layer) -> Tensor | None:
+        """Of each sequence's logits, by one product with the mean of its rows."""
+        if not self._given.with_means:
             return None
-        rows = layer.input.sum(1, dtype=torch.float32).to(self._dtype)
+        rows = layer.input.mean(1, dtype=torch.float32).to(self._dtype)
         logits = project(rows, layer.weight, None, chunk_buffer(rows, rows.shape[0], self._vocabulary))
-        found = logits.sum(-1, dtype=torch.float32)
-        return found if layer.bias is None else found + self._length * layer.bias.sum(dtype=torch.float32)
+        found = logits.mean(-1, dtype=torch.float32)
+        return found if layer.bias is None else found + layer.bias.mean(dtype=torch.float32)
 
     def add_part(
         self,
@@ -441,11 +443,11 @@ def whole(
     if given.reference is not None:
         reference = _chosen(_log_softmax(given.reference, wide), given.target, given.ignore_index).detach()
     second = None if given.second is None else _chosen(log_q, given.second, given.ignore_index)
-    sums = None
-    if given.with_sums:
-        sums = (x.to(wide).sum(1) @ weight.to(wide).t()).sum(-1)
-        sums = sums if bias is None else sums + x.shape[1] * bias.to(wide).sum()
-    found = Found(_chosen(log_q, given.target, given.ignore_index), reference, second, sums)
+    means = None
+    if given.with_means:
+        means = (x.to(wide).mean(1) @ weight.to(wide).t()).mean(-1)
+        means = means if bias is None else means + bias.to(wide).mean()
+    found = Found(_chosen(log_q, given.target, given.ignore_index), reference, second, means)
     solved = op.solve(found, lambda t: t, tensors, settings)
     outputs = (solved.outputs[0], *(o.detach() for o in solved.outputs[1:]))
     if not any(wanted):

@@ -242,7 +242,7 @@ class FusedLinearPreferenceLoss(SequenceLoss):
 
     @staticmethod
     def solve(found: Found, take: Take, tensors: Tensors, settings: tuple[Any, ...]) -> Solved:
-        x, weight, target, *_, nll_target, labels, kl = tensors
+        target, nll_target, labels, kl = tensors[2], *tensors[-3:]
         asked = Settings(*settings)
         counts = counted(take(target), asked.ignore_index)
         lengths = counts.sum(-1).to(found.policy.dtype)
@@ -275,9 +275,7 @@ class FusedLinearPreferenceLoss(SequenceLoss):
             seconds = torch.zeros_like(slopes)
         if len(logps) != target.shape[0]:
             return Solved((), slopes, seconds)
-        assert found.sums is not None
-        mean = found.sums / (max(x.shape[1], 1) * max(weight.shape[0], 1))
-        outputs = (loss, logps, asked.beta * ratios, mean, nll)
+        outputs = (loss, logps, asked.beta * ratios, found.means, nll)
         return Solved(outputs, slopes, seconds)
 
     @staticmethod
