@@ -13,7 +13,7 @@ from build_tools import pack as writer
 from build_tools.paths import ROOT
 from build_tools.stored import WINDOW
 from liger_aot.runtime import manifest
-from liger_aot.runtime.dispatch import DTYPE_NAMES, KernelOn
+from liger_aot.runtime.dispatch import CODE_NAMES, DTYPE_NAMES, KernelOn
 from tests.conftest import built_pack
 from tests.harness.pack_edits import ARCHS
 from tests.harness.planned_packs import compiled_pack
@@ -62,6 +62,31 @@ def test_the_code_on_the_page_chooses_as_dispatch_does(reader: dict[str, Any]) -
                 KernelOn(kernel, op, load)((*(dtypes[a] for a in axes), aligned), n)
                 assert reader["choose"](document, kernel, axes, aligned, n) == chosen[-1]
     assert len(set(chosen)) == len(op.variants)
+
+
+def test_the_code_on_the_page_knows_few_rows(reader: dict[str, Any]) -> None:
+    pack = built_pack("sm90")
+    document, op = reader["read_op"](pack.folder, "rmsnorm_quantize"), pack.op("rmsnorm_quantize")
+    dtypes = {short: dtype for dtype, short in {**DTYPE_NAMES, **CODE_NAMES}.items()}
+    chosen: list[str] = []
+
+    def load(name: str) -> Any:
+        chosen.append(name)
+        return name
+
+    (kernel, body), *_ = document["kernels"].items()
+    assert body["few"]
+    for key, few in body["few"].items():
+        *axes, alignment = key.split("/")
+        values = (*(dtypes.get(a, a) for a in axes), alignment == "aligned")
+        on = KernelOn(kernel, op, load)
+        for n in {16, *(bound + more for bound, _, _ in few for more in (0, 16))}:
+            for rows in {1, *(most + more for _, most, _ in few for more in (0, 1)), 1 << 20}:
+                found = on.for_rows(values, n, rows)
+                assert found is on.for_rows(values, n, rows), "as the first time"
+                assert found == reader["choose"](document, kernel, axes, alignment == "aligned", n, rows)
+            assert on(values, n) == reader["choose"](document, kernel, axes, alignment == "aligned", n)
+    assert set(chosen) > {name for few in body["few"].values() for _, _, name in few}
 
 
 @pytest.mark.parametrize("arch", ARCHS)

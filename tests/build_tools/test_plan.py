@@ -121,6 +121,24 @@ def test_a_row_may_be_for_some_dtypes(tmp_path: Path) -> None:
     ]
 
 
+def test_rows_for_few_rows(tmp_path: Path) -> None:
+    """They stand apart, in their order, and do not count among those that must hold every size."""
+    few = (
+        '{ most_rows = 8, max_n = 256, form = "tile", aligned = true, block = 256, num_warps = 2 }, '
+        '{ most_rows = 64, form = "long", dtype = "bf16", block = 512, num_warps = 4 },'
+    )
+    made = small_plan(tmp_path, {"rows = [": f"rows = [ {few}"})
+    kernel = made.kernels["scale"]
+    assert kernel.few["bf16/bf16/aligned"] == (
+        (256, 8, "scale-tile-bf16-bf16-aligned-block256-warps2"),
+        (None, 64, "scale-long-bf16-bf16-aligned-block512-warps4"),
+    )
+    assert set(kernel.few) == {k for k in kernel.tables if k.startswith("bf16") or k.endswith("aligned")}
+    assert [bound for bound, _ in kernel.tables["bf16/bf16/aligned"]] == [512, 2048, 8192, None]
+    assert {name for entries in kernel.few.values() for *_, name in entries} <= set(kernel.variants)
+    assert "    n <= 256, up to 8 rows: tile-block256-warps2" in describe(made)
+
+
 TILE, LONG = 'form = "tile", rows = 2', 'form = "long", block = 1024'
 MISTAKES = {
     "unknown form": (
@@ -163,6 +181,14 @@ MISTAKES = {
     "a row that serves no dtype": (
         {'form = "split", split': 'form = "split", dtype = "fp32", split'},
         3,
+        "never reached: earlier rows hold",
+    ),
+    "a row for few rows behind one for more": (
+        {
+            "rows = [": 'rows = [ { most_rows = 9, form = "long", block = 512, num_warps = 4 },'
+            ' { most_rows = 8, max_n = 64, form = "long", block = 512, num_warps = 2 },'
+        },
+        2,
         "never reached: earlier rows hold",
     ),
     "a row behind the last": (

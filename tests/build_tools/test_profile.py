@@ -235,6 +235,10 @@ MISTAKES = {
         {"programs_per_multiprocessor = 2": "programs_per_multiprocessor = 0"},
         r"gfx942.toml: \[kernel.scale\] row 2: programs_per_multiprocessor must be a positive integer, found 0",
     ),
+    "most_rows is none": (
+        {ROW: "most_rows = 0, max_n = 512, form = "},
+        r"gfx942.toml: \[kernel.scale\] row 1: most_rows must be a positive integer, found 0",
+    ),
     "max_n is a bool": (
         {ROW: "max_n = true, form = "},
         r"gfx942.toml: \[kernel.scale\] row 1: max_n must be a positive integer, found True",

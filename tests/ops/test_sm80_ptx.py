@@ -1,4 +1,4 @@
-"""The PTX of sm80's attention and decoding on the GPU that is here. The other ops' runs through their own tests."""
+"""The PTX of sm80's attention, decoding and quantisation on the GPU that is here. The other ops' runs through their own tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.op import Op
+from liger_aot.ops.quantization._codes import INT8
+from liger_aot.ops.registry import module
 from tests.conftest import built_pack
 from tests.harness.op_gpu_tests import SM80_PTX, lowered_from_ptx
 from tests.ops.attention import attention_cases, attention_gradients, varlen_cases
 from tests.ops.decoding import decoding_cases
+from tests.ops.quantization import quantization_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,6 +37,10 @@ RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
         decoding_cases.check,
         (*decoding_cases.SMALL, *decoding_cases.MORE_BINARIES),
     ),
+    **{
+        name: (module(name).OP, quantization_cases.check, tuple(quantization_cases.small(name, INT8)))
+        for name in quantization_cases.OPS
+    },
 }
 
 

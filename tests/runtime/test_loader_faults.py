@@ -329,6 +329,12 @@ def test_a_binary_is_launched_in_one_way(sm80: Path) -> None:
         ("tables", {"bf16/aligned": [[None, "V"], [None, "V"]]}, "bounds do not rise"),
         ("tables", {"bf16/aligned": [[8, "V"], [8, "V"], [None, "V"]]}, "bounds do not rise"),
         ("tables", {"bf16/aligned": [[8, "V"]]}, "no entry for n past 8"),
+        ("few", {"bf16/sometimes": []}, "'bf16/sometimes' is no key of its tables"),
+        ("few", {"bf16/aligned": {}}, "few.bf16/aligned is not a list of entries"),
+        ("few", {"bf16/aligned": [[8, "V"]]}, "is no entry"),
+        ("few", {"bf16/aligned": [[8, 8, "missing"]]}, "is no entry"),
+        ("few", {"bf16/aligned": [[None, None, "V"]]}, "has a bound that is none"),
+        ("few", {"bf16/aligned": [[0, 8, "V"]]}, "has a bound that is none"),
     ],
 )
 def test_dispatch_tables_that_cannot_be(sm80: Path, field: str, value: Any, message: str) -> None:
