@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from tests.harness.racecheck import sift
 TOOLS = ("memcheck", "racecheck")
 PLANTED = "planted"
 LONGEST = 1 << 30  # n of a table's row
+DIGITS = string.digits + string.ascii_letters
 _SUMMARY = re.compile(
     r"(?:ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warning)", re.M
 )
@@ -74,8 +76,8 @@ def numbered(number: int, length: int) -> str:
     """A name of so many characters."""
     digits = ""
     while number:
-        number, digit = divmod(number, 36)
-        digits = "0123456789abcdefghijklmnopqrstuvwxyz"[digit] + digits
+        number, digit = divmod(number, 62)
+        digits = DIGITS[digit] + digits
     name = "z" + digits.rjust(length - 1, "0")
     assert len(name) == length
     return name
