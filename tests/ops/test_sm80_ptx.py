@@ -1,4 +1,5 @@
-"""The PTX of sm80's attention, decoding and quantisation on the GPU that is here. The other ops' runs through their own tests."""
+"""The PTX of sm80's attention, decoding and 8-bit results on the GPU that is here. The other ops' runs through their
+own tests."""
 
 from __future__ import annotations
 
