@@ -155,7 +155,9 @@ def _compiled(kind: str, scheme: str, columns: int, one_row: bool) -> Callable[.
         y, *rest = values(point, x, residual, weight)
         return *quantized(point, y, scale), *rest
 
-    made: Callable[..., Any] = torch.compile(formula)
+    # All graphs belong to one function. Past Dynamo's limit for that, 8, it runs eagerly unless fullgraph=True.
+    torch._dynamo.config.recompile_limit = 256
+    made: Callable[..., Any] = torch.compile(formula, fullgraph=True)
     return made
 
 

@@ -346,7 +346,9 @@ def check_scales(
 
     def scale_of(absmax: Tensor) -> Tensor:
         held = absmax if bound is None else torch.minimum(absmax, bound.double())
-        found = (held.clamp(min=least).float() / largest).double()
+        held = held.clamp(min=least).float()
+        # By a tensor: on a GPU torch divides by a number as a product with its rounded reciprocal.
+        found = (held / torch.full_like(held, largest)).double()
         if problem.ue8m0:
             mantissa, exponent = torch.frexp(found)
             found = torch.where(

@@ -253,7 +253,7 @@ def quantized_reference(
     if asked.scheme == "tensor":
         made = y.new_empty(0, dtype=torch.float32)
         if scale is None:
-            scale = made = (absmax(values.reshape(1, -1)).clamp(min=FLOOR) / largest).reshape(1)
+            scale = made = divided(absmax(values.reshape(1, -1)).clamp(min=FLOOR), largest)
         return encoded(values * (1.0 / scale.reshape(())), dtype), made
     shape = (
         (y.shape[-1] // asked.group_size, asked.group_size) if asked.scheme == "group" else (1, y.shape[-1])
@@ -262,7 +262,7 @@ def quantized_reference(
     top = absmax(grouped)
     if scale_ub is not None:
         top = torch.minimum(top, scale_ub.reshape(()))
-    s = top.clamp(min=FLOOR_OF_ROWS if asked.scheme == "token" and dtype != INT8 else FLOOR) / largest
+    s = divided(top.clamp(min=FLOOR_OF_ROWS if asked.scheme == "token" and dtype != INT8 else FLOOR), largest)
     if asked.ue8m0:
         s = ((s.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     codes = encoded((grouped / s.unsqueeze(-1)).reshape(y.shape), dtype)
@@ -270,6 +270,12 @@ def quantized_reference(
         laid = s.new_empty_strided(s.shape, column_strides(s.shape, asked.scale_layout))
         s = laid.copy_(s)
     return codes, s
+
+
+def divided(top: Tensor, largest: float) -> Tensor:
+    """top / largest, correctly rounded. On a GPU torch multiplies by the rounded 1 / largest where that is a number and
+    not a tensor there: with 448 every second result is one unit in the last place off."""
+    return top / torch.full_like(top, largest)
 
 
 def absmax(values: Tensor) -> Tensor:
