@@ -292,6 +292,10 @@ LABELS = {
 TITLES = {
     "fused_linear_cross_entropy": "Fused linear cross entropy",
     "fused_linear_jsd": "Fused linear Jensen-Shannon divergence",
+    "fused_linear_preference_loss": "Fused linear preference loss (DPO)",
+    "fused_linear_grpo_loss": "Fused linear GRPO loss",
+    "fused_linear_distillation_loss": "Fused linear distillation",
+    "fused_linear_kl_div": "Fused linear KL divergence",
 }
 GIB = 1 << 30
 
@@ -413,6 +417,24 @@ def fused_linear_cross_entropy(gpus: Sequence[Gpu], start: Path) -> str:
 
 def fused_linear_jsd(gpus: Sequence[Gpu], start: Path) -> str:
     return _fused_linear(gpus, start, "fused_linear_jsd", "losses.linear jsd", "four")
+
+
+def fused_linear_preference_loss(gpus: Sequence[Gpu], start: Path) -> str:
+    return _fused_linear(gpus, start, "fused_linear_preference_loss", "post_training.linear dpo", "four")
+
+
+def fused_linear_grpo_loss(gpus: Sequence[Gpu], start: Path) -> str:
+    return _fused_linear(gpus, start, "fused_linear_grpo_loss", "post_training.linear grpo", "four")
+
+
+def fused_linear_distillation_loss(gpus: Sequence[Gpu], start: Path) -> str:
+    return _fused_linear(
+        gpus, start, "fused_linear_distillation_loss", "post_training.linear distillation", "four"
+    )
+
+
+def fused_linear_kl_div(gpus: Sequence[Gpu], start: Path) -> str:
+    return _fused_linear(gpus, start, "fused_linear_kl_div", "post_training.linear kl_div", "three")
 
 
 def _fused_linear(gpus: Sequence[Gpu], start: Path, op: str, module: str, products: str) -> str:
@@ -684,5 +706,9 @@ SECTIONS: dict[str, Callable[[Sequence[Gpu], Path], str]] = {
     "losses": losses,
     "fused linear cross entropy": fused_linear_cross_entropy,
     "fused linear jsd": fused_linear_jsd,
+    "fused linear preference loss": fused_linear_preference_loss,
+    "fused linear grpo loss": fused_linear_grpo_loss,
+    "fused linear distillation": fused_linear_distillation_loss,
+    "fused linear kl div": fused_linear_kl_div,
     "training": training,
 }

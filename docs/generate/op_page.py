@@ -26,7 +26,11 @@ STEPS = {
     "flash_attention_backward": ("attention backward",),
     "flash_decoding": ("decoding",),
     "fused_linear_cross_entropy": ("fused linear cross entropy",),
+    "fused_linear_distillation_loss": ("fused linear distillation",),
+    "fused_linear_grpo_loss": ("fused linear grpo loss",),
     "fused_linear_jsd": ("fused linear jsd",),
+    "fused_linear_kl_div": ("fused linear kl div",),
+    "fused_linear_preference_loss": ("fused linear preference loss",),
 }
 
 

@@ -374,6 +374,14 @@ STEPS = {
         ]},
         ["8 x 4 x 2", "38.4", "1.05, 1.53 GiB"],
     ),
+    "fused linear distillation": (
+        "fused_linear_distillation_loss_steps",
+        {"environment": {"gpu": "G"}, "results": [
+            {"shape": [8, 4, 2], "provider": "products", "median_ms": 26.85, "failed": None},
+            {"shape": [8, 4, 2], "provider": "liger", "of_products": None, "peak_gib": None, "failed": "no"},
+        ]},
+        ["8 x 4 x 2", "26.9", "fails"],
+    ),
     "training": (
         "training",
         {"environment": {"gpu": "G"}, "results": [
