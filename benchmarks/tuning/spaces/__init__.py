@@ -11,9 +11,10 @@ from benchmarks.tuning.spaces import (
     losses,
     moe,
     norms,
+    residual,
     rope,
     softmax,
 )
 
-FAMILIES = (norms, activations, rope, softmax, losses, attention, decoding, embedding, moe)
+FAMILIES = (norms, activations, rope, softmax, losses, attention, decoding, embedding, moe, residual)
 SPACES: dict[str, Space] = {kernel: space for family in FAMILIES for kernel, space in family.SPACES.items()}

@@ -40,7 +40,7 @@ class TestMHCCoefficients(OpTests):
         Case((3, 4, 48), BF16),
         Case((5, 2, 40), BF16, phi=FP32, iterations=20),
         Case((5, 4, 36), BF16, phi=FP32),
-        Case((150, 4, 20), BF16),
+        Case((300, 4, 20), BF16),
         Case((2, 3, 4, 16), FP32, iterations=1, scalar=True),
         Case((33, 2, 9), FP16, eps=0.1),
         Case((2, 8, 6), BF16, pre_eps=1e-4),
