@@ -17,7 +17,7 @@ from csrc_triton.moe.matmul_warp_specialized import down_backward as down_backwa
 from csrc_triton.moe.matmul_warp_specialized import product as product_warp_specialized  # noqa: F401
 from csrc_triton.moe.matmul_warp_specialized import up as up_warp_specialized  # noqa: F401
 from csrc_triton.moe.matmul_warp_specialized import weight_backward as weight_backward_warp_specialized  # noqa: F401
-from csrc_triton.moe.routing import count, place, scan  # noqa: F401
+from csrc_triton.moe.routing import count, gather, place, scan  # noqa: F401
 
 FLOATS = {"dtype": ["bf16", "fp16", "fp32"]}
 TILES = ["BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "GROUP", "TF32X3"]
@@ -76,6 +76,24 @@ DECLARATION = {
             "aligned": [],
             "always_aligned": True,
             "forms": {"chunk": {"function": "place", "constants": ["CHUNK", "EXPERTS"]}},
+        },
+        "fused_moe_gather": {
+            "optional": True,
+            "always_aligned": True,
+            "arguments": {
+                "OUT": "*i32",
+                "X": "*i32",
+                "ROW_TOKEN": "*i32",
+                "TILE_EXPERT": "*i32",
+                "stride": "i64",
+                "n_words": "i32",
+                "blocks": "i32",
+                "tiles": "i32",
+                "tile_rows": "i32",
+            },
+            "axes": {},
+            "aligned": ["OUT", "X"],
+            "forms": {"tile": {"function": "gather", "constants": ["ROWS", "BLOCK"]}},
         },
         "fused_moe_up": {
             "arguments": {
@@ -274,28 +292,21 @@ DECLARATION = {
             **WARP_SPECIALIZED,
             "arguments": {
                 "DWEIGHT": "dtype[1, B_ROWS, PAIR, 64]",
-                "TOKENS": "*dtype",
-                "ROWS": "dtype[64, 64]",
-                "ROW_TOKEN": "*i32",
+                "A": "dtype[64, 64]",
+                "B": "dtype[64, 64]",
                 "OFFSETS": "*i32",
-                "stride": "i64",
-                "width": "i32",
                 "experts": "i32",
                 "row_tiles": "i32",
                 "column_tiles": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"], "weight": ["down", "gate_up"]},
             "gives": {
-                "weight": {
-                    "down": {"GATE_UP": False, "PAIR": 1, "B_ROWS": 64},
-                    "gate_up": {"GATE_UP": True, "PAIR": 2, "B_ROWS": 32},
-                }
+                "weight": {"down": {"PAIR": 1, "B_ROWS": 64}, "gate_up": {"PAIR": 2, "B_ROWS": 32}}
             },
-            "aligned": ["TOKENS", "stride", "width"],
             "forms": {
                 "warp_specialized": {
                     "function": "weight_backward_warp_specialized",
-                    "constants": ["BLOCK_N", "STAGES", "GATE_UP", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
+                    "constants": ["BLOCK_N", "STAGES", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
                 }
             },
         },

@@ -1,9 +1,11 @@
 """Grouped matrix products by warp-specialised kernels (Gluon, Hopper), with rows in the padded order of ``routing``.
 
 A producer loads both operands into a pipeline of stages; two consumer warp groups own 64 of a tile's 128 rows each and
-multiply with wgmma. Rows in the padded order and weights come by TMA, which one warp starts. Tokens are gathered by
-cp.async, 16 bytes a thread and copy: then the producer is a warp group. The kernels are persistent: the producer loads
-the next tile while the consumers finish this one, and their results leave through a buffer in shared memory.
+multiply with wgmma. Rows in the padded order and weights come by TMA, which one warp starts. ``up`` and
+``down_backward`` gather tokens by cp.async, 16 bytes a thread and copy: then the producer is a warp group. For weights'
+gradients ``gather`` has written tokens in the padded order: many tiles read the same ones, and TMA reads them faster.
+The kernels are persistent: the producer loads the next tile while the consumers finish this one, and their results
+leave through a buffer in shared memory.
 
 Weights are tensor maps over (expert, row / PAIR, row % PAIR, column). Of gate-up weights PAIR is 2 and the strides are
 such that rows of gate and up alternate: column 2 i of a product is gate i, 2 i + 1 up i, as ``matmul_tiles`` has them.
@@ -358,18 +360,9 @@ def consume_down_backward(
         known = pair >= 0
         weight = gl.load(WEIGHTS + pair, mask=known, other=0.0)
         left, right = halves(acc)
-        if BLOCK_N == 4 * PANEL:
-            first, second = halves(left)
-            third, last = halves(right)
-            at = column * BLOCK_N
-            total = panel_backward(first, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer)
-            total += panel_backward(second, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer)
-            total += panel_backward(third, DPRE, ACT, PRE, pair, weight, row, at + 2 * PANEL, inner, buffer)
-            total += panel_backward(last, DPRE, ACT, PRE, pair, weight, row, at + 3 * PANEL, inner, buffer)
-        else:
-            at = column * BLOCK_N
-            total = panel_backward(left, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer)
-            total += panel_backward(right, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer)
+        at = column * BLOCK_N
+        total = panel_backward(left, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer)
+        total += panel_backward(right, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer)
         gl.store(DWEIGHTS + column.to(gl.int64) * pairs + pair, total, mask=known)
     tma.store_wait(0)
 
@@ -432,7 +425,7 @@ def down_backward(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``matmul_tiles.down_backward``; B has PAIR 1 and is read by rows."""
-    gl.static_assert(WARP_GROUPS == 2)
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 2 * PANEL)
     pipe = gathering_pipeline(B, STAGES, BLOCK_N, True, WARP_GROUPS)
     out = gl.allocate_shared_memory(DPRE.dtype, [WARP_GROUPS, GROUP_M, OUT], DPRE.layout)
     fence_async_shared()
@@ -461,51 +454,25 @@ def down_backward(
 
 
 @gluon.jit
-def produce_weight(
-    TOKENS, stride, width, ROWS, ROW_TOKEN, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N: gl.constexpr,
-    GATE_UP: gl.constexpr,
-):  # fmt: skip
-    """The producer of weights' gradients: stages of 64 rows of an expert, 128 columns of A and BLOCK_N of B. Tokens,
-    ``width`` elements each, are gathered: they are B with GATE_UP, else A. The others are ROWS, a map."""
-    A_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    B_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    layout: gl.constexpr = B_LAYOUT if GATE_UP else A_LAYOUT
-    WIDTH: gl.constexpr = BLOCK_N if GATE_UP else BLOCK_M
-    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N - WIDTH) * BLOCK_K * 2
-    lines = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+def produce_weight(A, B, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N: gl.constexpr):
+    """The producer warp of weights' gradients: both operands are rows of an expert, [64, 128] and [64, BLOCK_N]."""
+    BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
     each = row_tiles * column_tiles
     i = 0
     for t in range(gl.program_id(0), experts * each, gl.num_programs(0)):
         expert = t // each
         row = (t - expert * each) % row_tiles * BLOCK_M
         column = (t - expert * each) // row_tiles * BLOCK_N
-        first = column if GATE_UP else row
-        end = gl.load(OFFSETS + expert + 1)
-        start = gl.load(OFFSETS + expert)
-        token = gl.load(ROW_TOKEN + start + lines, mask=start + lines < end, other=-1)
-        for k in range(start, end, BLOCK_K):
+        for k in range(gl.load(OFFSETS + expert), gl.load(OFFSETS + expert + 1), BLOCK_K):
             full = load_stage(i, pipe, BYTES)
             stage = i % pipe.STAGES
-            if GATE_UP:
-                for c in gl.static_range(BLOCK_M // PANEL):
-                    to = pipe.a.index(stage).slice(c * PANEL, PANEL, dim=1)
-                    tma.async_copy_global_to_shared(ROWS, [k, row + c * PANEL], full, to)
-            else:
-                for c in gl.static_range(BLOCK_N // PANEL):
-                    to = pipe.b.index(stage).slice(c * PANEL, PANEL, dim=1)
-                    tma.async_copy_global_to_shared(ROWS, [k, column + c * PANEL], full, to)
-            at = (token.to(gl.int64) * stride)[:, None] + (first + columns)[None, :]
-            mask = (token >= 0)[:, None] & (columns < width - first)[None, :]
-            if GATE_UP:
-                async_copy.async_copy_global_to_shared(pipe.b.index(stage), TOKENS + at, mask=mask)
-            else:
-                async_copy.async_copy_global_to_shared(pipe.a.index(stage), TOKENS + at, mask=mask)
-            async_copy.mbarrier_arrive(full, increment_count=False)
-            following = k + BLOCK_K + lines  # while the copies run
-            token = gl.load(ROW_TOKEN + following, mask=following < end, other=-1)
+            for c in gl.static_range(BLOCK_M // PANEL):
+                to = pipe.a.index(stage).slice(c * PANEL, PANEL, dim=1)
+                tma.async_copy_global_to_shared(A, [k, row + c * PANEL], full, to)
+            for c in gl.static_range(BLOCK_N // PANEL):
+                to = pipe.b.index(stage).slice(c * PANEL, PANEL, dim=1)
+                tma.async_copy_global_to_shared(B, [k, column + c * PANEL], full, to)
             i += 1
-    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -542,16 +509,16 @@ def store_weight(values, to, expert, row, column, buffer, PAIR: gl.constexpr):
 
 @gluon.jit
 def weight_backward(
-    DWEIGHT, TOKENS, ROWS, ROW_TOKEN, OFFSETS, stride, width, experts, row_tiles, column_tiles,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GATE_UP: gl.constexpr, PAIR: gl.constexpr, B_ROWS: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    DWEIGHT, A, B, OFFSETS, experts, row_tiles, column_tiles,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``matmul_tiles.weight_backward``: DWEIGHT is a map of weights, ROWS one of rows, ``width`` a token's elements."""
+    """DWEIGHT[experts, m, n], a map of weights, is A^T B over each expert's rows: A[rows, m], B[rows, n]. An expert
+    without rows gets zeros."""
     gl.static_assert(WARP_GROUPS == 2)
-    a = gl.allocate_shared_memory(ROWS.dtype, [STAGES, BLOCK_K, BLOCK_M], GATHERED_STAGE)
-    b = gl.allocate_shared_memory(ROWS.dtype, [STAGES, BLOCK_K, BLOCK_N], GATHERED_STAGE)
-    full = mbarriers(STAGES, THREADS + 1)  # those that copy, and the one that starts TMA
-    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), STAGES, True)
+    a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_K, BLOCK_M], A.layout)
+    b = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_K, BLOCK_N], B.layout)
+    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
     out = gl.allocate_shared_memory(DWEIGHT.dtype, [WARP_GROUPS, 1, B_ROWS, PAIR, OUT], DWEIGHT.layout)
     fence_async_shared()
     gl.warp_specialize(
@@ -564,14 +531,8 @@ def weight_backward(
                 consume_weight,
                 (DWEIGHT, OFFSETS, experts, row_tiles, column_tiles, pipe, out.index(1), BLOCK_N, PAIR, 1),
             ),
-            (
-                produce_weight,
-                (
-                    TOKENS, stride, width, ROWS, ROW_TOKEN, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N,
-                    GATE_UP,
-                ),
-            ),
+            (produce_weight, (A, B, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N)),
         ],
-        [4, 4],
-        [REGISTERS, 512 - 2 * REGISTERS],
+        [4, 1],
+        [REGISTERS, 24],
     )  # fmt: skip

@@ -138,3 +138,20 @@ def write_offsets(TILE_EXPERT, OFFSETS, TOTALS, experts, tiles, tile_rows, EXPER
         offset += tl.sum(rows, 0)
     tl.store(OFFSETS + experts, offset)
     tl.store(TILE_EXPERT + tiles, offset // tile_rows)
+
+
+@triton.jit
+def gather(
+    OUT, X, ROW_TOKEN, TILE_EXPERT, stride, n_words, blocks, tiles, tile_rows, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """OUT[tiles * tile_rows, n_words]: each row's token of X, zeros in the padding; both in 32-bit words. ROWS rows and
+    BLOCK words a program; rows of tiles that are not used are left as they are."""
+    program = tl.program_id(0)
+    row = program // blocks * ROWS + tl.arange(0, ROWS)
+    word = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    used = row < tl.load(TILE_EXPERT + tiles) * tile_rows
+    token = tl.load(ROW_TOKEN + row, mask=used, other=-1)
+    inside = (word < n_words)[None, :]
+    at = X + token.to(tl.int64)[:, None] * stride + word[None, :]
+    x = tl.load(at, mask=(token >= 0)[:, None] & inside, other=0)
+    tl.store(OUT + row.to(tl.int64)[:, None] * n_words + word[None, :], x, mask=used[:, None] & inside)

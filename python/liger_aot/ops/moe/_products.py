@@ -1,8 +1,8 @@
 """The grouped matrix products of a mixture of experts: which kernels take them, and their launches.
 
 ``TileProducts`` are in plain Triton, for all dtypes, layouts and GPUs. ``WarpSpecializedProducts`` read weights and
-rows by tensor maps. Both gather tokens as they go and write activations and gradients in the padded order of
-``routing``.
+rows by tensor maps. Both gather tokens as they go, but for the warp-specialised weights' gradients, whose tokens are
+gathered before. Activations and gradients are written in the padded order of ``routing``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_aot.ops.moe._routing import LARGEST_TILE, Routing, Sizes, route
+from liger_aot.ops.moe._routing import LARGEST_TILE, Routing, Sizes, gathered, route
 from liger_aot.runtime.dispatch import DTYPE_NAMES, REMEMBERED, Loaded, OpOn
 
 
@@ -180,12 +180,14 @@ class WarpSpecializedProducts(TileProducts):
     def _weight(self, dweight: Tensor, tokens: Tokens, rows: Tensor, gate_up: bool) -> Tensor:
         which, pair = ("gate_up", 2) if gate_up else ("down", 1)
         loaded = self._loaded("weight_backward", which)
+        taken = gathered(self.on, tokens.at, tokens.stride, self.like, self.sizes, self.routing)
+        a, b = (rows, taken) if gate_up else (taken, rows)
         experts, height, width = dweight.shape
         tiles = -(-height // LARGEST_TILE), -(-width // loaded.numbers["block_n"])
         self.launch(
             loaded, min(experts * tiles[0] * tiles[1], self.on.multiprocessors),
-            self._weights(loaded, "DWEIGHT", dweight, pair), tokens.at, self._rows(loaded, "ROWS", rows),
-            self.routing.row_token, self.routing.offsets, tokens.stride, self.sizes.hidden, experts, *tiles,
+            self._weights(loaded, "DWEIGHT", dweight, pair), self._rows(loaded, "A", a), self._rows(loaded, "B", b),
+            self.routing.offsets, experts, *tiles,
         )  # fmt: skip
         return dweight
 

@@ -73,3 +73,18 @@ def route(on: OpOn, indices: Tensor, sizes: Sizes, tile_rows: int) -> Routing:
         sizes.top_k, words, tile_rows,
     )  # fmt: skip
     return Routing(position, row_pair, row_token, tile_expert, offsets, tiles, tile_rows, memory)
+
+
+def gathered(on: OpOn, at: int, stride: int, like: Tensor, sizes: Sizes, routing: Routing) -> Tensor:
+    """(rows, hidden): each row's token of those at an address, ``stride`` elements apart; zeros in the padding. Of 16
+    bits an element, all aligned."""
+    n = sizes.hidden
+    out = like.new_empty((routing.rows, n))
+    loaded = on.kernels["fused_moe_gather"](_ALWAYS, n)
+    blocks = -(-(n // 2) // loaded.block)
+    loaded.launch(
+        on.device, on.stream(on.device), -(-routing.rows // loaded.rows) * blocks, 1, 1,
+        out.data_ptr(), at, routing.row_token, routing.tile_expert, stride // 2, n // 2, blocks, routing.tiles,
+        routing.tile_rows,
+    )  # fmt: skip
+    return out
