@@ -182,7 +182,7 @@ def scaled_cross_entropy_of_shards(rank: int, device: torch.device) -> None:
 
 
 def test_neighbours_in_16_bits() -> None:
-    """By flash_attention, here its reference; the result has the query's dtype."""
+    """The result has the query's dtype."""
     torch.manual_seed(0)
     q, k, v = (randn(2, 3, 21, 16).detach().bfloat16() for _ in range(3))
     for dilation in (1, 2, 5):
