@@ -76,7 +76,7 @@ def test_as_plain_torch(case: Case) -> None:
 
 
 def test_every_class_has_a_case() -> None:
-    assert {case.name for case in CASES} == {name for name in COVERED if name.startswith("Liger")}
+    assert {case.name for case in CASES} == {name for name in COVERED if name.startswith(("Liger", "Grpo"))}
 
 
 @pytest.mark.parametrize("name", COVERED)
