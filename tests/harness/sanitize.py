@@ -184,7 +184,7 @@ def under(
 
 def named(log: str, binaries: Mapping[str, Variant]) -> str:
     """The log with the binaries' own names."""
-    return re.sub(r"\bz[0-9a-z]+\b", lambda m: binaries[m[0]].name if m[0] in binaries else m[0], log)
+    return re.sub(r"\bz[0-9a-zA-Z]+\b", lambda m: binaries[m[0]].name if m[0] in binaries else m[0], log)
 
 
 def run(program: str, tools: Sequence[str], names: Sequence[str], binaries: Mapping[str, Variant]) -> int:

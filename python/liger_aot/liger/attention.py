@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from liger_aot.liger.common import Function
 from liger_aot.ops.registry import load
 
 _softmax, _sparsemax = load("softmax"), load("sparsemax")
-_attention, _neighbours = load("flash_attention"), load("neighborhood_attention")
+_neighbours = load("neighborhood_attention")
 
 UNSEEN = -1e9  # Liger's score of a key after the query, where the dtype has that number
 
@@ -51,17 +50,14 @@ class LigerFusedNeighborhoodAttentionFunction(Function):
         dilation: int = 1,
         scale: float | None = None,
     ) -> Tensor:
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        reach = kernel_size // 2
-        y: Tensor
-        if dilation == 1 and query.dtype in (torch.bfloat16, torch.float16):
-            y = _attention(query, key, value, scale=scale, window=(reach, reach), layout="bhsd")
-        else:
-            y = _neighbours(query, key, value, reach=reach, dilation=dilation, scale=scale)
+        y: Tensor = _neighbours(query, key, value, reach=kernel_size // 2, dilation=dilation, scale=scale)
         return y
 
 
 NAMES: dict[str, tuple[Any, str]] = {  # Liger's name -> its replacement, and the op that this calls
     "LigerMultiTokenAttentionFunction": (LigerMultiTokenAttentionFunction, "softmax"),
-    "LigerFusedNeighborhoodAttentionFunction": (LigerFusedNeighborhoodAttentionFunction, "flash_attention"),
+    "LigerFusedNeighborhoodAttentionFunction": (
+        LigerFusedNeighborhoodAttentionFunction,
+        "neighborhood_attention",
+    ),
 }
