@@ -87,8 +87,8 @@ def test_names() -> None:
     manifest = pack.op("column_sums")
     variants = [manifest.variant(name) for name in manifest.variants]
     image, symbol = variants[0].read(), variants[0].symbol
-    name = numbered(35 * 36 + 1, len(symbol))
-    assert name == "z" + "0" * (len(symbol) - 4) + "0z1"
+    name = numbered(61 * 62 + 1, len(symbol))
+    assert name == "z" + "0" * (len(symbol) - 4) + "0Z1"
     assert inspect(image).kernel == symbol and inspect(renamed(image, symbol, name)).kernel == name
     other = renamed(renamed(image, symbol, name), name, symbol)
     assert other == image and symbol.encode() not in renamed(image, symbol, name)

@@ -171,7 +171,7 @@ def test_the_table_holds_every_fact() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"name": "rmsnrom"}, UnknownOp, "no op 'rmsnrom': there are column_sums"),
+        ({"name": "rmsnrom"}, UnknownOp, "no op 'rmsnrom': there are .*column_sums"),
         ({"arch": "sm70"}, PackNotFound, "no pack 'sm70' is installed: installed are gfx90a"),
         ({"dtype": "int8"}, ArgumentTypeError, "no op is built for dtype 'int8'; there are bf16, fp16, fp32"),
         ({"dtype": torch.float64}, ArgumentTypeError, "no op is built for dtype torch.float64"),
@@ -209,7 +209,7 @@ def test_explain_without_packs(tmp_path: Path, install: Callable[..., None]) -> 
 def test_explain_of_a_pack_without_the_op(copies: Callable[..., Path]) -> None:
     edit(copies("sm80", "sm90") / "sm80" / "manifest.json", lambda m: m["ops"].pop("rmsnorm"))
     assert {c.arch for c in liger_aot.explain("rmsnorm", shape=(8, 64), dtype="bf16")} == {"sm90"}
-    with pytest.raises(PackNotFound, match="pack sm80 carries no rmsnorm; it has column_sums"):
+    with pytest.raises(PackNotFound, match="pack sm80 carries no rmsnorm; it has .*column_sums"):
         liger_aot.explain("rmsnorm", arch="sm80", shape=(8, 64), dtype="bf16")
 
 

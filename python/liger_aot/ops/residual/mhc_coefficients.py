@@ -45,7 +45,7 @@ class MHCCoefficients(DifferentiableOp):
         x: (..., streams, channels) bfloat16, float16 or float32, of 2, 4 or 8 streams. Contiguous, or it is copied.
         phi: (streams * channels, streams * (streams + 2)) of x's dtype or float32, contiguous.
         bias: (streams * (streams + 2),) float32, contiguous.
-        alpha_pre: one float32 element. So are alpha_post and alpha_res.
+        alpha_pre, alpha_post, alpha_res: one float32 element each.
         iterations: of Sinkhorn-Knopp, from 1 on.
         eps: added to the mean square.
         pre_eps: added to h_pre.
