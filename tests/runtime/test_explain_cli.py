@@ -209,7 +209,7 @@ def test_explain_without_packs(tmp_path: Path, install: Callable[..., None]) -> 
 def test_explain_of_a_pack_without_the_op(copies: Callable[..., Path]) -> None:
     edit(copies("sm80", "sm90") / "sm80" / "manifest.json", lambda m: m["ops"].pop("rmsnorm"))
     assert {c.arch for c in liger_aot.explain("rmsnorm", shape=(8, 64), dtype="bf16")} == {"sm90"}
-    with pytest.raises(PackNotFound, match="pack sm80 carries no rmsnorm; it has .*column_sums"):
+    with pytest.raises(PackNotFound, match=r"pack sm80 carries no rmsnorm; it has .*column_sums"):
         liger_aot.explain("rmsnorm", arch="sm80", shape=(8, 64), dtype="bf16")
 
 
