@@ -12,8 +12,9 @@ from liger_aot.liger.common import Function
 from liger_aot.ops.registry import load
 
 _softmax, _sparsemax = load("softmax"), load("sparsemax")
-_neighbours = load("neighborhood_attention")
+_attention, _neighbours = load("flash_attention"), load("neighborhood_attention")
 
+WIDE = 8  # steps to either side, beyond which tensor cores are faster
 UNSEEN = -1e9  # Liger's score of a key after the query, where the dtype has that number
 
 
@@ -50,7 +51,12 @@ class LigerFusedNeighborhoodAttentionFunction(Function):
         dilation: int = 1,
         scale: float | None = None,
     ) -> Tensor:
-        y: Tensor = _neighbours(query, key, value, reach=kernel_size // 2, dilation=dilation, scale=scale)
+        reach = kernel_size // 2
+        y: Tensor
+        if reach > WIDE and dilation == 1 and query.dtype in (torch.bfloat16, torch.float16):
+            y = _attention(query, key, value, scale=scale, window=(reach, reach), layout="bhsd")
+        else:
+            y = _neighbours(query, key, value, reach=reach, dilation=dilation, scale=scale)
         return y
 
 
