@@ -150,4 +150,5 @@ print(json.dumps(found))
         assert all(m.startswith("liger_aot.") for m in of["new"]), f"{name} imports {of['new']}"
         assert not of["foreign"], f"{name} opens {of['foreign']}"
         assert of["source"] <= 96 << 10, f"{name} imports {of['source']} bytes of source: {of['new']}"
-        assert of["calls"] <= 2700, f"{name} calls {of['calls']} functions"
+        # A class of settings takes some 400: losses of linear layers also have those of the op that they use.
+        assert of["calls"] <= 4000, f"{name} calls {of['calls']} functions"

@@ -182,7 +182,8 @@ def test_damaged_manifests(pack: Path, opens: Opens, runs: int) -> None:
         try:
             found = Pack(pack)
             for op in found.ops:
-                found.op(op).variant(found.op(op).variants[0]).read()
+                for name in found.op(op).variants[:1]:  # some ops launch other ops' kernels alone
+                    found.op(op).variant(name).read()
             outcomes["works"] += 1
         except LigerAOTError as error:
             assert len(str(error)) < 2000, "a message is for reading"
