@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from types import SimpleNamespace
@@ -48,6 +49,7 @@ def test_what_malloc_has_given_out() -> None:
     if not hasattr(soak._libc, "mallinfo2"):
         pytest.skip("glibc is older than 2.33")
     kept: list[bytearray] = []
+    gc.collect()  # garbage of tests before this one would be freed meanwhile
     before = soak.live()
     thread = threading.Thread(target=lambda: kept.extend(bytearray(4096) for _ in range(1024)))
     thread.start()
