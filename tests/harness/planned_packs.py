@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 
 from build_tools.audit import Audited, audit
 from build_tools.binary import BinaryFacts
@@ -54,6 +55,9 @@ class OnDemand(OpManifest):
 
     def variant(self, name: str) -> Packed:
         return built(self._arch, self._op, name)
+
+
+_writing = Lock()
 
 
 @cache
@@ -99,11 +103,12 @@ def compile_variants(variants: Sequence[Variant], profile: Profile, cache: Path)
 
 @cache
 def planned_pack(arch: str, compiles: bool) -> PlannedPack:
-    """The pack of the present tree for ``arch``; a process writes its manifests once."""
-    profile, plans = plans_of(arch)
-    folder = _folder() / "packs" / arch
-    if not folder.is_dir():
-        write_planned(folder, profile, list(plans.values()))
+    """The pack of the present tree for ``arch``; a process writes its manifests once, whichever thread asks first."""
+    with _writing:
+        profile, plans = plans_of(arch)
+        folder = _folder() / "packs" / arch
+        if not folder.is_dir():
+            write_planned(folder, profile, list(plans.values()))
     return PlannedPack(folder, arch, compiles)
 
 
