@@ -6,6 +6,7 @@ An op gets a tensor's address from ``data_ptr()``, ``rows_of`` or ``layouts_of``
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from liger_aot.runtime import device_errors, layout
 
 _noted: dict[int, tuple[StorageWeakRef, int]] = {}  # by address; and the size in bytes
+_lock = threading.RLock()  # around _noted: warp groups are threads, and a collection may call data_ptr
 _data_ptr, _rows_of, _layouts_of = Tensor.data_ptr, layout.rows_of, layout.layouts_of
 
 
@@ -34,19 +36,22 @@ def watch() -> None:
 
 def living(addresses: Iterable[int]) -> dict[int, int]:
     """Address -> bytes of the noted storages that hold ``addresses`` and still are."""
-    for start, (storage, _) in list(_noted.items()):
-        if storage.expired():
-            del _noted[start]
     wanted = set(addresses)
-    return {
-        start: size for start, (_, size) in _noted.items() if any(start <= a < start + size for a in wanted)
-    }
+    with _lock:
+        for start in [start for start, (storage, _) in _noted.items() if storage.expired()]:
+            del _noted[start]
+        return {
+            start: size
+            for start, (_, size) in _noted.items()
+            if any(start <= a < start + size for a in wanted)
+        }
 
 
 def _note(x: Any) -> None:
     if type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu":
         storage = x.untyped_storage()
-        _noted[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        with _lock:
+            _noted[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
 
 
 def _noting_data_ptr(x: Tensor) -> int:
