@@ -58,6 +58,11 @@ def padded(n: int) -> int:
     return -(-n // TILE_COLUMNS) * TILE_COLUMNS
 
 
+def row_bytes(x: Tensor, n: int) -> int:
+    """Bytes of a row of n logits of x's dtype in ``chunk_buffer``."""
+    return padded(n) * x.element_size()
+
+
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scale: float = 1.0) -> Tensor:
     """out (rows, n) = scale * (x (rows, k) @ weight (n, k)^T + bias), all of one dtype."""
     if scale != 1:

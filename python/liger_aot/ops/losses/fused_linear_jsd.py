@@ -25,6 +25,7 @@ from liger_aot.ops.losses._linear import (
     found_in_backward,
     padded,
     project,
+    row_bytes,
     scaled,
 )
 from liger_aot.ops.losses._row_loss import counted
@@ -136,7 +137,7 @@ class FusedLinearJSD(LinearLoss):
         if labels is not None:
             check_labels(self.name, "shift_labels", labels, "student_input", x)
         check_weight_grad_dtype(self.name, settings[4], weight)
-        chunk_rows(self.name, 1, _row_bytes(x, weight), settings[3])
+        chunk_rows(self.name, 1, 2 * row_bytes(x, weight.shape[0]), settings[3])
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
         return found_in_backward(tensors[0].dtype, "batchmean")
@@ -162,7 +163,7 @@ class FusedLinearJSD(LinearLoss):
         outer = None if grad is None else grad.to(torch.float32)
         losses = x.new_empty(rows, dtype=torch.float32)
 
-        each = chunk_rows(self.name, rows, _row_bytes(x, weight), chunk_bytes)
+        each = chunk_rows(self.name, rows, 2 * row_bytes(x, weight.shape[0]), chunk_bytes)
         buffers = chunk_buffer(x, each, n), chunk_buffer(x, each, n)
         made = LinearGradients(x, w, b, wanted, weight_grad_dtype or weight.dtype)
         width, device = padded(n), on.device
@@ -247,11 +248,6 @@ def _check_parameters(op: str, whose: str, x: Tensor, weight: Any, bias: Any) ->
             f"{op}: {whose}_bias must be of shape ({weight.shape[0]},), {whose}_weight's rows; got "
             f"{tuple(bias.shape)}"
         )
-
-
-def _row_bytes(x: Tensor, weight: Tensor) -> int:
-    """Of both models' logits."""
-    return 2 * padded(weight.shape[0]) * x.element_size()
 
 
 def whole(

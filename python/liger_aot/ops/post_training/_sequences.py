@@ -30,8 +30,8 @@ from liger_aot.ops.losses._linear import (
     chunk_rows,
     contiguous_rows,
     found_in_backward,
-    padded,
     project,
+    row_bytes,
     scaled,
 )
 from liger_aot.ops.losses._row_loss import RowLoss, check_range, counted, gradient, row_stats
@@ -153,7 +153,7 @@ class SequenceLoss(LinearLoss):
                 f"{tuple(given.reference.weight.shape)}"
             )
         check_weight_grad_dtype(self.name, given.weight_grad_dtype, weight)
-        chunk_rows(self.name, 1, _row_bytes(x, weight), given.chunk_bytes)
+        chunk_rows(self.name, 1, row_bytes(x, weight.shape[0]), given.chunk_bytes)
 
     def check_of_sequences(
         self,
@@ -268,17 +268,17 @@ class _Chunks:
         self._dtype, self._vocabulary = x.dtype, weight.shape[0]
         sequences, self._length = x.shape[:2]
         self._row_loss = RowLoss(given.ignore_index)
-        row_bytes = _row_bytes(x, weight)
-        budget = min(BUDGET, given.chunk_bytes, max(x.shape[-1], 1) * row_bytes)
+        a_row = row_bytes(x, weight.shape[0])
+        budget = min(BUDGET, given.chunk_bytes, max(x.shape[-1], 1) * a_row)
         self._half = sequences // 2 if given.paired else 0
         self._units = self._half or sequences
         unit = self._length * (2 if given.paired else 1)
-        most = budget // max(unit * row_bytes, 1)
-        if not most and unit * row_bytes <= given.chunk_bytes:
+        most = budget // max(unit * a_row, 1)
+        if not most and unit * a_row <= given.chunk_bytes:
             most = 1
         chunks = -(-self._units // most) if most else 0
         self.units_at_once = -(-self._units // chunks) if chunks else 0
-        self._rows_at_once = chunk_rows(op, sequences * self._length, row_bytes, budget)
+        self._rows_at_once = chunk_rows(op, sequences * self._length, a_row, budget)
         held = self.units_at_once * unit if gradients else 0
         self._buffer = chunk_buffer(x, max(held, self._rows_at_once), self._vocabulary)
         self.several = self.units_at_once < self._units
@@ -418,10 +418,6 @@ class _Chunks:
             at = token.unsqueeze(1)
             moved = gradient.gather(1, at) + (by * sign).unsqueeze(1)
             gradient.scatter_(1, at, moved.to(gradient.dtype))
-
-
-def _row_bytes(x: Tensor, weight: Tensor) -> int:
-    return padded(weight.shape[0]) * x.element_size()
 
 
 # ---- the reference --------------------------------------------------------------------------------------------

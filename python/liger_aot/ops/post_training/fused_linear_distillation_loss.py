@@ -25,6 +25,7 @@ from liger_aot.ops.losses._linear import (
     found_in_backward,
     padded,
     project,
+    row_bytes,
     scaled,
 )
 from liger_aot.ops.losses._row_loss import WORDS, check_range, check_target, counted
@@ -194,7 +195,7 @@ class FusedLinearDistillationLoss(LinearLoss):
             )
         check_target(self.name, target, x.shape[:-1], x.device)
         check_weight_grad_dtype(self.name, asked.weight_grad_dtype, weight)
-        chunk_rows(self.name, 1, _row_bytes(x, teacher_weight), asked.chunk_bytes)
+        chunk_rows(self.name, 1, 2 * row_bytes(x, teacher_weight.shape[0]), asked.chunk_bytes)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -225,8 +226,8 @@ class FusedLinearDistillationLoss(LinearLoss):
         outer = None if grad is None else grad.to(torch.float32)
         losses = x.new_empty((2, rows), dtype=torch.float32)
 
-        row_bytes = _row_bytes(x, teacher_weight)
-        each = chunk_rows(self.name, rows, row_bytes, min(asked.chunk_bytes, x.shape[1] * row_bytes))
+        both = 2 * row_bytes(x, n)
+        each = chunk_rows(self.name, rows, both, min(asked.chunk_bytes, x.shape[1] * both))
         buffers = chunk_buffer(x, each, n), chunk_buffer(x, each, n)
         made = LinearGradients(x, w, b, wanted, asked.weight_grad_dtype or weight.dtype)
         width, device = padded(n), on.device
@@ -278,11 +279,6 @@ class FusedLinearDistillationLoss(LinearLoss):
     ) -> tuple[Problem, ...]:
         """The one kernel of the op's own, on logits of ``shape``."""
         return (Problem("fused_linear_distillation_rows", (dtype, "mixed"), True, shape[-1]),)
-
-
-def _row_bytes(x: Tensor, weight: Tensor) -> int:
-    """Of both models' logits."""
-    return 2 * padded(weight.shape[0]) * x.element_size()
 
 
 def whole(

@@ -26,6 +26,7 @@ from liger_aot.ops.losses._linear import (
     found_in_backward,
     padded,
     project,
+    row_bytes,
     scaled,
 )
 from liger_aot.ops.losses._row_loss import counted
@@ -145,7 +146,7 @@ class FusedLinearKLDiv(LinearLoss):
         if labels is not None:
             check_labels(self.name, "shift_labels", labels, "input", x)
         check_weight_grad_dtype(self.name, asked.weight_grad_dtype, weight)
-        chunk_rows(self.name, 1, padded(weight.shape[0]) * x.element_size(), asked.chunk_bytes)
+        chunk_rows(self.name, 1, row_bytes(x, weight.shape[0]), asked.chunk_bytes)
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
         return found_in_backward(tensors[0].dtype, "mean")
