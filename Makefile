@@ -31,16 +31,16 @@ $(READY): $(BUILDS)
 	@touch $@
 
 packs: venv  ## compile, audit and pack the kernels: build/packs (what is compiled already is kept)
-	@$(RUN) -m build_tools build --arch $(ARCHS)
+	@$(RUN) -m liger_aot_build build --arch $(ARCHS)
 
 wheel: packs  ## the wheel with the packs: dist
 	@mkdir -p dist && rm -f dist/*.whl
-	@$(RUN) -m build_tools wheel --arch $(ARCHS) --out dist > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	@$(RUN) -m liger_aot_build wheel --arch $(ARCHS) --out dist > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
 	@ls dist/*.whl
 
 wheels: venv  ## what a release is made of: host wheel, device wheels, checksums, SBOM: dist
 	@rm -rf dist && mkdir -p build
-	@$(RUN) -m build_tools wheel --split --arch $(ARCHS) --out dist > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	@$(RUN) -m liger_aot_build wheel --split --arch $(ARCHS) --out dist > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
 	@ls dist
 
 check-wheels: wheels  ## the checks before an upload, of dist
@@ -90,8 +90,8 @@ test-aarch64: venv  ## the aarch64 host wheel, cross-compiled, under user-mode e
 	@.ci/aarch64 test
 
 golden: venv  ## write the golden plans anew, after a profile or a declaration has changed
-	@$(RUN) -c 'from build_tools.profile import profile_names; print(*profile_names(), sep="\n")' \
-	| while read -r arch; do $(RUN) -m build_tools plan --arch "$$arch" > "tests/golden/plan_$$arch.txt"; done
+	@$(RUN) -c 'from liger_aot_build.profile import profile_names; print(*profile_names(), sep="\n")' \
+	| while read -r arch; do $(RUN) -m liger_aot_build plan --arch "$$arch" > "tests/golden/plan_$$arch.txt"; done
 	-@git --no-pager diff --stat -- tests/golden
 
 docs: venv  ## write the generated pages of docs/ and the tables of figures in README.md and docs/performance.md anew

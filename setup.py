@@ -1,4 +1,4 @@
-"""The build, thin: what to build is build_tools' to say. Metadata is in pyproject.toml."""
+"""The build, thin: what to build is liger_aot_build' to say. Metadata is in pyproject.toml."""
 
 import os
 import shutil
@@ -12,10 +12,10 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from build_tools.device_wheel import EPOCH
-from build_tools.errors import BuildError
-from build_tools.launcher import LIBRARIES, compile_command, link_command, refusal
-from build_tools.wheel import add_packs, extras, launcher_sources, plain_modes
+from liger_aot_build.device_wheel import EPOCH
+from liger_aot_build.errors import BuildError
+from liger_aot_build.launcher import LIBRARIES, compile_command, link_command, refusal
+from liger_aot_build.wheel import add_packs, extras, launcher_sources, plain_modes
 
 os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
 
@@ -39,7 +39,7 @@ class BuildWithPacks(build_py):
 
 
 class BuildLauncher(build_ext):
-    """With build_tools.launcher's flags in place of this Python's."""
+    """With liger_aot_build.launcher's flags in place of this Python's."""
 
     def build_extensions(self) -> None:
         if why := refusal():

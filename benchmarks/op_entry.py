@@ -31,7 +31,7 @@ from benchmarks.reference import (
     op_class,
 )
 from benchmarks.workload import Case, Problem, Workload, checked_rows, largest_error
-from build_tools.declaration import declared_ops
+from liger_aot_build.declaration import declared_ops
 
 # The row lengths of the norms: powers of two, and hidden sizes of models that are none.
 LENGTHS = (1024, 2048, 4096, 5120, 8192, 11008, 16384, 18944, 32768)

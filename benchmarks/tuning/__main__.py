@@ -19,7 +19,7 @@ from benchmarks.tuning import trial, tuner
 from benchmarks.tuning.candidates import rows, target
 from benchmarks.tuning.rows_text import Winner, write_rows
 from benchmarks.tuning.spaces import SPACES
-from build_tools.errors import BuildError
+from liger_aot_build.errors import BuildError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check_gpu(arch: str) -> None:
     import torch
 
-    from build_tools.profile import read_profile
     from liger_aot.runtime.devices import gpu
+    from liger_aot_build.profile import read_profile
 
     if not torch.cuda.is_available():
         raise BuildError("the tuner measures on a GPU, and torch sees none here (--list needs none)")

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tuning.space import Problem, Row, Space
-from build_tools.audit import Audited, audit
-from build_tools.build import make_plans
-from build_tools.compile import try_variants
-from build_tools.declaration import Kernel, declared_ops, holds, read_declaration
-from build_tools.errors import AuditError, BuildError, ProfileError
-from build_tools.pack import write_op
-from build_tools.plan import (
+from liger_aot.ops.registry import module
+from liger_aot_build.audit import Audited, audit
+from liger_aot_build.build import make_plans
+from liger_aot_build.compile import try_variants
+from liger_aot_build.declaration import Kernel, declared_ops, holds, read_declaration
+from liger_aot_build.errors import AuditError, BuildError, ProfileError
+from liger_aot_build.pack import write_op
+from liger_aot_build.plan import (
     KernelPlan,
     Plan,
     Variant,
@@ -27,8 +28,7 @@ from build_tools.plan import (
     make_variant,
     resolved,
 )
-from build_tools.profile import Profile, read_row
-from liger_aot.ops.registry import module
+from liger_aot_build.profile import Profile, read_row
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from build_tools.errors import ProfileError
+from liger_aot_build.errors import ProfileError
 
 if sys.version_info >= (3, 11):
     import tomllib

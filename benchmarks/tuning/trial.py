@@ -26,11 +26,11 @@ from benchmarks.tuning.candidates import digest, target
 from benchmarks.tuning.space import Space
 from benchmarks.tuning.spaces import SPACES
 from benchmarks.workload import Workload, poisoned
-from build_tools.errors import BuildError
 from liger_aot.ops.registry import module
 from liger_aot.runtime.devices import gpu
 from liger_aot.runtime.dispatch import Driver, GPUDriver, OpOn, Runtimes
 from liger_aot.runtime.manifest import OpManifest
+from liger_aot_build.errors import BuildError
 
 Job = dict[str, Any]
 START = 300.0  # seconds that the first answer of a process may take beyond the limit: torch, inputs, fp64

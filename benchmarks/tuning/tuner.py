@@ -12,7 +12,7 @@ from benchmarks.tuning.candidates import Candidate, Target, prepare, rows
 from benchmarks.tuning.rows_text import Winner
 from benchmarks.tuning.space import Problem, Row
 from benchmarks.tuning.trial import Job, space_of
-from build_tools.errors import BuildError
+from liger_aot_build.errors import BuildError
 
 # (the candidates' folder, jobs) -> each job with its answer
 Try = Callable[[Path, Sequence[Job]], Iterable[tuple[Job, Job]]]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from build_tools.build import make_plans
-from build_tools.declaration import declared_ops, read_declaration
-from build_tools.plan import KernelPlan, Plan
-from build_tools.profile import Profile, profile_names
+from liger_aot_build.build import make_plans
+from liger_aot_build.declaration import declared_ops, read_declaration
+from liger_aot_build.plan import KernelPlan, Plan
+from liger_aot_build.profile import Profile, profile_names
 
 ARCHS = tuple(sorted(profile_names(), key=lambda name: (name.startswith("gfx"), name)))
 

@@ -13,11 +13,11 @@ from benchmarks.environment import ROOT
 from benchmarks.markdown import FIRST, Gpu, link, made_in
 from benchmarks.providers import COPY, label
 from benchmarks.records import Run
-from build_tools.declaration import op_path
-from build_tools.plan import ALIGNMENT
 from docs.generate import docstring, facts
 from docs.generate.chart import svg
 from liger_aot.ops.registry import families, names
+from liger_aot_build.declaration import op_path
+from liger_aot_build.plan import ALIGNMENT
 
 FOLDER = ROOT / "docs" / "ops"
 # Sections of docs/performance.md that are of an op.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tuning.rows_text import Winner, write_rows
-from build_tools.errors import ProfileError
+from liger_aot_build.errors import ProfileError
 
 PROFILE = """# a chip
 

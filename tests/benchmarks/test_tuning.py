@@ -27,9 +27,9 @@ from benchmarks.tuning.spaces import SPACES
 from benchmarks.tuning.trial import Job, Machine, Subject
 from benchmarks.tuning.tuner import Measured
 from benchmarks.workload import TOLERANCE
-from build_tools.errors import BuildError
-from build_tools.paths import PROFILES
-from build_tools.profile import read_profile
+from liger_aot_build.errors import BuildError
+from liger_aot_build.paths import PROFILES
+from liger_aot_build.profile import read_profile
 from tests.benchmarks.test_tuning_spaces import DECLARED
 from tests.harness.drivers import MULTIPROCESSORS, EmulatorDriver
 

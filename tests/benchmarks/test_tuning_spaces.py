@@ -11,8 +11,8 @@ import pytest
 from benchmarks.tuning.candidates import Target, rows, target, variants
 from benchmarks.tuning.space import Problem, Space, grid, power, warps
 from benchmarks.tuning.spaces import SPACES
-from build_tools.declaration import declared_ops, read_declaration
-from build_tools.errors import BuildError, ProfileError
+from liger_aot_build.declaration import declared_ops, read_declaration
+from liger_aot_build.errors import BuildError, ProfileError
 
 ARCH = "sm90"
 MOST = 400  # candidates of a problem: an afternoon's

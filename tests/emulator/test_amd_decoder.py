@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from build_tools.elf import PF_X, PT_LOAD
-from build_tools.hsaco import CodeObject
+from liger_aot_build.elf import PF_X, PT_LOAD
+from liger_aot_build.hsaco import CodeObject
 from tests.conftest import built_pack
 from tests.emulator.amd_emulator import EmulatorError
 from tests.emulator.amd_emulator.decode import Instruction, decode, split

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from build_tools.audit import parameter_layout
-from build_tools.binary import inspect
-from build_tools.declaration import read_declaration
-from build_tools.hsaco import CodeObject
-from build_tools.plan import plan
-from build_tools.profile import read_profile
 from liger_aot.runtime.manifest import Pack, Variant
+from liger_aot_build.audit import parameter_layout
+from liger_aot_build.binary import inspect
+from liger_aot_build.declaration import read_declaration
+from liger_aot_build.hsaco import CodeObject
+from liger_aot_build.plan import plan
+from liger_aot_build.profile import read_profile
 from tests.conftest import built_pack
 
 ARCHS = ("gfx90a", "gfx942")

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from build_tools.paths import ROOT
 from examples import emulated
+from liger_aot_build.paths import ROOT
 from tests.conftest import built_pack
 
 WITHOUT = """

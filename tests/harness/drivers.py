@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from build_tools.declaration import Kernel, op_module, read_declaration
 from liger_aot.ops import differentiable, guards
 from liger_aot.ops.op import Op
 from liger_aot.runtime.dispatch import OpOn, Runtimes
 from liger_aot.runtime.manifest import OpManifest, Pack, Variant
+from liger_aot_build.declaration import Kernel, op_module, read_declaration
 from tests.emulator.amd_emulator import Memory, Program
 from tests.harness import executed, storages
 

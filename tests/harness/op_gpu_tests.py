@@ -21,7 +21,7 @@ from liger_aot.runtime.manifest import Pack, Variant
 from liger_aot.runtime.packs import pack_for
 from tests.harness.op_cases import OpCases, Results, same
 
-# PTX of the sm80 pack (python -m build_tools audit --assembly) and the pack itself: both are built for this purpose.
+# PTX of the sm80 pack (python -m liger_aot_build audit --assembly) and the pack itself, both built for this purpose.
 SM80_PTX = os.environ.get("LIGER_AOT_SM80_PTX")
 PTX = pytest.param(
     "sm80 PTX",

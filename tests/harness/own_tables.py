@@ -6,17 +6,17 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from build_tools.declaration import read_declaration
-from build_tools.plan import plan
-from build_tools.profile import read_profile
 from liger_aot.ops.differentiable import DifferentiableOp
 from liger_aot.ops.op import Op
 from liger_aot.runtime.manifest import Pack
-from tests.build_tools.small_op import hardware, write_profile
+from liger_aot_build.declaration import read_declaration
+from liger_aot_build.plan import plan
+from liger_aot_build.profile import read_profile
 from tests.conftest import built_pack
 from tests.harness.drivers import InterpreterDriver, bound_op
 from tests.harness.op_tests import Case, OpTests, Way
 from tests.harness.pack_edits import add_kernels, edit
+from tests.liger_aot_build.small_op import hardware, write_profile
 
 # Of pipelines of blocks of 64 columns, two of them in registers: rows of at most five blocks, which stay on chip; rows
 # of any length, of which some blocks are read twice.

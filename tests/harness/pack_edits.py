@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import liger_aot
-from build_tools.plan import Plan
 from liger_aot.runtime.manifest import Pack
+from liger_aot_build.plan import Plan
 
 ARCHS = ("gfx90a", "gfx942", "sm80", "sm90")
 

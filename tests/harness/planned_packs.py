@@ -17,17 +17,17 @@ from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 
-from build_tools.audit import Audited, audit
-from build_tools.binary import BinaryFacts
-from build_tools.build import compiler, make_plans, project_version
-from build_tools.compile import compile_all, compile_here
-from build_tools.compiler import Compiled
-from build_tools.declaration import tiles_of
-from build_tools.pack import write_op, write_pack
-from build_tools.plan import Plan, Variant
-from build_tools.profile import Profile
 from liger_aot.runtime.manifest import OpManifest, Pack
 from liger_aot.runtime.manifest import Variant as Packed
+from liger_aot_build.audit import Audited, audit
+from liger_aot_build.binary import BinaryFacts
+from liger_aot_build.build import compiler, make_plans, project_version
+from liger_aot_build.compile import compile_all, compile_here
+from liger_aot_build.compiler import Compiled
+from liger_aot_build.declaration import tiles_of
+from liger_aot_build.pack import write_op, write_pack
+from liger_aot_build.plan import Plan, Variant
+from liger_aot_build.profile import Profile
 
 GROUP_WARPS = 4  # of a warp group; a producer's warp group comes on top
 LINE = 128  # bytes of the widest swizzle

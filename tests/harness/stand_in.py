@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from build_tools.launcher import COMPILE, LINK
+from liger_aot_build.launcher import COMPILE, LINK
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "liger_aot"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from build_tools.stored import compressed
 from liger_aot.runtime import devices
 from liger_aot.runtime.manifest import Pack
 from liger_aot.runtime.packs import Device
+from liger_aot_build.stored import compressed
 from tests.harness.pack_edits import edit, replace_binaries
 from tests.harness.stand_in import StandIn, image
 

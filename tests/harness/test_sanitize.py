@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from build_tools.binary import inspect
+from liger_aot_build.binary import inspect
 from tests.conftest import built_pack, no_gpu
 from tests.harness import sanitize
 from tests.harness.all_ops import entries

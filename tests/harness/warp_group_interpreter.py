@@ -21,8 +21,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from build_tools.declaration import op_module, read_declaration
 from liger_aot.runtime.manifest import Pack, Variant
+from liger_aot_build.declaration import op_module, read_declaration
 from tests.harness import storages
 from tests.harness.drivers import InterpreterDriver, Launchable
 from tests.harness.warp_group_memory import TYPES, Pointer, Shared, TensorMap, atomic_add, load, memory, store

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import liger_aot
-from build_tools.stored import compressed
 from liger_aot.cli import main
 from liger_aot.errors import (
     ArgumentError,
@@ -31,6 +30,7 @@ from liger_aot.runtime.dispatch import DTYPE_NAMES, KernelOn, Loaded
 from liger_aot.runtime.manifest import OpManifest
 from liger_aot.runtime.packs import pack_of
 from liger_aot.verify import Fault, verify
+from liger_aot_build.stored import compressed
 from tests.harness.pack_edits import ARCHS, command, count_binaries, edit, flip, replace_binaries
 
 pytest_plugins = ("tests.harness.pack_fixtures",)

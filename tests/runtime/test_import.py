@@ -68,7 +68,7 @@ print(json.dumps({"new": sorted(set(sys.modules) - before), "all": sorted(sys.mo
 """,
         tmp_path,
     )
-    foreign = {"triton", "setuptools", "pkg_resources", "build_tools", "csrc_triton", "numpy"}
+    foreign = {"triton", "setuptools", "pkg_resources", "liger_aot_build", "csrc_triton", "numpy"}
     assert not foreign & {name.partition(".")[0] for name in found["new"]}
     assert "importlib.metadata" not in found["new"] and "triton" not in found["all"]
     assert found["seen"] == [] and list(tmp_path.iterdir()) == []

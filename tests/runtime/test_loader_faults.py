@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import liger_aot
-from build_tools.stored import compressed
 from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, PackTooNew
 from liger_aot.runtime import packs
 from liger_aot.runtime.manifest import FORMAT, LARGEST_FILE, LARGEST_JSON, Pack
 from liger_aot.runtime.packs import Device, pack_for, pack_of
+from liger_aot_build.stored import compressed
 from tests.harness.pack_edits import believe, cut, edit, flip, read_all, replace_binaries
 from tests.harness.planned_packs import compiled_pack
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import liger_aot
-from build_tools.stored import compressed
 from liger_aot.errors import DriverError, NotLoaded, PackDamaged
 from liger_aot.ops.norms.column_sums import ColumnSums, launch
 from liger_aot.runtime import packs
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.manifest import Pack
+from liger_aot_build.stored import compressed
 from tests.harness.children import environment, in_child
 from tests.harness.pack_edits import count_binaries, replace_binaries
 from tests.harness.stand_in import StandIn, image

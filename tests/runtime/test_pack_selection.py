@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import liger_aot
-from build_tools.profile import profile_names
 from liger_aot.doctor import examine
 from liger_aot.errors import DriverNotFound, PackDamaged, PackNotFound, UnknownOp
 from liger_aot.ops.norms.column_sums import ColumnSums
 from liger_aot.runtime import devices, packs
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.packs import Device, pack_for
+from liger_aot_build.profile import profile_names
 from tests.harness.pack_edits import count_binaries, cut, edit, flip, need_shared, read_all
 from tests.harness.stand_in import StandIn
 

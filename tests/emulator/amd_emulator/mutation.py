@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from build_tools.elf import PT_LOAD, Elf
+from liger_aot_build.elf import PT_LOAD, Elf
 
 from .decode import Instruction
 from .scalar import NO_EFFECT

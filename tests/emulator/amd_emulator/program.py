@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from build_tools.elf import PF_X, PT_LOAD
-from build_tools.hsaco import CodeObject, KernelDescriptor
+from liger_aot_build.elf import PF_X, PT_LOAD
+from liger_aot_build.hsaco import CodeObject, KernelDescriptor
 
 from . import matrix, memory_access, scalar, vector
 from .decode import Instruction, decode, split

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from build_tools.build import make_plans
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, Settings, swizzle_heads
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
+from liger_aot_build.build import make_plans
 from tests.conftest import built_pack
 from tests.emulator.emulated_cases import emulated
 from tests.harness import recording

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from build_tools.audit import audit
-from build_tools.build import make_plans
 from liger_aot.ops.attention._backward import gradients
 from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E, MAX_SEQLEN, Settings, padded_head_dim
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
 from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.manifest import Pack
+from liger_aot_build.audit import audit
+from liger_aot_build.build import make_plans
 from tests.harness.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
 from tests.harness.planned_packs import compile_variants, tables_of
 from tests.harness.recording import RecordingDriver, recorded

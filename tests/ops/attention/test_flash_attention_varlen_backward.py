@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from build_tools.audit import audit
-from build_tools.build import make_plans
 from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E, padded_head_dim
 from liger_aot.ops.attention._varlen import MAX_TOKENS
 from liger_aot.ops.attention._varlen_backward import UNIT, varlen_swizzle_heads
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.attention.flash_attention_varlen_backward import FlashAttentionVarlenBackward
 from liger_aot.runtime.manifest import Pack
+from liger_aot_build.audit import audit
+from liger_aot_build.build import make_plans
 from tests.harness.drivers import bound_op
 from tests.harness.planned_packs import compile_variants, tables_of
 from tests.harness.recording import RecordingDriver, all_launches, recorded

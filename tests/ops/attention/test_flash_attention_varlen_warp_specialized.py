@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from build_tools.audit import audit
-from build_tools.build import make_plans
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.attention._operands import HEAD_DIMS, LOG2_E
 from liger_aot.ops.attention._varlen import MAX_TOKENS
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen, keys_in_l2
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.manifest import Pack, Variant
+from liger_aot_build.audit import audit
+from liger_aot_build.build import make_plans
 from tests.harness.drivers import bound_op
 from tests.harness.planned_packs import compile_variants, tables_of
 from tests.harness.recording import recorded

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_aot
-from build_tools.binary import inspect
-from build_tools.cubin import Cubin
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.attention._operands import padded_head_dim
 from liger_aot.ops.decoding import _plans as plans
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.manifest import Variant
+from liger_aot_build.binary import inspect
+from liger_aot_build.cubin import Cubin
 from tests.conftest import built_pack
 from tests.emulator.emulated_cases import emulated
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from build_tools.declaration import read_declaration
-from build_tools.plan import resolved
-from build_tools.profile import read_profile
 from liger_aot.ops.norms._groupnorm_plan import Shape, pipeline_plan
+from liger_aot_build.declaration import read_declaration
+from liger_aot_build.plan import resolved
+from liger_aot_build.profile import read_profile
 from tests.harness.op_tests import BF16, FP16, FP32, Case, Way
 from tests.harness.own_tables import way_with
 from tests.ops.norms import test_groupnorm

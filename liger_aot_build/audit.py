@@ -1,0 +1,182 @@
+"""No binary enters a pack unless it is what the plan, the profile and the manifest say it is.
+
+Every fact here is read back from the binary's own bytes; what Triton claims is only compared with them. The one
+exception are the races on shared memory: machine code may hide them, so the PTX that it was made from is judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from liger_aot_build.binary import BinaryFacts, inspect
+from liger_aot_build.compiler import Compiled
+from liger_aot_build.elf import BinaryFormatError
+from liger_aot_build.errors import AuditError
+from liger_aot_build.plan import Variant
+from liger_aot_build.profile import Arch
+from liger_aot_build.ptx import races
+
+BYTES = {"i32": 4, "fp32": 4, "i64": 8}
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # a tensor map; Triton appends its sizes (i32) and strides (i64)
+GROUP_WARPS = 4  # of a warp group; the producer of a kernel with WARP_GROUPS consumer groups has one more
+SCHEDULERS = 4  # of a multiprocessor, each with a quarter of its registers
+SCALARS = (
+    800  # scalar registers of a SIMD, GFX9; LLVM counts the same but for waves of 97 to 100: 8 fit, here 7
+)
+SCRATCH_POINTERS = 2  # Triton appends global and profile scratch to every kernel's parameters
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A variant, its binary, what the binary says of itself, and how many of it a multiprocessor holds at once."""
+
+    variant: Variant
+    compiled: Compiled
+    facts: BinaryFacts
+    threads: int
+    resident: int
+
+
+def audit(variant: Variant, compiled: Compiled, arch: Arch) -> Audited:
+    """Read the binary back; AuditError says every way in which it breaks the profile."""
+    try:
+        facts = inspect(compiled.image)
+    except BinaryFormatError as error:
+        raise AuditError(f"{arch.name}: {variant.name} ({variant.where}): {error}") from None
+    threads = compiled.num_warps * arch.warp_size
+    audited = Audited(variant, compiled, facts, threads, _resident(facts, threads, compiled.shared, arch))
+    if problems := list(_problems(audited, arch)):
+        raise AuditError(f"{arch.name}: {variant.name} ({variant.where}): {'; '.join(problems)}")
+    return audited
+
+
+def parameter_layout(types: Iterable[str], base: int = 0) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of each parameter, naturally aligned, the scratch pointers last. ``base`` is where the block that
+    holds them starts."""
+    layout: list[tuple[int, int]] = []
+    end = base
+    for size, alignment in (part for kind in (*types, *("*i8",) * SCRATCH_POINTERS) for part in _parts(kind)):
+        start = -(-end // alignment) * alignment
+        layout.append((start - base, size))
+        end = start + size
+    return tuple(layout)
+
+
+def _parts(kind: str) -> Iterator[tuple[int, int]]:
+    """(size, alignment) of each parameter that an argument of this Triton type becomes."""
+    if match := re.fullmatch(r"tensordesc<\w+\[(.*)\]>", kind):
+        rank = len(match[1].split(","))
+        yield MAP_BYTES, MAP_ALIGNMENT
+        yield from ((4, 4),) * rank
+        yield from ((8, 8),) * rank
+    else:
+        size = 8 if kind.startswith("*") else BYTES[kind]
+        yield size, size
+
+
+def report(audited: Iterable[Audited]) -> str:
+    """The audit's table, one line a binary."""
+    titles = f"{'bytes':>7} {'threads':>7} {'regs':>5} {'local':>5} {'shared':>7} {'params':>6} {'res.':>4}"
+    lines = [
+        f"{a.variant.name:<78} {len(a.compiled.image):>7} {a.threads:>7} {a.facts.registers:>5} "
+        f"{a.facts.local_bytes:>5} {a.compiled.shared:>7} {a.facts.parameter_bytes:>6} {a.resident:>4}"
+        for a in audited
+    ]
+    return "\n".join([f"{'binary':<78} {titles}", *lines])
+
+
+def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:
+    """Blocks that fit on one multiprocessor by threads, registers and shared memory."""
+    fits = [
+        arch.blocks_per_multiprocessor,
+        arch.threads_per_multiprocessor // threads,
+        _warps_a_scheduler(facts, arch) * SCHEDULERS // (threads // arch.warp_size),
+    ]
+    if used := shared + facts.static_shared:
+        reserved = (
+            arch.shared_per_multiprocessor - arch.shared_per_block
+        )  # what the system keeps of each block's
+        fits.append(arch.shared_per_multiprocessor // (used + reserved))
+    return min(fits)
+
+
+def _warps_a_scheduler(facts: BinaryFacts, arch: Arch) -> int:
+    """Warps (waves a SIMD) whose registers fit: warps don't straddle schedulers."""
+    vectors = arch.registers_per_multiprocessor // SCHEDULERS // (facts.granted_registers * arch.warp_size)
+    return min(vectors, SCALARS // facts.granted_scalars) if facts.granted_scalars else vectors
+
+
+def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
+    variant, compiled, facts = audited.variant, audited.compiled, audited.facts
+    if facts.arch != arch.machine:
+        yield f"machine code for {facts.arch}, expected {arch.machine}"
+    if facts.kernel != compiled.symbol:
+        yield f"holds kernel {facts.kernel}, expected {compiled.symbol}"
+    if facts.wave_size != arch.warp_size:
+        yield f"waves of {facts.wave_size} lanes, expected {arch.warp_size}"
+    if compiled.num_ctas != 1:
+        yield f"asks for clusters of {compiled.num_ctas} blocks, which the launcher does not make"
+    if compiled.scratch:
+        yield f"asks for {compiled.scratch} bytes of global scratch, which the launcher does not give"
+    if audited.threads > arch.threads_per_block or audited.threads > facts.max_threads:
+        allowed = min(arch.threads_per_block, facts.max_threads)
+        yield f"{audited.threads} threads a block, allowed are {allowed}"
+    if facts.registers > arch.registers_per_thread:
+        yield f"{facts.registers} registers a thread, {arch.name} has {arch.registers_per_thread}"
+    if compiled.shared + facts.static_shared > arch.shared_per_block:
+        yield f"{compiled.shared + facts.static_shared} bytes of shared memory, a block has {arch.shared_per_block}"
+    if (facts.local_bytes or facts.spilled_registers) and not variant.form.may_spill:
+        yield f"spills: {facts.spilled_registers} registers, {facts.local_bytes} bytes of local memory a thread"
+    yield from _promises(audited, arch)
+    if arch.backend == "cuda":
+        yield from _races(audited)
+    expected = parameter_layout(variant.arguments.values(), facts.parameter_offset)
+    if facts.parameters != expected:
+        yield f"parameters (offset, size) {facts.parameters}, expected {expected}"
+    if audited.resident < 1:
+        yield "not one block fits on a multiprocessor"
+    wanted = variant.host.get("programs_per_multiprocessor", 1)
+    if variant.cooperative and audited.resident < wanted:
+        yield f"cooperative with {wanted} programs a multiprocessor, {audited.resident} are resident at once"
+
+
+def _races(audited: Audited) -> Iterator[str]:
+    """Miscompiled loops with tl.dot, which ptx.py explains."""
+    found = races(audited.compiled.assembly)
+    for lines, what in (
+        (
+            found.overwritten,
+            "overwrites shared memory that a wgmma still reads: use the loaded tile in tl.dot alone",
+        ),
+        # In Gluon the program may choose a buffer by what no compiler knows, and orders its own accesses.
+        (
+            () if audited.variant.language == "gluon" else found.unknown,
+            "has addresses that can't be checked for races",
+        ),
+    ):
+        if lines:
+            yield f"{what} (PTX line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))})"
+
+
+def _promises(audited: Audited, arch: Arch) -> Iterator[str]:
+    """What the declaration and the profile's row promise of the machine code and a binary may lack."""
+    variant, compiled, facts = audited.variant, audited.compiled, audited.facts
+    if variant.matrix and not facts.matrix.get(arch.matrix):
+        yield f"has no {arch.matrix} instruction, but {dict(facts.matrix) or 'no matrix instruction'}"
+    groups = variant.constants.get("WARP_GROUPS")
+    if groups is not None and compiled.num_warps != (wanted := GROUP_WARPS * (groups + 1)):
+        yield f"{compiled.num_warps} warps, {groups} warp groups and a producer are {wanted}"
+    budget = variant.constants.get("REGISTERS")
+    if budget is not None and budget not in facts.register_budgets:
+        yield f"warps change to {facts.register_budgets} registers a thread, never to {budget}"
+    if variant.pdl != facts.waits:
+        must, does = ("must", "does not") if variant.pdl else ("must not", "does")
+        yield f"{must} wait for the kernel before it (griddepcontrol.wait), and {does}"
+    waves, fit = variant.options.get("waves_per_eu", 0), _warps_a_scheduler(facts, arch)
+    if waves > fit:
+        yield f"waves_per_eu = {waves}, {fit} fit beside each other"
+    maps = [kind for kind in variant.arguments.values() if kind.startswith("tensordesc<")]
+    if len(maps) != len(compiled.maps):
+        yield f"{len(compiled.maps)} tensor maps, expected {len(maps)}"

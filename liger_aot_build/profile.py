@@ -1,0 +1,264 @@
+"""An architecture profile: one TOML file read into frozen dataclasses, every key known, every number checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from liger_aot_build.declaration import DTYPES, FP8
+from liger_aot_build.errors import ProfileError
+from liger_aot_build.paths import PROFILES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from setuptools.compat.py310 import tomllib
+
+BACKENDS = ("cuda", "hip")
+DERIVED = "derived, not measured"  # what the provenance of numbers that nobody measured begins with
+ANY = "any"  # a row's ``aligned``, where an aligned binary would not be faster
+OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")  # launch numbers that the compiler takes
+# The one that every op's host code reads: forms that declare no other (``host``) need not name it.
+HOST_NUMBERS = ("programs_per_multiprocessor",)
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What the chip can do. Bytes, threads and registers; a register is 32 bits wide."""
+
+    name: str
+    backend: str
+    target: str  # what Triton is told: "90", "gfx942"
+    machine: str  # what its binaries must say they are: "sm_90a", "gfx942"
+    serves: tuple[str, ...]  # compute capabilities ("9.0") or gfx names, most wanted first
+    warp_size: int
+    threads_per_block: int
+    threads_per_multiprocessor: int
+    blocks_per_multiprocessor: int
+    registers_per_thread: int
+    registers_per_multiprocessor: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+    matrix: str  # its matrix instructions, as the audit names them: "HMMA", "HGMMA", "MFMA"
+    pdl: bool  # whether it has programmatic dependent launch
+    fp8: str  # the 8-bit float that it converts to: "fp8e4nv" (e4m3), "fp8e4b8" (e4m3fnuz), or "none"
+    fp16_flushes: bool  # whether its float16 matrix instructions read subnormal numbers as zeros
+
+
+_ARCH_KEYS = {field.name for field in fields(Arch)}
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    triton: str
+    options: Mapping[str, bool | int | str]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How many unit roundoffs of its dtype a result may lie off the fp64 reference for each rounding in its way."""
+
+    why: str
+    roundoffs: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a launch table: used for problems up to ``max_n`` whose axes match ``when``; with ``most_rows``, for
+    those of at most so many rows, before all lines without."""
+
+    max_n: int | None
+    form: str
+    when: Mapping[str, tuple[Any, ...]]
+    any_alignment: bool  # whether one binary, which assumes nothing of addresses, serves aligned calls too
+    constants: Mapping[str, int | bool]
+    options: Mapping[str, int]
+    host: Mapping[str, int]
+    where: str  # file, table and row, for messages
+    most_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    provenance: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    path: Path
+    arch: Arch
+    toolchain: Toolchain
+    tolerance: Tolerance
+    tables: Mapping[str, Table]
+    sha256: str
+
+    def table(self, kernel: str) -> Table:
+        if kernel not in self.tables:
+            raise ProfileError(f"{self.path.name}: table [kernel.{kernel}] is missing")
+        return self.tables[kernel]
+
+
+def profile_names(folder: Path = PROFILES) -> tuple[str, ...]:
+    return tuple(sorted(p.stem for p in folder.glob("*.toml")))
+
+
+def read_profile(name: str, folder: Path = PROFILES) -> Profile:
+    """Read ``<folder>/<name>.toml``; ProfileError names the file, table and row that is wrong.
+
+    A profile that ``extends`` another has its [toolchain], [tolerance] and kernels' tables where it gives none itself,
+    and its [arch] key by key.
+    """
+    path, raw, digest = _read(name, folder)
+    base: Profile | None = None
+    if (extends := raw.pop("extends", None)) is not None:
+        where = f"{path.name}: extends"
+        if not isinstance(extends, str) or extends == name or extends not in profile_names(folder):
+            raise ProfileError(f"{where} must name another profile, found {extends!r}")
+        _, base_raw, base_digest = _read(extends, folder)
+        if "extends" in base_raw:
+            raise ProfileError(f"{where} {extends!r}, which extends another itself")
+        base = read_profile(extends, folder)
+        raw = {**{key: base_raw[key] for key in ("toolchain", "tolerance")}, "arch": {}, "kernel": {}, **raw}
+        raw["arch"] = {**base_raw["arch"], **_known(f"{path.name}: [arch]", raw["arch"], _ARCH_KEYS)}
+        digest = sha256((digest + base_digest).encode()).hexdigest()
+    _known(path.name, raw, {"arch", "toolchain", "tolerance", "kernel"}, required=True)
+    arch = _arch(path.name, raw["arch"])
+    if arch.name != name:
+        raise ProfileError(f"{path.name}: [arch]: name is {arch.name!r}, the file is named {name}")
+    toolchain = _toolchain(f"{path.name}: [toolchain]", raw["toolchain"])
+    tolerance = _tolerance(f"{path.name}: [tolerance]", raw["tolerance"])
+    if not isinstance(raw["kernel"], dict):
+        raise ProfileError(f"{path.name}: [kernel]: expected a table, found {raw['kernel']!r}")
+    tables = {k: _table(path.name, k, body, arch) for k, body in raw["kernel"].items()}
+    if base is not None:
+        tables = {**{k: _inherited(table, base) for k, table in base.tables.items()}, **tables}
+    return Profile(path, arch, toolchain, tolerance, tables, digest)
+
+
+def _read(name: str, folder: Path) -> tuple[Path, dict[str, Any], str]:
+    """A profile's file, what it says and its sha256."""
+    path = folder / f"{name}.toml"
+    if not path.is_file():
+        raise ProfileError(f"no architecture {name!r}: there are {', '.join(profile_names(folder))}")
+    text = path.read_bytes()
+    try:
+        return path, tomllib.loads(text.decode()), sha256(text).hexdigest()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path.name}: {error}") from None
+
+
+def _inherited(table: Table, base: Profile) -> Table:
+    """Another architecture's table: nothing in it was measured on this one."""
+    if table.provenance.startswith(DERIVED):
+        return table
+    return replace(table, provenance=f"{DERIVED}: the {base.arch.name} rows")
+
+
+def _known(where: str, raw: Any, keys: set[str], required: bool = False) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise ProfileError(f"{where}: expected a table, found {raw!r}")
+    if unknown := sorted(set(raw) - keys):
+        raise ProfileError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(keys))}")
+    if required and (missing := sorted(keys - set(raw))):
+        raise ProfileError(f"{where}: {missing[0]!r} is missing")
+    return raw
+
+
+def _arch(file: str, raw: Any) -> Arch:
+    where = f"{file}: [arch]"
+    _known(where, raw, _ARCH_KEYS, required=True)
+    for field in fields(Arch):
+        value = raw[field.name]
+        if field.type == "int" and not (type(value) is int and value > 0):
+            raise ProfileError(f"{where}: {field.name} must be a positive integer, found {value!r}")
+        if field.type == "bool" and type(value) is not bool:
+            raise ProfileError(f"{where}: {field.name} must be true or false, found {value!r}")
+        if field.type == "str" and not isinstance(value, str):
+            raise ProfileError(f"{where}: {field.name} must be a string, found {value!r}")
+    serves = raw["serves"]
+    if not isinstance(serves, list) or not serves or not all(isinstance(s, str) for s in serves):
+        raise ProfileError(f"{where}: serves must be a list of strings, found {serves!r}")
+    if raw["backend"] not in BACKENDS:
+        raise ProfileError(f"{where}: backend must be one of {', '.join(BACKENDS)}, found {raw['backend']!r}")
+    if raw["fp8"] not in (*FP8, "none"):
+        raise ProfileError(f"{where}: fp8 must be one of {', '.join(FP8)}, none; found {raw['fp8']!r}")
+    return Arch(**{**raw, "serves": tuple(serves)})
+
+
+def _toolchain(where: str, raw: Any) -> Toolchain:
+    _known(where, raw, {"triton", "options"}, required=True)
+    if not isinstance(raw["triton"], str):
+        raise ProfileError(f"{where}: triton must be a string, found {raw['triton']!r}")
+    if not isinstance(raw["options"], dict):
+        raise ProfileError(f"{where}: options: expected a table, found {raw['options']!r}")
+    return Toolchain(raw["triton"], raw["options"])
+
+
+def _tolerance(where: str, raw: Any) -> Tolerance:
+    roundoffs = dict(_known(where, raw, {"why", *DTYPES}, required=True))
+    why = roundoffs.pop("why")
+    if not isinstance(why, str) or not why.strip():
+        raise ProfileError(f"{where}: why must say where the numbers come from")
+    if wrong := [d for d, v in roundoffs.items() if not (isinstance(v, float) and v > 0)]:
+        raise ProfileError(f"{where}: {wrong[0]} must be a positive float, found {roundoffs[wrong[0]]!r}")
+    return Tolerance(why, roundoffs)
+
+
+def _table(file: str, kernel: str, raw: Any, arch: Arch) -> Table:
+    where = f"{file}: [kernel.{kernel}]"
+    _known(where, raw, {"provenance", "rows"}, required=True)
+    if not isinstance(raw["provenance"], str) or not raw["provenance"].strip():
+        raise ProfileError(f"{where}: provenance must say where the numbers were measured")
+    if not isinstance(raw["rows"], list) or not raw["rows"]:
+        raise ProfileError(f"{where}: rows must be a list of at least one row")
+    rows = tuple(read_row(f"{where} row {i + 1}", row, arch) for i, row in enumerate(raw["rows"]))
+    return Table(raw["provenance"].strip(), rows)
+
+
+def read_row(where: str, raw: Any, arch: Arch) -> Row:
+    """Split a row into its parts. Which constants and axes exist is the declaration's to say (``plan``): here a lower
+    case name is a constant where its value is a number or bool, an axis where it is a string or list."""
+    if not isinstance(raw, dict):
+        raise ProfileError(f"{where}: expected a table, found {raw!r}")
+    left = dict(raw)
+    max_n, most_rows, form = left.pop("max_n", None), left.pop("most_rows", None), left.pop("form", None)
+    if not isinstance(form, str):
+        raise ProfileError(f"{where}: 'form' is missing")
+    for key, value in (("max_n", max_n), ("most_rows", most_rows)):
+        if value is not None and not (type(value) is int and value > 0):
+            raise ProfileError(f"{where}: {key} must be a positive integer, found {value!r}")
+    options = {key: left.pop(key) for key in OPTIONS if key in left}
+    host = {key: left.pop(key) for key in HOST_NUMBERS if key in left}
+    for key, value in {**options, **host}.items():
+        if type(value) is not int or value <= 0:
+            raise ProfileError(f"{where}: {key} must be a positive integer, found {value!r}")
+    warps = options.get("num_warps")
+    if warps is None:
+        raise ProfileError(f"{where}: 'num_warps' is missing")
+    if warps & (warps - 1):
+        raise ProfileError(f"{where}: num_warps must be a power of two, found {warps}")
+    if warps * arch.warp_size > arch.threads_per_block:
+        raise ProfileError(
+            f"{where}: {warps} warps of {arch.warp_size} lanes are {warps * arch.warp_size} threads; "
+            f"{arch.name} takes {arch.threads_per_block} a block"
+        )
+    when: dict[str, tuple[Any, ...]] = {}
+    constants: dict[str, int | bool] = {}
+    for key, value in left.items():
+        if key == "aligned":
+            if not isinstance(value, bool) and value != ANY:
+                raise ProfileError(f'{where}: aligned must be true, false or "any", found {value!r}')
+            if isinstance(value, bool):
+                when[key] = (value,)
+        elif isinstance(value, (str, list)):
+            when[key] = tuple(value) if isinstance(value, list) else (value,)
+        elif isinstance(value, int) and value >= 0:
+            constants[key.upper()] = value
+        else:
+            raise ProfileError(f"{where}: {key}: unexpected value {value!r}")
+    return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where, most_rows)

@@ -1,0 +1,280 @@
+"""Profiles: the real ones hold together, and every mistake is named with its file, table and row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from liger_aot_build.errors import ProfileError
+from liger_aot_build.profile import Profile, profile_names, read_profile
+from tests.liger_aot_build.small_op import TABLE, edited, hardware, write_profile
+
+
+@pytest.mark.parametrize("arch", profile_names())
+def test_real_profiles(arch: str) -> None:
+    profile = read_profile(arch)
+    assert profile.arch.name == arch
+    assert profile.arch.backend == ("hip" if arch.startswith("gfx") else "cuda")
+    assert profile.arch.warp_size == (64 if arch.startswith("gfx") else 32)
+    assert profile.arch.shared_per_block <= profile.arch.shared_per_multiprocessor
+    assert set(profile.tolerance.roundoffs) == {"bf16", "fp16", "fp32"}
+
+
+def test_the_four_architectures_are_there() -> None:
+    assert {"sm80", "sm90", "gfx90a", "gfx942"} <= set(profile_names())
+
+
+def test_rows_are_split_into_their_parts(tmp_path: Path) -> None:
+    text = f"""{hardware("gfx942")}
+[kernel.k]
+provenance = " a test "
+rows = [
+  {{ max_n = 512, form = "tile", dtype = ["bf16", "fp16"], aligned = true, rows = 2, repack = true, num_warps = 4, \
+waves_per_eu = 2, programs_per_multiprocessor = 3 }},
+]
+"""
+    table = read_profile("gfx942", write_profile(tmp_path, "gfx942", text)).table("k")
+    (found,) = table.rows
+    assert table.provenance == "a test"
+    assert (found.max_n, found.form) == (512, "tile")
+    assert found.when == {"dtype": ("bf16", "fp16"), "aligned": (True,)}
+    assert found.constants == {"ROWS": 2, "REPACK": True}
+    assert found.options == {"num_warps": 4, "waves_per_eu": 2}
+    assert found.host == {"programs_per_multiprocessor": 3}
+    assert found.where == "gfx942.toml: [kernel.k] row 1"
+
+
+def test_the_hash_is_of_the_text(tmp_path: Path) -> None:
+    text = hardware("sm90") + TABLE
+    one = read_profile("sm90", write_profile(tmp_path / "one", "sm90", text))
+    same = read_profile("sm90", write_profile(tmp_path / "same", "sm90", text))
+    other = read_profile("sm90", write_profile(tmp_path / "other", "sm90", text + "# a remark\n"))
+    assert one.sha256 == same.sha256 != other.sha256
+
+
+EXTENDING = """
+extends = "gfx942"
+
+[arch]
+name = "gfx950"
+target = "gfx950"
+machine = "gfx950"
+serves = ["gfx950"]
+shared_per_block = 163840
+"""
+
+
+def extending(folder: Path, text: str, base: str = TABLE) -> Profile:
+    write_profile(folder, "gfx942", hardware("gfx942") + base)
+    return read_profile("gfx950", write_profile(folder, "gfx950", text))
+
+
+def test_a_profile_that_extends_another(tmp_path: Path) -> None:
+    """It has the other's words where it gives none; nothing of the other's was measured on it."""
+    measured = TABLE.replace("made up for a test", "NVIDIA H200, yesterday")
+    profile = extending(tmp_path, EXTENDING, measured)
+    base = read_profile("gfx942", tmp_path)
+    assert profile.arch == replace(
+        base.arch,
+        name="gfx950",
+        target="gfx950",
+        machine="gfx950",
+        serves=("gfx950",),
+        shared_per_block=163840,
+    )
+    assert (profile.toolchain, profile.tolerance) == (base.toolchain, base.tolerance)
+    assert profile.table("scale").rows == base.table("scale").rows
+    assert profile.table("scale").provenance == "derived, not measured: the gfx942 rows"
+    own = '[kernel.scale]\nprovenance = "here"\nrows = [{ form = "long", block = 64, num_warps = 1 }]\n'
+    (row,) = extending(tmp_path, EXTENDING + own).table("scale").rows
+    assert (row.constants, row.where) == ({"BLOCK": 64}, "gfx950.toml: [kernel.scale] row 1")
+
+
+def test_the_hash_is_of_both_texts(tmp_path: Path) -> None:
+    one = extending(tmp_path, EXTENDING).sha256
+    assert extending(tmp_path, EXTENDING + "# a remark\n").sha256 != one
+    assert extending(tmp_path, EXTENDING, TABLE + "# a remark\n").sha256 != one
+    assert extending(tmp_path, EXTENDING).sha256 == one
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({'"gfx942"': '"gfx950"'}, "gfx950.toml: extends must name another profile, found 'gfx950'"),
+        ({'"gfx942"': '"gfx9"'}, "gfx950.toml: extends must name another profile, found 'gfx9'"),
+        ({'"gfx942"': "3"}, "gfx950.toml: extends must name another profile, found 3"),
+        ({"shared_per_block": "shared"}, r"gfx950.toml: \[arch\]: unknown key 'shared'"),
+    ],
+)
+def test_what_extends_nothing(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        extending(tmp_path, edited(EXTENDING, changes))
+
+
+def test_one_step_of_extending(tmp_path: Path) -> None:
+    extending(tmp_path, EXTENDING)
+    third = edited(
+        EXTENDING, {'extends = "gfx942"': 'extends = "gfx950"', 'name = "gfx950"': 'name = "gfx951"'}
+    )
+    with pytest.raises(ProfileError, match=r"gfx951.toml: extends 'gfx950', which extends another itself"):
+        read_profile("gfx951", write_profile(tmp_path, "gfx951", third))
+
+
+# what is wrong: (what to replace in the text, the message)
+ROW = "max_n = 512, form = "
+MISTAKES = {
+    "alignment": ({ROW: f'aligned = "none", {ROW}'}, r'aligned must be true, false or "any", found \'none\''),
+    "no TOML": ({"[arch]": "[arch"}, r"gfx942.toml: .*line"),
+    "unknown table": ({"[tolerance]": "[extra]\n[tolerance]"}, "gfx942.toml: unknown key 'extra'"),
+    "missing table": ({"[kernel.scale]": "[tolerance.scale]"}, "gfx942.toml: 'kernel' is missing"),
+    "arch is no table": ({"[arch]": "arch = 1\n[tolerances]"}, "gfx942.toml: unknown key 'tolerances'"),
+    "another name": ({'name = "gfx942"': 'name = "gfx940"'}, r"gfx942.toml: \[arch\]: name is 'gfx940'"),
+    "unknown fact": (
+        {"warp_size": "wave_width = 64\nwarp_size"},
+        r"gfx942.toml: \[arch\]: unknown key 'wave_width'; known are .*warp_size",
+    ),
+    "missing fact": ({"warp_size = 64\n": ""}, r"gfx942.toml: \[arch\]: 'warp_size' is missing"),
+    "fact of a wrong type": (
+        {"warp_size = 64": 'warp_size = "64"'},
+        r"gfx942.toml: \[arch\]: warp_size must be a positive integer, found '64'",
+    ),
+    "fact is zero": (
+        {"threads_per_block = 1024": "threads_per_block = 0"},
+        r"gfx942.toml: \[arch\]: threads_per_block must be a positive integer, found 0",
+    ),
+    "fact is neither true nor false": (
+        {"pdl = false": "pdl = 0"},
+        r"gfx942.toml: \[arch\]: pdl must be true or false, found 0",
+    ),
+    "machine is no string": (
+        {'machine = "gfx942"': "machine = 942"},
+        r"gfx942.toml: \[arch\]: machine must be a string, found 942",
+    ),
+    "unknown backend": (
+        {'backend = "hip"': 'backend = "rocm"'},
+        r"gfx942.toml: \[arch\]: backend must be one of cuda, hip, found 'rocm'",
+    ),
+    "serves nothing": (
+        {'serves = ["gfx942"]': "serves = []"},
+        r"gfx942.toml: \[arch\]: serves must be a list of strings",
+    ),
+    "serves no list": (
+        {'serves = ["gfx942"]': 'serves = "gfx942"'},
+        r"gfx942.toml: \[arch\]: serves must be a list of strings",
+    ),
+    "no Triton": ({'triton = "3.6.0"\n': ""}, r"gfx942.toml: \[toolchain\]: 'triton' is missing"),
+    "Triton is no string": (
+        {'triton = "3.6.0"': "triton = 3.6"},
+        r"gfx942.toml: \[toolchain\]: triton must be a string, found 3.6",
+    ),
+    "options are no table": (
+        {"options = { enable_fp_fusion = true }": "options = 3"},
+        r"gfx942.toml: \[toolchain\]: options: expected a table, found 3",
+    ),
+    "no reason for the tolerance": (
+        {"why =": "because ="},
+        r"gfx942.toml: \[tolerance\]: unknown key 'because'",
+    ),
+    "tolerance of an unknown dtype": (
+        {"bf16 = ": "bf17 = "},
+        r"gfx942.toml: \[tolerance\]: unknown key 'bf17'",
+    ),
+    "negative tolerance": (
+        {"bf16 = ": "bf16 = -"},
+        r"gfx942.toml: \[tolerance\]: bf16 must be a positive float, found -1.05",
+    ),
+    "tolerance of an integer": (
+        {"fp32 = 32.0": "fp32 = 32"},
+        r"gfx942.toml: \[tolerance\]: fp32 must be a positive float, found 32",
+    ),
+    "a dtype without tolerance": ({"fp32 = 32.0\n": ""}, r"gfx942.toml: \[tolerance\]: 'fp32' is missing"),
+    "kernel is no table": (
+        {"[kernel.scale]": "[kernel]\nscale = 1\n[kernel.other]"},
+        r"\[kernel.scale\]: expected a",
+    ),
+    "no provenance": (
+        {'provenance = "made up for a test"\n': ""},
+        r"gfx942.toml: \[kernel.scale\]: 'provenance' is missing",
+    ),
+    "empty provenance": (
+        {"made up for a test": " "},
+        r"gfx942.toml: \[kernel.scale\]: provenance must say where the numbers were measured",
+    ),
+    "unknown key of a table": (
+        {"rows = [": "notes = 1\nrows = ["},
+        r"gfx942.toml: \[kernel.scale\]: unknown key 'notes'",
+    ),
+    "no row": (
+        {"rows = [": "rows = []\n[kernel.other]\nrows = ["},
+        r"\[kernel.scale\]: rows must be a list of at",
+    ),
+    "a row is no table": (
+        {"rows = [": "rows = [ 7,"},
+        r"gfx942.toml: \[kernel.scale\] row 1: expected a table",
+    ),
+    "no form": ({'form = "long", ': ""}, r"gfx942.toml: \[kernel.scale\] row 4: 'form' is missing"),
+    "no warps": (
+        {"rows = 2, block = 512, num_warps = 4": "rows = 2, block = 512"},
+        r"gfx942.toml: \[kernel.scale\] row 1: 'num_warps' is missing",
+    ),
+    "three warps": (
+        {"stages = 2, num_warps = 8": "stages = 2, num_warps = 3"},
+        r"gfx942.toml: \[kernel.scale\] row 2: num_warps must be a power of two, found 3",
+    ),
+    "32 waves of 64 lanes": (
+        {"block = 1024, num_warps = 8": "block = 1024, num_warps = 32"},
+        r"gfx942.toml: \[kernel.scale\] row 4: 32 warps of 64 lanes are 2048 threads; gfx942 takes 1024 a block",
+    ),
+    "warps as text": (
+        {"block = 512, num_warps = 4": 'block = 512, num_warps = "4"'},
+        r"gfx942.toml: \[kernel.scale\] row 1: num_warps must be a positive integer, found '4'",
+    ),
+    "no programs": (
+        {"programs_per_multiprocessor = 2": "programs_per_multiprocessor = 0"},
+        r"gfx942.toml: \[kernel.scale\] row 2: programs_per_multiprocessor must be a positive integer, found 0",
+    ),
+    "most_rows is none": (
+        {ROW: "most_rows = 0, max_n = 512, form = "},
+        r"gfx942.toml: \[kernel.scale\] row 1: most_rows must be a positive integer, found 0",
+    ),
+    "max_n is a bool": (
+        {ROW: "max_n = true, form = "},
+        r"gfx942.toml: \[kernel.scale\] row 1: max_n must be a positive integer, found True",
+    ),
+    "max_n is negative": (
+        {ROW: "max_n = -1, form = "},
+        r"gfx942.toml: \[kernel.scale\] row 1: max_n must be a positive integer, found -1",
+    ),
+    "block is a float": (
+        {"block = 512": "block = 512.0"},
+        r"gfx942.toml: \[kernel.scale\] row 1: block: unexpected value 512.0",
+    ),
+    "block is negative": (
+        {"block = 512": "block = -512"},
+        r"gfx942.toml: \[kernel.scale\] row 1: block: unexpected value -512",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name: str, tmp_path: Path) -> None:
+    changes, message = MISTAKES[name]
+    write_profile(tmp_path, "gfx942", edited(hardware("gfx942") + TABLE, changes))
+    with pytest.raises(ProfileError, match=message):
+        read_profile("gfx942", tmp_path)
+
+
+def test_the_text_without_a_mistake_is_read(tmp_path: Path) -> None:
+    """Else the tests above could pass for another reason."""
+    write_profile(tmp_path, "gfx942", hardware("gfx942") + TABLE)
+    assert len(read_profile("gfx942", tmp_path).table("scale").rows) == 4
+
+
+def test_unknown_names(tmp_path: Path) -> None:
+    write_profile(tmp_path, "sm90", hardware("sm90") + TABLE)
+    with pytest.raises(ProfileError, match="no architecture 'sm91': there are sm90"):
+        read_profile("sm91", tmp_path)
+    with pytest.raises(ProfileError, match=r"sm90.toml: table \[kernel.softmax\] is missing"):
+        read_profile("sm90", tmp_path).table("softmax")
