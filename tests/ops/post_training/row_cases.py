@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import workload
-from liger_aot.ops.losses._linear import LinearLoss, padded
-from liger_aot.ops.torch_library import register
+from liger_aot.ops.losses._linear import padded
 from tests.harness.tolerances import UNIT_ROUNDOFF
 from tests.ops.losses.linear_loss_cases import BF16, FP16, FP32, WAYS, made
+from tests.ops.post_training.linear_loss_tests import LinearLossTests
 
 __all__ = ["BF16", "FP16", "FP32", "WAYS", "Case", "RowTests", "made"]
 U32 = UNIT_ROUNDOFF[FP32]
@@ -52,7 +52,7 @@ class Case:
         return "-".join(parts + [f"{name}={value}" for name, value in self.keywords.items()])
 
 
-class RowTests:
+class RowTests(LinearLossTests):
     """Base of an op's tests.
 
     A subclass gives ``op_class``, ``cases``, ``buffers`` (of logits that a chunk has), ``student`` (the names of its
@@ -60,10 +60,9 @@ class RowTests:
     them, from its logits in float64 and the other tensors' part of the row.
     """
 
-    op_class: ClassVar[type[LinearLoss]]
-    cases: ClassVar[tuple[Case, ...]]
+    some_chunks = 2
+    for_graph: ClassVar[Mapping[str, Any]] = {"rows": 64, "k": 32, "vocabulary": 1000, "chunks": 2}
     buffers: ClassVar[int] = 1
-    student: ClassVar[tuple[str, str, str]]
     teacher: ClassVar[tuple[str, str, str]] = ("", "", "")
     labels: ClassVar[str]
 
@@ -104,38 +103,9 @@ class RowTests:
             drawn[self.labels] = labels.to(case.index)
         return {**drawn, **self.draw_others(case, g, device)}
 
-    def graded(self, drawn: dict[str, Any]) -> list[str]:
-        return [name for name in self.student if name and drawn[name] is not None]
-
     def chunk_bytes(self, case: Case) -> int:
         row = self.buffers * padded(case.vocabulary + case.more) * case.dtype.itemsize
         return -(-case.rows // case.chunks) * row
-
-    def run(
-        self, op: Any, case: Case, drawn: dict[str, Any], grad: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(outputs, gradients) by name."""
-        given = dict(drawn)
-        for name in self.graded(drawn):
-            given[name] = given[name].detach().requires_grad_()
-        found = op(**given, chunk_bytes=self.chunk_bytes(case), **case.keywords)
-        outputs = {"loss": found} if isinstance(found, Tensor) else found._asdict()
-        outputs["loss"].backward(grad)
-        gradients = {name: given[name].grad for name in self.graded(drawn)}
-        return {name: t.detach() for name, t in outputs.items()}, gradients
-
-    def check(self, op: Any, case: Case, device: str, seed: int, rounded_logits: bool) -> None:
-        drawn = self.draw(case, seed, device)
-        before = {name: t.clone() for name, t in drawn.items() if isinstance(t, Tensor)}
-        grad = torch.tensor(0.625, device=device)
-        outputs, gradients = self.run(op, case, drawn, grad)
-        for name, t in before.items():
-            assert torch.equal(drawn[name], t), f"{case}: {name} was overwritten"
-        exact, allowed = self.exact(case, drawn, float(grad), rounded_logits)
-        for name, t in {**outputs, **gradients}.items():
-            assert t.dtype == (FP32 if name in outputs else case.dtype) and t.isfinite().all(), name
-            worst = float(((t.double() - exact[name]).abs() / allowed[name]).max())
-            assert worst <= 1, f"{case}: {name} is off by {worst} of what is allowed"
 
     def exact(
         self, case: Case, drawn: dict[str, Any], grad: float, rounded_logits: bool
@@ -212,51 +182,6 @@ class RowTests:
 
     # ---- tests ------------------------------------------------------------------------------------------------
 
-    @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
-    @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.usefixtures("poisoned")
-    def test_cases(self, way: str) -> None:
-        op, device = made(self.op_class, way)
-        for case in self.cases:
-            self.check(op, case, device, 0, rounded_logits=way != "reference")
-
-    @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
-    @pytest.mark.parametrize("way", WAYS)
-    def test_frozen(self, way: str) -> None:
-        """What is frozen gets nothing, the teacher neither; without gradients the loss is the same."""
-        op, device = made(self.op_class, way)
-        case = replace(self.cases[0], bias=True, chunks=2)
-        drawn = self.draw(case, 0, device)
-        outputs, gradients = self.run(op, case, drawn, torch.ones((), device=device))
-        for name in self.graded(drawn):
-            given = {**drawn, name: drawn[name].detach().requires_grad_()}
-            found = op(**given, **case.keywords)
-            loss = found if isinstance(found, Tensor) else found.loss
-            loss.backward()
-            torch.testing.assert_close(given[name].grad, gradients[name], rtol=1e-4, atol=1e-6)
-        with torch.no_grad():
-            found = op(**drawn, **case.keywords)
-        loss = found if isinstance(found, Tensor) else found.loss
-        torch.testing.assert_close(loss, outputs["loss"], rtol=1e-5, atol=1e-6)
-
-    @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
-    @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.parametrize("dtype", [FP32, FP16])
-    def test_backwards_one_after_the_other(self, way: str, dtype: torch.dtype) -> None:
-        op, device = made(self.op_class, way)
-        case = replace(self.cases[0], dtype=dtype, bias=True)
-        drawn = self.draw(case, 0, device)
-        names = self.graded(drawn)
-        leaves = [drawn[name].detach().requires_grad_() for name in names]
-        found = op(**{**drawn, **dict(zip(names, leaves, strict=True))}, **case.keywords)
-        loss = found if isinstance(found, Tensor) else found.loss
-        grad = torch.tensor(0.375, device=device)
-        first = torch.autograd.grad(loss, leaves, grad, retain_graph=True)
-        second = torch.autograd.grad(loss, leaves, grad, retain_graph=True)
-        for a, b in zip(first, second, strict=True):
-            allowed = 16 * torch.finfo(dtype).eps * float(a.abs().max())
-            torch.testing.assert_close(b, a, rtol=0, atol=allowed)
-
     def test_more_dimensions(self) -> None:
         op, _ = made(self.op_class, "reference")
         case = replace(self.cases[0], rows=12)
@@ -267,58 +192,6 @@ class RowTests:
         }
         plain, found = op(**drawn, **case.keywords), op(**shaped, **case.keywords)
         torch.testing.assert_close(found, plain)
-
-    def test_compile_is_one_graph(self) -> None:
-        op, _ = made(self.op_class, "reference")
-        case = replace(self.cases[0], bias=True)
-        drawn = self.draw(case, 0, "cpu")
-        grad = torch.tensor(0.5)
-        outputs, gradients = self.run(op, case, drawn, grad)
-        torch.compiler.reset()
-        compiled = torch.compile(lambda **t: op(**t), fullgraph=True, backend="aot_eager")
-        again, found = self.run(compiled, case, drawn, grad)
-        torch.testing.assert_close(again, outputs)
-        torch.testing.assert_close(found, gradients)
-
-    def test_registration(self) -> None:
-        op_class = self.op_class
-        register(op_class.name)
-        case = replace(self.cases[0], bias=True)
-        drawn = self.draw(case, 0, "cpu")
-        settings: list[Any] = []
-
-        class Recording(op_class):  # type: ignore[misc, valid-type]
-            def differentiable(self, tensors: Any, asked: Any = (), out: Any = None) -> Any:
-                settings.extend(asked)
-                return super().differentiable(tensors, asked, out)
-
-        Recording()(**drawn, **case.keywords)
-        forward = getattr(torch.ops.liger_aot, f"{op_class.name}_forward").default
-        tensors = [drawn.get(name.rstrip("?")) for name in op_class.tensors]
-        checked = op_class().settings.checked(op_class.name, (*settings, (True,) * len(op_class.graded)))
-        torch.library.opcheck(forward, (*tensors, *checked, True))
-
-    def test_second_derivatives(self) -> None:
-        op, _ = made(self.op_class, "reference")
-        name = self.student[0]
-        for case in self.cases:
-            if case.dtype != FP32:
-                continue
-            drawn = self.draw(case, 0, "cpu")
-            x = drawn[name].requires_grad_()
-
-            def loss(x: Tensor, case: Case = case, drawn: dict[str, Any] = drawn) -> Tensor:
-                found = op(**{**drawn, name: x}, **case.keywords)
-                of: Tensor = found if isinstance(found, Tensor) else found.loss
-                return of
-
-            (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
-            torch.testing.assert_close(
-                dx.detach(), torch.func.grad(loss)(x.detach()), rtol=1e-4, atol=1e-6, msg=str(case)
-            )
-            if dx.requires_grad:
-                (ddx,) = torch.autograd.grad(dx.square().sum(), x)
-                assert ddx.isfinite().all()
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("vocabulary", [50257, 128256, 262144])
@@ -339,27 +212,3 @@ class RowTests:
             torch.testing.assert_close(t.cpu(), wanted[name], rtol=5e-3, atol=1e-4)
         for name, t in gradients.items():
             assert workload.relative_error(t.cpu(), of[name].double()) < workload.TOLERANCE[BF16], name
-
-    @pytest.mark.gpu
-    def test_cuda_graph(self) -> None:
-        op, device = made(self.op_class, "gpu")
-        op.preload()
-        case = replace(self.cases[0], rows=64, k=32, vocabulary=1000, dtype=BF16, chunks=2)
-        one = torch.ones((), device=device)
-        drawn = self.draw(case, 0, device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.run(op, case, drawn, one)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs, gradients = self.run(op, case, drawn, one)
-        other = self.draw(case, 1, device)
-        for name, t in drawn.items():
-            if isinstance(t, Tensor):
-                t.copy_(other[name])
-        graph.replay()
-        again, wanted = self.run(op, case, other, one)
-        assert all(torch.equal(outputs[name], t) for name, t in again.items())
-        assert all(torch.equal(gradients[name], t) for name, t in wanted.items())

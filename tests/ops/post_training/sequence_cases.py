@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.losses._linear import padded
-from liger_aot.ops.post_training._sequences import MOST, SequenceLoss
-from liger_aot.ops.torch_library import register
+from liger_aot.ops.post_training._sequences import MOST
 from tests.harness.tolerances import UNIT_ROUNDOFF
 from tests.ops.losses.linear_loss_cases import BF16, FP16, FP32, WAYS, made
+from tests.ops.post_training.linear_loss_tests import LinearLossTests
 
 __all__ = ["BF16", "FP16", "FP32", "WAYS", "Case", "Drawn", "SequenceTests", "made"]
 GRADED = ("input", "weight", "bias")
@@ -83,18 +83,20 @@ class Values:
         return dict(zip(self._names, parts, strict=True))
 
 
-class SequenceTests:
+class SequenceTests(LinearLossTests):
     """Base of an op's tests.
 
     A subclass gives ``op_class``, ``cases``; ``draw_others``; ``tokens_of``, the targets of ``input`` by the names of
     ``Values``, with ``ignored`` where one does not count; and ``formula``, the outputs by name, from log-probabilities
     that may be of float64, by other steps than the op's own. What the loss takes for constants it computes from
-    ``held``, the same numbers. ``more`` are cases for the reference and a GPU alone.
+    ``held``, the same numbers.
     """
 
-    op_class: ClassVar[type[SequenceLoss]]
-    cases: ClassVar[tuple[Case, ...]]
-    more: ClassVar[tuple[Case, ...]] = ()
+    student = GRADED
+    some_chunks = "units"
+    for_graph: ClassVar[Mapping[str, Any]] = {
+        "sequences": 8, "tokens": 32, "k": 64, "vocabulary": 1000, "chunks": "units"
+    }  # fmt: skip
     ignored: ClassVar[int] = -100
     paired: ClassVar[bool] = False
 
@@ -138,147 +140,28 @@ class SequenceTests:
                 drawn = drawn.but(ref_bias=normal(case.vocabulary))
         return self.draw_others(case, drawn, g)
 
+    def tensors(self, drawn: Drawn) -> dict[str, Any]:
+        return drawn.tensors
+
     def chunk_bytes(self, case: Case) -> int:
         row = padded(case.vocabulary) * case.dtype.itemsize
         unit = case.tokens * (2 if self.is_paired(case) else 1)
         return {"whole": 2 * MOST, "units": unit * row, "rows": max(unit // 2, 1) * row}[case.chunks]
 
-    def run(
-        self, op: Any, case: Case, drawn: Drawn, grad: Tensor
+    def exact(
+        self, case: Case, drawn: Drawn, grad: float, rounded_logits: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(outputs, gradients) by name."""
-        given = dict(drawn.tensors)
-        for name in GRADED:
-            if given[name] is not None:
-                given[name] = given[name].detach().requires_grad_()
-        found = op(**given, chunk_bytes=self.chunk_bytes(case), **case.keywords)
-        found.loss.backward(grad)
-        gradients = {name: given[name].grad for name in GRADED if given[name] is not None}
-        return {name: t.detach() for name, t in found._asdict().items()}, gradients
-
-    def check(self, op: Any, case: Case, device: str, seed: int, rounded_logits: bool) -> None:
-        drawn = self.draw(case, seed, device)
-        before = {name: t.clone() for name, t in drawn.tensors.items() if isinstance(t, Tensor)}
-        grad = torch.tensor(0.625, device=device)
-        outputs, gradients = self.run(op, case, drawn, grad)
-        for name, t in before.items():
-            assert torch.equal(drawn.tensors[name], t), f"{case}: {name} was overwritten"
         exact = Exact(self, case, drawn.wide(), rounded_logits)
-        for name, allowed in exact.allowed.items():
-            got, want = outputs[name].double(), exact.outputs[name]
-            assert outputs[name].dtype == FP32 and got.shape == want.shape, name
-            worst = float(((got - want).abs() / allowed).max()) if got.numel() else 0.0
-            assert worst <= 1, f"{case}: {name} is off by {worst} of what is allowed"
-        limits = exact.gradient_limits(float(grad))
-        for name, gradient in gradients.items():
-            assert gradient.dtype == case.dtype and gradient.isfinite().all(), name
-            off = (gradient.double() - exact.gradients[name] * grad).abs()
-            worst = float((off / limits[name]).max())
-            assert worst <= 1, f"{case}: {name}'s gradient is off by {worst} of what is allowed"
+        gradients = {name: g * grad for name, g in exact.gradients.items()}
+        return {**exact.outputs, **gradients}, {**exact.allowed, **exact.gradient_limits(grad)}
 
     # ---- tests ------------------------------------------------------------------------------------------------
-
-    @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
-    @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.usefixtures("poisoned")
-    def test_cases(self, way: str) -> None:
-        op, device = made(self.op_class, way)
-        for case in self.cases:
-            self.check(op, case, device, 0, rounded_logits=way != "reference")
 
     @pytest.mark.parametrize("way", ["reference", pytest.param("gpu", marks=pytest.mark.gpu)])
     def test_more_cases(self, way: str) -> None:
         op, device = made(self.op_class, way)
         for case in self.more:
             self.check(op, case, device, 0, rounded_logits=way != "reference")
-
-    @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
-    @pytest.mark.parametrize("way", WAYS)
-    def test_frozen(self, way: str) -> None:
-        """What is frozen gets nothing; what is not, the same bits but for the order of a sum."""
-        op, device = made(self.op_class, way)
-        case = replace(self.cases[0], bias=True, chunks="units")
-        drawn = self.draw(case, 0, device)
-        outputs, gradients = self.run(op, case, drawn, torch.ones((), device=device))
-        for name in GRADED:
-            given = {**drawn.tensors, name: drawn.tensors[name].detach().requires_grad_()}
-            found = op(**given, **case.keywords)
-            found.loss.backward()
-            torch.testing.assert_close(given[name].grad, gradients[name], rtol=1e-4, atol=1e-6)
-            assert all(not t.requires_grad for t in found[1:])
-        with torch.no_grad():
-            found = op(**drawn.tensors, **case.keywords)
-        for name, t in found._asdict().items():
-            torch.testing.assert_close(t, outputs[name], rtol=1e-5, atol=1e-6, equal_nan=True)
-
-    @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")
-    @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.parametrize("dtype", [FP32, FP16])
-    def test_backwards_one_after_the_other(self, way: str, dtype: torch.dtype) -> None:
-        op, device = made(self.op_class, way)
-        case = replace(self.cases[0], dtype=dtype, bias=True)
-        drawn = self.draw(case, 0, device)
-        leaves = [drawn.tensors[name].detach().requires_grad_() for name in GRADED]
-        loss = op(**{**drawn.tensors, **dict(zip(GRADED, leaves, strict=True))}, **case.keywords).loss
-        grad = torch.tensor(0.375, device=device)
-        first = torch.autograd.grad(loss, leaves, grad, retain_graph=True)
-        second = torch.autograd.grad(loss, leaves, grad, retain_graph=True)
-        for a, b in zip(first, second, strict=True):
-            allowed = 16 * torch.finfo(dtype).eps * float(a.abs().max())
-            torch.testing.assert_close(b, a, rtol=0, atol=allowed)
-
-    def test_second_derivatives(self) -> None:
-        """With create_graph=True, and by torch.func: the derivatives that are written out are autograd's own."""
-        op, _ = made(self.op_class, "reference")
-        for case in (*self.cases, *self.more):
-            if case.dtype != FP32:
-                continue
-            drawn = self.draw(case, 0, "cpu")
-            x = drawn.tensors["input"].requires_grad_()
-
-            def loss(x: Tensor, case: Case = case, drawn: Drawn = drawn) -> Tensor:
-                found: Tensor = op(**{**drawn.tensors, "input": x}, **case.keywords).loss
-                return found
-
-            (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
-            by_func = torch.func.grad(loss)(x.detach())
-            torch.testing.assert_close(dx.detach(), by_func, rtol=1e-4, atol=1e-6, msg=str(case))
-            if dx.requires_grad:
-                (ddx,) = torch.autograd.grad(dx.square().sum(), x)
-                assert ddx.isfinite().all()
-
-    def test_compile_is_one_graph(self) -> None:
-        op, _ = made(self.op_class, "reference")
-        case = replace(self.cases[0], bias=True)
-        drawn = self.draw(case, 0, "cpu")
-        grad = torch.tensor(0.5)
-        outputs, gradients = self.run(op, case, drawn, grad)
-        torch.compiler.reset()
-        compiled = torch.compile(lambda **t: op(**t), fullgraph=True, backend="aot_eager")
-        again, found = self.run(compiled, case, drawn, grad)
-        for name, t in outputs.items():
-            torch.testing.assert_close(again[name], t)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(found[name], gradient)
-
-    def test_registration(self) -> None:
-        op_class = self.op_class
-        register(op_class.name)
-        case = replace(self.cases[0], bias=True)
-        drawn = self.draw(case, 0, "cpu")
-        names = [name.rstrip("?") for name in op_class.tensors]
-        settings: list[Any] = []
-
-        class Recording(op_class):  # type: ignore[misc, valid-type]
-            def differentiable(self, tensors: Any, asked: Any = (), out: Any = None) -> Any:
-                settings.extend(asked)
-                return super().differentiable(tensors, asked, out)
-
-        Recording()(**drawn.tensors, **case.keywords)
-        forward = getattr(torch.ops.liger_aot, f"{op_class.name}_forward").default
-        tensors = [drawn.tensors.get(name) for name in names]
-        checked = op_class().settings.checked(op_class.name, (*settings, (True,) * 3))
-        torch.library.opcheck(forward, (*tensors, *checked, True))
 
     def test_no_sequences(self) -> None:
         op, _ = made(self.op_class, "reference")
@@ -287,32 +170,6 @@ class SequenceTests:
         w = drawn.tensors["weight"].requires_grad_()
         op(**drawn.tensors, **case.keywords).loss.backward()
         assert not w.grad.any()
-
-    @pytest.mark.gpu
-    def test_cuda_graph(self) -> None:
-        op, device = made(self.op_class, "gpu")
-        op.preload()
-        case = replace(
-            self.cases[0], sequences=8, tokens=32, k=64, vocabulary=1000, dtype=BF16, chunks="units"
-        )
-        one = torch.ones((), device=device)
-        drawn = self.draw(case, 0, device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.run(op, case, drawn, one)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs, gradients = self.run(op, case, drawn, one)
-        other = self.draw(case, 1, device)
-        for name, t in drawn.tensors.items():
-            if isinstance(t, Tensor):
-                t.copy_(other.tensors[name])
-        graph.replay()
-        again, wanted = self.run(op, case, other, one)
-        assert all(torch.equal(outputs[name], t) for name, t in again.items())
-        assert all(torch.equal(gradients[name], t) for name, t in wanted.items())
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("chunks", ["whole", "units", "rows"])

@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.residual.mhc_post import MHCPost
-from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Draw, Exact, OpTests
-from tests.ops.residual.stream_cases import fp32_of, streams_case, with_streams
+from tests.harness.op_tests import Case, Draw, Exact, OpTests
+from tests.ops.residual.stream_cases import BEYOND, CASES, EMPTY, LARGE, fp32_of, streams_case, with_streams
 
 X, F, H, R = torch.ones(3, 4, 8), torch.ones(3, 8), torch.ones(3, 4), torch.ones(3, 4, 4)
 
@@ -21,24 +21,7 @@ class TestMHCPost(OpTests):
     op_class = MHCPost
     dimensions = (3, 4)
     longest_emulated = 1300
-    cases = (
-        Case((3, 4, 48), BF16),
-        Case((2, 3, 2, 32), FP32),
-        Case((5, 8, 37), FP16),
-        Case((4, 1), FP32),
-        Case((2, 1, 4, 17), BF16, shift=3),
-        Case((3, 4, 48), BF16, gap=16),
-        Case((2, 2, 1040), FP16, gap=5),
-        Case((2, 4, 1100), FP32, shift=3, gap=5),
-        Case((2, 300), BF16),
-    )
-    empty = (Case((0, 4, 16), BF16), Case((4, 2, 0), FP32))
-    large = tuple(
-        Case(((1 << 24) // (streams * n), streams, n), dtype)
-        for streams, n in ((2, 1024), (4, 2048), (4, 7168), (8, 4096), (4, 257))
-        for dtype in DTYPES
-    )
-    beyond = (Case(((1 << 31) // 16384 + 64, 4, 4096), BF16),)
+    cases, empty, large, beyond = CASES, EMPTY, LARGE, BEYOND
     bad: Mapping[str, Any] = {
         "no streams": (
             (torch.ones(4), F, H, R),
