@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 _SASS_BYTES = 16  # an instruction, since sm_70
 _SASS_OPCODE = 0x1FF  # its bits 8:0; what follows them says what kinds of operands there are
-_SASS_MATRIX = {0x03C: "HMMA", 0x1F0: "HGMMA"}
+# mma.sync, wgmma and tcgen05.mma, each of 16-bit and tf32 tiles.
+_SASS_MATRIX = {0x03C: "HMMA", 0x1F0: "HGMMA", 0x1EA: "UTCHMMA"}
 _SASS_SET_REGISTERS = 0x1C8
 _SASS_BUDGET = 0x1FF  # bits 40:32
 _SASS_WAIT = 0x02E  # ACQBULK: what griddepcontrol.wait becomes

@@ -111,10 +111,11 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     """Read ``<folder>/<name>.toml``; ProfileError names the file, table and row that is wrong.
 
     A profile that ``extends`` another has its [toolchain], [tolerance] and kernels' tables where it gives none itself,
-    and its [arch] key by key.
+    and its [arch] key by key. ``without`` names kernels whose tables it does not take over.
     """
     path, raw, digest = _read(name, folder)
     base: Profile | None = None
+    without = raw.pop("without", [])
     if (extends := raw.pop("extends", None)) is not None:
         where = f"{path.name}: extends"
         if not isinstance(extends, str) or extends == name or extends not in profile_names(folder):
@@ -135,8 +136,11 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     if not isinstance(raw["kernel"], dict):
         raise ProfileError(f"{path.name}: [kernel]: expected a table, found {raw['kernel']!r}")
     tables = {k: _table(path.name, k, body, arch) for k, body in raw["kernel"].items()}
-    if base is not None:
-        tables = {**{k: _inherited(table, base) for k, table in base.tables.items()}, **tables}
+    inherited = {} if base is None else {k: _inherited(table, base) for k, table in base.tables.items()}
+    for kernel in without:
+        if inherited.pop(kernel, None) is None or kernel in tables:
+            raise ProfileError(f"{path.name}: without: {kernel!r} is no table that it would take over")
+    tables = {**inherited, **tables}
     return Profile(path, arch, toolchain, tolerance, tables, digest)
 
 
