@@ -16,7 +16,7 @@ from typing import Any
 from liger_aot_build.audit import Audited
 from liger_aot_build.declaration import Kernel
 from liger_aot_build.plan import ALIGNMENT, Plan
-from liger_aot_build.profile import Profile
+from liger_aot_build.profile import DERIVED, Profile
 from liger_aot_build.stored import Stored, stored
 
 FORMAT = 6
@@ -44,6 +44,11 @@ def write_pack(
         "arch": arch.name,
         "backend": arch.backend,
         "serves": arch.serves,
+        "measured": sum(
+            not profile.table(kernel).provenance.startswith(DERIVED)
+            for plan in plans
+            for kernel in plan.kernels
+        ),
         "binary_version": max(a.facts.format_version for a in audited.values()),
         "version": version,
         "toolchain": {"triton": profile.toolchain.triton, "compiler": compiler, **profile.toolchain.options},

@@ -29,10 +29,12 @@ NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90a": GPUTarget("cuda", 90, 32),
+    "sm_100a": GPUTarget("cuda", 100, 32),
+    "sm_120a": GPUTarget("cuda", 120, 32),
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-NVIDIA, AMD = ("sm_80", "sm_90a"), ("gfx90a", "gfx942")
+NVIDIA, AMD = ("sm_80", "sm_90a", "sm_100a", "sm_120a"), ("gfx90a", "gfx942")
 E_FLAGS = 48  # where an ELF64 header keeps them
 
 
@@ -131,7 +133,7 @@ def test_row_kernel(compiler: Compiler, arch: str, num_warps: int) -> None:
     wave_size = 64 if arch in AMD else 32
     assert (facts.kind, facts.arch) == ("hsaco" if arch in AMD else "cubin", arch)
     assert facts.kernel == "row_kernel"
-    assert facts.format_version == (5 if arch in AMD else 7)
+    assert facts.format_version == (5 if arch in AMD else 8 if arch in ("sm_100a", "sm_120a") else 7)
     assert (facts.wave_size, facts.max_threads) == (wave_size, wave_size * num_warps)
     assert facts.parameters == ROW_LAYOUT
     assert facts.parameter_bytes == ctypes.sizeof(RowArguments)
@@ -166,8 +168,8 @@ def test_resources_are_those_of_cuobjdump(compiler: Compiler, arch: str, case: s
     said = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     assert built.facts.registers == said["REG"]
     assert built.facts.local_bytes == said["STACK"] + said["LOCAL"]
-    # It counts the KiB that is the system's, which a kernel has on sm_90 where it has shared memory at all.
-    assert said["SHARED"] - built.facts.static_shared in ((0, 1024) if arch == "sm_90a" else (0,))
+    # It counts the KiB that is the system's, which a kernel has from sm_90 on where it has shared memory at all.
+    assert said["SHARED"] - built.facts.static_shared in ((0,) if arch == "sm_80" else (0, 1024))
 
 
 @pytest.mark.parametrize("arch", NVIDIA)
@@ -175,7 +177,7 @@ def test_attributes_are_those_of_cuobjdump(compiler: Compiler, arch: str, tmp_pa
     image = compiler.row(arch, 1024, num_warps=4).image
     kernel = Cubin(image).kernels["row_kernel"]
     said = tool_output("cuobjdump", image, tmp_path, "-elf")
-    assert f"abi={Cubin(image).abi_version}, sm={arch.removeprefix('sm_')}," in said
+    assert f"abi={Cubin(image).abi_version}, sm={arch.removeprefix('sm_')}," in said.lower()
     parameters = re.findall(r"Ordinal\s*: (\w+)\s+Offset\s*: (\w+)\s+Size\s*: (\w+)", said)
     numbers = [[int(number, 16) for number in parameter] for parameter in parameters]
     assert kernel.parameters == tuple(KernelParameter(*number) for number in sorted(numbers))
@@ -185,7 +187,7 @@ def test_attributes_are_those_of_cuobjdump(compiler: Compiler, arch: str, tmp_pa
 
 
 PTX = """
-.version 8.6
+.version {version}
 .target {arch}
 .address_size 64
 .visible .entry bounded(.param .u64 x, .param .u32 n, .param .align 16 .b8 block[48])
@@ -204,12 +206,33 @@ PTX = """
 """
 
 
-@pytest.fixture(params=("sm_80", "sm_90", "sm_90a"))
+@pytest.fixture(
+    params=(
+        "sm_80",
+        "sm_90",
+        "sm_90a",
+        "sm_100",
+        "sm_100a",
+        "sm_100f",
+        "sm_103f",
+        "sm_120",
+        "sm_120f",
+        "sm_121a",
+    )
+)
 def handwritten(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Cubin, str]:
     """The architecture, the cubin of PTX for it, and what ptxas says of it."""
     source, out = tmp_path / "handwritten.ptx", tmp_path / "handwritten.cubin"
-    source.write_text(PTX.format(arch=request.param))
-    command = [NVIDIA_TOOLS / "ptxas", "-v", f"-arch={request.param}", source, "-o", out]
+    later = len(request.param.rstrip("af")) > len("sm_90")
+    source.write_text(PTX.format(arch=request.param, version="8.8" if later else "8.6"))
+    command = [
+        NVIDIA_TOOLS / ("ptxas-blackwell" if later else "ptxas"),
+        "-v",
+        f"-arch={request.param}",
+        source,
+        "-o",
+        out,
+    ]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     return request.param, Cubin(out.read_bytes()), said
 
@@ -238,7 +261,12 @@ def test_facts_are_of_one_kernel(handwritten: tuple[str, Cubin, str]) -> None:
 def test_other_cubin_abi_is_refused(compiler: Compiler) -> None:
     image = bytearray(compiler.row("sm_90a", 1024, num_warps=4).image)
     image[7:9] = 65, 8  # as CUDA 13 writes them
-    with pytest.raises(BinaryFormatError, match="OS ABI 65 and ELF ABI 8"):
+    with pytest.raises(BinaryFormatError, match="of ELF ABI 8; supported are sm_100 to sm_255"):
+        inspect(bytes(image))
+    image[8] = 9
+    with pytest.raises(
+        BinaryFormatError, match="OS ABI 65 and ELF ABI 9; supported are 51 and 7 or 65 and 8"
+    ):
         inspect(bytes(image))
 
 

@@ -300,6 +300,7 @@ class Pack:
         self.toolchain: Mapping[str, Any] = _object(self.path, raw.get("toolchain"), "toolchain")
         self.tolerance: Mapping[str, Any] = _object(self.path, raw.get("tolerance"), "tolerance")
         self.binary_version = _count(self.path, raw, "binary_version")  # ELF ABI (cubin), code object (hsaco)
+        self.measured = _count(self.path, raw, "measured")  # kernels whose launch numbers were measured
         self._ops = _object(self.path, raw.get("ops"), "ops")
         for op in self._ops:
             _safe(self.path, op)
