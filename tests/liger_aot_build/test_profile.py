@@ -99,6 +99,23 @@ def test_the_hash_is_of_both_texts(tmp_path: Path) -> None:
     assert extending(tmp_path, EXTENDING).sha256 == one
 
 
+def test_tables_that_are_not_taken_over(tmp_path: Path) -> None:
+    """Of kernels that the chip can't have: ``without`` names them."""
+    without = edited(EXTENDING, {'extends = "gfx942"': 'extends = "gfx942"\nwithout = ["scale"]'})
+    assert "scale" not in extending(tmp_path, without).tables
+    for wrong in ('"scales"', '"scale", "scale"'):
+        with pytest.raises(
+            ProfileError, match=r"gfx950.toml: without: 'scales?' is no table that it would take over"
+        ):
+            extending(tmp_path, edited(without, {'"scale"': wrong}))
+    own = '[kernel.scale]\nprovenance = "here"\nrows = [{ form = "long", block = 64, num_warps = 1 }]\n'
+    with pytest.raises(ProfileError, match=r"gfx950.toml: without: 'scale' is no table"):
+        extending(tmp_path, without + own)
+    alone = f'without = ["scale"]\n{hardware("gfx942")}{TABLE}'
+    with pytest.raises(ProfileError, match=r"gfx942.toml: without: 'scale' is no table"):
+        read_profile("gfx942", write_profile(tmp_path / "alone", "gfx942", alone))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
