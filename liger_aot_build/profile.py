@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -111,7 +111,8 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     """Read ``<folder>/<name>.toml``; ProfileError names the file, table and row that is wrong.
 
     A profile that ``extends`` another has its [toolchain], [tolerance] and kernels' tables where it gives none itself,
-    and its [arch] key by key. ``without`` names kernels whose tables it does not take over.
+    and its [arch] key by key. ``without`` names kernels whose tables it does not take over. A table may have `changes`
+    instead of rows: the rows of the other, of which those with the keys in `of` get the keys beside it.
     """
     path, raw, digest = _read(name, folder)
     base: Profile | None = None
@@ -135,8 +136,8 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     tolerance = _tolerance(f"{path.name}: [tolerance]", raw["tolerance"])
     if not isinstance(raw["kernel"], dict):
         raise ProfileError(f"{path.name}: [kernel]: expected a table, found {raw['kernel']!r}")
-    tables = {k: _table(path.name, k, body, arch) for k, body in raw["kernel"].items()}
     inherited = {} if base is None else {k: _inherited(table, base) for k, table in base.tables.items()}
+    tables = {k: _table(path.name, k, body, arch, inherited.get(k)) for k, body in raw["kernel"].items()}
     for kernel in without:
         if inherited.pop(kernel, None) is None or kernel in tables:
             raise ProfileError(f"{path.name}: without: {kernel!r} is no table that it would take over")
@@ -213,15 +214,67 @@ def _tolerance(where: str, raw: Any) -> Tolerance:
     return Tolerance(why, roundoffs)
 
 
-def _table(file: str, kernel: str, raw: Any, arch: Arch) -> Table:
+def _table(file: str, kernel: str, raw: Any, arch: Arch, inherited: Table | None) -> Table:
     where = f"{file}: [kernel.{kernel}]"
-    _known(where, raw, {"provenance", "rows"}, required=True)
+    kind = "changes" if isinstance(raw, dict) and "changes" in raw else "rows"
+    _known(where, raw, {"provenance", kind}, required=True)
     if not isinstance(raw["provenance"], str) or not raw["provenance"].strip():
         raise ProfileError(f"{where}: provenance must say where the numbers were measured")
-    if not isinstance(raw["rows"], list) or not raw["rows"]:
-        raise ProfileError(f"{where}: rows must be a list of at least one row")
-    rows = tuple(read_row(f"{where} row {i + 1}", row, arch) for i, row in enumerate(raw["rows"]))
+    if not isinstance(raw[kind], list) or not raw[kind]:
+        raise ProfileError(f"{where}: {kind} must be a list of at least one {kind.removesuffix('s')}")
+    if kind == "changes":
+        rows = _changed(where, raw[kind], inherited, arch)
+    else:
+        rows = tuple(read_row(f"{where} row {i + 1}", row, arch) for i, row in enumerate(raw[kind]))
     return Table(raw["provenance"].strip(), rows)
+
+
+def _changed(where: str, changes: Sequence[Any], inherited: Table | None, arch: Arch) -> tuple[Row, ...]:
+    """The rows of another profile's table with some numbers of their own."""
+    if inherited is None:
+        raise ProfileError(f"{where}: changes: there is no table of another profile to change")
+    rows = list(inherited.rows)
+    for i, change in enumerate(changes):
+        place = f"{where} change {i + 1}"
+        if not isinstance(change, dict) or not isinstance(change.get("of"), dict) or len(change) < 2:
+            raise ProfileError(
+                f"{place}: expected {{ of = {{ keys of rows }}, and what they get }}, found {change!r}"
+            )
+        of, fresh = change["of"], {key: value for key, value in change.items() if key != "of"}
+        found = [at for at, row in enumerate(rows) if _has(row_keys(row), of)]
+        if not found:
+            raise ProfileError(f"{place}: no row has {of}")
+        for at in found:
+            rows[at] = read_row(place, {**row_keys(rows[at]), **fresh}, arch)
+    return tuple(rows)
+
+
+def _has(keys: Mapping[str, Any], of: Mapping[str, Any]) -> bool:
+    """Whether a row has these keys; a list of one word is that word."""
+    single = {
+        key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in of.items()
+    }
+    return all(key in keys and keys[key] in (value, single[key]) for key, value in of.items())
+
+
+def row_keys(row: Row) -> dict[str, Any]:
+    """A row as a profile says it."""
+    bounds = {"max_n": row.max_n, "most_rows": row.most_rows}
+    when = {
+        axis: values[0]
+        if axis == "aligned" or (len(values) == 1 and isinstance(values[0], str))
+        else list(values)
+        for axis, values in row.when.items()
+    }
+    return {
+        **{key: bound for key, bound in bounds.items() if bound is not None},
+        "form": row.form,
+        **when,
+        **({"aligned": ANY} if row.any_alignment else {}),
+        **{name.lower(): value for name, value in row.constants.items()},
+        **row.options,
+        **row.host,
+    }
 
 
 def read_row(where: str, raw: Any, arch: Arch) -> Row:

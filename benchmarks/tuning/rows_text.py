@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_aot_build.errors import ProfileError
-from liger_aot_build.profile import ANY, Row, read_profile
+from liger_aot_build.profile import read_profile, row_keys
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,10 +39,13 @@ def write_rows(path: Path, kernel: str, winners: Sequence[Winner], provenance: s
     the table from the one that it extends gets its own, with the other's remaining rows."""
     text = path.read_text()
     pattern = re.compile(rf"^\[kernel\.{kernel}\]\n.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
-    if pattern.search(text) is None:
-        if re.search(r"^extends = ", text, re.MULTILINE) is None:
-            raise ProfileError(f"{path.name}: table [kernel.{kernel}] is missing")
+    found = pattern.search(text)
+    if found is None and re.search(r"^extends = ", text, re.MULTILINE) is None:
+        raise ProfileError(f"{path.name}: table [kernel.{kernel}] is missing")
+    if found is None:
         text = f"{text.rstrip()}\n\n{_inherited(path, kernel)}"
+    elif re.search(r"^changes = \[$", found[0], re.MULTILINE):
+        text = f"{text[: found.start()]}{_inherited(path, kernel)}\n{text[found.end() :]}"
     section = pattern.search(text)
     assert section is not None
     body = re.search(r"^rows = \[\n(.*?)^\]", section[0], re.MULTILINE | re.DOTALL)
@@ -58,30 +61,10 @@ def write_rows(path: Path, kernel: str, winners: Sequence[Winner], provenance: s
 
 
 def _inherited(path: Path, kernel: str) -> str:
-    """A table that a profile has from another, as text."""
+    """A table whose rows a profile has from another, with changes or without, as text."""
     table = read_profile(path.stem, path.parent).table(kernel)
-    rows = "\n".join(f"  {_row(_keys(row))}," for row in table.rows)
+    rows = "\n".join(f"  {_row(row_keys(row))}," for row in table.rows)
     return f'[kernel.{kernel}]\nprovenance = """\n{table.provenance}"""\nrows = [\n{rows}\n]\n'
-
-
-def _keys(row: Row) -> dict[str, Any]:
-    """A row as a profile says it."""
-    bounds = {"max_n": row.max_n, "most_rows": row.most_rows}
-    when = {
-        axis: values[0]
-        if axis == "aligned" or (len(values) == 1 and isinstance(values[0], str))
-        else list(values)
-        for axis, values in row.when.items()
-    }
-    return {
-        **{key: bound for key, bound in bounds.items() if bound is not None},
-        "form": row.form,
-        **when,
-        **({"aligned": ANY} if row.any_alignment else {}),
-        **{name.lower(): value for name, value in row.constants.items()},
-        **row.options,
-        **row.host,
-    }
 
 
 def _row(keys: Mapping[str, Any]) -> str:
