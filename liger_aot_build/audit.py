@@ -95,10 +95,8 @@ def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:
         _warps_a_scheduler(facts, arch) * SCHEDULERS // (threads // arch.warp_size),
     ]
     if used := shared + facts.static_shared:
-        reserved = (
-            arch.shared_per_multiprocessor - arch.shared_per_block
-        )  # what the system keeps of each block's
-        fits.append(arch.shared_per_multiprocessor // (used + reserved))
+        given = -(-(used + facts.shared_reserved) // facts.shared_granule) * facts.shared_granule
+        fits.append(arch.shared_per_multiprocessor // given)
     return min(fits)
 
 

@@ -111,21 +111,29 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     """Read ``<folder>/<name>.toml``; ProfileError names the file, table and row that is wrong.
 
     A profile that ``extends`` another has its [toolchain], [tolerance] and kernels' tables where it gives none itself,
-    and its [arch] key by key.
+    and its [arch] key by key; the other may extend a third. Rows for another warp size keep their threads: see
+    ``_inherited``.
     """
+    return _read_profile(name, folder, ())
+
+
+def _read_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Profile:
     path, raw, digest = _read(name, folder)
     base: Profile | None = None
     if (extends := raw.pop("extends", None)) is not None:
-        where = f"{path.name}: extends"
+        where, chain = f"{path.name}: extends", (*extended_by, name)
         if not isinstance(extends, str) or extends == name or extends not in profile_names(folder):
             raise ProfileError(f"{where} must name another profile, found {extends!r}")
-        _, base_raw, base_digest = _read(extends, folder)
-        if "extends" in base_raw:
-            raise ProfileError(f"{where} {extends!r}, which extends another itself")
-        base = read_profile(extends, folder)
-        raw = {**{key: base_raw[key] for key in ("toolchain", "tolerance")}, "arch": {}, "kernel": {}, **raw}
-        raw["arch"] = {**base_raw["arch"], **_known(f"{path.name}: [arch]", raw["arch"], _ARCH_KEYS)}
-        digest = sha256((digest + base_digest).encode()).hexdigest()
+        if extends in chain:
+            raise ProfileError(
+                f"{where} {extends!r}, which extends {name} itself: {' > '.join((*chain, extends))}"
+            )
+        base = _read_profile(extends, folder, chain)
+        raw = {"toolchain": {**vars(base.toolchain)}, "arch": {}, "kernel": {}, **raw}
+        raw.setdefault("tolerance", {"why": base.tolerance.why, **base.tolerance.roundoffs})
+        told = _known(f"{path.name}: [arch]", raw["arch"], _ARCH_KEYS)
+        raw["arch"] = {**vars(base.arch), "serves": list(base.arch.serves), **told}
+        digest = sha256((digest + base.sha256).encode()).hexdigest()
     _known(path.name, raw, {"arch", "toolchain", "tolerance", "kernel"}, required=True)
     arch = _arch(path.name, raw["arch"])
     if arch.name != name:
@@ -136,7 +144,7 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
         raise ProfileError(f"{path.name}: [kernel]: expected a table, found {raw['kernel']!r}")
     tables = {k: _table(path.name, k, body, arch) for k, body in raw["kernel"].items()}
     if base is not None:
-        tables = {**{k: _inherited(table, base) for k, table in base.tables.items()}, **tables}
+        tables = {**{k: _inherited(table, base, arch) for k, table in base.tables.items()}, **tables}
     return Profile(path, arch, toolchain, tolerance, tables, digest)
 
 
@@ -152,11 +160,33 @@ def _read(name: str, folder: Path) -> tuple[Path, dict[str, Any], str]:
         raise ProfileError(f"{path.name}: {error}") from None
 
 
-def _inherited(table: Table, base: Profile) -> Table:
-    """Another architecture's table: nothing in it was measured on this one."""
-    if table.provenance.startswith(DERIVED):
-        return table
-    return replace(table, provenance=f"{DERIVED}: the {base.arch.name} rows")
+def _inherited(table: Table, base: Profile, arch: Arch) -> Table:
+    """Another architecture's table: nothing in it was measured on this one.
+
+    The rule for a chip whose warps have another size: a program has as many threads as before, so that each has as many
+    elements, in more or fewer warps. ``waves_per_eu`` is dropped there: it divides registers among waves, and a wave of
+    half the lanes takes half of them.
+    """
+    provenance = table.provenance
+    if not provenance.startswith(DERIVED):
+        provenance = f"{DERIVED}: the {base.arch.name} rows"
+    if arch.warp_size == base.arch.warp_size:
+        return replace(table, provenance=provenance)
+    return Table(
+        f"{provenance}; the same threads in warps of {arch.warp_size}, not {base.arch.warp_size}",
+        tuple(_same_threads(row, base.arch, arch) for row in table.rows),
+    )
+
+
+def _same_threads(row: Row, base: Arch, arch: Arch) -> Row:
+    threads = row.options["num_warps"] * base.warp_size
+    if threads > arch.threads_per_block:
+        raise ProfileError(
+            f"{row.where}: {threads} threads, {arch.name} takes {arch.threads_per_block} a block: give it a table of "
+            "its own"
+        )
+    options = {name: value for name, value in row.options.items() if name != "waves_per_eu"}
+    return replace(row, options={**options, "num_warps": max(1, threads // arch.warp_size)})
 
 
 def _known(where: str, raw: Any, keys: set[str], required: bool = False) -> dict[str, Any]:
