@@ -76,7 +76,17 @@ def _op_manifest(
             "axes": list(k.kernel.axes),
             "aligned": list(k.kernel.aligned),
             "alignment": ALIGNMENT,
-            "tables": {key: [list(entry) for entry in entries] for key, entries in k.tables.items()},
+            "tables": {key: list(map(list, e)) for key, e in k.tables.items() if key not in k.absent},
+            **(
+                {
+                    "limited": {
+                        key: {"table": list(map(list, k.tables.get(key, ()))), "why": why}
+                        for key, why in k.absent.items()
+                    }
+                }
+                if k.absent
+                else {}
+            ),
             **(
                 {"few": {key: [list(entry) for entry in entries] for key, entries in k.few.items()}}
                 if k.few
