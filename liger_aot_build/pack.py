@@ -44,6 +44,7 @@ def write_pack(
         "arch": arch.name,
         "backend": arch.backend,
         "serves": arch.serves,
+        "fp8": arch.fp8,
         "binary_version": max(a.facts.format_version for a in audited.values()),
         "version": version,
         "toolchain": {"triton": profile.toolchain.triton, "compiler": compiler, **profile.toolchain.options},

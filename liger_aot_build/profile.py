@@ -20,7 +20,9 @@ else:
 
 BACKENDS = ("cuda", "hip")
 DERIVED = "derived, not measured"  # what the provenance of numbers that nobody measured begins with
-ABSENT = "absent"  # the form of a row for what the architecture does without; ``why`` says what to use instead
+ABSENT = (
+    "absent"  # the form of a row for what the architecture does without; ``why`` says what to use instead
+)
 ANY = "any"  # a row's ``aligned``, where an aligned binary would not be faster
 OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")  # launch numbers that the compiler takes
 # The one that every op's host code reads: forms that declare no other (``host``) need not name it.
@@ -305,5 +307,7 @@ def read_row(where: str, raw: Any, arch: Arch) -> Row:
         else:
             raise ProfileError(f"{where}: {key}: unexpected value {value!r}")
     if form == ABSENT and constants:
-        raise ProfileError(f"{where}: {min(constants).lower()}: absent takes no numbers; an axis' values are a list")
+        raise ProfileError(
+            f"{where}: {min(constants).lower()}: absent takes no numbers; an axis' values are a list"
+        )
     return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where, most_rows, why)

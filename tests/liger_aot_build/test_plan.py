@@ -197,7 +197,11 @@ MISTAKES = {
         5,
         "never reached: earlier rows hold",
     ),
-    "absent without a reason": ({"rows = [": 'rows = [ { form = "absent" },'}, 1, "why must say what is absent"),
+    "absent without a reason": (
+        {"rows = [": 'rows = [ { form = "absent" },'},
+        1,
+        "why must say what is absent",
+    ),
     "absent with numbers": (
         {"rows = [": 'rows = [ { form = "absent", why = "w", block = 64 },'},
         1,

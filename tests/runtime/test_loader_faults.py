@@ -332,7 +332,11 @@ def test_a_binary_is_launched_in_one_way(sm80: Path) -> None:
         ("tables", {"bf16/aligned": [[None, "V"], [None, "V"]]}, "bounds do not rise"),
         ("tables", {"bf16/aligned": [[8, "V"], [8, "V"], [None, "V"]]}, "bounds do not rise"),
         ("tables", {"bf16/aligned": [[8, "V"]]}, "no entry for n past 8"),
-        ("limited", {"bf16/aligned": {"table": [], "why": "w"}}, "'bf16/aligned' is a key of its tables, too"),
+        (
+            "limited",
+            {"bf16/aligned": {"table": [], "why": "w"}},
+            "'bf16/aligned' is a key of its tables, too",
+        ),
         ("limited", {"bf16/sometimes": {"table": [], "why": "w"}}, "'bf16/sometimes' is no key"),
         ("limited", {"i8/aligned": {"table": []}}, "why is None, expected str"),
         ("limited", {"i8/aligned": {"table": {}, "why": "w"}}, "table is not a list of entries"),
@@ -373,9 +377,13 @@ def test_what_an_architecture_does_without(sm80: Path) -> None:
     manifest = pack_for(A100).op("column_sums")
     kernel = KernelOn("column_sums", manifest, lambda name: Loaded(manifest.variant(name), Launchable(print)))
     assert kernel((torch.bfloat16, True), 64).variant.name in manifest.variants
-    with pytest.raises(NotBuilt, match=r"not built for bf16/aligned past n = 64 on this architecture: use a sum"):
+    with pytest.raises(
+        NotBuilt, match=r"not built for bf16/aligned past n = 64 on this architecture: use a sum"
+    ):
         kernel((torch.bfloat16, True), 65)
-    with pytest.raises(NotBuilt, match=r"column_sums is not built for fp16/aligned on this architecture: use a"):
+    with pytest.raises(
+        NotBuilt, match=r"column_sums is not built for fp16/aligned on this architecture: use a"
+    ):
         kernel((torch.float16, True), 1)
     assert kernel((torch.float32, True), 1 << 20).variant.name in manifest.variants
 

@@ -316,6 +316,8 @@ class Pack:
         self.arch = _safe(self.path, _typed(self.path, raw, "arch", str))
         self.backend = _typed(self.path, raw, "backend", str)
         self.serves = tuple(_strings(self.path, raw, "serves"))
+        # the 8-bit float that it converts to, as kernels' axes name it, or "none"
+        self.fp8 = _typed(self.path, raw, "fp8", str)
         self.version = _typed(self.path, raw, "version", str)
         self.toolchain: Mapping[str, Any] = _object(self.path, raw.get("toolchain"), "toolchain")
         self.tolerance: Mapping[str, Any] = _object(self.path, raw.get("tolerance"), "tolerance")
