@@ -100,10 +100,8 @@ def _resident(facts: BinaryFacts, threads: int, compiled: Compiled, arch: Arch) 
         _warps_a_scheduler(facts, arch) * SCHEDULERS // (threads // arch.warp_size),
     ]
     if used := compiled.shared + facts.static_shared:
-        reserved = (
-            arch.shared_per_multiprocessor - arch.shared_per_block
-        )  # what the system keeps of each block's
-        fits.append(arch.shared_per_multiprocessor // (used + reserved))
+        given = -(-(used + facts.shared_reserved) // facts.shared_granule) * facts.shared_granule
+        fits.append(arch.shared_per_multiprocessor // given)
     if columns := tensor_memory(compiled.assembly)[0]:
         fits.append(TENSOR_MEMORY_COLUMNS // columns)
     return min(fits)
