@@ -1,7 +1,8 @@
 """No binary enters a pack unless it is what the plan, the profile and the manifest say it is.
 
-Every fact here is read back from the binary's own bytes; what Triton claims is only compared with them. The one
-exception are the races on shared memory: machine code may hide them, so the PTX that it was made from is judged.
+Every fact here is read back from the binary's own bytes; what Triton claims is only compared with them. The exceptions
+are races on shared memory, which machine code may hide, and the columns of tensor memory, which are in its registers:
+there the PTX that it was made from is judged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from liger_aot_build.elf import BinaryFormatError
 from liger_aot_build.errors import AuditError
 from liger_aot_build.plan import Variant
 from liger_aot_build.profile import Arch
-from liger_aot_build.ptx import races
+from liger_aot_build.ptx import races, tensor_memory
 
 BYTES = {"i32": 4, "fp32": 4, "i64": 8}
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # a tensor map; Triton appends its sizes (i32) and strides (i64)
@@ -25,6 +26,10 @@ SCHEDULERS = 4  # of a multiprocessor, each with a quarter of its registers
 SCALARS = (
     800  # scalar registers of a SIMD, GFX9; LLVM counts the same but for waves of 97 to 100: 8 fit, here 7
 )
+# Of a multiprocessor with tcgen05 (PTX ISA): one allocation is a power of 2 of them from 32 on. A block
+# that finds too few left waits until another frees its own.
+TENSOR_MEMORY_COLUMNS = 512
+TENSOR_MEMORY = ("UTCHMMA",)  # the matrix instructions that write to it
 SCRATCH_POINTERS = 2  # Triton appends global and profile scratch to every kernel's parameters
 
 
@@ -46,7 +51,7 @@ def audit(variant: Variant, compiled: Compiled, arch: Arch) -> Audited:
     except BinaryFormatError as error:
         raise AuditError(f"{arch.name}: {variant.name} ({variant.where}): {error}") from None
     threads = compiled.num_warps * arch.warp_size
-    audited = Audited(variant, compiled, facts, threads, _resident(facts, threads, compiled.shared, arch))
+    audited = Audited(variant, compiled, facts, threads, _resident(facts, threads, compiled, arch))
     if problems := list(_problems(audited, arch)):
         raise AuditError(f"{arch.name}: {variant.name} ({variant.where}): {'; '.join(problems)}")
     return audited
@@ -87,18 +92,18 @@ def report(audited: Iterable[Audited]) -> str:
     return "\n".join([f"{'binary':<78} {titles}", *lines])
 
 
-def _resident(facts: BinaryFacts, threads: int, shared: int, arch: Arch) -> int:
-    """Blocks that fit on one multiprocessor by threads, registers and shared memory."""
+def _resident(facts: BinaryFacts, threads: int, compiled: Compiled, arch: Arch) -> int:
+    """Blocks that fit on one multiprocessor by threads, registers, shared and tensor memory."""
     fits = [
         arch.blocks_per_multiprocessor,
         arch.threads_per_multiprocessor // threads,
         _warps_a_scheduler(facts, arch) * SCHEDULERS // (threads // arch.warp_size),
     ]
-    if used := shared + facts.static_shared:
-        reserved = (
-            arch.shared_per_multiprocessor - arch.shared_per_block
-        )  # what the system keeps of each block's
-        fits.append(arch.shared_per_multiprocessor // (used + reserved))
+    if used := compiled.shared + facts.static_shared:
+        given = -(-(used + facts.shared_reserved) // facts.shared_granule) * facts.shared_granule
+        fits.append(arch.shared_per_multiprocessor // given)
+    if columns := tensor_memory(compiled.assembly)[0]:
+        fits.append(TENSOR_MEMORY_COLUMNS // columns)
     return min(fits)
 
 
@@ -132,6 +137,7 @@ def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
     yield from _promises(audited, arch)
     if arch.backend == "cuda":
         yield from _races(audited)
+        yield from _tensor_memory(audited)
     expected = parameter_layout(variant.arguments.values(), facts.parameter_offset)
     if facts.parameters != expected:
         yield f"parameters (offset, size) {facts.parameters}, expected {expected}"
@@ -158,6 +164,18 @@ def _races(audited: Audited) -> Iterator[str]:
     ):
         if lines:
             yield f"{what} (PTX line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))})"
+
+
+def _tensor_memory(audited: Audited) -> Iterator[str]:
+    """What a block must do with tensor memory: allocate before it multiplies, free all of it before it ends."""
+    columns, freed = tensor_memory(audited.compiled.assembly)
+    if not columns:
+        if any(name in audited.facts.matrix for name in TENSOR_MEMORY):
+            yield "multiplies in tensor memory, and allocates none"
+    elif columns > TENSOR_MEMORY_COLUMNS or columns < 32 or columns & (columns - 1):
+        yield f"{columns} columns of tensor memory; a power of 2 from 32 to {TENSOR_MEMORY_COLUMNS} is allowed"
+    elif freed != {columns}:
+        yield f"allocates {columns} columns of tensor memory, and frees {', '.join(map(str, sorted(freed))) or 'none'}"
 
 
 def _promises(audited: Audited, arch: Arch) -> Iterator[str]:

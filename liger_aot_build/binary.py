@@ -10,12 +10,13 @@ from typing import TypeVar
 from liger_aot_build import cubin, hsaco
 from liger_aot_build.cubin import Cubin, CubinKernel
 from liger_aot_build.elf import BinaryFormatError, Elf
-from liger_aot_build.hsaco import CodeObject, KernelDescriptor, metadata_field
-from liger_aot_build.instructions import mfma_instructions, sass_instructions
+from liger_aot_build.hsaco import CodeObject, KernelDescriptor, accumulator_registers, metadata_field
+from liger_aot_build.instructions import amd_matrix_instructions, sass_instructions
 
 _CUDA_WARP_SIZE = 32
 _CUDA_MAX_THREADS = 1024  # a block of a kernel that declares no bound, every compute capability since 2.0
 _REGISTER_GRANULE = 8  # a thread, every compute capability since 3.0
+_SHARED_GRANULE, _SHARED_RESERVED = 128, 1024  # a block, every compute capability since 8.0
 _SCALAR_GRANULE = 16  # a wave, GFX9
 
 T = TypeVar("T")
@@ -34,13 +35,15 @@ class BinaryFacts:
     the multiprocessor do without: whole granules, on AMD as many more as `waves_per_eu` asks for. `local_bytes` is
     stack or scratch per thread, not zero if registers are spilled to memory. On CUDA nothing else tells of that:
     `spilled_registers` is zero there.
-    `static_shared` is in bytes per block or workgroup and leaves dynamic shared memory out.
+    `static_shared` is in bytes per block or workgroup and leaves dynamic shared memory out; blocks are given shared
+    memory by multiples of `shared_granule`, and what the system keeps of each block's, `shared_reserved`.
 
     `parameters` are (offset, size) in bytes of what the caller passes, `parameter_bytes` is the length of the
     block that holds them, `parameter_offset` where alignments over 16 bytes see that block start.
 
-    `matrix` counts the matrix instructions by name (HMMA, HGMMA, MFMA), `register_budgets` are the registers a thread
-    that warps change to while they run (sm_90). `waits`: whether it waits for the kernel launched before it (sm_90).
+    `matrix` counts the matrix instructions by name (HMMA, HGMMA, MFMA, WMMA), `register_budgets` are the registers a
+    thread that warps change to while they run (sm_90). `waits`: whether it waits for the kernel launched before it
+    (sm_90).
     """
 
     kind: str
@@ -55,6 +58,8 @@ class BinaryFacts:
     spilled_registers: int
     local_bytes: int
     static_shared: int
+    shared_granule: int
+    shared_reserved: int
     max_threads: int
     wave_size: int
     parameters: tuple[tuple[int, int], ...]
@@ -102,6 +107,8 @@ def _cubin_facts(binary: Cubin) -> BinaryFacts:
         spilled_registers=0,
         local_bytes=kernel.stack_bytes + kernel.local_bytes,
         static_shared=kernel.static_shared_bytes,
+        shared_granule=_SHARED_GRANULE,
+        shared_reserved=_SHARED_RESERVED,
         max_threads=prod(kernel.required_threads or kernel.max_threads or (_CUDA_MAX_THREADS,)),
         wave_size=_CUDA_WARP_SIZE,
         parameters=tuple((parameter.offset, parameter.size) for parameter in kernel.parameters),
@@ -142,19 +149,21 @@ def _hsaco_facts(binary: CodeObject) -> BinaryFacts:
         kernel=kernel.name,
         format_version=binary.code_object_version,
         registers=count(".vgpr_count"),
-        accumulator_registers=count(".agpr_count"),
+        accumulator_registers=accumulator_registers(kernel),
         scalar_registers=count(".sgpr_count"),
         granted_registers=kernel.granted_vectors,
-        granted_scalars=_granules(kernel.named_scalars, _SCALAR_GRANULE),
+        granted_scalars=_granules(kernel.named_scalars, _SCALAR_GRANULE) if kernel.chip.accumulators else 0,
         spilled_registers=count(".vgpr_spill_count") + count(".sgpr_spill_count"),
         local_bytes=kernel.private_segment_bytes,
         static_shared=kernel.group_segment_bytes,
+        shared_granule=kernel.chip.shared_granule,
+        shared_reserved=0,
         max_threads=count(".max_flat_workgroup_size"),
-        wave_size=count(".wavefront_size"),
+        wave_size=kernel.wave_size,
         parameters=parameters,
         parameter_bytes=parameter_bytes,
         parameter_offset=0,
-        matrix=mfma_instructions(_text(binary)),
+        matrix=amd_matrix_instructions(_text(binary), binary.arch),
         register_budgets=(),
         waits=False,
     )

@@ -66,7 +66,7 @@ def compile_and_audit(
 def compiler(profile: Profile) -> str:
     """What makes the machine code, for a pack's manifest."""
     if profile.arch.backend == "cuda":
-        return f"ptxas {ptxas_version()}"
+        return f"ptxas {ptxas_version(profile.arch.target)}"
     return f"llvm of triton {profile.toolchain.triton}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from liger_aot_build import compiler
+from liger_aot_build import compiler, ptx_target
 from liger_aot_build.compiler import Compiled, Job, compile_job, start_worker
 from liger_aot_build.declaration import op_module, op_path
 from liger_aot_build.errors import BuildError, CompileError
@@ -26,6 +25,7 @@ from liger_aot_build.literals import imported
 from liger_aot_build.paths import CACHE, KERNELS
 from liger_aot_build.plan import Variant
 from liger_aot_build.profile import Profile
+from liger_aot_build.ptx_target import compile_for, own_machine
 
 # Roughly how long kinds of kernels take to compile, beside each other: it decides the order and the time left.
 GLUON, MATRIX, OTHER = 8, 3, 1
@@ -74,31 +74,31 @@ def try_all(
     for profile in {id(profile): profile for _, profile in work}.values():
         check_toolchain(profile)
     cache.mkdir(parents=True, exist_ok=True)
-    missing: list[tuple[int, Job, Path]] = []
+    missing: list[tuple[int, Job, str | None, Path]] = []
     made_by = {op: _made_by(op) for op in {variant.op for variant, _ in work}}
     for index, (variant, profile) in enumerate(work):
-        job = _job(variant, profile)
-        entry = cache / _key(job, made_by[variant.op])
+        job, machine = _job(variant, profile), _machine(profile)
+        entry = cache / _key(job, machine, made_by[variant.op])
         if (found := _read(entry, job.variant)) is not None:
             yield index, found
         else:
-            missing.append((index, job, entry))
+            missing.append((index, job, machine, entry))
     missing.sort(key=lambda item: -_effort(work[item[0]][0]))
-    yield from _run(missing, [_effort(work[index][0]) for index, _, _ in missing], workers, progress)
+    yield from _run(missing, [_effort(work[index][0]) for index, *_ in missing], workers, progress)
 
 
 def compile_here(variant: Variant, profile: Profile, cache: Path = CACHE) -> Compiled:
     """Compile one variant in this process, or take it from the cache; CompileError where that fails."""
     check_toolchain(profile)
-    job = _job(variant, profile)
-    entry = cache / _key(job, _made_by(variant.op))
+    job, machine = _job(variant, profile), _machine(profile)
+    entry = cache / _key(job, machine, _made_by(variant.op))
     if (found := _read(entry, job.variant)) is not None:
         return found
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="liger-aot-") as scratch:
         before = dict(os.environ)
         start_worker(scratch)
-        outcome = compile_job(job)
+        outcome = _compile(job, machine)
         for name in (n for n in set(os.environ) | set(before) if os.environ.get(n) != before.get(n)):
             os.environ.pop(name, None)
             if name in before:
@@ -142,6 +142,16 @@ def _job(variant: Variant, profile: Profile) -> Job:
     )
 
 
+def _machine(profile: Profile) -> str | None:
+    """The machine that PTX is assembled for, where it is not the one that Triton takes by itself."""
+    arch = profile.arch
+    return arch.machine if arch.backend == "cuda" and arch.machine != own_machine(arch.target) else None
+
+
+def _compile(job: Job, machine: str | None) -> Compiled | str:
+    return compile_job(job) if machine is None else compile_for(job, machine)
+
+
 def _made_by(op: str) -> dict[str, Any]:
     """The same for all variants of an op: the device code, Triton, and what a compiler process runs."""
     texts = {path: path.read_bytes() for path in (*sources(op), Path(compiler.__file__))}
@@ -151,10 +161,12 @@ def _made_by(op: str) -> dict[str, Any]:
     }
 
 
-def _key(job: Job, made_by: Mapping[str, Any]) -> str:
+def _key(job: Job, machine: str | None, made_by: Mapping[str, Any]) -> str:
     """Everything that decides the bytes, and nothing else."""
     parts = {**asdict(job), **made_by}
     parts.pop("variant")
+    if machine is not None:
+        parts["assembled"] = [machine, sha256(Path(ptx_target.__file__).read_bytes()).hexdigest()]
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -174,7 +186,10 @@ def sources(op: str, folder: Path = KERNELS) -> tuple[Path, ...]:
 
 
 def _run(
-    missing: Sequence[tuple[int, Job, Path]], efforts: Sequence[int], workers: int | None, progress: bool
+    missing: Sequence[tuple[int, Job, str | None, Path]],
+    efforts: Sequence[int],
+    workers: int | None,
+    progress: bool,
 ) -> Iterator[tuple[int, Compiled | str]]:
     """Compile in processes that import Triton once; write each binary into the cache as it comes."""
     if not missing:
@@ -184,8 +199,8 @@ def _run(
     pool = ProcessPoolExecutor(count, get_context("spawn"), start_worker, (scratch,))
     try:
         futures = {
-            pool.submit(compile_job, job): (index, entry, effort)
-            for (index, job, entry), effort in zip(missing, efforts, strict=True)
+            pool.submit(_compile, job, machine): (index, entry, effort)
+            for (index, job, machine, entry), effort in zip(missing, efforts, strict=True)
         }
         with _Bar(len(missing), sum(efforts), progress) as bar:
             for future in as_completed(futures):
@@ -264,15 +279,9 @@ def _read(entry: Path, variant: str) -> Compiled | None:
     return Compiled(image=image, assembly=assembly, **facts)
 
 
-def ptxas_version() -> str:
-    """The version of the ptxas inside the pinned Triton."""
-    import subprocess
+def ptxas_version(target: str) -> str:
+    """The version of the ptxas inside the pinned Triton that assembles for a compute capability such as "90"."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"release ([\d.]+)", text)
-    if match is None:
-        raise BuildError(f"can't read the version of {path}: {text!r}")
-    return match[1]
+    version: str = get_ptxas(int(target)).version
+    return version

@@ -2,12 +2,14 @@
 
 NVIDIA documents neither the ELF flags nor the attributes in the `.nv.info` sections. The layouts here were
 found by comparing cubins of ptxas 12.8 and 12.9 with what `cuobjdump -elf` and `ptxas -v` print of them; the
-e_flags agree with LLVM's BinaryFormat/ELF.h. ELF ABI 8 (CUDA 13) is refused: its layouts are others, and its
-e_flags do not tell sm_90a from sm_90.
+e_flags agree with LLVM's BinaryFormat/ELF.h. ptxas 12 writes ELF ABI 7 for machines up to sm_90a and ELF ABI 8 for
+sm_100 and later: other e_flags, the same attributes. ELF ABI 8 of earlier machines (CUDA 13) is refused: its e_flags do
+not tell sm_90a from sm_90.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,10 +19,6 @@ from liger_aot_build import elf
 from liger_aot_build.elf import BinaryFormatError, Elf, Section, Symbol, unpack_at
 
 EM_CUDA = 190
-_OS_ABI_CUDA = 51
-_ELF_ABI = 7
-_SM = 0xFF  # e_flags[7:0]: the machine's compute capability, major * 10 + minor
-_ACCELERATED = 0x800  # e_flags[11]: the architecture-specific target, sm_90a
 _STO_CUDA_ENTRY = 0x10
 # From sm_90 on, a kernel's section of static shared memory starts with 1 KiB that is the system's. Neither
 # what ptxas -v prints nor the 227 KiB that a block may ask for counts it.
@@ -38,6 +36,7 @@ _EIATTR_MIN_STACK_SIZE = 0x12
 _EIATTR_KPARAM_INFO = 0x17
 _EIATTR_CBANK_PARAM_SIZE = 0x19
 _EIATTR_REGCOUNT = 0x2F
+_EIATTR_NUM_BARRIERS = 0x4C  # ELF ABI 8; ABI 7 has them in the flags of the code's section
 
 _ATTRIBUTE = struct.Struct("<BBH")  # format, attribute, its value or the length of what follows
 _OF_FUNCTION = struct.Struct("<II")  # symbol index, value
@@ -47,6 +46,24 @@ _KPARAM_SIZE_SHIFT = 18
 _THREADS = struct.Struct("<III")
 
 Attributes = Mapping[int, list[bytes]]
+
+
+@dataclass(frozen=True)
+class _Abi:
+    """Where the e_flags of an ELF ABI say what machine a cubin is for."""
+
+    os_abi: int
+    sm_shift: int  # to 8 bits with the compute capability, major * 10 + minor
+    accelerated: int  # the bit of the architecture-specific target: sm_90a, sm_100a
+    first_sm: int
+    last_sm: int
+
+
+_ABIS = {7: _Abi(51, 0, 0x800, 0, 90), 8: _Abi(65, 8, 0x8, 100, 255)}
+# ELF ABI 8: family-specific code (sm_100f) has the e_flags of code for every machine of its major version (sm_100), as
+# it may run on several. Only the note that names the tool's options tells them apart.
+_FAMILY = re.compile(rb"-arch (sm_\d+f)\b")
+_TOOL_NOTE = ".note.nv.tkinfo"
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,7 @@ class CubinKernel:
 class Cubin:
     """A linked cubin, checked when it is made; raises BinaryFormatError.
 
-    `arch` is "sm_80", "sm_90a", ...; `abi_version` is the ELF ABI version, which decides the oldest driver.
+    `arch` is "sm_80", "sm_90a", "sm_100f", ...; `abi_version` is the ELF ABI version, which decides the oldest driver.
     """
 
     def __init__(self, image: bytes) -> None:
@@ -96,16 +113,29 @@ class Cubin:
                 f"not a linked cubin: ELF machine {self.elf.machine}, type {self.elf.type}"
             )
         self.abi_version = self.elf.abi_version
-        if (self.elf.os_abi, self.abi_version) != (_OS_ABI_CUDA, _ELF_ABI):
+        abi = _ABIS.get(self.abi_version)
+        if abi is None or self.elf.os_abi != abi.os_abi:
+            known = " or ".join(f"{one.os_abi} and {version}" for version, one in _ABIS.items())
             raise BinaryFormatError(
                 f"cubin with OS ABI {self.elf.os_abi} and ELF ABI {self.abi_version}; supported are "
-                f"{_OS_ABI_CUDA} and {_ELF_ABI} (CUDA 12)"
+                f"{known} (CUDA 12)"
             )
-        self._sm = self.elf.flags & _SM
-        self.arch = f"sm_{self._sm}{'a' if self.elf.flags & _ACCELERATED else ''}"
+        self._sm = self.elf.flags >> abi.sm_shift & 0xFF
+        if not abi.first_sm <= self._sm <= abi.last_sm:
+            raise BinaryFormatError(
+                f"cubin for sm_{self._sm} of ELF ABI {self.abi_version}; supported are sm_{abi.first_sm} to "
+                f"sm_{abi.last_sm} (CUDA 12)"
+            )
+        self.arch = f"sm_{self._sm}{'a' if self.elf.flags & abi.accelerated else self._family()}"
         symbols = self.elf.symbols()
         self._by_function = self._function_attributes(len(symbols))
         self.kernels = self._kernels(symbols)
+
+    def _family(self) -> str:
+        """The suffix of code for one family of machines: "f", else nothing."""
+        note = self.elf.section(_TOOL_NOTE)
+        found = _FAMILY.search(self.elf.data(note)) if note else None
+        return "f" if found and found[1].decode() == f"sm_{self._sm}f" else ""
 
     def _kernels(self, symbols: tuple[Symbol, ...]) -> Mapping[str, CubinKernel]:
         kernels: dict[str, CubinKernel] = {}
@@ -144,7 +174,7 @@ class Cubin:
             code=self.elf.data(code),
             required_threads=_threads(attributes, _EIATTR_REQNTID, name),
             max_threads=_threads(attributes, _EIATTR_MAX_THREADS, name),
-            barriers=code.flags >> _BARRIERS_SHIFT & _BARRIERS_MASK,
+            barriers=_barriers(attributes, name) or code.flags >> _BARRIERS_SHIFT & _BARRIERS_MASK,
         )
 
     def _section(self, name: str) -> Section:
@@ -239,6 +269,12 @@ def _threads(attributes: Attributes, attribute: int, name: str) -> tuple[int, in
         return None
     x, y, z = _unpack(_THREADS, _single(attributes, attribute, name), f"threads of {name!r}")
     return x, y, z
+
+
+def _barriers(attributes: Attributes, name: str) -> int:
+    if _EIATTR_NUM_BARRIERS not in attributes:
+        return 0
+    return int.from_bytes(_single(attributes, _EIATTR_NUM_BARRIERS, name), "little")
 
 
 def _parameters(attributes: Attributes, block_bytes: int, name: str) -> tuple[KernelParameter, ...]:

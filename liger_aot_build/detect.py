@@ -24,9 +24,14 @@ def chosen_archs(folder: Path = PROFILES) -> tuple[str, ...]:
 
 
 def seen_archs(folder: Path = PROFILES) -> tuple[str, ...]:
-    """The profiles that serve this machine's GPUs."""
-    targets = {*_cuda_targets(), *_hip_targets()}
-    return tuple(n for n in profile_names(folder) if targets & set(read_profile(n, folder).arch.serves))
+    """The profiles that serve this machine's GPUs: of several for one GPU that which the loader prefers, which names it
+    earliest."""
+    serves = {name: read_profile(name, folder).arch.serves for name in profile_names(folder)}
+    found = set()
+    for target in (*_cuda_targets(), *_hip_targets()):
+        if serving := [(s.index(target), name) for name, s in serves.items() if target in s]:
+            found.add(min(serving)[1])
+    return tuple(sorted(found))
 
 
 def parse_archs(text: str, folder: Path = PROFILES) -> tuple[str, ...]:

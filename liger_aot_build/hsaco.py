@@ -19,8 +19,8 @@ EM_AMDGPU = 224
 _OS_ABI_HSA = 64
 _NT_AMDGPU_METADATA = 32
 _CODE_OBJECT_VERSIONS = {2: 4, 3: 5, 4: 6}  # by e_ident[EI_ABIVERSION]
-# By e_flags[7:0]: the chips with one register file for vector and accumulator registers, waves of 64.
-_ARCHS = {0x3F: "gfx90a", 0x4C: "gfx942", 0x4F: "gfx950"}
+_WAVE32 = 1 << 10  # of the descriptor's properties
+_WGP_MODE = 1 << 29  # of rsrc1: a workgroup runs on a pair of compute units
 _FEATURE = ("unsupported", "any", "off", "on")  # two bits of e_flags a feature
 _ENTRY_ALIGNMENT = 256
 # A loader allocates what a file asks for. Kernels take kilobytes; more than this is damage.
@@ -34,6 +34,37 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Chip:
+    """What a chip's descriptors mean. Register counts are per work-item (vector) or per wave (scalar).
+
+    `accumulators`: vector and accumulator registers share one file, of which a wave is given both, and scalar registers
+    are given by eights. Elsewhere there are no accumulators, every wave has all scalar registers, and waves are of 32.
+    `vector_granule`: a wave is given vector registers by so many. `shared_granule`: a workgroup is given LDS by so many
+    bytes.
+    """
+
+    name: str
+    accumulators: bool
+    vector_granule: int
+    shared_granule: int
+
+
+# By e_flags[7:0]. The granule of 24 is of the RDNA chips with 1536 registers a lane and SIMD; others have 1024 and 16.
+_CHIPS = {
+    0x3F: Chip("gfx90a", True, 8, 512),
+    0x4C: Chip("gfx942", True, 8, 512),
+    0x4F: Chip("gfx950", True, 8, 1280),
+    0x41: Chip("gfx1100", False, 24, 512),
+    0x4A: Chip("gfx1151", False, 24, 512),
+    0x48: Chip("gfx1200", False, 24, 512),
+    0x4E: Chip("gfx1201", False, 24, 512),
+}
+_SCALARS = (
+    128  # of every wave, vcc and those of the trap handler included, where they are not given by eights
+)
+
+
+@dataclass(frozen=True)
 class KernelDescriptor:
     """One kernel of a code object. Addresses are relative to where the code object is loaded, sizes in bytes.
 
@@ -43,6 +74,7 @@ class KernelDescriptor:
     """
 
     name: str
+    chip: Chip
     descriptor_address: int
     entry_address: int
     code_size: int
@@ -58,19 +90,24 @@ class KernelDescriptor:
 
     @property
     def granted_vectors(self) -> int:
-        """Vector registers a work-item that a wave is given, accumulators included: eights, rsrc1[5:0], less one. More
-        than are used where waves_per_eu asks for no more waves than that."""
-        return 8 * ((self.rsrc1 & 0x3F) + 1)
+        """Vector registers a work-item that a wave is given, accumulators included: whole granules of eights,
+        rsrc1[5:0], less one. More than are used where waves_per_eu asks for no more waves than that."""
+        granule = self.chip.vector_granule
+        return -(-8 * ((self.rsrc1 & 0x3F) + 1) // granule) * granule
 
     @property
     def accumulators_from(self) -> int:
-        """Where among them accumulator registers begin: fours, rsrc3[5:0], less one."""
-        return 4 * ((self.rsrc3 & 0x3F) + 1)
+        """Where among them accumulators begin: fours, rsrc3[5:0], less one. Past all where there are none."""
+        return 4 * ((self.rsrc3 & 0x3F) + 1) if self.chip.accumulators else self.granted_vectors
 
     @property
     def named_scalars(self) -> int:
-        """Scalar registers that the code may name: eights, rsrc1[9:6], less one."""
-        return 8 * ((self.rsrc1 >> 6 & 0xF) + 1)
+        """Scalar registers that the code may name: eights, rsrc1[9:6], less one, or those that every wave has."""
+        return 8 * ((self.rsrc1 >> 6 & 0xF) + 1) if self.chip.accumulators else _SCALARS
+
+    @property
+    def wave_size(self) -> int:
+        return 32 if self.properties & _WAVE32 else 64
 
 
 class CodeObject:
@@ -91,10 +128,11 @@ class CodeObject:
             raise BinaryFormatError(f"code object ABI version {self.elf.abi_version} is not supported")
         self.code_object_version = _CODE_OBJECT_VERSIONS[self.elf.abi_version]
         machine = self.elf.flags & 0xFF
-        if machine not in _ARCHS:
-            known = ", ".join(f"{arch} ({number:#x})" for number, arch in _ARCHS.items())
+        if machine not in _CHIPS:
+            known = ", ".join(f"{chip.name} ({number:#x})" for number, chip in _CHIPS.items())
             raise BinaryFormatError(f"AMD GPU machine {machine:#x} is not supported; supported are {known}")
-        self.arch = _ARCHS[machine]
+        self.chip = _CHIPS[machine]
+        self.arch = self.chip.name
         self.xnack = _FEATURE[self.elf.flags >> 8 & 3]
         self.sramecc = _FEATURE[self.elf.flags >> 10 & 3]
         self._loadable = _loadable(self.elf)
@@ -184,6 +222,7 @@ class CodeObject:
             raise BinaryFormatError(f"kernel {name!r}: its code at {entry:#x} is not executable")
         kernel = KernelDescriptor(
             name=name,
+            chip=self.chip,
             descriptor_address=address,
             entry_address=entry,
             code_size=code.size,
@@ -209,13 +248,29 @@ def metadata_field(mapping: Any, key: str, kind: type[T], where: str) -> T:
     return value
 
 
+def accumulator_registers(kernel: KernelDescriptor) -> int:
+    """The metadata's count, which chips without accumulators do not give."""
+    if not kernel.chip.accumulators:
+        return 0
+    return metadata_field(kernel.metadata, ".agpr_count", int, kernel.name)
+
+
 def _check_registers(kernel: KernelDescriptor) -> None:
-    """The hardware's register fields against the counts in the metadata."""
+    """The hardware's fields of waves and registers against the metadata."""
+    wave = metadata_field(kernel.metadata, ".wavefront_size", int, kernel.name)
+    if wave != kernel.wave_size:
+        raise BinaryFormatError(
+            f"kernel {kernel.name!r}: .wavefront_size is {wave} in the metadata, {kernel.wave_size} in the descriptor"
+        )
+    if not kernel.chip.accumulators and not kernel.rsrc1 & _WGP_MODE:
+        raise BinaryFormatError(
+            f"kernel {kernel.name!r}: for one compute unit (CU mode): limits are those of a pair (WGP mode)"
+        )
     used = metadata_field(kernel.metadata, ".vgpr_count", int, kernel.name)
-    accumulators = metadata_field(kernel.metadata, ".agpr_count", int, kernel.name)
+    accumulators = accumulator_registers(kernel)
     scalars = metadata_field(kernel.metadata, ".sgpr_count", int, kernel.name)
     granted, first = kernel.granted_vectors, kernel.accumulators_from
-    if used > granted or not first - 4 < max(used - accumulators, 1) <= first:
+    if used > granted or (kernel.chip.accumulators and not first - 4 < max(used - accumulators, 1) <= first):
         raise BinaryFormatError(
             f"kernel {kernel.name!r}: {used} registers with {accumulators} accumulators in the metadata, {granted} "
             f"with accumulators from {first} on in the descriptor"

@@ -1,8 +1,9 @@
 """Which matrix instructions a kernel's machine code has, which register budgets it asks for, and whether it waits for
 the kernel before it.
 
-Opcodes were found by comparing binaries of ptxas 12.8 with what `nvdisasm -hex` prints of them; the AMD encoding is
-that of the MI200 and MI300 instruction set manuals (VOP3P-MAI).
+Opcodes were found by comparing binaries of ptxas 12.8 with what `nvdisasm -hex` prints of them; the AMD encodings are
+those of the instruction set manuals (MI200, MI300, CDNA 4: VOP3P-MAI; RDNA 3, 3.5 and 4: VOP3P). A test counts matrix
+instructions in the assembly, too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from collections.abc import Mapping
 
 _SASS_BYTES = 16  # an instruction, since sm_70
 _SASS_OPCODE = 0x1FF  # its bits 8:0; what follows them says what kinds of operands there are
-_SASS_MATRIX = {0x03C: "HMMA", 0x1F0: "HGMMA"}
+# mma.sync, wgmma and tcgen05.mma, each of 16-bit and tf32 tiles.
+_SASS_MATRIX = {0x03C: "HMMA", 0x1F0: "HGMMA", 0x1EA: "UTCHMMA"}
 _SASS_SET_REGISTERS = 0x1C8
 _SASS_BUDGET = 0x1FF  # bits 40:32
 _SASS_WAIT = 0x02E  # ACQBULK: what griddepcontrol.wait becomes
-_MFMA, _MFMA_MASK = 0xD3C00000, 0xFFC00000  # the first of an instruction's words
+# VOP3P by generation: the first word's bits 31:23, which say so, and the opcodes (bits 22:16) of matrix instructions.
+# 0x58 and 0x59 only move accumulators.
+_CDNA = (0x1A7, "MFMA", frozenset({0x2D, 0x2E, *range(0x35, 0x39), *range(0x40, 0x80)} - {0x58, 0x59}))
+_RDNA = (0x198, "WMMA", frozenset(range(0x40, 0x60)))
+_AMD_MATRIX = {"gfx9": _CDNA, "gfx11": _RDNA, "gfx12": _RDNA}
 
 
 def sass_instructions(code: bytes) -> tuple[Mapping[str, int], tuple[int, ...], bool]:
@@ -35,9 +41,10 @@ def sass_instructions(code: bytes) -> tuple[Mapping[str, int], tuple[int, ...], 
     return dict(matrix), tuple(sorted(budgets)), waits
 
 
-def mfma_instructions(code: bytes) -> Mapping[str, int]:
+def amd_matrix_instructions(code: bytes, arch: str) -> Mapping[str, int]:
     """The same of AMD machine code. Instructions are one to three words long and are not decoded here: a constant that
     looks like one would be counted."""
+    family, name, opcodes = next(known for prefix, known in _AMD_MATRIX.items() if arch.startswith(prefix))
     words = memoryview(code[: len(code) & ~3]).cast("I")
-    count = sum((word & _MFMA_MASK) == _MFMA for word in words)
-    return {"MFMA": count} if count else {}
+    count = sum(word >> 23 == family and word >> 16 & 0x7F in opcodes for word in words)
+    return {name: count} if count else {}

@@ -16,7 +16,7 @@ from typing import Any
 from liger_aot_build.audit import Audited
 from liger_aot_build.declaration import Kernel
 from liger_aot_build.plan import ALIGNMENT, Plan
-from liger_aot_build.profile import Profile
+from liger_aot_build.profile import DERIVED, Profile
 from liger_aot_build.stored import Stored, stored
 
 FORMAT = 6
@@ -44,6 +44,12 @@ def write_pack(
         "arch": arch.name,
         "backend": arch.backend,
         "serves": arch.serves,
+        "measured": sum(
+            not profile.table(kernel).provenance.startswith(DERIVED)
+            for plan in plans
+            for kernel in plan.kernels
+        ),
+        "fp8": arch.fp8,
         "binary_version": max(a.facts.format_version for a in audited.values()),
         "version": version,
         "toolchain": {"triton": profile.toolchain.triton, "compiler": compiler, **profile.toolchain.options},
@@ -76,7 +82,17 @@ def _op_manifest(
             "axes": list(k.kernel.axes),
             "aligned": list(k.kernel.aligned),
             "alignment": ALIGNMENT,
-            "tables": {key: [list(entry) for entry in entries] for key, entries in k.tables.items()},
+            "tables": {key: list(map(list, e)) for key, e in k.tables.items() if key not in k.absent},
+            **(
+                {
+                    "limited": {
+                        key: {"table": list(map(list, k.tables.get(key, ()))), "why": why}
+                        for key, why in k.absent.items()
+                    }
+                }
+                if k.absent
+                else {}
+            ),
             **(
                 {"few": {key: [list(entry) for entry in entries] for key, entries in k.few.items()}}
                 if k.few

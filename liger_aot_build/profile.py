@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +20,9 @@ else:
 
 BACKENDS = ("cuda", "hip")
 DERIVED = "derived, not measured"  # what the provenance of numbers that nobody measured begins with
+ABSENT = (
+    "absent"  # the form of a row for what the architecture does without; ``why`` says what to use instead
+)
 ANY = "any"  # a row's ``aligned``, where an aligned binary would not be faster
 OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")  # launch numbers that the compiler takes
 # The one that every op's host code reads: forms that declare no other (``host``) need not name it.
@@ -69,7 +72,8 @@ class Tolerance:
 @dataclass(frozen=True)
 class Row:
     """One line of a launch table: used for problems up to ``max_n`` whose axes match ``when``; with ``most_rows``, for
-    those of at most so many rows, before all lines without."""
+    those of at most so many rows, before all lines without. One of form "absent" says ``why`` there is no binary for
+    what the lines before it leave."""
 
     max_n: int | None
     form: str
@@ -80,6 +84,7 @@ class Row:
     host: Mapping[str, int]
     where: str  # file, table and row, for messages
     most_rows: int | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,21 +116,31 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     """Read ``<folder>/<name>.toml``; ProfileError names the file, table and row that is wrong.
 
     A profile that ``extends`` another has its [toolchain], [tolerance] and kernels' tables where it gives none itself,
-    and its [arch] key by key.
+    and its [arch] key by key; the other may extend a third. Rows for another warp size keep their threads: see
+    ``_inherited``. ``without`` names kernels whose tables it does not take over. A table may have `changes` instead of
+    rows: the rows of the other, of which those with the keys in `of` get the keys beside it.
     """
+    return _read_profile(name, folder, ())
+
+
+def _read_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Profile:
     path, raw, digest = _read(name, folder)
     base: Profile | None = None
+    without = raw.pop("without", [])
     if (extends := raw.pop("extends", None)) is not None:
-        where = f"{path.name}: extends"
+        where, chain = f"{path.name}: extends", (*extended_by, name)
         if not isinstance(extends, str) or extends == name or extends not in profile_names(folder):
             raise ProfileError(f"{where} must name another profile, found {extends!r}")
-        _, base_raw, base_digest = _read(extends, folder)
-        if "extends" in base_raw:
-            raise ProfileError(f"{where} {extends!r}, which extends another itself")
-        base = read_profile(extends, folder)
-        raw = {**{key: base_raw[key] for key in ("toolchain", "tolerance")}, "arch": {}, "kernel": {}, **raw}
-        raw["arch"] = {**base_raw["arch"], **_known(f"{path.name}: [arch]", raw["arch"], _ARCH_KEYS)}
-        digest = sha256((digest + base_digest).encode()).hexdigest()
+        if extends in chain:
+            raise ProfileError(
+                f"{where} {extends!r}, which extends {name} itself: {' > '.join((*chain, extends))}"
+            )
+        base = _read_profile(extends, folder, chain)
+        raw = {"toolchain": {**vars(base.toolchain)}, "arch": {}, "kernel": {}, **raw}
+        raw.setdefault("tolerance", {"why": base.tolerance.why, **base.tolerance.roundoffs})
+        told = _known(f"{path.name}: [arch]", raw["arch"], _ARCH_KEYS)
+        raw["arch"] = {**vars(base.arch), "serves": list(base.arch.serves), **told}
+        digest = sha256((digest + base.sha256).encode()).hexdigest()
     _known(path.name, raw, {"arch", "toolchain", "tolerance", "kernel"}, required=True)
     arch = _arch(path.name, raw["arch"])
     if arch.name != name:
@@ -134,9 +149,12 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     tolerance = _tolerance(f"{path.name}: [tolerance]", raw["tolerance"])
     if not isinstance(raw["kernel"], dict):
         raise ProfileError(f"{path.name}: [kernel]: expected a table, found {raw['kernel']!r}")
-    tables = {k: _table(path.name, k, body, arch) for k, body in raw["kernel"].items()}
-    if base is not None:
-        tables = {**{k: _inherited(table, base) for k, table in base.tables.items()}, **tables}
+    inherited = {} if base is None else {k: _inherited(table, base, arch) for k, table in base.tables.items()}
+    tables = {k: _table(path.name, k, body, arch, inherited.get(k)) for k, body in raw["kernel"].items()}
+    for kernel in without:
+        if inherited.pop(kernel, None) is None or kernel in tables:
+            raise ProfileError(f"{path.name}: without: {kernel!r} is no table that it would take over")
+    tables = {**inherited, **tables}
     return Profile(path, arch, toolchain, tolerance, tables, digest)
 
 
@@ -152,11 +170,35 @@ def _read(name: str, folder: Path) -> tuple[Path, dict[str, Any], str]:
         raise ProfileError(f"{path.name}: {error}") from None
 
 
-def _inherited(table: Table, base: Profile) -> Table:
-    """Another architecture's table: nothing in it was measured on this one."""
-    if table.provenance.startswith(DERIVED):
-        return table
-    return replace(table, provenance=f"{DERIVED}: the {base.arch.name} rows")
+def _inherited(table: Table, base: Profile, arch: Arch) -> Table:
+    """Another architecture's table: nothing in it was measured on this one.
+
+    The rule for a chip whose warps have another size: a program has as many threads as before, so that each has as many
+    elements, in more or fewer warps. ``waves_per_eu`` is dropped there: it divides registers among waves, and a wave of
+    half the lanes takes half of them.
+    """
+    provenance = table.provenance
+    if not provenance.startswith(DERIVED):
+        provenance = f"{DERIVED}: the {base.arch.name} rows"
+    if arch.warp_size == base.arch.warp_size:
+        return replace(table, provenance=provenance)
+    return Table(
+        f"{provenance}; the same threads in warps of {arch.warp_size}, not {base.arch.warp_size}",
+        tuple(_same_threads(row, base.arch, arch) for row in table.rows),
+    )
+
+
+def _same_threads(row: Row, base: Arch, arch: Arch) -> Row:
+    if row.form == ABSENT:
+        return row
+    threads = row.options["num_warps"] * base.warp_size
+    if threads > arch.threads_per_block:
+        raise ProfileError(
+            f"{row.where}: {threads} threads, {arch.name} takes {arch.threads_per_block} a block: give it a table of "
+            "its own"
+        )
+    options = {name: value for name, value in row.options.items() if name != "waves_per_eu"}
+    return replace(row, options={**options, "num_warps": max(1, threads // arch.warp_size)})
 
 
 def _known(where: str, raw: Any, keys: set[str], required: bool = False) -> dict[str, Any]:
@@ -209,15 +251,68 @@ def _tolerance(where: str, raw: Any) -> Tolerance:
     return Tolerance(why, roundoffs)
 
 
-def _table(file: str, kernel: str, raw: Any, arch: Arch) -> Table:
+def _table(file: str, kernel: str, raw: Any, arch: Arch, inherited: Table | None) -> Table:
     where = f"{file}: [kernel.{kernel}]"
-    _known(where, raw, {"provenance", "rows"}, required=True)
+    kind = "changes" if isinstance(raw, dict) and "changes" in raw else "rows"
+    _known(where, raw, {"provenance", kind}, required=True)
     if not isinstance(raw["provenance"], str) or not raw["provenance"].strip():
         raise ProfileError(f"{where}: provenance must say where the numbers were measured")
-    if not isinstance(raw["rows"], list) or not raw["rows"]:
-        raise ProfileError(f"{where}: rows must be a list of at least one row")
-    rows = tuple(read_row(f"{where} row {i + 1}", row, arch) for i, row in enumerate(raw["rows"]))
+    if not isinstance(raw[kind], list) or not raw[kind]:
+        raise ProfileError(f"{where}: {kind} must be a list of at least one {kind.removesuffix('s')}")
+    if kind == "changes":
+        rows = _changed(where, raw[kind], inherited, arch)
+    else:
+        rows = tuple(read_row(f"{where} row {i + 1}", row, arch) for i, row in enumerate(raw[kind]))
     return Table(raw["provenance"].strip(), rows)
+
+
+def _changed(where: str, changes: Sequence[Any], inherited: Table | None, arch: Arch) -> tuple[Row, ...]:
+    """The rows of another profile's table with some numbers of their own."""
+    if inherited is None:
+        raise ProfileError(f"{where}: changes: there is no table of another profile to change")
+    rows = list(inherited.rows)
+    for i, change in enumerate(changes):
+        place = f"{where} change {i + 1}"
+        if not isinstance(change, dict) or not isinstance(change.get("of"), dict) or len(change) < 2:
+            raise ProfileError(
+                f"{place}: expected {{ of = {{ keys of rows }}, and what they get }}, found {change!r}"
+            )
+        of, fresh = change["of"], {key: value for key, value in change.items() if key != "of"}
+        found = [at for at, row in enumerate(rows) if _has(row_keys(row), of)]
+        if not found:
+            raise ProfileError(f"{place}: no row has {of}")
+        for at in found:
+            rows[at] = read_row(place, {**row_keys(rows[at]), **fresh}, arch)
+    return tuple(rows)
+
+
+def _has(keys: Mapping[str, Any], of: Mapping[str, Any]) -> bool:
+    """Whether a row has these keys; a list of one word is that word."""
+    single = {
+        key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in of.items()
+    }
+    return all(key in keys and keys[key] in (value, single[key]) for key, value in of.items())
+
+
+def row_keys(row: Row) -> dict[str, Any]:
+    """A row as a profile says it."""
+    bounds = {"max_n": row.max_n, "most_rows": row.most_rows}
+    when = {
+        axis: values[0]
+        if axis == "aligned" or (len(values) == 1 and isinstance(values[0], str))
+        else list(values)
+        for axis, values in row.when.items()
+    }
+    return {
+        **{key: bound for key, bound in bounds.items() if bound is not None},
+        "form": row.form,
+        **when,
+        **({"aligned": ANY} if row.any_alignment else {}),
+        **{name.lower(): value for name, value in row.constants.items()},
+        **row.options,
+        **row.host,
+        **({} if row.why is None else {"why": row.why}),
+    }
 
 
 def read_row(where: str, raw: Any, arch: Arch) -> Row:
@@ -237,7 +332,15 @@ def read_row(where: str, raw: Any, arch: Arch) -> Row:
     for key, value in {**options, **host}.items():
         if type(value) is not int or value <= 0:
             raise ProfileError(f"{where}: {key} must be a positive integer, found {value!r}")
-    warps = options.get("num_warps")
+    why = left.pop("why", None)
+    if form == ABSENT:
+        if not isinstance(why, str) or not why.strip():
+            raise ProfileError(f"{where}: why must say what is absent and what to use instead")
+        if (max_n, most_rows, options, host) != (None, None, {}, {}):
+            raise ProfileError(f"{where}: absent is what earlier rows leave: it has no bound and no numbers")
+    elif why is not None:
+        raise ProfileError(f"{where}: why is for a row of form {ABSENT!r}")
+    warps = options.get("num_warps", 1 if form == ABSENT else None)
     if warps is None:
         raise ProfileError(f"{where}: 'num_warps' is missing")
     if warps & (warps - 1):
@@ -261,4 +364,8 @@ def read_row(where: str, raw: Any, arch: Arch) -> Row:
             constants[key.upper()] = value
         else:
             raise ProfileError(f"{where}: {key}: unexpected value {value!r}")
-    return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where, most_rows)
+    if form == ABSENT and constants:
+        raise ProfileError(
+            f"{where}: {min(constants).lower()}: absent takes no numbers; an axis' values are a list"
+        )
+    return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where, most_rows, why)

@@ -1,4 +1,5 @@
-"""What PTX does to the shared memory that wgmma reads: a race that Triton makes on sm_90, so that the audit refuses it.
+"""What PTX does to the shared memory that wgmma reads: a race that Triton makes on sm_90, so that the audit refuses it;
+and the tensor memory (sm_100) that a block takes and gives back.
 
 A loop that uses a loaded tile both in tl.dot and in registers gets one buffer too few for it, and the next tile is
 copied over the one that a wgmma still reads (Triton's issue 6691, open in 3.9). On an NVIDIA H200 such a loop of Triton
@@ -32,6 +33,7 @@ _TARGET = re.compile(r"\$L\w+")
 _COLUMNS = re.compile(r"\.m64n(\d+)k")
 _WRITES = ("cp.async.ca.", "cp.async.cg.", "st.shared", "stmatrix.")
 _EVENTS = ("wgmma.", *_WRITES)
+_TENSOR_MEMORY = re.compile(r"\btcgen05\.(alloc|dealloc)\.[^;]*,\s*(\w+);")
 
 Region = tuple[int, int]  # the first byte, and the one behind the last
 
@@ -74,6 +76,15 @@ def races(text: str) -> Races:
     if "wgmma.mma_async" in text:
         _explore(_graph(text), *found)
     return Races(*(tuple(sorted(lines)) for lines in found))
+
+
+def tensor_memory(text: str) -> tuple[int, frozenset[int]]:
+    """(columns of tensor memory that a block allocates, the sizes that it frees)."""
+    found = [(name, int(columns, 0)) for name, columns in _TENSOR_MEMORY.findall(text)]
+    return (
+        sum(columns for name, columns in found if name == "alloc"),
+        frozenset(columns for name, columns in found if name == "dealloc"),
+    )
 
 
 def _explore(blocks: Sequence[_Block], overwritten: set[int], unknown: set[int]) -> None:

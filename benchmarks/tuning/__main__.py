@@ -20,6 +20,7 @@ from benchmarks.tuning.candidates import rows, target
 from benchmarks.tuning.rows_text import Winner, write_rows
 from benchmarks.tuning.spaces import SPACES
 from liger_aot_build.errors import BuildError
+from liger_aot_build.profile import read_profile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m benchmarks.tuning", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--arch", required=True, help="the profile; this machine's GPU must be one it serves")
-    parser.add_argument("--kernel", required=True, help="kernels whose tables to tune, commas between")
+    parser.add_argument(
+        "--kernel", required=True, help="kernels whose tables to tune, commas between, or all"
+    )
     parser.add_argument(
         "--n", type=int, action="append", help="only problems timed at this n (may be repeated)"
     )
@@ -43,22 +46,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workers", type=int, help="compiler processes (default: one a core)")
     options = parser.parse_args(arguments)
-    kernels = options.kernel.split(",")
-    if strangers := [kernel for kernel in kernels if kernel not in SPACES]:
-        parser.error(f"no search space for {', '.join(strangers)}: there are those of {', '.join(SPACES)}")
     try:
+        kernels = _kernels(options)
         if not options.list:
             _check_gpu(options.arch)
-        return max(_tune(kernel, options) for kernel in kernels)
     except BuildError as error:
         parser.error(str(error))
+    return max([_tried(kernel, options) for kernel in kernels])
+
+
+def _kernels(options: argparse.Namespace) -> list[str]:
+    """Those asked for; all: every one that has a search space, and a table in the profile."""
+    tables = read_profile(options.arch).tables
+    if options.kernel == "all":
+        return [kernel for kernel in SPACES if kernel in tables]
+    kernels: list[str] = options.kernel.split(",")
+    if strangers := [kernel for kernel in kernels if kernel not in SPACES]:
+        raise BuildError(
+            f"no search space for {', '.join(strangers)}: there are those of {', '.join(SPACES)}"
+        )
+    return kernels
+
+
+def _tried(kernel: str, options: argparse.Namespace) -> int:
+    """One kernel's exit status: what is wrong with it does not keep the others from their turn."""
+    try:
+        return _tune(kernel, options)
+    except BuildError as error:
+        print(f"{kernel}: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def _check_gpu(arch: str) -> None:
     import torch
 
     from liger_aot.runtime.devices import gpu
-    from liger_aot_build.profile import read_profile
 
     if not torch.cuda.is_available():
         raise BuildError("the tuner measures on a GPU, and torch sees none here (--list needs none)")

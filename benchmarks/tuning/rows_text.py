@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_aot_build.errors import ProfileError
+from liger_aot_build.profile import read_profile, row_keys
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,15 +31,23 @@ class Winner:
         bound = {} if self.max_n is None else {"max_n": self.max_n}
         axes = {axis: list(values) if len(values) > 1 else values[0] for axis, values in self.when.items()}
         pairs = {**bound, "form": self.candidate["form"], **axes, **self.candidate}
-        return f"  {{ {', '.join(f'{k} = {_value(v)}' for k, v in pairs.items())} }}, # {self.comment}"
+        return f"  {_row(pairs)}, # {self.comment}"
 
 
 def write_rows(path: Path, kernel: str, winners: Sequence[Winner], provenance: str) -> None:
-    """Put the winners into ``[kernel.<kernel>]``, in place of rows with the same bound and dtypes."""
+    """Put the winners into ``[kernel.<kernel>]``, in place of rows with the same bound and dtypes. A profile that has
+    the table from the one that it extends gets its own, with the other's remaining rows."""
     text = path.read_text()
-    section = re.search(rf"^\[kernel\.{kernel}\]\n.*?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
-    if section is None:
+    pattern = re.compile(rf"^\[kernel\.{kernel}\]\n.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
+    found = pattern.search(text)
+    if found is None and re.search(r"^extends = ", text, re.MULTILINE) is None:
         raise ProfileError(f"{path.name}: table [kernel.{kernel}] is missing")
+    if found is None:
+        text = f"{text.rstrip()}\n\n{_inherited(path, kernel)}"
+    elif re.search(r"^changes = \[$", found[0], re.MULTILINE):
+        text = f"{text[: found.start()]}{_inherited(path, kernel)}\n{text[found.end() :]}"
+    section = pattern.search(text)
+    assert section is not None
     body = re.search(r"^rows = \[\n(.*?)^\]", section[0], re.MULTILINE | re.DOTALL)
     if body is None:
         raise ProfileError(f"{path.name}: [kernel.{kernel}]: rows must stand one a line")
@@ -49,6 +58,17 @@ def write_rows(path: Path, kernel: str, winners: Sequence[Winner], provenance: s
     rows = "\n".join(line for _, line in lines)
     fresh = f'[kernel.{kernel}]\nprovenance = """\n{provenance}"""\nrows = [\n{rows}\n]\n\n'
     path.write_text((text[: section.start()] + fresh + text[section.end() :]).rstrip() + "\n")
+
+
+def _inherited(path: Path, kernel: str) -> str:
+    """A table whose rows a profile has from another, with changes or without, as text."""
+    table = read_profile(path.stem, path.parent).table(kernel)
+    rows = "\n".join(f"  {_row(row_keys(row))}," for row in table.rows)
+    return f'[kernel.{kernel}]\nprovenance = """\n{table.provenance}"""\nrows = [\n{rows}\n]\n'
+
+
+def _row(keys: Mapping[str, Any]) -> str:
+    return f"{{ {', '.join(f'{k} = {_value(v)}' for k, v in keys.items())} }}"
 
 
 def _parse(path: Path, line: str) -> dict[str, Any]:
@@ -73,7 +93,7 @@ def _narrowed(row: dict[str, Any], line: str, winners: Sequence[Winner]) -> list
     if not left:
         return []
     row = {**row, "dtype": list(left)}
-    return [(row, f"  {{ {', '.join(f'{k} = {_value(v)}' for k, v in row.items())} }},")]
+    return [(row, f"  {_row(row)},")]
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

@@ -14,11 +14,12 @@ from liger_aot.runtime.manifest import Pack
 from liger_aot.runtime.packs import describe, hidden_folders, installed, pack_for
 
 Body = Callable[[], "tuple[list[str], bool]"]
-# The oldest driver that loads binaries of a version, as drivers count their own. Cubins: the ELF ABI changes with
-# CUDA's major version, and a driver loads its own and earlier ones. Code objects: ROCm 6.3 is the first to take version
-# 6; some before 6.0 read version 5, of which too little is known to promise it.
+# The oldest driver that loads binaries of a version, as drivers count their own. Cubins: ptxas 12.8, the first that
+# knows sm_100 and sm_120, writes ELF ABI 8 for them and ELF ABI 7 for all before. Code objects: ROCm 6.3 is the first
+# to take version 6; some before 6.0 read version 5, of which too little is known to promise it.
 OLDEST_DRIVER = {
     ("cuda", 7): (12_000, "R525 or newer"),
+    ("cuda", 8): (12_080, "R570 or newer"),
     ("hip", 5): (60_000_000, "ROCm 6.0 or newer"),
     ("hip", 6): (60_300_000, "ROCm 6.3 or newer"),
 }
@@ -161,7 +162,7 @@ def _served(index: int) -> tuple[str, bool]:
         wanting = [*_driver_too_old(pack), *_wanting(pack, found.shared_per_block)]
     except Exception as error:
         return str(error) or type(error).__name__, False
-    return "; ".join((f"{found.device} takes pack {pack.arch}", *wanting)), not wanting
+    return "; ".join((f"{found.device} takes pack {pack.arch}", *wanting, *_unmeasured(pack))), not wanting
 
 
 def _seen_by_driver() -> int:
@@ -172,6 +173,16 @@ def _seen_by_driver() -> int:
         return int(driver().device_count)
     except Exception:
         return 0
+
+
+def _unmeasured(pack: Pack) -> list[str]:
+    """What makes a pack slower than it need be, and who can change that."""
+    if pack.measured:
+        return []
+    return [
+        "its launch numbers are derived from another architecture's, not measured: with the source tree, python -m "
+        f"benchmarks.tuning --arch {pack.arch} --kernel all --write measures them (docs/tuning-your-chip.md)"
+    ]
 
 
 def _driver_too_old(pack: Pack) -> list[str]:

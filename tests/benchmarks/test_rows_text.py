@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.tuning.rows_text import Winner, write_rows
 from liger_aot_build.errors import ProfileError
+from liger_aot_build.paths import PROFILES
+from liger_aot_build.profile import read_profile
 
 PROFILE = """# a chip
 
@@ -89,6 +93,35 @@ def test_rows_of_other_axes_stay(tmp_path: Path) -> None:
         '{ dim = 64, mask = "full", form = "x", num_warps = 4 },',
         '{ form = "all", num_warps = 4 },',
     ]
+
+
+def test_a_table_of_another_profile(tmp_path: Path) -> None:
+    """A profile that extends another gets a table of its own; the rows that nobody measured are those that it had."""
+    for name in ("sm80", "sm89"):
+        shutil.copy(PROFILES / f"{name}.toml", tmp_path)
+    path, before = tmp_path / "sm89.toml", read_profile("sm89", tmp_path)
+    other = (tmp_path / "sm80.toml").read_text()
+    winner = Winner(None, {"dtype": ("bf16",)}, {"form": "flat", "block": 4096, "num_warps": 8}, "0.99 at 64")
+    kernels = (
+        "relu_squared_forward",
+        "groupnorm_forward",
+        "mhc_coefficients_project",
+        "flash_decoding_combine",
+    )
+    for kernel in kernels:
+        write_rows(path, kernel, [winner] if kernel == kernels[0] else (), "measured")
+    after = read_profile("sm89", tmp_path)
+    assert (tmp_path / "sm80.toml").read_text() == other
+    for kernel in kernels:
+        table = before.table(kernel)
+        assert after.table(kernel).provenance == "measured"
+        rows = [replace(row, where="") for row in after.table(kernel).rows]
+        kept = [replace(row, where="") for row in table.rows]
+        if kernel == kernels[0]:
+            assert rows[0].constants == {"BLOCK": 4096} and rows[0].when == {"dtype": ("bf16",)}
+            assert [row.constants for row in rows[1:]] == [row.constants for row in kept]
+        else:
+            assert sorted(map(repr, rows)) == sorted(map(repr, kept)), kernel
 
 
 def test_a_missing_table(tmp_path: Path) -> None:

@@ -235,6 +235,22 @@ def test_workloads_are_right_and_errors_are_seen(kernel: str, number: int) -> No
 # ---- The command ----
 
 
+def test_all_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the profile has a table for; what is wrong with one does not stop the rest."""
+    seen = []
+
+    def tune(kernel: str, options: object) -> int:
+        seen.append(kernel)
+        if kernel == "rmsnorm_forward":
+            raise BuildError("no candidate")
+        return 0
+
+    monkeypatch.setattr(command, "_tune", tune)
+    assert command.main(["--arch", "sm80", "--kernel", "all", "--list"]) == 1
+    assert "rmsnorm_forward: no candidate" in capsys.readouterr().err
+    assert seen == [kernel for kernel in SPACES if kernel in read_profile("sm80").tables] != [*SPACES]
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--arch", "sm90", "--kernel", "swiglu_forward", "--list"]) == 0
     shown = capsys.readouterr().out

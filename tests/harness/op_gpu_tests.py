@@ -19,17 +19,16 @@ from liger_aot.runtime.devices import driver, gpu
 from liger_aot.runtime.dispatch import GPUDriver, Launchable, OpOn, Runtimes
 from liger_aot.runtime.manifest import Pack, Variant
 from liger_aot.runtime.packs import pack_for
+from tests.conftest import built_pack
 from tests.harness.op_cases import OpCases, Results, same
 
-# PTX of the sm80 pack (python -m liger_aot_build audit --assembly) and the pack itself, both built for this purpose.
-SM80_PTX = os.environ.get("LIGER_AOT_SM80_PTX")
-PTX = pytest.param(
-    "sm80 PTX",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not SM80_PTX, reason="LIGER_AOT_SM80_PTX names no folder of PTX"),
-    ],
-)
+# A folder of one architecture's PTX, of its name (``python -m liger_aot_build audit --arch sm89 --assembly build/ptx``
+# makes build/ptx/sm89). A GPU takes PTX of its compute capability and lower ones, but not of other sm_90a, sm_100f and
+# the like.
+PTX_FOLDER = os.environ.get("LIGER_AOT_PTX")
+PTX_ARCH = Path(PTX_FOLDER).name if PTX_FOLDER else ""
+needs_ptx = pytest.mark.skipif(not PTX_FOLDER, reason="LIGER_AOT_PTX names no folder of PTX")
+PTX = pytest.param("PTX", marks=[pytest.mark.gpu, needs_ptx])
 AnyOp = TypeVar("AnyOp", bound=Op)
 REPEATS = 10
 THREADS = 16
@@ -40,19 +39,20 @@ def installed() -> Pack:
 
 
 class PtxDriver(GPUDriver):
-    """The sm80 pack's PTX through the driver's own compiler: the way to run its lowering on a later GPU."""
+    """A pack's PTX through the driver's own compiler: the way to run an architecture's lowering on a later GPU."""
 
     def load(self, variant: Variant) -> Launchable:
-        assert SM80_PTX is not None
-        text = (Path(SM80_PTX) / f"{variant.name}.ptx").read_bytes()
+        assert PTX_FOLDER is not None
+        text = (Path(PTX_FOLDER) / f"{variant.name}.ptx").read_bytes()
         kernel: Launchable = driver().load(
             text, variant.symbol, threads=variant.threads, shared=variant.shared, signature=variant.signature
         )
         return kernel
 
 
-def lowered_from_ptx(op_class: type[AnyOp], pack: Pack) -> AnyOp:
-    return on_first_gpu(op_class, pack, PtxDriver)
+def lowered_from_ptx(op_class: type[AnyOp]) -> AnyOp:
+    """The op with the PTX of LIGER_AOT_PTX, launched as that architecture's pack says."""
+    return on_first_gpu(op_class, built_pack(PTX_ARCH), PtxDriver)
 
 
 def on_first_gpu(op_class: type[AnyOp], pack: Pack, driver_class: type[GPUDriver]) -> AnyOp:

@@ -1,5 +1,5 @@
 """Tests of any differentiable op, five ways: its reference on the CPU, Triton's interpreter, the AMD binaries on the
-emulator, the installed binaries on a GPU (and sm80's PTX there), and torch's machinery around it.
+emulator, the installed binaries on a GPU (and other architectures' PTX there), and torch's machinery around it.
 
 An op's module is a declaration, ``class TestSwiGLU(OpTests)``, and whatever is the op's alone. It gives
 (dictionaries annotated as ``ClassVar[Mapping[str, Any]]``):
@@ -70,7 +70,7 @@ from tests.harness.op_cases import (
     form_of,
     same,
 )
-from tests.harness.op_gpu_tests import PTX, OpGPUTests, installed, lowered_from_ptx
+from tests.harness.op_gpu_tests import PTX, PTX_ARCH, OpGPUTests, installed, lowered_from_ptx
 from tests.harness.tolerances import REFERENCE
 
 __all__ = ["BF16", "DTYPES", "FP16", "FP32", "Case", "Draw", "Exact", "OpTests", "Results"]
@@ -137,8 +137,8 @@ def made(tests: OpCases, name: str) -> Way:
     if driver == "gpu":
         pack = installed()
         return Way(op_class(), "cuda", dict(pack.tolerance), pack, rows=700)
-    pack = built_pack("sm80")
-    return Way(lowered_from_ptx(op_class, pack), "cuda", dict(pack.tolerance), pack, rows=100)
+    pack = built_pack(PTX_ARCH)
+    return Way(lowered_from_ptx(op_class), "cuda", dict(pack.tolerance), pack, rows=100)
 
 
 class OpTests(OpGPUTests):

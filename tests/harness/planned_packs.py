@@ -85,7 +85,9 @@ def built(arch: str, op: str, name: str) -> Packed:
         if name in {variant for *_, variant in (*entries, *kernel.few.get(key, ()))}
     }
     alone = Plan(
-        op, arch, {kernel.kernel.name: type(kernel)(kernel.kernel, tables, {name: kernel.variants[name]}, {})}
+        op,
+        arch,
+        {kernel.kernel.name: type(kernel)(kernel.kernel, tables, {name: kernel.variants[name]}, {}, {})},
     )
     found = {name: audited(arch, op, name)}
     folder = _folder() / "built" / f"{arch}-{name}"
@@ -166,7 +168,8 @@ def _placeholder(variant: Variant, profile: Profile) -> Audited:
     facts = BinaryFacts(
         kind="", arch=arch.machine, kernel=variant.function, format_version=ABI[arch.backend], registers=0,
         accumulator_registers=0, scalar_registers=0, granted_registers=0, granted_scalars=0, spilled_registers=0,
-        local_bytes=0, static_shared=0, max_threads=arch.threads_per_block, wave_size=arch.warp_size, parameters=(),
-        parameter_bytes=0, parameter_offset=0, matrix={}, register_budgets=(), waits=False,
+        local_bytes=0, static_shared=0, shared_granule=1, shared_reserved=0, max_threads=arch.threads_per_block,
+        wave_size=arch.warp_size, parameters=(), parameter_bytes=0, parameter_offset=0, matrix={},
+        register_budgets=(), waits=False,
     )  # fmt: skip
     return Audited(variant, compiled, facts, warps * arch.warp_size, 1)

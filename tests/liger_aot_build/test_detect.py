@@ -66,11 +66,13 @@ def test_the_variable_wins_over_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
     ("cuda", "hip", "archs"),
     [
         ({"9.0"}, set(), ("sm90",)),
-        ({"8.0", "8.9"}, set(), ("sm80",)),
+        ({"8.0", "8.9"}, set(), ("sm80", "sm89")),
+        ({"8.9"}, set(), ("sm89",)),
+        ({"10.3", "12.1"}, set(), ("sm100", "sm120")),
         ({"8.6", "9.0"}, set(), ("sm80", "sm90")),
         (set(), {"gfx942"}, ("gfx942",)),
         ({"9.0"}, {"gfx90a"}, ("gfx90a", "sm90")),
-        ({"12.0"}, {"gfx1100"}, ALL),
+        ({"7.5"}, {"gfx1030"}, ALL),
         (set(), set(), ALL),
     ],
 )

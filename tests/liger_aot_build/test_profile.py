@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from liger_aot_build.errors import ProfileError
-from liger_aot_build.profile import Profile, profile_names, read_profile
+from liger_aot_build.profile import Profile, profile_names, read_profile, row_keys
 from tests.liger_aot_build.small_op import TABLE, edited, hardware, write_profile
 
 
@@ -17,7 +17,7 @@ def test_real_profiles(arch: str) -> None:
     profile = read_profile(arch)
     assert profile.arch.name == arch
     assert profile.arch.backend == ("hip" if arch.startswith("gfx") else "cuda")
-    assert profile.arch.warp_size == (64 if arch.startswith("gfx") else 32)
+    assert profile.arch.warp_size == (64 if arch.startswith("gfx9") else 32)
     assert profile.arch.shared_per_block <= profile.arch.shared_per_multiprocessor
     assert set(profile.tolerance.roundoffs) == {"bf16", "fp16", "fp32"}
 
@@ -99,6 +99,74 @@ def test_the_hash_is_of_both_texts(tmp_path: Path) -> None:
     assert extending(tmp_path, EXTENDING).sha256 == one
 
 
+CHANGES = """
+[kernel.scale]
+provenance = "here"
+changes = [{ of = { form = "long" }, num_warps = 2, block = 32 }]
+"""
+
+
+def test_changes_of_single_rows(tmp_path: Path) -> None:
+    """The rows with the keys in ``of`` get the others; all else is the other profile's."""
+    profile = extending(tmp_path, EXTENDING + CHANGES)
+    table, before = profile.table("scale"), read_profile("gfx942", tmp_path).table("scale").rows
+    assert table.provenance == "here" and len(table.rows) == len(before)
+    for row, old in zip(table.rows, before, strict=True):
+        if old.form == "long":
+            assert row.constants == {**old.constants, "BLOCK": 32} and row.options == {
+                **old.options,
+                "num_warps": 2,
+            }
+            assert row.where == "gfx950.toml: [kernel.scale] change 1"
+            assert (row.max_n, row.when, row.host) == (old.max_n, old.when, old.host)
+        else:
+            assert row == old
+    assert any(row.form == "long" for row in before) and row_keys(before[0])["form"] == before[0].form
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({'"long"': '"wide"'}, r"\[kernel.scale\] change 1: no row has \{'form': 'wide'\}"),
+        (
+            {"num_warps = 2, block = 32": ""},
+            r"change 1: expected \{ of = \{ keys of rows \}, and what they get \}",
+        ),
+        ({"of = { form": "form = { of"}, r"change 1: expected \{ of = "),
+        ({"num_warps = 2": "num_warps = 3"}, r"change 1: num_warps must be a power of two, found 3"),
+        (
+            {'[{ of = { form = "long" }, num_warps = 2, block = 32 }]': "[]"},
+            "changes must be a list of at least one",
+        ),
+        ({"provenance": "rows = []\nprovenance"}, "unknown key 'rows'; known are changes, provenance"),
+        (
+            {"kernel.scale": "kernel.other"},
+            r"\[kernel.other\]: changes: there is no table of another profile",
+        ),
+    ],
+)
+def test_changes_of_nothing(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        extending(tmp_path, EXTENDING + edited(CHANGES, changes))
+
+
+def test_tables_that_are_not_taken_over(tmp_path: Path) -> None:
+    """Of kernels that the chip can't have: ``without`` names them."""
+    without = edited(EXTENDING, {'extends = "gfx942"': 'extends = "gfx942"\nwithout = ["scale"]'})
+    assert "scale" not in extending(tmp_path, without).tables
+    for wrong in ('"scales"', '"scale", "scale"'):
+        with pytest.raises(
+            ProfileError, match=r"gfx950.toml: without: 'scales?' is no table that it would take over"
+        ):
+            extending(tmp_path, edited(without, {'"scale"': wrong}))
+    own = '[kernel.scale]\nprovenance = "here"\nrows = [{ form = "long", block = 64, num_warps = 1 }]\n'
+    with pytest.raises(ProfileError, match=r"gfx950.toml: without: 'scale' is no table"):
+        extending(tmp_path, without + own)
+    alone = f'without = ["scale"]\n{hardware("gfx942")}{TABLE}'
+    with pytest.raises(ProfileError, match=r"gfx942.toml: without: 'scale' is no table"):
+        read_profile("gfx942", write_profile(tmp_path / "alone", "gfx942", alone))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -113,13 +181,60 @@ def test_what_extends_nothing(tmp_path: Path, changes: dict[str, str], message: 
         extending(tmp_path, edited(EXTENDING, changes))
 
 
-def test_one_step_of_extending(tmp_path: Path) -> None:
-    extending(tmp_path, EXTENDING)
+def test_a_chain_of_profiles(tmp_path: Path) -> None:
+    """Each has what the one before it has; the nearest word counts, and all texts are in the hash."""
+    second = extending(tmp_path, EXTENDING)
     third = edited(
-        EXTENDING, {'extends = "gfx942"': 'extends = "gfx950"', 'name = "gfx950"': 'name = "gfx951"'}
+        EXTENDING, {'"gfx942"': '"gfx950"', 'name = "gfx950"': 'name = "gfx951"', "163840": "65536"}
     )
-    with pytest.raises(ProfileError, match=r"gfx951.toml: extends 'gfx950', which extends another itself"):
-        read_profile("gfx951", write_profile(tmp_path, "gfx951", third))
+    found = read_profile("gfx951", write_profile(tmp_path, "gfx951", third))
+    assert found.arch == replace(second.arch, name="gfx951", shared_per_block=65536)
+    assert found.tables == second.tables
+    write_profile(tmp_path, "gfx942", hardware("gfx942") + TABLE + "# a remark\n")
+    assert read_profile("gfx951", tmp_path).sha256 != found.sha256
+
+
+def test_a_circle_of_profiles(tmp_path: Path) -> None:
+    extending(tmp_path, EXTENDING)
+    circle = edited(EXTENDING, {'"gfx942"': '"gfx950"', 'name = "gfx950"': 'name = "gfx942"'})
+    message = "gfx950.toml: extends 'gfx942', which extends gfx950 itself: gfx942 > gfx950 > gfx942"
+    with pytest.raises(ProfileError, match=message):
+        read_profile("gfx942", write_profile(tmp_path, "gfx942", circle))
+
+
+WAVE_TABLE = """
+[kernel.k]
+provenance = "derived, not measured: a test"
+rows = [
+  { max_n = 512, form = "tile", num_warps = 1, waves_per_eu = 2, programs_per_multiprocessor = 3 },
+  { form = "tile", block = 64, num_warps = 16 },
+]
+"""
+
+
+def test_rows_for_another_warp_size_keep_their_threads(tmp_path: Path) -> None:
+    narrow = edited(EXTENDING, {"shared_per_block": "warp_size = 32\nshared_per_block"})
+    profile = extending(tmp_path, narrow, WAVE_TABLE)
+    base = read_profile("gfx942", tmp_path)
+    for before, after in zip(base.table("k").rows, profile.table("k").rows, strict=True):
+        assert after.options["num_warps"] * 32 == before.options["num_warps"] * 64
+        assert after == replace(before, options={"num_warps": after.options["num_warps"]})
+    said = "derived, not measured: a test; the same threads in warps of 32, not 64"
+    assert profile.table("k").provenance == said
+    wide = edited(narrow, {'"gfx942"': '"gfx950"', 'name = "gfx950"': 'name = "gfx951"', "= 32": "= 128"})
+    again = read_profile("gfx951", write_profile(tmp_path, "gfx951", wide)).table("k").rows
+    assert [row.options["num_warps"] for row in again] == [1, 8], "one warp at least"
+
+
+def test_more_threads_than_another_chip_takes(tmp_path: Path) -> None:
+    small = edited(
+        EXTENDING, {"shared_per_block": "warp_size = 32\nthreads_per_block = 512\nshared_per_block"}
+    )
+    message = (
+        r"gfx942.toml: \[kernel.k\] row 2: 1024 threads, gfx950 takes 512 a block: give it a table of its own"
+    )
+    with pytest.raises(ProfileError, match=message):
+        extending(tmp_path, small, WAVE_TABLE)
 
 
 # what is wrong: (what to replace in the text, the message)

@@ -18,7 +18,7 @@ from liger_aot.ops.norms.column_sums import ColumnSums
 from liger_aot.runtime import devices, packs
 from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.packs import Device, pack_for
-from liger_aot_build.profile import profile_names
+from liger_aot_build.profile import profile_names, read_profile
 from tests.harness.pack_edits import count_binaries, cut, edit, flip, need_shared, read_all
 from tests.harness.stand_in import StandIn
 
@@ -52,6 +52,22 @@ def test_the_most_specific_pack_wins(copies: Callable[..., Path]) -> None:
     with pytest.raises(PackDamaged, match=r"sm89/manifest\.json"):
         pack_for(L4)  # not sm80's in silence
     assert pack_for(A100).arch == "sm80"
+
+
+def test_what_each_gpu_takes() -> None:
+    """Of all profiles, the one that names a GPU earliest: its own, or the one before it of its major version."""
+    serves = {name: read_profile(name).arch.serves for name in profile_names()}
+    for target, wanted in {
+        "8.0": "sm80",
+        "8.6": "sm80",
+        "8.9": "sm89",
+        "9.0": "sm90",
+        "10.0": "sm100",
+        "10.3": "sm100",
+        "12.0": "sm120",
+        "12.1": "sm120",
+    }.items():
+        assert min((s.index(target), name) for name, s in serves.items() if target in s)[1] == wanted
 
 
 def test_of_two_roots_the_first_counts(
@@ -164,15 +180,15 @@ def test_one_folder_by_two_names_counts_once(
     ("device", "messages"),
     [
         (
-            Device("cuda", "12.0", "NVIDIA B200"),
+            Device("cuda", "7.5", "NVIDIA T4"),
             [
-                "NVIDIA B200 (compute capability 12.0)",
-                "liger-aot is built for gfx90a, gfx942, sm80, sm90; add a profile",
+                "NVIDIA T4 (compute capability 7.5)",
+                f"liger-aot is built for {', '.join(profile_names())}; add a profile",
             ],
         ),
         (
-            Device("hip", "gfx1100", "AMD Radeon RX 7900"),
-            ["AMD Radeon RX 7900 (gfx1100)", "gfx90a, gfx942, sm80, sm90; add a profile"],
+            Device("hip", "gfx1030", "AMD Radeon RX 6900"),
+            ["AMD Radeon RX 6900 (gfx1030)", f"{', '.join(profile_names())}; add a profile"],
         ),
         (
             H200,

@@ -35,8 +35,8 @@ def made(op_class: type[Op], way: str) -> tuple[Any, str]:
     driver, _, arch = way.partition(" ")
     if driver in ("reference", "gpu"):
         return load(op_class.name), "cpu" if driver == "reference" else "cuda"
-    if driver == "sm80":
-        return lowered_from_ptx(op_class, built_pack("sm80")), "cuda"
+    if driver == "PTX":
+        return lowered_from_ptx(op_class), "cuda"
     by = InterpreterDriver if driver == "interpreter" else EmulatorDriver
     return bound_op(op_class, built_pack(arch), by), "cpu"
 

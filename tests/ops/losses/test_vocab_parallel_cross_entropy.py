@@ -13,7 +13,7 @@ from liger_aot import load
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, bound_op
-from tests.harness.op_gpu_tests import PTX, lowered_from_ptx
+from tests.harness.op_gpu_tests import PTX, PTX_ARCH, lowered_from_ptx
 from tests.harness.process_groups import in_group
 from tests.ops.losses.linear_loss_cases import (
     BF16,
@@ -63,7 +63,7 @@ def compare(rank: int, device: torch.device, arch: str = "") -> None:
     dtypes = (FP32, BF16, FP16)
     ops: Any = [load(name) for name in NAMES]
     if gpu and arch:
-        ops = [lowered_from_ptx(type(op), built_pack(arch)) for op in ops]
+        ops = [lowered_from_ptx(type(op)) for op in ops]
     elif arch:
         ops = [bound_op(type(op), built_pack(arch), EmulatorDriver) for op in ops]
     for i, keywords in enumerate(OPTIONS):
@@ -219,7 +219,7 @@ def test_shards_on_two_gpus() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("binaries", ["", PTX])
 def test_shards_on_one_gpu(binaries: str) -> None:
-    in_group(compare, 2, "sm80" if binaries else "", device="cuda:0")
+    in_group(compare, 2, PTX_ARCH if binaries else "", device="cuda:0")
 
 
 @pytest.mark.gpu

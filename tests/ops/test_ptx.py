@@ -1,5 +1,5 @@
-"""The PTX of sm80's attention, decoding and 8-bit results on the GPU that is here. The other ops' runs through their
-own tests."""
+"""The PTX of another architecture's attention, decoding and 8-bit results on the GPU that is here. The other ops' runs
+through their own tests."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.op import Op
-from liger_aot.ops.quantization._codes import INT8
+from liger_aot.ops.quantization._codes import E4M3, INT8
 from liger_aot.ops.registry import module
+from liger_aot_build.profile import read_profile
 from tests.conftest import built_pack
-from tests.harness.op_gpu_tests import SM80_PTX, lowered_from_ptx
+from tests.harness.op_gpu_tests import PTX_ARCH, lowered_from_ptx, needs_ptx
 from tests.ops.attention import attention_cases, attention_gradients, varlen_cases
 from tests.ops.decoding import decoding_cases
 from tests.ops.quantization import quantization_cases
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not SM80_PTX, reason="LIGER_AOT_SM80_PTX names no folder of PTX"),
+    needs_ptx,
     pytest.mark.usefixtures("poisoned"),
 ]
+OUT = E4M3 if PTX_ARCH and read_profile(PTX_ARCH).arch.fp8 == "fp8e4nv" else INT8
 RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
     "attention": (FlashAttention, attention_cases.check, attention_cases.SMALL),
     "gradients": (
@@ -39,7 +41,7 @@ RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
         (*decoding_cases.SMALL, *decoding_cases.MORE_BINARIES),
     ),
     **{
-        name: (module(name).OP, quantization_cases.check, tuple(quantization_cases.small(name, INT8)))
+        name: (module(name).OP, quantization_cases.check, tuple(quantization_cases.small(name, OUT)))
         for name in quantization_cases.OPS
     },
 }
@@ -50,5 +52,5 @@ RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
 )
 def test_cases(run: str, seed: int) -> None:
     op_class, check, cases = RUNS[run]
-    pack = built_pack("sm80")
-    check(lowered_from_ptx(op_class, pack), cases[seed], dict(pack.tolerance), seed=seed, device="cuda")
+    allowed = dict(built_pack(PTX_ARCH).tolerance)
+    check(lowered_from_ptx(op_class), cases[seed], allowed, seed=seed, device="cuda")
