@@ -9,10 +9,11 @@ import pytest
 import triton
 import triton.language as tl
 
+from tests.emulator.amd_emulator.architecture import architecture
 from tests.emulator.amd_emulator.comparison import DTYPES, UNIT_ROUNDOFF, check, random, untouched, wide
 from tests.emulator.amd_emulator.triton_kernel import compile_kernel
 
-ARCHS = ("gfx90a", "gfx942")
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 
 @triton.jit
@@ -226,6 +227,8 @@ def run_matmul(
     constants = dict(zip(("BM", "BN", "BK"), tile, strict=True)) | {"PRECISION": precision}
     m, n, k = tile[0] + 16, tile[1], 80
     aligned = ("C", "A", "B", "n", "k")
+    if architecture(arch).lanes == 32:  # as many work-items; there is one matrix instruction
+        num_warps, instruction = 2 * num_warps, 0
     kernel = compile_kernel(
         matmul, arch, types, constants, aligned, num_warps, matrix_instr_nonkdim=instruction
     )

@@ -10,7 +10,7 @@ import triton.language as tl
 from tests.emulator.amd_emulator.comparison import DTYPES, UNTOUCHED, check, random, untouched, wide
 from tests.emulator.amd_emulator.triton_kernel import compile_kernel
 
-ARCHS = ("gfx90a", "gfx942")
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 
 @triton.jit
