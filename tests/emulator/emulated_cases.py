@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import executed
+
 
 def emulated(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Parameters (*case, architecture) of each case, whose last part is a problem. Quick are those of gfx942 that take
-    the binaries for bf16 and a head dimension of 64: every kernel form, mask and option is among them."""
+    the binaries for bf16 and a head dimension of 64: every kernel form, mask and option is among them, and so they are
+    all that architectures run of which each form is executed."""
     return [
-        pytest.param(*case, arch, marks=() if arch == "gfx942" and _quick(case[-1]) else pytest.mark.slow)
+        pytest.param(*case, arch, marks=() if arch == executed.QUICK and _quick(case[-1]) else pytest.mark.slow)
         for case in cases
-        for arch in ("gfx90a", "gfx942")
+        for arch in (*executed.ARCHS, *(executed.BY_FORM if _quick(case[-1]) else ()))
     ]
 
 
