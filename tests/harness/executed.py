@@ -25,8 +25,8 @@ from pathlib import Path
 VARIABLE = "LIGER_AOT_EXECUTED"
 ARCHS = ("gfx90a", "gfx942")
 QUICK = "gfx942"  # whose forms `make test` executes
-# Those of which a binary of each form is executed by `make test-all`. gfx1151's and gfx1200's instructions are gfx1100's
-# and gfx1201's, but for the scalar floats of gfx1151, which gfx1201 has too.
+# Those of which a binary of each form is executed by `make test-all`. gfx1151's and gfx1200's instructions are
+# gfx1100's and gfx1201's, but for the scalar floats of gfx1151, which gfx1201 has too.
 BY_FORM = ("gfx950", "gfx1100", "gfx1201")
 # kernel, its alignment -> why no call asks for it
 UNREACHED = {
