@@ -24,6 +24,13 @@ def emulated(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     ]
 
 
+# Each architecture whose binaries are executed; quick is gfx942
+AMD = [
+    pytest.param(arch, marks=() if arch == executed.QUICK else pytest.mark.slow)
+    for arch in (*executed.ARCHS, *executed.BY_FORM)
+]
+
+
 def on_architectures(*cases: Any, quick: bool = True) -> list[Any]:
     """Parameters (architecture, *case) for the tests of Triton kernels. In the quick run: all cases on gfx90a and
     gfx942, and, if ``quick``, the first on the architectures of which each form is executed."""

@@ -97,7 +97,7 @@ class Way:
 INTERPRETED = [
     pytest.param(f"interpreter {arch}", marks=pytest.mark.interpreter) for arch in ("sm90", "gfx942")
 ]
-# A binary of each form; the drivers of BINARIES run those of all rows.
+# On these a binary of each form, and what no case of an op reaches; the drivers of BINARIES run those of all rows.
 BY_FORM = [pytest.param(f"emulator {arch}", marks=pytest.mark.slow) for arch in executed.BY_FORM]
 EMULATED = "emulator gfx942"  # in the quick run: every form of each kernel, and what only a few tests reach
 BINARIES = [
