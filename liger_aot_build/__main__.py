@@ -107,6 +107,9 @@ def describe(plan: Plan) -> str:
             for bound, few, variant in (*rows, *((bound, "", v) for bound, v in entries)):
                 shown = variant.removeprefix(f"{name}-").replace("-" + key.replace("/", "-"), "")
                 lines.append(f"    n <= {bound}{few}: {shown}" if bound else f"    any n{few}: {shown}")
+        for key, why in kernel.absent.items():
+            past = f" past n = {kernel.tables[key][-1][0]}" if key in kernel.tables else ""
+            lines.append(f"  {name} {key}{past}: absent: {why}")
     return "\n".join(lines)
 
 

@@ -41,8 +41,9 @@ class BinaryFacts:
     `parameters` are (offset, size) in bytes of what the caller passes, `parameter_bytes` is the length of the
     block that holds them, `parameter_offset` where alignments over 16 bytes see that block start.
 
-    `matrix` counts the matrix instructions by name (HMMA, HGMMA, MFMA, WMMA), `register_budgets` are the registers a thread
-    that warps change to while they run (sm_90). `waits`: whether it waits for the kernel launched before it (sm_90).
+    `matrix` counts the matrix instructions by name (HMMA, HGMMA, MFMA, WMMA), `register_budgets` are the registers a
+    thread that warps change to while they run (sm_90). `waits`: whether it waits for the kernel launched before it
+    (sm_90).
     """
 
     kind: str

@@ -44,6 +44,7 @@ def write_pack(
         "arch": arch.name,
         "backend": arch.backend,
         "serves": arch.serves,
+        "fp8": arch.fp8,
         "binary_version": max(a.facts.format_version for a in audited.values()),
         "version": version,
         "toolchain": {"triton": profile.toolchain.triton, "compiler": compiler, **profile.toolchain.options},
@@ -76,7 +77,17 @@ def _op_manifest(
             "axes": list(k.kernel.axes),
             "aligned": list(k.kernel.aligned),
             "alignment": ALIGNMENT,
-            "tables": {key: [list(entry) for entry in entries] for key, entries in k.tables.items()},
+            "tables": {key: list(map(list, e)) for key, e in k.tables.items() if key not in k.absent},
+            **(
+                {
+                    "limited": {
+                        key: {"table": list(map(list, k.tables.get(key, ()))), "why": why}
+                        for key, why in k.absent.items()
+                    }
+                }
+                if k.absent
+                else {}
+            ),
             **(
                 {"few": {key: [list(entry) for entry in entries] for key, entries in k.few.items()}}
                 if k.few

@@ -19,7 +19,7 @@ from liger_aot_build.declaration import (
     tiles_of,
 )
 from liger_aot_build.errors import ProfileError
-from liger_aot_build.profile import ANY, Arch, Profile, Row
+from liger_aot_build.profile import ABSENT, ANY, Arch, Profile, Row
 
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
 _ALIGNED = {True: "aligned", False: "generic"}
@@ -68,6 +68,7 @@ class KernelPlan:
     few: Mapping[
         str, tuple[tuple[int | None, int, str], ...]
     ]  # dispatch key -> (max_n, most_rows, variant name), looked at before the tables, in order
+    absent: Mapping[str, str]  # dispatch key -> why there is no binary past its table's last bound, or at all
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,22 @@ def _plan_kernel(op: str, kernel: Kernel, declared: Kernel, profile: Profile) ->
     tables: dict[str, tuple[tuple[int | None, str], ...]] = {}
     variants: dict[str, Variant] = {}
     few: dict[str, tuple[tuple[int | None, int, str], ...]] = {}
+    absent: dict[str, str] = {}
     used: set[str] = set()
     for axes in combinations(kernel):
         for aligned in (True,) if kernel.always_aligned else (True, False):
             entries: list[tuple[int | None, str]] = []
             of_few: list[tuple[int | None, int, str]] = []
+            key = dispatch_key(axes, aligned)
             for row in rows:
+                if key in absent:
+                    break
+                if row.form == ABSENT:
+                    open_ended = not entries or entries[-1][0] is not None
+                    if open_ended and holds(row.when, {**axes, "aligned": aligned}):
+                        absent[key] = row.why or ""
+                        used.add(row.where)
+                    continue
                 form = kernel.forms[row.form]
                 if not all(holds(w, {**axes, "aligned": aligned}) for w in (row.when, form.requires)):
                     continue
@@ -162,10 +173,9 @@ def _plan_kernel(op: str, kernel: Kernel, declared: Kernel, profile: Profile) ->
                 entries.append((row.max_n, variant.name))
                 variants[variant.name] = variant
                 used.add(row.where)
-            key = dispatch_key(axes, aligned)
-            if not entries and kernel.optional:
+            if not entries and (kernel.optional or key in absent):
                 continue  # for these values of the axes the architecture does without
-            if not entries or entries[-1][0] is not None:
+            if key not in absent and (not entries or entries[-1][0] is not None):
                 largest = entries[-1][0] if entries else 0
                 raise ProfileError(
                     f"{profile.path.name}: [kernel.{kernel.name}]: no row holds {key} past n = {largest}"
@@ -180,13 +190,14 @@ def _plan_kernel(op: str, kernel: Kernel, declared: Kernel, profile: Profile) ->
     ]
     if unused := [row.where for row in rows if row.where not in used and not _for_any(kernel, row, lacking)]:
         raise ProfileError(f"{unused[0]}: never reached: earlier rows hold all that it would")
-    return KernelPlan(kernel, tables, variants, few)
+    return KernelPlan(kernel, tables, variants, few, absent)
 
 
 def _for_any(kernel: Kernel, row: Row, choices: Sequence[Mapping[str, Value]]) -> bool:
     """Whether a row is for some of these: the values that an inherited table serves and this chip lacks."""
     when = {axis: values for axis, values in row.when.items() if axis != "aligned"}
-    return any(holds(when, c) and holds(kernel.forms[row.form].requires, c) for c in choices)
+    requires = {} if row.form == ABSENT else kernel.forms[row.form].requires
+    return any(holds(when, c) and holds(requires, c) for c in choices)
 
 
 def _holds_all(row: Row, max_n: int | None, most_rows: int) -> bool:
@@ -208,11 +219,10 @@ def _check_exact(variant: Variant, row: Row, last: int | None) -> None:
 
 def check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
     """ProfileError where a row asks for what the kernel or the architecture does not have."""
-    if row.form not in kernel.forms:
+    if row.form not in (*kernel.forms, ABSENT):
         raise ProfileError(
             f"{row.where}: unknown form {row.form!r}; {kernel.name} has {', '.join(kernel.forms)}"
         )
-    form = kernel.forms[row.form]
     for axis, values in row.when.items():
         allowed = (True, False) if axis == "aligned" else kernel.axes.get(axis)
         if allowed is None:
@@ -222,6 +232,9 @@ def check_row(kernel: Kernel, row: Row, profile: Profile) -> None:
             raise ProfileError(
                 f"{row.where}: {axis}: {bad[0]!r} is not one of {', '.join(map(str, allowed))}"
             )
+    if row.form == ABSENT:
+        return
+    form = kernel.forms[row.form]
     if unknown := [c.lower() for c in row.constants if c not in form.constants]:
         raise ProfileError(f"{row.where}: unknown key {unknown[0]!r} for form {form.name!r}")
     for axes in combinations(kernel):

@@ -20,6 +20,9 @@ else:
 
 BACKENDS = ("cuda", "hip")
 DERIVED = "derived, not measured"  # what the provenance of numbers that nobody measured begins with
+ABSENT = (
+    "absent"  # the form of a row for what the architecture does without; ``why`` says what to use instead
+)
 ANY = "any"  # a row's ``aligned``, where an aligned binary would not be faster
 OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")  # launch numbers that the compiler takes
 # The one that every op's host code reads: forms that declare no other (``host``) need not name it.
@@ -69,7 +72,8 @@ class Tolerance:
 @dataclass(frozen=True)
 class Row:
     """One line of a launch table: used for problems up to ``max_n`` whose axes match ``when``; with ``most_rows``, for
-    those of at most so many rows, before all lines without."""
+    those of at most so many rows, before all lines without. One of form "absent" says ``why`` there is no binary for
+    what the lines before it leave."""
 
     max_n: int | None
     form: str
@@ -80,6 +84,7 @@ class Row:
     host: Mapping[str, int]
     where: str  # file, table and row, for messages
     most_rows: int | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,8 @@ def _inherited(table: Table, base: Profile, arch: Arch) -> Table:
 
 
 def _same_threads(row: Row, base: Arch, arch: Arch) -> Row:
+    if row.form == ABSENT:
+        return row
     threads = row.options["num_warps"] * base.warp_size
     if threads > arch.threads_per_block:
         raise ProfileError(
@@ -267,7 +274,15 @@ def read_row(where: str, raw: Any, arch: Arch) -> Row:
     for key, value in {**options, **host}.items():
         if type(value) is not int or value <= 0:
             raise ProfileError(f"{where}: {key} must be a positive integer, found {value!r}")
-    warps = options.get("num_warps")
+    why = left.pop("why", None)
+    if form == ABSENT:
+        if not isinstance(why, str) or not why.strip():
+            raise ProfileError(f"{where}: why must say what is absent and what to use instead")
+        if (max_n, most_rows, options, host) != (None, None, {}, {}):
+            raise ProfileError(f"{where}: absent is what earlier rows leave: it has no bound and no numbers")
+    elif why is not None:
+        raise ProfileError(f"{where}: why is for a row of form {ABSENT!r}")
+    warps = options.get("num_warps", 1 if form == ABSENT else None)
     if warps is None:
         raise ProfileError(f"{where}: 'num_warps' is missing")
     if warps & (warps - 1):
@@ -291,4 +306,8 @@ def read_row(where: str, raw: Any, arch: Arch) -> Row:
             constants[key.upper()] = value
         else:
             raise ProfileError(f"{where}: {key}: unexpected value {value!r}")
-    return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where, most_rows)
+    if form == ABSENT and constants:
+        raise ProfileError(
+            f"{where}: {min(constants).lower()}: absent takes no numbers; an axis' values are a list"
+        )
+    return Row(max_n, form, when, raw.get("aligned") == ANY, constants, options, host, where, most_rows, why)

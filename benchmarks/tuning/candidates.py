@@ -71,7 +71,9 @@ def _now(problem: Problem, of: Target) -> list[Row]:
     plan, when = of.plans[0].kernels[of.kernel.name], {"dtype": problem.dtypes[:1], **problem.when}
     found: list[Row] = []
     for key, entries in plan.tables.items():
-        name = next(name for bound, name in entries if bound is None or max(problem.sizes) <= bound)
+        held = (name for bound, name in entries if bound is None or max(problem.sizes) <= bound)
+        if (name := next(held, None)) is None:
+            continue  # absent at this size
         v = plan.variants[name]
         if key.endswith("/aligned") and holds(when, v.axes):
             usual = {**v.form.defaults, **of.kernel.decided(v.axes)}
@@ -154,7 +156,7 @@ def _write(
             # The kernel's own rows are among the candidates: the profile's tables of it are not needed.
             name = of.kernel.name
             tables = {f"{i}": ((None, variant),) for i, variant in enumerate(wanted)}
-            kernels[name] = KernelPlan(of.kernel, tables, wanted, {})
+            kernels[name] = KernelPlan(of.kernel, tables, wanted, {}, {})
         folder.mkdir(parents=True, exist_ok=True)
         text = write_op(folder, Plan(plan.op, plan.arch, kernels), good)
         for i, candidate in enumerate(candidates):

@@ -95,18 +95,53 @@ def page(executed: Executed) -> str:
                 "On the CPU every op runs its plain-torch reference; every test run covers that.",
                 "## GPUs",
                 markdown.table(
-                    ["architecture", "serves", "Triton"],
+                    ["architecture", "serves", "fp8", "Triton"],
                     [
-                        [arch, _serves(arch), facts.planned(arch).profile.toolchain.triton]
+                        [arch, _serves(arch), _fp8(arch), facts.planned(arch).profile.toolchain.triton]
                         for arch in facts.ARCHS
                     ],
                 ),
+                "## What architectures do without",
+                _absent(),
                 "## Binaries",
                 markdown.table(["op", *facts.ARCHS], [*counts, totals]),
             ]
         )
         + "\n"
     )
+
+
+def _fp8(arch: str) -> str:
+    return {"fp8e4nv": "e4m3", "fp8e4b8": "e4m3fnuz"}.get(facts.planned(arch).profile.arch.fp8, "-")
+
+
+def _absent() -> str:
+    """The rows of profiles that say that something is absent, what they hold for, and what to use instead."""
+    rows: list[list[str]] = []
+    for arch in facts.ARCHS:
+        for op, plan in facts.planned(arch).ops.items():
+            for name, kernel in plan.kernels.items():
+                bounds = {
+                    key: kernel.tables[key][-1][0] if key in kernel.tables else 0 for key in kernel.absent
+                }
+                every = len(set(bounds.values())) == 1 and not kernel.tables.keys() - bounds.keys()
+                for key, why in list(kernel.absent.items())[: 1 if every else None]:
+                    values = "" if every else f" {key}"
+                    past = f" past n = {bounds[key]}" if bounds[key] else ""
+                    rows.append([arch, f"[{op}](ops/{op}.md)", f"{name}{values}{past}", why])
+    if not rows:
+        return "Every architecture has binaries for every call of the ops above."
+    header = ["architecture", "op", "kernel, values of its axes, sizes", "why, and what to use instead"]
+    said = "Such a call raises `liger_aot.errors.NotBuilt` with these words."
+    return f"{said}\n\n{markdown.table(header, _merged(rows))}"
+
+
+def _merged(rows: list[list[str]]) -> list[list[str]]:
+    """Rows of one reason as one."""
+    merged: dict[tuple[str, str, str], list[str]] = {}
+    for arch, op, what, why in rows:
+        merged.setdefault((arch, op, why), []).append(what)
+    return [[arch, op, ", ".join(whats), why] for (arch, op, why), whats in merged.items()]
 
 
 def _serves(arch: str) -> str:

@@ -82,6 +82,10 @@ class PackTooNew(LigerAOTError, RuntimeError):
         self.path, self.found, self.known = path, found, known
 
 
+class NotBuilt(LigerAOTError, RuntimeError):
+    """The GPU's architecture does without a binary for this call; the message says why and what to use instead."""
+
+
 class NotLoaded(LigerAOTError, RuntimeError):
     """A binary would have to be loaded while a CUDA graph is captured: call the op's ``preload`` before."""
 

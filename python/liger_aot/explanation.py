@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from liger_aot.errors import ArgumentError, ArgumentTypeError, PackNotFound, printable
+from liger_aot.errors import ArgumentError, ArgumentTypeError, NotBuilt, PackNotFound, printable
 from liger_aot.ops.registry import load
 from liger_aot.runtime.manifest import Kernel, OpManifest, Pack
 from liger_aot.runtime.packs import describe, installed_packs, pack_of
@@ -179,6 +179,10 @@ def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) ->
 def _held(arch: str, kernel: Kernel, key: str, problem: Problem) -> tuple[str, str]:
     """The variant for the problem's size, and in words the bound that holds it."""
     n, rows = problem.n, problem.rows
+    if key in kernel.absent:
+        last = kernel.tables[key][-1][0] if key in kernel.tables else None
+        if last is None or n > last:
+            raise NotBuilt(kernel.not_built(key))
     if key not in kernel.tables:
         raise ArgumentTypeError(
             f"{kernel.name} of {arch} is not built for {key}; it is for {', '.join(sorted(kernel.tables))}"

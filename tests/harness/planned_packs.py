@@ -85,7 +85,9 @@ def built(arch: str, op: str, name: str) -> Packed:
         if name in {variant for *_, variant in (*entries, *kernel.few.get(key, ()))}
     }
     alone = Plan(
-        op, arch, {kernel.kernel.name: type(kernel)(kernel.kernel, tables, {name: kernel.variants[name]}, {})}
+        op,
+        arch,
+        {kernel.kernel.name: type(kernel)(kernel.kernel, tables, {name: kernel.variants[name]}, {}, {})},
     )
     found = {name: audited(arch, op, name)}
     folder = _folder() / "built" / f"{arch}-{name}"

@@ -70,7 +70,7 @@ def test_the_variable_wins_over_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
         ({"8.6", "9.0"}, set(), ("sm80", "sm90")),
         (set(), {"gfx942"}, ("gfx942",)),
         ({"9.0"}, {"gfx90a"}, ("gfx90a", "sm90")),
-        ({"12.0"}, {"gfx1100"}, ALL),
+        ({"7.5"}, {"gfx1030"}, ALL),
         (set(), set(), ALL),
     ],
 )

@@ -140,6 +140,7 @@ def test_rows_for_few_rows(tmp_path: Path) -> None:
 
 
 TILE, LONG = 'form = "tile", rows = 2', 'form = "long", block = 1024'
+ABSENT_ROW = '{ form = "absent", why = "registers: use scale_by_hand" }'
 MISTAKES = {
     "unknown form": (
         {TILE: 'form = "tiles", rows = 2'},
@@ -191,6 +192,36 @@ MISTAKES = {
         2,
         "never reached: earlier rows hold",
     ),
+    "nothing is left to be absent": (
+        {"num_warps = 8 },\n]": f"num_warps = 8 }},\n  {ABSENT_ROW}]"},
+        5,
+        "never reached: earlier rows hold",
+    ),
+    "absent without a reason": (
+        {"rows = [": 'rows = [ { form = "absent" },'},
+        1,
+        "why must say what is absent",
+    ),
+    "absent with numbers": (
+        {"rows = [": 'rows = [ { form = "absent", why = "w", block = 64 },'},
+        1,
+        "block: absent takes no numbers",
+    ),
+    "absent up to a bound": (
+        {"rows = [": 'rows = [ { form = "absent", why = "w", max_n = 64 },'},
+        1,
+        "absent is what earlier rows leave",
+    ),
+    "absent for an unknown axis": (
+        {"rows = [": 'rows = [ { form = "absent", why = "w", axis = ["a"] },'},
+        1,
+        "unknown key 'axis'",
+    ),
+    "a reason for what is there": (
+        {'form = "long", block': 'form = "long", why = "w", block'},
+        4,
+        "why is for a row of form 'absent'",
+    ),
     "a row behind the last": (
         {
             "num_warps = 8 },\n]": 'num_warps = 8 },\n  { max_n = 9000, form = "long", block = 512, num_warps = 4 },\n]'
@@ -219,6 +250,27 @@ def test_a_row_that_some_dtypes_reach_earlier(tmp_path: Path) -> None:
 def test_the_longest_rows_must_be_held(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"gfx942.toml: \[kernel.scale\]: no row holds .* past n = 8192"):
         small_plan(tmp_path, {'  { form = "long", block = 1024, num_warps = 8 },\n': ""})
+
+
+def test_what_is_absent(tmp_path: Path) -> None:
+    """Past a bound, for all sizes of some values, or altogether: the plan says why, and has no binary."""
+    for name in ("past", "fp32", "all"):
+        (tmp_path / name).mkdir()
+    last = '{ form = "long", block = 1024, num_warps = 8 }'
+    found = small_plan(tmp_path / "past", {last: ABSENT_ROW})
+    kernel = found.kernels["scale"]
+    assert {key: entries[-1][0] for key, entries in kernel.tables.items()} == {
+        key: 8192 if key in ("bf16/bf16/aligned", "bf16/fp32/aligned") else 2048 for key in kernel.tables
+    }
+    assert dict(kernel.absent) == dict.fromkeys(kernel.tables, "registers: use scale_by_hand")
+    assert "  scale bf16/bf16/generic past n = 2048: absent: registers: use scale_by_hand" in describe(found)
+    of_fp32 = ABSENT_ROW.replace("{ ", '{ dtype = "fp32", ')
+    kernel = small_plan(tmp_path / "fp32", {"rows = [": f"rows = [ {of_fp32},"}).kernels["scale"]
+    assert {key.split("/")[0] for key in kernel.absent} == {"fp32"}
+    assert {key.split("/")[0] for key in kernel.tables} == {"bf16"}
+    everything = {TABLE[TABLE.index("rows") :]: f"rows = [{ABSENT_ROW}]\n"}
+    kernel = small_plan(tmp_path / "all", everything).kernels["scale"]
+    assert (len(kernel.tables), len(kernel.variants), len(kernel.absent)) == (0, 0, 6)
 
 
 def test_stages_are_held_by_the_chip_that_has_the_memory(tmp_path: Path) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import liger_aot
-from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, PackTooNew
+from liger_aot.errors import LigerAOTError, NotBuilt, PackDamaged, PackNotFound, PackTooNew
 from liger_aot.runtime import packs
+from liger_aot.runtime.dispatch import KernelOn, Loaded
 from liger_aot.runtime.manifest import FORMAT, LARGEST_FILE, LARGEST_JSON, Pack
 from liger_aot.runtime.packs import Device, pack_for, pack_of
 from liger_aot_build.stored import compressed
+from tests.harness.drivers import Launchable
 from tests.harness.pack_edits import believe, cut, edit, flip, read_all, replace_binaries
 from tests.harness.planned_packs import compiled_pack
 
@@ -329,6 +332,15 @@ def test_a_binary_is_launched_in_one_way(sm80: Path) -> None:
         ("tables", {"bf16/aligned": [[None, "V"], [None, "V"]]}, "bounds do not rise"),
         ("tables", {"bf16/aligned": [[8, "V"], [8, "V"], [None, "V"]]}, "bounds do not rise"),
         ("tables", {"bf16/aligned": [[8, "V"]]}, "no entry for n past 8"),
+        (
+            "limited",
+            {"bf16/aligned": {"table": [], "why": "w"}},
+            "'bf16/aligned' is a key of its tables, too",
+        ),
+        ("limited", {"bf16/sometimes": {"table": [], "why": "w"}}, "'bf16/sometimes' is no key"),
+        ("limited", {"i8/aligned": {"table": []}}, "why is None, expected str"),
+        ("limited", {"i8/aligned": {"table": {}, "why": "w"}}, "table is not a list of entries"),
+        ("limited", {"i8/aligned": {"table": [[8, "missing"]], "why": "w"}}, "is no entry"),
         ("few", {"bf16/sometimes": []}, "'bf16/sometimes' is no key of its tables"),
         ("few", {"bf16/aligned": {}}, "few.bf16/aligned is not a list of entries"),
         ("few", {"bf16/aligned": [[8, "V"]]}, "is no entry"),
@@ -347,6 +359,33 @@ def test_dispatch_tables_that_cannot_be(sm80: Path, field: str, value: Any, mess
     edit(sm80 / "column_sums.json", change)
     with pytest.raises(PackDamaged, match=message):
         pack_for(A100).op("column_sums")
+
+
+def test_what_an_architecture_does_without(sm80: Path) -> None:
+    """Past its last bound, or altogether, a key of "limited" says why; what its table holds is dispatched."""
+
+    def change(document: Any) -> None:
+        kernel, name = document["kernels"]["column_sums"], next(iter(document["variants"]))
+        kernel["tables"].pop("bf16/aligned")
+        kernel["tables"].pop("fp16/aligned")
+        kernel["limited"] = {
+            "bf16/aligned": {"table": [[64, name]], "why": "use a sum"},
+            "fp16/aligned": {"table": [], "why": "use a sum"},
+        }
+
+    edit(sm80 / "column_sums.json", change)
+    manifest = pack_for(A100).op("column_sums")
+    kernel = KernelOn("column_sums", manifest, lambda name: Loaded(manifest.variant(name), Launchable(print)))
+    assert kernel((torch.bfloat16, True), 64).variant.name in manifest.variants
+    with pytest.raises(
+        NotBuilt, match=r"not built for bf16/aligned past n = 64 on this architecture: use a sum"
+    ):
+        kernel((torch.bfloat16, True), 65)
+    with pytest.raises(
+        NotBuilt, match=r"column_sums is not built for fp16/aligned on this architecture: use a"
+    ):
+        kernel((torch.float16, True), 1)
+    assert kernel((torch.float32, True), 1 << 20).variant.name in manifest.variants
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from liger_aot.errors import (
     ArgumentTypeError,
     DriverError,
+    NotBuilt,
     NotLoaded,
     PackDamaged,
     PackNotFound,
@@ -89,6 +90,8 @@ class KernelOn:
         self._few = {_table_key(key): entries for key, entries in manifest.kernels[name].few.items()}
         # Above so many rows a problem is one of many rows, which ``for_rows`` does not tell apart.
         self.most_rows = max((rows for entries in self._few.values() for _, rows, _ in entries), default=0)
+        self._not_built = {_table_key(key): key for key in manifest.kernels[name].absent}
+        self._kernel = manifest.kernels[name]
         self._tables: dict[tuple[Any, ...], tuple[list[int], list[str], list[Loaded | None]]] = {}
         for key, entries in manifest.kernels[name].tables.items():
             bounds = [bound for bound, _ in entries if bound is not None]
@@ -105,8 +108,12 @@ class KernelOn:
         try:
             bounds, names, found = self._tables[key]
         except KeyError:
+            if key in self._not_built:
+                raise NotBuilt(self._kernel.not_built(self._not_built[key])) from None
             raise ArgumentTypeError(self._refusal(key)) from None
         i = bisect_left(bounds, n)
+        if i == len(found):  # only where something is absent
+            raise NotBuilt(self._kernel.not_built(self._not_built[key]))
         loaded = found[i]
         if loaded is None:
             loaded = found[i] = self._load(names[i])

@@ -118,7 +118,8 @@ class Variant(NamedTuple):
 
 class Kernel(NamedTuple):
     """One kernel's dispatch tables: key ("bf16/64/causal/aligned") -> ascending (max_n or None, variant name). ``few``
-    has (max_n or None, most_rows, variant name) for problems of few rows, in the order in which they are looked at."""
+    has (max_n or None, most_rows, variant name) for problems of few rows, in the order in which they are looked at.
+    ``absent`` says, by key, why a table ends at a bound or is not there, and what to use instead."""
 
     name: str
     arguments: tuple[str, ...]
@@ -127,6 +128,12 @@ class Kernel(NamedTuple):
     alignment: int
     tables: Mapping[str, tuple[tuple[int | None, str], ...]]
     few: Mapping[str, tuple[tuple[int | None, int, str], ...]]
+    absent: Mapping[str, str]
+
+    def not_built(self, key: str) -> str:
+        """What to say of a key that is ``absent`` past the last bound of its table, or at all."""
+        past = f" past n = {self.tables[key][-1][0]}" if key in self.tables else ""
+        return f"{self.name} is not built for {key}{past} on this architecture: {self.absent[key]}"
 
 
 class OpManifest:
@@ -235,7 +242,16 @@ class OpManifest:
             )
         axes = tuple(_strings(self.path, raw, "axes", f"{name}."))
         tables = _object(self.path, raw.get("tables"), f"{name}.tables")
-        for key in tables:
+        limited = _object(self.path, raw.get("limited", {}), f"{name}.limited")
+        absent, ending = {}, {}
+        for key, about in limited.items():
+            where = f"{name}.limited.{_shown(key)}"
+            absent[key] = _typed(self.path, _object(self.path, about, where), "why", str, f"{where}.")
+            if about.get("table") != []:
+                ending[key] = self._table(f"{where}.table", about.get("table"), ends=True)
+        if twice := [key for key in limited if key in tables]:
+            raise PackDamaged(self.path, f"{name}.limited: {_shown(twice[0])} is a key of its tables, too")
+        for key in (*tables, *limited):
             *values, alignment = key.split("/")
             words = len(key) <= LONGEST_NAME and all(v.isidentifier() or v.isdecimal() for v in values)
             if alignment not in ("aligned", "generic") or len(values) != len(axes) or not words:
@@ -243,7 +259,7 @@ class OpManifest:
                     self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}"
                 )
         few = _object(self.path, raw.get("few", {}), f"{name}.few")
-        if unknown := [key for key in few if key not in tables]:
+        if unknown := [key for key in few if key not in tables and key not in ending]:
             raise PackDamaged(self.path, f"{name}.few: {_shown(unknown[0])} is no key of its tables")
         return Kernel(
             name=name,
@@ -251,11 +267,15 @@ class OpManifest:
             signature=signature,
             axes=axes,
             alignment=_count(self.path, raw, "alignment", f"{name}."),
-            tables={key: self._table(f"{name}.tables.{key}", entries) for key, entries in tables.items()},
+            tables={
+                **{key: self._table(f"{name}.tables.{key}", entries) for key, entries in tables.items()},
+                **ending,
+            },
             few={key: self._few(f"{name}.few.{key}", entries) for key, entries in few.items()},
+            absent=absent,
         )
 
-    def _table(self, where: str, raw: Any) -> tuple[tuple[int | None, str], ...]:
+    def _table(self, where: str, raw: Any, ends: bool = False) -> tuple[tuple[int | None, str], ...]:
         if not isinstance(raw, list) or not raw:
             raise PackDamaged(self.path, f"{where} is not a list of entries")
         last = 0
@@ -268,7 +288,7 @@ class OpManifest:
             if type(entry[0]) is not int or entry[0] <= last:
                 raise PackDamaged(self.path, f"{where}: bounds do not rise at {_shown(entry)}")
             last = entry[0]
-        if raw[-1][0] is not None:
+        if raw[-1][0] is not None and not ends:
             raise PackDamaged(self.path, f"{where}: no entry for n past {_shown(last)}")
         return tuple((bound, variant) for bound, variant in raw)
 
@@ -296,6 +316,8 @@ class Pack:
         self.arch = _safe(self.path, _typed(self.path, raw, "arch", str))
         self.backend = _typed(self.path, raw, "backend", str)
         self.serves = tuple(_strings(self.path, raw, "serves"))
+        # the 8-bit float that it converts to, as kernels' axes name it, or "none"
+        self.fp8 = _typed(self.path, raw, "fp8", str)
         self.version = _typed(self.path, raw, "version", str)
         self.toolchain: Mapping[str, Any] = _object(self.path, raw.get("toolchain"), "toolchain")
         self.tolerance: Mapping[str, Any] = _object(self.path, raw.get("tolerance"), "tolerance")

@@ -6,6 +6,7 @@ The rules of scales and codes are those of csrc_triton/quantization/codes.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.errors import ArgumentError, ArgumentTypeError, PackNotFound
 from liger_aot.ops import guards
 from liger_aot.ops.arguments import ANY, Allowed
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
 from liger_aot.ops.op import Problem, as_rows, check_rows, check_same_device
-from liger_aot.runtime.dispatch import REMEMBERED, KernelOn, Loaded, Runtimes
+from liger_aot.runtime.devices import gpu
+from liger_aot.runtime.dispatch import CODE_NAMES, REMEMBERED, KernelOn, Loaded, Runtimes
+from liger_aot.runtime.packs import pack_for
 
 E4M3, E4M3FNUZ, INT8 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8
 LARGEST = {E4M3: 448.0, E4M3FNUZ: 224.0, INT8: 127.0}
@@ -50,12 +53,26 @@ class Scheme(NamedTuple):
     @property
     def codes(self) -> torch.dtype:
         """The codes' dtype: by default the GPU's 8-bit float."""
-        return self.dtype or (E4M3FNUZ if torch.version.hip else E4M3)
+        return self.dtype or (_rocm_fp8() if torch.version.hip else E4M3)
 
     @property
     def word(self) -> str:
         """The scheme as the kernels' axis has it."""
         return f"group{self.group_size}" if self.scheme == "group" else self.scheme
+
+
+def _rocm_fp8() -> torch.dtype:
+    """The 8-bit float of the current GPU, as its pack says: CDNA 3 has another than what came after it."""
+    return _fp8_of(torch.cuda.current_device()) if torch.cuda.is_available() else E4M3
+
+
+@lru_cache(maxsize=64)
+def _fp8_of(index: int) -> torch.dtype:
+    try:
+        fp8 = pack_for(gpu(index).device).fp8
+    except PackNotFound:  # the reference on the CPU needs none
+        return E4M3
+    return E4M3FNUZ if fp8 == CODE_NAMES[E4M3FNUZ] else E4M3
 
 
 class Made(NamedTuple):
@@ -192,8 +209,8 @@ class QuantizingOp(DifferentiableOp):
 
     def _lacking(self, dtype: torch.dtype) -> ArgumentTypeError:
         return ArgumentTypeError(
-            f"{self.name}: this GPU does not convert to {_said(dtype)}: e4m3fn is for compute capability 8.9 and from "
-            "9.0 on, e4m3fnuz for gfx942; all have int8 with scheme 'token'"
+            f"{self.name}: this GPU does not convert to {_said(dtype)}: float8_e4m3fnuz is gfx942's alone, and older "
+            "GPUs have no fp8; all have int8 with scheme 'token'"
         )
 
     def _refuse_gradient(self) -> None:

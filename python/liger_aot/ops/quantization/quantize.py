@@ -37,7 +37,7 @@ class Quantize(QuantizingOp):
         scale: for scheme "tensor", one float32 element on x's device: the scale to use. By default it is made from x,
             in two launches.
         scheme: what shares a scale: "tensor", all of x; "token", a row; "group", ``group_size`` columns of a row.
-        dtype: of the codes; None is the GPU's fp8 (float8_e4m3fn, on ROCm float8_e4m3fnuz). int8 is for "token".
+        dtype: of the codes; None is the GPU's fp8 (float8_e4m3fn; on gfx942 float8_e4m3fnuz). int8 is for "token".
         group_size: 64 or 128; n must be a multiple of it.
         scale_layout: of the groups' scales in memory. "row_major"; "column_major", where those of one group follow
             each other, row by row; "tma_aligned", the same with a distance of columns rounded up to 16 bytes.
