@@ -8,15 +8,39 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import executed
+
 
 def emulated(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Parameters (*case, architecture) of each case, whose last part is a problem. Quick are those of gfx942 that take
-    the binaries for bf16 and a head dimension of 64: every kernel form, mask and option is among them."""
+    the binaries for bf16 and a head dimension of 64: every kernel form, mask and option is among them, and so they are
+    all that architectures run of which each form is executed."""
     return [
-        pytest.param(*case, arch, marks=() if arch == "gfx942" and _quick(case[-1]) else pytest.mark.slow)
+        pytest.param(
+            *case, arch, marks=() if arch == executed.QUICK and _quick(case[-1]) else pytest.mark.slow
+        )
         for case in cases
-        for arch in ("gfx90a", "gfx942")
+        for arch in (*executed.ARCHS, *(executed.BY_FORM if _quick(case[-1]) else ()))
     ]
+
+
+# Each architecture whose binaries are executed; quick is gfx942
+AMD = [
+    pytest.param(arch, marks=() if arch == executed.QUICK else pytest.mark.slow)
+    for arch in (*executed.ARCHS, *executed.BY_FORM)
+]
+
+
+def on_architectures(*cases: Any, quick: bool = True) -> list[Any]:
+    """Parameters (architecture, *case) for the tests of Triton kernels. In the quick run: all cases on gfx90a and
+    gfx942, and, if ``quick``, the first on the architectures of which each form is executed."""
+    made = []
+    for number, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        made += [pytest.param(arch, *values) for arch in executed.ARCHS]
+        marks = () if quick and number == 0 else pytest.mark.slow
+        made += [pytest.param(arch, *values, marks=marks) for arch in executed.BY_FORM]
+    return made
 
 
 def _quick(problem: Any) -> bool:

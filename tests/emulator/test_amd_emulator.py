@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from tests.emulator.amd_emulator import EmulatorError, Memory, Program
-from tests.emulator.amd_emulator.decode import Instruction, decode
+from tests.emulator.amd_emulator.decode import decode
+from tests.emulator.amd_emulator.instruction import Instruction
 from tests.emulator.amd_emulator.mutation import overwrite
 from tests.emulator.amd_emulator.scalar import BARRIER, END
 from tests.emulator.amd_emulator.triton_kernel import TritonKernel, compile_kernel

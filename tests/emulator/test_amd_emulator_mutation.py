@@ -18,8 +18,11 @@ from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.norms.rmsnorm import RMSNorm
 from liger_aot.ops.softmax.softmax import Softmax
 from tests.conftest import built_pack
-from tests.emulator.amd_emulator import EmulatorError, Program
+from tests.emulator.amd_emulator import EmulatorError, Program, matrix
+from tests.emulator.amd_emulator.instruction import Instruction
 from tests.emulator.amd_emulator.mutation import flipped
+from tests.emulator.amd_emulator.scalar import Step
+from tests.emulator.amd_emulator.wave import Wave
 from tests.harness import drivers
 from tests.harness.op_cases import BF16, Case
 from tests.ops.attention import attention_cases
@@ -52,7 +55,7 @@ class Limited(Program):
         return super().launch(*arguments, **more, max_instructions=MOST_INSTRUCTIONS)
 
 
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx1100"])
 @pytest.mark.parametrize(
     ("op_class", "check", "flips", "least"),
     [
@@ -101,6 +104,46 @@ def test_flipped_bits_are_noticed(
         "summary", f"{arch} {check.__name__}: {noticed:.0%} of {flips} flipped bits noticed, {dict(outcomes)}"
     )
     assert noticed >= least
+
+
+# A matrix read or written in another layout than the instruction's: how lanes (1st axis of 32) and registers change
+WRONG_LAYOUTS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "rows of the result in the other architecture's order": lambda rows: (
+        rows.reshape(8, 2, 16).transpose(1, 0, 2).reshape(8, 32)
+    ),
+    "the result's rows of two lane groups exchanged": lambda rows: np.roll(rows, 16, axis=1),
+    "columns in reverse": lambda rows: rows.reshape(8, 2, 16)[:, :, ::-1].reshape(8, 32),
+    "registers in reverse": lambda rows: rows[::-1],
+}
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+@pytest.mark.parametrize("change", WRONG_LAYOUTS)
+def test_another_wmma_layout_is_noticed(arch: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of attention fail where the emulator's results of WMMA lie elsewhere: so its layouts are those that the
+    compiler counts on."""
+    pack = built_pack(arch)
+    build, programs = matrix.build, {}
+
+    def wrong(instruction: Instruction) -> Step:
+        right, first = build(instruction), instruction.operands[0].register
+
+        def step(wave: Wave) -> None:
+            right(wave)
+            wave.vectors[first : first + 8] = WRONG_LAYOUTS[change](wave.vectors[first : first + 8].copy())
+
+        return step
+
+    def run() -> None:
+        programs.clear()
+        flash_attention(drivers.bound_op(FlashAttention, pack, drivers.EmulatorDriver), pack.tolerance)
+
+    monkeypatch.setattr(drivers, "_program", lambda *of: programs.setdefault(of, Program(*of)))
+    monkeypatch.delenv("LIGER_AOT_EXECUTED", raising=False)  # a wrong run does not count
+    run()
+    assert any(i.name.startswith("v_wmma") for program in programs.values() for i in program.reached)
+    monkeypatch.setattr(matrix, "build", wrong)
+    assert outcome(run) != "unnoticed"
 
 
 def outcome(run: Callable[[], None]) -> str:

@@ -9,8 +9,9 @@ import triton.language as tl
 
 from tests.emulator.amd_emulator.comparison import DTYPES, UNTOUCHED, check, random, untouched, wide
 from tests.emulator.amd_emulator.triton_kernel import compile_kernel
+from tests.emulator.emulated_cases import on_architectures
 
-ARCHS = ("gfx90a", "gfx942")
+ARCHS = on_architectures((), quick=False)
 
 
 @triton.jit
@@ -25,10 +26,9 @@ def rmsnorm(Y, X, W, RSTD, stride, n, eps, BLOCK: tl.constexpr):
     tl.store(Y + row * stride + cols, (x * rstd * w).to(Y.dtype.element_ty), mask=mask)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    ("dtype", "n", "block", "num_warps", "aligned"),
-    [
+    ("arch", "dtype", "n", "block", "num_warps", "aligned"),
+    on_architectures(
         ("bf16", 1000, 1024, 4, True),
         ("bf16", 999, 1024, 4, False),
         ("bf16", 3, 64, 1, False),
@@ -36,7 +36,7 @@ def rmsnorm(Y, X, W, RSTD, stride, n, eps, BLOCK: tl.constexpr):
         ("fp16", 257, 512, 2, False),
         ("fp32", 5000, 8192, 16, True),
         ("fp32", 129, 256, 1, False),
-    ],
+    ),
 )
 def test_rmsnorm(arch: str, dtype: str, n: int, block: int, num_warps: int, aligned: bool) -> None:
     """One row a program, int64 strides; the gap between rows must stay as it was."""
@@ -159,9 +159,9 @@ def layernorm_backward(DX, PARTIALS, DY, X, W, rows, n, eps, BLOCK: tl.constexpr
     tl.store(PARTIALS + program * n + cols, dw, mask=mask)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    ("dtype", "n", "num_warps", "aligned"), [("bf16", 512, 2, True), ("fp32", 333, 4, False)]
+    ("arch", "dtype", "n", "num_warps", "aligned"),
+    on_architectures(("bf16", 512, 2, True), ("fp32", 333, 4, False)),
 )
 def test_persistent_backward(arch: str, dtype: str, n: int, num_warps: int, aligned: bool) -> None:
     """Programs loop over rows by the size of the grid, a hidden argument of the kernel."""

@@ -162,8 +162,8 @@ def test_branches(name: str, vcc: int, lanes: int, scc: int, taken: bool) -> Non
     wave.set_exec(lanes)
     wave.scc = scc
     forward, backward = decode((f"{name} 3", f"{name} 0xfffe"), "gfx942")
-    assert build_step(forward, "gfx942")(wave) == (forward.address + 16 if taken else None)
-    assert build_step(backward, "gfx942")(wave) == (backward.address - 4 if taken else None)
+    assert build_step(forward)(wave) == (forward.address + 16 if taken else None)
+    assert build_step(backward)(wave) == (backward.address - 4 if taken else None)
 
 
 @pytest.mark.parametrize(

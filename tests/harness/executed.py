@@ -9,7 +9,8 @@ names the forms of kernels of which no gfx942 binary was executed (``make test``
 
     python -m tests.harness.executed FILE
 
-the binaries of both architectures that none executed (``make test-all``). What is named is a failure.
+the binaries of gfx90a and gfx942 that none executed, and the forms of the other architectures (``make test-all``). What
+is named is a failure.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from pathlib import Path
 VARIABLE = "LIGER_AOT_EXECUTED"
 ARCHS = ("gfx90a", "gfx942")
 QUICK = "gfx942"  # whose forms `make test` executes
+# Those of which a binary of each form is executed by `make test-all`. gfx1151's and gfx1200's instructions are
+# gfx1100's and gfx1201's, but for the scalar floats of gfx1151, which gfx1201 has too.
+BY_FORM = ("gfx950", "gfx1100", "gfx1201")
 # kernel, its alignment -> why no call asks for it
 UNREACHED = {
     ("fused_linear_jsd_rows", "generic"): "the chunk of logits is the op's own: always aligned",
@@ -83,10 +87,11 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="what LIGER_AOT_EXECUTED named")
     options = parser.parse_args()
     lines = set(options.file.read_text().splitlines()) if options.file.exists() else set[str]()
-    what, archs = ("forms of kernels", (QUICK,)) if options.forms else ("binaries that calls reach", ARCHS)
+    by_form = (QUICK,) if options.forms else BY_FORM
     failed = False
-    for arch in archs:
-        count, left = (forms_left if options.forms else binaries_left)(arch, lines)
+    for arch in by_form if options.forms else (*ARCHS, *by_form):
+        what = "forms of kernels" if arch in by_form else "binaries that calls reach"
+        count, left = (forms_left if arch in by_form else binaries_left)(arch, lines)
         print(f"{arch}: of {count} {what} {len(left)} were executed by no test")
         print(*(f"  {line}" for line in left), sep="\n", end="\n" if left else "")
         failed = failed or bool(left) or not count

@@ -56,6 +56,7 @@ from liger_aot.ops.torch_library import register
 from liger_aot.runtime.dispatch import key_text
 from liger_aot.runtime.manifest import Pack
 from tests.conftest import built_pack
+from tests.harness import executed
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import (
     BF16,
@@ -96,6 +97,8 @@ class Way:
 INTERPRETED = [
     pytest.param(f"interpreter {arch}", marks=pytest.mark.interpreter) for arch in ("sm90", "gfx942")
 ]
+# On these a binary of each form, and what no case of an op reaches; the drivers of BINARIES run those of all rows.
+BY_FORM = [pytest.param(f"emulator {arch}", marks=pytest.mark.slow) for arch in executed.BY_FORM]
 EMULATED = "emulator gfx942"  # in the quick run: every form of each kernel, and what only a few tests reach
 BINARIES = [
     INTERPRETED[0],
@@ -175,7 +178,7 @@ class OpTests(OpGPUTests):
         for seed, case in enumerate((*self.cases, *self.empty)):
             self.check(way.op, case, way.allowed, seed=seed, device=way.device)
 
-    @pytest.mark.parametrize("way", [*INTERPRETED, EMULATED], indirect=True)
+    @pytest.mark.parametrize("way", [*INTERPRETED, EMULATED, *BY_FORM], indirect=True)
     def test_every_form(self, way: Way) -> None:
         """At the least length of the first row of the tables that has it; on the emulator the typical case, too."""
         assert way.pack is not None

@@ -1,6 +1,7 @@
-"""Runs AMD code objects (gfx90a, gfx942) without an AMD GPU, instruction by instruction, on numpy.
+"""Runs AMD code objects of CDNA 2 to 4 and RDNA 3 and 4 (architecture.py lists them) without an AMD GPU,
+instruction by instruction, on numpy.
 
-Each instruction is decoded by decode.py and becomes a closure over the 64 lanes of a wave. There is no
+Each instruction is decoded by decode.py and becomes a closure over the lanes of a wave. There is no
 timing, there are no caches and no wait states: this checks results. What it does not know, and every wrong
 access to memory, is an EmulatorError that names the instruction and its address.
 """

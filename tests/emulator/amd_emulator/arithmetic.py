@@ -75,6 +75,23 @@ def mad_f32(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     return _flush(_flush(_flush(a) * _flush(b)) + _flush(c))
 
 
+# The conditions of comparisons; "n" before one: not so, which holds for NaN too
+FLOAT_COMPARISONS: dict[str, Callable[..., Lanes]] = {
+    "eq": np.equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lg": lambda a, b: (a < b) | (a > b),
+    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "u": lambda a, b: np.isnan(a) | np.isnan(b),
+    "neq": np.not_equal,
+    "nlt": lambda a, b: ~(a < b),
+    "nle": lambda a, b: ~(a <= b),
+    "ngt": lambda a, b: ~(a > b),
+    "nge": lambda a, b: ~(a >= b),
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
+}
 FMA = {"f16": fma_f16, "f32": fma_f32, "f64": fma_f64}
 
 
@@ -99,6 +116,26 @@ def to_e4m3fnuz(x: np.ndarray) -> np.ndarray:
     code = np.where((size > 0) & (code > 0) & np.signbit(x), code + 128, code)
     fits = np.isfinite(x) & (np.ldexp(rounded, exponent - 3) <= 240)
     return np.where(fits, code, 128).astype(U16)
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """Codes of OCP's e4m3, rounded to nearest even: exponents from 2^-6, below that multiples of 2^-9; what rounds past
+    448 is NaN, as with the mode bit FP16_OVFL at 0."""
+    size = np.abs(np.where(np.isfinite(x), x, 0.0).astype(np.float64))
+    exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, -6), -6)
+    rounded = np.rint(np.ldexp(size, 3 - exponent))  # in units of the last place
+    code = np.where(
+        exponent == -6, rounded, rounded + (exponent + 6) * 8
+    )  # a carry moves on into the exponent
+    fits = np.isfinite(x) & (np.ldexp(rounded, exponent - 3) <= 448)
+    return (np.where(fits, code, 127) + np.where(np.signbit(x), 128, 0)).astype(U16)
+
+
+def to_bf16(x: Lanes) -> Lanes:
+    """The bits of bfloat16 in the lower half of 32, rounded to nearest even; NaN stays one."""
+    bits = np.asarray(x, F32).view(U32)
+    rounded = bits + U32(0x7FFF) + (bits >> U32(16) & U32(1)) >> U32(16)
+    return np.where(np.isnan(x), bits >> U32(16) | U32(0x40), rounded)
 
 
 def round_towards_zero_f16(a: Lanes) -> Lanes:
@@ -255,6 +292,11 @@ def _define_moves_and_logic() -> None:
         _define(f"v_lshlrev_b{bits}", f"u{bits}", f"{amount} u{bits}", _shift_left)
         _define(f"v_lshrrev_b{bits}", f"u{bits}", f"{amount} u{bits}", _shift_right)
         _define(f"v_ashrrev_i{bits}", f"i{bits}", f"{amount} i{bits}", _shift_right)
+    _define("v_xor3_b32", "b32", "b32 b32 b32", lambda a, b, c: a ^ b ^ c)
+    _define("v_and_b16", "b16", "b16 b16", lambda a, b: a & b)
+    _define("v_or_b16", "b16", "b16 b16", lambda a, b: a | b)
+    _define("v_xor_b16", "b16", "b16 b16", lambda a, b: a ^ b)
+    _define("v_mov_b16", "b16", "b16", lambda a: a)
     _define("v_lshl_or_b32", "b32", "b32 b32 b32", lambda a, b, c: a << _shift(b, U32, 32) | c)
 
 
@@ -290,6 +332,8 @@ def _define_extrema(name: str, largest: Callable[..., Lanes], smallest: Callable
         _define(f"v_min3_{name}", name, three, lambda a, b, c: smallest(smallest(a, b), c))
         median = lambda a, b, c: largest(smallest(a, b), smallest(largest(a, b), c))  # noqa: E731
         _define(f"v_med3_{name}", name, three, median)
+        _define(f"v_minmax_{name}", name, three, lambda a, b, c: largest(smallest(a, b), c))
+        _define(f"v_maxmin_{name}", name, three, lambda a, b, c: smallest(largest(a, b), c))
 
 
 def _define_float_arithmetic() -> None:
@@ -315,6 +359,9 @@ def _define_float_arithmetic() -> None:
         for op, function in functions.items():
             _define(f"v_{op}_{name}", name, name, _transcendental(function, name))
         _define(f"v_frexp_mant_{name}", name, name, lambda a: np.frexp(a)[0])
+    # These have NaN where an operand is NaN.
+    _define("v_maximum3_f32", "f32", "f32 f32 f32", lambda a, b, c: np.maximum(np.maximum(a, b), c))
+    _define("v_minimum3_f32", "f32", "f32 f32 f32", lambda a, b, c: np.minimum(np.minimum(a, b), c))
     _define("v_rcp_iflag_f32", "f32", "f32", OPERATIONS["v_rcp_f32"].function)
     _define("v_fmaak_f32 v_fmamk_f32", "f32", "f32 f32 f32", fma_f32)
     _define("v_mad_f32 v_madak_f32 v_madmk_f32", "f32", "f32 f32 f32", mad_f32)
@@ -352,6 +399,9 @@ def _define_conversions() -> None:
     _define("v_pack_b32_f16", "b32", "f16 f16", pack)
     pack_truncated = lambda a, b: pack(round_towards_zero_f16(a), round_towards_zero_f16(b))  # noqa: E731
     _define("v_cvt_pkrtz_f16_f32", "b32", "f32 f32", pack_truncated)
+    _define("v_cvt_pk_f16_f32", "b32", "f32 f32", lambda a, b: pack(a.astype(F16), b.astype(F16)))
+    pack_bf16 = lambda a, b: to_bf16(a) | to_bf16(b) << U32(16)  # noqa: E731
+    _define("v_cvt_pk_bf16_f32", "b32", "f32 f32", pack_bf16)
     _define("v_cvt_pk_fp8_f32", "u16", "f32 f32", lambda a, b: to_e4m3fnuz(a) | to_e4m3fnuz(b) << U16(8))
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.emulator.amd_emulator.encodings gfx942 "v_add_f32_e32 v0, v1, v2" ...
 
-adds lines and writes the whole file anew; only that needs llvm-mc 17 or newer. A row of the file has the
-architecture (or both), the line, its words, and how LLVM's disassembler prints them where that differs.
+adds lines and writes the whole file anew; only that needs llvm-mc of LLVM 22. A row of the file has the
+architectures, the line, its words, and how LLVM's disassembler prints them where that differs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 from .errors import EmulatorError
 
 FILE = Path(__file__).with_name("encodings.txt")
-ARCHS = ("gfx90a", "gfx942")
-_LLVM = (19, 22, 21, 20, 18, 17)  # the first versions did not know gfx942
+# gfx1200's instructions are those of gfx1201.
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
+_LLVM = (22, 23)  # older ones know fewer architectures, or print 16-bit operands otherwise
 _ENCODING = re.compile(r"\s*(?P<printed>\S.*?)\s*// encoding: \[(?P<bytes>[0-9a-fx,]+)\]")
 
 
@@ -38,7 +39,7 @@ def encodings() -> dict[tuple[str, str], Encoding]:
     for row in FILE.read_text().splitlines():
         arch, line, words, *other = row.split(" ; ")
         encoding = Encoding(tuple(int(word, 16) for word in words.split()), other[0] if other else line)
-        for name in ARCHS if arch == "both" else (arch,):
+        for name in arch.split(","):
             found[name, line] = encoding
     return found
 
@@ -53,7 +54,7 @@ def assembled(line: str, arch: str) -> tuple[int, ...]:
 
 
 def llvm_tool(name: str) -> str | None:
-    """The path of an LLVM tool that knows both architectures, if one is installed."""
+    """The path of an LLVM tool that knows all architectures, if one is installed."""
     return next((path for version in _LLVM if (path := shutil.which(f"{name}-{version}"))), None)
 
 
@@ -81,12 +82,15 @@ def _assemble(lines: Iterable[str], arch: str) -> dict[tuple[str, str], Encoding
 
 def _rows(known: dict[tuple[str, str], Encoding]) -> Iterable[str]:
     for line in sorted({line for _, line in known}):
-        one, other = (known.get((arch, line)) for arch in ARCHS)
-        for arch, encoding in (("both", one),) if one == other else zip(ARCHS, (one, other), strict=True):
-            if encoding is None:
-                continue
+        alike: dict[Encoding, list[str]] = {}
+        for arch in ARCHS:
+            if (encoding := known.get((arch, line))) is not None:
+                alike.setdefault(encoding, []).append(arch)
+        for encoding, archs in alike.items():
             words = " ".join(f"{word:08x}" for word in encoding.words)
-            yield " ; ".join((arch, line, words) + (encoding.printed,) * (encoding.printed != line))
+            yield " ; ".join(
+                (",".join(archs), line, words) + (encoding.printed,) * (encoding.printed != line)
+            )
 
 
 def main(arch: str, lines: list[str]) -> None:

@@ -8,17 +8,18 @@ from collections.abc import Callable
 import numpy as np
 
 from .arithmetic import clamp_to_one
-from .decode import Instruction, Modifier
 from .errors import EmulatorError
+from .instruction import Instruction, Modifier
 from .operand import BITS, DTYPES, Operand, Reader, Value, expect, modify, raw_reader, reader
-from .wave import LANE, LANES, Wave
+from .wave import LANE, Wave, lanes_of, mask_of
 
 _DPP_CONTROLS = (
     "quad_perm",
     *(f"row_{kind}" for kind in ("shl", "shr", "ror", "bcast", "newbcast", "mirror", "half_mirror")),
+    *("row_share", "row_xmask", "dpp8"),
     *(f"wave_{kind}" for kind in ("shl", "shr", "rol", "ror")),
 )
-DPP_MODIFIERS = (*_DPP_CONTROLS, "row_mask", "bank_mask", "bound_ctrl")
+DPP_MODIFIERS = (*_DPP_CONTROLS, "row_mask", "bank_mask", "bound_ctrl", "fi")
 SDWA_MODIFIERS = ("dst_sel", "dst_unused", "src0_sel", "src1_sel")
 # selector -> (first bit, bits)
 _SELECT = {
@@ -29,13 +30,14 @@ _SELECT = {
 Writer = Callable[[Wave, Value], None]
 
 
-def dpp_sources(control: str, value: Modifier) -> tuple[np.ndarray, np.ndarray]:
-    """The lane that each lane reads, and whether there is one (else the lane number means nothing)."""
-    row, lane_in_row = LANE & ~15, LANE & 15
-    everywhere = np.ones(LANES, np.bool_)
-    if control == "quad_perm":
+def dpp_sources(control: str, value: Modifier, lanes: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """The lane that each of so many lanes reads, and whether there is one (else the lane number means nothing)."""
+    all_lanes = LANE[:lanes]
+    row, lane_in_row = all_lanes & ~15, all_lanes & 15
+    everywhere = np.ones(lanes, np.bool_)
+    if control in ("quad_perm", "dpp8"):
         picks = np.array(value)
-        return (LANE & ~3) + picks[LANE & 3], everywhere
+        return (all_lanes & -len(picks)) + picks[all_lanes & len(picks) - 1], everywhere
     if control == "row_mirror":
         return row + 15 - lane_in_row, everywhere
     if control == "row_half_mirror":
@@ -43,21 +45,23 @@ def dpp_sources(control: str, value: Modifier) -> tuple[np.ndarray, np.ndarray]:
     assert isinstance(value, int)
     amount = value
     if control == "row_shl":
-        return np.minimum(LANE + amount, 63), lane_in_row + amount < 16
+        return np.minimum(all_lanes + amount, lanes - 1), lane_in_row + amount < 16
     if control == "row_shr":
-        return np.maximum(LANE - amount, 0), lane_in_row >= amount
+        return np.maximum(all_lanes - amount, 0), lane_in_row >= amount
     if control == "row_ror":
         return row + (lane_in_row - amount & 15), everywhere
-    if control == "row_newbcast":
+    if control in ("row_newbcast", "row_share"):
         return row + amount, everywhere
+    if control == "row_xmask":
+        return row + (lane_in_row ^ amount), everywhere
     if control == "row_bcast" and amount == 15:
         return np.maximum(row - 1, 0), row > 0
     if control == "row_bcast" and amount == 31:
-        return np.full(LANES, 31), LANE > 31
+        return np.full(lanes, 31), all_lanes > 31
     if control.startswith("wave_") and amount == 1:
         step = 1 if control.endswith("l") else -1
         wraps = control.startswith("wave_ro")
-        source = LANE + step
+        source = all_lanes + step
         return source & 63, everywhere if wraps else (source & 63) == source
     raise EmulatorError(f"unknown DPP control {control}:{value}")
 
@@ -65,7 +69,7 @@ def dpp_sources(control: str, value: Modifier) -> tuple[np.ndarray, np.ndarray]:
 def _dpp(instruction: Instruction) -> tuple[np.ndarray, np.ndarray] | None:
     for control in _DPP_CONTROLS:
         if control in instruction.modifiers:
-            return dpp_sources(control, instruction.modifiers[control])
+            return dpp_sources(control, instruction.modifiers[control], instruction.architecture.lanes)
     return None
 
 
@@ -78,12 +82,24 @@ def source(instruction: Instruction, position: int, slot: int, name: str) -> Rea
         raise EmulatorError("sext() outside SDWA")
     dpp = _dpp(instruction)
     if dpp and slot == 0:
-        return modify(_dpp_source(operand, dpp, name, "bound_ctrl" in instruction.modifiers), operand, name)
-    high = BITS[name] == 16 and bool(instruction.bits("op_sel", 0, slot + 1)[slot])
-    return reader(operand, name, high)
+        if operand.half == "h":
+            raise EmulatorError("DPP on the upper half of a register")
+        zero, inactive = "bound_ctrl" in instruction.modifiers, "fi" in instruction.modifiers
+        return modify(_dpp_source(operand, dpp, name, zero, inactive), operand, name)
+    return reader(operand, name, BITS[name] == 16 and _is_high(instruction, operand, slot))
 
 
-def _dpp_source(operand: Operand, dpp: tuple[np.ndarray, np.ndarray], name: str, zero: bool) -> Reader:
+def _is_high(instruction: Instruction, operand: Operand, slot: int) -> bool:
+    """Whether a 16-bit operand is the high half of its register."""
+    if operand.half:
+        return operand.half == "h"
+    return bool(instruction.bits("op_sel", 0, slot + 1)[slot])
+
+
+def _dpp_source(
+    operand: Operand, dpp: tuple[np.ndarray, np.ndarray], name: str, zero: bool, inactive: bool
+) -> Reader:
+    """`zero`: what has no source reads 0; `inactive`: inactive lanes are a source too."""
     lane, exists = dpp
     if operand.kind != "vector":
         raise EmulatorError("DPP on an operand that is not a vector register")
@@ -91,6 +107,8 @@ def _dpp_source(operand: Operand, dpp: tuple[np.ndarray, np.ndarray], name: str,
     if not zero:  # lanes without a source are not written at all
         return lambda wave: read(wave)[lane]
     nothing = DTYPES[name](0)
+    if inactive:
+        return lambda wave: np.where(exists, read(wave)[lane], nothing)
     return lambda wave: np.where(exists & wave.lanes[lane], read(wave)[lane], nothing)
 
 
@@ -119,10 +137,13 @@ def written_lanes(instruction: Instruction) -> Callable[[Wave], np.ndarray] | No
         return None
     lane, exists = dpp
     rows, banks = instruction.integer("row_mask", 15), instruction.integer("bank_mask", 15)
-    enabled = (rows >> (LANE >> 4) & banks >> ((LANE & 15) >> 2) & 1).astype(np.bool_)
+    numbers = LANE[: instruction.architecture.lanes]
+    enabled = (rows >> (numbers >> 4) & banks >> ((numbers & 15) >> 2) & 1).astype(np.bool_)
     if "bound_ctrl" in instruction.modifiers:
         return lambda wave: wave.lanes & enabled
     enabled = enabled & exists
+    if "fi" in instruction.modifiers:
+        return lambda wave: wave.lanes & enabled
     return lambda wave: wave.lanes & enabled & wave.lanes[lane]
 
 
@@ -130,9 +151,9 @@ def destination(instruction: Instruction, name: str, keep_high: bool = False) ->
     """Write a result of type `name` to the first operand, in the lanes that the instruction writes.
 
     The clamp modifier of floats is applied here, that of integers is part of their function. A 16-bit result
-    clears the high half of its register, or keeps it if `keep_high`.
+    clears the high half of its register, or keeps it if `keep_high`, and on RDNA always.
     """
-    write = _plain_destination(instruction, name, keep_high)
+    write = _plain_destination(instruction, name, keep_high or instruction.architecture.rdna)
     if "clamp" not in instruction.modifiers or name[0] != "f":
         return write
     return lambda wave, value: write(wave, clamp_to_one(value))
@@ -145,7 +166,7 @@ def _plain_destination(instruction: Instruction, name: str, keep_high: bool) -> 
     if bits == 64:
         if lanes or instruction.sdwa:
             raise EmulatorError("DPP or SDWA on a 64-bit result")
-        return lambda wave, value: wave.set_vectors(register, pair(value))
+        return lambda wave, value: wave.set_vectors(register, pair(value, wave.size))
     if bits == 16 or instruction.sdwa:
         return _partial_destination(instruction, register, bits, keep_high)
     if lanes:
@@ -165,9 +186,9 @@ def _float_destination(register: int) -> Writer:
     return write
 
 
-def pair(value: Value) -> np.ndarray:
-    """64-bit values as uint32 of shape (2, 64), low words first."""
-    return np.ascontiguousarray(np.broadcast_to(value, LANES)).view(np.uint32).reshape(LANES, 2).T
+def pair(value: Value, lanes: int) -> np.ndarray:
+    """64-bit values as uint32 of shape (2, lanes), low words first."""
+    return np.ascontiguousarray(np.broadcast_to(value, lanes)).view(np.uint32).reshape(lanes, 2).T
 
 
 def _partial_destination(instruction: Instruction, register: int, bits: int, keep_high: bool) -> Writer:
@@ -181,7 +202,8 @@ def _partial_destination(instruction: Instruction, register: int, bits: int, kee
         keeps = unused == "UNUSED_PRESERVE"
     else:
         sources = len(instruction.operands) - 1
-        selected = instruction.bits("op_sel", 0, sources + 1)[sources]
+        half = instruction.operands[0].half
+        selected = int(half == "h") if half else instruction.bits("op_sel", 0, sources + 1)[sources]
         keeps = keep_high or bool(selected)
         first, width = 16 * selected, 16 if keeps else 32
     lanes = written_lanes(instruction)
@@ -201,3 +223,24 @@ def _partial_destination(instruction: Instruction, register: int, bits: int, kee
 def keeps_high_half(name: str) -> bool:
     """Whether a 16-bit instruction keeps the other half of its result register: those of three operands do."""
     return bool(re.match(r"v_(fma|fmac|mad|med3|min3|max3|div_fixup)_[fui]16$|v_cvt_pk_fp8_f32$", name))
+
+
+def mask_reader(instruction: Instruction, operand: Operand) -> Callable[[Wave], np.ndarray]:
+    """Read a mask as one bool a lane."""
+    if operand.kind == "null":
+        nothing = np.zeros(instruction.architecture.lanes, np.bool_)
+        return lambda wave: nothing
+    register = expect(operand, "scalar", instruction.architecture.mask_registers)
+    if instruction.architecture.mask_registers == 2:
+        return lambda wave: lanes_of(wave.scalar64(register))
+    return lambda wave: lanes_of(wave.scalars[register], wave.size)
+
+
+def mask_writer(instruction: Instruction, operand: Operand) -> Callable[[Wave, np.ndarray], None]:
+    """Write one bool a lane as a mask."""
+    if operand.kind == "null":
+        return lambda wave, lanes: None
+    register = expect(operand, "scalar", instruction.architecture.mask_registers)
+    if instruction.architecture.mask_registers == 2:
+        return lambda wave, lanes: wave.set_scalar64(register, mask_of(lanes))
+    return lambda wave, lanes: wave.set_scalar(register, mask_of(lanes))

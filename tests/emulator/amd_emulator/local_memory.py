@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from .errors import EmulatorError
-from .wave import LANES, Wave
+from .wave import Wave
 
 # States of a byte: the number of the one wave that wrote (read) it since the barrier, or one of these.
 _SETTLED, _UNWRITTEN = 254, 255  # in `_writer`: written before the barrier, never written
@@ -52,21 +52,21 @@ class LocalMemory:
         self._written, self._read = [], []
 
     def load(self, wave: Wave, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Read `size` bytes in each active lane at `addresses` (int64, 64 lanes).
+        """Read `size` bytes in each active lane at `addresses` (int64, one a lane).
 
-        Returns uint32 of shape (words, 64); 1 and 2 bytes are zero-extended, inactive lanes are 0.
+        Returns uint32 of shape (words, lanes); 1 and 2 bytes are zero-extended, inactive lanes are 0.
         """
         unit, indices = self._indices(wave, addresses, size, "read")
         self._note_read(wave, unit, indices)
         values = self._views[unit][0].take(indices)
         if wave.all_lanes:
             return values if unit == 4 else values.astype(np.uint32)
-        result = np.zeros((len(indices), LANES), np.uint32)
+        result = np.zeros((len(indices), wave.size), np.uint32)
         result[:, wave.lanes] = values
         return result
 
     def store(self, wave: Wave, addresses: np.ndarray, data: np.ndarray, size: int) -> None:
-        """Write the low `size` bytes of `data` (uint32, shape (words, 64)) in each active lane."""
+        """Write the low `size` bytes of `data` (uint32, shape (words, lanes)) in each active lane."""
         unit, indices = self._indices(wave, addresses, size, "write")
         values = data if wave.all_lanes else data[:, wave.lanes]
         values = values if unit == 4 else values.astype(_UNITS[unit][0])
@@ -76,6 +76,8 @@ class LocalMemory:
     def _indices(self, wave: Wave, addresses: np.ndarray, size: int, verb: str) -> tuple[int, np.ndarray]:
         """The unit of an access and which units it touches, of shape (units a lane, active lanes); refuses what is out
         of bounds or not aligned to min(size, 4) bytes."""
+        if wave.signalled:
+            raise EmulatorError(f"LDS {verb} between a barrier's signal and its wait")
         unit = min(size, 4)
         active = addresses if wave.all_lanes else addresses[wave.lanes]
         if active.size and (active.max() > self._size - size or np.bitwise_or.reduce(active) & unit - 1):

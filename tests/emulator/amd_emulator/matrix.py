@@ -1,8 +1,15 @@
-"""Matrix instructions (MFMA): D = A B + C over the 64 lanes of a wave.
+"""Matrix instructions: D = A B + C over the lanes of a wave.
 
-One block of 16x16 or 32x32. Lane L holds row (column) L % M of A (B), and K / (64 / M) consecutive values
-along K. Products and sums are in float64, rounded once: closer than the hardware, whose order of additions
-is not published.
+MFMA, of CDNA: one block of 16x16 or 32x32. Lane L of 64 holds row (column) L % M of A (B), and K / (64 / M)
+consecutive values along K.
+
+WMMA, of RDNA: 16x16x16. On RDNA 4 lane L of 32 holds row (column) L % 16 of A (B), and K / 2 consecutive
+values along K; on RDNA 3 all of them, and lanes 16 to 31 must hold the same as lanes 0 to 15. Row i of the
+result is in register i % 8 of lanes from 16 (i / 8) on, on RDNA 3 in register i / 2 of lanes from 16 (i %
+2) on.
+
+Products and sums are in float64, rounded once: closer than the hardware, whose order of additions is not
+published.
 """
 
 from __future__ import annotations
@@ -12,8 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .decode import Instruction
 from .errors import EmulatorError
+from .instruction import Instruction
 from .operand import DTYPES, Operand, expect, reader
 from .scalar import Step
 from .wave import LANES, Wave
@@ -21,6 +28,8 @@ from .wave import LANES, Wave
 _NAME = re.compile(
     r"v_mfma_(?P<result>f32|i32)_(?P<m>16|32)x(?P<n>16|32)x(?P<k>\d+)_?(?P<source>f16|bf16|f32|xf32|i8)(?P<dense>_1k)?"
 )
+_WMMA = re.compile(r"v_wmma_f32_16x16x16_(?P<source>f16|bf16)")
+_WMMA_DEPTH = 16
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
@@ -57,21 +66,24 @@ _VALUES_PER_REGISTER = {"f16": 2, "bf16": 2, "f32": 1, "xf32": 1, "i8": 4}
 _SMALLEST_SOURCE = {"f16": 2.0**-14, "bf16": 2.0**-126}
 
 
-def build(instruction: Instruction, arch: str) -> Step:
-    """The step that executes a matrix instruction on `arch`."""
+def build(instruction: Instruction) -> Step:
+    """The step that executes a matrix instruction."""
+    if instruction.name.startswith("v_wmma_"):
+        return _build_wmma(instruction)
+    arch = instruction.architecture
     match = _NAME.fullmatch(instruction.name)
     if not match or match["m"] != match["n"]:
         raise EmulatorError("unknown matrix instruction")
     instruction.expect(4)
     instruction.allow()
     size, depth, source = int(match["m"]), int(match["k"]), match["source"]
-    if source == "bf16" and not match["dense"] and arch == "gfx90a":
+    if source == "bf16" and not match["dense"] and arch.name == "gfx90a":
         raise EmulatorError("the bf16 layout of gfx908 is not implemented")
     groups = LANES // size  # lanes that share a row
     registers, rest = divmod(depth, groups * _VALUES_PER_REGISTER[source])
     if rest or not registers:
         raise EmulatorError("this shape has several blocks, which is not implemented")
-    flushes = arch == "gfx90a" and source in _SMALLEST_SOURCE
+    flushes = arch.flushes_matrices and source in _SMALLEST_SOURCE
     operands = instruction.operands
     a, b = (
         _matrix(expect(operand, "vector", registers), registers, size, source, flushes)
@@ -95,6 +107,61 @@ def build(instruction: Instruction, arch: str) -> Step:
         wave.vectors[destination : destination + outputs] = total.view(np.uint32)
 
     return step
+
+
+def _build_wmma(instruction: Instruction) -> Step:
+    match = _WMMA.fullmatch(instruction.name)
+    if not match:
+        raise EmulatorError("unknown matrix instruction")
+    instruction.expect(4)
+    instruction.allow()
+    lanes, doubled = instruction.architecture.lanes, "rdna3" in instruction.architecture.tables
+    source, outputs = match["source"], 8
+    registers = _WMMA_DEPTH // _VALUES_PER_REGISTER[source] // (1 if doubled else 2)
+    a, b = (
+        (_doubled_matrix if doubled else _halved_matrix)(
+            expect(operand, "vector", registers), registers, source
+        )
+        for operand in instruction.operands[1:3]
+    )
+    destination = expect(instruction.operands[0], "vector", outputs)
+    read_addend = _addend(instruction.operands[3], outputs, "f32")
+
+    def step(wave: Wave) -> None:
+        if not wave.all_lanes:
+            raise EmulatorError("matrix instruction with inactive lanes")
+        product = a(wave) @ b(wave).T
+        rows = (
+            product.reshape(outputs, 2, 16) if doubled else product.reshape(2, outputs, 16).transpose(1, 0, 2)
+        )
+        total = (rows.reshape(outputs, lanes) + read_addend(wave)).astype(np.float32)
+        wave.vectors[destination : destination + outputs] = total.view(np.uint32)
+
+    return step
+
+
+def _doubled_matrix(first: int, registers: int, source: str) -> Callable[[Wave], np.ndarray]:
+    """Read a source of RDNA 3 as float64 of shape (16, K)."""
+    decode = _DECODE[source]
+
+    def read(wave: Wave) -> np.ndarray:
+        held = wave.vectors[first : first + registers]
+        if (held[:, :16] != held[:, 16:]).any():
+            raise EmulatorError("the upper lanes' part of a matrix is not that of the lower ones")
+        return decode(np.ascontiguousarray(held[:, :16].T))
+
+    return read
+
+
+def _halved_matrix(first: int, registers: int, source: str) -> Callable[[Wave], np.ndarray]:
+    """Read a source of RDNA 4 as float64 of shape (16, K)."""
+    decode = _DECODE[source]
+
+    def read(wave: Wave) -> np.ndarray:
+        values = decode(np.ascontiguousarray(wave.vectors[first : first + registers].T))  # lane, value
+        return np.concatenate((values[:16], values[16:]), axis=1)
+
+    return read
 
 
 def _addend(operand: Operand, registers: int, result: str) -> Callable[[Wave], np.ndarray]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .errors import EmulatorError
-from .wave import LANE, LANES
+from .wave import LANE
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
 _PAGE = 0x10000  # arrays start at multiples of this, with at least this much unmapped between them
@@ -94,30 +94,40 @@ class Memory:
             raise EmulatorError(f"read of {size} uninitialised bytes at byte {offset} of {region.name}")
         return region.data[offset : offset + size].tobytes()
 
-    def load(self, addresses: np.ndarray, size: int, lanes: np.ndarray) -> np.ndarray:
-        """Read `size` bytes in each lane of `lanes` at `addresses` (uint64, 64 lanes).
+    def read_narrow(self, address: int, size: int) -> int:
+        """A scalar read of 1 or 2 bytes."""
+        if address % size:
+            raise EmulatorError(f"scalar read at {address:#x}, which is not aligned to {size} bytes")
+        region = self._find(address, size, "read")
+        offset = address - region.base
+        if region.valid is not None and not region.valid[offset : offset + size].all():
+            raise EmulatorError(f"read of {size} uninitialised bytes at byte {offset} of {region.name}")
+        return int.from_bytes(region.data[offset : offset + size].tobytes(), "little")
 
-        Returns uint32 of shape (words, 64); 1 and 2 bytes are zero-extended, other lanes are 0.
+    def load(self, addresses: np.ndarray, size: int, lanes: np.ndarray) -> np.ndarray:
+        """Read `size` bytes in each lane of `lanes` at `addresses` (uint64, one a lane).
+
+        Returns uint32 of shape (words, lanes); 1 and 2 bytes are zero-extended, other lanes are 0.
         """
-        result = np.zeros((max(1, size // 4), LANES), np.uint32)
+        result = np.zeros((max(1, size // 4), lanes.size), np.uint32)
         unit = min(size, 4)
         for region, offsets, active in self._spread(addresses, size, lanes, "read"):
             if region.valid is not None:
                 _require_valid(region, offsets, active, size)
             values = _units(region.data, unit).take(_indices(offsets, unit, size))
-            if active.size == LANES:
+            if active.size == lanes.size:
                 return values.astype(np.uint32, copy=False)
             result[:, active] = values
         return result
 
     def store(self, addresses: np.ndarray, data: np.ndarray, size: int, lanes: np.ndarray) -> None:
-        """Write the low `size` bytes of `data` (uint32, shape (words, 64)) in each lane of `lanes`."""
+        """Write the low `size` bytes of `data` (uint32, shape (words, lanes)) in each lane of `lanes`."""
         unit = min(size, 4)
         for region, offsets, active in self._spread(addresses, size, lanes, "write"):
             if not region.writable:
                 raise EmulatorError(f"write to {region.name}, which is read-only")
             indices = _indices(offsets, unit, size)
-            values = data if active.size == LANES else data[:, active]
+            values = data if active.size == lanes.size else data[:, active]
             _units(region.data, unit)[indices] = values.astype(_UNITS[unit], copy=False)
             if region.valid is not None:
                 _units(region.valid, unit)[indices] = 0x01010101 & (1 << 8 * unit) - 1
@@ -126,8 +136,8 @@ class Memory:
         self, addresses: np.ndarray, size: int, lanes: np.ndarray, verb: str
     ) -> Iterator[tuple[_Region, np.ndarray, np.ndarray]]:
         """Group the active lanes by the array they touch: (array, byte offsets, lane numbers)."""
-        active = LANE if lanes.all() else np.flatnonzero(lanes)
-        if active.size < LANES:
+        active = LANE[: lanes.size] if lanes.all() else np.flatnonzero(lanes)
+        if active.size < lanes.size:
             addresses = addresses[active]
         misaligned = addresses & np.uint64(min(size, 4) - 1)
         if misaligned.any():

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .decode import Instruction
 from .errors import EmulatorError
+from .instruction import Instruction
 from .operand import Operand, Value, expect, reader
 from .scalar import Step
-from .wave import LANE, LANES, MASK64, POISON, Wave
+from .wave import LANE, MASK64, POISON, Wave
 
 # suffix -> (bytes, sign-extended)
 _LOADS = (
@@ -28,7 +28,16 @@ _STORES = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwor
     "b96": 12,
     "b128": 16,
 }
-_CACHE_HINTS = ("glc", "slc", "sc0", "sc1", "nt")
+_CACHE_HINTS = ("glc", "slc", "dlc", "sc0", "sc1", "nt", "th", "scope")
+_CACHES = (
+    "wbl2",
+    "inv",
+    "wbinvl1",
+    "wbinvl1_vol",
+    "gl0_inv",
+    "gl1_inv",
+    "wb",
+)  # of which these write back or empty some
 # suffix -> (dtype, new value from (old, operand))
 _ATOMICS: dict[str, tuple[type[np.generic], Callable[[Value, Value], Value]]] = {
     "add": (np.uint32, lambda old, x: old + x),
@@ -52,14 +61,14 @@ Address = Callable[[Wave], "tuple[np.ndarray, np.ndarray]"]  # (uint64 addresses
 
 def build(instruction: Instruction) -> Step:
     """The step that executes a global_, flat_ or buffer_ instruction."""
-    family, _, rest = instruction.name.partition("_")
-    if family == "buffer" and rest in ("wbl2", "inv", "wbinvl1", "wbinvl1_vol"):
-        return lambda wave: None  # there are no caches
+    family, _, rest = instruction.base_name.partition("_")
+    if rest in _CACHES:
+        return lambda wave: None  # there are none
     instruction.allow("offset", "offen", *_CACHE_HINTS)
     op, _, what = rest.partition("_")
     operands = [*instruction.operands]
     # The register that an atomic returns to is an operand of its own, except in a buffer instruction.
-    returns = op == "atomic" and bool(instruction.modifiers.keys() & {"glc", "sc0"})
+    returns = op == "atomic" and bool(instruction.modifiers.keys() & {"glc", "sc0", "th"})
     if family == "buffer":
         instruction.expect(4)
         data, result, address = operands[0], operands[0], _buffer_address(instruction, operands)
@@ -71,7 +80,7 @@ def build(instruction: Instruction) -> Step:
     else:
         raise EmulatorError("unknown memory instruction")
     if op == "load":
-        return _load(what, data, address)
+        return _load(what, data, address, instruction.architecture.rdna)
     if op == "store":
         return _store(what, data, address)
     if op == "atomic":
@@ -108,7 +117,9 @@ def _buffer_address(instruction: Instruction, operands: Sequence[Operand]) -> Ad
         if high >> 31:
             raise EmulatorError("swizzled buffers are not implemented")
         moved = int(scalar_offset(wave))
-        lane_offset = np.zeros(LANES, np.uint64) if offset is None else wave.vectors[offset].astype(np.uint64)
+        lane_offset = (
+            np.zeros(wave.size, np.uint64) if offset is None else wave.vectors[offset].astype(np.uint64)
+        )
         total = lane_offset + np.uint64(constant)
         inside = wave.lanes & (total < np.uint64(max(limit - moved, 0)))
         return total + np.uint64((low | (high & 0xFFFF) << 32) + moved), inside
@@ -131,9 +142,14 @@ def _parse_load(what: str) -> tuple[int, bool, str]:
     return *_LOADS[match[1]], ("hi" if match[3] else "lo") if match[2] else ""
 
 
-def _to_half(values: np.ndarray, half: str) -> np.ndarray:
-    """A d16 load with SRAM ECC, which these chips have, leaves nothing of use in the other half."""
+def _to_half(values: np.ndarray, half: str, kept: np.ndarray | None) -> np.ndarray:
+    """A d16 load leaves the other half of its register alone (`kept` is the register), but with SRAM ECC, which
+    CDNA has, nothing of use is in it."""
     values = values & np.uint32(0xFFFF)
+    if kept is not None:
+        if half == "hi":
+            return values << np.uint32(16) | kept & np.uint32(0xFFFF)
+        return values | kept & np.uint32(0xFFFF0000)
     return (
         values << np.uint32(16) | np.uint32(POISON & 0xFFFF)
         if half == "hi"
@@ -141,14 +157,16 @@ def _to_half(values: np.ndarray, half: str) -> np.ndarray:
     )
 
 
-def _load(what: str, data: Operand, address: Address) -> Step:
+def _load(what: str, data: Operand, address: Address, keeps: bool) -> Step:
     size, signed, half = _parse_load(what)
     register = expect(data, "vector", max(1, size // 4))
 
     def step(wave: Wave) -> None:
         addresses, lanes = address(wave)
         values = _extend(wave.group.memory.load(addresses, size, lanes), size, signed)
-        wave.set_vectors(register, _to_half(values, half) if half else values)
+        if half:
+            values = _to_half(values, half, wave.vectors[register] if keeps else None)
+        wave.set_vectors(register, values)
 
     return step
 
@@ -193,7 +211,7 @@ def _atomic(what: str, data: Operand, address: Address, result: Operand | None) 
         old = memory.load(addresses, size, lanes)
         operand = wave.vectors[register : register + count]
         new = function(_join(old, dtype), _join(operand, dtype))
-        stored = np.ascontiguousarray(new).view(np.uint32).reshape(LANES, count).T
+        stored = np.ascontiguousarray(new).view(np.uint32).reshape(wave.size, count).T
         if compares:
             expected = wave.vectors[register + count : register + 2 * count]
             stored = np.where((old == expected).all(axis=0), operand, old)
@@ -207,7 +225,7 @@ def _atomic(what: str, data: Operand, address: Address, result: Operand | None) 
         if np.unique(addresses[active]).size == active.size:
             return turn(wave, addresses, lanes)
         for lane in active:
-            turn(wave, addresses, lane == LANE)
+            turn(wave, addresses, lane == LANE[: wave.size])
 
     return step
 
@@ -219,7 +237,7 @@ def _join(rows: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
 
 def build_local(instruction: Instruction) -> Step:
     """The step that executes a ds_ instruction."""
-    name = instruction.name
+    name, architecture = instruction.base_name, instruction.architecture
     instruction.allow("offset", "offset0", "offset1")
     operands = [*instruction.operands]
     if name in ("ds_bpermute_b32", "ds_permute_b32"):
@@ -227,7 +245,10 @@ def build_local(instruction: Instruction) -> Step:
         return _permute(*operands, instruction.integer("offset"), pulls=name == "ds_bpermute_b32")
     if name == "ds_swizzle_b32":
         instruction.expect(2)
-        return _swizzle(*operands, instruction.words[0] & 0xFFFF)
+        return _swizzle(*operands, instruction.words[0] & 0xFFFF, architecture.lanes)
+    if name == "ds_read_b64_tr_b16":
+        instruction.expect(2)
+        return _read_transposed(*operands, instruction.integer("offset"))
     match = re.fullmatch(r"ds_(read|write)(2)?(st64)?_(\w+)", name)
     if not match or (match[3] and not match[2]):
         raise EmulatorError("unknown LDS instruction")
@@ -241,10 +262,12 @@ def build_local(instruction: Instruction) -> Step:
         offsets = [instruction.integer("offset0") * unit, instruction.integer("offset1") * unit]
     else:
         offsets = [instruction.integer("offset")]
-    return (_read_local if reads else _write_local)(what, operands, offsets)
+    if reads:
+        return _read_local(what, operands, offsets, architecture.rdna)
+    return _write_local(what, operands, offsets)
 
 
-def _read_local(what: str, operands: Sequence[Operand], offsets: list[int]) -> Step:
+def _read_local(what: str, operands: Sequence[Operand], offsets: list[int], keeps: bool) -> Step:
     size, signed, half = _parse_load(what)
     count = max(1, size // 4)
     register, address = expect(operands[0], "vector", count * len(offsets)), expect(operands[1], "vector", 1)
@@ -255,7 +278,10 @@ def _read_local(what: str, operands: Sequence[Operand], offsets: list[int]) -> S
             _extend(wave.group.local.load(wave, base + offset, size), size, signed) for offset in offsets
         ]
         for index, values in enumerate(parts):
-            wave.set_vectors(register + index * count, _to_half(values, half) if half else values)
+            first = register + index * count
+            if half:
+                values = _to_half(values, half, wave.vectors[first] if keeps else None)
+            wave.set_vectors(first, values)
 
     return step
 
@@ -278,24 +304,43 @@ def _permute(result: Operand, lane_bytes: Operand, data: Operand, offset: int, p
     register, index, values = (expect(operand, "vector", 1) for operand in (result, lane_bytes, data))
 
     def step(wave: Wave) -> None:
-        lane = wave.vectors[index] + np.uint32(offset) >> np.uint32(2) & np.uint32(63)
+        lane = wave.vectors[index] + np.uint32(offset) >> np.uint32(2) & np.uint32(wave.size - 1)
         source = wave.vectors[values]
         if pulls:
             return wave.set_vector(register, np.where(wave.lanes[lane], source[lane], np.uint32(0)))
-        moved = np.zeros(LANES, np.uint32)
+        moved = np.zeros(wave.size, np.uint32)
         moved[lane[wave.lanes]] = source[wave.lanes]
         return wave.set_vector(register, moved)
 
     return step
 
 
-def _swizzle(result: Operand, data: Operand, control: int) -> Step:
+def _read_transposed(result: Operand, address: Operand, offset: int) -> Step:
+    """gfx950: each lane reads four 16-bit values. The 16 lanes of a row thus hold a matrix of 4 rows, four
+    lanes each, and 16 columns; lane number i of the row is given column i."""
+    register, base = expect(result, "vector", 2), expect(address, "vector", 1)
+
+    def step(wave: Wave) -> None:
+        if not wave.all_lanes:
+            raise EmulatorError("a transposing load with inactive lanes")
+        read = wave.group.local.load(wave, wave.vectors[base].astype(np.int64) + offset, 8)
+        halves = np.ascontiguousarray(read.T).view(np.uint16).reshape(-1, 4, 16)  # row of lanes, row, column
+        columns = np.ascontiguousarray(halves.transpose(0, 2, 1)).reshape(wave.size, 4)
+        wave.set_vectors(register, columns.view(np.uint32).T)
+
+    return step
+
+
+def _swizzle(result: Operand, data: Operand, control: int, lanes: int) -> Step:
     """A fixed pattern within four lanes (bit 15 set) or within 32: and, or, xor masks of 5 bits."""
     register, values = expect(result, "vector", 1), expect(data, "vector", 1)
+    numbers = LANE[:lanes]
     if control & 0x8000:
-        lane = (LANE & ~3) + np.array([control >> 2 * i & 3 for i in range(4)])[LANE & 3]
+        if control >= 0xC000:
+            raise EmulatorError("a rotation or a Fourier pattern of ds_swizzle")
+        lane = (numbers & ~3) + np.array([control >> 2 * i & 3 for i in range(4)])[numbers & 3]
     else:
-        lane = LANE & 32 | (LANE & 31 & control | control >> 5 & 31) ^ (control >> 10 & 31)
+        lane = numbers & 32 | (numbers & 31 & control | control >> 5 & 31) ^ (control >> 10 & 31)
 
     def step(wave: Wave) -> None:
         wave.set_vector(register, np.where(wave.lanes[lane], wave.vectors[values][lane], np.uint32(0)))

@@ -8,7 +8,7 @@ import numpy as np
 
 from liger_aot_build.elf import PT_LOAD, Elf
 
-from .decode import Instruction
+from .instruction import Instruction
 from .scalar import NO_EFFECT
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .errors import EmulatorError
-from .wave import EXEC, FIRST_ACCUMULATOR, M0, VCC, Wave
+from .wave import EXEC, FIRST_ACCUMULATOR, M0, TRAPS, VCC, Wave
 
 # The suffixes of instruction names, as numpy types. b is a plain bit pattern.
 DTYPES: dict[str, type[np.generic]] = {
@@ -45,8 +45,9 @@ Reader = Callable[[Wave], Value]
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand. `kind` is vector, scalar, scc, integer, float, off or mode, which stands for `count` bits of that
-    register from `register` on.
+    """One operand. `kind` is vector, scalar, scc, null (reads as 0), integer, float, off, or mode and wave mode, which
+    stand for `count` bits of that register from `register` on. `half` is that of a vector register which RDNA's 16-bit
+    instructions name, "l" or "h"; an `implicit` operand is not written down.
 
     `register` numbers vector registers with the accumulation registers after the 256 others; `count` is how many
     32-bit registers it stands for.
@@ -60,10 +61,12 @@ class Operand:
     negate: bool = False
     absolute: bool = False
     sign_extend: bool = False
+    half: str = ""
+    implicit: bool = False
 
     def __str__(self) -> str:
         """As the assembler writes it."""
-        text = self._plain_text()
+        text = self._plain_text() + f".{self.half}" * bool(self.half)
         if self.absolute:
             text = f"|{text}|"
         if self.sign_extend:
@@ -85,13 +88,16 @@ class Operand:
             )
         if self.kind == "scc":
             return "src_scc"
-        if self.kind == "off":
-            return "off"
-        if self.kind == "mode":
-            return f"hwreg(HW_REG_MODE, {self.register}, {self.count})"
+        if self.kind in ("off", "null"):
+            return self.kind
+        if self.kind in ("mode", "wave mode"):
+            name = self.kind.upper().replace(" ", "_")
+            return f"hwreg(HW_REG_{name}, {self.register}, {self.count})"
         if self.kind == "scalar" and (self.register, self.count) in _NAMED:
             return _NAMED[self.register, self.count]
         name, first = self.register_file()
+        if self.kind == "scalar" and self.register >= TRAPS:
+            name, first = "ttmp", self.register - TRAPS
         return f"{name}{first}" if self.count == 1 else f"{name}[{first}:{first + self.count - 1}]"
 
     def register_file(self) -> tuple[str, int]:
@@ -154,6 +160,8 @@ def raw_reader(operand: Operand, name: str, high_half: bool = False) -> Reader:
         return _scalar_reader(expect(operand, "scalar", max(1, bits // 32)), dtype, bits, high_half)
     if operand.kind == "scc":
         return lambda wave: _UNSIGNED[bits](wave.scc).view(dtype)
+    if operand.kind == "null":
+        return lambda wave: dtype(0)
     if operand.kind == "off":
         raise EmulatorError("'off' where a value is read")
     constant = _UNSIGNED[bits](0 if high_half else operand.constant_bits(name)).view(dtype)
@@ -169,7 +177,7 @@ def reader(operand: Operand, name: str, high_half: bool = False) -> Reader:
 
 def _vector_reader(register: int, dtype: Any, bits: int, high_half: bool) -> Reader:
     if bits == 64:
-        return lambda wave: wave.vectors[register : register + 2].T.copy().view(dtype).reshape(64)
+        return lambda wave: wave.vectors[register : register + 2].T.copy().view(dtype).reshape(-1)
     if dtype is np.uint32:
         return lambda wave: wave.vectors[register]
     if dtype is np.float32:

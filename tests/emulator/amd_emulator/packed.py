@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 
 from .arithmetic import OPERATIONS, clamp_to_one, fma_f32
-from .decode import Instruction
 from .errors import EmulatorError
+from .instruction import Instruction
 from .operand import BITS, Operand, Reader, Value, expect, reader
 from .scalar import Step
-from .wave import LANES, Wave
+from .wave import Wave
 
 _HALF = np.uint32(16)
 
@@ -143,7 +143,7 @@ def _dot(instruction: Instruction) -> Step:
     register, clamps = expect(operands[0], "vector", 1), "clamp" in instruction.modifiers
 
     def step(wave: Wave) -> None:
-        total = np.broadcast_to(np.asarray(addend(wave), np.float64), LANES)
+        total = np.broadcast_to(np.asarray(addend(wave), np.float64), wave.size)
         for a, b in zip(*pairs, strict=True):
             total = total + a(wave).astype(np.float64) * b(wave).astype(np.float64)
         result = total.astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,19 +12,22 @@ from liger_aot_build.elf import PF_X, PT_LOAD
 from liger_aot_build.hsaco import CodeObject, KernelDescriptor
 
 from . import matrix, memory_access, scalar, vector
-from .decode import Instruction, decode, split
+from .architecture import Architecture, architecture
+from .decode import decode, split
 from .errors import EmulatorError
+from .instruction import Instruction
 from .local_memory import LocalMemory
 from .memory import Memory
 from .scalar import END, Step
-from .wave import LANE, LANES, MASK32, POISON, Wave
+from .wave import LANE, MASK32, POISON, TRAPS, Wave
 
 MAX_THREADS = 1024
-MAX_LOCAL_BYTES = 65536
 _PRELOAD_SKIP = 256  # bytes of code that load what a device with kernarg preload already has in registers
 # Fields of rsrc1: 32-bit and 16/64-bit rounding to nearest, denormals kept, NaN clamps to 0, IEEE NaNs.
 _FLOAT_MODE, _EXPECTED_FLOAT_MODE = 0xFF << 12, 0xF0 << 12
-_DX10_CLAMP = 1 << 21
+_DX10_CLAMP = 1 << 21  # but RDNA 4, where it is always so
+# Trap registers in which RDNA 4 gives a workgroup's position: x, and y with z in the upper half
+_TRAP_X, _TRAP_YZ = TRAPS + 9, TRAPS + 7
 
 
 class WorkGroup:
@@ -36,13 +40,14 @@ class WorkGroup:
 
 
 class Program:
-    """The kernel named `kernel` of the code object `image`, which must be for `arch` ("gfx90a", "gfx942")."""
+    """The kernel named `kernel` of the code object `image`, which must be for `arch`."""
 
     def __init__(self, image: bytes, arch: str, kernel: str) -> None:
         code = CodeObject(image)
         if code.arch != arch:
             raise EmulatorError(f"the code object is for {code.arch}, not {arch}")
         self.arch = arch
+        self._architecture: Architecture = architecture(arch)
         self.descriptor: KernelDescriptor = code.kernels[kernel]
         self._check_descriptor()
         self._image = bytearray(max(address + size for address, _, size in code.segments))
@@ -53,7 +58,7 @@ class Program:
             place
             for segment in code.elf.segments
             if segment.type == PT_LOAD and segment.flags & PF_X
-            for place in split(code.read(segment.address, segment.memory_size), segment.address)
+            for place in split(code.read(segment.address, segment.memory_size), segment.address, arch)
         ]
         self._index_of = {address: i for i, (address, _) in enumerate(self.code)}
         # Instructions are decoded and translated when they are first reached.
@@ -66,14 +71,17 @@ class Program:
         descriptor = self.descriptor
         if descriptor.private_segment_bytes:
             raise EmulatorError(f"{descriptor.name} uses scratch memory, which is not implemented")
-        if descriptor.rsrc1 & _FLOAT_MODE != _EXPECTED_FLOAT_MODE or not descriptor.rsrc1 & _DX10_CLAMP:
+        if descriptor.wave_size != self._architecture.lanes:
+            raise EmulatorError(f"{descriptor.name} has waves of {descriptor.wave_size} lanes")
+        clamps = descriptor.rsrc1 & _DX10_CLAMP or self._architecture.ids_in_traps
+        if descriptor.rsrc1 & _FLOAT_MODE != _EXPECTED_FLOAT_MODE or not clamps:
             raise EmulatorError(f"{descriptor.name} asks for a floating-point mode that is not implemented")
 
     def _translation(self, index: int) -> Step:
         def translate_and_run(wave: Wave) -> int | None:
             instruction = self.instruction(index)
             self._check_registers(instruction)
-            step = self._steps[index] = build_step(instruction, self.arch)
+            step = self._steps[index] = build_step(instruction)
             self.reached.append(instruction)
             return step(wave)
 
@@ -85,6 +93,8 @@ class Program:
         return decode(words, address, self.arch)
 
     def _check_registers(self, instruction: Instruction) -> None:
+        if instruction.other is not None:
+            self._check_registers(instruction.other)
         for operand in instruction.operands:
             file, first = operand.register_file()
             if file and first + operand.count > self._registers[file]:
@@ -102,16 +112,17 @@ class Program:
         """Run the kernel; returns the number of instructions that its waves executed.
 
         `arguments` are in kernarg order, pointers being addresses from `memory`; those left out at the end,
-        Triton's scratch pointers, are null. `threads` is the block size in work-items, a multiple of 64;
-        `shared` the bytes of dynamic LDS. Workgroups run one after the other, so they can't wait for each
+        Triton's scratch pointers, are null. `threads` is the block size in work-items, a multiple of the lanes of a
+        wave;        `shared` the bytes of dynamic LDS. Workgroups run one after the other, so they can't wait for each
         other. Raises EmulatorError, for more than `max_instructions` too.
         """
         descriptor = self.descriptor
-        if threads % LANES or not 0 < threads <= MAX_THREADS:
+        lanes, most_local = self._architecture.lanes, self._architecture.local_bytes
+        if threads % lanes or not 0 < threads <= MAX_THREADS:
             raise EmulatorError(f"a block of {threads} work-items is not possible")
         local_bytes = descriptor.group_segment_bytes + shared
-        if local_bytes > MAX_LOCAL_BYTES:
-            raise EmulatorError(f"{local_bytes} bytes of LDS, a workgroup has {MAX_LOCAL_BYTES}")
+        if local_bytes > most_local:
+            raise EmulatorError(f"{local_bytes} bytes of LDS, a workgroup has {most_local}")
         kernarg = pack_arguments(descriptor, arguments, grid, threads)
         executed = 0
         with (
@@ -122,7 +133,7 @@ class Program:
             registers, entry = self._user_registers(kernarg_address, kernarg)
             for z, y, x in np.ndindex(grid[::-1]):
                 group = WorkGroup(memory, code_address, local_bytes)
-                waves = [self._wave(group, i, registers, (x, y, z), entry) for i in range(threads // LANES)]
+                waves = [self._wave(group, i, registers, (x, y, z), entry) for i in range(threads // lanes)]
                 executed += self._run(group, waves, (x, y, z), max_instructions - executed)
         return executed
 
@@ -148,15 +159,20 @@ class Program:
     def _wave(
         self, group: WorkGroup, index: int, registers: list[int], position: tuple[int, int, int], entry: int
     ) -> Wave:
-        wave = Wave(group, index)
+        lanes = self._architecture.lanes
+        wave = Wave(group, index, lanes)
         wave.pc = entry
+        wave.vectors[0] = LANE[:lanes] + lanes * index
         wave.scalars[: len(registers)] = registers
+        if self._architecture.ids_in_traps:
+            x, y, z = position
+            wave.scalars[_TRAP_X], wave.scalars[_TRAP_YZ] = x, y | z << 16
+            return wave
         next_register = max(len(registers), self.descriptor.rsrc2 >> 1 & 0x1F)
         for bit, coordinate in zip((7, 8, 9), position, strict=True):
             if self.descriptor.rsrc2 >> bit & 1:
                 wave.scalars[next_register] = coordinate
                 next_register += 1
-        wave.vectors[0] = LANE + LANES * index
         return wave
 
     def _index(self, address: int) -> int:
@@ -218,14 +234,32 @@ _FAMILIES: dict[str, Callable[[Instruction], Step]] = {
 }
 
 
-def build_step(instruction: Instruction, arch: str) -> Step:
+def build_step(instruction: Instruction) -> Step:
     """The closure that executes an instruction; EmulatorError if it is not implemented."""
-    if instruction.name.startswith("v_mfma_"):
-        return matrix.build(instruction, arch)
+    if instruction.other is not None:
+        return _both(instruction, instruction.other)
+    if instruction.name.startswith(("v_mfma_", "v_wmma_")):
+        return matrix.build(instruction)
     family = instruction.name.partition("_")[0]
     if family not in _FAMILIES:
         raise EmulatorError("unknown instruction")
     return _FAMILIES[family](instruction)
+
+
+def _both(instruction: Instruction, other: Instruction) -> Step:
+    """Two operations that read all their sources before either writes its result."""
+    first, second = build_step(replace(instruction, other=None)), build_step(other)
+    result = instruction.operands[0].register
+
+    def step(wave: Wave) -> None:
+        before = wave.vectors[result].copy()
+        first(wave)
+        after = wave.vectors[result].copy()
+        wave.vectors[result] = before
+        second(wave)
+        wave.vectors[result] = after
+
+    return step
 
 
 def _past_the_end(wave: Wave) -> int | None:

@@ -10,11 +10,15 @@ import operator
 import re
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from .decode import Instruction
+import numpy as np
+
+from .arithmetic import FLOAT_COMPARISONS, OPERATIONS
 from .errors import EmulatorError
+from .instruction import Instruction
 from .operand import Operand, expect
-from .wave import EXEC, MASK32, MASK64, VCC, Wave
+from .wave import EXEC, MASK32, VCC, Wave
 
 # What a step returns instead of None (go on) or an address (branch).
 BARRIER, END = -1, -2
@@ -23,7 +27,13 @@ Read = Callable[[Wave], int]
 
 # These wait, hint or write caches back: the emulator has no pipeline and no caches.
 NO_EFFECT = frozenset(
-    {"s_nop", "s_waitcnt", "s_setprio", "s_sleep", "s_icache_inv"}
+    {"s_nop", "s_waitcnt", "s_setprio", "s_sleep", "s_icache_inv", "s_clause", "s_delay_alu"}
+    | {"s_waitcnt_depctr", "s_waitcnt_vscnt", "s_wait_alu", "s_set_inst_prefetch_distance", "s_sendmsg"}
+    | {
+        f"s_wait_{count}"
+        for count in ("loadcnt", "storecnt", "dscnt", "kmcnt", "samplecnt", "bvhcnt", "expcnt")
+    }
+    | {"s_wait_loadcnt_dscnt", "s_wait_storecnt_dscnt", "s_wait_idle"}
     | {"s_dcache_inv", "s_dcache_inv_vol", "s_dcache_wb", "s_dcache_wb_vol"}
 )
 _COMPARE = {
@@ -38,10 +48,10 @@ _BRANCH: dict[str, Callable[[Wave], bool]] = {
     "s_branch": lambda wave: True,
     "s_cbranch_scc0": lambda wave: not wave.scc,
     "s_cbranch_scc1": lambda wave: bool(wave.scc),
-    "s_cbranch_vccz": lambda wave: wave.scalar64(VCC) == 0,
-    "s_cbranch_vccnz": lambda wave: wave.scalar64(VCC) != 0,
-    "s_cbranch_execz": lambda wave: wave.scalar64(EXEC) == 0,
-    "s_cbranch_execnz": lambda wave: wave.scalar64(EXEC) != 0,
+    "s_cbranch_vccz": lambda wave: wave.mask(VCC) == 0,
+    "s_cbranch_vccnz": lambda wave: wave.mask(VCC) != 0,
+    "s_cbranch_execz": lambda wave: wave.mask(EXEC) == 0,
+    "s_cbranch_execnz": lambda wave: wave.mask(EXEC) != 0,
 }
 _LOGIC: dict[str, Callable[[int, int], int]] = {
     "and": lambda a, b: a & b,
@@ -54,6 +64,24 @@ _LOGIC: dict[str, Callable[[int, int], int]] = {
     "nand": lambda a, b: ~(a & b),
     "nor": lambda a, b: ~(a | b),
     "xnor": lambda a, b: ~(a ^ b),
+}
+
+
+_DEALLOCATE_REGISTERS = 3  # a message: the wave needs its registers no more
+_FLOAT_TYPES: dict[str, Any] = {"f32": np.float32, "i32": np.int32, "u32": np.uint32, "b32": np.uint32}
+# Scalar instructions on floats, and the vector instructions that do the same
+_FLOATS = {f"s_{op}_f32": f"v_{op}_f32" for op in ("add", "sub", "mul", "min", "max", "fmaak", "fmamk")}
+_FLOATS |= {f"s_{op}_f32": f"v_{op}_f32" for op in ("trunc", "ceil", "floor", "rndne")}
+_FLOATS |= {f"s_cvt_{pair}": f"v_cvt_{pair}" for pair in ("f32_i32", "f32_u32", "i32_f32", "u32_f32")}
+_FLOATS |= {"s_fmac_f32": "v_fma_f32"} | {f"s_cvt_{pair}": f"v_cvt_{pair}" for pair in ("f32_f16", "f16_f32")}
+_FLOAT_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    f"s_cmp_{condition}_f32": compare for condition, compare in FLOAT_COMPARISONS.items()
+}
+_NARROW_LOADS = {
+    "s_load_u8": (1, False),
+    "s_load_i8": (1, True),
+    "s_load_u16": (2, False),
+    "s_load_i16": (2, True),
 }
 
 
@@ -115,9 +143,13 @@ _NAMED: dict[str, tuple[Callable[..., int], bool]] = {
 
 def build(instruction: Instruction) -> Step:
     """The step that executes a scalar instruction."""
-    name = instruction.name
+    name = instruction.base_name
     if name in NO_EFFECT:
+        if name == "s_sendmsg" and instruction.operands[0].value != _DEALLOCATE_REGISTERS:
+            raise EmulatorError("a message that is not implemented")
         return lambda wave: None
+    if name in ("s_barrier_signal", "s_barrier_wait"):
+        return _split_barrier(instruction)
     if name in ("s_endpgm", "s_barrier"):
         signal = END if name == "s_endpgm" else BARRIER
         return lambda wave: signal
@@ -126,7 +158,7 @@ def build(instruction: Instruction) -> Step:
         taken = _BRANCH[name]
         target = instruction.address + 4 + 4 * signed(int(instruction.operands[0].value), 16)
         return lambda wave: target if taken(wave) else None
-    if name.startswith("s_load_dword"):
+    if name.startswith("s_load_"):
         return _load(instruction)
     instruction.allow()
     operands = instruction.operands
@@ -135,6 +167,8 @@ def build(instruction: Instruction) -> Step:
             return lambda wave: None
         value = bool(int(operands[1].value) & 1)
         return lambda wave: setattr(wave, "saturates", value)
+    if name in _FLOATS or name in _FLOAT_COMPARISONS:
+        return _float_operation(instruction)
     if name in ("s_getpc_b64", "s_setpc_b64", "s_swappc_b64"):
         return _program_counter(instruction, operands)
     if match := re.fullmatch(r"s_(mov|add|mul|cmov|cmp)k_(?:(\w\w)_)?([iu])32", name):
@@ -148,9 +182,61 @@ def build(instruction: Instruction) -> Step:
     return _arithmetic(instruction, operands)
 
 
+def _split_barrier(instruction: Instruction) -> Step:
+    """A barrier in two halves. Between them a wave may go on, but not touch LDS: what it does there would be neither
+    before nor behind the barrier."""
+    instruction.expect(1)
+    (barrier,) = instruction.operands
+    if signed(int(barrier.value), 16) != -1 or barrier.kind != "integer":
+        raise EmulatorError("a barrier that is not the workgroup's")
+    signals = instruction.base_name == "s_barrier_signal"
+
+    def step(wave: Wave) -> int | None:
+        if wave.signalled == signals:
+            raise EmulatorError("a barrier's signal and wait are not in turn")
+        wave.signalled = signals
+        return None if signals else BARRIER
+
+    return step
+
+
+def _typed(value: int, kind: str) -> Any:
+    if kind == "f16":
+        return np.uint16(value & 0xFFFF).view(np.float16)
+    return np.uint32(value).view(_FLOAT_TYPES[kind])
+
+
+def _float_operation(instruction: Instruction) -> Step:
+    """What vector instructions of the same name compute, for one value."""
+    name, operands = instruction.base_name, instruction.operands
+    if name in _FLOAT_COMPARISONS:
+        instruction.expect(2)
+        compare = _FLOAT_COMPARISONS[name]
+        a, b = (_read(operand, 32) for operand in operands)
+
+        def compared(wave: Wave) -> None:
+            wave.scc = int(bool(compare(_typed(a(wave), "f32"), _typed(b(wave), "f32"))))
+
+        return compared
+    operation = OPERATIONS[_FLOATS[name]]
+    given = [*operands[1:], operands[0]] if name == "s_fmac_f32" else [*operands[1:]]
+    if len(given) != len(operation.sources):
+        raise EmulatorError(f"{len(operands)} operands")
+    reads = [(_read(operand, 32), kind) for operand, kind in zip(given, operation.sources, strict=True)]
+    write = _write(operands[0], 32)
+
+    def step(wave: Wave) -> None:
+        result = np.asarray(operation.function(*[_typed(read(wave), kind) for read, kind in reads])).reshape(
+            1
+        )
+        write(wave, int(result.view(f"u{result.dtype.itemsize}")[0]))
+
+    return step
+
+
 def _arithmetic(instruction: Instruction, operands: Sequence[Operand]) -> Step:
     """Instructions with a destination and one or two sources."""
-    name = instruction.name
+    name = instruction.base_name
     if name in _NAMED:
         function, sets_scc = _NAMED[name]
         instruction.expect(1 + function.__code__.co_argcount)
@@ -159,9 +245,10 @@ def _arithmetic(instruction: Instruction, operands: Sequence[Operand]) -> Step:
     if not match:
         raise EmulatorError("unknown scalar instruction")
     op, sign, bits = match[1], match[2] == "i", int(match[3])
-    if op.endswith("_saveexec") and op.removesuffix("_saveexec") in _LOGIC and bits == 64:
+    lanes = instruction.architecture.lanes
+    if op.endswith("_saveexec") and op.removesuffix("_saveexec") in _LOGIC and bits == lanes:
         instruction.expect(2)
-        return _save_exec(operands, _LOGIC[op.removesuffix("_saveexec")])
+        return _save_exec(operands, _LOGIC[op.removesuffix("_saveexec")], lanes)
     if op in _UNARY:
         instruction.expect(2)
         unary, sets_scc, width = _UNARY[op]
@@ -177,6 +264,9 @@ def _arithmetic(instruction: Instruction, operands: Sequence[Operand]) -> Step:
         return _assign(operands, lambda a, b: _bit_field(a, b, bits, sign), bits, bits, True, [bits, 32])
     if op in ("add", "sub", "addc", "subb") and bits == 32:
         return _add(operands, op, overflow=sign)
+    if op in ("add_nc", "sub_nc") and bits == 64:
+        add = op == "add_nc"
+        return _assign(operands, lambda a, b: a + b if add else a - b, 64, 64, False, [64, 64])
     if op in ("min", "max") and bits == 32:
         return _extremum(operands, min if op == "min" else max, sign)
     if op in ("cselect", "cmov"):
@@ -194,6 +284,8 @@ def _read_bits(operand: Operand, bits: int, sign: bool) -> Read:
         return lambda wave: wave.scalars[register]
     if operand.kind == "scc":
         return lambda wave: wave.scc
+    if operand.kind == "null":
+        return lambda wave: 0
     constant = operand.constant_bits(f"{'i' if sign else 'b'}{bits}")
     return lambda wave: constant
 
@@ -206,6 +298,8 @@ def _read(operand: Operand, bits: int, sign: bool = False) -> Read:
 
 
 def _write(operand: Operand, bits: int) -> Callable[[Wave, int], None]:
+    if operand.kind == "null":
+        return lambda wave, value: None
     register = expect(operand, "scalar", bits // 32)
     if bits == 64:
         return lambda wave, value: wave.set_scalar64(register, value)
@@ -332,12 +426,12 @@ def _short_constant(
     return _assign([destination, constant], lambda a: a, 32, 32, False, [32])
 
 
-def _save_exec(operands: Sequence[Operand], function: Callable[[int, int], int]) -> Step:
-    write, source = _write(operands[0], 64), _read(operands[1], 64)
+def _save_exec(operands: Sequence[Operand], function: Callable[[int, int], int], lanes: int) -> Step:
+    write, source, full = _write(operands[0], lanes), _read(operands[1], lanes), (1 << lanes) - 1
 
     def step(wave: Wave) -> None:
-        old = wave.scalar64(EXEC)
-        new = function(source(wave), old) & MASK64
+        old = wave.mask(EXEC)
+        new = function(source(wave), old) & full
         write(wave, old)
         wave.set_exec(new)
         wave.scc = int(new != 0)
@@ -348,12 +442,12 @@ def _save_exec(operands: Sequence[Operand], function: Callable[[int, int], int])
 def _program_counter(instruction: Instruction, operands: Sequence[Operand]) -> Step:
     """Addresses in registers are device addresses; a step's address is one in the code object."""
     after = instruction.address + instruction.size
-    if instruction.name == "s_getpc_b64":
+    if instruction.base_name == "s_getpc_b64":
         instruction.expect(1)
         write = _write(operands[0], 64)
         return lambda wave: write(wave, wave.group.code_address + after)
     target = _read(operands[-1], 64)
-    if instruction.name == "s_setpc_b64":
+    if instruction.base_name == "s_setpc_b64":
         instruction.expect(1)
         return lambda wave: target(wave) - wave.group.code_address
     instruction.expect(2)
@@ -369,12 +463,15 @@ def _program_counter(instruction: Instruction, operands: Sequence[Operand]) -> S
 
 def _load(instruction: Instruction) -> Step:
     instruction.expect(3)
-    instruction.allow("offset", "glc")
-    match = re.fullmatch(r"s_load_dword(?:x(2|4|8|16))?", instruction.name)
+    instruction.allow("offset", "glc", "dlc")
+    name = instruction.base_name
+    destination, base, offset = instruction.operands
+    if name in _NARROW_LOADS:
+        return _load_narrow(instruction, *_NARROW_LOADS[name])
+    match = re.fullmatch(r"s_load_dword(?:x(2|3|4|8|16))?", name)
     if not match:
         raise EmulatorError("unknown scalar load")
     count = int(match[1] or 1)
-    destination, base, offset = instruction.operands
     first = expect(destination, "scalar", count)
     pair = expect(base, "scalar", 2)
     constant = instruction.integer("offset") + (int(offset.value) if offset.kind == "integer" else 0)
@@ -384,5 +481,20 @@ def _load(instruction: Instruction) -> Step:
         address = wave.scalar64(pair) + constant + (variable(wave) if variable else 0)
         data = wave.group.memory.read(address, 4 * count)
         wave.scalars[first : first + count] = struct.unpack(f"<{count}I", data)
+
+    return step
+
+
+def _load_narrow(instruction: Instruction, size: int, sign: bool) -> Step:
+    """A load of less than a register, of whose word the rest is left out."""
+    destination, base, offset = instruction.operands
+    pair, write = expect(base, "scalar", 2), _write(destination, 32)
+    if offset.kind == "scalar":
+        raise EmulatorError("a narrow scalar load with an offset in a register")
+    constant = instruction.integer("offset") + (int(offset.value) if offset.kind == "integer" else 0)
+
+    def step(wave: Wave) -> None:
+        value = wave.group.memory.read_narrow(wave.scalar64(pair) + constant, size)
+        write(wave, signed(value, 8 * size) if sign else value)
 
     return step

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .decode import Instruction
+from .architecture import architecture
 from .decode import decode as decode_words
 from .encodings import assembled
+from .instruction import Instruction
 from .memory import Memory
 from .program import WorkGroup, build_step
 from .wave import LANES, MASK64, Wave
@@ -32,8 +33,10 @@ def bits(values: Any, dtype: Any) -> np.ndarray:
     return lanes.view(f"u{lanes.dtype.itemsize}").astype(np.uint32)[None]
 
 
-def new_wave(index: int = 0, group: WorkGroup | None = None, local_bytes: int = 0) -> Wave:
-    return Wave(group or WorkGroup(Memory(), 0, local_bytes), index)
+def new_wave(
+    index: int = 0, group: WorkGroup | None = None, local_bytes: int = 0, arch: str = "gfx942"
+) -> Wave:
+    return Wave(group or WorkGroup(Memory(), 0, local_bytes), index, architecture(arch).lanes)
 
 
 def execute(
@@ -45,17 +48,18 @@ def execute(
     scc: int = 0,
     lanes: int = MASK64,
 ) -> Wave:
-    """Run straight-line code; `vectors` are uint32 rows (see `bits`) by first register, `lanes` is EXEC."""
-    wave = wave or new_wave()
+    """Run straight-line code; `vectors` are uint32 rows (see `bits`) by first register, `lanes` is EXEC, of
+    which a wave of 32 takes the lower half."""
+    wave = wave or new_wave(arch=arch)
     for register, rows in (vectors or {}).items():
-        wave.vectors[register : register + len(rows)] = rows
+        wave.vectors[register : register + len(rows)] = rows[..., : wave.size]
     for register, value in (scalars or {}).items():
         wave.scalars[register] = value & 0xFFFFFFFF
     wave.scc = scc
-    wave.set_exec(lanes)
+    wave.set_exec(lanes & (1 << wave.size) - 1)
     with np.errstate(all="ignore"):
         for instruction in decode(lines, arch):
-            build_step(instruction, arch)(wave)
+            build_step(instruction)(wave)
     return wave
 
 

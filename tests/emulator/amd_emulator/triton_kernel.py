@@ -11,10 +11,9 @@ from unittest.mock import patch
 
 import numpy as np
 
+from .architecture import architecture
 from .memory import Memory
 from .program import Program
-
-WAVE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class TritonKernel:
         ]
         x, y, z = (*grid, 1, 1)[:3]
         program = program or self.program()
-        return program.launch(memory, (x, y, z), values, WAVE_SIZE * self.num_warps, self.shared, **limits)
+        threads = architecture(self.arch).lanes * self.num_warps
+        return program.launch(memory, (x, y, z), values, threads, self.shared, **limits)
 
 
 def compile_kernel(
@@ -71,7 +71,7 @@ def compile_kernel(
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    target = GPUTarget("hip", arch, WAVE_SIZE)
+    target = GPUTarget("hip", arch, architecture(arch).lanes)
     with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, TRITON_CACHE_DIR=cache):
         kernel = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
         metadata: Any = kernel.metadata

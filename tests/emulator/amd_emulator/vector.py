@@ -9,40 +9,33 @@ from typing import Any
 import numpy as np
 
 from . import division
-from .arithmetic import FMA, OPERATIONS, SATURATING, mad_f32
-from .decode import Instruction
+from .arithmetic import FLOAT_COMPARISONS, FMA, OPERATIONS, SATURATING, mad_f32, to_e4m3
 from .errors import EmulatorError
-from .lanes import DPP_MODIFIERS, SDWA_MODIFIERS, destination, keeps_high_half, source
-from .operand import DTYPES, Reader, expect, raw_reader
+from .instruction import Instruction
+from .lanes import (
+    DPP_MODIFIERS,
+    SDWA_MODIFIERS,
+    destination,
+    keeps_high_half,
+    mask_reader,
+    mask_writer,
+    source,
+)
+from .operand import DTYPES, Operand, Reader, expect, raw_reader
 from .packed import build_mixed, build_packed
 from .scalar import Step
-from .wave import LANE, LANES, MASK32, VCC, Wave, lanes_of, mask_of
+from .wave import LANE, MASK32, VCC, Wave, mask_of
 
-_LARGEST = {"v_cvt_pk_fp8_f32": 240.0, "v_cvt_f16_f32": 65504.0}
-_COMPARE: dict[str, Callable[..., np.ndarray]] = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lg": lambda a, b: (a < b) | (a > b),
-    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "u": lambda a, b: np.isnan(a) | np.isnan(b),
-    "neq": np.not_equal,
-    "nlt": lambda a, b: ~(a < b),
-    "nle": lambda a, b: ~(a <= b),
-    "ngt": lambda a, b: ~(a > b),
-    "nge": lambda a, b: ~(a >= b),
-    "nlg": lambda a, b: ~((a < b) | (a > b)),
-}
+_LARGEST = {"v_cvt_pk_fp8_f32": 240.0, "v_cvt_f16_f32": 65504.0, "v_cvt_pk_f16_f32": 65504.0}
+_COMPARE: dict[str, Callable[..., np.ndarray]] = {**FLOAT_COMPARISONS, "ne": np.not_equal}
 
 
 def build(instruction: Instruction) -> Step:
     """The step that executes a vector instruction (matrix instructions are in matrix.py)."""
     name = instruction.base_name
     if name in _SPECIAL:
-        instruction.allow(*DPP_MODIFIERS, *SDWA_MODIFIERS)
+        if name not in _OWN_MODIFIERS:
+            instruction.allow(*DPP_MODIFIERS, *SDWA_MODIFIERS)
         return _SPECIAL[name](instruction)
     if name.startswith("v_pk_") or name == "v_dot2_f32_f16":
         return build_packed(instruction)
@@ -106,31 +99,41 @@ def _multiply_accumulate(instruction: Instruction, name: str, function: Callable
 def _compare(
     instruction: Instruction, compare: Callable[..., np.ndarray], name: str, sets_exec: bool
 ) -> Step:
-    """The result is a scalar register pair with a bit a lane; inactive lanes give 0."""
+    """The result is a mask; inactive lanes give 0."""
+    write, first = _mask_result(instruction, sets_exec)
+    a, b = (source(instruction, first + i, i, name) for i in range(2))
+    return lambda wave: write(wave, compare(a(wave), b(wave)) & wave.lanes)
+
+
+def _mask_result(instruction: Instruction, sets_exec: bool) -> tuple[Callable[[Wave, np.ndarray], None], int]:
+    """What writes the mask of a comparison, and the number of its first source. One that sets EXEC has no other
+    destination on RDNA."""
+    if not sets_exec:
+        instruction.expect(3)
+        return mask_writer(instruction, instruction.operands[0]), 1
+    if instruction.architecture.rdna:
+        instruction.expect(2)
+        return lambda wave, lanes: wave.set_exec(mask_of(lanes)), 0
     instruction.expect(3)
-    a, b = (source(instruction, 1 + i, i, name) for i in range(2))
-    register = expect(instruction.operands[0], "scalar", 2)
+    plain = mask_writer(instruction, instruction.operands[0])
 
-    def step(wave: Wave) -> None:
-        mask = mask_of(compare(a(wave), b(wave)) & wave.lanes)
-        wave.set_scalar64(register, mask)
-        if sets_exec:
-            wave.set_exec(mask)
+    def write(wave: Wave, lanes: np.ndarray) -> None:
+        plain(wave, lanes)
+        wave.set_exec(mask_of(lanes))
 
-    return step
+    return write, 1
 
 
 def _compare_class(instruction: Instruction) -> Step:
     """Whether a float is of one of the classes whose bits are set in the second source."""
-    instruction.expect(3)
     name = instruction.base_name.rsplit("_", 1)[1]
-    value, classes = source(instruction, 1, 0, name), source(instruction, 2, 1, "u32")
-    register = expect(instruction.operands[0], "scalar", 2)
+    store, first = _mask_result(instruction, "cmpx" in instruction.base_name)
+    value, classes = source(instruction, first, 0, name), source(instruction, first + 1, 1, "u32")
     finfo = np.finfo(DTYPES[name])
     quiet = 1 << finfo.nmant - 1
 
     def step(wave: Wave) -> None:
-        x = np.broadcast_to(value(wave), LANES)
+        x = np.broadcast_to(value(wave), wave.size)
         negative, size = np.signbit(x), np.abs(x)
         bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
         kinds = np.select(
@@ -144,9 +147,7 @@ def _compare_class(instruction: Instruction) -> Step:
             [0, 1, np.where(negative, 2, 9), np.where(negative, 5, 6), np.where(negative, 4, 7)],
             np.where(negative, 3, 8),
         )
-        wave.set_scalar64(
-            register, mask_of((classes(wave) >> kinds.astype(np.uint32) & 1).astype(bool) & wave.lanes)
-        )
+        store(wave, (classes(wave) >> kinds.astype(np.uint32) & 1).astype(bool) & wave.lanes)
 
     return step
 
@@ -155,9 +156,9 @@ def _conditional_move(instruction: Instruction) -> Step:
     """v_cndmask: the second source where the condition's bit is set, else the first."""
     instruction.expect(4)
     a, b = (source(instruction, 1 + i, i, "b32") for i in range(2))
-    condition = expect(instruction.operands[3], "scalar", 2)
+    condition = mask_reader(instruction, instruction.operands[3])
     write = destination(instruction, "b32")
-    return lambda wave: write(wave, np.where(lanes_of(wave.scalar64(condition)), b(wave), a(wave)))
+    return lambda wave: write(wave, np.where(condition(wave), b(wave), a(wave)))
 
 
 def _carry(instruction: Instruction) -> Step:
@@ -168,18 +169,18 @@ def _carry(instruction: Instruction) -> Step:
     a, b = (source(instruction, 2 + i, i, "u32") for i in range(2))
     if op in ("subrev", "subbrev"):
         a, b = b, a
-    out = expect(instruction.operands[1], "scalar", 2)
-    carry_in = expect(instruction.operands[4], "scalar", 2) if carries else None
+    out = mask_writer(instruction, instruction.operands[1])
+    carry_in = mask_reader(instruction, instruction.operands[4]) if carries else None
     sign = 1 if op.startswith("add") else -1
     write = destination(instruction, "u32")
 
     def step(wave: Wave) -> None:
         second = b(wave).astype(np.int64)
         if carry_in is not None:
-            second = second + lanes_of(wave.scalar64(carry_in))
+            second = second + carry_in(wave)
         exact = a(wave).astype(np.int64) + sign * second
         write(wave, (exact & MASK32).astype(np.uint32))
-        wave.set_scalar64(out, mask_of(((exact < 0) | (exact > MASK32)) & wave.lanes))
+        out(wave, ((exact < 0) | (exact > MASK32)) & wave.lanes)
 
     return step
 
@@ -187,18 +188,18 @@ def _carry(instruction: Instruction) -> Step:
 def _wide_multiply_add(instruction: Instruction) -> Step:
     """v_mad_u64_u32 and v_mad_i64_i32; the carry out is computed for the unsigned form alone."""
     instruction.expect(5)
-    narrow, wide = ("u32", "u64") if "u64" in instruction.name else ("i32", "i64")
+    narrow, wide = ("u32", "u64") if "u64" in instruction.base_name else ("i32", "i64")
     a, b = (source(instruction, 2 + i, i, narrow) for i in range(2))
     c = source(instruction, 4, 2, wide)
-    out = expect(instruction.operands[1], "scalar", 2)
+    out = mask_writer(instruction, instruction.operands[1])
     write, dtype = destination(instruction, wide), DTYPES[wide]
 
     def step(wave: Wave) -> None:
         product = a(wave).astype(dtype) * b(wave).astype(dtype)
-        total = np.broadcast_to(product + c(wave), LANES)
-        carry = total < product if wide == "u64" else np.zeros(LANES, np.bool_)
+        total = np.broadcast_to(product + c(wave), wave.size)
+        carry = total < product if wide == "u64" else np.zeros(wave.size, np.bool_)
         write(wave, total)
-        wave.set_scalar64(out, mask_of(carry & wave.lanes))
+        out(wave, carry & wave.lanes)
 
     return step
 
@@ -210,13 +211,13 @@ def _division(instruction: Instruction) -> Step:
     if kind == "scale":
         instruction.expect(5)
         value, denominator, numerator = (source(instruction, 2 + i, i, name) for i in range(3))
-        flag = expect(instruction.operands[1], "scalar", 2)
+        flag = mask_writer(instruction, instruction.operands[1])
 
         def scale(wave: Wave) -> None:
-            operands = [np.broadcast_to(read(wave), LANES) for read in (value, denominator, numerator)]
+            operands = [np.broadcast_to(read(wave), wave.size) for read in (value, denominator, numerator)]
             result, scaled = division.scale(*operands)
             write(wave, result)
-            wave.set_scalar64(flag, mask_of(scaled & wave.lanes))
+            flag(wave, scaled & wave.lanes)
 
         return scale
     instruction.expect(4)
@@ -224,9 +225,8 @@ def _division(instruction: Instruction) -> Step:
     if kind == "fixup":
         return _apply(division.fix_up, sources, write)
     a, b, c = sources
-    return lambda wave: write(
-        wave, division.multiply_add(a(wave), b(wave), c(wave), lanes_of(wave.scalar64(VCC)))
-    )
+    vcc = mask_reader(instruction, Operand("scalar", VCC, instruction.architecture.mask_registers))
+    return lambda wave: write(wave, division.multiply_add(a(wave), b(wave), c(wave), vcc(wave)))
 
 
 def _read_first_lane(instruction: Instruction) -> Step:
@@ -247,7 +247,7 @@ def _read_lane(instruction: Instruction) -> Step:
     register = expect(instruction.operands[0], "scalar", 1)
     vector = expect(instruction.operands[1], "vector", 1)
     lane = source(instruction, 2, 1, "u32")
-    return lambda wave: wave.set_scalar(register, int(wave.vectors[vector, int(lane(wave)) & 63]))
+    return lambda wave: wave.set_scalar(register, int(wave.vectors[vector, int(lane(wave)) & wave.size - 1]))
 
 
 def _write_lane(instruction: Instruction) -> Step:
@@ -256,7 +256,102 @@ def _write_lane(instruction: Instruction) -> Step:
     value, lane = source(instruction, 1, 0, "u32"), source(instruction, 2, 1, "u32")
 
     def step(wave: Wave) -> None:
-        wave.vectors[vector, int(lane(wave)) & 63] = value(wave)
+        wave.vectors[vector, int(lane(wave)) & wave.size - 1] = value(wave)
+
+    return step
+
+
+def _swap_rows(instruction: Instruction) -> Step:
+    """gfx950: the upper row of each two (of 16 or 32 lanes) of the first register and the lower one of the
+    second change places."""
+    instruction.expect(2)
+    instruction.allow()
+    size = 16 if "16" in instruction.base_name else 32
+    first, second = (expect(operand, "vector", 1) for operand in instruction.operands)
+
+    def step(wave: Wave) -> None:
+        if not wave.all_lanes:
+            raise EmulatorError("rows are swapped with inactive lanes")
+        upper, lower = (wave.vectors[register].reshape(-1, 2, size) for register in (first, second))
+        saved = upper[:, 1].copy()
+        upper[:, 1] = lower[:, 0]
+        lower[:, 0] = saved
+
+    return step
+
+
+def _permute_row(instruction: Instruction) -> Step:
+    """v_permlane16 and v_permlanex16: a lane reads the lane of its row of 16, or of the other row of two, that
+    four bits of the scalar sources name. op_sel[0]: inactive lanes are read too; op_sel[1]: else they read as
+    0, not as nothing."""
+    instruction.expect(4)
+    instruction.allow("op_sel")
+    inactive, zero = instruction.bits("op_sel", 0, 2)
+    write = expect(instruction.operands[0], "vector", 1)
+    values = source(instruction, 1, 0, "b32")
+    low, high = (raw_reader(operand, "u32") for operand in instruction.operands[2:])
+    numbers = LANE[: instruction.architecture.lanes]
+    row = (numbers & ~15) ^ (16 if "x16" in instruction.base_name else 0)
+
+    def step(wave: Wave) -> None:
+        chosen = int(low(wave)) | int(high(wave)) << 32
+        lane = row + (chosen >> 4 * (numbers & 15).astype(object) & 15).astype(np.int64)
+        read = np.broadcast_to(values(wave), wave.size)[lane]
+        there = np.ones(wave.size, np.bool_) if inactive else wave.lanes[lane]
+        if zero:
+            read, there = np.where(there, read, np.uint32(0)), np.ones(wave.size, np.bool_)
+        np.copyto(wave.vectors[write], read, where=wave.lanes & there)
+
+    return step
+
+
+def _bit_operation(instruction: Instruction) -> Step:
+    """v_bitop3_b32: the result's bits by a table of the sources' bits, the first source's being the highest."""
+    instruction.expect(4)
+    instruction.allow("bitop3")
+    table = instruction.integer("bitop3")
+    sources = [source(instruction, 1 + i, i, "b32") for i in range(3)]
+    write = destination(instruction, "b32")
+
+    def function(*given: Any) -> Any:
+        result = np.uint32(0)
+        for number in (n for n in range(8) if table >> n & 1):
+            picked = np.uint32(MASK32)
+            for bit, value in zip((4, 2, 1), given, strict=True):
+                picked = picked & (value if number & bit else ~value)
+            result = result | picked
+        return np.asarray(result)
+
+    return _apply(function, sources, write)
+
+
+def _scaled_fp8(instruction: Instruction) -> Step:
+    """Two floats as OCP's e4m3 in one half of the register, of which the other stays. A scale that is not 1
+    would divide them."""
+    instruction.expect(4)
+    instruction.allow("op_sel")
+    scale = instruction.operands[3]
+    if scale.kind != "float" or scale.value != 1.0 or scale != scale.unmodified():
+        raise EmulatorError(f"a scale of {scale}")
+    first, second = (_limited(source(instruction, 1 + i, i, "f32"), 448.0) for i in range(2))
+    write = destination(instruction, "u16", keep_high=True)
+    return lambda wave: write(wave, to_e4m3(first(wave)) | to_e4m3(second(wave)) << np.uint16(8))
+
+
+def _scalar_function(instruction: Instruction) -> Step:
+    """RDNA 4: exponentials and roots of a scalar register."""
+    instruction.expect(2)
+    instruction.allow()
+    function = OPERATIONS[instruction.base_name.replace("v_s_", "v_")].function
+    value = source(instruction, 1, 0, "f32")
+    if instruction.operands[1].kind == "vector":
+        raise EmulatorError("a vector register where a scalar one is read")
+    register = expect(instruction.operands[0], "scalar", 1)
+
+    def step(wave: Wave) -> None:
+        wave.set_scalar(
+            register, int(np.asarray(function(value(wave)), np.float32).reshape(1).view(np.uint32)[0])
+        )
 
     return step
 
@@ -278,7 +373,8 @@ def _masked_bit_count(instruction: Instruction) -> Step:
     instruction.expect(3)
     a, b = (source(instruction, 1 + i, i, "u32") for i in range(2))
     write, first = destination(instruction, "u32"), 32 * ("_hi_" in instruction.name)
-    lower = np.array([(1 << min(max(lane - first, 0), 32)) - 1 for lane in LANE], np.uint32)
+    numbers = LANE[: instruction.architecture.lanes]
+    lower = np.array([(1 << min(max(lane - first, 0), 32)) - 1 for lane in numbers], np.uint32)
     return lambda wave: write(wave, np.bitwise_count(a(wave) & lower).astype(np.uint32) + b(wave))
 
 
@@ -286,6 +382,10 @@ _ACCUMULATE = {
     **{f"v_fmac_{name}": (name, function) for name, function in FMA.items()},
     "v_mac_f32": ("f32", mad_f32),
 }
+# These say themselves which modifiers they know.
+_OWN_MODIFIERS = frozenset(
+    {"v_permlane16_b32", "v_permlanex16_b32", "v_bitop3_b32", "v_cvt_scalef32_pk_fp8_f32"}
+)
 _SPECIAL: dict[str, Callable[[Instruction], Step]] = {
     "v_nop": lambda instruction: lambda wave: None,
     "v_cndmask_b32": _conditional_move,
@@ -293,10 +393,17 @@ _SPECIAL: dict[str, Callable[[Instruction], Step]] = {
     "v_readlane_b32": _read_lane,
     "v_writelane_b32": _write_lane,
     "v_swap_b32": _swap,
+    "v_permlane16_swap_b32": _swap_rows,
+    "v_permlane32_swap_b32": _swap_rows,
+    "v_permlane16_b32": _permute_row,
+    "v_permlanex16_b32": _permute_row,
+    "v_bitop3_b32": _bit_operation,
+    "v_cvt_scalef32_pk_fp8_f32": _scaled_fp8,
+    **{f"v_s_{op}_f32": _scalar_function for op in ("exp", "log", "rcp", "rsq", "sqrt")},
     "v_mad_u64_u32": _wide_multiply_add,
     "v_mad_i64_i32": _wide_multiply_add,
     **{f"v_{op}_co_u32": _carry for op in ("add", "sub", "subrev", "addc", "subb", "subbrev")},
     **{f"v_div_{op}_{name}": _division for op in ("scale", "fmas", "fixup") for name in ("f32", "f64")},
-    **{f"v_cmp_class_{name}": _compare_class for name in ("f16", "f32", "f64")},
+    **{f"v_cmp{x}_class_{name}": _compare_class for name in ("f16", "f32", "f64") for x in ("", "x")},
     **{f"v_mbcnt_{half}_u32_b32": _masked_bit_count for half in ("lo", "hi")},
 }

@@ -16,6 +16,7 @@ from liger_aot.ops.embedding.embedding import ONE_BLOCK, Embedding, _sorted
 from tests.harness.op_tests import (
     BF16,
     BINARIES,
+    BY_FORM,
     DTYPES,
     EMULATED,
     FP16,
@@ -150,11 +151,12 @@ class TestEmbedding(OpTests):
         return {"dweight": {"magnitude": magnitude}}
 
 
+@pytest.mark.parametrize("name", [EMULATED, *BY_FORM])
 @pytest.mark.usefixtures("poisoned")
-def test_segments_across_chunks_on_the_emulator() -> None:
+def test_segments_across_chunks_on_the_emulator(name: str) -> None:
     """The typical case has no segment that two CTAs share."""
     tests = TestEmbedding()
-    by = made(tests, EMULATED)
+    by = made(tests, name)
     tests.check(by.op, Case((150, 48), BF16, vocabulary=151, pattern="segments across chunks"), by.allowed)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from liger_aot import load
 from liger_aot.ops.op import Op
 from tests.conftest import built_pack
+from tests.harness import executed
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_gpu_tests import PTX, lowered_from_ptx
 from tests.harness.tolerances import UNIT_ROUNDOFF
@@ -25,6 +26,7 @@ WAYS = [
     pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
     pytest.param("emulator gfx90a", marks=pytest.mark.slow),
     "emulator gfx942",
+    *(pytest.param(f"emulator {arch}", marks=pytest.mark.slow) for arch in executed.BY_FORM),
     pytest.param("gpu", marks=pytest.mark.gpu),
     PTX,
 ]

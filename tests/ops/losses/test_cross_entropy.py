@@ -18,7 +18,7 @@ from liger_aot.ops.losses import _row_loss as losses
 from liger_aot.ops.losses._row_loss import RowLoss
 from liger_aot.ops.losses.cross_entropy import CrossEntropy
 from liger_aot.runtime import device_errors
-from tests.harness.op_tests import BF16, BINARIES, DTYPES, EMULATED, FP32, WAYS, Case, OpTests, Way
+from tests.harness.op_tests import BF16, BINARIES, BY_FORM, DTYPES, EMULATED, FP32, WAYS, Case, OpTests, Way
 from tests.ops.losses.cross_entropy_cases import CASES, EMPTY, EVERYTHING, IGNORED, CrossEntropyCases
 
 X, T = torch.ones(4, 8), torch.tensor([0, 7, 3, 1])
@@ -247,7 +247,7 @@ class TestCrossEntropy(CrossEntropyCases, OpTests):
             torch.testing.assert_close(loss.double(), each.detach(), rtol=1e-5, atol=1e-7)
 
     @pytest.mark.parametrize(
-        "way", [EMULATED, *(way for way in BINARIES if EMULATED not in way.values)], indirect=True
+        "way", [EMULATED, *(way for way in BINARIES if EMULATED not in way.values), *BY_FORM], indirect=True
     )
     def test_sums_in_two_launches(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         loaded = runtime_of(way).kernels["cross_entropy_totals"]((False,), 1)

@@ -8,11 +8,12 @@ import torch
 from liger_aot.ops.losses._divergence import count_labels
 from liger_aot.ops.losses.divergence_sums import DivergenceSums
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import AMD
 from tests.harness.drivers import EmulatorDriver, bound_op
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("arch", [pytest.param("gfx90a", marks=pytest.mark.slow), "gfx942"])
+@pytest.mark.parametrize("arch", AMD)
 def test_sums_and_counts(arch: str, shift: int) -> None:
     op = bound_op(DivergenceSums, built_pack(arch), EmulatorDriver)
     for n in (1, 63, 1500):

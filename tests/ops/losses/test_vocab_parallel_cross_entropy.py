@@ -12,6 +12,7 @@ from torch import Tensor
 from liger_aot import load
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import AMD
 from tests.harness.drivers import EmulatorDriver, bound_op
 from tests.harness.op_gpu_tests import PTX, PTX_ARCH, lowered_from_ptx
 from tests.harness.process_groups import in_group
@@ -143,7 +144,7 @@ def test_shards_on_the_cpu(world: int) -> None:
     in_group(compare, world)
 
 
-@pytest.mark.parametrize("arch", [pytest.param("gfx90a", marks=pytest.mark.slow), "gfx942"])
+@pytest.mark.parametrize("arch", AMD)
 def test_shards_on_amd_binaries(arch: str) -> None:
     built_pack(arch)  # skips where there is none
     in_group(compare, 2, arch)

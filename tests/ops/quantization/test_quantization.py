@@ -18,6 +18,7 @@ from liger_aot.ops.registry import module
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.manifest import OpManifest
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import AMD
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of, sizes_of
 from tests.harness.op_gpu_tests import installed
@@ -35,6 +36,7 @@ from tests.ops.quantization.quantization_cases import (
 )
 
 FP8 = {"sm80": INT8, "sm90": E4M3, "gfx90a": INT8, "gfx942": E4M3FNUZ}
+FP8 |= {"gfx950": E4M3, "gfx1100": INT8, "gfx1201": E4M3}
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32, "fp8e4nv": E4M3, "fp8e4b8": E4M3FNUZ, "i8": INT8}
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|underflow|invalid value|divide by zero) encountered"
@@ -283,14 +285,15 @@ def test_every_row_on_the_interpreter(name: str) -> None:
 
 
 @poisoned
+@pytest.mark.parametrize("arch", [arch for arch in AMD if arch.values != ("gfx90a",)])
 @pytest.mark.parametrize("name", OPS)
-def test_forms_on_the_emulator(name: str) -> None:
+def test_forms_on_the_emulator(name: str, arch: str) -> None:
     """Every form of each kernel, and the typical problems."""
-    op = bound(name, "gfx942", EmulatorDriver)
-    allowed = dict(built_pack("gfx942").tolerance)
-    check(op, small(name, E4M3FNUZ)[0], allowed)
-    problems = table_problems(name, built_pack("gfx942").op(name), 130, 2)
-    check_tables(op, name, "gfx942", problems, rows=False)
+    op = bound(name, arch, EmulatorDriver)
+    allowed = dict(built_pack(arch).tolerance)
+    check(op, small(name, FP8[arch])[0], allowed)
+    problems = table_problems(name, built_pack(arch).op(name), 130, 2)
+    check_tables(op, name, arch, problems, rows=False)
 
 
 @poisoned
