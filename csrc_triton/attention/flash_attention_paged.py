@@ -97,8 +97,7 @@ DECLARATION = {
                 "OUT": "*dtype", **RESULTS, "Q": "*dtype", "K": "*cache", "V": "*cache", "SINKS": "*fp32", **BATCH,
                 "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32", "k_page": "i64", "k_row": "i32", "k_head": "i32",
                 "table_row": "i64", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
-                "tiles_per_sequence": "i32", "splits": "i32", "K_SCALE": "*fp32", "V_SCALE": "*fp32",
-                "scale_head": "i32",
+                "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32", "K_SCALE": "*fp32", "V_SCALE": "*fp32", "scale_head": "i32",
             },
             "axes": {
                 **DTYPES, "cache": ["dtype", "fp8e4nv", "fp8e4b8"], "head_dim": HEAD_DIMS, "wide": [False, True],
@@ -159,39 +158,40 @@ def finalise(m, sums, SINKS, head):
 def paged_tiles(
     OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, K, V, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, out_token,
     out_head, q_token, q_head, k_page, k_row, k_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity,
-    pages, page_bits, right, left, max_seqlen_q, few, tiles_per_sequence, splits,
+    pages, page_bits, right, left, max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     K_SCALE=None, V_SCALE=None, scale_head=None,
 ):  # fmt: skip
-    """A split of a tile's keys. The grid is (tiles of a head of K, heads of K, splits). Tiles are numbered by sequence
-    where each has ``tiles_per_sequence``, else by ``find_rows``; sequences of more than ``few`` queries are left alone.
-    Parts are of (split, sequence, token of ``few``, head).
+    """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head). Tiles are numbered by
+    sequence where each has ``tiles_per_sequence``, with those of tokens behind the last one at the end, else by
+    ``find_rows``; sequences of more than ``few`` queries are left alone. Parts are of (split, sequence, token of
+    ``few``, head).
 
     scale is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). Row r sees
     keys before r + right, from r + left on, where a sequence has as many keys as queries. LSE is [heads, tokens]."""
     if PDL:  # noqa: SIM102 (the outer is the compiler's)
         if splits > 1:  # see ``flash_decoding.split``: at once, and by programs without work too
             launch_dependents()
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    program = tl.program_id(0)
+    split_head = program // tiles
+    tile = program - split_head * tiles
+    split = split_head // kv_heads
+    head = split_head - split * kv_heads
     if (tile < sequences) & (head == 0) & (split == 0):
         report(FLAG, CU_SEQLENS_Q, tile, tokens, max_seqlen_q)
         report_keys(FLAG, SEQUSED_K, tile, capacity)
     if tiles_per_sequence > 0:
-        sequence = tile // tiles_per_sequence
+        sequence = tl.minimum(tile // tiles_per_sequence, sequences)
         row = (tile - sequence * tiles_per_sequence) * BLOCK_M
-        step = tiles_per_sequence * BLOCK_M
+        step = (tiles - sequences * tiles_per_sequence) * BLOCK_M
     else:
-        sequence, row = find_rows(
-            CU_SEQLENS_Q, tl.num_programs(0) - 1 - tile, sequences, tokens, ratio, BLOCK_M
-        )
-        step = tl.num_programs(0) * BLOCK_M
+        sequence, row = find_rows(CU_SEQLENS_Q, tiles - 1 - tile, sequences, tokens, ratio, BLOCK_M)
+        step = tiles * BLOCK_M
     start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
     index = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, HEAD_DIM)
     keep = columns[None, :] < dim
-    heads = tl.num_programs(1) * ratio
+    heads = kv_heads * ratio
     if sequence == sequences:  # tokens behind the last sequence
         for first in range(row, tl.where(split == 0, (tokens - start_q) * ratio, 0), step):
             token = start_q + (first + index) // ratio
@@ -243,11 +243,10 @@ def paged_tiles(
             tl.store(to[:, None] + columns[None, :], out, mask=valid[:, None] & keep)
             tl.store(LSE + query_head.to(tl.int64) * tokens + (start_q + token), lse, mask=valid)
         else:
-            by = tl.where(sums > 0, 1.0 / sums, 0.0)
+            part = acc / tl.where(sums > 0, sums, 1.0)[:, None]
             place = ((split * sequences + sequence).to(tl.int64) * few + token) * heads + query_head
             some = valid & (end > begin)
-            out = acc * by[:, None]
-            tl.store(OUT_PARTIAL + place[:, None] * dim + columns[None, :], out, mask=some[:, None] & keep)
+            tl.store(OUT_PARTIAL + place[:, None] * dim + columns[None, :], part, mask=some[:, None] & keep)
             tl.store(LSE_PARTIAL + place, m + tl.log2(sums), mask=valid)
 
 

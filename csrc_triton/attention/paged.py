@@ -191,8 +191,8 @@ def fill_paged_window(s, seqs, window, block: gl.constexpr):
     start_q, len_q = queries_of(own, seqs)
     window.index(START_Q).store(start_q.to(gl.int32))
     window.index(LEN_Q).store(len_q.to(gl.int32))
-    window.index(START_K).store(own)
-    window.index(LEN_K).store(keys_of(own, seqs))
+    window.index(START_K).store(own.to(gl.int32))
+    window.index(LEN_K).store(keys_of(own, seqs).to(gl.int32))
     first = gl.zeros([WINDOW], gl.int32, OWN) + first_tile(s, seqs, block)
     for i in range(0, gl.where(seqs.count < WINDOW, seqs.count + 1, 0), STEP):
         others = s + i + gl.arange(0, STEP, gl.SliceLayout(0, COMPARED))
