@@ -6,6 +6,7 @@ from tests.harness.planned_packs import tables_of
 from tests.harness.drivers import *
 from tests.harness.warp_group_interpreter import GroupsDriver
 from liger_aot.ops.attention.flash_attention_paged import FlashAttentionPaged
+
 PROBLEMS = (
     Problem(2, 1, (200,), (270,), 64, sinks=True, behind=9),
     Problem(4, 2, (140,), (300,), 128, FP16, page=64, halves=True, behind=3),
@@ -13,6 +14,8 @@ PROBLEMS = (
     Problem(2, 1, (130, 65), (300, 65), 128, window=(70, 0), softcap=5.0),
     Problem(1, 1, (150,), (150,), 208, FP16, page=64, window=(30, 0)),
 )
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_interp(p, monkeypatch):
