@@ -91,6 +91,7 @@ class DifferentiableOp(Op):
     outputs: ClassVar[int] = 1  # how many of the results the caller gets
     results: ClassVar[int] = 1  # the outputs, then what only the backward needs
     overwrites: ClassVar[tuple[str, ...]] = ()  # may be overwritten although they need a gradient
+    writes: ClassVar[tuple[str, ...]] = ()  # arguments that every call writes: see InPlaceOp
     same_gradient: ClassVar[
         Mapping[str, str]
     ] = {}  # argument -> an earlier one whose gradient is also its own
@@ -286,6 +287,10 @@ class DifferentiableOp(Op):
             saved = self.followed(saved, settings)
             found = self.laid_out(self.reference_backward(grads, saved, *settings))
         return tuple(g if need else None for g, need in zip(found, needed, strict=True))
+
+    def overwritten(self, tensors: Tensors) -> Tensors:
+        """Of the arguments, those that every call writes."""
+        return ()
 
     def completed(self, saved: Tensors) -> Tensors:
         """What the function's context holds, as ``run_backward`` takes it."""

@@ -3,7 +3,8 @@
 Eager calls on plain tensors don't come this way: the dispatcher costs several times a launch. An op is registered when
 it is first needed; a program that loads one that torch.export saved calls ``register_all`` before.
 
-An op named ``f`` becomes ``liger_aot::f_forward``, which gives all of its results, and ``liger_aot::f_backward``.
+An op named ``f`` becomes ``liger_aot::f_forward``, which gives all of its results, and ``liger_aot::f_backward``; one
+that writes its arguments becomes ``liger_aot::f``, which gives nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Differentiable(Protocol):
     outputs: int
     results: int
     same_gradient: Mapping[str, str]
+    writes: tuple[str, ...]
+
+    def overwritten(self, tensors: Tensors, /) -> Tensors: ...
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None, /
@@ -66,7 +70,7 @@ def register(op: str) -> bool:
     with _lock:
         if op not in _registered:
             if isinstance(found := load(op), Differentiable):
-                _define(found)
+                (_define_in_place if found.writes else _define)(found)
             _registered.add(op)
     return True
 
@@ -81,6 +85,31 @@ def register_all() -> None:
         register(name)
 
 
+def _plain(tensors: Sequence[Any]) -> Tensors:
+    """The tensors, of subclasses what they are of: one with a dispatch of its own has had its turn before."""
+    return tuple(t if type(t) in PLAIN_OR_NONE else t.as_subclass(Tensor) for t in tensors)
+
+
+def _define_in_place(op: Differentiable) -> None:
+    """An op that writes arguments: its schema says which, so that nobody copies them."""
+    arguments, count = [], len(op.tensors)
+    for name in op.tensors:
+        optional, name = name.endswith("?"), name.rstrip("?")
+        alias = f"({chr(ord('a') + op.writes.index(name))}!)" if name in op.writes else ""
+        arguments.append(f"Tensor{alias}{'?' if optional else ''} {name}")
+
+    def run(*arguments: Any) -> None:
+        tensors = _plain(arguments[:count])
+        op.run_forward(tensors, tuple(arguments[count:]), False, op.overwritten(tensors))
+
+    def fake(*arguments: Any) -> None:
+        return None
+
+    _library.define(f"{op.name}({', '.join((*arguments, *op.settings))}) -> ()")
+    _library.impl(op.name, run, "CompositeExplicitAutograd")
+    _library.impl(op.name, fake, "Meta")
+
+
 def _define(op: Differentiable) -> None:
     count = len(op.tensors)
     arguments = [f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}" for name in op.tensors]
@@ -92,15 +121,11 @@ def _define(op: Differentiable) -> None:
     read = ("Tensor?[] grads", "Tensor?[] saved", *op.settings, "bool[] needed")
     _library.define(f"{backward}({', '.join(read)}) -> Tensor[]")
 
-    def plain(tensors: Sequence[Any]) -> Tensors:
-        """The tensors, of subclasses what they are of: one with a dispatch of its own has had its turn before."""
-        return tuple(t if type(t) in PLAIN_OR_NONE else t.as_subclass(Tensor) for t in tensors)
-
     def unpacked(results: Sequence[Tensor]) -> Any:
         return results[0] if op.results == 1 else tuple(results)
 
     def run_forward(*arguments: Any) -> Any:
-        tensors, (*settings, keep) = plain(arguments[:count]), arguments[count:]
+        tensors, (*settings, keep) = _plain(arguments[:count]), arguments[count:]
         found = op.run_forward(tensors, tuple(settings), keep, None)
         first = found[0]
         assert first is not None
@@ -130,7 +155,7 @@ def _define(op: Differentiable) -> None:
 
     def run_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:
         *settings, needed = arguments
-        grads, saved = plain(grads), plain(saved)
+        grads, saved = _plain(grads), _plain(saved)
         return listed(op.run_backward(grads, saved, tuple(settings), needed), needed, grads)
 
     def fake_backward(grads: Tensors, saved: Tensors, *arguments: Any) -> list[Tensor]:

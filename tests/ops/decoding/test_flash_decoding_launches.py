@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_aot.ops.attention._operands import MAX_SEQLEN
-from liger_aot.ops.decoding._plans import best_splits
+from liger_aot.ops.split_kv import best_splits
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from tests.harness.drivers import MULTIPROCESSORS, bound_op
 from tests.harness.planned_packs import tables_of

@@ -61,25 +61,27 @@ def check_values(
     """ArgumentError where sequences don't rise from 0 within the tokens, or one is too long; on the CPU alone, where
     looking costs nothing."""
     for which, t, size, max_seqlen in zip("qk", cu_seqlens, tokens, max_seqlens, strict=True):
-        if t.device.type != "cpu":
-            continue
-        starts = t.tolist()
-        lengths = [end - start for start, end in pairwise(starts)]
-        if starts[0]:
-            raise ArgumentError(f"{op}: cu_seqlens_{which} must start at 0, got {starts[0]}")
-        if min(lengths, default=0) < 0:
-            i = lengths.index(min(lengths))
-            raise ArgumentError(
-                f"{op}: cu_seqlens_{which} must not fall, got {starts[i + 1]} behind {starts[i]}"
-            )
-        if starts[-1] > size:
-            raise ArgumentError(
-                f"{op}: cu_seqlens_{which} must end at the {size} tokens of {which} or before, got {starts[-1]}"
-            )
-        if max(lengths, default=0) > max_seqlen:
-            raise ArgumentError(
-                f"{op}: max_seqlen_{which} must be the longest length, {max(lengths)}, or more; got {max_seqlen}"
-            )
+        if t.device.type == "cpu":
+            check_starts(op, which, t, size, max_seqlen)
+
+
+def check_starts(op: str, which: str, starts_of: Tensor, tokens: int, max_seqlen: int) -> None:
+    """``check_values`` of one cu_seqlens, on the CPU."""
+    starts = starts_of.tolist()
+    lengths = [end - start for start, end in pairwise(starts)]
+    if starts[0]:
+        raise ArgumentError(f"{op}: cu_seqlens_{which} must start at 0, got {starts[0]}")
+    if min(lengths, default=0) < 0:
+        i = lengths.index(min(lengths))
+        raise ArgumentError(f"{op}: cu_seqlens_{which} must not fall, got {starts[i + 1]} behind {starts[i]}")
+    if starts[-1] > tokens:
+        raise ArgumentError(
+            f"{op}: cu_seqlens_{which} must end at the {tokens} tokens of {which} or before, got {starts[-1]}"
+        )
+    if max(lengths, default=0) > max_seqlen:
+        raise ArgumentError(
+            f"{op}: max_seqlen_{which} must be the longest length, {max(lengths)}, or more; got {max_seqlen}"
+        )
 
 
 def tiles_of(tokens: int, block: int, sequences: int) -> int:

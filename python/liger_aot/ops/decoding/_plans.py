@@ -3,7 +3,6 @@ Nothing here looks at a length or a block table: those are on the device."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,23 +17,18 @@ from liger_aot.ops.attention._operands import (
     TensorMapCache,
     padded_head_dim,
 )
+from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
 from liger_aot.runtime.workspaces import StreamWorkspace
 
 NAME = "flash_decoding"
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
-MAX_SPLITS = 256
 MAX_PRODUCT = (1 << 31) - 1  # blocks times the workers that split them, in the kernels' arithmetic
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
 RECIPROCAL = 1 << 32  # up to where the fused kernel multiplies instead of dividing
 PARTIAL_ELEMENTS = 1 << 31  # of a sequence: distances between parts are 32-bit numbers
-# Of the model in ``best_splits``, on one NVIDIA H200. UNEVEN: what a last wave that is not full takes longer, as
-# programs before it end unevenly. MULTIPROCESSOR_LIMIT: what one moves at most, as a multiple of its part of the memory
-# bandwidth.
-UNEVEN = 0.6
-MULTIPROCESSOR_LIMIT = 1.6
 
 
 class Settings(NamedTuple):
@@ -122,34 +116,6 @@ class Call:
     @property
     def lse_shape(self) -> tuple[int, int, int]:
         return self.shape.batch, self.shape.heads, self.shape.tokens
-
-
-def best_splits(
-    programs: int, blocks: int, places: int, saturating: int, startup_blocks: int, most: int = MAX_SPLITS
-) -> int:
-    """The number of splits of a sequence, ``most`` at most, that is done first by this model:
-
-    ``saturating`` programs at once saturate memory, ``places`` fit onto the GPU. A block of keys costs one of the
-    saturating programs 1, a wave of programs ``startup_blocks`` to start and end, as much as a second launch, which
-    takes 1 / 16 more for each split that it combines. A last wave that is not full takes UNEVEN of the saturating
-    programs longer; a program or two too many are a second one for some multiprocessors, which move
-    MULTIPROCESSOR_LIMIT. So chosen, decoding on one NVIDIA H200 was within 2% of the fastest number of splits tried
-    at 11 sizes.
-    """
-    best, least = 1, math.inf
-    for splits in range(1, min(blocks, most) + 1):
-        waves, rest = divmod(programs * splits, places)
-        last = max(rest / saturating, 1.0, -(-rest // saturating) / MULTIPROCESSOR_LIMIT) if rest else 0.0
-        if waves and rest:
-            last = min(last + UNEVEN, places / saturating)
-        cost = -(-blocks // splits) * (waves * places / saturating + last) + startup_blocks * (
-            waves + (rest > 0)
-        )
-        if splits > 1:
-            cost += startup_blocks + splits / 16
-        if cost < least:
-            best, least = splits, cost
-    return best
 
 
 class SplitPlan:

@@ -1,4 +1,4 @@
-"""``examples/serve.py`` on the CPU, where HOME can't be written and PATH is empty."""
+"""``examples/first_token.py`` on the CPU, where HOME can't be written and PATH is empty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = ("--layers", "1", "--hidden", "256", "--prompt", "5", "--tokens", "4")
 def serve(home: Path, *arguments: str) -> Any:
     home.chmod(0o555)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "serve.py"), *SMALL, *arguments],
+        [sys.executable, str(ROOT / "examples" / "first_token.py"), *SMALL, *arguments],
         env=environment(HOME=str(home), PATH=""),
         capture_output=True,
         text=True,

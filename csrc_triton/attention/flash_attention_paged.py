@@ -1,0 +1,464 @@
+"""Attention of packed queries to a paged cache: see ``paged`` and ``varlen``.
+
+``paged_tiles`` is plain Triton. The queries of a token that share a head of keys are rows of one tile, as all of them
+read the same keys: a tile is BLOCK_M of a sequence's (token, head) pairs. Where sequences have few queries each, several
+programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts.
+
+``paged_warp_specialized`` is for GPUs with TMA and wgmma, and sequences of many queries. It is
+``flash_attention_varlen.varlen_warp_specialized`` with keys by pages; a tile is of one head. A batch that mixes both
+kinds of sequences is two launches, of which each leaves the other's sequences alone.
+
+Kwon et al., PagedAttention (2023); Dao et al., FlashAttention and Flash-Decoding (2022, 2023).
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from csrc_triton.attention.flash_attention_varlen import TILE_DISTANCE, BroadcastOutput, zero_stage
+from csrc_triton.attention.forward import consume_tile
+from csrc_triton.attention.online_softmax import ping_pong_arrive
+from csrc_triton.attention.paged import (
+    HEAD_DIMS,
+    PagedSequences,
+    attend_pages,
+    fill_paged_window,
+    find_rows,
+    keys_in_cache,
+    load_pages,
+    paged_pipeline,
+    report_keys,
+    scheduler_of,
+    zero_unseen,
+)
+from csrc_triton.attention.pipeline import Sizes, load_tile, mbarriers, pipeline_of
+from csrc_triton.attention.tile_scheduler import LOCAL, tile_pipeline
+from csrc_triton.attention.varlen import (
+    COORDINATES,
+    DTYPES,
+    WINDOW,
+    broadcast_no_tile,
+    broadcast_varlen_tile,
+    divide,
+    find_tile,
+    first_tile,
+    receive_varlen_tile,
+    release_varlen_tile,
+    report,
+    span,
+    window_memory,
+)
+from csrc_triton.common.pdl import launch_dependents, wait_for_previous
+
+RESULTS = {"LSE": "*fp32", "OUT_PARTIAL": "*fp32", "LSE_PARTIAL": "*fp32"}
+BATCH = {"CU_SEQLENS_Q": "*i32", "SEQUSED_K": "*i32", "TABLE": "*i32", "FLAG": "*i64"}
+SIZES = {
+    "sequences": "i32", "tokens": "i32", "capacity": "i32", "pages": "i32", "page_bits": "i32", "right": "i32",
+    "left": "i32", "max_seqlen_q": "i32", "few": "i32",
+}  # fmt: skip
+FP8 = ["fp8e4nv", "fp8e4b8"]
+FORM = {
+    "function": "paged_warp_specialized",
+    "constants": [
+        "BLOCK_N", "BOX_KEYS", "D1", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "PING_PONG", "MASK",
+    ],
+}  # fmt: skip
+
+DECLARATION = {
+    "op": "flash_attention_paged",
+    "kernels": {
+        "flash_attention_paged_forward": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "Q": "dtype[1, 1, 64, 64]", "K": "dtype[1, 1, BOX_KEYS, 64]", "V": "dtype[1, 1, BOX_KEYS, 64]",
+                "Y": "dtype[1, 1, 64, 64]", "LSE": "*fp32", "SINKS": "*fp32", **BATCH, "COUNTER": "*i32",
+                "table_row": "i64", "scale": "fp32", "cap": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32",
+                "keys_in_l2": "i32", **SIZES,
+            },
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS, "mask": ["causal", "local"], "box_keys": [16, 64]},
+            "gives": {
+                "head_dim": {
+                    64: {"D1": 64, "OUT": 64}, 128: {"D1": 128, "OUT": 128}, 256: {"D1": 256, "OUT": 128},
+                },
+                "mask": {"causal": {"MASK": 1}, "local": {"MASK": 2}},
+            },
+            "host": ["l2_megabytes", "few_rows"],
+            "aligned": [],
+            "forms": {"warp_specialized": FORM},
+        },
+        "flash_attention_paged_tiles": {
+            "always_aligned": True,
+            "arguments": {
+                "OUT": "*dtype", **RESULTS, "Q": "*dtype", "K": "*cache", "V": "*cache", "SINKS": "*fp32", **BATCH,
+                "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32", "k_page": "i64", "k_row": "i32", "k_head": "i32",
+                "table_row": "i64", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
+                "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32", "K_SCALE": "*fp32", "V_SCALE": "*fp32", "scale_head": "i32",
+            },
+            "axes": {
+                **DTYPES, "cache": ["dtype", "fp8e4nv", "fp8e4b8"], "head_dim": HEAD_DIMS, "wide": [False, True],
+            },
+            "only_with": {
+                "K_SCALE": {"cache": FP8}, "V_SCALE": {"cache": FP8}, "scale_head": {"cache": FP8},
+            },
+            "host": ["startup_blocks", "ctas_to_saturate"],
+            "aligned": [
+                "OUT", "OUT_PARTIAL", "Q", "K", "V", "out_token", "out_head", "q_token", "q_head", "k_page", "k_row",
+                "k_head", "dim",
+            ],
+            "forms": {
+                "tiles": {
+                    "function": "paged_tiles",
+                    "constants": ["BLOCK_M", "BLOCK_N", "HEAD_DIM", "STAGES", "PDL"],
+                    "defaults": {"PDL": 0},
+                }
+            },
+        },
+        "flash_attention_paged_combine": {
+            "always_aligned": True,
+            "arguments": {
+                "OUT": "*dtype", **RESULTS, "SINKS": "*fp32", "CU_SEQLENS_Q": "*i32", "out_token": "i32",
+                "out_head": "i32", "heads": "i32", "dim": "i32", "sequences": "i32", "tokens": "i32", "few": "i32",
+                "splits": "i32",
+            },
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS},
+            "aligned": ["OUT", "OUT_PARTIAL", "out_token", "out_head", "dim"],
+            "forms": {
+                "tiles": {
+                    "function": "combine_paged",
+                    "constants": ["BLOCK_SPLITS", "HEAD_DIM", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
+                }
+            },
+        },
+    },
+}  # fmt: skip
+
+
+# ---- Plain Triton ----
+
+
+@triton.jit
+def finalise(m, sums, SINKS, head):
+    """(natural logarithm of a row's sum, what its weighted values are multiplied by), from the largest score and the
+    sum in base 2; a sink is one more key, whose value is 0."""
+    sink = tl.load(SINKS + head, mask=SINKS.to(tl.int64) != 0, other=float("-inf")) * 1.4426950408889634
+    top = tl.maximum(m, sink)
+    by = tl.exp2(m - top)
+    sums = sums * by + tl.exp2(sink - top)
+    return (top + tl.log2(sums)) * 0.6931471805599453, tl.where(sums > 0, by / sums, 0.0)
+
+
+@triton.jit
+def paged_tiles(
+    OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, K, V, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, out_token,
+    out_head, q_token, q_head, k_page, k_row, k_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity,
+    pages, page_bits, right, left, max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    K_SCALE=None, V_SCALE=None, scale_head=None,
+):  # fmt: skip
+    """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head). Tiles are numbered by
+    sequence where each has ``tiles_per_sequence``, with those of tokens behind the last one at the end, else by
+    ``find_rows``; sequences of more than ``few`` queries are left alone. Parts are of (split, sequence, token of
+    ``few``, head).
+
+    scale is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). Row r sees
+    keys before r + right, from r + left on, where a sequence has as many keys as queries. LSE is [heads, tokens]."""
+    if PDL:  # noqa: SIM102 (the outer is the compiler's)
+        if splits > 1:  # see ``flash_decoding.split``: at once, and by programs without work too
+            launch_dependents()
+    program = tl.program_id(0)
+    split_head = program // tiles
+    tile = program - split_head * tiles
+    split = split_head // kv_heads
+    head = split_head - split * kv_heads
+    if (tile < sequences) & (head == 0) & (split == 0):
+        report(FLAG, CU_SEQLENS_Q, tile, tokens, max_seqlen_q)
+        report_keys(FLAG, SEQUSED_K, tile, capacity)
+    if tiles_per_sequence > 0:
+        sequence = tl.minimum(tile // tiles_per_sequence, sequences)
+        row = (tile - sequence * tiles_per_sequence) * BLOCK_M
+        step = (tiles - sequences * tiles_per_sequence) * BLOCK_M
+    else:
+        sequence, row = find_rows(CU_SEQLENS_Q, tiles - 1 - tile, sequences, tokens, ratio, BLOCK_M)
+        step = tiles * BLOCK_M
+    start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
+    index = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, HEAD_DIM)
+    keep = columns[None, :] < dim
+    heads = kv_heads * ratio
+    if sequence == sequences:  # tokens behind the last sequence
+        for first in range(row, tl.where(split == 0, (tokens - start_q) * ratio, 0), step):
+            token = start_q + (first + index) // ratio
+            query_head = head * ratio + (first + index) % ratio
+            valid = token < tokens
+            to = OUT + token.to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
+            zeros = tl.zeros([BLOCK_M, HEAD_DIM], OUT.dtype.element_ty)
+            tl.store(to[:, None] + columns[None, :], zeros, mask=valid[:, None] & keep)
+            tl.store(LSE + query_head.to(tl.int64) * tokens + token, float("-inf"), mask=valid)
+    elif (row >= 0) & (row < len_q * ratio) & (len_q <= few):
+        rows = len_q * ratio
+        valid = row + index < rows
+        at = tl.minimum(row + index, rows - 1)
+        token = at // ratio
+        query_head = head * ratio + (at - token * ratio)
+        len_k = keys_in_cache(SEQUSED_K, sequence, sequences, capacity)
+        past = len_k - len_q
+        low = past + token + left
+        high = tl.minimum(past + token + right, len_k)
+        first_token = row // ratio
+        last_token = (tl.minimum(row + BLOCK_M, rows) - 1) // ratio
+        start = tl.minimum(tl.maximum(past + first_token + left, 0), len_k)
+        stop = tl.maximum(tl.minimum(past + last_token + right, len_k), start)
+        first = start // BLOCK_N
+        last = tl.where(stop > start, (stop + BLOCK_N - 1) // BLOCK_N, first)
+        each = (last - first + splits - 1) // splits
+        begin = tl.minimum(first + split * each, last)
+        end = tl.minimum(begin + each, last)
+
+        of_query = Q + (start_q + token).to(tl.int64) * q_token + query_head.to(tl.int64) * q_head
+        q = tl.load(of_query[:, None] + columns[None, :], mask=keep, other=0.0)
+        base = head.to(tl.int64) * k_head
+        if K_SCALE is not None:
+            of_codes = tl.load(K_SCALE + head * scale_head, mask=K_SCALE.to(tl.int64) != 0, other=1.0)
+            scale *= tl.where(cap != 0.0, 1.0, of_codes)
+            cap *= of_codes
+        acc, m, sums, bad = attend_pages(
+            q, K + base, V + base, TABLE + sequence.to(tl.int64) * table_row, begin, end, start, stop, low, high,
+            past + last_token + left, tl.minimum(past + first_token + right, len_k), scale, cap, dim, pages,
+            page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES,
+        )  # fmt: skip
+        if V_SCALE is not None:
+            acc *= tl.load(V_SCALE + head * scale_head, mask=V_SCALE.to(tl.int64) != 0, other=1.0)
+        tl.store(FLAG + tl.zeros([BLOCK_N], tl.int32), bad.to(tl.int64), mask=bad != 0)
+        if splits == 1:
+            lse, by = finalise(m, sums, SINKS, query_head)
+            to = OUT + (start_q + token).to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
+            out = (acc * by[:, None]).to(OUT.dtype.element_ty)
+            tl.store(to[:, None] + columns[None, :], out, mask=valid[:, None] & keep)
+            tl.store(LSE + query_head.to(tl.int64) * tokens + (start_q + token), lse, mask=valid)
+        else:
+            part = acc / tl.where(sums > 0, sums, 1.0)[:, None]
+            place = ((split * sequences + sequence).to(tl.int64) * few + token) * heads + query_head
+            some = valid & (end > begin)
+            tl.store(OUT_PARTIAL + place[:, None] * dim + columns[None, :], part, mask=some[:, None] & keep)
+            tl.store(LSE_PARTIAL + place, m + tl.log2(sums), mask=valid)
+
+
+@triton.jit
+def combine_paged(
+    OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, SINKS, CU_SEQLENS_Q, out_token, out_head, heads, dim, sequences, tokens, few,
+    splits, BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row from its parts, BLOCK_SPLITS of them at a time. A program is a (sequence, token of ``few``, head)."""
+    place = tl.program_id(0)
+    of_token = place // heads
+    head = place - of_token * heads
+    sequence = of_token // few
+    token = of_token - sequence * few
+    start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
+    parts = splits
+    if PDL:  # see ``flash_decoding.combine``
+        parts = wait_for_previous(parts)
+    if (token < len_q) & (len_q <= few):
+        columns = tl.arange(0, HEAD_DIM)
+        keep = columns < dim
+        acc = tl.zeros([HEAD_DIM], tl.float32)
+        m = -1.0e30
+        total = 0.0
+        step = tl.num_programs(0).to(tl.int64)  # from one split's parts to the next's
+        for first in range(0, parts, BLOCK_SPLITS):
+            part = first + tl.arange(0, BLOCK_SPLITS)
+            to = place + part * step
+            lse = tl.load(LSE_PARTIAL + to, mask=part < parts, other=float("-inf"))
+            some = lse != float("-inf")
+            values = tl.load(
+                OUT_PARTIAL + to[:, None] * dim + columns[None, :], mask=some[:, None] & keep[None, :], other=0.0
+            )
+            new_m = tl.maximum(m, tl.max(lse, 0))
+            weights = tl.exp2(lse - new_m)
+            by = tl.exp2(m - new_m)
+            m = new_m
+            total = total * by + tl.sum(weights, 0)
+            acc = acc * by + tl.sum(values * weights[:, None], 0)
+        lse, by = finalise(m, total, SINKS, head)
+        at = OUT + (start_q + token).to(tl.int64) * out_token + head.to(tl.int64) * out_head
+        tl.store(at + columns, (acc * by).to(OUT.dtype.element_ty), mask=keep)
+        tl.store(LSE + head.to(tl.int64) * tokens + (start_q + token), lse)
+
+
+# ---- Warp groups (Gluon, Hopper) ----
+
+
+@gluon.jit
+def schedule(z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q):
+    """The scheduling warp, as ``flash_attention_varlen.schedule``."""
+    block: gl.constexpr = 64 * z.WARP_GROUPS
+    i = 0
+    s = 0
+    fill_paged_window(0, seqs, window, block)
+    end = first_tile(WINDOW, seqs, block)
+    t = gl.program_id(0)
+    while t < seqs.tiles:
+        while divide(t, seqs.heads) >= end:
+            s += WINDOW
+            fill_paged_window(s, seqs, window, block)
+            end = first_tile(s + WINDOW, seqs, block)
+        tile = find_tile(t, s, window, seqs, z)
+        if tile.m >= 0:
+            broadcast_varlen_tile(tile, i, tile_pipe)
+            mbarrier.wait(requests.index(0), i & 1)
+            i += 1
+        if (tile.m < 0) & (seqs.count < WINDOW):  # sorted: the last sequence's last tile was taken
+            t = seqs.tiles
+        else:
+            t = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
+    broadcast_no_tile(seqs, i, tile_pipe)
+    for s in range(gl.program_id(0), seqs.count, gl.num_programs(0)):
+        report(FLAG, seqs.cu_seqlens_q, s, seqs.tokens_q, max_seqlen_q)
+        report_keys(FLAG, seqs.seqused_k, s, seqs.capacity)
+    if gl.atomic_add(COUNTER + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counter
+        gl.store(COUNTER, 0)
+        gl.store(COUNTER + 1, 0)
+
+
+@gluon.jit
+def complete_stage(v, stage, key, start, stop, edges, z):
+    """Wait for the V of a block with rows that hold no key, set those to zero and hand the stage to the consumers."""
+    mbarrier.wait(v.full.index(z.STAGES), edges & 1)
+    zero_unseen(v.first.index(stage), key, start, stop, z)
+    mbarrier.arrive(v.full.index(stage), count=1)
+
+
+@gluon.jit
+def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
+    """The producer warp: loads Q, K and V, and requests the next tile. V of a block with rows that hold no key arrives
+    at a barrier of its own; the producer completes it when it has started the next block's K."""
+    b = 0  # blocks of keys loaded
+    i = 0  # tiles loaded
+    edges = 0  # of all blocks those with rows that hold no key
+    tile = receive_varlen_tile(0, tile_pipe, 1)
+    bad = 0 * tile.t
+    while tile.t < seqs.tiles:
+        release_varlen_tile(i, tile_pipe)
+        row = tile.m * (64 * z.WARP_GROUPS)
+        scheduler = scheduler_of(tile, seqs)
+        first, last = scheduler.blocks(row, row + 64 * z.WARP_GROUPS, z)
+        start = 0 * row
+        if z.MASK == LOCAL:
+            start = gl.maximum(row + scheduler.left, 0)
+        TABLE = seqs.table + tile.start_k * seqs.table_row
+        head = divide(tile.head, seqs.ratio)
+        edge = 0 * row
+        for j in range(last - first):
+            if j == gl.maximum(last - first - TILE_DISTANCE, 0):
+                mbarrier.arrive(requests.index(0), count=1)
+            key = (last - 1 - j) * z.BLOCK_N
+            stage = b % z.STAGES
+            phase = ((b // z.STAGES) & 1) ^ 1
+            mbarrier.wait(k.empty.index(stage), phase)
+            if tile.len_k > 0:
+                bad = load_pages(
+                    K, head, key, start, tile.len_k, k.first.index(stage), k.full.index(stage), seqs, TABLE, bad, z
+                )
+            else:  # the one block of no keys: all scores are masked, whatever they are
+                mbarrier.arrive(k.full.index(stage), count=1)
+            if j == 0:
+                past_q = seqs.tokens_q - tile.len_q + row
+                for g in gl.static_range(z.WARP_GROUPS):
+                    mbarrier.wait(q.empty.index(g), (i & 1) ^ 1)
+                    if row + g * 64 < tile.len_q:
+                        load_tile(Q, tile.start_q + tile.len_q, tile.head, past_q + g * 64, q, g, z)
+                    else:  # a warp group without rows waits all the same
+                        mbarrier.arrive(q.full.index(g), count=1)
+            if edge != 0:
+                complete_stage(v, (b - 1) % z.STAGES, key + z.BLOCK_N, start, tile.len_k, edges, z)
+                edges += 1
+            mbarrier.wait(v.empty.index(stage), phase)
+            edge = ((tile.len_k > 0) & ((key + z.BLOCK_N > tile.len_k) | (key < start))).to(gl.int32)
+            if tile.len_k > 0:
+                full = v.full.index(gl.where(edge != 0, z.STAGES, stage))
+                load_pages(V, head, key, start, tile.len_k, v.first.index(stage), full, seqs, TABLE, bad, z)
+            else:  # 0 times what lies there could be NaN
+                zero_stage(v, stage, z)
+            b += 1
+        if edge != 0:
+            complete_stage(v, (b - 1) % z.STAGES, first * z.BLOCK_N, start, tile.len_k, edges, z)
+            edges += 1
+        i += 1
+        tile = receive_varlen_tile(i, tile_pipe, 1)
+    gl.store(FLAG, bad.to(gl.int64), mask=bad != 0)
+
+
+@gluon.jit
+def consume(z, seqs, q, k, v, tile_pipe, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr):
+    """Consumer warp group g: rows 64 g to 64 g + 63 of each tile."""
+    if g == z.WARP_GROUPS - 1:
+        ping_pong_arrive(g, z)  # warp group 0 starts
+    b = 0
+    i = 0
+    tile = receive_varlen_tile(0, tile_pipe, 4)
+    while tile.t < seqs.tiles:
+        output = BroadcastOutput(tile_pipe.first, (i & 1) * COORDINATES, seqs.tokens_q)
+        b = consume_tile(
+            tile.m, output, b, i, q, k, v, scheduler_of(tile, seqs), buffer, Y, LSE, SINKS, scale, cap, g, z
+        )
+        release_varlen_tile(i, tile_pipe)
+        i += 1
+        tile = receive_varlen_tile(i, tile_pipe, 4)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def paged_warp_specialized(
+    Q, K, V, Y, LSE, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, COUNTER, table_row, scale, cap, tiles, heads, ratio,
+    keys_in_l2, sequences, tokens, capacity, pages, page_bits, right, left, max_seqlen_q, few,
+    BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, D1: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """All tiles of sequences with more than ``few`` queries; 0: all, and tokens behind the last sequence. scale, cap,
+    ``right`` and ``left`` are as in ``paged_tiles``; K and V are loaded in boxes of BOX_KEYS rows, which pages are
+    multiples of."""
+    gl.static_assert(K.block_shape[2] == BOX_KEYS)
+    z = Sizes(BLOCK_N, D1, 0, 64, STAGES, WARP_GROUPS, MASK, PING_PONG)
+    seqs = PagedSequences(
+        CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right, left, few,
+        capacity, pages, page_bits,
+    )  # fmt: skip
+    q = pipeline_of(Q, WARP_GROUPS, 1, z)
+    k = paged_pipeline(K, STAGES, z)
+    v = paged_pipeline(V, STAGES + 1, z)  # the last barrier is the producer's own: see ``complete_stage``
+    tile_pipe = tile_pipeline(COORDINATES, WARP_GROUPS + 1)
+    window = window_memory()
+    requests = mbarriers(1, 1)
+    out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
+    fence_async_shared()
+    # the tuples stay literal: through a variable, constants would turn into run-time values
+    if WARP_GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(2), Y, LSE, SINKS, scale, cap, 2)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG)),
+                (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
+            ],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG)),
+                (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 32, 32],
+        )

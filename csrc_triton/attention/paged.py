@@ -1,0 +1,257 @@
+"""A paged cache: which keys a tile of queries sees, on which pages they lie, and how they get into shared memory.
+
+K and V are (page, row of the page, head, column); TABLE[sequence, i] is the page of the keys from i * page size on, and
+SEQUSED_K[sequence] how many keys the sequence has. The last query of a sequence stands at its last key.
+
+Pages may hold anything where no key was written, and before a window: NaN times a probability of 0 is NaN. So values of
+such rows are never multiplied. Plain kernels load the nearest key that the tile sees instead. TMA loads boxes of rows of
+one page: boxes without such a key are replaced by the nearest box that has one, and the producer sets the other rows of
+V's boxes to zero. Scores are masked, whatever they are. Page numbers that the cache does not have count as page 0, and
+are reported.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+from csrc_triton.attention.forward import p_exponent
+from csrc_triton.attention.pipeline import Pipeline, mbarriers
+from csrc_triton.attention.tile_scheduler import TileScheduler
+from csrc_triton.attention.varlen import (
+    COMPARED,
+    END,
+    FIRST,
+    LEN_K,
+    LEN_Q,
+    OWN,
+    START_K,
+    START_Q,
+    STEP,
+    WINDOW,
+    blocks,
+    first_tile,
+    span,
+    starts_of,
+    window_index,
+)
+
+HEAD_DIMS = [64, 128, 256]  # that kernels are written for; others run as the next
+
+# ---- Plain Triton ----
+
+
+@triton.jit
+def keys_in_cache(SEQUSED_K, s, sequences, capacity):
+    """How many keys sequence s has; the one behind the last has none."""
+    length = tl.load(SEQUSED_K + s, mask=s < sequences, other=0)
+    return tl.minimum(tl.maximum(length, 0), capacity)
+
+
+@triton.jit
+def report_keys(FLAG, SEQUSED_K, s, capacity):
+    """Write a length that the cache can't have to the device error flag; it is not 0."""
+    length = tl.load(SEQUSED_K + s)
+    tl.store(FLAG, length.to(tl.int64), mask=(length < 0) | (length > capacity))
+
+
+@triton.jit
+def find_rows(CU_SEQLENS, tile, sequences, tokens, ratio, BLOCK: tl.constexpr):
+    """As ``varlen.find`` where each token has ``ratio`` rows: (sequence, the tile's first row in it)."""
+    low = tile * 0
+    high = low + sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, _ = span(CU_SEQLENS, middle, sequences, tokens)
+        starts = start * ratio // BLOCK + middle <= tile
+        low = tl.where(starts, middle, low)
+        high = tl.where(starts, high, middle - 1)
+    start, _ = span(CU_SEQLENS, low, sequences, tokens)
+    return low, (tile - start * ratio // BLOCK - low) * BLOCK
+
+
+@triton.jit
+def page_offsets(TABLE, keys, page_bits, pages, k_page, k_row, bad):
+    """Where in a head of the cache ``keys`` are, and ``bad``, with page numbers that are none in it. TABLE is the
+    sequence's own."""
+    page = tl.load(TABLE + (keys >> page_bits))
+    there = (page >= 0) & (page < pages)
+    bad = tl.where(there, bad, page)
+    row = keys & ((1 << page_bits) - 1)
+    return tl.where(there, page, 0).to(tl.int64) * k_page + row.to(tl.int64) * k_row, bad
+
+
+@triton.jit
+def attend_pages(
+    q, K, V, TABLE, first, last, start, stop, low, high, every_low, every_high, scale, cap, dim, pages, page_bits,
+    k_page, k_row, BLOCK_N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows ``q`` over blocks ``first`` to ``last`` - 1 of a head's keys, of which a row sees ``low`` to ``high`` - 1,
+    all rows ``every_low`` to ``every_high`` - 1, and some row ``start`` to ``stop`` - 1. Returns P V, each row's
+    largest score and its sum in base 2, and page numbers that are none (0: none)."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    columns = tl.arange(0, D)
+    keep = columns[None, :] < dim
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    m = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite: a row that sees no key gives no NaN
+    sums = tl.zeros([BLOCK_M], tl.float32)
+    bad = tl.zeros([BLOCK_N], tl.int32)
+    own = tl.arange(0, BLOCK_N)
+    for j in tl.range(first, last, num_stages=STAGES):
+        key = j * BLOCK_N
+        nearest = tl.maximum(tl.minimum(key + own, stop - 1), start)
+        at, bad = page_offsets(TABLE, nearest, page_bits, pages, k_page, k_row, bad)
+        k = tl.load(K + at[:, None] + columns[None, :], mask=keep, other=0.0).to(q.dtype)
+        s = tl.dot(q, tl.trans(k))
+        if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+            s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
+        s = s * scale
+        if (key < every_low) | (key + BLOCK_N > every_high):
+            keys = key + own
+            seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        new_m = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - (new_m - p_exponent(q.dtype))[:, None])
+        by = tl.exp2(m - new_m)
+        m = new_m
+        sums = sums * by + tl.sum(p, 1)
+        v = tl.load(V + at[:, None] + columns[None, :], mask=keep, other=0.0).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
+    return acc, m - p_exponent(q.dtype), sums, bad
+
+
+# ---- Warp groups (Gluon, Hopper) ----
+
+
+@aggregate
+class PagedSequences:
+    """All sequences of a call, and the tiles of a launch: what ``varlen.Sequences`` is to packed keys."""
+
+    cu_seqlens_q: gl.tensor
+    seqused_k: gl.tensor
+    table: gl.tensor
+    table_row: gl.tensor
+    count: gl.tensor
+    tokens_q: gl.tensor
+    tiles: gl.tensor  # of all heads, or more
+    heads: gl.tensor  # of Q
+    ratio: gl.tensor  # heads of Q a head of K
+    keys_in_l2: gl.tensor  # keys of one head that fit into L2 with their values
+    right: gl.tensor  # row r of a sequence with as many keys as rows sees keys before r + right
+    left: gl.tensor  # from r + left on
+    few: gl.tensor  # sequences with so many queries or fewer are ``paged_tiles``', and tokens behind the last; 0: none
+    capacity: gl.tensor  # keys of a sequence, at most
+    pages: gl.tensor
+    page_bits: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, cu_seqlens_q, seqused_k, table, table_row, count, tokens_q, tiles, heads, ratio, keys_in_l2, right, left,
+        few, capacity, pages, page_bits,
+    ):  # fmt: skip
+        self.cu_seqlens_q, self.seqused_k, self.table, self.table_row = cu_seqlens_q, seqused_k, table, table_row
+        self.count, self.tokens_q, self.tiles, self.heads, self.ratio = count, tokens_q, tiles, heads, ratio
+        self.keys_in_l2, self.right, self.left, self.few = keys_in_l2, right, left, few
+        self.capacity, self.pages, self.page_bits = capacity, pages, page_bits
+
+
+@gluon.jit
+def scheduler_of(tile, seqs):
+    """The lengths and bounds of a tile's sequence, for ``consume_tile``, which does not look at the order of tiles."""
+    return TileScheduler(
+        seqs.tiles, seqs.tiles, seqs.heads, seqs.heads, seqs.ratio, seqs.tiles, seqs.heads,
+        tile.len_q, tile.len_k, tile.right, tile.right - seqs.right + seqs.left,
+    )  # fmt: skip
+
+
+@gluon.jit
+def queries_of(s, seqs):
+    """(start, length) of the queries of sequences ``s``, length 0 where they are ``paged_tiles``'; the sequence behind
+    the last one has all remaining tokens."""
+    start = starts_of(seqs.cu_seqlens_q, s, seqs, seqs.tokens_q)
+    length = gl.maximum(starts_of(seqs.cu_seqlens_q, s + 1, seqs, seqs.tokens_q) - start, 0)
+    length = gl.where(s == seqs.count, seqs.tokens_q - start, length)
+    theirs = (length <= seqs.few) | ((s == seqs.count) & (seqs.few > 0))
+    return start, gl.where(theirs, 0, length)
+
+
+@gluon.jit
+def keys_of(s, seqs):
+    """How many keys sequences ``s`` have; behind the last one, none."""
+    length = gl.load(seqs.seqused_k + s, mask=s < seqs.count, other=0)
+    return gl.minimum(gl.maximum(length, 0), seqs.capacity)
+
+
+@gluon.jit
+def fill_paged_window(s, seqs, window, block: gl.constexpr):
+    """As ``varlen.fill_window``. START_K is the sequence's number."""
+    own = s + window_index()
+    start_q, len_q = queries_of(own, seqs)
+    window.index(START_Q).store(start_q.to(gl.int32))
+    window.index(LEN_Q).store(len_q.to(gl.int32))
+    window.index(START_K).store(own.to(gl.int32))
+    window.index(LEN_K).store(keys_of(own, seqs).to(gl.int32))
+    first = gl.zeros([WINDOW], gl.int32, OWN) + first_tile(s, seqs, block)
+    for i in range(0, gl.where(seqs.count < WINDOW, seqs.count + 1, 0), STEP):
+        others = s + i + gl.arange(0, STEP, gl.SliceLayout(0, COMPARED))
+        _, rows = queries_of(others, seqs)
+        more = gl.expand_dims(keys_of(others, seqs), 0) - gl.expand_dims(window.index(LEN_K).load(OWN), 1)
+        earlier = gl.expand_dims(others, 0) < gl.expand_dims(own, 1)
+        counts = (more > 0) | ((more == 0) & earlier)
+        counts = counts & (gl.expand_dims(others, 0) <= seqs.count)
+        tiles = gl.expand_dims(blocks(rows + block - 1, block), 0)
+        first += gl.sum(gl.where(counts, tiles, 0), 1)
+    tiles = blocks(window.index(LEN_Q).load(OWN) + block - 1, block)
+    tiles = gl.where(own <= seqs.count, tiles, 0)
+    if seqs.count >= WINDOW:
+        first = blocks(window.index(START_Q).load(OWN), block) + s + window_index()
+    window.index(FIRST).store(first.to(gl.int32))
+    window.index(END).store((first + tiles).to(gl.int32))
+
+
+@gluon.jit
+def paged_pipeline(tensor_map, barriers: gl.constexpr, z):
+    """A pipeline of tiles of BLOCK_N rows that are loaded by boxes, with so many barriers that say what is full."""
+    tiles = gl.allocate_shared_memory(
+        tensor_map.dtype, [z.STAGES, 1, 1, z.BLOCK_N, z.D1], tensor_map.layout
+    )
+    return Pipeline(tiles, tiles, mbarriers(barriers, 1), mbarriers(z.STAGES, z.WARP_GROUPS))
+
+
+@gluon.jit
+def load_pages(tensor_map, head, key, start, stop, to, full, seqs, TABLE, bad, z):
+    """Start the TMA loads of the block of keys from ``key`` on. Of boxes without any key of [start, stop) the nearest
+    that has one is loaded. Returns ``bad``, or a page number that is none."""
+    BOX_KEYS: gl.constexpr = tensor_map.block_shape[2]
+    mbarrier.expect(full, tensor_map.block_type.nbytes * (z.D1 // z.BOX) * (z.BLOCK_N // BOX_KEYS))
+    for i in gl.static_range(z.BLOCK_N // BOX_KEYS):
+        row = gl.maximum(gl.minimum(key + i * BOX_KEYS, stop - 1), start) // BOX_KEYS * BOX_KEYS
+        page = gl.load(TABLE + (row >> seqs.page_bits))
+        there = (page >= 0) & (page < seqs.pages)
+        bad = gl.where(there, bad, page)
+        page = gl.where(there, page, 0)
+        row = row & ((1 << seqs.page_bits) - 1)
+        for c in gl.static_range(z.D1 // z.BOX):
+            part = to.slice(i * BOX_KEYS, BOX_KEYS, dim=2).slice(c * z.BOX, z.BOX, dim=3)
+            tma.async_copy_global_to_shared(tensor_map, [page, head, row, c * z.BOX], full, part)
+    return bad
+
+
+@gluon.jit
+def zero_unseen(values, key, start, stop, z):
+    """Set the rows of a block of V to zero that hold no key of [start, stop), by the producer warp: eight rows at a
+    time, as it has few registers."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    tile = values.reshape([z.BLOCK_N, z.D1])
+    for i in gl.static_range(z.BLOCK_N // 8):
+        first = key + i * 8
+        if (first < start) | (first + 8 > stop):
+            keys = first + gl.arange(0, 8, gl.SliceLayout(1, LANES))
+            seen = gl.expand_dims((keys >= start) & (keys < stop), 1)
+            for c in gl.static_range(z.D1 // 64):
+                part = tile.slice(i * 8, 8, dim=0).slice(c * 64, 64, dim=1)
+                loaded = part.load(LANES)
+                part.store(gl.where(seen, loaded, gl.zeros_like(loaded)))
+    fence_async_shared()

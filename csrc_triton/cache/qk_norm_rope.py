@@ -1,0 +1,215 @@
+"""qk_norm_rope: RMSNorm of each head of q and k and their rotary embedding, in place on packed q, k and v; and the
+result's k, with v, into their slots of a cache.
+
+Zhang and Sennrich, Root Mean Square Layer Normalization (2019); Su et al., RoFormer (2021); vLLM's fused_qk_norm_rope.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.cache.slots import (
+    CACHES,
+    PLACES,
+    SCALES,
+    STRIDES,
+    Layout,
+    code_of,
+    divide_by,
+    place_of,
+    row_in,
+    scale_for,
+    store_row,
+)
+from csrc_triton.quantization.codes import begin
+from csrc_triton.rope.rope import table_rows
+
+WEIGHTS = {"Q_WEIGHT": "*dtype", "K_WEIGHT": "*dtype"}
+COLUMNS = {"qkv_token": "i64", "q_head": "i64", "k_first": "i64", "v_first": "i64", "table_row": "i64"}
+
+DECLARATION = {
+    "op": "qk_norm_rope",
+    "kernels": {
+        "qk_norm_rope": {
+            "arguments": {
+                "QKV": "*dtype", **CACHES, **SCALES, **WEIGHTS, "TABLE": "*table", "IDS": "*i32", "SLOTS": "*i32",
+                "FLAG": "*i64", **STRIDES, **COLUMNS, "half": "i32", "dim": "i32", **PLACES, "id_words": "i32",
+                "n_table": "i32", "slot_tokens": "i32", "q_heads": "i32", "kv_heads": "i32", "rows": "i32",
+                "programs": "i32", "eps": "fp32", "offset": "fp32",
+            },
+            "axes": {
+                "dtype": ["bf16", "fp16"], "table": ["dtype", "fp32"], "interleaved": [False, True],
+                "cache": ["dtype", "fp8e4nv", "fp8e4b8"],
+            },
+            "aligned": ["QKV", *CACHES, *WEIGHTS, "TABLE", *STRIDES, *COLUMNS, "half", "dim"],
+            "forms": {
+                "tile": {
+                    "function": "norm_and_rotate",
+                    "constants": ["INTERLEAVED", "ROWS", "HALF", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
+                }
+            },
+        },
+    },
+}  # fmt: skip
+
+
+@triton.jit
+def pairs(values, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Even and odd columns of rows."""
+    return tl.split(values.reshape(ROWS, HALF, 2))
+
+
+@triton.jit
+def load_pairs(X, at, half, inside, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """The first and second columns of the pairs of rows at ``at``, in fp32; zeros where there are none."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * HALF)
+        x = tl.load(
+            X + at[:, None] + cols[None, :], mask=inside[:, None] & (cols < 2 * half)[None, :], other=0.0
+        )
+        a, b = pairs(x, ROWS, HALF)
+    else:
+        cols = tl.arange(0, HALF)
+        mask = inside[:, None] & (cols < half)[None, :]
+        a = tl.load(X + at[:, None] + cols[None, :], mask=mask, other=0.0)
+        b = tl.load(X + (at + half)[:, None] + cols[None, :], mask=mask, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(
+    TO, at, a, b, half, inside, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
+):
+    """What ``load_pairs`` loads, in TO's dtype."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * HALF)
+        mask = inside[:, None] & (cols < 2 * half)[None, :]
+        tl.store(TO + at[:, None] + cols[None, :], tl.join(a, b).reshape(ROWS, 2 * HALF), mask=mask)
+    else:
+        cols = tl.arange(0, HALF)
+        mask = inside[:, None] & (cols < half)[None, :]
+        tl.store(TO + at[:, None] + cols[None, :], a, mask=mask)
+        tl.store(TO + (at + half)[:, None] + cols[None, :], b, mask=mask)
+
+
+@triton.jit
+def weights_of(Q_WEIGHT, K_WEIGHT, cols, mask, is_k, offset):
+    """(row, column) of the weights of q's and k's heads."""
+    q = tl.load(Q_WEIGHT + cols, mask=mask, other=0.0).to(tl.float32)
+    k = tl.load(K_WEIGHT + cols, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(is_k[:, None], k[None, :], q[None, :]) + offset
+
+
+@triton.jit
+def load_rest(X, Q_WEIGHT, K_WEIGHT, at, first, dim, inside, is_k, rstd, offset, HALF: tl.constexpr):
+    """Columns from ``first`` on, normalised."""
+    cols = first + tl.arange(0, HALF)
+    x = tl.load(X + at[:, None] + cols[None, :], mask=inside[:, None] & (cols < dim)[None, :], other=0.0)
+    w = weights_of(Q_WEIGHT, K_WEIGHT, cols, cols < dim, is_k, offset)
+    return (x.to(tl.float32) * rstd[:, None] * w).to(x.dtype), cols
+
+
+@triton.jit
+def norm_and_rotate(
+    QKV, KEY_CACHE, VALUE_CACHE, K_SCALE, V_SCALE, Q_WEIGHT, K_WEIGHT, TABLE, IDS, SLOTS, FLAG,
+    cache_page, cache_row, cache_head, qkv_token, q_head, k_first, v_first, table_row, half, dim,
+    scale_page, scale_row, scale_head, slot_words, slots, page_size, dynamic, id_words, n_table, slot_tokens,
+    q_heads, kv_heads, rows, programs, eps, offset,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row is one head of one token: of q or k in the first ``programs`` programs, of v, which is only stored in the
+    cache, in those after them. ``slot_tokens``: the tokens that have a slot, 0 without a cache."""
+    rows = begin(rows, PDL)
+    to = Layout(cache_page, cache_row, cache_head, scale_page, scale_row, scale_head, dynamic)
+    program = tl.program_id(0)
+    if program < programs:
+        row = program * ROWS + tl.arange(0, ROWS)
+        inside = row < rows
+        token = divide_by(row, q_heads + kv_heads)
+        head = row - token * (q_heads + kv_heads)
+        is_k = head >= q_heads
+        k_head = tl.maximum(head - q_heads, 0)
+        at = token.to(tl.int64) * qkv_token + tl.where(is_k, k_first + k_head * dim, head * q_head)
+        a, b = load_pairs(QKV, at, half, inside, INTERLEAVED, ROWS, HALF)
+        angles, known = table_rows(IDS, token, inside, n_table, id_words)
+        angles *= table_row
+        cols = tl.arange(0, HALF)
+        table_mask = known[:, None] & (cols < half)[None, :]
+        cos = tl.load(TABLE + angles[:, None] + cols[None, :], mask=table_mask, other=float("nan"))
+        sin = tl.load(TABLE + (angles + half)[:, None] + cols[None, :], mask=table_mask, other=float("nan"))
+        cos = cos.to(tl.float32)
+        sin = sin.to(tl.float32)
+        if INTERLEAVED:
+            both = tl.arange(0, 2 * HALF)
+            w = weights_of(Q_WEIGHT, K_WEIGHT, both, both < 2 * half, is_k, offset)
+            w_a, w_b = pairs(w, ROWS, HALF)
+        else:
+            w_a = weights_of(Q_WEIGHT, K_WEIGHT, cols, cols < half, is_k, offset)
+            w_b = weights_of(Q_WEIGHT, K_WEIGHT, half + cols, cols < half, is_k, offset)
+        squares = tl.sum(a * a + b * b, 1)
+        for first in range(2 * half, dim, HALF):
+            rest = first + cols
+            mask = inside[:, None] & (rest < dim)[None, :]
+            x = tl.load(QKV + at[:, None] + rest[None, :], mask=mask, other=0.0).to(tl.float32)
+            squares += tl.sum(x * x, 1)
+        # All that follows comes from the whole row's sum: nothing is overwritten that is still to be read.
+        rstd = tl.rsqrt(squares / dim + eps)
+        a = a * rstd[:, None] * w_a
+        b = b * rstd[:, None] * w_b
+        y_a = (a * cos - b * sin).to(QKV.dtype.element_ty)
+        y_b = (b * cos + a * sin).to(QKV.dtype.element_ty)
+        has_slot = inside & is_k & (token < slot_tokens)
+        place = place_of(SLOTS, FLAG, token, has_slot, slot_words, slots, page_size)
+        cache_at = row_in(place, k_head, cache_page, cache_row, cache_head)
+        dtype: tl.constexpr = KEY_CACHE.dtype.element_ty
+        s = squares
+        if dtype.is_fp8():
+            pair = (cols < half)[None, :]
+            absmax = tl.maximum(tl.abs(y_a.to(tl.float32)), tl.abs(y_b.to(tl.float32)))
+            absmax = tl.max(tl.where(pair, absmax, 0.0), 1)
+            for first in range(2 * half, dim, HALF):
+                x, _ = load_rest(QKV, Q_WEIGHT, K_WEIGHT, at, first, dim, inside, is_k, rstd, offset, HALF)
+                absmax = tl.maximum(absmax, tl.max(tl.abs(x.to(tl.float32)), 1))
+            s = scale_for(K_SCALE, place, k_head, place.known, absmax, to, dtype)
+        for first in range(2 * half, dim, HALF):
+            x, rest = load_rest(QKV, Q_WEIGHT, K_WEIGHT, at, first, dim, inside, is_k, rstd, offset, HALF)
+            in_row = (rest < dim)[None, :]
+            tl.store(QKV + at[:, None] + rest[None, :], x, mask=inside[:, None] & in_row)
+            x = in_cache(x, s, dtype)
+            tl.store(KEY_CACHE + cache_at[:, None] + rest[None, :], x, mask=place.known[:, None] & in_row)
+        store_pairs(QKV, at, y_a, y_b, half, inside, INTERLEAVED, ROWS, HALF)
+        y_a = in_cache(y_a, s, dtype)
+        y_b = in_cache(y_b, s, dtype)
+        store_pairs(KEY_CACHE, cache_at, y_a, y_b, half, place.known, INTERLEAVED, ROWS, HALF)
+    else:
+        cache_values(
+            QKV + v_first, VALUE_CACHE, V_SCALE, SLOTS, FLAG, program - programs, qkv_token, kv_heads, slot_tokens,
+            slot_words, slots, page_size, dim, to, ROWS, 2 * HALF,
+        )  # fmt: skip
+
+
+@triton.jit
+def cache_values(
+    V, VALUE_CACHE, V_SCALE, SLOTS, FLAG, program, v_token, kv_heads, slot_tokens, slot_words, slots, page_size, dim,
+    to, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Heads of v into the cache."""
+    row = program * ROWS + tl.arange(0, ROWS)
+    token = divide_by(row, kv_heads)
+    head = row - token * kv_heads
+    place = place_of(SLOTS, FLAG, token, token < slot_tokens, slot_words, slots, page_size)
+    cols = tl.arange(0, D)
+    mask = place.known[:, None] & (cols < dim)[None, :]
+    at = token.to(tl.int64) * v_token + head * dim
+    v = tl.load(V + at[:, None] + cols[None, :], mask=mask, other=0.0)
+    store_row(VALUE_CACHE, V_SCALE, v, place, head, cols, mask, to)
+
+
+@triton.jit
+def in_cache(x, s, dtype: tl.constexpr):
+    """Rows as a cache holds them; ``s``: their scales, where it holds codes."""
+    if dtype.is_fp8():
+        return code_of(x.to(tl.float32), s, dtype)
+    else:
+        return x

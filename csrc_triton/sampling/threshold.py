@@ -1,0 +1,253 @@
+"""The threshold of top-k, top-p and min-p, without a sort.
+
+What is kept of a row are the first columns in the order of (greatest value, lowest column): those above a threshold,
+and those that equal it, up to a column. The threshold is found among the ordered bits of float32. Each step counts
+columns, or adds up their masses, above three pivots between the bounds known so far. Masses are integers (``mass_of``):
+their sums don't depend on their order.
+
+A step reads only the groups of 32 columns in which a column may lie between the bounds. ``groups`` left the greatest
+value of each group: the k-th greatest of those is a lower bound for the k-th greatest value. The list of the groups
+that are left is in memory until they fit in one tile, which is then held in registers.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.sampling.generator import LOG2_E, in_order, log2_of, mass_of, ordered
+from csrc_triton.sampling.logits import GROUP, given, logits_at
+
+ALL_KEPT = tl.constexpr(0x7FFFFFFF)  # a column after the last
+LOWEST = tl.constexpr(-2139095041)  # ordered(-inf)
+NO_KEY = tl.constexpr(-2147483648)  # below every number's
+
+
+@triton.jit
+def pivots_of(low, high):
+    """Three keys between two bounds: those of the values a third of the way from each, and the middle one. Values lie
+    evenly, which keys don't; keys halve what infinite bounds leave."""
+    a, b = in_order(low), in_order(high)
+    by = (b - a) * 0.33333334
+    first = a + by
+    second = b - by
+    last = tl.maximum(high - 1, low + 1)
+    p = ordered(tl.where(first == first, first, 0.0) + 0.0)
+    q = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+    r = ordered(tl.where(second == second, second, 0.0) + 0.0)
+    return tl.minimum(tl.maximum(p, low + 1), last), q, tl.minimum(tl.maximum(r, low + 1), last)
+
+
+@triton.jit
+def narrowed(low, high, reached, above, pivot, found, needed):
+    """The bounds of the threshold's key, once ``found``, the sum from ``pivot`` on, is known. From ``low`` on the sum
+    is ``reached``, at least ``needed``; from ``high`` on it is ``above``, which is less."""
+    raises = (found >= needed) & (pivot > low)
+    lowers = (found < needed) & (pivot < high)
+    low, reached = tl.where(raises, pivot, low), tl.where(raises, found, reached)
+    return low, tl.where(lowers, pivot, high), reached, tl.where(lowers, found, above)
+
+
+@triton.jit
+def narrowed_by_three(low, high, reached, above, p, q, r, a, b, c, needed):
+    """``narrowed`` by three pivots; a, b, c are the sums from each of them up to ``high``."""
+    base = above
+    low, high, reached, above = narrowed(low, high, reached, above, p, base + a, needed)
+    low, high, reached, above = narrowed(low, high, reached, above, q, base + b, needed)
+    return narrowed(low, high, reached, above, r, base + c, needed)
+
+
+@triton.jit
+def combine_step(a, b, c, least, greatest, d, e, f, other_least, other_greatest):
+    return a + d, b + e, c + f, tl.minimum(least, other_least), tl.maximum(greatest, other_greatest)
+
+
+@triton.jit
+def search_registers(key, value, low, high, reached, above, needed, enough):
+    """Narrow the bounds by columns in registers, until one key is left, or no more than ``enough`` is reached."""
+    while (low + 1 < high) & (reached > enough):
+        p, q, r = pivots_of(low, high)
+        inside = (key >= low) & (key < high)
+        a, b, c, least, greatest = tl.reduce(
+            (
+                tl.where(inside & (key >= p), value, 0), tl.where(inside & (key >= q), value, 0),
+                tl.where(inside & (key >= r), value, 0), tl.where(inside, key, 0x7FFFFFFF),
+                tl.where(inside, key, NO_KEY),
+            ), None, combine_step,
+        )  # fmt: skip
+        low, high, reached, above = narrowed_by_three(
+            low, high, reached, above, p, q, r, a, b, c, needed
+        )
+        low = tl.maximum(low, least)  # there is none below it
+        high = tl.minimum(high, greatest + 1)
+    return low, reached, above
+
+
+@triton.jit
+def list_groups(LIST, group, key, low):
+    """Write the numbers of the groups whose greatest key is at least ``low``; return how many there are."""
+    listed = (key >= low).to(tl.int32)
+    tl.debug_barrier()  # the list before is read by other threads
+    tl.store(LIST + (tl.cumsum(listed, 0) - 1), group, mask=listed != 0)
+    tl.debug_barrier()
+    return tl.sum(listed, 0)
+
+
+@triton.jit
+def tile_of(LIST, r, first, active, TILE: tl.constexpr):
+    """(group numbers, columns, keys, values) of a tile of listed groups. Past the last group or column the key is none
+    of a number's."""
+    at = first + tl.arange(0, TILE)
+    listed = at < active
+    group = tl.load(LIST + at, mask=listed, other=0)
+    cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = listed[:, None] & (cols < r.n)
+    x = logits_at(r, cols, mask)
+    return group, cols, tl.where(mask, ordered(x), NO_KEY), x
+
+
+@triton.jit
+def value_of(x, greatest, scale, MASSES: tl.constexpr):
+    """What a column adds to a sum: its mass, or 1."""
+    if MASSES:
+        return mass_of(x, greatest, scale).to(tl.int64)
+    else:
+        return tl.full(x.shape, 1, tl.int32)
+
+
+@triton.jit
+def step_of_list(
+    LIST, row, active, low, high, p, q, r, greatest, scale, MASSES: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """(sums from three pivots up to ``high``, groups that have a column between the bounds: the list is of those)"""
+    dtype: tl.constexpr = tl.int64 if MASSES else tl.int32
+    a = tl.zeros([TILE, GROUP], dtype)
+    b = tl.zeros([TILE, GROUP], dtype)
+    c = tl.zeros([TILE, GROUP], dtype)
+    left = 0
+    for first in range(0, active, TILE):
+        group, _, key, x = tile_of(LIST, row, first, active, TILE)
+        value = value_of(x, greatest, scale, MASSES)
+        inside = (key >= low) & (key < high)
+        a += tl.where(inside & (key >= p), value, 0)
+        b += tl.where(inside & (key >= q), value, 0)
+        c += tl.where(inside & (key >= r), value, 0)
+        listed = tl.max(inside.to(tl.int32), 1)
+        at = left + tl.cumsum(listed, 0) - 1
+        tl.debug_barrier()  # all have read this part of the list, over which the next line may write
+        tl.store(LIST + at, group, mask=listed != 0)
+        left += tl.sum(listed, 0)
+    tl.debug_barrier()
+    return tl.sum(a), tl.sum(b), tl.sum(c), left
+
+
+@triton.jit
+def search_list(
+    LIST, row, active, low, high, greatest, scale, wanted, share, MASSES: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """(low, reached, above, needed, active): the greatest key from which on the sum is at least what is needed, unless
+    all that is listed, from ``low`` on, is less. ``wanted`` columns are needed, or a share of the mass."""
+    p, q, r = pivots_of(low, high)
+    total, b, c, active = step_of_list(LIST, row, active, low, high, low, q, r, greatest, scale, MASSES, TILE)
+    if MASSES:
+        needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+        enough = needed * 0
+    else:
+        needed = wanted
+        enough = wanted  # which columns these are is all that is asked: not the last of them
+    reached = total
+    above = total * 0
+    if total > needed:
+        low, high, reached, above = narrowed_by_three(
+            low, high, reached, above, low, q, r, total, b, c, needed
+        )
+        while (low + 1 < high) & (reached > enough) & (active > TILE):
+            p, q, r = pivots_of(low, high)
+            a, b, c, active = step_of_list(
+                LIST, row, active, low, high, p, q, r, greatest, scale, MASSES, TILE
+            )
+            low, high, reached, above = narrowed_by_three(
+                low, high, reached, above, p, q, r, a, b, c, needed
+            )
+        if (low + 1 < high) & (reached > enough):
+            group, cols, key, x = tile_of(LIST, row, 0, active, TILE)
+            value = value_of(x, greatest, scale, MASSES)
+            low, reached, above = search_registers(key, value, low, high, reached, above, needed, enough)
+    return low, reached, above, needed, active
+
+
+@triton.jit
+def last_tie(LIST, row, active, key_of_tie, wanted, TILE: tl.constexpr):
+    """The column of the ``wanted``-th of those with this key."""
+    before = 0
+    column = ALL_KEPT
+    for first in range(0, active, TILE):
+        group, cols, key, x = tile_of(LIST, row, first, active, TILE)
+        tie = (key == key_of_tie).to(tl.int32)
+        of_group = tl.sum(tie, 1)
+        rank = (before + tl.cumsum(of_group, 0) - of_group)[:, None] + tl.cumsum(tie, 1)
+        column = tl.minimum(column, tl.min(tl.where((tie != 0) & (rank == wanted), cols, ALL_KEPT)))
+        before += tl.sum(of_group, 0)
+    return column
+
+
+@triton.jit
+def least_probable(greatest, scale, share):
+    """The lowest key with (greatest - value) * scale <= -log2(share), by bisection of the keys."""
+    most = -log2_of(tl.maximum(share, 1e-37))
+    low, high = tl.full([], LOWEST, tl.int32), ordered(greatest)
+    while low < high:
+        middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+        x = in_order(middle)
+        near = (greatest - x) * scale <= most
+        low = tl.where(near, low, middle + 1)
+        high = tl.where(near, middle, high)
+    return high
+
+
+@triton.jit
+def find_threshold(
+    TAU, LIMIT, LIST, GREATEST, K, P, MIN_P, TEMPERATURE, row, at, groups, GROUPS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Write the threshold of a row and the last column of those that equal it; -inf where nothing is left out."""
+    group = tl.arange(0, GROUPS)
+    key = ordered(tl.load(GREATEST + at.to(tl.int64) * groups + group, mask=group < groups, other=-float("inf")))
+    key = tl.where(group < groups, key, NO_KEY)
+    wanted = given(K, at, row.n)
+    wanted = tl.where(wanted > 0, tl.minimum(wanted, row.n), row.n)
+    share = given(P, at, 1.0)
+    least_share = given(MIN_P, at, 0.0)
+    temperature = given(TEMPERATURE, at, 1.0)
+    highest = tl.max(key, 0)
+    greatest = in_order(highest)
+    low = tl.full([], LOWEST, tl.int32)
+    limit = tl.full([], ALL_KEPT, tl.int32)
+    if (temperature > 0.0) & (greatest > -float("inf")):
+        scale = tl.div_rn(LOG2_E, temperature)
+        high = highest + 1
+        nearest = low
+        if least_share > 0.0:
+            nearest = least_probable(greatest, scale, tl.minimum(least_share, 1.0))
+        if wanted < row.n:
+            if wanted < groups:
+                known, reached_by_groups, above_groups = search_registers(
+                    key, tl.full([GROUPS], 1, tl.int32), low, high, groups, wanted * 0, wanted,
+                    tl.maximum(wanted + (wanted >> 2), TILE // 2),
+                )  # fmt: skip
+                low = known
+            low = tl.maximum(low, nearest)
+            active = list_groups(LIST, group, key, low)
+            low, count, count_above, columns, left = search_list(
+                LIST, row, active, low, high, greatest, scale, wanted, share, False, TILE
+            )  # fmt: skip
+        else:
+            low = nearest
+        if share < 1.0:
+            active = list_groups(LIST, group, key, low)
+            low, reached, above, needed, active = search_list(
+                LIST, row, active, low, high, greatest, scale, wanted, share, True, TILE
+            )  # fmt: skip
+            mass = mass_of(in_order(low), greatest, scale).to(tl.int64)
+            ties = (needed - above + mass - 1) // tl.maximum(mass, 1)
+            if above + ties * mass < reached:
+                limit = last_tie(LIST, row, active, low, ties.to(tl.int32), TILE)
+    tl.store(TAU + at, in_order(low))
+    tl.store(LIMIT + at, limit)

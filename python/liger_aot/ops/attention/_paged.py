@@ -1,0 +1,539 @@
+"""What paged attention accepts and how it is launched: from a call's shapes and settings to its kernels, how they split
+keys, and the arguments. Nothing here looks at a length or a block table of a GPU: those are on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.attention._checks import check_dim, check_heads, check_integers, check_operand, check_sinks
+from liger_aot.ops.attention._operands import (
+    ADDRESS_UNIT,
+    COUNTER_WORDS,
+    LARGEST_STRIDE,
+    MAX_SEQLEN,
+    TILE_UNIT,
+    VARLEN,
+    WARP_GROUP_ROWS,
+    Settings,
+    TensorMapCache,
+    scales_of,
+)
+from liger_aot.ops.attention._varlen import (
+    LARGEST_BLOCK,
+    MAX_TOKENS,
+    bytes_before,
+    check_starts,
+    map_operand,
+    tiles_of,
+    token_strides,
+)
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.op import check_same_device, check_tensor
+from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
+from liger_aot.runtime import device_errors
+from liger_aot.runtime.dispatch import Loaded, OpOn
+from liger_aot.runtime.workspaces import StreamWorkspace
+
+NAME = "flash_attention_paged"
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+HEAD_DIMS = (64, 128, 256)  # that kernels are written for; others run as the next
+BOXES = (64, 16)  # keys of a TMA box, which pages are multiples of
+SMALLEST_PAGE = 16
+MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
+PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
+TAIL_PROGRAMS = 8  # at most, for tokens behind the last sequence
+
+
+def head_dim_of(dim: int) -> int:
+    """The kernels' head dimension for tensors of ``dim``; ``check_dim`` refuses larger ones."""
+    return next((width for width in HEAD_DIMS if dim <= width), HEAD_DIMS[-1])
+
+
+class PagedSettings(NamedTuple):
+    """As the op takes them, in its order. A bound of -1 is none; 0 splits leave their number to the profile, 0 as
+    max_seqlen_k the longest sequence to the block table."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    left: int
+    right: int
+    softcap: float
+    splits: int
+
+
+class PagedShape(NamedTuple):
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+    pages: int
+    page_size: int
+    sequences: int
+    capacity: int  # keys of a sequence, at most
+
+    @property
+    def ratio(self) -> int:
+        """Heads of q a head of k."""
+        return self.heads // self.kv_heads if self.kv_heads else 1
+
+
+def paged_shape(q: Tensor, k: Tensor, block_table: Tensor, max_seqlen_k: int) -> PagedShape:
+    capacity = block_table.shape[1] * k.shape[1]
+    tokens, heads, dim = q.shape
+    capacity = min(capacity, max_seqlen_k) if max_seqlen_k else capacity
+    pages, page_size, kv_heads, _ = k.shape
+    return PagedShape(tokens, heads, kv_heads, dim, pages, page_size, block_table.shape[0], capacity)
+
+
+# ---- What is accepted ----
+
+
+def check_paged(op: str, tensors: Tensors, settings: PagedSettings) -> None:
+    """Raise for everything that is wrong with a call, but for what its starts, lengths and block table hold."""
+    q, k, v, cu_q, seqused_k, block_table, sinks, k_scale, v_scale = tensors
+    check_operand(op, "q", q, q, 3)
+    check_dim(op, q.shape[2])
+    _check_caches(op, q, k, v)
+    check_heads(op, q.shape[1], k.shape[2], "k_cache")
+    for name, t in (("cu_seqlens_q", cu_q), ("seqused_k", seqused_k), ("block_table", block_table)):
+        check_integers(op, name, t, q)
+    if seqused_k.dim() != 1:
+        raise ArgumentError(f"{op}: seqused_k must be of shape (sequences,), got {tuple(seqused_k.shape)}")
+    count = seqused_k.shape[0]
+    if cu_q.shape != (count + 1,):
+        raise ArgumentError(
+            f"{op}: cu_seqlens_q must be of shape ({count + 1},): where each of seqused_k's sequences starts, then "
+            f"where the last one ends; got {tuple(cu_q.shape)}"
+        )
+    if block_table.dim() != 2 or block_table.shape[0] != count:
+        raise ArgumentError(
+            f"{op}: block_table must be of shape ({count}, pages of a sequence), a row for each of seqused_k's "
+            f"sequences; got {tuple(block_table.shape)}"
+        )
+    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+        raise ArgumentError(f"{op}: rows of block_table must be contiguous, got strides {block_table.stride()}")
+    shape = paged_shape(q, k, block_table, settings.max_seqlen_k)
+    if (shape.tokens + LARGEST_BLOCK * (count + 1)) * shape.ratio >= MAX_TOKENS:
+        raise ArgumentError(
+            f"{op}: {shape.tokens} tokens in {count} sequences, {shape.ratio} heads of q for each of k_cache, are too "
+            f"many: tokens and {LARGEST_BLOCK} times the sequences, times those heads, must be below {MAX_TOKENS}"
+        )
+    if shape.capacity >= MAX_SEQLEN:
+        raise ArgumentError(
+            f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys, got {shape.capacity}"
+        )
+    check_sinks(op, sinks, q, shape.heads)
+    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if t is not None:
+            _check_scale(op, name, t, q, k)
+
+
+def _check_caches(op: str, q: Tensor, k: Any, v: Any) -> None:
+    """Strides and sizes that the kernels read 16 elements at a time; a cache is never copied."""
+    for name, t in (("k_cache", k), ("v_cache", v)):
+        if not isinstance(t, Tensor):
+            raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.dtype not in (q.dtype, *FP8):
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in FP8)
+            raise ArgumentTypeError(
+                f"{op}: {name} must be of q's dtype {q.dtype} or {allowed}, got {t.dtype}"
+            )
+        check_same_device(op, name, t, "q", q)
+        if t.dim() != 4:
+            raise ArgumentError(
+                f"{op}: {name} must be (pages, page_size, kv_heads, dim), got shape {tuple(t.shape)}"
+            )
+    if k.shape[3] != q.shape[2]:
+        raise ArgumentError(
+            f"{op}: the last dimension of k_cache must be q's {q.shape[2]}, got {k.shape[3]}"
+        )
+    if v.dtype != k.dtype:
+        raise ArgumentTypeError(f"{op}: v_cache must be of k_cache's dtype {k.dtype}, got {v.dtype}")
+    if v.shape != k.shape:
+        raise ArgumentError(f"{op}: v_cache must have k_cache's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    sizes = list(zip(k.shape, k.stride(), v.stride(), strict=True))
+    if any(size > 1 and of_k != of_v for size, of_k, of_v in sizes):
+        raise ArgumentError(f"{op}: v_cache must have k_cache's strides {k.stride()}, got {v.stride()}")
+    if k.shape[3] > 1 and k.stride(3) != 1:
+        raise ArgumentError(
+            f"{op}: the last dimension of k_cache must be contiguous, got strides {k.stride()}"
+        )
+    if k.shape[3] % TILE_UNIT or any(size > 1 and stride % TILE_UNIT for size, stride, _ in sizes[:3]):
+        raise ArgumentError(
+            f"{op}: the last dimension and the strides of k_cache must be multiples of {TILE_UNIT} elements, got shape "
+            f"{tuple(k.shape)} with strides {k.stride()}"
+        )
+    if any(size > 1 and stride >= LARGEST_STRIDE for size, stride, _ in sizes[1:]):
+        raise ArgumentError(
+            f"{op}: strides of k_cache but the first must be below {LARGEST_STRIDE}, got {k.stride()}"
+        )
+    if (size := k.shape[1]) < SMALLEST_PAGE or size & (size - 1):
+        raise ArgumentError(
+            f"{op}: pages of k_cache must hold a power of 2 of keys, {SMALLEST_PAGE} or more; got {size}"
+        )
+
+
+def _check_scale(op: str, name: str, t: Any, q: Tensor, k: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
+    if k.dtype not in FP8:
+        raise ArgumentError(f"{op}: {name} is for a cache of fp8, k_cache is {k.dtype}")
+    if t.dtype != torch.float32:
+        raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
+    check_same_device(op, name, t, "q", q)
+    if t.numel() != 1 and t.shape != (k.shape[2],):
+        raise ArgumentError(
+            f"{op}: {name} must have one element or be of shape ({k.shape[2]},), one a head of k_cache; got "
+            f"{tuple(t.shape)}"
+        )
+
+
+def check_out(op: str, out: Any, q: Any) -> None:
+    """Memory for the result, of q's shape, dtype and device."""
+    check_tensor(op, "q", q)
+    check_tensor(op, "out", out)
+    check_same_device(op, "out", out, "q", q)
+    if out.shape != q.shape:
+        raise ArgumentError(f"{op}: out must have q's shape {tuple(q.shape)}, got {tuple(out.shape)}")
+    if out.dtype != q.dtype:
+        raise ArgumentTypeError(f"{op}: out must be of q's dtype {q.dtype}, got {out.dtype}")
+
+
+def check_aligned(op: str, k: Tensor, v: Tensor) -> None:
+    """Of what a GPU reads, and ``check`` can't see."""
+    for name, t in (("k_cache", k), ("v_cache", v)):
+        if t.data_ptr() % ADDRESS_UNIT:
+            raise ArgumentError(
+                f"{op}: {name} must start at a multiple of {ADDRESS_UNIT} bytes, got {t.data_ptr()}"
+            )
+
+
+def check_values(op: str, tensors: Tensors, settings: PagedSettings) -> None:
+    """ArgumentError for starts, a length, or a page that is looked at, out of range; on the CPU alone, where looking
+    costs nothing."""
+    q, k, _, cu_q, seqused_k, block_table, *_ = tensors
+    if q.device.type != "cpu":
+        return
+    shape = paged_shape(q, k, block_table, settings.max_seqlen_k)
+    check_starts(op, "q", cu_q, shape.tokens, settings.max_seqlen_q)
+    lengths = seqused_k.long()
+    wrong = (lengths < 0) | (lengths > shape.capacity)
+    if wrong.any():
+        raise ArgumentError(
+            f"{op}: seqused_k must be in [0, {shape.capacity}], what block_table or max_seqlen_k allows; got "
+            f"{int(lengths[wrong][0])}"
+        )
+    first = torch.arange(block_table.shape[1]) * shape.page_size
+    queries = cu_q.long().diff()[:, None]
+    looked_at = (first < lengths[:, None]) & (queries > 0)
+    if settings.left >= 0:
+        looked_at &= first + shape.page_size > lengths[:, None] - queries - settings.left
+    wrong = looked_at & ((block_table < 0) | (block_table >= shape.pages))
+    if wrong.any():
+        raise ArgumentError(
+            f"{op}: block_table must be in [0, {shape.pages}), the pages of k_cache, where a sequence has keys; got "
+            f"{int(block_table[wrong][0])}"
+        )
+
+
+# ---- How it is launched ----
+
+
+class Call:
+    """What plans need of a call's shapes, strides and settings."""
+
+    def __init__(self, q: Tensor, k: Tensor, block_table: Tensor, settings: PagedSettings) -> None:
+        shape = self.shape = paged_shape(q, k, block_table, settings.max_seqlen_k)
+        # bounds that bind no row are none
+        left = -1 if settings.left >= shape.capacity - 1 else settings.left
+        longest = self.longest = max(min(settings.max_seqlen_q, shape.tokens), 1)
+        right = -1 if settings.right >= longest - 1 else settings.right
+        self.settings = settings._replace(left=left, right=right)
+        self.causal = 0 <= settings.right
+        self.dtypes = q.dtype, k.dtype
+        self.right = min(settings.right + 1, MAX_TOKENS) if settings.right >= 0 else MAX_TOKENS
+        self.left = -min(left, MAX_TOKENS) if left >= 0 else -MAX_TOKENS
+        self.table_row = block_table.stride(0) if shape.sequences > 1 else 0
+        self.strides = [
+            stride if size > 1 else TILE_UNIT for size, stride in zip(k.shape, k.stride(), strict=True)
+        ][:3]
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        s = self.settings
+        return scales_of(Settings(s.scale, s.left, s.right, s.softcap, VARLEN))
+
+    def sizes(self, few: int) -> tuple[int, ...]:
+        """The kernels' arguments from ``sequences`` to ``few``, but for max_seqlen_q as the caller has it."""
+        shape = self.shape
+        bits = shape.page_size.bit_length() - 1
+        return (
+            shape.sequences, shape.tokens, shape.capacity, shape.pages, bits, self.right, self.left,
+            # a length past the tokens is reported all the same
+            min(self.settings.max_seqlen_q, shape.tokens), few,
+        )  # fmt: skip
+
+    def blocks(self, block_n: int, queries: int) -> int:
+        """Of a tile's keys, at most."""
+        blocks = -(-self.shape.capacity // block_n)
+        if self.settings.left >= 0:  # a window may start inside a block
+            blocks = min(blocks, -(-(self.settings.left + 1 + queries) // block_n) + 1)
+        return max(blocks, 1)
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+class TilesPlan:
+    """By plain kernels: all sequences, or those of at most ``few`` queries and tokens behind the last sequence."""
+
+    def __init__(self, on: OpOn, call: Call, q: Tensor, out: Tensor, few: int | None) -> None:
+        shape = call.shape
+        queries = min(call.longest, call.longest if few is None else few)
+        kernel = on.kernels[f"{NAME}_tiles"]
+        key = (*call.dtypes, head_dim_of(shape.dim))
+        loaded = kernel((*key, False, True), shape.dim)
+        if queries * shape.ratio > loaded.numbers["block_m"]:
+            loaded = kernel((*key, True, True), shape.dim)
+        numbers = loaded.numbers
+        rows = numbers["block_m"]
+        self._on, self._loaded = on, loaded
+        each = -(-queries * shape.ratio // rows)
+        found = tiles_of(shape.tokens * shape.ratio, rows, shape.sequences)
+        by_sequence = few is not None or shape.sequences * each < found
+        if by_sequence:
+            tail = max(min(-(-shape.tokens * shape.ratio // rows), TAIL_PROGRAMS), 1)
+            tiles = shape.sequences * each + tail
+        else:
+            tiles, each = found, 0
+        splits = self._splits(call, numbers, shape.sequences * each * shape.kv_heads, queries) if each else 1
+        parts = splits * shape.sequences * queries * shape.heads if splits > 1 else 0
+        self._programs = tiles * shape.kv_heads * splits
+        if max(self._programs, parts) >= 1 << 31:
+            raise ArgumentError(
+                f"{NAME}: {shape.tokens} tokens of {shape.heads} heads in {shape.sequences} sequences are too many"
+            )
+        self._flag = device_errors.flag(NAME)
+        out_head, out_token, q_head, q_token = token_strides(out, q)
+        # where tiles are found by their number, none is another kernel's
+        bound = queries if by_sequence else MAX_TOKENS
+        self._numbers = (
+            out_token, out_head, q_token, q_head, *call.strides, call.table_row, *call.scales, shape.ratio, shape.dim,
+            *call.sizes(bound), tiles, shape.kv_heads, each, splits,
+        )  # fmt: skip
+        self._partials, self._lse_partial = parts * (shape.dim + 1), 4 * parts * shape.dim
+        self._rows = shape.sequences * queries * shape.heads
+        self._combine: Loaded | None = None
+        if parts:
+            self._combine = on.kernels[f"{NAME}_combine"]((q.dtype, key[-1], True), shape.dim)
+        self._combine_numbers = (
+            out_token, out_head, shape.heads, shape.dim, shape.sequences, shape.tokens, queries, splits,
+        )  # fmt: skip
+        self._coded = call.dtypes[1] in FP8
+        self._kv_heads = shape.kv_heads
+
+    def _splits(self, call: Call, numbers: Mapping[str, int], programs: int, queries: int) -> int:
+        """How many programs split a tile's keys."""
+        shape, blocks = call.shape, call.blocks(numbers["block_n"], queries)
+        most = PARTIAL_ELEMENTS // (shape.sequences * queries * shape.heads * (shape.dim + 1))
+        most = max(min(most, MAX_SPLITS), 1)
+        if call.settings.splits:
+            return min(call.settings.splits, blocks, most)
+        here = self._on.multiprocessors
+        places = numbers["programs_per_multiprocessor"]
+        saturating = numbers.get("ctas_to_saturate", places)
+        return best_splits(
+            programs, blocks, places * here, saturating * here, numbers["startup_blocks"], most
+        )
+
+    def __call__(self, tensors: Tensors, to: Results) -> None:
+        q, k, v, cu_q, seqused_k, block_table, sinks, k_scale, v_scale = tensors
+        on = self._on
+        stream = on.stream(on.device)
+        partials = q.new_empty(self._partials, dtype=torch.float32) if self._partials else None
+        results = to.out.data_ptr(), to.lse.data_ptr(), at(partials), at(partials) + self._lse_partial
+        scales: tuple[int, ...] = ()
+        if self._coded:
+            k_scale, v_scale, head = alike(k_scale, v_scale, self._kv_heads)
+            scales = at(k_scale), at(v_scale), head
+        self._loaded.launch(
+            on.device, stream, self._programs, 1, 1, *results, q.data_ptr(), k.data_ptr(), v.data_ptr(), at(sinks),
+            cu_q.data_ptr(), seqused_k.data_ptr(), block_table.data_ptr(), self._flag, *self._numbers, *scales,
+        )  # fmt: skip
+        if self._combine is not None:
+            self._combine.launch(
+                on.device, stream, self._rows, 1, 1, *results, at(sinks), cu_q.data_ptr(), *self._combine_numbers
+            )  # fmt: skip
+
+
+class WarpSpecializedPlan:
+    """With tensor maps: all sequences, or those of more than ``few`` queries where that is not 0."""
+
+    def __init__(
+        self, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor, out: Tensor, few: int
+    ) -> None:
+        shape, numbers = call.shape, loaded.numbers
+        tiles = tiles_of(shape.tokens, WARP_GROUP_ROWS * numbers["warp_groups"], shape.sequences)
+        tiles *= shape.heads
+        self._on, self._loaded = on, loaded
+        self._programs = min(tiles, on.multiprocessors * loaded.variant.resident)
+        self._flag = device_errors.flag(NAME)
+        keys_in_l2 = (numbers["l2_megabytes"] << 20) // (2 * shape.dim * q.element_size())
+        self._numbers = (
+            call.table_row, *call.scales, tiles, shape.heads, shape.ratio, keys_in_l2, *call.sizes(few)
+        )  # fmt: skip
+        encode: Any = on.tensor_map
+        self._q_map = TensorMapCache(encode, loaded, "Q", map_operand(q), "bhsd").at
+        self._k_map, self._v_map = (TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV")
+        self._y_map = TensorMapCache(encode, loaded, "Y", map_operand(out), "bhsd").at
+        self._before = bytes_before(q), bytes_before(out)
+        self._counters = counters_of(on, q.device)
+
+    def starts(self, q: Tensor, out: Tensor) -> list[int]:
+        """Where the maps of q and of the result start: before 0 for a tensor that is larger than its own address."""
+        return [t.data_ptr() - before for t, before in zip((q, out), self._before, strict=True)]
+
+    def __call__(self, tensors: Tensors, to: Results) -> None:
+        q, k, v, cu_q, seqused_k, block_table, sinks, *_ = tensors
+        on = self._on
+        stream = on.stream(on.device)
+        q_at, y_at = self.starts(q, to.out)
+        self._loaded.launch(
+            on.device, stream, self._programs, 1, 1, self._q_map(q_at), self._k_map(k.data_ptr()),
+            self._v_map(v.data_ptr()), self._y_map(y_at), to.lse.data_ptr(), at(sinks), cu_q.data_ptr(),
+            seqused_k.data_ptr(), block_table.data_ptr(), self._flag,
+            self._counters.on(stream, COUNTER_WORDS).data_ptr(), *self._numbers,
+        )  # fmt: skip
+
+
+class Plan:
+    """All launches of calls with tensors like these."""
+
+    def __init__(self, on: OpOn, tensors: Tensors, out: Tensor, settings: PagedSettings) -> None:
+        q, k, _, _, _, block_table, *_ = tensors
+        call = Call(q, k, block_table, settings)
+        shape = call.shape
+        self._lse_shape = shape.heads, shape.tokens
+        self._tiles: TilesPlan | None = None
+        self._groups: WarpSpecializedPlan | None = None
+        loaded = warp_specialized_for(on, call)
+        few = max(loaded.numbers["few_rows"] // shape.ratio, 1) if loaded else 0
+        if loaded and call.longest > few:
+            mixed = few if shape.sequences > 1 else 0
+            self._groups = WarpSpecializedPlan(on, loaded, call, q, k, out, mixed)
+        if self._groups is None or shape.sequences > 1:
+            self._tiles = TilesPlan(on, call, q, out, few if self._groups else None)
+        self._whole = (on, call, like(q), like(out)) if self._groups else None
+
+    def __call__(self, tensors: Tensors, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+        q = tensors[0]
+        to = Results(
+            q.new_empty(q.shape) if out is None else out,
+            q.new_empty(self._lse_shape, dtype=torch.float32) if lse is None else lse,
+        )
+        groups, tiles = self._groups, self._tiles
+        if groups is not None and self._whole is not None and min(groups.starts(q, to.out)) < 0:
+            groups, tiles = None, TilesPlan(*self._whole, None)  # no map can start there
+        for plan in (groups, tiles):
+            if plan is not None:
+                plan(tensors, to)
+        return to
+
+
+def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
+    """The warp-specialised kernel for the call, None where there is none: it is for a right bound, and for caches of
+    q's dtype."""
+    kernel, shape = on.kernels.get(f"{NAME}_forward"), call.shape
+    if kernel is None or on.tensor_map is None or not call.causal or call.dtypes[0] != call.dtypes[1]:
+        return None
+    if not 0 < min(call.strides) <= max(call.strides) < MAP_STRIDE:
+        return None
+    box = next(n for n in BOXES if not shape.page_size % n)
+    mask = "local" if call.settings.left >= 0 or call.settings.softcap else "causal"
+    key = call.dtypes[0], head_dim_of(shape.dim), mask, box, True
+    return kernel(key, shape.capacity) if kernel.serves(key) else None
+
+
+def alike(k_scale: Tensor | None, v_scale: Tensor | None, kv_heads: int) -> tuple[Tensor | None, Tensor | None, int]:
+    """Both scales with one distance from head to head: 0 where all heads share them."""
+    given = [t for t in (k_scale, v_scale) if t is not None]
+    if all(t.numel() == 1 for t in given):
+        return k_scale, v_scale, 0
+    k_scale, v_scale = (
+        None if t is None else t.reshape(-1).expand(kv_heads).contiguous() for t in (k_scale, v_scale)
+    )
+    return k_scale, v_scale, 1
+
+
+def counters_of(on: OpOn, device: torch.device) -> StreamWorkspace:
+    """The tile counter: zeros, which launches leave as zeros."""
+    counters: StreamWorkspace = on.plans.setdefault("counters", StreamWorkspace(device))
+    return counters
+
+
+def like(t: Tensor) -> Tensor:
+    """Of the same layout, without memory."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def at(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+# ---- In plain torch ----
+
+
+def gathered(cache: Tensor, block_table: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The keys of all sequences one behind the other, (sequences * capacity, kv_heads, dim); pages that the cache does
+    not have count as page 0."""
+    known = (block_table >= 0) & (block_table < cache.shape[0])
+    found = cache.view(torch.uint8) if cache.dtype in FP8 else cache
+    found = found[torch.where(known, block_table, 0).long()]
+    found = (found.view(cache.dtype) if cache.dtype in FP8 else found).to(dtype).flatten(0, 2)
+    return found if scale is None else found * scale.to(dtype).reshape(-1, 1)
+
+
+def seen_in_cache(
+    cu_q: Tensor, seqused_k: Tensor, tokens: int, capacity: int, left: int, right: int
+) -> tuple[Tensor, Tensor]:
+    """(queries, keys of all sequences): whether a query sees a key; and whether a query is in any sequence. No value is
+    looked at on the host."""
+    count = seqused_k.shape[0]
+    starts = cu_q.long()
+    place = torch.arange(tokens, device=cu_q.device)
+    sequence = (starts[1:, None] <= place).sum(0)
+    inside = sequence < count
+    lengths = torch.cat([starts.diff(), starts.new_zeros(1)])
+    keys = torch.cat([seqused_k.long(), starts.new_zeros(1)])[sequence]
+    own = (place - starts[sequence] + keys - lengths[sequence])[:, None]
+    key = torch.arange(capacity, device=cu_q.device)
+    seen = key < keys[:, None]
+    if right >= 0:
+        seen = seen & (key <= own + right)
+    if left >= 0:
+        seen = seen & (key >= own - left)
+    of_own = sequence[:, None] == torch.arange(count, device=cu_q.device)
+    return (of_own[:, :, None] & seen[:, None]).flatten(1), inside
+
+
+def finite(t: Tensor, seen: Tensor) -> Tensor:
+    """Zeros where no query sees a key: pages may hold anything there."""
+    return torch.where(seen.any(0)[:, None, None], t, 0.0)
+
+
+def neutral(lse: Tensor, inside: Tensor) -> Tensor:
+    return torch.where(inside, lse, -math.inf)
+
+
+def key_of(tensors: Sequence[Any], settings: Any) -> tuple[Any, ...]:
+    """All that a plan depends on."""
+    return (*(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors), settings)

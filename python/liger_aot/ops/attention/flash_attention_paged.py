@@ -1,0 +1,301 @@
+"""Attention of packed queries of any lengths to a paged cache: prefill chunks, prefix hits, speculation, decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops import guards
+from liger_aot.ops.arguments import FROM_ZERO, Allowed, Schema, check_flag
+from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
+from liger_aot.ops.attention._operands import TILE_UNIT, fits, fitted
+from liger_aot.ops.attention._paged import (
+    BOXES,
+    FP8,
+    NAME,
+    PagedSettings,
+    Plan,
+    check_aligned,
+    check_out,
+    check_paged,
+    check_values,
+    counters_of,
+    finite,
+    gathered,
+    head_dim_of,
+    key_of,
+    neutral,
+    paged_shape,
+    seen_in_cache,
+)
+from liger_aot.ops.attention.flash_attention import FlashAttention
+from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.op import Problem
+from liger_aot.ops.split_kv import MAX_SPLITS
+from liger_aot.runtime import device_errors
+from liger_aot.runtime.dispatch import REMEMBERED
+
+SPLITS = Allowed(least=1, most=MAX_SPLITS)
+MAX_KEYS = Allowed(least=1)
+EARLIER = "the cu_seqlens_q, seqused_k or block_table of an earlier call"
+
+
+class FlashAttentionPaged(DifferentiableOp):
+    """``flash_attention_paged(q, k_cache, v_cache, cu_seqlens_q, seqused_k, block_table, max_seqlen_q, *, ...) ->
+    Tensor``: attention of sequences of queries that follow each other in q to the keys and values that each sequence
+    has in a paged cache, the queries' own among them.
+
+    Exact, with float32 scores and sums. For inference: there is no gradient. Batches may mix prefill, chunks of it,
+    prefixes that were cached before, speculated tokens and single ones. Starts, lengths and block tables stay on the
+    device, and nothing waits for it. Works under torch.compile and, after ``preload``, in CUDA graphs, whose starts,
+    lengths and tables may change between replays: launches are sized by q's tokens, the number of sequences and the
+    max_seqlens. CPU tensors take the plain-torch reference, whose memory grows with tokens times all keys.
+
+    On gfx90a, whose float16 matrix instructions read subnormal numbers as zeros, float16 elements of q, k_cache and
+    v_cache below 2^-14 count as zeros.
+
+    Args:
+        q: (tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1; tensors whose rows don't
+            start at multiples of 16 elements are copied.
+        k_cache, v_cache: (pages, page_size, kv_heads, dim) of q's dtype, or of float8_e4m3fn (sm90) or
+            float8_e4m3fnuz (gfx942), and of equal strides, any multiples of 16 elements but the last, which must be 1:
+            also halves of one tensor. On a GPU they start at multiples of 16 bytes. page_size is a power of 2 from 16
+            on. kv_heads divide heads (grouped and multi-query attention). dim is a multiple of 16 up to 256; it runs
+            at the speed of the next of 64, 128 and 256.
+        cu_seqlens_q: (sequences + 1,) int32 on q's device: where each sequence starts in q, then where the last one
+            ends: at the tokens or before. They start at 0 and don't fall; a sequence may have no queries.
+        seqused_k: (sequences,) int32: how many keys each sequence has.
+        block_table: (sequences, most pages) int32, rows contiguous: where the pages of each sequence are. Entries past
+            its last key, or before its window, are not looked at.
+        max_seqlen_q: the most queries of a sequence, or more: it is checked, and chooses the kernel.
+        max_seqlen_k: the most keys of a sequence, or more: it is checked, and chooses how many programs split a
+            sequence's keys. None: what block_table has room for.
+        causal: a query sees no key after its own, where the last query's is the sequence's last.
+        scale: of the scores, above 0. Default 1 / sqrt(dim).
+        window: (left, right): a query sees so many keys before and after its own. None is no bound.
+        softcap: above 0: scores become softcap * tanh(score / softcap).
+        sinks: (heads,) bfloat16, float16 or float32, or None: for each head the score of one more key, whose value
+            is 0.
+        k_scale, v_scale: float32 of one element or (kv_heads,): what the elements of a cache of float8 are multiplied
+            by. None is 1.
+        splits: how many programs split a sequence's keys at most, where sequences have few queries. None: chosen from
+            the shapes and the profile.
+        out: (tokens, heads, dim) of q's dtype to write the result to, or None.
+        return_lse: also return the logarithm of each query's sum.
+
+    Returns:
+        ``out`` or a contiguous tensor of q's shape and dtype; with ``return_lse`` also (heads, tokens) float32. A query
+        that sees no key gives zeros, and -inf without a sink; tokens behind the last sequence give zeros and -inf. With
+        starts, lengths or pages out of range, or a sequence above a max_seqlen, a GPU gives any numbers; nothing out of
+        bounds is read or written, and the next call raises (LIGER_AOT_DEBUG=1: the call itself).
+
+    Raises:
+        ArgumentTypeError: an argument is not a tensor or of another dtype, or the GPU does not have that of the cache.
+        ArgumentError: a shape, stride, device or setting is not allowed, or a gradient is needed; on the CPU also
+            starts, a length or a page out of range.
+        PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Kwon et al., PagedAttention (2023); Dao, FlashAttention-2 (2023); Shah et al., FlashAttention-3 (2024).
+    """
+
+    name = NAME
+    tensors = (
+        "q", "k_cache", "v_cache", "cu_seqlens_q", "seqused_k", "block_table", "sinks?", "k_scale?", "v_scale?",
+    )  # fmt: skip
+    settings = Schema(
+        {
+            "SymInt max_seqlen_q": FROM_ZERO,
+            "SymInt max_seqlen_k": FROM_ZERO,
+            **SCALES,
+            "int splits": Allowed(least=0, most=MAX_SPLITS),
+        }
+    )
+    outputs = 2
+    results = 2  # o, lse
+
+    def __init__(self, runtimes: Any = None) -> None:
+        super().__init__(runtimes)
+        self._plans: dict[Any, Plan] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cu_seqlens_q: Tensor,
+        seqused_k: Tensor,
+        block_table: Tensor,
+        max_seqlen_q: int,
+        *,
+        max_seqlen_k: int | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        splits: int | None = None,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        tensors = (q, k_cache, v_cache, cu_seqlens_q, seqused_k, block_table, sinks, k_scale, v_scale)
+        settings = (
+            max_seqlen_q,
+            0 if max_seqlen_k is None else MAX_KEYS.checked(self.name, "SymInt max_seqlen_k", max_seqlen_k),
+            *settings_of(self.name, q, causal, scale, window, softcap),
+            0 if splits is None else SPLITS.checked(self.name, "int splits", splits),
+        )
+        with_lse = return_lse is not False and check_flag(self.name, "return_lse", return_lse)
+        graded = torch.is_grad_enabled() and needs_gradient((*tensors, out))
+        if graded and (is_compiling() or needs_gradient(guards.plain((*tensors, out)))):
+            self.check_all(tensors, settings)
+            self._refuse_gradient()
+        to = None
+        if out is not None:
+            self.check_all(tensors, settings)
+            check_out(self.name, out, q)
+            to = out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        o, lse = self.differentiable(tensors, settings, to)
+        return (o, lse) if with_lse else o
+
+    def preload(self, device: torch.device | int | str | None = None) -> None:
+        super().preload(device)
+        device_errors.flag(self.name)
+        for index, on in self._own.bound.items():
+            if f"{NAME}_forward" in on.kernels and index >= 0:
+                counters_of(on, torch.device("cuda", index)).prepare()
+
+    def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
+        check_paged(self.name, tensors, PagedSettings(*settings))
+
+    def run_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        q, k, v = tensors[:3]
+        to, lse = out or (None, None)
+        try:
+            plan = self._plans.get(key_of((*tensors, to), settings))
+            aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TILE_UNIT
+        except (AttributeError, RuntimeError, TypeError):
+            plan = None  # no tensors, or none with memory: the checks say so
+        if plan is None or not aligned or (to is not None and to.data_ptr() % TILE_UNIT):
+            return self.prepare_forward(tensors, settings, keep, out)
+        if keep:
+            self._refuse_gradient()
+        device_errors.raise_if_any(self.name, EARLIER)
+        results = plan(tensors, to, lse)
+        device_errors.check_now(self.name, q.device)
+        return results
+
+    def prepare_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        self.check(tensors, settings)
+        q, k, v, *table, sinks, k_scale, v_scale = tensors
+        asked = PagedSettings(*settings)
+        if self.on_reference(tensors):
+            check_values(self.name, tensors, asked)
+            return self._given(self.by_reference(tensors, settings), out)
+        if out is not None and not fits(out[0], TILE_UNIT):
+            return self._given(self.prepare_forward(tensors, settings, keep, None), out)
+        check_aligned(self.name, k, v)
+        on = self._own.of(q, "q")
+        assert on is not None
+        table = [t if t.dim() == 2 else t.contiguous() for t in table]
+        sinks = None if sinks is None else sinks.float().contiguous()
+        scales = (t if t is None else t.contiguous() for t in (k_scale, v_scale))
+        tensors = (fitted(q, TILE_UNIT), k, v, *table, sinks, *scales)
+        to = None if out is None else out[0]
+        key = key_of((*tensors, to), settings)
+        if key not in self._plans:
+            if len(self._plans) >= REMEMBERED:
+                self._plans.clear()
+            meta = torch.empty(q.shape, dtype=q.dtype, device="meta") if to is None else to
+            try:
+                self._plans[key] = Plan(on, tensors, meta, asked)
+            except ArgumentTypeError:
+                if k.dtype not in FP8:
+                    raise
+                raise ArgumentTypeError(
+                    f"{self.name}: this GPU's kernels read no cache of {k.dtype}: e4m3fn is for sm90, e4m3fnuz for "
+                    "gfx942; others take q's dtype"
+                ) from None
+        return self.run_forward(tensors, settings, keep, out)
+
+    def on_reference(self, tensors: Tensors) -> bool:
+        """Also without a key that could be read."""
+        _, k, _, _, _, block_table, *_ = tensors
+        return super().on_reference(tensors) or not k.numel() or not block_table.numel()
+
+    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
+        return ()
+
+    def run_backward(
+        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
+    ) -> Tensors:
+        self._refuse_gradient()
+        return ()
+
+    def _refuse_gradient(self) -> None:
+        raise ArgumentError(
+            f"{self.name}: a gradient is needed, and attention to a cache has none: call it under torch.no_grad(), with "
+            "tensors that do not require a gradient, or use flash_attention_varlen"
+        )
+
+    def problems(
+        self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> tuple[Problem, ...]:
+        """``shape`` is q's. ``dtypes`` may name that of the ``cache``; the wide tiles are for many rows of q a head of
+        k, the forward is for many queries, where a pack has it."""
+        dim = shape[-1]
+        check_dim(self.name, dim)
+        cache, width = (dtypes or {}).get("cache", dtype), head_dim_of(dim)
+        found = [Problem(f"{NAME}_tiles", (dtype, cache, width, wide), True, dim) for wide in (False, True)]
+        found.append(Problem(f"{NAME}_combine", (dtype, width), True, dim))
+        if cache == dtype:
+            axes = [(mask, box) for mask in ("causal", "local") for box in sorted(BOXES)]
+            found += [Problem(f"{NAME}_forward", (dtype, width, *rest), True, dim) for rest in axes]
+        return tuple(found)
+
+    @staticmethod
+    def reference(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cu_seqlens_q: Tensor,
+        seqused_k: Tensor,
+        block_table: Tensor,
+        sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        left: int,
+        right: int,
+        softcap: float,
+        splits: int,
+    ) -> tuple[Tensor, Tensor]:
+        """``flash_attention``'s, of all tokens as one sequence in which each query sees its own sequence's keys."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        capacity = paged_shape(q, k_cache, block_table, 0).capacity
+        seen, inside = seen_in_cache(cu_seqlens_q, seqused_k, q.shape[0], capacity, left, right)
+        k, v = (
+            finite(gathered(t, block_table, by, wide), seen)
+            for t, by in ((k_cache, k_scale), (v_cache, v_scale))
+        )
+        wide_q = q.to(wide)
+        o, lse = FlashAttention.reference(
+            wide_q[None], k[None], v[None], sinks, scale, -1, -1, softcap, "bshd", seen=seen
+        )
+        return o[0].to(q.dtype), neutral(lse[0], inside)
+
+
+OP = FlashAttentionPaged

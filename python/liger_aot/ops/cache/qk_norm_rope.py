@@ -1,0 +1,373 @@
+"""RMSNorm of each head of q and k and rotary embedding, in place on packed q, k and v, and the write to a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.arguments import ANY, FROM_ZERO, Allowed, Schema
+from liger_aot.ops.cache._slots import (
+    EARLIER,
+    LARGEST_DIM,
+    MOST,
+    UNIT,
+    Cache,
+    check_cache,
+    check_disjoint,
+    check_slots,
+    lacking,
+    write_slots,
+)
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.in_place import InPlaceOp, check_writable
+from liger_aot.ops.op import Problem, check_same_device, check_tensor, written
+from liger_aot.ops.rope._rotary import rotate_in_torch
+from liger_aot.runtime import device_errors
+from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.layout import layouts_of
+
+HEADS = Allowed(least=1, most=1 << 16)
+
+
+class Settings(NamedTuple):
+    """As the op takes them, in its order."""
+
+    num_heads_q: int
+    num_heads_k: int
+    num_heads_v: int
+    eps: float
+    offset: float
+    is_neox: bool
+    gated: bool
+
+    @property
+    def columns(self) -> int:
+        """Of a token's row, in heads."""
+        return self.k_first + self.num_heads_k + self.num_heads_v
+
+    @property
+    def k_first(self) -> int:
+        """In heads."""
+        return self.num_heads_q * (1 + self.gated)
+
+
+class _Plan:
+    """All calls with tensors of these shapes, strides and dtypes, but for their addresses."""
+
+    __slots__ = ("aligned", "arguments", "dim", "disjoint", "key", "rows", "scalars", "v_rows", "variants")
+
+    def __init__(self, tensors: Tensors, settings: Settings) -> None:
+        qkv, q_weight, _, table, ids, *rest = tensors
+        self.dim = dim = q_weight.shape[0]
+        cache = Cache(*rest) if rest[0] is not None else None
+        heads_q, heads_k = settings[:2]
+        half = table.shape[1] // 2
+        self.rows = qkv.shape[0] * (heads_q + heads_k)
+        token = qkv.stride(0) if qkv.shape[0] > 1 else 0
+        firsts = settings.k_first * dim, (settings.k_first + heads_k) * dim
+        columns = token, dim * (1 + settings.gated), *firsts, table.stride(0) if table.shape[0] > 1 else 0
+        cache_strides = (0, 0, 0) if cache is None else cache.strides
+        places = (0, 0, 0, 1, 0, 1, 0) if cache is None else cache.places
+        slot_tokens = 0 if cache is None else cache.slot_mapping.shape[0]
+        self.v_rows = slot_tokens * heads_k
+        self.arguments = (
+            *cache_strides, *columns, half, dim, *places, ids.element_size() // 4, min(table.shape[0], MOST),
+            slot_tokens, heads_q, heads_k, self.rows,
+        )  # fmt: skip
+        self.scalars = settings.eps, settings.offset
+        self.aligned = not any(n % UNIT for n in (*cache_strides, *columns, half, dim))
+        of_cache = qkv.dtype if cache is None else cache.key_cache.dtype
+        self.key = qkv.dtype, table.dtype, not settings.is_neox, of_cache
+        self.disjoint: set[tuple[int, ...]] = set()  # distances at which no two tensors share memory
+        self.variants: list[Any] = [None, None]  # generic, aligned
+
+
+class QKNormRope(InPlaceOp):
+    """``qk_norm_rope(qkv, q_weight, k_weight, cos_sin_cache, position_ids, *, num_heads_q, num_heads_k, num_heads_v,
+    eps=1e-6, offset=0.0, is_neox=True, gated=False, key_cache=None, value_cache=None, slot_mapping=None, k_scale=None,
+    v_scale=None) -> Tensor``: RMSNorm of each head of q and k, then rotary embedding, in place on packed q, k and v; as
+    vLLM's ``fused_qk_norm_rope``.
+
+    A head x becomes x / sqrt(mean(x^2) + eps) * (weight + offset), and of that the pairs (a, b) of the first
+    ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates stay as they are. With a
+    cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would afterwards, bit for bit.
+    Nothing waits for the device: works under torch.compile, which copies neither qkv nor a cache, and, after
+    ``preload``, in CUDA graphs. For inference: there is no gradient. CPU tensors take the plain-torch reference.
+
+    Args:
+        qkv: (tokens, columns) bfloat16 or float16; rows may have any stride. The columns are num_heads_q heads of q,
+            num_heads_k of k and num_heads_v of v, of dim columns each; with ``gated`` each head of q is followed by its
+            gate of as many columns (Qwen3-Next).
+        q_weight, k_weight: (dim,) of qkv's dtype, contiguous. dim is even, at most 256.
+        cos_sin_cache: (positions, rotary_dim) of qkv's dtype or float32, rows contiguous: rotary_dim / 2 cosines, then
+            as many sines. rotary_dim is even and at most dim.
+        position_ids: (tokens,) int64 or int32, contiguous: the row of cos_sin_cache for each token. One out of range
+            is an error on the CPU; on a GPU its token's rotated columns become NaN.
+        num_heads_q, num_heads_k, num_heads_v: at least 1.
+        eps: added to the mean of squares.
+        offset: added to the weights (1.0 for Gemma and Qwen3-Next).
+        is_neox: pairs are column i and i + rotary_dim / 2; else 2i and 2i + 1.
+        gated: see qkv.
+        key_cache, value_cache, slot_mapping, k_scale, v_scale: as of ``write_kv_cache``; the first three are given
+            together, with num_heads_v = num_heads_k, or none is.
+
+    Returns:
+        qkv.
+
+    Raises:
+        ArgumentTypeError: an argument is not a tensor or of another dtype; the GPU has no such fp8.
+        ArgumentError: shapes, strides or devices do not fit, what is written shares memory with another argument, or a
+            gradient is needed. Nothing was written then. On the CPU also a position out of range or a slot past the
+            last; on a GPU such a slot is skipped, and the next call raises (LIGER_AOT_DEBUG=1: the call itself).
+        PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Zhang and Sennrich, Root Mean Square Layer Normalization (2019); Su et al., RoFormer (2021); vLLM's
+        fused_qk_norm_rope.
+    """
+
+    name = "qk_norm_rope"
+    tensors = (
+        "qkv", "q_weight", "k_weight", "cos_sin_cache", "position_ids", "key_cache?", "value_cache?", "slot_mapping?",
+        "k_scale?", "v_scale?",
+    )  # fmt: skip
+    settings = Schema(
+        {
+            "int num_heads_q": HEADS, "int num_heads_k": HEADS, "int num_heads_v": HEADS, "float eps": FROM_ZERO,
+            "float offset": ANY, "bool is_neox": ANY, "bool gated": ANY,
+        }
+    )  # fmt: skip
+    writes = ("qkv", "key_cache", "value_cache", "k_scale", "v_scale")
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin_cache: Tensor,
+        position_ids: Tensor,
+        *,
+        num_heads_q: int,
+        num_heads_k: int,
+        num_heads_v: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        is_neox: bool = True,
+        gated: bool = False,
+        key_cache: Tensor | None = None,
+        value_cache: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        cache = (key_cache, value_cache, slot_mapping, k_scale, v_scale)
+        settings = (num_heads_q, num_heads_k, num_heads_v, eps, offset, is_neox, gated)
+        tensors = (qkv, q_weight, k_weight, cos_sin_cache, position_ids, *cache)
+        found: Tensor = self.write(tensors, settings)[0]
+        return found
+
+    def preload(self, device: torch.device | int | str | None = None) -> None:
+        super().preload(device)
+        device_errors.flag(self.name)
+
+    def overwritten(self, tensors: Tensors) -> Tensors:
+        scales = [t for t in tensors[8:] if isinstance(t, Tensor) and t.dim() == 3]
+        return tensors[0], *(t for t in tensors[5:7] if t is not None), *scales
+
+    def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
+        qkv, q_weight, k_weight, table, ids, *cache = tensors
+        asked, op = Settings(*settings), self.name
+        check_tensor(op, "qkv", qkv)
+        if qkv.dtype not in (torch.bfloat16, torch.float16):
+            raise ArgumentTypeError(f"{op}: qkv must be bfloat16, float16, got {qkv.dtype}")
+        for name, w in (("q_weight", q_weight), ("k_weight", k_weight)):
+            check_tensor(op, name, w)
+            check_same_device(op, name, w, "qkv", qkv)
+            if w.dtype != qkv.dtype:
+                raise ArgumentTypeError(f"{op}: {name} must be of qkv's dtype {qkv.dtype}, got {w.dtype}")
+            if w.dim() != 1 or not w.is_contiguous() or w.shape != q_weight.shape:
+                raise ArgumentError(
+                    f"{op}: {name} must be contiguous of shape (dim,), alike for q and k; got {tuple(w.shape)} with "
+                    f"strides {w.stride()}"
+                )
+        dim = q_weight.shape[0]
+        if dim % 2 or not 2 <= dim <= LARGEST_DIM:
+            raise ArgumentError(f"{op}: q_weight must have an even number of elements, 2 to {LARGEST_DIM}, got {dim}")
+        columns = asked.columns * dim
+        if qkv.dim() != 2 or qkv.shape[1] != columns or qkv.stride(1) != 1:
+            gate = " with gates" if asked.gated else ""
+            raise ArgumentError(
+                f"{op}: qkv must be (tokens, {columns}) with contiguous rows: {asked.num_heads_q}{gate}, "
+                f"{asked.num_heads_k} and {asked.num_heads_v} heads of {dim}; got shape {tuple(qkv.shape)} with "
+                f"strides {qkv.stride()}"
+            )
+        check_writable(op, "qkv", qkv)
+        rows = qkv.shape[0] * (asked.num_heads_q + asked.num_heads_k)
+        if rows > MOST:
+            raise ArgumentError(f"{op}: qkv has {rows} heads of tokens, more than {MOST}")
+        self._check_positions(qkv, table, ids, dim)
+        given = [t is not None for t in cache[:3]]
+        if not any(given):
+            for name, t in (("k_scale", cache[3]), ("v_scale", cache[4])):
+                if t is not None:
+                    raise ArgumentError(f"{op}: {name} is for a cache, and key_cache is None")
+            return
+        if not all(given):
+            names = ("key_cache", "value_cache", "slot_mapping")
+            raise ArgumentError(f"{op}: {names[given.index(False)]} is None: a cache is {', '.join(names)} together")
+        if asked.num_heads_v != asked.num_heads_k:
+            raise ArgumentError(
+                f"{op}: with a cache num_heads_v must be num_heads_k = {asked.num_heads_k}, got {asked.num_heads_v}"
+            )
+        check_cache(op, "qkv", qkv, asked.num_heads_k, dim, Cache(*cache))
+
+    def _check_positions(self, qkv: Tensor, table: Any, ids: Any, dim: int) -> None:
+        op = self.name
+        check_tensor(op, "cos_sin_cache", table)
+        check_same_device(op, "cos_sin_cache", table, "qkv", qkv)
+        if table.dtype not in (qkv.dtype, torch.float32):
+            raise ArgumentTypeError(
+                f"{op}: cos_sin_cache must be of qkv's dtype {qkv.dtype} or float32, got {table.dtype}"
+            )
+        if (
+            table.dim() != 2
+            or table.stride(1) != 1
+            or table.shape[1] % 2
+            or not 2 <= table.shape[1] <= dim
+            or table.stride(0) < 0
+        ):
+            raise ArgumentError(
+                f"{op}: cos_sin_cache must be (positions, rotary_dim) with contiguous rows, rotary_dim even and at most "
+                f"{dim}; got shape {tuple(table.shape)} with strides {table.stride()}"
+            )
+        if not isinstance(ids, Tensor):
+            raise ArgumentTypeError(f"{op}: position_ids must be a torch.Tensor, got {type(ids).__name__}")
+        if ids.dtype not in (torch.int64, torch.int32) or ids.layout != torch.strided or ids.is_nested:
+            raise ArgumentTypeError(
+                f"{op}: position_ids must be a dense tensor of int64 or int32, got {ids.dtype}, {ids.layout}"
+            )
+        check_same_device(op, "position_ids", ids, "qkv", qkv)
+        if ids.shape != qkv.shape[:1] or not ids.is_contiguous():
+            raise ArgumentError(
+                f"{op}: position_ids must be contiguous of shape ({qkv.shape[0]},), one a token; got shape "
+                f"{tuple(ids.shape)} with strides {ids.stride()}"
+            )
+
+    def prepare_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        self.check(tensors, settings)
+        self._check_disjoint(tensors)
+        if self.on_reference(tensors):
+            table, ids, *cache = tensors[3:]
+            if ids.device.type == "cpu" and ids.numel():
+                low, high = int(ids.min()), int(ids.max())
+                if low < 0 or high >= table.shape[0]:
+                    raise ArgumentError(
+                        f"{self.name}: position_ids hold {low} to {high}; cos_sin_cache has {table.shape[0]} rows"
+                    )
+            if cache[0] is not None:
+                check_slots(self.name, Cache(*cache))
+        return super().prepare_forward(tensors, settings, keep, out)
+
+    def run_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        on = self._own.bound.get(tensors[0].get_device())
+        if on is None:
+            return self.prepare_forward(tensors, settings, keep, out)
+        layouts, *at = layouts_of(tensors)
+        plan: _Plan | None = on.plans.get((layouts, settings))
+        if plan is None:
+            plan = self._plan(on, (layouts, settings), tensors, settings)
+        qkv_at, q_weight_at, k_weight_at, table_at, ids_at, k_cache_at, v_cache_at, slots_at, *scales_at = at
+        distances = tuple(a - qkv_at for a in at)
+        if distances not in plan.disjoint:
+            self._check_disjoint(tensors)
+            if len(plan.disjoint) >= REMEMBERED:
+                plan.disjoint.clear()
+            plan.disjoint.add(distances)
+        device_errors.raise_if_any(self.name, EARLIER)
+        overwritten = self.overwritten(tensors)
+        if plan.rows:
+            places = qkv_at | q_weight_at | k_weight_at | table_at | k_cache_at | v_cache_at
+            aligned = plan.aligned and not places % UNIT
+            launch, programs, of_rows = plan.variants[aligned] or self._variant(on, plan, aligned)
+            launch(
+                on.device, on.stream(on.device), programs, 1, 1, qkv_at, k_cache_at, v_cache_at, *scales_at,
+                q_weight_at, k_weight_at, table_at, ids_at, slots_at, device_errors.flag(self.name), *plan.arguments,
+                of_rows, *plan.scalars,
+            )  # fmt: skip
+            written(*overwritten)
+            device_errors.check_now(self.name, tensors[0].device)
+        return overwritten
+
+    def _check_disjoint(self, tensors: Tensors) -> None:
+        names = [name.rstrip("?") for name in self.tensors]
+        by_name = dict(zip(names, tensors, strict=True))
+        cache = Cache(*tensors[5:])
+        to = {"qkv": tensors[0], **cache.written}
+        check_disjoint(self.name, to, {name: t for name, t in by_name.items() if name not in to})
+
+    def _plan(self, on: OpOn, key: Any, tensors: Tensors, settings: tuple[Any, ...]) -> _Plan:
+        self.check(tensors, settings)
+        if len(on.plans) >= REMEMBERED:
+            on.plans.clear()
+        plan = on.plans[key] = _Plan(tensors, Settings(*settings))
+        return plan
+
+    def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int, int]:
+        """The binary for a plan, how many programs it takes, and how many of them are of q and k."""
+        try:
+            loaded = on.kernels[self.name]((*plan.key, aligned), plan.dim)
+        except ArgumentTypeError:
+            raise lacking(self.name, plan.key[-1]) from None
+        of_rows, of_v = (-(-rows // loaded.rows) for rows in (plan.rows, plan.v_rows))
+        found = plan.variants[aligned] = loaded.launch, of_rows + of_v, of_rows
+        return found
+
+    def problems(
+        self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> tuple[Problem, ...]:
+        """``shape`` is that of a head: its last number counts. ``dtypes`` may name those of cos_sin_cache and
+        key_cache."""
+        dim, given = shape[-1], dtypes or {}
+        axes = (dtype, given.get("cos_sin_cache", dtype), False, given.get("key_cache", dtype))
+        return (Problem(self.name, axes, dim // 2 % UNIT == 0, dim),)
+
+    @staticmethod
+    def write_in_torch(
+        qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, ids: Tensor, *rest: Any
+    ) -> None:
+        cache, asked = rest[:5], Settings(*rest[5:])
+        dim, wide = q_weight.shape[0], torch.promote_types(qkv.dtype, torch.float32)
+        known = (ids >= 0) & (ids < table.shape[0])
+        angles = table.to(wide).index_select(0, torch.where(known, ids, 0).reshape(-1))
+        angles = torch.where(known[:, None], angles, torch.nan).unsqueeze(1)
+        cos, sin = angles.chunk(2, -1)
+        heads = asked.columns
+        columns = qkv.unflatten(-1, (heads, dim))
+        q = columns[:, : asked.k_first : 1 + asked.gated]
+        k = columns[:, asked.k_first : asked.k_first + asked.num_heads_k]
+        for x, weight in ((q, q_weight), (k, k_weight)):
+            h = x.to(wide)
+            h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
+            h = h * (weight.to(wide) + asked.offset)
+            x.copy_(rotate_in_torch(h, cos, sin, not asked.is_neox).to(x.dtype))
+        if cache[0] is not None:
+            write_slots(k, columns[:, asked.k_first + asked.num_heads_k :], Cache(*cache))
+
+    @staticmethod
+    def reference(qkv: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        made = [qkv.clone(), *rest[:4]]
+        made += [None if t is None else t.clone() for t in rest[4:9]]
+        QKNormRope.write_in_torch(*made, *rest[9:])
+        scales = [t for t in made[8:10] if t is not None and t.dim() == 3]
+        return made[0], *(t for t in made[5:7] if t is not None), *scales
+
+
+OP = QKNormRope

@@ -1,0 +1,304 @@
+"""What the ops of this family share: which logits are sampled from, what is kept of them, checks, and the launches that
+find a row's threshold.
+
+The rules are those of csrc_triton/sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops import guards
+from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.op import as_rows, check_rows, check_same_device
+from liger_aot.ops.sampling._random import LOG2_E, fma, log2, masses
+from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.layout import layouts_of, rows_of
+
+GROUP = 32  # columns: as many as a word of a mask has bits
+MAX_COLUMNS = 1 << 18
+LAUNCHES = "top_k_top_p_mask"  # the op whose kernels find thresholds
+INT, FLOAT = (torch.int32, torch.int64), (torch.float32,)
+# How an argument's elements lie: one a row, a bit a column, a count a column, some a row.
+A_ROW, A_BIT, A_COLUMN, SOME = "(rows,)", "(rows, ceil(n / 32))", "(rows, n)", "(rows, any)"
+
+
+# What a call with tensors of a known layout does: from the tensors, their addresses and memory for the result.
+Plan = Callable[[Tensors, tuple[int, ...], Any], Tensors]
+
+
+class Argument(NamedTuple):
+    """A tensor beside the logits: its dtypes, of which kernels read the first, and its shape."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shape: str = A_ROW
+
+
+FILTERS = {
+    "top_k": Argument(INT),
+    "top_p": Argument(FLOAT),
+    "min_p": Argument(FLOAT),
+}
+PENALTIES = {
+    "repetition_penalties": Argument(FLOAT),
+    "presence_penalties": Argument(FLOAT),
+    "frequency_penalties": Argument(FLOAT),
+    "prompt_mask": Argument((torch.int32,), A_BIT),
+    "output_counts": Argument((torch.int32,), A_COLUMN),
+    "allowed_mask": Argument((torch.int32,), A_BIT),
+    "bad_token_ids": Argument((torch.int32,), SOME),
+}
+
+
+class SamplingOp(DifferentiableOp):
+    """Base of the ops of this family. They have no gradient."""
+
+    arguments: ClassVar[Mapping[str, Argument]]  # of the tensors after the first
+
+    def __init__(self, runtimes: Any = None) -> None:
+        super().__init__(runtimes)
+        self._plans: dict[Any, Plan] = {}  # of calls with tensors of one layout
+
+    def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
+        """What a call with tensors of these layouts launches, once they are ``prepared``."""
+        raise NotImplementedError
+
+    def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
+        self.check_arguments(tensors)
+
+    def run_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        to = None if out is None else out[0]
+        try:
+            layouts, x_at, *others = layouts_of(tensors if to is None else (*tensors, to))
+        except (AttributeError, TypeError, RuntimeError):  # no tensors: the checks say so
+            return self.prepare_forward(tensors, settings, keep, out)
+        y_at = others[-1] if to is not None else 0
+        plan = self._plans.get((layouts, (x_at | y_at) & 15, settings))
+        if plan is None or keep:
+            return self.prepare_forward(tensors, settings, keep, out)
+        return plan(tensors, (x_at, *others), to)
+
+    def prepare_forward(
+        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
+    ) -> Tensors:
+        if keep:
+            self.refuse_gradient()
+        self.check(tensors, settings)
+        if self.on_reference(tensors):
+            results = self.by_reference(tensors, settings)
+            return results if out is None else (out[0].copy_(results[0]), *results[1:])
+        on = self._own.of(tensors[0], self.tensors[0])
+        assert on is not None
+        ready, to = self.prepared(tensors), None if out is None else out[0]
+        layouts, x_at, *others = layouts_of(ready if to is None else (*ready, to))
+        y_at = others[-1] if to is not None else 0
+        key = (layouts, (x_at | y_at) & 15, settings)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= REMEMBERED:
+                self._plans.clear()
+            plan = self._plans[key] = self.plan_for(on, ready, settings, to)
+        return plan(ready, (x_at, *others), to)
+
+    def sampled(
+        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None = None
+    ) -> Any:
+        graded = torch.is_grad_enabled() and needs_gradient(tensors)
+        if graded and (is_compiling() or needs_gradient(guards.plain(tensors))):
+            self.check_all(tensors, settings)
+            self.refuse_gradient()
+        return self.differentiable(tensors, settings, out)
+
+    def check_arguments(self, tensors: Tensors) -> None:
+        """Raise unless the first tensor is (rows, n) logits and the others are what ``arguments`` says."""
+        first = self.tensors[0]
+        x: Tensor = tensors[0]
+        check_rows(self.name, first, x)
+        if x.dim() != 2 or not 0 < x.shape[1] <= MAX_COLUMNS:
+            raise ArgumentError(
+                f"{self.name}: {first} must be (rows, n) with n from 1 to {MAX_COLUMNS}, got {tuple(x.shape)}"
+            )
+        for (name, asked), value in zip(self.arguments.items(), tensors[1:], strict=True):
+            if value is None and f"{name}?" in self.tensors:
+                continue
+            check_argument(self.name, name, value, asked, first, x)
+
+    def prepared(self, tensors: Tensors) -> Tensors:
+        """The tensors as kernels read them: evenly spaced rows of logits, the others contiguous and of one dtype."""
+        asked = zip(self.arguments.values(), tensors[1:], strict=True)
+        x = as_rows(self.name, self.tensors[0], tensors[0])
+        return (x, *(t if t is None else t.to(a.dtypes[0]).contiguous() for a, t in asked))
+
+    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
+        return ()
+
+    def run_backward(
+        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
+    ) -> Tensors:
+        self.refuse_gradient()
+        return ()
+
+    def refuse_gradient(self) -> None:
+        raise ArgumentError(
+            f"{self.name}: a gradient is needed, and sampling has none: call it under torch.no_grad() or with tensors "
+            "that do not require a gradient"
+        )
+
+
+def check_argument(op: str, name: str, value: Any, asked: Argument, first: str, x: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in asked.dtypes or value.layout != torch.strided or value.is_nested:
+        allowed = " or ".join(str(d).removeprefix("torch.") for d in asked.dtypes)
+        raise ArgumentTypeError(f"{op}: {name} must be a dense {allowed} tensor, got {value.dtype}")
+    check_same_device(op, name, value, first, x)
+    rows, n = x.shape
+    shape = {A_ROW: (rows,), A_BIT: (rows, -(-n // GROUP)), A_COLUMN: (rows, n), SOME: (rows, -1)}[
+        asked.shape
+    ]
+    if value.dim() != len(shape) or any(s not in (-1, v) for s, v in zip(shape, value.shape, strict=True)):
+        raise ArgumentError(
+            f"{op}: {name} must have shape {asked.shape} with rows = {rows} and n = {n}, got {tuple(value.shape)}"
+        )
+
+
+class Logits:
+    """What kernels take of logits and of the tensors that change them, for tensors of one layout."""
+
+    def __init__(self, x: Tensor, penalties: Tensors = (None,) * len(PENALTIES)) -> None:
+        in_x = rows_of(x)
+        assert in_x is not None
+        _, _, _, _, _, self.rows, self.n, self.stride = in_x
+        self.aligned = not (in_x[0] | self.stride | self.n) & 15
+        _, _, _, _, counts, _, bad = penalties
+        self._numbers = (
+            self.stride, 0 if counts is None else self.n, -(-self.n // GROUP), 0 if bad is None else bad.shape[1],
+            self.n,
+        )  # fmt: skip
+
+    def at(self, x: int, penalties: Sequence[int] = (0,) * len(PENALTIES)) -> tuple[int, ...]:
+        """The arguments, from the tensors' addresses."""
+        repetition, presence, frequency, prompt, counts, allowed, bad = penalties
+        return (x, allowed, bad, prompt, counts, repetition, presence, frequency, *self._numbers)
+
+
+class Thresholds:
+    """The launches that find the thresholds of calls with logits of one shape and dtype."""
+
+    def __init__(self, on: OpOn, dtype: torch.dtype, logits: Logits) -> None:
+        key, n, rows = (dtype, logits.aligned), logits.n, logits.rows
+        self._on = on
+        self._first = on.kernels["logits_groups"].for_rows(key, n, rows)
+        self._second = on.kernels["logits_threshold"].for_rows(key, n, rows)
+        self._rows, self.groups = rows, -(-n // GROUP)
+        self._blocks = -(-n // self._first.block)
+
+    def __call__(
+        self, stream: int, x: Tensor, logits: tuple[int, ...], filters: tuple[int, ...], temperature: int
+    ) -> tuple[Tensor, Tensor]:
+        """The threshold of each row, and the last column of those that equal it.
+
+        Args:
+            logits: what all kernels of the family take of logits, from their address on.
+            filters: addresses of k, p and the least share.
+        """
+        rows, groups, device = self._rows, self.groups, self._on.device
+        scratch = x.new_empty((2, rows, groups), dtype=torch.int32)
+        tau, limit = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int32)
+        greatest = scratch.data_ptr()
+        self._first.launch(
+            device, stream, rows * self._blocks, 1, 1, greatest, *logits, groups, self._blocks
+        )
+        self._second.launch(
+            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest,
+            *logits, *filters, temperature, groups,
+        )  # fmt: skip
+        return tau, limit
+
+
+# ---- the reference ----
+
+
+def bits_of(mask: Tensor, n: int) -> Tensor:
+    """(rows, n) bool from 32 bits a word."""
+    shifts = torch.arange(GROUP, device=mask.device, dtype=torch.int32)
+    return ((mask[:, :, None] >> shifts) & 1).flatten(1)[:, :n] != 0
+
+
+def processed(
+    logits: Tensor,
+    repetition: Tensor | None = None,
+    presence: Tensor | None = None,
+    frequency: Tensor | None = None,
+    prompt_mask: Tensor | None = None,
+    output_counts: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
+    bad_token_ids: Tensor | None = None,
+) -> Tensor:
+    """The logits that are sampled from, as float32: -inf for what is not allowed, and for NaN; never -0."""
+    n = logits.shape[1]
+    x = logits.float()
+    lowest = torch.full_like(x, -torch.inf)
+    x = torch.where(x.isnan(), lowest, x)
+    if allowed_mask is not None:
+        x = torch.where(bits_of(allowed_mask, n), x, lowest)
+    if bad_token_ids is not None and bad_token_ids.shape[1]:
+        ids = bad_token_ids.long()
+        inside = (ids >= 0) & (ids < n)
+        bad = torch.zeros((x.shape[0], n + 1), dtype=torch.bool, device=x.device)
+        bad = bad.scatter(1, torch.where(inside, ids, n), True)[:, :n]
+        x = torch.where(bad, lowest, x)
+    zero = torch.zeros_like(x)
+    counts = zero.int() if output_counts is None else output_counts
+    seen = counts > 0 if prompt_mask is None else (counts > 0) | bits_of(prompt_mask, n)
+    if repetition is not None:
+        by = repetition[:, None]
+        x = torch.where(seen, torch.where(x > 0, x / by, x * by), x)
+    if frequency is not None or presence is not None:
+        often = zero if frequency is None else -frequency[:, None] + zero
+        once = zero if presence is None else presence[:, None]
+        x = torch.where(counts > 0, fma(often, counts.float(), x) - once, x)
+    return torch.where(x.isnan(), lowest, x) + 0.0
+
+
+def kept(
+    x: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    temperature: Tensor | None = None,
+) -> Tensor:
+    """(rows, n) bool: what is kept of rows of float32 without NaN. Rows with temperature 0 keep everything."""
+    rows, n = x.shape
+    t = torch.ones(rows, device=x.device) if temperature is None else temperature
+    warm = (t > 0)[:, None]
+    scale = torch.full_like(t, LOG2_E) / torch.where(t > 0, t, torch.ones_like(t))
+    scale = scale[:, None]
+    greatest = x.amax(1, keepdim=True)
+    keep = torch.ones_like(x, dtype=torch.bool)
+    if min_p is not None:
+        share = min_p.clamp(1e-37, 1.0)[:, None]
+        far = torch.where(x == greatest, 0.0, (greatest - x) * scale)
+        keep = keep & ((far <= -log2(share.contiguous())) | (min_p <= 0)[:, None])
+    lowest = torch.full_like(x, -torch.inf)
+    if top_k is not None:
+        wanted = top_k.long()
+        wanted = torch.where(wanted > 0, wanted.clamp(max=n), n)[:, None]
+        ranked = torch.where(keep, x, lowest).sort(1, descending=True).values
+        keep = keep & ((x >= ranked.gather(1, wanted - 1)) | (wanted >= n))
+    if top_p is not None:
+        ranked, order = torch.where(keep, x, lowest).sort(dim=1, descending=True, stable=True)
+        mass = torch.where(keep.gather(1, order), masses(ranked, greatest, scale), 0)
+        upto = mass.cumsum(1)
+        needed = (top_p.double() * upto[:, -1].double()).ceil().long().clamp(min=1)[:, None]
+        share = torch.zeros_like(keep).scatter(1, order, upto - mass < needed)
+        keep = keep & (share | (top_p >= 1)[:, None])
+    return keep | ~warm | (greatest == -torch.inf)

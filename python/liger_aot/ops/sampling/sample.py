@@ -1,0 +1,177 @@
+"""A token from each row of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_aot.ops.arguments import Schema
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.op import Problem
+from liger_aot.ops.sampling._logits import (
+    FILTERS,
+    FLOAT,
+    LAUNCHES,
+    PENALTIES,
+    Argument,
+    Logits,
+    Plan,
+    SamplingOp,
+    Thresholds,
+    kept,
+    processed,
+)
+from liger_aot.ops.sampling._random import LOG2_E, SAMPLE, exponential, fma, log2, words
+from liger_aot.runtime.dispatch import OpOn
+
+KEYS = {"seeds": Argument((torch.int64,)), "positions": Argument((torch.int64, torch.int32))}
+
+
+class Sample(SamplingOp):
+    """``sample(logits, seeds, positions, *, temperature=None, top_k=None, top_p=None, min_p=None, ...) -> Tensor``: a
+    token from each row of logits.
+
+    In this order, as in vLLM: allowed and bad tokens, penalties, temperature, min-p, top-k, top-p. A row with temperature
+    0 gives its greatest logit, the first of several; sampled and greedy rows may stand in one call. What top-k, top-p and
+    min-p keep is what ``top_k_top_p_mask`` says, of the logits divided by the temperature.
+
+    A token depends on its row's logits, seed, position and settings alone, whatever else is in the call, however
+    programs split it, and on whatever GPU: bit for bit the plain-torch reference's. Column c of a row with seed s and
+    position t gets word c % 4 of Philox4x32-10 with key s and counter (c // 4, t % 2^32, t // 2^32, 0), which makes an
+    exponentially distributed number E; the token is the column with the greatest log2(probability) - log2(E), the
+    lowest of several (the Gumbel-max trick). The logarithms are polynomials, within 2e-6 of the exact ones; tokens of
+    probabilities below 2^-32 are the rarer for the words' 32 bits. So a seed must not meet the same position twice.
+
+    A NaN counts as -inf; a row of -inf alone gives token 0. No gradient. Works under torch.compile and, after
+    ``preload``, in CUDA graphs: settings, seeds and positions stay on the device. CPU tensors take the reference.
+
+    Args:
+        logits: (rows, n) bfloat16, float16 or float32; n up to 262144. Rows may have any stride; other layouts are
+            copied.
+        seeds: (rows,) int64.
+        positions: (rows,) int64 or int32: of the token in its sequence.
+        temperature: (rows,) float32, at least 0. None is 1.
+        top_k: (rows,) int32 or int64: keep so many of a row. 0, what is negative or at least n keep all.
+        top_p: (rows,) float32: keep so much of the probability; 1 keeps all.
+        min_p: (rows,) float32: keep what has at least so much of the greatest probability; 0 keeps all.
+        repetition_penalties: (rows,) float32 above 0: positive logits of tokens of the prompt and the output are divided
+            by it, others multiplied.
+        presence_penalties: (rows,) float32: subtracted from the logits of tokens of the output.
+        frequency_penalties: (rows,) float32: the same, times how often the token was.
+        prompt_mask: (rows, ceil(n / 32)) int32: bit c % 32 of word c // 32 is set for tokens of the prompt.
+        output_counts: (rows, n) int32: how often each token was in the output. Without it no token was.
+        allowed_mask: (rows, ceil(n / 32)) int32: the bits of tokens that may be sampled, as grammars have them.
+        bad_token_ids: (rows, any) int32: tokens that may not be sampled. What is no token, as -1, fills a row up.
+
+    Returns:
+        tokens, (rows,) int64.
+
+    Raises:
+        ArgumentTypeError: an argument is not a tensor or of another dtype.
+        ArgumentError: a shape or device is not allowed, or a gradient is needed.
+        PackNotFound: no installed pack serves the GPU.
+
+    Source:
+        Gumbel (1954) and Maddison et al., A* Sampling (2014), for the trick; Salmon et al., Parallel Random Numbers: As
+        Easy as 1, 2, 3 (2011), for the generator. The order of the settings is that of vLLM's sampler.
+    """
+
+    name = "sample"
+    uses = (LAUNCHES,)
+    arguments = {**KEYS, "temperature": Argument(FLOAT), **FILTERS, **PENALTIES}
+    tensors = ("logits", *KEYS, "temperature?", *(f"{name}?" for name in (*FILTERS, *PENALTIES)))
+    settings = Schema()
+
+    def __call__(
+        self,
+        logits: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        temperature: Tensor | None = None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
+        repetition_penalties: Tensor | None = None,
+        presence_penalties: Tensor | None = None,
+        frequency_penalties: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+        output_counts: Tensor | None = None,
+        allowed_mask: Tensor | None = None,
+        bad_token_ids: Tensor | None = None,
+    ) -> Tensor:
+        tensors = (
+            logits, seeds, positions, temperature, top_k, top_p, min_p, repetition_penalties, presence_penalties,
+            frequency_penalties, prompt_mask, output_counts, allowed_mask, bad_token_ids,
+        )  # fmt: skip
+        tokens: Tensor = self.sampled(tensors, ())
+        return tokens
+
+    def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
+        x = tensors[0]
+        logits = Logits(x, tensors[7:])
+        others = self._runtimes[LAUNCHES].of(x, "logits")
+        assert others is not None
+        filtered = any(t is not None for t in tensors[4:7])
+        find = Thresholds(others, x.dtype, logits) if filtered else None
+        choose = on.kernels["sample_choose"].for_rows((x.dtype, logits.aligned), logits.n, logits.rows)
+        combine = on.kernels["sample_combine"]((True,), logits.n)
+        rows, blocks, device = logits.rows, -(-logits.n // choose.block), on.device
+
+        def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
+            x, stream = tensors[0], on.stream(device)
+            x_at, seeds, positions, temperature = addresses[:4]
+            from_x = logits.at(x_at, addresses[7:])
+            found = None if find is None else find(stream, x, from_x, addresses[4:7], temperature)
+            bounds = (0, 0) if found is None else (found[0].data_ptr(), found[1].data_ptr())
+            tokens = x.new_empty(rows, dtype=torch.int64)
+            part = x.new_empty(rows * blocks, dtype=torch.int64)
+            part_at = part.data_ptr()
+            choose.launch(
+                device, stream, rows * blocks, 1, 1, part_at, *from_x, *bounds, temperature, seeds, positions, blocks
+            )
+            combine.launch(device, stream, rows, 1, 1, tokens.data_ptr(), part_at, blocks)
+            return (tokens,)
+
+        return run
+
+    def problems(
+        self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> tuple[Problem, ...]:
+        rows, n = shape
+        return (
+            Problem("sample_choose", (dtype,), n % 16 == 0, n, rows),
+            Problem("sample_combine", (), True, n),
+        )
+
+    @staticmethod
+    def reference(
+        logits: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        temperature: Tensor | None,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+        *penalties: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        x = processed(logits, *penalties)
+        t = torch.ones_like(x[:, 0]) if temperature is None else temperature
+        warm = t > 0
+        keep = kept(x, top_k, top_p, min_p, t)
+        scale = torch.full_like(t, LOG2_E) / torch.where(warm, t, torch.ones_like(t))
+        e = exponential(words(seeds.long(), positions.long(), x.shape[1], SAMPLE))
+        score = torch.where(warm[:, None], fma(x, scale[:, None], -log2(e)), x)
+        return (first_greatest(torch.where(keep, score, torch.full_like(x, -torch.inf))),)
+
+
+def first_greatest(score: Tensor) -> Tensor:
+    """The first column of each row with its greatest value, as int64."""
+    columns = torch.arange(score.shape[1], device=score.device)
+    return torch.where(score == score.amax(1, keepdim=True), columns, score.shape[1]).amin(1)
+
+
+OP = Sample
