@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.quantization._codes import E4M3, E4M3FNUZ, LARGEST
-from liger_aot.ops.registry import module
 from tests.harness.tolerances import LEAST, NAMES, UNIT_ROUNDOFF
 from tests.ops.quantization.quantization_cases import nearest
 
@@ -297,7 +296,3 @@ def small(op: str) -> list[Problem]:
         q._replace(cache="fp8", dim=6, rotary=2, shift=1, is_neox=False),
         q._replace(q_heads=32, heads=4, tokens=2, layout="N2HD", page_size=16),
     ]
-
-
-def loaded(name: str) -> Any:
-    return module(name).OP

@@ -12,6 +12,7 @@ from torch import Tensor
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError, IndexOutOfRange
 from liger_aot.ops.quantization._codes import E4M3, E4M3FNUZ
+from liger_aot.ops.registry import module
 from liger_aot.runtime import device_errors
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
@@ -29,7 +30,6 @@ from tests.ops.cache.cache_cases import (
     copied,
     drawn,
     fitting,
-    loaded,
     small,
 )
 
@@ -42,7 +42,7 @@ WRITE = Problem("write_kv_cache", 4, 2, 64)
 
 
 def bound(name: str, arch: str, driver: Any) -> Any:
-    return bound_op(loaded(name), built_pack(arch), driver)
+    return bound_op(module(name).OP, built_pack(arch), driver)
 
 
 # ---- the reference ----
