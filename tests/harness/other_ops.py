@@ -173,6 +173,8 @@ class DecodingOp:
             scale=choices.one((None, 0.5)),
             shift=choices.one((0, 1, 8)),
             full=full,
+            fp8=choices.number(0, 3) == 3,
+            scales=choices.one(("none", "one", "head")),
         ), choices.number(0, 9999)
 
     def small(self) -> list[tuple[decoding_cases.Problem, int]]:
