@@ -206,9 +206,9 @@ class FlashDecoding(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """``shape`` is q's; ``dtypes`` may name that of the cache: ``k_cache``. Of a contiguous cache and of a paged one;
-        wide variants are for many rows of q a head of k, ``fused`` for few where there is such a kernel, ``persistent``
-        for many long sequences."""
+        """``shape`` is q's; ``dtypes`` may name that of the cache: ``k_cache``. Of a contiguous cache and of a paged
+        one; wide variants are for many rows of q a head of k, ``fused`` for few where there is such a kernel,
+        ``persistent`` for many long sequences."""
         dim = shape[-1]
         check_dim(self.name, dim)
         aligned, cache = not dim % UNIT, (dtypes or {}).get("k_cache", dtype)
