@@ -71,7 +71,7 @@ def test_refused() -> None:
 @pytest.mark.filterwarnings(
     "ignore:(overflow|underflow|invalid value|divide by zero) encountered", "ignore:All-NaN"
 )
-@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_interpreted(arch: str) -> None:
     pack = built_pack(arch)
     for seed, problem in enumerate(SMALL):
@@ -81,7 +81,16 @@ def test_interpreted(arch: str) -> None:
 
 
 @poisoned
-@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx90a", marks=pytest.mark.slow)])
+def test_some_binaries_on_the_emulator() -> None:
+    pack = built_pack("gfx942")
+    for seed in (0, 3, 6):
+        op = bound_op(MergeAttentionStates, pack, EmulatorDriver)
+        check(op, SMALL[seed], dict(pack.tolerance), seed=seed)
+
+
+@poisoned
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gfx942", "gfx90a"])
 def test_every_binary_on_the_emulator(arch: str) -> None:
     pack = built_pack(arch)
     op = bound_op(MergeAttentionStates, pack, EmulatorDriver)
