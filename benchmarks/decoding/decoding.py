@@ -148,7 +148,7 @@ def exact(point: Point, inputs: Inputs, sequence: int, head: int) -> Tensor:
     k, v = (_cache_of(t, sequence, head, inputs.table).double() for t in (inputs.k, inputs.v))
     q = checked(point, inputs.q, sequence, head).double()
     found: Tensor
-    found, _ = FlashDecoding.reference(q, k, v, None, None, None, point.dim**-0.5, -1, 0, 0.0, 0)
+    found, _ = FlashDecoding.reference(q, k, v, None, None, None, None, None, point.dim**-0.5, -1, 0, 0.0, 0)
     return found
 
 

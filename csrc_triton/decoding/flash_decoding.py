@@ -45,18 +45,24 @@ SIZES = {
     "scale": "fp32", "cap": "fp32", "kv_heads": "i32", "ratio": "i32", "by_ratio": "i32", "tokens": "i32", "dim": "i32",
 }  # fmt: skip
 BOUNDS = {"left": "i32", "right": "i32"}
+CODES = {"cache": ["fp8e4nv", "fp8e4b8"]}
 
 DECLARATION = {
     "op": "flash_decoding",
     "kernels": {
         "flash_decoding_split": {
             "arguments": {
-                **RESULTS, "Q": "*dtype", "K": "*dtype", "V": "*dtype", "TABLE": "*i32", "LENGTHS": "*i32",
+                **RESULTS, "Q": "*dtype", "K": "*cache", "V": "*cache", "TABLE": "*i32", "LENGTHS": "*i32",
                 "SINKS": "*fp32", **QUERIES, "k_page": "i64", "k_row": "i32", "k_head": "i32", "table_row": "i64",
                 **SIZES, "batch": "i32", "capacity": "i32", "pages": "i32", "page_bits": "i32", "tiles": "i32",
                 "splits": "i32", "partial_rows": "i32", **BOUNDS,
+                "K_SCALE": "*fp32", "V_SCALE": "*fp32", "scale_head": "i32",
             },
-            "axes": {"dtype": ["bf16", "fp16"], "paged": [False, True], "wide": [False, True]},
+            "axes": {
+                "dtype": ["bf16", "fp16"], "paged": [False, True], "wide": [False, True],
+                "cache": ["dtype", "fp8e4nv", "fp8e4b8"],
+            },
+            "only_with": {"K_SCALE": CODES, "V_SCALE": CODES, "scale_head": CODES},
             "host": ["startup_blocks", "ctas_to_saturate"],
             "aligned": [
                 "OUT", "OUT_PARTIAL", "Q", "K", "V", "q_batch", "q_token", "q_head", "k_page", "k_row", "k_head", "dim",
@@ -138,16 +144,17 @@ DECLARATION = {
 
 @triton.jit
 def split(
-    OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, Q, K, V, TABLE, LENGTHS, SINKS, q_batch, q_token, q_head,
-    k_page, k_row, k_head, table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim,
-    batch, capacity, pages, page_bits, tiles, splits, partial_rows, left, right,
+    OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, Q, K, V, TABLE, LENGTHS, SINKS,
+    q_batch, q_token, q_head, k_page, k_row, k_head, table_row, scale, cap, kv_heads, ratio, by_ratio,
+    tokens, dim, batch, capacity, pages, page_bits, tiles, splits, partial_rows, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    PAGED: tl.constexpr, PDL: tl.constexpr,
+    PAGED: tl.constexpr, PDL: tl.constexpr, K_SCALE=None, V_SCALE=None, scale_head=None,
 ):  # fmt: skip
     """A tile's part of a sequence. Programs that read the same keys have consecutive numbers.
 
     scale is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). A page is
-    2^page_bits keys. by_ratio: see ``token_of``.
+    2^page_bits keys. by_ratio: see ``token_of``. A cache of fp8 codes has scales, null for 1, of heads that lie
+    scale_head apart; codes are exact in q's dtype, in which they are multiplied.
     """
     if PDL:  # noqa: SIM102 (the outer is the compiler's)
         # At once, and by programs without work too: ``combine`` starts when each program of this kernel has said so or
@@ -199,6 +206,12 @@ def split(
         seen = tl.maximum(high - low, 0).to(tl.uint32, bitcast=True)
         inner_low = length - tokens + last_token - left
         inner_high = tl.minimum(length - tokens + first_token + right, length)
+        v_scale = 1.0
+        if K_SCALE is not None:
+            k_scale = scale_of_head(K_SCALE, head, scale_head)
+            v_scale = scale_of_head(V_SCALE, head, scale_head)
+            scale *= tl.where(cap != 0.0, 1.0, k_scale)
+            cap *= k_scale
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         # where several warps have a row's keys, sums are kept by column and reduced after the loop
@@ -215,7 +228,7 @@ def split(
                 page = page_of(TABLE, keys_of(j + 1, start, stop, BLOCK_N), page_bits)
             else:
                 at = key.to(tl.int64) * k_row
-            k = tl.load(K + at[:, None] + near[None, :])
+            k = tl.load(K + at[:, None] + near[None, :]).to(q.dtype)
             s = tl.dot(q, tl.trans(k))
             if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
                 s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
@@ -234,7 +247,7 @@ def split(
                 sums = sums * by[:, None] + p
             else:
                 sums = sums * by + tl.sum(p, 1)
-            v = tl.load(V + at[:, None] + near[None, :])
+            v = tl.load(V + at[:, None] + near[None, :]).to(q.dtype)
             acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
         if PAGED:
             flag = FLAG + tl.zeros([BLOCK_N], tl.int32)
@@ -245,6 +258,7 @@ def split(
         keep = in_cols[None, :]
         if whole:
             lse, by = finalise(m, total, sink_of(SINKS, query_head))
+            by *= v_scale
             heads = kv_heads * ratio
             to = (b * tokens + token) * heads + query_head
             tl.store(
@@ -254,10 +268,15 @@ def split(
             )
             tl.store(LSE + (b * heads + query_head) * tokens + token, lse)
         else:
-            by = tl.where(total == 0.0, 0.0, 1.0 / total)
+            by = tl.where(total == 0.0, 0.0, v_scale / total)
             to = program.to(tl.int64) * partial_rows + rows
             tl.store(OUT_PARTIAL + to[:, None] * dim + cols[None, :], acc * by[:, None], mask=keep)
             tl.store(LSE_PARTIAL + to, m + tl.log2(total))
+
+
+@triton.jit
+def scale_of_head(SCALE, head, scale_head):
+    return tl.load(SCALE + head * scale_head, mask=SCALE.to(tl.int64) != 0, other=1.0)
 
 
 @triton.jit

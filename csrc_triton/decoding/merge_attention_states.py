@@ -80,7 +80,9 @@ def merge(
         x = tl.load(at_a[:, None] + cols[None, :], mask=mask_a, other=0.0).to(tl.float32)
         y = tl.load(at_b[:, None] + cols[None, :], mask=mask_b, other=0.0).to(tl.float32)
         out = x * weight_a[:, None] + y * weight_b[:, None]
-        tl.store(OUT + at[:, None] + cols[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & in_row)
+        tl.store(
+            OUT + at[:, None] + cols[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & in_row
+        )
 
 
 @triton.jit

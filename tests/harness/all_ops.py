@@ -19,13 +19,16 @@ from tests.harness.op_cases import BF16, DTYPES, FP16, FP32, Case, OpCases
 from tests.harness.op_tests import LAYOUTS, OpTests, made
 from tests.harness.other_ops import (
     AttentionOp,
+    CacheOp,
     DecodingOp,
     LinearCrossEntropyOp,
     LinearJSDOp,
     LinearLogProbsOp,
+    MergingOp,
     QuantizingOp,
     VarlenOp,
 )
+from tests.ops.cache.cache_cases import OPS as CACHE
 from tests.ops.post_training.row_cases import RowTests
 from tests.ops.post_training.sequence_cases import SequenceTests
 from tests.ops.quantization.quantization_cases import OPS as QUANTIZING
@@ -158,6 +161,8 @@ def entries() -> dict[str, Entry]:
         AttentionOp(),
         VarlenOp(),
         DecodingOp(),
+        MergingOp(),
+        *(CacheOp(name) for name in CACHE),
         LinearCrossEntropyOp(),
         LinearJSDOp(),
         LinearLogProbsOp(),

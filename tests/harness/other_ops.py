@@ -12,6 +12,7 @@ import liger_aot
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
+from liger_aot.ops.decoding.merge_attention_states import MergeAttentionStates
 from liger_aot.ops.losses.fused_linear_cross_entropy import FusedLinearCrossEntropy
 from liger_aot.ops.losses.fused_linear_jsd import FusedLinearJSD
 from liger_aot.ops.op import Op
@@ -25,7 +26,8 @@ from tests.harness.op_gpu_tests import installed
 from tests.harness.tolerances import REFERENCE
 from tests.ops.attention import attention_cases, varlen_cases
 from tests.ops.attention.attention_gradients import SMALL_GRADIENTS, check_gradients
-from tests.ops.decoding import decoding_cases
+from tests.ops.cache import cache_cases
+from tests.ops.decoding import decoding_cases, merge_cases
 from tests.ops.losses import linear_loss_cases
 from tests.ops.losses import test_fused_linear_cross_entropy as linear_cross_entropy
 from tests.ops.losses import test_fused_linear_jsd as linear_jsd
@@ -171,6 +173,8 @@ class DecodingOp:
             scale=choices.one((None, 0.5)),
             shift=choices.one((0, 1, 8)),
             full=full,
+            fp8=choices.number(0, 3) == 3,
+            scales=choices.one(("none", "one", "head")),
         ), choices.number(0, 9999)
 
     def small(self) -> list[tuple[decoding_cases.Problem, int]]:
@@ -185,6 +189,93 @@ class DecodingOp:
         asked, seed = problem
         op, allowed, device = _way(self, way)
         decoding_cases.check(op, asked, allowed, seed=seed, device=device)
+
+
+class MergingOp:
+    name, op_class, interpreted = "merge_attention_states", MergeAttentionStates, "sm90"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[merge_cases.Problem, int]:
+        return merge_cases.Problem(
+            tokens=choices.number(1, 500 if large else 9),
+            heads=choices.number(1, 9 if large else 3),
+            dim=choices.one((64, 128, 512, choices.number(1, 300))),
+            dtype=choices.one((BF16, FP16, FP32)),
+            batch=choices.number(0, 3),
+            shift=choices.one((0, 1, 8)),
+            spread=choices.one((4.0, 60.0)),
+            packed=bool(choices.number(0, 1)),
+            empty=bool(choices.number(0, 1)),
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[merge_cases.Problem, int]]:
+        return [(p, 0) for p in merge_cases.SMALL]
+
+    def prepare(self, problem: tuple[merge_cases.Problem, int], device: str) -> Prepared:
+        asked, seed = problem
+        tensors = asked.tensors(seed, device)
+        return Prepared(tensors, lambda op: op(*tensors, return_lse=True))
+
+    def check(self, way: str, problem: tuple[merge_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, allowed, device = _way(self, way)
+        merge_cases.check(op, asked, allowed, seed=seed, device=device)
+
+
+class CacheOp:
+    """Problems are in the fp8 of the architecture that runs them, where it has one."""
+
+    interpreted = "sm90"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.op_class = name, module(name).OP
+
+    def problem(self, choices: Choices, large: bool) -> tuple[cache_cases.Problem, int]:
+        cache = choices.one(("same", "fp8", "none") if self.name == "qk_norm_rope" else ("same", "fp8"))
+        dim = choices.one((64, 128, 256, 2 * choices.number(1, 128)))
+        rotary = choices.one((0, 2 * choices.number(1, dim // 2)))
+        return cache_cases.Problem(
+            self.name,
+            choices.number(1, 300 if large else 6),
+            choices.number(1, 9 if large else 3),
+            dim,
+            choices.one((BF16, FP16)),
+            cache=cache,
+            scales=choices.one(cache_cases.SCALES) if cache == "fp8" else "none",
+            pages=choices.number(1, 20 if large else 4),
+            page_size=choices.one((16, 1, choices.number(1, 40))),
+            layout=choices.one(tuple(cache_cases.LAYOUTS)),
+            padding=choices.number(0, 3),
+            shift=choices.one((0, 1, 8)),
+            gap=choices.one((0, 3, 16)),
+            index=choices.one((torch.int64, torch.int32)),
+            q_heads=choices.number(1, 40 if large else 5),
+            rotary=rotary,
+            table=choices.one((None, FP32)),
+            is_neox=bool(choices.number(0, 1)),
+            gated=bool(choices.number(0, 1)),
+            offset=choices.one((0.0, 1.0)),
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[cache_cases.Problem, int]]:
+        return [(p, 0) for p in cache_cases.small(self.name)]
+
+    def prepare(self, problem: tuple[cache_cases.Problem, int], device: str) -> Prepared:
+        """A call writes what it was given: again and again the same, but for qkv."""
+        asked, fp8 = cache_cases.fitting(liger_aot.load(self.name), problem[0])
+        given = cache_cases.drawn(asked, fp8, problem[1], device)
+        tensors = tuple(t for t in given.values() if isinstance(t, Tensor))
+
+        def run(op: Any) -> tuple[Tensor | None, ...]:
+            call = cache_cases.copied(given)
+            op(**call)
+            return tuple(call[k] for k, t in given.items() if isinstance(t, Tensor))
+
+        return Prepared(tensors, run)
+
+    def check(self, way: str, problem: tuple[cache_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, allowed, device = _way(self, way)
+        cache_cases.check(op, asked, allowed, seed=seed, device=device)
 
 
 class QuantizingOp:

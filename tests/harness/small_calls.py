@@ -41,6 +41,29 @@ def _call(*positional: str, **settings: Any) -> Callable[[Any, Named], Any]:
     return call
 
 
+def _fresh(t: Tensor) -> Tensor:
+    """A copy that may be overwritten; what has no memory to copy is refused as it is."""
+    if not t.is_nested and (t._is_zerotensor() or (t.layout == torch.strided and _freed(t))):
+        return t
+    return t.clone()
+
+
+def _freed(t: Tensor) -> bool:
+    try:
+        return bool(t.numel()) and not t.untyped_storage().size()
+    except (RuntimeError, NotImplementedError):  # a wrapper: of a transform, or quantised
+        return False
+
+
+def _in_place(*written: str, **settings: Any) -> Callable[[Any, Named], Any]:
+    """By keyword, with copies of what is written, so that every call is the same."""
+
+    def call(op: Any, t: Named) -> Any:
+        return op(**{k: _fresh(v) if k in written else v for k, v in t.items()}, **settings)
+
+    return call
+
+
 def small_calls(n: int = 16) -> dict[str, SmallCall]:
     """By op; the numbers are the same each time."""
     generator = torch.Generator().manual_seed(7)
@@ -309,6 +332,33 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
                 "sinks": r(2),
             },
             _call("q", "k_cache", "v_cache", return_lse=True),
+            (),
+        ),
+        "merge_attention_states": (
+            {"out_a": r(3, 2, n), "lse_a": r(2, 3), "out_b": r(3, 2, n), "lse_b": r(2, 3)},
+            _call("out_a", "lse_a", "out_b", "lse_b", return_lse=True),
+            (),
+        ),
+        "write_kv_cache": (
+            {
+                "key": heads(3, 1, n),
+                "value": heads(3, 1, n),
+                "key_cache": heads(2, 4, 1, n),
+                "value_cache": heads(2, 4, 1, n),
+                "slot_mapping": torch.tensor([5, -1, 0]),
+            },
+            _in_place("key_cache", "value_cache"),
+            (),
+        ),
+        "qk_norm_rope": (
+            {
+                "qkv": heads(3, 4 * n),
+                "q_weight": heads(n),
+                "k_weight": heads(n),
+                "cos_sin_cache": r(6, n),
+                "position_ids": torch.tensor([5, 0, 3]),
+            },
+            _in_place("qkv", num_heads_q=2, num_heads_k=1, num_heads_v=1),
             (),
         ),
     }  # fmt: skip

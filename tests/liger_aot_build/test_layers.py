@@ -39,6 +39,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 WATCHERS = ("liger_aot.liger.launches",)
 # Families of ops whose files may also use another family's.
 FAMILIES = {
+    "cache": ("quantization", "rope"),
     "decoding": ("attention",),
     "losses": ("softmax",),
     "post_training": ("losses", "softmax"),

@@ -29,6 +29,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "neighborhood_attention": {"reach": 2},
     "rope_multimodal": {"mrope_section": (12, 2, 2)},
     "flash_attention_varlen": {"max_seqlen_q": 3, "max_seqlen_k": 3},
+    "qk_norm_rope": {"num_heads_q": 2, "num_heads_k": 1, "num_heads_v": 1},
     **{n: {"dtype": torch.float8_e4m3fnuz, "ue8m0": False} for n in OPS if n.endswith("quantize")},
 }
 NAN, INF = float("nan"), float("inf")
@@ -66,6 +67,9 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "sapo_temperature_neg": (0, -1.0),
     "group_size": (0, -64, 96, 256),
     "limit": (0, -1.0),
+    "num_heads_q": (0, -2, 3),
+    "num_heads_k": (0, -1, 2),
+    "num_heads_v": (0, -1, 2),
 }
 FREE = {
     ("policy_loss", "beta"),
@@ -132,7 +136,7 @@ class Bad:
 
     def _like(self, argument: str) -> Tensor:
         """In the place of a tensor that the small call leaves out."""
-        integers = ("position_ids", "block_table")
+        integers = ("position_ids", "block_table", "slot_mapping")
         return torch.ones(2, 3, dtype=torch.int32) if argument in integers else torch.ones(4, 16)
 
     def draw(self, choices: Choices) -> dict[str, Any]:

@@ -141,16 +141,22 @@ def _ended(way: Way) -> tuple[Tensor, ...]:
     return way.outputs(**{name: seen[0]})
 
 
-def _vmapped(way: Way) -> tuple[Tensor, ...]:
+def _of_a_transform(way: Way) -> Named:
+    """The first floating-point argument, and those that the op writes: torch writes nothing that is not the
+    transform's own where one of its tensors is read."""
     name, t = way.first()
-    stacked = torch.stack((t, t * 0.5))
-    found = torch.vmap(lambda one: way.outputs(**{name: one}))(stacked)
+    return {name: t, **{k: way.tensors[k] for k in way.op.writes if k in way.tensors}}
+
+
+def _vmapped(way: Way) -> tuple[Tensor, ...]:
+    name, _ = way.first()
+    stacked = {k: torch.stack((t, t * (0.5 if k == name else 1))) for k, t in _of_a_transform(way).items()}
+    found = torch.vmap(lambda given: way.outputs(**given))(stacked)
     return tuple(y[0] for y in found)
 
 
 def _functionalized(way: Way) -> tuple[Tensor, ...]:
-    name, t = way.first()
-    return tuple(torch.func.functionalize(lambda one: way.outputs(**{name: one}))(t))
+    return tuple(torch.func.functionalize(lambda given: way.outputs(**given))(_of_a_transform(way)))
 
 
 def _unknown_to_a_transform(way: Way) -> tuple[Tensor, ...]:
@@ -416,12 +422,19 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "rope": ("q", "k"),
     "rope_multimodal": ("q", "k"),
     "rope_llama4": ("q", "k"),
+    "write_kv_cache": ("key_cache", "value_cache"),
+    "qk_norm_rope": ("qkv",),
 }
 
 
 def _write(way: Way, tensors: Named) -> Any:
     if way.op.name == "rmsnorm":
         return way.op(tensors["x"], tensors["weight"], out=tensors["out"])
+    if way.op.writes:
+        heads = (
+            {"num_heads_q": 2, "num_heads_k": 1, "num_heads_v": 1} if way.op.name == "qk_norm_rope" else {}
+        )
+        return way.op(**tensors, **heads)
     given = list(tensors.values())
     sections = [(4, 2, 2)] if way.op.name == "rope_multimodal" else []
     return way.op(*given, *sections, inplace=True)

@@ -1,5 +1,5 @@
-"""The PTX of another architecture's attention, decoding and 8-bit results on the GPU that is here. The other ops' runs
-through their own tests."""
+"""The PTX of another architecture's attention, decoding, caches and 8-bit results on the GPU that is here. The other
+ops' runs through their own tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from liger_aot_build.profile import read_profile
 from tests.conftest import built_pack
 from tests.harness.op_gpu_tests import PTX_ARCH, lowered_from_ptx, needs_ptx
 from tests.ops.attention import attention_cases, attention_gradients, varlen_cases
-from tests.ops.decoding import decoding_cases
+from tests.ops.cache import cache_cases
+from tests.ops.decoding import decoding_cases, merge_cases
 from tests.ops.quantization import quantization_cases
 
 pytestmark = [
@@ -40,6 +41,10 @@ RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
         decoding_cases.check,
         (*decoding_cases.SMALL, *decoding_cases.MORE_BINARIES),
     ),
+    "merging": (module("merge_attention_states").OP, merge_cases.check, merge_cases.SMALL),
+    **{
+        name: (module(name).OP, cache_cases.check, tuple(cache_cases.small(name))) for name in cache_cases.OPS
+    },
     **{
         name: (module(name).OP, quantization_cases.check, tuple(quantization_cases.small(name, OUT)))
         for name in quantization_cases.OPS

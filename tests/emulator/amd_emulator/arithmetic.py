@@ -138,6 +138,19 @@ def to_bf16(x: Lanes) -> Lanes:
     return np.where(np.isnan(x), bits >> U32(16) | U32(0x40), rounded)
 
 
+def from_e4m3fnuz(code: np.ndarray) -> np.ndarray:
+    """The float32 values of codes in the low bytes."""
+    code = np.asarray(code).astype(np.int64) & 255
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.ldexp((mantissa + 8.0 * (exponent > 0)).astype(F64), np.maximum(exponent, 1) - 11)
+    return np.where(code == 128, np.nan, np.where(code >> 7, -size, size)).astype(F32)
+
+
+def _pair_from_e4m3fnuz(codes: np.ndarray) -> np.ndarray:
+    low, high = (from_e4m3fnuz(np.asarray(codes, U32) >> U32(8 * i)).view(U32).astype(U64) for i in range(2))
+    return low | high << U64(32)
+
+
 def round_towards_zero_f16(a: Lanes) -> Lanes:
     nearest = a.astype(F16)
     return np.where(np.abs(nearest.astype(F32)) > np.abs(a), np.nextafter(nearest, F16(0)), nearest)
@@ -402,6 +415,8 @@ def _define_conversions() -> None:
     _define("v_cvt_pk_f16_f32", "b32", "f32 f32", lambda a, b: pack(a.astype(F16), b.astype(F16)))
     pack_bf16 = lambda a, b: to_bf16(a) | to_bf16(b) << U32(16)  # noqa: E731
     _define("v_cvt_pk_bf16_f32", "b32", "f32 f32", pack_bf16)
+    _define("v_cvt_f32_fp8", "f32", "u32", from_e4m3fnuz)
+    _define("v_cvt_pk_f32_fp8", "u64", "u16", _pair_from_e4m3fnuz)
     _define("v_cvt_pk_fp8_f32", "u16", "f32 f32", lambda a, b: to_e4m3fnuz(a) | to_e4m3fnuz(b) << U16(8))
 
 

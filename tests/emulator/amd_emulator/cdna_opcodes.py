@@ -339,6 +339,14 @@ OPCODES: dict[tuple[str, str], dict[str, str]] = {
             0x29 buffer_inv
         """,
     },
+    ("VOP1", "gfx942"): {  # of e4m3fnuz; CDNA 4 reads OCP's e4m3 with the same opcodes
+        "1 1": """
+            0x54 v_cvt_f32_fp8
+        """,
+        "2 1": """
+            0x56 v_cvt_pk_f32_fp8
+        """,
+    },
     ("VOP3P", "gfx942"): {
         "4 2 2 4": """
             0x3e v_mfma_f32_16x16x8_xf32

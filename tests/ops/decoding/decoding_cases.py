@@ -17,6 +17,7 @@ from tests.harness.tolerances import LEAST, NAMES, UNIT_ROUNDOFF
 from tests.ops.attention import attention_cases
 
 BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E4M3FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 Arguments = tuple[Any, ...]  # in the order of FlashDecoding.tensors
 
 
@@ -39,8 +40,10 @@ class Problem(NamedTuple):
     scale: float | None = None
     shift: int = 0  # elements that the caches start after an aligned address
     full: bool = False  # no cache_seqlens: lengths are the capacity
+    fp8: bool = False  # a cache of codes, of the architecture's dtype; where it has none, as without
+    scales: str = "none"  # of it: "one", or one a "head"
 
-    def tensors(self, seed: int = 0, device: str = "cpu") -> Arguments:
+    def tensors(self, seed: int = 0, device: str = "cpu", fp8: torch.dtype | None = None) -> Arguments:
         """NaN is where no key was written and before the window; entries of the block table for such are no pages."""
         generator = torch.Generator(device).manual_seed(seed)
         batch, shape = len(self.lengths), (self.kv_heads, self.dim)
@@ -74,7 +77,21 @@ class Problem(NamedTuple):
                 table[b, -(-length // size) :] = 99 if b % 2 else -1
                 table[b, : self.unseen(length) // size] = 99
         sinks = torch.randn(self.heads, device=device, generator=generator) if self.sinks else None
-        return q, *caches, None if self.full else lengths, table, sinks
+        scales: list[Tensor | None] = [None, None]
+        if fp8 is not None:
+            caches = [self._as_codes(cache, fp8) for cache in caches]
+            if self.scales != "none":
+                count = self.kv_heads if self.scales == "head" else 1
+                scales = [
+                    torch.exp2(torch.randn(count, device=device, generator=generator)) for _ in range(2)
+                ]
+        return q, *caches, None if self.full else lengths, table, sinks, *scales
+
+    def _as_codes(self, cache: Tensor, fp8: torch.dtype) -> Tensor:
+        """In memory that starts as far after an aligned address."""
+        flat = torch.empty(cache.numel() + self.shift, dtype=fp8, device=cache.device)
+        flat[self.shift :] = cache.reshape(-1).clamp(-200, 200).to(fp8)
+        return flat[self.shift :].view(cache.shape)
 
     def unseen(self, length: int) -> int:
         """Keys before the first token's window."""
@@ -87,6 +104,8 @@ class Problem(NamedTuple):
             "cache_seqlens": tensors[3],
             "block_table": tensors[4],
             "sinks": tensors[5],
+            "k_scale": tensors[6],
+            "v_scale": tensors[7],
             "causal": self.causal,
             "window": self.window,
             "softcap": self.softcap,
@@ -108,14 +127,21 @@ def far_behind(gap: float, dtype: torch.dtype, splits: int, device: str = "cpu")
     """As in ``attention_cases``; with several splits all of them are as far behind the first key."""
     problem = Problem(1, 1, 1, 200, (200,), 64, dtype, splits=splits, full=True)
     _, (q, k, v, _) = attention_cases.far_behind(gap, dtype, device)
-    return problem, (q, k, v, None, None, None)
+    return problem, (q, k, v, None, None, None, None, None)
+
+
+def fp8_of(op: Any) -> torch.dtype | None:
+    """The dtype of codes where ``op`` runs; None where it has none."""
+    kernels = [on.kernels["flash_decoding_split"] for on in op._own.bound.values()]
+    found = {axis for kernel in kernels for key in kernel._tables for axis in key} if kernels else {E4M3}
+    return next((dtype for dtype in (E4M3, E4M3FNUZ) if dtype in found), None)
 
 
 def check(
     op: Any, problem: Problem, allowed: Mapping[str, float], *, seed: int = 0, device: str = "cpu"
 ) -> None:
     """Run ``op`` and compare with float64; without return_lse the same bits; the arguments must stay as they were."""
-    tensors = problem.tensors(seed, device)
+    tensors = problem.tensors(seed, device, fp8_of(op) if problem.fp8 else None)
     before = [None if t is None else t.clone() for t in tensors]
     keywords = problem.keywords(tensors)
     o, lse = op(*tensors[:3], **keywords)
@@ -142,10 +168,14 @@ def errors(
     """
     q, k, v, *rest = tensors
     q, k, v = (torch.nan_to_num(t.double()) for t in (q, k, v))
+    for t, scale in ((k, rest[-2]), (v, rest[-1])):  # the limits are those of a cache of values
+        if scale is not None:
+            t *= scale.double().reshape(-1, 1)
+    rest[-2:] = None, None
     wanted, wanted_lse = FlashDecoding.reference(q, k, v, *rest, *problem.settings())
     size, _ = FlashDecoding.reference(q, k, v.abs(), *rest, *problem.settings())
     mean, log_keys = FlashDecoding.reference(
-        torch.zeros_like(q), k, v.abs(), *rest[:-1], None, *problem.settings()
+        torch.zeros_like(q), k, v.abs(), *rest[:2], None, None, None, *problem.settings()
     )
     keys = torch.exp(log_keys.transpose(1, 2))[..., None]
     norms = (t.norm(dim=-1).max().item() if t.numel() else 0.0 for t in (q, k))
@@ -166,7 +196,7 @@ def errors(
 
 def _bits(t: Tensor) -> Tensor:
     """NaN equals itself."""
-    return t.view(torch.int16) if t.element_size() == 2 else t.view(torch.int32)
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 # Small ones, for the emulator: every dimension's kernel, both dtypes, paged and not, ratios 1, 3, 8 and many rows, one
@@ -208,6 +238,22 @@ MORE_BINARIES = (
     Problem(3, 1, 1, 64, (60,), 128, FP16, page=16, splits=2),
     *(Problem(18, 1, 1, 48, (48,), dim, BF16) for dim in (128, 160, 100)),
     *(Problem(18, 1, 1, 48, (40,), dim, FP16, page=16) for dim in (64, 128, 208, 100)),
+)
+FP8 = (
+    Problem(8, 1, 1, 200, (200, 137, 1, 0), 64, fp8=True, scales="one"),
+    Problem(6, 2, 3, 128, (101, 2), 128, FP16, page=32, sinks=True, fp8=True, scales="head"),
+    Problem(8, 2, 4, 150, (150, 3), 128, page=64, splits=3, softcap=5.0, fp8=True, scales="head"),
+    Problem(3, 1, 1, 60, (60,), 128, splits=2, fp8=True),
+    *(Problem(3, 1, 1, 60, (60,), dim, FP16, splits=2, fp8=True, scales="one") for dim in (64, 128, 256, 33)),
+    *(Problem(3, 1, 1, 64, (60,), dim, page=16, splits=2, fp8=True) for dim in (64, 128, 256, 33)),
+    *(Problem(3, 1, 1, 64, (60,), dim, FP16, page=16, fp8=True) for dim in (64, 256, 33)),
+    *(Problem(3, 1, 1, 64, (60,), dim, fp8=True, shift=shift) for dim, shift in ((256, 0), (64, 1))),
+    *(
+        Problem(18, 1, 1, 48, (48,), dim, dtype, page=page, fp8=True, scales="head")
+        for dim in (64, 128, 208, 100)
+        for dtype in (BF16, FP16)
+        for page in (0, 16)
+    ),
 )
 EMPTY = (
     Problem(2, 1, 1, 8, (), 64),

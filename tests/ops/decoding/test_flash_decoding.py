@@ -26,16 +26,21 @@ from tests.conftest import built_pack
 from tests.emulator.emulated_cases import emulated
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of
+from tests.harness.planned_packs import tables_of
 from tests.harness.tolerances import REFERENCE
 from tests.harness.warp_group_interpreter import GroupsDriver
 from tests.ops.attention.attention_cases import GAPS
 from tests.ops.decoding.decoding_cases import (
     BF16,
+    E4M3,
+    E4M3FNUZ,
     EMPTY,
+    FP8,
     FP16,
     MORE_BINARIES,
     SMALL,
     Problem,
+    Recorder,
     check,
     errors,
     far_behind,
@@ -47,7 +52,7 @@ ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
 
 def loops(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The formula, written out once more: a token and a head at a time, over the keys that it sees."""
-    lengths, table, sinks = rest
+    lengths, table, sinks = rest[:3]
     scale, left, right, softcap, _ = problem.settings()
     o, lse = torch.zeros_like(q), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf)
     for b, length in enumerate(problem.lengths if lengths is not None else [problem.capacity] * q.shape[0]):
@@ -83,7 +88,7 @@ def test_reference_is_the_formula(problem: Problem) -> None:
     torch.testing.assert_close(got, loops(problem, *tensors), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("problem", (*SMALL, *EMPTY), ids=str)
+@pytest.mark.parametrize("problem", (*SMALL, *EMPTY, *FP8[:4]), ids=str)
 def test_cpu(problem: Problem) -> None:
     check(liger_aot.load("flash_decoding"), problem, REFERENCE)
 
@@ -136,6 +141,36 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "negative window": ((Q, K, K), {"window": (5, -2)}, ArgumentError, "window must be two numbers"),
     "splits": ((Q, K, K), {"splits": 257}, ArgumentError, "splits must be from 1 to 256, got 257"),
     "half a split": ((Q, K, K), {"splits": 1.5}, ArgumentTypeError, "splits must be an int, got 1.5"),
+    "k_scale of a cache of values": (
+        (Q, K, K),
+        {"k_scale": torch.ones(1), "v_scale": torch.ones(1)},
+        ArgumentError,
+        "k_scale is for a cache of fp8",
+    ),
+    "scales of another length": (
+        (Q, K.to(E4M3), K.to(E4M3)),
+        {"k_scale": torch.ones(2), "v_scale": torch.ones(3)},
+        ArgumentError,
+        r"v_scale must have one element or be of shape \(2,\)",
+    ),
+    "one scale": (
+        (Q, K.to(E4M3), K.to(E4M3)),
+        {"k_scale": torch.ones(2)},
+        ArgumentError,
+        "v_scale must be given where k_scale is",
+    ),
+    "two kinds of scales": (
+        (Q, K.to(E4M3), K.to(E4M3)),
+        {"k_scale": torch.ones(2), "v_scale": torch.ones(1)},
+        ArgumentError,
+        "v_scale must have as many elements",
+    ),
+    "two dtypes of codes": (
+        (Q, K.to(E4M3), K.to(E4M3FNUZ)),
+        {},
+        ArgumentTypeError,
+        "v_cache must be of k_cache's dtype",
+    ),
     "sinks": ((Q, K, K), {"sinks": torch.ones(3)}, ArgumentError, r"sinks must be of shape \(4,\)"),
     "integer sinks": ((Q, K, K), {"sinks": torch.ones(4).int()}, ArgumentTypeError, "sinks must be"),
     "lengths as a list": ((Q, K, K), {"cache_seqlens": [3, 4]}, ArgumentTypeError, "cache_seqlens must be a torch"),
@@ -201,7 +236,7 @@ def test_pages_that_are_not_looked_at_may_be_none() -> None:
 def test_compile_is_one_graph() -> None:
     op = liger_aot.load("flash_decoding")
     problem = Problem(6, 2, 2, 64, (50, 64), 16, torch.float32, page=16)
-    q, k, v, lengths, table, _ = problem.tensors()
+    q, k, v, lengths, table = problem.tensors()[:5]
     torch.compiler.reset()
 
     def call(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor) -> Any:
@@ -227,7 +262,7 @@ def test_registration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "arch"), emulated((p,) for p in (*SMALL, *MORE_BINARIES, *EMPTY)), ids=str
+    ("problem", "arch"), emulated((p,) for p in (*SMALL, *MORE_BINARIES, *EMPTY, *FP8)), ids=str
 )
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
@@ -271,7 +306,7 @@ def test_pages_and_lengths_out_of_range(arch: str) -> None:
 
 def test_float32_is_refused_where_there_are_binaries() -> None:
     op = bound_op(FlashDecoding, built_pack("gfx942"), EmulatorDriver)
-    with pytest.raises(ArgumentTypeError, match="not built for fp32/false/false/aligned"):
+    with pytest.raises(ArgumentTypeError, match="not built for fp32/false/false/fp32/aligned"):
         op(*(torch.ones(1, 8, 1, 64) for _ in range(3)))
 
 
@@ -281,6 +316,23 @@ def test_float32_is_refused_where_there_are_binaries() -> None:
 def test_device_code_on_the_interpreter(problem: Problem, dtype: torch.dtype, poisoned: None) -> None:
     pack = built_pack("sm90")
     check(bound_op(FlashDecoding, pack, InterpreterDriver), problem._replace(dtype=dtype), pack.tolerance)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("problem", FP8[:4], ids=str)
+def test_a_cache_of_codes_on_the_interpreter(problem: Problem, arch: str, poisoned: None) -> None:
+    """In float16: Triton's interpreter multiplies bfloat16 as integers."""
+    pack = built_pack(arch)
+    check(bound_op(FlashDecoding, pack, InterpreterDriver), problem._replace(dtype=FP16), pack.tolerance)
+
+
+def test_a_gpu_without_this_fp8() -> None:
+    for arch, dtype in (("sm80", E4M3), ("gfx90a", E4M3FNUZ), ("sm90", E4M3FNUZ), ("gfx942", E4M3)):
+        op = bound_op(FlashDecoding, tables_of(arch), Recorder)
+        problem = Problem(2, 1, 1, 32, (20,), 64, fp8=True)
+        with pytest.raises(ArgumentTypeError, match=f"does not convert k_cache's dtype {str(dtype)[6:]}:"):
+            op(*problem.tensors(fp8=dtype)[:3])
 
 
 PERSISTENT = (  # by how many workers

@@ -86,8 +86,8 @@ def test_pages_and_lengths_out_of_range() -> None:
 
 
 def planned(op: FlashDecoding, problem: Problem) -> Any:
-    q, k, _, _, table, _ = problem.tensors()
-    return plan_for(op._own.on(-1), q, k, table, Settings(*problem.settings()), not problem.shift)
+    q, k, _, _, table = problem.tensors()[:5]
+    return plan_for(op._own.on(-1), q, k, table, None, Settings(*problem.settings()), not problem.shift)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,17 @@ from liger_aot.errors import ArgumentError
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.runtime.packs import pack_for
 from tests.ops.attention.attention_cases import GAPS
-from tests.ops.decoding.decoding_cases import BF16, EMPTY, FP16, SMALL, Problem, check, errors, far_behind
+from tests.ops.decoding.decoding_cases import (
+    BF16,
+    EMPTY,
+    FP8,
+    FP16,
+    SMALL,
+    Problem,
+    check,
+    errors,
+    far_behind,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +52,12 @@ LARGE = (
     Problem(64, 8, 2, 8192, tuple(range(0, 8193, 200)), 96, FP16, window=(3000, None)),
     Problem(64, 8, 1, 8192, tuple(range(0, 8193, 200)), 128, softcap=20.0),
 )
+# caches of codes
+CODES = (
+    *FP8,
+    *(p._replace(fp8=True, scales="head") for p in LARGE if p.dim in (64, 100, 128, 256)),
+    Problem(64, 8, 1, 65536, (65536, 40001), 128, FP16, page=64, fp8=True, scales="one", shift=1),
+)
 
 
 @pytest.fixture
@@ -57,9 +73,9 @@ def allowed() -> dict[str, float]:
     return dict(pack_for(gpu(0).device).tolerance)
 
 
-@pytest.mark.parametrize("dim", sorted({p.dim for p in (*SMALL, *EMPTY, *LARGE)}))
+@pytest.mark.parametrize("dim", sorted({p.dim for p in (*SMALL, *EMPTY, *LARGE, *CODES)}))
 def test_cases(op: FlashDecoding, allowed: dict[str, float], dim: int, poisoned: None) -> None:
-    for seed, problem in enumerate((*SMALL, *EMPTY, *LARGE)):
+    for seed, problem in enumerate((*SMALL, *EMPTY, *LARGE, *CODES)):
         if problem.dim == dim:
             check(op, problem, allowed, seed=seed, device="cuda")
 

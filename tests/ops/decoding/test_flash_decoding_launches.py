@@ -15,7 +15,16 @@ from liger_aot.ops.split_kv import best_splits
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from tests.harness.drivers import MULTIPROCESSORS, bound_op
 from tests.harness.planned_packs import tables_of
-from tests.ops.decoding.decoding_cases import BF16, FP16, SMALL, Problem, Recorder, recorded
+from tests.ops.decoding.decoding_cases import (
+    BF16,
+    FP8,
+    FP16,
+    SMALL,
+    Problem,
+    Recorder,
+    fp8_of,
+    recorded,
+)
 
 # ---- What is launched ----
 
@@ -112,8 +121,8 @@ def test_a_window_bounds_the_splits(sm90: tuple[FlashDecoding, Recorder]) -> Non
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx90a", "gfx942"])
 def test_the_small_problems_take_every_binary(arch: str) -> None:
     op, driver = recorded(arch)
-    for problem in (p._replace(dtype=dtype) for p in SMALL for dtype in (BF16, FP16)):
-        tensors = problem.tensors()
+    for problem in (p._replace(dtype=dtype) for p in (*SMALL, *FP8) for dtype in (BF16, FP16)):
+        tensors = problem.tensors(fp8=fp8_of(op) if problem.fp8 else None)
         op(*tensors[:3], **problem.keywords(tensors))
     used = {variant.name for variant, *_ in driver.launches}
     mapped = ("_persistent", "_fused")  # tensor maps, which the recorder has none of

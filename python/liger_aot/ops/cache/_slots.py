@@ -65,7 +65,7 @@ class Cache(NamedTuple):
 
 def check_cache(op: str, x_name: str, x: Tensor, heads: int, dim: int, cache: Cache) -> None:
     """Raise for everything that is wrong with a cache for keys and values like x, but for what its slots hold."""
-    key_cache, value_cache, slots, k_scale, v_scale = cache
+    key_cache, value_cache, slots = cache[:3]
     for name, t in (("key_cache", key_cache), ("value_cache", value_cache)):
         _check_tensor(op, name, t, x_name, x)
         if t.dtype not in (x.dtype, *FP8):
@@ -83,7 +83,9 @@ def check_cache(op: str, x_name: str, x: Tensor, heads: int, dim: int, cache: Ca
         check_writable(op, name, t)
     _check_alike(op, "value_cache", value_cache, "key_cache", key_cache)
     if key_cache.shape[0] * key_cache.shape[1] > MOST:
-        raise ArgumentError(f"{op}: key_cache has {key_cache.shape[0] * key_cache.shape[1]} slots, more than {MOST}")
+        raise ArgumentError(
+            f"{op}: key_cache has {key_cache.shape[0] * key_cache.shape[1]} slots, more than {MOST}"
+        )
     _check_tensor(op, "slot_mapping", slots, x_name, x)
     if slots.dtype not in (torch.int64, torch.int32):
         raise ArgumentTypeError(f"{op}: slot_mapping must be int64 or int32, got {slots.dtype}")

@@ -93,9 +93,9 @@ class QKNormRope(InPlaceOp):
     vLLM's ``fused_qk_norm_rope``.
 
     A head x becomes x / sqrt(mean(x^2) + eps) * (weight + offset), and of that the pairs (a, b) of the first
-    ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates stay as they are. With a
-    cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would afterwards, bit for bit.
-    Nothing waits for the device: works under torch.compile, which copies neither qkv nor a cache, and, after
+    ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates stay as they are. With
+    a cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would afterwards, bit for
+    bit. Nothing waits for the device: works under torch.compile, which copies neither qkv nor a cache, and, after
     ``preload``, in CUDA graphs. For inference: there is no gradient. CPU tensors take the plain-torch reference.
 
     Args:
@@ -196,14 +196,15 @@ class QKNormRope(InPlaceOp):
                 )
         dim = q_weight.shape[0]
         if dim % 2 or not 2 <= dim <= LARGEST_DIM:
-            raise ArgumentError(f"{op}: q_weight must have an even number of elements, 2 to {LARGEST_DIM}, got {dim}")
+            raise ArgumentError(
+                f"{op}: q_weight must have an even number of elements, 2 to {LARGEST_DIM}, got {dim}"
+            )
         columns = asked.columns * dim
         if qkv.dim() != 2 or qkv.shape[1] != columns or qkv.stride(1) != 1:
-            gate = " with gates" if asked.gated else ""
             raise ArgumentError(
-                f"{op}: qkv must be (tokens, {columns}) with contiguous rows: {asked.num_heads_q}{gate}, "
-                f"{asked.num_heads_k} and {asked.num_heads_v} heads of {dim}; got shape {tuple(qkv.shape)} with "
-                f"strides {qkv.stride()}"
+                f"{op}: qkv must be (tokens, {columns}) with contiguous rows, by num_heads_q={asked.num_heads_q}, "
+                f"num_heads_k={asked.num_heads_k}, num_heads_v={asked.num_heads_v}, gated={asked.gated} and {dim} "
+                f"elements of q_weight; got shape {tuple(qkv.shape)} with strides {qkv.stride()}"
             )
         check_writable(op, "qkv", qkv)
         rows = qkv.shape[0] * (asked.num_heads_q + asked.num_heads_k)
@@ -218,7 +219,9 @@ class QKNormRope(InPlaceOp):
             return
         if not all(given):
             names = ("key_cache", "value_cache", "slot_mapping")
-            raise ArgumentError(f"{op}: {names[given.index(False)]} is None: a cache is {', '.join(names)} together")
+            raise ArgumentError(
+                f"{op}: {names[given.index(False)]} is None: a cache is {', '.join(names)} together"
+            )
         if asked.num_heads_v != asked.num_heads_k:
             raise ArgumentError(
                 f"{op}: with a cache num_heads_v must be num_heads_k = {asked.num_heads_k}, got {asked.num_heads_v}"
@@ -241,8 +244,8 @@ class QKNormRope(InPlaceOp):
             or table.stride(0) < 0
         ):
             raise ArgumentError(
-                f"{op}: cos_sin_cache must be (positions, rotary_dim) with contiguous rows, rotary_dim even and at most "
-                f"{dim}; got shape {tuple(table.shape)} with strides {table.stride()}"
+                f"{op}: cos_sin_cache must be (positions, rotary_dim) with contiguous rows, rotary_dim even and at "
+                f"most {dim}; got shape {tuple(table.shape)} with strides {table.stride()}"
             )
         if not isinstance(ids, Tensor):
             raise ArgumentTypeError(f"{op}: position_ids must be a torch.Tensor, got {type(ids).__name__}")

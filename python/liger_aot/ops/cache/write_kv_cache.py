@@ -52,8 +52,8 @@ class WriteKVCache(InPlaceOp):
 
     Slot s is row s % page_size of page s // page_size; in a contiguous cache a page is a sequence. Only what the slots
     name is written. Nothing waits for the device: works under torch.compile, which copies no cache, and, after
-    ``preload``, in CUDA graphs, whose slots may change between replays. For inference: there is no gradient. CPU tensors
-    take the plain-torch reference.
+    ``preload``, in CUDA graphs, whose slots may change between replays. For inference: there is no gradient. CPU
+    tensors take the plain-torch reference.
 
     An fp8 cache holds codes, value = code * scale: code is value / scale, correctly rounded to float32, then to the
     cache's dtype; beyond its largest value (448; of float8_e4m3fnuz 224, vLLM's choice) it is that. NaN stays NaN.
@@ -62,9 +62,9 @@ class WriteKVCache(InPlaceOp):
         key, value: (tokens, kv_heads, dim) bfloat16 or float16. Any strides but the last, which must be 1. dim is 1 to
             256.
         key_cache, value_cache: (pages, page_size, kv_heads, dim), or (batch, capacity, kv_heads, dim), of key's dtype,
-            float8_e4m3fn (compute capability 8.9 and from 9.0 on) or float8_e4m3fnuz (gfx942). Any equal strides but the
-            last, which must be 1: ``cache[0]`` and ``cache[1]`` of (2, pages, ...), ``cache[:, 0]`` and ``cache[:, 1]``
-            of (pages, 2, ...), ``transpose(1, 2)`` of a cache by heads. Storage of uint8 is passed as
+            float8_e4m3fn (compute capability 8.9 and from 9.0 on) or float8_e4m3fnuz (gfx942). Any equal strides but
+            the last, which must be 1: ``cache[0]`` and ``cache[1]`` of (2, pages, ...), ``cache[:, 0]`` and
+            ``cache[:, 1]`` of (pages, 2, ...), ``transpose(1, 2)`` of a cache by heads. Storage of uint8 is passed as
             ``.view(torch.float8_e4m3fn)``.
         slot_mapping: (tokens,) int64 or int32, contiguous. It may be shorter than key, whose other tokens count as
             padding. A negative slot is skipped. What two tokens of one slot leave there is either's.
@@ -131,9 +131,13 @@ class WriteKVCache(InPlaceOp):
             )
         _, heads, dim = key.shape
         if not 1 <= dim <= LARGEST_DIM:
-            raise ArgumentError(f"{self.name}: the last dimension of key must be 1 to {LARGEST_DIM}, got {dim}")
+            raise ArgumentError(
+                f"{self.name}: the last dimension of key must be 1 to {LARGEST_DIM}, got {dim}"
+            )
         if key.shape[0] * heads > MOST:
-            raise ArgumentError(f"{self.name}: key has {key.shape[0] * heads} heads of tokens, more than {MOST}")
+            raise ArgumentError(
+                f"{self.name}: key has {key.shape[0] * heads} heads of tokens, more than {MOST}"
+            )
         check_cache(self.name, "key", key, heads, dim, Cache(*cache))
 
     def prepare_forward(
@@ -202,9 +206,7 @@ class WriteKVCache(InPlaceOp):
     ) -> tuple[Problem, ...]:
         """``dtypes`` may name that of the cache: ``key_cache``."""
         dim = shape[-1]
-        return (
-            Problem(self.name, (dtype, (dtypes or {}).get("key_cache", dtype)), dim % UNIT == 0, dim),
-        )
+        return (Problem(self.name, (dtype, (dtypes or {}).get("key_cache", dtype)), dim % UNIT == 0, dim),)
 
     @staticmethod
     def write_in_torch(key: Tensor, value: Tensor, *cache: Any) -> None:

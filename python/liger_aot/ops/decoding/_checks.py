@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.attention._checks import check_dim, check_heads, check_integers, check_operand, check_sinks
 from liger_aot.ops.attention._operands import LARGEST_STRIDE, MAX_SEQLEN
 from liger_aot.ops.decoding._plans import Shape
 from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.op import check_same_device, check_tensor
 
 SMALLEST_PAGE = 16
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 def check_arguments(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> None:
     """Raise for everything that is wrong with a call, but for what its lengths and block table hold."""
-    q, k, v, cache_seqlens, block_table, sinks = tensors
+    q, k, v, cache_seqlens, block_table, sinks, k_scale, v_scale = tensors
     for name, t in (("q", q), ("k_cache", k), ("v_cache", v)):
         _check_operand(op, name, t, q)
     if block_table is not None:
@@ -37,10 +39,44 @@ def check_arguments(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> Non
                 f"{tuple(cache_seqlens.shape)}"
             )
     check_sinks(op, sinks, q, q.shape[2])
+    _check_scales(op, q, k, k_scale, v_scale)
+
+
+def _check_scales(op: str, q: Tensor, k: Tensor, k_scale: Any, v_scale: Any) -> None:
+    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if t is None:
+            continue
+        check_tensor(op, name, t)
+        check_same_device(op, name, t, "q", q)
+        if t.dtype != torch.float32:
+            raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
+        if k.dtype not in FP8:
+            raise ArgumentError(f"{op}: {name} is for a cache of fp8, got k_cache of {k.dtype}")
+        if t.shape not in ((), (1,), (k.shape[2],)):
+            raise ArgumentError(
+                f"{op}: {name} must have one element or be of shape ({k.shape[2]},), one a head of k_cache; got "
+                f"{tuple(t.shape)}"
+            )
+    if (k_scale is None) != (v_scale is None):
+        missing, given = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
+        raise ArgumentError(f"{op}: {missing} must be given where {given} is, got None")
+    if k_scale is not None and k_scale.numel() != v_scale.numel():
+        raise ArgumentError(
+            f"{op}: v_scale must have as many elements as k_scale, {k_scale.numel()}, got {v_scale.numel()}"
+        )
 
 
 def _check_operand(op: str, name: str, t: Any, q: Tensor) -> None:
-    check_operand(op, name, t, q, 4)
+    if t is not q and isinstance(t, Tensor) and t.dtype in FP8 and t.layout == torch.strided:
+        check_same_device(op, name, t, "q", q)
+        t = t.view(torch.uint8)
+        if t.dim() != 4 or (t.shape[-1] > 1 and t.stride(-1) != 1):
+            raise ArgumentError(
+                f"{op}: {name} must have 4 dimensions, the last contiguous; got shape {tuple(t.shape)} with strides "
+                f"{t.stride()}"
+            )
+    else:
+        check_operand(op, name, t, q, 4)
     if any(
         size > 1 and stride >= LARGEST_STRIDE
         for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True)
@@ -55,6 +91,8 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor 
     check_dim(op, dim)
     if k.shape[3] != dim:
         raise ArgumentError(f"{op}: the last dimension of k_cache must be q's {dim}, got {k.shape[3]}")
+    if v.dtype != k.dtype:
+        raise ArgumentTypeError(f"{op}: v_cache must be of k_cache's dtype {k.dtype}, got {v.dtype}")
     if v.shape != k.shape:
         raise ArgumentError(f"{op}: v_cache must have k_cache's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     pairs = zip(k.shape, k.stride(), v.stride(), strict=True)
@@ -80,7 +118,7 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor 
 def check_values(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> None:
     """ArgumentError for a length, or a page that is looked at, out of range; on the CPU alone, where looking costs
     nothing."""
-    q, k, _, cache_seqlens, block_table, _ = tensors
+    q, k, _, cache_seqlens, block_table = tensors[:5]
     if q.device.type != "cpu":
         return
     shape, left = Shape(q, k, block_table), settings[1]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.attention._operands import (
     LOG2_E,
     MAX_SEQLEN,
@@ -121,14 +121,21 @@ class Call:
 class SplitPlan:
     """All calls with tensors like these, by the persistent kernel or the split kernel, and ``combine``."""
 
-    def __init__(self, on: OpOn, call: Call, q: Tensor, k: Tensor, persistent: Loaded | None) -> None:
+    def __init__(
+        self, on: OpOn, call: Call, q: Tensor, k: Tensor, k_scale: Tensor | None, persistent: Loaded | None
+    ) -> None:
         shape, rows = call.shape, call.rows
         split = persistent
         if split is None:
             kernel = on.kernels[f"{NAME}_split"]
-            split = kernel((q.dtype, call.paged, False, call.aligned), shape.dim)
+            try:
+                split = kernel((q.dtype, call.paged, False, k.dtype, call.aligned), shape.dim)
+            except ArgumentTypeError:
+                if k.dtype == q.dtype:
+                    raise
+                raise _lacking(k.dtype) from None
             if rows > split.numbers["block_m"]:
-                split = kernel((q.dtype, call.paged, True, call.aligned), shape.dim)
+                split = kernel((q.dtype, call.paged, True, k.dtype, call.aligned), shape.dim)
         combine = on.kernels[f"{NAME}_combine"]((q.dtype, not shape.dim % UNIT), shape.dim)
         numbers = split.numbers
         block_m, block_n = numbers.get("block_m", WARP_GROUP_ROWS), numbers["block_n"]
@@ -166,6 +173,8 @@ class SplitPlan:
             self._split_numbers = (
                 *call.strides, call.table_row, *sizes, shape.pages, page_bits, tiles, splits, partial_rows, *bounds
             )  # fmt: skip
+        self._codes = k.dtype != q.dtype
+        self._scale_head = 0 if k_scale is None or k_scale.numel() == 1 else 1
         self._combine_numbers = (
             shape.kv_heads, call.ratio, shape.tokens, shape.dim, shape.batch, shape.capacity, tiles, splits, workers,
             partial_rows, block_m, block_n, *bounds,
@@ -182,6 +191,8 @@ class SplitPlan:
         cache_seqlens: Tensor | None,
         block_table: Tensor | None,
         sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         on = self._on
         o, lse = q.new_empty(self._shape), q.new_empty(self._lse_shape, dtype=torch.float32)
@@ -199,6 +210,7 @@ class SplitPlan:
             self._split.launch(
                 device, stream, self._programs, 1, 1, *results, self._flag,
                 q.data_ptr(), k.data_ptr(), v.data_ptr(), at(block_table), lengths, sinks_at, *self._split_numbers,
+                *((at(k_scale), at(v_scale), self._scale_head) if self._codes else ()),
             )  # fmt: skip
         if partials is not None:
             self._combine.launch(
@@ -237,6 +249,8 @@ class FusedPlan:
         cache_seqlens: Tensor | None,
         block_table: Tensor | None,
         sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         on = self._on
         o, lse = q.new_empty(self._shape), q.new_empty(self._lse_shape, dtype=torch.float32)
@@ -258,14 +272,18 @@ def plan_for(
     q: Tensor,
     k: Tensor,
     block_table: Tensor | None,
+    k_scale: Tensor | None,
     settings: Settings,
     addresses_aligned: bool,
 ) -> SplitPlan | FusedPlan:
-    """The plan of all calls with tensors like these."""
+    """The plan of all calls with tensors like these. The kernels by tensor maps take no codes: wgmma's operands lie in
+    shared memory in q's dtype."""
     call = Call(q, k, block_table, settings, addresses_aligned)
+    if k.dtype != q.dtype:
+        return SplitPlan(on, call, q, k, k_scale, None)
     persistent = persistent_for(on, q.dtype, call)
     plan = fused_for(on, call, q, k) if persistent is None else None
-    return plan or SplitPlan(on, call, q, k, persistent)
+    return plan or SplitPlan(on, call, q, k, None, persistent)
 
 
 def persistent_for(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:
@@ -322,6 +340,15 @@ def counters_of(on: OpOn, device: torch.device) -> StreamWorkspace:
     """Where the fused kernel's programs count who has ended: zeros, which launches leave as zeros."""
     counters: StreamWorkspace = on.plans.setdefault("counters", StreamWorkspace(device))
     return counters
+
+
+def _lacking(dtype: torch.dtype) -> ArgumentTypeError:
+    """Of a GPU for which there is no binary that reads such a cache."""
+    said = str(dtype).removeprefix("torch.")
+    return ArgumentTypeError(
+        f"{NAME}: this GPU does not convert k_cache's dtype {said}: float8_e4m3fn is for compute capability 8.9 and "
+        "from 9.0 on, float8_e4m3fnuz for gfx942; all have a cache of q's own dtype"
+    )
 
 
 def at(t: Tensor | None) -> int:

@@ -15,7 +15,7 @@ from liger_aot.ops import guards
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
 from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import padded_head_dim
-from liger_aot.ops.decoding._checks import check_arguments, check_values
+from liger_aot.ops.decoding._checks import FP8, check_arguments, check_values
 from liger_aot.ops.decoding._plans import (
     MAX_SPLITS,
     NAME,
@@ -51,10 +51,11 @@ class FlashDecoding(DifferentiableOp):
     Args:
         q: (batch, tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1.
         k_cache, v_cache: (batch, capacity, kv_heads, dim) or, with ``block_table``, (pages, page_size, kv_heads, dim)
-            of q's dtype and equal strides, any but the last, which must be 1; page_size is a power of 2 from 16 on.
-            kv_heads divide heads (grouped and multi-query attention). dim is up to 256; it runs at the speed of the
-            next of 64, 128 and 256. Where addresses or strides are no multiples of 16 bytes and elements, or dim is no
-            multiple of 16, a much slower kernel runs.
+            of q's dtype, float8_e4m3fn (compute capability 8.9 and from 9.0 on) or float8_e4m3fnuz (gfx942), and equal
+            strides, any but the last, which must be 1; page_size is a power of 2 from 16 on. kv_heads divide heads
+            (grouped and multi-query attention). dim is up to 256; it runs at the speed of the next of 64, 128 and 256.
+            Where addresses or strides are no multiples of 16 bytes and elements, or dim is no multiple of 16, a much
+            slower kernel runs.
         cache_seqlens: (batch,) int32: how many keys each sequence has. None: as many as its cache can hold.
         block_table: (batch, most pages) int32, rows contiguous: where the pages of each sequence are. Entries past its
             last key, or before its window, are not looked at.
@@ -64,6 +65,8 @@ class FlashDecoding(DifferentiableOp):
         softcap: above 0: scores become softcap * tanh(score / softcap).
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head the score of one more key, whose value
             is 0.
+        k_scale, v_scale: of an fp8 cache, both or none, float32: keys and values are code * scale. One element, or
+            (kv_heads,). None is 1. ``write_kv_cache`` writes such caches.
         splits: how many programs split a sequence's keys at most. None: chosen from the shapes and the profile; where
             programs then split all sequences' keys evenly, a result's last bits depend on the other lengths, too.
         return_lse: also return the logarithm of each token's sum.
@@ -85,7 +88,7 @@ class FlashDecoding(DifferentiableOp):
     """
 
     name = NAME
-    tensors = ("q", "k_cache", "v_cache", "cache_seqlens?", "block_table?", "sinks?")
+    tensors = ("q", "k_cache", "v_cache", "cache_seqlens?", "block_table?", "sinks?", "k_scale?", "v_scale?")
     settings = Schema({**SCALES, "int splits": Allowed(least=0, most=MAX_SPLITS)})
     outputs = 2
     results = 2  # o, lse
@@ -107,10 +110,12 @@ class FlashDecoding(DifferentiableOp):
         window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         splits: int | None = None,
         return_lse: bool = False,
     ) -> Any:
-        tensors = (q, k_cache, v_cache, cache_seqlens, block_table, sinks)
+        tensors = (q, k_cache, v_cache, cache_seqlens, block_table, sinks, k_scale, v_scale)
         settings = (
             *settings_of(self.name, q, causal, scale, window, softcap),
             0 if splits is None else SPLITS.checked(self.name, "int splits", splits),
@@ -158,7 +163,7 @@ class FlashDecoding(DifferentiableOp):
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
         self.check(tensors, settings)
-        q, k, v, cache_seqlens, block_table, sinks = tensors
+        q, k, v, cache_seqlens, block_table, sinks, k_scale, v_scale = tensors
         if self.on_reference(tensors):
             check_values(self.name, tensors, settings)
             return self.by_reference(tensors, settings)
@@ -166,17 +171,20 @@ class FlashDecoding(DifferentiableOp):
         assert on is not None
         cache_seqlens = None if cache_seqlens is None else cache_seqlens.contiguous()
         sinks = None if sinks is None else sinks.float().contiguous()
-        tensors = (q, k, v, cache_seqlens, block_table, sinks)
+        k_scale, v_scale = (None if t is None else t.contiguous() for t in (k_scale, v_scale))
+        tensors = (q, k, v, cache_seqlens, block_table, sinks, k_scale, v_scale)
         key = _key(tensors, settings)
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            self._plans[key] = plan_for(on, q, k, block_table, Settings(*settings), addresses_aligned=key[0])
+            self._plans[key] = plan_for(
+                on, q, k, block_table, k_scale, Settings(*settings), addresses_aligned=key[0]
+            )
         return self.run_forward(tensors, settings, keep, out)
 
     def on_reference(self, tensors: Tensors) -> bool:
         """Also without a key that could be read."""
-        _, k, _, _, block_table, _ = tensors
+        k, block_table = tensors[1], tensors[4]
         none = block_table is not None and not block_table.numel()
         return super().on_reference(tensors) or not k.numel() or none
 
@@ -198,18 +206,20 @@ class FlashDecoding(DifferentiableOp):
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
-        """``shape`` is q's. Of a contiguous cache and of a paged one; wide variants are for many rows of q a head of k,
-        ``fused`` for few where there is such a kernel, ``persistent`` for many long sequences."""
+        """``shape`` is q's; ``dtypes`` may name that of the cache: ``k_cache``. Of a contiguous cache and of a paged
+        one; wide variants are for many rows of q a head of k, ``fused`` for few where there is such a kernel,
+        ``persistent`` for many long sequences."""
         dim = shape[-1]
         check_dim(self.name, dim)
-        aligned = not dim % UNIT
+        aligned, cache = not dim % UNIT, (dtypes or {}).get("k_cache", dtype)
         kinds: list[tuple[Any, ...]] = [
-            ("split", paged, wide) for wide in (False, True) for paged in (False, True)
+            ("split", paged, wide, cache) for wide in (False, True) for paged in (False, True)
         ]
         kinds.append(("combine",))
-        if aligned and padded_head_dim(dim) in (96, 128):
+        same = aligned and cache == dtype
+        if same and padded_head_dim(dim) in (96, 128):
             kinds.append(("persistent", padded_head_dim(dim)))
-        if aligned and fused_head_dim(dim) in (64, 128):
+        if same and fused_head_dim(dim) in (64, 128):
             kinds += [("fused", fused_head_dim(dim), paged) for paged in (False, True)]
         return tuple(Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, dim) for kind, *axes in kinds)
 
@@ -221,6 +231,8 @@ class FlashDecoding(DifferentiableOp):
         cache_seqlens: Tensor | None,
         block_table: Tensor | None,
         sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
         scale: float,
         left: int,
         right: int,
@@ -230,6 +242,9 @@ class FlashDecoding(DifferentiableOp):
         wide = torch.promote_types(q.dtype, torch.float32)
         shape = Shape(q, k_cache, block_table)
         k, v, known = _gathered(k_cache, v_cache, block_table)
+        k, v = k.to(wide), v.to(wide)
+        if k_scale is not None and v_scale is not None:
+            k, v = (t * s.to(wide).reshape(-1, 1) for t, s in ((k, k_scale), (v, v_scale)))
         lengths = torch.full((shape.batch,), shape.capacity, device=q.device)
         lengths = lengths if cache_seqlens is None else cache_seqlens.long()
         wrong = (lengths < 0) | (lengths > shape.capacity)
@@ -237,7 +252,7 @@ class FlashDecoding(DifferentiableOp):
         keys = torch.arange(shape.capacity, device=q.device)
         cached = keys < lengths[:, None]
         grouped = q.to(wide).unflatten(2, (shape.kv_heads, -1)) if shape.kv_heads else q.to(wide).unsqueeze(3)
-        scores = torch.einsum("btkgd,bskd->bkgts", grouped, k.to(wide)) * scale
+        scores = torch.einsum("btkgd,bskd->bkgts", grouped, k) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         own = lengths[:, None] - shape.tokens + torch.arange(shape.tokens, device=q.device)
@@ -247,7 +262,7 @@ class FlashDecoding(DifferentiableOp):
         if left >= 0:
             seen = seen & (keys >= own[:, :, None] - left)
         # memory that holds no key, or one out of every window, may hold anything
-        v = torch.where(seen.any(1)[:, :, None, None], v.to(wide), 0.0)
+        v = torch.where(seen.any(1)[:, :, None, None], v, 0.0)
         wrong = wrong | (seen & ~known[:, None]).any(-1).any(-1)
         scores = torch.where(seen[:, None, None], scores, -math.inf)
         top = scores.amax(-1) if shape.capacity else scores.new_full(scores.shape[:-1], -math.inf)
@@ -272,6 +287,9 @@ def _gathered(k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple[Tensor,
     if not k.shape[0]:
         k, v = (t.new_zeros((1, *t.shape[1:])) for t in (k, v))
     at = torch.where(known, block_table, 0).long()
+    if k.dtype in FP8:  # which torch does not index
+        k, v = (t.view(torch.uint8)[at].view(k.dtype) for t in (k, v))
+        return k.flatten(1, 2), v.flatten(1, 2), known.repeat_interleave(k.shape[2], 1)
     return k[at].flatten(1, 2), v[at].flatten(1, 2), known.repeat_interleave(k.shape[1], 1)
 
 

@@ -28,7 +28,7 @@ class _Plan:
 
     def __init__(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
         self.shape, self.key, self.n = out_a.shape, out_a.dtype, out_a.shape[-1]
-        *batch, tokens, heads, dim = out_a.shape
+        tokens, heads, dim = out_a.shape[-3:]
         self.rows = out_a.numel() // max(dim, 1)
         of_outs = tuple(stride for t in (out_a, out_b) for stride in _strides(t.shape[:-1], t.stride()[:-1]))
         of_lse = tuple(stride for t in (lse_a, lse_b) for stride in _strides(t.shape, t.stride()))
@@ -82,7 +82,9 @@ class MergeAttentionStates(DifferentiableOp):
             self.check_all(tensors, ())
             self._refuse_gradient()
         out, lse = self.differentiable(tensors)
-        return out if return_lse is False or not check_flag(self.name, "return_lse", return_lse) else (out, lse)
+        return (
+            out if return_lse is False or not check_flag(self.name, "return_lse", return_lse) else (out, lse)
+        )
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         out_a, op = tensors[0], self.name
@@ -190,7 +192,9 @@ class MergeAttentionStates(DifferentiableOp):
         for out, weight in ((out_a, weight_a * by), (out_b, weight_b * by)):
             weight = weight.transpose(-1, -2).unsqueeze(-1)
             merged = merged + torch.where(weight == 0.0, 0.0, out.to(wide) * weight)
-        return merged.to(out_a.dtype), (top + torch.log(total)).to(torch.promote_types(lse_a.dtype, torch.float32))
+        return merged.to(out_a.dtype), (top + torch.log(total)).to(
+            torch.promote_types(lse_a.dtype, torch.float32)
+        )
 
 
 def _strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
