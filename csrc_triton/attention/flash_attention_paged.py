@@ -203,8 +203,7 @@ def paged_tiles(
             tl.store(LSE + query_head.to(tl.int64) * tokens + token, float("-inf"), mask=valid)
     elif (row >= 0) & (row < len_q * ratio) & (len_q <= few):
         rows = len_q * ratio
-        valid = row + index < rows
-        at = tl.minimum(row + index, rows - 1)
+        at = tl.minimum(row + index, rows - 1)  # past the last its once more: the same values to the same place
         token = at // ratio
         query_head = head * ratio + (at - token * ratio)
         len_k = keys_in_cache(SEQUSED_K, sequence, sequences, capacity)
@@ -240,14 +239,13 @@ def paged_tiles(
             lse, by = finalise(m, sums, SINKS, query_head)
             to = OUT + (start_q + token).to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
             out = (acc * by[:, None]).to(OUT.dtype.element_ty)
-            tl.store(to[:, None] + columns[None, :], out, mask=valid[:, None] & keep)
-            tl.store(LSE + query_head.to(tl.int64) * tokens + (start_q + token), lse, mask=valid)
+            tl.store(to[:, None] + columns[None, :], out, mask=keep)
+            tl.store(LSE + query_head.to(tl.int64) * tokens + (start_q + token), lse)
         else:
             part = acc / tl.where(sums > 0, sums, 1.0)[:, None]
             place = ((split * sequences + sequence).to(tl.int64) * few + token) * heads + query_head
-            some = valid & (end > begin)
-            tl.store(OUT_PARTIAL + place[:, None] * dim + columns[None, :], part, mask=some[:, None] & keep)
-            tl.store(LSE_PARTIAL + place, m + tl.log2(sums), mask=valid)
+            tl.store(OUT_PARTIAL + place[:, None] * dim + columns[None, :], part, mask=keep & (end > begin))
+            tl.store(LSE_PARTIAL + place, m + tl.log2(sums))
 
 
 @triton.jit
