@@ -77,7 +77,7 @@ DECLARATION = {
             "arguments": {
                 "Q": "dtype[1, 1, 64, 64]", "K": "dtype[1, 1, BOX_KEYS, 64]", "V": "dtype[1, 1, BOX_KEYS, 64]",
                 "Y": "dtype[1, 1, 64, 64]", "LSE": "*fp32", "SINKS": "*fp32", **BATCH, "COUNTER": "*i32",
-                "table_row": "i64", "scale": "fp32", "cap": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32",
+                "table_row": "i32", "scale": "fp32", "cap": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32",
                 "keys_in_l2": "i32", **SIZES,
             },
             "axes": {**DTYPES, "head_dim": HEAD_DIMS, "mask": ["causal", "local"], "box_keys": [16, 64]},
@@ -96,7 +96,7 @@ DECLARATION = {
             "arguments": {
                 "OUT": "*dtype", **RESULTS, "Q": "*dtype", "K": "*cache", "V": "*cache", "SINKS": "*fp32", **BATCH,
                 "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32", "k_page": "i64", "k_row": "i32", "k_head": "i32",
-                "table_row": "i64", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
+                "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
                 "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32", "K_SCALE": "*fp32", "V_SCALE": "*fp32", "scale_head": "i32",
             },
             "axes": {
@@ -228,7 +228,7 @@ def paged_tiles(
             scale *= tl.where(cap != 0.0, 1.0, of_codes)
             cap *= of_codes
         acc, m, sums, bad = attend_pages(
-            q, K + base, V + base, TABLE + sequence.to(tl.int64) * table_row, begin, end, start, stop, low, high,
+            q, K + base, V + base, TABLE + sequence * table_row, begin, end, start, stop, low, high,
             past + last_token + left, tl.minimum(past + first_token + right, len_k), scale, cap, dim, pages,
             page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES,
         )  # fmt: skip
@@ -341,7 +341,6 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
     i = 0  # tiles loaded
     edges = 0  # of all blocks those with rows that hold no key
     tile = receive_varlen_tile(0, tile_pipe, 1)
-    bad = 0 * tile.t
     while tile.t < seqs.tiles:
         release_varlen_tile(i, tile_pipe)
         row = tile.m * (64 * z.WARP_GROUPS)
@@ -350,7 +349,6 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
         start = 0 * row
         if z.MASK == LOCAL:
             start = gl.maximum(row + scheduler.left, 0)
-        TABLE = seqs.table + tile.start_k * seqs.table_row
         head = divide(tile.head, seqs.ratio)
         edge = 0 * row
         for j in range(last - first):
@@ -361,9 +359,10 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
             phase = ((b // z.STAGES) & 1) ^ 1
             mbarrier.wait(k.empty.index(stage), phase)
             if tile.len_k > 0:
-                bad = load_pages(
-                    K, head, key, start, tile.len_k, k.first.index(stage), k.full.index(stage), seqs, TABLE, bad, z
-                )
+                load_pages(
+                    K, tile.start_k, head, key, start, tile.len_k, k.first.index(stage), k.full.index(stage), seqs,
+                    FLAG, z,
+                )  # fmt: skip
             else:  # the one block of no keys: all scores are masked, whatever they are
                 mbarrier.arrive(k.full.index(stage), count=1)
             if j == 0:
@@ -381,7 +380,9 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
             edge = ((tile.len_k > 0) & ((key + z.BLOCK_N > tile.len_k) | (key < start))).to(gl.int32)
             if tile.len_k > 0:
                 full = v.full.index(gl.where(edge != 0, z.STAGES, stage))
-                load_pages(V, head, key, start, tile.len_k, v.first.index(stage), full, seqs, TABLE, bad, z)
+                load_pages(
+                    V, tile.start_k, head, key, start, tile.len_k, v.first.index(stage), full, seqs, FLAG, z
+                )
             else:  # 0 times what lies there could be NaN
                 zero_stage(v, stage, z)
             b += 1
@@ -390,7 +391,6 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
             edges += 1
         i += 1
         tile = receive_varlen_tile(i, tile_pipe, 1)
-    gl.store(FLAG, bad.to(gl.int64), mask=bad != 0)
 
 
 @gluon.jit
@@ -425,8 +425,8 @@ def paged_warp_specialized(
     gl.static_assert(K.block_shape[2] == BOX_KEYS)
     z = Sizes(BLOCK_N, D1, 0, 64, STAGES, WARP_GROUPS, MASK, PING_PONG)
     seqs = PagedSequences(
-        CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right, left, few,
-        capacity, pages, page_bits,
+        CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right, right - left,
+        few, capacity, pages, page_bits,
     )  # fmt: skip
     q = pipeline_of(Q, WARP_GROUPS, 1, z)
     k = paged_pipeline(K, STAGES, z)

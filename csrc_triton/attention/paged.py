@@ -140,7 +140,7 @@ class PagedSequences:
     ratio: gl.tensor  # heads of Q a head of K
     keys_in_l2: gl.tensor  # keys of one head that fit into L2 with their values
     right: gl.tensor  # row r of a sequence with as many keys as rows sees keys before r + right
-    left: gl.tensor  # from r + left on
+    width: gl.tensor  # from r + right - width on
     few: gl.tensor  # sequences with so many queries or fewer are ``paged_tiles``', and tokens behind the last; 0: none
     capacity: gl.tensor  # keys of a sequence, at most
     pages: gl.tensor
@@ -148,12 +148,12 @@ class PagedSequences:
 
     @gluon.constexpr_function
     def __init__(
-        self, cu_seqlens_q, seqused_k, table, table_row, count, tokens_q, tiles, heads, ratio, keys_in_l2, right, left,
+        self, cu_seqlens_q, seqused_k, table, table_row, count, tokens_q, tiles, heads, ratio, keys_in_l2, right, width,
         few, capacity, pages, page_bits,
     ):  # fmt: skip
         self.cu_seqlens_q, self.seqused_k, self.table, self.table_row = cu_seqlens_q, seqused_k, table, table_row
         self.count, self.tokens_q, self.tiles, self.heads, self.ratio = count, tokens_q, tiles, heads, ratio
-        self.keys_in_l2, self.right, self.left, self.few = keys_in_l2, right, left, few
+        self.keys_in_l2, self.right, self.width, self.few = keys_in_l2, right, width, few
         self.capacity, self.pages, self.page_bits = capacity, pages, page_bits
 
 
@@ -162,7 +162,7 @@ def scheduler_of(tile, seqs):
     """The lengths and bounds of a tile's sequence, for ``consume_tile``, which does not look at the order of tiles."""
     return TileScheduler(
         seqs.tiles, seqs.tiles, seqs.heads, seqs.heads, seqs.ratio, seqs.tiles, seqs.heads,
-        tile.len_q, tile.len_k, tile.right, tile.right - seqs.right + seqs.left,
+        tile.len_q, tile.len_k, tile.right, tile.right - seqs.width,
     )  # fmt: skip
 
 
@@ -221,22 +221,21 @@ def paged_pipeline(tensor_map, barriers: gl.constexpr, z):
 
 
 @gluon.jit
-def load_pages(tensor_map, head, key, start, stop, to, full, seqs, TABLE, bad, z):
+def load_pages(tensor_map, sequence, head, key, start, stop, to, full, seqs, FLAG, z):
     """Start the TMA loads of the block of keys from ``key`` on. Of boxes without any key of [start, stop) the nearest
-    that has one is loaded. Returns ``bad``, or a page number that is none."""
+    that has one is loaded. Reports page numbers that are none."""
     BOX_KEYS: gl.constexpr = tensor_map.block_shape[2]
     mbarrier.expect(full, tensor_map.block_type.nbytes * (z.D1 // z.BOX) * (z.BLOCK_N // BOX_KEYS))
     for i in gl.static_range(z.BLOCK_N // BOX_KEYS):
         row = gl.maximum(gl.minimum(key + i * BOX_KEYS, stop - 1), start) // BOX_KEYS * BOX_KEYS
-        page = gl.load(TABLE + (row >> seqs.page_bits))
+        page = gl.load(seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits)))
         there = (page >= 0) & (page < seqs.pages)
-        bad = gl.where(there, bad, page)
+        gl.store(FLAG, page.to(gl.int64), mask=there == 0)
         page = gl.where(there, page, 0)
         row = row & ((1 << seqs.page_bits) - 1)
         for c in gl.static_range(z.D1 // z.BOX):
             part = to.slice(i * BOX_KEYS, BOX_KEYS, dim=2).slice(c * z.BOX, z.BOX, dim=3)
             tma.async_copy_global_to_shared(tensor_map, [page, head, row, c * z.BOX], full, part)
-    return bad
 
 
 @gluon.jit

@@ -125,6 +125,8 @@ def check_paged(op: str, tensors: Tensors, settings: PagedSettings) -> None:
             f"{op}: {shape.tokens} tokens in {count} sequences, {shape.ratio} heads of q for each of k_cache, are too "
             f"many: tokens and {LARGEST_BLOCK} times the sequences, times those heads, must be below {MAX_TOKENS}"
         )
+    if (words := count * block_table.stride(0)) >= 1 << 31:
+        raise ArgumentError(f"{op}: block_table must end within 2^31 elements, got {words}")
     if shape.capacity >= MAX_SEQLEN:
         raise ArgumentError(
             f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys, got {shape.capacity}"
