@@ -89,7 +89,12 @@ DECLARATION = {
             },
             "host": ["l2_megabytes", "few_rows"],
             "aligned": [],
-            "forms": {"warp_specialized": FORM},
+            "forms": {
+                "warp_specialized": FORM,
+                "warp_specialized_spills": {
+                    **FORM, "may_spill": "a few registers, once a tile, outside of the loops over keys",
+                },
+            },
         },
         "flash_attention_paged_tiles": {
             "always_aligned": True,
@@ -203,7 +208,9 @@ def paged_tiles(
             tl.store(LSE + query_head.to(tl.int64) * tokens + token, float("-inf"), mask=valid)
     elif (row >= 0) & (row < len_q * ratio) & (len_q <= few):
         rows = len_q * ratio
-        at = tl.minimum(row + index, rows - 1)  # past the last its once more: the same values to the same place
+        at = tl.minimum(
+            row + index, rows - 1
+        )  # past the last its once more: the same values to the same place
         token = at // ratio
         query_head = head * ratio + (at - token * ratio)
         len_k = keys_in_cache(SEQUSED_K, sequence, sequences, capacity)
@@ -276,7 +283,9 @@ def combine_paged(
             lse = tl.load(LSE_PARTIAL + to, mask=part < parts, other=float("-inf"))
             some = lse != float("-inf")
             values = tl.load(
-                OUT_PARTIAL + to[:, None] * dim + columns[None, :], mask=some[:, None] & keep[None, :], other=0.0
+                OUT_PARTIAL + to[:, None] * dim + columns[None, :],
+                mask=some[:, None] & keep[None, :],
+                other=0.0,
             )
             new_m = tl.maximum(m, tl.max(lse, 0))
             weights = tl.exp2(lse - new_m)

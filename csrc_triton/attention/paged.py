@@ -19,7 +19,7 @@ from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention.forward import p_exponent
 from csrc_triton.attention.pipeline import Pipeline, mbarriers
-from csrc_triton.attention.tile_scheduler import TileScheduler
+from csrc_triton.attention.tile_scheduler import LOCAL, TileScheduler
 from csrc_triton.attention.varlen import (
     COMPARED,
     END,
@@ -84,6 +84,16 @@ def page_offsets(TABLE, keys, page_bits, pages, k_page, k_row, bad):
 
 
 @triton.jit
+def near_columns(dim, D: tl.constexpr):
+    """D columns; instead of those past ``dim``, a multiple of 16, columns of the first 16, so that all may be loaded:
+    what they give meets zeros of the queries, or is not stored."""
+    columns = tl.arange(0, D)
+    unit = columns // 16 * 16
+    columns = tl.where(unit < dim, columns, columns - unit)
+    return tl.max_contiguous(tl.multiple_of(columns, 16), 16)
+
+
+@triton.jit
 def attend_pages(
     q, K, V, TABLE, first, last, start, stop, low, high, every_low, every_high, scale, cap, dim, pages, page_bits,
     k_page, k_row, BLOCK_N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
@@ -92,8 +102,8 @@ def attend_pages(
     all rows ``every_low`` to ``every_high`` - 1, and some row ``start`` to ``stop`` - 1. Returns P V, each row's
     largest score and its sum in base 2, and page numbers that are none (0: none)."""
     BLOCK_M: tl.constexpr = q.shape[0]
-    columns = tl.arange(0, D)
-    keep = columns[None, :] < dim
+    columns = near_columns(dim, D)
+    visible = tl.maximum(high - low, 0).to(tl.uint32, bitcast=True)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite: a row that sees no key gives no NaN
     sums = tl.zeros([BLOCK_M], tl.float32)
@@ -103,21 +113,22 @@ def attend_pages(
         key = j * BLOCK_N
         nearest = tl.maximum(tl.minimum(key + own, stop - 1), start)
         at, bad = page_offsets(TABLE, nearest, page_bits, pages, k_page, k_row, bad)
-        k = tl.load(K + at[:, None] + columns[None, :], mask=keep, other=0.0).to(q.dtype)
+        k = tl.load(K + at[:, None] + columns[None, :]).to(q.dtype)
         s = tl.dot(q, tl.trans(k))
         if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
         s = s * scale
         if (key < every_low) | (key + BLOCK_N > every_high):
-            keys = key + own
-            seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
-            s = tl.where(seen, s, float("-inf"))
+            after = (key + own[None, :] - low[:, None]).to(
+                tl.uint32, bitcast=True
+            )  # one comparison for both ends
+            s = tl.where(after < visible[:, None], s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - (new_m - p_exponent(q.dtype))[:, None])
         by = tl.exp2(m - new_m)
         m = new_m
         sums = sums * by + tl.sum(p, 1)
-        v = tl.load(V + at[:, None] + columns[None, :], mask=keep, other=0.0).to(q.dtype)
+        v = tl.load(V + at[:, None] + columns[None, :]).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
     return acc, m - p_exponent(q.dtype), sums, bad
 
@@ -141,7 +152,9 @@ class PagedSequences:
     keys_in_l2: gl.tensor  # keys of one head that fit into L2 with their values
     right: gl.tensor  # row r of a sequence with as many keys as rows sees keys before r + right
     width: gl.tensor  # from r + right - width on
-    few: gl.tensor  # sequences with so many queries or fewer are ``paged_tiles``', and tokens behind the last; 0: none
+    few: (
+        gl.tensor
+    )  # sequences with so many queries or fewer are ``paged_tiles``', and tokens behind the last; 0: none
     capacity: gl.tensor  # keys of a sequence, at most
     pages: gl.tensor
     page_bits: gl.tensor
@@ -151,7 +164,12 @@ class PagedSequences:
         self, cu_seqlens_q, seqused_k, table, table_row, count, tokens_q, tiles, heads, ratio, keys_in_l2, right, width,
         few, capacity, pages, page_bits,
     ):  # fmt: skip
-        self.cu_seqlens_q, self.seqused_k, self.table, self.table_row = cu_seqlens_q, seqused_k, table, table_row
+        self.cu_seqlens_q, self.seqused_k, self.table, self.table_row = (
+            cu_seqlens_q,
+            seqused_k,
+            table,
+            table_row,
+        )
         self.count, self.tokens_q, self.tiles, self.heads, self.ratio = count, tokens_q, tiles, heads, ratio
         self.keys_in_l2, self.right, self.width, self.few = keys_in_l2, right, width, few
         self.capacity, self.pages, self.page_bits = capacity, pages, page_bits
@@ -214,9 +232,7 @@ def fill_paged_window(s, seqs, window, block: gl.constexpr):
 @gluon.jit
 def paged_pipeline(tensor_map, barriers: gl.constexpr, z):
     """A pipeline of tiles of BLOCK_N rows that are loaded by boxes, with so many barriers that say what is full."""
-    tiles = gl.allocate_shared_memory(
-        tensor_map.dtype, [z.STAGES, 1, 1, z.BLOCK_N, z.D1], tensor_map.layout
-    )
+    tiles = gl.allocate_shared_memory(tensor_map.dtype, [z.STAGES, 1, 1, z.BLOCK_N, z.D1], tensor_map.layout)
     return Pipeline(tiles, tiles, mbarriers(barriers, 1), mbarriers(z.STAGES, z.WARP_GROUPS))
 
 
@@ -239,18 +255,32 @@ def load_pages(tensor_map, sequence, head, key, start, stop, to, full, seqs, FLA
 
 
 @gluon.jit
-def zero_unseen(values, key, start, stop, z):
-    """Set the rows of a block of V to zero that hold no key of [start, stop), by the producer warp: eight rows at a
-    time, as it has few registers."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    tile = values.reshape([z.BLOCK_N, z.D1])
-    for i in gl.static_range(z.BLOCK_N // 8):
-        first = key + i * 8
-        if (first < start) | (first + 8 > stop):
-            keys = first + gl.arange(0, 8, gl.SliceLayout(1, LANES))
-            seen = gl.expand_dims((keys >= start) & (keys < stop), 1)
-            for c in gl.static_range(z.D1 // 64):
-                part = tile.slice(i * 8, 8, dim=0).slice(c * 64, 64, dim=1)
-                loaded = part.load(LANES)
-                part.store(gl.where(seen, loaded, gl.zeros_like(loaded)))
+def zero_rows(tile, low, high, z):
+    """Set rows ``low`` to ``high`` - 1 of a block of V to zero, by the producer warp. Zeros need no swizzled layout,
+    whose addresses would take registers from all warps: a row is 128 bytes of each 64 columns, which follow each
+    other as [D1 / 64, BLOCK_N, 64]."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    EIGHT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    PANELS: gl.constexpr = z.D1 // 64
+    rows = tile._reinterpret(gl.int32, [PANELS * z.BLOCK_N, 32], mbarrier.MBarrierLayout())
+    eights = tile._reinterpret(gl.int32, [PANELS * z.BLOCK_N // 8, 256], mbarrier.MBarrierLayout())
+    first = gl.minimum((low + 7) // 8, high // 8)
+    last = high // 8
+    for r in range(low, gl.minimum(first * 8, high)):
+        for c in gl.static_range(PANELS):
+            rows.index(c * z.BLOCK_N + r).store(gl.zeros([32], gl.int32, ONE))
+    for r in range(first, last):
+        for c in gl.static_range(PANELS):
+            eights.index(c * (z.BLOCK_N // 8) + r).store(gl.zeros([256], gl.int32, EIGHT))
+    for r in range(gl.maximum(last * 8, low), high):
+        for c in gl.static_range(PANELS):
+            rows.index(c * z.BLOCK_N + r).store(gl.zeros([32], gl.int32, ONE))
+
+
+@gluon.jit
+def zero_unseen(tile, key, start, stop, z):
+    """Set the rows of the block of V from ``key`` on to zero that hold no key of [start, stop)."""
+    if z.MASK == LOCAL:
+        zero_rows(tile, 0, gl.minimum(gl.maximum(start - key, 0), z.BLOCK_N), z)
+    zero_rows(tile, gl.minimum(gl.maximum(stop - key, 0), z.BLOCK_N), z.BLOCK_N, z)
     fence_async_shared()

@@ -155,7 +155,12 @@ def check(
 
 
 def check_sequences(
-    problem: Problem, tensors: list[Any], o: Tensor, lse: Tensor, allowed: Mapping[str, float], device: str = "cpu"
+    problem: Problem,
+    tensors: list[Any],
+    o: Tensor,
+    lse: Tensor,
+    allowed: Mapping[str, float],
+    device: str = "cpu",
 ) -> None:
     """Every sequence against float64, with the limits of ``attention_cases.errors``."""
     starts = tensors[3].tolist()

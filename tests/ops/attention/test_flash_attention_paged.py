@@ -76,7 +76,10 @@ def loops(problem: Problem, tensors: list[Any]) -> tuple[Tensor, Tensor]:
                     scores = [softcap * torch.tanh(score / softcap) for score in scores]
                 values = [v[page, row, of].double() * v_scale[of] for page, row in places]
                 if sinks is not None:
-                    scores, values = [*scores, sinks[h].double()], [*values, torch.zeros(problem.dim).double()]
+                    scores, values = (
+                        [*scores, sinks[h].double()],
+                        [*values, torch.zeros(problem.dim).double()],
+                    )
                 if scores:
                     every = torch.stack(scores)
                     lse[h, t] = torch.logsumexp(every, 0)
@@ -205,7 +208,9 @@ def test_gradients_are_no_matter_under_no_grad() -> None:
         assert torch.equal(op(**{**GOOD, "q": Q.clone().requires_grad_()}), op(**GOOD))
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [("sm80", E4M3), ("gfx90a", FNUZ), ("sm90", FNUZ), ("gfx942", E4M3)])
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [("sm80", E4M3), ("gfx90a", FNUZ), ("sm90", FNUZ), ("gfx942", E4M3)]
+)
 def test_fp8_that_a_gpu_lacks(arch: str, dtype: torch.dtype) -> None:
     op, _ = recorded(FlashAttentionPaged, tables_of(arch))
     codes = K.to(dtype)
@@ -303,7 +308,9 @@ def test_numbers_come_from_shapes_alone() -> None:
     q, k, v, starts, keys, table, *_ = tensors = problem.tensors()
     o, lse = run(op, problem, tensors, max_seqlen_k=1000)
     launches = made[0].launches
-    *grid, q_map, k_map, v_map, y_map, lse_at, sinks, cu_at, keys_at, table_at, flag, counter = launches[FORWARD][:14]
+    *grid, q_map, k_map, v_map, y_map, lse_at, sinks, cu_at, keys_at, table_at, flag, counter = launches[
+        FORWARD
+    ][:14]
     few = 128 // 2
     assert grid == [2, 1, 1]  # a multiprocessor each
     row = 4 * 128
@@ -364,15 +371,15 @@ def test_long_tables_split_by_max_seqlen_k() -> None:
 # ---- The binaries and the device code ----
 
 
-@pytest.mark.parametrize(
-    ("problem", "arch"), emulated((p,) for p in (*SMALL, *EMPTY)), ids=str
-)
+@pytest.mark.parametrize(("problem", "arch"), emulated((p,) for p in (*SMALL, *EMPTY)), ids=str)
 def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
     pack = built_pack(arch)
     check(bound_op(FlashAttentionPaged, pack, EmulatorDriver), problem, dict(pack.tolerance))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, len(SMALL_FP8)))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, len(SMALL_FP8)))]
+)
 def test_amd_binaries_of_fp8(seed: int, poisoned: None) -> None:
     pack = built_pack("gfx942")
     problem = coded(SMALL_FP8, FNUZ)[seed]
@@ -394,7 +401,9 @@ WARP_SPECIALIZED = (
     Problem(2, 1, (200, 3, 0, 140, 150), (270, 40, 200, 5, 0), 64, page=128, behind=9, sinks=True),
     Problem(2, 1, (130, 65), (300, 65), 128, window=(70, 0), softcap=5.0),
     Problem(1, 1, (150,), (160,), 208, FP16, page=64, window=(30, 0)),
-    Problem(1, 1, (3, 129, 0) * 23, (7, 133, 5) * 23, 64, page=32, behind=2),  # more than are sorted at a time
+    Problem(
+        1, 1, (3, 129, 0) * 23, (7, 133, 5) * 23, 64, page=32, behind=2
+    ),  # more than are sorted at a time
 )
 
 
@@ -435,7 +444,9 @@ def check_out_of_range(op: Any, problem: Problem, allowed: Any) -> None:
     """Nothing out of bounds is read or written, other sequences are as ever, the next call raises, once."""
     for tensors in spoiled(problem):
         o, lse = run(op, problem, tensors)
-        good = problem._replace(queries=problem.queries[:-1], keys=problem.keys[:-1], behind=problem.queries[-1])
+        good = problem._replace(
+            queries=problem.queries[:-1], keys=problem.keys[:-1], behind=problem.queries[-1]
+        )
         check_sequences(good, tensors, o, lse, allowed)
         with pytest.raises(ArgumentError, match=rf"{NAME}: .* of an earlier call was given (5000|7777|6666)"):
             run(op, problem, problem.tensors())

@@ -118,7 +118,9 @@ def check_paged(op: str, tensors: Tensors, settings: PagedSettings) -> None:
             f"sequences; got {tuple(block_table.shape)}"
         )
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-        raise ArgumentError(f"{op}: rows of block_table must be contiguous, got strides {block_table.stride()}")
+        raise ArgumentError(
+            f"{op}: rows of block_table must be contiguous, got strides {block_table.stride()}"
+        )
     shape = paged_shape(q, k, block_table, settings.max_seqlen_k)
     if (shape.tokens + LARGEST_BLOCK * (count + 1)) * shape.ratio >= MAX_TOKENS:
         raise ArgumentError(
@@ -128,9 +130,7 @@ def check_paged(op: str, tensors: Tensors, settings: PagedSettings) -> None:
     if (words := count * block_table.stride(0)) >= 1 << 31:
         raise ArgumentError(f"{op}: block_table must end within 2^31 elements, got {words}")
     if shape.capacity >= MAX_SEQLEN:
-        raise ArgumentError(
-            f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys, got {shape.capacity}"
-        )
+        raise ArgumentError(f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys, got {shape.capacity}")
     check_sinks(op, sinks, q, shape.heads)
     for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
         if t is not None:
@@ -153,9 +153,7 @@ def _check_caches(op: str, q: Tensor, k: Any, v: Any) -> None:
                 f"{op}: {name} must be (pages, page_size, kv_heads, dim), got shape {tuple(t.shape)}"
             )
     if k.shape[3] != q.shape[2]:
-        raise ArgumentError(
-            f"{op}: the last dimension of k_cache must be q's {q.shape[2]}, got {k.shape[3]}"
-        )
+        raise ArgumentError(f"{op}: the last dimension of k_cache must be q's {q.shape[2]}, got {k.shape[3]}")
     if v.dtype != k.dtype:
         raise ArgumentTypeError(f"{op}: v_cache must be of k_cache's dtype {k.dtype}, got {v.dtype}")
     if v.shape != k.shape:
@@ -465,7 +463,9 @@ def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
     return kernel(key, shape.capacity) if kernel.serves(key) else None
 
 
-def alike(k_scale: Tensor | None, v_scale: Tensor | None, kv_heads: int) -> tuple[Tensor | None, Tensor | None, int]:
+def alike(
+    k_scale: Tensor | None, v_scale: Tensor | None, kv_heads: int
+) -> tuple[Tensor | None, Tensor | None, int]:
     """Both scales with one distance from head to head: 0 where all heads share them."""
     given = [t for t in (k_scale, v_scale) if t is not None]
     if all(t.numel() == 1 for t in given):
