@@ -1,8 +1,8 @@
 """Attention of packed queries to a paged cache: see ``paged`` and ``varlen``.
 
 ``paged_tiles`` is plain Triton. The queries of a token that share a head of keys are rows of one tile, as all of them
-read the same keys: a tile is BLOCK_M of a sequence's (token, head) pairs. Where sequences have few queries each, several
-programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts.
+read the same keys: a tile is BLOCK_M of a sequence's (token, head) pairs. Where sequences have few queries each,
+several programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts.
 
 ``paged_warp_specialized`` is for GPUs with TMA and wgmma, and sequences of many queries. It is
 ``flash_attention_varlen.varlen_warp_specialized`` with keys by pages; a tile is of one head. A batch that mixes both
@@ -100,9 +100,10 @@ DECLARATION = {
             "always_aligned": True,
             "arguments": {
                 "OUT": "*dtype", **RESULTS, "Q": "*dtype", "K": "*cache", "V": "*cache", "SINKS": "*fp32", **BATCH,
-                "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32", "k_page": "i64", "k_row": "i32", "k_head": "i32",
-                "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
-                "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32", "K_SCALE": "*fp32", "V_SCALE": "*fp32", "scale_head": "i32",
+                "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32", "k_page": "i64",
+                "k_row": "i32", "k_head": "i32", "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32",
+                "dim": "i32", **SIZES, "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32",
+                "splits": "i32", "K_SCALE": "*fp32", "V_SCALE": "*fp32", "scale_head": "i32",
             },
             "axes": {
                 **DTYPES, "cache": ["dtype", "fp8e4nv", "fp8e4b8"], "head_dim": HEAD_DIMS, "wide": [False, True],
@@ -434,8 +435,8 @@ def paged_warp_specialized(
     gl.static_assert(K.block_shape[2] == BOX_KEYS)
     z = Sizes(BLOCK_N, D1, 0, 64, STAGES, WARP_GROUPS, MASK, PING_PONG)
     seqs = PagedSequences(
-        CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right, right - left,
-        few, capacity, pages, page_bits,
+        CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right,
+        right - left, few, capacity, pages, page_bits,
     )  # fmt: skip
     q = pipeline_of(Q, WARP_GROUPS, 1, z)
     k = paged_pipeline(K, STAGES, z)

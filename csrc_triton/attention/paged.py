@@ -3,11 +3,11 @@
 K and V are (page, row of the page, head, column); TABLE[sequence, i] is the page of the keys from i * page size on, and
 SEQUSED_K[sequence] how many keys the sequence has. The last query of a sequence stands at its last key.
 
-Pages may hold anything where no key was written, and before a window: NaN times a probability of 0 is NaN. So values of
-such rows are never multiplied. Plain kernels load the nearest key that the tile sees instead. TMA loads boxes of rows of
-one page: boxes without such a key are replaced by the nearest box that has one, and the producer sets the other rows of
-V's boxes to zero. Scores are masked, whatever they are. Page numbers that the cache does not have count as page 0, and
-are reported.
+Pages may hold anything where no key was written, and before a window: NaN times a probability of 0 is NaN. So values
+of such rows are never multiplied. Plain kernels load the nearest key that the tile sees instead. TMA loads boxes of
+rows of one page: boxes without such a key are replaced by the nearest box that has one, and the producer sets the other
+rows of V's boxes to zero. Scores are masked, whatever they are. Page numbers that the cache does not have count as page
+0, and are reported.
 """
 
 import triton

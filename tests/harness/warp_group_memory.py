@@ -161,7 +161,7 @@ class Shared:
 
 class PanelRows(Shared):
     """A tile (1, 1, rows, columns) as TMA with the widest swizzle leaves it: panels of 128 bytes a row behind each
-    other. An index is so many rows of a panel; within a row places are swizzled, and only one value for all is right."""
+    other. An index is so many rows of a panel; places in a row are swizzled, so only one value for all is right."""
 
     def __init__(self, values: Tensor, dtype: torch.dtype, sizes: list[int]) -> None:
         super().__init__(values.view(dtype)[0, 0].unflatten(1, (-1, 128 // dtype.itemsize)).transpose(0, 1))

@@ -152,7 +152,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "v another shape": ({"v_cache": K[:5]}, ArgumentError, "v_cache must have k_cache's shape"),
     "v other strides": (
-        {"v_cache": K.transpose(1, 2).contiguous().transpose(1, 2)}, ArgumentError, "v_cache must have k_cache's strides"
+        {"v_cache": K.transpose(1, 2).contiguous().transpose(1, 2)}, ArgumentError, "v_cache must have k_cache's str"
     ),
     "columns outside": (
         {"k_cache": K.transpose(2, 3).contiguous().transpose(2, 3)}, ArgumentError, "v_cache must have k_cache's str"
@@ -186,7 +186,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"k_cache": CODES, "v_cache": CODES, "k_scale": torch.ones(1, dtype=BF16)}, ArgumentTypeError, "must be float32"
     ),
     "k_scale of others": (
-        {"k_cache": CODES, "v_cache": CODES, "v_scale": torch.ones(4)}, ArgumentError, r"one element or be of shape .2,."
+        {"k_cache": CODES, "v_cache": CODES, "v_scale": torch.ones(4)}, ArgumentError, r"one element or .* .2,."
     ),
     "out": ({"out": Q[:, :2]}, ArgumentError, "out must have q's shape"),
     "out in half": ({"out": Q.half()}, ArgumentTypeError, "out must be of q's dtype"),
@@ -394,7 +394,7 @@ def test_device_code_on_the_interpreter(problem: Problem, poisoned: None) -> Non
 
 
 # Of several tiles a program: pages of all sizes, lengths that end within a page and at its end, sequences without
-# queries or keys, queries that see no key, tokens behind the last sequence, mixed batches, windows with NaN before them.
+# queries or keys, queries that see no key, tokens behind the last sequence, mixed batches, windows with NaN before.
 WARP_SPECIALIZED = (
     Problem(2, 1, (200,), (270,), 64, sinks=True, behind=9),
     Problem(4, 2, (140,), (300,), 128, FP16, page=64, halves=True, behind=3),

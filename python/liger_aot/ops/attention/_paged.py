@@ -256,7 +256,7 @@ class Call:
         longest = self.longest = max(min(settings.max_seqlen_q, shape.tokens), 1)
         right = -1 if settings.right >= longest - 1 else settings.right
         self.settings = settings._replace(left=left, right=right)
-        self.causal = 0 <= settings.right
+        self.causal = settings.right >= 0
         self.dtypes = q.dtype, k.dtype
         self.right = min(settings.right + 1, MAX_TOKENS) if settings.right >= 0 else MAX_TOKENS
         self.left = -min(left, MAX_TOKENS) if left >= 0 else -MAX_TOKENS
