@@ -23,6 +23,7 @@ from tests.harness.other_ops import (
     LinearCrossEntropyOp,
     LinearJSDOp,
     LinearLogProbsOp,
+    PagedOp,
     QuantizingOp,
     VarlenOp,
 )
@@ -157,6 +158,7 @@ def entries() -> dict[str, Entry]:
     others = (
         AttentionOp(),
         VarlenOp(),
+        PagedOp(),
         DecodingOp(),
         LinearCrossEntropyOp(),
         LinearJSDOp(),

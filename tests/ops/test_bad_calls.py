@@ -29,6 +29,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "neighborhood_attention": {"reach": 2},
     "rope_multimodal": {"mrope_section": (12, 2, 2)},
     "flash_attention_varlen": {"max_seqlen_q": 3, "max_seqlen_k": 3},
+    "flash_attention_paged": {"max_seqlen_q": 3},
     **{n: {"dtype": torch.float8_e4m3fnuz, "ue8m0": False} for n in OPS if n.endswith("quantize")},
 }
 NAN, INF = float("nan"), float("inf")

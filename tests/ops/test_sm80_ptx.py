@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from liger_aot.ops.attention.flash_attention import FlashAttention
+from liger_aot.ops.attention.flash_attention_paged import FlashAttentionPaged
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.op import Op
@@ -16,7 +17,7 @@ from liger_aot.ops.quantization._codes import INT8
 from liger_aot.ops.registry import module
 from tests.conftest import built_pack
 from tests.harness.op_gpu_tests import SM80_PTX, lowered_from_ptx
-from tests.ops.attention import attention_cases, attention_gradients, varlen_cases
+from tests.ops.attention import attention_cases, attention_gradients, paged_cases, varlen_cases
 from tests.ops.decoding import decoding_cases
 from tests.ops.quantization import quantization_cases
 
@@ -33,6 +34,7 @@ RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
         tuple(attention_gradients.SMALL_GRADIENTS),
     ),
     "packed": (FlashAttentionVarlen, varlen_cases.check, varlen_cases.SMALL),
+    "paged": (FlashAttentionPaged, paged_cases.check, paged_cases.SMALL),
     "decoding": (
         FlashDecoding,
         decoding_cases.check,
