@@ -92,7 +92,7 @@ DECLARATION = {
             "forms": {
                 "warp_specialized": FORM,
                 "warp_specialized_spills": {
-                    **FORM, "may_spill": "a few registers, once a tile, outside of the loops over keys",
+                    **FORM, "may_spill": "a few registers, once a tile: none where keys are multiplied",
                 },
             },
         },
