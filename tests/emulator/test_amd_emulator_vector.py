@@ -373,6 +373,25 @@ def test_conversion_to_fp8() -> None:
     assert set(result(execute("v_cvt_pk_fp8_f32 v0, -v1, |v2|", vectors=vectors))) == {0x8080}
 
 
+def test_conversion_from_fp8() -> None:
+    """Every code of e4m3fnuz, one of each byte or two of each half, in torch's words."""
+    wanted = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fnuz).float().numpy()
+    for first in range(0, 256, 64):
+        codes = np.arange(first, first + 64, dtype=U32)
+        other = codes ^ U32(85)
+        vectors = {0: bits(0, U32), 2: codes | other << U32(8) | other << U32(16) | codes << U32(24)}
+        for line, expected in (
+            ("v_cvt_f32_fp8_e32 v0, v2", (codes,)),
+            ("v_cvt_f32_fp8_sdwa v0, v2 src0_sel:BYTE_2", (other,)),
+            ("v_cvt_pk_f32_fp8_e32 v[0:1], v2", (codes, other)),
+            ("v_cvt_pk_f32_fp8_sdwa v[0:1], v2 src0_sel:WORD_1", (other, codes)),
+        ):
+            wave = execute(line, vectors=vectors)
+            for register, found in enumerate(expected):
+                got = wave.vectors[register].view(F32)
+                assert np.array_equal(got, wanted[found], equal_nan=True), line
+
+
 def test_conversions_that_saturate() -> None:
     """Under the mode bit FP16_OVFL what overflows becomes the largest value; infinities and NaN do not."""
     vectors = {0: bits(0, U32), 1: bits(1e9, F32), 2: bits(np.inf, F32)}
@@ -391,7 +410,7 @@ def test_conversions_that_saturate() -> None:
 @pytest.mark.parametrize(
     ("line", "arch", "message"),
     [
-        ("v_cvt_f32_fp8_e32 v0, v1", "gfx942", "unknown instruction: VOP1 opcode 0x54"),
+        ("v_cvt_f32_bf8_e32 v0, v1", "gfx942", "unknown instruction: VOP1 opcode 0x55"),
         ("v_mul_f32_e64 v0, v1, v2 mul:2", "gfx942", "modifier mul"),
         ("v_mad_u32_u24 v0, v1, v2, v3 clamp", "gfx942", "clamp"),
         ("v_pk_add_f16 v0, v1, 1.0", "gfx942", "high half of a constant"),

@@ -101,6 +101,19 @@ def to_e4m3fnuz(x: np.ndarray) -> np.ndarray:
     return np.where(fits, code, 128).astype(U16)
 
 
+def from_e4m3fnuz(code: np.ndarray) -> np.ndarray:
+    """The float32 values of codes in the low bytes."""
+    code = np.asarray(code).astype(np.int64) & 255
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.ldexp((mantissa + 8.0 * (exponent > 0)).astype(F64), np.maximum(exponent, 1) - 11)
+    return np.where(code == 128, np.nan, np.where(code >> 7, -size, size)).astype(F32)
+
+
+def _pair_from_e4m3fnuz(codes: np.ndarray) -> np.ndarray:
+    low, high = (from_e4m3fnuz(np.asarray(codes, U32) >> U32(8 * i)).view(U32).astype(U64) for i in range(2))
+    return low | high << U64(32)
+
+
 def round_towards_zero_f16(a: Lanes) -> Lanes:
     nearest = a.astype(F16)
     return np.where(np.abs(nearest.astype(F32)) > np.abs(a), np.nextafter(nearest, F16(0)), nearest)
@@ -352,6 +365,8 @@ def _define_conversions() -> None:
     _define("v_pack_b32_f16", "b32", "f16 f16", pack)
     pack_truncated = lambda a, b: pack(round_towards_zero_f16(a), round_towards_zero_f16(b))  # noqa: E731
     _define("v_cvt_pkrtz_f16_f32", "b32", "f32 f32", pack_truncated)
+    _define("v_cvt_f32_fp8", "f32", "u32", from_e4m3fnuz)
+    _define("v_cvt_pk_f32_fp8", "u64", "u16", _pair_from_e4m3fnuz)
     _define("v_cvt_pk_fp8_f32", "u16", "f32 f32", lambda a, b: to_e4m3fnuz(a) | to_e4m3fnuz(b) << U16(8))
 
 

@@ -143,7 +143,7 @@ def _plain_destination(instruction: Instruction, name: str, keep_high: bool) -> 
     register = expect(operand, "vector", max(1, bits // 32))
     lanes = written_lanes(instruction)
     if bits == 64:
-        if lanes or instruction.sdwa:
+        if lanes or instruction.modifiers.get("dst_sel", "DWORD") != "DWORD":
             raise EmulatorError("DPP or SDWA on a 64-bit result")
         return lambda wave, value: wave.set_vectors(register, pair(value))
     if bits == 16 or instruction.sdwa:

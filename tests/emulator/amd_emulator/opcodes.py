@@ -201,6 +201,12 @@ _OPCODES: dict[tuple[str, str], dict[str, str]] = {
         "2 2": """
             0x38 v_mov_b64
         """,
+        "1 1": """
+            0x54 v_cvt_f32_fp8
+        """,
+        "2 1": """
+            0x56 v_cvt_pk_f32_fp8
+        """,
     },
     ("VOP3", ""): {
         "1 1 1 1": """
