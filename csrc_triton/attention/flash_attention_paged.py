@@ -1,8 +1,8 @@
 """Attention of packed queries to a paged cache: see ``paged`` and ``varlen``.
 
 ``paged_tiles`` is plain Triton. The queries of a token that share a head of keys are rows of one tile, as all of them
-read the same keys: a tile is BLOCK_M of a sequence's (token, head) pairs. Where sequences have few queries each, several
-programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts.
+read the same keys: a tile is BLOCK_M of a sequence's (token, head) pairs. Where sequences have few queries each,
+several programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts.
 
 ``paged_warp_specialized`` is for GPUs with TMA and wgmma, and sequences of many queries. It is
 ``flash_attention_varlen.varlen_warp_specialized`` with keys by pages; a tile is of one head. A batch that mixes both
@@ -77,7 +77,7 @@ DECLARATION = {
             "arguments": {
                 "Q": "dtype[1, 1, 64, 64]", "K": "dtype[1, 1, BOX_KEYS, 64]", "V": "dtype[1, 1, BOX_KEYS, 64]",
                 "Y": "dtype[1, 1, 64, 64]", "LSE": "*fp32", "SINKS": "*fp32", **BATCH, "COUNTER": "*i32",
-                "table_row": "i64", "scale": "fp32", "cap": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32",
+                "table_row": "i32", "scale": "fp32", "cap": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32",
                 "keys_in_l2": "i32", **SIZES,
             },
             "axes": {**DTYPES, "head_dim": HEAD_DIMS, "mask": ["causal", "local"], "box_keys": [16, 64]},
@@ -89,15 +89,21 @@ DECLARATION = {
             },
             "host": ["l2_megabytes", "few_rows"],
             "aligned": [],
-            "forms": {"warp_specialized": FORM},
+            "forms": {
+                "warp_specialized": FORM,
+                "warp_specialized_spills": {
+                    **FORM, "may_spill": "a few registers, once a tile: none where keys are multiplied",
+                },
+            },
         },
         "flash_attention_paged_tiles": {
             "always_aligned": True,
             "arguments": {
                 "OUT": "*dtype", **RESULTS, "Q": "*dtype", "K": "*cache", "V": "*cache", "SINKS": "*fp32", **BATCH,
-                "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32", "k_page": "i64", "k_row": "i32", "k_head": "i32",
-                "table_row": "i64", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
-                "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32", "K_SCALE": "*fp32", "V_SCALE": "*fp32", "scale_head": "i32",
+                "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32", "k_page": "i64",
+                "k_row": "i32", "k_head": "i32", "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32",
+                "dim": "i32", **SIZES, "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32",
+                "splits": "i32", "K_SCALE": "*fp32", "V_SCALE": "*fp32", "scale_head": "i32",
             },
             "axes": {
                 **DTYPES, "cache": ["dtype", "fp8e4nv", "fp8e4b8"], "head_dim": HEAD_DIMS, "wide": [False, True],
@@ -203,8 +209,9 @@ def paged_tiles(
             tl.store(LSE + query_head.to(tl.int64) * tokens + token, float("-inf"), mask=valid)
     elif (row >= 0) & (row < len_q * ratio) & (len_q <= few):
         rows = len_q * ratio
-        valid = row + index < rows
-        at = tl.minimum(row + index, rows - 1)
+        at = tl.minimum(
+            row + index, rows - 1
+        )  # past the last its once more: the same values to the same place
         token = at // ratio
         query_head = head * ratio + (at - token * ratio)
         len_k = keys_in_cache(SEQUSED_K, sequence, sequences, capacity)
@@ -229,7 +236,7 @@ def paged_tiles(
             scale *= tl.where(cap != 0.0, 1.0, of_codes)
             cap *= of_codes
         acc, m, sums, bad = attend_pages(
-            q, K + base, V + base, TABLE + sequence.to(tl.int64) * table_row, begin, end, start, stop, low, high,
+            q, K + base, V + base, TABLE + sequence * table_row, begin, end, start, stop, low, high,
             past + last_token + left, tl.minimum(past + first_token + right, len_k), scale, cap, dim, pages,
             page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES,
         )  # fmt: skip
@@ -240,14 +247,13 @@ def paged_tiles(
             lse, by = finalise(m, sums, SINKS, query_head)
             to = OUT + (start_q + token).to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
             out = (acc * by[:, None]).to(OUT.dtype.element_ty)
-            tl.store(to[:, None] + columns[None, :], out, mask=valid[:, None] & keep)
-            tl.store(LSE + query_head.to(tl.int64) * tokens + (start_q + token), lse, mask=valid)
+            tl.store(to[:, None] + columns[None, :], out, mask=keep)
+            tl.store(LSE + query_head.to(tl.int64) * tokens + (start_q + token), lse)
         else:
             part = acc / tl.where(sums > 0, sums, 1.0)[:, None]
             place = ((split * sequences + sequence).to(tl.int64) * few + token) * heads + query_head
-            some = valid & (end > begin)
-            tl.store(OUT_PARTIAL + place[:, None] * dim + columns[None, :], part, mask=some[:, None] & keep)
-            tl.store(LSE_PARTIAL + place, m + tl.log2(sums), mask=valid)
+            tl.store(OUT_PARTIAL + place[:, None] * dim + columns[None, :], part, mask=keep & (end > begin))
+            tl.store(LSE_PARTIAL + place, m + tl.log2(sums))
 
 
 @triton.jit
@@ -278,7 +284,9 @@ def combine_paged(
             lse = tl.load(LSE_PARTIAL + to, mask=part < parts, other=float("-inf"))
             some = lse != float("-inf")
             values = tl.load(
-                OUT_PARTIAL + to[:, None] * dim + columns[None, :], mask=some[:, None] & keep[None, :], other=0.0
+                OUT_PARTIAL + to[:, None] * dim + columns[None, :],
+                mask=some[:, None] & keep[None, :],
+                other=0.0,
             )
             new_m = tl.maximum(m, tl.max(lse, 0))
             weights = tl.exp2(lse - new_m)
@@ -343,7 +351,6 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
     i = 0  # tiles loaded
     edges = 0  # of all blocks those with rows that hold no key
     tile = receive_varlen_tile(0, tile_pipe, 1)
-    bad = 0 * tile.t
     while tile.t < seqs.tiles:
         release_varlen_tile(i, tile_pipe)
         row = tile.m * (64 * z.WARP_GROUPS)
@@ -352,7 +359,6 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
         start = 0 * row
         if z.MASK == LOCAL:
             start = gl.maximum(row + scheduler.left, 0)
-        TABLE = seqs.table + tile.start_k * seqs.table_row
         head = divide(tile.head, seqs.ratio)
         edge = 0 * row
         for j in range(last - first):
@@ -363,9 +369,10 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
             phase = ((b // z.STAGES) & 1) ^ 1
             mbarrier.wait(k.empty.index(stage), phase)
             if tile.len_k > 0:
-                bad = load_pages(
-                    K, head, key, start, tile.len_k, k.first.index(stage), k.full.index(stage), seqs, TABLE, bad, z
-                )
+                load_pages(
+                    K, tile.start_k, head, key, start, tile.len_k, k.first.index(stage), k.full.index(stage), seqs,
+                    FLAG, z,
+                )  # fmt: skip
             else:  # the one block of no keys: all scores are masked, whatever they are
                 mbarrier.arrive(k.full.index(stage), count=1)
             if j == 0:
@@ -383,7 +390,9 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
             edge = ((tile.len_k > 0) & ((key + z.BLOCK_N > tile.len_k) | (key < start))).to(gl.int32)
             if tile.len_k > 0:
                 full = v.full.index(gl.where(edge != 0, z.STAGES, stage))
-                load_pages(V, head, key, start, tile.len_k, v.first.index(stage), full, seqs, TABLE, bad, z)
+                load_pages(
+                    V, tile.start_k, head, key, start, tile.len_k, v.first.index(stage), full, seqs, FLAG, z
+                )
             else:  # 0 times what lies there could be NaN
                 zero_stage(v, stage, z)
             b += 1
@@ -392,7 +401,6 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
             edges += 1
         i += 1
         tile = receive_varlen_tile(i, tile_pipe, 1)
-    gl.store(FLAG, bad.to(gl.int64), mask=bad != 0)
 
 
 @gluon.jit
@@ -427,8 +435,8 @@ def paged_warp_specialized(
     gl.static_assert(K.block_shape[2] == BOX_KEYS)
     z = Sizes(BLOCK_N, D1, 0, 64, STAGES, WARP_GROUPS, MASK, PING_PONG)
     seqs = PagedSequences(
-        CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right, left, few,
-        capacity, pages, page_bits,
+        CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right,
+        right - left, few, capacity, pages, page_bits,
     )  # fmt: skip
     q = pipeline_of(Q, WARP_GROUPS, 1, z)
     k = paged_pipeline(K, STAGES, z)

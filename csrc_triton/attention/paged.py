@@ -3,11 +3,11 @@
 K and V are (page, row of the page, head, column); TABLE[sequence, i] is the page of the keys from i * page size on, and
 SEQUSED_K[sequence] how many keys the sequence has. The last query of a sequence stands at its last key.
 
-Pages may hold anything where no key was written, and before a window: NaN times a probability of 0 is NaN. So values of
-such rows are never multiplied. Plain kernels load the nearest key that the tile sees instead. TMA loads boxes of rows of
-one page: boxes without such a key are replaced by the nearest box that has one, and the producer sets the other rows of
-V's boxes to zero. Scores are masked, whatever they are. Page numbers that the cache does not have count as page 0, and
-are reported.
+Pages may hold anything where no key was written, and before a window: NaN times a probability of 0 is NaN. So values
+of such rows are never multiplied. Plain kernels load the nearest key that the tile sees instead. TMA loads boxes of
+rows of one page: boxes without such a key are replaced by the nearest box that has one, and the producer sets the other
+rows of V's boxes to zero. Scores are masked, whatever they are. Page numbers that the cache does not have count as page
+0, and are reported.
 """
 
 import triton
@@ -19,7 +19,7 @@ from triton.language.core import _aggregate as aggregate
 
 from csrc_triton.attention.forward import p_exponent
 from csrc_triton.attention.pipeline import Pipeline, mbarriers
-from csrc_triton.attention.tile_scheduler import TileScheduler
+from csrc_triton.attention.tile_scheduler import LOCAL, TileScheduler
 from csrc_triton.attention.varlen import (
     COMPARED,
     END,
@@ -84,6 +84,16 @@ def page_offsets(TABLE, keys, page_bits, pages, k_page, k_row, bad):
 
 
 @triton.jit
+def near_columns(dim, D: tl.constexpr):
+    """D columns; instead of those past ``dim``, a multiple of 16, columns of the first 16, so that all may be loaded:
+    what they give meets zeros of the queries, or is not stored."""
+    columns = tl.arange(0, D)
+    unit = columns // 16 * 16
+    columns = tl.where(unit < dim, columns, columns - unit)
+    return tl.max_contiguous(tl.multiple_of(columns, 16), 16)
+
+
+@triton.jit
 def attend_pages(
     q, K, V, TABLE, first, last, start, stop, low, high, every_low, every_high, scale, cap, dim, pages, page_bits,
     k_page, k_row, BLOCK_N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
@@ -92,8 +102,8 @@ def attend_pages(
     all rows ``every_low`` to ``every_high`` - 1, and some row ``start`` to ``stop`` - 1. Returns P V, each row's
     largest score and its sum in base 2, and page numbers that are none (0: none)."""
     BLOCK_M: tl.constexpr = q.shape[0]
-    columns = tl.arange(0, D)
-    keep = columns[None, :] < dim
+    columns = near_columns(dim, D)
+    visible = tl.maximum(high - low, 0).to(tl.uint32, bitcast=True)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite: a row that sees no key gives no NaN
     sums = tl.zeros([BLOCK_M], tl.float32)
@@ -103,21 +113,22 @@ def attend_pages(
         key = j * BLOCK_N
         nearest = tl.maximum(tl.minimum(key + own, stop - 1), start)
         at, bad = page_offsets(TABLE, nearest, page_bits, pages, k_page, k_row, bad)
-        k = tl.load(K + at[:, None] + columns[None, :], mask=keep, other=0.0).to(q.dtype)
+        k = tl.load(K + at[:, None] + columns[None, :]).to(q.dtype)
         s = tl.dot(q, tl.trans(k))
         if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
         s = s * scale
         if (key < every_low) | (key + BLOCK_N > every_high):
-            keys = key + own
-            seen = (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
-            s = tl.where(seen, s, float("-inf"))
+            after = (key + own[None, :] - low[:, None]).to(
+                tl.uint32, bitcast=True
+            )  # one comparison for both ends
+            s = tl.where(after < visible[:, None], s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - (new_m - p_exponent(q.dtype))[:, None])
         by = tl.exp2(m - new_m)
         m = new_m
         sums = sums * by + tl.sum(p, 1)
-        v = tl.load(V + at[:, None] + columns[None, :], mask=keep, other=0.0).to(q.dtype)
+        v = tl.load(V + at[:, None] + columns[None, :]).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
     return acc, m - p_exponent(q.dtype), sums, bad
 
@@ -140,20 +151,27 @@ class PagedSequences:
     ratio: gl.tensor  # heads of Q a head of K
     keys_in_l2: gl.tensor  # keys of one head that fit into L2 with their values
     right: gl.tensor  # row r of a sequence with as many keys as rows sees keys before r + right
-    left: gl.tensor  # from r + left on
-    few: gl.tensor  # sequences with so many queries or fewer are ``paged_tiles``', and tokens behind the last; 0: none
+    width: gl.tensor  # from r + right - width on
+    few: (
+        gl.tensor
+    )  # sequences with so many queries or fewer are ``paged_tiles``', and tokens behind the last; 0: none
     capacity: gl.tensor  # keys of a sequence, at most
     pages: gl.tensor
     page_bits: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
-        self, cu_seqlens_q, seqused_k, table, table_row, count, tokens_q, tiles, heads, ratio, keys_in_l2, right, left,
+        self, cu_seqlens_q, seqused_k, table, table_row, count, tokens_q, tiles, heads, ratio, keys_in_l2, right, width,
         few, capacity, pages, page_bits,
     ):  # fmt: skip
-        self.cu_seqlens_q, self.seqused_k, self.table, self.table_row = cu_seqlens_q, seqused_k, table, table_row
+        self.cu_seqlens_q, self.seqused_k, self.table, self.table_row = (
+            cu_seqlens_q,
+            seqused_k,
+            table,
+            table_row,
+        )
         self.count, self.tokens_q, self.tiles, self.heads, self.ratio = count, tokens_q, tiles, heads, ratio
-        self.keys_in_l2, self.right, self.left, self.few = keys_in_l2, right, left, few
+        self.keys_in_l2, self.right, self.width, self.few = keys_in_l2, right, width, few
         self.capacity, self.pages, self.page_bits = capacity, pages, page_bits
 
 
@@ -162,7 +180,7 @@ def scheduler_of(tile, seqs):
     """The lengths and bounds of a tile's sequence, for ``consume_tile``, which does not look at the order of tiles."""
     return TileScheduler(
         seqs.tiles, seqs.tiles, seqs.heads, seqs.heads, seqs.ratio, seqs.tiles, seqs.heads,
-        tile.len_q, tile.len_k, tile.right, tile.right - seqs.right + seqs.left,
+        tile.len_q, tile.len_k, tile.right, tile.right - seqs.width,
     )  # fmt: skip
 
 
@@ -214,44 +232,55 @@ def fill_paged_window(s, seqs, window, block: gl.constexpr):
 @gluon.jit
 def paged_pipeline(tensor_map, barriers: gl.constexpr, z):
     """A pipeline of tiles of BLOCK_N rows that are loaded by boxes, with so many barriers that say what is full."""
-    tiles = gl.allocate_shared_memory(
-        tensor_map.dtype, [z.STAGES, 1, 1, z.BLOCK_N, z.D1], tensor_map.layout
-    )
+    tiles = gl.allocate_shared_memory(tensor_map.dtype, [z.STAGES, 1, 1, z.BLOCK_N, z.D1], tensor_map.layout)
     return Pipeline(tiles, tiles, mbarriers(barriers, 1), mbarriers(z.STAGES, z.WARP_GROUPS))
 
 
 @gluon.jit
-def load_pages(tensor_map, head, key, start, stop, to, full, seqs, TABLE, bad, z):
+def load_pages(tensor_map, sequence, head, key, start, stop, to, full, seqs, FLAG, z):
     """Start the TMA loads of the block of keys from ``key`` on. Of boxes without any key of [start, stop) the nearest
-    that has one is loaded. Returns ``bad``, or a page number that is none."""
+    that has one is loaded. Reports page numbers that are none."""
     BOX_KEYS: gl.constexpr = tensor_map.block_shape[2]
     mbarrier.expect(full, tensor_map.block_type.nbytes * (z.D1 // z.BOX) * (z.BLOCK_N // BOX_KEYS))
     for i in gl.static_range(z.BLOCK_N // BOX_KEYS):
         row = gl.maximum(gl.minimum(key + i * BOX_KEYS, stop - 1), start) // BOX_KEYS * BOX_KEYS
-        page = gl.load(TABLE + (row >> seqs.page_bits))
+        page = gl.load(seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits)))
         there = (page >= 0) & (page < seqs.pages)
-        bad = gl.where(there, bad, page)
+        gl.store(FLAG, page.to(gl.int64), mask=there == 0)
         page = gl.where(there, page, 0)
         row = row & ((1 << seqs.page_bits) - 1)
         for c in gl.static_range(z.D1 // z.BOX):
             part = to.slice(i * BOX_KEYS, BOX_KEYS, dim=2).slice(c * z.BOX, z.BOX, dim=3)
             tma.async_copy_global_to_shared(tensor_map, [page, head, row, c * z.BOX], full, part)
-    return bad
 
 
 @gluon.jit
-def zero_unseen(values, key, start, stop, z):
-    """Set the rows of a block of V to zero that hold no key of [start, stop), by the producer warp: eight rows at a
-    time, as it has few registers."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    tile = values.reshape([z.BLOCK_N, z.D1])
-    for i in gl.static_range(z.BLOCK_N // 8):
-        first = key + i * 8
-        if (first < start) | (first + 8 > stop):
-            keys = first + gl.arange(0, 8, gl.SliceLayout(1, LANES))
-            seen = gl.expand_dims((keys >= start) & (keys < stop), 1)
-            for c in gl.static_range(z.D1 // 64):
-                part = tile.slice(i * 8, 8, dim=0).slice(c * 64, 64, dim=1)
-                loaded = part.load(LANES)
-                part.store(gl.where(seen, loaded, gl.zeros_like(loaded)))
+def zero_rows(tile, low, high, z):
+    """Set rows ``low`` to ``high`` - 1 of a block of V to zero, by the producer warp. Zeros need no swizzled layout,
+    whose addresses would take registers from all warps: a row is 128 bytes of each 64 columns, which follow each
+    other as [D1 / 64, BLOCK_N, 64]."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    EIGHT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    PANELS: gl.constexpr = z.D1 // 64
+    rows = tile._reinterpret(gl.int32, [PANELS * z.BLOCK_N, 32], mbarrier.MBarrierLayout())
+    eights = tile._reinterpret(gl.int32, [PANELS * z.BLOCK_N // 8, 256], mbarrier.MBarrierLayout())
+    first = gl.minimum((low + 7) // 8, high // 8)
+    last = high // 8
+    for r in range(low, gl.minimum(first * 8, high)):
+        for c in gl.static_range(PANELS):
+            rows.index(c * z.BLOCK_N + r).store(gl.zeros([32], gl.int32, ONE))
+    for r in range(first, last):
+        for c in gl.static_range(PANELS):
+            eights.index(c * (z.BLOCK_N // 8) + r).store(gl.zeros([256], gl.int32, EIGHT))
+    for r in range(gl.maximum(last * 8, low), high):
+        for c in gl.static_range(PANELS):
+            rows.index(c * z.BLOCK_N + r).store(gl.zeros([32], gl.int32, ONE))
+
+
+@gluon.jit
+def zero_unseen(tile, key, start, stop, z):
+    """Set the rows of the block of V from ``key`` on to zero that hold no key of [start, stop)."""
+    if z.MASK == LOCAL:
+        zero_rows(tile, 0, gl.minimum(gl.maximum(start - key, 0), z.BLOCK_N), z)
+    zero_rows(tile, gl.minimum(gl.maximum(stop - key, 0), z.BLOCK_N), z.BLOCK_N, z)
     fence_async_shared()

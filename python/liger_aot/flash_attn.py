@@ -17,9 +17,10 @@ from liger_aot.ops.registry import load
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
-_attention_op, _varlen_op, _decoding_op = (
+_attention_op, _varlen_op, _paged_op, _decoding_op = (
     load("flash_attention"),
     load("flash_attention_varlen"),
+    load("flash_attention_paged"),
     load("flash_decoding"),
 )
 
@@ -76,6 +77,9 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Any:
     """Attention within each of the sequences that follow each other in q (tokens, heads, dim) and in k and v.
+
+    With ``block_table`` (sequences, most pages) int32, k and v are a cache (pages, page_size, kv_heads, dim), to which
+    there is no gradient.
 
     Returns:
         as q; with ``return_attn_probs`` (it, the log-sum-exp (heads, tokens), None).
@@ -204,7 +208,25 @@ def _varlen(
     block_table: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Any:
-    _refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    _refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    if block_table is not None:
+        found = _paged_op(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k.diff(),
+            block_table,
+            int(max_seqlen_q),
+            max_seqlen_k=int(max_seqlen_k) or None,
+            causal=causal,
+            scale=softmax_scale,
+            window=_window(window_size),
+            softcap=softcap,
+            sinks=s_aux,
+            return_lse=return_attn_probs,
+        )
+        return (*found, None) if return_attn_probs else found
     found = _varlen_op(
         q,
         k,

@@ -25,6 +25,7 @@ from tests.harness.other_ops import (
     LinearJSDOp,
     LinearLogProbsOp,
     MergingOp,
+    PagedOp,
     QuantizingOp,
     VarlenOp,
 )
@@ -160,6 +161,7 @@ def entries() -> dict[str, Entry]:
     others = (
         AttentionOp(),
         VarlenOp(),
+        PagedOp(),
         DecodingOp(),
         MergingOp(),
         *(CacheOp(name) for name in CACHE),

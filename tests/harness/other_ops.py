@@ -10,6 +10,7 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.ops.attention.flash_attention import FlashAttention
+from liger_aot.ops.attention.flash_attention_paged import FlashAttentionPaged
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.decoding.merge_attention_states import MergeAttentionStates
@@ -24,7 +25,7 @@ from tests.harness.drivers import InterpreterDriver, bound_op
 from tests.harness.op_cases import BF16, FP16, FP32
 from tests.harness.op_gpu_tests import installed
 from tests.harness.tolerances import REFERENCE
-from tests.ops.attention import attention_cases, varlen_cases
+from tests.ops.attention import attention_cases, paged_cases, varlen_cases
 from tests.ops.attention.attention_gradients import SMALL_GRADIENTS, check_gradients
 from tests.ops.cache import cache_cases
 from tests.ops.decoding import decoding_cases, merge_cases
@@ -138,6 +139,54 @@ class VarlenOp:
         if way.startswith("interpreter"):
             allowed = REFERENCE
         varlen_cases.check(op, asked, allowed, seed=seed, device=device)
+
+
+class PagedOp:
+    """On the interpreter in float16, as attention. The plain kernels alone run there: causal problems with many queries
+    are those of a pack without warp groups."""
+
+    name, op_class, interpreted = "flash_attention_paged", FlashAttentionPaged, "gfx942"
+
+    def problem(self, choices: Choices, large: bool) -> tuple[paged_cases.Problem, int]:
+        longest, most = (400, 2000) if large else (20, 70)
+        count = choices.number(0, 5 if large else 3)
+        window = None
+        if choices.number(0, 2) == 2:
+            window = tuple(choices.one((None, choices.number(0, most))) for _ in range(2))
+        kv_heads = choices.number(1, 3)
+        queries = tuple(
+            choices.number(0, longest) if choices.number(0, 1) else choices.number(0, 3) for _ in range(count)
+        )
+        return paged_cases.Problem(
+            heads=kv_heads * choices.number(1, 9),
+            kv_heads=kv_heads,
+            queries=queries,
+            keys=tuple(choices.number(0, most) for _ in range(count)),
+            dim=choices.one((64, 128, 32, 16 * choices.number(1, 16))),
+            dtype=choices.one((FP16, BF16)),
+            page=choices.one((16, 32, 64, 256)),
+            causal=bool(choices.number(0, 3)),
+            window=window,
+            softcap=choices.one((0.0, 5.0)),
+            sinks=bool(choices.number(0, 1)),
+            scale=choices.one((None, 0.5)),
+            behind=choices.number(0, 9),
+            splits=choices.one((None, 1, 2, 3)),
+            halves=bool(choices.number(0, 1)),
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[paged_cases.Problem, int]]:
+        return [(p._replace(dtype=dtype), 0) for p in paged_cases.SMALL for dtype in (FP16, BF16)]
+
+    def prepare(self, problem: tuple[paged_cases.Problem, int], device: str) -> Prepared:
+        asked, seed = problem
+        tensors = asked.tensors(seed, device)
+        return Prepared(tuple(tensors), lambda op: paged_cases.run(op, asked, tensors))
+
+    def check(self, way: str, problem: tuple[paged_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, allowed, device = _way(self, way)
+        paged_cases.check(op, asked, allowed, seed=seed, device=device)
 
 
 class DecodingOp:
@@ -470,7 +519,8 @@ def _way(entry: Entry, way: str) -> tuple[Any, dict[str, float], str]:
         return liger_aot.load(entry.name), dict(installed().tolerance), "cuda"
     if way == "reference":
         return liger_aot.load(entry.name), REFERENCE, "cpu"
-    arch = way.split()[1] if entry.op_class is not FlashAttention else entry.interpreted
+    fixed = entry.op_class in (FlashAttention, FlashAttentionPaged)
+    arch = entry.interpreted if fixed else way.split()[1]
     pack = built_pack(arch)
     return bound_op(entry.op_class, pack, InterpreterDriver), dict(pack.tolerance), "cpu"
 

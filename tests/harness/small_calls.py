@@ -323,6 +323,24 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
             ),
             ("q", "k", "v", "sinks"),
         ),
+        "flash_attention_paged": (
+            {
+                "q": heads(5, 2, n),
+                "k_cache": heads(3, 16, 1, n),
+                "v_cache": heads(3, 16, 1, n),
+                "cu_seqlens_q": starts,
+                "seqused_k": torch.tensor([4, 19], dtype=torch.int32),
+                "block_table": torch.tensor([[2, 0], [1, 2]], dtype=torch.int32),
+                "sinks": r(2),
+            },
+            lambda op, t: op(
+                *(t[k] for k in ("q", "k_cache", "v_cache", "cu_seqlens_q", "seqused_k", "block_table")),
+                3,
+                sinks=t["sinks"],
+                return_lse=True,
+            ),
+            (),
+        ),
         "flash_decoding": (
             {
                 "q": heads(2, 1, 2, n),

@@ -147,6 +147,8 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         sizes = [int(n) for n in shape]
+        if len(sizes) == 2:
+            return PanelRows(self.values, dtype, sizes)
         return Shared(self.values.view(dtype).flatten()[: math.prod(sizes)].view(sizes))
 
     def load(self, layout: Any) -> Tensor:
@@ -155,3 +157,24 @@ class Shared:
     def store(self, values: Tensor) -> None:
         assert values.dtype == self.dtype and values.shape == self.values.shape
         self.values.copy_(values)
+
+
+class PanelRows(Shared):
+    """A tile (1, 1, rows, columns) as TMA with the widest swizzle leaves it: panels of 128 bytes a row behind each
+    other. An index is so many rows of a panel; places in a row are swizzled, so only one value for all is right."""
+
+    def __init__(self, values: Tensor, dtype: torch.dtype, sizes: list[int]) -> None:
+        super().__init__(values.view(dtype)[0, 0].unflatten(1, (-1, 128 // dtype.itemsize)).transpose(0, 1))
+        self._together = sizes[1] * dtype.itemsize // 128
+        assert sizes[0] * sizes[1] == self.values.numel() and not self.values.shape[1] % self._together
+
+    def index(self, i: Any) -> Shared:
+        panel, rows = divmod(int(i) * self._together, self.values.shape[1])
+        return PanelPart(self.values[panel, rows : rows + self._together])
+
+
+class PanelPart(Shared):
+    def store(self, values: Tensor) -> None:
+        assert values.numel() == self.values.numel() and values.dtype == self.dtype
+        assert (values == values[0]).all(), "places are swizzled"
+        self.values.fill_(values[0])

@@ -72,6 +72,27 @@ def test_flash_attn_varlen_func() -> None:
         assert_close(o[None, a:b], plain(*one, is_causal=True))
 
 
+def test_flash_attn_varlen_func_of_a_paged_cache() -> None:
+    """The last queries of two sequences, whose keys are in pages."""
+    q, keys, values = drawn(7, 4, 16), drawn(60, 2, 16, seed=1), drawn(60, 2, 16, seed=2)
+    lengths, counts = (40, 20), (5, 2)
+    table = torch.tensor([[3, 0, 4], [1, 2, -1]], dtype=torch.int32)
+    k_cache, v_cache = torch.zeros(5, 16, 2, 16).bfloat16(), torch.zeros(5, 16, 2, 16).bfloat16()
+    starts_q, starts_k = torch.tensor([0, 5, 7]).int(), torch.tensor([0, 40, 60]).int()
+    for b, (first, length) in enumerate(zip((0, 40), lengths, strict=True)):
+        for i in range(length):
+            place = int(table[b, i // 16]), i % 16
+            k_cache[place], v_cache[place] = keys[first + i], values[first + i]
+    o, lse, probs = flash_attn.flash_attn_varlen_func(
+        q, k_cache, v_cache, starts_q, starts_k, 5, 40, causal=True, return_attn_probs=True, block_table=table
+    )
+    assert probs is None and lse.shape == (4, 7)
+    for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        rows, own = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
+        mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+        assert_close(o[None, rows], plain(q[None, rows], keys[None, own], values[None, own], mask))
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_flash_attn_with_kvcache(paged: bool) -> None:
     """Two sequences of 20 and 3 keys, to which two new tokens come."""

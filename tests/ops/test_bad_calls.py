@@ -30,6 +30,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "rope_multimodal": {"mrope_section": (12, 2, 2)},
     "flash_attention_varlen": {"max_seqlen_q": 3, "max_seqlen_k": 3},
     "qk_norm_rope": {"num_heads_q": 2, "num_heads_k": 1, "num_heads_v": 1},
+    "flash_attention_paged": {"max_seqlen_q": 3},
     **{n: {"dtype": torch.float8_e4m3fnuz, "ue8m0": False} for n in OPS if n.endswith("quantize")},
 }
 NAN, INF = float("nan"), float("inf")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from liger_aot.ops.attention.flash_attention import FlashAttention
+from liger_aot.ops.attention.flash_attention_paged import FlashAttentionPaged
 from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.op import Op
@@ -17,7 +18,7 @@ from liger_aot.ops.registry import module
 from liger_aot_build.profile import read_profile
 from tests.conftest import built_pack
 from tests.harness.op_gpu_tests import PTX_ARCH, lowered_from_ptx, needs_ptx
-from tests.ops.attention import attention_cases, attention_gradients, varlen_cases
+from tests.ops.attention import attention_cases, attention_gradients, paged_cases, varlen_cases
 from tests.ops.cache import cache_cases
 from tests.ops.decoding import decoding_cases, merge_cases
 from tests.ops.quantization import quantization_cases
@@ -36,6 +37,7 @@ RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
         tuple(attention_gradients.SMALL_GRADIENTS),
     ),
     "packed": (FlashAttentionVarlen, varlen_cases.check, varlen_cases.SMALL),
+    "paged": (FlashAttentionPaged, paged_cases.check, paged_cases.SMALL),
     "decoding": (
         FlashDecoding,
         decoding_cases.check,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_aot.ops.attention._operands import MAX_SEQLEN
-from liger_aot.ops.split_kv import best_splits
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
+from liger_aot.ops.split_kv import best_splits
 from tests.harness.drivers import MULTIPROCESSORS, bound_op
 from tests.harness.planned_packs import tables_of
 from tests.ops.decoding.decoding_cases import (

@@ -118,17 +118,19 @@ def check_paged(op: str, tensors: Tensors, settings: PagedSettings) -> None:
             f"sequences; got {tuple(block_table.shape)}"
         )
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-        raise ArgumentError(f"{op}: rows of block_table must be contiguous, got strides {block_table.stride()}")
+        raise ArgumentError(
+            f"{op}: rows of block_table must be contiguous, got strides {block_table.stride()}"
+        )
     shape = paged_shape(q, k, block_table, settings.max_seqlen_k)
     if (shape.tokens + LARGEST_BLOCK * (count + 1)) * shape.ratio >= MAX_TOKENS:
         raise ArgumentError(
             f"{op}: {shape.tokens} tokens in {count} sequences, {shape.ratio} heads of q for each of k_cache, are too "
             f"many: tokens and {LARGEST_BLOCK} times the sequences, times those heads, must be below {MAX_TOKENS}"
         )
+    if (words := count * block_table.stride(0)) >= 1 << 31:
+        raise ArgumentError(f"{op}: block_table must end within 2^31 elements, got {words}")
     if shape.capacity >= MAX_SEQLEN:
-        raise ArgumentError(
-            f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys, got {shape.capacity}"
-        )
+        raise ArgumentError(f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys, got {shape.capacity}")
     check_sinks(op, sinks, q, shape.heads)
     for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
         if t is not None:
@@ -151,9 +153,7 @@ def _check_caches(op: str, q: Tensor, k: Any, v: Any) -> None:
                 f"{op}: {name} must be (pages, page_size, kv_heads, dim), got shape {tuple(t.shape)}"
             )
     if k.shape[3] != q.shape[2]:
-        raise ArgumentError(
-            f"{op}: the last dimension of k_cache must be q's {q.shape[2]}, got {k.shape[3]}"
-        )
+        raise ArgumentError(f"{op}: the last dimension of k_cache must be q's {q.shape[2]}, got {k.shape[3]}")
     if v.dtype != k.dtype:
         raise ArgumentTypeError(f"{op}: v_cache must be of k_cache's dtype {k.dtype}, got {v.dtype}")
     if v.shape != k.shape:
@@ -256,7 +256,7 @@ class Call:
         longest = self.longest = max(min(settings.max_seqlen_q, shape.tokens), 1)
         right = -1 if settings.right >= longest - 1 else settings.right
         self.settings = settings._replace(left=left, right=right)
-        self.causal = 0 <= settings.right
+        self.causal = settings.right >= 0
         self.dtypes = q.dtype, k.dtype
         self.right = min(settings.right + 1, MAX_TOKENS) if settings.right >= 0 else MAX_TOKENS
         self.left = -min(left, MAX_TOKENS) if left >= 0 else -MAX_TOKENS
@@ -463,7 +463,9 @@ def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
     return kernel(key, shape.capacity) if kernel.serves(key) else None
 
 
-def alike(k_scale: Tensor | None, v_scale: Tensor | None, kv_heads: int) -> tuple[Tensor | None, Tensor | None, int]:
+def alike(
+    k_scale: Tensor | None, v_scale: Tensor | None, kv_heads: int
+) -> tuple[Tensor | None, Tensor | None, int]:
     """Both scales with one distance from head to head: 0 where all heads share them."""
     given = [t for t in (k_scale, v_scale) if t is not None]
     if all(t.numel() == 1 for t in given):

@@ -202,9 +202,9 @@ class FlashAttentionPaged(DifferentiableOp):
         asked = PagedSettings(*settings)
         if self.on_reference(tensors):
             check_values(self.name, tensors, asked)
-            return self._given(self.by_reference(tensors, settings), out)
+            return self._copied(self.by_reference(tensors, settings), out)
         if out is not None and not fits(out[0], TILE_UNIT):
-            return self._given(self.prepare_forward(tensors, settings, keep, None), out)
+            return self._copied(self.prepare_forward(tensors, settings, keep, None), out)
         check_aligned(self.name, k, v)
         on = self._own.of(q, "q")
         assert on is not None
@@ -229,6 +229,10 @@ class FlashAttentionPaged(DifferentiableOp):
                 ) from None
         return self.run_forward(tensors, settings, keep, out)
 
+    def _copied(self, results: Tensors, out: Sequence[Tensor] | None) -> Tensors:
+        found: Tensors = self._given(results, out)
+        return found
+
     def on_reference(self, tensors: Tensors) -> bool:
         """Also without a key that could be read."""
         _, k, _, _, _, block_table, *_ = tensors
@@ -245,8 +249,8 @@ class FlashAttentionPaged(DifferentiableOp):
 
     def _refuse_gradient(self) -> None:
         raise ArgumentError(
-            f"{self.name}: a gradient is needed, and attention to a cache has none: call it under torch.no_grad(), with "
-            "tensors that do not require a gradient, or use flash_attention_varlen"
+            f"{self.name}: a gradient is needed, and attention to a cache has none: call it under torch.no_grad(), "
+            "with tensors that do not require a gradient, or use flash_attention_varlen"
         )
 
     def problems(

@@ -17,7 +17,6 @@ from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import padded_head_dim
 from liger_aot.ops.decoding._checks import FP8, check_arguments, check_values
 from liger_aot.ops.decoding._plans import (
-    MAX_SPLITS,
     NAME,
     UNIT,
     FusedPlan,
@@ -30,6 +29,7 @@ from liger_aot.ops.decoding._plans import (
 )
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
 from liger_aot.ops.op import Problem
+from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import REMEMBERED
 
