@@ -14,6 +14,7 @@ from liger_aot.ops.op import Problem
 from liger_aot.ops.sampling._logits import (
     FILTERS,
     FLOAT,
+    GROUP,
     LAUNCHES,
     PENALTIES,
     Argument,
@@ -21,6 +22,7 @@ from liger_aot.ops.sampling._logits import (
     Plan,
     SamplingOp,
     Thresholds,
+    first_greatest,
     kept,
     processed,
 )
@@ -111,27 +113,46 @@ class Sample(SamplingOp):
         return tokens
 
     def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
-        x = tensors[0]
-        logits = Logits(x, tensors[7:])
-        others = self._runtimes[LAUNCHES].of(x, "logits")
-        assert others is not None
-        filtered = any(t is not None for t in tensors[4:7])
-        find = Thresholds(others, x.dtype, logits) if filtered else None
-        choose = on.kernels["sample_choose"].for_rows((x.dtype, logits.aligned), logits.n, logits.rows)
+        x, filters, penalties = tensors[0], tensors[4:7], tensors[7:]
+        logits = Logits.of(x)
+        adjust = None
+        if any(t is not None for t in penalties):
+            adjust = Adjustment(on, logits, penalties)
+            logits = adjust.written
+        find = None
+        if any(t is not None for t in filters):
+            others = self._runtimes[LAUNCHES].of(x, "logits")
+            assert others is not None
+            find = Thresholds(others, logits)
+        choose = on.kernels["sample_choose"].for_rows((logits.dtype, logits.aligned), logits.n, logits.rows)
         combine = on.kernels["sample_combine"]((True,), logits.n)
         rows, blocks, device = logits.rows, -(-logits.n // choose.block), on.device
+        numbers = (logits.stride, logits.n, blocks)
 
         def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
             x, stream = tensors[0], on.stream(device)
-            x_at, seeds, positions, temperature = addresses[:4]
-            from_x = logits.at(x_at, addresses[7:])
-            found = None if find is None else find(stream, x, from_x, addresses[4:7], temperature)
+            x_at, seeds, positions, temperature, *filters = addresses[:7]
+            if adjust is not None:
+                x = adjust(stream, x, x_at, addresses[7:])
+                x_at = x.data_ptr()
+            found = None if find is None else find(stream, x, x_at, filters, temperature)
             bounds = (0, 0) if found is None else (found[0].data_ptr(), found[1].data_ptr())
             tokens = x.new_empty(rows, dtype=torch.int64)
             part = x.new_empty(rows * blocks, dtype=torch.int64)
             part_at = part.data_ptr()
             choose.launch(
-                device, stream, rows * blocks, 1, 1, part_at, *from_x, *bounds, temperature, seeds, positions, blocks
+                device,
+                stream,
+                rows * blocks,
+                1,
+                1,
+                part_at,
+                x_at,
+                *bounds,
+                temperature,
+                seeds,
+                positions,
+                *numbers,
             )
             combine.launch(device, stream, rows, 1, 1, tokens.data_ptr(), part_at, blocks)
             return (tokens,)
@@ -168,10 +189,29 @@ class Sample(SamplingOp):
         return (first_greatest(torch.where(keep, score, torch.full_like(x, -torch.inf))),)
 
 
-def first_greatest(score: Tensor) -> Tensor:
-    """The first column of each row with its greatest value, as int64."""
-    columns = torch.arange(score.shape[1], device=score.device)
-    return torch.where(score == score.amax(1, keepdim=True), columns, score.shape[1]).amin(1)
+class Adjustment:
+    """The launch that applies penalties, and what is allowed, to such logits."""
+
+    def __init__(self, on: OpOn, logits: Logits, penalties: Tensors) -> None:
+        counts, allowed, bad = penalties[4:]
+        rows, n = logits.rows, logits.n
+        aligned = logits.aligned and (counts is None or not counts.data_ptr() & 15)
+        self._on = on
+        self._adjust = on.kernels["sample_adjust"].for_rows((logits.dtype, aligned), n, rows)
+        blocks = -(-n // self._adjust.block)
+        self._programs = rows * blocks
+        self._numbers = logits.stride, -(-n // GROUP), 0 if bad is None else bad.shape[1], n, blocks
+        self.written = Logits(torch.float32, rows, n, n, not n & 15)
+
+    def __call__(self, stream: int, x: Tensor, x_at: int, penalties: tuple[int, ...]) -> Tensor:
+        """The logits that are sampled from. ``penalties``: the addresses."""
+        repetition, presence, frequency, prompt, counts, allowed, bad = penalties
+        y = x.new_empty((self.written.rows, self.written.n), dtype=torch.float32)
+        self._adjust.launch(
+            self._on.device, stream, self._programs, 1, 1, y.data_ptr(), x_at, allowed, bad, prompt, counts, repetition,
+            presence, frequency, *self._numbers,
+        )  # fmt: skip
+        return y
 
 
 OP = Sample

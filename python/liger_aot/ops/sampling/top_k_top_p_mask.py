@@ -88,19 +88,18 @@ class TopKTopPMask(SamplingOp):
         return results
 
     def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
-        x = tensors[0]
-        logits = Logits(x)
-        find = Thresholds(on, x.dtype, logits)
+        logits = Logits.of(tensors[0])
+        find = Thresholds(on, logits)
         y_stride = logits.n if out is None else out.stride(0) if logits.rows > 1 else logits.n
         y_at = 0 if out is None else out.data_ptr()
         aligned = logits.aligned and not (y_at | y_stride) & 15
-        mask = on.kernels[self.name].for_rows((x.dtype, aligned), logits.n, logits.rows)
+        mask = on.kernels[self.name].for_rows((logits.dtype, aligned), logits.n, logits.rows)
         blocks, device = -(-logits.n // mask.block), on.device
         numbers = (y_stride, logits.stride, logits.n, blocks)
 
         def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
             x, stream = tensors[0], on.stream(device)
-            tau, limit = find(stream, x, logits.at(addresses[0]), addresses[1:4], 0)
+            tau, limit = find(stream, x, addresses[0], addresses[1:4], 0)
             y = x.new_empty(x.shape) if to is None else to
             mask.launch(
                 device, stream, logits.rows * blocks, 1, 1, y.data_ptr(), addresses[0], tau.data_ptr(),
