@@ -1,8 +1,8 @@
 """rejection_sample: which draft tokens of a speculative step are accepted, and the token after them.
 
-Two launches. ``parts`` leaves the best column of each block of columns of a target row: of a greedy request's rows its
-greatest probabilities, of another one's first row whose draft is rejected a sample of max(target - draft, 0). ``accept``
-writes a request's tokens.
+Two launches. ``parts`` leaves the best column of each block of columns of a target row: the greatest probability of a
+greedy request's rows, a sample of max(target - draft, 0) of another request's first row whose draft is rejected.
+``accept`` writes a request's tokens.
 
 Leviathan et al., Fast Inference from Transformers via Speculative Decoding (2023).
 """

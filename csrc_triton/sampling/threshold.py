@@ -18,6 +18,7 @@ from csrc_triton.sampling.logits import GROUP, given, load_logits
 
 ALL_KEPT = tl.constexpr(0x7FFFFFFF)  # a column after the last
 LOWEST = tl.constexpr(-2139095041)  # ordered(-inf)
+NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
 NO_KEY = tl.constexpr(-2147483648)  # below every number's
 
 
@@ -105,12 +106,10 @@ def tile_of(LIST, X, n, first, active, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """(group numbers, columns, keys, values) of a tile of listed groups. Past the last group or column the key is none
     of a number's."""
     at = first + tl.arange(0, TILE)
-    listed = at < active
-    group = tl.load(LIST + at, mask=listed, other=0)
+    group = tl.load(LIST + at, mask=at < active, other=NO_GROUP)
     cols = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    mask = listed[:, None] & (cols < n)
-    x = load_logits(X, cols, mask)
-    return group, cols, tl.where(mask, ordered(x), NO_KEY), x
+    x = load_logits(X, cols, cols < n)
+    return group, cols, tl.where(cols < n, ordered(x), NO_KEY), x
 
 
 @triton.jit
@@ -124,7 +123,8 @@ def value_of(x, greatest, scale, MASSES: tl.constexpr):
 
 @triton.jit
 def step_of_list(
-    LIST, X, n, active, low, high, p, q, r, greatest, scale, MASSES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
+    LIST, X, n, active, low, high, p, q, r, greatest, scale,
+    MASSES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(sums from three pivots up to ``high``, groups that have a column between the bounds: the list is of those)"""
     dtype: tl.constexpr = tl.int64 if MASSES else tl.int32
@@ -133,13 +133,14 @@ def step_of_list(
     c = tl.zeros([TILE, WIDTH], dtype)
     left = 0
     for first in range(0, active, TILE):
-        group, _, key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
+        group, _cols, key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
         value = value_of(x, greatest, scale, MASSES)
         inside = (key >= low) & (key < high)
         a += tl.where(inside & (key >= p), value, 0)
         b += tl.where(inside & (key >= q), value, 0)
         c += tl.where(inside & (key >= r), value, 0)
-        listed = tl.max(inside.to(tl.int32), 1)
+        # of keys: LLVM makes of flags an integer of 4 bits a group, by way of local memory
+        listed = (tl.max(tl.where(inside, key, NO_KEY), 1) != NO_KEY).to(tl.int32)
         at = left + tl.cumsum(listed, 0) - 1
         tl.debug_barrier()  # all have read this part of the list, over which the next line may write
         tl.store(LIST + at, group, mask=listed != 0)
@@ -150,7 +151,8 @@ def step_of_list(
 
 @triton.jit
 def search_list(
-    LIST, X, n, active, low, high, greatest, scale, wanted, share, MASSES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
+    LIST, X, n, active, low, high, greatest, scale, wanted, share,
+    MASSES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(low, reached, above, needed, active): the greatest key from which on the sum is at least what is needed, unless
     all that is listed, from ``low`` on, is less. ``wanted`` columns are needed, or a share of the mass."""
@@ -175,10 +177,20 @@ def search_list(
         if reached > enough:
             low, high, reached, above = narrowed_by_three(low, high, reached, above, p, q, r, a, b, c, needed)
     if (low + 1 < high) & (reached > enough):
-        group, cols, key, x = tile_of(LIST, X, n, 0, active, TILE, WIDTH)
+        _group, _cols, key, x = tile_of(LIST, X, n, 0, active, TILE, WIDTH)
         value = value_of(x, greatest, scale, MASSES)
         low, reached, above = search_registers(key, value, low, high, reached, above, needed, enough)
     return low, reached, above, needed, active
+
+
+@triton.jit
+def ties_needed(rest, mass):
+    """How many times ``mass`` are at least ``rest``, by float32 and three corrections of a quotient below 2^18: ptxas
+    calls a function for a division of 64-bit integers, which takes local memory."""
+    ties = tl.maximum((rest.to(tl.float32) / mass.to(tl.float32)).to(tl.int64) - 1, 0)
+    ties += (ties * mass < rest).to(tl.int64)
+    ties += (ties * mass < rest).to(tl.int64)
+    return ties + (ties * mass < rest).to(tl.int64)
 
 
 @triton.jit
@@ -187,10 +199,11 @@ def last_tie(LIST, X, n, active, key_of_tie, wanted, TILE: tl.constexpr, WIDTH: 
     before = 0
     column = ALL_KEPT
     for first in range(0, active, TILE):
-        group, cols, key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
+        _group, cols, key, _x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
         tie = (key == key_of_tie).to(tl.int32)
-        of_group = tl.sum(tie, 1)
-        rank = (before + tl.cumsum(of_group, 0) - of_group)[:, None] + tl.cumsum(tie, 1)
+        in_group = tl.cumsum(tie, 1)
+        of_group = tl.max(in_group, 1)
+        rank = (before + tl.cumsum(of_group, 0) - of_group)[:, None] + in_group
         column = tl.minimum(column, tl.min(tl.where((tie != 0) & (rank == wanted), cols, ALL_KEPT)))
         before += tl.sum(of_group, 0)
     return column
@@ -212,7 +225,8 @@ def least_probable(greatest, scale, share):
 
 @triton.jit
 def find_threshold(
-    TAU, LIMIT, LIST, GREATEST, X, n, K, P, MIN_P, TEMPERATURE, at, groups, GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
+    TAU, LIMIT, LIST, GREATEST, X, n, K, P, MIN_P, TEMPERATURE, at, groups,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the threshold of row ``at`` and the last column of those that equal it; -inf where nothing is left out.
     LIST, GREATEST and X are the row's own."""
@@ -235,12 +249,12 @@ def find_threshold(
         if wanted < n:
             known = tl.cdiv(groups, WIDTH // GROUP)
             if wanted < known:
-                low, reached_by_groups, above_groups = search_registers(
+                low, _groups_reached, _groups_above = search_registers(
                     key, tl.full([GROUPS], 1, tl.int32), low, high, known, wanted * 0, wanted,
                     tl.maximum(wanted + (wanted >> 2), TILE // 2),
                 )  # fmt: skip
             active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
-            low, count, count_above, columns, left = search_list(
+            low, _count, _count_above, _wanted, _active = search_list(
                 LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE, WIDTH
             )  # fmt: skip
         low = tl.maximum(low, nearest)
@@ -250,7 +264,7 @@ def find_threshold(
                 LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH
             )  # fmt: skip
             mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
-            ties = (needed - above + mass - 1) // mass
+            ties = ties_needed(needed - above, mass)
             if above + ties * mass < reached:
                 limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
     tl.store(TAU + at, in_order(low))

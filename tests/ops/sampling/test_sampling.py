@@ -21,7 +21,6 @@ from liger_aot.runtime.manifest import OpManifest
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of, sizes_of
-from tests.harness.op_gpu_tests import installed
 from tests.ops.sampling.sampling_cases import BF16, FP16, FP32, OPS, Problem, check, optional, small
 
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}

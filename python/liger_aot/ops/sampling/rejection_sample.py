@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,13 +42,13 @@ class RejectionSample(SamplingOp):
     A request's draft tokens are looked at in turn. One of probability p in the target and q in the draft is accepted
     where u * q < p, with u uniform from 0 to 1 - 2^-24 in steps of 2^-24. In the place of the first that is rejected
     comes a token with probabilities proportional to max(target - draft, 0); behind the last, if all are accepted, the
-    bonus token. So tokens have the target's distribution. Without ``draft_probs`` the draft was sure of its tokens: q is
-    1, and a rejected token is left out of the target. A greedy request accepts tokens as long as they are the target's
-    most probable one, the first of several, and goes on with that.
+    bonus token. So tokens have the target's distribution. Without ``draft_probs`` the draft was sure of its tokens: q
+    is 1, and a rejected token is left out of the target. A greedy request accepts tokens as long as they are the
+    target's most probable one, the first of several, and goes on with that.
 
     The tokens depend on the request alone, bit for bit as in the plain-torch reference: draft token i has the position
     ``positions`` + i; u comes from column 0 of stream 1, the other token from stream 2 of the generator that ``sample``
-    describes. A probability that is NaN counts as 0, a token id out of [0, n) is rejected. No gradient. Works under
+    describes. A token id out of [0, n) is rejected, as is a token with a probability of NaN. No gradient. Works under
     torch.compile and, after ``preload``, in CUDA graphs: numbers of tokens stay on the device. CPU tensors take the
     reference.
 
@@ -77,7 +77,7 @@ class RejectionSample(SamplingOp):
     """
 
     name = "rejection_sample"
-    arguments = {
+    arguments: ClassVar[Mapping[str, Argument]] = {
         "draft_token_ids": Argument((torch.int64, torch.int32)),
         **OF_REQUESTS,
         "draft_probs": Argument((torch.float32,), A_COLUMN),

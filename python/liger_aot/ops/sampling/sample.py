@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,9 +36,9 @@ class Sample(SamplingOp):
     """``sample(logits, seeds, positions, *, temperature=None, top_k=None, top_p=None, min_p=None, ...) -> Tensor``: a
     token from each row of logits.
 
-    In this order, as in vLLM: allowed and bad tokens, penalties, temperature, min-p, top-k, top-p. A row with temperature
-    0 gives its greatest logit, the first of several; sampled and greedy rows may stand in one call. What top-k, top-p and
-    min-p keep is what ``top_k_top_p_mask`` says, of the logits divided by the temperature.
+    In this order, as in vLLM: allowed and bad tokens, penalties, temperature, min-p, top-k, top-p. A row with
+    temperature 0 gives its greatest logit, the first of several; sampled and greedy rows may stand in one call. What
+    top-k, top-p and min-p keep is what ``top_k_top_p_mask`` says, of the logits divided by the temperature.
 
     A token depends on its row's logits, seed, position and settings alone, whatever else is in the call, however
     programs split it, and on whatever GPU: bit for bit the plain-torch reference's. Column c of a row with seed s and
@@ -59,8 +59,8 @@ class Sample(SamplingOp):
         top_k: (rows,) int32 or int64: keep so many of a row. 0, what is negative or at least n keep all.
         top_p: (rows,) float32: keep so much of the probability; 1 keeps all.
         min_p: (rows,) float32: keep what has at least so much of the greatest probability; 0 keeps all.
-        repetition_penalties: (rows,) float32 above 0: positive logits of tokens of the prompt and the output are divided
-            by it, others multiplied.
+        repetition_penalties: (rows,) float32 above 0: positive logits of tokens of the prompt and the output are
+            divided by it, others multiplied.
         presence_penalties: (rows,) float32: subtracted from the logits of tokens of the output.
         frequency_penalties: (rows,) float32: the same, times how often the token was.
         prompt_mask: (rows, ceil(n / 32)) int32: bit c % 32 of word c // 32 is set for tokens of the prompt.
@@ -83,7 +83,12 @@ class Sample(SamplingOp):
 
     name = "sample"
     uses = (LAUNCHES,)
-    arguments = {**KEYS, "temperature": Argument(FLOAT), **FILTERS, **PENALTIES}
+    arguments: ClassVar[Mapping[str, Argument]] = {
+        **KEYS,
+        "temperature": Argument(FLOAT),
+        **FILTERS,
+        **PENALTIES,
+    }
     tensors = ("logits", *KEYS, "temperature?", *(f"{name}?" for name in (*FILTERS, *PENALTIES)))
     settings = Schema()
 
@@ -193,7 +198,7 @@ class Adjustment:
     """The launch that applies penalties, and what is allowed, to such logits."""
 
     def __init__(self, on: OpOn, logits: Logits, penalties: Tensors) -> None:
-        counts, allowed, bad = penalties[4:]
+        counts, _, bad = penalties[4:]
         rows, n = logits.rows, logits.n
         aligned = logits.aligned and (counts is None or not counts.data_ptr() & 15)
         self._on = on

@@ -21,12 +21,13 @@ class TopKTopPMask(SamplingOp):
     logits, with -inf in the place of those that are left out, as in vLLM's ``apply_top_k_top_p``.
 
     First min-p, then top-k, then top-p, whose probabilities are those of what the others keep. Of the logits that equal
-    the k-th greatest, top-k keeps all. Top-p keeps a token where those before it, in the order of (greatest logit, lowest
-    column), have less than p of the probability; the first is always kept. vLLM keeps as many; which of several equal
-    logits those are depends there on its sort.
+    the k-th greatest, top-k keeps all. Top-p keeps a token where those before it, in the order of (greatest logit,
+    lowest column), have less than p of the probability; the first is always kept. vLLM keeps as many; which of several
+    equal logits those are depends there on its sort.
 
-    Probabilities are counted in units of 2^-30 of the greatest one, rounded down: what is kept depends on the row alone,
-    bit for bit, and the sum that is compared with p is off by less than n * 2^-30. A NaN counts as -inf and becomes it.
+    Probabilities are counted in units of 2^-30 of the greatest one, rounded down: what is kept depends on the row
+    alone, bit for bit, and the sum that is compared with p is off by less than n * 2^-30. A NaN counts as -inf and
+    becomes it.
     No gradient. Works under torch.compile and, after ``preload``, in CUDA graphs. CPU tensors take the plain-torch
     reference, which gives the same bits.
 
