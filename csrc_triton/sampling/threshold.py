@@ -187,7 +187,8 @@ def search_list(
 def ties_needed(rest, mass):
     """How many times ``mass`` are at least ``rest``, by float32 and three corrections of a quotient below 2^18: ptxas
     calls a function for a division of 64-bit integers, which takes local memory."""
-    ties = tl.maximum((rest.to(tl.float32) / mass.to(tl.float32)).to(tl.int64) - 1, 0)
+    quotient = rest.to(tl.float64).to(tl.float32) / mass.to(tl.int32).to(tl.float32)
+    ties = tl.maximum(quotient.to(tl.int32) - 1, 0).to(tl.int64)
     ties += (ties * mass < rest).to(tl.int64)
     ties += (ties * mass < rest).to(tl.int64)
     return ties + (ties * mass < rest).to(tl.int64)

@@ -21,6 +21,7 @@ from liger_aot.runtime.manifest import OpManifest
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of, sizes_of
+from tests.harness.op_gpu_tests import installed
 from tests.ops.sampling.sampling_cases import BF16, FP16, FP32, OPS, Problem, check, optional, small
 
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
@@ -79,11 +80,11 @@ def test_words_belong_to_seed_position_column_and_stream() -> None:
 
 def test_a_product_and_a_sum_are_rounded_once() -> None:
     draw = torch.Generator().manual_seed(0)
-    a, b, c = (torch.randn(4000, generator=draw) for _ in range(3))
-    c[:1000] = -(a * b)[:1000]  # cancels all but the product's rounding
-    c[1000:2000] *= 2.0**-30
-    c[2000:2500] = torch.tensor(2.0**-60)  # decides a tie of the product's
-    a[2000:2500], b[2000:2500] = 1 + 2.0**-12, 1 + 2.0**-12
+    a, b, c = (torch.randn(1000, generator=draw) for _ in range(3))
+    c[:250] = -(a * b)[:250]  # cancels all but the product's rounding
+    c[250:500] *= 2.0**-30
+    c[500:600] = torch.tensor(2.0**-60)  # decides a tie of the product's
+    a[500:600], b[500:600] = 1 + 2.0**-12, 1 + 2.0**-12
     for x, y, z, got in zip(a.tolist(), b.tolist(), c.tolist(), fma(a, b, c).tolist(), strict=True):
         exact = Fraction(x) * Fraction(y) + Fraction(z)
         near = torch.tensor([got]).float()
@@ -92,7 +93,7 @@ def test_a_product_and_a_sum_are_rounded_once() -> None:
 
 
 def test_logarithms_and_exponentials() -> None:
-    found = words(torch.tensor([3]), torch.tensor([4]), 200_000, 0)[0]
+    found = words(torch.tensor([3]), torch.tensor([4]), 60_000, 0)[0]
     found = torch.cat((found, torch.tensor(WORDS)))
     v = (found.double() + 0.5) / 2.0**32
     wanted = -torch.log1p(-v) / math.log(2)
@@ -151,10 +152,10 @@ def vllm_mask(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_mask_is_vllms(ties: bool) -> None:
     draw = torch.Generator().manual_seed(1)
-    x = torch.randn(200, 500, generator=draw) * 3
+    x = torch.randn(60, 500, generator=draw) * 3
     x = x.round() if ties else x
-    k = torch.randint(1, 501, (200,), generator=draw)
-    p = torch.rand(200, generator=draw) * 0.98 + 0.01
+    k = torch.randint(1, 501, (60,), generator=draw)
+    p = torch.rand(60, generator=draw) * 0.98 + 0.01
     op = liger_aot.load("top_k_top_p_mask")
     for top_k, top_p in ((k, None), (None, p), (k, p)):
         assert torch.equal(op(x, top_k, top_p), vllm_mask(x, top_k, top_p))
@@ -217,7 +218,7 @@ def check_distribution(tokens: Tensor, probabilities: Tensor) -> None:
     ],
 )  # fmt: skip
 def test_tokens_have_their_probabilities(by: str, given: dict[str, float]) -> None:
-    rows = 8000
+    rows = 4000
     x = torch.randn(40, generator=torch.Generator().manual_seed(3)) * 2
     asked = {k: torch.full((rows,), v, dtype=torch.int32 if k == "top_k" else FP32) for k, v in given.items()}
     varied, fixed = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
@@ -231,7 +232,7 @@ def test_tokens_have_their_probabilities(by: str, given: dict[str, float]) -> No
 
 @pytest.mark.parametrize("sure", [False, True], ids=["draft probabilities", "no draft probabilities"])
 def test_rejection_gives_the_targets_distribution(sure: bool) -> None:
-    requests, n = 10_000, 12
+    requests, n = 6000, 12
     draw = torch.Generator().manual_seed(4)
     target, draft = (torch.randn(n, generator=draw).mul(1.5).softmax(0) for _ in range(2))
     ids = torch.multinomial(draft, requests, replacement=True, generator=draw)
@@ -286,7 +287,7 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     ),
     "a gradient": ("sample", {"logits": X.clone().requires_grad_()}, ArgumentError, "a gradient is needed, and samp"),
     "two places": ("top_k_top_p_mask", {"out": X.clone(), "inplace": True}, ArgumentError, "out is given, and inpl"),
-    "another shape": ("top_k_top_p_mask", {"out": torch.zeros(2, 63)}, ArgumentError, "out must be of x's dtype"),
+    "another shape": ("top_k_top_p_mask", {"out": torch.zeros(2, 63)}, ArgumentError, "out must be of logits' shape"),
     "half probabilities": ("rejection_sample", {"target_probs": X.half()}, ArgumentTypeError, "must be float32, got"),
     "no drafts": ("rejection_sample", {"max_spec_len": 0}, ArgumentError, "max_spec_len must be from 1 to 1024"),
     "requests": ("rejection_sample", {"seeds": KEYS["seeds"][:1]}, ArgumentError, "one element a request"),
@@ -431,3 +432,85 @@ def test_every_binary_on_the_emulator(name: str, arch: str) -> None:
     check_tables(op, table_problems(manifest, 132_000, 2), rows=True)
     loaded = {v for on in op._own.bound.values() for v in on._loaded}
     assert not set(manifest.variants) - loaded
+
+
+# ---- on a GPU ----
+
+
+@poisoned
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_on_a_gpu(name: str) -> None:
+    op = liger_aot.load(name)
+    for seed, problem in enumerate(small(name)):
+        check(op, problem, seed=seed, device="cuda")
+    for rows in (1, 40):
+        check_tables(op, table_problems(installed().op(name), 200_000, rows), rows=True, device="cuda")
+
+
+@poisoned
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", ["normal", "ties", "peaked", "special", "same"])
+@pytest.mark.parametrize("n", [128_256, 131_072, 151_936, 262_144])
+def test_vocabularies_on_a_gpu(n: int, values: str) -> None:
+    """Flat rows, whose lists of groups are long, among others; each filter alone and all of them."""
+    for given in (("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")):
+        for dtype in (FP32, BF16):
+            problem = Problem("top_k_top_p_mask", 17, n, dtype, values=values, given=frozenset(given))
+            check(liger_aot.load("top_k_top_p_mask"), problem, device="cuda")
+    everything = Problem("sample", 9, n, BF16, values=values, given=frozenset(optional("sample")))
+    check(liger_aot.load("sample"), everything, device="cuda")
+
+
+@pytest.mark.gpu
+def test_past_two_to_the_31() -> None:
+    """The last rows are those of a call with them alone."""
+    n = 1 << 18
+    x = torch.empty((1 << 31) // n + 8, n, device="cuda", dtype=BF16).normal_()
+    rows = x.shape[0]
+    k, keys = torch.full((rows,), 40, device="cuda"), torch.arange(rows, device="cuda")
+    for run in (
+        lambda x, k, at: liger_aot.load("top_k_top_p_mask")(x, k),
+        lambda x, k, at: liger_aot.load("sample")(x, at, at, top_k=k),
+    ):
+        assert torch.equal(run(x, k, keys)[-6:], run(x[-6:].clone(), k[-6:], keys[-6:]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_cuda_graph(name: str) -> None:
+    """Replays follow the tensors: numbers of draft tokens, k, p, temperatures, seeds."""
+    op = liger_aot.load(name)
+    op.preload()
+    problem = Problem(name, 7, 5000, given=frozenset(optional(name)))
+    problems = [problem.tensors(seed, "cuda") for seed in range(3)]
+    most = max(t.shape[0] for p in problems for t in p.values())
+    for p in problems:  # as many rows of drafts in each
+        for key in ("target_probs", "draft_probs", "draft_token_ids"):
+            if key in p:
+                p[key] = torch.cat((p[key], p[key].new_zeros(most - p[key].shape[0], *p[key].shape[1:])))
+    given = {key: t.clone() for key, t in problems[0].items()}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        problem.run(op, given)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = problem.run(op, given)
+    for p in problems:
+        for key, t in given.items():
+            t.copy_(p[key])
+        graph.replay()
+        on_cpu = {key: t.cpu() for key, t in p.items()}
+        assert torch.equal(captured.cpu(), problem.run(liger_aot.load(name), on_cpu))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_compiled_on_a_gpu(name: str) -> None:
+    op, problem = liger_aot.load(name), small(name)[1]
+    tensors = problem.tensors(0, "cuda")
+    torch.compiler.reset()
+    compiled = torch.compile(lambda t: problem.run(op, t), fullgraph=True)(tensors)
+    assert torch.equal(compiled, problem.run(op, tensors))

@@ -11,9 +11,10 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import Schema, check_flag
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.op import Problem, check_out, check_writable_rows, written
+from liger_aot.ops.op import Problem, check_same_device, check_tensor, check_writable_rows, written
 from liger_aot.ops.sampling._logits import FILTERS, Logits, Plan, SamplingOp, Thresholds, kept, processed
 from liger_aot.runtime.dispatch import OpOn
+from liger_aot.runtime.layout import overlap
 
 
 class TopKTopPMask(SamplingOp):
@@ -78,15 +79,30 @@ class TopKTopPMask(SamplingOp):
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
-        if out is not None and out[0] is not tensors[0]:
-            self.check(tensors, settings)
-            check_out(self.name, out[0], tensors[0])
-        elif out is not None and isinstance(out[0], Tensor) and out[0].numel():
-            check_writable_rows(self.name, "logits", out[0])
+        if out is not None:
+            self._check_out(out[0], tensors, settings)
         results = super().run_forward(tensors, settings, keep, out)
         if out is not None:
             written(out[0])
         return results
+
+    def _check_out(self, out: Any, tensors: Tensors, settings: tuple[Any, ...]) -> None:
+        x, argument = tensors[0], "logits" if out is tensors[0] else "out"
+        self.check(tensors, settings)
+        if out is not x:
+            check_tensor(self.name, argument, out)
+            check_same_device(self.name, argument, out, "logits", x)
+            if out.dtype != x.dtype or out.shape != x.shape:
+                raise ArgumentError(
+                    f"{self.name}: out must be of logits' shape {tuple(x.shape)} and dtype {x.dtype}; got "
+                    f"{tuple(out.shape)}, {out.dtype}"
+                )
+            if overlap(out, x):
+                raise ArgumentError(
+                    f"{self.name}: out overlaps logits; it may be logits itself or memory of its own"
+                )
+        if out.numel():
+            check_writable_rows(self.name, argument, out)
 
     def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
         logits = Logits.of(tensors[0])
