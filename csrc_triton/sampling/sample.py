@@ -3,7 +3,8 @@
 ``choose`` leaves the best of each block of columns, ``combine`` the best of a row: it has the greatest logarithm of its
 probability, less that of an exponentially distributed number (the Gumbel-max trick). With top-k, top-p or min-p the two
 launches of ``top_k_top_p_mask`` that find a row's threshold come before them. With penalties, or tokens that are not
-allowed, all read what ``adjust`` wrote: logits as float32, with these applied.
+allowed, all read what ``adjust`` wrote: logits as float32, with these applied. Log-probabilities take two more:
+``logprob_parts`` sums each block of columns, ``logprobs`` a row, of which it finds the greatest logits as top-k does.
 """
 
 import triton
@@ -18,8 +19,8 @@ from csrc_triton.sampling.generator import (
     packed,
     words_of,
 )
-from csrc_triton.sampling.logits import GROUP, begin, given, load_logits
-from csrc_triton.sampling.threshold import ALL_KEPT
+from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, load_logits
+from csrc_triton.sampling.threshold import ALL_KEPT, greatest_columns, tile_of
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
 DECLARATION = {
@@ -61,6 +62,34 @@ DECLARATION = {
             "forms": {
                 "row": {
                     "function": "combine", "constants": ["BLOCK", "PDL"], "defaults": {"PDL": 0}, "pdl": "PDL",
+                },
+            },
+        },
+        "sample_logprob_parts": {
+            "arguments": {
+                "GREATEST": "*fp32", "SUMS": "*fp32", "COUNTS": "*i32", "X": "*dtype", "TOKENS": "*i64",
+                "x_stride": "i64", "n": "i32", "groups": "i32", "blocks": "i32",
+            },
+            "axes": AXES,
+            "aligned": ["X", "x_stride", "n"],
+            "forms": {
+                "block": {
+                    "function": "logprob_parts", "constants": ["BLOCK", "PDL"], "defaults": {"PDL": 0}, "pdl": "PDL",
+                },
+            },
+        },
+        "sample_logprobs": {
+            "arguments": {
+                "IDS": "*i64", "LOGPROBS": "*fp32", "RANKS": "*i64", "LIST": "*i32", "GREATEST": "*fp32",
+                "SUMS": "*fp32", "COUNTS": "*i32", "X": "*dtype", "TOKENS": "*i64", "x_stride": "i64", "n": "i32",
+                "groups": "i32", "blocks": "i32", "wanted": "i32",
+            },
+            "axes": AXES,
+            "aligned": ["X", "x_stride", "n"],
+            "forms": {
+                "row": {
+                    "function": "logprobs", "constants": ["BLOCK", "GROUPS", "TILE", "WIDTH", "PDL"],
+                    "defaults": {"PDL": 0}, "pdl": "PDL",
                 },
             },
         },
@@ -144,3 +173,74 @@ def combine(TOKENS, PART, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
         i = first + tl.arange(0, BLOCK)
         best = tl.maximum(best, tl.load(PART + at * blocks + i, mask=i < blocks, other=-9223372036854775808))
     tl.store(TOKENS + at, column_of(tl.max(best, 0)))
+
+
+@triton.jit
+def logprob_parts(
+    GREATEST, SUMS, COUNTS, X, TOKENS, x_stride, n, groups, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Of a block of columns: the greatest logit of each group, the sum of powers relative to the greatest of all, and
+    how many logits are at least the token's."""
+    blocks = begin(blocks, PDL)
+    program = tl.program_id(0)
+    at = program // blocks
+    first = (program - at * blocks) * (BLOCK // GROUP)
+    X += at.to(tl.int64) * x_stride
+    cols = columns_of_groups(first, BLOCK // GROUP)
+    x = load_logits(X, cols, cols < n)
+    own = load_logits(X, tl.load(TOKENS + at), True)
+    group = first + tl.arange(0, BLOCK // GROUP)
+    of_groups = tl.max(x, 1)
+    tl.store(GREATEST + at.to(tl.int64) * groups + group, of_groups, mask=group < groups)
+    greatest = tl.max(of_groups, 0)
+    powers = tl.exp2(tl.where(x == greatest, 0.0, x - greatest) * LOG2_E)
+    tl.store(SUMS + 2 * program, greatest)
+    tl.store(SUMS + 2 * program + 1, tl.sum(tl.where(cols < n, powers, 0.0)))
+    tl.store(COUNTS + program, tl.sum(((x >= own) & (cols < n)).to(tl.int32)))
+
+
+@triton.jit
+def logprobs(
+    IDS, LOGPROBS, RANKS, LIST, GREATEST, SUMS, COUNTS, X, TOKENS, x_stride, n, groups, blocks, wanted,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The log-probabilities of a row's token and of its ``wanted`` greatest logits, the first of several first."""
+    blocks = begin(blocks, PDL)
+    at = tl.program_id(0).to(tl.int64)
+    X += at * x_stride
+    greatest = tl.full([BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, blocks, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        part = at * blocks + i
+        more = tl.load(SUMS + 2 * part, mask=i < blocks, other=-float("inf"))
+        sums = tl.load(SUMS + 2 * part + 1, mask=i < blocks, other=0.0)
+        higher = tl.maximum(greatest, more)
+        total *= tl.exp2(tl.where(greatest == higher, 0.0, greatest - higher) * LOG2_E)
+        total += sums * tl.exp2(tl.where(more == higher, 0.0, more - higher) * LOG2_E)
+        greatest = higher
+        rank += tl.load(COUNTS + part, mask=i < blocks, other=0)
+    highest = tl.max(greatest, 0)
+    total *= tl.exp2(tl.where(greatest == highest, 0.0, greatest - highest) * LOG2_E)
+    log_total = tl.log2(tl.sum(total, 0)) * 0.6931471805599453
+    token = tl.load(TOKENS + at)
+    IDS += at * (wanted + 1)
+    LOGPROBS += at * (wanted + 1)
+    tl.store(IDS, token)
+    tl.store(LOGPROBS, (load_logits(X, token, True) - highest) - log_total)
+    tl.store(RANKS + at, tl.sum(rank, 0).to(tl.int64))
+    if wanted > 0:
+        LIST += at * groups
+        active = greatest_columns(LIST, GREATEST + at * groups, X, n, wanted, groups, GROUPS, TILE, WIDTH)
+        last = tl.full([], 9223372036854775807, tl.int64)
+        for i in range(wanted):
+            best = tl.full([TILE, WIDTH], -9223372036854775808, tl.int64)
+            for first in range(0, active, TILE):
+                _group, cols, _key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
+                word = packed(x, cols)
+                best = tl.maximum(best, tl.where((word < last) & (cols < n), word, -9223372036854775808))
+            last = tl.max(best)
+            column = column_of(last)
+            tl.store(IDS + 1 + i, column)
+            tl.store(LOGPROBS + 1 + i, (load_logits(X, column, True) - highest) - log_total)

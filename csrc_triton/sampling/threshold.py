@@ -187,7 +187,8 @@ def search_list(
 def ties_needed(rest, mass):
     """How many times ``mass`` are at least ``rest``, by float32 and three corrections of a quotient below 2^18: ptxas
     calls a function for a division of 64-bit integers, which takes local memory."""
-    quotient = rest.to(tl.float64).to(tl.float32) / mass.to(tl.int32).to(tl.float32)
+    high, low = (rest >> 24).to(tl.int32).to(tl.float32), (rest & 0xFFFFFF).to(tl.int32).to(tl.float32)
+    quotient = (high * 16777216.0 + low) / mass.to(tl.int32).to(tl.float32)
     ties = tl.maximum(quotient.to(tl.int32) - 1, 0).to(tl.int64)
     ties += (ties * mass < rest).to(tl.int64)
     ties += (ties * mass < rest).to(tl.int64)
@@ -225,6 +226,28 @@ def least_probable(greatest, scale, share):
 
 
 @triton.jit
+def bound_of_groups(key, high, known, wanted, TILE: tl.constexpr):
+    """A key that at least ``wanted`` of the ``known`` groups' greatest keys reach, and few more."""
+    low = tl.full([], LOWEST, tl.int32)
+    if wanted < known:
+        value = tl.full(key.shape, 1, tl.int32)
+        enough = tl.maximum(wanted + (wanted >> 2), TILE // 2)
+        low, _reached, _above = search_registers(key, value, low, high, known, wanted * 0, wanted, enough)
+    return low
+
+
+@triton.jit
+def greatest_columns(
+    LIST, GREATEST, X, n, wanted, groups, GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """How many groups are listed: all that hold one of the ``wanted`` greatest columns."""
+    key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
+    known = tl.cdiv(groups, WIDTH // GROUP)
+    low = bound_of_groups(key, tl.max(key, 0) + 1, known, wanted, TILE)
+    return list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
+
+
+@triton.jit
 def find_threshold(
     TAU, LIMIT, LIST, GREATEST, X, n, K, P, MIN_P, TEMPERATURE, at, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
@@ -249,11 +272,7 @@ def find_threshold(
             nearest = least_probable(greatest, scale, tl.minimum(least_share, 1.0))
         if wanted < n:
             known = tl.cdiv(groups, WIDTH // GROUP)
-            if wanted < known:
-                low, _groups_reached, _groups_above = search_registers(
-                    key, tl.full([GROUPS], 1, tl.int32), low, high, known, wanted * 0, wanted,
-                    tl.maximum(wanted + (wanted >> 2), TILE // 2),
-                )  # fmt: skip
+            low = bound_of_groups(key, high, known, wanted, TILE)
             active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
             low, _count, _count_above, _wanted, _active = search_list(
                 LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE, WIDTH

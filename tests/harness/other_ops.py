@@ -259,6 +259,7 @@ class SamplingOp:
             shift=choices.one((0, 1, 8, 3)),
             gap=choices.one((0, 16, 1, 8)),
             drafts=choices.number(1, 5),
+            logprobs=0 if self.name == "sample" and choices.number(0, 1) else None,
         ), choices.number(0, 9999)
 
     def small(self) -> list[tuple[sampling_cases.Problem, int]]:

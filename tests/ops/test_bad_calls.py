@@ -61,6 +61,7 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "max_seqlen_q": (-1,),
     "max_seqlen_k": (-1,),
     "max_spec_len": (0, -1, 1025),
+    "logprobs": (-1, 17, 1025),
     "padding_idx": (6, -7, 1 << 40),
     "delta": (-0.1,),
     "max_completion_length": (0, -1),

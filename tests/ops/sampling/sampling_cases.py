@@ -45,6 +45,7 @@ class Problem(NamedTuple):
     gap: int = 0  # elements between rows
     drafts: int = 3  # the most draft tokens of a request
     inplace: bool = False
+    logprobs: int | None = None  # compared with float64 as soon as they are there
 
     def tensors(self, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
         """By name. NaN is around rows with gaps."""
@@ -142,6 +143,9 @@ class Problem(NamedTuple):
     def run(self, op: Any, tensors: dict[str, Tensor]) -> Tensor:
         if self.op == "rejection_sample":
             result: Tensor = op(**tensors, max_spec_len=self.drafts)
+        elif self.logprobs is not None:
+            result, measured = op(**tensors, logprobs=self.logprobs)
+            check_logprobs(tensors["logits"], result, *measured)
         elif self.inplace:
             result = op(**{**tensors, "logits": tensors["logits"].clone()}, inplace=True)
         else:
@@ -270,6 +274,20 @@ def check_sample(problem: Problem, t: dict[str, Tensor], got: Tensor) -> None:
     assert bool(((own >= top - LOG_ERROR - size) | (own == top)).all()), f"{problem}: {own - top}"
 
 
+def check_logprobs(logits: Tensor, tokens: Tensor, ids: Tensor, logprobs: Tensor, ranks: Tensor) -> None:
+    """Of the logits as given. Rows whose sum is no number have none."""
+    x = torch.where(logits.isnan(), -math.inf, logits.double())
+    wanted = ids.shape[1] - 1
+    assert torch.equal(ids[:, 0], tokens)
+    assert torch.equal(ids[:, 1:], x.sort(dim=1, descending=True, stable=True).indices[:, :wanted])
+    assert torch.equal(ranks, (x >= x.gather(1, tokens[:, None])).sum(1))
+    lse = x.logsumexp(1, keepdim=True)
+    exact = x.gather(1, ids) - lse
+    error = 1e-5 + 2.0**-22 * (x.gather(1, ids).abs() + lse.abs())
+    near = ((logprobs - exact).abs() <= error) | (exact == logprobs) | ~lse.isfinite()
+    assert bool(near.all()), (logprobs, exact)
+
+
 def check_rejection(problem: Problem, t: dict[str, Tensor], got: Tensor) -> None:
     """Each request by itself, token after token, in float64."""
     start = 0
@@ -343,7 +361,9 @@ def small(op: str) -> list[Problem]:
             p._replace(given=warm),
             p._replace(given=warm | frozenset(PENALTIES), n=160, dtype=BF16),
             p._replace(given=frozenset(PENALTIES), values="special", shift=1),
-            p._replace(given=frozenset(("allowed_mask", "temperature")), rows=3),
+            p._replace(given=frozenset(("allowed_mask", "temperature")), rows=3, logprobs=0),
+            p._replace(given=frozenset(("allowed_mask",)), values="special", logprobs=9, n=99),
+            p._replace(given=both, values="ties", logprobs=20, dtype=BF16, n=1056),
         ]
     else:
         found.append(p._replace(inplace=True, gap=4))

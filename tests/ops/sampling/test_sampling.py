@@ -290,6 +290,7 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "another shape": ("top_k_top_p_mask", {"out": torch.zeros(2, 63)}, ArgumentError, "out must be of logits' shape"),
     "half probabilities": ("rejection_sample", {"target_probs": X.half()}, ArgumentTypeError, "must be float32, got"),
     "no drafts": ("rejection_sample", {"max_spec_len": 0}, ArgumentError, "max_spec_len must be from 1 to 1024"),
+    "more than there are": ("sample", {"logprobs": 65}, ArgumentError, "logprobs is 65, of rows of 64 logits"),
     "requests": ("rejection_sample", {"seeds": KEYS["seeds"][:1]}, ArgumentError, "one element a request"),
 }  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
@@ -366,6 +367,7 @@ def table_problems(manifest: OpManifest, longest: int, rows: int) -> list[tuple[
                             given=frozenset(given),
                             shift=int(alignment == "generic"),
                             gap=16 if alignment == "aligned" else 3,
+                            logprobs=5 if "logprob" in variant else None,
                         ),
                     )
                 )
@@ -417,7 +419,7 @@ def test_forms_on_the_emulator(name: str) -> None:
     """Every form of each kernel."""
     op = bound(name, "gfx942", EmulatorDriver)
     problem = Problem(name, 2, 96, given=frozenset(optional(name)))
-    check(op, problem)
+    check(op, problem._replace(logprobs=2 if name == "sample" else None))
 
 
 @poisoned
@@ -458,7 +460,9 @@ def test_vocabularies_on_a_gpu(n: int, values: str) -> None:
         for dtype in (FP32, BF16):
             problem = Problem("top_k_top_p_mask", 17, n, dtype, values=values, given=frozenset(given))
             check(liger_aot.load("top_k_top_p_mask"), problem, device="cuda")
-    everything = Problem("sample", 9, n, BF16, values=values, given=frozenset(optional("sample")))
+    everything = Problem(
+        "sample", 9, n, BF16, values=values, given=frozenset(optional("sample")), logprobs=20
+    )
     check(liger_aot.load("sample"), everything, device="cuda")
 
 
