@@ -71,7 +71,7 @@ def uniform(words):
 
 @triton.jit
 def mass_of(x, greatest, scale):
-    """2^((x - greatest) * scale) in units of 2^-30, rounded down: the greatest has 2^30, and what is below 2^-30 has 0."""
+    """2^((x - greatest) * scale) in units of 2^-30, rounded down: the greatest has 2^30, what is below 2^-30 has 0."""
     d = tl.minimum(tl.where(x == greatest, 0.0, (greatest - x) * scale), 31.0)
     whole = (d + ROUND) - ROUND
     f = whole - d

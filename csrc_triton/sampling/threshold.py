@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 from csrc_triton.sampling.generator import LOG2_E, in_order, log2_of, mass_of, ordered
-from csrc_triton.sampling.logits import GROUP, given, logits_at
+from csrc_triton.sampling.logits import GROUP, given, load_logits
 
 ALL_KEPT = tl.constexpr(0x7FFFFFFF)  # a column after the last
 LOWEST = tl.constexpr(-2139095041)  # ordered(-inf)
+NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
 NO_KEY = tl.constexpr(-2147483648)  # below every number's
 
 
@@ -73,35 +74,42 @@ def search_registers(key, value, low, high, reached, above, needed, enough):
                 tl.where(inside, key, NO_KEY),
             ), None, combine_step,
         )  # fmt: skip
-        low, high, reached, above = narrowed_by_three(
-            low, high, reached, above, p, q, r, a, b, c, needed
-        )
+        low, high, reached, above = narrowed_by_three(low, high, reached, above, p, q, r, a, b, c, needed)
         low = tl.maximum(low, least)  # there is none below it
         high = tl.minimum(high, greatest + 1)
     return low, reached, above
 
 
 @triton.jit
-def list_groups(LIST, group, key, low):
+def keys_of_groups(GREATEST, groups, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The greatest key of each group of WIDTH columns. GREATEST is of ``groups`` groups of GROUP."""
+    first = tl.arange(0, GROUPS) * (WIDTH // GROUP)
+    greatest = tl.full([GROUPS], -float("inf"), tl.float32)
+    for i in tl.static_range(WIDTH // GROUP):
+        more = tl.load(GREATEST + (first + i), mask=first + i < groups, other=-float("inf"))
+        greatest = tl.maximum(greatest, more)
+    return tl.where(first < groups, ordered(greatest), NO_KEY)
+
+
+@triton.jit
+def list_groups(LIST, GREATEST, groups, low, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
     """Write the numbers of the groups whose greatest key is at least ``low``; return how many there are."""
-    listed = (key >= low).to(tl.int32)
+    listed = (keys_of_groups(GREATEST, groups, GROUPS, WIDTH) >= low).to(tl.int32)
     tl.debug_barrier()  # the list before is read by other threads
-    tl.store(LIST + (tl.cumsum(listed, 0) - 1), group, mask=listed != 0)
+    tl.store(LIST + (tl.cumsum(listed, 0) - 1), tl.arange(0, GROUPS), mask=listed != 0)
     tl.debug_barrier()
     return tl.sum(listed, 0)
 
 
 @triton.jit
-def tile_of(LIST, r, first, active, TILE: tl.constexpr):
+def tile_of(LIST, X, n, first, active, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """(group numbers, columns, keys, values) of a tile of listed groups. Past the last group or column the key is none
     of a number's."""
     at = first + tl.arange(0, TILE)
-    listed = at < active
-    group = tl.load(LIST + at, mask=listed, other=0)
-    cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    mask = listed[:, None] & (cols < r.n)
-    x = logits_at(r, cols, mask)
-    return group, cols, tl.where(mask, ordered(x), NO_KEY), x
+    group = tl.load(LIST + at, mask=at < active, other=NO_GROUP)
+    cols = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    x = load_logits(X, cols, cols < n)
+    return group, cols, tl.where(cols < n, ordered(x), NO_KEY), x
 
 
 @triton.jit
@@ -115,22 +123,24 @@ def value_of(x, greatest, scale, MASSES: tl.constexpr):
 
 @triton.jit
 def step_of_list(
-    LIST, row, active, low, high, p, q, r, greatest, scale, MASSES: tl.constexpr, TILE: tl.constexpr
+    LIST, X, n, active, low, high, p, q, r, greatest, scale,
+    MASSES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(sums from three pivots up to ``high``, groups that have a column between the bounds: the list is of those)"""
     dtype: tl.constexpr = tl.int64 if MASSES else tl.int32
-    a = tl.zeros([TILE, GROUP], dtype)
-    b = tl.zeros([TILE, GROUP], dtype)
-    c = tl.zeros([TILE, GROUP], dtype)
+    a = tl.zeros([TILE, WIDTH], dtype)
+    b = tl.zeros([TILE, WIDTH], dtype)
+    c = tl.zeros([TILE, WIDTH], dtype)
     left = 0
     for first in range(0, active, TILE):
-        group, _, key, x = tile_of(LIST, row, first, active, TILE)
+        group, _cols, key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
         value = value_of(x, greatest, scale, MASSES)
         inside = (key >= low) & (key < high)
         a += tl.where(inside & (key >= p), value, 0)
         b += tl.where(inside & (key >= q), value, 0)
         c += tl.where(inside & (key >= r), value, 0)
-        listed = tl.max(inside.to(tl.int32), 1)
+        # of keys: LLVM makes of flags an integer of 4 bits a group, by way of local memory
+        listed = (tl.max(tl.where(inside, key, NO_KEY), 1) != NO_KEY).to(tl.int32)
         at = left + tl.cumsum(listed, 0) - 1
         tl.debug_barrier()  # all have read this part of the list, over which the next line may write
         tl.store(LIST + at, group, mask=listed != 0)
@@ -141,49 +151,61 @@ def step_of_list(
 
 @triton.jit
 def search_list(
-    LIST, row, active, low, high, greatest, scale, wanted, share, MASSES: tl.constexpr, TILE: tl.constexpr
+    LIST, X, n, active, low, high, greatest, scale, wanted, share,
+    MASSES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(low, reached, above, needed, active): the greatest key from which on the sum is at least what is needed, unless
     all that is listed, from ``low`` on, is less. ``wanted`` columns are needed, or a share of the mass."""
-    p, q, r = pivots_of(low, high)
-    total, b, c, active = step_of_list(LIST, row, active, low, high, low, q, r, greatest, scale, MASSES, TILE)
-    if MASSES:
-        needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-        enough = needed * 0
-    else:
-        needed = wanted
-        enough = wanted  # which columns these are is all that is asked: not the last of them
-    reached = total
-    above = total * 0
-    if total > needed:
-        low, high, reached, above = narrowed_by_three(
-            low, high, reached, above, low, q, r, total, b, c, needed
+    dtype: tl.constexpr = tl.int64 if MASSES else tl.int32
+    above = tl.full([], 0, dtype)
+    reached = tl.full([], 1, dtype)  # of the first step, which finds out
+    needed = tl.full([], 0, dtype)
+    enough = tl.full([], 0, dtype)
+    while (needed == 0) | ((low + 1 < high) & (reached > enough) & (active > TILE)):
+        p, q, r = pivots_of(low, high)
+        p = tl.where(needed == 0, low, p)
+        a, b, c, active = step_of_list(
+            LIST, X, n, active, low, high, p, q, r, greatest, scale, MASSES, TILE, WIDTH
         )
-        while (low + 1 < high) & (reached > enough) & (active > TILE):
-            p, q, r = pivots_of(low, high)
-            a, b, c, active = step_of_list(
-                LIST, row, active, low, high, p, q, r, greatest, scale, MASSES, TILE
-            )
-            low, high, reached, above = narrowed_by_three(
-                low, high, reached, above, p, q, r, a, b, c, needed
-            )
-        if (low + 1 < high) & (reached > enough):
-            group, cols, key, x = tile_of(LIST, row, 0, active, TILE)
-            value = value_of(x, greatest, scale, MASSES)
-            low, reached, above = search_registers(key, value, low, high, reached, above, needed, enough)
+        if needed == 0:
+            reached = a
+            if MASSES:
+                needed = tl.maximum(tl.ceil(share.to(tl.float64) * a.to(tl.float64)).to(tl.int64), 1)
+            else:
+                needed = wanted
+                enough = wanted  # which columns these are is all that is asked: not the last of them
+        if reached > enough:
+            low, high, reached, above = narrowed_by_three(low, high, reached, above, p, q, r, a, b, c, needed)
+    if (low + 1 < high) & (reached > enough):
+        _group, _cols, key, x = tile_of(LIST, X, n, 0, active, TILE, WIDTH)
+        value = value_of(x, greatest, scale, MASSES)
+        low, reached, above = search_registers(key, value, low, high, reached, above, needed, enough)
     return low, reached, above, needed, active
 
 
 @triton.jit
-def last_tie(LIST, row, active, key_of_tie, wanted, TILE: tl.constexpr):
+def ties_needed(rest, mass):
+    """How many times ``mass`` are at least ``rest``, by float32 and three corrections of a quotient below 2^18: ptxas
+    calls a function for a division of 64-bit integers, which takes local memory."""
+    high, low = (rest >> 24).to(tl.int32).to(tl.float32), (rest & 0xFFFFFF).to(tl.int32).to(tl.float32)
+    quotient = (high * 16777216.0 + low) / mass.to(tl.int32).to(tl.float32)
+    ties = tl.maximum(quotient.to(tl.int32) - 1, 0).to(tl.int64)
+    ties += (ties * mass < rest).to(tl.int64)
+    ties += (ties * mass < rest).to(tl.int64)
+    return ties + (ties * mass < rest).to(tl.int64)
+
+
+@triton.jit
+def last_tie(LIST, X, n, active, key_of_tie, wanted, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """The column of the ``wanted``-th of those with this key."""
     before = 0
     column = ALL_KEPT
     for first in range(0, active, TILE):
-        group, cols, key, x = tile_of(LIST, row, first, active, TILE)
+        _group, cols, key, _x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
         tie = (key == key_of_tie).to(tl.int32)
-        of_group = tl.sum(tie, 1)
-        rank = (before + tl.cumsum(of_group, 0) - of_group)[:, None] + tl.cumsum(tie, 1)
+        in_group = tl.cumsum(tie, 1)
+        of_group = tl.max(in_group, 1)
+        rank = (before + tl.cumsum(of_group, 0) - of_group)[:, None] + in_group
         column = tl.minimum(column, tl.min(tl.where((tie != 0) & (rank == wanted), cols, ALL_KEPT)))
         before += tl.sum(of_group, 0)
     return column
@@ -204,15 +226,37 @@ def least_probable(greatest, scale, share):
 
 
 @triton.jit
-def find_threshold(
-    TAU, LIMIT, LIST, GREATEST, K, P, MIN_P, TEMPERATURE, row, at, groups, GROUPS: tl.constexpr, TILE: tl.constexpr
+def bound_of_groups(key, high, known, wanted, TILE: tl.constexpr):
+    """A key that at least ``wanted`` of the ``known`` groups' greatest keys reach, and few more."""
+    low = tl.full([], LOWEST, tl.int32)
+    if wanted < known:
+        value = tl.full(key.shape, 1, tl.int32)
+        enough = tl.maximum(wanted + (wanted >> 2), TILE // 2)
+        low, _reached, _above = search_registers(key, value, low, high, known, wanted * 0, wanted, enough)
+    return low
+
+
+@triton.jit
+def greatest_columns(
+    LIST, GREATEST, X, n, wanted, groups, GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Write the threshold of a row and the last column of those that equal it; -inf where nothing is left out."""
-    group = tl.arange(0, GROUPS)
-    key = ordered(tl.load(GREATEST + at.to(tl.int64) * groups + group, mask=group < groups, other=-float("inf")))
-    key = tl.where(group < groups, key, NO_KEY)
-    wanted = given(K, at, row.n)
-    wanted = tl.where(wanted > 0, tl.minimum(wanted, row.n), row.n)
+    """How many groups are listed: all that hold one of the ``wanted`` greatest columns."""
+    key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
+    known = tl.cdiv(groups, WIDTH // GROUP)
+    low = bound_of_groups(key, tl.max(key, 0) + 1, known, wanted, TILE)
+    return list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
+
+
+@triton.jit
+def find_threshold(
+    TAU, LIMIT, LIST, GREATEST, X, n, K, P, MIN_P, TEMPERATURE, at, groups,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the threshold of row ``at`` and the last column of those that equal it; -inf where nothing is left out.
+    LIST, GREATEST and X are the row's own."""
+    key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
+    wanted = given(K, at, n)
+    wanted = tl.where(wanted > 0, tl.minimum(wanted, n), n)
     share = given(P, at, 1.0)
     least_share = given(MIN_P, at, 0.0)
     temperature = given(TEMPERATURE, at, 1.0)
@@ -226,28 +270,22 @@ def find_threshold(
         nearest = low
         if least_share > 0.0:
             nearest = least_probable(greatest, scale, tl.minimum(least_share, 1.0))
-        if wanted < row.n:
-            if wanted < groups:
-                known, reached_by_groups, above_groups = search_registers(
-                    key, tl.full([GROUPS], 1, tl.int32), low, high, groups, wanted * 0, wanted,
-                    tl.maximum(wanted + (wanted >> 2), TILE // 2),
-                )  # fmt: skip
-                low = known
-            low = tl.maximum(low, nearest)
-            active = list_groups(LIST, group, key, low)
-            low, count, count_above, columns, left = search_list(
-                LIST, row, active, low, high, greatest, scale, wanted, share, False, TILE
+        if wanted < n:
+            known = tl.cdiv(groups, WIDTH // GROUP)
+            low = bound_of_groups(key, high, known, wanted, TILE)
+            active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
+            low, _count, _count_above, _wanted, _active = search_list(
+                LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE, WIDTH
             )  # fmt: skip
-        else:
-            low = nearest
+        low = tl.maximum(low, nearest)
         if share < 1.0:
-            active = list_groups(LIST, group, key, low)
+            active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
             low, reached, above, needed, active = search_list(
-                LIST, row, active, low, high, greatest, scale, wanted, share, True, TILE
+                LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH
             )  # fmt: skip
-            mass = mass_of(in_order(low), greatest, scale).to(tl.int64)
-            ties = (needed - above + mass - 1) // tl.maximum(mass, 1)
+            mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
+            ties = ties_needed(needed - above, mass)
             if above + ties * mass < reached:
-                limit = last_tie(LIST, row, active, low, ties.to(tl.int32), TILE)
+                limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
     tl.store(TAU + at, in_order(low))
     tl.store(LIMIT + at, limit)

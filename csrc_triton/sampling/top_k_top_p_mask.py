@@ -1,14 +1,13 @@
 """top_k_top_p_mask: logits, and -inf for those that top-k, top-p or min-p leave out.
 
 Three launches: ``groups`` leaves the greatest logit of each group of 32 columns, ``threshold`` finds a row's threshold
-from them (``threshold.py``), ``mask`` writes the row. ``sample`` launches the first two as well: they know the penalties
-and masks that it has.
+from them (``threshold.py``), ``mask`` writes the row. ``sample`` launches the first two as well.
 """
 
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.logits import GROUP, LOGITS, begin, logits_at, row_of
+from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, load_logits
 from csrc_triton.sampling.threshold import find_threshold
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
@@ -17,7 +16,9 @@ DECLARATION = {
     "op": "top_k_top_p_mask",
     "kernels": {
         "logits_groups": {
-            "arguments": {"GREATEST": "*fp32", **LOGITS, "groups": "i32", "blocks": "i32"},
+            "arguments": {
+                "GREATEST": "*fp32", "X": "*dtype", "x_stride": "i64", "n": "i32", "groups": "i32", "blocks": "i32",
+            },
             "axes": AXES,
             "aligned": ALIGNED,
             "forms": {
@@ -28,14 +29,14 @@ DECLARATION = {
         },
         "logits_threshold": {
             "arguments": {
-                "TAU": "*fp32", "LIMIT": "*i32", "LIST": "*i32", "GREATEST": "*fp32", **LOGITS, "K": "*i32",
-                "P": "*fp32", "MIN_P": "*fp32", "TEMPERATURE": "*fp32", "groups": "i32",
+                "TAU": "*fp32", "LIMIT": "*i32", "LIST": "*i32", "GREATEST": "*fp32", "X": "*dtype", "K": "*i32",
+                "P": "*fp32", "MIN_P": "*fp32", "TEMPERATURE": "*fp32", "x_stride": "i64", "n": "i32", "groups": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
             "forms": {
                 "row": {
-                    "function": "threshold", "constants": ["GROUPS", "TILE", "PDL"], "defaults": {"PDL": 0},
+                    "function": "threshold", "constants": ["GROUPS", "TILE", "WIDTH", "PDL"], "defaults": {"PDL": 0},
                     "pdl": "PDL",
                 },
             },
@@ -58,37 +59,31 @@ DECLARATION = {
 
 
 @triton.jit
-def groups_of_block(
-    GREATEST, X, ALLOWED, BAD, PROMPT, COUNTS, REPETITION, PRESENCE, FREQUENCY, x_stride, counts_stride, words, bad, n,
-    groups, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def groups_of_block(GREATEST, X, x_stride, n, groups, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The greatest logit of each group in a block of columns."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
-    group = (program - at * blocks) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    row = row_of(
-        at, X, ALLOWED, BAD, PROMPT, COUNTS, REPETITION, PRESENCE, FREQUENCY, x_stride, counts_stride, words, bad, n
-    )  # fmt: skip
-    cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = logits_at(row, cols, cols < n)
+    first = (program - at * blocks) * (BLOCK // GROUP)
+    cols = columns_of_groups(first, BLOCK // GROUP)
+    x = load_logits(X + at.to(tl.int64) * x_stride, cols, cols < n)
+    group = first + tl.arange(0, BLOCK // GROUP)
     tl.store(GREATEST + at.to(tl.int64) * groups + group, tl.max(x, 1), mask=group < groups)
 
 
 @triton.jit
 def threshold(
-    TAU, LIMIT, LIST, GREATEST, X, ALLOWED, BAD, PROMPT, COUNTS, REPETITION, PRESENCE, FREQUENCY, x_stride,
-    counts_stride, words, bad, n, K, P, MIN_P, TEMPERATURE, groups,
-    GROUPS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    TAU, LIMIT, LIST, GREATEST, X, K, P, MIN_P, TEMPERATURE, x_stride, n, groups,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program."""
     groups = begin(groups, PDL)
     at = tl.program_id(0)
-    row = row_of(
-        at, X, ALLOWED, BAD, PROMPT, COUNTS, REPETITION, PRESENCE, FREQUENCY, x_stride, counts_stride, words, bad, n
+    row = at.to(tl.int64)
+    find_threshold(
+        TAU, LIMIT, LIST + row * groups, GREATEST + row * groups, X + row * x_stride, n, K, P, MIN_P, TEMPERATURE, at,
+        groups, GROUPS, TILE, WIDTH,
     )  # fmt: skip
-    LIST += at.to(tl.int64) * groups
-    find_threshold(TAU, LIMIT, LIST, GREATEST, K, P, MIN_P, TEMPERATURE, row, at, groups, GROUPS, TILE)
 
 
 @triton.jit

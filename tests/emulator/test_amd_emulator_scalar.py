@@ -85,6 +85,8 @@ def test_carry_and_overflow(line: str, a: int, b: int, carry: int, result: int, 
         ("s_mov_b64 s[6:7], -1", 0, 0, MASK64, 0),
         ("s_mov_b32 s6, 1.0", 0, 0, 0x3F800000, 0),
         ("s_movk_i32 s6, 0x8000", 0, 0, 0xFFFF8000, 0),
+        ("s_bitset0_b32 s6, 31", 0, 0, 0x2A5A5A5A, 0),
+        ("s_bitset1_b32 s6, s2", 32 + 2, 0, 0xAA5A5A5E, 0),
         ("s_wqm_b64 s[6:7], s[2:3]", 0x0010_0001, 0, 0x00F0_000F, 1),
     ],
 )

@@ -27,12 +27,14 @@ from tests.harness.other_ops import (
     MergingOp,
     PagedOp,
     QuantizingOp,
+    SamplingOp,
     VarlenOp,
 )
 from tests.ops.cache.cache_cases import OPS as CACHE
 from tests.ops.post_training.row_cases import RowTests
 from tests.ops.post_training.sequence_cases import SequenceTests
 from tests.ops.quantization.quantization_cases import OPS as QUANTIZING
+from tests.ops.sampling.sampling_cases import OPS as SAMPLING
 
 # Those of a process group, parts of others, and what is made of two others alone
 LEFT_OUT = {
@@ -169,6 +171,7 @@ def entries() -> dict[str, Entry]:
         LinearJSDOp(),
         LinearLogProbsOp(),
         *(QuantizingOp(name) for name in QUANTIZING),
+        *(SamplingOp(name) for name in SAMPLING),
     )
     found: dict[str, Entry] = {
         entry.name: entry for entry in (HarnessOp(o) if isinstance(o, OpCases) else o for o in others)

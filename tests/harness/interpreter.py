@@ -16,7 +16,7 @@ import torch
 from tests.harness.interpreter_speed import save_time
 
 PATIENCE = 600.0  # seconds a program waits for another's word before that counts as a deadlock
-QUANTIZATION = "csrc_triton/quantization/"
+ROUNDED_ONCE = ("csrc_triton/quantization/", "csrc_triton/sampling/")
 
 
 def interpret(
@@ -131,10 +131,10 @@ def _teach_reductions() -> None:
     ReduceOps.sum = sum_of
 
 
-def _called_from(folder: str) -> bool:
-    """Whether the kernel that runs lies in the folder of device code."""
+def _called_from(folders: tuple[str, ...]) -> bool:
+    """Whether the kernel that runs lies in one of the folders of device code."""
     frame = sys._getframe(1)
-    while frame is not None and folder not in frame.f_code.co_filename:
+    while frame is not None and not any(folder in frame.f_code.co_filename for folder in folders):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
 
@@ -172,9 +172,10 @@ def _teach_arithmetic() -> None:
     of_two_roundings = InterpreterBuilder.create_fma
 
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-        """Rounded once for the ops with 8-bit results, whose quotients depend on it. Softmax's kernels rely on a GPU's
-        compiler to fuse x * scale - peak, too, which the interpreter does not: there both are rounded twice."""
-        if not _called_from(QUANTIZATION):
+        """Rounded once for the ops with 8-bit results and those that sample, whose bits depend on it. Softmax's kernels
+        rely on a GPU's compiler to fuse x * scale - peak, too, which the interpreter does not: there both are rounded
+        twice."""
+        if not _called_from(ROUNDED_ONCE):
             return of_two_roundings(self, x, y, z)
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)

@@ -34,6 +34,7 @@ from tests.ops.losses import test_fused_linear_cross_entropy as linear_cross_ent
 from tests.ops.losses import test_fused_linear_jsd as linear_jsd
 from tests.ops.post_training import test_fused_linear_log_probs as linear_log_probs
 from tests.ops.quantization import quantization_cases
+from tests.ops.sampling import sampling_cases
 
 
 class AttentionOp:
@@ -375,6 +376,44 @@ class QuantizingOp:
         asked, seed = problem
         op, allowed, device = _way(self, way)
         quantization_cases.check(op, quantization_cases.fitting(op, asked), allowed, seed=seed, device=device)
+
+
+class SamplingOp:
+    """Results are compared to the bit."""
+
+    interpreted = "sm90"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.op_class = name, module(name).OP
+
+    def problem(self, choices: Choices, large: bool) -> tuple[sampling_cases.Problem, int]:
+        some = choices.number(0, 2)
+        given = (a for a in sampling_cases.optional(self.name) if choices.number(0, 2) <= some)
+        return sampling_cases.Problem(
+            self.name,
+            choices.number(1, 200 if large else 5),
+            choices.one((64, choices.number(1, 20_000 if large else 700), 32 * choices.number(1, 20))),
+            FP32 if self.name == "rejection_sample" else choices.one((FP32, BF16, FP16)),
+            values=choices.one(sampling_cases.VALUES[: 2 if self.name == "rejection_sample" else None]),
+            given=frozenset(given),
+            shift=choices.one((0, 1, 8, 3)),
+            gap=choices.one((0, 16, 1, 8)),
+            drafts=choices.number(1, 5),
+            logprobs=0 if self.name == "sample" and choices.number(0, 1) else None,
+        ), choices.number(0, 9999)
+
+    def small(self) -> list[tuple[sampling_cases.Problem, int]]:
+        return [(p, 0) for p in sampling_cases.small(self.name)]
+
+    def prepare(self, problem: tuple[sampling_cases.Problem, int], device: str) -> Prepared:
+        asked, seed = problem
+        tensors = asked.tensors(seed, device)
+        return Prepared(tuple(tensors.values()), lambda op: (asked.run(op, tensors),))
+
+    def check(self, way: str, problem: tuple[sampling_cases.Problem, int]) -> None:
+        asked, seed = problem
+        op, _, device = _way(self, way)
+        sampling_cases.check(op, asked, seed=seed, device=device)
 
 
 class LinearCrossEntropyOp:

@@ -159,6 +159,38 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
             (),
         ),
         "geglu_quantize": ({"gate": heads(4, n), "up": heads(4, n)}, _call("gate", "up", dtype=torch.int8), ()),
+        "top_k_top_p_mask": (
+            {"logits": r(4, n), "top_k": torch.tensor([3, 0, 5, 1]), "top_p": torch.tensor([0.9, 0.5, 0.7, 1.0])},
+            _call("logits", "top_k", "top_p"),
+            (),
+        ),
+        "sample": (
+            {
+                "logits": r(4, n),
+                "seeds": torch.arange(4),
+                "positions": torch.arange(4),
+                "temperature": torch.tensor([0.0, 0.7, 1.0, 2.0]),
+                "top_k": torch.tensor([3, 0, 5, 1]),
+            },
+            _call("logits", "seeds", "positions"),
+            (),
+        ),
+        "rejection_sample": (
+            {
+                "target_probs": r(4, n).softmax(-1),
+                "draft_token_ids": labels.clamp(min=0),
+                "cu_num_draft_tokens": torch.tensor([1, 4], dtype=torch.int32),
+                "bonus_token_ids": torch.tensor([7, 8]),
+                "seeds": torch.arange(2),
+                "positions": torch.arange(2),
+                "draft_probs": r(4, n).softmax(-1),
+            },
+            _call(
+                *("target_probs", "draft_token_ids", "cu_num_draft_tokens", "bonus_token_ids", "seeds", "positions"),
+                max_spec_len=3,
+            ),
+            (),
+        ),
         "softmax": ({"x": r(4, n)}, _call("x", temperature=0.7), ("x",)),
         "log_softmax": ({"x": r(4, n)}, _call("x"), ("x",)),
         "sparsemax": ({"x": r(4, n)}, _call("x"), ("x",)),

@@ -27,6 +27,7 @@ OPS = sorted(small_calls())
 REQUIRED: dict[str, dict[str, Any]] = {
     "groupnorm": {"num_groups": 2},
     "neighborhood_attention": {"reach": 2},
+    "rejection_sample": {"max_spec_len": 3},
     "rope_multimodal": {"mrope_section": (12, 2, 2)},
     "flash_attention_varlen": {"max_seqlen_q": 3, "max_seqlen_k": 3},
     "qk_norm_rope": {"num_heads_q": 2, "num_heads_k": 1, "num_heads_v": 1},
@@ -61,6 +62,8 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "tokens_per_group": (0, -1),
     "max_seqlen_q": (-1,),
     "max_seqlen_k": (-1,),
+    "max_spec_len": (0, -1, 1025),
+    "logprobs": (-1, 17, 1025),
     "padding_idx": (6, -7, 1 << 40),
     "delta": (-0.1,),
     "max_completion_length": (0, -1),

@@ -42,7 +42,8 @@ OPCODES: dict[tuple[str, str], dict[str, str]] = {
         "1 1": """
             0x00 s_mov_b32  0x02 s_cmov_b32  0x04 s_not_b32  0x06 s_wqm_b32  0x08 s_brev_b32
             0x0a s_bcnt0_i32_b32  0x0c s_bcnt1_i32_b32  0x0e s_ff0_i32_b32  0x10 s_ff1_i32_b32
-            0x12 s_flbit_i32_b32  0x14 s_flbit_i32  0x16 s_sext_i32_i8  0x17 s_sext_i32_i16  0x30 s_abs_i32
+            0x12 s_flbit_i32_b32  0x14 s_flbit_i32  0x16 s_sext_i32_i8  0x17 s_sext_i32_i16
+            0x18 s_bitset0_b32  0x1a s_bitset1_b32  0x30 s_abs_i32
         """,
         "2 2": """
             0x01 s_mov_b64  0x03 s_cmov_b64  0x05 s_not_b64  0x07 s_wqm_b64  0x09 s_brev_b64  0x1e s_swappc_b64

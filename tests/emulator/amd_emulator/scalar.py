@@ -176,6 +176,9 @@ def build(instruction: Instruction) -> Step:
     if match := re.fullmatch(r"s_cmp_(\w\w)_([iu])(32|64)", name):
         instruction.expect(2)
         return _compare(operands, _COMPARE[match[1]], int(match[3]), match[2] == "i")
+    if match := re.fullmatch(r"s_bitset([01])_b32", name):
+        instruction.expect(2)
+        return _set_bit(operands, match[1] == "1")
     if match := re.fullmatch(r"s_bitcmp([01])_b(32|64)", name):
         instruction.expect(2)
         return _bit_compare(operands, int(match[1]), int(match[2]))
@@ -354,6 +357,14 @@ def _add(operands: Sequence[Operand], op: str, overflow: bool) -> Step:
         write(wave, exact)
 
     return step
+
+
+def _set_bit(operands: Sequence[Operand], value: bool) -> Step:
+    """Of the destination, the bit that the source names; the others stay."""
+    write, before, at = _write(operands[0], 32), _read(operands[0], 32), _read(operands[1], 32)
+    if value:
+        return lambda wave: write(wave, before(wave) | 1 << (at(wave) & 31))
+    return lambda wave: write(wave, before(wave) & ~(1 << (at(wave) & 31)))
 
 
 def _extremum(operands: Sequence[Operand], choose: Callable[[int, int], int], sign: bool) -> Step:

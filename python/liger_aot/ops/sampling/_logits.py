@@ -25,8 +25,10 @@ GROUP = 32  # columns: as many as a word of a mask has bits
 MAX_COLUMNS = 1 << 18
 LAUNCHES = "top_k_top_p_mask"  # the op whose kernels find thresholds
 INT, FLOAT = (torch.int32, torch.int64), (torch.float32,)
-# How an argument's elements lie: one a row, a bit a column, a count a column, some a row.
+# How an argument's elements lie: one a row, a bit a column, one a column, some a row; one a request, where rows are
+# those of several requests.
 A_ROW, A_BIT, A_COLUMN, SOME = "(rows,)", "(rows, ceil(n / 32))", "(rows, n)", "(rows, any)"
+A_REQUEST = "(requests,)"
 
 
 # What a call with tensors of a known layout does: from the tensors, their addresses and memory for the result.
@@ -60,6 +62,7 @@ class SamplingOp(DifferentiableOp):
     """Base of the ops of this family. They have no gradient."""
 
     arguments: ClassVar[Mapping[str, Argument]]  # of the tensors after the first
+    sources: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
 
     def __init__(self, runtimes: Any = None) -> None:
         super().__init__(runtimes)
@@ -122,6 +125,9 @@ class SamplingOp(DifferentiableOp):
         first = self.tensors[0]
         x: Tensor = tensors[0]
         check_rows(self.name, first, x)
+        if x.dtype not in self.sources:
+            allowed = " or ".join(map(_said, self.sources))
+            raise ArgumentTypeError(f"{self.name}: {first} must be {allowed}, got {_said(x.dtype)}")
         if x.dim() != 2 or not 0 < x.shape[1] <= MAX_COLUMNS:
             raise ArgumentError(
                 f"{self.name}: {first} must be (rows, n) with n from 1 to {MAX_COLUMNS}, got {tuple(x.shape)}"
@@ -129,7 +135,27 @@ class SamplingOp(DifferentiableOp):
         for (name, asked), value in zip(self.arguments.items(), tensors[1:], strict=True):
             if value is None and f"{name}?" in self.tensors:
                 continue
-            check_argument(self.name, name, value, asked, first, x)
+            self._check_argument(name, value, asked, x)
+
+    def _check_argument(self, name: str, value: Any, asked: Argument, x: Tensor) -> None:
+        if not isinstance(value, Tensor):
+            raise ArgumentTypeError(f"{self.name}: {name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.dtype not in asked.dtypes or value.layout != torch.strided or value.is_nested:
+            allowed = " or ".join(map(_said, asked.dtypes))
+            raise ArgumentTypeError(
+                f"{self.name}: {name} must be a dense tensor of {allowed}, got {_said(value.dtype)}"
+            )
+        check_same_device(self.name, name, value, self.tensors[0], x)
+        rows, n = x.shape
+        sizes = {
+            A_ROW: (rows,), A_BIT: (rows, -(-n // GROUP)), A_COLUMN: (rows, n), SOME: (rows, None), A_REQUEST: (None,),
+        }[asked.shape]  # fmt: skip
+        fits = (size is None or size == have for size, have in zip(sizes, value.shape, strict=False))
+        if value.dim() != len(sizes) or not all(fits):
+            raise ArgumentError(
+                f"{self.name}: {name} must have shape {asked.shape} with rows = {rows} and n = {n}, got "
+                f"{tuple(value.shape)}"
+            )
 
     def prepared(self, tensors: Tensors) -> Tensors:
         """The tensors as kernels read them: evenly spaced rows of logits, the others contiguous and of one dtype."""
@@ -153,73 +179,53 @@ class SamplingOp(DifferentiableOp):
         )
 
 
-def check_argument(op: str, name: str, value: Any, asked: Argument, first: str, x: Tensor) -> None:
-    if not isinstance(value, Tensor):
-        raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.dtype not in asked.dtypes or value.layout != torch.strided or value.is_nested:
-        allowed = " or ".join(str(d).removeprefix("torch.") for d in asked.dtypes)
-        raise ArgumentTypeError(f"{op}: {name} must be a dense {allowed} tensor, got {value.dtype}")
-    check_same_device(op, name, value, first, x)
-    rows, n = x.shape
-    shape = {A_ROW: (rows,), A_BIT: (rows, -(-n // GROUP)), A_COLUMN: (rows, n), SOME: (rows, -1)}[
-        asked.shape
-    ]
-    if value.dim() != len(shape) or any(s not in (-1, v) for s, v in zip(shape, value.shape, strict=True)):
-        raise ArgumentError(
-            f"{op}: {name} must have shape {asked.shape} with rows = {rows} and n = {n}, got {tuple(value.shape)}"
-        )
+class Logits(NamedTuple):
+    """Rows of logits in memory, but for their address."""
 
+    dtype: torch.dtype
+    rows: int
+    n: int
+    stride: int
+    aligned: bool
 
-class Logits:
-    """What kernels take of logits and of the tensors that change them, for tensors of one layout."""
-
-    def __init__(self, x: Tensor, penalties: Tensors = (None,) * len(PENALTIES)) -> None:
+    @staticmethod
+    def of(x: Tensor) -> Logits:
         in_x = rows_of(x)
         assert in_x is not None
-        _, _, _, _, _, self.rows, self.n, self.stride = in_x
-        self.aligned = not (in_x[0] | self.stride | self.n) & 15
-        _, _, _, _, counts, _, bad = penalties
-        self._numbers = (
-            self.stride, 0 if counts is None else self.n, -(-self.n // GROUP), 0 if bad is None else bad.shape[1],
-            self.n,
-        )  # fmt: skip
-
-    def at(self, x: int, penalties: Sequence[int] = (0,) * len(PENALTIES)) -> tuple[int, ...]:
-        """The arguments, from the tensors' addresses."""
-        repetition, presence, frequency, prompt, counts, allowed, bad = penalties
-        return (x, allowed, bad, prompt, counts, repetition, presence, frequency, *self._numbers)
+        x_at, _, _, _, _, rows, n, stride = in_x
+        return Logits(x.dtype, rows, n, stride, not (x_at | stride | n) & 15)
 
 
 class Thresholds:
-    """The launches that find the thresholds of calls with logits of one shape and dtype."""
+    """The launches that find the thresholds of calls with such logits."""
 
-    def __init__(self, on: OpOn, dtype: torch.dtype, logits: Logits) -> None:
-        key, n, rows = (dtype, logits.aligned), logits.n, logits.rows
+    def __init__(self, on: OpOn, logits: Logits) -> None:
+        key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
         self._on = on
         self._first = on.kernels["logits_groups"].for_rows(key, n, rows)
         self._second = on.kernels["logits_threshold"].for_rows(key, n, rows)
-        self._rows, self.groups = rows, -(-n // GROUP)
+        self._rows, self._groups = rows, -(-n // GROUP)
+        self._numbers = logits.stride, n, self._groups
         self._blocks = -(-n // self._first.block)
 
     def __call__(
-        self, stream: int, x: Tensor, logits: tuple[int, ...], filters: tuple[int, ...], temperature: int
+        self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int
     ) -> tuple[Tensor, Tensor]:
         """The threshold of each row, and the last column of those that equal it.
 
         Args:
-            logits: what all kernels of the family take of logits, from their address on.
             filters: addresses of k, p and the least share.
         """
-        rows, groups, device = self._rows, self.groups, self._on.device
+        rows, groups, device = self._rows, self._groups, self._on.device
         scratch = x.new_empty((2, rows, groups), dtype=torch.int32)
         tau, limit = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int32)
         greatest = scratch.data_ptr()
         self._first.launch(
-            device, stream, rows * self._blocks, 1, 1, greatest, *logits, groups, self._blocks
+            device, stream, rows * self._blocks, 1, 1, greatest, x_at, *self._numbers, self._blocks
         )
         self._second.launch(
-            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest,
-            *logits, *filters, temperature, groups,
+            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest, x_at,
+            *filters, temperature, *self._numbers,
         )  # fmt: skip
         return tau, limit
 
@@ -302,3 +308,13 @@ def kept(
         share = torch.zeros_like(keep).scatter(1, order, upto - mass < needed)
         keep = keep & (share | (top_p >= 1)[:, None])
     return keep | ~warm | (greatest == -torch.inf)
+
+
+def first_greatest(score: Tensor) -> Tensor:
+    """The first column of each row with its greatest value, as int64."""
+    columns = torch.arange(score.shape[1], device=score.device)
+    return torch.where(score == score.amax(1, keepdim=True), columns, score.shape[1]).amin(1)
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -32,18 +32,19 @@ _EXP2 = (
 )
 
 
-def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """a * b + c of float32, rounded once. The sum in float64 is rounded to odd, so that its rounding to float32 gives
-    what one rounding would."""
-    product = a.double() * (b.double() if isinstance(b, Tensor) else b)  # exact
+def fma(a: Tensor, b: Tensor, c: Tensor | float) -> Tensor:
+    """a * b + c of float32, rounded once."""
+    product = a.double() * b.double()  # exact
     addend = c.double() if isinstance(c, Tensor) else torch.full_like(product, c)
     total = product + addend
     part = total - product
-    error = (product - (total - part)) + (addend - part)
-    bits = total.view(torch.int64)
-    away = torch.where((error > 0) == (total > 0), 1, -1)
-    odd = torch.where((error != 0) & (bits & 1 == 0) & total.isfinite(), bits + away, bits)
-    return odd.view(torch.float64).float()
+    error = (product - (total - part)) + (addend - part)  # of the sum, exactly
+    near = total.float()
+    beyond = torch.nextafter(near, torch.where(total > near.double(), torch.inf, -torch.inf).float())
+    # Where the sum lies half way between two numbers, its error says on which side what it stands for is.
+    half_way = (total - near.double()) * 2 == beyond.double() - near.double()
+    other = half_way & (error != 0) & ((error > 0) == (beyond > near))
+    return torch.where(other, beyond, near)
 
 
 def philox(counter: Sequence[Tensor], seeds: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -68,19 +69,18 @@ def words(seeds: Tensor, positions: Tensor, columns: int, stream: int) -> Tensor
 
 def log2(x: Tensor) -> Tensor:
     """The base-2 logarithm of normal positive numbers."""
-    bits = x.view(torch.int32)
-    t = (bits & 0x7FFFFF | 0x3F800000).view(torch.float32) - 1.0
-    return fma(t, _polynomial(t, _LOG2), ((bits >> 23) - 127).float())
+    mantissa, exponent = torch.frexp(x)  # in [1/2, 1)
+    t = mantissa * 2.0 - 1.0
+    return fma(t, _polynomial(t, _LOG2), (exponent - 1).float())
 
 
 def exponential(words: Tensor) -> Tensor:
     """-log2(1 - v) with v = (word + 1/2) / 2^32, float32: exponentially distributed."""
     half = words < 1 << 31
     v = words.float() * 2.0**-32 + 2.0**-33
-    bits = (((words ^ _WORD).float() + 0.5) * 2.0**-32).view(torch.int32)
-    exponent = torch.where(half, 0.0, (126 - (bits >> 23)).float())
-    v = torch.where(half, v, 1.0 - (bits & 0x7FFFFF | 0x3F000000).view(torch.float32))
-    return fma(v, _polynomial(v, _EXPONENTIAL), exponent)
+    mantissa, exponent = torch.frexp(((words ^ _WORD).float() + 0.5) * 2.0**-32)
+    v = torch.where(half, v, 1.0 - mantissa)
+    return fma(v, _polynomial(v, _EXPONENTIAL), torch.where(half, 0.0, -exponent.float()))
 
 
 def uniform(words: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import Schema, check_flag
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.op import Problem, check_out, check_writable_rows, written
+from liger_aot.ops.op import Problem, check_same_device, check_tensor, check_writable_rows, written
 from liger_aot.ops.sampling._logits import FILTERS, Logits, Plan, SamplingOp, Thresholds, kept, processed
 from liger_aot.runtime.dispatch import OpOn
+from liger_aot.runtime.layout import overlap
 
 
 class TopKTopPMask(SamplingOp):
@@ -21,12 +22,13 @@ class TopKTopPMask(SamplingOp):
     logits, with -inf in the place of those that are left out, as in vLLM's ``apply_top_k_top_p``.
 
     First min-p, then top-k, then top-p, whose probabilities are those of what the others keep. Of the logits that equal
-    the k-th greatest, top-k keeps all. Top-p keeps a token where those before it, in the order of (greatest logit, lowest
-    column), have less than p of the probability; the first is always kept. vLLM keeps as many; which of several equal
-    logits those are depends there on its sort.
+    the k-th greatest, top-k keeps all. Top-p keeps a token where those before it, in the order of (greatest logit,
+    lowest column), have less than p of the probability; the first is always kept. vLLM keeps as many; which of several
+    equal logits those are depends there on its sort.
 
-    Probabilities are counted in units of 2^-30 of the greatest one, rounded down: what is kept depends on the row alone,
-    bit for bit, and the sum that is compared with p is off by less than n * 2^-30. A NaN counts as -inf and becomes it.
+    Probabilities are counted in units of 2^-30 of the greatest one, rounded down: what is kept depends on the row
+    alone, bit for bit, and the sum that is compared with p is off by less than n * 2^-30. A NaN counts as -inf and
+    becomes it.
     No gradient. Works under torch.compile and, after ``preload``, in CUDA graphs. CPU tensors take the plain-torch
     reference, which gives the same bits.
 
@@ -77,30 +79,44 @@ class TopKTopPMask(SamplingOp):
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
-        if out is not None and out[0] is not tensors[0]:
-            self.check(tensors, settings)
-            check_out(self.name, out[0], tensors[0])
-        elif out is not None and isinstance(out[0], Tensor) and out[0].numel():
-            check_writable_rows(self.name, "logits", out[0])
+        if out is not None:
+            self._check_out(out[0], tensors, settings)
         results = super().run_forward(tensors, settings, keep, out)
         if out is not None:
             written(out[0])
         return results
 
+    def _check_out(self, out: Any, tensors: Tensors, settings: tuple[Any, ...]) -> None:
+        x, argument = tensors[0], "logits" if out is tensors[0] else "out"
+        self.check(tensors, settings)
+        if out is not x:
+            check_tensor(self.name, argument, out)
+            check_same_device(self.name, argument, out, "logits", x)
+            if out.dtype != x.dtype or out.shape != x.shape:
+                raise ArgumentError(
+                    f"{self.name}: out must be of logits' shape {tuple(x.shape)} and dtype {x.dtype}; got "
+                    f"{tuple(out.shape)}, {out.dtype}"
+                )
+            if overlap(out, x):
+                raise ArgumentError(
+                    f"{self.name}: out overlaps logits; it may be logits itself or memory of its own"
+                )
+        if out.numel():
+            check_writable_rows(self.name, argument, out)
+
     def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
-        x = tensors[0]
-        logits = Logits(x)
-        find = Thresholds(on, x.dtype, logits)
+        logits = Logits.of(tensors[0])
+        find = Thresholds(on, logits)
         y_stride = logits.n if out is None else out.stride(0) if logits.rows > 1 else logits.n
         y_at = 0 if out is None else out.data_ptr()
         aligned = logits.aligned and not (y_at | y_stride) & 15
-        mask = on.kernels[self.name].for_rows((x.dtype, aligned), logits.n, logits.rows)
+        mask = on.kernels[self.name].for_rows((logits.dtype, aligned), logits.n, logits.rows)
         blocks, device = -(-logits.n // mask.block), on.device
         numbers = (y_stride, logits.stride, logits.n, blocks)
 
         def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
             x, stream = tensors[0], on.stream(device)
-            tau, limit = find(stream, x, logits.at(addresses[0]), addresses[1:4], 0)
+            tau, limit = find(stream, x, addresses[0], addresses[1:4], 0)
             y = x.new_empty(x.shape) if to is None else to
             mask.launch(
                 device, stream, logits.rows * blocks, 1, 1, y.data_ptr(), addresses[0], tau.data_ptr(),
