@@ -1,14 +1,19 @@
-"""Runs Liger-Kernel on liger-aot in programs that have no line for ``import liger_aot.liger``: ``LIGER_AOT_LIGER=1`` in
-the environment. So trainers that take ``--use_liger_kernel`` use the binaries, in child processes too.
+"""What the environment asks of liger-aot in programs that have no line for it, their child processes included:
 
-``liger_aot.pth`` in site-packages imports this where that is set, or where Liger's own ``LIGER_KERNEL_IMPL`` names us.
-Nothing else is imported before liger_kernel is.
+``LIGER_AOT_LIGER=1`` (or Liger's own ``LIGER_KERNEL_IMPL=liger_aot``) runs Liger-Kernel on liger-aot's binaries, so that
+trainers that take ``--use_liger_kernel`` use them. ``LIGER_AOT_TRITON=error|warn|compile`` runs Triton kernels from the
+installed packs. ``LIGER_AOT_RECORD=FOLDER`` notes the Triton kernels that a program launches: ``liger-aot record`` sets
+it.
+
+``liger_aot.pth`` in site-packages imports this where one of them is set. Nothing else is imported before the package
+that it is about.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -23,12 +28,15 @@ OFF = ("", "0")
 
 
 class _Finder(MetaPathFinder):
-    """Finds liger_kernel as the others do, and has liger_aot.liger imported after it."""
+    """Finds a package as the others do, and calls ``after`` once it has been imported."""
 
     _within = False
 
+    def __init__(self, package: str, after: Callable[[], None]) -> None:
+        self.package, self.after = package, after
+
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != PACKAGE or self._within:
+        if name != self.package or self._within:
             return None
         self._within = True
         try:
@@ -56,9 +64,21 @@ class _Loader(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._plain
         self._plain.exec_module(module)
-        import liger_aot.liger  # noqa: F401
+        self._finder.after()
 
-        _say()
+
+def watch(package: str, after: Callable[[], None]) -> None:
+    """Call ``after`` once ``package`` has been imported; now, where it has."""
+    if package in sys.modules:
+        after()
+    elif not any(isinstance(f, _Finder) and (f.package, f.after) == (package, after) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(package, after))
+
+
+def _run_liger() -> None:
+    import liger_aot.liger  # noqa: F401
+
+    _say()
 
 
 def _say() -> None:
@@ -77,15 +97,30 @@ def _say() -> None:
         )
 
 
+def _record_kernels() -> None:
+    from liger_aot.triton.recorder import start
+
+    start()
+
+
+def _stand_in_gpu() -> None:
+    from liger_aot.triton.stand_ins import start
+
+    start()
+
+
 def start() -> None:
-    """Watch for liger_kernel, if the environment asks for it."""
+    """Watch for the packages that the environment asks about."""
     value = os.environ.get(VARIABLE, "")
     if value not in ON + OFF:
         print(f"liger_aot: {VARIABLE} must be 1 or 0, got {value!r}: ignored", file=sys.stderr)
-    if value not in ON and os.environ.get("LIGER_KERNEL_IMPL", "").strip().lower() != "liger_aot":
-        return
-    if PACKAGE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    named = os.environ.get("LIGER_KERNEL_IMPL", "").strip().lower() == "liger_aot"
+    if (value in ON or named) and PACKAGE not in sys.modules:
+        watch(PACKAGE, _run_liger)
+    if os.environ.get("LIGER_AOT_RECORD"):
+        watch("triton", _record_kernels)
+        if os.environ.get("LIGER_AOT_RECORD_TARGET"):  # torch answers for a GPU that is not there
+            watch("torch", _stand_in_gpu)
 
 
 start()
