@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +27,8 @@ PACKAGE = "liger_kernel"
 SAID = "quiet"  # the variable's value for child processes, once a process has said what it does
 ON = ("1", SAID)
 OFF = ("", "0")
+TRITON = "LIGER_AOT_TRITON"
+MISSING = ("error", "warn", "compile")  # its values: what becomes of a launch that no pack has
 
 
 class _Finder(MetaPathFinder):
@@ -109,6 +113,59 @@ def _stand_in_gpu() -> None:
     start()
 
 
+class _PendingDriver:
+    """Triton's driver until something is asked of it: only then are torch and the packs looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _use_packs()
+        from triton.runtime import driver
+
+        return getattr(driver.active, name)
+
+
+_using = RLock()
+
+
+def _use_packs() -> None:
+    """All installed packs, once. Where that fails it is tried again, and fails, at the next launch."""
+    from triton.runtime import driver
+
+    with _using:
+        pending = driver._active
+        if not isinstance(pending, _PendingDriver):
+            return
+        driver._active = None  # what importing asks of it, Triton's own answers
+        try:
+            from liger_aot.triton.running import use
+
+            use(missing=os.environ[TRITON])
+        except BaseException:
+            driver._active = pending
+            raise
+
+
+def _run_triton() -> None:
+    """Triton has been imported. A tuner looks for its key before it asks the driver, so that it asks for packs, too."""
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
+
+    plain = Autotuner.run
+
+    @wraps(plain)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _use_packs()
+        from liger_aot.triton.running import fill
+
+        fill(self)
+        return plain(self, *args, **kwargs)
+
+    run._liger_aot_fills = True
+    Autotuner.run = run
+    driver.set_active(_PendingDriver())
+
+
 def start() -> None:
     """Watch for the packages that the environment asks about."""
     value = os.environ.get(VARIABLE, "")
@@ -117,6 +174,12 @@ def start() -> None:
     named = os.environ.get("LIGER_KERNEL_IMPL", "").strip().lower() == "liger_aot"
     if (value in ON or named) and PACKAGE not in sys.modules:
         watch(PACKAGE, _run_liger)
+    triton = os.environ.get(TRITON, "")
+    if triton in MISSING:
+        watch("triton", _run_triton)
+    elif triton not in OFF:
+        allowed = ", ".join(MISSING)
+        print(f"liger_aot: {TRITON} must be {allowed} or 0, got {triton!r}: ignored", file=sys.stderr)
     if os.environ.get("LIGER_AOT_RECORD"):
         watch("triton", _record_kernels)
         if os.environ.get("LIGER_AOT_RECORD_TARGET"):  # torch answers for a GPU that is not there

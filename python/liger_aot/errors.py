@@ -82,6 +82,10 @@ class PackTooNew(LigerAOTError, RuntimeError):
         self.path, self.found, self.known = path, found, known
 
 
+class KernelNotInPack(LigerAOTError, RuntimeError):
+    """A Triton kernel is launched in a way that no installed pack has a binary for."""
+
+
 class NotLoaded(LigerAOTError, RuntimeError):
     """A binary would have to be loaded while a CUDA graph is captured: call the op's ``preload`` before."""
 

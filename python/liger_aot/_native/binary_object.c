@@ -33,11 +33,10 @@ static int load_code(BinaryObject *self) {
 }
 
 PyObject *binary_new(PyTypeObject *type, DriverObject *driver, PyObject *args, PyObject *keywords) {
-    static char *names[] = {"", "", "shared", "cluster", NULL};
+    static char *names[] = {"", "", "shared", NULL};
     PyObject *image, *name;
-    int shared = INT_MIN, cluster = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "SU|$ii:binary", names, &image, &name, &shared, &cluster))
-        return NULL;
+    int shared = INT_MIN;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "SU|$i:binary", names, &image, &name, &shared)) return NULL;
     if (shared < 0) return PyErr_Format(PyExc_ValueError, "binary() needs shared, at least 0 bytes");
     Py_ssize_t size;
     const char *text = PyUnicode_AsUTF8AndSize(name, &size);
@@ -56,7 +55,6 @@ PyObject *binary_new(PyTypeObject *type, DriverObject *driver, PyObject *args, P
     self->code.name = text;
     self->code.image = PyBytes_AsString(image);
     self->code.shared = (unsigned)shared;
-    self->code.cluster = cluster;
     self->code.any_time = 1;
     if (load_code(self) < 0) {
         Py_DECREF(self);

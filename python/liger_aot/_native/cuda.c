@@ -187,18 +187,16 @@ static Outcome load_function(const DriverLibrary *driver, const Code *code) {
     return outcome("cuFuncLoad", cuda->function_load(function));
 }
 
-static Outcome set_attribute(const DriverLibrary *driver, const Code *code, int device, int attribute, int value) {
-    return outcome("cuKernelSetAttribute", cuda_functions(driver)->kernel_set_attribute(
-                                               attribute, value, code->kernel, driver->devices[device].handle));
+static Outcome set_attribute(const DriverLibrary *driver, void *kernel, int device, int attribute, int value) {
+    return outcome("cuKernelSetAttribute", cuda_functions(driver)->kernel_set_attribute(attribute, value, kernel,
+                                                                                        driver->devices[device].handle));
 }
 
 static Outcome cuda_prepare(DriverLibrary *driver, Code *code, int device) {
     Outcome result = SUCCEEDED;
     int mode = CAPTURE_MODE_RELAXED;
     if (code->shared > SHARED_WITHOUT_OPT_IN)
-        result = set_attribute(driver, code, device, MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)code->shared);
-    if (result.call == NULL && code->cluster > PORTABLE_CLUSTER)
-        result = set_attribute(driver, code, device, NON_PORTABLE_CLUSTER, 1);
+        result = set_attribute(driver, code->kernel, device, MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)code->shared);
     if (result.call != NULL) return result;
     result = retain_context(driver, device);
     if (result.call != NULL) return result;
@@ -234,12 +232,16 @@ static unsigned set_attributes(const DriverLibrary *driver, const Code *code, La
     return count;
 }
 
-static Outcome launch_here(const DriverLibrary *driver, const Code *code, const Launch *launch) {
+static Outcome launch_here(const DriverLibrary *driver, const Code *code, int device, const Launch *launch) {
     const CudaFunctions *cuda = cuda_functions(driver);
     LaunchAttribute attributes[ATTRIBUTES];
     if (code->cooperative && !code->pdl && code->cluster <= 1)
         return outcome("cuLaunchCooperativeKernel", call_launch_cooperative(cuda->launch_cooperative, code, launch));
     unsigned count = set_attributes(driver, code, attributes);
+    if (code->cluster > PORTABLE_CLUSTER) {
+        Outcome allowed = set_attribute(driver, launch->function, device, NON_PORTABLE_CLUSTER, 1);
+        if (allowed.call != NULL) return allowed;
+    }
     if (count == 0) return outcome("cuLaunchKernel", call_launch(cuda->launch, code, launch));
     LaunchConfiguration configuration = {
         .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
@@ -277,11 +279,11 @@ static Outcome cuda_launch(const DriverLibrary *driver, const Code *code, int de
     int is_current = 0;
     Outcome found = find_current(driver, device, &is_current);
     if (found.call != NULL) return found;
-    if (is_current) return launch_here(driver, code, launch);
+    if (is_current) return launch_here(driver, code, device, launch);
 
     Outcome pushed = push_context(driver, device);
     if (pushed.call != NULL) return pushed;
-    return pop_context(driver, launch_here(driver, code, launch));
+    return pop_context(driver, launch_here(driver, code, device, launch));
 }
 
 static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {

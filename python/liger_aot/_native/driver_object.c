@@ -176,7 +176,7 @@ PyDoc_STRVAR(tensor_map_doc,
              "Where the tiles of a tensor lie, as a TensorMap.");
 
 PyDoc_STRVAR(binary_doc,
-             "binary($self, image, name, /, *, shared, cluster=1)\n--\n\n"
+             "binary($self, image, name, /, *, shared)\n--\n\n"
              "The kernel `name` of a compiled image, as a Binary.");
 
 PyDoc_STRVAR(triton_launcher_doc,

@@ -94,7 +94,7 @@ def decode(
             return [inner(item) for item in _list(body)]
         if kind == "namedtuple":
             name, names, items = body
-            return namedtuple(name, names)(*map(inner, _list(items)))  # type: ignore[misc] # noqa: PYI024
+            return namedtuple(name, names)(*map(inner, _list(items)))  # type: ignore[misc]
         if kind == "constexpr":
             return _triton("constexpr")(inner(body))
         if kind == "dtype":
