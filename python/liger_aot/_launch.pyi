@@ -101,8 +101,8 @@ class Driver:
         """
 
     def binary(self, image: bytes, name: str, /, *, shared: int) -> Binary:
-        """Load one kernel of a compiled image whose parameters are the caller's business; a `TritonLauncher` launches it.
-        Unlike `load`, also while a graph is captured.
+        """Load one kernel of a compiled image whose parameters are the caller's business: a `TritonLauncher` launches
+        it. Unlike `load`, also while a graph is captured.
 
         Args:
             shared: bytes of dynamic shared memory a block that launches will ask for.
@@ -120,7 +120,7 @@ class Driver:
         threads: int,
         shared: int,
         arguments: tuple[str, ...],
-        maps: tuple[tuple[int, int, int, bool, tuple[int, ...]], ...],
+        maps: tuple[tuple[int, int, int, int, tuple[int, ...]], ...],
         cluster: int = 1,
         cooperative: bool = False,
         pdl: bool = False,
@@ -137,8 +137,8 @@ class Driver:
             device: on which it launches, whatever context is current.
             threads, shared: of a block.
             arguments: their names, for errors.
-            maps: for each M, (swizzle, bytes an element, CU_TENSOR_MAP_DATA_TYPE_*, whether the last size counts
-                bytes that hold two elements, box with the outermost dimension first).
+            maps: for each M, (swizzle, bytes an element, CU_TENSOR_MAP_DATA_TYPE_*, doubled, box with the outermost
+                dimension first); doubled is 1 where a map has twice the last size, 2 where a parameter has it, too.
             cluster: blocks of a cluster, 1 to 16; the grid counts clusters.
             cooperative, pdl: as in `load`; here they may go together.
             scratch: called with the grid and the stream before each launch, for the two buffers.

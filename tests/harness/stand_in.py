@@ -57,10 +57,16 @@ def build_launcher(folder: Path) -> Path:
     return compile_c(sources, folder / "_launch.abi3.so", *COMPILE, *LINK, f"-I{include}")
 
 
-def build_stand_in(folder: Path, *, without: str | None = None, version: int = 12040) -> Path:
-    """Compile the stand-in driver; `without` names a function that it shall not have, `version` is CUDA's."""
+def build_stand_in(
+    folder: Path, *, without: str | None = None, version: int = 12040, name: str | None = None
+) -> Path:
+    """Compile the stand-in driver; `without` names a function that it shall not have, `version` is CUDA's. As `name` it
+    is what a process that has opened it finds under that name."""
     flags = [f"-DVERSION={version}", *([f"-D{without}=renamed_away"] if without else [])]
-    return compile_c(sorted(DRIVER.glob("*.c")), folder / f"libstandin{without or ''}.so", *flags)
+    if name is not None:
+        flags.append(f"-Wl,-soname,{name}")
+    output = folder / (name or f"libstandin{without or ''}.so")
+    return compile_c(sorted(DRIVER.glob("*.c")), output, *flags, "-ldl")
 
 
 def import_launcher(path: Path) -> ModuleType:

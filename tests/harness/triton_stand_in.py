@@ -46,36 +46,19 @@ def triton_gpu(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def triton_amd_gpu(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """The same with MI300X."""
-    monkeypatch.setattr(torch.version, "hip", "6.3")
     yield from _play(native, stand_in, monkeypatch, MI300)
 
 
 def _play(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, device: Device) -> Iterator[StandIn]:
-    from liger_aot.triton.driver import _properties
     from triton.compiler.compiler import max_shared_mem
     from triton.runtime import driver
 
-    properties = SimpleNamespace(
-        multi_processor_count=132,
-        warp_size=32 if device.backend == "cuda" else 64,
-        gcnArchName=f"{device.target}:sramecc+:xnack-",
-        name=device.name,
-    )
-    backend = device.backend
+    from liger_aot.triton.driver import _properties
 
-    def current() -> int:
-        return stand_in.current(backend) or 0
-
-    def capability(index: int | None = None) -> tuple[int, int]:
-        major, _, minor = device.target.partition(".")
-        return int(major), int(minor)
-
-    monkeypatch.setattr(devices, "gpu", lambda index: devices.GPU(index, device, 132, 232448))
-    monkeypatch.setattr(devices, "driver", lru_cache(lambda: native.Driver(backend, stand_in.path)))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", current)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    for where, name, value in fake_gpu(stand_in, device):
+        monkeypatch.setattr(where, name, value, raising=False)
+    opened = lru_cache(lambda: native.Driver(device.backend, stand_in.path))
+    monkeypatch.setattr(devices, "driver", opened)
     monkeypatch.setenv(OVERRIDE, "/nonexistent")
     active = driver._active
     _properties.cache_clear()
@@ -85,6 +68,32 @@ def _play(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, devic
     driver._active = active
     _properties.cache_clear()
     max_shared_mem.cache_clear()
+
+
+def fake_gpu(stand_in: StandIn, device: Device) -> list[tuple[Any, str, Any]]:
+    """What to set where for torch and the loader to see two of this GPU, the stand-in's."""
+    properties = SimpleNamespace(
+        multi_processor_count=132,
+        warp_size=32 if device.backend == "cuda" else 64,
+        gcnArchName=f"{device.target}:sramecc+:xnack-",
+        name=device.name,
+    )
+
+    def current() -> int:
+        return stand_in.current(device.backend) or 0
+
+    def capability(index: int | None = None) -> tuple[int, int]:
+        major, _, minor = device.target.partition(".")
+        return int(major), int(minor)
+
+    return [
+        (devices, "gpu", lambda index: devices.GPU(index, device, 132, 232448)),
+        (torch.version, "hip", None if device.backend == "cuda" else "6.3"),
+        (torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index),
+        (torch.cuda, "current_device", current),
+        (torch.cuda, "get_device_capability", capability),
+        (torch.cuda, "get_device_properties", lambda index: properties),
+    ]
 
 
 def wanted(launch: Callable[[], Any]) -> seams.Miss:
@@ -164,6 +173,7 @@ def write_pack(
     """A pack of these calls' kernels; each with what ``variant_entry`` takes besides. Its folder."""
     import triton
 
+    warp_size = 32 if arch.startswith("sm") else 64
     folder = root / name / arch
     folder.mkdir(parents=True, exist_ok=True)
     functions: dict[str, dict[str, Any]] = {}
@@ -181,7 +191,7 @@ def write_pack(
                 "cache_keys": [],
                 "arg_names": miss.fn.arg_names,
                 "gluon": variant.gluon,
-                "metadata": {"num_stages": 3, "warp_size": 32, "cluster_dims": [1, 1, 1], "tmem_size": 0},
+                "metadata": {"num_stages": 3, "warp_size": warp_size, "cluster_dims": [1, 1, 1], "tmem_size": 0},
                 "variants": {},
                 "tuners": tuners.get(variant.function, []),
             },
@@ -211,7 +221,7 @@ def write_pack(
         "target": {
             "backend": "cuda" if cuda else "hip",
             "arch": int(arch[2:]) if cuda else arch,
-            "warp_size": 32 if cuda else 64,
+            "warp_size": warp_size,
         },
         "serves": [f"{arch[2]}.{arch[3]}"] if cuda else [arch],
         "binary_version": 0,

@@ -39,7 +39,7 @@ typedef struct {
     int element_bytes;
     int type; /* CU_TENSOR_MAP_DATA_TYPE_* */
     int rank;
-    int doubled; /* two fp4 values a byte, padded: the last size counts bytes */
+    int doubled; /* the last size is given in bytes of two fp4 values: 1 doubles it in the map, 2 also as a parameter */
     uint32_t box[TENSOR_MAP_MAX_RANK];
 } MapLayout;
 
@@ -143,7 +143,7 @@ static int read_maps(LauncherObject *self, PyObject *maps) {
     for (int i = 0; i < self->map_count; i++) {
         MapLayout *map = &self->maps[i];
         PyObject *box;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(maps, i), "iiipO!", &map->swizzle, &map->element_bytes, &map->type,
+        if (!PyArg_ParseTuple(PyTuple_GetItem(maps, i), "iiiiO!", &map->swizzle, &map->element_bytes, &map->type,
                               &map->doubled, &PyTuple_Type, &box))
             return -1;
         Py_ssize_t rank = PyTuple_Size(box);
@@ -382,7 +382,7 @@ static int encode_map(Packing *packing, const MapLayout *layout, uint64_t addres
     }
     for (int i = 0; i < rank; i++) {
         int inner = rank - 1 - i;
-        request.sizes[inner] = (uint64_t)sizes[i] << (layout->doubled && inner == 0);
+        request.sizes[inner] = (uint64_t)sizes[i] << (layout->doubled > 0 && inner == 0);
         request.box[inner] = layout->box[inner];
         if (inner > 0) request.strides[inner - 1] = (uint64_t)(strides[i] * layout->element_bytes);
     }
@@ -410,7 +410,9 @@ static int pack_descriptor(Packing *packing, const Instruction *one, PyObject *v
     Py_DECREF(base);
     if (result < 0) return -1;
     if (one->kind == 'M') {
-        if (encode_map(packing, &packing->launcher->maps[one->map], address.bits, sizes, strides, nan, tf32) < 0) return -1;
+        const MapLayout *layout = &packing->launcher->maps[one->map];
+        if (encode_map(packing, layout, address.bits, sizes, strides, nan, tf32) < 0) return -1;
+        if (layout->doubled == 2) sizes[rank - 1] *= 2;
     } else {
         *next_value(packing) = address;
         put_sizes(packing, rank, sizes, strides);

@@ -61,8 +61,9 @@ def rank(kind: str) -> int:
     return block[1].count(",") + 1
 
 
-def encodings(maps: Sequence[Mapping[str, Any] | None] | None) -> tuple[tuple[Any, ...], ...]:
-    """How tensor maps are encoded, as the C launcher takes it: (swizzle, bytes, type, doubled, box)."""
+def encodings(maps: Sequence[Mapping[str, Any] | None] | None, flags: int) -> tuple[tuple[Any, ...], ...]:
+    """How tensor maps are encoded, as the C launcher takes it: (swizzle, bytes, type, doubled, box). Of padded fp4 a map
+    has twice the last size that the descriptor says; Triton 3.6 also passes that to the kernel, later ones don't."""
     found = []
     for one in maps or ():
         if one is None:
@@ -72,9 +73,8 @@ def encodings(maps: Sequence[Mapping[str, Any] | None] | None) -> tuple[tuple[An
         if "swizzle" not in one:
             raise NotLaunched("tensor descriptors for AMD's tensor data mover (gfx1250) can't be launched")
         kind = _HOST_TYPES.get(one["elem_type"], one["elem_type"])
-        found.append(
-            (one["swizzle"], one["elem_size"], kind, bool(one["fp4_padded"]), tuple(one["block_size"]))
-        )
+        doubled = (2 if flags == 1 else 1) if one["fp4_padded"] else 0
+        found.append((one["swizzle"], one["elem_size"], kind, doubled, tuple(one["block_size"])))
     return tuple(found)
 
 
@@ -90,10 +90,10 @@ def make(
         metadata.name,
         program(list(signature.values()), maps, flags),
         device=device,
-        threads=metadata.num_warps * metadata.target.warp_size,
+        threads=metadata.num_warps * getattr(metadata, "warp_size", metadata.target.warp_size),
         shared=metadata.shared,
         arguments=tuple(names),
-        maps=encodings(maps),
+        maps=encodings(maps, flags),
         cluster=cluster,
         cooperative=bool(getattr(metadata, "launch_cooperative_grid", False)),
         pdl=bool(getattr(metadata, "launch_pdl", False)),

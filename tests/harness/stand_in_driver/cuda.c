@@ -297,3 +297,17 @@ int cuLaunchKernelEx(const void *configuration, void *kernel, void **parameters,
     }
     return cuda_launch(kernel, dimensions, way, stream, parameters);
 }
+
+int cuCtxSetLimit(int limit, uint64_t value) {
+    ENTER(contexts[context_depth]);
+    (void)limit;
+    (void)value;
+    return SUCCESS;
+}
+
+int cuCtxGetLimit(uint64_t *value, int limit) {
+    ENTER(contexts[context_depth]);
+    (void)limit;
+    *value = 0;
+    return SUCCESS;
+}

@@ -129,3 +129,21 @@ int hipGetProcAddress(const char *symbol, void **function, int version, uint64_t
     *function = self == NULL ? NULL : dlsym(self, symbol);
     return *function != NULL ? SUCCESS : NOT_FOUND;
 }
+
+/* ---- What Triton's own driver calls besides ---- */
+
+int hipDriverGetVersion(int *version) { return hipRuntimeGetVersion(version); }
+
+int hipModuleLoadDataEx(void **module, const void *image, unsigned count, void *options, void **values) {
+    (void)count;
+    (void)options;
+    (void)values;
+    return hipModuleLoadData(module, image);
+}
+
+/* Triton asks where this is; nobody calls it. */
+int hipGetDeviceProperties(void *properties, int device) {
+    (void)properties;
+    (void)device;
+    return hip_result(INVALID_VALUE);
+}
