@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("record", help=text, description=f"Note {text}.")
     command.add_argument("--out", metavar="DIR", help="the recording's folder; it may hold another run's")
     command.add_argument(
-        "--target", metavar="ARCH", help="such as sm90: no GPU is needed, no kernel runs, tensors are the CPU's"
+        "--target",
+        metavar="ARCH",
+        help="such as sm90: no GPU is needed, no kernel runs, tensors are the CPU's",
     )
     command.add_argument("--report", metavar="DIR", help="say what a recording holds")
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
@@ -92,16 +94,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _pack_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("recording", metavar="RECORDING", help="a folder that 'liger-aot record' wrote")
-    command.add_argument("--arch", metavar="ARCH,...", help="such as sm80,sm90,gfx942; default: those recorded on")
+    command.add_argument(
+        "--arch", metavar="ARCH,...", help="such as sm80,sm90,gfx942; default: those recorded on"
+    )
     command.add_argument("--name", help="the pack's name: lower-case letters, digits and _")
     command.add_argument("--out", metavar="DIR", default="dist", help="where the wheels go; default: dist")
-    command.add_argument("--version", help="the wheels'; default: that of the package with most of the kernels")
-    command.add_argument("--main", metavar="FILE", help="the program, where kernels are in the program itself")
     command.add_argument(
-        "--package", action="append", metavar="MODULE", help="import kernels from this package alone; repeatable"
+        "--version", help="the wheels'; default: that of the package with most of the kernels"
+    )
+    command.add_argument(
+        "--main", metavar="FILE", help="the program, where kernels are in the program itself"
+    )
+    command.add_argument(
+        "--package",
+        action="append",
+        metavar="MODULE",
+        help="import kernels from this package alone; repeatable",
     )
     command.add_argument("--jobs", type=int, help="compiler processes; default: one a core")
-    command.add_argument("--check", action="store_true", help="only say whether installed packs hold all of it")
+    command.add_argument(
+        "--check", action="store_true", help="only say whether installed packs hold all of it"
+    )
 
 
 def _shape(text: str) -> tuple[int, ...]:

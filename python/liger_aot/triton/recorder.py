@@ -259,7 +259,17 @@ class NotLaunched:
         return self.run
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("metadata", "asm", "kernel", "name", "hash", "n_regs", "n_spills", "n_max_threads", "src"):
+        if name not in (
+            "metadata",
+            "asm",
+            "kernel",
+            "name",
+            "hash",
+            "n_regs",
+            "n_spills",
+            "n_max_threads",
+            "src",
+        ):
             raise AttributeError(name)
         if name in ("n_regs", "n_spills", "n_max_threads"):
             return {"n_regs": 128, "n_spills": 0, "n_max_threads": 1024}[name]  # they decide grids, no binary

@@ -55,6 +55,10 @@ class Function(NamedTuple):
     def name(self) -> str:
         return f"{self.module}:{self.qualname}"
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.module, self.qualname, self.cache_key
+
 
 class Noted(NamedTuple):
     """A variant, and the pointers whose tensors were smaller than 2 GiB."""
@@ -153,7 +157,9 @@ def read(folder: Path) -> tuple[Part, ...]:
     if not parts:
         raise ArgumentError(f"{folder}: nothing was recorded into it")
     if len(versions := {part.triton for part in parts}) > 1:
-        raise ArgumentError(f"{folder}: recorded with triton {' and '.join(sorted(versions))}: a pack has one")
+        raise ArgumentError(
+            f"{folder}: recorded with triton {' and '.join(sorted(versions))}: a pack has one"
+        )
     return parts
 
 
@@ -270,7 +276,9 @@ def _function(fields: _Fields) -> Function:
     fields.check("package", known and all(isinstance(v, str) for v in package.values()), package)
     reads = fields.list("reads")
     for read_ in reads:
-        fine = isinstance(read_, list) and len(read_) == 3 and all(isinstance(part, str) for part in read_[:2])
+        fine = (
+            isinstance(read_, list) and len(read_) == 3 and all(isinstance(part, str) for part in read_[:2])
+        )
         fields.check("reads", fine and is_module(read_[0]) and read_[1].isidentifier(), read_)
     line = fields.any("line")
     fields.check("line", type(line) is int, line)

@@ -21,7 +21,11 @@ def report(folder: Path) -> str:
 
 
 def _part(part: Part) -> Iterator[str]:
-    on = f"on {part.device}" if part.timed else "with no GPU: no kernel ran, tuners took their first configuration"
+    on = (
+        f"on {part.device}"
+        if part.timed
+        else "with no GPU: no kernel ran, tuners took their first configuration"
+    )
     yield f"{part.target.profile}, triton {part.triton}, {on}"
     by_function: dict[str, list[Noted]] = defaultdict(list)
     for noted in part.variants:

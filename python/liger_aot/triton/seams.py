@@ -20,7 +20,18 @@ Given = dict[str, Any]
 class Miss:
     """A call that the process has no kernel for: what ``_do_compile`` was called with, and what the call gave."""
 
-    __slots__ = ("attrs", "bound", "constants", "device", "fn", "given", "key", "options", "signature", "warmup")
+    __slots__ = (
+        "attrs",
+        "bound",
+        "constants",
+        "device",
+        "fn",
+        "given",
+        "key",
+        "options",
+        "signature",
+        "warmup",
+    )
 
     def __init__(
         self,
@@ -77,7 +88,9 @@ def _install() -> None:
         return
     pack_args, do_compile = JITFunction._pack_args, JITFunction._do_compile
 
-    def _pack_args(self: Any, backend: Any, kwargs: Any, bound: Any, specialization: Any, options: Any) -> Any:
+    def _pack_args(
+        self: Any, backend: Any, kwargs: Any, bound: Any, specialization: Any, options: Any
+    ) -> Any:
         packed = pack_args(self, backend, kwargs, bound, specialization, options)
         _local.packed = (packed[0], kwargs, bound)
         return packed

@@ -235,5 +235,3 @@ def _on_the_cpu() -> None:
             return function(*arguments, **named)
 
     OnTheCPU().__enter__()
-
-

@@ -80,7 +80,9 @@ def total(X, OUT, n, BLOCK: tl.constexpr):
     tl.store(OUT, tl.sum(tl.load(X + at, mask=at < n, other=0.0)))
 
 
-@triton.autotune([triton.Config({"BLOCK": 128}, num_warps=1), triton.Config({"BLOCK": 256}, num_warps=2)], key=["n"])
+@triton.autotune(
+    [triton.Config({"BLOCK": 128}, num_warps=1), triton.Config({"BLOCK": 256}, num_warps=2)], key=["n"]
+)
 @triton.jit
 def tuned(X, OUT, n, BLOCK: tl.constexpr):
     """OUT = X + 1; its block is the tuner's choice."""
