@@ -58,7 +58,8 @@ def audit(
     if facts.kind == "cubin" and (found := races(assembly).overwritten):
         lines = ", ".join(map(str, found))
         problems.append(
-            f"overwrites shared memory that a wgmma still reads (PTX lines {lines}): Triton's issue 6691; results may be wrong"
+            f"overwrites shared memory that a wgmma still reads (PTX lines {lines}): Triton's issue 6691, results may"
+            " be wrong"
         )
     if problems:
         raise AuditError("; ".join(problems))

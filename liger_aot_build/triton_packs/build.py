@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
+from liger_aot.triton.recording import Choice, Function, Part
+from liger_aot.triton.targets import Target
 from liger_aot_build.errors import BuildError
 from liger_aot_build.triton_packs import worker
 from liger_aot_build.triton_packs.worker import Built, Job, Setup
-
-from liger_aot.triton.recording import Choice, Function, Part
-from liger_aot.triton.targets import Target
 
 _SAID = 10.0  # seconds between lines that say how far a build is
 
@@ -59,8 +58,8 @@ class Result:
 
 
 def nearest(parts: Sequence[Part], of: Target) -> Part:
-    """The recording to build ``of`` from: its own, else one of the same vendor's nearest GPU, before that a later one's;
-    one in which kernels ran before one in which none did."""
+    """The recording to build ``of`` from: its own, else that of the nearest GPU, of the same vendor where there is one.
+    One in which kernels ran goes before one in which none did."""
 
     def distance(part: Part) -> tuple[bool, int, bool, str]:
         there = part.target

@@ -7,14 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from liger_aot_build.errors import BuildError
-from liger_aot_build.triton_packs.build import Result, Settings, build, check_triton
-from liger_aot_build.triton_packs.pack import check_name, check_version, packages, write_pack_wheel
-
 from liger_aot.errors import ArgumentError
 from liger_aot.triton import recording
 from liger_aot.triton.recording import Part
 from liger_aot.triton.targets import device, target
+from liger_aot_build.errors import BuildError
+from liger_aot_build.triton_packs.build import Result, Settings, build, check_triton
+from liger_aot_build.triton_packs.pack import check_name, check_version, packages, write_pack_wheel
 
 SHOWN = 8  # lines of one kind
 

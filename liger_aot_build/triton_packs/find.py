@@ -162,9 +162,9 @@ def _forget_keys() -> None:
         fn.hash = None
 
 
-def differs(finder: Finder, function: Function, fn: Any) -> str:
+def differs(function: Function, fn: Any) -> str:
     """Why ``fn`` is not the recorded function, for people."""
-    fn.cache_key  # noqa: B018: reads the globals
+    _ = fn.cache_key  # reads the globals
     now = {name: _data(value) for (name, _), (value, _) in fn.used_global_vals.items()}
     other = [name for _, name, value in function.reads if name in now and now[name] != value]
     if other:

@@ -6,7 +6,6 @@ packs (docs/pack-format.md).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -14,6 +13,11 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from liger_aot._version import __version__
+from liger_aot.triton.identity import RANGE
+from liger_aot.triton.recording import Package
+from liger_aot.triton.stand_ins import capability
+from liger_aot.triton.targets import Target
 from liger_aot_build.build import toolchain_compiler
 from liger_aot_build.device_wheel import write_wheel
 from liger_aot_build.errors import BuildError
@@ -22,12 +26,6 @@ from liger_aot_build.stored import Stored, stored_group
 from liger_aot_build.triton_packs.audit import known_arch
 from liger_aot_build.triton_packs.build import Result, by_function
 from liger_aot_build.triton_packs.worker import Built, Job
-
-from liger_aot._version import __version__
-from liger_aot.triton.identity import RANGE
-from liger_aot.triton.recording import Package
-from liger_aot.triton.stand_ins import capability
-from liger_aot.triton.targets import Target
 
 FORMAT = 1
 KIND = "triton"

@@ -8,9 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from liger_aot.triton.identity import RANGE
+from liger_aot.triton.identity import variant as identify
+from liger_aot.triton.recording import Function, Noted
+from liger_aot.triton.stand_ins import set_driver, stand_in
+from liger_aot.triton.targets import Target
+from liger_aot.triton.values import NotData, decode
 from liger_aot_build.errors import AuditError
 from liger_aot_build.triton_packs.audit import audit, known_arch
 from liger_aot_build.triton_packs.find import (
@@ -21,13 +28,6 @@ from liger_aot_build.triton_packs.find import (
     note_functions,
     recorded_globals,
 )
-
-from liger_aot.triton.identity import RANGE
-from liger_aot.triton.identity import variant as identify
-from liger_aot.triton.recording import Function, Noted
-from liger_aot.triton.stand_ins import set_driver, stand_in
-from liger_aot.triton.targets import Target
-from liger_aot.triton.values import NotData, decode
 
 _BINARY = {"cuda": ("cubin", "ptx"), "hip": ("hsaco", "amdgcn")}
 _LEFT_OUT = ("hash", "target", "extern_libs")  # the build machine's, or said elsewhere
@@ -83,10 +83,8 @@ def start(setup: Setup) -> None:
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # else the bytes depend on the folder
     for name in ("LIGER_AOT_RECORD", "LIGER_AOT_RECORD_TARGET", "LIGER_AOT_TRITON", "TRITON_INTERPRET"):
         os.environ.pop(name, None)
-    try:
+    with suppress(ImportError):  # kernels need no torch
         stand_in(setup.target)
-    except ImportError:  # kernels need no torch
-        pass
     set_driver(setup.target)
     note_functions()
     _setup = setup
@@ -97,14 +95,17 @@ def reproduced(functions: Sequence[Function]) -> list[str]:
     that they were recorded on: where it makes them the same, it makes what another GPU would, too."""
     assert _setup is not None
     finder = Finder(_setup.packages, _setup.main)
-    said = []
-    for function in functions:
-        try:
-            fn, same = finder.find(function.module, function.qualname, function.cache_key)
-            said.append("" if same else differs(finder, function, fn))
-        except Exception as error:
-            said.append(f"{error}" if isinstance(error, NotFound) else f"{type(error).__name__}: {error}")
-    return said
+    return [_other(finder, function) for function in functions]
+
+
+def _other(finder: Finder, function: Function) -> str:
+    try:
+        fn, same = finder.find(function.module, function.qualname, function.cache_key)
+        return "" if same else differs(function, fn)
+    except NotFound as error:
+        return str(error)
+    except Exception as error:  # what a module's globals may do when they are compared
+        return f"{type(error).__name__}: {error}"
 
 
 def compile_job(job: Job) -> Built | str:
@@ -133,7 +134,7 @@ def _compile(job: Job, setup: Setup) -> Built:
         for function in job.functions:
             fn, same = finder.find(function.module, function.qualname, function.cache_key)
             if not same:
-                raise NotFound(f"{function.name}: {differs(finder, function, fn)}")
+                raise NotFound(f"{function.name}: {differs(function, fn)}")
         return _with(job, setup, finder, tuple(changed))
 
 

@@ -158,7 +158,8 @@ def _record(options: argparse.Namespace) -> int:
 def _pack(options: argparse.Namespace) -> int:
     from liger_aot_build.triton_packs.command import run
 
-    return run(options)
+    code: int = run(options)
+    return code
 
 
 def _list(options: argparse.Namespace) -> int:

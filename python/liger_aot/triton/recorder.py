@@ -10,13 +10,14 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from liger_aot.triton import seams
-from liger_aot.triton.identity import Variant, ranged, variant
+from liger_aot.triton.identity import ranged, variant
 from liger_aot.triton.recording import Choice, Function, Noted, Package, Writer
 from liger_aot.triton.targets import Target, target
 from liger_aot.triton.values import NotData, encode
@@ -35,9 +36,14 @@ class Recorder:
         self.folder, self.named = folder, named
         self._writers: dict[Target, Writer] = {}
         self._functions: set[tuple[Target, str, str, str]] = set()
-        self._written: set[tuple[Target, Noted]] = set()
+        self._written: set[tuple[Target, tuple[str, Any]]] = set()
         self._lock = threading.Lock()
         self._local = threading.local()
+
+    @property
+    def variants(self) -> frozenset[str]:
+        """Names of the variants that this process has noted."""
+        return frozenset(name for _, (name, _) in self._written)
 
     # -- what the hooks call ------------------------------------------------------------------------------------------
     def missed(self, miss: seams.Miss) -> Any:
@@ -139,10 +145,8 @@ def describe(fn: Any) -> Function:
     key = fn.cache_key  # reads the globals
     reads = []
     for (name, _), (value, owner) in fn.used_global_vals.items():
-        try:
+        with suppress(NotData):  # it is in the key all the same
             reads.append((str(owner.get("__name__", "")), name, encode(value)))
-        except NotData:
-            continue  # it is in the key all the same
     code = fn.fn.__code__
     return Function(
         module=fn.fn.__module__,
@@ -178,7 +182,7 @@ def package(module: str) -> Package:
     names = _distributions().get(top)
     if not names:
         return Package("", "", "")
-    about = metadata.metadata(names[0])
+    about: Any = metadata.metadata(names[0])
     licence = about.get("License-Expression") or about.get("License") or ""
     return Package(names[0], metadata.version(names[0]), licence.partition("\n")[0][:200])
 

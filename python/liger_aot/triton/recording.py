@@ -106,7 +106,8 @@ class Writer:
         found = read_json(self.folder / "target.json")
         if found.get("triton") != triton:
             raise ArgumentError(
-                f"{self.folder} was recorded with triton {found.get('triton')}, this is {triton}: record into another folder"
+                f"{self.folder} was recorded with triton {found.get('triton')}, this is {triton}: "
+                "record into another folder"
             )
 
     def function(self, function: Function) -> None:
@@ -215,37 +216,40 @@ class _Fields:
         return self.body[name]
 
     def text(self, name: str) -> str:
-        return self._kind(name, str)
+        return str(self._kind(name, str))
 
     def flag(self, name: str) -> bool:
-        return self._kind(name, bool)
+        return bool(self._kind(name, bool))
 
-    def list(self, name: str) -> list[Any]:
-        return self._kind(name, list)
+    def items(self, name: str) -> list[Any]:
+        found: list[Any] = self._kind(name, list)
+        return found
 
     def _kind(self, name: str, kind: type) -> Any:
         value = self.any(name)
-        if type(value) is not kind or (kind is str and len(value) > LONGEST):
+        if type(value) is not kind or (isinstance(value, str) and len(value) > LONGEST):
             raise RecordingDamaged(self.path, f"{name} is {value!r:.80}, expected {kind.__name__}")
         return value
 
     def module(self) -> str:
-        return self.check("module", is_module(name := self.text("module")), name)
+        self.check("module", is_module(name := self.text("module")), name)
+        return name
 
     def qualname(self) -> str:
-        return self.check("qualname", is_qualname(name := self.text("qualname")), name)
+        self.check("qualname", is_qualname(name := self.text("qualname")), name)
+        return name
 
     def key(self) -> str:
         key = self.text("cache_key")
-        return self.check("cache_key", len(key) == 64 and not set(key) - set("0123456789abcdef"), key)
+        self.check("cache_key", len(key) == 64 and not set(key) - set("0123456789abcdef"), key)
+        return key
 
-    def check(self, name: str, good: bool, value: Any) -> Any:
+    def check(self, name: str, good: bool, value: Any) -> None:
         if not good:
             raise RecordingDamaged(self.path, f"{name} is {value!r:.80}")
-        return value
 
     def pairs(self, name: str, first: type) -> list[list[Any]]:
-        pairs = self.list(name)
+        pairs = self.items(name)
         for pair in pairs:
             fine = isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is first
             self.check(name, fine and (first is str or _is_path(pair[0])), pair)
@@ -274,7 +278,7 @@ def _function(fields: _Fields) -> Function:
     package = fields.any("package")
     known = isinstance(package, dict) and set(package) == set(Package._fields)
     fields.check("package", known and all(isinstance(v, str) for v in package.values()), package)
-    reads = fields.list("reads")
+    reads = fields.items("reads")
     for read_ in reads:
         fine = (
             isinstance(read_, list) and len(read_) == 3 and all(isinstance(part, str) for part in read_[:2])
@@ -304,12 +308,12 @@ def _noted(fields: _Fields) -> Noted:
         qualname=fields.qualname(),
         cache_key=fields.key(),
         gluon=fields.flag("gluon"),
-        signature=fields.list("signature"),
+        signature=fields.items("signature"),
         constants=fields.pairs("constants", list),
-        attrs=fields.list("attrs"),
-        given=fields.list("given"),
+        attrs=fields.items("attrs"),
+        given=fields.items("given"),
     )
-    ranged = fields.list("ranged")
+    ranged = fields.items("ranged")
     fields.check("ranged", all(map(_is_path, ranged)), ranged)
     if not fields.path.name.startswith(f"{variant.name}-"):
         raise RecordingDamaged(fields.path, f"its name says another variant than its text, {variant.name}")
@@ -317,14 +321,14 @@ def _noted(fields: _Fields) -> Noted:
 
 
 def _choice(fields: _Fields) -> Choice:
-    keys, config = fields.list("keys"), fields.any("config")
+    keys, config = fields.items("keys"), fields.any("config")
     fields.check("keys", all(isinstance(key, str) for key in keys), keys)
     fields.check("config", isinstance(config, dict) and isinstance(config.get("kwargs"), dict), config)
     return Choice(
         module=fields.module(),
         qualname=fields.qualname(),
         keys=tuple(keys),
-        key=tuple(fields.list("key")),
+        key=tuple(fields.items("key")),
         config=config,
         text=fields.text("text"),
         timed=fields.flag("timed"),

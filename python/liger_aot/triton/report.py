@@ -36,7 +36,8 @@ def _part(part: Part) -> Iterator[str]:
         yield f"  {name:<{width}} {len({n.variant.name for n in found}):>5}  {files[name]}"
         yield from (f"    {why}" for why in _reasons(found))
     tuned = len({(c.module, c.qualname, c.key) for c in part.choices})
-    yield f"  {len(by_function)} functions, {len({n.variant.name for n in part.variants})} variants, {tuned} tuners' choices"
+    variants = len({noted.variant.name for noted in part.variants})
+    yield f"  {len(by_function)} functions, {variants} variants, {tuned} tuners' choices"
     for function, why in part.refused:
         yield f"  left out: {function}: {why}"
 

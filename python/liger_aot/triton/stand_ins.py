@@ -156,7 +156,7 @@ def stand_in(of: Target) -> None:
         setattr(torch.cuda, name, answer)
     is_hip = of.backend == "hip"
     torch.version.cuda, torch.version.hip = (None, HIP) if is_hip else (CUDA, None)
-    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
     if accelerator := getattr(torch, "accelerator", None):
         accelerator.is_available = lambda: True
         accelerator.device_count = lambda: 1
@@ -234,4 +234,5 @@ def _on_the_cpu() -> None:
                 named["pin_memory"] = False
             return function(*arguments, **named)
 
-    OnTheCPU().__enter__()
+    mode: Any = OnTheCPU()
+    mode.__enter__()
