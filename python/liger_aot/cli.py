@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from liger_aot._version import __version__
@@ -69,7 +72,49 @@ def _parser() -> argparse.ArgumentParser:
         "verify", help=text, description=f"Check {text}. Exit code 0 if all are as they were built; else 1."
     )
     command.set_defaults(run=_verify)
+
+    text = "which Triton kernels a program launches, so that they can be built into packs"
+    command = commands.add_parser("record", help=text, description=f"Note {text}.")
+    command.add_argument("--out", metavar="DIR", help="the recording's folder; it may hold another run's")
+    command.add_argument(
+        "--target",
+        metavar="ARCH",
+        help="such as sm90: no GPU is needed, no kernel runs, tensors are the CPU's",
+    )
+    command.add_argument("--report", metavar="DIR", help="say what a recording holds")
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    command.set_defaults(run=_record)
+
+    text = "a recording's kernels into wheels, one an architecture"
+    command = commands.add_parser("pack", help=text, description=f"Compile {text}. Needs no GPU.")
+    _pack_arguments(command)
+    command.set_defaults(run=_pack)
     return parser
+
+
+def _pack_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recording", metavar="RECORDING", help="a folder that 'liger-aot record' wrote")
+    command.add_argument(
+        "--arch", metavar="ARCH,...", help="such as sm80,sm90,gfx942; default: those recorded on"
+    )
+    command.add_argument("--name", help="the pack's name: lower-case letters, digits and _")
+    command.add_argument("--out", metavar="DIR", default="dist", help="where the wheels go; default: dist")
+    command.add_argument(
+        "--version", help="the wheels'; default: that of the package with most of the kernels"
+    )
+    command.add_argument(
+        "--main", metavar="FILE", help="the program, where kernels are in the program itself"
+    )
+    command.add_argument(
+        "--package",
+        action="append",
+        metavar="MODULE",
+        help="import kernels from this package alone; repeatable",
+    )
+    command.add_argument("--jobs", type=int, help="compiler processes; default: one a core")
+    command.add_argument(
+        "--check", action="store_true", help="only say whether installed packs hold all of it"
+    )
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -84,6 +129,37 @@ def _dtypes(text: str) -> dict[str, str]:
     if not all(name and equals and dtype for name, equals, dtype in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is no list such as weight=fp32")
     return {name: dtype for name, _, dtype in pairs}
+
+
+def _record(options: argparse.Namespace) -> int:
+    from liger_aot.triton.report import report
+
+    if options.report:
+        print("\n".join(map(printable, report(Path(options.report)).splitlines())))
+        return 0
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not options.out or not command:
+        raise ArgumentError("record wants --out DIR and a command behind --, or --report DIR")
+    environment = {**os.environ, "LIGER_AOT_RECORD": os.path.abspath(options.out)}
+    environment.pop("LIGER_AOT_RECORD_TARGET", None)
+    if options.target:
+        from liger_aot.triton.targets import device, target
+
+        device(target(options.target))
+        environment["LIGER_AOT_RECORD_TARGET"] = options.target
+    try:
+        code = subprocess.run(command, env=environment).returncode
+    except OSError as error:
+        raise ArgumentError(f"can't run {command[0]}: {error.strerror}") from None
+    print("\n".join(map(printable, report(Path(options.out)).splitlines())), file=sys.stderr)
+    return code
+
+
+def _pack(options: argparse.Namespace) -> int:
+    from liger_aot_build.triton_packs.command import run
+
+    code: int = run(options)
+    return code
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -113,3 +113,13 @@ class PatchError(LigerAOTError, RuntimeError):
 
 class LeftAlone(UserWarning):
     """Parts of a model or library that run as before."""
+
+
+class RecordingDamaged(LigerAOTError, RuntimeError):
+    """A file of a recording of Triton kernels is missing, unreadable, or says what can't be."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        if len(problem) > 400:  # it may quote what is in the file
+            problem = f"{problem[:397]}..."
+        super().__init__(f"{path}: {problem}")
+        self.path, self.problem = path, problem

@@ -7,11 +7,12 @@ Importing this imports neither Triton nor torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from liger_aot.triton.declared import points
     from liger_aot.triton.running import status, stop, use
 
-__all__ = ["status", "stop", "use"]
+__all__ = ["points", "status", "stop", "use"]
 
-_WHERE = {"status": "running", "stop": "running", "use": "running"}
+_WHERE = {"points": "declared", "status": "running", "stop": "running", "use": "running"}
 
 
 def __getattr__(name: str) -> Any:

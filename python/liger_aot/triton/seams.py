@@ -105,8 +105,8 @@ def _install() -> None:
         attrs: Any,
         warmup: bool,
     ) -> Any:
-        kept, kwargs, bound = getattr(_local, "packed", (None, None, None))
-        _local.packed = (None, None, None)  # or it would hold the call's tensors
+        kept, kwargs, bound = getattr(_local, "packed", (None, {}, None))
+        _local.packed = (None, {}, None)  # or it would hold the call's tensors
         if _handlers:
             if kept is not options:  # preloaded from a description: the arguments are not known
                 kwargs, bound = _not_default(self, device, options), None

@@ -7,7 +7,6 @@ is looked up only where it is an enumeration or a dataclass, by ``decode``'s cal
 from __future__ import annotations
 
 import enum
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -94,7 +93,8 @@ def decode(
             return [inner(item) for item in _list(body)]
         if kind == "namedtuple":
             name, names, items = body
-            return namedtuple(name, names)(*map(inner, _list(items)))  # type: ignore[misc]
+            make: Any = namedtuple  # a type checker wants names that it can read
+            return make(name, names)(*map(inner, _list(items)))
         if kind == "constexpr":
             return _triton("constexpr")(inner(body))
         if kind == "dtype":
@@ -142,9 +142,8 @@ def _triton(name: str) -> Any:
 
 
 def _torch_dtype(name: str) -> Any:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        import torch
+    import torch
+
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise NotData(f"torch has no dtype {name!r:.40}")
