@@ -32,6 +32,7 @@ static int module_execute(PyObject *module) {
         {&state->strides, "strides"},
         {&state->padding, "padding"},
         {&state->tf32, "round_f32_to_tf32"},
+        {&state->calls, "calls"},
     };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
@@ -62,7 +63,7 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->triton_launcher_type);
     for (int i = 0; i < TENSOR_TYPES; i++) Py_CLEAR(state->tensor_types[i]);
     PyObject **const names[] = {&state->is_neg, &state->requires_grad, &state->data_ptr, &state->base,
-                                &state->shape,  &state->strides,       &state->padding,  &state->tf32};
+                                &state->shape,  &state->strides,       &state->padding,  &state->tf32, &state->calls};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) Py_CLEAR(*names[i]);
     return 0;
 }

@@ -40,7 +40,8 @@ typedef struct {
     PyObject *tensor_types[TENSOR_TYPES]; /* both NULL until torch is imported */
     const struct ExchangeApi *tensor_apis[TENSOR_TYPES];
     PyObject *is_neg, *requires_grad, *data_ptr;         /* names of a tensor's attributes */
-    PyObject *base, *shape, *strides, *padding, *tf32;   /* and of a tensor descriptor's */
+    PyObject *base, *shape, *strides, *padding, *tf32;   /* of a tensor descriptor's */
+    PyObject *calls;                                     /* and of a chain of Triton's hooks */
 } ModuleState;
 
 typedef struct {

@@ -479,8 +479,17 @@ static int pack_all(Packing *packing, PyObject *const *values) {
 
 /* ---- Launching ---- */
 
-static int call_hook(PyObject *hook, PyObject *metadata) {
-    if (hook == Py_None) return 0;
+/* Triton keeps hooks in a chain, which is there without any. */
+static int is_empty_chain(const ModuleState *state, PyObject *hook) {
+    PyObject *calls = PyObject_GetAttr(hook, state->calls);
+    int empty = calls != NULL && PyList_Check(calls) && PyList_Size(calls) == 0;
+    Py_XDECREF(calls);
+    PyErr_Clear();
+    return empty;
+}
+
+static int call_hook(const LauncherObject *self, PyObject *hook, PyObject *metadata) {
+    if (hook == Py_None || is_empty_chain(self->state, hook)) return 0;
     PyObject *answer = PyObject_CallFunctionObjArgs(hook, metadata, NULL);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
@@ -561,7 +570,7 @@ static PyObject *launcher_launch(PyObject *object, PyObject *const *args, Py_ssi
     if (read_stream(args[STREAM], &request.stream) < 0 || read_stream(args[FUNCTION], &function) < 0) return NULL;
     request.function = function;
     int result = get_scratch(self, args, &packing, scratch, &kept);
-    if (result == 0) result = call_hook(args[ENTER_HOOK], args[LAUNCH_METADATA]);
+    if (result == 0) result = call_hook(self, args[ENTER_HOOK], args[LAUNCH_METADATA]);
     if (result == 0) result = pack_all(&packing, args + FIRST);
     if (result == 0) {
         for (int i = 0; i < SCRATCH_POINTERS; i++) parameters[packing.count + i] = &scratch[i];
@@ -569,7 +578,7 @@ static PyObject *launcher_launch(PyObject *object, PyObject *const *args, Py_ssi
         if (result == 0 && request.grid[0] != 0) result = launch_now(self, &request);
     }
     Py_XDECREF(kept);
-    if (result == 0) result = call_hook(args[EXIT_HOOK], args[LAUNCH_METADATA]);
+    if (result == 0) result = call_hook(self, args[EXIT_HOOK], args[LAUNCH_METADATA]);
     if (result < 0) return NULL;
     Py_RETURN_NONE;
 }
