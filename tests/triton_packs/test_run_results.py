@@ -1,0 +1,63 @@
+"""A project's kernels, recorded for one GPU, built for another and run from its pack: results against torch, computed by
+the AMD binaries themselves on the emulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import liger_aot.triton
+from liger_aot.errors import KernelNotInPack
+from liger_aot.triton.packs import NAMESPACE, OVERRIDE
+from tests.triton_packs.project import kernels, program
+
+pytest_plugins = (
+    "tests.harness.launcher_fixtures",
+    "tests.harness.triton_stand_in",
+    "tests.harness.triton_emulator",
+    "tests.harness.triton_project",
+)
+
+
+def test_the_whole_project(
+    triton_emulator: Any, project_packs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OVERRIDE, str(project_packs / NAMESPACE))
+    liger_aot.triton.use("project")
+    n = 1000
+    with pytest.raises(KernelNotInPack, match="needs_clusters: project for gfx942 leaves it out: .*num_ctas"):
+        program.launch_all(n, device="cpu")
+    # all launches but the last, which asks for clusters
+    monkeypatch.setattr(kernels, "needs_clusters", {(4,): lambda *args, **kwargs: None})
+    made = program.launch_all(n, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(1024, generator=generator)[:n] for _ in range(2))
+    expected = {
+        "add": x + 0.5 * y,
+        "add half": (x.half().float() + 0.5 * y.half().float()).half(),
+        "add from 1": (x[1:] + 2.0 * y[: n - 1]),
+        "square": x * x * 0.1,
+        "negate": -x * 2.0,
+        "pair": x * 2,
+        "by gpu": x * 0.25 + 3.0,  # as the module chose where no Hopper is
+        "tuned": x + 1,
+        "cube": x * x * x,
+        "fourth": x * x * x * x,
+    }
+    for name, wanted in expected.items():
+        # one rounding where the product is fused with the sum, two where not
+        slack = 2.0**-10 if wanted.dtype == torch.float16 else 2.0**-22
+        torch.testing.assert_close(made[name][: len(wanted)], wanted, rtol=slack, atol=slack, msg=name)
+        assert not made[name][len(wanted) :].any(), name
+    # the sum of 1000 values, in another order: at most n roundings of the sum of absolute values
+    bound = float(x.abs().double().sum()) * n * 2.0**-24
+    assert abs(float(made["total"][0]) - float(x.double().sum())) <= bound
+    whole = torch.zeros(1024)
+    whole[:n] = y
+    assert torch.equal(made["copied"][:n], y)
+    status = liger_aot.triton.status()
+    assert status.packs == ("project for gfx942",) and len(status.missed) == 1
+    assert len(triton_emulator.executed) == 2 * 12
