@@ -1,9 +1,9 @@
 """What the environment asks of liger-aot in programs that have no line for it, their child processes included:
 
 ``LIGER_AOT_LIGER=1`` (or Liger's own ``LIGER_KERNEL_IMPL=liger_aot``) runs Liger-Kernel on liger-aot's binaries, so
-that trainers that take ``--use_liger_kernel`` use them. ``LIGER_AOT_TRITON=error|warn|compile`` runs Triton kernels from
-the installed packs. ``LIGER_AOT_RECORD=FOLDER`` notes the Triton kernels that a program launches: ``liger-aot record``
-sets it.
+that trainers that take ``--use_liger_kernel`` use them. ``LIGER_AOT_TRITON=error|warn|compile`` runs Triton kernels
+from the installed packs. ``LIGER_AOT_RECORD=FOLDER`` notes the Triton kernels that a program launches: ``liger-aot
+record`` sets it.
 
 ``liger_aot.pth`` in site-packages imports this where one of them is set. Nothing else is imported before the package
 that it is about.

@@ -151,6 +151,11 @@ def _record(options: argparse.Namespace) -> int:
         code = subprocess.run(command, env=environment).returncode
     except OSError as error:
         raise ArgumentError(f"can't run {command[0]}: {error.strerror}") from None
+    if not Path(options.out, "recording.json").exists():
+        raise ArgumentError(
+            f"nothing was recorded: {command[0]} (exit code {code}) launched no Triton kernel, or is no Python that "
+            "reads the liger_aot.pth of this environment"
+        )
     print("\n".join(map(printable, report(Path(options.out)).splitlines())), file=sys.stderr)
     return code
 

@@ -12,7 +12,6 @@ from liger_aot.triton import recorder, seams
 
 MOST = 4096  # points of one call
 CLASSES = (1, 16, 17)  # of an int32, as Triton tells them apart: 1, divisible by 16, and other
-_WIDE = 1 << 31  # from here on an integer is an int64
 
 Choices = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -32,8 +31,8 @@ def points(
     kernel: a ``@triton.jit`` function, also under ``@triton.heuristics``; where a target is named, under
         ``@triton.autotune``, too.
     dtypes: the pointers' torch dtypes by parameter, one or a list of them.
-    sizes: of the other run-time arguments: None for any int32, which are three variants (1, divisible by 16, other); an
-        integer or a list, of which each kind that occurs is one; a float or a bool for arguments that are.
+    sizes: of the other run-time arguments: None for any int32, which are three variants (1, divisible by 16, other);
+        an integer or a list, of which each kind that occurs is one; a float or a bool for arguments that are.
     constants: ``tl.constexpr`` parameters, one value or a list of them.
     options: the compiler's, such as num_warps, alike.
     unaligned: pointers that may also be no multiples of 16 bytes; all others are.
@@ -106,18 +105,13 @@ def _pointers(row: Mapping[str, Any], unaligned: Sequence[str]) -> dict[str, lis
 
 
 def _sizes(name: str, value: Any) -> list[Any]:
-    """One value of each kind that Triton tells apart."""
+    """The values as they are given: heuristics and tuners look at more than what Triton tells apart."""
     if value is None:
         return list(CLASSES)
-    found: dict[Any, Any] = {}
-    for one in value if isinstance(value, (list, tuple, range)) else [value]:
-        if isinstance(one, (bool, float)):
-            found[type(one)] = one
-        elif isinstance(one, int):
-            found[one == 1, one % 16 == 0, abs(one) >= _WIDE] = one
-        else:
-            raise ArgumentError(f"sizes: {name} is {one!r}, expected None, a number, or a list of numbers")
-    return list(found.values())
+    values = list(value) if isinstance(value, (list, tuple, range)) else [value]
+    if wrong := [one for one in values if not isinstance(one, (bool, int, float))]:
+        raise ArgumentError(f"sizes: {name} is {wrong[0]!r}, expected None, a number, or a list of numbers")
+    return values
 
 
 def _count(values: Mapping[str, Sequence[Any]]) -> int:

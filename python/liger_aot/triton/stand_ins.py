@@ -14,6 +14,7 @@ from typing import Any
 from liger_aot.triton.targets import Device, Target, device, target
 
 VARIABLE = "LIGER_AOT_RECORD_TARGET"
+_UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 CUDA, HIP = "12.8", "6.4.43482"  # versions that torch is said to be built for
 
 
@@ -127,17 +128,17 @@ def stand_in(of: Target) -> None:
     import torch
 
     chip = device(of)
-    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0), synchronize=_nothing)
+    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0), synchronize=_nothing())
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "init": _nothing,
-        "_lazy_init": _nothing,
+        "init": _nothing(),
+        "_lazy_init": _nothing(),
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
+        "set_device": _nothing(),
+        "synchronize": _nothing(),
+        "empty_cache": _nothing(),
         "get_device_capability": lambda *_: capability(of),
         "get_device_name": lambda *_: chip.name,
         "get_device_properties": lambda *_: torch_properties(of, chip),
@@ -148,7 +149,7 @@ def stand_in(of: Target) -> None:
         "mem_get_info": lambda *_: (chip.memory << 30, chip.memory << 30),
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
-        "reset_peak_memory_stats": _nothing,
+        "reset_peak_memory_stats": _nothing(),
         "device": _AnyDevice,
         "device_of": _AnyDevice,
     }
@@ -162,7 +163,7 @@ def stand_in(of: Target) -> None:
         accelerator.device_count = lambda: 1
         accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
         accelerator.current_device_index = lambda: 0
-        accelerator.synchronize = _nothing
+        accelerator.synchronize = _nothing()
 
 
 class _AnyDevice:
@@ -178,8 +179,9 @@ class _AnyDevice:
         pass
 
 
-def _nothing(*arguments: Any, **named: Any) -> None:
-    pass
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing, another one at each call: torch.compile has rules by function."""
+    return lambda *arguments, **named: None
 
 
 def set_driver(of: Target) -> None:
@@ -232,7 +234,10 @@ def _on_the_cpu() -> None:
                 arguments = (arguments[0], *map(there, arguments[1:]))
             if named.pop("pin_memory", False):
                 named["pin_memory"] = False
-            return function(*arguments, **named)
+            made = function(*arguments, **named)
+            if name in _UNWRITTEN:  # no kernel writes it: sizes that are read from it are the same in each run
+                made.zero_()
+            return made
 
     mode: Any = OnTheCPU()
     mode.__enter__()
