@@ -51,8 +51,12 @@ class EmulatedDriver:
 
     def binary(self, data: bytes, name: str, /, *, shared: int) -> _Binary:
         program = Program(data, self._arch, name)
-        letters = "".join(_LETTERS[field[".size"]] for field in _own(program)[:-2])  # the stand-in adds the last two
-        return _Binary(self._driver.binary(image(f"{name}={letters}"), name, shared=shared), program, self._programs)
+        letters = "".join(
+            _LETTERS[field[".size"]] for field in _own(program)[:-2]
+        )  # the stand-in adds the last two
+        return _Binary(
+            self._driver.binary(image(f"{name}={letters}"), name, shared=shared), program, self._programs
+        )
 
     def triton_launcher(self, name: str, letters: str, /, **more: Any) -> _Launcher:
         return _Launcher(self._driver.triton_launcher(name, letters, **more).launch, self._execute)

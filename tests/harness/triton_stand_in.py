@@ -49,7 +49,9 @@ def triton_amd_gpu(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPat
     yield from _play(native, stand_in, monkeypatch, MI300)
 
 
-def _play(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, device: Device) -> Iterator[StandIn]:
+def _play(
+    native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, device: Device
+) -> Iterator[StandIn]:
     from triton.compiler.compiler import max_shared_mem
     from triton.runtime import driver
 
@@ -83,8 +85,8 @@ def fake_gpu(stand_in: StandIn, device: Device) -> list[tuple[Any, str, Any]]:
         return stand_in.current(device.backend) or 0
 
     def capability(index: int | None = None) -> tuple[int, int]:
-        major, _, minor = device.target.partition(".")
-        return int(major), int(minor)
+        digits = device.target.removeprefix("gfx").replace(".", "")  # gfx942 is 9.4 to torch
+        return int(digits[0]), int(digits[1])
 
     return [
         (devices, "gpu", lambda index: devices.GPU(index, device, 132, 232448)),
@@ -151,7 +153,7 @@ def variant_entry(miss: seams.Miss, symbol: str, words: str, **more: Any) -> tup
         "signature": variant.signature,
         "constants": variant.constants,
         "attrs": variant.attrs,
-        "given": variant.given,
+        "given": dict(variant.given),
         "ranged": identity.ranged(miss.attrs),
         "registers": 40,
         "local_bytes": 0,
@@ -191,7 +193,12 @@ def write_pack(
                 "cache_keys": [],
                 "arg_names": miss.fn.arg_names,
                 "gluon": variant.gluon,
-                "metadata": {"num_stages": 3, "warp_size": warp_size, "cluster_dims": [1, 1, 1], "tmem_size": 0},
+                "metadata": {
+                    "num_stages": 3,
+                    "warp_size": warp_size,
+                    "cluster_dims": [1, 1, 1],
+                    "tmem_size": 0,
+                },
                 "variants": {},
                 "tuners": tuners.get(variant.function, []),
             },

@@ -36,12 +36,12 @@ def fresh_kernels() -> None:
 
 
 @pytest.fixture
-def packed(
-    tmp_path: Path, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Path]:
+def packed(tmp_path: Path, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Puts launches into a pack, installs it and has it used."""
 
-    def install(*launches: Callable[[], Any], missing: str = "error", more: Any = (), **manifest: Any) -> Path:
+    def install(
+        *launches: Callable[[], Any], missing: str = "error", more: Any = (), **manifest: Any
+    ) -> Path:
         liger_aot.triton.use(missing="compile")  # a driver that names the target
         each = [*more, *[{}] * len(launches)][: len(launches)]
         misses = [(wanted(launch), extra) for launch, extra in zip(launches, each, strict=True)]
@@ -68,8 +68,19 @@ def test_a_launch(packed: Any, triton_gpu: StandIn) -> None:
     launch()
     first, second = triton_gpu.launches()
     assert first == second
-    assert (first.name, first.grid, first.block, first.shared) == ("add_kernel", (3, 2, 1), (256, 1, 1), 70_000)
-    assert (first.device, first.stream, first.cooperative, first.pdl, first.cluster) == (0, STREAM, False, False, 1)
+    assert (first.name, first.grid, first.block, first.shared) == (
+        "add_kernel",
+        (3, 2, 1),
+        (256, 1, 1),
+        70_000,
+    )
+    assert (first.device, first.stream, first.cooperative, first.pdl, first.cluster) == (
+        0,
+        STREAM,
+        False,
+        False,
+        1,
+    )
     assert first.unpack("pppi") == (x.data_ptr(), y.data_ptr(), z.data_ptr(), 60, 0, 0)
     status = liger_aot.triton.status()
     assert (status.loaded, status.missed, status.packs) == (1, (), ("mykernels for sm90",))
@@ -93,7 +104,9 @@ def test_every_type_of_argument(packed: Any, triton_gpu: StandIn) -> None:
     assert record.parameters == integers + unsigned + floats + struct.pack("<bQQ", 1, 0, 0)
 
 
-@pytest.mark.parametrize("number", [0.0, -0.0, 1e-8, 5.96e-8, 6.1e-5, 6.0976e-5, 1.00048828125, 2049.0, 65504.0, 65519.0])
+@pytest.mark.parametrize(
+    "number", [0.0, -0.0, 1e-8, 5.96e-8, 6.1e-5, 6.0976e-5, 1.00048828125, 2049.0, 65504.0, 65519.0]
+)
 def test_fp16_rounds_as_ieee_has_it(packed: Any, triton_gpu: StandIn, number: float) -> None:
     (x,) = tensors(1)
     fixed = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -179,7 +192,14 @@ def test_tensor_maps(packed: Any, triton_gpu: StandIn) -> None:
     (record,) = triton_gpu.launches()
 
     def encoded(kind: int, address: int, swizzle: int, nan: int, sizes: Any, box: Any, stride: int) -> bytes:
-        words = [kind | 2 << 32, address, swizzle | nan << 32, sizes[1] | box[1] << 32, sizes[0] | box[0] << 32, stride]
+        words = [
+            kind | 2 << 32,
+            address,
+            swizzle | nan << 32,
+            sizes[1] | box[1] << 32,
+            sizes[0] | box[0] << 32,
+            stride,
+        ]
         return struct.pack("<16Q", *words, *[0] * 10)
 
     first = encoded(6, a.data_ptr(), 3, 1, (8, 64), (4, 32), 128)
@@ -192,7 +212,9 @@ def test_tensor_maps(packed: Any, triton_gpu: StandIn) -> None:
 @pytest.mark.parametrize("cooperative", [False, True])
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2, 16])
-def test_ways_of_launching(packed: Any, triton_gpu: StandIn, cooperative: bool, pdl: bool, cluster: int) -> None:
+def test_ways_of_launching(
+    packed: Any, triton_gpu: StandIn, cooperative: bool, pdl: bool, cluster: int
+) -> None:
     x, y, z = tensors(3)
 
     def launch() -> None:
@@ -311,7 +333,10 @@ def test_two_devices(packed: Any, triton_gpu: StandIn) -> None:
     launch()
     triton_gpu.set_current(1)
     launch()
-    assert [(record.device, record.stream) for record in triton_gpu.launches()] == [(0, STREAM), (1, STREAM + 1)]
+    assert [(record.device, record.stream) for record in triton_gpu.launches()] == [
+        (0, STREAM),
+        (1, STREAM + 1),
+    ]
 
 
 def test_the_first_launch_in_a_capture(packed: Any, triton_gpu: StandIn) -> None:
@@ -334,7 +359,9 @@ def test_memory_that_kernels_do_not_reach(packed: Any, triton_gpu: StandIn) -> N
 
     packed(launch, more=[{"symbol": "add_kernel"}])
     triton_gpu.unreachable(y.data_ptr(), y.data_ptr() + 1)
-    with pytest.raises(ValueError, match=r"add_kernel, argument Y: .*cannot be accessed from Triton \(cpu tensor\?\)"):
+    with pytest.raises(
+        ValueError, match=r"add_kernel, argument Y: .*cannot be accessed from Triton \(cpu tensor\?\)"
+    ):
         launch()
     assert triton_gpu.launch_count == 0
 
@@ -350,7 +377,9 @@ def test_a_driver_that_fails(packed: Any, triton_gpu: StandIn) -> None:
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_IMAGE"):
         launch()
     triton_gpu.fail("cuLaunchKernel", 1)
-    with pytest.raises(DriverError, match="launching a grid of 1 x 1 x 1 on device 0 .kernel add_kernel: 128 threads"):
+    with pytest.raises(
+        DriverError, match="launching a grid of 1 x 1 x 1 on device 0 .kernel add_kernel: 128 threads"
+    ):
         launch()
     triton_gpu.fail("", 0)
     launch()
@@ -408,7 +437,9 @@ def test_a_miss_says_what_does_not_fit(packed: Any, triton_gpu: StandIn) -> None
     packed(launch)
     launch()
     name = "tests.triton_packs.run_kernels:add: none of 1 variants fits; of the nearest, in pack mykernels for sm90"
-    with pytest.raises(KernelNotInPack, match=f"{name}, differ: BLOCK is the constant 64, there the constant 32"):
+    with pytest.raises(
+        KernelNotInPack, match=f"{name}, differ: BLOCK is the constant 64, there the constant 32"
+    ):
         launch(block=64)
     with pytest.raises(KernelNotInPack, match="differ: X is .fp32, there .fp32 divisible by 16"):
         launch(x[1:])
@@ -416,7 +447,9 @@ def test_a_miss_says_what_does_not_fit(packed: Any, triton_gpu: StandIn) -> None
         launch(n=63)
     with pytest.raises(KernelNotInPack, match="the option num_warps is 2, there not given"):
         launch(num_warps=2)
-    with pytest.raises(KernelNotInPack, match="X is .fp16 divisible by 16, there .fp32 .*; n is .*Record this call too"):
+    with pytest.raises(
+        KernelNotInPack, match="X is .fp16 divisible by 16, there .fp32 .*; n is .*Record this call too"
+    ):
         launch(x.half(), n=1)
     assert triton_gpu.launch_count == 1
     assert len(liger_aot.triton.status().missed) == 5
@@ -424,11 +457,18 @@ def test_a_miss_says_what_does_not_fit(packed: Any, triton_gpu: StandIn) -> None
 
 def test_a_function_that_no_pack_has(packed: Any, triton_gpu: StandIn) -> None:
     x, y, z = tensors(3)
-    why = {"function": "tests.triton_packs.run_kernels:apply", "why": "it reads a global that another GPU sets"}
+    why = {
+        "function": "tests.triton_packs.run_kernels:apply",
+        "why": "it reads a global that another GPU sets",
+    }
     packed(lambda: kernels.add[(1,)](x, y, z, 60, BLOCK=32), left_out=[why])
-    with pytest.raises(KernelNotInPack, match="run_kernels:tuples: no pack has the function; packs in use: mykernels"):
+    with pytest.raises(
+        KernelNotInPack, match="run_kernels:tuples: no pack has the function; packs in use: mykernels"
+    ):
         kernels.tuples[(1,)](kernels.Pair(x, 5), (3.5, (7, 8), 1), 9)
-    with pytest.raises(KernelNotInPack, match="mykernels for sm90 leaves it out: it reads a global that another GPU"):
+    with pytest.raises(
+        KernelNotInPack, match="mykernels for sm90 leaves it out: it reads a global that another GPU"
+    ):
         kernels.apply[(1,)](x, kernels.double, 3)
 
 
@@ -442,7 +482,9 @@ def test_a_function_whose_source_changed(packed: Any, triton_gpu: StandIn) -> No
     packed(launch)
     try:
         kernels.add._unsafe_update_src(source.replace("+ tl.load(Y", "- tl.load(Y"))
-        with pytest.raises(KernelNotInPack, match="run_kernels:add: it is not as it was when pack mykernels for sm90"):
+        with pytest.raises(
+            KernelNotInPack, match="run_kernels:add: it is not as it was when pack mykernels for sm90"
+        ):
             launch()
     finally:
         kernels.add._unsafe_update_src(source)
@@ -493,7 +535,9 @@ def test_after_stop_triton_is_as_before(packed: Any, triton_gpu: StandIn) -> Non
 def test_packs_by_name(packed: Any, triton_gpu: StandIn, tmp_path: Path) -> None:
     x, y, z = tensors(3)
     packed(lambda: kernels.add[(1,)](x, y, z, 60, BLOCK=32))
-    with pytest.raises(PackNotFound, match="no pack 'others' of Triton kernels is installed; installed: mykernels"):
+    with pytest.raises(
+        PackNotFound, match="no pack 'others' of Triton kernels is installed; installed: mykernels"
+    ):
         liger_aot.triton.use("others")
     with pytest.raises(ValueError, match="missing is 'maybe'; it is one of 'error', 'warn', 'compile'"):
         liger_aot.triton.use(missing="maybe")
@@ -516,7 +560,9 @@ def test_a_pack_of_another_triton(packed: Any, triton_gpu: StandIn, named: bool)
 def test_a_pack_for_another_gpu(packed: Any, triton_gpu: StandIn) -> None:
     x, y, z = tensors(3)
     packed(lambda: kernels.add[(1,)](x, y, z, 60, BLOCK=32), arch="sm80")
-    with pytest.raises(KernelNotInPack, match="pack mykernels is installed for sm80, none of which serves NVIDIA H200"):
+    with pytest.raises(
+        KernelNotInPack, match="pack mykernels is installed for sm80, none of which serves NVIDIA H200"
+    ):
         kernels.add[(1,)](x, y, z, 60, BLOCK=32)
 
 
@@ -571,7 +617,9 @@ def test_winners(tuned: Any, triton_gpu: StandIn) -> None:
     for n in (64, 4096, 64):
         kernels.tuned[(1,)](x, n)
     assert [record.name for record in triton_gpu.launches()] == ["small", "large", "small"]
-    wanted_text = r"n.\] = \(1024, 'torch.float32'\); the nearest that it has is for \(4096, 'torch.float32'\)"
+    wanted_text = (
+        r"n.\] = \(1024, 'torch.float32'\); the nearest that it has is for \(4096, 'torch.float32'\)"
+    )
     with pytest.raises(KernelNotInPack, match=wanted_text):
         kernels.tuned[(1,)](x, 1024)
 
@@ -585,7 +633,9 @@ def test_a_size_that_was_not_tuned_takes_the_nearest_choice(tuned: Any, triton_g
     assert [record.name for record in triton_gpu.launches()] == ["large", "large"]
 
 
-def test_compile_tunes_what_was_not_tuned(tuned: Any, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_tunes_what_was_not_tuned(
+    tuned: Any, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (x,) = tensors(1)
     tuned("compile")
     tried = []

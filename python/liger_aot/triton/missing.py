@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from liger_aot.triton.identity import Variant
+from liger_aot.triton.identity import RANGE, Variant
 from liger_aot.triton.packs import TritonPack
 from liger_aot.triton.values import plain
 
@@ -72,13 +72,13 @@ def _arguments(names: Sequence[str], one: Any) -> dict[str, str]:
     attrs: dict[str, list[str]] = {}
     for path, entries in one.attrs:
         name = names[path[0]] if path[0] < len(names) else str(path[0])
-        attrs.setdefault(name, []).extend(_attribute(*entry[:2]) for entry in entries)
+        attrs.setdefault(name, []).extend(_attribute(*entry[:2]) for entry in entries if entry[0] != RANGE)
     described = {}
     for name, kind in types.items():
         words = "the constant" if kind == "constexpr" else kind
         if name in constants:
             words += " " + ", ".join(constants[name])
-        if name in attrs:
+        if attrs.get(name):
             words += " " + " ".join(attrs[name])
         described[name] = words
     return described

@@ -51,7 +51,7 @@ class Binary(NamedTuple):
     signature: list[Any]  # [parameter, type]
     constants: list[Any]  # [path, encoded value]
     attrs: list[Any]  # [path, [[name, value]]]
-    given: list[Any]  # [option, encoded value]
+    given: Mapping[str, Any]  # option -> encoded value
     metadata: Mapping[str, Any]  # Triton's own, but for target and hash
 
     def read(self) -> bytes:
@@ -137,7 +137,7 @@ class Function:
             signature=self._list(raw, "signature", where),
             constants=self._list(raw, "constants", where),
             attrs=self._list(raw, "attrs", where),
-            given=self._list(raw, "given", where),
+            given=_object(self.path, raw.get("given"), where + "given"),
             metadata=metadata,
         )
 
