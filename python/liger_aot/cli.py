@@ -42,17 +42,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"liger-aot {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    text = "ops, and the binaries that each installed architecture has of them"
+    text = "ops, the binaries that each installed architecture has of them, and packs of Triton kernels"
     command = commands.add_parser("list", help=text, description=f"List {text}.")
     command.set_defaults(run=_list)
 
     text = "which binaries a call takes, and why"
     command = commands.add_parser("explain", help=text, description=f"Say {text}. Needs no GPU.")
-    command.add_argument("op", metavar="OP", help="an op that 'liger-aot list' shows")
     command.add_argument(
-        "--shape", required=True, type=_shape, help="the first argument's, such as 8192,4096"
+        "op", metavar="OP", help="an op that 'liger-aot list' shows, or a Triton kernel: MODULE:FUNCTION"
     )
-    command.add_argument("--dtype", required=True, help="the first argument's: bf16, fp16 or fp32")
+    command.add_argument("--shape", type=_shape, help="an op's first argument's, such as 8192,4096")
+    command.add_argument("--dtype", help="an op's first argument's: bf16, fp16 or fp32")
     command.add_argument(
         "--dtypes", type=_dtypes, help="of further arguments, where they differ, such as weight=fp32"
     )
@@ -171,6 +171,8 @@ def _list(options: argparse.Namespace) -> int:
     from liger_aot.explanation import columns
     from liger_aot.ops.registry import names as ops
     from liger_aot.runtime.packs import describe, hidden_folders, installed
+    from liger_aot.triton.inspection import table
+    from liger_aot.triton.packs import installed as installed_kernels
 
     found = installed()
     damaged = list(found.unusable.values())
@@ -178,6 +180,10 @@ def _list(options: argparse.Namespace) -> int:
     print(columns([["op", *(pack.arch for pack in found.packs)], *rows]))
     if not found.packs:
         print(printable(f"No binaries: {describe()}. On the CPU, ops run their plain-torch reference."))
+    kernels = installed_kernels()
+    if kernels.packs:
+        print(f"\nTriton kernels:\n{columns(table(kernels.packs))}")
+    damaged += kernels.unusable.values()
     for folder, first in hidden_folders():
         print(printable(f"not used: {folder}: {first} comes first"), file=sys.stderr)
     if damaged:
@@ -201,6 +207,15 @@ def _explain(options: argparse.Namespace) -> int:
     from liger_aot.explanation import explain, table
     from liger_aot.runtime.packs import installed
 
+    if ":" in options.op:
+        from liger_aot.triton.inspection import explain as explain_kernel
+
+        print(*map(printable, explain_kernel(options.op, options.arch).splitlines()), sep="\n")
+        return 0
+    if missing := [f"--{name}" for name in ("shape", "dtype") if getattr(options, name) is None]:
+        raise ArgumentError(
+            f"the following arguments are required: {', '.join(missing)}; see liger-aot explain --help"
+        )
     choices = explain(
         options.op, arch=options.arch, shape=options.shape, dtype=options.dtype, dtypes=options.dtypes
     )
@@ -221,10 +236,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from liger_aot.runtime.packs import describe, hidden_folders, pack_folders
-    from liger_aot.verify import verify
+    from liger_aot.verify import triton_pack_folders, verify
 
     folders = pack_folders()
-    if not folders:
+    kernels = triton_pack_folders()
+    if not folders and not kernels:
         raise PackNotFound(f"nothing to verify: {describe()}")
     report = verify()
     for fault in report.faults:
@@ -237,5 +253,8 @@ def _verify(options: argparse.Namespace) -> int:
         raise PackNotFound(
             f"{len(report.faults)} files are not as they were built; reinstall the packages that hold them"
         )
-    print("as they were built:", ", ".join(folder.name for folder in folders))
+    names = [folder.name for folder in folders] + [
+        f"{folder.parent.name} {folder.name}" for folder in kernels
+    ]
+    print("as they were built:", printable(", ".join(names)))
     return 0

@@ -48,7 +48,7 @@ def describe(variant: Variant, packs: Sequence[TritonPack], problems: Sequence[s
 def differences(variant: Variant, binary: Any) -> list[str]:
     """What a call has otherwise than a variant of the pack, an argument or option each."""
     names = [name for name, _ in variant.signature]
-    mine, theirs = _arguments(names, variant), _arguments(names, binary)
+    mine, theirs = described(names, variant), described(names, binary)
     found = [
         f"{name} is {mine[name]}, there {theirs.get(name, 'no argument')}"
         for name in names
@@ -62,7 +62,7 @@ def differences(variant: Variant, binary: Any) -> list[str]:
     return found
 
 
-def _arguments(names: Sequence[str], one: Any) -> dict[str, str]:
+def described(names: Sequence[str], one: Any) -> dict[str, str]:
     """Each argument's type, constant and alignment, in words."""
     types = {name: _type(kind) for name, kind in one.signature}
     constants: dict[str, list[str]] = {}
