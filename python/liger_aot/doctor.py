@@ -54,9 +54,14 @@ def examine() -> Report:
     torch_, packs = _section("torch", _torch), _section("packs", _packs)
     driver, gpus = _section("GPU driver", _driver), _section("GPUs", _gpus)
     kernels = _section("packs of Triton kernels", _triton_packs)
-    sections = (_section("liger-aot", _versions), torch_, driver, packs, gpus)
-    if kernels.lines:
-        sections = (*sections, kernels)
+    sections = (
+        _section("liger-aot", _versions),
+        torch_,
+        driver,
+        packs,
+        gpus,
+        *([kernels] if kernels.lines else []),
+    )
     if not kernels.ok:
         return Report(sections, False, "Not ready: the lines above say what is missing.")
     if gpus.ok and gpus.lines[0] == NO_GPU:

@@ -1,4 +1,5 @@
-"""``verify``: every file of every installed pack, those of Triton kernels included, against its manifest, and against the RECORD of its wheel."""
+"""``verify``: every file of every installed pack, those of Triton kernels included, against its manifest, and against
+the RECORD of its wheel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Triton on AMD binaries that the emulator executes: each launch goes through the C launcher to the stand-in driver, and
-what that was asked for is then done, to the memory of CPU tensors.
+"""Triton on AMD binaries that the emulator executes: each launch goes through the C launcher to the stand-in driver,
+and what that was asked for is then done, to the memory of CPU tensors.
 
-pytest_plugins = ("tests.harness.launcher_fixtures", "tests.harness.triton_stand_in", "tests.harness.triton_emulator")
+pytest_plugins = ("tests.harness.launcher_fixtures", "tests.harness.triton_fixtures", "tests.harness.triton_emulator")
 brings ``triton_emulator``.
 """
 

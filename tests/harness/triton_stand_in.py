@@ -1,26 +1,20 @@
-"""Triton on the stand-in driver: pytest_plugins = (..., "tests.harness.triton_stand_in") brings it.
-
-It needs the fixtures of ``tests.harness.launcher_fixtures``. Packs are written by hand here: their binaries are images
-of the stand-in's own kind, which record what they are launched with.
-"""
+"""Packs of Triton kernels for the stand-in driver, written by hand: their binaries are images of the stand-in's own
+kind, which record what they are launched with."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from liger_aot.runtime import devices
 from liger_aot.runtime.packs import Device
-from liger_aot.triton import identity, running, seams
-from liger_aot.triton.packs import OVERRIDE
+from liger_aot.triton import identity, seams
 from liger_aot_build.stored import compressed
 from tests.harness.stand_in import StandIn, image
 
@@ -35,41 +29,6 @@ class Wanted(Exception):
     def __init__(self, miss: seams.Miss) -> None:
         super().__init__("not to be compiled")
         self.miss = miss
-
-
-@pytest.fixture
-def triton_gpu(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Two H200 that the stand-in plays, for Triton and torch; no pack is installed, or in use after the test."""
-    yield from _play(native, stand_in, monkeypatch, H200)
-
-
-@pytest.fixture
-def triton_amd_gpu(native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """The same with MI300X."""
-    yield from _play(native, stand_in, monkeypatch, MI300)
-
-
-def _play(
-    native: Any, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, device: Device
-) -> Iterator[StandIn]:
-    from triton.compiler.compiler import max_shared_mem
-    from triton.runtime import driver
-
-    from liger_aot.triton.driver import _properties
-
-    for where, name, value in fake_gpu(stand_in, device):
-        monkeypatch.setattr(where, name, value, raising=False)
-    opened = lru_cache(lambda: native.Driver(device.backend, stand_in.path))
-    monkeypatch.setattr(devices, "driver", opened)
-    monkeypatch.setenv(OVERRIDE, "/nonexistent")
-    active = driver._active
-    _properties.cache_clear()
-    max_shared_mem.cache_clear()
-    yield stand_in
-    running.stop()
-    driver._active = active
-    _properties.cache_clear()
-    max_shared_mem.cache_clear()
 
 
 def fake_gpu(stand_in: StandIn, device: Device) -> list[tuple[Any, str, Any]]:

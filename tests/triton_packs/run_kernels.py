@@ -19,9 +19,9 @@ def add(X, Y, Z, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def every_type(
-    X, b: tl.int8, h: tl.int16, i, l: tl.int64, B: tl.uint8, H: tl.uint16, I: tl.uint32, L: tl.uint64,
+    X, b: tl.int8, h: tl.int16, i, q: tl.int64, B: tl.uint8, H: tl.uint16, W: tl.uint32, Q: tl.uint64,
     e: tl.float16, y: tl.bfloat16, f, d: tl.float64, flag, nothing, one, WORD: tl.constexpr,
-):  # fmt: skip # noqa: E741
+):  # fmt: skip
     tl.store(X, i + f)
 
 

@@ -20,7 +20,6 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import liger_aot.triton
 from liger_aot.runtime import devices
 from liger_aot.triton import packs, seams
 from liger_aot.triton.kernel import PackedKernel

@@ -21,7 +21,7 @@ from tests.harness.stand_in import StandIn
 from tests.harness.triton_stand_in import STREAM, wanted, write_pack
 from tests.triton_packs import run_kernels as kernels
 
-pytest_plugins = ("tests.harness.launcher_fixtures", "tests.harness.triton_stand_in")
+pytest_plugins = ("tests.harness.launcher_fixtures", "tests.harness.triton_fixtures")
 
 
 @pytest.fixture(autouse=True)
@@ -378,7 +378,7 @@ def test_a_driver_that_fails(packed: Any, triton_gpu: StandIn) -> None:
         launch()
     triton_gpu.fail("cuLaunchKernel", 1)
     with pytest.raises(
-        DriverError, match="launching a grid of 1 x 1 x 1 on device 0 .kernel add_kernel: 128 threads"
+        DriverError, match=r"launching a grid of 1 x 1 x 1 on device 0 .kernel add_kernel: 128 threads"
     ):
         launch()
     triton_gpu.fail("", 0)
@@ -441,14 +441,14 @@ def test_a_miss_says_what_does_not_fit(packed: Any, triton_gpu: StandIn) -> None
         KernelNotInPack, match=f"{name}, differ: BLOCK is the constant 64, there the constant 32"
     ):
         launch(block=64)
-    with pytest.raises(KernelNotInPack, match="differ: X is .fp32, there .fp32 divisible by 16"):
+    with pytest.raises(KernelNotInPack, match=r"differ: X is .fp32, there .fp32 divisible by 16"):
         launch(x[1:])
     with pytest.raises(KernelNotInPack, match="n is i32, there i32 divisible by 16"):
         launch(n=63)
     with pytest.raises(KernelNotInPack, match="the option num_warps is 2, there not given"):
         launch(num_warps=2)
     with pytest.raises(
-        KernelNotInPack, match="X is .fp16 divisible by 16, there .fp32 .*; n is .*Record this call too"
+        KernelNotInPack, match=r"X is .fp16 divisible by 16, there .fp32 .*; n is .*Record this call too"
     ):
         launch(x.half(), n=1)
     assert triton_gpu.launch_count == 1
@@ -553,7 +553,7 @@ def test_a_pack_of_another_triton(packed: Any, triton_gpu: StandIn, named: bool)
     if named:
         liger_aot.triton.use("mykernels")
     error = PackNotFound if named else KernelNotInPack
-    with pytest.raises(error, match="pack mykernels for sm90 was built with Triton 3.5.1, and 3.* runs"):
+    with pytest.raises(error, match=r"pack mykernels for sm90 was built with Triton 3.5.1, and 3.* runs"):
         kernels.add[(1,)](x, y, z, 60, BLOCK=32)
 
 

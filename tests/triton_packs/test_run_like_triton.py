@@ -1,5 +1,5 @@
-"""What our launcher passes to a GPU driver is what Triton's own passes, byte for byte; both are built here and run on the
-stand-in driver."""
+"""What our launcher passes to a GPU driver is what Triton's own passes, byte for byte; both are built here and run on
+the stand-in driver."""
 
 from __future__ import annotations
 

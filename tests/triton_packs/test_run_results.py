@@ -1,5 +1,5 @@
-"""A project's kernels, recorded for one GPU, built for another and run from its pack: results against torch, computed by
-the AMD binaries themselves on the emulator."""
+"""A project's kernels, recorded for one GPU, built for another and run from its pack: results against torch, computed
+by the AMD binaries themselves on the emulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.triton_packs.project import kernels, program
 
 pytest_plugins = (
     "tests.harness.launcher_fixtures",
-    "tests.harness.triton_stand_in",
+    "tests.harness.triton_fixtures",
     "tests.harness.triton_emulator",
     "tests.harness.triton_project",
 )

@@ -61,7 +61,7 @@ def _properties(device: int) -> dict[str, Any]:
     return properties
 
 
-class _Common(GPUDriver):
+class _Common(GPUDriver):  # type: ignore[misc]
     """What both vendors' drivers share; first among the bases, so that neither vendor's ``__init__`` runs."""
 
     def __init__(self) -> None:

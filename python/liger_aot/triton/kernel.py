@@ -17,7 +17,7 @@ from liger_aot.triton.packs import Binary, TritonPack
 from liger_aot.triton.seams import Miss
 
 
-class PackedKernel(CompiledKernel):
+class PackedKernel(CompiledKernel):  # type: ignore[misc]
     """What ``triton.compile`` would have returned. Its one stage is the binary: a pack keeps no IR."""
 
     def __init__(self, miss: Miss, pack: TritonPack, binary: Binary) -> None:
@@ -93,4 +93,4 @@ class _Stages(AsmDict):  # type: ignore[misc]
 @lru_cache(maxsize=64)
 def _metadata_type(names: tuple[str, ...]) -> Any:
     """Making one takes a third of a millisecond; the kernels of a pack have the same fields."""
-    return namedtuple("KernelMetadata", names)  # type: ignore[misc]
+    return namedtuple("KernelMetadata", names)

@@ -62,8 +62,8 @@ def rank(kind: str) -> int:
 
 
 def encodings(maps: Sequence[Mapping[str, Any] | None] | None, flags: int) -> tuple[tuple[Any, ...], ...]:
-    """How tensor maps are encoded, as the C launcher takes it: (swizzle, bytes, type, doubled, box). Of padded fp4 a map
-    has twice the last size that the descriptor says; Triton 3.6 also passes that to the kernel, later ones don't."""
+    """How tensor maps are encoded, as the C launcher takes it: (swizzle, bytes, type, doubled, box). Of padded fp4 a
+    map has twice the last size that the descriptor says; so has the kernel's parameter in Triton 3.6, later not."""
     found = []
     for one in maps or ():
         if one is None:

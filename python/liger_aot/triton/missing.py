@@ -39,7 +39,7 @@ def describe(variant: Variant, packs: Sequence[TritonPack], problems: Sequence[s
         return f"{variant.function}: pack {same[0][0]} has no variant of it"
     differing, pack_name = nearest
     if not differing:
-        return f"{variant.function}: pack {pack_name} has it for tensors below 2 GiB alone, and one of this call's is larger"
+        return f"{variant.function}: pack {pack_name} has it for tensors below 2 GiB; one of this call's is larger"
     shown = "; ".join(differing[:_MOST]) + ("; ..." if len(differing) > _MOST else "")
     count = sum(len(function.identities) for _, function in same)
     return f"{variant.function}: none of {count} variants fits; of the nearest, in pack {pack_name}, differ: {shown}"

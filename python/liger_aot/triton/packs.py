@@ -334,7 +334,7 @@ def installed() -> Installed:
         for _, folder in sorted(archs.items()):
             try:
                 packs.append(open_pack(folder))
-            except LigerAOTError as error:
+            except LigerAOTError as error:  # noqa: PERF203 (the others are usable)
                 unusable[folder] = str(error)
     return Installed(tuple(packs), unusable)
 
@@ -367,7 +367,7 @@ def serving(device: Device, names: Collection[str] = ()) -> tuple[list[TritonPac
         for folder in candidates.values():
             try:
                 opened.append(_opened(folder))
-            except LigerAOTError as error:
+            except LigerAOTError as error:  # noqa: PERF203 (the others are usable)
                 problems.append(str(error))
         fitting = [p for p in opened if p.backend == device.backend and device.target in p.serves]
         if fitting:

@@ -123,10 +123,10 @@ def use(*names: str, missing: str = ERROR) -> None:
 
     Args:
         names: of packs, looked at in this order; all installed ones where none is named.
-        missing: what becomes of a launch that no pack has a binary for: "error" raises KernelNotInPack, "warn" warns and
-            lets Triton compile it, "compile" only does the latter. Where a tuner (@triton.autotune) is asked for a key
-            that no pack knows, "error" raises, "warn" takes the choice for the nearest key and says so, and "compile"
-            tunes.
+        missing: what becomes of a launch that no pack has a binary for: "error" raises KernelNotInPack, "warn" warns
+            and lets Triton compile it, "compile" only does the latter. Where a tuner (@triton.autotune) is asked for a
+            key that no pack knows, "error" raises, "warn" takes the choice for the nearest key and says so, and
+            "compile" tunes.
 
     Raises:
         PackNotFound: a named pack is not installed, or was built with another Triton.
