@@ -39,8 +39,9 @@ def check(parts: Sequence[Part], name: str | None) -> int:
 def pack_folders() -> Iterator[Path]:
     """Folders of installed packs of Triton kernels, ``<name>/<arch>``."""
     spec = find_spec(NAMESPACE)
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        for manifest in sorted(Path(place).glob("*/*/manifest.json")):
+    places = (spec.submodule_search_locations or ()) if spec else ()
+    for place in dict.fromkeys(Path(place).resolve() for place in places):
+        for manifest in sorted(place.glob("*/*/manifest.json")):
             yield manifest.parent
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 def _on_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)  # (9, 4): gfx942
 
 
 # As many projects do: a constant, and a function, that a module chooses when it is imported, by the GPU.
