@@ -88,7 +88,7 @@ def test_the_readme(tmp_path: Path, triton_emulator: Any, monkeypatch: pytest.Mo
     for dtype, rounding in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)):
         x = torch.randn(4, 2000, generator=torch.Generator().manual_seed(1)).to(dtype)
         expected = serve.reference(x)
-        # The exponential is as wrong as its argument, |x| < 5 units, and 1; 2.5 for the quotient, 2 products, the result.
+        # Units: the exponential has its argument's error, |x| < 5, and 1; the quotient 2.5, two products 2.
         units = 5 + 1 + 2.5 + 2
         assert torch.all(
             (serve.swiglu(x).double() - expected).abs() <= (units * 2.0**-24 + rounding) * expected.abs()

@@ -7,19 +7,20 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
 
 import liger_aot.triton
 from liger_aot.triton.packs import NAMESPACE, OVERRIDE
+from tests.triton_packs.conftest import Packed
 from tests.triton_packs.project import kernels, program
 
 pytest_plugins = (
     "tests.harness.launcher_fixtures",
     "tests.harness.triton_fixtures",
     "tests.harness.triton_emulator",
-    "tests.harness.triton_project",
 )
 
 
@@ -34,9 +35,13 @@ def project(triton_emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     importlib.reload(kernels)
 
 
-def test_the_whole_project(project: Any, project_packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(OVERRIDE, str(project_packs / NAMESPACE))
-    liger_aot.triton.use("project")
+def test_the_whole_project(
+    project: Any, gfx942: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ZipFile(gfx942.wheel) as files:
+        files.extractall(tmp_path)
+    monkeypatch.setenv(OVERRIDE, str(tmp_path / NAMESPACE))
+    liger_aot.triton.use("small")
     n = 1000
     # it asks for clusters, which Triton refuses for this GPU
     monkeypatch.setattr(kernels, "needs_clusters", {(4,): lambda *args, **kwargs: None})
@@ -66,5 +71,5 @@ def test_the_whole_project(project: Any, project_packs: Path, monkeypatch: pytes
     assert abs(float(made["total"][0]) - float(x.double().sum())) <= bound
     assert torch.equal(made["copied"][:n], y)
     status = liger_aot.triton.status()
-    assert status.packs == ("project for gfx942",) and not status.missed
+    assert status.packs == ("small for gfx942",) and not status.missed
     assert len(project.executed) == 12
