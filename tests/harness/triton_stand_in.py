@@ -73,13 +73,15 @@ def wanted(launch: Callable[[], Any]) -> seams.Miss:
     raise AssertionError("the launch asked for no kernel")
 
 
-def letters(types: Sequence[Any], flags: int = 1) -> str:
+def letters(types: Sequence[Any]) -> str:
     """A signature as the stand-in's images have it, from Triton's types."""
+    from liger_aot.triton.driver import FLAGS as flags
+
     sizes = {"1": "b", "8": "b", "16": "h", "32": "i", "64": "l"}
     found = ""
     for kind in types:
         if isinstance(kind, tuple):
-            found += letters(kind, flags)
+            found += letters(kind)
         elif kind.startswith("tensordesc"):
             dimensions = kind.partition("[")[2].partition("]")[0].count(",") + 1
             found += "p" + "l" * 2 * dimensions + "b" * flags + "i" * dimensions + "l" * dimensions

@@ -123,7 +123,7 @@ class Function:
             "shared": _count(self.path, raw, "shared", where),
             "launch_cooperative_grid": _typed(self.path, raw, "cooperative", bool, where),
             "launch_pdl": _typed(self.path, raw, "pdl", bool, where),
-            "tensordesc_meta": maps,
+            "tensordesc_meta": maps or [],  # 3.8 asks for a list
         }
         for kind in ("global", "profile"):
             size, alignment = self._pair(scratch.get(kind), f"{where}scratch.{kind}")

@@ -203,7 +203,9 @@ int cuFuncGetAttribute(int *value, int attribute, void *function) {
 
 int cuFuncSetAttribute(void *function, int attribute, int value) {
     ENTER(contexts[context_depth]);
-    if (attribute == 8) ((Kernel *)function)->shared_limit[contexts[context_depth]] = value;
+    if (attribute == 14) return SUCCESS;
+    if (attribute != 8) return INVALID_VALUE; /* newer drivers know more, and Triton 3.8 asks */
+    ((Kernel *)function)->shared_limit[contexts[context_depth]] = value;
     return SUCCESS;
 }
 
@@ -309,5 +311,17 @@ int cuCtxGetLimit(uint64_t *value, int limit) {
     ENTER(contexts[context_depth]);
     (void)limit;
     *value = 0;
+    return SUCCESS;
+}
+
+int cuModuleUnload(void *module) {
+    ENTER(contexts[context_depth]);
+    return unload(module);
+}
+
+int cuStreamIsCapturing(void *stream, int *status) {
+    ENTER(contexts[context_depth]);
+    (void)stream;
+    *status = capturing;
     return SUCCESS;
 }

@@ -141,9 +141,17 @@ int hipModuleLoadDataEx(void **module, const void *image, unsigned count, void *
     return hipModuleLoadData(module, image);
 }
 
-/* Triton asks where this is; nobody calls it. */
+/* Triton asks where these are; nobody calls them. */
 int hipGetDeviceProperties(void *properties, int device) {
     (void)properties;
     (void)device;
+    return hip_result(INVALID_VALUE);
+}
+
+int hipDrvLaunchKernelEx(const void *configuration, void *function, void **parameters, void **extra) {
+    (void)configuration;
+    (void)function;
+    (void)parameters;
+    (void)extra;
     return hip_result(INVALID_VALUE);
 }
