@@ -120,7 +120,7 @@ class Driver:
         threads: int,
         shared: int,
         arguments: tuple[str, ...],
-        maps: tuple[tuple[int, int, int, int, tuple[int, ...]], ...],
+        maps: tuple[tuple[int, int, int, int, int, tuple[int, ...]], ...],
         cluster: int = 1,
         cooperative: bool = False,
         pdl: bool = False,
@@ -137,8 +137,10 @@ class Driver:
             device: on which it launches, whatever context is current.
             threads, shared: of a block.
             arguments: their names, for errors.
-            maps: for each M, (swizzle, bytes an element, CU_TENSOR_MAP_DATA_TYPE_*, doubled, box with the outermost
-                dimension first); doubled is 1 where a map has twice the last size, 2 where a parameter has it, too.
+            maps: for each M, (swizzle, bytes an element, CU_TENSOR_MAP_DATA_TYPE_*, doubled, mend, box with the
+                outermost dimension first); doubled is 1 where a map has twice the last size, 2 where a parameter has
+                it, too; mend is 1 to take away a bit that drivers up to CUDA 13.1 set wrongly for tensors of less than
+                128 KiB.
             cluster: blocks of a cluster, 1 to 16; the grid counts clusters.
             cooperative, pdl: as in `load`; here they may go together.
             scratch: called with the grid and the stream before each launch, for the two buffers.

@@ -194,7 +194,7 @@ def test_tensor_maps(packed: Any, triton_gpu: StandIn) -> None:
     def encoded(kind: int, address: int, swizzle: int, nan: int, sizes: Any, box: Any, stride: int) -> bytes:
         words = [
             kind | 2 << 32,
-            address,
+            address & ~(1 << 21 if FLAGS > 1 else 0),  # the bit that drivers get wrong, in the stand-in's map
             swizzle | nan << 32,
             sizes[1] | box[1] << 32,
             sizes[0] | box[0] << 32,

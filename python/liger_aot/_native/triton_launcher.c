@@ -39,6 +39,7 @@ typedef struct {
     int element_bytes;
     int type; /* CU_TENSOR_MAP_DATA_TYPE_* */
     int rank;
+    int mend;    /* a flaw of drivers up to CUDA 13.1, see mend_small_map */
     int doubled; /* the last size is given in bytes of two fp4 values: 1 doubles it in the map, 2 also as a parameter */
     uint32_t box[TENSOR_MAP_MAX_RANK];
 } MapLayout;
@@ -134,7 +135,7 @@ static int read_program(LauncherObject *self, const char *program) {
     return *at == 0 ? 0 : refuse_program(program, "a tuple ends that has not begun");
 }
 
-/* maps: ((swizzle, element bytes, type, doubled, (box...)), ...) */
+/* maps: ((swizzle, element bytes, type, doubled, mend, (box...)), ...) */
 static int read_maps(LauncherObject *self, PyObject *maps) {
     if (PyTuple_Size(maps) != self->map_count)
         return PyErr_Format(PyExc_ValueError, "maps has %zd, the program %d", PyTuple_Size(maps), self->map_count), -1;
@@ -143,8 +144,8 @@ static int read_maps(LauncherObject *self, PyObject *maps) {
     for (int i = 0; i < self->map_count; i++) {
         MapLayout *map = &self->maps[i];
         PyObject *box;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(maps, i), "iiiiO!", &map->swizzle, &map->element_bytes, &map->type,
-                              &map->doubled, &PyTuple_Type, &box))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(maps, i), "iiiiiO!", &map->swizzle, &map->element_bytes, &map->type,
+                              &map->doubled, &map->mend, &PyTuple_Type, &box))
             return -1;
         Py_ssize_t rank = PyTuple_Size(box);
         if (rank < 1 || rank > TENSOR_MAP_MAX_RANK)
@@ -363,6 +364,18 @@ static int check_sizes(int rank, const int64_t *sizes) {
     return 0;
 }
 
+/* Drivers up to CUDA 13.1 encode tensors of less than 128 KiB with a bit set that is not to be: CUTLASS and Triton (from
+ * 3.7 on) take it away. */
+static void mend_small_map(const DriverLibrary *library, const MapLayout *layout, const TensorMapRequest *request,
+                           void *map) {
+    enum { LAST_FLAWED = 13010, SMALL = 128 * 1024, BIT = 21 };
+    if (!layout->mend || library->version > LAST_FLAWED) return;
+    uint64_t last_byte = 0, *words = map;
+    for (unsigned i = 0; i < request->rank; i++)
+        last_byte += (request->sizes[i] - 1) * (i == 0 ? (uint64_t)layout->element_bytes : request->strides[i - 1]);
+    if (last_byte + 1 < SMALL) words[1] &= ~(1ull << BIT);
+}
+
 /* Encodes a tensor map; the driver counts dimensions from the innermost and strides in bytes. */
 static int encode_map(Packing *packing, const MapLayout *layout, uint64_t address, const int64_t *sizes,
                       const int64_t *strides, int nan, int tf32) {
@@ -389,7 +402,10 @@ static int encode_map(Packing *packing, const MapLayout *layout, uint64_t addres
     void *map = packing->maps + TENSOR_MAP_BYTES * packing->map_count++;
     packing->parameters[packing->count++] = map;
     Outcome outcome = backend->encode(&self->driver->library, &request, map);
-    if (outcome.call == NULL) return 0;
+    if (outcome.call == NULL) {
+        mend_small_map(&self->driver->library, layout, &request, map);
+        return 0;
+    }
     raise_driver_error(self->driver, outcome, "encoding a tensor map");
     return -1;
 }

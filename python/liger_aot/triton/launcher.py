@@ -62,8 +62,8 @@ def rank(kind: str) -> int:
 
 
 def encodings(maps: Sequence[Mapping[str, Any] | None] | None, flags: int) -> tuple[tuple[Any, ...], ...]:
-    """How tensor maps are encoded, as the C launcher takes it: (swizzle, bytes, type, doubled, box). Of padded fp4 a
-    map has twice the last size that the descriptor says; so has the kernel's parameter in Triton 3.6, later not."""
+    """How tensor maps are encoded, as the C launcher takes it: (swizzle, bytes, type, doubled, mend, box). Of padded
+    fp4 a map has twice the last size that the descriptor says; so has the kernel's parameter in Triton 3.6 alone."""
     found = []
     for one in maps or ():
         if one is None:
@@ -74,7 +74,8 @@ def encodings(maps: Sequence[Mapping[str, Any] | None] | None, flags: int) -> tu
             raise NotLaunched("tensor descriptors for AMD's tensor data mover (gfx1250) can't be launched")
         kind = _HOST_TYPES.get(one["elem_type"], one["elem_type"])
         doubled = (2 if flags == 1 else 1) if one["fp4_padded"] else 0
-        found.append((one["swizzle"], one["elem_size"], kind, doubled, tuple(one["block_size"])))
+        mend = int(flags > 1)  # as Triton does from 3.7 on
+        found.append((one["swizzle"], one["elem_size"], kind, doubled, mend, tuple(one["block_size"])))
     return tuple(found)
 
 
