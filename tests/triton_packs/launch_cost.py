@@ -42,9 +42,7 @@ def main(folder: Path) -> None:
 
     from liger_aot.triton.driver import pack_driver
 
-    print(
-        f"{'':12}{'Triton':>9}{'a pack':>9}   of which the launcher:{'Triton':>9}{'a pack':>9}{'  first launch, ms':>9}"
-    )
+    print(f"{'microseconds':14}{'Triton':>10}{'a pack':>10}{'first launch from a pack':>28}")
     for name, launch, more in launches("cuda"):
         if name not in ("plain", "types", "descriptors"):
             continue
