@@ -50,7 +50,8 @@ def audit(
         problems += problems_of_any_kernel(facts, metadata["name"], threads, metadata["shared"], arch)
     elif facts.arch.rstrip("af") != machine:
         problems.append(f"machine code for {facts.arch}, expected {machine}")
-    expected = tuple(_layout(parameters, metadata.get("tensordesc_meta"), facts.parameter_offset))
+    flags = 1 if metadata["triton_version"].startswith("3.6.") else 2
+    expected = tuple(_layout(parameters, metadata.get("tensordesc_meta"), flags, facts.parameter_offset))
     if facts.parameters[: len(expected)] != expected or not _only_pointers(facts.parameters[len(expected) :]):
         problems.append(
             f"parameters (offset, size) {facts.parameters}, expected {expected} and pointers to scratch"
@@ -66,28 +67,31 @@ def audit(
     return facts
 
 
-def _layout(types: Sequence[str], maps: Sequence[Any] | None, base: int) -> Iterator[tuple[int, int]]:
-    """(offset, size) of each parameter at its natural alignment."""
+def _layout(
+    types: Sequence[str], maps: Sequence[Any] | None, flags: int, base: int
+) -> Iterator[tuple[int, int]]:
+    """(offset, size) of each parameter at its natural alignment. A descriptor without hardware has ``flags``: how it
+    is padded, and since Triton 3.7 whether it rounds to tf32."""
     end, described = base, 0
     for kind in types:
         meta = None
         if kind.startswith("tensordesc"):
             meta = maps[described] if maps else None
             described += 1
-        for size, alignment in _parts(kind, meta):
+        for size, alignment in _parts(kind, meta, flags):
             start = -(-end // alignment) * alignment
             yield start - base, size
             end = start + size
 
 
-def _parts(kind: str, meta: Any) -> Iterator[tuple[int, int]]:
+def _parts(kind: str, meta: Any, flags: int) -> Iterator[tuple[int, int]]:
     """(size, alignment) of what an argument of this type becomes."""
     if match := _DESCRIPTOR.match(kind):
         rank = len(match[2].split(","))
-        if meta is None:  # no hardware descriptor: a pointer, the shape, the strides, padding, round
+        if meta is None:  # no hardware descriptor: a pointer, the shape, the strides, the flags
             yield 8, 8
             yield from ((8, 8),) * (2 * rank)
-            yield 1, 1
+            yield from ((1, 1),) * flags
         else:
             yield MAP_BYTES, MAP_ALIGNMENT
         yield from ((4, 4),) * rank

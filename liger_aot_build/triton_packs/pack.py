@@ -1,7 +1,7 @@
 """A build's binaries -> ``liger_aot_triton_packs/<name>/<arch>/``, and the wheel that holds it.
 
-docs/triton-packs.md describes the format; it shares the rules, the limits and the compression of this project's own
-packs (docs/pack-format.md).
+docs/triton-pack-format.md describes the format; it shares the rules, the limits and the compression of this project's
+own packs (docs/pack-format.md).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ What passes between it and the build is plain data.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from liger_aot.triton.identity import RANGE
 from liger_aot.triton.identity import variant as identify
 from liger_aot.triton.recording import Function, Noted
+from liger_aot.triton.seams import FP32_DEFAULT
 from liger_aot.triton.stand_ins import set_driver, stand_in
 from liger_aot.triton.targets import Target
 from liger_aot.triton.values import NotData, decode
@@ -87,6 +89,7 @@ def start(setup: Setup) -> None:
         stand_in(setup.target)
     set_driver(setup.target)
     note_functions()
+    atexit.register(os._exit, 0)  # Triton 3.9 prints on stderr what it has not freed
     _setup = setup
 
 
@@ -163,14 +166,16 @@ def _with(job: Job, setup: Setup, finder: Finder, changed: tuple[str, ...]) -> B
         attrs.setdefault(path, []).append([RANGE, 32])
     given = {name: decode(value) for name, value in recorded.given}
     target = GPUTarget(*setup.target)
-    options = make_backend(target).parse_options(dict(given))
+    options = make_backend(target).parse_options({k: v for k, v in given.items() if k != FP32_DEFAULT})
     source_class: Any = ASTSource
     if recorded.gluon:
         from triton.experimental.gluon._runtime import GluonASTSource
 
         source_class = GluonASTSource
     source = source_class(fn, signature, constants, attrs)
-    kernel = triton.compile(source, target=target, options=options.__dict__)
+    with triton.knobs.language.scope():
+        triton.knobs.language.fp32_default = given.get(FP32_DEFAULT)
+        kernel = triton.compile(source, target=target, options=options.__dict__)
     made = as_recorded(identify(fn, signature, constants, attrs, given))
     if made.cache_key == recorded.cache_key and job.exact and made.name != noted.variant.name:
         raise NotFound("its recording does not say what it was recorded as")

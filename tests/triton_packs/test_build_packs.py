@@ -15,6 +15,7 @@ import pytest
 from liger_aot.triton import recording as recordings
 from liger_aot_build.binary import inspect
 from liger_aot_build.errors import BuildError
+from liger_aot_build.paths import ROOT
 from liger_aot_build.triton_packs.find import Finder, NotFound
 from liger_aot_build.triton_packs.pack import check_name
 from tests.emulator.amd_emulator.triton_kernel import TritonKernel
@@ -117,6 +118,26 @@ def test_the_wheel(sm90: Packed) -> None:
     assert b"Requires-Dist: liger-aot\n" in sm90.files[f"{info}/METADATA"]
     recorded = sm90.files[f"{info}/RECORD"].decode()
     assert all(name in recorded for name in sm90.files)
+
+
+def test_the_page_reads_every_binary(gfx942: Packed, tmp_path: Path) -> None:
+    """docs/triton-pack-format.md: its code, and the names of all fields that there are."""
+    page = (ROOT / "docs" / "triton-pack-format.md").read_text()
+    code: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], code)
+    for name, data in gfx942.files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    said: set[str] = set(gfx942.manifest)
+    for function in gfx942.manifest["functions"]:
+        read = code["read_function"](tmp_path / gfx942.folder, function)
+        said |= read.keys() - {"path"}
+        for variant, entries in read["variants"].items():
+            for place, entry in enumerate(entries):
+                assert inspect(code["read_binary"](read, variant, place)).kernel == entry["symbol"]
+                said |= entry.keys()
+    assert [name for name in sorted(said) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.slow

@@ -95,3 +95,22 @@ def test_data_that_is_no_value_is_refused(data: Any) -> None:
 
     with pytest.raises(NotData):
         decode(data, find_class=find_class)
+
+
+def test_options_that_a_call_gave() -> None:
+    """Also where they are a backend's defaults, which other backends' need not be; and where the process sets them."""
+    from triton import knobs
+
+    from liger_aot.triton.seams import given_options
+    from tests.triton_packs.project.kernels import add
+
+    added = {"debug": False, "instrumentation_mode": ""}  # by Triton itself
+    said = {"num_warps": 4, "num_stages": 3, "maxnreg": None, "X": 1, "BLOCK": 64}
+    assert given_options(add, said | added) == {"num_warps": 4, "num_stages": 3}
+    assert given_options(add, {"debug": True}) == {"debug": True}
+    with knobs.language.scope():
+        knobs.language.default_fp_fusion = False
+        knobs.language.fp32_default = "ieee"
+        found = given_options(add, {"num_warps": 4})
+        assert found == {"num_warps": 4, "enable_fp_fusion": False, "knob_fp32_default": "ieee"}
+        assert given_options(add, {"enable_fp_fusion": True})["enable_fp_fusion"] is True

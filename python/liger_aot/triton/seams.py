@@ -14,6 +14,8 @@ from typing import Any
 # Triton gives these to each call itself: they count only where they are set.
 _ADDED = ("debug", "instrumentation_mode", "fpsan_homomorphic_casts")
 
+FP32_DEFAULT = "knob_fp32_default"  # among the options that a call gave: knobs.language.fp32_default
+
 Given = dict[str, Any]
 
 
@@ -133,6 +135,18 @@ def given_options(fn: Any, kwargs: Mapping[str, Any]) -> Given:
             continue
         if name not in constexprs or (constexprs[name] and name in option_names()):
             given[name] = value
+    return _with_knobs(given)
+
+
+def _with_knobs(given: Given) -> Given:
+    """Triton's settings of the whole process that change results, where they are not what Triton has by itself: fusing
+    of products and sums, and the precision of float32 tl.dot."""
+    from triton import knobs
+
+    if not knobs.language.default_fp_fusion:
+        given.setdefault("enable_fp_fusion", False)
+    if (precision := knobs.language.fp32_default) is not None:
+        given[FP32_DEFAULT] = precision
     return given
 
 
