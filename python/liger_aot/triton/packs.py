@@ -1,5 +1,5 @@
-"""Packs of a project's Triton kernels: where they are installed, and what is in them. docs/triton-packs.md has the
-format; docs/pack-format.md says what holds for the files of every pack.
+"""Packs of a project's Triton kernels: where they are installed, and what is in them. docs/triton-pack-format.md has
+the format.
 
 Reading is by need: a pack's ``manifest.json`` names its functions, ``<function>.json`` the binaries of one, which is
 read when a program first launches that function.
