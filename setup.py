@@ -30,8 +30,9 @@ class BuildWithPacks(build_py):
             self.build_lib, ignore_errors=True
         )  # else files that the tree has lost stay in the wheel
         super().run()
-        # Beside the packages: Python reads it at startup, for LIGER_AOT_LIGER=1.
+        # Beside the packages: Python reads it at startup, for LIGER_AOT_LIGER=1 and the like.
         shutil.copyfile(Path("python", "liger_aot.pth"), Path(self.build_lib, "liger_aot.pth"))
+        shutil.copytree("arch_profiles", Path(self.build_lib, "liger_aot_build", "arch_profiles"))
         try:
             add_packs(Path(self.build_lib))
         except BuildError as error:

@@ -113,25 +113,32 @@ def _warps_a_scheduler(facts: BinaryFacts, arch: Arch) -> int:
     return min(vectors, SCALARS // facts.granted_scalars) if facts.granted_scalars else vectors
 
 
-def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
-    variant, compiled, facts = audited.variant, audited.compiled, audited.facts
+def problems_of_any_kernel(
+    facts: BinaryFacts, symbol: str, threads: int, shared: int, arch: Arch
+) -> Iterator[str]:
+    """What no binary may be that ``arch`` is to run, whosever kernel it is; ``shared`` is dynamic, in bytes."""
     if facts.arch != arch.machine:
         yield f"machine code for {facts.arch}, expected {arch.machine}"
-    if facts.kernel != compiled.symbol:
-        yield f"holds kernel {facts.kernel}, expected {compiled.symbol}"
+    if facts.kernel != symbol:
+        yield f"holds kernel {facts.kernel}, expected {symbol}"
     if facts.wave_size != arch.warp_size:
         yield f"waves of {facts.wave_size} lanes, expected {arch.warp_size}"
+    if threads > arch.threads_per_block or threads > facts.max_threads:
+        allowed = min(arch.threads_per_block, facts.max_threads)
+        yield f"{threads} threads a block, allowed are {allowed}"
+    if facts.registers > arch.registers_per_thread:
+        yield f"{facts.registers} registers a thread, {arch.name} has {arch.registers_per_thread}"
+    if shared + facts.static_shared > arch.shared_per_block:
+        yield f"{shared + facts.static_shared} bytes of shared memory, a block has {arch.shared_per_block}"
+
+
+def _problems(audited: Audited, arch: Arch) -> Iterator[str]:
+    variant, compiled, facts = audited.variant, audited.compiled, audited.facts
+    yield from problems_of_any_kernel(facts, compiled.symbol, audited.threads, compiled.shared, arch)
     if compiled.num_ctas != 1:
         yield f"asks for clusters of {compiled.num_ctas} blocks, which the launcher does not make"
     if compiled.scratch:
         yield f"asks for {compiled.scratch} bytes of global scratch, which the launcher does not give"
-    if audited.threads > arch.threads_per_block or audited.threads > facts.max_threads:
-        allowed = min(arch.threads_per_block, facts.max_threads)
-        yield f"{audited.threads} threads a block, allowed are {allowed}"
-    if facts.registers > arch.registers_per_thread:
-        yield f"{facts.registers} registers a thread, {arch.name} has {arch.registers_per_thread}"
-    if compiled.shared + facts.static_shared > arch.shared_per_block:
-        yield f"{compiled.shared + facts.static_shared} bytes of shared memory, a block has {arch.shared_per_block}"
     if (facts.local_bytes or facts.spilled_registers) and not variant.form.may_spill:
         yield f"spills: {facts.spilled_registers} registers, {facts.local_bytes} bytes of local memory a thread"
     yield from _promises(audited, arch)

@@ -170,7 +170,8 @@ class CodeObject:
             raise BinaryFormatError(f"there are {len(notes)} AMDGPU metadata notes instead of one")
         metadata: Mapping[str, Any] = msgpack.decode(notes[0].description)
         target = metadata_field(metadata, "amdhsa.target", str, "metadata")
-        if target.partition("--")[2].partition(":")[0] != self.arch:
+        # "amdgcn-amd-amdhsa--gfx942:sramecc+:xnack-"; of Triton 3.9's LLVM "amdgpu9.42-amd-amdhsa-unknown-gfx942"
+        if target.partition(":")[0].rpartition("-")[2] != self.arch:
             raise BinaryFormatError(f"the metadata's target is {target!r}, the ELF flags say {self.arch}")
         return metadata
 

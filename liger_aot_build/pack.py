@@ -57,7 +57,7 @@ def write_pack(
         "profile_sha256": profile.sha256,
         "ops": ops,
     }
-    (fresh / "manifest.json").write_bytes(_json(manifest))
+    (fresh / "manifest.json").write_bytes(as_json(manifest))
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
 
@@ -65,7 +65,7 @@ def write_pack(
 def write_op(folder: Path, plan: Plan, audited: Mapping[str, Audited]) -> bytes:
     """Write one op's manifest and its file of binaries into a pack's folder; returns the manifest's text."""
     binaries = stored(plan, {v.name: audited[v.name].compiled.image for v in plan.variants})
-    text = _json(_op_manifest(plan, audited, binaries))
+    text = as_json(_op_manifest(plan, audited, binaries))
     (folder / f"{plan.op}.json").write_bytes(text)
     (folder / f"{plan.op}.bin").write_bytes(b"".join(binary.data for binary in binaries.values()))
     return text
@@ -150,5 +150,6 @@ def _maps(audited: Audited) -> dict[str, Any]:
     return dict(zip(named, audited.compiled.maps, strict=True))
 
 
-def _json(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
+    """A file of a pack: the same bytes from the same value."""
     return (json.dumps(value, sort_keys=True, separators=(",", ":"), indent=None) + "\n").encode()

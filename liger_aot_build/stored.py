@@ -26,10 +26,11 @@ def stored(plan: Plan, images: Mapping[str, bytes]) -> dict[str, Stored]:
     groups: dict[tuple[str, str, bool], list[str]] = {}
     for v in plan.variants:
         groups.setdefault((v.kernel, v.form.name, v.aligned), []).append(v.name)
-    return {name: binary for names in groups.values() for name, binary in _group(names, images).items()}
+    return {name: binary for names in groups.values() for name, binary in stored_group(names, images).items()}
 
 
-def _group(names: list[str], images: Mapping[str, bytes]) -> dict[str, Stored]:
+def stored_group(names: list[str], images: Mapping[str, bytes]) -> dict[str, Stored]:
+    """The compressed binaries of ``names``, which are alike, most of them against one of them."""
     by_size = sorted(names, key=lambda name: (len(images[name]), name))
     candidates = by_size[:: -(-len(names) // CANDIDATES)]
     base = min(candidates, key=lambda c: sum(len(compressed(images[n], images[c], level=1)) for n in names))

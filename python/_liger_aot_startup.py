@@ -1,17 +1,24 @@
-"""Runs Liger-Kernel on liger-aot in programs that have no line for ``import liger_aot.liger``: ``LIGER_AOT_LIGER=1`` in
-the environment. So trainers that take ``--use_liger_kernel`` use the binaries, in child processes too.
+"""What the environment asks of liger-aot in programs that have no line for it, their child processes included:
 
-``liger_aot.pth`` in site-packages imports this where that is set, or where Liger's own ``LIGER_KERNEL_IMPL`` names us.
-Nothing else is imported before liger_kernel is.
+``LIGER_AOT_LIGER=1`` (or Liger's own ``LIGER_KERNEL_IMPL=liger_aot``) runs Liger-Kernel on liger-aot's binaries, so
+that trainers that take ``--use_liger_kernel`` use them. ``LIGER_AOT_TRITON=error|warn|compile`` runs Triton kernels
+from the installed packs. ``LIGER_AOT_RECORD=FOLDER`` notes the Triton kernels that a program launches: ``liger-aot
+record`` sets it.
+
+``liger_aot.pth`` in site-packages imports this where one of them is set. Nothing else is imported before the package
+that it is about.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -20,15 +27,20 @@ PACKAGE = "liger_kernel"
 SAID = "quiet"  # the variable's value for child processes, once a process has said what it does
 ON = ("1", SAID)
 OFF = ("", "0")
+TRITON = "LIGER_AOT_TRITON"
+MISSING = ("error", "warn", "compile")  # its values: what becomes of a launch that no pack has
 
 
 class _Finder(MetaPathFinder):
-    """Finds liger_kernel as the others do, and has liger_aot.liger imported after it."""
+    """Finds a package as the others do, and calls ``after`` once it has been imported."""
 
     _within = False
 
+    def __init__(self, package: str, after: Callable[[], None]) -> None:
+        self.package, self.after = package, after
+
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != PACKAGE or self._within:
+        if name != self.package or self._within:
             return None
         self._within = True
         try:
@@ -56,9 +68,21 @@ class _Loader(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._plain
         self._plain.exec_module(module)
-        import liger_aot.liger  # noqa: F401
+        self._finder.after()
 
-        _say()
+
+def watch(package: str, after: Callable[[], None]) -> None:
+    """Call ``after`` once ``package`` has been imported; now, where it has."""
+    if package in sys.modules:
+        after()
+    elif not any(isinstance(f, _Finder) and (f.package, f.after) == (package, after) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(package, after))
+
+
+def _run_liger() -> None:
+    import liger_aot.liger  # noqa: F401
+
+    _say()
 
 
 def _say() -> None:
@@ -77,15 +101,89 @@ def _say() -> None:
         )
 
 
+def _record_kernels() -> None:
+    from liger_aot.triton.recorder import start
+
+    start()
+
+
+def _stand_in_gpu() -> None:
+    from liger_aot.triton.stand_ins import start
+
+    start()
+
+
+class _PendingDriver:
+    """Triton's driver until something is asked of it: only then are torch and the packs looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _use_packs()
+        from triton.runtime import driver
+
+        return getattr(driver.active, name)
+
+
+_using = RLock()
+
+
+def _use_packs() -> None:
+    """All installed packs, once. Where that fails it is tried again, and fails, at the next launch."""
+    from triton.runtime import driver
+
+    with _using:
+        pending = driver._active
+        if not isinstance(pending, _PendingDriver):
+            return
+        driver._active = None  # what importing asks of it, Triton's own answers
+        try:
+            from liger_aot.triton.running import use
+
+            use(missing=os.environ[TRITON])
+        except BaseException:
+            driver._active = pending
+            raise
+
+
+def _run_triton() -> None:
+    """Triton has been imported. A tuner looks for its key before it asks the driver, so that it asks for packs, too."""
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
+
+    plain = Autotuner.run
+
+    @wraps(plain)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _use_packs()
+        from liger_aot.triton.running import fill
+
+        fill(self)
+        return plain(self, *args, **kwargs)
+
+    run._liger_aot_fills = True
+    Autotuner.run = run
+    driver.set_active(_PendingDriver())
+
+
 def start() -> None:
-    """Watch for liger_kernel, if the environment asks for it."""
+    """Watch for the packages that the environment asks about."""
     value = os.environ.get(VARIABLE, "")
     if value not in ON + OFF:
         print(f"liger_aot: {VARIABLE} must be 1 or 0, got {value!r}: ignored", file=sys.stderr)
-    if value not in ON and os.environ.get("LIGER_KERNEL_IMPL", "").strip().lower() != "liger_aot":
-        return
-    if PACKAGE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    named = os.environ.get("LIGER_KERNEL_IMPL", "").strip().lower() == "liger_aot"
+    if (value in ON or named) and PACKAGE not in sys.modules:
+        watch(PACKAGE, _run_liger)
+    triton = os.environ.get(TRITON, "")
+    if triton in MISSING:
+        watch("triton", _run_triton)
+    elif triton not in OFF:
+        allowed = ", ".join(MISSING)
+        print(f"liger_aot: {TRITON} must be {allowed} or 0, got {triton!r}: ignored", file=sys.stderr)
+    if os.environ.get("LIGER_AOT_RECORD"):
+        watch("triton", _record_kernels)
+        if os.environ.get("LIGER_AOT_RECORD_TARGET"):  # torch answers for a GPU that is not there
+            watch("torch", _stand_in_gpu)
 
 
 start()

@@ -5,6 +5,7 @@
  *   _native/driver_object.c                     the type Driver
  *   _native/kernel_object.c, arguments.c        the type Kernel and what it packs
  *   _native/tensor_map.c                        the type TensorMap
+ *   _native/binary_object.c, triton_launcher.c  the types Binary and TritonLauncher, for kernels that Triton launches
  *   _native/tensor_rows.c                       reading a tensor through DLPack
  * This file is the module itself. Its state lives in the module, under the GIL; global is a count of forks alone. */
 #include "_native/module.h"
@@ -19,12 +20,27 @@ static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObj
 
 static int module_execute(PyObject *module) {
     ModuleState *state = state_of(module);
-    state->is_neg = PyUnicode_InternFromString("is_neg");
-    state->requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (state->is_neg == NULL || state->requires_grad == NULL) return -1;
+    const struct {
+        PyObject **name;
+        const char *text;
+    } names[] = {
+        {&state->is_neg, "is_neg"},
+        {&state->requires_grad, "requires_grad"},
+        {&state->data_ptr, "data_ptr"},
+        {&state->base, "base"},
+        {&state->shape, "shape"},
+        {&state->strides, "strides"},
+        {&state->padding, "padding"},
+        {&state->tf32, "round_f32_to_tf32"},
+        {&state->calls, "calls"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
     if (add_type(module, &driver_type_spec, "Driver", &state->driver_type) < 0) return -1;
     if (add_type(module, &kernel_type_spec, "Kernel", &state->kernel_type) < 0) return -1;
-    return add_type(module, &tensor_map_type_spec, "TensorMap", &state->tensor_map_type);
+    if (add_type(module, &tensor_map_type_spec, "TensorMap", &state->tensor_map_type) < 0) return -1;
+    if (add_type(module, &binary_type_spec, "Binary", &state->binary_type) < 0) return -1;
+    return add_type(module, &triton_launcher_type_spec, "TritonLauncher", &state->triton_launcher_type);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
@@ -32,6 +48,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->driver_type);
     Py_VISIT(state->kernel_type);
     Py_VISIT(state->tensor_map_type);
+    Py_VISIT(state->binary_type);
+    Py_VISIT(state->triton_launcher_type);
     for (int i = 0; i < TENSOR_TYPES; i++) Py_VISIT(state->tensor_types[i]);
     return 0;
 }
@@ -41,9 +59,12 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->driver_type);
     Py_CLEAR(state->kernel_type);
     Py_CLEAR(state->tensor_map_type);
+    Py_CLEAR(state->binary_type);
+    Py_CLEAR(state->triton_launcher_type);
     for (int i = 0; i < TENSOR_TYPES; i++) Py_CLEAR(state->tensor_types[i]);
-    Py_CLEAR(state->is_neg);
-    Py_CLEAR(state->requires_grad);
+    PyObject **const names[] = {&state->is_neg, &state->requires_grad, &state->data_ptr, &state->base,
+                                &state->shape,  &state->strides,       &state->padding,  &state->tf32, &state->calls};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) Py_CLEAR(*names[i]);
     return 0;
 }
 

@@ -4,6 +4,7 @@ Safe to use from any number of threads; in a forked process, only what was opene
 int is an `int`, not a numpy scalar.
 """
 
+from collections.abc import Callable
 from typing import Any, final
 
 @final
@@ -97,6 +98,95 @@ class Driver:
         Raises:
             liger_aot.errors.DriverError: the driver refuses.
             TypeError, ValueError, OverflowError: an argument is wrong, or the driver is HIP's, which has no such maps.
+        """
+
+    def binary(self, image: bytes, name: str, /, *, shared: int) -> Binary:
+        """Load one kernel of a compiled image whose parameters are the caller's business: a `TritonLauncher` launches
+        it. Unlike `load`, also while a graph is captured.
+
+        Args:
+            shared: bytes of dynamic shared memory a block that launches will ask for.
+
+        Raises:
+            liger_aot.errors.DriverError, liger_aot.errors.ForkedProcess: as `load`.
+        """
+
+    def triton_launcher(
+        self,
+        name: str,
+        program: str,
+        /,
+        device: int,
+        threads: int,
+        shared: int,
+        arguments: tuple[str, ...],
+        maps: tuple[tuple[int, int, int, int, int, tuple[int, ...]], ...],
+        cluster: int = 1,
+        cooperative: bool = False,
+        pdl: bool = False,
+        scratch: Callable[[int, int, int, int], tuple[Any, Any]] | None = None,
+    ) -> TritonLauncher:
+        """What launches a kernel for Triton.
+
+        Args:
+            name: the kernel's, for errors.
+            program: how arguments become parameters, one letter each: p a pointer (a tensor, an int, None); b h i l
+                integers of 8 to 64 bits, B H I L unsigned; e y f d fp16, bf16, fp32, fp64; _ a constant; ( ) around a
+                tuple's; D and two digits a tensor descriptor that is taken apart, of so many dimensions and flags; M
+                and a digit one that is encoded as a tensor map. Two scratch pointers follow.
+            device: on which it launches, whatever context is current.
+            threads, shared: of a block.
+            arguments: their names, for errors.
+            maps: for each M, (swizzle, bytes an element, CU_TENSOR_MAP_DATA_TYPE_*, doubled, mend, box with the
+                outermost dimension first); doubled is 1 where a map has twice the last size, 2 where a parameter has
+                it, too; mend is 1 to take away a bit that drivers up to CUDA 13.1 set wrongly for tensors of less than
+                128 KiB.
+            cluster: blocks of a cluster, 1 to 16; the grid counts clusters.
+            cooperative, pdl: as in `load`; here they may go together.
+            scratch: called with the grid and the stream before each launch, for the two buffers.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or the hip driver has no such launch.
+        """
+
+@final
+class Binary:
+    """One kernel of a loaded image; `Driver.binary` makes them. It must outlive its launches."""
+
+    @property
+    def name(self) -> str: ...
+    def prepare(self, device: int, /) -> tuple[int, int, int, int]:
+        """Load it onto a device, once: (function, registers a thread, local bytes a thread, most threads a block)."""
+
+@final
+class TritonLauncher:
+    """Launches one kernel as Triton's own launchers do; `Driver.triton_launcher` makes them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> int: ...
+    def launch(
+        self,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        stream: int,
+        function: int,
+        packed_metadata: Any,
+        launch_metadata: Any,
+        enter_hook: Callable[[Any], Any] | None,
+        exit_hook: Callable[[Any], Any] | None,
+        /,
+        *args: Any,
+    ) -> None:
+        """Launch `function`, what `Binary.prepare` of the device said, between the two hooks. A grid with a number
+        below 1 launches nothing.
+
+        Raises:
+            liger_aot.errors.DriverError: the driver refuses.
+            TypeError, OverflowError: an argument is not of its parameter's type; names the kernel and the argument.
+            ValueError: a tensor lies in memory that kernels don't reach.
         """
 
 @final

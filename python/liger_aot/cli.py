@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from liger_aot._version import __version__
@@ -39,17 +42,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"liger-aot {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    text = "ops, and the binaries that each installed architecture has of them"
+    text = "ops, the binaries that each installed architecture has of them, and packs of Triton kernels"
     command = commands.add_parser("list", help=text, description=f"List {text}.")
     command.set_defaults(run=_list)
 
     text = "which binaries a call takes, and why"
     command = commands.add_parser("explain", help=text, description=f"Say {text}. Needs no GPU.")
-    command.add_argument("op", metavar="OP", help="an op that 'liger-aot list' shows")
     command.add_argument(
-        "--shape", required=True, type=_shape, help="the first argument's, such as 8192,4096"
+        "op", metavar="OP", help="an op that 'liger-aot list' shows, or a Triton kernel: MODULE:FUNCTION"
     )
-    command.add_argument("--dtype", required=True, help="the first argument's: bf16, fp16 or fp32")
+    command.add_argument("--shape", type=_shape, help="an op's first argument's, such as 8192,4096")
+    command.add_argument("--dtype", help="an op's first argument's: bf16, fp16 or fp32")
     command.add_argument(
         "--dtypes", type=_dtypes, help="of further arguments, where they differ, such as weight=fp32"
     )
@@ -69,7 +72,49 @@ def _parser() -> argparse.ArgumentParser:
         "verify", help=text, description=f"Check {text}. Exit code 0 if all are as they were built; else 1."
     )
     command.set_defaults(run=_verify)
+
+    text = "which Triton kernels a program launches, so that they can be built into packs"
+    command = commands.add_parser("record", help=text, description=f"Note {text}.")
+    command.add_argument("--out", metavar="DIR", help="the recording's folder; it may hold another run's")
+    command.add_argument(
+        "--target",
+        metavar="ARCH",
+        help="such as sm90: no GPU is needed, no kernel runs, tensors are the CPU's",
+    )
+    command.add_argument("--report", metavar="DIR", help="say what a recording holds")
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    command.set_defaults(run=_record)
+
+    text = "a recording's kernels into wheels, one an architecture"
+    command = commands.add_parser("pack", help=text, description=f"Compile {text}. Needs no GPU.")
+    _pack_arguments(command)
+    command.set_defaults(run=_pack)
     return parser
+
+
+def _pack_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recording", metavar="RECORDING", help="a folder that 'liger-aot record' wrote")
+    command.add_argument(
+        "--arch", metavar="ARCH,...", help="such as sm80,sm90,gfx942; default: those recorded on"
+    )
+    command.add_argument("--name", help="the pack's name: lower-case letters, digits and _")
+    command.add_argument("--out", metavar="DIR", default="dist", help="where the wheels go; default: dist")
+    command.add_argument(
+        "--version", help="the wheels'; default: that of the package with most of the kernels"
+    )
+    command.add_argument(
+        "--main", metavar="FILE", help="the program, where kernels are in the program itself"
+    )
+    command.add_argument(
+        "--package",
+        action="append",
+        metavar="MODULE",
+        help="import kernels from this package alone; repeatable",
+    )
+    command.add_argument("--jobs", type=int, help="compiler processes; default: one a core")
+    command.add_argument(
+        "--check", action="store_true", help="only say whether installed packs hold all of it"
+    )
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -86,10 +131,48 @@ def _dtypes(text: str) -> dict[str, str]:
     return {name: dtype for name, _, dtype in pairs}
 
 
+def _record(options: argparse.Namespace) -> int:
+    from liger_aot.triton.report import report
+
+    if options.report:
+        print("\n".join(map(printable, report(Path(options.report)).splitlines())))
+        return 0
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not options.out or not command:
+        raise ArgumentError("record wants --out DIR and a command behind --, or --report DIR")
+    environment = {**os.environ, "LIGER_AOT_RECORD": os.path.abspath(options.out)}
+    environment.pop("LIGER_AOT_RECORD_TARGET", None)
+    if options.target:
+        from liger_aot.triton.targets import device, target
+
+        device(target(options.target))
+        environment["LIGER_AOT_RECORD_TARGET"] = options.target
+    try:
+        code = subprocess.run(command, env=environment).returncode
+    except OSError as error:
+        raise ArgumentError(f"can't run {command[0]}: {error.strerror}") from None
+    if not Path(options.out, "recording.json").exists():
+        raise ArgumentError(
+            f"nothing was recorded: {command[0]} (exit code {code}) launched no Triton kernel, or is no Python that "
+            "reads the liger_aot.pth of this environment"
+        )
+    print("\n".join(map(printable, report(Path(options.out)).splitlines())), file=sys.stderr)
+    return code
+
+
+def _pack(options: argparse.Namespace) -> int:
+    from liger_aot_build.triton_packs.command import run
+
+    code: int = run(options)
+    return code
+
+
 def _list(options: argparse.Namespace) -> int:
     from liger_aot.explanation import columns
     from liger_aot.ops.registry import names as ops
     from liger_aot.runtime.packs import describe, hidden_folders, installed
+    from liger_aot.triton.inspection import table
+    from liger_aot.triton.packs import installed as installed_kernels
 
     found = installed()
     damaged = list(found.unusable.values())
@@ -97,6 +180,10 @@ def _list(options: argparse.Namespace) -> int:
     print(columns([["op", *(pack.arch for pack in found.packs)], *rows]))
     if not found.packs:
         print(printable(f"No binaries: {describe()}. On the CPU, ops run their plain-torch reference."))
+    kernels = installed_kernels()
+    if kernels.packs:
+        print(f"\nTriton kernels:\n{columns(table(kernels.packs))}")
+    damaged += kernels.unusable.values()
     for folder, first in hidden_folders():
         print(printable(f"not used: {folder}: {first} comes first"), file=sys.stderr)
     if damaged:
@@ -120,6 +207,15 @@ def _explain(options: argparse.Namespace) -> int:
     from liger_aot.explanation import explain, table
     from liger_aot.runtime.packs import installed
 
+    if ":" in options.op:
+        from liger_aot.triton.inspection import explain as explain_kernel
+
+        print(*map(printable, explain_kernel(options.op, options.arch).splitlines()), sep="\n")
+        return 0
+    if missing := [f"--{name}" for name in ("shape", "dtype") if getattr(options, name) is None]:
+        raise ArgumentError(
+            f"the following arguments are required: {', '.join(missing)}; see liger-aot explain --help"
+        )
     choices = explain(
         options.op, arch=options.arch, shape=options.shape, dtype=options.dtype, dtypes=options.dtypes
     )
@@ -140,10 +236,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from liger_aot.runtime.packs import describe, hidden_folders, pack_folders
-    from liger_aot.verify import verify
+    from liger_aot.verify import triton_pack_folders, verify
 
     folders = pack_folders()
-    if not folders:
+    kernels = triton_pack_folders()
+    if not folders and not kernels:
         raise PackNotFound(f"nothing to verify: {describe()}")
     report = verify()
     for fault in report.faults:
@@ -156,5 +253,8 @@ def _verify(options: argparse.Namespace) -> int:
         raise PackNotFound(
             f"{len(report.faults)} files are not as they were built; reinstall the packages that hold them"
         )
-    print("as they were built:", ", ".join(folder.name for folder in folders))
+    names = [folder.name for folder in folders] + [
+        f"{folder.parent.name} {folder.name}" for folder in kernels
+    ]
+    print("as they were built:", printable(", ".join(names)))
     return 0

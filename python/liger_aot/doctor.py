@@ -54,7 +54,17 @@ def examine() -> Report:
     """The report. Never raises: a section that fails says so and why."""
     torch_, packs = _section("torch", _torch), _section("packs", _packs)
     driver, gpus = _section("GPU driver", _driver), _section("GPUs", _gpus)
-    sections = (_section("liger-aot", _versions), torch_, driver, packs, gpus)
+    kernels = _section("packs of Triton kernels", _triton_packs)
+    sections = (
+        _section("liger-aot", _versions),
+        torch_,
+        driver,
+        packs,
+        gpus,
+        *([kernels] if kernels.lines else []),
+    )
+    if not kernels.ok:
+        return Report(sections, False, "Not ready: the lines above say what is missing.")
     if gpus.ok and gpus.lines[0] == NO_GPU:
         return Report(sections, True, "Ready on the CPU.")
     if gpus.ok and driver.ok:
@@ -126,6 +136,16 @@ def _packs() -> tuple[list[str], bool]:
         f"{folder.name}: {folder} is not used: {first} comes first" for folder, first in hidden_folders()
     ]
     return lines or [describe()], bool(found.packs) and not found.unusable
+
+
+def _triton_packs() -> tuple[list[str], bool]:
+    import torch
+
+    from liger_aot.runtime.devices import gpu
+    from liger_aot.triton.inspection import findings
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return findings([gpu(index).device for index in range(count)])
 
 
 def _needs(pack: Pack) -> str:

@@ -86,6 +86,10 @@ class NotBuilt(LigerAOTError, RuntimeError):
     """The GPU's architecture does without a binary for this call; the message says why and what to use instead."""
 
 
+class KernelNotInPack(LigerAOTError, RuntimeError):
+    """A Triton kernel is launched in a way that no installed pack has a binary for."""
+
+
 class NotLoaded(LigerAOTError, RuntimeError):
     """A binary would have to be loaded while a CUDA graph is captured: call the op's ``preload`` before."""
 
@@ -113,3 +117,13 @@ class PatchError(LigerAOTError, RuntimeError):
 
 class LeftAlone(UserWarning):
     """Parts of a model or library that run as before."""
+
+
+class RecordingDamaged(LigerAOTError, RuntimeError):
+    """A file of a recording of Triton kernels is missing, unreadable, or says what can't be."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        if len(problem) > 400:  # it may quote what is in the file
+            problem = f"{problem[:397]}..."
+        super().__init__(f"{path}: {problem}")
+        self.path, self.problem = path, problem

@@ -1,4 +1,5 @@
-"""``verify``: every file of every installed pack against its manifest, and against the RECORD of its wheel."""
+"""``verify``: every file of every installed pack, those of Triton kernels included, against its manifest, and against
+the RECORD of its wheel."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from pathlib import Path
 from liger_aot.errors import LigerAOTError, PackDamaged
 from liger_aot.runtime.manifest import LARGEST_FILE, Blob, OpManifest, read_file
 from liger_aot.runtime.packs import open_pack, pack_folders
+from liger_aot.triton.packs import folders as triton_folders
+from liger_aot.triton.packs import open_pack as open_triton_pack
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,18 @@ def verify() -> Report:
     Goes on after a fault. No pack installed is no fault: ``packs.pack_folders`` says which there are.
     """
     folders = [Path(os.path.abspath(folder)) for folder in pack_folders()]
+    of_triton = [Path(os.path.abspath(folder)) for folder in triton_pack_folders()]
     faults = [fault for folder in folders for fault in verify_pack(folder)]
+    faults += [fault for folder in of_triton for fault in verify_triton_pack(folder)]
     at_fault = {fault.path for fault in faults}
     unrecorded: dict[Path, int] = {}
     own = Path(__file__).parent
-    for folder, site in ((own, own.parent), *((folder, folder.parents[1]) for folder in folders)):
+    ours = [(own, own.parent), *((folder, folder.parents[1]) for folder in folders)]
+    wheels = [(folder, site, "liger_aot*") for folder, site in ours]
+    wheels += [(folder, _site(folder), "*") for folder in of_triton]
+    for folder, site, distributions in wheels:
         try:
-            recorded = _recorded(site, folder)
+            recorded = _recorded(site, folder, distributions)
         except PackDamaged as error:
             faults.append(_fault(site, error))
             continue
@@ -63,10 +71,23 @@ def verify() -> Report:
     return Report(tuple(dict.fromkeys(faults)), unrecorded)
 
 
-def _recorded(site: Path, folder: Path) -> dict[Path, tuple[str, str]]:
-    """What our wheels installed from ``site`` into ``folder``: by path, sha256 and size as their RECORD has them."""
+def triton_pack_folders() -> list[Path]:
+    """The folders of installed packs of Triton kernels, by name and architecture."""
+    return [folder for _, archs in sorted(triton_folders().items()) for _, folder in sorted(archs.items())]
+
+
+def _site(folder: Path) -> Path:
+    """Where the wheel was installed that a pack came with: it may lie inside a project's own package."""
+    for parent in folder.parents:
+        if any(parent.glob("*.dist-info")):
+            return parent
+    return folder.parents[2]
+
+
+def _recorded(site: Path, folder: Path, distributions: str) -> dict[Path, tuple[str, str]]:
+    """What wheels installed from ``site`` into ``folder``: by path, sha256 and size as their RECORD has them."""
     recorded = {}
-    for path in sorted(site.glob("liger_aot*.dist-info/RECORD")):
+    for path in sorted(site.glob(f"{distributions}.dist-info/RECORD")):
         lines = read_file(path, LARGEST_FILE).decode(errors="surrogateescape").splitlines()
         try:
             rows = list(csv.reader(lines))
@@ -107,6 +128,37 @@ def verify_pack(folder: Path) -> Iterator[Fault]:
             yield _fault(folder, error)
         else:
             yield from _binaries(folder, manifest)
+    for path in _files(folder):
+        if path not in known:
+            yield Fault(path, "not in the manifest")
+
+
+def verify_triton_pack(folder: Path) -> Iterator[Fault]:
+    """The same for a pack of Triton kernels."""
+    try:
+        pack = open_triton_pack(folder)
+        stems = {name: pack.stem(name) for name in pack.functions}
+    except LigerAOTError as error:
+        yield _fault(folder, error)
+        return
+    known = {pack.path}
+    for name, stem in stems.items():
+        known |= {folder / f"{stem}.json", folder / f"{stem}.bin"}
+        try:
+            function = pack.function(name)
+            assert function is not None
+            binaries = list(function.all_binaries())
+        except LigerAOTError as error:
+            yield _fault(folder, error)
+            continue
+        faults = []
+        for binary in binaries:
+            try:
+                binary.read()
+            except LigerAOTError as error:  # noqa: PERF203 (each is to be told)
+                faults.append(_fault(folder, error))
+        blobs = {blob for binary in binaries for blob in (binary.blob, binary.base) if blob is not None}
+        yield from dict.fromkeys(faults) or _strays(folder / f"{stem}.bin", blobs)
     for path in _files(folder):
         if path not in known:
             yield Fault(path, "not in the manifest")

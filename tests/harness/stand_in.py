@@ -27,7 +27,7 @@ FLAGS = ("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
 
 # What the launch record of tests/harness/stand_in_driver/record.c holds before the parameter bytes.
 _RECORD = struct.Struct("<64s3I3IIiiiQ")
-_LETTERS = {"p": "Q", "i": "i", "l": "q", "f": "f"}
+_LETTERS = {"p": "Q", "i": "i", "l": "q", "f": "f", "b": "b", "h": "h"}
 _LETTERS |= {str(rank): "16Q" + rank * "i" + rank * "q" for rank in range(1, 6)}  # a tensor map
 
 
@@ -57,10 +57,16 @@ def build_launcher(folder: Path) -> Path:
     return compile_c(sources, folder / "_launch.abi3.so", *COMPILE, *LINK, f"-I{include}")
 
 
-def build_stand_in(folder: Path, *, without: str | None = None, version: int = 12040) -> Path:
-    """Compile the stand-in driver; `without` names a function that it shall not have, `version` is CUDA's."""
+def build_stand_in(
+    folder: Path, *, without: str | None = None, version: int = 12040, name: str | None = None
+) -> Path:
+    """Compile the stand-in driver; `without` names a function that it shall not have, `version` is CUDA's. As `name` it
+    is what a process that has opened it finds under that name."""
     flags = [f"-DVERSION={version}", *([f"-D{without}=renamed_away"] if without else [])]
-    return compile_c(sorted(DRIVER.glob("*.c")), folder / f"libstandin{without or ''}.so", *flags)
+    if name is not None:
+        flags.append(f"-Wl,-soname,{name}")
+    output = folder / (name or f"libstandin{without or ''}.so")
+    return compile_c(sorted(DRIVER.glob("*.c")), output, *flags, "-ldl")
 
 
 def import_launcher(path: Path) -> ModuleType:
@@ -93,6 +99,8 @@ class LaunchRecord:
     pdl: bool
     stream: int
     parameters: bytes
+    cluster: int = 1
+    spread: bool = False
 
     def unpack(self, signature: str) -> tuple[Any, ...]:
         """The parameters as numbers, the two scratch pointers last."""
@@ -133,6 +141,14 @@ class StandIn:
         """Make a driver function block, until it is no longer held."""
         self._library.stand_in_hold((call or "").encode())
 
+    def capture(self, on: bool) -> None:
+        """As if a stream were being captured: what can't be captured fails in threads that don't ask for it."""
+        self._library.stand_in_capture(int(on))
+
+    def unreachable(self, start: int, end: int) -> None:
+        """Kernels reach no memory from `start` up to `end`: the host's."""
+        self._library.stand_in_unreachable(ctypes.c_uint64(start), ctypes.c_uint64(end))
+
     def log_calls(self, on: bool) -> None:
         self._library.stand_in_log_calls(int(on))
 
@@ -170,8 +186,10 @@ class StandIn:
             block=(bx, by, bz),
             shared=shared,
             device=device,
-            cooperative=way == 1,
-            pdl=way == 2,
+            cooperative=bool(way & 1),
+            pdl=bool(way & 2),
+            cluster=max(1, way >> 8),
+            spread=bool(way & 4),
             stream=stream,
             parameters=ctypes.string_at(address + _RECORD.size, size),
         )

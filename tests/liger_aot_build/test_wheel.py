@@ -108,7 +108,7 @@ def test_one_wheel_for_every_python(full_wheel: Path) -> None:
 
 
 def test_contents(full_wheel: Path) -> None:
-    """Python files, typing, the launcher, packs: no sources, no tests, no build tools."""
+    """Python files, typing, the launcher, packs, and what ``liger-aot pack`` builds with: no device code, no tests."""
     modules = {str(p.relative_to(ROOT / "python")) for p in (ROOT / "python" / "liger_aot").rglob("*.py*")}
     modules = {m for m in modules if "__pycache__" not in m}
     with ZipFile(full_wheel) as archive:
@@ -121,7 +121,11 @@ def test_contents(full_wheel: Path) -> None:
     }
     rest = {n.split("/")[0] for n in names - own}
     startup = {"liger_aot.pth", "_liger_aot_startup.py"}  # LIGER_AOT_LIGER=1
-    assert rest == {"liger_aot_packs", f"liger_aot-{project_version()}.dist-info"} | startup
+    info = f"liger_aot-{project_version()}.dist-info"
+    assert rest == {"liger_aot_packs", "liger_aot_build", info} | startup
+    tools = {str(p.relative_to(ROOT)) for p in (ROOT / "liger_aot_build").rglob("*.py")}
+    profiles = {f"liger_aot_build/arch_profiles/{name}.toml" for name in profile_names()}
+    assert {n for n in names if n.startswith("liger_aot_build/")} == tools | profiles
 
 
 @pytest.mark.skipif(

@@ -37,7 +37,6 @@ int pack_argument(PyObject *map_type, char letter, PyObject *value, Slot *slot, 
 void argument_error(PyObject *kernel_name, const char *signature, int index, PyObject *value);
 
 /* What comes before a kernel's own arguments. Each returns 0, or -1 with an error set. */
-int read_device(PyObject *value, int device_count, int *device);
 int read_stream(PyObject *value, void **stream);
 int read_grid(PyObject *const *values, const unsigned limits[3], unsigned grid[3]);
 

@@ -4,6 +4,11 @@
 #define DEINITIALIZED 4
 #define INVALID_VALUE 1
 #define INVALID_CONTEXT 201
+#define POINTER_DEVICE_POINTER 3 /* CU_POINTER_ATTRIBUTE_* */
+#define CAPTURE_MODE_RELAXED 2   /* CU_STREAM_CAPTURE_MODE_* */
+#define PORTABLE_CLUSTER 8       /* blocks; larger clusters are to be asked for */
+/* CU_FUNC_ATTRIBUTE_* */
+enum { MAX_THREADS_PER_BLOCK = 0, LOCAL_SIZE_BYTES = 3, NUM_REGS = 4, NON_PORTABLE_CLUSTER = 14 };
 #define MAX_DYNAMIC_SHARED_SIZE_BYTES 8
 #define SHARED_WITHOUT_OPT_IN (48u * 1024)
 #define PDL_IN_GRAPHS 12030 /* the first driver whose graphs can capture a programmatic dependent launch */
@@ -15,6 +20,7 @@ typedef struct {
     union {
         char bytes[64];
         int flag;
+        unsigned dimensions[3];
     } value;
 } LaunchAttribute;
 
@@ -50,7 +56,10 @@ typedef struct {
     int (*library_kernel)(void **kernel, void *library, const char *name);
     int (*library_unload)(void *library);
     int (*kernel_set_attribute)(int attribute, int value, void *kernel, int device);
+    int (*kernel_attribute)(int *value, int attribute, void *kernel, int device);
     int (*kernel_function)(void **function, void *kernel);
+    int (*pointer_attribute)(void *data, int attribute, uint64_t address);
+    int (*exchange_capture_mode)(int *mode);
     int (*function_load)(void *function);                                                  /* CUDA 12.4 */
     int (*kernel_parameter)(void *kernel, size_t index, size_t *offset, size_t *size);     /* CUDA 12.4 */
     int (*kernel_parameter_count)(void *kernel, size_t *count);                            /* CUDA 13.2 */
@@ -80,7 +89,10 @@ static const Symbol SYMBOLS[] = {
     {"cuLibraryGetKernel", AT(library_kernel), 0},
     {"cuLibraryUnload", AT(library_unload), 0},
     {"cuKernelSetAttribute", AT(kernel_set_attribute), 0},
+    {"cuKernelGetAttribute", AT(kernel_attribute), 0},
     {"cuKernelGetFunction", AT(kernel_function), 0},
+    {"cuPointerGetAttribute", AT(pointer_attribute), 0},
+    {"cuThreadExchangeStreamCaptureMode", AT(exchange_capture_mode), 0},
     {"cuFuncLoad", AT(function_load), 1},
     {"cuKernelGetParamInfo", AT(kernel_parameter), 1},
     {"cuKernelGetParamCount", AT(kernel_parameter_count), 1},
@@ -148,10 +160,19 @@ static Outcome pop_context(const DriverLibrary *driver, Outcome so_far) {
 
 /* ---- Kernels ---- */
 
+/* A capture forbids its thread, or all threads, whatever may not be captured; loading code is none of it, and is allowed
+ * to a thread that says so. Twice undoes it. */
+static void exchange_capture_mode(const DriverLibrary *driver, const Code *code, int *mode) {
+    if (code->any_time) (void)cuda_functions(driver)->exchange_capture_mode(mode);
+}
+
 /* The driver copies the image, and a library handle belongs to no context. */
 static Outcome cuda_load(const DriverLibrary *driver, Code *code) {
     const CudaFunctions *cuda = cuda_functions(driver);
+    int mode = CAPTURE_MODE_RELAXED;
+    exchange_capture_mode(driver, code, &mode);
     int result = cuda->library_load(&code->library, code->image, NULL, NULL, 0, NULL, NULL, 0);
+    exchange_capture_mode(driver, code, &mode);
     if (result != 0) return outcome("cuLibraryLoadData", result);
     return outcome("cuLibraryGetKernel", cuda->library_kernel(&code->kernel, code->library, code->name));
 }
@@ -166,48 +187,72 @@ static Outcome load_function(const DriverLibrary *driver, const Code *code) {
     return outcome("cuFuncLoad", cuda->function_load(function));
 }
 
+static Outcome set_attribute(const DriverLibrary *driver, void *kernel, int device, int attribute, int value) {
+    return outcome("cuKernelSetAttribute", cuda_functions(driver)->kernel_set_attribute(attribute, value, kernel,
+                                                                                        driver->devices[device].handle));
+}
+
 static Outcome cuda_prepare(DriverLibrary *driver, Code *code, int device) {
-    if (code->shared > SHARED_WITHOUT_OPT_IN) {
-        int result = cuda_functions(driver)->kernel_set_attribute(MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)code->shared,
-                                                                  code->kernel, driver->devices[device].handle);
-        if (result != 0) return outcome("cuKernelSetAttribute", result);
-    }
-    Outcome result = retain_context(driver, device);
+    Outcome result = SUCCEEDED;
+    int mode = CAPTURE_MODE_RELAXED;
+    if (code->shared > SHARED_WITHOUT_OPT_IN)
+        result = set_attribute(driver, code->kernel, device, MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)code->shared);
+    if (result.call != NULL) return result;
+    result = retain_context(driver, device);
     if (result.call != NULL) return result;
     result = push_context(driver, device);
     if (result.call != NULL) return result;
-    result = pop_context(driver, load_function(driver, code));
+    exchange_capture_mode(driver, code, &mode);
+    result = load_function(driver, code);
+    exchange_capture_mode(driver, code, &mode);
+    result = pop_context(driver, result);
     /* What is launched is the kernel, not the function: it is right in any context of the device. */
     if (result.call == NULL)
         atomic_store_explicit(&code->devices[device].function, code->kernel, memory_order_release);
     return result;
 }
 
-/* Programmatic stream serialization: the kernel may start once every block of the one before it has said that it may, or
- * ended. */
-static int call_dependent_launch(const CudaFunctions *cuda, const Code *code, const Launch *launch) {
-    enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
-    LaunchAttribute pdl = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.flag = 1};
+enum { ATTRIBUTES = 4 }; /* CUlaunchAttribute: as many as a launch can have */
+
+/* Writes those of a launch; how many. */
+static unsigned set_attributes(const DriverLibrary *driver, const Code *code, LaunchAttribute *attributes) {
+    enum { COOPERATIVE = 2, CLUSTER_DIMENSION = 4, CLUSTER_SCHEDULING = 5, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+    enum { SPREAD = 1 }; /* the blocks of a cluster over multiprocessors */
+    unsigned count = 0;
+    /* The kernel may start once every block of the one before it has said that it may, or ended. One that waits for the
+     * kernel before it is right without the attribute, too. */
+    if (code->pdl && driver->version >= PDL_IN_GRAPHS)
+        attributes[count++] = (LaunchAttribute){.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.flag = 1};
+    if (code->cooperative) attributes[count++] = (LaunchAttribute){.id = COOPERATIVE, .value.flag = 1};
+    if (code->cluster > 1) {
+        attributes[count++] =
+            (LaunchAttribute){.id = CLUSTER_DIMENSION, .value.dimensions = {(unsigned)code->cluster, 1, 1}};
+        attributes[count++] = (LaunchAttribute){.id = CLUSTER_SCHEDULING, .value.flag = SPREAD};
+    }
+    return count;
+}
+
+static Outcome launch_here(const DriverLibrary *driver, const Code *code, int device, const Launch *launch) {
+    const CudaFunctions *cuda = cuda_functions(driver);
+    LaunchAttribute attributes[ATTRIBUTES];
+    if (code->cooperative && !code->pdl && code->cluster <= 1)
+        return outcome("cuLaunchCooperativeKernel", call_launch_cooperative(cuda->launch_cooperative, code, launch));
+    unsigned count = set_attributes(driver, code, attributes);
+    if (code->cluster > PORTABLE_CLUSTER) {
+        Outcome allowed = set_attribute(driver, launch->function, device, NON_PORTABLE_CLUSTER, 1);
+        if (allowed.call != NULL) return allowed;
+    }
+    if (count == 0) return outcome("cuLaunchKernel", call_launch(cuda->launch, code, launch));
     LaunchConfiguration configuration = {
         .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
         .block = {code->threads, 1, 1},
         .shared = code->shared,
         .stream = launch->stream,
-        .attributes = &pdl,
-        .attribute_count = 1,
+        .attributes = attributes,
+        .attribute_count = count,
     };
-    return cuda->launch_configured(&configuration, code->kernel, launch->parameters, NULL);
-}
-
-static Outcome launch_here(const DriverLibrary *driver, const Code *code, const Launch *launch) {
-    const CudaFunctions *cuda = cuda_functions(driver);
-    if (code->cooperative)
-        return outcome("cuLaunchCooperativeKernel",
-                       call_launch_cooperative(cuda->launch_cooperative, code, code->kernel, launch));
-    /* A kernel that waits for the one before it is right without the attribute, too. */
-    if (code->pdl && driver->version >= PDL_IN_GRAPHS)
-        return outcome("cuLaunchKernelEx", call_dependent_launch(cuda, code, launch));
-    return outcome("cuLaunchKernel", call_launch(cuda->launch, code, code->kernel, launch));
+    return outcome("cuLaunchKernelEx",
+                   cuda->launch_configured(&configuration, launch->function, launch->parameters, NULL));
 }
 
 /* Whether a context of the device is current: the one that frameworks share, or another. A thread that has not used the
@@ -234,16 +279,39 @@ static Outcome cuda_launch(const DriverLibrary *driver, const Code *code, int de
     int is_current = 0;
     Outcome found = find_current(driver, device, &is_current);
     if (found.call != NULL) return found;
-    if (is_current) return launch_here(driver, code, launch);
+    if (is_current) return launch_here(driver, code, device, launch);
 
     Outcome pushed = push_context(driver, device);
     if (pushed.call != NULL) return pushed;
-    return pop_context(driver, launch_here(driver, code, launch));
+    return pop_context(driver, launch_here(driver, code, device, launch));
 }
 
 static Outcome cuda_unload(const DriverLibrary *driver, Code *code) {
     if (code->library == NULL) return SUCCEEDED;
     return outcome("cuLibraryUnload", cuda_functions(driver)->library_unload(code->library));
+}
+
+static Outcome cuda_facts(const DriverLibrary *driver, const Code *code, int device, KernelFacts *facts) {
+    const struct {
+        int attribute;
+        int *value;
+    } asked[] = {{NUM_REGS, &facts->registers},
+                 {LOCAL_SIZE_BYTES, &facts->local_bytes},
+                 {MAX_THREADS_PER_BLOCK, &facts->max_threads}};
+    for (size_t i = 0; i < sizeof asked / sizeof asked[0]; i++) {
+        int result = cuda_functions(driver)->kernel_attribute(asked[i].value, asked[i].attribute, code->kernel,
+                                                              driver->devices[device].handle);
+        if (result != 0) return outcome("cuKernelGetAttribute", result);
+    }
+    return SUCCEEDED;
+}
+
+/* Memory of the host that was not registered is an invalid value to the driver. */
+static Outcome cuda_find_memory(const DriverLibrary *driver, void *address, void **accessible) {
+    uint64_t found = 0;
+    int result = cuda_functions(driver)->pointer_attribute(&found, POINTER_DEVICE_POINTER, (uint64_t)(uintptr_t)address);
+    *accessible = result == 0 ? (void *)(uintptr_t)found : NULL;
+    return result == INVALID_VALUE ? SUCCEEDED : outcome("cuPointerGetAttribute", result);
 }
 
 /* An index past the last parameter is an invalid value to the driver. Other failures say nothing of the kernel. */
@@ -278,13 +346,14 @@ static int cuda_parameters(const DriverLibrary *driver, const Code *code, size_t
     return known;
 }
 
-/* What lies outside the tensor reads as zero; lines are fetched into L2 by 128 bytes. */
+/* Lines are fetched into L2 by 128 bytes. */
 static Outcome cuda_encode(const DriverLibrary *driver, const TensorMapRequest *request, void *map) {
-    enum { NO_INTERLEAVE, PROMOTE_128_BYTES = 2, FILL_ZERO = 0 };
+    enum { NO_INTERLEAVE, PROMOTE_128_BYTES = 2, FILL_ZERO = 0, FILL_NAN = 1 };
     static const uint32_t every_element[TENSOR_MAP_MAX_RANK] = {1, 1, 1, 1, 1};
     int code = cuda_functions(driver)->encode_tiled(map, request->type, request->rank, request->address, request->sizes,
                                                     request->strides, request->box, every_element, NO_INTERLEAVE,
-                                                    request->swizzle, PROMOTE_128_BYTES, FILL_ZERO);
+                                                    request->swizzle, PROMOTE_128_BYTES,
+                                                    request->fill_nan ? FILL_NAN : FILL_ZERO);
     return outcome("cuTensorMapEncodeTiled", code);
 }
 
@@ -309,6 +378,8 @@ const Backend cuda_backend = {
     .prepare = cuda_prepare,
     .launch = cuda_launch,
     .unload = cuda_unload,
+    .facts = cuda_facts,
+    .find_memory = cuda_find_memory,
     .parameters = cuda_parameters,
     .encode = cuda_encode,
     .describe = cuda_describe,

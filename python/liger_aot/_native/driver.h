@@ -63,6 +63,8 @@ typedef struct {
     unsigned shared;
     int cooperative;
     int pdl; /* programmatic dependent launch: may start before the kernel before it has ended, and waits itself */
+    int cluster; /* blocks of a cluster along x: 0 and 1 both mean none */
+    int any_time; /* to be loaded also while a graph is captured, of which loading is no part */
     void *library; /* CUDA only: one load for all devices */
     void *kernel;
     DeviceCode *devices;
@@ -70,10 +72,18 @@ typedef struct {
 } Code;
 
 typedef struct {
-    unsigned grid[3];
+    unsigned grid[3]; /* in blocks, also where these form clusters */
     void *stream;
     void **parameters;
+    void *function; /* what the backend keeps in a DeviceCode */
 } Launch;
+
+/* What a driver says of a kernel on a device. */
+typedef struct {
+    int registers;
+    int local_bytes; /* a thread: what it spilled, and its stack */
+    int max_threads;
+} KernelFacts;
 
 #define TENSOR_MAP_BYTES 128
 #define TENSOR_MAP_MAX_RANK 5
@@ -87,6 +97,7 @@ typedef struct {
     uint64_t sizes[TENSOR_MAP_MAX_RANK];
     uint64_t strides[TENSOR_MAP_MAX_RANK]; /* in bytes; that of the innermost dimension is left out */
     uint32_t box[TENSOR_MAP_MAX_RANK];
+    int fill_nan; /* what lies outside the tensor reads as NaN, not as zero */
 } TensorMapRequest;
 
 struct Backend {
@@ -107,6 +118,10 @@ struct Backend {
     Outcome (*prepare)(DriverLibrary *driver, Code *code, int device);
     Outcome (*launch)(const DriverLibrary *driver, const Code *code, int device, const Launch *launch);
     Outcome (*unload)(const DriverLibrary *driver, Code *code);
+    /* What the driver says of a kernel that is ready on a device. */
+    Outcome (*facts)(const DriverLibrary *driver, const Code *code, int device, KernelFacts *facts);
+    /* Sets `accessible` to the address at which kernels find what lies at `address`, NULL where they can't. */
+    Outcome (*find_memory)(const DriverLibrary *driver, void *address, void **accessible);
     /* Whether the driver says which parameters a loaded kernel has: how many, as far as it says more than that there are
      * `most`, and how many bytes the first `most` have. It is not asked for others: that would be an error, which
      * compute-sanitizer reports. NULL where no driver of the backend says. */
@@ -154,15 +169,19 @@ static inline int code_is_ready(const Code *code, int device) {
     return atomic_load_explicit(&code->devices[device].function, memory_order_acquire) != NULL;
 }
 
+/* What a launch on `device` names the code by; NULL until it is ready there. */
+static inline void *code_function(const Code *code, int device) {
+    return atomic_load_explicit(&code->devices[device].function, memory_order_acquire);
+}
+
 /* Calls one of a backend's launch functions with the block and shared memory that the code was compiled for. */
-static inline int call_launch(LaunchFunction call, const Code *code, void *function, const Launch *launch) {
-    return call(function, launch->grid[0], launch->grid[1], launch->grid[2], code->threads, 1, 1, code->shared,
+static inline int call_launch(LaunchFunction call, const Code *code, const Launch *launch) {
+    return call(launch->function, launch->grid[0], launch->grid[1], launch->grid[2], code->threads, 1, 1, code->shared,
                 launch->stream, launch->parameters, NULL);
 }
 
-static inline int call_launch_cooperative(LaunchCooperativeFunction call, const Code *code, void *function,
-                                          const Launch *launch) {
-    return call(function, launch->grid[0], launch->grid[1], launch->grid[2], code->threads, 1, 1, code->shared,
+static inline int call_launch_cooperative(LaunchCooperativeFunction call, const Code *code, const Launch *launch) {
+    return call(launch->function, launch->grid[0], launch->grid[1], launch->grid[2], code->threads, 1, 1, code->shared,
                 launch->stream, launch->parameters);
 }
 

@@ -152,6 +152,18 @@ static PyObject *driver_tensor_map(PyObject *self, PyObject *const *args, Py_ssi
     return tensor_map_new((PyTypeObject *)state->tensor_map_type, (DriverObject *)self, args, count);
 }
 
+static PyObject *driver_binary(PyObject *self, PyObject *args, PyObject *keywords) {
+    ModuleState *state = PyType_GetModuleState(Py_TYPE(self));
+    if (state == NULL) return NULL;
+    return binary_new((PyTypeObject *)state->binary_type, (DriverObject *)self, args, keywords);
+}
+
+static PyObject *driver_triton_launcher(PyObject *self, PyObject *args, PyObject *keywords) {
+    ModuleState *state = PyType_GetModuleState(Py_TYPE(self));
+    if (state == NULL) return NULL;
+    return triton_launcher_new((PyTypeObject *)state->triton_launcher_type, state, (DriverObject *)self, args, keywords);
+}
+
 PyDoc_STRVAR(driver_doc,
              "Driver(backend, library)\n--\n\n"
              "An opened GPU driver: backend \"cuda\" or \"hip\", library the name or path to open.");
@@ -163,7 +175,19 @@ PyDoc_STRVAR(tensor_map_doc,
              "tensor_map($self, address, dtype, sizes, strides, box, swizzle, /)\n--\n\n"
              "Where the tiles of a tensor lie, as a TensorMap.");
 
+PyDoc_STRVAR(binary_doc,
+             "binary($self, image, name, /, *, shared)\n--\n\n"
+             "The kernel `name` of a compiled image, as a Binary.");
+
+PyDoc_STRVAR(triton_launcher_doc,
+             "triton_launcher($self, name, program, /, device, threads, shared, arguments, maps, cluster=1,\n"
+             "                cooperative=False, pdl=False, scratch=None)\n--\n\n"
+             "What launches a kernel for Triton, as a TritonLauncher.");
+
 static PyMethodDef driver_methods[] = {
+    {"binary", (PyCFunction)(void (*)(void))driver_binary, METH_VARARGS | METH_KEYWORDS, binary_doc},
+    {"triton_launcher", (PyCFunction)(void (*)(void))driver_triton_launcher, METH_VARARGS | METH_KEYWORDS,
+     triton_launcher_doc},
     {"load", (PyCFunction)(void (*)(void))driver_load, METH_VARARGS | METH_KEYWORDS, load_doc},
     {"tensor_map", (PyCFunction)(void (*)(void))driver_tensor_map, METH_FASTCALL, tensor_map_doc},
     {NULL, NULL, 0, NULL},

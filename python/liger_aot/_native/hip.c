@@ -2,6 +2,10 @@
 #include "driver.h"
 
 #define DEINITIALIZED 4
+#define INVALID_VALUE 1
+enum { MAX_THREADS_PER_BLOCK = 0, LOCAL_SIZE_BYTES = 3, NUM_REGS = 4 }; /* hipFunction_attribute */
+enum { POINTER_DEVICE_POINTER = 3 };                                    /* hipPointer_attribute */
+enum { CAPTURE_MODE_RELAXED = 2 };
 
 typedef struct {
     int (*init)(unsigned flags);
@@ -15,6 +19,9 @@ typedef struct {
     int (*module_load)(void **module, const void *image);
     int (*module_function)(void **function, void *module, const char *name);
     int (*module_unload)(void *module);
+    int (*function_attribute)(int *value, int attribute, const void *function);
+    int (*pointer_attribute)(void *data, int attribute, void *address);
+    int (*exchange_capture_mode)(int *mode);
     LaunchFunction launch;
     LaunchCooperativeFunction launch_cooperative;
 } HipFunctions;
@@ -32,6 +39,9 @@ static const Symbol SYMBOLS[] = {
     {"hipModuleLoadData", AT(module_load), 0},
     {"hipModuleGetFunction", AT(module_function), 0},
     {"hipModuleUnload", AT(module_unload), 0},
+    {"hipFuncGetAttribute", AT(function_attribute), 1},
+    {"hipPointerGetAttribute", AT(pointer_attribute), 1},
+    {"hipThreadExchangeStreamCaptureMode", AT(exchange_capture_mode), 1},
     {"hipModuleLaunchKernel", AT(launch), 0},
     {"hipModuleLaunchCooperativeKernel", AT(launch_cooperative), 0},
 };
@@ -102,18 +112,21 @@ static Outcome load_module(const HipFunctions *hip, Code *code, DeviceCode *plac
 
 static Outcome hip_prepare(DriverLibrary *driver, Code *code, int device) {
     const HipFunctions *hip = hip_functions(driver);
-    int previous;
+    int previous, mode = CAPTURE_MODE_RELAXED;
     Outcome result = enter_device(hip, device, &previous);
     if (result.call != NULL) return result;
-    return leave_device(hip, device, previous, load_module(hip, code, &code->devices[device]));
+    int relax = code->any_time && hip->exchange_capture_mode != NULL;
+    if (relax) (void)hip->exchange_capture_mode(&mode);
+    result = load_module(hip, code, &code->devices[device]);
+    if (relax) (void)hip->exchange_capture_mode(&mode);
+    return leave_device(hip, device, previous, result);
 }
 
-static Outcome launch_here(const HipFunctions *hip, const Code *code, int device, const Launch *launch) {
-    void *function = atomic_load_explicit(&code->devices[device].function, memory_order_acquire);
+static Outcome launch_here(const HipFunctions *hip, const Code *code, const Launch *launch) {
     if (code->cooperative)
         return outcome(hip, "hipModuleLaunchCooperativeKernel",
-                       call_launch_cooperative(hip->launch_cooperative, code, function, launch));
-    return outcome(hip, "hipModuleLaunchKernel", call_launch(hip->launch, code, function, launch));
+                       call_launch_cooperative(hip->launch_cooperative, code, launch));
+    return outcome(hip, "hipModuleLaunchKernel", call_launch(hip->launch, code, launch));
 }
 
 static Outcome hip_launch(const DriverLibrary *driver, const Code *code, int device, const Launch *launch) {
@@ -121,7 +134,30 @@ static Outcome hip_launch(const DriverLibrary *driver, const Code *code, int dev
     int previous;
     Outcome result = enter_device(hip, device, &previous);
     if (result.call != NULL) return result;
-    return leave_device(hip, device, previous, launch_here(hip, code, device, launch));
+    return leave_device(hip, device, previous, launch_here(hip, code, launch));
+}
+
+/* A runtime that doesn't say leaves what no kernel exceeds. */
+static Outcome hip_facts(const DriverLibrary *driver, const Code *code, int device, KernelFacts *facts) {
+    const HipFunctions *hip = hip_functions(driver);
+    void *function = code_function(code, device);
+    *facts = (KernelFacts){.max_threads = 1024};
+    if (hip->function_attribute == NULL) return SUCCEEDED;
+    int result = hip->function_attribute(&facts->registers, NUM_REGS, function);
+    if (result == 0) result = hip->function_attribute(&facts->local_bytes, LOCAL_SIZE_BYTES, function);
+    if (result == 0) result = hip->function_attribute(&facts->max_threads, MAX_THREADS_PER_BLOCK, function);
+    return outcome(hip, "hipFuncGetAttribute", result);
+}
+
+static Outcome hip_find_memory(const DriverLibrary *driver, void *address, void **accessible) {
+    const HipFunctions *hip = hip_functions(driver);
+    *accessible = address;
+    if (hip->pointer_attribute == NULL) return SUCCEEDED;
+    int code = hip->pointer_attribute(accessible, POINTER_DEVICE_POINTER, address);
+    Outcome result = outcome(hip, "hipPointerGetAttribute", code);
+    if (code == 0) return result;
+    *accessible = NULL;
+    return code == INVALID_VALUE ? SUCCEEDED : result;
 }
 
 /* Unloads from every device, also when one fails; the first failure is the one told. */
@@ -164,5 +200,7 @@ const Backend hip_backend = {
     .prepare = hip_prepare,
     .launch = hip_launch,
     .unload = hip_unload,
+    .facts = hip_facts,
+    .find_memory = hip_find_memory,
     .describe = hip_describe,
 };

@@ -289,6 +289,7 @@ static PyObject *kernel_launch(PyObject *object, PyObject *const *args, Py_ssize
     if (check_not_forked(self->driver) < 0) return NULL;
     if (request.grid[0] == 0 || request.grid[1] == 0 || request.grid[2] == 0) Py_RETURN_NONE;
     if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
+    request.function = code_function(&self->code, device);
     if (launch(self, device, &request) < 0) return NULL;
     Py_RETURN_NONE;
 }

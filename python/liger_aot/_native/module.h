@@ -35,9 +35,13 @@ typedef struct {
     PyObject *driver_type;
     PyObject *kernel_type;
     PyObject *tensor_map_type;
+    PyObject *binary_type;
+    PyObject *triton_launcher_type;
     PyObject *tensor_types[TENSOR_TYPES]; /* both NULL until torch is imported */
     const struct ExchangeApi *tensor_apis[TENSOR_TYPES];
-    PyObject *is_neg, *requires_grad; /* names of a tensor's attributes */
+    PyObject *is_neg, *requires_grad, *data_ptr;         /* names of a tensor's attributes */
+    PyObject *base, *shape, *strides, *padding, *tf32;   /* of a tensor descriptor's */
+    PyObject *calls;                                     /* and of a chain of Triton's hooks */
 } ModuleState;
 
 typedef struct {
@@ -50,9 +54,16 @@ typedef struct {
 extern PyType_Spec driver_type_spec;
 extern PyType_Spec kernel_type_spec;
 extern PyType_Spec tensor_map_type_spec;
+extern PyType_Spec binary_type_spec;
+extern PyType_Spec triton_launcher_type_spec;
 
 /* Loads a kernel; the arguments are those of Driver.load. A new reference, or NULL with an error set. */
 PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *driver, PyObject *args, PyObject *keywords);
+
+/* Make what Driver.binary and Driver.triton_launcher return; the arguments are theirs. As kernel_new. */
+PyObject *binary_new(PyTypeObject *type, DriverObject *driver, PyObject *args, PyObject *keywords);
+PyObject *triton_launcher_new(PyTypeObject *type, ModuleState *state, DriverObject *driver, PyObject *args,
+                              PyObject *keywords);
 
 /* Sets liger_aot.errors.DriverError for a failed outcome; `doing` says what it was part of. */
 void raise_driver_error(const DriverObject *driver, Outcome outcome, const char *doing);
@@ -64,6 +75,12 @@ int check_not_forked(const DriverObject *driver);
 /* Whether what the driver holds is to be given back to it: not while the interpreter shuts down, when the driver may be
  * gone, nor in a fork of the process whose driver it is. */
 int driver_is_to_be_released(const DriverObject *driver);
+
+/* Reads a device's index; in arguments.c. Returns 0, or -1 with an error set. */
+int read_device(PyObject *value, int device_count, int *device);
+
+/* Where a plain tensor's memory lies, and whether that is a GPU's: 1, 0 where it is no such tensor, -1 with an error set. */
+int tensor_address(ModuleState *state, PyObject *tensor, uint64_t *address, int *on_gpu);
 
 /* The module's tensor_rows(tensor), traits(tensors, settings, known) and layouts(tensors). */
 PyObject *tensor_rows(PyObject *module, PyObject *tensor);

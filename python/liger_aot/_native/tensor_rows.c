@@ -194,6 +194,19 @@ static int describe_plain(ModuleState *state, PyObject *value, DlTensor *describ
     return negated < 0 ? -1 : !negated;
 }
 
+/* Lazily negated values are what lies in memory, as data_ptr() has it. */
+int tensor_address(ModuleState *state, PyObject *tensor, uint64_t *address, int *on_gpu) {
+    enum { CUDA = 2, ROCM = 10 };
+    DlTensor described;
+    const ExchangeApi *api = find_api(state, tensor);
+    int known = api == NULL ? 0 : describe(api, tensor, &described);
+    if (known <= 0) return known;
+    if (described.data == NULL && has_elements(&described)) return 0;
+    *address = (uint64_t)(uintptr_t)described.data + described.byte_offset;
+    *on_gpu = described.device.type == CUDA || described.device.type == ROCM;
+    return 1;
+}
+
 PyObject *tensor_rows(PyObject *module, PyObject *tensor) {
     DlTensor described;
     Rows rows;

@@ -92,6 +92,7 @@ int cuLibraryLoadData(void **library, const void *image, void *jit_options, void
                       void *options, void **values, unsigned count) {
     ENTER(NO_DEVICE);
     if (jit_options || jit_values || jit_count || options || values || count) return INVALID_VALUE;
+    if (check_capture() != SUCCESS) return check_capture();
     return load_image(library, image);
 }
 
@@ -107,6 +108,7 @@ int cuLibraryUnload(void *library) {
 
 int cuKernelSetAttribute(int attribute, int value, void *kernel, int handle) {
     ENTER(handle - FIRST_HANDLE);
+    if (attribute == 14) return value == 1 ? SUCCESS : INVALID_VALUE;
     if (attribute != 8 || value > 227 * 1024) return INVALID_VALUE;
     ((Kernel *)kernel)->shared_limit[handle - FIRST_HANDLE] = value;
     return SUCCESS;
@@ -149,21 +151,94 @@ int cuKernelGetParamCount(void *kernel, size_t *count) {
 
 int cuFuncLoad(void *function) {
     ENTER(contexts[context_depth]);
+    if (check_capture() != SUCCESS) return check_capture();
     return ((uintptr_t)function & 1) != 0 ? SUCCESS : INVALID_HANDLE;
 }
 
-/* A map of the stand-in is what it was asked for, as 64-bit numbers: type, rank, address, swizzle, then for each dimension
- * size, box and stride. */
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER(NO_DEVICE);
+    int before = capture_mode;
+    if (*mode < 0 || *mode > 2) return INVALID_VALUE;
+    capture_mode = *mode;
+    *mode = before;
+    return SUCCESS;
+}
+
+/* Registers, local bytes and threads: numbers that tell them apart. */
+static int attribute_of(int *value, int attribute) {
+    *value = attribute == 4 ? 40 : attribute == 3 ? 16 : attribute == 0 ? 1024 : 0;
+    return SUCCESS;
+}
+
+int cuKernelGetAttribute(int *value, int attribute, void *kernel, int handle) {
+    ENTER(handle - FIRST_HANDLE);
+    return kernel == NULL ? INVALID_HANDLE : attribute_of(value, attribute);
+}
+
+/* The host's memory is the device's, but where a test says otherwise. */
+int cuPointerGetAttribute(uint64_t *data, int attribute, uint64_t address) {
+    ENTER(NO_DEVICE);
+    if (attribute != 3 || is_unreachable(address)) return INVALID_VALUE;
+    *data = address;
+    return SUCCESS;
+}
+
+/* ---- What Triton's own driver and launchers call ---- */
+
+int cuModuleLoadData(void **module, const void *image) {
+    ENTER(contexts[context_depth]);
+    if (check_capture() != SUCCESS) return check_capture();
+    return load_image(module, image);
+}
+
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    ENTER(contexts[context_depth]);
+    return find_kernel(function, module, name, NO_DEVICE);
+}
+
+int cuFuncGetAttribute(int *value, int attribute, void *function) {
+    ENTER(contexts[context_depth]);
+    return function == NULL ? INVALID_HANDLE : attribute_of(value, attribute);
+}
+
+int cuFuncSetAttribute(void *function, int attribute, int value) {
+    ENTER(contexts[context_depth]);
+    if (attribute == 14) return SUCCESS;
+    if (attribute != 8) return INVALID_VALUE; /* newer drivers know more, and Triton 3.8 asks */
+    ((Kernel *)function)->shared_limit[contexts[context_depth]] = value;
+    return SUCCESS;
+}
+
+int cuFuncSetCacheConfig(void *function, int configuration) {
+    ENTER(contexts[context_depth]);
+    return function != NULL && configuration == 1 ? SUCCESS : INVALID_VALUE;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int handle) {
+    ENTER(NO_DEVICE); /* Triton takes an ordinal for a handle */
+    (void)handle;
+    *value = attribute == 97 || attribute == 81 ? 227 * 1024 : 1; /* shared memory of a block, and of a multiprocessor */
+    return SUCCESS;
+}
+
+int cuCtxSetCurrent(void *context) {
+    ENTER((int)(uintptr_t)context - FIRST_HANDLE);
+    contexts[context_depth] = (int)(uintptr_t)context - FIRST_HANDLE;
+    return SUCCESS;
+}
+
+/* A map of the stand-in is what it was asked for, as 64-bit numbers: type, rank, address, swizzle and fill, then for each
+ * dimension size, box and stride. */
 int cuTensorMapEncodeTiled(uint64_t *map, int type, unsigned rank, void *address, const uint64_t *sizes,
                            const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides,
                            int interleave, int swizzle, int promotion, int fill) {
     ENTER(NO_DEVICE);
     if (((uintptr_t)map & 63) != 0 || ((uintptr_t)address & 15) != 0 || rank < 1 || rank > 5) return INVALID_VALUE;
-    if (interleave != 0 || promotion != 2 || fill != 0 || swizzle < 0 || swizzle > 3) return INVALID_VALUE;
+    if (interleave != 0 || promotion != 2 || fill < 0 || fill > 1 || swizzle < 0 || swizzle > 3) return INVALID_VALUE;
     uint64_t *out = map;
     *out++ = (uint64_t)type | (uint64_t)rank << 32;
     *out++ = (uintptr_t)address;
-    *out++ = (uint64_t)swizzle;
+    *out++ = (uint64_t)swizzle | (uint64_t)fill << 32;
     for (unsigned i = 0; i < rank; i++) {
         uint64_t stride = i == 0 ? 0 : strides[i - 1];
         if (sizes[i] == 0 || box[i] == 0 || box[i] > 256 || element_strides[i] != 1 || stride % 16 != 0)
@@ -199,15 +274,54 @@ int cuLaunchCooperativeKernel(LAUNCH_ARGUMENTS) {
 /* CUlaunchConfig and its attributes, read at the offsets that they have in cuda.h. */
 int cuLaunchKernelEx(const void *configuration, void *kernel, void **parameters, void **extra) {
     ENTER(contexts[context_depth]);
+    enum { COOPERATIVE_GRID = 2, CLUSTER_DIMENSION = 4, CLUSTER_SCHEDULING = 5, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
     uint32_t dimensions[7], count, attribute[18];
     void *stream, *attributes;
+    Way way = PLAIN;
     memcpy(dimensions, configuration, 28);
     memcpy(&stream, (const char *)configuration + 32, 8);
     memcpy(&attributes, (const char *)configuration + 40, 8);
     memcpy(&count, (const char *)configuration + 48, 4);
-    if (extra != NULL || count != 1) return INVALID_VALUE;
-    memcpy(attribute, attributes, 72);
-    enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
-    if (attribute[0] != PROGRAMMATIC_STREAM_SERIALIZATION || attribute[2] != 1) return INVALID_VALUE;
-    return cuda_launch(kernel, dimensions, FOLLOWING, stream, parameters);
+    if (extra != NULL || count > 4) return INVALID_VALUE;
+    for (uint32_t i = 0; i < count; i++) {
+        memcpy(attribute, (const char *)attributes + 72 * i, 72);
+        const uint32_t *value = attribute + 2;
+        if (attribute[0] == CLUSTER_DIMENSION) {
+            if (value[0] < 2 || value[1] != 1 || value[2] != 1 || dimensions[0] % value[0] != 0) return INVALID_VALUE;
+            way += CLUSTER * (Way)value[0];
+            continue;
+        }
+        if (value[0] != 1) return INVALID_VALUE;
+        if (attribute[0] == PROGRAMMATIC_STREAM_SERIALIZATION) way += FOLLOWING;
+        else if (attribute[0] == COOPERATIVE_GRID) way += COOPERATIVE;
+        else if (attribute[0] == CLUSTER_SCHEDULING) way += SPREAD;
+        else return INVALID_VALUE;
+    }
+    return cuda_launch(kernel, dimensions, way, stream, parameters);
+}
+
+int cuCtxSetLimit(int limit, uint64_t value) {
+    ENTER(contexts[context_depth]);
+    (void)limit;
+    (void)value;
+    return SUCCESS;
+}
+
+int cuCtxGetLimit(uint64_t *value, int limit) {
+    ENTER(contexts[context_depth]);
+    (void)limit;
+    *value = 0;
+    return SUCCESS;
+}
+
+int cuModuleUnload(void *module) {
+    ENTER(contexts[context_depth]);
+    return unload(module);
+}
+
+int cuStreamIsCapturing(void *stream, int *status) {
+    ENTER(contexts[context_depth]);
+    (void)stream;
+    *status = capturing;
+    return SUCCESS;
 }

@@ -1,5 +1,8 @@
 /* The stand-in's libamdhip64. A failure is also the thread's last error, until somebody asks for it. */
+#define _GNU_SOURCE
 #include "driver.h"
+
+#include <dlfcn.h>
 
 #include <stddef.h>
 
@@ -61,6 +64,7 @@ const char *hipGetErrorString(int code) {
 
 int hipModuleLoadData(void **module, const void *image) {
     HIP_ENTER();
+    if (check_capture() != SUCCESS) return hip_result(check_capture());
     return hip_result(load_image(module, image));
 }
 
@@ -91,4 +95,63 @@ int hipModuleLaunchKernel(LAUNCH_ARGUMENTS, void **extra) {
 int hipModuleLaunchCooperativeKernel(LAUNCH_ARGUMENTS) {
     HIP_ENTER();
     return hip_launch(kernel, DIMENSIONS, COOPERATIVE, stream, parameters);
+}
+
+int hipThreadExchangeStreamCaptureMode(int *mode) {
+    HIP_ENTER();
+    int before = capture_mode;
+    if (*mode < 0 || *mode > 2) return hip_result(INVALID_VALUE);
+    capture_mode = *mode;
+    *mode = before;
+    return SUCCESS;
+}
+
+int hipFuncGetAttribute(int *value, int attribute, const void *function) {
+    HIP_ENTER();
+    *value = attribute == 4 ? 40 : attribute == 3 ? 16 : attribute == 0 ? 1024 : 0;
+    return function == NULL ? hip_result(INVALID_HANDLE) : SUCCESS;
+}
+
+int hipPointerGetAttribute(uint64_t *data, int attribute, uint64_t address) {
+    HIP_ENTER();
+    if (attribute != 3 || is_unreachable(address)) return hip_result(INVALID_VALUE);
+    *data = address;
+    return SUCCESS;
+}
+
+/* By which Triton's own launchers find functions of the runtime. */
+int hipGetProcAddress(const char *symbol, void **function, int version, uint64_t flags, int *status) {
+    (void)version;
+    (void)flags;
+    (void)status;
+    Dl_info here;
+    void *self = dladdr((void *)hipGetProcAddress, &here) ? dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+    *function = self == NULL ? NULL : dlsym(self, symbol);
+    return *function != NULL ? SUCCESS : NOT_FOUND;
+}
+
+/* ---- What Triton's own driver calls besides ---- */
+
+int hipDriverGetVersion(int *version) { return hipRuntimeGetVersion(version); }
+
+int hipModuleLoadDataEx(void **module, const void *image, unsigned count, void *options, void **values) {
+    (void)count;
+    (void)options;
+    (void)values;
+    return hipModuleLoadData(module, image);
+}
+
+/* Triton asks where these are; nobody calls them. */
+int hipGetDeviceProperties(void *properties, int device) {
+    (void)properties;
+    (void)device;
+    return hip_result(INVALID_VALUE);
+}
+
+int hipDrvLaunchKernelEx(const void *configuration, void *function, void **parameters, void **extra) {
+    (void)configuration;
+    (void)function;
+    (void)parameters;
+    (void)extra;
+    return hip_result(INVALID_VALUE);
 }

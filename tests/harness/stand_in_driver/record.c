@@ -27,6 +27,9 @@ __thread int context_depth;
 __thread int hip_device;
 __thread int last_error;
 int retained[DEVICES];
+int capturing;
+__thread int capture_mode;
+static uint64_t unreachable_from, unreachable_to;
 
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
 static LaunchRecord launches[MAX_LAUNCHES];
@@ -49,6 +52,8 @@ void stand_in_reset(void) {
     logging = 1;
     failing_call[0] = 0;
     held_call[0] = 0;
+    capturing = 0;
+    unreachable_from = unreachable_to = 0;
     pthread_mutex_unlock(&guard);
     last_error = 0;
     context_depth = 0;
@@ -71,6 +76,13 @@ void stand_in_hold(const char *call) {
     pthread_mutex_lock(&guard);
     snprintf(held_call, sizeof held_call, "%s", call);
     pthread_mutex_unlock(&guard);
+}
+
+void stand_in_capture(int on) { capturing = on; }
+
+void stand_in_unreachable(uint64_t from, uint64_t to) {
+    unreachable_from = from;
+    unreachable_to = to;
 }
 
 void stand_in_log_calls(int on) { logging = on; }
@@ -111,6 +123,10 @@ int note_call(const char *call, int device) {
     }
     return code;
 }
+
+int check_capture(void) { return capturing && capture_mode != 2 ? CAPTURE_UNSUPPORTED : SUCCESS; }
+
+int is_unreachable(uint64_t address) { return address >= unreachable_from && address < unreachable_to; }
 
 /* ---- Images and kernels ---- */
 
@@ -173,7 +189,8 @@ void record_launch(const Kernel *kernel, const uint32_t dimensions[7], int devic
     entry->byte_count = 0;
     for (int i = 0; kernel->letters[i] != 0; i++) {
         int rank = kernel->letters[i] <= '9' ? kernel->letters[i] - '0' : 0; /* of a tensor map */
-        int size = kernel->letters[i] == 'i' || kernel->letters[i] == 'f' ? 4 : rank > 0 ? 128 : 8;
+        char letter = kernel->letters[i];
+        int size = letter == 'i' || letter == 'f' ? 4 : letter == 'b' ? 1 : letter == 'h' ? 2 : rank > 0 ? 128 : 8;
         append(entry, *parameters++, size);
         for (int j = 0; j < 2 * rank; j++) append(entry, *parameters++, j < rank ? 4 : 8);
     }
@@ -190,7 +207,8 @@ const char *name_of(int code, const char *prefix) {
     } known[] = {{INVALID_VALUE, "INVALID_VALUE"},
                  {INVALID_IMAGE, "INVALID_IMAGE"},
                  {INVALID_HANDLE, "INVALID_HANDLE"},
-                 {NOT_FOUND, "NOT_FOUND"}};
+                 {NOT_FOUND, "NOT_FOUND"},
+                 {CAPTURE_UNSUPPORTED, "STREAM_CAPTURE_UNSUPPORTED"}};
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
         if (known[i].code != code) continue;
         snprintf(name, sizeof name, "%s%s", prefix, known[i].name);

@@ -1,0 +1,378 @@
+"""Packs of a project's Triton kernels: where they are installed, and what is in them. docs/triton-pack-format.md has
+the format.
+
+Reading is by need: a pack's ``manifest.json`` names its functions, ``<function>.json`` the binaries of one, which is
+read when a program first launches that function.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, PackTooNew
+from liger_aot.runtime.manifest import (
+    _SYMBOL,
+    MOST_THREADS,
+    WINDOW,
+    Blob,
+    _count,
+    _json,
+    _object,
+    _safe,
+    _shown,
+    _strings,
+    _typed,
+)
+from liger_aot.runtime.packs import Device, _identity, _own
+
+NAMESPACE = "liger_aot_triton_packs"
+GROUP = "liger_aot.triton_packs"  # of entry points, for packs that lie inside a project's own package
+OVERRIDE = (
+    "LIGER_AOT_TRITON_PACKS"  # folders that hold <name>/<arch>, separated like PATH, instead of the installed
+)
+FORMAT = 1
+KIND = "triton"
+
+
+class Binary(NamedTuple):
+    """One compiled kernel and what a launch of it needs."""
+
+    identity: str
+    blob: Blob
+    base: Blob | None  # the binary against which this one is compressed
+    cache_key: str
+    ranged: tuple[tuple[int, ...], ...]  # pointers that must lie in tensors below 2 GiB (AMD)
+    signature: list[Any]  # [parameter, type]
+    constants: list[Any]  # [path, encoded value]
+    attrs: list[Any]  # [path, [[name, value]]]
+    given: Mapping[str, Any]  # option -> encoded value
+    metadata: Mapping[str, Any]  # Triton's own, but for target and hash
+
+    def read(self) -> bytes:
+        """The binary; PackDamaged unless its bytes are those the manifest was written for."""
+        return self.blob.unpack(b"" if self.base is None else self.base.unpack()[-WINDOW:])
+
+
+class Function:
+    """One function's part of a pack."""
+
+    def __init__(self, path: Path, binaries: Path, digest: str, name: str) -> None:
+        self.path, self.binaries, self.name = path, binaries, name
+        raw = _json(path, digest)
+        _check_format(path, raw)
+        if raw.get("function") != name:
+            raise PackDamaged(path, f"function is {_shown(raw.get('function'))}, the manifest says {name}")
+        self.cache_keys = tuple(_strings(path, raw, "cache_keys"))
+        self._metadata = _object(path, raw.get("metadata"), "metadata")
+        self._variants = _object(path, raw.get("variants"), "variants")
+        tuners = raw.get("tuners", [])
+        if not isinstance(tuners, list):
+            raise PackDamaged(path, f"tuners is {_shown(tuners)}, expected a list")
+        self.tuners = tuple(self._tuner(tuner) for tuner in tuners)
+
+    @property
+    def identities(self) -> tuple[str, ...]:
+        return tuple(self._variants)
+
+    def binaries_of(self, identity: str) -> tuple[Binary, ...]:
+        """The binaries of one variant, the most demanding first; none where the pack has no such variant."""
+        entries = self._variants.get(identity, [])
+        if not isinstance(entries, list):
+            raise PackDamaged(self.path, f"{identity} is {_shown(entries)}, expected a list")
+        return tuple(self._binary(identity, index) for index in range(len(entries)))
+
+    def binary(self, identity: str, ranged: Collection[tuple[int, ...]]) -> Binary | None:
+        """The binary for a call whose pointers at the paths ``ranged`` lie in tensors below 2 GiB."""
+        for found in self.binaries_of(identity):
+            if set(found.ranged) <= set(ranged):
+                return found
+        return None
+
+    def all_binaries(self) -> Iterator[Binary]:
+        for identity in self._variants:
+            yield from self.binaries_of(identity)
+
+    def _binary(self, identity: str, index: int) -> Binary:
+        where = f"{identity}/{index}."
+        raw = _object(self.path, self._variants[identity][index], where)
+        symbol = _typed(self.path, raw, "symbol", str, where)
+        if not symbol or not _SYMBOL.issuperset(symbol):
+            raise PackDamaged(self.path, f"{where}symbol is {_shown(symbol)}")
+        threads = _count(self.path, raw, "threads", where)
+        if not 1 <= threads <= MOST_THREADS:
+            raise PackDamaged(self.path, f"{where}threads is {threads}, a block has 1 to {MOST_THREADS}")
+        base = None if raw.get("base") is None else _typed(self.path, raw, "base", str, where)
+        scratch = _object(self.path, raw.get("scratch"), where + "scratch")
+        maps = raw.get("maps")
+        if maps is not None and not (
+            isinstance(maps, list) and all(isinstance(m, (dict, type(None))) for m in maps)
+        ):
+            raise PackDamaged(self.path, f"{where}maps is {_shown(maps)}")
+        metadata = {
+            **self._metadata,
+            **_object(self.path, raw.get("metadata"), where + "metadata"),
+            "name": symbol,
+            "num_warps": _count(self.path, raw, "num_warps", where),
+            "num_ctas": _count(self.path, raw, "num_ctas", where),
+            "shared": _count(self.path, raw, "shared", where),
+            "launch_cooperative_grid": _typed(self.path, raw, "cooperative", bool, where),
+            "launch_pdl": _typed(self.path, raw, "pdl", bool, where),
+            "tensordesc_meta": maps or [],  # 3.8 asks for a list
+        }
+        for kind in ("global", "profile"):
+            size, alignment = self._pair(scratch.get(kind), f"{where}scratch.{kind}")
+            metadata[f"{kind}_scratch_size"], metadata[f"{kind}_scratch_align"] = size, alignment
+        return Binary(
+            identity=identity,
+            blob=self._blob(f"{identity}/{index}"),
+            base=None if base is None else self._blob(base),
+            cache_key=_typed(self.path, raw, "cache_key", str, where),
+            ranged=tuple(tuple(path) for path in self._list(raw, "ranged", where)),
+            signature=self._list(raw, "signature", where),
+            constants=self._list(raw, "constants", where),
+            attrs=self._list(raw, "attrs", where),
+            given=_object(self.path, raw.get("given"), where + "given"),
+            metadata=metadata,
+        )
+
+    def _pair(self, value: Any, where: str) -> tuple[int, int]:
+        numbers = (
+            isinstance(value, list) and len(value) == 2 and all(type(v) is int and v >= 0 for v in value)
+        )
+        if not numbers:
+            raise PackDamaged(self.path, f"{where} is {_shown(value)}, expected two numbers")
+        return value[0], value[1]
+
+    def _list(self, raw: Mapping[str, Any], key: str, where: str) -> list[Any]:
+        value: list[Any] = _typed(self.path, raw, key, list, where)
+        if not all(isinstance(item, list) for item in value):
+            raise PackDamaged(self.path, f"{where}{key} is {_shown(value)}, expected a list of lists")
+        return value
+
+    def _blob(self, name: str) -> Blob:
+        identity, _, index = name.rpartition("/")
+        entries = self._variants.get(identity)
+        if not isinstance(entries, list) or not index.isdecimal() or int(index) >= len(entries):
+            raise PackDamaged(self.path, f"no binary {_shown(name)}")
+        raw = _object(self.path, entries[int(index)], name)
+        return Blob(
+            name,
+            self.binaries,
+            _count(self.path, raw, "offset", name + "."),
+            _count(self.path, raw, "length", name + "."),
+            _typed(self.path, raw, "sha256", str, name + "."),
+        )
+
+    def _tuner(self, raw: Any) -> Mapping[str, Any]:
+        tuner = _object(self.path, raw, "a tuner")
+        _strings(self.path, tuner, "keys", "tuners.")
+        for winner in _typed(self.path, tuner, "winners", list, "tuners."):
+            winner = _object(self.path, winner, "a winner")
+            _typed(self.path, winner, "key", list, "winners.")
+            _typed(self.path, winner, "text", str, "winners.")
+            _object(self.path, winner.get("config"), "winners.config")
+        return tuner
+
+
+class TritonPack:
+    """One project's kernels for one architecture."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "manifest.json"
+        raw = _json(self.path)
+        _check_format(self.path, raw)
+        if raw.get("kind") != KIND:
+            raise PackDamaged(self.path, f"kind is {_shown(raw.get('kind'))}, expected {KIND!r}")
+        self.name = _safe(self.path, _typed(self.path, raw, "name", str))
+        self.arch = _safe(self.path, _typed(self.path, raw, "arch", str))
+        self.backend = _typed(self.path, raw, "backend", str)
+        self.target: Mapping[str, Any] = _object(self.path, raw.get("target"), "target")
+        self.serves = tuple(_strings(self.path, raw, "serves"))
+        self.version = _typed(self.path, raw, "version", str)
+        self.binary_version = _count(self.path, raw, "binary_version")
+        toolchain = _object(self.path, raw.get("toolchain"), "toolchain")
+        self.triton: str = _typed(self.path, toolchain, "triton", str, "toolchain.")
+        self.toolchain: Mapping[str, Any] = toolchain
+        self.recorded_on = tuple(_strings(self.path, raw, "recorded_on"))
+        self.packages = tuple(_object(self.path, p, "packages") for p in raw.get("packages", ()))
+        self.left_out = tuple(_object(self.path, p, "left_out") for p in raw.get("left_out", ()))
+        self._functions = _object(self.path, raw.get("functions"), "functions")
+        self._read: dict[str, Function] = {}
+        self._lock = Lock()
+
+    def __str__(self) -> str:
+        return f"{self.name} for {self.arch}"
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """ "<module>:<qualified name>" of each."""
+        return tuple(self._functions)
+
+    def variants(self, name: str) -> int:
+        """How many variants the pack has of a function, by its manifest."""
+        entry = _object(self.path, self._functions.get(name), f"functions.{name}")
+        return _count(self.path, entry, "variants", f"functions.{name}.")
+
+    def stem(self, name: str) -> str:
+        """What the files of a function are called, without .json and .bin."""
+        entry = _object(self.path, self._functions.get(name), f"functions.{name}")
+        return _safe(self.path, _typed(self.path, entry, "file", str, f"functions.{name}."))
+
+    def function(self, name: str) -> Function | None:
+        """One function, read once; None where the pack has none of that name."""
+        if name not in self._functions:
+            return None
+        with self._lock:
+            if name not in self._read:
+                stem = self.stem(name)
+                digest = _typed(self.path, self._functions[name], "sha256", str, f"functions.{name}.")
+                path, binaries = self.folder / f"{stem}.json", self.folder / f"{stem}.bin"
+                self._read[name] = Function(path, binaries, digest, name)
+            return self._read[name]
+
+    def refusal(self, triton: str) -> str | None:
+        """Why a Triton of this version can't use the pack, or None. Versions differ in how a function's source is
+        hashed and in what the compiler is asked for, so that no other's binaries are the same."""
+        if public_version(triton) == self.triton:
+            return None
+        return f"pack {self} was built with Triton {self.triton}, and {public_version(triton)} runs: build it with that"
+
+
+def public_version(version: str) -> str:
+    """A version without what a distributor adds: 3.6.0+git1234 is 3.6.0."""
+    return version.partition("+")[0]
+
+
+def _check_format(path: Path, raw: Mapping[str, Any]) -> None:
+    found = _count(path, raw, "format")
+    if found > FORMAT:
+        raise PackTooNew(path, found, FORMAT)
+    if found != FORMAT:
+        raise PackDamaged(path, f"format {found}, this loader reads {FORMAT}")
+
+
+# ---- Where they are installed ----
+
+
+def folders() -> dict[str, dict[str, Path]]:
+    """Folders of installed packs by name and architecture. Of two alike the first on the import path counts."""
+    found: dict[str, dict[str, Path]] = {}
+    for root in _roots():
+        for named in _subfolders(root):
+            for folder in _subfolders(named):
+                found.setdefault(named.name, {}).setdefault(folder.name, folder)
+    if not os.environ.get(OVERRIDE):
+        for name, arch, folder in _from_entry_points():
+            found.setdefault(name, {}).setdefault(arch, folder)
+    return found
+
+
+def _roots() -> Iterator[Path]:
+    """As ``liger_aot.runtime.packs.pack_roots``: not the current directory."""
+    if override := os.environ.get(OVERRIDE):
+        yield from (Path(root) for root in override.split(os.pathsep) if root)
+        return
+    here, seen = _identity(NAMESPACE), set()
+    for entry in sys.path:
+        path = os.path.join(entry, NAMESPACE)
+        if (found := _identity(path)) and found != here and found not in seen:
+            seen.add(found)
+            yield Path(path)
+
+
+def _subfolders(root: Path) -> list[Path]:
+    try:
+        entries = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
+    except OSError:
+        return []
+    return [Path(path) for path in entries if not os.path.basename(path).startswith((".", "_"))]
+
+
+def _from_entry_points() -> Iterator[tuple[str, str, Path]]:
+    """Packs that lie elsewhere: an entry "<name>.<arch> = package.folder". Nothing is imported to find them."""
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=GROUP):
+        name, _, arch = entry.name.partition(".")
+        if (
+            name
+            and arch
+            and entry.dist is not None
+            and all(part.isidentifier() for part in entry.value.split("."))
+        ):
+            folder = Path(str(entry.dist.locate_file(entry.value.replace(".", "/"))))
+            if (folder / "manifest.json").is_file():
+                yield name, arch, folder
+
+
+def open_pack(folder: Path) -> TritonPack:
+    """The pack in ``folder``, which is named as its architecture and lies in one named as the pack."""
+    pack = TritonPack(folder)
+    if pack.arch != folder.name:
+        raise PackDamaged(pack.path, f"arch is {pack.arch!r}, its folder is {folder.name!r}")
+    return pack
+
+
+class Installed(NamedTuple):
+    """Installed packs that can be read, and the folders that can't with what is wrong."""
+
+    packs: tuple[TritonPack, ...]
+    unusable: Mapping[Path, str]
+
+
+def installed() -> Installed:
+    """All of them, opened."""
+    packs, unusable = [], {}
+    for _, archs in sorted(folders().items()):
+        for _, folder in sorted(archs.items()):
+            try:
+                packs.append(open_pack(folder))
+            except LigerAOTError as error:  # noqa: PERF203 (the others are usable)
+                unusable[folder] = str(error)
+    return Installed(tuple(packs), unusable)
+
+
+@lru_cache(maxsize=256)
+def _opened(folder: Path) -> TritonPack:
+    return open_pack(folder)
+
+
+def serving(device: Device, names: Collection[str] = ()) -> tuple[list[TritonPack], list[str]]:
+    """The packs that serve a device, one of each name, and what is wrong with others.
+
+    Args:
+        names: packs to look at, in this order; all that are installed where there are none.
+
+    Raises:
+        PackNotFound: a pack of ``names`` is not installed.
+    """
+    found = folders()
+    packs, problems = [], []
+    for name in names or sorted(found):
+        if name not in found:
+            known = ", ".join(sorted(found)) or "none"
+            raise PackNotFound(f"no pack {name!r} of Triton kernels is installed; installed: {known}")
+        candidates = found[name]
+        own = _own(device)
+        if own in candidates:  # without a look at the others
+            candidates = {own: candidates[own]}
+        opened = []
+        for folder in candidates.values():
+            try:
+                opened.append(_opened(folder))
+            except LigerAOTError as error:  # noqa: PERF203 (the others are usable)
+                problems.append(str(error))
+        fitting = [p for p in opened if p.backend == device.backend and device.target in p.serves]
+        if fitting:
+            packs.append(min(fitting, key=lambda pack: (pack.serves.index(device.target), pack.arch)))
+        elif opened:
+            built = ", ".join(pack.arch for pack in opened)
+            problems.append(f"pack {name} is installed for {built}, none of which serves {device}")
+    return packs, problems

@@ -1,0 +1,1 @@
+"""A small project of Triton kernels, as others write them: what tests record, build and run."""

@@ -1,0 +1,182 @@
+"""What a recording says, made without a GPU; and what damaged or hostile ones are refused for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_aot.errors import ArgumentError, RecordingDamaged
+from liger_aot.triton import recording as recordings
+from liger_aot.triton.report import report
+from tests.triton_packs.conftest import liger_aot
+
+KERNELS = "tests.triton_packs.project.kernels"
+
+
+def test_every_kernel_is_there(recording: Path) -> None:
+    (part,) = recordings.read(recording)
+    assert part.target.name == "cuda-90" and not part.timed and not part.refused
+    counted = Counter(noted.variant.qualname for noted in part.variants)
+    assert counted == {
+        "add": 3, "mapped": 2, "pair": 1, "by_gpu": 1, "total": 1, "tuned": 1, "copied": 1,
+        "made.<locals>.raised": 2, "needs_clusters": 1,
+    }  # fmt: skip
+    assert {noted.variant.module for noted in part.variants} == {KERNELS}
+
+
+def test_what_a_variant_says(recording: Path) -> None:
+    (part,) = recordings.read(recording)
+    by_name = {noted.variant.qualname: noted for noted in part.variants}
+    pair = by_name["pair"]
+    assert pair.variant.signature[0] == ["tensors", {"tuple": ["*fp32", "*fp32"]}]
+    assert [path for path, _ in pair.variant.attrs] == [[0, 0], [0, 1]]  # n is 1000
+    total = by_name["total"]
+    assert total.variant.constants == [[[3], 1024]]  # by the heuristic
+    assert total.ranged == ((0,), (1,))
+    assert by_name["copied"].variant.signature[0] == ["SOURCE", "tensordesc<fp32[256]>"]
+    assert by_name["needs_clusters"].variant.given == [["num_ctas", 2]]
+    mapped = [n.variant for n in part.variants if n.variant.qualname == "mapped"]
+    functions = {v.constants[0][1]["function"][1] for v in mapped}
+    assert functions == {"square", "negate"}
+    assert {(KERNELS, name) for name in functions} <= {key[:2] for key in part.functions}
+
+
+def test_globals_are_noted(recording: Path) -> None:
+    """By the GPU that torch was said to have."""
+    (part,) = recordings.read(recording)
+    (by_gpu,) = (f for f in part.functions.values() if f.qualname == "by_gpu")
+    assert by_gpu.reads == ((KERNELS, "OFFSET", {"constexpr": {"float": (2.0).hex()}}),)
+
+
+def test_a_tuners_choice(recording: Path) -> None:
+    (part,) = recordings.read(recording)
+    (choice,) = part.choices
+    assert (choice.qualname, choice.keys, choice.timed) == ("tuned", ("n",), False)
+    assert choice.key == (1000, "torch.float32", "torch.float32") and choice.config["kwargs"] == {
+        "BLOCK": 128
+    }
+
+
+def test_a_recording_does_not_say_where_it_was_made(recording: Path) -> None:
+    text = "".join(path.read_text() for path in recording.rglob("*.json"))
+    assert str(Path(__file__).parents[2]) not in text and str(Path.home()) not in text
+
+
+DECLARED = """
+import torch, triton.language as tl
+from liger_aot.errors import ArgumentError
+from liger_aot.triton import points
+from tests.triton_packs.project import kernels as k
+
+both = [{"X": d, "Y": d, "OUT": d} for d in (torch.float16, torch.bfloat16)]
+blocks, warps = {"BLOCK": [256, 1024]}, {"num_warps": [4, 8]}
+print(points(k.add, dtypes=both, sizes={"n": None, "by": 0.5}, constants=blocks, options=warps))
+one = {"X": torch.float32, "OUT": torch.float32}
+print(points(k.total, dtypes=one, sizes={"n": [1, 100, 128, 4096]}, unaligned=["X"]))
+print(points(k.tuned, dtypes=one, sizes={"n": None}))
+scales = [0.1 * i for i in range(6)]
+print(points(k.mapped, dtypes=one, sizes={"n": 64}, constants={"FUNCTION": k.square, "SCALE": scales, "BLOCK": 64}))
+for wrong in ({"dtypes": {"X": torch.float32}}, {"dtypes": {"Z": torch.float32}}, {"dtypes": {}, "sizes": {"n": "x"}}):
+    try:
+        points(k.add, **wrong)
+    except ArgumentError as error:
+        print(error)
+"""
+
+
+def test_declared_points(tmp_path: Path) -> None:
+    """n is 1, divisible by 16, or other: 2 dtypes x 3 x 2 blocks x 2 warps; 4 blocks x aligned or not."""
+    (tmp_path / "declared.py").write_text(DECLARED)
+    done = liger_aot(
+        tmp_path, "record", "--out", "recording", "--target", "gfx942", "--", sys.executable, "declared.py"
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:4] == ["24", "8", "3", "6"]
+    assert "no value for its parameter 'Y'" in lines[4]
+    assert "has no parameter 'Z'; it has X, Y, OUT, n, by, BLOCK" in lines[5]
+    assert "sizes: n is 'x'" in lines[6]
+    (part,) = recordings.read(tmp_path / "recording")
+    assert part.target.name == "hip-gfx942"
+    ranged = {noted.ranged for noted in part.variants if noted.variant.qualname == "total"}
+    assert ranged == {((0,), (1,))}  # small, as what declares them says
+    text = report(tmp_path / "recording")
+    assert "SCALE is a constant with 6 values" in text and "a float that changes between calls" in text
+
+
+def test_what_starts_no_kernel_is_said(tmp_path: Path) -> None:
+    done = liger_aot(
+        tmp_path, "record", "--out", "r", "--", sys.executable, "-c", "raise SystemExit(3)", code=1
+    )
+    assert "nothing was recorded" in done.stderr and "exit code 3" in done.stderr
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def copy(recording: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recording, tmp_path / "copy"))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def one(copy: Path, kind: str, qualname: str = "pair") -> Path:
+    found = (copy / "cuda-90" / kind).glob("*.json")
+    return next(path for path in found if json.loads(path.read_text())["qualname"] == qualname)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"module": "../../etc"}, {"module": "os.path; import x"}, {"module": ".relative"}, {"module": ""},
+        {"qualname": "a/b"}, {"qualname": "__import__('os')"}, {"cache_key": "../x"}, {"cache_key": 3},
+        {"line": "1"}, {"file": 7}, {"package": "x"}, {"package": {"name": "x"}}, {"reads": [["a", "b"]]},
+        {"reads": [["/x", "b", 1]]}, {"reads": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_function_that_can_not_be(copy: Path, changes: dict[str, Any]) -> None:
+    edit(one(copy, "functions"), **changes)
+    with pytest.raises(RecordingDamaged):
+        recordings.read(copy)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"signature": [["x y", "i32"]]}, {"signature": "i32"}, {"constants": [["0", 1]]}, {"attrs": [[[0], 5]]},
+        {"constants": [[[-1], 1]]}, {"given": [[1, 2]]}, {"ranged": [["a"]]}, {"gluon": 1},
+        {"given": [["num_warps", 8]]}, {"qualname": "other"}, {"cache_key": "0" * 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_variant_that_can_not_be(copy: Path, changes: dict[str, Any]) -> None:
+    """Also one that says other than its name, which is made of what it says."""
+    edit(one(copy, "variants"), **changes)
+    with pytest.raises(RecordingDamaged):
+        recordings.read(copy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1, "format": 1}', '{"format": 2}', "\xff\xfe"])
+def test_a_file_that_is_none(copy: Path, text: str) -> None:
+    (copy / "recording.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(RecordingDamaged):
+        recordings.read(copy)
+
+
+def test_a_folder_that_is_no_recording(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="no recording"):
+        recordings.read(tmp_path)
+
+
+def test_two_versions_of_triton(copy: Path) -> None:
+    other = Path(shutil.copytree(copy / "cuda-90", copy / "cuda-80"))
+    edit(other / "target.json", arch=80, triton="3.5.0")
+    with pytest.raises(ArgumentError, match=r"3\.5\.0 and 3\.6\.0"):
+        recordings.read(copy)

@@ -1,0 +1,124 @@
+"""A project's kernels from its pack on a GPU: the same bits as Triton compiles in place, also where the first launch is
+captured into a CUDA graph."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import torch
+import triton
+
+import liger_aot.triton
+from liger_aot.errors import KernelNotInPack
+from liger_aot.triton.packs import NAMESPACE, OVERRIDE
+from tests.triton_packs.conftest import Packed
+from tests.triton_packs.project import kernels, program
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def packed(sm90: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The project's pack in use, and no kernel of it in the process."""
+    if torch.version.hip or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"the pack is for sm90, this is {torch.cuda.get_device_name()}")
+    with ZipFile(sm90.wheel) as files:
+        files.extractall(tmp_path)
+    monkeypatch.setenv(OVERRIDE, str(tmp_path / NAMESPACE))
+    forget()
+    yield
+    liger_aot.triton.stop()
+    forget()
+
+
+def forget() -> None:
+    importlib.reload(kernels)  # as a process has it that sees this GPU; its functions are new ones
+
+
+def test_results_are_those_compiled_in_place(packed: None) -> None:
+    compiled = program.launch_all(1000)
+    forget()
+    liger_aot.triton.use("small", missing="error")
+    from_pack = program.launch_all(1000)
+    torch.cuda.synchronize()
+    assert liger_aot.triton.status().loaded >= 13
+    for name, wanted in compiled.items():
+        assert torch.equal(from_pack[name], wanted), name
+
+
+def test_the_first_launch_is_captured(packed: None) -> None:
+    """Loading a binary is no part of a graph: the thread may do it while it captures."""
+    liger_aot.triton.use("small", missing="error")
+    x, y = torch.randn(1024, device="cuda"), torch.randn(1024, device="cuda")
+    out = torch.zeros(1024, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.add[(4,)](x, y, out, 1000, 0.5, BLOCK=256)
+    assert not out.any()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out[:1000], (x + 0.5 * y)[:1000])
+    x.mul_(2)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out[:1000], (x + 0.5 * y)[:1000])
+
+
+def test_a_cpu_tensor_and_a_miss(packed: None) -> None:
+    liger_aot.triton.use("small", missing="error")
+    x = torch.randn(1024, device="cuda")
+    with pytest.raises(ValueError, match=r"argument Y: .*cannot be accessed from Triton \(cpu tensor\?\)"):
+        kernels.add[(4,)](x, torch.randn(1024), x, 1000, 0.5, BLOCK=256)
+    pinned = torch.randn(1024).pin_memory()  # which kernels do reach
+    out = torch.zeros(1024, device="cuda")
+    kernels.add[(4,)](x, pinned, out, 1000, 0.5, BLOCK=256)
+    torch.cuda.synchronize()
+    assert torch.equal(out[:1000], (x + 0.5 * pinned.cuda())[:1000])
+    with pytest.raises(KernelNotInPack, match="BLOCK is the constant 512, there the constant 256"):
+        kernels.add[(4,)](x, x, x, 1000, 0.5, BLOCK=512)
+
+
+def test_a_stream_and_another_thread(packed: None) -> None:
+    import threading
+
+    liger_aot.triton.use("small", missing="error")
+    x, out = torch.randn(1024, device="cuda"), torch.zeros(1024, device="cuda")
+    torch.cuda.synchronize()
+    failed: list[BaseException] = []
+
+    def launch() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                kernels.pair[(4,)]((x, out), 1000, BLOCK=256)
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=launch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and torch.equal(out[:1000], x[:1000] * 2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_in_a_compiled_function(packed: None, backend: str) -> None:
+    """torch.compile's own wrapper of Triton kernels launches them as the program would."""
+    liger_aot.triton.use("small", missing="error")
+
+    @torch.compile(backend=backend)
+    def twice(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        kernels.add[(4,)](x, y, out, 1000, 0.5, BLOCK=256)
+        return out
+
+    x, y = torch.randn(1024, device="cuda"), torch.randn(1024, device="cuda")
+    expected = x + 0.5 * y
+    assert torch.equal(twice(x, y)[:1000], expected[:1000])
+    assert triton.runtime.driver.active.__class__.__name__ == "CudaPackDriver"
