@@ -117,3 +117,26 @@ def test_tensor_memory() -> None:
         line.replace(f", {columns};", ", 1024;") if allocates.search(line) else line for line in lines
     )
     assert "1024 columns of tensor memory; a power of 2 from 32 to 512 is allowed" in refused(more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "kernel"),
+    [
+        ("rmsnorm", "rmsnorm_forward"),
+        ("softmax", "softmax_forward"),
+        ("rope", "rope"),
+        ("swiglu", "swiglu_backward"),
+    ],
+)
+def test_sm89_is_sm80_in_plain_kernels(op: str, kernel: str) -> None:
+    """The same numbers give the same PTX but for the line that names the machine: what sm80 showed on a GPU holds."""
+    texts = []
+    for arch in ("sm80", "sm89"):
+        profile = read_profile(arch)
+        variants = plan(read_declaration(op), profile).kernels[kernel].variants.values()
+        variant = next(v for v in variants if v.aligned and "bf16" in v.axes.values())
+        text = compile_here(variant, profile).assembly
+        assert text.count(f".target {profile.arch.machine}\n") == 1
+        texts.append((variant.name, text.replace(f".target {profile.arch.machine}\n", "")))
+    assert texts[0] == texts[1]

@@ -129,7 +129,7 @@ def test_changes_of_single_rows(tmp_path: Path) -> None:
     [
         ({'"long"': '"wide"'}, r"\[kernel.scale\] change 1: no row has \{'form': 'wide'\}"),
         (
-            {"num_warps = 2, block = 32": ""},
+            {", num_warps = 2, block = 32": ""},
             r"change 1: expected \{ of = \{ keys of rows \}, and what they get \}",
         ),
         ({"of = { form": "form = { of"}, r"change 1: expected \{ of = "),
