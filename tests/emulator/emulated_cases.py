@@ -31,6 +31,9 @@ AMD = [
 ]
 
 
+_ALIKE = ("gfx1151", "gfx1200")  # their instructions are those of others
+
+
 def on_architectures(*cases: Any, quick: bool = True) -> list[Any]:
     """Parameters (architecture, *case) for the tests of Triton kernels. In the quick run: all cases on gfx90a and
     gfx942, and, if ``quick``, the first on the architectures of which each form is executed."""
@@ -40,6 +43,8 @@ def on_architectures(*cases: Any, quick: bool = True) -> list[Any]:
         made += [pytest.param(arch, *values) for arch in executed.ARCHS]
         marks = () if quick and number == 0 else pytest.mark.slow
         made += [pytest.param(arch, *values, marks=marks) for arch in executed.BY_FORM]
+        if quick and number == 0:
+            made += [pytest.param(arch, *values, marks=pytest.mark.slow) for arch in _ALIKE]
     return made
 
 

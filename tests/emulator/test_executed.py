@@ -31,6 +31,30 @@ def test_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert executed.main() == 0
 
 
+def test_forms_of_the_other_architectures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --forms, architectures whose binaries are not all executed need one of each form."""
+    file = tmp_path / "executed"
+    monkeypatch.setenv(executed.VARIABLE, str(file))
+    monkeypatch.setattr(executed, "_written", set())
+    monkeypatch.setattr(executed, "ARCHS", ())
+    monkeypatch.setattr(executed, "BY_FORM", ("gfx1100",))
+    monkeypatch.setattr("sys.argv", ["executed", str(file)])
+    for arch in executed.BY_FORM:
+        one = {(op, *name.split("-")[:2]): (op, name) for op, name in executed.reachable(arch)}
+        for op, name in one.values():
+            executed.record(arch, op, name)
+    assert executed.main() == 0
+    lines = file.read_text().splitlines()
+    file.write_text(
+        "".join(f"{line}\n" for line in lines if not line.startswith("gfx1100 rmsnorm rmsnorm_forward-tile"))
+    )
+    assert executed.main() == 1
+    shown = capsys.readouterr().out
+    assert "forms of kernels 1 were executed by no test\n  gfx1100 rmsnorm rmsnorm_forward-tile\n" in shown
+
+
 def test_a_launch_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "executed"
     monkeypatch.setattr(executed, "_written", set())
