@@ -79,7 +79,14 @@ def bounds(plan: KernelPlan) -> str:
     """Up to which n the rows of the tables reach, of all dtypes together."""
     found = {bound for entries in plan.tables.values() for bound, _ in entries}
     numbers = sorted(bound for bound in found if bound is not None)
-    return ", ".join([*map(str, numbers), "above" if numbers else "any"])
+    rest = ["above" if numbers else "any"] if None in found else []
+    return ", ".join([*map(str, numbers), *rest]) or "none"
+
+
+def lacking(op: str) -> tuple[str, ...]:
+    """The architectures that do without some binaries of an op."""
+    planned_ops = ((arch, planned(arch).ops.get(op)) for arch in ARCHS)
+    return tuple(a for a, plan in planned_ops if plan and any(k.absent for k in plan.kernels.values()))
 
 
 def numbers(profile: Profile, kernel: str) -> str:

@@ -112,11 +112,17 @@ def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
         ["dtypes", facts.dtypes(op, *kind.uses)],
         ["gradient", f"of {told.differentiable}" if told.differentiable else "none"],
         ["in place", f"with {', '.join(in_place)}" if in_place else "no"],
-        ["architectures", f"{', '.join(facts.archs(op))}; [what has run where](../support.md)"],
+        ["architectures", f"{', '.join(facts.archs(op))}; [what has run where](../support.md){_limits(op)}"],
         ["also launches", ", ".join(f"[{other}]({other}.md)" for other in kind.uses) or "-"],
         ["files", ", ".join(link(path, FOLDER) for path in code)],
     ]
     return markdown.table(["", ""], rows)
+
+
+def _limits(op: str) -> str:
+    lacking = facts.lacking(op)
+    page = "../support.md#what-architectures-do-without"
+    return f"; [not for all calls]({page}) on {', '.join(lacking)}" if lacking else ""
 
 
 def _tests(path: Path, op: str) -> bool:

@@ -81,7 +81,7 @@ def edited(text: str, changes: Mapping[str, str]) -> str:
 def hardware(arch: str) -> str:
     """What ``arch_profiles/<arch>.toml`` says before its launch tables; one that extends another, whole."""
     text = (PROFILES / f"{arch}.toml").read_text()
-    text = text[: text.index("[kernel.")]
+    text = text.partition("[kernel.")[0]
     if (extends := re.search(r'^extends = "(\w+)"$', text, re.MULTILINE)) is None:
         return text
     whole = hardware(extends[1])

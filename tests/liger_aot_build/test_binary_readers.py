@@ -391,6 +391,25 @@ def test_descriptor_must_agree(
         inspect(bytes(image))
 
 
+@pytest.mark.parametrize(
+    ("field", "change", "message"),
+    (
+        (56, lambda old: old & ~0x400, r"\.wavefront_size is 32 in the metadata, 64 in the descriptor"),
+        (48, lambda old: old & ~(1 << 29), r"for one compute unit \(CU mode\)"),
+        (48, lambda old: old & ~0x3F, "registers with 0 accumulators in the metadata, 24 with"),
+    ),
+)
+def test_rdna_descriptor_must_agree(
+    compiler: Compiler, field: int, change: Callable[[int], int], message: str
+) -> None:
+    image = bytearray(compiler.row("gfx1100", 1024, num_warps=1).image)
+    descriptor = next(section for section in Elf(image).sections if section.name == ".rodata").offset + field
+    old = int.from_bytes(image[descriptor : descriptor + 4], "little")
+    image[descriptor : descriptor + 4] = change(old).to_bytes(4, "little")
+    with pytest.raises(BinaryFormatError, match=message):
+        inspect(bytes(image))
+
+
 # Damage at large
 
 

@@ -25,7 +25,7 @@ from liger_aot_build.profile import Profile, read_profile
 from tests.harness.planned_packs import compile_variants
 from tests.liger_aot_build.small_op import hardware, write_profile
 
-ARCHS = ("sm80", "sm90", "gfx90a", "gfx942")
+ARCHS = ("sm80", "sm90", "gfx90a", "gfx942", "gfx1100")
 ROW = 'form = "tile", block = 32, parts = 8, num_warps = 1'
 SPILLING = 'form = "tile", block = 64, parts = 256, num_warps = 1'
 
@@ -191,6 +191,22 @@ def test_waves_that_scalar_registers_keep_off(made: Made) -> None:
     _, profile, compiled = made["gfx942"]
     facts = replace(inspect(compiled.image), granted_registers=8, granted_scalars=112)
     assert _resident(facts, 64, 0, profile.arch) == 4 * (800 // 112)
+
+
+def test_blocks_that_shared_memory_keeps_off(made: Made) -> None:
+    """A block of RDNA has at most half of a workgroup processor's; CUDA keeps a KiB of each block's."""
+    for arch, shared, blocks in (
+        ("gfx942", 65536, 1),
+        ("gfx942", 32768, 2),
+        ("gfx942", 32769, 1),
+        ("gfx1100", 65536, 2),
+        ("sm80", 166912, 1),
+        ("sm80", 82944, 2),
+        ("sm80", 82945, 1),
+    ):
+        _, profile, compiled = made[arch]
+        facts = replace(inspect(compiled.image), static_shared=0)
+        assert _resident(facts, profile.arch.warp_size, shared, profile.arch) == blocks, (arch, shared)
 
 
 def test_every_problem_is_told_at_once(made: Made) -> None:

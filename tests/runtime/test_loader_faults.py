@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import liger_aot
+from liger_aot import explanation
 from liger_aot.errors import LigerAOTError, NotBuilt, PackDamaged, PackNotFound, PackTooNew
+from liger_aot.ops.op import Problem
 from liger_aot.runtime import packs
 from liger_aot.runtime.dispatch import KernelOn, Loaded
 from liger_aot.runtime.manifest import FORMAT, LARGEST_FILE, LARGEST_JSON, Pack
@@ -386,6 +388,11 @@ def test_what_an_architecture_does_without(sm80: Path) -> None:
     ):
         kernel((torch.float16, True), 1)
     assert kernel((torch.float32, True), 1 << 20).variant.name in manifest.variants
+    told = manifest.kernels["column_sums"]
+    fits, does_not = (Problem("column_sums", (torch.bfloat16,), True, n) for n in (64, 65))
+    assert explanation._held("sm80", told, "bf16/aligned", fits)[1] == "is held by the bound 64 (1 to 64)"
+    with pytest.raises(NotBuilt, match=r"past n = 64 on this architecture: use a sum"):
+        explanation._held("sm80", told, "bf16/aligned", does_not)
 
 
 @pytest.mark.parametrize(

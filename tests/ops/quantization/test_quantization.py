@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.quantization import _codes
 from liger_aot.ops.quantization._codes import E4M3, E4M3FNUZ, INT8
 from liger_aot.ops.registry import module
 from liger_aot.ops.torch_library import register
@@ -188,6 +190,25 @@ def test_sum_in_place() -> None:
             op(*arguments, inplace=True)
     with pytest.raises(ArgumentError, match="residual has strides"):
         op(x[:, :, ::2], residual[:, :, ::2], inplace=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [("gfx942", E4M3FNUZ), ("gfx950", E4M3), ("gfx1100", E4M3), ("gfx1201", E4M3)]
+)
+def test_the_default_fp8_on_rocm_is_the_packs(
+    arch: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_codes, "gpu", lambda index: SimpleNamespace(device=arch))
+    monkeypatch.setattr(_codes, "pack_for", built_pack)
+    _codes._fp8_of.cache_clear()
+    try:
+        assert _codes.Scheme("token", None, 128, "row_major", False).codes == dtype
+        assert _codes.Scheme("token", INT8, 128, "row_major", False).codes == INT8
+    finally:
+        _codes._fp8_of.cache_clear()
 
 
 def test_a_gpu_without_fp8_says_so() -> None:
