@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,6 @@ def _quoted(value: object) -> str:
 
 def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
     parameters = inspect.signature(kind.__call__).parameters
-    in_place = [f"`{name}`" for name in parameters if name == "out" or name.startswith("inplace")]
     tests = [path for path in (ROOT / "tests" / "ops").rglob(f"test_{op}*.py") if _tests(path, op)]
     code = [
         path
@@ -111,7 +110,7 @@ def _overview(op: str, kind: type[Any], told: docstring.Docstring) -> str:
     rows = [
         ["dtypes", facts.dtypes(op, *kind.uses)],
         ["gradient", f"of {told.differentiable}" if told.differentiable else "none"],
-        ["in place", f"with {', '.join(in_place)}" if in_place else "no"],
+        ["in place", _in_place(kind, parameters)],
         ["architectures", f"{', '.join(facts.archs(op))}; [what has run where](../support.md){_limits(op)}"],
         ["also launches", ", ".join(f"[{other}]({other}.md)" for other in kind.uses) or "-"],
         ["files", ", ".join(link(path, FOLDER) for path in code)],
@@ -123,6 +122,14 @@ def _limits(op: str) -> str:
     lacking = facts.lacking(op)
     page = "../support.md#what-architectures-do-without"
     return f"; [not for all calls]({page}) on {', '.join(lacking)}" if lacking else ""
+
+
+def _in_place(kind: type[Any], parameters: Iterable[str]) -> str:
+    """What the op writes of its arguments, and when."""
+    if always := [f"`{name}`" for name in getattr(kind, "writes", ())]:
+        return f"always: {', '.join(always)}, as the arguments say"
+    asked = [f"`{name}`" for name in parameters if name == "out" or name.startswith("inplace")]
+    return f"with {', '.join(asked)}" if asked else "no"
 
 
 def _tests(path: Path, op: str) -> bool:
