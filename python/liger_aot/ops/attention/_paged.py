@@ -349,7 +349,7 @@ class TilesPlan:
         if call.settings.splits:
             return min(call.settings.splits, blocks, most)
         here = self._on.multiprocessors
-        places = numbers["programs_per_multiprocessor"]
+        places = self._loaded.variant.resident
         saturating = numbers.get("ctas_to_saturate", places)
         return best_splits(
             programs, blocks, places * here, saturating * here, numbers["startup_blocks"], most
