@@ -356,7 +356,7 @@ def test_where_no_map_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_long_tables_split_by_max_seqlen_k() -> None:
     """What a table has room for would be split, were it not for max_seqlen_k."""
-    problem = Problem(8, 8, (1,), (4000,), 128)
+    problem = Problem(8, 1, (1,), (4000,), 128)
     assert COMBINE in launched(problem, splits=None)[0]
     short = problem._replace(keys=(40,))
     op, made = recorded(FlashAttentionPaged, tables_of("sm90"))

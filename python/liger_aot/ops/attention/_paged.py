@@ -230,7 +230,7 @@ def check_values(op: str, tensors: Tensors, settings: PagedSettings) -> None:
             f"{op}: seqused_k must be in [0, {shape.capacity}], what block_table or max_seqlen_k allows; got "
             f"{int(lengths[wrong][0])}"
         )
-    first = torch.arange(block_table.shape[1]) * shape.page_size
+    first = torch.arange(block_table.shape[1], device=q.device) * shape.page_size
     queries = cu_q.long().diff()[:, None]
     looked_at = (first < lengths[:, None]) & (queries > 0)
     if settings.left >= 0:
@@ -349,7 +349,7 @@ class TilesPlan:
         if call.settings.splits:
             return min(call.settings.splits, blocks, most)
         here = self._on.multiprocessors
-        places = numbers["programs_per_multiprocessor"]
+        places = self._loaded.variant.resident
         saturating = numbers.get("ctas_to_saturate", places)
         return best_splits(
             programs, blocks, places * here, saturating * here, numbers["startup_blocks"], most
