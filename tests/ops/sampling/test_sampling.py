@@ -22,6 +22,7 @@ from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of, sizes_of
 from tests.harness.op_gpu_tests import installed
+from tests.harness.recording import RecordingDriver
 from tests.ops.sampling.sampling_cases import BF16, FP16, FP32, OPS, Problem, check, optional, small
 
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
@@ -381,6 +382,20 @@ def check_tables(op: Any, problems: list[tuple[str, Problem]], rows: bool, devic
             done |= {problem, form_of(variant)}
             check(op, problem, device=device)
     assert done
+
+
+def test_plans_are_for_one_alignment() -> None:
+    """The same layouts at other addresses: each tensor's own alignment counts."""
+    mask, rejection = (
+        bound(name, "sm90", RecordingDriver) for name in ("top_k_top_p_mask", "rejection_sample")
+    )
+    buffer = torch.zeros(4, 2 * 64 + 16)
+    for x_at, y_at in ((0, 1), (1, 0), (0, 0), (1, 1)):
+        x, y = (buffer[i].as_strided((2, 64), (64, 1), 144 * i + at) for i, at in ((0, x_at), (1, y_at)))
+        mask(x, KEYS["seeds"], out=y)
+        rejection(**{**DRAFTS, "target_probs": x, "draft_probs": y})
+    for op in (mask, rejection):
+        assert len(op._plans) == 4
 
 
 @poisoned
