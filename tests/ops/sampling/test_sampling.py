@@ -461,7 +461,7 @@ def test_on_a_gpu(name: str) -> None:
     op = liger_aot.load(name)
     for seed, problem in enumerate(small(name)):
         check(op, problem, seed=seed, device="cuda")
-    for rows in (1, 40):
+    for rows in (1, 6):
         check_tables(op, table_problems(installed().op(name), 200_000, rows), rows=True, device="cuda")
 
 
@@ -473,7 +473,7 @@ def test_vocabularies_on_a_gpu(n: int, values: str) -> None:
     """Flat rows, whose lists of groups are long, among others; each filter alone and all of them."""
     for given in (("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")):
         for dtype in (FP32, BF16):
-            problem = Problem("top_k_top_p_mask", 17, n, dtype, values=values, given=frozenset(given))
+            problem = Problem("top_k_top_p_mask", 6, n, dtype, values=values, given=frozenset(given))
             check(liger_aot.load("top_k_top_p_mask"), problem, device="cuda")
     everything = Problem(
         "sample", 9, n, BF16, values=values, given=frozenset(optional("sample")), logprobs=20
