@@ -279,6 +279,8 @@ def find_threshold(
             )  # fmt: skip
         low = tl.maximum(low, nearest)
         if share < 1.0:
+            far = greatest - 32.0 / scale  # below it masses are 0
+            low = tl.maximum(low, ordered(tl.where(far == far, far, -float("inf")) + 0.0))
             active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
             low, reached, above, needed, active = search_list(
                 LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH

@@ -85,13 +85,24 @@ def test_carry_and_overflow(line: str, a: int, b: int, carry: int, result: int, 
         ("s_mov_b64 s[6:7], -1", 0, 0, MASK64, 0),
         ("s_mov_b32 s6, 1.0", 0, 0, 0x3F800000, 0),
         ("s_movk_i32 s6, 0x8000", 0, 0, 0xFFFF8000, 0),
-        ("s_bitset0_b32 s6, 31", 0, 0, 0x2A5A5A5A, 0),
-        ("s_bitset1_b32 s6, s2", 32 + 2, 0, 0xAA5A5A5E, 0),
         ("s_wqm_b64 s[6:7], s[2:3]", 0x0010_0001, 0, 0x00F0_000F, 1),
     ],
 )
 def test_result_and_scc(line: str, a: int, b: int, result: int, scc: int) -> None:
     assert run(line, a, b) == (result, scc)
+
+
+@pytest.mark.parametrize(
+    ("line", "a", "before", "after"),
+    [
+        ("s_bitset0_b32 s6, 31", 0, 0xAA5A5A5A, 0x2A5A5A5A),
+        ("s_bitset0_b32 s6, s2", 32 + 1, 0xAA5A5A5A, 0xAA5A5A58),
+        ("s_bitset1_b32 s6, s2", 2, 0xAA5A5A5A, 0xAA5A5A5E),
+    ],
+)
+def test_one_bit_of_the_destination(line: str, a: int, before: int, after: int) -> None:
+    wave = execute(line, scalars={A: a, D: before, D + 1: 7}, scc=1)
+    assert (wave.scalar64(D), wave.scc) == (7 << 32 | after, 1)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class SamplingOp(DifferentiableOp):
     """Base of the ops of this family. They have no gradient."""
 
     arguments: ClassVar[Mapping[str, Argument]]  # of the tensors after the first
+    beside: ClassVar[int | None] = None  # which tensor has rows as long as the first one's
     sources: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
 
     def __init__(self, runtimes: Any = None) -> None:
@@ -80,14 +81,22 @@ class SamplingOp(DifferentiableOp):
     ) -> Tensors:
         to = None if out is None else out[0]
         try:
-            layouts, x_at, *others = layouts_of(tensors if to is None else (*tensors, to))
+            key, addresses = self._key(tensors, settings, to)
         except (AttributeError, TypeError, RuntimeError):  # no tensors: the checks say so
             return self.prepare_forward(tensors, settings, keep, out)
-        y_at = others[-1] if to is not None else 0
-        plan = self._plans.get((layouts, (x_at | y_at) & 15, settings))
+        plan = self._plans.get(key)
         if plan is None or keep:
             return self.prepare_forward(tensors, settings, keep, out)
-        return plan(tensors, (x_at, *others), to)
+        return plan(tensors, addresses, to)
+
+    def _key(
+        self, tensors: Tensors, settings: tuple[Any, ...], to: Tensor | None
+    ) -> tuple[Any, tuple[int, ...]]:
+        """All that a plan depends on, and the tensors' addresses."""
+        layouts, *addresses = layouts_of(tensors if to is None else (*tensors, to))
+        y_at = 0 if to is None else addresses.pop()
+        beside = 0 if self.beside is None else addresses[self.beside]
+        return (layouts, addresses[0] & 15, beside & 15, y_at & 15, settings), tuple(addresses)
 
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -101,15 +110,13 @@ class SamplingOp(DifferentiableOp):
         on = self._own.of(tensors[0], self.tensors[0])
         assert on is not None
         ready, to = self.prepared(tensors), None if out is None else out[0]
-        layouts, x_at, *others = layouts_of(ready if to is None else (*ready, to))
-        y_at = others[-1] if to is not None else 0
-        key = (layouts, (x_at | y_at) & 15, settings)
+        key, addresses = self._key(ready, settings, to)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
             plan = self._plans[key] = self.plan_for(on, ready, settings, to)
-        return plan(ready, (x_at, *others), to)
+        return plan(ready, addresses, to)
 
     def sampled(
         self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None = None

@@ -86,6 +86,7 @@ class RejectionSample(SamplingOp):
         "target_probs", "draft_token_ids", "cu_num_draft_tokens", "bonus_token_ids", "seeds", "positions", "greedy?",
         "draft_probs?",
     )  # fmt: skip
+    beside = tensors.index("draft_probs?")
     sources = (torch.float32,)
     settings = Schema({"int max_spec_len": Allowed(least=1, most=MOST_DRAFTS)})
 

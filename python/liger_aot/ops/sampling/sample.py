@@ -104,6 +104,7 @@ class Sample(SamplingOp):
         **PENALTIES,
     }
     tensors = ("logits", *KEYS, "temperature?", *(f"{name}?" for name in (*FILTERS, *PENALTIES)))
+    beside = tensors.index("output_counts?")
     settings = Schema({"int logprobs": Allowed(least=-1, most=MOST_LOGPROBS)})
     outputs = 4
     results = 4  # tokens, and the three of SampledLogprobs, without elements where they are not asked for
