@@ -14,7 +14,7 @@ import pytest
 from liger_aot.errors import ArgumentError, RecordingDamaged
 from liger_aot.triton import recording as recordings
 from liger_aot.triton.report import report
-from tests.triton_packs.conftest import liger_aot
+from tests.triton_packs.conftest import liger_aot, record
 
 KERNELS = "tests.triton_packs.project.kernels"
 
@@ -180,3 +180,56 @@ def test_two_versions_of_triton(copy: Path) -> None:
     edit(other / "target.json", arch=80, triton="3.5.0")
     with pytest.raises(ArgumentError, match=r"3\.5\.0 and 3\.6\.0"):
         recordings.read(copy)
+
+
+PARENT = """
+import multiprocessing, os, subprocess, sys
+
+def launch(power):
+    import torch
+    from tests.triton_packs.project import kernels as k
+    x = torch.ones(64, device="cuda")
+    (k.cube if power == 3 else k.fourth)[(1,)](x, x, 64, BLOCK=64)
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        launch(int(sys.argv[1]))
+    else:
+        subprocess.run([sys.executable, __file__, "3"], check=True)
+        one = multiprocessing.get_context("spawn").Process(target=launch, args=(4,))
+        one.start()
+        one.join()
+        raise SystemExit(one.exitcode)
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_program(tmp_path: Path) -> None:
+    """Those that it starts, too; it launches no kernel itself."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    (part,) = recordings.read(record(tmp_path, "parent.py"))
+    assert [noted.variant.qualname for noted in part.variants] == ["made.<locals>.raised"] * 2
+
+
+FAKE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tests.triton_packs.project import kernels as k
+
+with FakeTensorMode():
+    x, out = torch.empty(1 << 32, device="cuda"), torch.empty(64, device="cuda")
+    k.cube[(1,)](x, out, 64, BLOCK=64)
+    k.cube[(1,)](x[1:], out, 64, BLOCK=64)
+"""
+
+
+@pytest.mark.slow
+def test_fake_tensors(tmp_path: Path) -> None:
+    """Of any size: no memory is needed. They say how they are aligned, and which are smaller than 2 GiB."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    (part,) = recordings.read(record(tmp_path, "fake.py"))
+    found = {(str(noted.variant.attrs), noted.ranged) for noted in part.variants}
+    assert found == {
+        (str([[[path], [["tt.divisibility", 16]]] for path in (0, 1, 2)]), ((1,),)),
+        (str([[[path], [["tt.divisibility", 16]]] for path in (1, 2)]), ((1,),)),
+    }
