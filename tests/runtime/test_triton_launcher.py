@@ -229,7 +229,8 @@ def test_hooks_and_scratch(driver: Any, stand_in: StandIn) -> None:
         seen.append(asked)
         return 4096, None
 
-    function = driver.binary(image("kernel=i"), "kernel", shared=0).prepare(0)[0]
+    binary = driver.binary(image("kernel=i"), "kernel", shared=0)
+    function = binary.prepare(0)[0]
     one = launcher(driver, "i", scratch=scratch)
     one.launch(3, 2, 1, 5, function, None, "metadata", seen.append, seen.append, 9)
     assert seen == [(3, 2, 1, 5), "metadata", "metadata"]
