@@ -32,6 +32,7 @@ KIND = "triton"
 NAMESPACE = "liger_aot_triton_packs"
 GROUP = "liger_aot.triton_packs"  # of entry points
 LONGEST_STEM = 80
+_FOLDERS = re.compile(r"(?<![\w.])(/[\w.+-]+)+/")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _VERSION = re.compile(r"[0-9]+(\.[0-9]+)*([a-z]+[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9.]+)?")
 
@@ -107,10 +108,11 @@ def packages(result: Result) -> tuple[Package, ...]:
 
 
 def _left_out(result: Result) -> list[dict[str, Any]]:
-    """Functions and reasons, each pair once."""
+    """Functions and reasons, each pair once, without the build machine's paths."""
     counted: dict[tuple[str, str], int] = {}
     for one in result.left_out:
-        counted[one.function, one.why] = counted.get((one.function, one.why), 0) + 1
+        pair = (one.function, _FOLDERS.sub("", one.why))
+        counted[pair] = counted.get(pair, 0) + 1
     return [{"function": f, "why": why, "variants": n} for (f, why), n in sorted(counted.items())]
 
 
