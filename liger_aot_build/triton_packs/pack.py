@@ -18,7 +18,6 @@ from liger_aot.triton.identity import RANGE
 from liger_aot.triton.recording import Package
 from liger_aot.triton.stand_ins import capability
 from liger_aot.triton.targets import Target
-from liger_aot_build.build import toolchain_compiler
 from liger_aot_build.device_wheel import write_wheel
 from liger_aot_build.errors import BuildError
 from liger_aot_build.pack import as_json
@@ -77,7 +76,7 @@ def pack_files(result: Result, name: str, version: str) -> dict[str, bytes]:
         "liger_aot": __version__,
         "toolchain": {
             "triton": result.recorded.triton,
-            "compiler": toolchain_compiler(result.target.backend),
+            "compiler": _compiler(result),
         },
         "recorded_on": [result.recorded.target.name],
         "packages": [package._asdict() for package in packages(result)],
@@ -88,13 +87,24 @@ def pack_files(result: Result, name: str, version: str) -> dict[str, bytes]:
 
 
 def serves(of: Target) -> list[str]:
-    """The devices that may run an architecture's binaries."""
-    if (arch := known_arch(of.profile)) is not None:
+    """The devices that may run an architecture's binaries. From sm_90 on Triton makes code for one machine alone
+    (sm_90a), also where this project's own kernels are built for a family of machines."""
+    arch = known_arch(of.profile)
+    if arch is not None and (of.backend == "hip" or capability(of) < (9, 0)):
         return list(arch.serves)
     if of.backend == "hip":
         return [str(of.arch)]
     major, minor = capability(of)
     return [f"{major}.{minor}"]
+
+
+def _compiler(result: Result) -> str:
+    """What made the machine code."""
+    if isinstance(result.target.arch, str):
+        return f"llvm of triton {result.recorded.triton}"
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return f"ptxas {get_ptxas(result.target.arch).version}"
 
 
 def packages(result: Result) -> tuple[Package, ...]:
