@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from liger_aot_build.audit import Audited, audit
@@ -66,12 +65,9 @@ def compile_and_audit(
 
 def compiler(profile: Profile) -> str:
     """What makes the machine code, for a pack's manifest."""
-    return toolchain_compiler(profile.arch.backend, profile.arch.target)
-
-
-def toolchain_compiler(backend: str, target: str) -> str:
-    """What the installed Triton makes machine code for a target with."""
-    return f"ptxas {ptxas_version(target)}" if backend == "cuda" else f"llvm of triton {version('triton')}"
+    if profile.arch.backend == "cuda":
+        return f"ptxas {ptxas_version(profile.arch.target)}"
+    return f"llvm of triton {profile.toolchain.triton}"
 
 
 def build_packs(

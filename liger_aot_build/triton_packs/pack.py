@@ -18,7 +18,6 @@ from liger_aot.triton.identity import RANGE
 from liger_aot.triton.recording import Package
 from liger_aot.triton.stand_ins import capability
 from liger_aot.triton.targets import Target
-from liger_aot_build.build import toolchain_compiler
 from liger_aot_build.device_wheel import write_wheel
 from liger_aot_build.errors import BuildError
 from liger_aot_build.pack import as_json
@@ -32,6 +31,7 @@ KIND = "triton"
 NAMESPACE = "liger_aot_triton_packs"
 GROUP = "liger_aot.triton_packs"  # of entry points
 LONGEST_STEM = 80
+_FOLDERS = re.compile(r"(?<![\w.])(/[\w.+-]+)+/")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _VERSION = re.compile(r"[0-9]+(\.[0-9]+)*([a-z]+[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9.]+)?")
 
@@ -76,7 +76,7 @@ def pack_files(result: Result, name: str, version: str) -> dict[str, bytes]:
         "liger_aot": __version__,
         "toolchain": {
             "triton": result.recorded.triton,
-            "compiler": toolchain_compiler(result.target.backend, str(result.target.arch)),
+            "compiler": _compiler(result),
         },
         "recorded_on": [result.recorded.target.name],
         "packages": [package._asdict() for package in packages(result)],
@@ -87,13 +87,24 @@ def pack_files(result: Result, name: str, version: str) -> dict[str, bytes]:
 
 
 def serves(of: Target) -> list[str]:
-    """The devices that may run an architecture's binaries."""
-    if (arch := known_arch(of.profile)) is not None:
+    """The devices that may run an architecture's binaries. From sm_90 on Triton makes code for one machine alone
+    (sm_90a), also where this project's own kernels are built for a family of machines."""
+    arch = known_arch(of.profile)
+    if arch is not None and (of.backend == "hip" or capability(of) < (9, 0)):
         return list(arch.serves)
     if of.backend == "hip":
         return [str(of.arch)]
     major, minor = capability(of)
     return [f"{major}.{minor}"]
+
+
+def _compiler(result: Result) -> str:
+    """What made the machine code."""
+    if isinstance(result.target.arch, str):
+        return f"llvm of triton {result.recorded.triton}"
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return f"ptxas {get_ptxas(result.target.arch).version}"
 
 
 def packages(result: Result) -> tuple[Package, ...]:
@@ -107,10 +118,11 @@ def packages(result: Result) -> tuple[Package, ...]:
 
 
 def _left_out(result: Result) -> list[dict[str, Any]]:
-    """Functions and reasons, each pair once."""
+    """Functions and reasons, each pair once, without the build machine's paths."""
     counted: dict[tuple[str, str], int] = {}
     for one in result.left_out:
-        counted[one.function, one.why] = counted.get((one.function, one.why), 0) + 1
+        pair = (one.function, _FOLDERS.sub("", one.why))
+        counted[pair] = counted.get(pair, 0) + 1
     return [{"function": f, "why": why, "variants": n} for (f, why), n in sorted(counted.items())]
 
 

@@ -139,10 +139,14 @@ def _packs() -> tuple[list[str], bool]:
 
 
 def _triton_packs() -> tuple[list[str], bool]:
+    from liger_aot.triton.inspection import findings
+    from liger_aot.triton.packs import folders
+
+    if not folders():
+        return [], True
     import torch
 
     from liger_aot.runtime.devices import gpu
-    from liger_aot.triton.inspection import findings
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return findings([gpu(index).device for index in range(count)])

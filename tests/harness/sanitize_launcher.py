@@ -15,7 +15,13 @@ from pathlib import Path
 
 from tests.harness.children import ROOT, environment
 
-TESTS = ("test_launcher.py", "test_launcher_lifetime.py", "test_tensor_rows.py", "test_tensor_map.py")
+TESTS = (
+    "test_launcher.py",
+    "test_launcher_lifetime.py",
+    "test_tensor_rows.py",
+    "test_tensor_map.py",
+    "test_triton_launcher.py",
+)
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -U_FORTIFY_SOURCE"
 # What the sanitizers must find in a library of their own, or they are not at work: a write past the end of memory.
 BROKEN = "#include <stdlib.h>\nint broken(int n) { char *p = malloc(8); p[n] = 1; return p[n]; }\n"

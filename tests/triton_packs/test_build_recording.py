@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from liger_aot.errors import ArgumentError, RecordingDamaged
 from liger_aot.triton import recording as recordings
 from liger_aot.triton.report import report
-from tests.triton_packs.conftest import liger_aot
+from tests.harness.children import environment
+from tests.triton_packs.conftest import liger_aot, record
 
 KERNELS = "tests.triton_packs.project.kernels"
 
@@ -180,3 +182,112 @@ def test_two_versions_of_triton(copy: Path) -> None:
     edit(other / "target.json", arch=80, triton="3.5.0")
     with pytest.raises(ArgumentError, match=r"3\.5\.0 and 3\.6\.0"):
         recordings.read(copy)
+
+
+PARENT = """
+import multiprocessing, os, subprocess, sys
+
+def launch(power):
+    import torch
+    from tests.triton_packs.project import kernels as k
+    x = torch.ones(64, device="cuda")
+    (k.cube if power == 3 else k.fourth)[(1,)](x, x, 64, BLOCK=64)
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        launch(int(sys.argv[1]))
+    else:
+        subprocess.run([sys.executable, __file__, "3"], check=True)
+        one = multiprocessing.get_context("spawn").Process(target=launch, args=(4,))
+        one.start()
+        one.join()
+        raise SystemExit(one.exitcode)
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_program(tmp_path: Path) -> None:
+    """Those that it starts, too; it launches no kernel itself."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    (part,) = recordings.read(record(tmp_path, "parent.py"))
+    assert [noted.variant.qualname for noted in part.variants] == ["made.<locals>.raised"] * 2
+
+
+FAKE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tests.triton_packs.project import kernels as k
+
+with FakeTensorMode():
+    x, out = torch.empty(1 << 32, device="cuda"), torch.empty(64, device="cuda")
+    k.cube[(1,)](x, out, 64, BLOCK=64)
+    k.cube[(1,)](x[1:], out, 64, BLOCK=64)
+"""
+
+
+@pytest.mark.slow
+def test_fake_tensors(tmp_path: Path) -> None:
+    """Of any size: no memory is needed. They say how they are aligned, and which are smaller than 2 GiB."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    (part,) = recordings.read(record(tmp_path, "fake.py"))
+    found = {(str(noted.variant.attrs), noted.ranged) for noted in part.variants}
+    assert found == {
+        (str([[[path], [["tt.divisibility", 16]]] for path in (0, 1, 2)]), ((1,),)),
+        (str([[[path], [["tt.divisibility", 16]]] for path in (1, 2)]), ((1,),)),
+    }
+
+
+WITH_A_GPU = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch, triton
+from liger_aot.triton import recorder
+from liger_aot.triton.stand_ins import NamedTarget, set_driver
+from liger_aot.triton.targets import target
+
+class Kernel:  # as Triton's CompiledKernel: an object of its own for each variant
+    function = packed_metadata = None
+    def __init__(self, source, target, options): self.launches = 0
+    def launch_metadata(self, *arguments): return None
+    def run(self, *arguments): self.launches += 1
+
+times = iter([3.0, 1.0, 3.0, 5.0])
+def benchmark(call, quantiles):
+    call()
+    return [next(times)] * 3
+
+triton.compiler.compile = lambda source, target, options: Kernel(source, target, options)
+NamedTarget.get_benchmarker = lambda self: benchmark
+set_driver(target("sm90"))
+recorder.record(Path(sys.argv[1]))
+from tests.triton_packs.project import kernels as k
+x = torch.ones(4096)
+for n in (1000, 1000, 2000):  # a tuner's trials are two for each n; the second of 1000 is faster
+    k.tuned[(1,)](x, x, n)
+k.pair[(1,)]((x, x), 1000, BLOCK=256)
+recorder.stop()
+k.pair[(1,)]((x, x), 1000, BLOCK=512)
+"""
+
+
+def test_what_a_tuner_only_tries_is_not_recorded(tmp_path: Path) -> None:
+    """Where kernels run: 256 won for 1000, 128 for 2000, which is divisible by 16; the others were compiled as well."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_GPU, str(tmp_path / "r")],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (part,) = recordings.read(tmp_path / "r")
+    assert part.timed
+    tuned = [n.variant for n in part.variants if n.variant.qualname == "tuned"]
+    divisible = [[2], [["tt.divisibility", 16]]]
+    found = sorted((v.constants[-1][1], dict(v.given)["num_warps"], divisible in v.attrs) for v in tuned)
+    assert found == [(128, 1, True), (256, 2, False)]
+    assert sorted((c.key[0], c.config["kwargs"]["BLOCK"], c.timed) for c in part.choices) == [
+        (1000, 256, True),
+        (2000, 128, True),
+    ]
+    assert [n.variant.constants for n in part.variants if n.variant.qualname == "pair"] == [[[[2], 256]]]

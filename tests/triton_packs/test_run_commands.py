@@ -10,7 +10,7 @@ import torch
 import liger_aot.triton
 from liger_aot.cli import main
 from liger_aot.doctor import examine
-from liger_aot.triton.packs import OVERRIDE
+from liger_aot.triton.packs import OVERRIDE, folders
 from tests.harness.stand_in import StandIn
 from tests.harness.triton_stand_in import wanted, write_pack
 from tests.triton_packs import run_kernels as kernels
@@ -115,3 +115,18 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "f0.bin: " in faults and "sha256 is" in faults
     assert "f1.json: sha256 is" in faults
     assert "more.bin: not in the manifest" in faults
+
+
+def test_a_pack_inside_a_package(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by its distribution's entry point, without importing the package."""
+    site = tmp_path / "site"
+    own = site / "project" / "packs" / "sm90"
+    own.parent.mkdir(parents=True)
+    folder.rename(own)
+    (site / "project" / "__init__.py").write_text("raise AssertionError('imported')")
+    (site / "project-2.5.dist-info").mkdir()
+    entries = "[console_scripts]\nx = y:z\n[liger_aot.triton_packs]\nmykernels.sm90 = project.packs.sm90\nbad = ..\n"
+    (site / "project-2.5.dist-info" / "entry_points.txt").write_text(entries)
+    monkeypatch.delenv(OVERRIDE)
+    monkeypatch.syspath_prepend(str(site))
+    assert folders()["mykernels"] == {"sm90": own}

@@ -168,11 +168,17 @@ static int read_maps(LauncherObject *self, PyObject *maps) {
 
 /* ---- Packing ---- */
 
-/* Says which argument of which kernel an error is about; what it said stays in the text. */
+/* Says which argument of which kernel an error is about; what it said stays in the text. Errors that are no more than a
+ * text: others, such as the driver's, have fields. */
 static int argument_failed(const Packing *packing) {
     PyObject *type, *value, *traceback;
     const LauncherObject *self = packing->launcher;
     PyErr_Fetch(&type, &value, &traceback);
+    if (type != PyExc_TypeError && type != PyExc_ValueError && type != PyExc_OverflowError &&
+        type != PyExc_AttributeError) {
+        PyErr_Restore(type, value, traceback);
+        return -1;
+    }
     PyObject *names = self->arguments;
     PyObject *name = packing->argument < PyTuple_Size(names) ? PyTuple_GetItem(names, packing->argument) : Py_None;
     PyErr_Format(type, "kernel %U, argument %S: %S", self->name, name, value == NULL ? Py_None : value);

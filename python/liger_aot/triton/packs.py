@@ -296,20 +296,34 @@ def _subfolders(root: Path) -> list[Path]:
 
 
 def _from_entry_points() -> Iterator[tuple[str, str, Path]]:
-    """Packs that lie elsewhere: an entry "<name>.<arch> = package.folder". Nothing is imported to find them."""
-    from importlib.metadata import entry_points
+    """Packs that lie elsewhere: an entry "<name>.<arch> = package.folder" of a distribution on the import path. Read by
+    hand: importlib.metadata takes longer to import than this does."""
+    for site in dict.fromkeys(entry for entry in sys.path if entry):
+        for path in sorted(Path(site).glob("*.dist-info/entry_points.txt")):
+            for name, value in _entries(path):
+                pack, _, arch = name.partition(".")
+                if pack and arch and all(part.isidentifier() for part in value.split(".")):
+                    for root in (site, *sys.path):  # another than the site where it is installed to be edited
+                        folder = Path(root, *value.split("."))
+                        if root and (folder / "manifest.json").is_file():
+                            yield pack, arch, folder
+                            break
 
-    for entry in entry_points(group=GROUP):
-        name, _, arch = entry.name.partition(".")
-        if (
-            name
-            and arch
-            and entry.dist is not None
-            and all(part.isidentifier() for part in entry.value.split("."))
-        ):
-            folder = Path(str(entry.dist.locate_file(entry.value.replace(".", "/"))))
-            if (folder / "manifest.json").is_file():
-                yield name, arch, folder
+
+def _entries(path: Path) -> Iterator[tuple[str, str]]:
+    """The entries of our group in an entry_points.txt."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return
+    ours = False
+    for line in text.splitlines() if GROUP in text else ():
+        line = line.strip()
+        if line.startswith("["):
+            ours = line == f"[{GROUP}]"
+        elif ours and "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            yield name.strip(), value.strip()
 
 
 def open_pack(folder: Path) -> TritonPack:
