@@ -18,6 +18,7 @@ from liger_aot.triton.recording import Choice, Function, Part
 from liger_aot.triton.targets import Target
 from liger_aot_build.errors import BuildError
 from liger_aot_build.triton_packs import worker
+from liger_aot_build.triton_packs.find import BY_GLOBALS
 from liger_aot_build.triton_packs.worker import Built, Job, Setup
 
 _SAID = 10.0  # seconds between lines that say how far a build is
@@ -166,9 +167,9 @@ def _proved(
         with _processes(part.target, settings, 1) as before:
             said = before.submit(worker.reproduced, [functions[key] for key in other]).result()
         for key, problem in zip(other, said, strict=True):
-            why[key] = problem and (
-                f"{problem}. It can't be told what {of.profile} would make of it: record on {of.profile}"
-            )
+            if BY_GLOBALS in problem:
+                problem += f". It can't be told what {of.profile} would make of it: record on {of.profile}"
+            why[key] = problem
     for job in jobs:
         if problem := next((why[f.key] for f in job.functions if why[f.key]), ""):
             result.left_out.append(_left_out(job, problem))

@@ -21,6 +21,7 @@ from liger_aot.triton.recording import Function, is_module, is_qualname
 from liger_aot.triton.values import NotData, decode, encode
 
 MAIN = "__main__"
+BY_GLOBALS = "reads globals that were others when it was recorded"
 _STAND_IN_MAIN = "__liger_aot_main__"
 
 _made: dict[tuple[str, str], list[Any]] = defaultdict(list)
@@ -168,7 +169,7 @@ def differs(function: Function, fn: Any) -> str:
     now = {name: _data(value) for (name, _), (value, _) in fn.used_global_vals.items()}
     other = [name for _, name, value in function.reads if name in now and now[name] != value]
     if other:
-        return f"reads globals that were others when it was recorded: {', '.join(sorted(set(other)))}"
+        return f"{BY_GLOBALS}: {', '.join(sorted(set(other)))}"
     if fn.fn.__code__.co_firstlineno != function.line:
         return f"its source is another: it begins at line {fn.fn.__code__.co_firstlineno}, recorded was {function.line}"
     return "its source, or that of a function that it calls, is not what was recorded"
