@@ -3,8 +3,9 @@
 NVIDIA documents neither the ELF flags nor the attributes in the `.nv.info` sections. The layouts here were
 found by comparing cubins of ptxas 12.8 and 12.9 with what `cuobjdump -elf` and `ptxas -v` print of them; the
 e_flags agree with LLVM's BinaryFormat/ELF.h. ptxas 12 writes ELF ABI 7 for machines up to sm_90a and ELF ABI 8 for
-sm_100 and later: other e_flags, the same attributes. ELF ABI 8 of earlier machines (CUDA 13) is refused: its e_flags do
-not tell sm_90a from sm_90.
+sm_100 and later: other e_flags, the same attributes. ptxas 13 (Triton 3.9 from sm_90 on) writes ELF ABI 8 for all, and
+its e_flags do not tell sm_90a from sm_90: there the note of the tool's options must. Registers, shared memory and
+parameters of ptxas 13.4's cubins for sm_90a and sm_100a were compared with `cuobjdump -res-usage` and the PTX.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class _Abi:
 
 _ABIS = {7: _Abi(51, 0, 0x800, 0, 90), 8: _Abi(65, 8, 0x8, 100, 255)}
 # ELF ABI 8: family-specific code (sm_100f) has the e_flags of code for every machine of its major version (sm_100), as
-# it may run on several. Only the note that names the tool's options tells them apart.
-_FAMILY = re.compile(rb"-arch (sm_\d+f)\b")
+# it may run on several; of ptxas 13, sm_90a and sm_100a have those of sm_90 and sm_100, too. Only the note that names
+# the tool's options tells them apart.
+_NAMED = re.compile(rb"-arch sm_(\d+)([af]?)(?![\w-])")
 _TOOL_NOTE = ".note.nv.tkinfo"
 
 
@@ -121,21 +123,24 @@ class Cubin:
                 f"{known} (CUDA 12)"
             )
         self._sm = self.elf.flags >> abi.sm_shift & 0xFF
-        if not abi.first_sm <= self._sm <= abi.last_sm:
+        named = self._named()
+        if not abi.first_sm <= self._sm <= abi.last_sm and named is None:
             raise BinaryFormatError(
                 f"cubin for sm_{self._sm} of ELF ABI {self.abi_version}; supported are sm_{abi.first_sm} to "
                 f"sm_{abi.last_sm} (CUDA 12)"
             )
-        self.arch = f"sm_{self._sm}{'a' if self.elf.flags & abi.accelerated else self._family()}"
+        said = "a" if self.elf.flags & abi.accelerated else ""
+        self.arch = f"sm_{self._sm}{said if named is None else named}"
         symbols = self.elf.symbols()
         self._by_function = self._function_attributes(len(symbols))
         self.kernels = self._kernels(symbols)
 
-    def _family(self) -> str:
-        """The suffix of code for one family of machines: "f", else nothing."""
+    def _named(self) -> str | None:
+        """The suffix of the machine that the tool was told: "a", "f" or none. Nothing where no note says it of the
+        machine of the e_flags."""
         note = self.elf.section(_TOOL_NOTE)
-        found = _FAMILY.search(self.elf.data(note)) if note else None
-        return "f" if found and found[1].decode() == f"sm_{self._sm}f" else ""
+        found = _NAMED.search(self.elf.data(note)) if note else None
+        return found[2].decode() if found and int(found[1]) == self._sm else None
 
     def _kernels(self, symbols: tuple[Symbol, ...]) -> Mapping[str, CubinKernel]:
         kernels: dict[str, CubinKernel] = {}
