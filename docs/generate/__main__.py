@@ -34,7 +34,7 @@ def index() -> str:
                 f"[{op}](ops/{op}.md)",
                 told.first.replace("|", "\\|"),
                 "yes" if told.differentiable else "no",
-                ", ".join(facts.archs(op)),
+                "all" if facts.archs(op) == facts.ARCHS else ", ".join(facts.archs(op)),
             ]
         )
     return (
@@ -44,7 +44,10 @@ def index() -> str:
                 "- [Moving to liger-aot](migration.md): from Liger, Transformers, flash-attn and plain torch\n"
                 "- [What has run where](support.md): ops and architectures\n"
                 "- [Performance](performance.md): all tables of figures\n"
-                "- [The pack format](pack-format.md): reading binaries without liger-aot\n"
+                "- [Tuning a chip](tuning-your-chip.md): launch numbers for a GPU whose own were never measured\n"
+                "- [Packs of Triton kernels](triton-packs.md): any project's kernels, recorded, built, run\n"
+                "- [The pack format](pack-format.md), [of others' kernels](triton-pack-format.md): reading binaries "
+                "without liger-aot\n"
                 "- [Glossary](glossary.md): the words that code, profiles and docs use\n"
                 "- [The README](../README.md): install, use",
                 "## Ops",

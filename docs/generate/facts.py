@@ -12,7 +12,10 @@ from liger_aot_build.declaration import declared_ops, read_declaration
 from liger_aot_build.plan import KernelPlan, Plan
 from liger_aot_build.profile import Profile, profile_names
 
-ARCHS = tuple(sorted(profile_names(), key=lambda name: (name.startswith("gfx"), name)))
+# NVIDIA's first, the older ones first.
+ARCHS = tuple(
+    sorted(profile_names(), key=lambda name: (name.startswith("gfx"), len(name.rstrip("abcdef")), name))
+)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ else:
 
 EXECUTED = ROOT / "docs" / "executed.toml"
 PAGE = ROOT / "docs" / "support.md"
-AUDITED = "compiled and audited"
+AUDITED = "audited"
 STATES = {
-    "executed on hardware": "the architecture's own binaries ran on a GPU of that architecture",
-    "PTX executed on an NVIDIA H200": "the kernels' PTX ran through the driver's JIT; their cubins have not run",
-    "executed in software": "the binaries ran instruction by instruction in an emulator; nothing is known of their "
-    "speed",
+    "ran": "the architecture's own binaries ran on a GPU of that architecture",
+    "PTX ran": "the kernels' PTX ran on an NVIDIA H200, through the driver's JIT; their cubins have not run",
+    "emulated": "the binaries ran instruction by instruction in an emulator; nothing is known of their speed",
     AUDITED: "every binary was read back and checked against the plan and the chip's limits; the op's own have not run",
 }
 
