@@ -110,11 +110,11 @@ def _buffer_address(instruction: Instruction, operands: Sequence[Operand]) -> Ad
     if not has_offset and operands[1].kind != "off":
         raise EmulatorError("unknown address form")
     descriptor, scalar_offset = expect(operands[2], "scalar", 4), reader(operands[3], "u32")
-    constant = instruction.integer("offset")
+    constant, swizzle = instruction.integer("offset"), 30 if instruction.architecture.rdna else 31
 
     def address(wave: Wave) -> tuple[np.ndarray, np.ndarray]:
         low, high, limit, _ = wave.scalars[descriptor : descriptor + 4]
-        if high >> 31:
+        if high >> swizzle:
             raise EmulatorError("swizzled buffers are not implemented")
         moved = int(scalar_offset(wave))
         lane_offset = (
