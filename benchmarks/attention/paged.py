@@ -9,7 +9,6 @@ last queries of some sequences and heads.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.providers import first_line
+from benchmarks.in_graphs import Ready, captured, made_ready, microseconds, small_error
 from benchmarks.steps import Command
 from benchmarks.workload import TOLERANCE, relative_error
 
 CALLS = 5  # in a graph
-ROUNDS = 7
 CHECKED_QUERIES = 4  # of a sequence, its last
 CHUNKS, CONTEXTS, PAGES = (1, 16, 512, 2048, 8192), (0, 2048, 32768), (16, 64, 256)
 
@@ -193,61 +191,26 @@ def error(point: Point, i: Inputs, result: Tensor) -> float:
     return worst
 
 
-def captured(run: Run) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            run()
-    return graph
-
-
-def prepared(point: Point, name: str, inputs: Inputs) -> tuple[Run, float] | str:
-    """A provider's call and its error; or how it failed: a peer that cannot do a point is a result."""
-    try:
-        run = PROVIDERS[name](point, inputs)
-        found = error(point, inputs, run())
-        if not found < TOLERANCE[torch.bfloat16]:
-            raise ArithmeticError(f"error against fp64 {found}")
-    except Exception as problem:
-        return f"{type(problem).__name__}: {first_line(problem)}"
-    return run, found
+def prepared(point: Point, name: str, inputs: Inputs) -> Ready:
+    """A provider's graph and its error."""
+    run = PROVIDERS[name](point, inputs)
+    found = small_error(error(point, inputs, run()), TOLERANCE[torch.bfloat16])
+    return captured(run, CALLS), found
 
 
 def at(point: Point, names: Sequence[str], device: torch.device) -> list[Result]:
     """All providers in turn."""
     inputs = drawn(point, device)
-    made: list[Result] = []
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    errors: dict[str, float] = {}
-    for name in (name for name in names if offers(name, point)):
-        ready = prepared(point, name, inputs)
-        if isinstance(ready, str):
-            made.append(Result(point, name, failed=ready))
-        else:
-            run, errors[name] = ready
-            graphs[name] = captured(run)
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize(device)
-            samples[name].append(start.elapsed_time(end) * 1e3 / CALLS)
-    for name, times in samples.items():
-        us = statistics.median(times)
-        made.append(
-            Result(point, name, us, point.operations / us / 1e6, point.bytes / us / 1e3, errors[name])
-        )
-    return made
+    able = [name for name in names if offers(name, point)]
+    ready, failed = made_ready(able, lambda name: prepared(point, name, inputs))
+    us = microseconds({name: graph for name, (graph, _) in ready.items()}, device, CALLS)
+    return [
+        *(Result(point, name, failed=why) for name, why in failed.items()),
+        *(
+            Result(point, name, t, point.operations / t / 1e6, point.bytes / t / 1e3, ready[name][1])
+            for name, t in us.items()
+        ),
+    ]
 
 
 def line(point: Point, found: Sequence[Result]) -> str:

@@ -9,7 +9,6 @@ kernels is both. Before it is timed, a provider's result is compared with float6
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.providers import COPY, first_line
-from benchmarks.quantization.quantization import CALLS, FP8, LARGEST, ROUNDS, captured
+from benchmarks.in_graphs import Ready, Result, beside_the_copy, captured, cells, small_error
+from benchmarks.quantization.quantization import FP8, LARGEST
 from benchmarks.steps import Command
 
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
@@ -81,16 +80,6 @@ class Inputs:
         heads = self.qkv.unflatten(-1, (-1, DIM))
         count = self.cache.shape[3]
         return heads[:, -2 * count : -count], heads[:, -count:]
-
-
-@dataclass(frozen=True)
-class Result:
-    point: Point
-    provider: str
-    us: float | None = None
-    of_copy: float | None = None
-    error: float | None = None
-    failed: str | None = None
 
 
 def drawn(point: Point, device: torch.device, seed: int = 0) -> Inputs:
@@ -214,57 +203,26 @@ PROVIDERS: dict[str, Callable[[Point, Inputs], Run]] = {"liger_aot": ours, "vllm
 # ---- measuring ----
 
 
-def prepared(point: Point, name: str, device: torch.device) -> tuple[torch.cuda.CUDAGraph, float] | str:
-    """A provider's graph and its error; or how it failed: a peer that cannot do a point is a result."""
-    try:
-        found = checked(point, name, device)
-        return captured(PROVIDERS[name](point, drawn(point, device))), found
-    except Exception as problem:
-        return f"{type(problem).__name__}: {first_line(problem)}"
-
-
 def checked(point: Point, name: str, device: torch.device) -> float:
     """The error of one call, once it is known to be small."""
     inputs = drawn(point, device)
     wanted = exact(point, inputs)
     found = error(left(point, inputs, PROVIDERS[name](point, inputs)()), wanted)
-    if not found <= TOLERANCE.get(point.kind, SIXTEEN_BITS):
-        raise ArithmeticError(f"error against fp64 {found}")
-    return found
+    return small_error(found, TOLERANCE.get(point.kind, SIXTEEN_BITS))
+
+
+def prepared(point: Point, name: str, device: torch.device) -> Ready:
+    """A provider's graph and its error."""
+    found = checked(point, name, device)
+    return captured(PROVIDERS[name](point, drawn(point, device))), found
 
 
 def at(point: Point, names: Sequence[str], device: torch.device) -> list[Result]:
-    """All providers in turn, with the copy."""
-    halves = [torch.empty(point.bytes // 2, dtype=torch.uint8, device=device) for _ in range(2)]
-    graphs = {COPY: captured(lambda: halves[0].copy_(halves[1]))}
-    made: list[Result] = []
-    errors: dict[str, float] = {}
-    for name in names:
-        ready = prepared(point, name, device)
-        if isinstance(ready, str):
-            made.append(Result(point, name, failed=ready))
-        else:
-            graphs[name], errors[name] = ready
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize(device)
-            samples[name].append(start.elapsed_time(end) * 1e3 / CALLS)
-    us = {name: statistics.median(times) for name, times in samples.items()}
-    return made + [Result(point, n, t, us[COPY] / t, errors.get(n)) for n, t in us.items()]
+    return beside_the_copy(point, names, lambda name: prepared(point, name, device), device)
 
 
 def line(point: Point, found: Sequence[Result]) -> str:
-    cells = [f"{r.provider} {r.us:.2f}" for r in found if r.us is not None]
-    mine = [f"{r.of_copy:.2f} of the copy" for r in found if r.provider == "liger_aot" and r.of_copy]
-    failed = [f"{r.provider} failed: {r.failed}" for r in found if r.failed]
-    heads = f"{point.q_heads}/{point.kv_heads} heads"
-    return f"{point.kind} {point.tokens} tokens, {heads}: {', '.join([*cells, *mine, *failed])}"
+    return f"{point.kind} {point.tokens} tokens, {point.q_heads}/{point.kv_heads} heads: {cells(found)}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ with float64.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.providers import COPY, first_line
+from benchmarks.in_graphs import Ready, Result, beside_the_copy, captured, cells, small_error
 from benchmarks.steps import Command
 
-CALLS, ROUNDS = 20, 7
 FP8, LARGEST = torch.float8_e4m3fn, 448.0
 EPS, GROUP = 1e-6, 128
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 8192)
@@ -70,16 +68,6 @@ class Inputs:
     residual: Tensor
     weight: Tensor
     scale: Tensor
-
-
-@dataclass(frozen=True)
-class Result:
-    point: Point
-    provider: str
-    us: float | None = None
-    of_copy: float | None = None
-    error: float | None = None
-    failed: str | None = None
 
 
 def drawn(point: Point, device: torch.device, seed: int = 0) -> Inputs:
@@ -217,65 +205,19 @@ PROVIDERS: dict[str, Callable[[Point, Inputs], Run]] = {
 # ---- measuring ----
 
 
-def captured(run: Run) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            run()
-    return graph
-
-
-def prepared(point: Point, name: str, device: torch.device) -> tuple[torch.cuda.CUDAGraph, float] | str:
-    """A provider's graph and its error; or how it failed: a peer that cannot do a point is a result."""
-    try:
-        run = PROVIDERS[name](point, drawn(point, device))
-        found = error(point, drawn(point, device), *run()[:2])
-        if not found < TOLERANCE:
-            raise ArithmeticError(f"error against fp64 {found}")
-        return captured(run), found
-    except Exception as problem:
-        return f"{type(problem).__name__}: {first_line(problem)}"
+def prepared(point: Point, name: str, device: torch.device) -> Ready:
+    """A provider's graph and its error."""
+    run = PROVIDERS[name](point, drawn(point, device))
+    found = small_error(error(point, drawn(point, device), *run()[:2]), TOLERANCE)
+    return captured(run), found
 
 
 def at(point: Point, names: Sequence[str], device: torch.device) -> list[Result]:
-    """All providers in turn, with the copy."""
-    halves = [torch.empty(point.bytes // 2, dtype=torch.uint8, device=device) for _ in range(2)]
-    graphs = {COPY: captured(lambda: halves[0].copy_(halves[1]))}
-    made: list[Result] = []
-    errors: dict[str, float] = {}
-    for name in names:
-        ready = prepared(point, name, device)
-        if isinstance(ready, str):
-            made.append(Result(point, name, failed=ready))
-        else:
-            graphs[name], errors[name] = ready
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize(device)
-            samples[name].append(start.elapsed_time(end) * 1e3 / CALLS)
-    us = {name: statistics.median(times) for name, times in samples.items()}
-    return made + [Result(point, n, t, us[COPY] / t, errors.get(n)) for n, t in us.items()]
+    return beside_the_copy(point, names, lambda name: prepared(point, name, device), device)
 
 
 def line(point: Point, found: Sequence[Result]) -> str:
-    cells = [f"{r.provider} {r.us:.2f}" for r in found if r.us is not None]
-    mine = [f"{r.of_copy:.2f} of the copy" for r in found if r.provider == "liger_aot" and r.of_copy]
-    failed = [f"{r.provider} failed: {r.failed}" for r in found if r.failed]
-    return (
-        f"{point.kind} {point.scheme} {point.rows} x {point.columns}: {', '.join([*cells, *mine, *failed])}"
-    )
+    return f"{point.kind} {point.scheme} {point.rows} x {point.columns}: {cells(found)}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ provider keeps or samples is compared with float64.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.providers import COPY, first_line
-from benchmarks.quantization.quantization import CALLS, ROUNDS, captured
+from benchmarks.in_graphs import Ready, Result, beside_the_copy, captured, cells, small_error
 from benchmarks.steps import Command
 
 K, P = 50, 0.9
@@ -63,16 +61,6 @@ class Inputs:
     temperature: Tensor | None
     seeds: Tensor
     positions: Tensor
-
-
-@dataclass(frozen=True)
-class Result:
-    point: Point
-    provider: str
-    us: float | None = None
-    of_copy: float | None = None
-    error: float | None = None
-    failed: str | None = None
 
 
 def drawn(point: Point, device: torch.device) -> Inputs:
@@ -200,48 +188,20 @@ PROVIDERS: dict[str, Callable[[Point, Inputs], Run]] = {
 # ---- measuring ----
 
 
-def prepared(point: Point, name: str, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, float] | str:
-    """A provider's graph and its error; or how it failed: a peer that cannot do a point is a result."""
-    try:
-        run = PROVIDERS[name](point, inputs)
-        found = error(point, inputs, run())
-        if not found < TOLERANCE:
-            raise ArithmeticError(f"error against fp64 {found}")
-        return captured(run), found
-    except Exception as problem:
-        return f"{type(problem).__name__}: {first_line(problem)}"
+def prepared(point: Point, name: str, inputs: Inputs) -> Ready:
+    """A provider's graph and its error."""
+    run = PROVIDERS[name](point, inputs)
+    found = small_error(error(point, inputs, run()), TOLERANCE)
+    return captured(run), found
 
 
 def at(point: Point, names: Sequence[str], device: torch.device) -> list[Result]:
-    """All providers in turn, with the copy."""
     inputs = drawn(point, device)
-    halves = [torch.empty(point.bytes // 2, dtype=torch.uint8, device=device) for _ in range(2)]
-    graphs, errors = {COPY: captured(lambda: halves[0].copy_(halves[1]))}, {}
-    made: list[Result] = []
-    for name in names:
-        ready = prepared(point, name, inputs)
-        if isinstance(ready, str):
-            made.append(Result(point, name, failed=ready))
-        else:
-            graphs[name], errors[name] = ready
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize(device)
-            samples[name].append(start.elapsed_time(end) * 1e3 / CALLS)
-    us = {name: statistics.median(times) for name, times in samples.items()}
-    return made + [Result(point, n, t, us[COPY] / t, errors.get(n)) for n, t in us.items()]
+    return beside_the_copy(point, names, lambda name: prepared(point, name, inputs), device)
 
 
 def line(point: Point, found: Sequence[Result]) -> str:
-    cells = [f"{r.provider} {r.us:.2f}" for r in found if r.us is not None]
-    failed = [f"{r.provider} failed: {r.failed}" for r in found if r.failed]
-    return f"{point.task} {point.kind} {point.rows} x {point.columns}: {', '.join([*cells, *failed])}"
+    return f"{point.task} {point.kind} {point.rows} x {point.columns}: {cells(found)}"
 
 
 def main(arguments: Sequence[str]) -> int:

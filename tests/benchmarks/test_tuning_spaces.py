@@ -59,7 +59,7 @@ def test_kernels_that_are_taken_away_are_there(kernel: str) -> None:
 
 def test_every_op_of_more_than_helpers_has_spaces() -> None:
     """The others' launch numbers follow from those of the ops that they are made of; policy_loss reads a few KB; those
-    of ops with 8-bit results depend on the number of rows, those of ops that sample also on how flat a row is: the
+    of ops with 8-bit results, and of a cache's, depend on the number of rows, those of ops that sample also on how flat a row is: the
     tuner varies neither."""
     assert set(SPACES) <= set(DECLARED)
     without = set(DECLARED.values()) - {DECLARED[kernel] for kernel in SPACES}
@@ -72,6 +72,7 @@ def test_every_op_of_more_than_helpers_has_spaces() -> None:
         "fused_linear_jsd",
         "fused_linear_kl_div",
         "fused_linear_log_probs",
+        "merge_attention_states",
         "neighborhood_attention",
         "policy_loss",
         "rejection_sample",
@@ -79,6 +80,7 @@ def test_every_op_of_more_than_helpers_has_spaces() -> None:
         "top_k_top_p_mask",
         "vocab_parallel_cross_entropy",
         "vocab_parallel_linear_cross_entropy",
+        "write_kv_cache",
     }
 
 
