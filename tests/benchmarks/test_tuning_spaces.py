@@ -59,14 +59,15 @@ def test_kernels_that_are_taken_away_are_there(kernel: str) -> None:
 
 def test_every_op_of_more_than_helpers_has_spaces() -> None:
     """The others' launch numbers follow from those of the ops that they are made of; policy_loss reads a few KB; those
-    of ops with 8-bit results, and of a cache's, depend on the number of rows, those of ops that sample also on how flat a row is: the
-    tuner varies neither."""
+    of ops with 8-bit results, and around a cache, depend on the number of rows, those of ops that sample also on how
+    flat a row is: the tuner varies neither."""
     assert set(SPACES) <= set(DECLARED)
     without = set(DECLARED.values()) - {DECLARED[kernel] for kernel in SPACES}
     assert {op for op in without if not op.endswith("quantize")} == {
         "column_sums",
         "cross_entropy_tvd",
         "divergence_sums",
+        "flash_attention_paged",
         "fused_linear_cross_entropy",
         "fused_linear_distillation_loss",
         "fused_linear_jsd",
@@ -75,6 +76,7 @@ def test_every_op_of_more_than_helpers_has_spaces() -> None:
         "merge_attention_states",
         "neighborhood_attention",
         "policy_loss",
+        "qk_norm_rope",
         "rejection_sample",
         "sample",
         "top_k_top_p_mask",
