@@ -45,9 +45,10 @@ def write_pack(
         "backend": arch.backend,
         "serves": arch.serves,
         "measured": sum(
-            not profile.table(kernel).provenance.startswith(DERIVED)
+            not profile.tables[kernel].provenance.startswith(DERIVED)
             for plan in plans
             for kernel in plan.kernels
+            if kernel in profile.tables
         ),
         "fp8": arch.fp8,
         "binary_version": max(a.facts.format_version for a in audited.values()),

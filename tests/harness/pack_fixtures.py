@@ -41,9 +41,12 @@ def copies(tmp_path: Path, install: Callable[..., None]) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def built(install: Callable[..., None]) -> Path:
-    """The folder of the packs of all architectures, installed."""
-    (root,) = {built_pack(arch).folder.parent for arch in ARCHS}
+def built(tmp_path: Path, install: Callable[..., None]) -> Path:
+    """A folder with the packs of ARCHS alone, installed."""
+    root = tmp_path / "built"
+    root.mkdir()
+    for arch in ARCHS:
+        (root / arch).symlink_to(built_pack(arch).folder, target_is_directory=True)
     install(root)
     return root
 

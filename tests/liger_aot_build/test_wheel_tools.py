@@ -339,9 +339,14 @@ def test_the_bill_of_every_wheel_names_its_compilers(tmp_path: Path) -> None:
     needs = {
         d["ref"]: {on for on in d.get("dependsOn", []) if "torch" not in on} for d in bill["dependencies"]
     }
-    triton, ptxas = "pkg:pypi/triton@3.6.0", "pkg:generic/ptxas@12.8"
+    triton, ptxas, newer = "pkg:pypi/triton@3.6.0", "pkg:generic/ptxas@12.8", "pkg:generic/ptxas@12.9"
     for wheel in tmp_path.glob("*.whl"):
-        compiled = {triton} if "_gfx" in wheel.name else {triton, ptxas}
+        parts = wheel.name.split("-")[0].split("_")  # of an architecture's wheel its name is the last one
+        compiled = {triton, newer} if parts[-1] in ("sm100", "sm120") else {triton, ptxas}
+        if parts[-1].startswith("gfx"):
+            compiled = {triton}
+        if parts[-1] == "aot":
+            compiled = {triton, ptxas, newer}
         assert needs[wheel.name] == compiled, wheel.name
     scopes = {c["bom-ref"]: c.get("scope") for c in bill["components"]}
     assert scopes[triton] == scopes[ptxas] == "excluded", "they aren't there where it runs"

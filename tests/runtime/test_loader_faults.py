@@ -29,7 +29,7 @@ pytest_plugins = ("tests.harness.pack_fixtures",)
 
 H200 = Device("cuda", "9.0", "NVIDIA H200")
 A100 = Device("cuda", "8.0", "NVIDIA A100")
-L4 = Device("cuda", "8.9", "NVIDIA L4")
+A10 = Device("cuda", "8.6", "NVIDIA A10")
 NOBODY = 65534
 
 
@@ -99,7 +99,7 @@ def test_damage_is_found_where_it_is(
 @pytest.mark.parametrize(("damage", "message"), [*(d for d in DAMAGE if d[1] != "sha256 is"), TOO_LARGE])
 def test_a_damaged_manifest(sm80: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(sm80 / "manifest.json")
-    for device in (A100, L4):
+    for device in (A100, A10):
         with pytest.raises(PackDamaged, match=message) as caught:
             pack_for(device)
         assert caught.value.path == sm80 / "manifest.json"
@@ -225,7 +225,7 @@ def test_a_pack_in_another_ones_folder(sm80: Path) -> None:
 def test_another_version(sm80: Path) -> None:
     edit(sm80 / "manifest.json", lambda m: m.update(version="0.0.9"))
     message = rf'is of version 0\.0\.9, liger-aot of .*"liger-aot\[sm80\]=={liger_aot.__version__}"'
-    for attempt in (lambda: pack_for(A100), lambda: pack_for(L4), lambda: pack_of("sm80")):
+    for attempt in (lambda: pack_for(A100), lambda: pack_for(A10), lambda: pack_of("sm80")):
         with pytest.raises(PackNotFound, match=message):
             attempt()
 
