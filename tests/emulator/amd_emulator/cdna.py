@@ -239,10 +239,11 @@ def _sdwa(form: Form, word: int, second: int) -> Parts:
         if second >> 13 & 1:
             modifiers["clamp"] = None
         modifiers |= output_scale(second >> 14 & 3)
-        modifiers |= {
-            "dst_sel": _choice(_SELECT, second >> 8 & 7),
-            "dst_unused": _choice(_UNUSED, second >> 11 & 3),
-        }
+        if not form.name.endswith("f32_fp8"):  # those have whole results, of which LLVM prints nothing
+            modifiers |= {
+                "dst_sel": _choice(_SELECT, second >> 8 & 7),
+                "dst_unused": _choice(_UNUSED, second >> 11 & 3),
+            }
     modifiers["src0_sel"] = _choice(_SELECT, second >> 16 & 7)
     if len([t for t in form.operands[1:] if t not in ("m", "c")]) > 1:
         modifiers["src1_sel"] = _choice(_SELECT, second >> 24 & 7)

@@ -167,7 +167,7 @@ def _plain_destination(instruction: Instruction, name: str, keep_high: bool) -> 
         if lanes or instruction.modifiers.get("dst_sel", "DWORD") != "DWORD":
             raise EmulatorError("DPP or SDWA on a 64-bit result")
         return lambda wave, value: wave.set_vectors(register, pair(value, wave.size))
-    if bits == 16 or instruction.sdwa:
+    if bits == 16 or "dst_sel" in instruction.modifiers:
         return _partial_destination(instruction, register, bits, keep_high)
     if lanes:
         return lambda wave, value: np.copyto(wave.vectors[register], value.view(np.uint32), where=lanes(wave))
@@ -194,7 +194,7 @@ def pair(value: Value, lanes: int) -> np.ndarray:
 def _partial_destination(instruction: Instruction, register: int, bits: int, keep_high: bool) -> Writer:
     """Place a result in some bits of the register; the others are zeroed or kept."""
     first, width, keeps = 0, 32, False
-    if instruction.sdwa:
+    if "dst_sel" in instruction.modifiers:
         first, width = _SELECT[str(instruction.modifiers["dst_sel"])]
         unused = instruction.modifiers["dst_unused"]
         if unused not in ("UNUSED_PAD", "UNUSED_PRESERVE"):
