@@ -19,14 +19,11 @@ else:
 EXECUTED = ROOT / "docs" / "executed.toml"
 PAGE = ROOT / "docs" / "support.md"
 AUDITED = "audited"
-IN_PART = "in part"
 STATES = {
     "ran": "the architecture's own binaries ran on a GPU of that architecture",
     "PTX ran": "the kernels' PTX ran on an NVIDIA H200, through the driver's JIT; their cubins have not run",
     "emulated": "the binaries ran instruction by instruction in an emulator; nothing is known of their speed",
     AUDITED: "every binary was read back and checked against the plan and the chip's limits; the op's own have not run",
-    IN_PART: "compiled and audited, but not all of the architecture's binaries: a build of them may stop at one that "
-    "spills registers",
 }
 
 
@@ -43,7 +40,6 @@ class Run:
 class Executed:
     runs: Mapping[str, Run]
     ops: Mapping[str, tuple[Run, ...]]
-    in_part: tuple[str, ...]  # architectures that were never built whole
 
 
 def read(path: Path = EXECUTED) -> Executed:
@@ -65,10 +61,7 @@ def read(path: Path = EXECUTED) -> Executed:
             raise ValueError(f"{path.name}: {op}: two runs of one architecture")
         if without := [arch for arch in archs if arch not in facts.archs(op)]:
             raise ValueError(f"{path.name}: {op}: ran on {without[0]}, which has no binaries of it")
-    in_part = tuple(raw.get("in_part", ()))
-    if unknown := [arch for arch in in_part if arch not in facts.ARCHS]:
-        raise ValueError(f"{path.name}: in_part: there is no architecture {unknown[0]!r}")
-    return Executed(runs, ops, in_part)
+    return Executed(runs, ops)
 
 
 def page(executed: Executed) -> str:
@@ -78,9 +71,7 @@ def page(executed: Executed) -> str:
         if arch not in facts.archs(op):
             return "-"
         run = next((run for run in executed.ops[op] if run.arch == arch), None)
-        if run is None:
-            return IN_PART if arch in executed.in_part else AUDITED
-        return f"{run.state} ({notes[run.name]})"
+        return AUDITED if run is None else f"{run.state} ({notes[run.name]})"
 
     rows = [[f"[{op}](ops/{op}.md)", *(cell(op, arch) for arch in facts.ARCHS)] for op in executed.ops]
     counts = [
@@ -92,7 +83,7 @@ def page(executed: Executed) -> str:
         "\n\n".join(
             [
                 "# What has run where",
-                "Each op on each architecture that has binaries of it. What was "
+                "Each op on each architecture that has binaries of it. All binaries are compiled and audited; what was "
                 "executed is recorded in [executed.toml](executed.toml).",
                 "\n".join(f"- **{state}**: {meaning}." for state, meaning in STATES.items()),
                 markdown.table(["op", *facts.ARCHS], rows),
