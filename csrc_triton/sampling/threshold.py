@@ -5,7 +5,8 @@ and those that equal it, up to a column. The threshold is found among the ordere
 columns, or adds up their masses, above three pivots between the bounds known so far. Masses are integers (``mass_of``):
 their sums don't depend on their order.
 
-A step reads only the groups of 32 columns in which a column may lie between the bounds. ``groups`` left the greatest
+Where top-p alone decides, ``bracket.py`` has left the columns among which the threshold is. In other rows, and where it
+is not, a step reads only the groups of 32 columns in which a column may lie between the bounds. ``groups`` left the greatest
 value of each group: the k-th greatest of those is a lower bound for the k-th greatest value. The list of the groups
 that are left is in memory until they fit in one tile, which is then held in registers.
 """
@@ -13,7 +14,8 @@ that are left is in memory until they fit in one tile, which is then held in reg
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.generator import LOG2_E, in_order, log2_of, mass_of, ordered
+from csrc_triton.sampling.bracket import HELD, decided_by_mass
+from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered
 from csrc_triton.sampling.logits import GROUP, given, load_logits
 
 ALL_KEPT = tl.constexpr(0x7FFFFFFF)  # a column after the last
@@ -63,15 +65,17 @@ def combine_step(a, b, c, least, greatest, d, e, f, other_least, other_greatest)
 
 @triton.jit
 def search_registers(key, value, low, high, reached, above, needed, enough):
-    """Narrow the bounds by columns in registers, until one key is left, or no more than ``enough`` is reached."""
+    """Narrow the bounds by columns in registers, until one key is left, or no more than ``enough`` is reached. ``value``
+    is int32, the sums may be int64: registers are scarce."""
     while (low + 1 < high) & (reached > enough):
         p, q, r = pivots_of(low, high)
         inside = (key >= low) & (key < high)
         a, b, c, least, greatest = tl.reduce(
             (
-                tl.where(inside & (key >= p), value, 0), tl.where(inside & (key >= q), value, 0),
-                tl.where(inside & (key >= r), value, 0), tl.where(inside, key, 0x7FFFFFFF),
-                tl.where(inside, key, NO_KEY),
+                tl.where(inside & (key >= p), value, 0).to(reached.dtype),
+                tl.where(inside & (key >= q), value, 0).to(reached.dtype),
+                tl.where(inside & (key >= r), value, 0).to(reached.dtype),
+                tl.where(inside, key, 0x7FFFFFFF), tl.where(inside, key, NO_KEY),
             ), None, combine_step,
         )  # fmt: skip
         low, high, reached, above = narrowed_by_three(low, high, reached, above, p, q, r, a, b, c, needed)
@@ -248,12 +252,50 @@ def greatest_columns(
 
 
 @triton.jit
+def search_collected(HELD_WORDS, STATE, greatest, scale, share, n):
+    """(1 if the threshold is among the columns that ``collect`` wrote down, its key, the last column that is kept of
+    those that equal it)."""
+    held = tl.load(STATE)
+    total = tl.load(STATE + 1)
+    above = tl.load(STATE + 2)
+    needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+    i = tl.arange(0, HELD)
+    mask = (i < held) & (held <= HELD)
+    word = tl.load(HELD_WORDS + i, mask=mask, other=0)
+    key = tl.where(mask, (word >> 32).to(tl.int32), NO_KEY)
+    value = tl.where(mask, mass_of(in_order(key), greatest, scale), 0)
+    reached = above + tl.sum(value.to(tl.int64), 0)
+    found = tl.full([], 0, tl.int32)
+    low = tl.full([], LOWEST, tl.int32)
+    limit = tl.full([], ALL_KEPT, tl.int32)
+    if (above < needed) & (needed <= reached):
+        found = tl.full([], 1, tl.int32)
+        least = tl.min(tl.where(mask, key, 0x7FFFFFFF), 0)
+        low, reached, above = search_registers(
+            key, value, least, tl.max(key, 0) + 1, reached, above, needed, needed * 0
+        )
+        mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
+        ties = ties_needed(needed - above, mass)
+        if above + ties * mass < reached:
+            wanted = ties.to(tl.int32)
+            tie = key == low
+            word = tl.load(HELD_WORDS + i, mask=mask, other=0)
+            column = tl.where(tie, -column_of(word).to(tl.int32), NO_KEY)
+            one = tl.where(tie, 1, 0)
+            count = tl.sum(one, 0)
+            zero = tl.full([], 0, tl.int32)
+            last, _count, _above = search_registers(column, one, zero - n, zero + 1, count, zero, wanted, wanted)
+            limit = -last
+    return found, low, limit
+
+
+@triton.jit
 def find_threshold(
-    TAU, LIMIT, LIST, GREATEST, X, n, K, P, MIN_P, TEMPERATURE, at, groups,
+    TAU, LIMIT, LIST, GREATEST, HELD_WORDS, STATE, X, n, K, P, MIN_P, TEMPERATURE, at, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the threshold of row ``at`` and the last column of those that equal it; -inf where nothing is left out.
-    LIST, GREATEST and X are the row's own."""
+    LIST, GREATEST, HELD_WORDS and X are the row's own."""
     key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
     wanted = given(K, at, n)
     wanted = tl.where(wanted > 0, tl.minimum(wanted, n), n)
@@ -278,7 +320,14 @@ def find_threshold(
                 LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE, WIDTH
             )  # fmt: skip
         low = tl.maximum(low, nearest)
-        if share < 1.0:
+        found = tl.full([], 0, tl.int32)
+        if (STATE.to(tl.int64) != 0) & decided_by_mass(K, P, MIN_P, TEMPERATURE, greatest, n, at):
+            found, by_mass, last = search_collected(
+                HELD_WORDS, STATE + at.to(tl.int64) * 4, greatest, scale, share, n
+            )
+            if found != 0:
+                low, limit = by_mass, last
+        if (share < 1.0) & (found == 0):
             far = greatest - 32.0 / scale  # below it masses are 0
             low = tl.maximum(low, ordered(tl.where(far == far, far, -float("inf")) + 0.0))
             active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)

@@ -23,6 +23,7 @@ from liger_aot.runtime.layout import layouts_of, rows_of
 
 GROUP = 32  # columns: as many as a word of a mask has bits
 MAX_COLUMNS = 1 << 18
+SAMPLED, STEPS, MEASURES, HELD, STATE = 8, 2, 32, 8192, 4  # as in csrc_triton/sampling/bracket.py
 LAUNCHES = "top_k_top_p_mask"  # the op whose kernels find thresholds
 INT, FLOAT = (torch.int32, torch.int64), (torch.float32,)
 # How an argument's elements lie: one a row, a bit a column, one a column, some a row; one a request, where rows are
@@ -204,16 +205,16 @@ class Logits(NamedTuple):
 
 
 class Thresholds:
-    """The launches that find the thresholds of calls with such logits."""
+    """The launches that find the thresholds of calls with such logits, with or without a top-p."""
 
-    def __init__(self, on: OpOn, logits: Logits) -> None:
+    def __init__(self, on: OpOn, logits: Logits, top_p: bool) -> None:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
         self._on = on
         self._first = on.kernels["logits_groups"].for_rows(key, n, rows)
-        self._second = on.kernels["logits_threshold"].for_rows(key, n, rows)
-        self._rows, self._groups = rows, -(-n // GROUP)
-        self._numbers = logits.stride, n, self._groups
+        self._last = on.kernels["logits_threshold"].for_rows(key, n, rows)
+        self._rows, self._groups, self._n, self._stride = rows, -(-n // GROUP), n, logits.stride
         self._blocks = -(-n // self._first.block)
+        self._bracket = Bracket(on, logits, self._blocks) if top_p and self._blocks > 1 else None
 
     def __call__(
         self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int
@@ -227,14 +228,56 @@ class Thresholds:
         scratch = x.new_empty((2, rows, groups), dtype=torch.int32)
         tau, limit = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int32)
         greatest = scratch.data_ptr()
+        logits = (x_at, *filters, temperature, self._stride, self._n)
+        bracket = self._bracket
+        held, state, tails, parts = 0, 0, 0, 0
+        if bracket is not None:
+            memory = x.new_empty(bracket.size, dtype=torch.int64)  # in use until the last launch is in the stream
+            held, state, tails, parts = bracket.places(memory)
         self._first.launch(
-            device, stream, rows * self._blocks, 1, 1, greatest, x_at, *self._numbers, self._blocks
-        )
-        self._second.launch(
-            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest, x_at,
-            *filters, temperature, *self._numbers,
+            device, stream, rows * self._blocks, 1, 1, greatest, parts, state, x_at, temperature, self._stride, self._n,
+            groups, self._blocks,
+        )  # fmt: skip
+        if bracket is not None:
+            bracket.launch(stream, held, state, tails, parts, logits)
+        self._last.launch(
+            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest, held,
+            state, *logits, groups,
         )  # fmt: skip
         return tau, limit
+
+
+class Bracket:
+    """The launches that write down the columns among which a flat row's threshold lies."""
+
+    def __init__(self, on: OpOn, logits: Logits, parts: int) -> None:
+        key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
+        self._device, self._rows, self._parts = on.device, rows, parts
+        self._tails = on.kernels["logits_tails"].for_rows(key, n, rows)
+        self._collect = on.kernels["logits_collect"].for_rows(key, n, rows)
+        self._sampled = -(-n // (SAMPLED * self._tails.block))
+        self._blocks = -(-n // self._collect.block)
+        of_row = (HELD, STATE, STEPS * MEASURES * self._sampled // 2, parts)  # the last two of float32, a pair a word
+        self._starts = [8 * rows * sum(of_row[:i]) for i in range(4)]
+        self.size = rows * sum(of_row)
+
+    def places(self, memory: Tensor) -> tuple[int, ...]:
+        """The addresses of columns, sums, what is measured of a sample, and of blocks."""
+        at = memory.data_ptr()
+        return tuple(at + start for start in self._starts)
+
+    def launch(
+        self, stream: int, held: int, state: int, tails: int, parts: int, logits: tuple[int, ...]
+    ) -> None:
+        device, rows, sampled = self._device, self._rows, self._sampled
+        for step in range(STEPS):
+            self._tails.launch(
+                device, stream, rows * sampled, 1, 1, tails, parts, *logits, self._parts, step, sampled
+            )
+        self._collect.launch(
+            device, stream, rows * self._blocks, 1, 1, held, state, tails, parts, *logits, self._parts, sampled,
+            self._blocks,
+        )  # fmt: skip
 
 
 # ---- the reference ----

@@ -106,7 +106,7 @@ class TopKTopPMask(SamplingOp):
 
     def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
         logits = Logits.of(tensors[0])
-        find = Thresholds(on, logits)
+        find = Thresholds(on, logits, tensors[2] is not None)
         y_stride = logits.n if out is None else out.stride(0) if logits.rows > 1 else logits.n
         y_at = 0 if out is None else out.data_ptr()
         aligned = logits.aligned and not (y_at | y_stride) & 15
@@ -130,7 +130,7 @@ class TopKTopPMask(SamplingOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         rows, n = shape
-        kernels = ("logits_groups", "logits_threshold", self.name)
+        kernels = ("logits_groups", "logits_tails", "logits_collect", "logits_threshold", self.name)
         return tuple(Problem(kernel, (dtype,), n % 16 == 0, n, rows) for kernel in kernels)
 
     @staticmethod
