@@ -5,8 +5,8 @@ and those that equal it, up to a column. The threshold is found among the ordere
 columns, or adds up their masses, above three pivots between the bounds known so far. Masses are integers (``mass_of``):
 their sums don't depend on their order.
 
-Where top-p alone decides, ``bracket.py`` has left the columns among which the threshold is. In other rows, and where it
-is not, a step reads only the groups of 32 columns in which a column may lie between the bounds. ``groups`` left the greatest
+Where top-p alone decides, ``bracket.py`` has left the columns among which the threshold is; of a small top-k,
+``ranks.py`` compares the few columns that matter. In other rows, and where these do not find it, a step reads only the groups of 32 columns in which a column may lie between the bounds. ``groups`` left the greatest
 value of each group: the k-th greatest of those is a lower bound for the k-th greatest value. The list of the groups
 that are left is in memory until they fit in one tile, which is then held in registers.
 """
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from csrc_triton.sampling.bracket import HELD, decided_by_mass
-from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered
+from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered, packed
 from csrc_triton.sampling.logits import GROUP, given, load_logits
+from csrc_triton.sampling.ranks import RANKED, bound_of_sets, last_kept, write_sets
 
 ALL_KEPT = tl.constexpr(0x7FFFFFFF)  # a column after the last
 LOWEST = tl.constexpr(-2139095041)  # ordered(-inf)
@@ -290,19 +291,57 @@ def search_collected(HELD_WORDS, STATE, greatest, scale, share, n):
 
 
 @triton.jit
+def write_columns(WORDS, LIST, X, n, active, low, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Write the columns of the listed groups whose key is at least ``low``, in their order; return how many there are,
+    of which RANKED are written."""
+    count = 0
+    for first in range(0, active, TILE):
+        _group, cols, key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
+        reached = (key >= low).to(tl.int32)
+        in_group = tl.cumsum(reached, 1)
+        of_group = tl.max(in_group, 1)
+        place = (count + tl.cumsum(of_group, 0) - of_group)[:, None] + in_group - 1
+        tl.store(WORDS + place, packed(x, cols), mask=(reached != 0) & (place < RANKED))
+        count += tl.sum(of_group, 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def rank_columns(
+    WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """(1 if few enough columns are as great as the ``wanted`` greatest of them, the key of the last that is kept, its
+    column)."""
+    found = tl.full([], 0, tl.int32)
+    low = tl.full([], LOWEST, tl.int32)
+    limit = tl.full([], ALL_KEPT, tl.int32)
+    write_sets(WORDS, GREATEST, groups, GROUPS, WIDTH)
+    tl.debug_barrier()
+    least = tl.maximum(bound_of_sets(WORDS, wanted), nearest)
+    active = list_groups(LIST, GREATEST, groups, least, GROUPS, WIDTH)
+    if active <= RANKED:
+        count = write_columns(WORDS, LIST, X, n, active, least, TILE, WIDTH)
+        if count <= RANKED:
+            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale)
+            found = tl.full([], 1, tl.int32)
+    return found, low, limit
+
+
+@triton.jit
 def find_threshold(
-    TAU, LIMIT, LIST, GREATEST, HELD_WORDS, STATE, X, n, K, P, MIN_P, TEMPERATURE, at, groups,
+    TAU, LIMIT, LIST, GREATEST, WORDS, HELD_WORDS, STATE, X, n, K, P, MIN_P, TEMPERATURE, at, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the threshold of row ``at`` and the last column of those that equal it; -inf where nothing is left out.
-    LIST, GREATEST, HELD_WORDS and X are the row's own."""
-    key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
+    LIST, GREATEST, WORDS, HELD_WORDS and X are the row's own."""
     wanted = given(K, at, n)
     wanted = tl.where(wanted > 0, tl.minimum(wanted, n), n)
     share = given(P, at, 1.0)
     least_share = given(MIN_P, at, 0.0)
     temperature = given(TEMPERATURE, at, 1.0)
-    highest = tl.max(key, 0)
+    highest = tl.max(keys_of_groups(GREATEST, groups, GROUPS, WIDTH), 0)
     greatest = in_order(highest)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
@@ -312,31 +351,36 @@ def find_threshold(
         nearest = low
         if least_share > 0.0:
             nearest = least_probable(greatest, scale, tl.minimum(least_share, 1.0))
-        if wanted < n:
-            known = tl.cdiv(groups, WIDTH // GROUP)
-            low = bound_of_groups(key, high, known, wanted, TILE)
-            active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
-            low, _count, _count_above, _wanted, _active = search_list(
-                LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE, WIDTH
-            )  # fmt: skip
-        low = tl.maximum(low, nearest)
         found = tl.full([], 0, tl.int32)
-        if (STATE.to(tl.int64) != 0) & decided_by_mass(K, P, MIN_P, TEMPERATURE, greatest, n, at):
-            found, by_mass, last = search_collected(
+        if wanted <= RANKED // 2:
+            found, low, limit = rank_columns(
+                WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
+            )  # fmt: skip
+        elif (STATE.to(tl.int64) != 0) & decided_by_mass(K, P, MIN_P, TEMPERATURE, greatest, n, at):
+            found, low, limit = search_collected(
                 HELD_WORDS, STATE + at.to(tl.int64) * 4, greatest, scale, share, n
             )
-            if found != 0:
-                low, limit = by_mass, last
-        if (share < 1.0) & (found == 0):
-            far = greatest - 32.0 / scale  # below it masses are 0
-            low = tl.maximum(low, ordered(tl.where(far == far, far, -float("inf")) + 0.0))
-            active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
-            low, reached, above, needed, active = search_list(
-                LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH
-            )  # fmt: skip
-            mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
-            ties = ties_needed(needed - above, mass)
-            if above + ties * mass < reached:
-                limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
+        if found == 0:
+            if wanted < n:
+                key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
+                known = tl.cdiv(groups, WIDTH // GROUP)
+                low = bound_of_groups(key, high, known, wanted, TILE)
+                active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
+                low, _count, _count_above, _wanted, _active = search_list(
+                    LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE,
+                    WIDTH,
+                )  # fmt: skip
+            low = tl.maximum(low, nearest)
+            if share < 1.0:
+                far = greatest - 32.0 / scale  # below it masses are 0
+                low = tl.maximum(low, ordered(tl.where(far == far, far, -float("inf")) + 0.0))
+                active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
+                low, reached, above, needed, active = search_list(
+                    LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH
+                )  # fmt: skip
+                mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
+                ties = ties_needed(needed - above, mass)
+                if above + ties * mass < reached:
+                    limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
     tl.store(TAU + at, in_order(low))
     tl.store(LIMIT + at, limit)

@@ -23,6 +23,7 @@ from csrc_triton.sampling.bracket import (
 )
 from csrc_triton.sampling.generator import LOG2_E, mass_of, packed
 from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, load_logits
+from csrc_triton.sampling.ranks import RANKED
 from csrc_triton.sampling.threshold import find_threshold
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
@@ -73,8 +74,8 @@ DECLARATION = {
         },
         "logits_threshold": {
             "arguments": {
-                "TAU": "*fp32", "LIMIT": "*i32", "LIST": "*i32", "GREATEST": "*fp32", "HELD_WORDS": "*i64",
-                "STATE": "*i64", **OF_ROW, "x_stride": "i64", "n": "i32", "groups": "i32",
+                "TAU": "*fp32", "LIMIT": "*i32", "LIST": "*i32", "GREATEST": "*fp32", "WORDS": "*i64",
+                "HELD_WORDS": "*i64", "STATE": "*i64", **OF_ROW, "x_stride": "i64", "n": "i32", "groups": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -193,7 +194,7 @@ def collect(
 
 @triton.jit
 def threshold(
-    TAU, LIMIT, LIST, GREATEST, HELD_WORDS, STATE, X, K, P, MIN_P, TEMPERATURE, x_stride, n, groups,
+    TAU, LIMIT, LIST, GREATEST, WORDS, HELD_WORDS, STATE, X, K, P, MIN_P, TEMPERATURE, x_stride, n, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program."""
@@ -201,8 +202,8 @@ def threshold(
     at = tl.program_id(0)
     row = at.to(tl.int64)
     find_threshold(
-        TAU, LIMIT, LIST + row * groups, GREATEST + row * groups, HELD_WORDS + row * HELD, STATE, X + row * x_stride, n,
-        K, P, MIN_P, TEMPERATURE, at, groups, GROUPS, TILE, WIDTH,
+        TAU, LIMIT, LIST + row * groups, GREATEST + row * groups, WORDS + row * RANKED, HELD_WORDS + row * HELD, STATE,
+        X + row * x_stride, n, K, P, MIN_P, TEMPERATURE, at, groups, GROUPS, TILE, WIDTH,
     )  # fmt: skip
 
 

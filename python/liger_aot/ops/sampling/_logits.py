@@ -24,6 +24,7 @@ from liger_aot.runtime.layout import layouts_of, rows_of
 GROUP = 32  # columns: as many as a word of a mask has bits
 MAX_COLUMNS = 1 << 18
 SAMPLED, STEPS, MEASURES, HELD, STATE = 8, 2, 32, 8192, 4  # as in csrc_triton/sampling/bracket.py
+RANKED = 256  # as in csrc_triton/sampling/ranks.py
 LAUNCHES = "top_k_top_p_mask"  # the op whose kernels find thresholds
 INT, FLOAT = (torch.int32, torch.int64), (torch.float32,)
 # How an argument's elements lie: one a row, a bit a column, one a column, some a row; one a request, where rows are
@@ -225,9 +226,10 @@ class Thresholds:
             filters: addresses of k, p and the least share.
         """
         rows, groups, device = self._rows, self._groups, self._on.device
-        scratch = x.new_empty((2, rows, groups), dtype=torch.int32)
+        scratch = x.new_empty(rows * (RANKED + groups), dtype=torch.int64)  # groups: their greatest, and a list
         tau, limit = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int32)
-        greatest = scratch.data_ptr()
+        words = scratch.data_ptr()
+        greatest = words + 8 * rows * RANKED
         logits = (x_at, *filters, temperature, self._stride, self._n)
         bracket = self._bracket
         held, state, tails, parts = 0, 0, 0, 0
@@ -241,8 +243,8 @@ class Thresholds:
         if bracket is not None:
             bracket.launch(stream, held, state, tails, parts, logits)
         self._last.launch(
-            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest, held,
-            state, *logits, groups,
+            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest, words,
+            held, state, *logits, groups,
         )  # fmt: skip
         return tau, limit
 
