@@ -1,7 +1,7 @@
 """The threshold of a small top-k: so few columns can be among the greatest that each is compared with each.
 
-No step waits for the one before it, as in a search. The groups of a row are put into ``RANKED`` sets: the k-th greatest of
-the sets' greatest values is reached by at least k columns, and by few more.
+No step waits for the one before it, as in a search. The groups of a row are put into ``RANKED`` sets: at least k
+columns reach the k-th greatest of the sets' greatest values, and few more.
 """
 
 import triton
@@ -52,11 +52,10 @@ def last_kept(WORDS, count, wanted, share, greatest, scale):
         key = (other >> 32).to(tl.int32)
         mass = mass_of(in_order(key), greatest, scale)
         greater += (key[None, :] > own_key[:, None]).to(tl.int32)
-        before += tl.where((other[None, :] > own[:, None]) & (j[None, :] < count), mass[None, :], 0).to(tl.int64)
-    kept = (i < count) & (tl.sum(greater, 1) < wanted)
-    if share < 1.0:
-        total = tl.sum(tl.where(kept, mass_of(in_order(own_key), greatest, scale), 0).to(tl.int64), 0)
-        needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-        kept = kept & (tl.sum(before, 1) < needed)
+        before += tl.where(other[None, :] > own[:, None], mass[None, :], 0).to(tl.int64)
+    kept = (own != NO_WORD) & (tl.sum(greater, 1) < wanted)
+    total = tl.sum(tl.where(kept, mass_of(in_order(own_key), greatest, scale), 0).to(tl.int64), 0)
+    needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+    kept = kept & ((share >= 1.0) | (tl.sum(before, 1) < needed))
     last = tl.min(tl.where(kept, own, LAST_WORD), 0)
     return (last >> 32).to(tl.int32), column_of(last).to(tl.int32)

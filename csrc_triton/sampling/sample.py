@@ -19,8 +19,8 @@ from csrc_triton.sampling.generator import (
     packed,
     words_of,
 )
-from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, load_logits
-from csrc_triton.sampling.threshold import ALL_KEPT, greatest_columns, tile_of
+from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, last_kept_of, load_logits
+from csrc_triton.sampling.threshold import greatest_columns, tile_of
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
 DECLARATION = {
@@ -43,7 +43,7 @@ DECLARATION = {
         },
         "sample_choose": {
             "arguments": {
-                "PART": "*i64", "X": "*dtype", "TAU": "*fp32", "LIMIT": "*i32", "TEMPERATURE": "*fp32", "SEEDS": "*i64",
+                "PART": "*i64", "X": "*dtype", "LAST": "*i64", "TEMPERATURE": "*fp32", "SEEDS": "*i64",
                 "POSITIONS": "*i64", "x_stride": "i64", "n": "i32", "blocks": "i32",
             },
             "axes": AXES,
@@ -135,7 +135,7 @@ def adjust(
 
 @triton.jit
 def choose(
-    PART, X, TAU, LIMIT, TEMPERATURE, SEEDS, POSITIONS, x_stride, n, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    PART, X, LAST, TEMPERATURE, SEEDS, POSITIONS, x_stride, n, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """The best column of a block, with its score, in one word. A greedy row's score is the logit."""
     blocks = begin(blocks, PDL)
@@ -144,8 +144,7 @@ def choose(
     quarters = (program - at * blocks) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     X += at.to(tl.int64) * x_stride
     temperature = given(TEMPERATURE, at, 1.0)
-    tau = given(TAU, at, -float("inf"))
-    limit = given(LIMIT, at, ALL_KEPT)
+    tau, limit = last_kept_of(LAST, at)
     best = tl.full([BLOCK // 4], -9223372036854775808, tl.int64)
     if temperature > 0.0:
         scale = tl.div_rn(LOG2_E, temperature)

@@ -1,8 +1,8 @@
 """top_k_top_p_mask: logits, and -inf for those that top-k, top-p or min-p leave out.
 
 Three launches: ``groups`` leaves the greatest logit of each group of 32 columns, ``threshold`` finds a row's threshold
-from them (``threshold.py``), ``mask`` writes the row. Three more come between the first two where top-p is given: two of
-``sample_tails`` and ``collect`` find the columns among which the threshold of a flat row lies (``bracket.py``). ``sample``
+from them (``threshold.py``), ``mask`` writes the row. Three more come after the first where top-p is given: two of
+``tails`` and ``collect`` find the columns among which the threshold of a flat row lies (``bracket.py``). ``sample``
 launches all but the last as well.
 """
 
@@ -15,15 +15,14 @@ from csrc_triton.sampling.bracket import (
     MEASURES,
     SAMPLED,
     STEPS,
+    SUMS,
     bounds_of,
-    decided_by_mass,
     distance,
-    greatest_and_total,
     interval_of,
+    row_of,
 )
 from csrc_triton.sampling.generator import LOG2_E, mass_of, packed
-from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, load_logits
-from csrc_triton.sampling.ranks import RANKED
+from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, last_kept_of, load_logits
 from csrc_triton.sampling.threshold import find_threshold
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
@@ -34,8 +33,8 @@ DECLARATION = {
     "kernels": {
         "logits_groups": {
             "arguments": {
-                "GREATEST": "*fp32", "PARTS": "*fp32", "STATE": "*i64", "X": "*dtype", "TEMPERATURE": "*fp32",
-                "x_stride": "i64", "n": "i32", "groups": "i32", "blocks": "i32",
+                "GREATEST": "*fp32", "PARTS": "*fp32", "WORDS": "*i64", "X": "*dtype", "TEMPERATURE": "*fp32",
+                "x_stride": "i64", "n": "i32", "groups": "i32", "row_words": "i32", "blocks": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -61,8 +60,8 @@ DECLARATION = {
         },
         "logits_collect": {
             "arguments": {
-                "HELD_WORDS": "*i64", "STATE": "*i64", "TAILS": "*fp32", "PARTS": "*fp32", **OF_ROW, "x_stride": "i64",
-                "n": "i32", "parts": "i32", "sampled_blocks": "i32", "blocks": "i32",
+                "WORDS": "*i64", "TAILS": "*fp32", "PARTS": "*fp32", **OF_ROW, "x_stride": "i64", "n": "i32",
+                "parts": "i32", "sampled_blocks": "i32", "row_words": "i32", "blocks": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -74,8 +73,8 @@ DECLARATION = {
         },
         "logits_threshold": {
             "arguments": {
-                "TAU": "*fp32", "LIMIT": "*i32", "LIST": "*i32", "GREATEST": "*fp32", "WORDS": "*i64",
-                "HELD_WORDS": "*i64", "STATE": "*i64", **OF_ROW, "x_stride": "i64", "n": "i32", "groups": "i32",
+                "LAST": "*i64", "GREATEST": "*fp32", "WORDS": "*i64", **OF_ROW, "x_stride": "i64", "n": "i32",
+                "groups": "i32", "row_words": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -88,8 +87,8 @@ DECLARATION = {
         },
         "top_k_top_p_mask": {
             "arguments": {
-                "Y": "*dtype", "X": "*dtype", "TAU": "*fp32", "LIMIT": "*i32", "y_stride": "i64", "x_stride": "i64",
-                "n": "i32", "blocks": "i32",
+                "Y": "*dtype", "X": "*dtype", "LAST": "*i64", "y_stride": "i64", "x_stride": "i64", "n": "i32",
+                "blocks": "i32",
             },
             "axes": AXES,
             "aligned": ["Y", "X", "y_stride", "x_stride", "n"],
@@ -105,7 +104,8 @@ DECLARATION = {
 
 @triton.jit
 def groups_of_block(
-    GREATEST, PARTS, STATE, X, TEMPERATURE, x_stride, n, groups, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    GREATEST, PARTS, WORDS, X, TEMPERATURE, x_stride, n, groups, row_words, blocks,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The greatest logit of each group in a block of columns; for ``tails_of_sample`` and ``collect`` also that of the
     block, its mass relative to it, and zeros where ``collect`` adds up."""
@@ -117,7 +117,7 @@ def groups_of_block(
     x = load_logits(X + at.to(tl.int64) * x_stride, cols, cols < n)
     group = first + tl.arange(0, BLOCK // GROUP)
     of_groups = tl.max(x, 1)
-    tl.store(GREATEST + at.to(tl.int64) * groups + group, of_groups, mask=group < groups)
+    tl.store(GREATEST + at.to(tl.int64) * (2 * groups) + group, of_groups, mask=group < groups)
     if PARTS.to(tl.int64) != 0:
         greatest = tl.max(of_groups, 0)
         scale = tl.div_rn(LOG2_E, given(TEMPERATURE, at, 1.0))
@@ -125,7 +125,7 @@ def groups_of_block(
         tl.store(PARTS + 2 * program, greatest)
         tl.store(PARTS + 2 * program + 1, tl.sum(powers))
         if first == 0:
-            tl.store(STATE + at.to(tl.int64) * 4 + tl.arange(0, 4), tl.zeros([4], tl.int64))
+            tl.store(WORDS + at.to(tl.int64) * row_words + tl.arange(0, SUMS), tl.zeros([SUMS], tl.int64))
 
 
 @triton.jit
@@ -143,14 +143,12 @@ def tails_of_sample(
     cols = (block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None] * (GROUP * SAMPLED)
     cols += tl.arange(0, GROUP)[None, :]
     x = load_logits(X + row * x_stride, cols, cols < n)
-    scale = tl.div_rn(LOG2_E, given(TEMPERATURE, at, 1.0))
-    greatest, total = greatest_and_total(PARTS + row * (2 * parts), parts, scale)
-    if decided_by_mass(K, P, MIN_P, TEMPERATURE, greatest, n, at):
+    alone, greatest, scale, tail = row_of(K, P, MIN_P, TEMPERATURE, PARTS, parts, n, at)
+    if alone:
         TAILS += row * (STEPS * MEASURES) * blocks
         near = tl.full([], 0.0, tl.float32)
         far = near + FARTHEST
         if step > 0:
-            tail = total * (1.0 - given(P, at, 1.0)) / SAMPLED
             near, far, _more, _less, _first, _last, _measured = interval_of(TAILS, blocks, near, far, tail, 0)
         distances = tl.where(x == greatest, 0.0, (greatest - x) * scale)
         powers = tl.exp2(-distances)
@@ -163,38 +161,36 @@ def tails_of_sample(
 
 @triton.jit
 def collect(
-    HELD_WORDS, STATE, TAILS, PARTS, X, K, P, MIN_P, TEMPERATURE, x_stride, n, parts, sampled_blocks, blocks,
+    WORDS, TAILS, PARTS, X, K, P, MIN_P, TEMPERATURE, x_stride, n, parts, sampled_blocks, row_words, blocks,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of columns: add up its mass, and that above where the threshold is supposed; write down the columns
-    around it, in any order. STATE has four numbers a row: columns written down, the two sums, and none."""
+    around it, in any order. A row's words are the number of those columns, the two sums, nothing, and the columns."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
     row = at.to(tl.int64)
     cols = (program - at * blocks) * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(X + row * x_stride, cols, cols < n)
-    scale = tl.div_rn(LOG2_E, given(TEMPERATURE, at, 1.0))
-    greatest, total = greatest_and_total(PARTS + row * (2 * parts), parts, scale)
-    if decided_by_mass(K, P, MIN_P, TEMPERATURE, greatest, n, at):
-        tail = total * (1.0 - given(P, at, 1.0)) / SAMPLED
+    alone, greatest, scale, tail = row_of(K, P, MIN_P, TEMPERATURE, PARTS, parts, n, at)
+    if alone:
         TAILS += row * (STEPS * MEASURES) * sampled_blocks
         low, high = bounds_of(TAILS, sampled_blocks, greatest, scale, tail)
         mass = mass_of(x, greatest, scale).to(tl.int64)
         inside = ((x >= low) & (x < high) & (cols < n)).to(tl.int32)
         place = tl.cumsum(inside, 0) - 1
         count = tl.sum(inside, 0)
-        STATE += row * 4
-        tl.atomic_add(STATE + 1, tl.sum(mass, 0), sem="relaxed")
-        tl.atomic_add(STATE + 2, tl.sum(tl.where(x >= high, mass, 0), 0), sem="relaxed")
+        WORDS += row * row_words
+        tl.atomic_add(WORDS + 1, tl.sum(mass, 0), sem="relaxed")
+        tl.atomic_add(WORDS + 2, tl.sum(tl.where(x >= high, mass, 0), 0), sem="relaxed")
         if count > 0:
-            place += tl.atomic_add(STATE, count.to(tl.int64), sem="relaxed").to(tl.int32)
-            tl.store(HELD_WORDS + row * HELD + place, packed(x, cols), mask=(inside != 0) & (place < HELD))
+            place += tl.atomic_add(WORDS, count.to(tl.int64), sem="relaxed").to(tl.int32)
+            tl.store(WORDS + SUMS + place, packed(x, cols), mask=(inside != 0) & (place < HELD))
 
 
 @triton.jit
 def threshold(
-    TAU, LIMIT, LIST, GREATEST, WORDS, HELD_WORDS, STATE, X, K, P, MIN_P, TEMPERATURE, x_stride, n, groups,
+    LAST, GREATEST, WORDS, X, K, P, MIN_P, TEMPERATURE, x_stride, n, groups, row_words,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program."""
@@ -202,20 +198,20 @@ def threshold(
     at = tl.program_id(0)
     row = at.to(tl.int64)
     find_threshold(
-        TAU, LIMIT, LIST + row * groups, GREATEST + row * groups, WORDS + row * RANKED, HELD_WORDS + row * HELD, STATE,
-        X + row * x_stride, n, K, P, MIN_P, TEMPERATURE, at, groups, GROUPS, TILE, WIDTH,
+        LAST, GREATEST + row * (2 * groups), WORDS + row * row_words, X + row * x_stride, n, K, P, MIN_P, TEMPERATURE,
+        at, groups, row_words, GROUPS, TILE, WIDTH,
     )  # fmt: skip
 
 
 @triton.jit
-def mask_block(Y, X, TAU, LIMIT, y_stride, x_stride, n, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def mask_block(Y, X, LAST, y_stride, x_stride, n, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A block of columns: -inf for those below the threshold, or after the last of those that equal it. NaN counts as
     -inf. Y may be X."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
     cols = (program - at * blocks) * BLOCK + tl.arange(0, BLOCK)
-    tau, limit = tl.load(TAU + at), tl.load(LIMIT + at)
+    tau, limit = last_kept_of(LAST, at)
     x = tl.load(X + at.to(tl.int64) * x_stride + cols, mask=cols < n, other=0.0)
     wide = x.to(tl.float32)
     kept = (wide > tau) | ((wide == tau) & (cols <= limit))

@@ -23,7 +23,7 @@ from liger_aot.runtime.layout import layouts_of, rows_of
 
 GROUP = 32  # columns: as many as a word of a mask has bits
 MAX_COLUMNS = 1 << 18
-SAMPLED, STEPS, MEASURES, HELD, STATE = 8, 2, 32, 8192, 4  # as in csrc_triton/sampling/bracket.py
+SAMPLED, STEPS, MEASURES, SUMS, HELD = 8, 2, 32, 4, 8192  # as in csrc_triton/sampling/bracket.py
 RANKED = 256  # as in csrc_triton/sampling/ranks.py
 LAUNCHES = "top_k_top_p_mask"  # the op whose kernels find thresholds
 INT, FLOAT = (torch.int32, torch.int64), (torch.float32,)
@@ -217,36 +217,32 @@ class Thresholds:
         self._blocks = -(-n // self._first.block)
         self._bracket = Bracket(on, logits, self._blocks) if top_p and self._blocks > 1 else None
 
-    def __call__(
-        self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int
-    ) -> tuple[Tensor, Tensor]:
-        """The threshold of each row, and the last column of those that equal it.
+    def __call__(self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int) -> Tensor:
+        """The last column that is kept of each row, in the order of (greatest logit, lowest column), with its logit.
 
         Args:
             filters: addresses of k, p and the least share.
         """
-        rows, groups, device = self._rows, self._groups, self._on.device
-        scratch = x.new_empty(rows * (RANKED + groups), dtype=torch.int64)  # groups: their greatest, and a list
-        tau, limit = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int32)
+        rows, groups, device, bracket = self._rows, self._groups, self._on.device, self._bracket
+        row_words = SUMS + (RANKED if bracket is None else HELD)
+        measured = 0 if bracket is None else bracket.words
+        # columns; the groups' greatest, and a list of groups; what is measured for the bracket
+        scratch = x.new_empty(rows * (row_words + groups + measured), dtype=torch.int64)
+        last = x.new_empty(rows, dtype=torch.int64)
         words = scratch.data_ptr()
-        greatest = words + 8 * rows * RANKED
+        greatest = words + 8 * rows * row_words
+        parts = 0 if bracket is None else greatest + 8 * rows * groups
         logits = (x_at, *filters, temperature, self._stride, self._n)
-        bracket = self._bracket
-        held, state, tails, parts = 0, 0, 0, 0
-        if bracket is not None:
-            memory = x.new_empty(bracket.size, dtype=torch.int64)  # in use until the last launch is in the stream
-            held, state, tails, parts = bracket.places(memory)
         self._first.launch(
-            device, stream, rows * self._blocks, 1, 1, greatest, parts, state, x_at, temperature, self._stride, self._n,
-            groups, self._blocks,
+            device, stream, rows * self._blocks, 1, 1, greatest, parts, words, x_at, temperature, self._stride, self._n,
+            groups, row_words, self._blocks,
         )  # fmt: skip
         if bracket is not None:
-            bracket.launch(stream, held, state, tails, parts, logits)
+            bracket(stream, words, parts, logits)
         self._last.launch(
-            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest, words,
-            held, state, *logits, groups,
+            device, stream, rows, 1, 1, last.data_ptr(), greatest, words, *logits, groups, row_words,
         )  # fmt: skip
-        return tau, limit
+        return last
 
 
 class Bracket:
@@ -259,25 +255,18 @@ class Bracket:
         self._collect = on.kernels["logits_collect"].for_rows(key, n, rows)
         self._sampled = -(-n // (SAMPLED * self._tails.block))
         self._blocks = -(-n // self._collect.block)
-        of_row = (HELD, STATE, STEPS * MEASURES * self._sampled // 2, parts)  # the last two of float32, a pair a word
-        self._starts = [8 * rows * sum(of_row[:i]) for i in range(4)]
-        self.size = rows * sum(of_row)
+        self.words = parts + STEPS * self._sampled * MEASURES // 2  # of a row: pairs of float32
 
-    def places(self, memory: Tensor) -> tuple[int, ...]:
-        """The addresses of columns, sums, what is measured of a sample, and of blocks."""
-        at = memory.data_ptr()
-        return tuple(at + start for start in self._starts)
-
-    def launch(
-        self, stream: int, held: int, state: int, tails: int, parts: int, logits: tuple[int, ...]
-    ) -> None:
+    def __call__(self, stream: int, words: int, parts: int, logits: tuple[int, ...]) -> None:
+        """``words`` and ``parts`` are addresses: of the rows' columns, and of what is measured, the blocks' first."""
         device, rows, sampled = self._device, self._rows, self._sampled
+        tails = parts + 8 * rows * self._parts
         for step in range(STEPS):
             self._tails.launch(
                 device, stream, rows * sampled, 1, 1, tails, parts, *logits, self._parts, step, sampled
             )
         self._collect.launch(
-            device, stream, rows * self._blocks, 1, 1, held, state, tails, parts, *logits, self._parts, sampled,
+            device, stream, rows * self._blocks, 1, 1, words, tails, parts, *logits, self._parts, sampled, SUMS + HELD,
             self._blocks,
         )  # fmt: skip
 

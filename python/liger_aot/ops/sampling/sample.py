@@ -167,8 +167,7 @@ class Sample(SamplingOp):
             if adjust is not None:
                 x = adjust(stream, x, x_at, addresses[7:])
                 x_at = x.data_ptr()
-            found = None if find is None else find(stream, x, x_at, filters, temperature)
-            bounds = (0, 0) if found is None else (found[0].data_ptr(), found[1].data_ptr())
+            last = None if find is None else find(stream, x, x_at, filters, temperature)
             tokens = x.new_empty(rows, dtype=torch.int64)
             part = x.new_empty(rows * blocks, dtype=torch.int64)
             part_at = part.data_ptr()
@@ -180,7 +179,7 @@ class Sample(SamplingOp):
                 1,
                 part_at,
                 x_at,
-                *bounds,
+                0 if last is None else last.data_ptr(),
                 temperature,
                 seeds,
                 positions,

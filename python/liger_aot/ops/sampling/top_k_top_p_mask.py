@@ -116,11 +116,11 @@ class TopKTopPMask(SamplingOp):
 
         def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
             x, stream = tensors[0], on.stream(device)
-            tau, limit = find(stream, x, addresses[0], addresses[1:4], 0)
+            last = find(stream, x, addresses[0], addresses[1:4], 0)
             y = x.new_empty(x.shape) if to is None else to
             mask.launch(
-                device, stream, logits.rows * blocks, 1, 1, y.data_ptr(), addresses[0], tau.data_ptr(),
-                limit.data_ptr(), *numbers,
+                device, stream, logits.rows * blocks, 1, 1, y.data_ptr(), addresses[0], last.data_ptr(),
+                *numbers,
             )  # fmt: skip
             return (y,)
 
