@@ -11,6 +11,7 @@ from csrc_triton.sampling.generator import column_of, in_order, mass_of, ordered
 from csrc_triton.sampling.logits import GROUP
 
 RANKED = tl.constexpr(256)  # sets, and columns that are compared
+COUNT = RANKED  # the word that has their number, where the threshold was found among them; 0 where it was not
 CHUNK = tl.constexpr(16)
 NO_WORD = tl.constexpr(-9223372036854775808)
 LAST_WORD = tl.constexpr(9223372036854775807)

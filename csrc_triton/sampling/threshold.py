@@ -18,7 +18,7 @@ import triton.language as tl
 from csrc_triton.sampling.bracket import HELD, SUMS, decided_by_mass
 from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered, packed
 from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, given, load_logits
-from csrc_triton.sampling.ranks import NO_WORD, RANKED, bound_of_sets, last_kept, write_sets
+from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED, bound_of_sets, last_kept, write_sets
 
 NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
 NO_KEY = tl.constexpr(-2147483648)  # below every number's
@@ -292,16 +292,16 @@ def search_collected(WORDS, greatest, scale, share, n):
 @triton.jit
 def write_columns(WORDS, LIST, X, n, active, low, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """Write the columns of the listed groups whose key is at least ``low``, in any order; return how many there are, of
-    which RANKED are written. They are counted in the word after those: prefix sums would take more registers."""
+    which RANKED are written. They are counted in memory: prefix sums would take more registers."""
     for first in range(0, active, TILE):
         _group, cols, key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
         reached = key >= low
-        place = tl.atomic_add(WORDS + RANKED + tl.zeros_like(cols), 1, mask=reached, sem="relaxed").to(
+        place = tl.atomic_add(WORDS + COUNT + tl.zeros_like(cols), 1, mask=reached, sem="relaxed").to(
             tl.int32
         )
         tl.store(WORDS + place, packed(x, cols), mask=reached & (place < RANKED))
     tl.debug_barrier()
-    return tl.atomic_add(WORDS + RANKED, 0, sem="relaxed").to(tl.int32)
+    return tl.atomic_add(WORDS + COUNT, 0, sem="relaxed").to(tl.int32)
 
 
 @triton.jit
@@ -309,13 +309,13 @@ def rank_columns(
     WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """(1 if few enough columns are as great as the ``wanted`` greatest of them, the key of the last that is kept, its
-    column)."""
+    """(how many columns are written down, the key of the last that is kept, its column): those that are as great as
+    the ``wanted`` greatest. 0 if they are too many."""
     found = tl.full([], 0, tl.int32)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
     write_sets(WORDS, GREATEST, groups, GROUPS, WIDTH)
-    tl.store(WORDS + RANKED, 0)
+    tl.store(WORDS + COUNT, 0)
     tl.debug_barrier()
     least = tl.maximum(bound_of_sets(WORDS, wanted), nearest)
     active = list_groups(LIST, GREATEST, groups, least, GROUPS, WIDTH)
@@ -323,7 +323,7 @@ def rank_columns(
         count = write_columns(WORDS, LIST, X, n, active, least, TILE, WIDTH)
         if count <= RANKED:
             low, limit = last_kept(WORDS, count, wanted, share, greatest, scale)
-            found = tl.full([], 1, tl.int32)
+            found = count
     return found, low, limit
 
 
@@ -345,6 +345,7 @@ def find_threshold(
     greatest = in_order(highest)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
+    ranked = tl.full([], 0, tl.int32)
     if (temperature > 0.0) & (greatest > -float("inf")):
         scale = tl.div_rn(LOG2_E, temperature)
         high = highest + 1
@@ -353,9 +354,10 @@ def find_threshold(
             nearest = least_probable(greatest, scale, tl.minimum(least_share, 1.0))
         found = tl.full([], 0, tl.int32)
         if wanted <= RANKED // 2:
-            found, low, limit = rank_columns(
+            ranked, low, limit = rank_columns(
                 WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
             )  # fmt: skip
+            found = ranked
         elif (row_words > HELD) & decided_by_mass(wanted, share, least_share, temperature, greatest, n):
             found, low, limit = search_collected(WORDS, greatest, scale, share, n)
         if found == 0:
@@ -380,4 +382,5 @@ def find_threshold(
                 ties = ties_needed(needed - above, mass)
                 if above + ties * mass < reached:
                     limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
+    tl.store(WORDS + COUNT, ranked.to(tl.int64))
     tl.store(LAST + at, (low.to(tl.int64) << 32) | (0x7FFFFFFF - limit).to(tl.int64))

@@ -205,6 +205,17 @@ class Logits(NamedTuple):
         return Logits(x.dtype, rows, n, stride, not (x_at | stride | n) & 15)
 
 
+class Found(NamedTuple):
+    """Addresses, and the memory that must live until the last launch that reads there is in the stream."""
+
+    memory: tuple[Tensor, ...] = ()
+    last: int = (
+        0  # of the last column that is kept of each row, in the order of (greatest logit, lowest column)
+    )
+    words: int = 0  # of a row's candidates, where they are few
+    row_words: int = 0
+
+
 class Thresholds:
     """The launches that find the thresholds of calls with such logits, with or without a top-p."""
 
@@ -217,8 +228,8 @@ class Thresholds:
         self._blocks = -(-n // self._first.block)
         self._bracket = Bracket(on, logits, self._blocks) if top_p and self._blocks > 1 else None
 
-    def __call__(self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int) -> Tensor:
-        """The last column that is kept of each row, in the order of (greatest logit, lowest column), with its logit.
+    def __call__(self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int) -> Found:
+        """What is found, in memory.
 
         Args:
             filters: addresses of k, p and the least share.
@@ -242,7 +253,7 @@ class Thresholds:
         self._last.launch(
             device, stream, rows, 1, 1, last.data_ptr(), greatest, words, *logits, groups, row_words,
         )  # fmt: skip
-        return last
+        return Found((scratch, last), last.data_ptr(), words, row_words)
 
 
 class Bracket:

@@ -19,6 +19,7 @@ from liger_aot.ops.sampling._logits import (
     LAUNCHES,
     PENALTIES,
     Argument,
+    Found,
     Logits,
     Plan,
     SamplingOp,
@@ -158,7 +159,6 @@ class Sample(SamplingOp):
         choose = on.kernels["sample_choose"].for_rows((logits.dtype, logits.aligned), logits.n, logits.rows)
         combine = on.kernels["sample_combine"]((True,), logits.n)
         rows, blocks, device = logits.rows, -(-logits.n // choose.block), on.device
-        numbers = (logits.stride, logits.n, blocks)
 
         def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
             x, stream = tensors[0], on.stream(device)
@@ -167,7 +167,7 @@ class Sample(SamplingOp):
             if adjust is not None:
                 x = adjust(stream, x, x_at, addresses[7:])
                 x_at = x.data_ptr()
-            last = None if find is None else find(stream, x, x_at, filters, temperature)
+            found = Found() if find is None else find(stream, x, x_at, filters, temperature)
             tokens = x.new_empty(rows, dtype=torch.int64)
             part = x.new_empty(rows * blocks, dtype=torch.int64)
             part_at = part.data_ptr()
@@ -179,11 +179,15 @@ class Sample(SamplingOp):
                 1,
                 part_at,
                 x_at,
-                0 if last is None else last.data_ptr(),
+                found.last,
+                found.words,
                 temperature,
                 seeds,
                 positions,
-                *numbers,
+                logits.stride,
+                logits.n,
+                found.row_words,
+                blocks,
             )
             combine.launch(device, stream, rows, 1, 1, tokens.data_ptr(), part_at, blocks)
             if measure is not None:

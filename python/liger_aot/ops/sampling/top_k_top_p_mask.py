@@ -116,10 +116,10 @@ class TopKTopPMask(SamplingOp):
 
         def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
             x, stream = tensors[0], on.stream(device)
-            last = find(stream, x, addresses[0], addresses[1:4], 0)
+            found = find(stream, x, addresses[0], addresses[1:4], 0)
             y = x.new_empty(x.shape) if to is None else to
             mask.launch(
-                device, stream, logits.rows * blocks, 1, 1, y.data_ptr(), addresses[0], last.data_ptr(),
+                device, stream, logits.rows * blocks, 1, 1, y.data_ptr(), addresses[0], found.last,
                 *numbers,
             )  # fmt: skip
             return (y,)
