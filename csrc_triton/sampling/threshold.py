@@ -15,7 +15,7 @@ until they fit in one tile, which is then held in registers.
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.bracket import HELD, SUMS, decided_by_mass
+from csrc_triton.sampling.bracket import BOUNDS, HELD, NOT_BRACKETED, SUMS, decided_by_mass
 from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered, packed
 from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, given, load_logits
 from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED, bound_of_sets, last_kept, write_sets
@@ -32,6 +32,21 @@ def pivots_of(low, high):
     by = (b - a) * 0.33333334
     first = a + by
     second = b - by
+    last = tl.maximum(high - 1, low + 1)
+    p = ordered(tl.where(first == first, first, 0.0) + 0.0)
+    q = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+    r = ordered(tl.where(second == second, second, 0.0) + 0.0)
+    return tl.minimum(tl.maximum(p, low + 1), last), q, tl.minimum(tl.maximum(r, low + 1), last)
+
+
+@triton.jit
+def pivots_near(low, high, share):
+    """Three keys between two bounds: those of the values a little below and above where the threshold is if sums grow
+    evenly, and the middle one."""
+    a, b = in_order(low), in_order(high)
+    by = b - a
+    first = a + by * tl.maximum(share - 0.0625, 0.0)
+    second = a + by * tl.minimum(share + 0.0625, 1.0)
     last = tl.maximum(high - 1, low + 1)
     p = ordered(tl.where(first == first, first, 0.0) + 0.0)
     q = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
@@ -68,7 +83,8 @@ def search_registers(key, value, low, high, reached, above, needed, enough):
     """Narrow the bounds by columns in registers, until one key is left, or no more than ``enough`` is reached. Values
     are int32, sums may be int64: registers are scarce."""
     while (low + 1 < high) & (reached > enough):
-        p, q, r = pivots_of(low, high)
+        share = (reached - needed).to(tl.float32) / (reached - above).to(tl.float32)
+        p, q, r = pivots_near(low, high, share)
         inside = (key >= low) & (key < high)
         a, b, c, least, greatest = tl.reduce(
             (
@@ -255,7 +271,7 @@ def greatest_columns(
 def search_collected(WORDS, greatest, scale, share, n):
     """(1 if the threshold is among the columns that ``collect`` wrote down, its key, the last column that is kept of
     those that equal it)."""
-    held = tl.load(WORDS)
+    held = tl.where(tl.load(WORDS + BOUNDS) != NOT_BRACKETED, tl.load(WORDS), 0)
     total = tl.load(WORDS + 1)
     above = tl.load(WORDS + 2)
     needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
@@ -358,7 +374,7 @@ def find_threshold(
                 WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
             )  # fmt: skip
             found = ranked
-        elif (row_words > HELD) & decided_by_mass(wanted, share, least_share, temperature, greatest, n):
+        elif (row_words > HELD) & decided_by_mass(wanted, share, least_share, temperature, n):
             found, low, limit = search_collected(WORDS, greatest, scale, share, n)
         if found == 0:
             if wanted < n:

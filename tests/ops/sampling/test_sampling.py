@@ -356,7 +356,7 @@ def test_compiled_graphs_have_the_same_results(name: str) -> None:
 # ---- the kernels ----
 
 OF_LONG_ROWS = (
-    "logits_tails",
+    "logits_bracket",
     "logits_collect",
 )  # launched where a row is more than one block of logits_groups
 MORE_THAN_A_BLOCK = 4096 + 64
