@@ -18,7 +18,7 @@ import triton.language as tl
 from csrc_triton.sampling.bracket import BOUNDS, HELD, NOT_BRACKETED, SUMS, decided_by_mass
 from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered, packed
 from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, given, load_logits
-from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED, bound_of_sets, last_kept, write_sets
+from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED, bound_of_sets, last_kept, sets_of_groups
 
 NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
 NO_KEY = tl.constexpr(-2147483648)  # below every number's
@@ -322,7 +322,7 @@ def write_columns(WORDS, LIST, X, n, active, low, TILE: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def rank_columns(
-    WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups,
+    sets, WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(how many columns are written down, the key of the last that is kept, its column): those that are as great as
@@ -330,7 +330,7 @@ def rank_columns(
     found = tl.full([], 0, tl.int32)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
-    write_sets(WORDS, GREATEST, groups, GROUPS, WIDTH)
+    tl.store(WORDS + tl.arange(0, RANKED), sets.to(tl.int64))
     tl.store(WORDS + COUNT, 0)
     tl.debug_barrier()
     least = tl.maximum(bound_of_sets(WORDS, wanted), nearest)
@@ -357,7 +357,8 @@ def find_threshold(
     share = given(P, at, 1.0)
     least_share = given(MIN_P, at, 0.0)
     temperature = given(TEMPERATURE, at, 1.0)
-    highest = tl.max(keys_of_groups(GREATEST, groups, GROUPS, WIDTH), 0)
+    sets = sets_of_groups(GREATEST, groups, GROUPS, WIDTH)
+    highest = tl.max(sets, 0)
     greatest = in_order(highest)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
@@ -371,7 +372,7 @@ def find_threshold(
         found = tl.full([], 0, tl.int32)
         if wanted <= RANKED // 2:
             ranked, low, limit = rank_columns(
-                WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
+                sets, WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
             )  # fmt: skip
             found = ranked
         elif (row_words > HELD) & decided_by_mass(wanted, share, least_share, temperature, n):
