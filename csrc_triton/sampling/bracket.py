@@ -105,7 +105,7 @@ def interval_of(sums, near, far, tail, least, fewest, enough, SQUARE: tl.constex
     more, less, first, last, few = sums[0], least, fewest, fewest, near
     before = fewest
     for i in tl.static_range(8):
-        up_to = ((sums[8 + i // 4] >> (16 * (i % 4))) & 0xFFFF).to(tl.float32)
+        up_to = ((sums[8 + i // 4] >> (16 * (i % 4))) & 0xFFFF).to(tl.int32).to(tl.float32)
         more = tl.where(at == i, sums[i], more)
         if i < 7:
             less = tl.where(at == i, sums[i + 1], less)
@@ -127,8 +127,9 @@ def bounds_by_sample(X, n, groups, greatest, total, scale, share, SAMPLE: tl.con
     x = load_logits(X, cols, cols < n)
     distances = tl.where(x == greatest, 0.0, (greatest - x) * scale)
     powers = tl.exp2(-distances)
-    tail = total * (1.0 - share) / stride
-    enough = NEAR / stride
+    sampled = tl.div_rn(1.0, stride.to(tl.float32))
+    tail = total * (1.0 - share) * sampled
+    enough = NEAR * sampled
     zero = tl.full([], 0.0, tl.float32)
     sums = measured(distances, powers, zero, zero + FARTHEST, True)
     near, far, more, less, first, last, few = interval_of(

@@ -79,11 +79,20 @@ def combine_step(a, b, c, least, greatest, d, e, f, other_least, other_greatest)
 
 
 @triton.jit
+def in_float32(total):
+    """A sum of masses, or of columns, as a float32."""
+    total = total.to(tl.int64)
+    return (total >> 24).to(tl.int32).to(tl.float32) * 16777216.0 + (total & 0xFFFFFF).to(tl.int32).to(
+        tl.float32
+    )
+
+
+@triton.jit
 def search_registers(key, value, low, high, reached, above, needed, enough):
     """Narrow the bounds by columns in registers, until one key is left, or no more than ``enough`` is reached. Values
     are int32, sums may be int64: registers are scarce."""
     while (low + 1 < high) & (reached > enough):
-        share = (reached - needed).to(tl.float32) / (reached - above).to(tl.float32)
+        share = in_float32(reached - needed) / in_float32(reached - above)
         p, q, r = pivots_near(low, high, share)
         inside = (key >= low) & (key < high)
         a, b, c, least, greatest = tl.reduce(
@@ -207,8 +216,7 @@ def search_list(
 def ties_needed(rest, mass):
     """How many times ``mass`` are at least ``rest``, by float32 and three corrections of a quotient below 2^18: ptxas
     calls a function for a division of 64-bit integers, which takes local memory."""
-    high, low = (rest >> 24).to(tl.int32).to(tl.float32), (rest & 0xFFFFFF).to(tl.int32).to(tl.float32)
-    quotient = (high * 16777216.0 + low) / mass.to(tl.int32).to(tl.float32)
+    quotient = in_float32(rest) / mass.to(tl.int32).to(tl.float32)
     ties = tl.maximum(quotient.to(tl.int32) - 1, 0).to(tl.int64)
     ties += (ties * mass < rest).to(tl.int64)
     ties += (ties * mass < rest).to(tl.int64)
