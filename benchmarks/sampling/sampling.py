@@ -68,7 +68,8 @@ def drawn(point: Point, device: torch.device) -> Inputs:
     rows, columns = point.rows, point.columns
     x = torch.randn(rows, columns, device=device, generator=generator)
     if point.kind == "peaked":  # a tail of exponentially distributed logits, whose greatest stand alone
-        x = -torch.rand(rows, columns, device=device, generator=generator).log() * 1.7 + x * 0.5
+        uniform = torch.rand(rows, columns, device=device, generator=generator)  # 0 among them, 1 not
+        x = -(1 - uniform).log() * 1.7 + x * 0.5
     full = torch.ones(rows, device=device)
     return Inputs(
         x,
