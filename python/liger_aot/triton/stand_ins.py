@@ -150,6 +150,8 @@ def stand_in(of: Target) -> None:
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
         "reset_peak_memory_stats": _nothing(),
+        "manual_seed": _nothing(),
+        "manual_seed_all": _nothing(),
         "device": _AnyDevice,
         "device_of": _AnyDevice,
     }
@@ -218,9 +220,9 @@ def _on_the_cpu() -> None:
             self, function: Any, types: Any, arguments: Any = (), named: dict[str, Any] | None = None
         ) -> Any:
             named = dict(named or {})
-            if function is is_cuda:
+            if function == is_cuda:  # a new object each time that it is asked for
                 return True
-            if function is of_tensor:
+            if function == of_tensor:
                 found = function(*arguments)
                 return gpu if found.type == "cpu" else found
             name = getattr(function, "__name__", "")
@@ -243,3 +245,11 @@ def _on_the_cpu() -> None:
 
     mode: Any = OnTheCPU()
     mode.__enter__()
+    # torch takes a mode off while it runs what the mode handles, backward() too, in which functions of the program run.
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward(*arguments: Any, **named: Any) -> Any:
+        with mode:
+            return engine(*arguments, **named)
+
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
