@@ -37,7 +37,7 @@ class _Running:
         self.missed: dict[str, None] = {}
         self._serving: dict[int, tuple[list[packs.TritonPack], list[str]]] = {}
         self._lock = RLock()
-        self.tuners = Tuners(self._functions_here, missing)
+        self.tuners = Tuners(self._functions_here, missing, self._left_out_here)
         self.before: Any = None  # the driver that was active
 
     def serving(self, device: int) -> tuple[list[packs.TritonPack], list[str]]:
@@ -79,6 +79,12 @@ class _Running:
 
         used, _ = self.serving(driver.active.get_current_device())
         return [function for pack in used if (function := pack.function(name)) is not None]
+
+    def _left_out_here(self, name: str) -> list[str]:
+        from triton.runtime import driver
+
+        used, _ = self.serving(driver.active.get_current_device())
+        return missing.left_out(name, used)
 
     def find(self, miss: seams.Miss) -> Any:
         """The kernel for a call that this process has none for yet; None where Triton is to compile it."""

@@ -15,7 +15,7 @@ from liger_aot.triton.targets import Device, Target, device, target
 
 VARIABLE = "LIGER_AOT_RECORD_TARGET"
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-CUDA, HIP = "12.8", "6.4.43482"  # versions that torch is said to be built for
+CUDA, HIP = "12.8", "6.4.43482"  # versions that a torch without them is said to be built for
 
 
 class NamedTarget:
@@ -158,7 +158,8 @@ def stand_in(of: Target) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     is_hip = of.backend == "hip"
-    torch.version.cuda, torch.version.hip = (None, HIP) if is_hip else (CUDA, None)
+    cuda, hip = torch.version.cuda, torch.version.hip  # its own are kept: torchvision compares them with what it is for
+    torch.version.cuda, torch.version.hip = (None, hip or HIP) if is_hip else (cuda or CUDA, None)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     if accelerator := getattr(torch, "accelerator", None):
         accelerator.is_available = lambda: True
