@@ -35,7 +35,10 @@ _ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "LigerFusedNeighborhoodAttentionFunction": lambda: (*(randn(1, 2, 40, 32) for _ in range(3)), 5, 2),
 }
 _ONCE = "LigerFusedNeighborhoodAttentionFunction"  # the cases differ by what is replaced
-_LOSS_ALONE = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")  # has a gradient, z-loss has none
+_LOSS_ALONE = (
+    "LigerCrossEntropyFunction",
+    "LigerFusedLinearCrossEntropyFunction",
+)  # has a gradient, z-loss has none
 
 
 def _theirs(case: Case) -> Callable[..., Any]:
