@@ -157,6 +157,7 @@ def use(*names: str, missing: str = ERROR) -> None:
         running.before = before
         driver.set_active(pack_driver())
         _wrap_tuners()
+        _wrap_runs()
         seams.on_miss(_find)
         _running = running
 
@@ -201,6 +202,18 @@ def _wrap_tuners() -> None:
 
     run._liger_aot_fills = True  # type: ignore[attr-defined]
     Autotuner.run = run
+
+
+def _wrap_runs() -> None:
+    """Have calls like one before take its kernel; once a process."""
+    from triton.runtime.jit import JITFunction
+
+    from liger_aot.runtime import devices
+    from liger_aot.triton import repeated
+
+    if not hasattr(JITFunction.run, "_liger_aot_repeats") and devices.backend() == "cuda":
+        JITFunction.run = repeated.wrapped(JITFunction.run, lambda: _running is not None)
+        JITFunction.run._liger_aot_repeats = True
 
 
 def fill(tuner: Any) -> None:

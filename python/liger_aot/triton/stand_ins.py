@@ -158,7 +158,10 @@ def stand_in(of: Target) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     is_hip = of.backend == "hip"
-    cuda, hip = torch.version.cuda, torch.version.hip  # its own are kept: torchvision compares them with what it is for
+    cuda, hip = (
+        torch.version.cuda,
+        torch.version.hip,
+    )  # its own are kept: torchvision compares them with what it is for
     torch.version.cuda, torch.version.hip = (None, hip or HIP) if is_hip else (cuda or CUDA, None)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     if accelerator := getattr(torch, "accelerator", None):
