@@ -307,7 +307,8 @@ def doubled(X, Y, n, BLOCK: tl.constexpr):
 
 def launch(x, block):
     assert x.is_cuda and x.device == torch.device("cuda", 0) and torch.cuda.is_available()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with torch.cuda.device(x.device):
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     other = torch.empty(3, device="cuda")
     assert y.is_cuda and other.is_cuda and other.get_device() == 0
     doubled[(1,)](x, y, x.numel(), BLOCK=block)
