@@ -187,8 +187,8 @@ def _find(miss: seams.Miss) -> Any:
     running = _running
     if running is None:
         return None
-    # Triton hashes a function's source by its syntax tree, whose thousands of objects would have Python look through all
-    # that the process holds for garbage, more than once.
+    # Triton hashes a function's source by its syntax tree, whose thousands of objects would have Python look through
+    # all that the process holds for garbage, more than once.
     collects = gc.isenabled()
     gc.disable()
     try:
