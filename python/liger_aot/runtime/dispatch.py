@@ -108,12 +108,11 @@ class KernelOn:
         try:
             bounds, names, found = self._tables[key]
         except KeyError:
-            if key in self._not_built:
-                raise NotBuilt(self._kernel.not_built(self._not_built[key])) from None
+            self.check_built(key, n)
             raise ArgumentTypeError(self._refusal(key)) from None
         i = bisect_left(bounds, n)
         if i == len(found):  # only where something is absent
-            raise NotBuilt(self._kernel.not_built(self._not_built[key]))
+            self.check_built(key, n)
         loaded = found[i]
         if loaded is None:
             loaded = found[i] = self._load(names[i])
@@ -140,6 +139,13 @@ class KernelOn:
             found = self(key, n)
         self.recent[recent_key] = found
         return found
+
+    def check_built(self, key: tuple[Any, ...], n: int) -> None:
+        """NotBuilt where the architecture does without a binary for a problem of size ``n``; loads none."""
+        if key in self._not_built:
+            bounds, names, _ = self._tables.get(key, ([], [], []))
+            if bisect_left(bounds, n) == len(names):
+                raise NotBuilt(self._kernel.not_built(self._not_built[key])) from None
 
     def serves(self, key: tuple[Any, ...]) -> bool:
         """Whether there are binaries for these values of the axes: an optional kernel may have them for some alone."""
