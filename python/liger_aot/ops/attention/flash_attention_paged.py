@@ -10,11 +10,10 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentTypeError
 from liger_aot.ops.arguments import FROM_ZERO, Allowed, Schema, check_flag
-from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
+from liger_aot.ops.attention._checks import FP8, SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import TILE_UNIT, fits, fitted
 from liger_aot.ops.attention._paged import (
     BOXES,
-    FP8,
     NAME,
     PagedSettings,
     Plan,

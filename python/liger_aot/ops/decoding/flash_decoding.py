@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
-from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
+from liger_aot.ops.attention._checks import FP8, SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import padded_head_dim
-from liger_aot.ops.decoding._checks import FP8, check_arguments, check_values
+from liger_aot.ops.decoding._checks import check_arguments, check_values
 from liger_aot.ops.decoding._plans import (
     NAME,
     UNIT,
