@@ -6,13 +6,14 @@ import dataclasses
 import inspect
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 import liger_aot
-from benchmarks import performance, records
+from benchmarks import op_entry, performance, records
 from benchmarks.environment import ROOT
 from benchmarks.markdown import gpus
 from benchmarks.records import Run
@@ -21,9 +22,14 @@ from docs.generate import chart, docstring, facts, op_page, support
 from liger_aot.ops.op import Op
 from tests.benchmarks.test_benchmarks import ENVIRONMENT, sample_run
 
-CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 # Written by hand, but for the tables of figures.
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/migration.md", "docs/pack-format.md", "docs/performance.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "docs/glossary.md", "docs/migration.md", "docs/pack-format.md",
+    "docs/performance.md", "docs/triton-pack-format.md", "docs/triton-packs.md", "docs/tuning-your-chip.md",
+    "examples/triton_pack/README.md",
+)  # fmt: skip
+COMMAND = re.compile(r"python -m ((?:benchmarks|examples|liger_aot_build|tests)[\w.]*)((?: [a-z]\w+)*)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
@@ -61,6 +67,19 @@ def test_links_lead_somewhere(pages: dict[Path, str]) -> None:
     for path, text in texts.items():
         for link in LINK.findall(CODE.sub("", text)):
             assert "://" in link or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_commands_name_what_there_is(pages: dict[Path, str]) -> None:
+    """Modules that Python finds, and ops that ``python -m benchmarks`` measures."""
+    texts = {str(path): text for path, text in pages.items() if path.suffix == ".md"}
+    texts |= {name: (ROOT / name).read_text() for name in PAGES}
+    found = {(page, *command) for page, text in texts.items() for command in COMMAND.findall(text)}
+    assert len(found) > 20
+    known = {"plot", "summary", "performance", *op_entry.modules()}
+    for page, module, words in found:
+        assert find_spec(module), f"{page}: there is no module {module}"
+        if module == "benchmarks" and (unknown := set(words.split()) - known):
+            pytest.fail(f"{page}: python -m benchmarks measures no {', '.join(unknown)}")
 
 
 def test_the_matrix_has_what_the_plans_have() -> None:
