@@ -214,9 +214,8 @@ def test_what_is_said_of_torch_is_so(torchs: str, ours: str) -> None:
         "target": torch.randint(5, (6,), generator=g), "p": x.softmax(-1), "log_q": y.log_softmax(-1),
     }  # fmt: skip
     wanted, got = eval(torchs, names), eval(ours, names)
-    if (
-        got.dtype == torch.bfloat16
-    ):  # probabilities, which sum to 1, and the result are rounded, on both sides
+    # Probabilities, which sum to 1, and the result are rounded, on both sides.
+    if got.dtype == torch.bfloat16:
         torch.testing.assert_close(got, wanted, rtol=0, atol=4 * 2**-9 * float(v.abs().max()))
     else:
         torch.testing.assert_close(got, wanted)

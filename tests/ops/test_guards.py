@@ -198,9 +198,8 @@ def _autocast(way: Way) -> tuple[Tensor, ...]:
         outputs = way.outputs()
     if "linear" not in way.op.name:
         return outputs
-    narrow = {
-        k: v.bfloat16() for k, v in way.tensors.items() if k.endswith("input")
-    }  # as torch's linear layers
+    # As torch's linear layers.
+    narrow = {k: v.bfloat16() for k, v in way.tensors.items() if k.endswith("input")}
     way.close(outputs, way.outputs(**narrow))
     return way.outputs()
 

@@ -73,9 +73,8 @@ class Loaded:
         self.block = variant.numbers.get("block", 1)
         self.contiguous = variant.contiguous
         self.persistent = "programs_per_multiprocessor" in variant.numbers  # so many programs share the rows
-        self.writes_sums = (
-            "rows_for_one_cta" in variant.numbers
-        )  # a lone program can write the final sums itself
+        # A lone program can write the final sums itself.
+        self.writes_sums = "rows_for_one_cta" in variant.numbers
 
 
 class KernelOn:
@@ -84,9 +83,8 @@ class KernelOn:
     def __init__(self, name: str, manifest: OpManifest, load: Callable[[str], Loaded]) -> None:
         self.name = name
         self._load = load
-        self.recent: dict[
-            tuple[Any, ...], Loaded
-        ] = {}  # (*key, n) or (*key, n, rows) -> what was found before
+        # (*key, n) or (*key, n, rows) -> what was found before.
+        self.recent: dict[tuple[Any, ...], Loaded] = {}
         self._few = {_table_key(key): entries for key, entries in manifest.kernels[name].few.items()}
         # Above so many rows a problem is one of many rows, which ``for_rows`` does not tell apart.
         self.most_rows = max((rows for entries in self._few.values() for _, rows, _ in entries), default=0)

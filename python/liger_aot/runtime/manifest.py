@@ -322,12 +322,10 @@ class Pack:
         self.version = checked_field(self.path, raw, "version", str)
         self.toolchain: Mapping[str, Any] = checked_object(self.path, raw.get("toolchain"), "toolchain")
         self.tolerance: Mapping[str, Any] = checked_object(self.path, raw.get("tolerance"), "tolerance")
-        self.binary_version = checked_count(
-            self.path, raw, "binary_version"
-        )  # ELF ABI (cubin), code object (hsaco)
-        self.measured = checked_count(
-            self.path, raw, "measured"
-        )  # kernels whose launch numbers were measured
+        # ELF ABI (cubin), code object (hsaco)
+        self.binary_version = checked_count(self.path, raw, "binary_version")
+        # Kernels whose launch numbers were measured.
+        self.measured = checked_count(self.path, raw, "measured")
         self._ops = checked_object(self.path, raw.get("ops"), "ops")
         for op in self._ops:
             checked_name(self.path, op)

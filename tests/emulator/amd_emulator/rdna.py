@@ -33,10 +33,8 @@ _SCALAR_WITH_CONSTANT = (0x45, 0x46)  # s_fmaak_f32, s_fmamk_f32
 _VECTOR_WITH_CONSTANT = (0x2C, 0x2D, 0x37, 0x38)  # v_fmamk_f32, v_fmaak_f32, and for f16
 _DUAL_WITH_CONSTANT = (1, 2)
 _SETREG_IMM32 = 0x13
-_FP16_OVFL, _ROUND_16_64 = (
-    1 | 23 << 6,
-    1 | 2 << 6 | 1 << 11,
-)  # of MODE: its number, the first bit, how many less one
+# Of MODE: its number, the first bit, how many less one.
+_FP16_OVFL, _ROUND_16_64 = 1 | 23 << 6, 1 | 2 << 6 | 1 << 11
 _DPP_CONTROLS = {0x100: "row_shl", 0x110: "row_shr", 0x120: "row_ror", 0x150: "row_share", 0x160: "row_xmask"}
 _DPP_MIRRORS = {0x140: "row_mirror", 0x141: "row_half_mirror"}
 _SCOPES = (None, "SCOPE_SE", "SCOPE_DEV", "SCOPE_SYS")
@@ -65,9 +63,8 @@ def length(word: int, second: int) -> int:
         return 2 + (
             given or word >> 22 & 0xF in _DUAL_WITH_CONSTANT or word >> 17 & 0x1F in _DUAL_WITH_CONSTANT
         )
-    return (
-        3 if encoding in (0x31, 0x34, 0x3B) else 2
-    )  # gfx12's vector memory, else LDS, constants, gfx11's memory
+    # gfx12's vector memory, else LDS, constants, gfx11's memory.
+    return 3 if encoding in (0x31, 0x34, 0x3B) else 2
 
 
 def classify(word: int, architecture: Architecture) -> tuple[str, int, Reader]:

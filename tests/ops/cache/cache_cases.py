@@ -15,11 +15,8 @@ from tests.ops.quantization.quantization_cases import nearest
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPS = ("qk_norm_rope", "write_kv_cache")
-CACHES = (
-    "none",
-    "same",
-    "fp8",
-)  # what a problem has: no cache (qk_norm_rope), one of the keys' dtype, one of codes
+# What a problem has: no cache (qk_norm_rope), one of the keys' dtype, one of codes.
+CACHES = ("none", "same", "fp8")
 SCALES = ("none", "one", "head", "token")
 # How a cache of both is laid out: its dimensions in memory, of (key or value, page, row, head).
 LAYOUTS = {"2NHD": (0, 1, 2, 3), "N2HD": (1, 0, 2, 3), "2HND": (0, 1, 3, 2), "N2HND": (1, 0, 3, 2)}

@@ -72,9 +72,8 @@ def test_special_values() -> None:
     cache = torch.zeros(2, 1, 1, 1, 8).to(E4M3)
     op = liger_aot.load("write_kv_cache")
     op(finite, finite * 0, cache[0], cache[1], slots, k_scale=scales[0], v_scale=scales[1])
-    assert (
-        scales.flatten().tolist()[0] == 2.0 and cache[0].flatten()[1].float() == 448
-    )  # NaN has no magnitude
+    # NaN has no magnitude.
+    assert scales.flatten().tolist()[0] == 2.0 and cache[0].flatten()[1].float() == 448
 
 
 def test_writes_a_contiguous_cache() -> None:

@@ -262,9 +262,8 @@ class FlashAttentionVarlen(DifferentiableOp):
     ) -> Tensors:
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, o, lse = saved
         seen, _ = seen_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right)
-        lse = torch.where(
-            torch.isinf(lse), math.inf, lse
-        )  # tokens behind the last sequence leave sinks alone
+        # Tokens behind the last sequence leave sinks alone.
+        lse = torch.where(torch.isinf(lse), math.inf, lse)
         grads = tuple(None if g is None else g[None] for g in grads)
         q, k, v, o, lse = (t[None] for t in (q, k, v, o, lse))
         dq, dk, dv, dsinks = FlashAttention.reference_backward(

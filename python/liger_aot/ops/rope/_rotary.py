@@ -29,9 +29,8 @@ class KernelCall(NamedTuple):
     kernel: str
     axes: tuple[Any, ...]
     n: int  # by which the dispatch table chooses
-    steps: tuple[
-        int, int
-    ]  # of the index of a token: from one sequence to the next, from one token to the next
+    # Of the index of a token: from one sequence to the next, from one token to the next.
+    steps: tuple[int, int]
     arguments: tuple[int, ...]  # after the index, but for the sign
     in_bytes: tuple[int, ...]  # those of them that count bytes: multiples of 16 for the aligned variant
 
