@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,25 +11,21 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Allowed, Schema
+from liger_aot.ops.cache._cache_op import CacheOp, Plan
 from liger_aot.ops.cache._slots import (
-    EARLIER,
     LARGEST_DIM,
     MOST,
     UNIT,
     Cache,
+    Named,
     check_cache,
-    check_disjoint,
     check_slots,
-    lacking,
     write_slots,
 )
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.in_place import InPlaceOp, check_writable
-from liger_aot.ops.op import Problem, check_same_device, check_tensor, written
+from liger_aot.ops.in_place import check_writable
+from liger_aot.ops.op import Problem, check_same_device, check_tensor
 from liger_aot.ops.rope._rotary import rotate_in_torch
-from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
-from liger_aot.runtime.layout import layouts_of
 
 HEADS = Allowed(least=1, most=1 << 16)
 
@@ -55,38 +52,7 @@ class Settings(NamedTuple):
         return self.num_heads_q * (1 + self.gated)
 
 
-class _Plan:
-    """All calls with tensors of these shapes, strides and dtypes, but for their addresses."""
-
-    __slots__ = ("aligned", "arguments", "dim", "disjoint", "key", "rows", "scalars", "v_rows", "variants")
-
-    def __init__(self, tensors: Tensors, settings: Settings) -> None:
-        qkv, q_weight, _, table, ids, *rest = tensors
-        self.dim = dim = q_weight.shape[0]
-        cache = Cache(*rest) if rest[0] is not None else None
-        heads_q, heads_k = settings[:2]
-        half = table.shape[1] // 2
-        self.rows = qkv.shape[0] * (heads_q + heads_k)
-        token = qkv.stride(0) if qkv.shape[0] > 1 else 0
-        firsts = settings.k_first * dim, (settings.k_first + heads_k) * dim
-        columns = token, dim * (1 + settings.gated), *firsts, table.stride(0) if table.shape[0] > 1 else 0
-        cache_strides = (0, 0, 0) if cache is None else cache.strides
-        places = (0, 0, 0, 1, 0, 1, 0) if cache is None else cache.places
-        slot_tokens = 0 if cache is None else cache.slot_mapping.shape[0]
-        self.v_rows = slot_tokens * heads_k
-        self.arguments = (
-            *cache_strides, *columns, half, dim, *places, ids.element_size() // 4, min(table.shape[0], MOST),
-            slot_tokens, heads_q, heads_k, self.rows,
-        )  # fmt: skip
-        self.scalars = settings.eps, settings.offset
-        self.aligned = not any(n % UNIT for n in (*cache_strides, *columns, half, dim))
-        of_cache = qkv.dtype if cache is None else cache.key_cache.dtype
-        self.key = qkv.dtype, table.dtype, not settings.is_neox, of_cache
-        self.disjoint: set[tuple[int, ...]] = set()  # distances at which no two tensors share memory
-        self.variants: list[Any] = [None, None]  # generic, aligned
-
-
-class QKNormRope(InPlaceOp):
+class QKNormRope(CacheOp):
     """``qk_norm_rope(qkv, q_weight, k_weight, cos_sin_cache, position_ids, *, num_heads_q, num_heads_k, num_heads_v,
     eps=1e-6, offset=0.0, is_neox=True, gated=False, key_cache=None, value_cache=None, slot_mapping=None, k_scale=None,
     v_scale=None) -> Tensor``: RMSNorm of each head of q and k, then rotary embedding, in place on packed q, k and v; as
@@ -142,6 +108,8 @@ class QKNormRope(InPlaceOp):
         }
     )  # fmt: skip
     writes = ("qkv", "key_cache", "value_cache", "k_scale", "v_scale")
+    pointers = itemgetter(0, 5, 6, 8, 9, 1, 2, 3, 4, 7)
+    wide = itemgetter(0, 1, 2, 3, 5, 6)
 
     def __call__(
         self,
@@ -169,10 +137,6 @@ class QKNormRope(InPlaceOp):
         tensors = (qkv, q_weight, k_weight, cos_sin_cache, position_ids, *cache)
         found: Tensor = self.write(tensors, settings)[0]
         return found
-
-    def preload(self, device: torch.device | int | str | None = None) -> None:
-        super().preload(device)
-        device_errors.flag(self.name)
 
     def overwritten(self, tensors: Tensors) -> Tensors:
         scales = [t for t in tensors[8:] if isinstance(t, Tensor) and t.dim() == 3]
@@ -260,78 +224,48 @@ class QKNormRope(InPlaceOp):
                 f"{tuple(ids.shape)} with strides {ids.stride()}"
             )
 
-    def prepare_forward(
-        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
-    ) -> Tensors:
-        self.check(tensors, settings)
-        self._check_disjoint(tensors)
-        if self.on_reference(tensors):
-            table, ids, *cache = tensors[3:]
-            if ids.device.type == "cpu" and ids.numel():
-                low, high = int(ids.min()), int(ids.max())
-                if low < 0 or high >= table.shape[0]:
-                    raise ArgumentError(
-                        f"{self.name}: position_ids hold {low} to {high}; cos_sin_cache has {table.shape[0]} rows"
-                    )
-            if cache[0] is not None:
-                check_slots(self.name, Cache(*cache))
-        return super().prepare_forward(tensors, settings, keep, out)
+    def check_values(self, tensors: Tensors) -> None:
+        table, ids, *cache = tensors[3:]
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= table.shape[0]:
+                raise ArgumentError(
+                    f"{self.name}: position_ids hold {low} to {high}; cos_sin_cache has {table.shape[0]} rows"
+                )
+        if cache[0] is not None:
+            check_slots(self.name, Cache(*cache))
 
-    def run_forward(
-        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
-    ) -> Tensors:
-        on = self._own.bound.get(tensors[0].get_device())
-        if on is None:
-            return self.prepare_forward(tensors, settings, keep, out)
-        layouts, *at = layouts_of(tensors)
-        plan: _Plan | None = on.plans.get((layouts, settings))
-        if plan is None:
-            plan = self._plan(on, (layouts, settings), tensors, settings)
-        qkv_at, q_weight_at, k_weight_at, table_at, ids_at, k_cache_at, v_cache_at, slots_at, *scales_at = at
-        distances = tuple(a - qkv_at for a in at)
-        if distances not in plan.disjoint:
-            self._check_disjoint(tensors)
-            if len(plan.disjoint) >= REMEMBERED:
-                plan.disjoint.clear()
-            plan.disjoint.add(distances)
-        device_errors.raise_if_any(self.name, EARLIER)
-        overwritten = self.overwritten(tensors)
-        if plan.rows:
-            places = qkv_at | q_weight_at | k_weight_at | table_at | k_cache_at | v_cache_at
-            aligned = plan.aligned and not places % UNIT
-            launch, programs, of_rows = plan.variants[aligned] or self._variant(on, plan, aligned)
-            launch(
-                on.device, on.stream(on.device), programs, 1, 1, qkv_at, k_cache_at, v_cache_at, *scales_at,
-                q_weight_at, k_weight_at, table_at, ids_at, slots_at, device_errors.flag(self.name), *plan.arguments,
-                of_rows, *plan.scalars,
-            )  # fmt: skip
-            written(*overwritten)
-            device_errors.check_now(self.name, tensors[0].device)
-        return overwritten
+    def memory(self, tensors: Tensors) -> tuple[Named, Named]:
+        named = {name.rstrip("?"): t for name, t in zip(self.tensors, tensors, strict=True)}
+        to: Named = {"qkv": tensors[0], **Cache(*tensors[5:]).written}
+        return to, {name: t for name, t in named.items() if name not in to}
 
-    def _check_disjoint(self, tensors: Tensors) -> None:
-        names = [name.rstrip("?") for name in self.tensors]
-        by_name = dict(zip(names, tensors, strict=True))
-        cache = Cache(*tensors[5:])
-        to = {"qkv": tensors[0], **cache.written}
-        check_disjoint(self.name, to, {name: t for name, t in by_name.items() if name not in to})
+    def plan(self, tensors: Tensors, settings: tuple[Any, ...]) -> Plan:
+        qkv, q_weight, _, table, ids, *rest = tensors
+        asked, dim = Settings(*settings), q_weight.shape[0]
+        cache = Cache(*rest) if rest[0] is not None else None
+        heads_q, heads_k = asked.num_heads_q, asked.num_heads_k
+        half = table.shape[1] // 2
+        rows = qkv.shape[0] * (heads_q + heads_k)
+        token = qkv.stride(0) if qkv.shape[0] > 1 else 0
+        firsts = asked.k_first * dim, (asked.k_first + heads_k) * dim
+        columns = token, dim * (1 + asked.gated), *firsts, table.stride(0) if table.shape[0] > 1 else 0
+        cache_strides = (0, 0, 0) if cache is None else cache.strides
+        places = (0, 0, 0, 1, 0, 1, 0) if cache is None else cache.places
+        slot_tokens = 0 if cache is None else cache.slot_mapping.shape[0]
+        arguments = (
+            *cache_strides, *columns, half, dim, *places, ids.element_size() // 4, min(table.shape[0], MOST),
+            slot_tokens, heads_q, heads_k, rows,
+        )  # fmt: skip
+        of_cache = qkv.dtype if cache is None else cache.key_cache.dtype
+        key = qkv.dtype, table.dtype, not asked.is_neox, of_cache
 
-    def _plan(self, on: OpOn, key: Any, tensors: Tensors, settings: tuple[Any, ...]) -> _Plan:
-        self.check(tensors, settings)
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        plan = on.plans[key] = _Plan(tensors, Settings(*settings))
-        return plan
+        def grid(of_program: int) -> tuple[int, tuple[Any, ...]]:
+            """Programs of q's and k's heads come before those that copy v's."""
+            of_rows, of_v = (-(-n // of_program) for n in (rows, slot_tokens * heads_k))
+            return of_rows + of_v, (of_rows, asked.eps, asked.offset)
 
-    def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int, int]:
-        """The binary for a plan, how many programs it takes, and how many of them are of q and k."""
-        try:
-            loaded = on.kernels[self.name]((*plan.key, aligned), plan.dim)
-        except ArgumentTypeError:
-            raise lacking(self.name, plan.key[-1]) from None
-        of_rows, of_v = (-(-rows // loaded.rows) for rows in (plan.rows, plan.v_rows))
-        found = plan.variants[aligned] = loaded.launch, of_rows + of_v, of_rows
-        return found
+        return Plan(key, dim, rows, (*cache_strides, *columns, half, dim), arguments, grid)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None

@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.cache._cache_op import CacheOp, Plan
 from liger_aot.ops.cache._slots import (
-    EARLIER,
     LARGEST_DIM,
     MOST,
     UNIT,
     Cache,
+    Named,
     check_cache,
-    check_disjoint,
     check_slots,
-    lacking,
     write_slots,
 )
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.in_place import InPlaceOp
-from liger_aot.ops.op import Problem, check_same_device, check_tensor, written
-from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
-from liger_aot.runtime.layout import layouts_of
+from liger_aot.ops.op import Problem, check_same_device, check_tensor
 
 
-class _Plan:
-    """All calls with tensors of these shapes, strides and dtypes, but for their addresses."""
-
-    __slots__ = ("aligned", "arguments", "disjoint", "key", "rows", "variants")
-
-    def __init__(self, key: Tensor, value: Tensor, cache: Cache) -> None:
-        heads, dim = key.shape[1:]
-        self.rows = cache.slot_mapping.shape[0] * heads
-        of_tokens = (*key.stride()[:2], *value.stride()[:2])
-        self.arguments = (*cache.strides, *of_tokens, *cache.places, self.rows, heads, dim)
-        self.aligned = not any(n % UNIT for n in (*cache.strides, *of_tokens, dim))
-        self.key = key.dtype, cache.key_cache.dtype
-        self.disjoint: set[tuple[int, ...]] = set()  # distances at which no two tensors share memory
-        self.variants: list[Any] = [None, None]  # generic, aligned
-
-
-class WriteKVCache(InPlaceOp):
+class WriteKVCache(CacheOp):
     """``write_kv_cache(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> (Tensor,
     Tensor)``: keys and values of new tokens into their slots of a cache, in place; as vLLM's
     ``reshape_and_cache_flash``.
@@ -89,6 +69,8 @@ class WriteKVCache(InPlaceOp):
     name = "write_kv_cache"
     tensors = ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale?", "v_scale?")
     writes = ("key_cache", "value_cache", "k_scale", "v_scale")
+    pointers = itemgetter(2, 3, 5, 6, 0, 1, 4)
+    wide = itemgetter(0, 1, 2, 3)
 
     def __call__(
         self,
@@ -103,10 +85,6 @@ class WriteKVCache(InPlaceOp):
     ) -> tuple[Tensor, Tensor]:
         found = self.write((key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale), ())
         return found[0], found[1]
-
-    def preload(self, device: torch.device | int | str | None = None) -> None:
-        super().preload(device)
-        device_errors.flag(self.name)
 
     def overwritten(self, tensors: Tensors) -> Tensors:
         scales = [t for t in tensors[5:] if isinstance(t, Tensor) and t.dim() == 3]
@@ -140,66 +118,26 @@ class WriteKVCache(InPlaceOp):
             )
         check_cache(self.name, "key", key, heads, dim, Cache(*cache))
 
-    def prepare_forward(
-        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
-    ) -> Tensors:
-        self.check(tensors, settings)
-        self._check_disjoint(tensors)
-        if self.on_reference(tensors):
-            check_slots(self.name, Cache(*tensors[2:]))
-        return super().prepare_forward(tensors, settings, keep, out)
+    def check_values(self, tensors: Tensors) -> None:
+        check_slots(self.name, Cache(*tensors[2:]))
 
-    def run_forward(
-        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
-    ) -> Tensors:
-        on = self._own.bound.get(tensors[0].get_device())
-        if on is None:
-            return self.prepare_forward(tensors, settings, keep, out)
-        layouts, *at = layouts_of(tensors)
-        plan: _Plan | None = on.plans.get(layouts)
-        if plan is None:
-            plan = self._plan(on, layouts, tensors)
-        key_at, value_at, k_cache_at, v_cache_at, slots_at, k_scale_at, v_scale_at = at
-        distances = tuple(a - k_cache_at for a in at)
-        if distances not in plan.disjoint:
-            self._check_disjoint(tensors)
-            if len(plan.disjoint) >= REMEMBERED:
-                plan.disjoint.clear()
-            plan.disjoint.add(distances)
-        device_errors.raise_if_any(self.name, EARLIER)
-        overwritten = self.overwritten(tensors)
-        if plan.rows:
-            aligned = plan.aligned and not (key_at | value_at | k_cache_at | v_cache_at) % UNIT
-            launch, programs = plan.variants[aligned] or self._variant(on, plan, aligned)
-            launch(
-                on.device, on.stream(on.device), programs, 1, 1, k_cache_at, v_cache_at, k_scale_at, v_scale_at,
-                key_at, value_at, slots_at, device_errors.flag(self.name), *plan.arguments,
-            )  # fmt: skip
-            written(*overwritten)
-            device_errors.check_now(self.name, tensors[0].device)
-        return overwritten
-
-    def _check_disjoint(self, tensors: Tensors) -> None:
+    def memory(self, tensors: Tensors) -> tuple[Named, Named]:
         key, value, *rest = tensors
         cache = Cache(*rest)
-        read = {"key": key, "value": value, "slot_mapping": cache.slot_mapping}
-        check_disjoint(self.name, cache.written, read)
+        return cache.written, {"key": key, "value": value, "slot_mapping": cache.slot_mapping}
 
-    def _plan(self, on: OpOn, layouts: Any, tensors: Tensors) -> _Plan:
-        self.check(tensors, ())
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        plan = on.plans[layouts] = _Plan(tensors[0], tensors[1], Cache(*tensors[2:]))
-        return plan
+    def plan(self, tensors: Tensors, settings: tuple[Any, ...]) -> Plan:
+        key, value, *rest = tensors
+        cache = Cache(*rest)
+        _, heads, dim = key.shape
+        rows = cache.slot_mapping.shape[0] * heads
+        strides = (*cache.strides, *key.stride()[:2], *value.stride()[:2])
+        arguments = (*strides, *cache.places, rows, heads, dim)
 
-    def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int]:
-        """The binary for a plan, and how many programs it takes."""
-        try:
-            loaded = on.kernels[self.name]((*plan.key, aligned), plan.arguments[-1])
-        except ArgumentTypeError:
-            raise lacking(self.name, plan.key[1]) from None
-        found = plan.variants[aligned] = loaded.launch, -(-plan.rows // loaded.rows)
-        return found
+        def grid(of_program: int) -> tuple[int, tuple[Any, ...]]:
+            return -(-rows // of_program), ()
+
+        return Plan((key.dtype, cache.key_cache.dtype), dim, rows, (*strides, dim), arguments, grid)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
