@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,7 +77,7 @@ def test_commands_name_what_there_is(pages: dict[Path, str]) -> None:
     assert len(found) > 20
     known = {"plot", "summary", "performance", *op_entry.modules()}
     for page, module, words in found:
-        assert find_spec(module), f"{page}: there is no module {module}"
+        assert importlib.util.find_spec(module), f"{page}: there is no module {module}"
         if module == "benchmarks" and (unknown := set(words.split()) - known):
             pytest.fail(f"{page}: python -m benchmarks measures no {', '.join(unknown)}")
 
