@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError
@@ -19,16 +20,34 @@ class ForwardOnlyOp(DifferentiableOp):
     no_gradient: ClassVar[str]  # what the error says: "codes have none"
     instead: ClassVar[str] = ""  # the op that has a gradient, if there is one
 
-    def differentiable(
-        self, tensors: Tensors, settings: tuple[Any, ...] = (), out: Sequence[Any] | None = None
-    ) -> Any:
+    def check_no_gradient(
+        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
+    ) -> None:
+        """ArgumentError where a gradient is needed."""
         given = tensors if out is None else (*tensors, *out)
         graded = torch.is_grad_enabled() and needs_gradient(given)
         # a tensor that a transform of torch.func left behind may say so without needing one
         if graded and (is_compiling() or needs_gradient(guards.plain(given))):
             self.check_all(tensors, settings)
             self._refuse_gradient()
-        return super().differentiable(tensors, settings, out)
+
+    # All ways of a call that needs a gradient; the direct way of others pays for no check.
+
+    def _with_gradient(
+        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
+    ) -> Any:
+        self.check_no_gradient(tensors, settings, out)
+        return super()._with_gradient(tensors, settings, out)
+
+    def through_library(
+        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
+    ) -> Any:
+        self.check_no_gradient(tensors, settings, out)
+        return super().through_library(tensors, settings, out)
+
+    def in_torch(self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None) -> Any:
+        self.check_no_gradient(tensors, settings, out)
+        return super().in_torch(tensors, settings, out)
 
     def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
         return ()

@@ -59,12 +59,14 @@ class InPlaceOp(ForwardOnlyOp):
     def through_library(
         self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
     ) -> Any:
+        self.check_no_gradient(tensors, settings, out)
         register(self.name)
         self.check_all(tensors, settings)
         getattr(torch.ops.liger_aot, self.name)(*tensors, *settings)
         return self._given(tensors, out)
 
     def in_torch(self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None) -> Any:
+        self.check_no_gradient(tensors, settings, out)
         self.check_all(tensors, settings)
         with plain_torch(differentiable=torch.is_grad_enabled()):
             self.write_in_torch(*tensors, *settings)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import itemgetter, or_
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,14 +48,15 @@ class Plan:
 
 
 class CacheOp(InPlaceOp):
-    """Base of the ops of this family. A subclass says how a call becomes a plan, and picks addresses by the places of
-    the tensors in its arguments."""
-
-    pointers: ClassVar[itemgetter[Any]]  # what the kernel gets, in its order
-    wide: ClassVar[itemgetter[Any]]  # those that the aligned binaries take for multiples of UNIT
+    """Base of the ops of this family. A subclass says how a call becomes a plan, and its addresses the kernel's."""
 
     def plan(self, tensors: Tensors, settings: tuple[Any, ...]) -> Plan:
         """Of a call that was checked."""
+        raise NotImplementedError
+
+    def addresses(self, at: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Of the tensors' addresses, in the order of the arguments: what the kernel gets, in its order; and all those
+        together (by or) that the aligned binaries take for multiples of UNIT."""
         raise NotImplementedError
 
     def memory(self, tensors: Tensors) -> tuple[Named, Named]:
@@ -103,10 +102,11 @@ class CacheOp(InPlaceOp):
         device_errors.raise_if_any(self.name, EARLIER)
         overwritten = self.overwritten(tensors)
         if plan.rows:
-            aligned = plan.aligned and not reduce(or_, self.wide(at)) % UNIT
+            addresses, together = self.addresses(at)
+            aligned = plan.aligned and not together % UNIT
             launch, programs, last = plan.variants[aligned] or self._variant(on, plan, aligned)
             launch(
-                on.device, on.stream(on.device), programs, 1, 1, *self.pointers(at), device_errors.flag(self.name),
+                on.device, on.stream(on.device), programs, 1, 1, *addresses, device_errors.flag(self.name),
                 *plan.arguments, *last,
             )  # fmt: skip
             written(*overwritten)

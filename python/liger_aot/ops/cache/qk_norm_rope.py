@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +107,6 @@ class QKNormRope(CacheOp):
         }
     )  # fmt: skip
     writes = ("qkv", "key_cache", "value_cache", "k_scale", "v_scale")
-    pointers = itemgetter(0, 5, 6, 8, 9, 1, 2, 3, 4, 7)
-    wide = itemgetter(0, 1, 2, 3, 5, 6)
 
     def __call__(
         self,
@@ -234,6 +231,11 @@ class QKNormRope(CacheOp):
                 )
         if cache[0] is not None:
             check_slots(self.name, Cache(*cache))
+
+    def addresses(self, at: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        qkv, q_weight, k_weight, table, ids, k_cache, v_cache, slots, *scales = at
+        together = qkv | q_weight | k_weight | table | k_cache | v_cache
+        return (qkv, k_cache, v_cache, *scales, q_weight, k_weight, table, ids, slots), together
 
     def memory(self, tensors: Tensors) -> tuple[Named, Named]:
         named = {name.rstrip("?"): t for name, t in zip(self.tensors, tensors, strict=True)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -69,8 +68,6 @@ class WriteKVCache(CacheOp):
     name = "write_kv_cache"
     tensors = ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale?", "v_scale?")
     writes = ("key_cache", "value_cache", "k_scale", "v_scale")
-    pointers = itemgetter(2, 3, 5, 6, 0, 1, 4)
-    wide = itemgetter(0, 1, 2, 3)
 
     def __call__(
         self,
@@ -120,6 +117,10 @@ class WriteKVCache(CacheOp):
 
     def check_values(self, tensors: Tensors) -> None:
         check_slots(self.name, Cache(*tensors[2:]))
+
+    def addresses(self, at: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        key, value, k_cache, v_cache, slots, k_scale, v_scale = at
+        return (k_cache, v_cache, k_scale, v_scale, key, value, slots), key | value | k_cache | v_cache
 
     def memory(self, tensors: Tensors) -> tuple[Named, Named]:
         key, value, *rest = tensors
