@@ -238,7 +238,7 @@ def paged_tiles(
         acc, m, sums, bad = attend_pages(
             q, K + base, V + base, TABLE + sequence * table_row, begin, end, start, stop, low, high,
             past + last_token + left, tl.minimum(past + first_token + right, len_k), scale, cap, dim, pages,
-            page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES,
+            page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES, PDL,
         )  # fmt: skip
         if V_SCALE is not None:
             acc *= tl.load(V_SCALE + head * scale_head, mask=V_SCALE.to(tl.int64) != 0, other=1.0)

@@ -37,6 +37,7 @@ from csrc_triton.attention.varlen import (
     starts_of,
     window_index,
 )
+from csrc_triton.common.fp8 import widened
 
 HEAD_DIMS = [64, 128, 256]  # that kernels are written for; others run as the next
 
@@ -96,7 +97,7 @@ def near_columns(dim, D: tl.constexpr):
 @triton.jit
 def attend_pages(
     q, K, V, TABLE, first, last, start, stop, low, high, every_low, every_high, scale, cap, dim, pages, page_bits,
-    k_page, k_row, BLOCK_N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+    k_page, k_row, BLOCK_N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rows ``q`` over blocks ``first`` to ``last`` - 1 of a head's keys, of which a row sees ``low`` to ``high`` - 1,
     all rows ``every_low`` to ``every_high`` - 1, and some row ``start`` to ``stop`` - 1. Returns P V, each row's
@@ -113,7 +114,7 @@ def attend_pages(
         key = j * BLOCK_N
         nearest = tl.maximum(tl.minimum(key + own, stop - 1), start)
         at, bad = page_offsets(TABLE, nearest, page_bits, pages, k_page, k_row, bad)
-        k = tl.load(K + at[:, None] + columns[None, :]).to(q.dtype)
+        k = widened(tl.load(K + at[:, None] + columns[None, :]), q.dtype, PTX)
         s = tl.dot(q, tl.trans(k))
         if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
@@ -128,7 +129,7 @@ def attend_pages(
         by = tl.exp2(m - new_m)
         m = new_m
         sums = sums * by + tl.sum(p, 1)
-        v = tl.load(V + at[:, None] + columns[None, :]).to(q.dtype)
+        v = widened(tl.load(V + at[:, None] + columns[None, :]), q.dtype, PTX)
         acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
     return acc, m - p_exponent(q.dtype), sums, bad
 
