@@ -74,10 +74,15 @@ def find_rows(CU_SEQLENS, tile, sequences, tokens, ratio, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def page_offsets(TABLE, keys, page_bits, pages, k_page, k_row, bad):
-    """Where in a head of the cache ``keys`` are, and ``bad``, with page numbers that are none in it. TABLE is the
-    sequence's own."""
-    page = tl.load(TABLE + (keys >> page_bits))
+def page_of(TABLE, keys, page_bits, some):
+    """The pages that hold ``keys``, if there are ``some``. TABLE is the sequence's own."""
+    return tl.load(TABLE + (keys >> page_bits), mask=some, other=0)
+
+
+@triton.jit
+def page_offsets(page, keys, page_bits, pages, k_page, k_row, bad):
+    """Where in a head of the cache ``keys`` are, which ``page`` holds, and ``bad``, with page numbers that are none in
+    it."""
     there = (page >= 0) & (page < pages)
     bad = tl.where(there, bad, page)
     row = keys & ((1 << page_bits) - 1)
@@ -110,10 +115,15 @@ def attend_pages(
     sums = tl.zeros([BLOCK_M], tl.float32)
     bad = tl.zeros([BLOCK_N], tl.int32)
     own = tl.arange(0, BLOCK_N)
+    nearest = tl.maximum(tl.minimum(first * BLOCK_N + own, stop - 1), start)
+    page = page_of(TABLE, nearest, page_bits, first < last)
     for j in tl.range(first, last, num_stages=STAGES):
         key = j * BLOCK_N
         nearest = tl.maximum(tl.minimum(key + own, stop - 1), start)
-        at, bad = page_offsets(TABLE, nearest, page_bits, pages, k_page, k_row, bad)
+        at, bad = page_offsets(page, nearest, page_bits, pages, k_page, k_row, bad)
+        # for the next block: else the pipeline would give half of its stages to the table
+        following = tl.maximum(tl.minimum(key + BLOCK_N + own, stop - 1), start)
+        page = page_of(TABLE, following, page_bits, True)
         k = widened(tl.load(K + at[:, None] + columns[None, :]), q.dtype, PTX)
         s = tl.dot(q, tl.trans(k))
         if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
@@ -238,21 +248,34 @@ def paged_pipeline(tensor_map, barriers: gl.constexpr, z):
 
 
 @gluon.jit
+def row_of_box(key, i, start, stop, BOX_KEYS: gl.constexpr):
+    """The first key of the block's i-th box; of one without any key of [start, stop) of the nearest that has one."""
+    return gl.maximum(gl.minimum(key + i * BOX_KEYS, stop - 1), start) // BOX_KEYS * BOX_KEYS
+
+
+@gluon.jit
 def load_pages(tensor_map, sequence, head, key, start, stop, to, full, seqs, FLAG, z):
     """Start the TMA loads of the block of keys from ``key`` on. Of boxes without any key of [start, stop) the nearest
     that has one is loaded. Reports page numbers that are none."""
     BOX_KEYS: gl.constexpr = tensor_map.block_shape[2]
-    mbarrier.expect(full, tensor_map.block_type.nbytes * (z.D1 // z.BOX) * (z.BLOCK_N // BOX_KEYS))
-    for i in gl.static_range(z.BLOCK_N // BOX_KEYS):
-        row = gl.maximum(gl.minimum(key + i * BOX_KEYS, stop - 1), start) // BOX_KEYS * BOX_KEYS
-        page = gl.load(seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits)))
-        there = (page >= 0) & (page < seqs.pages)
-        gl.store(FLAG, page.to(gl.int64), mask=there == 0)
-        page = gl.where(there, page, 0)
-        row = row & ((1 << seqs.page_bits) - 1)
-        for c in gl.static_range(z.D1 // z.BOX):
-            part = to.slice(i * BOX_KEYS, BOX_KEYS, dim=2).slice(c * z.BOX, z.BOX, dim=3)
-            tma.async_copy_global_to_shared(tensor_map, [page, head, row, c * z.BOX], full, part)
+    BOXES: gl.constexpr = z.BLOCK_N // BOX_KEYS
+    AT_ONCE: gl.constexpr = 4 if BOXES % 4 == 0 else BOXES
+    mbarrier.expect(full, tensor_map.block_type.nbytes * (z.D1 // z.BOX) * BOXES)
+    for first in gl.static_range(0, BOXES, AT_ONCE):
+        # several page numbers are on their way at a time
+        pages = ()
+        for i in gl.static_range(AT_ONCE):
+            row = row_of_box(key, first + i, start, stop, BOX_KEYS)
+            pages = pages + (gl.load(seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits))),)
+        for i in gl.static_range(AT_ONCE):
+            row = row_of_box(key, first + i, start, stop, BOX_KEYS) & ((1 << seqs.page_bits) - 1)
+            page = pages[i]
+            there = (page >= 0) & (page < seqs.pages)
+            gl.store(FLAG, page.to(gl.int64), mask=there == 0)
+            page = gl.where(there, page, 0)
+            for c in gl.static_range(z.D1 // z.BOX):
+                part = to.slice((first + i) * BOX_KEYS, BOX_KEYS, dim=2).slice(c * z.BOX, z.BOX, dim=3)
+                tma.async_copy_global_to_shared(tensor_map, [page, head, row, c * z.BOX], full, part)
 
 
 @gluon.jit

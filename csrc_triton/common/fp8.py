@@ -16,8 +16,7 @@ def widened(codes, dtype: tl.constexpr, PTX: tl.constexpr):
     """
     if not PTX or codes.dtype != tl.float8e4nv:
         return codes.to(dtype)
-    bits = codes.to(tl.int8, bitcast=True)
-    if dtype == tl.bfloat16:
+    elif dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t, n, a;
@@ -38,7 +37,7 @@ def widened(codes, dtype: tl.constexpr, PTX: tl.constexpr):
             fma.rn.bf16x2 $0, $0, t, a;
             fma.rn.bf16x2 $1, $1, t, a;
             }""",
-            "=&r,=&r,r", [bits], dtype=tl.bfloat16, is_pure=False, pack=4,
+            "=&r,=&r,r", [codes.to(tl.int8, bitcast=True)], dtype=tl.bfloat16, is_pure=False, pack=4,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
@@ -60,5 +59,5 @@ def widened(codes, dtype: tl.constexpr, PTX: tl.constexpr):
             mul.rn.f16x2 $0, $0, t;
             mul.rn.f16x2 $1, $1, t;
             }""",
-            "=&r,=&r,r", [bits], dtype=tl.float16, is_pure=False, pack=4,
+            "=&r,=&r,r", [codes.to(tl.int8, bitcast=True)], dtype=tl.float16, is_pure=False, pack=4,
         )  # fmt: skip
