@@ -254,28 +254,32 @@ def row_of_box(key, i, start, stop, BOX_KEYS: gl.constexpr):
 
 
 @gluon.jit
-def load_pages(tensor_map, sequence, head, key, start, stop, to, full, seqs, FLAG, z):
-    """Start the TMA loads of the block of keys from ``key`` on. Of boxes without any key of [start, stop) the nearest
-    that has one is loaded. Reports page numbers that are none."""
+def pages_of_block(sequence, key, start, stop, seqs, BOX_KEYS: gl.constexpr, z):
+    """The page numbers of the boxes of the block of keys from ``key`` on: all loads are on their way at once."""
+    pages = ()
+    for i in gl.static_range(z.BLOCK_N // BOX_KEYS):
+        row = row_of_box(key, i, start, stop, BOX_KEYS)
+        at = seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits))
+        pages = pages + (gl.load(at, mask=stop > 0, other=0),)
+    return pages
+
+
+@gluon.jit
+def load_pages(tensor_map, pages, head, key, start, stop, to, full, seqs, FLAG, REPORT: gl.constexpr, z):
+    """Start the TMA loads of the block of keys from ``key`` on. REPORT page numbers that are none, or not."""
     BOX_KEYS: gl.constexpr = tensor_map.block_shape[2]
     BOXES: gl.constexpr = z.BLOCK_N // BOX_KEYS
-    AT_ONCE: gl.constexpr = 4 if BOXES % 4 == 0 else BOXES
     mbarrier.expect(full, tensor_map.block_type.nbytes * (z.D1 // z.BOX) * BOXES)
-    for first in gl.static_range(0, BOXES, AT_ONCE):
-        # several page numbers are on their way at a time
-        pages = ()
-        for i in gl.static_range(AT_ONCE):
-            row = row_of_box(key, first + i, start, stop, BOX_KEYS)
-            pages = pages + (gl.load(seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits))),)
-        for i in gl.static_range(AT_ONCE):
-            row = row_of_box(key, first + i, start, stop, BOX_KEYS) & ((1 << seqs.page_bits) - 1)
-            page = pages[i]
-            there = (page >= 0) & (page < seqs.pages)
+    for i in gl.static_range(BOXES):
+        row = row_of_box(key, i, start, stop, BOX_KEYS) & ((1 << seqs.page_bits) - 1)
+        page = pages[i]
+        there = (page >= 0) & (page < seqs.pages)
+        if REPORT:
             gl.store(FLAG, page.to(gl.int64), mask=there == 0)
-            page = gl.where(there, page, 0)
-            for c in gl.static_range(z.D1 // z.BOX):
-                part = to.slice((first + i) * BOX_KEYS, BOX_KEYS, dim=2).slice(c * z.BOX, z.BOX, dim=3)
-                tma.async_copy_global_to_shared(tensor_map, [page, head, row, c * z.BOX], full, part)
+        page = gl.where(there, page, 0)
+        for c in gl.static_range(z.D1 // z.BOX):
+            part = to.slice(i * BOX_KEYS, BOX_KEYS, dim=2).slice(c * z.BOX, z.BOX, dim=3)
+            tma.async_copy_global_to_shared(tensor_map, [page, head, row, c * z.BOX], full, part)
 
 
 @gluon.jit
