@@ -260,7 +260,7 @@ def pages_of_block(sequence, key, start, stop, seqs, BOX_KEYS: gl.constexpr, z):
     for i in gl.static_range(z.BLOCK_N // BOX_KEYS):
         row = row_of_box(key, i, start, stop, BOX_KEYS)
         at = seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits))
-        pages = pages + (gl.load(at, mask=stop > 0, other=0),)
+        pages = pages + (gl.load(at, mask=stop > 0, other=0),)  # noqa: RUF005 (Triton knows no other way)
     return pages
 
 

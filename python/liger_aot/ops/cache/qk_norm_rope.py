@@ -92,11 +92,12 @@ class QKNormRope(InPlaceOp):
     v_scale=None) -> Tensor``: RMSNorm of each head of q and k, then rotary embedding, in place on packed q, k and v; as
     vLLM's ``fused_qk_norm_rope``.
 
-    A head x becomes x / sqrt(mean(x^2) + eps) * (weight + offset), or without weights stays x, and of that the pairs (a, b) of the first
-    ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates stay as they are. With
-    a cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would afterwards, bit for
-    bit. Nothing waits for the device: works under torch.compile, which copies neither qkv nor a cache (one rule: see
-    ``write_kv_cache``), and, after ``preload``, in CUDA graphs. For inference: there is no gradient. CPU tensors take the plain-torch reference.
+    A head x becomes x / sqrt(mean(x^2) + eps) * (weight + offset), or without weights stays x, and of that the pairs
+    (a, b) of the first ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates
+    stay as they are. With a cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would
+    afterwards, bit for bit. Nothing waits for the device: works under torch.compile, which copies neither qkv nor a
+    cache (one rule: see ``write_kv_cache``), and, after ``preload``, in CUDA graphs. For inference: there is no
+    gradient. CPU tensors take the plain-torch reference.
 
     Args:
         qkv: (tokens, columns) bfloat16 or float16; rows may have any stride. The columns are num_heads_q heads of q,
