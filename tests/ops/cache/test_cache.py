@@ -407,16 +407,25 @@ def test_cuda_graph(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPS)
-def test_compiled_on_a_gpu(name: str) -> None:
-    """By inductor: the cache is written where it is."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_on_a_gpu(name: str, whole: bool) -> None:
+    """By inductor: the caches are written where they are, be they tensors of their own or, given whole, the halves of
+    one."""
     problem = Problem(name, 37, 8, 128, q_heads=32)
     given = drawn(problem, E4M3, 0, "cuda")
+    halves = ("key_cache", "value_cache")
+    both = torch.stack([given[k] for k in halves])
+    given |= dict(zip(halves, both.unbind() if whole else [t.clone() for t in both], strict=True))
     before = copied(given)
-    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
-    settings = {k: v for k, v in given.items() if k not in tensors}
+    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor) and not (whole and k in halves)}
+    settings = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
     op = liger_aot.load(name)
     torch.compiler.reset()
-    torch.compile(lambda t: op(**t, **settings), fullgraph=True)(tensors)
+
+    def call(t: dict[str, Tensor], cache: Tensor) -> None:
+        op(**t, **settings, **(dict(zip(halves, cache.unbind(), strict=True)) if whole else {}))
+
+    torch.compile(call, fullgraph=True)(tensors, both)
     check_results(problem, before, given, dict(installed().tolerance), f"{problem}, compiled")
 
 

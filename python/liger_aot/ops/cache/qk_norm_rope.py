@@ -57,17 +57,19 @@ class QKNormRope(CacheOp):
     v_scale=None) -> Tensor``: RMSNorm of each head of q and k, then rotary embedding, in place on packed q, k and v; as
     vLLM's ``fused_qk_norm_rope``.
 
-    A head x becomes x / sqrt(mean(x^2) + eps) * (weight + offset), and of that the pairs (a, b) of the first
-    ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates stay as they are. With
-    a cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would afterwards, bit for
-    bit. Nothing waits for the device: works under torch.compile, which copies neither qkv nor a cache, and, after
-    ``preload``, in CUDA graphs. For inference: there is no gradient. CPU tensors take the plain-torch reference.
+    A head x becomes x / sqrt(mean(x^2) + eps) * (weight + offset), or without weights stays x, and of that the pairs
+    (a, b) of the first ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates
+    stay as they are. With a cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would
+    afterwards, bit for bit. Nothing waits for the device: works under torch.compile, which copies neither qkv nor a
+    cache (one rule: see ``write_kv_cache``), and, after ``preload``, in CUDA graphs. For inference: there is no
+    gradient. CPU tensors take the plain-torch reference.
 
     Args:
         qkv: (tokens, columns) bfloat16 or float16; rows may have any stride. The columns are num_heads_q heads of q,
             num_heads_k of k and num_heads_v of v, of dim columns each; with ``gated`` each head of q is followed by its
             gate of as many columns (Qwen3-Next).
-        q_weight, k_weight: (dim,) of qkv's dtype, contiguous. dim is even, at most 256.
+        q_weight, k_weight: (dim,) of qkv's dtype, contiguous. dim is even, at most 256. None for both: heads are not
+            normalised (Llama), and dim follows from qkv's columns.
         cos_sin_cache: (positions, rotary_dim) of qkv's dtype or float32, rows contiguous: rotary_dim / 2 cosines, then
             as many sines. rotary_dim is even and at most dim.
         position_ids: (tokens,) int64 or int32, contiguous: the row of cos_sin_cache for each token. One out of range
@@ -97,7 +99,7 @@ class QKNormRope(CacheOp):
 
     name = "qk_norm_rope"
     tensors = (
-        "qkv", "q_weight", "k_weight", "cos_sin_cache", "position_ids", "key_cache?", "value_cache?", "slot_mapping?",
+        "qkv", "q_weight?", "k_weight?", "cos_sin_cache", "position_ids", "key_cache?", "value_cache?", "slot_mapping?",
         "k_scale?", "v_scale?",
     )  # fmt: skip
     settings = Schema(
@@ -111,8 +113,8 @@ class QKNormRope(CacheOp):
     def __call__(
         self,
         qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
         cos_sin_cache: Tensor,
         position_ids: Tensor,
         *,
@@ -145,7 +147,13 @@ class QKNormRope(CacheOp):
         check_tensor(op, "qkv", qkv)
         if qkv.dtype not in (torch.bfloat16, torch.float16):
             raise ArgumentTypeError(f"{op}: qkv must be bfloat16, float16, got {qkv.dtype}")
-        for name, w in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if (q_weight is None) != (k_weight is None):
+            name = "q_weight" if q_weight is None else "k_weight"
+            raise ArgumentError(f"{op}: {name} is None, the other weight is not: give both or neither")
+        if q_weight is None and asked.offset:
+            raise ArgumentError(f"{op}: offset must be 0 without weights, got {asked.offset}")
+        weights = {} if q_weight is None else {"q_weight": q_weight, "k_weight": k_weight}
+        for name, w in weights.items():
             check_tensor(op, name, w)
             check_same_device(op, name, w, "qkv", qkv)
             if w.dtype != qkv.dtype:
@@ -155,17 +163,22 @@ class QKNormRope(CacheOp):
                     f"{op}: {name} must be contiguous of shape (dim,), alike for q and k; got {tuple(w.shape)} with "
                     f"strides {w.stride()}"
                 )
-        dim = q_weight.shape[0]
+        if qkv.dim() != 2 or qkv.shape[1] % asked.columns or qkv.stride(1) != 1:
+            raise ArgumentError(
+                f"{op}: qkv must be (tokens, a multiple of {asked.columns}) with contiguous rows, by "
+                f"num_heads_q={asked.num_heads_q}, num_heads_k={asked.num_heads_k}, num_heads_v={asked.num_heads_v} "
+                f"and gated={asked.gated}; got shape {tuple(qkv.shape)} with strides {qkv.stride()}"
+            )
+        dim = _head_dim(qkv, q_weight, asked)
         if dim % 2 or not 2 <= dim <= LARGEST_DIM:
             raise ArgumentError(
-                f"{op}: q_weight must have an even number of elements, 2 to {LARGEST_DIM}, got {dim}"
+                f"{op}: a head must have an even number of columns, 2 to {LARGEST_DIM}, got {dim} (the elements of "
+                "q_weight or, without, qkv's columns by heads)"
             )
-        columns = asked.columns * dim
-        if qkv.dim() != 2 or qkv.shape[1] != columns or qkv.stride(1) != 1:
+        if qkv.shape[1] != asked.columns * dim:
             raise ArgumentError(
-                f"{op}: qkv must be (tokens, {columns}) with contiguous rows, by num_heads_q={asked.num_heads_q}, "
-                f"num_heads_k={asked.num_heads_k}, num_heads_v={asked.num_heads_v}, gated={asked.gated} and {dim} "
-                f"elements of q_weight; got shape {tuple(qkv.shape)} with strides {qkv.stride()}"
+                f"{op}: qkv must have {asked.columns * dim} columns, {asked.columns} heads of {dim} elements of "
+                f"q_weight; got {qkv.shape[1]}"
             )
         check_writable(op, "qkv", qkv)
         rows = qkv.shape[0] * (asked.num_heads_q + asked.num_heads_k)
@@ -244,7 +257,8 @@ class QKNormRope(CacheOp):
 
     def plan(self, tensors: Tensors, settings: tuple[Any, ...]) -> Plan:
         qkv, q_weight, _, table, ids, *rest = tensors
-        asked, dim = Settings(*settings), q_weight.shape[0]
+        asked = Settings(*settings)
+        dim = _head_dim(qkv, q_weight, asked)
         cache = Cache(*rest) if rest[0] is not None else None
         heads_q, heads_k = asked.num_heads_q, asked.num_heads_k
         half = table.shape[1] // 2
@@ -280,10 +294,10 @@ class QKNormRope(CacheOp):
 
     @staticmethod
     def write_in_torch(
-        qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, ids: Tensor, *rest: Any
+        qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, table: Tensor, ids: Tensor, *rest: Any
     ) -> None:
         cache, asked = rest[:5], Settings(*rest[5:])
-        dim, wide = q_weight.shape[0], torch.promote_types(qkv.dtype, torch.float32)
+        dim, wide = _head_dim(qkv, q_weight, asked), torch.promote_types(qkv.dtype, torch.float32)
         known = (ids >= 0) & (ids < table.shape[0])
         angles = table.to(wide).index_select(0, torch.where(known, ids, 0).reshape(-1))
         angles = torch.where(known[:, None], angles, torch.nan).unsqueeze(1)
@@ -294,19 +308,25 @@ class QKNormRope(CacheOp):
         k = columns[:, asked.k_first : asked.k_first + asked.num_heads_k]
         for x, weight in ((q, q_weight), (k, k_weight)):
             h = x.to(wide)
-            h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
-            h = h * (weight.to(wide) + asked.offset)
+            if weight is not None:
+                h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
+                h = h * (weight.to(wide) + asked.offset)
             x.copy_(rotate_in_torch(h, cos, sin, not asked.is_neox).to(x.dtype))
         if cache[0] is not None:
             write_slots(k, columns[:, asked.k_first + asked.num_heads_k :], Cache(*cache))
 
     @staticmethod
     def reference(qkv: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        made = [qkv.clone(), *rest[:4]]
-        made += [None if t is None else t.clone() for t in rest[4:9]]
+        given = [None if t is None else t.clone() for t in rest[4:9]]
+        made = (qkv.clone(), *rest[:4], *given)
         QKNormRope.write_in_torch(*made, *rest[9:])
         scales = [t for t in made[8:10] if t is not None and t.dim() == 3]
         return made[0], *(t for t in made[5:7] if t is not None), *scales
+
+
+def _head_dim(qkv: Tensor, q_weight: Tensor | None, asked: Settings) -> int:
+    """Columns of a head."""
+    return int(qkv.shape[1] // asked.columns if q_weight is None else q_weight.shape[0])
 
 
 OP = QKNormRope

@@ -34,6 +34,10 @@ class WriteKVCache(CacheOp):
     ``preload``, in CUDA graphs, whose slots may change between replays. For inference: there is no gradient. CPU
     tensors take the plain-torch reference.
 
+    One rule under torch.compile: where both caches are parts of one tensor, give the compiled function that tensor and
+    take the parts inside of it. Two parts that are inputs of their own come out wrong, of any op that writes both:
+    Inductor copies the second from a wrong place (seen with torch 2.11 and 2.13).
+
     An fp8 cache holds codes, value = code * scale: code is value / scale, correctly rounded to float32, then to the
     cache's dtype; beyond its largest value (448; of float8_e4m3fnuz 224, vLLM's choice) it is that. NaN stays NaN.
 
