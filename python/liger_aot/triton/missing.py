@@ -18,9 +18,7 @@ def describe(variant: Variant, packs: Sequence[TritonPack], problems: Sequence[s
     if not found:
         used = ", ".join(map(str, packs)) or "none"
         reasons = [f"no pack has the function; packs in use: {used}", *problems]
-        left_out = [f"{pack} leaves it out: {e.get('why')}" for pack in packs for e in pack.left_out
-                    if e.get("function") == variant.function]  # fmt: skip
-        return f"{variant.function}: " + "; ".join(left_out or reasons)
+        return f"{variant.function}: " + "; ".join(left_out(variant.function, packs) or reasons)
     same = [(pack, function) for pack, function in found if variant.cache_key in function.cache_keys]
     if not same:
         pack, function = found[0]
@@ -43,6 +41,16 @@ def describe(variant: Variant, packs: Sequence[TritonPack], problems: Sequence[s
     shown = "; ".join(differing[:_MOST]) + ("; ..." if len(differing) > _MOST else "")
     count = sum(len(function.identities) for _, function in same)
     return f"{variant.function}: none of {count} variants fits. The nearest, of pack {pack_name}, differs: {shown}"
+
+
+def left_out(function: str, packs: Sequence[TritonPack]) -> list[str]:
+    """Why packs that were to have a function do not."""
+    return [
+        f"pack {pack} leaves it out: {entry.get('why')}"
+        for pack in packs
+        for entry in pack.left_out
+        if entry.get("function") == function
+    ]
 
 
 def differences(variant: Variant, binary: Any) -> list[str]:
