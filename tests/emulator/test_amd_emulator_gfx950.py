@@ -112,6 +112,23 @@ def test_conversion_to_fp8() -> None:
         run("v_cvt_scalef32_pk_fp8_f32 v4, v7, v3, 2.0", vectors={7: bits(1.0, F32), 3: bits(1.0, F32)})
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", ml_dtypes.bfloat16), ("f16", np.float16)])
+def test_conversion_from_fp8(name: str, dtype: Any) -> None:
+    """Every code, in either half of the register, against ml_dtypes."""
+    codes = np.arange(256, dtype=np.uint8)
+    wanted = codes.view(ml_dtypes.float8_e4m3fn).astype(F32).reshape(64, 4)
+    words = codes.view(U32)
+    for half in range(2):
+        line = f"v_cvt_scalef32_pk_{name}_fp8 v4, v6, 1.0" + " op_sel:[1,0,0]" * half
+        got = np.ascontiguousarray(result(run(line, vectors={6: words[None]}), register=4))
+        got = got.view(dtype).astype(F32).reshape(64, 2)
+        np.testing.assert_array_equal(got, wanted[:, 2 * half : 2 * half + 2])
+        numbers = ~np.isnan(got)
+        assert np.array_equal(np.signbit(got)[numbers], np.signbit(wanted[:, 2 * half : 2 * half + 2])[numbers])
+    with pytest.raises(EmulatorError, match=r"a scale of 2\.0"):
+        run(f"v_cvt_scalef32_pk_{name}_fp8 v4, v6, 2.0", vectors={6: words[None]})
+
+
 def test_conversions_to_16_bits() -> None:
     specials = np.array(
         [0.0, -0.0, np.inf, -np.inf, 1e-45, 65519.0, 65520.0, 3.4e38, 1 + 2**-9, 1 + 3 * 2**-9], F32
