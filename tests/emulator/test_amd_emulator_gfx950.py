@@ -124,7 +124,9 @@ def test_conversion_from_fp8(name: str, dtype: Any) -> None:
         got = got.view(dtype).astype(F32).reshape(64, 2)
         np.testing.assert_array_equal(got, wanted[:, 2 * half : 2 * half + 2])
         numbers = ~np.isnan(got)
-        assert np.array_equal(np.signbit(got)[numbers], np.signbit(wanted[:, 2 * half : 2 * half + 2])[numbers])
+        assert np.array_equal(
+            np.signbit(got)[numbers], np.signbit(wanted[:, 2 * half : 2 * half + 2])[numbers]
+        )
     with pytest.raises(EmulatorError, match=r"a scale of 2\.0"):
         run(f"v_cvt_scalef32_pk_{name}_fp8 v4, v6, 2.0", vectors={6: words[None]})
 

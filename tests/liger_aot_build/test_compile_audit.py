@@ -16,7 +16,7 @@ import pytest
 from liger_aot_build.audit import Audited, _resident, audit, parameter_layout, report
 from liger_aot_build.binary import inspect
 from liger_aot_build.build import Tree, build_packs
-from liger_aot_build.compile import Compiled, sources
+from liger_aot_build.compile import Compiled, compile_all, compile_here, sources
 from liger_aot_build.declaration import read_declaration
 from liger_aot_build.errors import AuditError, BuildError, CompileError
 from liger_aot_build.paths import KERNELS, ROOT
@@ -290,6 +290,20 @@ def test_the_cache_knows_what_decides_the_bytes(tmp_path: Path) -> None:
     compile_one(replace(variant, options={"num_warps": 2}), profile, cache)
     compile_one(replace(variant, hinted=()), profile, cache)
     assert len(list(cache.iterdir())) == 4
+
+
+def test_conversions_of_one_amd_target_a_process(tmp_path: Path) -> None:
+    """gfx950 has instructions for fp8, gfx1201's conversions are code: whichever is compiled first, in a build of both
+    and in one process, each has its own."""
+    work = []
+    for arch in ("gfx1201", "gfx950"):
+        profile = read_profile(arch)
+        variants = plan(read_declaration("write_kv_cache"), profile).kernels["write_kv_cache"].variants.items()
+        work.append((next(v for name, v in variants if "bf16-fp8e4nv-aligned" in name), profile))
+    built = compile_all(work, cache=tmp_path / "build", workers=1, progress=False)
+    assert ["v_cvt_scalef32_pk_fp8_f32" in one.assembly for one in built] == [False, True]
+    here = [compile_here(*one, cache=tmp_path / "here") for one in work]
+    assert [one.image for one in here] == [one.image for one in built]
 
 
 def test_shared_device_code_counts_as_source() -> None:
