@@ -298,7 +298,9 @@ def test_conversions_of_one_amd_target_a_process(tmp_path: Path) -> None:
     work = []
     for arch in ("gfx1201", "gfx950"):
         profile = read_profile(arch)
-        variants = plan(read_declaration("write_kv_cache"), profile).kernels["write_kv_cache"].variants.items()
+        variants = (
+            plan(read_declaration("write_kv_cache"), profile).kernels["write_kv_cache"].variants.items()
+        )
         work.append((next(v for name, v in variants if "bf16-fp8e4nv-aligned" in name), profile))
     built = compile_all(work, cache=tmp_path / "build", workers=1, progress=False)
     assert ["v_cvt_scalef32_pk_fp8_f32" in one.assembly for one in built] == [False, True]
