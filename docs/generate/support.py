@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import markdown
 from benchmarks.environment import ROOT
-from docs.generate import facts
+from docs.generate import facts, wheels
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,6 +78,7 @@ def page(executed: Executed) -> str:
         [f"[{op}](ops/{op}.md)", *(str(facts.binaries(op, arch)) for arch in facts.ARCHS)]
         for op in executed.ops
     ]
+    sizes = wheels.read()
     totals = ["all", *(str(sum(facts.binaries(op, arch) for op in executed.ops)) for arch in facts.ARCHS)]
     return (
         "\n\n".join(
@@ -94,9 +95,15 @@ def page(executed: Executed) -> str:
                 "On the CPU every op runs its plain-torch reference; every test run covers that.",
                 "## GPUs",
                 markdown.table(
-                    ["architecture", "serves", "fp8", "Triton"],
+                    ["architecture", "serves", "fp8", "Triton", "device wheel"],
                     [
-                        [arch, _serves(arch), _fp8(arch), facts.planned(arch).profile.toolchain.triton]
+                        [
+                            arch,
+                            _serves(arch),
+                            _fp8(arch),
+                            facts.planned(arch).profile.toolchain.triton,
+                            _size(sizes.get(arch)),
+                        ]
                         for arch in facts.ARCHS
                     ],
                 ),
@@ -112,6 +119,11 @@ def page(executed: Executed) -> str:
 
 def _fp8(arch: str) -> str:
     return {"fp8e4nv": "e4m3", "fp8e4b8": "e4m3fnuz"}.get(facts.planned(arch).profile.arch.fp8, "-")
+
+
+def _size(size: wheels.Size | None) -> str:
+    """A wheel's size when it was last measured; the number of binaries dates it."""
+    return f"{size['bytes'] / 1e6:.1f} MB, {size['binaries']} binaries" if size else "-"
 
 
 def _absent() -> str:

@@ -17,9 +17,11 @@ from benchmarks.environment import ROOT
 from benchmarks.markdown import gpus
 from benchmarks.records import Run
 from docs.generate import __main__ as generate
-from docs.generate import chart, docstring, facts, op_page, support
+from docs.generate import chart, docstring, facts, op_page, support, wheels
 from liger_aot.ops.op import Op
+from liger_aot_build.device_wheel import write_device_wheel
 from tests.benchmarks.test_benchmarks import ENVIRONMENT, sample_run
+from tests.harness.planned_packs import planned_pack
 
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 # Written by hand, but for the tables of figures.
@@ -104,6 +106,19 @@ def test_an_op_that_ran_nowhere_is_compiled_and_audited(tmp_path: Path) -> None:
     path.write_text(RUN.format(arch="sm90", state=support.AUDITED) + 'rope = ["a"]')
     row = next(line for line in support.page(support.read(path)).splitlines() if "softmax.md" in line)
     assert row.count(support.AUDITED) == len(facts.ARCHS)
+
+
+def test_wheels_are_measured(tmp_path: Path) -> None:
+    """Those that are there anew; what is known of others stays."""
+    path = tmp_path / "wheels.json"
+    path.write_text(wheels.text({"sm80": {"bytes": 1, "binaries": 2}, "sm90": {"bytes": 3, "binaries": 4}}))
+    wheel = write_device_wheel(planned_pack("sm90", False).folder, tmp_path)
+    assert wheels.main([str(tmp_path), str(path)]) == 0
+    binaries = sum(facts.binaries(op, "sm90") for op in facts.ops())
+    assert wheels.read(path) == {
+        "sm80": {"bytes": 1, "binaries": 2},
+        "sm90": {"bytes": wheel.stat().st_size, "binaries": binaries},
+    }
 
 
 def test_whether_numbers_are_measured_is_the_profile_s_to_say() -> None:
