@@ -315,17 +315,20 @@ def _permute_row(instruction: Instruction) -> Step:
 
 
 def _bit_operation(instruction: Instruction) -> Step:
-    """v_bitop3_b32: the result's bits by a table of the sources' bits, the first source's being the highest."""
+    """v_bitop3: the result's bits by a table of the sources' bits, the first source's being the highest. The one of
+    16 bits leaves the other half of its register: no compiled code reads that."""
     instruction.expect(4)
     instruction.allow("bitop3")
     table = instruction.integer("bitop3")
-    sources = [source(instruction, 1 + i, i, "b32") for i in range(3)]
-    write = destination(instruction, "b32")
+    name = "u16" if instruction.name.endswith("16") else "u32"
+    dtype = DTYPES[name]
+    sources = [source(instruction, 1 + i, i, name) for i in range(3)]
+    write = destination(instruction, name, keep_high=True)
 
     def function(*given: Any) -> Any:
-        result = np.uint32(0)
+        result = dtype(0)
         for number in (n for n in range(8) if table >> n & 1):
-            picked = np.uint32(MASK32)
+            picked = ~dtype(0)
             for bit, value in zip((4, 2, 1), given, strict=True):
                 picked = picked & (value if number & bit else ~value)
             result = result | picked
@@ -418,6 +421,7 @@ _OWN_MODIFIERS = frozenset(
     {
         "v_permlane16_b32",
         "v_permlanex16_b32",
+        "v_bitop3_b16",
         "v_bitop3_b32",
         *(f"v_cvt_scalef32_pk_{kinds}" for kinds in ("fp8_f32", "f16_fp8", "bf16_fp8")),
     }
@@ -433,7 +437,7 @@ _SPECIAL: dict[str, Callable[[Instruction], Step]] = {
     "v_permlane32_swap_b32": _swap_rows,
     "v_permlane16_b32": _permute_row,
     "v_permlanex16_b32": _permute_row,
-    "v_bitop3_b32": _bit_operation,
+    **{f"v_bitop3_b{bits}": _bit_operation for bits in (16, 32)},
     "v_cvt_scalef32_pk_fp8_f32": _scaled_fp8,
     **{f"v_cvt_scalef32_pk_{name}_fp8": _from_scaled_fp8 for name in ("f16", "bf16")},
     **{f"v_s_{op}_f32": _scalar_function for op in ("exp", "log", "rcp", "rsq", "sqrt")},
