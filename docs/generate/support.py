@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import markdown
 from benchmarks.environment import ROOT
-from docs.generate import facts, wheels
+from docs.generate import facts, same_code, wheels
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -109,12 +109,39 @@ def page(executed: Executed) -> str:
                 ),
                 "## What architectures do without",
                 _absent(),
+                *_same_code(),
                 "## Binaries",
                 markdown.table(["op", *facts.ARCHS], [*counts, totals]),
             ]
         )
         + "\n"
     )
+
+
+def _same_code() -> list[str]:
+    """How much of the code that has not run is the code of what has."""
+    pairs = same_code.read()
+    if not pairs:
+        return []
+    names = [f"{arch} as {other}: {stage.upper()}" for arch, other, stage in map(str.split, pairs)]
+    rows = [
+        [f"[{op}](ops/{op}.md)", *(_same(ops.get(op)) for ops in pairs.values())]
+        for op in sorted({op for ops in pairs.values() for op in ops})
+    ]
+    totals = [[sum(column) for column in zip(*ops.values(), strict=True)] for ops in pairs.values()]
+    return [
+        "## The same code as what ran",
+        "Of an architecture's binaries, how many have the same PTX as another architecture's with the same launch "
+        "numbers (but for the machine's name), or the same TTGIR: Triton's last form of a kernel before LLVM (but for "
+        "the names of values and the places of constants). sm80's PTX and sm90's binaries ran on an H200. What is "
+        "not the same differs in its launch numbers, its matrix instructions or, on sm89 and sm120, in programmatic "
+        "dependent launch or fp8.",
+        markdown.table(["op", *names], [*rows, ["all", *map(_same, totals)]]),
+    ]
+
+
+def _same(counts: list[int] | None) -> str:
+    return "-" if counts is None else f"{counts[1]} of {counts[0]}"
 
 
 def _fp8(arch: str) -> str:
