@@ -143,7 +143,10 @@ def test_sm89_is_sm80_in_plain_kernels(op: str, kernel: str) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(("arch", "instruction"), [("sm80", None), ("sm89", "asm"), ("sm90", "Triton")])
+@pytest.mark.parametrize(
+    ("arch", "instruction"),
+    [("sm80", None), ("sm89", "asm"), ("sm90", "Triton"), ("sm100", "Triton"), ("sm120", "Triton")],
+)
 def test_codes_are_rounded_once(arch: str, instruction: str | None) -> None:
     """To e4m3 by one instruction from fp32 on each chip that has one: on 8.9 Triton's own conversion goes by way of
     fp16, and kernels have theirs."""
