@@ -88,14 +88,15 @@ def try_all(
 
 
 def compile_here(variant: Variant, profile: Profile, cache: Path = CACHE) -> Compiled:
-    """Compile one variant in this process where it can be (``_alone``), or take it from the cache; CompileError where
-    that fails."""
+    """Compile one variant, in this process where that may be (``_converts``), or take it from the cache; CompileError
+    where that fails."""
     check_toolchain(profile)
     job, machine = _job(variant, profile), _machine(profile)
     entry = cache / _key(job, machine, _made_by(variant.op))
     if (found := _read(entry, job.variant)) is not None:
         return found
-    if (target := _alone(job)) is not None and _converted and target not in _converted:
+    backend, target, _ = job.target
+    if _converts(job) and _converted.get(backend, target) != target:
         return compile_all([(variant, profile)], cache=cache, workers=1, progress=False)[0]
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="liger-aot-") as scratch:
@@ -151,22 +152,23 @@ def _machine(profile: Profile) -> str | None:
     return arch.machine if arch.backend == "cuda" and arch.machine != own_machine(arch.target) else None
 
 
-_converted: list[str] = []  # the AMD target whose 8-bit floats this process has compiled conversions of
+# By backend, the target whose conversions of 8-bit floats this process has compiled
+_converted: dict[str, int | str] = {}
 
 
-def _alone(job: Job) -> str | None:
-    """The AMD target that is the only one whose conversions a process may compile, of a job that has any: Triton's
-    backend fills its table of 8-bit floats' conversions once a process, for the target that comes first. Another one
-    then gets that one's instructions (LLVM aborts at gfx950's in gfx1201's code) or lacks its own."""
-    backend, target, _ = job.target
-    converts = backend == "hip" and any(name in kind for kind in job.signature.values() for name in FP8)
-    return str(target) if converts else None
+def _converts(job: Job) -> bool:
+    """Whether a job may convert 8-bit floats. Triton fills a backend's table of such conversions once a process, for
+    the target that comes first; another target then gets that one's instructions (gfx950's in gfx1201's code, at which
+    LLVM aborts; sm90's in sm89's, which ptxas refuses) or lacks its own. So a process compiles them for one target
+    alone."""
+    return any(name in kind for kind in job.signature.values() for name in FP8)
 
 
 def _compile(job: Job, machine: str | None) -> Compiled | str:
-    if (target := _alone(job)) is not None and target not in _converted:
-        assert not _converted, f"{target}'s conversions in a process that has compiled {_converted[0]}'s"
-        _converted.append(target)
+    if _converts(job):
+        backend, target, _ = job.target
+        if (first := _converted.setdefault(backend, target)) != target:
+            raise AssertionError(f"{target}'s conversions in a process that has compiled {first}'s")
     return compile_job(job) if machine is None else compile_for(job, machine)
 
 
@@ -183,7 +185,7 @@ def _key(job: Job, machine: str | None, made_by: Mapping[str, Any]) -> str:
     """Everything that decides the bytes, and nothing else."""
     parts = {**asdict(job), **made_by}
     parts.pop("variant")
-    if _alone(job) is not None:
+    if job.target[0] == "hip" and _converts(job):
         parts["conversions"] = "of one target a process"
     if machine is not None:
         parts["assembled"] = [machine, sha256(Path(ptx_target.__file__).read_bytes()).hexdigest()]
@@ -214,11 +216,9 @@ def _run(
     """Compile in processes that import Triton once; write each binary into the cache as it comes."""
     if not missing:
         return
-    apart: dict[
-        str | None, list[int]
-    ] = {}  # AMD targets' conversions are compiled one after the other (``_alone``)
+    apart: dict[int | str | None, list[int]] = {}  # processes of their own for each target's conversions
     for place, (_, job, *_) in enumerate(missing):
-        apart.setdefault(_alone(job), []).append(place)
+        apart.setdefault(job.target[1] if _converts(job) else None, []).append(place)
     others = apart.pop(None, [])
     together = list(apart.values()) or [[]]
     together[0] = sorted(others + together[0])
