@@ -145,6 +145,15 @@ def from_e4m3fnuz(code: np.ndarray) -> np.ndarray:
     return np.where(code == 128, np.nan, np.where(code >> 7, -size, size)).astype(F32)
 
 
+def from_e4m3(code: np.ndarray) -> np.ndarray:
+    """The same of OCP's e4m3, whose NaN has either sign."""
+    code = np.asarray(code).astype(np.int64) & 255
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.ldexp((mantissa + 8.0 * (exponent > 0)).astype(F64), np.maximum(exponent, 1) - 10)
+    size = np.where(code & 127 == 127, np.nan, size)
+    return np.where(code >> 7, -size, size).astype(F32)
+
+
 def _pair_from_e4m3fnuz(codes: np.ndarray) -> np.ndarray:
     low, high = (from_e4m3fnuz(np.asarray(codes, U32) >> U32(8 * i)).view(U32).astype(U64) for i in range(2))
     return low | high << U64(32)

@@ -251,7 +251,7 @@ def _choice(names: Sequence[str], number: int) -> str:
 def _vop3(form: Form, words: tuple[int, ...], architecture: Architecture) -> Parts:
     word, second = words[0], words[1] if len(words) > 1 else None
     assert second is not None
-    if form.name == "v_bitop3_b32":
+    if form.name.startswith("v_bitop3_"):
         return _bit_operation(form, word, second)
     has_mask = "m" in form.operands[1:]  # its field takes the place of abs and op_sel
     absolute = 0 if has_mask else word >> 8 & 7
@@ -276,7 +276,7 @@ def _vop3(form: Form, words: tuple[int, ...], architecture: Architecture) -> Par
 
 
 def _bit_operation(form: Form, word: int, second: int) -> Parts:
-    """v_bitop3_b32, whose truth table takes the place of the sources' modifiers."""
+    """v_bitop3, whose truth table takes the place of the sources' modifiers."""
     if word >> 11 & 31:
         raise EmulatorError("unknown encoding")
     sources: Sources = [(second >> 9 * i & 0x1FF, {}) for i in range(3)]

@@ -15,6 +15,7 @@ from liger_aot.ops.quantization._codes import E4M3, E4M3FNUZ
 from liger_aot.ops.registry import module
 from liger_aot.runtime import device_errors
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import BY_FORM
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_gpu_tests import installed
 from tests.harness.recording import RecordingDriver
@@ -288,9 +289,10 @@ def test_interpreted(name: str, part: int) -> None:
 
 
 @poisoned
+@pytest.mark.parametrize("arch", BY_FORM)
 @pytest.mark.parametrize("name", OPS)
-def test_some_binaries_on_the_emulator(name: str) -> None:
-    op, allowed = bound(name, "gfx942", EmulatorDriver), dict(built_pack("gfx942").tolerance)
+def test_some_binaries_on_the_emulator(name: str, arch: str) -> None:
+    op, allowed = bound(name, arch, EmulatorDriver), dict(built_pack(arch).tolerance)
     problems = small(name)
     for seed, problem in enumerate((*problems[:2], problems[-1])):
         check(op, problem, allowed, seed=seed)

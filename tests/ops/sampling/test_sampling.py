@@ -19,6 +19,7 @@ from liger_aot.ops.sampling._random import exponential, fma, log2, masses, philo
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.manifest import OpManifest
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import BY_FORM
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of, sizes_of
 from tests.harness.op_gpu_tests import installed
@@ -437,10 +438,11 @@ def test_long_lists_on_the_interpreter() -> None:
 
 
 @poisoned
+@pytest.mark.parametrize("arch", BY_FORM)
 @pytest.mark.parametrize("name", OPS)
-def test_forms_on_the_emulator(name: str) -> None:
+def test_forms_on_the_emulator(name: str, arch: str) -> None:
     """Every form of each kernel."""
-    op = bound(name, "gfx942", EmulatorDriver)
+    op = bound(name, arch, EmulatorDriver)
     problem = Problem(name, 2, 96, given=frozenset(optional(name)))
     check(op, problem._replace(logprobs=2 if name == "sample" else None))
 
