@@ -232,7 +232,9 @@ class Launch:
 def launches(op: Any) -> Iterator[list[Launch]]:
     """What an op launches meanwhile."""
     found: list[Launch] = []
-    all_loaded = [one for on in op._own.bound.values() for one in on._loaded.values()]
+    bound = list(op._own.bound.values())
+    all_loaded = [one for on in bound for one in on._loaded.values()]
+    plans = [dict(on.plans) for on in bound]
 
     def recorded(launch: Callable[..., None], threads: int) -> Callable[..., None]:
         def run(device: int, stream: int, *rest: Any) -> None:
@@ -243,11 +245,16 @@ def launches(op: Any) -> Iterator[list[Launch]]:
 
     for one in all_loaded:
         one.launch = recorded(one.kernel.launch, one.variant.threads)
+    for on in bound:  # they hold launches
+        on.plans.clear()
     try:
         yield found
     finally:
         for one in all_loaded:
             one.launch = one.kernel.launch
+        for on, before in zip(bound, plans, strict=True):
+            on.plans.clear()
+            on.plans.update(before)
 
 
 def empty(point: Point, given: Tensors) -> Run:

@@ -9,7 +9,7 @@ import torch
 
 import liger_aot
 from benchmarks import few_rows
-from benchmarks.few_rows import KINDS, POINTS, TOLERANCE, Launch, Point
+from benchmarks.few_rows import KINDS, POINTS, TOLERANCE, Point
 from benchmarks.in_graphs import Result
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, bound_op
@@ -48,16 +48,22 @@ def test_points() -> None:
         assert point.bytes == sum(t.numel() * t.element_size() for t in (*read, *results)), kind
 
 
-def test_launches_of_an_op() -> None:
-    op = bound_op(liger_aot.load("rmsnorm").__class__, built_pack("gfx942"), EmulatorDriver)
-    x, weight = torch.randn(3, 2048).bfloat16(), torch.randn(2048).bfloat16()
-    expected = op(x, weight)
+@pytest.mark.parametrize("kind", ["rmsnorm", "rope"])
+def test_launches_of_an_op(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an op that keeps its launches in plans, too."""
+    op = bound_op(liger_aot.load(kind).__class__, built_pack("gfx942"), EmulatorDriver)
+    monkeypatch.setattr(liger_aot, "load", lambda name: op)
+    point = replace(small(kind), rows=1)
+    expected = [t.clone() for t in few_rows.ours(point, few_rows.drawn(point, CPU))()]
+    run = few_rows.ours(point, few_rows.drawn(point, CPU))
     with few_rows.launches(op) as found:
-        op(x, weight)
-        op(x, weight)
-    threads = next(iter(op._own.bound.values()))._loaded.popitem()[1].variant.threads
-    assert found == [Launch((3, 1, 1), threads)] * 2
-    assert torch.equal(op(x, weight), expected) and len(found) == 2
+        assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+        run()
+    (on,) = op._own.bound.values()
+    assert len(found) == 2 and found[0] == found[1] and found[0].programs[1:] == (1, 1)
+    assert found[0].threads in {one.variant.threads for one in on._loaded.values()}
+    run()
+    assert len(found) == 2
 
 
 def test_the_floor() -> None:
