@@ -106,7 +106,6 @@ DECLARATION = {
                     "function": "forward_split",
                     "constants": ["BLOCK", "PARTS", "PDL"],
                     "defaults": {"PDL": 0},
-                    "covers": "PARTS * BLOCK",
                     "pdl": "PDL",
                 }
             },

@@ -32,7 +32,6 @@ SPLIT = {
     "function": "forward_split",
     "constants": ["BLOCK", "PARTS", "PDL"],
     "defaults": {"PDL": 0},
-    "covers": "PARTS * BLOCK",
     "pdl": "PDL",
 }
 

@@ -151,13 +151,23 @@ def _check_arguments(
 
 def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) -> Choice:
     from liger_aot.runtime.dispatch import key_text
+    from liger_aot.runtime.grid import shares_rows
 
     owner = next((op for op, m in manifests.items() if problem.kernel in m.kernels), None)
     if owner is None:
         raise PackNotFound(f"pack {arch} has no kernel {problem.kernel}")
-    kernel = manifests[owner].kernels[problem.kernel]
+    kernels = manifests[owner].kernels
+    kernel = kernels[problem.kernel]
     key = key_text((*problem.axes, problem.aligned))
     name, held = _held(arch, kernel, key, problem)
+    sharing = kernels.get(problem.sharing or "")
+    most = max((rows for _, rows, _ in kernel.few.get(key, ())), default=0)
+    if sharing is not None and key in sharing.tables and problem.rows is not None and problem.rows <= most:
+        shared, by_n = _held(arch, sharing, key, problem)
+        numbers = manifests[owner].variant(shared).numbers
+        if shares_rows(numbers, problem.n, problem.rows):
+            kernel, name = sharing, shared
+            held = f"{by_n} for up to {numbers['up_to_rows']} rows, with {problem.rows}"
     variant = manifests[owner].variant(name)
     return Choice(
         op=owner,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
 
 
@@ -30,3 +33,20 @@ def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
         on.plans.clear()
     on.plans[(loaded, rows)] = found = (groups * split, groups, split)
     return found
+
+
+def with_shared_rows(on: OpOn, kernel: str, sharing: str, key: tuple[Any, ...], n: int, rows: int) -> Loaded:
+    """As ``for_rows``; where rows are so few and long that it pays, the variant of the optional kernel ``sharing``,
+    with ``parts``, of which several programs take a row."""
+    alone = on.kernels[kernel]
+    rows = min(rows, alone.many_rows)
+    shared = on.kernels.get(sharing)
+    if rows < alone.many_rows and shared is not None and shared.serves(key):  # noqa: SIM102 (as it is read)
+        if shares_rows(shared.numbers(key, n), n, rows):
+            return alone.remember((*key, n, rows), shared(key, n))
+    return alone.for_rows(key, n, rows)
+
+
+def shares_rows(numbers: Mapping[str, int], n: int, rows: int) -> bool:
+    """Whether a variant by these launch numbers takes so many rows of n."""
+    return rows <= numbers["up_to_rows"] and numbers["from_n"] <= n <= numbers["parts"] * numbers["block"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class GatedActivation(DifferentiableOp):
             up_at, up_stride = in_up[0], in_up[7]
         if not fits or not rows * n:
             return self.prepare_forward(tensors, settings, keep, out)
+        kernel = on.kernels[f"{self.name}_forward"]
+        few = rows if rows < kernel.many_rows else kernel.many_rows
         if up is not None and gate_stride == up_stride == n:
             y = torch.empty_like(gate, memory_format=torch.contiguous_format)
             rows, n = 1, rows * n
@@ -66,8 +69,7 @@ class GatedActivation(DifferentiableOp):
             y = gate.new_empty((*gate.shape[:-1], n))
         y_at, dtype = y.data_ptr(), gate.dtype
         aligned = not (y_at | gate_at | up_at | gate_stride | up_stride | n) & 15
-        kernel = on.kernels[f"{self.name}_forward"]
-        loaded = kernel.recent.get((dtype, aligned, 1)) or kernel((dtype, aligned), 1)
+        loaded = kernel.recent.get((dtype, aligned, 1, few)) or kernel.for_rows((dtype, aligned), 1, few)
         blocks = -(-n // loaded.block)
         device = on.device
         loaded.launch(
@@ -119,7 +121,10 @@ class GatedActivation(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         aligned = shape[-1] % 16 == 0
-        return tuple(Problem(f"{self.name}_{way}", (dtype,), aligned, 1) for way in ("forward", "backward"))
+        return (
+            Problem(f"{self.name}_forward", (dtype,), aligned, 1, prod(shape[:-1])),
+            Problem(f"{self.name}_backward", (dtype,), aligned, 1),
+        )
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
