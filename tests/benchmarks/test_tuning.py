@@ -263,7 +263,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         few.startswith("swiglu_forward n <= any, up to 32 rows, bf16/fp16:\n") and other.count("'form'") == 9
     )
-    assert few.count("'aligned': True") == few.count("'form'") == 9, "the profile's row is among them"
+    assert few.count("'aligned': True") == few.count("'form'") > 9, "the profile's row beside the candidates"
     wrong = [
         (["--kernel", "swiglu"], "no search space for swiglu: there are those of "),
         (["--kernel", "swiglu_forward", "--arch", "sm75", "--list"], "no architecture 'sm75'"),
