@@ -151,7 +151,7 @@ def _check_arguments(
 
 def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) -> Choice:
     from liger_aot.runtime.dispatch import key_text
-    from liger_aot.runtime.grid import shares_rows
+    from liger_aot.runtime.grid import splits_rows
 
     owner = next((op for op, m in manifests.items() if problem.kernel in m.kernels), None)
     if owner is None:
@@ -160,13 +160,13 @@ def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) ->
     kernel = kernels[problem.kernel]
     key = key_text((*problem.axes, problem.aligned))
     name, held = _held(arch, kernel, key, problem)
-    sharing = kernels.get(problem.sharing or "")
+    splitting = kernels.get(problem.split or "")
     most = max((rows for _, rows, _ in kernel.few.get(key, ())), default=0)
-    if sharing is not None and key in sharing.tables and problem.rows is not None and problem.rows <= most:
-        shared, by_n = _held(arch, sharing, key, problem)
-        numbers = manifests[owner].variant(shared).numbers
-        if shares_rows(numbers, problem.n, problem.rows):
-            kernel, name = sharing, shared
+    if splitting is not None and key in splitting.tables and problem.rows is not None and problem.rows <= most:
+        name_of_it, by_n = _held(arch, splitting, key, problem)
+        numbers = manifests[owner].variant(name_of_it).numbers
+        if splits_rows(numbers, problem.n, problem.rows):
+            kernel, name = splitting, name_of_it
             held = f"{by_n} for up to {numbers['up_to_rows']} rows, with {problem.rows}"
     variant = manifests[owner].variant(name)
     return Choice(

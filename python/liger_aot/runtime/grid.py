@@ -35,18 +35,17 @@ def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
     return found
 
 
-def with_shared_rows(on: OpOn, kernel: str, sharing: str, key: tuple[Any, ...], n: int, rows: int) -> Loaded:
-    """As ``for_rows``; where rows are so few and long that it pays, the variant of the optional kernel ``sharing``,
-    with ``parts``, of which several programs take a row."""
-    alone = on.kernels[kernel]
-    rows = min(rows, alone.many_rows)
-    shared = on.kernels.get(sharing)
-    if rows < alone.many_rows and shared is not None and shared.serves(key):  # noqa: SIM102 (as it is read)
-        if shares_rows(shared.numbers(key, n), n, rows):
-            return alone.remember((*key, n, rows), shared(key, n))
-    return alone.for_rows(key, n, rows)
+def with_split_rows(on: OpOn, kernel: str, split: str, key: tuple[Any, ...], n: int, rows: int) -> Loaded:
+    """As ``for_rows``; where rows are so few and long that it pays, the variant of the optional kernel ``split``, of
+    which up to ``parts`` programs have a row together."""
+    whole, splitting = on.kernels[kernel], on.kernels.get(split)
+    rows = min(rows, whole.many_rows)
+    if rows < whole.many_rows and splitting is not None and splitting.serves(key):  # noqa: SIM102 (as it is read)
+        if splits_rows(splitting.numbers(key, n), n, rows):
+            return whole.remember((*key, n, rows), splitting(key, n))
+    return whole.for_rows(key, n, rows)
 
 
-def shares_rows(numbers: Mapping[str, int], n: int, rows: int) -> bool:
+def splits_rows(numbers: Mapping[str, int], n: int, rows: int) -> bool:
     """Whether a variant by these launch numbers takes so many rows of n."""
     return rows <= numbers["up_to_rows"] and numbers["from_n"] <= n <= numbers["parts"] * numbers["block"]

@@ -60,7 +60,9 @@ class GatedActivation(DifferentiableOp):
         if not fits or not rows * n:
             return self.prepare_forward(tensors, settings, keep, out)
         kernel = on.kernels[f"{self.name}_forward"]
-        few = rows if rows < kernel.many_rows else kernel.many_rows
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
         if up is not None and gate_stride == up_stride == n:
             y = torch.empty_like(gate, memory_format=torch.contiguous_format)
             rows, n = 1, rows * n

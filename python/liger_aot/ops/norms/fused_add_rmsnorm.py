@@ -139,7 +139,9 @@ class FusedAddRMSNorm(DifferentiableOp):
         places = y_at | sum_at | x_at | residual_at | w_at
         aligned = not (places | y_stride | sum_stride | x_stride | residual_stride | n) & 15
         dtype, device = x.dtype, on.device
-        few = rows if rows < kernel.many_rows else kernel.many_rows
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
         loaded = kernel.recent.get((dtype, aligned, n, few)) or kernel.for_rows((dtype, aligned), n, rows)
         loaded.launch(
             device, on.stream(device), -(-rows // loaded.rows), 1, 1,

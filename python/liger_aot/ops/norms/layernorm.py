@@ -99,7 +99,9 @@ class LayerNorm(DifferentiableOp):
         y_at, dtype = y.data_ptr(), x.dtype
         kernel = on.kernels["layernorm_forward"]
         aligned = not (x_at | y_at | w_at | b_at | x_stride | n) & 15
-        few = rows if rows < kernel.many_rows else kernel.many_rows
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
         loaded = kernel.recent.get((dtype, aligned, n, few)) or kernel.for_rows((dtype, aligned), n, rows)
         if WIDE in (w_kind, b_kind) and "rows" not in loaded.numbers:
             loaded = kernel((dtype, aligned), ANY_LENGTH)  # it and form tile alone take them

@@ -20,7 +20,7 @@ from liger_aot.ops.op import (
     written,
 )
 from liger_aot.runtime.dispatch import Runtimes
-from liger_aot.runtime.grid import persistent, with_shared_rows
+from liger_aot.runtime.grid import persistent, with_split_rows
 from liger_aot.runtime.layout import CUDA, ROCM, disjoint, rows_of
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
@@ -126,8 +126,10 @@ class RMSNorm(DifferentiableOp):
         rstd = x.new_empty(rows, dtype=torch.float32) if keep else None
         kernel = on.kernels["rmsnorm_forward"]
         aligned = not (x_at | y_at | w_at | x_stride | y_stride | n) & 15
-        few = rows if rows < kernel.many_rows else kernel.many_rows
-        loaded = kernel.recent.get((dtype, w_dtype, aligned, n, few)) or with_shared_rows(
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
+        loaded = kernel.recent.get((dtype, w_dtype, aligned, n, few)) or with_split_rows(
             on, kernel.name, "rmsnorm_split", (dtype, w_dtype, aligned), n, rows
         )
         device = on.device

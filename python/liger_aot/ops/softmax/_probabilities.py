@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem, check_rows
-from liger_aot.runtime.grid import programs_of, with_shared_rows
+from liger_aot.runtime.grid import programs_of, with_split_rows
 from liger_aot.runtime.layout import rows_of
 
 
@@ -50,8 +50,10 @@ class RowProbabilities(DifferentiableOp):
         y_at, dtype = y.data_ptr(), x.dtype
         kernel = on.kernels[f"{self.name}_forward"]
         aligned = not (x_at | y_at | x_stride | n) & 15
-        few = rows if rows < kernel.many_rows else kernel.many_rows
-        loaded = kernel.recent.get((dtype, aligned, n, few)) or with_shared_rows(
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
+        loaded = kernel.recent.get((dtype, aligned, n, few)) or with_split_rows(
             on, kernel.name, f"{self.name}_split", (dtype, aligned), n, rows
         )
         device = on.device
