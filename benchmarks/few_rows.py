@@ -289,17 +289,15 @@ NOT_THEIRS = {"vllm": ("layernorm", "softmax")}  # what a peer has no kernel for
 # ---- measuring ----
 
 
-def prepared(point: Point, name: str, device: torch.device, held: list[Run]) -> Ready:
-    """A provider's graph and its error. ``held`` gets what must outlive the graph: its tensors."""
+def prepared(point: Point, name: str, device: torch.device) -> Ready:
+    """A provider's graph and its error."""
     run = PROVIDERS[name](point, drawn(point, device))
-    held.append(run)
     found = None if name == "empty" else small_error(error(point, drawn(point, device), run()), TOLERANCE)
     return captured(run, CALLS), found
 
 
 def at(point: Point, names: Sequence[str], device: torch.device) -> list[Result]:
-    held: list[Run] = []
-    return beside_the_copy(point, names, lambda name: prepared(point, name, device, held), device, CALLS)
+    return beside_the_copy(point, names, lambda name: prepared(point, name, device), device, CALLS)
 
 
 def bytes_a_microsecond(device: torch.device) -> float:

@@ -13,8 +13,20 @@ from benchmarks.providers import COPY, first_line
 
 CALLS, ROUNDS = 20, 7  # calls of a graph; its replays, of which the median counts
 
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph of calls. ``run`` is kept: the graph holds addresses, and not the tensors that lie there."""
+
+    graph: torch.cuda.CUDAGraph
+    run: Callable[[], Any]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
 # A provider's graph, and its error against float64, if it computes anything.
-Ready = tuple[torch.cuda.CUDAGraph, float | None]
+Ready = tuple[Captured, float | None]
 
 
 class Point(Protocol):
@@ -36,7 +48,7 @@ class Result:
     failed: str | None = None
 
 
-def captured(run: Callable[[], Any], calls: int = CALLS) -> torch.cuda.CUDAGraph:
+def captured(run: Callable[[], Any], calls: int = CALLS) -> Captured:
     """A graph of so many calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -48,11 +60,11 @@ def captured(run: Callable[[], Any], calls: int = CALLS) -> torch.cuda.CUDAGraph
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    return graph
+    return Captured(graph, run)
 
 
 def microseconds(
-    graphs: Mapping[str, torch.cuda.CUDAGraph], device: torch.device, calls: int = CALLS
+    graphs: Mapping[str, Captured], device: torch.device, calls: int = CALLS
 ) -> dict[str, float]:
     """A call of each, all in turn."""
     samples: dict[str, list[float]] = {name: [] for name in graphs}

@@ -165,7 +165,7 @@ def check_results(
         write(wanted, key, value)
     for name, t in given.items():
         if isinstance(t, Tensor):
-            assert torch.equal(_bits(t), _bits(wanted[name])), f"{label}: {name}"
+            assert torch.equal(bits(t), bits(wanted[name])), f"{label}: {name}"
 
 
 def write(call: dict[str, Any], key: Tensor, value: Tensor) -> None:
@@ -238,7 +238,7 @@ def _storage(t: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).clone()  # type: ignore[call-overload, no-any-return]
 
 
-def _bits(t: Tensor) -> Tensor:
+def bits(t: Tensor) -> Tensor:
     """What is compared: NaN equals itself."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return t.contiguous().view(kinds[t.element_size()]) if t.is_floating_point() else t

@@ -258,6 +258,6 @@ def test_caches_beyond_two_billion_elements(op: FlashDecoding, allowed: dict[str
     table = torch.arange(batch, dtype=torch.int32, device="cuda")[:, None] if page else None
     o, lse = op(q, k, v, block_table=table, return_lse=True)
     assert k.numel() > 1 << 31
-    last = (q[-1:, :, -1:], k[-1:, :, -1:], v[-1:, :, -1:], None, None, None)
+    last = (q[-1:, :, -1:], k[-1:, :, -1:], v[-1:, :, -1:], None, None, None, None, None)
     problem = Problem(1, 1, 1, capacity, (capacity,), 64)
     assert max(errors(o[-1:, :, -1:], lse[-1:, -1:], last, problem, allowed)) <= 1

@@ -93,6 +93,17 @@ def test_a_product_and_a_sum_are_rounded_once() -> None:
         assert all(abs(Fraction(got) - exact) <= abs(Fraction(v) - exact) for v in beside), (x, y, z)
 
 
+def test_sums_from_half_way_to_the_next_power_are_infinite() -> None:
+    largest = torch.finfo(torch.float32).max
+    a = torch.tensor([3e38, 3e38, -3e38, 2.0**127, 2.0**127, 2.0**127])
+    b = torch.tensor([1.4, 1.4, 1.4, 2 - 2.0**-23, 2 - 2.0**-23, 2 - 2.0**-23])
+    half = 2.0**103  # of the last place
+    c = torch.tensor([0.3, -0.3, -0.3, half, half - 2.0**79, half / 2])
+    assert fma(a, b, c).tolist() == [math.inf, math.inf, -math.inf, math.inf, largest, largest]
+    assert fma(torch.tensor([math.inf]), b[:1], c[:1]).tolist() == [math.inf]
+    assert fma(torch.tensor([math.inf]), b[:1], torch.tensor([-math.inf])).isnan().all()
+
+
 def test_logarithms_and_exponentials() -> None:
     found = words(torch.tensor([3]), torch.tensor([4]), 60_000, 0)[0]
     found = torch.cat((found, torch.tensor(WORDS)))

@@ -304,7 +304,7 @@ def kept(
     lowest = torch.full_like(x, -torch.inf)
     if top_k is not None:
         wanted = top_k.long()
-        wanted = torch.where(wanted > 0, wanted.clamp(max=n), n)[:, None]
+        wanted = torch.where((wanted > 0) & (wanted < n), wanted, n)[:, None]
         ranked = torch.where(keep, x, lowest).sort(1, descending=True).values
         keep = keep & ((x >= ranked.gather(1, wanted - 1)) | (wanted >= n))
     if top_p is not None:

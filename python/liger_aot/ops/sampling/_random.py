@@ -41,8 +41,10 @@ def fma(a: Tensor, b: Tensor, c: Tensor | float) -> Tensor:
     error = (product - (total - part)) + (addend - part)  # of the sum, exactly
     near = total.float()
     beyond = torch.nextafter(near, torch.where(total > near.double(), torch.inf, -torch.inf).float())
-    # Where the sum lies half way between two numbers, its error says on which side what it stands for is.
-    half_way = (total - near.double()) * 2 == beyond.double() - near.double()
+    # Where the sum lies half way between two numbers, its error says on which side what it stands for is. Sums round to
+    # infinity from half way to 2^128 on.
+    at, other_at = (t.double().clamp(-(2.0**128), 2.0**128) for t in (near, beyond))
+    half_way = (total - at) * 2 == other_at - at
     other = half_way & (error != 0) & ((error > 0) == (beyond > near))
     return torch.where(other, beyond, near)
 

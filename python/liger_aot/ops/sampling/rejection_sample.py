@@ -190,7 +190,8 @@ class RejectionSample(SamplingOp):
         start = torch.cat((torch.zeros_like(ends[:1]), ends))[: ends.shape[0]]
         count = (ends - start).clamp(0, max_spec_len)[:, None]
         i = torch.arange(max_spec_len, device=start.device)
-        row = (start[:, None] + i).clamp(max=tokens - 1)
+        row = start[:, None] + i
+        row = torch.where(row < tokens, row, tokens - 1)
         ids = draft_token_ids.long()[row]
         known = (ids >= 0) & (ids < n)
         at, wide = torch.where(known, ids, 0), positions.long()[:, None] + i

@@ -189,8 +189,8 @@ class Sample(SamplingOp):
             combine.launch(device, stream, rows, 1, 1, tokens.data_ptr(), part_at, blocks)
             if measure is not None:
                 return (tokens, *measure(stream, x, given_at, tokens.data_ptr()))
-            nothing = x.new_empty(0, dtype=torch.int64)
-            return tokens, nothing, x.new_empty(0, dtype=torch.float32), nothing
+            ids, ranks = (x.new_empty(0, dtype=torch.int64) for _ in range(2))
+            return tokens, ids, x.new_empty(0, dtype=torch.float32), ranks
 
         return run
 
