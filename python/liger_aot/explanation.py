@@ -162,7 +162,12 @@ def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) ->
     name, held = _held(arch, kernel, key, problem)
     splitting = kernels.get(problem.split or "")
     most = max((rows for _, rows, _ in kernel.few.get(key, ())), default=0)
-    if splitting is not None and key in splitting.tables and problem.rows is not None and problem.rows <= most:
+    if (
+        splitting is not None
+        and key in splitting.tables
+        and problem.rows is not None
+        and problem.rows <= most
+    ):
         name_of_it, by_n = _held(arch, splitting, key, problem)
         numbers = manifests[owner].variant(name_of_it).numbers
         if splits_rows(numbers, problem.n, problem.rows):

@@ -350,7 +350,7 @@ class OpCases:
                 few = kernel.few.get(key, ())
                 sizes = [
                     *((v, *_first_that_takes(b, m, few[:i])) for i, (b, m, v) in enumerate(few)),
-                    *((v, from_n + 16, 2) for v, from_n in _shared(manifest, kernel.tables[key])),
+                    *((v, from_n // 16 * 16 + 32, 2) for v, from_n in _shared(manifest, kernel.tables[key])),
                 ]
                 for variant, n, rows in sizes:
                     case = self.table_case(kernel.name, axes, n, alignment == "aligned", rows)

@@ -17,7 +17,7 @@ from liger_aot.runtime.layout import rows_of
 
 class GatedActivation(DifferentiableOp):
     """Base of ``swiglu`` and ``geglu``. Their kernels are ``<name>_forward`` and ``<name>_backward``; settings, all
-    integers, follow the other arguments of both."""
+    integers, follow the other arguments of both. The forward's tables are by the number of elements."""
 
     tensors = ("gate", "up?")
 
@@ -59,10 +59,7 @@ class GatedActivation(DifferentiableOp):
             up_at, up_stride = in_up[0], in_up[7]
         if not fits or not rows * n:
             return self.prepare_forward(tensors, settings, keep, out)
-        kernel = on.kernels[f"{self.name}_forward"]
-        few = kernel.many_rows
-        if rows < few:
-            few = rows
+        size = rows * n
         if up is not None and gate_stride == up_stride == n:
             y = torch.empty_like(gate, memory_format=torch.contiguous_format)
             rows, n = 1, rows * n
@@ -71,7 +68,8 @@ class GatedActivation(DifferentiableOp):
             y = gate.new_empty((*gate.shape[:-1], n))
         y_at, dtype = y.data_ptr(), gate.dtype
         aligned = not (y_at | gate_at | up_at | gate_stride | up_stride | n) & 15
-        loaded = kernel.recent.get((dtype, aligned, 1, few)) or kernel.for_rows((dtype, aligned), 1, few)
+        kernel = on.kernels[f"{self.name}_forward"]
+        loaded = kernel.recent.get((dtype, aligned, size)) or kernel((dtype, aligned), size)
         blocks = -(-n // loaded.block)
         device = on.device
         loaded.launch(
@@ -124,7 +122,7 @@ class GatedActivation(DifferentiableOp):
     ) -> tuple[Problem, ...]:
         aligned = shape[-1] % 16 == 0
         return (
-            Problem(f"{self.name}_forward", (dtype,), aligned, 1, prod(shape[:-1])),
+            Problem(f"{self.name}_forward", (dtype,), aligned, prod(shape)),
             Problem(f"{self.name}_backward", (dtype,), aligned, 1),
         )
 
