@@ -73,3 +73,30 @@ def test_each_waits_for_the_one_before(rows: int, n: int) -> None:
         for one, of_graph, alone in zip(eager, in_graph, wanted, strict=True):
             assert torch.equal(one, alone), "without a wait of the host's"
             assert torch.equal(of_graph, alone), "in a graph"
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_join_of_two_streams_is_waited_for(rows: int) -> None:
+    """In a graph, an op whose arguments come from two streams, one of them a copy."""
+    n = 4096
+    x, w = torch.randn(rows, n, device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16()
+    held = torch.zeros_like(w)
+    op = liger_aot.load("rmsnorm")
+    op(x, w)
+    torch.cuda.synchronize()
+    main, other = torch.cuda.Stream(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=main):
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            held.copy_(w)
+        y = op(x, x[0])
+        torch.cuda.current_stream().wait_stream(other)
+        z = op(y, held)
+    for i in range(ROUNDS):
+        w.normal_()
+        x.normal_()
+        held.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(z, op(op(x, x[0]), w)), i
