@@ -454,6 +454,14 @@ STEPS = {
         ]},
         ["1", "8192", "64/8", "128", "1", "-", "0.88", "fails"],
     ),
+    "few rows": (
+        "few_rows",
+        {"environment": {"gpu": "G"}, "results": [
+            {"point": {"kind": "rmsnorm", "columns": 64, "rows": 1}, "provider": name, "us": us, "failed": None}
+            for name, us in (("liger_aot", 1.204), ("vllm", 2.0), ("liger", 1.5), ("copy", 1.1), ("empty", 0.7))
+        ]},
+        ["rmsnorm", "64", "1.20 / 1.50 l"],
+    ),
     "fused linear jsd": (
         "fused_linear_jsd_steps",
         {"environment": {"gpu": "G"}, "results": [
