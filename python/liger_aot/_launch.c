@@ -3,6 +3,7 @@
  * Built for the limited API of Python 3.10, so that one binary serves every later version. Its parts:
  *   _native/driver.h, driver.c, cuda.c, hip.c   the driver, without Python
  *   _native/driver_object.c                     the type Driver
+ *   _native/loaded_kernel.c                     a kernel of a loaded image, for the types Kernel and Binary
  *   _native/kernel_object.c, arguments.c        the type Kernel and what it packs
  *   _native/tensor_map.c                        the type TensorMap
  *   _native/binary_object.c, triton_launcher.c  the types Binary and TritonLauncher, for kernels that Triton launches

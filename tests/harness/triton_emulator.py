@@ -52,9 +52,8 @@ class EmulatedDriver:
 
     def binary(self, data: bytes, name: str, /, *, shared: int) -> _Binary:
         program = Program(data, self._arch, name)
-        letters = "".join(
-            _LETTERS[field[".size"]] for field in _own(program)[:-2]
-        )  # the stand-in adds the last two
+        # The stand-in adds the last two.
+        letters = "".join(_LETTERS[field[".size"]] for field in _own(program)[:-2])
         return _Binary(
             self._driver.binary(image(f"{name}={letters}"), name, shared=shared), program, self._programs
         )

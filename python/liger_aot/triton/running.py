@@ -10,7 +10,7 @@ from functools import wraps
 from threading import RLock
 from typing import Any, NamedTuple
 
-from liger_aot.errors import KernelNotInPack, PackNotFound
+from liger_aot.errors import ArgumentError, KernelNotInPack, PackNotFound
 from liger_aot.triton import identity, missing, packs, seams
 from liger_aot.triton.tuners import Tuners
 from liger_aot.triton.values import NotData
@@ -137,10 +137,10 @@ def use(*names: str, missing: str = ERROR) -> None:
 
     Raises:
         PackNotFound: a named pack is not installed, or was built with another Triton.
-        ValueError: another value of ``missing``.
+        ArgumentError: another value of ``missing``.
     """
     if missing not in MISSING:
-        raise ValueError(f"missing is {missing!r}; it is one of {', '.join(map(repr, MISSING))}")
+        raise ArgumentError(f"missing must be 'error', 'warn' or 'compile', got {missing!r}")
     found = packs.folders()
     for name in names:
         if name not in found:

@@ -243,9 +243,8 @@ def _on_the_cpu() -> None:
             if named.pop("pin_memory", False):
                 named["pin_memory"] = False
             made = function(*arguments, **named)
-            if (
-                name in _UNWRITTEN
-            ):  # no kernel writes it: sizes that are read from it are the same in each run
+            # No kernel writes it: sizes that are read from it are the same in each run.
+            if name in _UNWRITTEN:
                 made.zero_()
             return made
 
