@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 import liger_aot.triton
-from liger_aot.runtime import devices
 from liger_aot.triton import repeated
 from liger_aot.triton.packs import OVERRIDE
 from tests.harness.stand_in import StandIn
@@ -236,18 +235,3 @@ def test_a_function_whose_calls_have_no_key(
         plain()
     assert getattr(kernels.add, repeated._CALLS).call_key is not repeated._no_key
     assert len(triton_gpu.launches()) == 60
-
-
-def test_what_call_key_takes(triton_gpu: StandIn) -> None:
-    call_key = devices.driver().call_key
-    with pytest.raises(TypeError, match="call_key takes"):
-        call_key({}, b"", (), tl.dtype, ())
-    with pytest.raises(TypeError, match="call_key takes"):
-        call_key([], b"", (), tl.dtype, (), {})
-    with pytest.raises(ValueError, match="1 parameters with 0 defaults"):
-        call_key({}, b"\0", (), tl.dtype, (), {})
-    text = "x" * 200
-    assert call_key({"C": 0}, b"\1", (None,), tl.dtype, (text,), {}) is None
-    assert call_key({"C": 0}, b"\1", (None,), tl.dtype, (2**64,), {}) is None
-    many = {f"a{i}": i for i in range(256)}
-    assert call_key(many, b"\1" * 256, (None,) * 256, tl.dtype, tuple(range(256)), {}) is None

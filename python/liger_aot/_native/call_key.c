@@ -97,8 +97,7 @@ static int add_constant(Key *key, PyObject *value, PyObject *dtype_class) {
 }
 
 /* What the keyword arguments are: of parameters into `values`, which has none of them twice; options into the key. */
-static int read_keywords(Key *options, PyObject *names, PyObject *keywords, PyObject *dtype_class, PyObject **values,
-                         Py_ssize_t count) {
+static int read_keywords(Key *options, PyObject *names, PyObject *keywords, PyObject **values, Py_ssize_t count) {
     PyObject *name, *value;
     Py_ssize_t at = 0;
     while (PyDict_Next(keywords, &at, &name, &value)) {
@@ -112,7 +111,7 @@ static int read_keywords(Key *options, PyObject *names, PyObject *keywords, PyOb
         } else {
             unsigned char option = (unsigned char)(number - count);
             int added = add(options, 'o', &option, 1);
-            if (added == 1) added = add_constant(options, value, dtype_class);
+            if (added == 1) added = add_constant(options, value, NULL);
             if (added <= 0) return added;
         }
     }
@@ -160,7 +159,7 @@ PyObject *call_key(ModuleState *state, PyObject *const *arguments, Py_ssize_t gi
     for (Py_ssize_t i = 0; i < positional; i++) values[i] = PyTuple_GetItem(arguments[POSITIONAL], i);
     Key key, options;
     key.length = options.length = 0;
-    int made = read_keywords(&options, arguments[NAMES], arguments[KEYWORDS], arguments[DTYPE_CLASS], values, count);
+    int made = read_keywords(&options, arguments[NAMES], arguments[KEYWORDS], values, count);
     if (made == 1)
         made = make_key(state, &key, flags, arguments[DEFAULTS], arguments[DTYPE_CLASS], values, count);
     if (made == 1 && options.length > 0) made = add(&key, ';', options.bytes, options.length);
