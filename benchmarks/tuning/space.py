@@ -32,7 +32,7 @@ class Problem:
         sizes: the n at which candidates are timed. A candidate has to be good at each.
         dtypes: the row's. Candidates must compile for all of them and are timed in the first.
         when: the row's other axes.
-        most_rows: the row is for calls of at most so many rows. Candidates are timed with as many, in CUDA graphs.
+        most_rows: the row is for calls of at most so many rows. Candidates are timed with as many.
     """
 
     max_n: int | None
