@@ -142,7 +142,8 @@ def row_in_registers(p: Problem) -> Iterator[Row]:
         blocks = -(-p.n // block)
         if blocks <= 16 and blocks * block <= 1.5 * p.n:
             numbers = {"block": block, "blocks": blocks, "num_warps": warps(block * blocks, 8, 64)}
-            yield from grid(form="in_registers", aligned=True, **numbers)
+            aligned = {} if p.most_rows is None else {"aligned": True}
+            yield from grid(form="in_registers", **aligned, **numbers)
 
 
 def any_row(
