@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -283,25 +282,6 @@ PROVIDERS: dict[str, Callable[[Point, Tensors], Run]] = {
     "vllm": vllm,
     "empty": empty,
 }
-
-
-@dataclass(frozen=True)
-class Times:
-    """A point's record: microseconds by provider, and why the others failed."""
-
-    kind: str
-    rows: int
-    columns: int
-    us: Mapping[str, float]
-    failed: Mapping[str, str]
-
-
-def times(point: Point, found: Sequence[Result]) -> Times:
-    us = {r.provider: round(r.us, 3) for r in found if r.us is not None}
-    failed = {r.provider: r.failed for r in found if r.failed}
-    return Times(point.kind, point.rows, point.columns, us, failed)
-
-
 NOT_THEIRS = {"vllm": ("layernorm", "softmax")}  # what a peer has no kernel for
 
 
@@ -338,44 +318,31 @@ def line(point: Point, found: Sequence[Result], rate: float) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     command = Command("benchmarks.few_rows", __doc__, PROVIDERS)
-    add = command.parser.add_argument
-    add("--vllm", type=Path, help="vLLM's _C_stable_libtorch.abi3.so; without it there is no such peer")
-    columns = tuple(sorted({n for lengths in KINDS.values() for n in lengths}))
-    for name, of in (("rows", ROWS), ("compiled-rows", (1, 32, 256, 2048)), ("columns", columns)):
-        add(
-            f"--{name}",
-            type=lambda s: [int(v) for v in s.split(",")],
-            default=list(of),
-            help="commas between",
-        )
-    add("--kinds", type=lambda s: s.split(","), default=list(KINDS), help="commas between")
+    command.library("vllm", "vLLM's _C_stable_libtorch.abi3.so")
+    command.several("rows", ROWS)
+    command.several("compiled-rows", (1, 32, 256, 2048))
+    command.several("columns", sorted({n for lengths in KINDS.values() for n in lengths}))
+    command.several("kinds", list(KINDS))
     options = command.read(arguments)
-    if options.vllm:
-        torch.ops.load_library(str(options.vllm))
-    file = command.file("few_rows")
     rate = bytes_a_microsecond(command.device)
-    results: list[Times] = []
-    wrong = False
-    for point in POINTS:
-        if (
-            point.rows not in options.rows
-            or point.columns not in options.columns
-            or point.kind not in options.kinds
-        ):
-            continue
+
+    def measured(point: Point) -> list[Result]:
         names = [
             name
             for name in options.providers
             if point.kind not in NOT_THEIRS.get(name, ())
-            and (name != "vllm" or options.vllm)
             and (name != "torch_compile" or point.rows in options.compiled_rows)
         ]
-        found = at(point, names, command.device)
-        print(line(point, found, rate), flush=True)
-        results.append(times(point, found))
-        wrong |= OURS in results[-1].failed
-        file.keep(bytes_a_microsecond=rate, results=results)
-    return int(wrong)
+        return at(point, names, command.device)
+
+    points = [
+        p
+        for p in POINTS
+        if p.rows in options.rows and p.columns in options.columns and p.kind in options.kinds
+    ]
+    return command.measure(
+        "few_rows", points, measured, lambda p, found: line(p, found, rate), bytes_a_microsecond=rate
+    )
 
 
 if __name__ == "__main__":

@@ -421,7 +421,10 @@ def few_rows(gpus: Sequence[Gpu], start: Path) -> str:
     us: dict[tuple[str, int, Gpu], dict[int, dict[str, float]]] = {}
     for one in found:
         for r in one.data["results"]:
-            us.setdefault((r["kind"], r["columns"], one.gpu), {})[r["rows"]] = r["us"]
+            at = r["point"]
+            points = us.setdefault((at["kind"], at["columns"], one.gpu), {})
+            if r["us"] is not None:
+                points.setdefault(at["rows"], {})[r["provider"]] = r["us"]
     counts = sorted({rows for points in us.values() for rows in points})
     table = [
         [kind, str(columns), gpu.name, *(_beside_the_best(points.get(rows, {})) for rows in counts)]

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.environment import RESULTS, folder_name, observe
 from benchmarks.plot import plot
+from benchmarks.providers import OURS
 
 
 class PointResult(Protocol):
@@ -113,17 +114,18 @@ class Command:
         points: Iterable[AnyPoint],
         at: Callable[[AnyPoint], Sequence[AnyResult]],
         text: Callable[[AnyPoint, Sequence[AnyResult]], str],
+        **facts: Any,
     ) -> int:
         """Measure points one by one; print each point's results as ``text``, and keep those that there are in the file
-        of this ``name``. 1 where one of ours failed."""
+        of this ``name``, with the ``facts`` that all have in common. 1 where one of ours failed."""
         file, results = self.file(name), list[AnyResult]()
         for point in points:
             found = at(point)
             print(text(point, found), flush=True)
             results += found
-            file.keep(results=results)
+            file.keep(**facts, results=results)
             torch.cuda.empty_cache()
-        return int(any(r.failed and r.provider == "liger_aot" for r in results))
+        return int(any(r.failed and r.provider == OURS for r in results))
 
 
 class File:

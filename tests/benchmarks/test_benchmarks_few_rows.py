@@ -66,13 +66,6 @@ def test_launches_of_an_op(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 2
 
 
-def test_the_record_of_a_point() -> None:
-    found = [Result(SMALL, "vllm", failed="no such kernel"), Result(SMALL, "liger_aot", 2.50049, 0.5, 0.01)]
-    made = few_rows.times(SMALL, found)
-    assert (made.kind, made.rows, made.columns) == ("rmsnorm", 3, 64)
-    assert made.us == {"liger_aot": 2.5} and made.failed == {"vllm": "no such kernel"}
-
-
 def test_the_floor() -> None:
     found = [Result(SMALL, "empty", 1.0), Result(SMALL, "liger_aot", 2.5, 0.5)]
     assert few_rows.floor(found, SMALL, 2.0 * SMALL.bytes) == 1.5

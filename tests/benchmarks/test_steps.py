@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import steps
+from benchmarks import few_rows, steps
 from benchmarks.attention import paged
 from benchmarks.cache import cache
 from benchmarks.decoding import decoding
@@ -39,6 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(steps, "observe", lambda *_, **__: ENVIRONMENT)
+        monkeypatch.setattr(few_rows, "bytes_a_microsecond", lambda device: 1.0)
         monkeypatch.setattr(benchmark, "at", at)
         monkeypatch.setattr(benchmark, "line", lambda *found: "a line")
         assert benchmark.main([*arguments]) == (failing == "liger_aot")
@@ -53,6 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         (cache, ("--kinds", "merge,write"), 21, "vllm"),
         (quantization, ("--rows", "1,8", "--columns", "4096"), None, "vllm"),
         (sampling, ("--rows", "1"), None, None),
+        (few_rows, ("--rows", "1", "--kinds", "swiglu"), len(few_rows.KINDS["swiglu"]), "vllm"),
         (paged, ("--pages", "16"), None, "fa3"),
         (decoding, ("--most-gigabytes", "1"), None, None),
         (experts, ("--tokens", "128,16"), 4 * len(experts.MODELS), None),
@@ -69,7 +71,8 @@ def test_points_and_providers(
     assert {tuple(names) for _, names in seen} == {tuple(p for p in benchmark.PROVIDERS if p != absent)}
     (file,) = tmp_path.iterdir()
     content = json.loads(file.read_text())
-    assert list(content) == ["environment", "results"]
+    facts = ["bytes_a_microsecond"] if benchmark is few_rows else []
+    assert list(content) == ["environment", *facts, "results"]
     assert len(content["results"]) == sum(len(names) for _, names in seen)
     assert capsys.readouterr().out.count("a line") >= len(seen)
 

@@ -100,7 +100,7 @@ def test_what_the_pack_lacks_is_compiled_and_runs(
     told = [str(one.message) for one in said if issubclass(one.category, RuntimeWarning)]
     status = liger_aot.triton.status()
     assert len(status.missed) == 1
-    assert "BLOCK is the constant 512, there the constant 256" in status.missed[0]
+    assert "BLOCK is the constant 512, in the pack the constant 256" in status.missed[0]
     assert told == ([f"{status.missed[0]}. Triton compiles it now"] if missing == "warn" else [])
     assert status.loaded == 1 and project.executed == ["add"] * 3
     assert torch.equal(made, packed) and made.any()
