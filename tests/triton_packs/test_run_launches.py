@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import threading
 from collections.abc import Callable
@@ -309,6 +310,23 @@ def test_hooks_grids_and_kernels_as_objects(packed: Any, triton_gpu: StandIn) ->
     assert kernel.asm["cubin"].startswith(b"\x7fELF")
     with pytest.raises(KeyError):
         kernel.asm["ttgir"]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_collection_of_garbage_is_as_it_was(packed: Any, triton_gpu: StandIn, collects: bool) -> None:
+    """Also after a launch that no pack has."""
+    x, y, z = tensors(3)
+    packed(lambda: kernels.add[(1,)](x, y, z, 60, BLOCK=32))
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        kernels.add[(1,)](x, y, z, 60, BLOCK=32)
+        assert gc.isenabled() == collects
+        with pytest.raises(KernelNotInPack):
+            kernels.add[(1,)](x, y, z, 60, BLOCK=64)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_an_empty_grid_launches_nothing(packed: Any, triton_gpu: StandIn) -> None:

@@ -58,7 +58,7 @@ def fresh_kernels() -> Iterator[None]:
 def packed(tmp_path: Path, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(*calls: Callable[[], Any], missing: str = "error", more: Any = ({},)) -> None:
         liger_aot.triton.use(missing="compile")  # a driver that names the target
-        misses = [(wanted(call), extra) for call, extra in zip(calls, [*more] * len(calls), strict=False)]
+        misses = [(wanted(call), extra) for call, extra in zip(calls, more, strict=True)]
         write_pack(tmp_path, misses)
         monkeypatch.setenv(OVERRIDE, str(tmp_path))
         liger_aot.triton.use(missing=missing)
@@ -216,6 +216,26 @@ def test_a_global_that_changed(packed: Any, triton_gpu: StandIn, monkeypatch: py
     with pytest.raises(RuntimeError, match="SCALE has changed"):
         launch()
     assert len(triton_gpu.launches()) == 2
+
+
+def test_a_function_whose_calls_have_no_key(
+    packed: Any, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not tried for ever; one that has calls with a key is."""
+    x = torch.zeros(64)
+    without = lambda: kernels.tuples[(1,)](kernels.Pair(x, 5), (3.5, (7, 1 << 40), 1), 9)  # noqa: E731
+    plain = lambda: kernels.add[(1,)](x, x, x, 60, BLOCK=32)  # noqa: E731
+    constant = lambda: kernels.apply[(1,)](x, kernels.double, 3)  # noqa: E731
+    packed(without, plain, constant, more=({}, {}, {}))
+    for launch in (without, constant):
+        for _ in range(20):
+            launch()
+        fn = kernels.tuples if launch is without else kernels.apply
+        assert getattr(fn, repeated._CALLS).call_key is repeated._no_key
+    for _ in range(20):
+        plain()
+    assert getattr(kernels.add, repeated._CALLS).call_key is not repeated._no_key
+    assert len(triton_gpu.launches()) == 60
 
 
 def test_what_call_key_takes(triton_gpu: StandIn) -> None:

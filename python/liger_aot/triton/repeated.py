@@ -21,6 +21,7 @@ _IS_CONSTANT, _HAS_DEFAULT = 1, 2
 _LEFT_TO_TRITON = ("debug", "instrumentation_mode")
 _CALLS = "_liger_aot_calls"  # of a JITFunction
 _MOST_PLACES = 250  # a key has a byte for an option's
+_TRIED = 16  # calls without a key after which a function is left to Triton
 _MOST = 4096  # calls of a function that are remembered
 
 
@@ -52,6 +53,7 @@ class _Calls:
         )
         self.defaults = tuple(p.default if d else None for p, d in zip(parameters, has_default, strict=True))
         self.dtype = dtype
+        self.without_key = 0
         if (
             any(p.kind is not Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
             or len(self.places) > _MOST_PLACES
@@ -92,6 +94,9 @@ def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
             calls = self.__dict__.setdefault(_CALLS, _Calls(self))
         found = calls.call_key(calls.places, calls.flags, calls.defaults, calls.dtype, args, kwargs)
         if found is None:
+            calls.without_key += 1
+            if calls.without_key >= _TRIED and not calls.known:
+                calls.call_key = _no_key  # all its calls have an argument that is Triton's to judge
             return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
         key, values = found
         device = driver.active.get_current_device()

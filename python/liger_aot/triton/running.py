@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -184,7 +185,17 @@ def status() -> Status:
 
 def _find(miss: seams.Miss) -> Any:
     running = _running
-    return None if running is None else running.find(miss)
+    if running is None:
+        return None
+    # Triton hashes a function's source by its syntax tree, whose thousands of objects would have Python look through
+    # all that the process holds for garbage, more than once.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return running.find(miss)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _wrap_tuners() -> None:

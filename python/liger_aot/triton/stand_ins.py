@@ -169,6 +169,8 @@ def stand_in(of: Target) -> None:
         accelerator.device_count = lambda: 1
         accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
         accelerator.current_device_index = lambda: 0
+        accelerator.set_device_index = _nothing()
+        accelerator.device_index = _AnyDevice
         accelerator.synchronize = _nothing()
 
 
