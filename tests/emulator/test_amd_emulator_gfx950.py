@@ -110,9 +110,8 @@ def test_conversion_to_fp8() -> None:
         "v_cvt_scalef32_pk_fp8_f32 v4, v7, v3, 1.0 op_sel:[0,0,0,1]",
         vectors={4: bits(0xAAAA, U32), 7: bits(449.0, F32), 3: bits(1e9, F32)},
     )
-    assert set(result(wave, register=4)) == {
-        0x7F7E << 16 | 0xAAAA
-    }  # 448, and NaN: the mode does not saturate
+    # 448, and NaN: the mode does not saturate.
+    assert set(result(wave, register=4)) == {0x7F7E << 16 | 0xAAAA}
     with pytest.raises(EmulatorError, match=r"a scale of 2\.0"):
         run("v_cvt_scalef32_pk_fp8_f32 v4, v7, v3, 2.0", vectors={7: bits(1.0, F32), 3: bits(1.0, F32)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 import re
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import liger_aot
-from benchmarks import performance, records
+from benchmarks import op_entry, performance, records
 from benchmarks.environment import ROOT
 from benchmarks.markdown import gpus
 from benchmarks.records import Run
@@ -27,9 +28,14 @@ from liger_aot_build.device_wheel import write_device_wheel
 from tests.benchmarks.test_benchmarks import ENVIRONMENT, sample_run
 from tests.harness.planned_packs import planned_pack
 
-CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 # Written by hand, but for the tables of figures.
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/migration.md", "docs/pack-format.md", "docs/performance.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "docs/glossary.md", "docs/migration.md", "docs/pack-format.md",
+    "docs/performance.md", "docs/triton-pack-format.md", "docs/triton-packs.md", "docs/tuning-your-chip.md",
+    "examples/triton_pack/README.md",
+)  # fmt: skip
+COMMAND = re.compile(r"python -m ((?:benchmarks|examples|liger_aot_build|tests)[\w.]*)((?: [a-z]\w+)*)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
@@ -67,6 +73,19 @@ def test_links_lead_somewhere(pages: dict[Path, str]) -> None:
     for path, text in texts.items():
         for link in LINK.findall(CODE.sub("", text)):
             assert "://" in link or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_commands_name_what_there_is(pages: dict[Path, str]) -> None:
+    """Modules that Python finds, and ops that ``python -m benchmarks`` measures."""
+    texts = {str(path): text for path, text in pages.items() if path.suffix == ".md"}
+    texts |= {name: (ROOT / name).read_text() for name in PAGES}
+    found = {(page, *command) for page, text in texts.items() for command in COMMAND.findall(text)}
+    assert len(found) > 20
+    known = {"plot", "summary", "performance", *op_entry.modules()}
+    for page, module, words in found:
+        assert importlib.util.find_spec(module), f"{page}: there is no module {module}"
+        if module == "benchmarks" and (unknown := set(words.split()) - known):
+            pytest.fail(f"{page}: python -m benchmarks measures no {', '.join(unknown)}")
 
 
 def test_the_matrix_has_what_the_plans_have() -> None:
@@ -265,9 +284,8 @@ def test_what_is_said_of_torch_is_so(torchs: str, ours: str) -> None:
         "target": torch.randint(5, (6,), generator=g), "p": x.softmax(-1), "log_q": y.log_softmax(-1),
     }  # fmt: skip
     wanted, got = eval(torchs, names), eval(ours, names)
-    if (
-        got.dtype == torch.bfloat16
-    ):  # probabilities, which sum to 1, and the result are rounded, on both sides
+    # Probabilities, which sum to 1, and the result are rounded, on both sides.
+    if got.dtype == torch.bfloat16:
         torch.testing.assert_close(got, wanted, rtol=0, atol=4 * 2**-9 * float(v.abs().max()))
     else:
         torch.testing.assert_close(got, wanted)
@@ -435,6 +453,14 @@ STEPS = {
             {"point": POINT, "provider": "cudnn", "of_copy": None, "failed": "no"},
         ]},
         ["1", "8192", "64/8", "128", "1", "-", "0.88", "fails"],
+    ),
+    "few rows": (
+        "few_rows",
+        {"environment": {"gpu": "G"}, "results": [
+            {"point": {"kind": "rmsnorm", "columns": 64, "rows": 1}, "provider": name, "us": us, "failed": None}
+            for name, us in (("liger_aot", 1.204), ("vllm", 2.0), ("liger", 1.5), ("copy", 1.1), ("empty", 0.7))
+        ]},
+        ["rmsnorm", "64", "1.20 / 1.50 l"],
     ),
     "fused linear jsd": (
         "fused_linear_jsd_steps",

@@ -124,9 +124,8 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
     size = np.abs(np.where(np.isfinite(x), x, 0.0).astype(np.float64))
     exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, -6), -6)
     rounded = np.rint(np.ldexp(size, 3 - exponent))  # in units of the last place
-    code = np.where(
-        exponent == -6, rounded, rounded + (exponent + 6) * 8
-    )  # a carry moves on into the exponent
+    # A carry moves on into the exponent.
+    code = np.where(exponent == -6, rounded, rounded + (exponent + 6) * 8)
     fits = np.isfinite(x) & (np.ldexp(rounded, exponent - 3) <= 448)
     return (np.where(fits, code, 127) + np.where(np.signbit(x), 128, 0)).astype(U16)
 

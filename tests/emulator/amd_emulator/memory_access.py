@@ -29,15 +29,8 @@ _STORES = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwor
     "b128": 16,
 }
 _CACHE_HINTS = ("glc", "slc", "dlc", "sc0", "sc1", "nt", "th", "scope")
-_CACHES = (
-    "wbl2",
-    "inv",
-    "wbinvl1",
-    "wbinvl1_vol",
-    "gl0_inv",
-    "gl1_inv",
-    "wb",
-)  # of which these write back or empty some
+# Of which these write back or empty some.
+_CACHES = ("wbl2", "inv", "wbinvl1", "wbinvl1_vol", "gl0_inv", "gl1_inv", "wb")
 # suffix -> (dtype, new value from (old, operand))
 _ATOMICS: dict[str, tuple[type[np.generic], Callable[[Value, Value], Value]]] = {
     "add": (np.uint32, lambda old, x: old + x),
