@@ -124,7 +124,7 @@ def attend_pages(
         # for the next block: else the pipeline would give half of its stages to the table
         following = tl.maximum(tl.minimum(key + BLOCK_N + own, stop - 1), start)
         page = page_of(TABLE, following, page_bits, True)
-        k = widened(tl.load(K + at[:, None] + columns[None, :]), q.dtype, PTX)
+        k = widened(tl.load(K + at[:, None] + columns[None, :]), q.dtype, q.shape[0], PTX)
         s = tl.dot(q, tl.trans(k))
         if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
@@ -139,7 +139,7 @@ def attend_pages(
         by = tl.exp2(m - new_m)
         m = new_m
         sums = sums * by + tl.sum(p, 1)
-        v = widened(tl.load(V + at[:, None] + columns[None, :]), q.dtype, PTX)
+        v = widened(tl.load(V + at[:, None] + columns[None, :]), q.dtype, q.shape[0], PTX)
         acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
     return acc, m - p_exponent(q.dtype), sums, bad
 

@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from csrc_triton.common.target import target
+
 
 @triton.jit
-def widened(codes, dtype: tl.constexpr, PTX: tl.constexpr):
+def widened(codes, dtype: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
     """fp8 codes in ``dtype``, which has them exactly (``codes`` of another dtype are only converted).
 
     With PTX, four codes of e4m3 at a time. The compiler's own way is one conversion a code or more, which have a
@@ -13,7 +15,9 @@ def widened(codes, dtype: tl.constexpr, PTX: tl.constexpr):
     the sign beside them, and a product with a power of two corrects the exponent's bias, that of subnormal codes too.
     NaN is the code with all bits but the sign set: adding one sets the byte's top bit, which prmt copies to all 16.
     Not pure: else the compiler converts after the change of layout for a product, where each byte of V is loaded alone.
+    But on sm100, where a product of 64 ROWS is tcgen05.mma: around that Triton 3.6.0 can't pipeline what is not pure.
     """
+    PURE: tl.constexpr = target() == "sm100" and ROWS >= 64
     if not PTX or codes.dtype != tl.float8e4nv:
         return codes.to(dtype)
     elif dtype == tl.bfloat16:
@@ -37,7 +41,7 @@ def widened(codes, dtype: tl.constexpr, PTX: tl.constexpr):
             fma.rn.bf16x2 $0, $0, t, a;
             fma.rn.bf16x2 $1, $1, t, a;
             }""",
-            "=&r,=&r,r", [codes.to(tl.int8, bitcast=True)], dtype=tl.bfloat16, is_pure=False, pack=4,
+            "=&r,=&r,r", [codes.to(tl.int8, bitcast=True)], dtype=tl.bfloat16, is_pure=PURE, pack=4,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
@@ -59,5 +63,5 @@ def widened(codes, dtype: tl.constexpr, PTX: tl.constexpr):
             mul.rn.f16x2 $0, $0, t;
             mul.rn.f16x2 $1, $1, t;
             }""",
-            "=&r,=&r,r", [codes.to(tl.int8, bitcast=True)], dtype=tl.float16, is_pure=False, pack=4,
+            "=&r,=&r,r", [codes.to(tl.int8, bitcast=True)], dtype=tl.float16, is_pure=PURE, pack=4,
         )  # fmt: skip
