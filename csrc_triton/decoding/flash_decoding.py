@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.attention.forward import p_exponent
+from csrc_triton.common.fp8 import widened
 from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.decoding.split_kv import (
     BATCH_BLOCK,
@@ -228,7 +229,7 @@ def split(
                 page = page_of(TABLE, keys_of(j + 1, start, stop, BLOCK_N), page_bits)
             else:
                 at = key.to(tl.int64) * k_row
-            k = tl.load(K + at[:, None] + near[None, :]).to(q.dtype)
+            k = widened(tl.load(K + at[:, None] + near[None, :]), q.dtype, PDL)
             s = tl.dot(q, tl.trans(k))
             if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
                 s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
@@ -247,7 +248,7 @@ def split(
                 sums = sums * by[:, None] + p
             else:
                 sums = sums * by + tl.sum(p, 1)
-            v = tl.load(V + at[:, None] + near[None, :]).to(q.dtype)
+            v = widened(tl.load(V + at[:, None] + near[None, :]), q.dtype, PDL)
             acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
         if PAGED:
             flag = FLAG + tl.zeros([BLOCK_N], tl.int32)

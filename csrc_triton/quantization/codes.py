@@ -13,6 +13,7 @@ Constants: STATIC, whether the scale is given; GROUP, how many columns share a s
 
 import triton
 import triton.language as tl
+from triton.language.core import TRITON_BUILTIN
 
 from csrc_triton.common.bf16x2 import round_pairs
 from csrc_triton.common.pdl import launch_dependents, wait_for_previous
@@ -103,6 +104,30 @@ def divide(values, minus, s):
     return tl.fma(tl.fma(q, s, -values), minus, q)
 
 
+def rounds_twice(_semantic=None):
+    """Whether fp32.to(e4m3) rounds to fp16 on the way: for compute capability 8.9 Triton 3.6.0 makes cvt.rz.f16.f32 of
+    it and cvt.rn.satfinite.e4m3x2.f16x2, and a value just above the middle of two codes may get the lower one. The
+    compiler passes itself as ``_semantic``; the interpreter passes nothing."""
+    return tl.constexpr(_semantic is not None and getattr(_semantic.builder.options, "arch", None) == "sm89")
+
+
+setattr(rounds_twice, TRITON_BUILTIN, True)
+
+
+@triton.jit
+def to_e4m3(q):
+    """fp32 to e4m3, rounded once and saturated, by the instruction that 8.9 has as well as 9.0 and later. PTX only."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f", [q], dtype=tl.float8e4nv, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
 @triton.jit
 def encode(q, dtype: tl.constexpr):
     """Codes of what was divided by its scale."""
@@ -114,7 +139,10 @@ def encode(q, dtype: tl.constexpr):
     else:
         if dtype == tl.float8e4b8:  # sm90's conversion saturates by itself, at e4m3's largest
             q = tl.where(q > LARGEST, LARGEST, tl.where(q < -LARGEST, -LARGEST, q))
-        return q.to(dtype)
+        if dtype == tl.float8e4nv and rounds_twice():
+            return to_e4m3(q)
+        else:
+            return q.to(dtype)
 
 
 @triton.jit

@@ -4,8 +4,11 @@ import triton
 import triton.language as tl
 
 from csrc_triton.common.pdl import launch_dependents, wait_for_previous
+from csrc_triton.sampling.generator import column_of, in_order
 
 GROUP = tl.constexpr(32)
+ALL_KEPT = tl.constexpr(0x7FFFFFFF)  # a column after the last
+LOWEST = tl.constexpr(-2139095041)  # ordered(-inf)
 
 
 @triton.jit
@@ -35,3 +38,11 @@ def load_logits(X, cols, mask):
 def columns_of_groups(first, count: tl.constexpr):
     """The columns of so many groups, a group a row."""
     return (first + tl.arange(0, count))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def last_kept_of(LAST, at):
+    """(value, column) of the last column that is kept of a row: so are those above the value, and those that equal it
+    up to that column. All are, where LAST is not given."""
+    word = given(LAST, at, LOWEST * 4294967296)
+    return in_order((word >> 32).to(tl.int32)), column_of(word).to(tl.int32)

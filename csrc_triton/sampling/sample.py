@@ -15,12 +15,14 @@ from csrc_triton.sampling.generator import (
     SAMPLE,
     column_of,
     exponential,
+    in_order,
     log2_of,
     packed,
     words_of,
 )
-from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, load_logits
-from csrc_triton.sampling.threshold import ALL_KEPT, greatest_columns, tile_of
+from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, last_kept_of, load_logits
+from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED
+from csrc_triton.sampling.threshold import greatest_columns, tile_of
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
 DECLARATION = {
@@ -43,8 +45,9 @@ DECLARATION = {
         },
         "sample_choose": {
             "arguments": {
-                "PART": "*i64", "X": "*dtype", "TAU": "*fp32", "LIMIT": "*i32", "TEMPERATURE": "*fp32", "SEEDS": "*i64",
-                "POSITIONS": "*i64", "x_stride": "i64", "n": "i32", "blocks": "i32",
+                "PART": "*i64", "X": "*dtype", "LAST": "*i64", "WORDS": "*i64", "TEMPERATURE": "*fp32",
+                "SEEDS": "*i64", "POSITIONS": "*i64", "x_stride": "i64", "n": "i32", "row_words": "i32",
+                "blocks": "i32",
             },
             "axes": AXES,
             "aligned": ["X", "x_stride", "n"],
@@ -134,21 +137,43 @@ def adjust(
 
 
 @triton.jit
+def best_of_ranked(WORDS, count, last, seed, position, scale):
+    """The best of the columns that are written down, up to the ``last``, as ``choose`` scores them."""
+    i = tl.arange(0, RANKED)
+    word = tl.load(WORDS + i, mask=i < count, other=NO_WORD)
+    cols = column_of(word).to(tl.int32)
+    first, second, third, fourth = words_of(cols >> 2, seed, position, SAMPLE)
+    random = tl.where((cols & 1) == 0, first, second)
+    random = tl.where((cols & 2) == 0, random, tl.where((cols & 1) == 0, third, fourth))
+    score = tl.fma(in_order((word >> 32).to(tl.int32)), scale, -log2_of(exponential(random)))
+    return tl.max(tl.where((word >= last) & (i < count), packed(score, cols), NO_WORD), 0)
+
+
+@triton.jit
 def choose(
-    PART, X, TAU, LIMIT, TEMPERATURE, SEEDS, POSITIONS, x_stride, n, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    PART, X, LAST, WORDS, TEMPERATURE, SEEDS, POSITIONS, x_stride, n, row_words, blocks,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best column of a block, with its score, in one word. A greedy row's score is the logit."""
+    """The best column of a block, with its score, in one word. A greedy row's score is the logit. Where ``threshold``
+    wrote a row's candidates down, the row's first program has those for its block, the others have none."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
     quarters = (program - at * blocks) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     X += at.to(tl.int64) * x_stride
     temperature = given(TEMPERATURE, at, 1.0)
-    tau = given(TAU, at, -float("inf"))
-    limit = given(LIMIT, at, ALL_KEPT)
-    best = tl.full([BLOCK // 4], -9223372036854775808, tl.int64)
-    if temperature > 0.0:
-        scale = tl.div_rn(LOG2_E, temperature)
+    tau, limit = last_kept_of(LAST, at)
+    scale = tl.div_rn(LOG2_E, temperature)
+    best = tl.full([BLOCK // 4], NO_WORD, tl.int64)
+    WORDS += at.to(tl.int64) * row_words
+    count = given(WORDS, COUNT, 0).to(tl.int32)
+    if count > 0:
+        if program == at * blocks:
+            found = best_of_ranked(
+                WORDS, count, tl.load(LAST + at), tl.load(SEEDS + at), tl.load(POSITIONS + at), scale
+            )
+            best = tl.maximum(best, found)
+    elif temperature > 0.0:
         random = words_of(quarters, tl.load(SEEDS + at), tl.load(POSITIONS + at), SAMPLE)
         for i in tl.static_range(4):
             cols = quarters * 4 + i

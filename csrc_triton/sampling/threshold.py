@@ -5,19 +5,21 @@ and those that equal it, up to a column. The threshold is found among the ordere
 columns, or adds up their masses, above three pivots between the bounds known so far. Masses are integers (``mass_of``):
 their sums don't depend on their order.
 
-A step reads only the groups of 32 columns in which a column may lie between the bounds. ``groups`` left the greatest
-value of each group: the k-th greatest of those is a lower bound for the k-th greatest value. The list of the groups
-that are left is in memory until they fit in one tile, which is then held in registers.
+Where top-p alone decides, ``bracket.py`` has left the columns among which the threshold is; of a small top-k,
+``ranks.py`` compares the few columns that matter. In other rows, and where these do not find it, a step reads only the
+groups of 32 columns in which a column may lie between the bounds. ``groups`` left the greatest value of each group: the
+k-th greatest of those is a lower bound for the k-th greatest value. The list of the groups that are left is in memory
+until they fit in one tile, which is then held in registers.
 """
 
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.generator import LOG2_E, in_order, log2_of, mass_of, ordered
-from csrc_triton.sampling.logits import GROUP, given, load_logits
+from csrc_triton.sampling.bracket import HELD, SUMS, decided_by_mass
+from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered, packed
+from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, given, load_logits
+from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED, bound_of_sets, last_kept, write_sets
 
-ALL_KEPT = tl.constexpr(0x7FFFFFFF)  # a column after the last
-LOWEST = tl.constexpr(-2139095041)  # ordered(-inf)
 NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
 NO_KEY = tl.constexpr(-2147483648)  # below every number's
 
@@ -63,15 +65,17 @@ def combine_step(a, b, c, least, greatest, d, e, f, other_least, other_greatest)
 
 @triton.jit
 def search_registers(key, value, low, high, reached, above, needed, enough):
-    """Narrow the bounds by columns in registers, until one key is left, or no more than ``enough`` is reached."""
+    """Narrow the bounds by columns in registers, until one key is left, or no more than ``enough`` is reached. Values
+    are int32, sums may be int64: registers are scarce."""
     while (low + 1 < high) & (reached > enough):
         p, q, r = pivots_of(low, high)
         inside = (key >= low) & (key < high)
         a, b, c, least, greatest = tl.reduce(
             (
-                tl.where(inside & (key >= p), value, 0), tl.where(inside & (key >= q), value, 0),
-                tl.where(inside & (key >= r), value, 0), tl.where(inside, key, 0x7FFFFFFF),
-                tl.where(inside, key, NO_KEY),
+                tl.where(inside & (key >= p), value, 0).to(reached.dtype),
+                tl.where(inside & (key >= q), value, 0).to(reached.dtype),
+                tl.where(inside & (key >= r), value, 0).to(reached.dtype),
+                tl.where(inside, key, 0x7FFFFFFF), tl.where(inside, key, NO_KEY),
             ), None, combine_step,
         )  # fmt: skip
         low, high, reached, above = narrowed_by_three(low, high, reached, above, p, q, r, a, b, c, needed)
@@ -248,46 +252,135 @@ def greatest_columns(
 
 
 @triton.jit
-def find_threshold(
-    TAU, LIMIT, LIST, GREATEST, X, n, K, P, MIN_P, TEMPERATURE, at, groups,
+def search_collected(WORDS, greatest, scale, share, n):
+    """(1 if the threshold is among the columns that ``collect`` wrote down, its key, the last column that is kept of
+    those that equal it)."""
+    held = tl.load(WORDS)
+    total = tl.load(WORDS + 1)
+    above = tl.load(WORDS + 2)
+    needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+    i = tl.arange(0, HELD)
+    word = tl.load(WORDS + SUMS + i, mask=i < tl.where(held <= HELD, held, 0), other=NO_WORD)
+    key = (word >> 32).to(tl.int32)  # none's is NO_KEY
+    value = tl.where(key != NO_KEY, mass_of(in_order(key), greatest, scale), 0)
+    reached = above + tl.sum(value.to(tl.int64), 0)
+    found = tl.full([], 0, tl.int32)
+    low = tl.full([], LOWEST, tl.int32)
+    limit = tl.full([], ALL_KEPT, tl.int32)
+    if (above < needed) & (needed <= reached):
+        found = tl.full([], 1, tl.int32)
+        least = tl.min(tl.where(key != NO_KEY, key, 0x7FFFFFFF), 0)
+        low, reached, above = search_registers(
+            key, value, least, tl.max(key, 0) + 1, reached, above, needed, needed * 0
+        )
+        mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
+        ties = ties_needed(needed - above, mass)
+        if above + ties * mass < reached:
+            wanted = ties.to(tl.int32)
+            one = (key == low).to(tl.int32)
+            word = tl.load(WORDS + SUMS + i, mask=one != 0, other=0)
+            column = tl.where(one != 0, -column_of(word).to(tl.int32), NO_KEY)
+            count = tl.sum(one, 0)
+            zero = tl.full([], 0, tl.int32)
+            last, _count, _above = search_registers(
+                column, one, zero - n, zero + 1, count, zero, wanted, wanted
+            )
+            limit = -last
+    return found, low, limit
+
+
+@triton.jit
+def write_columns(WORDS, LIST, X, n, active, low, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Write the columns of the listed groups whose key is at least ``low``, in any order; return how many there are, of
+    which RANKED are written. They are counted in memory: prefix sums would take more registers."""
+    for first in range(0, active, TILE):
+        _group, cols, key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
+        reached = key >= low
+        place = tl.atomic_add(WORDS + COUNT + tl.zeros_like(cols), 1, mask=reached, sem="relaxed").to(
+            tl.int32
+        )
+        tl.store(WORDS + place, packed(x, cols), mask=reached & (place < RANKED))
+    tl.debug_barrier()
+    return tl.atomic_add(WORDS + COUNT, 0, sem="relaxed").to(tl.int32)
+
+
+@triton.jit
+def rank_columns(
+    WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the threshold of row ``at`` and the last column of those that equal it; -inf where nothing is left out.
-    LIST, GREATEST and X are the row's own."""
-    key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
+    """(how many columns are written down, the key of the last that is kept, its column): those that are as great as
+    the ``wanted`` greatest. 0 if they are too many."""
+    found = tl.full([], 0, tl.int32)
+    low = tl.full([], LOWEST, tl.int32)
+    limit = tl.full([], ALL_KEPT, tl.int32)
+    write_sets(WORDS, GREATEST, groups, GROUPS, WIDTH)
+    tl.store(WORDS + COUNT, 0)
+    tl.debug_barrier()
+    least = tl.maximum(bound_of_sets(WORDS, wanted), nearest)
+    active = list_groups(LIST, GREATEST, groups, least, GROUPS, WIDTH)
+    if active <= RANKED:
+        count = write_columns(WORDS, LIST, X, n, active, least, TILE, WIDTH)
+        if count <= RANKED:
+            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale)
+            found = count
+    return found, low, limit
+
+
+@triton.jit
+def find_threshold(
+    LAST, GREATEST, WORDS, X, n, K, P, MIN_P, TEMPERATURE, at, groups, row_words,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the last column that is kept of row ``at``, in the order of (greatest logit, lowest column), as ``packed``
+    has it. GREATEST, WORDS and X are the row's own, and the list of groups lies after GREATEST; ``collect`` has written
+    to WORDS if those are more than HELD."""
+    LIST = (GREATEST + groups).to(tl.pointer_type(tl.int32), bitcast=True)
     wanted = given(K, at, n)
     wanted = tl.where(wanted > 0, tl.minimum(wanted, n), n)
     share = given(P, at, 1.0)
     least_share = given(MIN_P, at, 0.0)
     temperature = given(TEMPERATURE, at, 1.0)
-    highest = tl.max(key, 0)
+    highest = tl.max(keys_of_groups(GREATEST, groups, GROUPS, WIDTH), 0)
     greatest = in_order(highest)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
+    ranked = tl.full([], 0, tl.int32)
     if (temperature > 0.0) & (greatest > -float("inf")):
         scale = tl.div_rn(LOG2_E, temperature)
         high = highest + 1
         nearest = low
         if least_share > 0.0:
             nearest = least_probable(greatest, scale, tl.minimum(least_share, 1.0))
-        if wanted < n:
-            known = tl.cdiv(groups, WIDTH // GROUP)
-            low = bound_of_groups(key, high, known, wanted, TILE)
-            active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
-            low, _count, _count_above, _wanted, _active = search_list(
-                LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE, WIDTH
+        found = tl.full([], 0, tl.int32)
+        if wanted <= RANKED // 2:
+            ranked, low, limit = rank_columns(
+                WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
             )  # fmt: skip
-        low = tl.maximum(low, nearest)
-        if share < 1.0:
-            far = greatest - 32.0 / scale  # below it masses are 0
-            low = tl.maximum(low, ordered(tl.where(far == far, far, -float("inf")) + 0.0))
-            active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
-            low, reached, above, needed, active = search_list(
-                LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH
-            )  # fmt: skip
-            mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
-            ties = ties_needed(needed - above, mass)
-            if above + ties * mass < reached:
-                limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
-    tl.store(TAU + at, in_order(low))
-    tl.store(LIMIT + at, limit)
+            found = ranked
+        elif (row_words > HELD) & decided_by_mass(wanted, share, least_share, temperature, greatest, n):
+            found, low, limit = search_collected(WORDS, greatest, scale, share, n)
+        if found == 0:
+            if wanted < n:
+                key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
+                known = tl.cdiv(groups, WIDTH // GROUP)
+                low = bound_of_groups(key, high, known, wanted, TILE)
+                active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
+                low, _count, _count_above, _wanted, _active = search_list(
+                    LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE,
+                    WIDTH,
+                )  # fmt: skip
+            low = tl.maximum(low, nearest)
+            if share < 1.0:
+                far = greatest - 32.0 / scale  # below it masses are 0
+                low = tl.maximum(low, ordered(tl.where(far == far, far, -float("inf")) + 0.0))
+                active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
+                low, reached, above, needed, active = search_list(
+                    LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH
+                )  # fmt: skip
+                mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
+                ties = ties_needed(needed - above, mass)
+                if above + ties * mass < reached:
+                    limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
+    tl.store(WORDS + COUNT, ranked.to(tl.int64))
+    tl.store(LAST + at, (low.to(tl.int64) << 32) | (0x7FFFFFFF - limit).to(tl.int64))

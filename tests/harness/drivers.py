@@ -42,6 +42,19 @@ def bound_op(op_class: type[AnyOp], pack: Pack, driver: Callable[[str, Pack], An
 
 
 @contextmanager
+def as_of_many_rows(op: Op) -> Iterator[None]:
+    """An op takes the binaries for many rows, however few there are: else a test of those would need hundreds."""
+    with ExitStack() as stack:
+        for runtimes in op._runtimes.values():
+            for on in runtimes.bound.values():
+                stack.enter_context(patch.object(on, "plans", {}))
+                for kernel in on.kernels.values():
+                    for name, value in (("_few", {}), ("many_rows", 1), ("recent", {})):
+                        stack.enter_context(patch.object(kernel, name, value))
+        yield
+
+
+@contextmanager
 def past_modes() -> Iterator[None]:
     """Ops don't go through torch.library for the sake of a dispatch mode, which is the test's own: it is to see what
     they ask of torch on the direct path."""

@@ -38,9 +38,8 @@ def test_a_binary(driver: Any, stand_in: StandIn) -> None:
     assert binary.name == "two"
     first, second = binary.prepare(0), binary.prepare(1)
     assert first[1:] == second[1:] == (40, 16, 1024)
-    assert (first[0] == second[0]) == (
-        driver.backend == "cuda"
-    )  # one kernel for all devices, or one for each
+    # One kernel for all devices, or one for each.
+    assert (first[0] == second[0]) == (driver.backend == "cuda")
     assert binary.prepare(0) == first
     live = stand_in.live_libraries
     del binary

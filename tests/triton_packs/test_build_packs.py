@@ -372,7 +372,7 @@ def test_names_that_are_none(recording: Path) -> None:
         with pytest.raises(BuildError, match="--name"):
             check_name(wrong)
     done = liger_aot(recording.parent, "pack", recording, "--name", "a", "--arch", "sm9x", code=1)
-    assert "'sm9x' is no architecture" in done.stderr
+    assert "must be one such as sm90 or gfx942, got 'sm9x'" in done.stderr
 
 
 IN_THE_PROGRAM = """

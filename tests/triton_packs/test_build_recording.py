@@ -100,9 +100,9 @@ def test_declared_points(tmp_path: Path) -> None:
     )
     lines = done.stdout.splitlines()
     assert lines[:4] == ["24", "8", "3", "6"]
-    assert "no value for its parameter 'Y'" in lines[4]
+    assert "a value is needed for" in lines[4] and "parameter 'Y'" in lines[4]
     assert "has no parameter 'Z'; it has X, Y, OUT, n, by, BLOCK" in lines[5]
-    assert "sizes: n is 'x'" in lines[6]
+    assert "sizes['n'] must be None, a number, or a list of numbers, got 'x'" in lines[6]
     (part,) = recordings.read(tmp_path / "recording")
     assert part.target.name == "hip-gfx942"
     ranged = {noted.ranged for noted in part.variants if noted.variant.qualname == "total"}

@@ -79,7 +79,7 @@ def test_a_cpu_tensor_and_a_miss(packed: None) -> None:
     kernels.add[(4,)](x, pinned, out, 1000, 0.5, BLOCK=256)
     torch.cuda.synchronize()
     assert torch.equal(out[:1000], (x + 0.5 * pinned.cuda())[:1000])
-    with pytest.raises(KernelNotInPack, match="BLOCK is the constant 512, there the constant 256"):
+    with pytest.raises(KernelNotInPack, match="BLOCK is the constant 512, in the pack the constant 256"):
         kernels.add[(4,)](x, x, x, 1000, 0.5, BLOCK=512)
 
 

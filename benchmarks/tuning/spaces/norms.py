@@ -13,10 +13,12 @@ from benchmarks.tuning.space import (
     Space,
     any_row,
     by_length,
+    for_few_rows,
     grid,
     one_row,
     power,
     row_in_blocks,
+    row_in_registers,
     warps,
     whole_rows,
 )
@@ -29,11 +31,16 @@ WIDE: dict[int | None, tuple[int, ...]] = {
     n: (n,) for n in (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 }
 ENDLESS: dict[int | None, tuple[int, ...]] = {None: (65536, 131072)}
+HIDDEN = (1024, 2048, 3072, 4096, 5120, 7168, 8192)  # of today's decoders, and what lies between
+FEW_ROWS = for_few_rows(HIDDEN, 256)
 PROBLEMS = (*by_length({**LENGTHS, **ENDLESS}), *by_length({**WIDE, **ENDLESS}, ("fp32",)))
 
 
 def rows_and_blocks(p: Problem, whole: str = "row", blocks: str = "long", **keys: Any) -> Iterator[Row]:
-    """A forward: a row in one block, in several blocks in registers, or of any length."""
+    """A forward: a row in one block, in several blocks in registers, or of any length; few rows, all in registers."""
+    if p.most_rows is not None:
+        yield from row_in_registers(p)
+        return
     if p.n <= 2048:
         yield from whole_rows(p)
     if whole != "tile" and 1024 <= p.n <= 16384:
@@ -46,6 +53,8 @@ def rows_and_blocks(p: Problem, whole: str = "row", blocks: str = "long", **keys
 
 def rmsnorm_forward(p: Problem) -> Iterator[Row]:
     yield from rows_and_blocks(p, "tile", bypass_l1=(False, True) if p.n > 8192 else False)
+    if p.most_rows is not None:
+        return
     if 2048 < p.n <= 16384:
         yield from whole_rows(p, rows=(1, 2))
     if p.max_n is None:  # a part of the row stays in registers
@@ -57,7 +66,7 @@ def rmsnorm_forward(p: Problem) -> Iterator[Row]:
 
 def layernorm_forward(p: Problem) -> Iterator[Row]:
     yield from rows_and_blocks(p, blocks="vectorised")
-    if 8192 <= p.n <= 32768 and p.max_n:
+    if 8192 <= p.n <= 32768 and p.max_n and p.most_rows is None:
         for block in (2048, 4096, 8192):
             blocks = -(-p.n // block)
             if 2 <= blocks <= 8:
@@ -305,11 +314,11 @@ def poly_norm_backward(p: Problem) -> Iterator[Row]:
 
 POLY = by_length({n: sizes for n, sizes in LENGTHS.items() if n and n <= 16384})
 SPACES = {
-    "rmsnorm_forward": Space(PROBLEMS, rmsnorm_forward),
+    "rmsnorm_forward": Space((*FEW_ROWS, *PROBLEMS), rmsnorm_forward),
     "rmsnorm_backward": Space(GRADIENTS, partial(backward, rows_for_one_cta=4)),
-    "fused_add_rmsnorm_forward": Space(PROBLEMS, rows_and_blocks),
+    "fused_add_rmsnorm_forward": Space((*FEW_ROWS, *PROBLEMS), rows_and_blocks),
     "fused_add_rmsnorm_backward": Space(GRADIENTS, partial(backward, inputs=3)),
-    "layernorm_forward": Space(PROBLEMS, layernorm_forward),
+    "layernorm_forward": Space((*FEW_ROWS, *PROBLEMS), layernorm_forward),
     "layernorm_backward": Space(GRADIENTS, backward),
     "poly_norm_forward": Space(PROBLEMS, rows_and_blocks),
     "poly_norm_backward": Space(POLY, poly_norm_backward),

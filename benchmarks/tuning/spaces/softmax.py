@@ -13,9 +13,11 @@ from benchmarks.tuning.space import (
     Space,
     any_row,
     by_length,
+    for_few_rows,
     grid,
     one_row,
     row_in_blocks,
+    row_in_registers,
     whole_rows,
 )
 
@@ -30,6 +32,7 @@ PROBLEMS = (
         ("fp32",),
     ),
 )
+FEW_ROWS = for_few_rows((2048, 3072, 4096, 5120, 7168, 8192), 256)
 SHARED = 224 << 10  # bytes of a multiprocessor that a pipeline may fill
 
 
@@ -54,6 +57,9 @@ def all_pipelines(p: Problem, inputs: int = 1, whole: bool | None = None, **keys
 
 
 def forward(p: Problem, interleaves: tuple[int, ...]) -> Iterator[Row]:
+    if p.most_rows is not None:
+        yield from row_in_registers(p)
+        return
     if p.n <= 4096:
         yield from whole_rows(p, rows=(1, 2, 4, 8))
     if p.n <= 16384:
@@ -114,7 +120,7 @@ def chosen_gradient(p: Problem) -> Iterator[Row]:
 VOCABULARIES = (32000, 128256, 262144)
 SPARSEMAX = by_length({**SHORT, **LONG, None: (65536,)})
 SPACES = {
-    "softmax_forward": Space(PROBLEMS, partial(forward, interleaves=(1, 2, 4))),
+    "softmax_forward": Space((*FEW_ROWS, *PROBLEMS), partial(forward, interleaves=(1, 2, 4))),
     "softmax_backward": Space(PROBLEMS, partial(backward, pipelined=True)),
     "log_softmax_forward": Space(PROBLEMS, partial(forward, interleaves=(0,))),
     "log_softmax_backward": Space(PROBLEMS, partial(backward, pipelined=False)),

@@ -355,6 +355,7 @@ def small(op: str) -> list[Problem]:
         p._replace(given=frozenset(("min_p", "top_p")), values="special"),
         p._replace(rows=1, n=1),
         p._replace(given=frozenset()),
+        p._replace(rows=3, n=4700, given=frozenset(("top_p",))),
     ]
     if op == "sample":
         warm = both | {"temperature", "min_p"}

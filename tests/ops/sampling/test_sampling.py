@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 import liger_aot
+from csrc_triton.sampling import threshold
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.registry import module
 from liger_aot.ops.sampling._random import exponential, fma, log2, masses, philox, uniform, words
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.manifest import OpManifest
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import BY_FORM
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of, sizes_of
 from tests.harness.op_gpu_tests import installed
@@ -354,6 +356,12 @@ def test_compiled_graphs_have_the_same_results(name: str) -> None:
 
 # ---- the kernels ----
 
+OF_LONG_ROWS = (
+    "logits_tails",
+    "logits_collect",
+)  # launched where a row is more than one block of logits_groups
+MORE_THAN_A_BLOCK = 4096 + 64
+
 
 def table_problems(name: str, manifest: OpManifest, longest: int, rows: int) -> list[tuple[str, Problem]]:
     """(variant, a problem that takes it) for every row of every table."""
@@ -368,6 +376,8 @@ def table_problems(name: str, manifest: OpManifest, longest: int, rows: int) -> 
                 given = optional(name)
                 if "choose" in variant:
                     given = given[:4]  # with penalties it reads float32
+                if variant.startswith(OF_LONG_ROWS):
+                    given, n = ("top_p",), n + MORE_THAN_A_BLOCK
                 found.append(
                     (
                         variant,
@@ -436,13 +446,50 @@ def test_long_lists_on_the_interpreter() -> None:
             check(op, Problem("top_k_top_p_mask", 4, 12_345, values=values, given=frozenset(given)))
 
 
+def misleading(n: int) -> Tensor:
+    """A row whose sample, one group in eight, is not as the others are."""
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(7))
+    sampled = torch.arange(n) // 32 % 8 == 0
+    return torch.stack((torch.where(sampled, x[0] - 9, x[0]), torch.where(sampled, x[1] + 3, x[1]), x[2]))
+
+
 @poisoned
+@pytest.mark.interpreter
+def test_the_threshold_is_among_the_columns_that_were_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No search over the row is left of flat and peaked rows, nor of a small top-k; of a row whose sample misleads and
+    of equal logits one is, with the same result."""
+    searched: list[bool] = []
+
+    def search(*arguments: Any) -> Any:
+        searched.append(True)
+        return search_list(*arguments)
+
+    search_list = threshold.search_list
+    monkeypatch.setattr(threshold, "search_list", search)
+    op, reference = bound("top_k_top_p_mask", "sm90", InterpreterDriver), liger_aot.load("top_k_top_p_mask")
+    draw, n = torch.Generator().manual_seed(6), 12_000
+    x = torch.randn(3, n, generator=draw)
+    peaked = x * 0.5 - torch.rand(3, n, generator=draw).log() * 1.7
+    p, k = torch.tensor([0.1, 0.9, 0.99]), torch.tensor([50, 1, 128])
+    for logits, given, wanted in (
+        (x, (None, p), False), (x.bfloat16(), (None, p), False), (x * 2, (k, p), False), (peaked, (None, p), False),
+        (misleading(n), (None, p), True), (torch.ones(3, n), (None, p), True), (x, (k * 9, None), True),
+    ):  # fmt: skip
+        searched.clear()
+        assert torch.equal(op(logits, *given), reference(logits, *given))
+        assert bool(searched) == wanted
+
+
+@poisoned
+@pytest.mark.parametrize("arch", BY_FORM)
 @pytest.mark.parametrize("name", OPS)
-def test_forms_on_the_emulator(name: str) -> None:
+def test_forms_on_the_emulator(name: str, arch: str) -> None:
     """Every form of each kernel."""
-    op = bound(name, "gfx942", EmulatorDriver)
+    op = bound(name, arch, EmulatorDriver)
     problem = Problem(name, 2, 96, given=frozenset(optional(name)))
     check(op, problem._replace(logprobs=2 if name == "sample" else None))
+    if name == "top_k_top_p_mask":
+        check(op, problem._replace(rows=1, n=MORE_THAN_A_BLOCK, given=frozenset(("top_p",))))
 
 
 @poisoned
@@ -456,7 +503,10 @@ def test_every_binary_on_the_emulator(name: str, arch: str) -> None:
     manifest = built_pack(arch).op(name)
     asked = table_problems(name, manifest, 132_000, 2)
     # rows of a table for longer rows take those; the others' short ones, which the emulator runs in seconds
-    short = [(v, p if p.n > 1 << 17 else p._replace(n=min(p.n, 96 + p.shift))) for v, p in asked]
+    short = [
+        (v, p if p.n > 1 << 17 or v.startswith(OF_LONG_ROWS) else p._replace(n=min(p.n, 96 + p.shift)))
+        for v, p in asked
+    ]
     check_tables(op, short, rows=True)
     loaded = {v for on in op._own.bound.values() for v in on._loaded}
     assert not set(manifest.variants) - loaded

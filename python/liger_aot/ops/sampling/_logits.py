@@ -11,11 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops import guards
-from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import as_rows, check_rows, check_same_device
 from liger_aot.ops.sampling._random import LOG2_E, fma, log2, masses
 from liger_aot.runtime.dispatch import REMEMBERED, OpOn
@@ -23,6 +22,8 @@ from liger_aot.runtime.layout import layouts_of, rows_of
 
 GROUP = 32  # columns: as many as a word of a mask has bits
 MAX_COLUMNS = 1 << 18
+SAMPLED, STEPS, MEASURES, SUMS, HELD = 8, 2, 32, 4, 8192  # as in csrc_triton/sampling/bracket.py
+RANKED = 256  # as in csrc_triton/sampling/ranks.py
 LAUNCHES = "top_k_top_p_mask"  # the op whose kernels find thresholds
 INT, FLOAT = (torch.int32, torch.int64), (torch.float32,)
 # How an argument's elements lie: one a row, a bit a column, one a column, some a row; one a request, where rows are
@@ -58,9 +59,10 @@ PENALTIES = {
 }
 
 
-class SamplingOp(DifferentiableOp):
-    """Base of the ops of this family. They have no gradient."""
+class SamplingOp(ForwardOnlyOp):
+    """Base of the ops of this family."""
 
+    no_gradient = "sampling has none"
     arguments: ClassVar[Mapping[str, Argument]]  # of the tensors after the first
     beside: ClassVar[int | None] = None  # which tensor has rows as long as the first one's
     sources: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
@@ -85,7 +87,7 @@ class SamplingOp(DifferentiableOp):
         except (AttributeError, TypeError, RuntimeError):  # no tensors: the checks say so
             return self.prepare_forward(tensors, settings, keep, out)
         plan = self._plans.get(key)
-        if plan is None or keep:
+        if plan is None:
             return self.prepare_forward(tensors, settings, keep, out)
         return plan(tensors, addresses, to)
 
@@ -101,8 +103,6 @@ class SamplingOp(DifferentiableOp):
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
-        if keep:
-            self.refuse_gradient()
         self.check(tensors, settings)
         if self.on_reference(tensors):
             results = self.by_reference(tensors, settings)
@@ -117,15 +117,6 @@ class SamplingOp(DifferentiableOp):
                 self._plans.clear()
             plan = self._plans[key] = self.plan_for(on, ready, settings, to)
         return plan(ready, addresses, to)
-
-    def sampled(
-        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None = None
-    ) -> Any:
-        graded = torch.is_grad_enabled() and needs_gradient(tensors)
-        if graded and (is_compiling() or needs_gradient(guards.plain(tensors))):
-            self.check_all(tensors, settings)
-            self.refuse_gradient()
-        return self.differentiable(tensors, settings, out)
 
     def check_arguments(self, tensors: Tensors) -> None:
         """Raise unless the first tensor is (rows, n) logits and the others are what ``arguments`` says."""
@@ -170,21 +161,6 @@ class SamplingOp(DifferentiableOp):
         x = as_rows(self.name, self.tensors[0], tensors[0])
         return (x, *(t if t is None else t.to(a.dtypes[0]).contiguous() for a, t in asked))
 
-    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
-        return ()
-
-    def run_backward(
-        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
-    ) -> Tensors:
-        self.refuse_gradient()
-        return ()
-
-    def refuse_gradient(self) -> None:
-        raise ArgumentError(
-            f"{self.name}: a gradient is needed, and sampling has none: call it under torch.no_grad() or with tensors "
-            "that do not require a gradient"
-        )
-
 
 class Logits(NamedTuple):
     """Rows of logits in memory, but for their address."""
@@ -203,38 +179,81 @@ class Logits(NamedTuple):
         return Logits(x.dtype, rows, n, stride, not (x_at | stride | n) & 15)
 
 
-class Thresholds:
-    """The launches that find the thresholds of calls with such logits."""
+class Found(NamedTuple):
+    """Addresses, and the memory that must live until the last launch that reads there is in the stream."""
 
-    def __init__(self, on: OpOn, logits: Logits) -> None:
+    memory: tuple[Tensor, ...] = ()
+    last: int = (
+        0  # of the last column that is kept of each row, in the order of (greatest logit, lowest column)
+    )
+    words: int = 0  # of a row's candidates, where they are few
+    row_words: int = 0
+
+
+class Thresholds:
+    """The launches that find the thresholds of calls with such logits, with or without a top-p."""
+
+    def __init__(self, on: OpOn, logits: Logits, top_p: bool) -> None:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
         self._on = on
         self._first = on.kernels["logits_groups"].for_rows(key, n, rows)
-        self._second = on.kernels["logits_threshold"].for_rows(key, n, rows)
-        self._rows, self._groups = rows, -(-n // GROUP)
-        self._numbers = logits.stride, n, self._groups
+        self._last = on.kernels["logits_threshold"].for_rows(key, n, rows)
+        self._rows, self._groups, self._n, self._stride = rows, -(-n // GROUP), n, logits.stride
         self._blocks = -(-n // self._first.block)
+        self._bracket = Bracket(on, logits, self._blocks) if top_p and self._blocks > 1 else None
 
-    def __call__(
-        self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int
-    ) -> tuple[Tensor, Tensor]:
-        """The threshold of each row, and the last column of those that equal it.
+    def __call__(self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int) -> Found:
+        """What is found, in memory.
 
         Args:
             filters: addresses of k, p and the least share.
         """
-        rows, groups, device = self._rows, self._groups, self._on.device
-        scratch = x.new_empty((2, rows, groups), dtype=torch.int32)
-        tau, limit = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int32)
-        greatest = scratch.data_ptr()
+        rows, groups, device, bracket = self._rows, self._groups, self._on.device, self._bracket
+        row_words = SUMS + (RANKED if bracket is None else HELD)
+        measured = 0 if bracket is None else bracket.words
+        # columns; the groups' greatest, and a list of groups; what is measured for the bracket
+        scratch = x.new_empty(rows * (row_words + groups + measured), dtype=torch.int64)
+        last = x.new_empty(rows, dtype=torch.int64)
+        words = scratch.data_ptr()
+        greatest = words + 8 * rows * row_words
+        parts = 0 if bracket is None else greatest + 8 * rows * groups
+        logits = (x_at, *filters, temperature, self._stride, self._n)
         self._first.launch(
-            device, stream, rows * self._blocks, 1, 1, greatest, x_at, *self._numbers, self._blocks
-        )
-        self._second.launch(
-            device, stream, rows, 1, 1, tau.data_ptr(), limit.data_ptr(), greatest + 4 * rows * groups, greatest, x_at,
-            *filters, temperature, *self._numbers,
+            device, stream, rows * self._blocks, 1, 1, greatest, parts, words, x_at, temperature, self._stride, self._n,
+            groups, row_words, self._blocks,
         )  # fmt: skip
-        return tau, limit
+        if bracket is not None:
+            bracket(stream, words, parts, logits)
+        self._last.launch(
+            device, stream, rows, 1, 1, last.data_ptr(), greatest, words, *logits, groups, row_words,
+        )  # fmt: skip
+        return Found((scratch, last), last.data_ptr(), words, row_words)
+
+
+class Bracket:
+    """The launches that write down the columns among which a flat row's threshold lies."""
+
+    def __init__(self, on: OpOn, logits: Logits, parts: int) -> None:
+        key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
+        self._device, self._rows, self._parts = on.device, rows, parts
+        self._tails = on.kernels["logits_tails"].for_rows(key, n, rows)
+        self._collect = on.kernels["logits_collect"].for_rows(key, n, rows)
+        self._sampled = -(-n // (SAMPLED * self._tails.block))
+        self._blocks = -(-n // self._collect.block)
+        self.words = parts + STEPS * self._sampled * MEASURES // 2  # of a row: pairs of float32
+
+    def __call__(self, stream: int, words: int, parts: int, logits: tuple[int, ...]) -> None:
+        """``words`` and ``parts`` are addresses: of the rows' columns, and of what is measured, the blocks' first."""
+        device, rows, sampled = self._device, self._rows, self._sampled
+        tails = parts + 8 * rows * self._parts
+        for step in range(STEPS):
+            self._tails.launch(
+                device, stream, rows * sampled, 1, 1, tails, parts, *logits, self._parts, step, sampled
+            )
+        self._collect.launch(
+            device, stream, rows * self._blocks, 1, 1, words, tails, parts, *logits, self._parts, sampled, SUMS + HELD,
+            self._blocks,
+        )  # fmt: skip
 
 
 # ---- the reference ----

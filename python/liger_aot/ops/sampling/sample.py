@@ -19,6 +19,7 @@ from liger_aot.ops.sampling._logits import (
     LAUNCHES,
     PENALTIES,
     Argument,
+    Found,
     Logits,
     Plan,
     SamplingOp,
@@ -133,7 +134,7 @@ class Sample(SamplingOp):
             frequency_penalties, prompt_mask, output_counts, allowed_mask, bad_token_ids,
         )  # fmt: skip
         asked = -1 if logprobs is None else LOGPROBS.checked(self.name, "int logprobs", logprobs)
-        tokens, *found = self.sampled(tensors, (asked,))
+        tokens, *found = self.differentiable(tensors, (asked,))
         return tokens if logprobs is None else (tokens, SampledLogprobs(*found))
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
@@ -154,11 +155,10 @@ class Sample(SamplingOp):
         if any(t is not None for t in filters):
             others = self._runtimes[LAUNCHES].of(x, "logits")
             assert others is not None
-            find = Thresholds(others, logits)
+            find = Thresholds(others, logits, filters[1] is not None)
         choose = on.kernels["sample_choose"].for_rows((logits.dtype, logits.aligned), logits.n, logits.rows)
         combine = on.kernels["sample_combine"]((True,), logits.n)
         rows, blocks, device = logits.rows, -(-logits.n // choose.block), on.device
-        numbers = (logits.stride, logits.n, blocks)
 
         def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
             x, stream = tensors[0], on.stream(device)
@@ -167,8 +167,7 @@ class Sample(SamplingOp):
             if adjust is not None:
                 x = adjust(stream, x, x_at, addresses[7:])
                 x_at = x.data_ptr()
-            found = None if find is None else find(stream, x, x_at, filters, temperature)
-            bounds = (0, 0) if found is None else (found[0].data_ptr(), found[1].data_ptr())
+            found = Found() if find is None else find(stream, x, x_at, filters, temperature)
             tokens = x.new_empty(rows, dtype=torch.int64)
             part = x.new_empty(rows * blocks, dtype=torch.int64)
             part_at = part.data_ptr()
@@ -180,11 +179,15 @@ class Sample(SamplingOp):
                 1,
                 part_at,
                 x_at,
-                *bounds,
+                found.last,
+                found.words,
                 temperature,
                 seeds,
                 positions,
-                *numbers,
+                logits.stride,
+                logits.n,
+                found.row_words,
+                blocks,
             )
             combine.launch(device, stream, rows, 1, 1, tokens.data_ptr(), part_at, blocks)
             if measure is not None:

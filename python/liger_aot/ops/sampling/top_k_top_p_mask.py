@@ -73,7 +73,9 @@ class TopKTopPMask(SamplingOp):
             if out is not None and out is not logits:
                 raise ArgumentError(f"{self.name}: out is given, and inplace=True writes to logits")
             out = logits
-        result: Tensor = self.sampled((logits, top_k, top_p, min_p), (), None if out is None else (out,))
+        result: Tensor = self.differentiable(
+            (logits, top_k, top_p, min_p), (), None if out is None else (out,)
+        )
         return result
 
     def run_forward(
@@ -106,7 +108,7 @@ class TopKTopPMask(SamplingOp):
 
     def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
         logits = Logits.of(tensors[0])
-        find = Thresholds(on, logits)
+        find = Thresholds(on, logits, tensors[2] is not None)
         y_stride = logits.n if out is None else out.stride(0) if logits.rows > 1 else logits.n
         y_at = 0 if out is None else out.data_ptr()
         aligned = logits.aligned and not (y_at | y_stride) & 15
@@ -116,11 +118,11 @@ class TopKTopPMask(SamplingOp):
 
         def run(tensors: Tensors, addresses: tuple[int, ...], to: Tensor | None) -> Tensors:
             x, stream = tensors[0], on.stream(device)
-            tau, limit = find(stream, x, addresses[0], addresses[1:4], 0)
+            found = find(stream, x, addresses[0], addresses[1:4], 0)
             y = x.new_empty(x.shape) if to is None else to
             mask.launch(
-                device, stream, logits.rows * blocks, 1, 1, y.data_ptr(), addresses[0], tau.data_ptr(),
-                limit.data_ptr(), *numbers,
+                device, stream, logits.rows * blocks, 1, 1, y.data_ptr(), addresses[0], found.last,
+                *numbers,
             )  # fmt: skip
             return (y,)
 
@@ -130,7 +132,7 @@ class TopKTopPMask(SamplingOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         rows, n = shape
-        kernels = ("logits_groups", "logits_threshold", self.name)
+        kernels = ("logits_groups", "logits_tails", "logits_collect", "logits_threshold", self.name)
         return tuple(Problem(kernel, (dtype,), n % 16 == 0, n, rows) for kernel in kernels)
 
     @staticmethod
