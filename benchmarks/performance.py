@@ -93,6 +93,13 @@ CHOSEN = (
     ("dyt", "8192"),
     ("poly_norm", "16384"),
     ("embedding", "32768x128256x4096"),
+    ("mhc_coefficients", "8192x4x2048"),
+    ("mhc_pre", "8192x4x2048"),
+    ("mhc_post", "8192x4x2048"),
+    ("attention_residuals", "8x8192x4096"),
+    ("neighborhood_attention", "2x16x4096x64"),
+    ("grpo_loss", "4x1024x128256"),
+    ("cross_entropy_tvd", "128256"),
 )
 LOSSES = ("cross_entropy", "selective_log_softmax", "kl_div", "jsd", "tvd")
 

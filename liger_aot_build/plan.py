@@ -24,7 +24,7 @@ from liger_aot_build.profile import ABSENT, ANY, Arch, Profile, Row
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
 _ALIGNED = {True: "aligned", False: "generic"}
 # Constants that the profile decides: 1 where its [arch] says so.
-DECIDED = {"PDL": "pdl", "FP16_FLUSHES": "fp16_flushes"}
+DECIDED = {"PDL": "pdl", "FP16_FLUSHES": "fp16_flushes", "TENSOR_MEMORY": "tensor_memory"}
 
 
 @dataclass(frozen=True)

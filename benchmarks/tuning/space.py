@@ -32,7 +32,7 @@ class Problem:
         sizes: the n at which candidates are timed. A candidate has to be good at each.
         dtypes: the row's. Candidates must compile for all of them and are timed in the first.
         when: the row's other axes.
-        most_rows: the row is for calls of at most so many rows. Candidates are timed with as many, in CUDA graphs.
+        most_rows: the row is for calls of at most so many rows. Candidates are timed with as many.
     """
 
     max_n: int | None
@@ -142,7 +142,8 @@ def row_in_registers(p: Problem) -> Iterator[Row]:
         blocks = -(-p.n // block)
         if blocks <= 16 and blocks * block <= 1.5 * p.n:
             numbers = {"block": block, "blocks": blocks, "num_warps": warps(block * blocks, 8, 64)}
-            yield from grid(form="in_registers", aligned=True, **numbers)
+            aligned = {} if p.most_rows is None else {"aligned": True}
+            yield from grid(form="in_registers", **aligned, **numbers)
 
 
 def any_row(

@@ -36,6 +36,7 @@ from liger_aot_build.errors import BuildError
 Job = dict[str, Any]
 START = 300.0  # seconds that the first answer of a process may take beyond the limit: torch, inputs, fp64
 LIMIT = 60.0
+SMALL = 32 << 20  # bytes of a call that takes a few microseconds
 LARGEST_COPY = 4 << 30  # bytes: the bandwidth of a copy does not change any more
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -102,7 +103,7 @@ class Machine:
     index: int  # of the device, as ops are bound to it
     multiprocessors: int
     driver: Callable[[str], Driver]  # of an op
-    # Of calls that take turns; in CUDA graphs where that is wanted: of a few microseconds events show too much.
+    # Of calls that take turns; in CUDA graphs where they are small: of a few microseconds events show too much.
     milliseconds: Callable[[Mapping[str, measure.Call], bool], dict[str, float]]
     synchronize: Callable[[], None]
 
@@ -214,8 +215,7 @@ def tried(subject: Subject, machine: Machine, job: Job, workloads: Sequence[Work
             if work.timed:
                 copied = min(work.bytes, LARGEST_COPY)
                 (copy,) = measure.copy_calls(copied, machine.device, 1, 0)
-                few = subject.space.problems[job["problem"]].most_rows is not None
-                times = machine.milliseconds({"copy": copy, "op": call}, few)
+                times = machine.milliseconds({"copy": copy, "op": call}, work.bytes <= SMALL)
                 points[work.point] = {
                     "milliseconds": times["op"],
                     "of_copy": times["copy"] / times["op"] * work.bytes / copied,

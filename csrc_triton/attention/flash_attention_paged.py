@@ -120,8 +120,8 @@ DECLARATION = {
             "forms": {
                 "tiles": {
                     "function": "paged_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "HEAD_DIM", "STAGES", "PDL"],
-                    "defaults": {"PDL": 0},
+                    "constants": ["BLOCK_M", "BLOCK_N", "HEAD_DIM", "STAGES", "PDL", "TENSOR_MEMORY"],
+                    "defaults": {"PDL": 0, "TENSOR_MEMORY": 0},
                 }
             },
         },
@@ -167,7 +167,7 @@ def paged_tiles(
     out_head, q_token, q_head, k_page, k_row, k_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity,
     pages, page_bits, right, left, max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    K_SCALE=None, V_SCALE=None, scale_head=None,
+    TENSOR_MEMORY: tl.constexpr, K_SCALE=None, V_SCALE=None, scale_head=None,
 ):  # fmt: skip
     """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head). Tiles are numbered by
     sequence where each has ``tiles_per_sequence``, with those of tokens behind the last one at the end, else by
@@ -239,7 +239,7 @@ def paged_tiles(
         acc, m, sums, bad = attend_pages(
             q, K + base, V + base, TABLE + sequence * table_row, begin, end, start, stop, low, high,
             past + last_token + left, tl.minimum(past + first_token + right, len_k), scale, cap, dim, pages,
-            page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES, PDL,
+            page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES, PDL and not TENSOR_MEMORY,
         )  # fmt: skip
         if V_SCALE is not None:
             acc *= tl.load(V_SCALE + head * scale_head, mask=V_SCALE.to(tl.int64) != 0, other=1.0)

@@ -37,7 +37,7 @@ from csrc_triton.attention.varlen import (
     starts_of,
     window_index,
 )
-from csrc_triton.common.fp8 import widened
+from csrc_triton.common.fp8 import product_dtype, queries_in, widened
 
 HEAD_DIMS = [64, 128, 256]  # that kernels are written for; others run as the next
 
@@ -108,6 +108,9 @@ def attend_pages(
     all rows ``every_low`` to ``every_high`` - 1, and some row ``start`` to ``stop`` - 1. Returns P V, each row's
     largest score and its sum in base 2, and page numbers that are none (0: none)."""
     BLOCK_M: tl.constexpr = q.shape[0]
+    DTYPE: tl.constexpr = product_dtype(q.dtype, K.dtype.element_ty, PTX)
+    SCALED: tl.constexpr = q.dtype != DTYPE
+    q, by_row = queries_in(q, DTYPE)
     columns = near_columns(dim, D)
     visible = tl.maximum(high - low, 0).to(tl.uint32, bitcast=True)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
@@ -124,8 +127,10 @@ def attend_pages(
         # for the next block: else the pipeline would give half of its stages to the table
         following = tl.maximum(tl.minimum(key + BLOCK_N + own, stop - 1), start)
         page = page_of(TABLE, following, page_bits, True)
-        k = widened(tl.load(K + at[:, None] + columns[None, :]), q.dtype, PTX)
+        k = widened(tl.load(K + at[:, None] + columns[None, :]), DTYPE, PTX, False)
         s = tl.dot(q, tl.trans(k))
+        if SCALED:
+            s *= by_row[:, None]
         if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
         s = s * scale
@@ -135,13 +140,13 @@ def attend_pages(
             )  # one comparison for both ends
             s = tl.where(after < visible[:, None], s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - (new_m - p_exponent(q.dtype))[:, None])
+        p = tl.exp2(s - (new_m - p_exponent(DTYPE))[:, None])
         by = tl.exp2(m - new_m)
         m = new_m
         sums = sums * by + tl.sum(p, 1)
-        v = widened(tl.load(V + at[:, None] + columns[None, :]), q.dtype, PTX)
-        acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
-    return acc, m - p_exponent(q.dtype), sums, bad
+        v = widened(tl.load(V + at[:, None] + columns[None, :]), DTYPE, PTX, True)
+        acc = tl.dot(p.to(DTYPE), v, acc * by[:, None])
+    return acc, m - p_exponent(DTYPE), sums, bad
 
 
 # ---- Warp groups (Gluon, Hopper) ----

@@ -13,10 +13,10 @@ Constants: STATIC, whether the scale is given; GROUP, how many columns share a s
 
 import triton
 import triton.language as tl
-from triton.language.core import TRITON_BUILTIN
 
 from csrc_triton.common.bf16x2 import round_pairs
 from csrc_triton.common.pdl import launch_dependents, wait_for_previous
+from csrc_triton.common.target import target
 
 FLOOR_OF_GROUPS = tl.constexpr(1e-10)  # of a group's absmax, and of int8's: vLLM's eps
 FLOOR_OF_ROWS = tl.constexpr(
@@ -104,16 +104,6 @@ def divide(values, minus, s):
     return tl.fma(tl.fma(q, s, -values), minus, q)
 
 
-def rounds_twice(_semantic=None):
-    """Whether fp32.to(e4m3) rounds to fp16 on the way: for compute capability 8.9 Triton 3.6.0 makes cvt.rz.f16.f32 of
-    it and cvt.rn.satfinite.e4m3x2.f16x2, and a value just above the middle of two codes may get the lower one. The
-    compiler passes itself as ``_semantic``; the interpreter passes nothing."""
-    return tl.constexpr(_semantic is not None and getattr(_semantic.builder.options, "arch", None) == "sm89")
-
-
-setattr(rounds_twice, TRITON_BUILTIN, True)
-
-
 @triton.jit
 def to_e4m3(q):
     """fp32 to e4m3, rounded once and saturated, by the instruction that 8.9 has as well as 9.0 and later. PTX only."""
@@ -139,7 +129,9 @@ def encode(q, dtype: tl.constexpr):
     else:
         if dtype == tl.float8e4b8:  # sm90's conversion saturates by itself, at e4m3's largest
             q = tl.where(q > LARGEST, LARGEST, tl.where(q < -LARGEST, -LARGEST, q))
-        if dtype == tl.float8e4nv and rounds_twice():
+        # For 8.9 Triton 3.6.0 rounds to fp16 on the way (cvt.rz.f16.f32, then cvt.rn.satfinite.e4m3x2.f16x2): a value
+        # just above the middle of two codes may get the lower one.
+        if dtype == tl.float8e4nv and target() == "sm89":
             return to_e4m3(q)
         else:
             return q.to(dtype)

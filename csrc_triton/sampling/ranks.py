@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.sampling.generator import column_of, in_order, mass_of, ordered
-from csrc_triton.sampling.logits import GROUP
+from csrc_triton.sampling.logits import GROUP, LOWEST
 
 RANKED = tl.constexpr(256)  # sets, and columns that are compared
 COUNT = RANKED  # the word that has their number, where the threshold was found among them; 0 where it was not
@@ -18,14 +18,17 @@ LAST_WORD = tl.constexpr(9223372036854775807)
 
 
 @triton.jit
-def write_sets(WORDS, GREATEST, groups, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """The key of the greatest logit of each set of groups: those whose number is the set's, modulo RANKED."""
-    i = tl.arange(0, GROUPS // RANKED)[:, None] * RANKED + tl.arange(0, RANKED)[None, :]
-    greatest = tl.full([GROUPS // RANKED, RANKED], -float("inf"), tl.float32)
-    for part in tl.static_range(WIDTH // GROUP):
-        more = tl.load(GREATEST + (part * GROUPS + i), mask=part * GROUPS + i < groups, other=-float("inf"))
-        greatest = tl.maximum(greatest, more)
-    tl.store(WORDS + tl.arange(0, RANKED), ordered(tl.max(greatest, 0)).to(tl.int64))
+def sets_of_groups(GREATEST, groups, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The key of the greatest logit of each set of groups: those whose number is the set's, modulo RANKED. In the place
+    of a group past the last, a set's first is read again: masks of loads would take scalar registers."""
+    of = tl.arange(0, RANKED)
+    i = tl.arange(0, GROUPS // RANKED)[:, None] * RANKED + of[None, :]
+    first = tl.minimum(of, groups - 1)[None, :]
+    greatest = tl.load(GREATEST + tl.where(i < groups, i, first))
+    for part in tl.static_range(1, WIDTH // GROUP):
+        at = part * GROUPS + i
+        greatest = tl.maximum(greatest, tl.load(GREATEST + tl.where(at < groups, at, first)))
+    return tl.where(of < groups, ordered(tl.max(greatest, 0)), LOWEST)
 
 
 @triton.jit

@@ -15,10 +15,10 @@ until they fit in one tile, which is then held in registers.
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.bracket import HELD, SUMS, decided_by_mass
+from csrc_triton.sampling.bracket import BOUNDS, HELD, NOT_BRACKETED, SUMS, decided_by_mass
 from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered, packed
 from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, given, load_logits
-from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED, bound_of_sets, last_kept, write_sets
+from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED, bound_of_sets, last_kept, sets_of_groups
 
 NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
 NO_KEY = tl.constexpr(-2147483648)  # below every number's
@@ -32,6 +32,21 @@ def pivots_of(low, high):
     by = (b - a) * 0.33333334
     first = a + by
     second = b - by
+    last = tl.maximum(high - 1, low + 1)
+    p = ordered(tl.where(first == first, first, 0.0) + 0.0)
+    q = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+    r = ordered(tl.where(second == second, second, 0.0) + 0.0)
+    return tl.minimum(tl.maximum(p, low + 1), last), q, tl.minimum(tl.maximum(r, low + 1), last)
+
+
+@triton.jit
+def pivots_near(low, high, share):
+    """Three keys between two bounds: those of the values a little below and above where the threshold is if sums grow
+    evenly, and the middle one."""
+    a, b = in_order(low), in_order(high)
+    by = b - a
+    first = a + by * tl.maximum(share - 0.0625, 0.0)
+    second = a + by * tl.minimum(share + 0.0625, 1.0)
     last = tl.maximum(high - 1, low + 1)
     p = ordered(tl.where(first == first, first, 0.0) + 0.0)
     q = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
@@ -64,11 +79,21 @@ def combine_step(a, b, c, least, greatest, d, e, f, other_least, other_greatest)
 
 
 @triton.jit
+def in_float32(total):
+    """A sum of masses, or of columns, as a float32."""
+    total = total.to(tl.int64)
+    return (total >> 24).to(tl.int32).to(tl.float32) * 16777216.0 + (total & 0xFFFFFF).to(tl.int32).to(
+        tl.float32
+    )
+
+
+@triton.jit
 def search_registers(key, value, low, high, reached, above, needed, enough):
     """Narrow the bounds by columns in registers, until one key is left, or no more than ``enough`` is reached. Values
     are int32, sums may be int64: registers are scarce."""
     while (low + 1 < high) & (reached > enough):
-        p, q, r = pivots_of(low, high)
+        share = in_float32(reached - needed) / in_float32(reached - above)
+        p, q, r = pivots_near(low, high, share)
         inside = (key >= low) & (key < high)
         a, b, c, least, greatest = tl.reduce(
             (
@@ -191,8 +216,7 @@ def search_list(
 def ties_needed(rest, mass):
     """How many times ``mass`` are at least ``rest``, by float32 and three corrections of a quotient below 2^18: ptxas
     calls a function for a division of 64-bit integers, which takes local memory."""
-    high, low = (rest >> 24).to(tl.int32).to(tl.float32), (rest & 0xFFFFFF).to(tl.int32).to(tl.float32)
-    quotient = (high * 16777216.0 + low) / mass.to(tl.int32).to(tl.float32)
+    quotient = in_float32(rest) / mass.to(tl.int32).to(tl.float32)
     ties = tl.maximum(quotient.to(tl.int32) - 1, 0).to(tl.int64)
     ties += (ties * mass < rest).to(tl.int64)
     ties += (ties * mass < rest).to(tl.int64)
@@ -255,7 +279,7 @@ def greatest_columns(
 def search_collected(WORDS, greatest, scale, share, n):
     """(1 if the threshold is among the columns that ``collect`` wrote down, its key, the last column that is kept of
     those that equal it)."""
-    held = tl.load(WORDS)
+    held = tl.where(tl.load(WORDS + BOUNDS) != NOT_BRACKETED, tl.load(WORDS), 0)
     total = tl.load(WORDS + 1)
     above = tl.load(WORDS + 2)
     needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
@@ -306,7 +330,7 @@ def write_columns(WORDS, LIST, X, n, active, low, TILE: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def rank_columns(
-    WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups,
+    sets, WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(how many columns are written down, the key of the last that is kept, its column): those that are as great as
@@ -314,7 +338,7 @@ def rank_columns(
     found = tl.full([], 0, tl.int32)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
-    write_sets(WORDS, GREATEST, groups, GROUPS, WIDTH)
+    tl.store(WORDS + tl.arange(0, RANKED), sets.to(tl.int64))
     tl.store(WORDS + COUNT, 0)
     tl.debug_barrier()
     least = tl.maximum(bound_of_sets(WORDS, wanted), nearest)
@@ -341,7 +365,8 @@ def find_threshold(
     share = given(P, at, 1.0)
     least_share = given(MIN_P, at, 0.0)
     temperature = given(TEMPERATURE, at, 1.0)
-    highest = tl.max(keys_of_groups(GREATEST, groups, GROUPS, WIDTH), 0)
+    sets = sets_of_groups(GREATEST, groups, GROUPS, WIDTH)
+    highest = tl.max(sets, 0)
     greatest = in_order(highest)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
@@ -355,10 +380,10 @@ def find_threshold(
         found = tl.full([], 0, tl.int32)
         if wanted <= RANKED // 2:
             ranked, low, limit = rank_columns(
-                WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
+                sets, WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
             )  # fmt: skip
             found = ranked
-        elif (row_words > HELD) & decided_by_mass(wanted, share, least_share, temperature, greatest, n):
+        elif (row_words > HELD) & decided_by_mass(wanted, share, least_share, temperature, n):
             found, low, limit = search_collected(WORDS, greatest, scale, share, n)
         if found == 0:
             if wanted < n:

@@ -1,25 +1,23 @@
 """top_k_top_p_mask: logits, and -inf for those that top-k, top-p or min-p leave out.
 
 Three launches: ``groups`` leaves the greatest logit of each group of 32 columns, ``threshold`` finds a row's threshold
-from them (``threshold.py``), ``mask`` writes the row. Three more come after the first where top-p is given: two of
-``tails`` and ``collect`` find the columns among which the threshold of a flat row lies (``bracket.py``). ``sample``
-launches all but the last as well.
+from them (``threshold.py``), ``mask`` writes the row. Two more come after the first where top-p is given: ``bracket``
+and ``collect`` find the columns among which the threshold of a flat row lies (``bracket.py``). ``sample`` launches all
+but the last as well.
 """
 
 import triton
 import triton.language as tl
 
 from csrc_triton.sampling.bracket import (
-    FARTHEST,
+    BOUNDS,
     HELD,
-    MEASURES,
-    SAMPLED,
-    STEPS,
+    HIGHEST,
+    NOT_BRACKETED,
     SUMS,
-    bounds_of,
-    distance,
-    interval_of,
-    row_of,
+    bounds_by_sample,
+    decided_by_mass,
+    greatest_and_total,
 )
 from csrc_triton.sampling.generator import LOG2_E, mass_of, packed
 from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, last_kept_of, load_logits
@@ -33,8 +31,8 @@ DECLARATION = {
     "kernels": {
         "logits_groups": {
             "arguments": {
-                "GREATEST": "*fp32", "PARTS": "*fp32", "WORDS": "*i64", "X": "*dtype", "TEMPERATURE": "*fp32",
-                "x_stride": "i64", "n": "i32", "groups": "i32", "row_words": "i32", "blocks": "i32",
+                "GREATEST": "*fp32", "PARTS": "*fp32", "X": "*dtype", "TEMPERATURE": "*fp32", "x_stride": "i64",
+                "n": "i32", "groups": "i32", "blocks": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -44,24 +42,23 @@ DECLARATION = {
                 },
             },
         },
-        "logits_tails": {
+        "logits_bracket": {
             "arguments": {
-                "TAILS": "*fp32", "PARTS": "*fp32", **OF_ROW, "x_stride": "i64", "n": "i32", "parts": "i32",
-                "step": "i32", "blocks": "i32",
+                "WORDS": "*i64", "PARTS": "*fp32", **OF_ROW, "x_stride": "i64", "n": "i32", "groups": "i32",
+                "parts": "i32", "row_words": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
             "forms": {
-                "block": {
-                    "function": "tails_of_sample", "constants": ["BLOCK", "PDL"], "defaults": {"PDL": 0},
-                    "pdl": "PDL",
+                "row": {
+                    "function": "bracket", "constants": ["SAMPLE", "PDL"], "defaults": {"PDL": 0}, "pdl": "PDL",
                 },
             },
         },
         "logits_collect": {
             "arguments": {
-                "WORDS": "*i64", "TAILS": "*fp32", "PARTS": "*fp32", **OF_ROW, "x_stride": "i64", "n": "i32",
-                "parts": "i32", "sampled_blocks": "i32", "row_words": "i32", "blocks": "i32",
+                "WORDS": "*i64", "X": "*dtype", "TEMPERATURE": "*fp32", "x_stride": "i64", "n": "i32",
+                "row_words": "i32", "blocks": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -104,11 +101,10 @@ DECLARATION = {
 
 @triton.jit
 def groups_of_block(
-    GREATEST, PARTS, WORDS, X, TEMPERATURE, x_stride, n, groups, row_words, blocks,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    GREATEST, PARTS, X, TEMPERATURE, x_stride, n, groups, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """The greatest logit of each group in a block of columns; for ``tails_of_sample`` and ``collect`` also that of the
-    block, its mass relative to it, and zeros where ``collect`` adds up."""
+    """The greatest logit of each group in a block of columns; for ``bracket`` also that of the block, and its mass
+    relative to it."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
@@ -124,63 +120,55 @@ def groups_of_block(
         powers = tl.exp2(tl.where(x == greatest, 0.0, x - greatest) * scale)
         tl.store(PARTS + 2 * program, greatest)
         tl.store(PARTS + 2 * program + 1, tl.sum(powers))
-        if first == 0:
-            tl.store(WORDS + at.to(tl.int64) * row_words + tl.arange(0, SUMS), tl.zeros([SUMS], tl.int64))
 
 
 @triton.jit
-def tails_of_sample(
-    TAILS, PARTS, X, K, P, MIN_P, TEMPERATURE, x_stride, n, parts, step, blocks,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+def bracket(
+    WORDS, PARTS, X, K, P, MIN_P, TEMPERATURE, x_stride, n, groups, parts, row_words,
+    SAMPLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a row's sample: the mass beyond nine distances from the row's greatest logit, and the number of
-    columns up to them. The second step's distances lie in one interval of the first one's."""
-    blocks = begin(blocks, PDL)
-    program = tl.program_id(0)
-    at = program // blocks
-    block = program - at * blocks
+    """One row a program: between which values ``collect`` finds the columns around the threshold."""
+    parts = begin(parts, PDL)
+    at = tl.program_id(0)
     row = at.to(tl.int64)
-    cols = (block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None] * (GROUP * SAMPLED)
-    cols += tl.arange(0, GROUP)[None, :]
-    x = load_logits(X + row * x_stride, cols, cols < n)
-    alone, greatest, scale, tail = row_of(K, P, MIN_P, TEMPERATURE, PARTS, parts, n, at)
-    if alone:
-        TAILS += row * (STEPS * MEASURES) * blocks
-        near = tl.full([], 0.0, tl.float32)
-        far = near + FARTHEST
-        if step > 0:
-            near, far, _more, _less, _first, _last, _measured = interval_of(TAILS, blocks, near, far, tail, 0)
-        distances = tl.where(x == greatest, 0.0, (greatest - x) * scale)
-        powers = tl.exp2(-distances)
-        TAILS += (step * blocks + block) * MEASURES
-        for i in tl.static_range(9):
-            bound = distance(near, far, i * 1.0, step)
-            tl.store(TAILS + i, tl.sum(tl.where(distances > bound, powers, 0.0)))
-            tl.store(TAILS + 16 + i, tl.sum((distances <= bound).to(tl.float32)))
+    WORDS += row * row_words
+    share = given(P, at, 1.0)
+    temperature = given(TEMPERATURE, at, 1.0)
+    words = tl.full([], NOT_BRACKETED, tl.int64)
+    if decided_by_mass(given(K, at, n), share, given(MIN_P, at, 0.0), temperature, n):
+        scale = tl.div_rn(LOG2_E, temperature)
+        greatest, total = greatest_and_total(PARTS + row * (2 * parts), parts, scale)
+        if (greatest > -float("inf")) & (greatest < float("inf")):
+            low, high = bounds_by_sample(X + row * x_stride, n, groups, greatest, total, scale, share, SAMPLE)
+            words = low.to(tl.int32, bitcast=True).to(tl.int64) << 32
+            words = words | (high.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+            tl.store(WORDS + HIGHEST, greatest.to(tl.int32, bitcast=True).to(tl.int64))
+    tl.store(WORDS + tl.arange(0, 4), tl.where(tl.arange(0, 4) == BOUNDS, words, 0))
 
 
 @triton.jit
 def collect(
-    WORDS, TAILS, PARTS, X, K, P, MIN_P, TEMPERATURE, x_stride, n, parts, sampled_blocks, row_words, blocks,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WORDS, X, TEMPERATURE, x_stride, n, row_words, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """A block of columns: add up its mass, and that above where the threshold is supposed; write down the columns
-    around it, in any order. A row's words are the number of those columns, the two sums, nothing, and the columns."""
+    around it, in any order."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
     row = at.to(tl.int64)
-    cols = (program - at * blocks) * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(X + row * x_stride, cols, cols < n)
-    alone, greatest, scale, tail = row_of(K, P, MIN_P, TEMPERATURE, PARTS, parts, n, at)
-    if alone:
-        TAILS += row * (STEPS * MEASURES) * sampled_blocks
-        low, high = bounds_of(TAILS, sampled_blocks, greatest, scale, tail)
+    WORDS += row * row_words
+    words = tl.load(WORDS + BOUNDS)
+    if words != NOT_BRACKETED:
+        greatest = tl.load(WORDS + HIGHEST).to(tl.int32).to(tl.float32, bitcast=True)
+        low = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        high = words.to(tl.int32).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(LOG2_E, given(TEMPERATURE, at, 1.0))
+        cols = (program - at * blocks) * BLOCK + tl.arange(0, BLOCK)
+        x = load_logits(X + row * x_stride, cols, cols < n)
         mass = mass_of(x, greatest, scale).to(tl.int64)
         inside = ((x >= low) & (x < high) & (cols < n)).to(tl.int32)
         place = tl.cumsum(inside, 0) - 1
         count = tl.sum(inside, 0)
-        WORDS += row * row_words
         tl.atomic_add(WORDS + 1, tl.sum(mass, 0), sem="relaxed")
         tl.atomic_add(WORDS + 2, tl.sum(tl.where(x >= high, mass, 0), 0), sem="relaxed")
         if count > 0:

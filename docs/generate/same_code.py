@@ -28,6 +28,7 @@ FILE = ROOT / "docs" / "same_code.json"
 # An architecture, the one that its kernels are compared with, and the stage of compilation whose result is compared:
 # PTX, or TTGIR where LLVM makes other PTX for a later chip (packed float32 arithmetic, for one).
 PAIRS = (("sm89", "sm80", "ptx"), ("sm120", "sm89", "ttgir"), ("sm100", "sm90", "ttgir"))
+_VALUE = r"%[\w.-]*\w"  # a value's name, such as %c-1_i32
 Counts = dict[str, list[int]]  # op -> binaries, and those that are the same
 
 
@@ -78,10 +79,10 @@ def without_names(text: str) -> str:
     for line in re.sub(r" loc\([^()]*(\([^()]*\))?[^()]*\)|ttg.target = \S+", "", text).splitlines():
         if match := re.fullmatch(r"(#\w+) = (.*)", line):
             layouts[match[1]] = re.sub(r"#[a-z]\w*", layout, match[2])
-        elif match := re.fullmatch(r"\s*(%\w+) = (arith\.constant .*)", line):
+        elif match := re.fullmatch(rf"\s*({_VALUE}) = (arith\.constant .*)", line):
             values[match[1]] = re.sub(r"#[a-z]\w*", layout, match[2])
         else:
-            kept.append(re.sub(r"%\w+", value, re.sub(r"#[a-z]\w*", layout, line)))
+            kept.append(re.sub(_VALUE, value, re.sub(r"#[a-z]\w*", layout, line)))
     return "\n".join(kept)
 
 

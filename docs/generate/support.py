@@ -133,9 +133,9 @@ def _same_code() -> list[str]:
         "## The same code as what ran",
         "Of an architecture's binaries, how many have the same PTX as another architecture's with the same launch "
         "numbers (but for the machine's name), or the same TTGIR: Triton's last form of a kernel before LLVM (but for "
-        "the names of values and the places of constants). sm80's PTX and sm90's binaries ran on an H200. What is "
-        "not the same differs in its launch numbers, its matrix instructions or, on sm89 and sm120, in programmatic "
-        "dependent launch or fp8.",
+        "the names of values and the places of constants). sm80's PTX and sm90's binaries ran on an H200. The others "
+        "differ in their launch numbers, in matrix instructions, in programmatic dependent launch or fp8, or in the "
+        "order of operations.",
         markdown.table(["op", *names], [*rows, ["all", *map(_same, totals)]]),
     ]
 

@@ -222,11 +222,9 @@ def _teach_inline_assembly() -> None:
             mask = np.ones_like(data[0], dtype=bool)
             nothing = np.zeros(data[0].shape, np.int32)
             result = _interpreter.load(data[0].astype(np.uint64), mask, nothing, np.dtype(np.int32))
-        elif "fma.rn.bf16x2" in text or "mul.rn.f16x2" in text:  # csrc_triton.common.fp8.widened
+        elif "cvt.rn.f16x2.e4m3x2" in text:  # csrc_triton.common.fp8.widened
             codes = torch.from_numpy(data[0].copy()).view(torch.float8_e4m3fn)
-            wide = codes.to(torch.bfloat16 if "bf16x2" in text else torch.float16).view(torch.int16).numpy()
-            bits = wide.view(np.float16 if ty.scalar.is_fp16() else np.uint16)
-            return _Results([TensorHandle(bits, ty.scalar)])
+            return _Results([TensorHandle(codes.to(torch.float16).numpy(), ty.scalar)])
         elif operation == "lg2.approx.ftz.f32":
             result = np.log2(data[0])
         elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):

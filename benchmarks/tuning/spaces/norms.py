@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,7 @@ PROBLEMS = (*by_length({**LENGTHS, **ENDLESS}), *by_length({**WIDE, **ENDLESS}, 
 
 
 def rows_and_blocks(p: Problem, whole: str = "row", blocks: str = "long", **keys: Any) -> Iterator[Row]:
-    """A forward: a row in one block, in several blocks in registers, or of any length; few rows, all in registers."""
-    if p.most_rows is not None:
-        yield from row_in_registers(p)
-        return
+    """A forward: a row in one block, in several blocks, or of any length."""
     if p.n <= 2048:
         yield from whole_rows(p)
     if whole != "tile" and 1024 <= p.n <= 16384:
@@ -51,10 +48,20 @@ def rows_and_blocks(p: Problem, whole: str = "row", blocks: str = "long", **keys
         yield from any_row(p, blocks, **keys)
 
 
+def held_rows(others: Callable[[Problem], Iterator[Row]]) -> Callable[[Problem], Iterator[Row]]:
+    """A forward that may also hold a row in registers: the only way that is tried for few rows."""
+
+    def rows(p: Problem) -> Iterator[Row]:
+        if p.most_rows is not None or (p.width == 2 and p.max_n and 1024 < p.n <= 8192):
+            yield from row_in_registers(p)
+        if p.most_rows is None:
+            yield from others(p)
+
+    return rows
+
+
 def rmsnorm_forward(p: Problem) -> Iterator[Row]:
     yield from rows_and_blocks(p, "tile", bypass_l1=(False, True) if p.n > 8192 else False)
-    if p.most_rows is not None:
-        return
     if 2048 < p.n <= 16384:
         yield from whole_rows(p, rows=(1, 2))
     if p.max_n is None:  # a part of the row stays in registers
@@ -66,7 +73,7 @@ def rmsnorm_forward(p: Problem) -> Iterator[Row]:
 
 def layernorm_forward(p: Problem) -> Iterator[Row]:
     yield from rows_and_blocks(p, blocks="vectorised")
-    if 8192 <= p.n <= 32768 and p.max_n and p.most_rows is None:
+    if 8192 <= p.n <= 32768 and p.max_n:
         for block in (2048, 4096, 8192):
             blocks = -(-p.n // block)
             if 2 <= blocks <= 8:
@@ -314,11 +321,11 @@ def poly_norm_backward(p: Problem) -> Iterator[Row]:
 
 POLY = by_length({n: sizes for n, sizes in LENGTHS.items() if n and n <= 16384})
 SPACES = {
-    "rmsnorm_forward": Space((*FEW_ROWS, *PROBLEMS), rmsnorm_forward),
+    "rmsnorm_forward": Space((*FEW_ROWS, *PROBLEMS), held_rows(rmsnorm_forward)),
     "rmsnorm_backward": Space(GRADIENTS, partial(backward, rows_for_one_cta=4)),
-    "fused_add_rmsnorm_forward": Space((*FEW_ROWS, *PROBLEMS), rows_and_blocks),
+    "fused_add_rmsnorm_forward": Space((*FEW_ROWS, *PROBLEMS), held_rows(rows_and_blocks)),
     "fused_add_rmsnorm_backward": Space(GRADIENTS, partial(backward, inputs=3)),
-    "layernorm_forward": Space((*FEW_ROWS, *PROBLEMS), layernorm_forward),
+    "layernorm_forward": Space((*FEW_ROWS, *PROBLEMS), held_rows(layernorm_forward)),
     "layernorm_backward": Space(GRADIENTS, backward),
     "poly_norm_forward": Space(PROBLEMS, rows_and_blocks),
     "poly_norm_backward": Space(POLY, poly_norm_backward),

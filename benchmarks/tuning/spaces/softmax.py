@@ -57,9 +57,6 @@ def all_pipelines(p: Problem, inputs: int = 1, whole: bool | None = None, **keys
 
 
 def forward(p: Problem, interleaves: tuple[int, ...]) -> Iterator[Row]:
-    if p.most_rows is not None:
-        yield from row_in_registers(p)
-        return
     if p.n <= 4096:
         yield from whole_rows(p, rows=(1, 2, 4, 8))
     if p.n <= 16384:
@@ -72,6 +69,13 @@ def forward(p: Problem, interleaves: tuple[int, ...]) -> Iterator[Row]:
                 p, whole=p.max_n is not None, **({"interleave": interleave} if interleave else {})
             )
         yield from any_row(p, blocks=(8192, 16384))
+
+
+def softmax_forward(p: Problem) -> Iterator[Row]:
+    if p.most_rows is not None or (p.width == 2 and p.max_n and 1024 < p.n <= 8192):
+        yield from row_in_registers(p)
+    if p.most_rows is None:
+        yield from forward(p, (1, 2, 4))
 
 
 def backward(p: Problem, pipelined: bool) -> Iterator[Row]:
@@ -120,7 +124,7 @@ def chosen_gradient(p: Problem) -> Iterator[Row]:
 VOCABULARIES = (32000, 128256, 262144)
 SPARSEMAX = by_length({**SHORT, **LONG, None: (65536,)})
 SPACES = {
-    "softmax_forward": Space((*FEW_ROWS, *PROBLEMS), partial(forward, interleaves=(1, 2, 4))),
+    "softmax_forward": Space((*FEW_ROWS, *PROBLEMS), softmax_forward),
     "softmax_backward": Space(PROBLEMS, partial(backward, pipelined=True)),
     "log_softmax_forward": Space(PROBLEMS, partial(forward, interleaves=(0,))),
     "log_softmax_backward": Space(PROBLEMS, partial(backward, pipelined=False)),

@@ -124,7 +124,7 @@ OPCODES: dict[tuple[str, str], dict[str, str]] = {
     },
     ("SOPP", "rdna"): {
         "": """
-            0x0a s_wait_idle  0x30 s_endpgm  0x3c s_icache_inv
+            0x0a s_wait_idle  0x1f s_code_end  0x30 s_endpgm  0x3c s_icache_inv
         """,
         "k": """
             0x00 s_nop  0x03 s_sleep  0x05 s_clause  0x07 s_delay_alu  0x08 s_waitcnt_depctr  0x09 s_waitcnt

@@ -22,7 +22,7 @@ from liger_aot.runtime.layout import layouts_of, rows_of
 
 GROUP = 32  # columns: as many as a word of a mask has bits
 MAX_COLUMNS = 1 << 18
-SAMPLED, STEPS, MEASURES, SUMS, HELD = 8, 2, 32, 4, 8192  # as in csrc_triton/sampling/bracket.py
+SUMS, HELD = 8, 8192  # as in csrc_triton/sampling/bracket.py
 RANKED = 256  # as in csrc_triton/sampling/ranks.py
 LAUNCHES = "top_k_top_p_mask"  # the op whose kernels find thresholds
 INT, FLOAT = (torch.int32, torch.int64), (torch.float32,)
@@ -200,7 +200,7 @@ class Thresholds:
         self._last = on.kernels["logits_threshold"].for_rows(key, n, rows)
         self._rows, self._groups, self._n, self._stride = rows, -(-n // GROUP), n, logits.stride
         self._blocks = -(-n // self._first.block)
-        self._bracket = Bracket(on, logits, self._blocks) if top_p and self._blocks > 1 else None
+        self._bracket = Bracket(on, logits) if top_p and self._blocks > 1 else None
 
     def __call__(self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int) -> Found:
         """What is found, in memory.
@@ -210,8 +210,8 @@ class Thresholds:
         """
         rows, groups, device, bracket = self._rows, self._groups, self._on.device, self._bracket
         row_words = SUMS + (RANKED if bracket is None else HELD)
-        measured = 0 if bracket is None else bracket.words
-        # columns; the groups' greatest, and a list of groups; what is measured for the bracket
+        measured = 0 if bracket is None else self._blocks
+        # columns; the groups' greatest, and a list of groups; what is known of blocks
         scratch = x.new_empty(rows * (row_words + groups + measured), dtype=torch.int64)
         last = x.new_empty(rows, dtype=torch.int64)
         words = scratch.data_ptr()
@@ -219,11 +219,11 @@ class Thresholds:
         parts = 0 if bracket is None else greatest + 8 * rows * groups
         logits = (x_at, *filters, temperature, self._stride, self._n)
         self._first.launch(
-            device, stream, rows * self._blocks, 1, 1, greatest, parts, words, x_at, temperature, self._stride, self._n,
-            groups, row_words, self._blocks,
+            device, stream, rows * self._blocks, 1, 1, greatest, parts, x_at, temperature, self._stride, self._n,
+            groups, self._blocks,
         )  # fmt: skip
         if bracket is not None:
-            bracket(stream, words, parts, logits)
+            bracket(stream, words, parts, self._blocks, logits)
         self._last.launch(
             device, stream, rows, 1, 1, last.data_ptr(), greatest, words, *logits, groups, row_words,
         )  # fmt: skip
@@ -233,27 +233,32 @@ class Thresholds:
 class Bracket:
     """The launches that write down the columns among which a flat row's threshold lies."""
 
-    def __init__(self, on: OpOn, logits: Logits, parts: int) -> None:
+    def __init__(self, on: OpOn, logits: Logits) -> None:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
-        self._device, self._rows, self._parts = on.device, rows, parts
-        self._tails = on.kernels["logits_tails"].for_rows(key, n, rows)
+        self._device, self._rows, self._groups = on.device, rows, -(-n // GROUP)
+        self._find = on.kernels["logits_bracket"].for_rows(key, n, rows)
         self._collect = on.kernels["logits_collect"].for_rows(key, n, rows)
-        self._sampled = -(-n // (SAMPLED * self._tails.block))
         self._blocks = -(-n // self._collect.block)
-        self.words = parts + STEPS * self._sampled * MEASURES // 2  # of a row: pairs of float32
 
-    def __call__(self, stream: int, words: int, parts: int, logits: tuple[int, ...]) -> None:
-        """``words`` and ``parts`` are addresses: of the rows' columns, and of what is measured, the blocks' first."""
-        device, rows, sampled = self._device, self._rows, self._sampled
-        tails = parts + 8 * rows * self._parts
-        for step in range(STEPS):
-            self._tails.launch(
-                device, stream, rows * sampled, 1, 1, tails, parts, *logits, self._parts, step, sampled
-            )
+    def __call__(self, stream: int, words: int, parts: int, blocks: int, logits: tuple[int, ...]) -> None:
+        """``words`` and ``parts`` are addresses: of the rows' columns, and of what is known of so many blocks."""
+        device, rows, row_words = self._device, self._rows, SUMS + HELD
+        x_at, *_filters, temperature, stride, n = logits
+        self._find.launch(device, stream, rows, 1, 1, words, parts, *logits, self._groups, blocks, row_words)
         self._collect.launch(
-            device, stream, rows * self._blocks, 1, 1, words, tails, parts, *logits, self._parts, sampled, SUMS + HELD,
+            device,
+            stream,
+            rows * self._blocks,
+            1,
+            1,
+            words,
+            x_at,
+            temperature,
+            stride,
+            n,
+            row_words,
             self._blocks,
-        )  # fmt: skip
+        )
 
 
 # ---- the reference ----

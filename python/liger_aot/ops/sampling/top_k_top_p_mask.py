@@ -132,7 +132,7 @@ class TopKTopPMask(SamplingOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         rows, n = shape
-        kernels = ("logits_groups", "logits_tails", "logits_collect", "logits_threshold", self.name)
+        kernels = ("logits_groups", "logits_bracket", "logits_collect", "logits_threshold", self.name)
         return tuple(Problem(kernel, (dtype,), n % 16 == 0, n, rows) for kernel in kernels)
 
     @staticmethod
