@@ -26,9 +26,8 @@ class BuildWithPacks(build_py):
     def run(self) -> None:
         if self.editable_mode:
             return super().run()
-        shutil.rmtree(
-            self.build_lib, ignore_errors=True
-        )  # else files that the tree has lost stay in the wheel
+        # Else files that the tree has lost stay in the wheel.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
         # Beside the packages: Python reads it at startup, for LIGER_AOT_LIGER=1 and the like.
         shutil.copyfile(Path("python", "liger_aot.pth"), Path(self.build_lib, "liger_aot.pth"))

@@ -25,7 +25,8 @@ class Captured:
         self.graph.replay()
 
 
-Ready = tuple[Captured, float]  # a provider's graph, and its error against float64
+# A provider's graph, and its error against float64, if it computes anything.
+Ready = tuple[Captured, float | None]
 
 
 class Point(Protocol):
@@ -96,13 +97,17 @@ def _tried(prepare: Callable[[str], Ready], name: str) -> Ready | str:
 
 
 def beside_the_copy(
-    point: Point, names: Sequence[str], prepare: Callable[[str], Ready], device: torch.device
+    point: Point,
+    names: Sequence[str],
+    prepare: Callable[[str], Ready],
+    device: torch.device,
+    calls: int = CALLS,
 ) -> list[Result]:
-    """All providers, with the copy of the point's bytes."""
+    """All providers, with the copy of the point's bytes; each graph has so many calls."""
     halves = [torch.empty(point.bytes // 2, dtype=torch.uint8, device=device) for _ in range(2)]
     ready, failed = made_ready(names, prepare)
-    graphs = {COPY: captured(lambda: halves[0].copy_(halves[1]))}
-    us = microseconds({**graphs, **{name: graph for name, (graph, _) in ready.items()}}, device)
+    graphs = {COPY: captured(lambda: halves[0].copy_(halves[1]), calls)}
+    us = microseconds({**graphs, **{name: graph for name, (graph, _) in ready.items()}}, device, calls)
     errors = {name: error for name, (_, error) in ready.items()}
     return [
         *(Result(point, name, failed=why) for name, why in failed.items()),

@@ -93,6 +93,13 @@ CHOSEN = (
     ("dyt", "8192"),
     ("poly_norm", "16384"),
     ("embedding", "32768x128256x4096"),
+    ("mhc_coefficients", "8192x4x2048"),
+    ("mhc_pre", "8192x4x2048"),
+    ("mhc_post", "8192x4x2048"),
+    ("attention_residuals", "8x8192x4096"),
+    ("neighborhood_attention", "2x16x4096x64"),
+    ("grpo_loss", "4x1024x128256"),
+    ("cross_entropy_tvd", "128256"),
 )
 LOSSES = ("cross_entropy", "selective_log_softmax", "kl_div", "jsd", "tvd")
 
@@ -299,6 +306,8 @@ TITLES = {
 }
 GIB = 1 << 30
 
+OURS_BY_NAME = NAMES[0]
+
 Result = Mapping[str, Any]  # of one provider at one point
 
 
@@ -408,6 +417,66 @@ def decoding(gpus: Sequence[Gpu], start: Path) -> str:
             "SDPA over the same contiguous cache.",
             table_by_gpu(header, rows),
         ]
+    )
+
+
+def few_rows(gpus: Sequence[Gpu], start: Path) -> str:
+    """Microseconds of ours and the best peer, a column for each number of rows."""
+    found = steps(gpus, "few_rows")
+    if not found:
+        return ""
+    us: dict[tuple[str, int, Gpu], dict[int, dict[str, float]]] = {}
+    for one in found:
+        for r in one.data["results"]:
+            at = r["point"]
+            points = us.setdefault((at["kind"], at["columns"], one.gpu), {})
+            if r["us"] is not None:
+                points.setdefault(at["rows"], {})[r["provider"]] = r["us"]
+    counts = sorted({rows for points in us.values() for rows in points})
+    table = [
+        [kind, str(columns), gpu.name, *(_beside_the_best(points.get(rows, {})) for rows in counts)]
+        for (kind, columns, gpu), points in us.items()
+    ]
+    return "\n\n".join(
+        [
+            "### Few rows",
+            f"{_source(found, start, 'few_rows')} Microseconds a call in a CUDA graph, bf16, by the number of rows: "
+            "ours / the fastest of vLLM's CUDA kernel (v), torch.compile (t) and Liger (l), as far as each has the op "
+            "and was measured there. Gated activations: columns of the result. fused_add_rmsnorm and rope in place; "
+            "rope: heads of 128, 8 of k. " + "; ".join(_behind(us, one.gpu) for one in found) + ".",
+            table_by_gpu(["op", "columns", "GPU", *map(str, counts)], sorted(table, key=lambda row: row[0])),
+        ]
+    )
+
+
+PEERS_OF_FEW_ROWS = ("vllm", "torch_compile", "liger")
+
+
+def _peers(us: Mapping[str, float]) -> dict[str, float]:
+    return {name: us[name] for name in PEERS_OF_FEW_ROWS if name in us}
+
+
+def _beside_the_best(us: Mapping[str, float]) -> str:
+    if OURS_BY_NAME not in us:
+        return "-"
+    peers = _peers(us)
+    best = min(peers, key=peers.__getitem__, default=None)
+    return f"{us[OURS_BY_NAME]:.2f}" + ("" if best is None else f" / {peers[best]:.2f} {best[0]}")
+
+
+def _behind(us: Mapping[tuple[str, int, Gpu], Mapping[int, Mapping[str, float]]], gpu: Gpu) -> str:
+    """In how many points a peer is more than 3% faster."""
+    points = [
+        p
+        for (_, _, on), by in us.items()
+        if on == gpu
+        for p in by.values()
+        if OURS_BY_NAME in p and _peers(p)
+    ]
+    behind = [p for p in points if min(_peers(p).values()) * tables.MARGIN < p[OURS_BY_NAME]]
+    return (
+        f"on the {gpu.name} a peer is ahead by more than {(tables.MARGIN - 1) * 100:.0f}% at {len(behind)} of "
+        f"{len(points)} points"
     )
 
 
@@ -702,6 +771,7 @@ SECTIONS: dict[str, Callable[[Sequence[Gpu], Path], str]] = {
     "attention forward": attention_forward,
     "attention backward": attention_backward,
     "decoding": decoding,
+    "few rows": few_rows,
     "other ops": other_ops,
     "losses": losses,
     "fused linear cross entropy": fused_linear_cross_entropy,

@@ -7,14 +7,31 @@ import argparse
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from benchmarks.environment import RESULTS, folder_name, observe
 from benchmarks.plot import plot
+from benchmarks.providers import OURS
+
+
+class PointResult(Protocol):
+    """What is kept of a provider at a point."""
+
+    @property
+    def provider(self) -> str: ...
+
+    @property
+    def failed(self) -> str | None:
+        """Why there is no time."""
+        ...
+
+
+AnyPoint = TypeVar("AnyPoint")
+AnyResult = TypeVar("AnyResult", bound=PointResult)
 
 
 class Command:
@@ -34,6 +51,7 @@ class Command:
         on_cpu: bool = False,
     ) -> None:
         self._module, self._between, self._providers = module, between, list(providers)
+        self._libraries: list[str] = []
         self.parser = argparse.ArgumentParser(f"python -m {module}", description=about)
         add = self.parser.add_argument
         add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU/steps)")
@@ -44,8 +62,24 @@ class Command:
         if on_cpu:
             add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
 
+    def library(self, provider: str, file: str) -> None:
+        """An option named as a provider, for the shared object of torch operators that the provider calls."""
+        self.parser.add_argument(f"--{provider}", type=Path, help=f"{file}; without it there is no such peer")
+        self._libraries.append(provider)
+
+    def several(self, name: str, default: Sequence[Any]) -> None:
+        """An option of values of one type, with commas between."""
+        kind, text = type(default[0]), ",".join(map(str, default))
+        self.parser.add_argument(
+            f"--{name}",
+            type=lambda given: [kind(value) for value in given.split(",")],
+            default=list(default),
+            help=f"commas between (default: {text})",
+        )
+
     def read(self, arguments: Sequence[str]) -> Any:
-        """The options; ends the process where they are wrong or there is no GPU."""
+        """The options; ends the process where they are wrong or there is no GPU. Of ``providers`` those are left whose
+        library, if they have one, is given."""
         self._arguments = arguments
         options = self.parser.parse_args(arguments)
         if self._providers:
@@ -59,6 +93,11 @@ class Command:
         )
         if self.device.type == "cuda" and not torch.cuda.is_available():
             self.parser.error("a GPU is needed, and torch sees none here")
+        for name in self._libraries:
+            if path := getattr(options, name):
+                torch.ops.load_library(str(path))
+            elif name in options.providers:
+                options.providers.remove(name)
         self._options = options
         return options
 
@@ -68,6 +107,25 @@ class Command:
         seen = observe(self.device, command=command, commit=self._options.commit, absent=absent or {})
         folder = self._options.out or RESULTS / folder_name(seen.gpu) / "steps"
         return File(folder / f"{name}.json", {"environment": dataclasses.asdict(seen)})
+
+    def measure(
+        self,
+        name: str,
+        points: Iterable[AnyPoint],
+        at: Callable[[AnyPoint], Sequence[AnyResult]],
+        text: Callable[[AnyPoint, Sequence[AnyResult]], str],
+        **facts: Any,
+    ) -> int:
+        """Measure points one by one; print each point's results as ``text``, and keep those that there are in the file
+        of this ``name``, with the ``facts`` that all have in common. 1 where one of ours failed."""
+        file, results = self.file(name), list[AnyResult]()
+        for point in points:
+            found = at(point)
+            print(text(point, found), flush=True)
+            results += found
+            file.keep(**facts, results=results)
+            torch.cuda.empty_cache()
+        return int(any(r.failed and r.provider == OURS for r in results))
 
 
 class File:

@@ -100,8 +100,8 @@ class Decoder:
         self.ops = {
             name: liger_aot.load(name)
             for name in (
-                "rmsnorm", "fused_add_rmsnorm", "swiglu", "flash_attention_paged", "sample",
-                *(("qk_norm_rope",) if config.model_type == "qwen3" else ("rope", "write_kv_cache")),
+                "rmsnorm", "fused_add_rmsnorm", "swiglu", "qk_norm_rope", "flash_attention_paged", "flash_decoding",
+                "sample",
                 *(("rmsnorm_quantize", "fused_add_rmsnorm_quantize", "swiglu_quantize", "quantize") if fp8 else ()),
             )
         }  # fmt: skip
@@ -137,9 +137,14 @@ class Decoder:
         following = [layer.before_attention for layer in self.layers[1:]] + [None]
         for layer, (keys, values), next_norm in zip(self.layers, cache, following, strict=True):
             q = self._rotated(layer, layer.qkv(x), keys, values, batch)
-            attended = ops["flash_attention_paged"](
-                q, keys, values, batch.starts, batch.lengths, batch.pages, batch.longest
-            )
+            if batch.longest == 1:
+                attended = ops["flash_decoding"](
+                    q[:, None], keys, values, cache_seqlens=batch.lengths, block_table=batch.pages
+                )[:, 0]
+            else:
+                attended = ops["flash_attention_paged"](
+                    q, keys, values, batch.starts, batch.lengths, batch.pages, batch.longest
+                )
             x = layer.out(self._codes(attended.flatten(-2)))
             x, residual = self._add_norm(x, residual, layer.before_mlp)
             x = layer.down(ops["swiglu_quantize" if self.fp8 else "swiglu"](layer.gate_up(x)))
@@ -152,21 +157,12 @@ class Decoder:
     def _rotated(self, layer: Layer, qkv: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
         """The queries, (tokens, heads, dim); the new keys and values are in the cache."""
         counts = self.heads, self.kv_heads, self.kv_heads
-        q, k, v = qkv.unflatten(-1, (-1, self.dim)).split(counts, 1)
-        cache = {"key_cache": keys, "value_cache": values, "slot_mapping": batch.slots}
-        if layer.q_norm is not None:
-            names = ("num_heads_q", "num_heads_k", "num_heads_v")
-            self.ops["qk_norm_rope"](
-                qkv, layer.q_norm, layer.k_norm, self.cos_sin, batch.positions, eps=self.eps,
-                **dict(zip(names, counts, strict=True)), **cache,
-            )  # fmt: skip
-        else:
-            cos, sin = self.cos_sin.chunk(2, -1)
-            self.ops["rope"](
-                q[None], k[None], cos, sin, position_ids=batch.positions, rotary_dim=self.dim, layout="bshd",
-                inplace=True,
-            )  # fmt: skip
-            self.ops["write_kv_cache"](k, v, **cache)
+        self.ops["qk_norm_rope"](
+            qkv, layer.q_norm, layer.k_norm, self.cos_sin, batch.positions, eps=self.eps,
+            num_heads_q=self.heads, num_heads_k=self.kv_heads, num_heads_v=self.kv_heads, key_cache=keys,
+            value_cache=values, slot_mapping=batch.slots,
+        )  # fmt: skip
+        q: Tensor = qkv.unflatten(-1, (-1, self.dim)).split(counts, 1)[0]
         return q
 
     def _codes(self, x: Tensor) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 from liger_aot_build import compiler, ptx_target
 from liger_aot_build.compiler import Compiled, Job, compile_job, start_worker
-from liger_aot_build.declaration import op_module, op_path
+from liger_aot_build.declaration import FP8, op_module, op_path
 from liger_aot_build.errors import BuildError, CompileError
 from liger_aot_build.literals import imported
 from liger_aot_build.paths import CACHE, KERNELS
@@ -88,12 +88,16 @@ def try_all(
 
 
 def compile_here(variant: Variant, profile: Profile, cache: Path = CACHE) -> Compiled:
-    """Compile one variant in this process, or take it from the cache; CompileError where that fails."""
+    """Compile one variant, in this process where that may be (``_converts``), or take it from the cache; CompileError
+    where that fails."""
     check_toolchain(profile)
     job, machine = _job(variant, profile), _machine(profile)
     entry = cache / _key(job, machine, _made_by(variant.op))
     if (found := _read(entry, job.variant)) is not None:
         return found
+    backend, target, _ = job.target
+    if _converts(job) and _converted.get(backend, target) != target:
+        return compile_all([(variant, profile)], cache=cache, workers=1, progress=False)[0]
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="liger-aot-") as scratch:
         before = dict(os.environ)
@@ -148,7 +152,23 @@ def _machine(profile: Profile) -> str | None:
     return arch.machine if arch.backend == "cuda" and arch.machine != own_machine(arch.target) else None
 
 
+# By backend, the target whose conversions of 8-bit floats this process has compiled
+_converted: dict[str, int | str] = {}
+
+
+def _converts(job: Job) -> bool:
+    """Whether a job may convert 8-bit floats. Triton fills a backend's table of such conversions once a process, for
+    the target that comes first; another target then gets that one's instructions (gfx950's in gfx1201's code, at which
+    LLVM aborts; sm90's in sm89's, which ptxas refuses) or lacks its own. So a process compiles them for one target
+    alone."""
+    return any(name in kind for kind in job.signature.values() for name in FP8)
+
+
 def _compile(job: Job, machine: str | None) -> Compiled | str:
+    if _converts(job):
+        backend, target, _ = job.target
+        if (first := _converted.setdefault(backend, target)) != target:
+            raise AssertionError(f"{target}'s conversions in a process that has compiled {first}'s")
     return compile_job(job) if machine is None else compile_for(job, machine)
 
 
@@ -165,6 +185,8 @@ def _key(job: Job, machine: str | None, made_by: Mapping[str, Any]) -> str:
     """Everything that decides the bytes, and nothing else."""
     parts = {**asdict(job), **made_by}
     parts.pop("variant")
+    if job.target[0] == "hip" and _converts(job):
+        parts["conversions"] = "of one target a process"
     if machine is not None:
         parts["assembled"] = [machine, sha256(Path(ptx_target.__file__).read_bytes()).hexdigest()]
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -194,25 +216,42 @@ def _run(
     """Compile in processes that import Triton once; write each binary into the cache as it comes."""
     if not missing:
         return
-    count = min(workers or len(os.sched_getaffinity(0)), len(missing))
+    apart: dict[int | str | None, list[int]] = {}  # processes of their own for each target's conversions
+    for place, (_, job, *_) in enumerate(missing):
+        apart.setdefault(job.target[1] if _converts(job) else None, []).append(place)
+    others = apart.pop(None, [])
+    together = list(apart.values()) or [[]]
+    together[0] = sorted(others + together[0])
     scratch = tempfile.mkdtemp(prefix="liger-aot-")
+    try:
+        with _Bar(len(missing), sum(efforts), progress) as bar:
+            for places in together:
+                some = [(*missing[place], efforts[place]) for place in places]
+                yield from _run_together(some, workers, scratch, bar)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run_together(
+    missing: Sequence[tuple[int, Job, str | None, Path, int]], workers: int | None, scratch: str, bar: _Bar
+) -> Iterator[tuple[int, Compiled | str]]:
+    """Compile in one pool of processes what may share them."""
+    count = min(workers or len(os.sched_getaffinity(0)), len(missing))
     pool = ProcessPoolExecutor(count, get_context("spawn"), start_worker, (scratch,))
     try:
         futures = {
             pool.submit(_compile, job, machine): (index, entry, effort)
-            for (index, job, machine, entry), effort in zip(missing, efforts, strict=True)
+            for index, job, machine, entry, effort in missing
         }
-        with _Bar(len(missing), sum(efforts), progress) as bar:
-            for future in as_completed(futures):
-                outcome = future.result()
-                index, entry, effort = futures[future]
-                if isinstance(outcome, Compiled):
-                    _write(entry, outcome)
-                bar.advance(effort)
-                yield index, outcome
+        for future in as_completed(futures):
+            outcome = future.result()
+            index, entry, effort = futures[future]
+            if isinstance(outcome, Compiled):
+                _write(entry, outcome)
+            bar.advance(effort)
+            yield index, outcome
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 class _Bar:

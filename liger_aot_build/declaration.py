@@ -49,19 +49,15 @@ class Form:
 class Kernel:
     name: str
     arguments: Mapping[str, str]  # name -> "*dtype-or-axis" or a scalar type, in launch order
-    axes: Mapping[
-        str, tuple[Value, ...]
-    ]  # of dtypes (or the name of an axis before), words, integers or bools
+    # Of dtypes (or the name of an axis before), words, integers or bools.
+    axes: Mapping[str, tuple[Value, ...]]
     excluded: tuple[Mapping[str, tuple[Value, ...]], ...]  # combinations of the axes that are not built
-    only_with: Mapping[
-        str, Mapping[str, tuple[Value, ...]]
-    ]  # argument -> the axes' values that it is there for
-    gives: Mapping[
-        str, Mapping[Value, Mapping[str, int | bool]]
-    ]  # axis -> value -> constants that it decides
-    host: tuple[
-        str, ...
-    ]  # numbers that the op's host code reads from a profile's row, which may leave them out
+    # Argument -> the axes' values that it is there for.
+    only_with: Mapping[str, Mapping[str, tuple[Value, ...]]]
+    # Axis -> value -> constants that it decides.
+    gives: Mapping[str, Mapping[Value, Mapping[str, int | bool]]]
+    # Numbers that the op's host code reads from a profile's row, which may leave them out.
+    host: tuple[str, ...]
     aligned: tuple[str, ...]  # arguments that the aligned variant assumes divisible by 16
     forms: Mapping[str, Form]
     language: str

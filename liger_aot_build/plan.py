@@ -24,7 +24,7 @@ from liger_aot_build.profile import ABSENT, ANY, Arch, Profile, Row
 ALIGNMENT = 16  # what the aligned variant assumes of pointers (bytes), strides and sizes (elements)
 _ALIGNED = {True: "aligned", False: "generic"}
 # Constants that the profile decides: 1 where its [arch] says so.
-DECIDED = {"PDL": "pdl", "FP16_FLUSHES": "fp16_flushes"}
+DECIDED = {"PDL": "pdl", "FP16_FLUSHES": "fp16_flushes", "TENSOR_MEMORY": "tensor_memory"}
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,11 @@ class Variant:
 @dataclass(frozen=True)
 class KernelPlan:
     kernel: Kernel
-    tables: Mapping[
-        str, tuple[tuple[int | None, str], ...]
-    ]  # dispatch key -> (max_n, variant name), ascending
+    # Dispatch key -> (max_n, variant name), ascending.
+    tables: Mapping[str, tuple[tuple[int | None, str], ...]]
     variants: Mapping[str, Variant]
-    few: Mapping[
-        str, tuple[tuple[int | None, int, str], ...]
-    ]  # dispatch key -> (max_n, most_rows, variant name), looked at before the tables, in order
+    # Dispatch key -> (max_n, most_rows, variant name), looked at before the tables, in order.
+    few: Mapping[str, tuple[tuple[int | None, int, str], ...]]
     absent: Mapping[str, str]  # dispatch key -> why there is no binary past its table's last bound, or at all
 
 

@@ -51,6 +51,11 @@ class Arch:
     fp8: str  # the 8-bit float that it converts to: "fp8e4nv" (e4m3), "fp8e4b8" (e4m3fnuz), or "none"
     fp16_flushes: bool  # whether its float16 matrix instructions read subnormal numbers as zeros
 
+    @property
+    def tensor_memory(self) -> bool:
+        """Whether matrix instructions accumulate in tensor memory (tcgen05)."""
+        return self.matrix == "UTCHMMA"
+
 
 _ARCH_KEYS = {field.name for field in fields(Arch)}
 

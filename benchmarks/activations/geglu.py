@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.op_entry import Function, OpEntry, Overwritten, Random, both
+from benchmarks.activations.gated import GatedEntry
+from benchmarks.op_entry import Function, Overwritten, Random, both
 from benchmarks.workload import Case
 
 SHAPES = [(8192, n) for n in (5120, 11008, 14336, 18944)]
 
 
-class GeGLU(OpEntry):
+class GeGLU(GatedEntry):
     op = "geglu"
     points = (*both(SHAPES), *both(SHAPES, "exact"), *both(SHAPES, "packed"))
 

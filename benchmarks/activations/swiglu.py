@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.op_entry import Function, OpEntry, Overwritten, Random, both
+from benchmarks.activations.gated import GatedEntry
+from benchmarks.op_entry import Function, Overwritten, Random, both
 from benchmarks.workload import Case
 
 SHAPES = [(8192, n) for n in (5120, 11008, 14336, 18944)]
 
 
-class SwiGLU(OpEntry):
+class SwiGLU(GatedEntry):
     op = "swiglu"
     points = (*both(SHAPES), *both(SHAPES, "packed"))
 

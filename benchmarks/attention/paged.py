@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -225,24 +224,12 @@ def line(point: Point, found: Sequence[Result]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     command = Command("benchmarks.attention.paged", __doc__, PROVIDERS)
-    add = command.parser.add_argument
-    add("--fa3", type=Path, help="vLLM's _vllm_fa3_C.abi3.so; without it there is no such peer")
-    add("--pages", default=",".join(map(str, PAGES)), help="page sizes, commas between")
+    command.library("fa3", "vLLM's _vllm_fa3_C.abi3.so")
+    command.several("pages", PAGES)
     options = command.read(arguments)
-    names = [name for name in options.providers if name != "fa3" or options.fa3]
-    if options.fa3:
-        torch.ops.load_library(str(options.fa3))
-    file = command.file("flash_attention_paged_points")
-    results: list[Result] = []
-    for point in POINTS:
-        if str(point.page) not in options.pages.split(","):
-            continue
-        found = at(point, names, command.device)
-        print(line(point, found), flush=True)
-        results += found
-        file.keep(results=results)
-        torch.cuda.empty_cache()
-    return int(any(r.failed and r.provider == "liger_aot" for r in results))
+    points = [point for point in POINTS if point.page in options.pages]
+    name = "flash_attention_paged_points"
+    return command.measure(name, points, lambda p: at(p, options.providers, command.device), line)
 
 
 if __name__ == "__main__":

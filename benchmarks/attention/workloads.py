@@ -99,9 +99,8 @@ class Sequences:
     def workload(self, timed: bool) -> Workload:
         q, calls = self._q, self._calls
         flops = 4 * q.shape[1] * q.shape[2] * sum(map(calls.pairs, self._lengths_q))
-        written = (
-            (q,) if not calls.backward else (q, q, q, self._k, self._v)
-        )  # o and do read, dq, dk and dv written
+        # o and do read, dq, dk and dv written.
+        written = (q,) if not calls.backward else (q, q, q, self._k, self._v)
         tensors = (q, self._k, self._v, *written)
         exact = tuple(t for at in self._checked for t in self._exact(*at))
 

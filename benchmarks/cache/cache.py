@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -227,23 +226,11 @@ def line(point: Point, found: Sequence[Result]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     command = Command("benchmarks.cache.cache", __doc__, PROVIDERS)
-    add = command.parser.add_argument
-    add("--vllm", type=Path, help="vLLM's _C_stable_libtorch.abi3.so; without it there is no such peer")
-    add("--kinds", type=lambda s: s.split(","), default=list(KINDS), help="commas between")
+    command.library("vllm", "vLLM's _C_stable_libtorch.abi3.so")
+    command.several("kinds", KINDS)
     options = command.read(arguments)
-    names = [name for name in options.providers if name != "vllm" or options.vllm]
-    if options.vllm:
-        torch.ops.load_library(str(options.vllm))
-    file = command.file("cache")
-    results: list[Result] = []
-    for point in POINTS:
-        if point.kind not in options.kinds:
-            continue
-        found = at(point, names, command.device)
-        print(line(point, found), flush=True)
-        results += found
-        file.keep(results=results)
-    return int(any(r.failed and r.provider == "liger_aot" for r in results))
+    points = [point for point in POINTS if point.kind in options.kinds]
+    return command.measure("cache", points, lambda p: at(p, options.providers, command.device), line)
 
 
 if __name__ == "__main__":

@@ -221,19 +221,13 @@ def main(arguments: Sequence[str]) -> int:
         help="points of larger caches are left out (default: those that this GPU's memory does not hold twice)",
     )
     options = command.read(arguments)
-    file = command.file("flash_decoding_points")
     most = largest_cache(command.device) if options.most_gigabytes is None else options.most_gigabytes * 1e9
-    results: list[Result] = []
-    for point in POINTS:
-        if point.bytes > most:
-            continue
-        print(point, flush=True)
-        found = at(point, options.providers, command.device, options.rounds, options.min_ms)
-        print("\n".join(map(line, found)), flush=True)
-        results += found
-        file.keep(results=results)
-        torch.cuda.empty_cache()
-    return int(any(r.failed and r.provider == "liger_aot" for r in results))
+    return command.measure(
+        "flash_decoding_points",
+        [point for point in POINTS if point.bytes <= most],
+        lambda p: at(p, options.providers, command.device, options.rounds, options.min_ms),
+        lambda point, found: "\n".join((str(point), *map(line, found))),
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -251,23 +252,18 @@ def line(r: Result) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, and write ``experts.json``. 1 where one of ours failed."""
     command = Command("benchmarks.moe.experts", __doc__, PROVIDERS)
-    add = command.parser.add_argument
-    add("--models", default=",".join(MODELS))
-    add("--tokens", default=",".join(map(str, TOKENS)))
-    add("--rounds", type=int, default=2, help="of all providers in turn, of 10 calls each")
+    command.several("models", list(MODELS))
+    command.several("tokens", TOKENS)
+    command.parser.add_argument(
+        "--rounds", type=int, default=2, help="of all providers in turn, of 10 calls each"
+    )
     options = command.read(arguments)
-    file = command.file("experts")
-    results: list[Result] = []
-    for name in options.models.split(","):
-        for tokens in map(int, options.tokens.split(",")):
-            for direction in ("forward", "backward"):
-                print(f"{name}, {tokens} tokens, {direction}", flush=True)
-                found = at(name, tokens, direction, options.providers, command.device, options.rounds)
-                print("\n".join(map(line, found)), flush=True)
-                results += found
-                file.keep(results=results)
-                torch.cuda.empty_cache()
-    return int(any(r.failed and r.provider == "liger_aot" for r in results))
+    return command.measure(
+        "experts",
+        list(product(options.models, options.tokens, ("forward", "backward"))),
+        lambda point: at(*point, options.providers, command.device, options.rounds),
+        lambda point, found: "\n".join(("{}, {} tokens, {}".format(*point), *map(line, found))),
+    )
 
 
 if __name__ == "__main__":

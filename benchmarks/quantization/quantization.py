@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,29 +221,12 @@ def line(point: Point, found: Sequence[Result]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     command = Command("benchmarks.quantization.quantization", __doc__, PROVIDERS)
-    add = command.parser.add_argument
-    add("--vllm", type=Path, help="vLLM's _C_stable_libtorch.abi3.so; without it there is no such peer")
-    for name, of in (("rows", ROWS), ("columns", (*HIDDEN, *GATED))):
-        add(
-            f"--{name}",
-            type=lambda s: [int(v) for v in s.split(",")],
-            default=list(of),
-            help="commas between",
-        )
+    command.library("vllm", "vLLM's _C_stable_libtorch.abi3.so")
+    command.several("rows", ROWS)
+    command.several("columns", (*HIDDEN, *GATED))
     options = command.read(arguments)
-    names = [name for name in options.providers if name != "vllm" or options.vllm]
-    if options.vllm:
-        torch.ops.load_library(str(options.vllm))
-    file = command.file("quantization")
-    results: list[Result] = []
-    for point in POINTS:
-        if point.rows not in options.rows or point.columns not in options.columns:
-            continue
-        found = at(point, names, command.device)
-        print(line(point, found), flush=True)
-        results += found
-        file.keep(results=results)
-    return int(any(r.failed and r.provider == "liger_aot" for r in results))
+    points = [p for p in POINTS if p.rows in options.rows and p.columns in options.columns]
+    return command.measure("quantization", points, lambda p: at(p, options.providers, command.device), line)
 
 
 if __name__ == "__main__":

@@ -207,23 +207,11 @@ def line(point: Point, found: Sequence[Result]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     command = Command("benchmarks.sampling.sampling", __doc__, PROVIDERS)
-    for name, of in (("rows", ROWS), ("columns", COLUMNS)):
-        command.parser.add_argument(
-            f"--{name}",
-            type=lambda s: [int(v) for v in s.split(",")],
-            default=list(of),
-            help="commas between",
-        )
+    command.several("rows", ROWS)
+    command.several("columns", COLUMNS)
     options = command.read(arguments)
-    file = command.file("sampling")
-    results: list[Result] = []
-    for point in POINTS:
-        if point.rows in options.rows and point.columns in options.columns:
-            found = at(point, options.providers, command.device)
-            print(line(point, found), flush=True)
-            results += found
-            file.keep(results=results)
-    return int(any(r.failed and r.provider == "liger_aot" for r in results))
+    points = [p for p in POINTS if p.rows in options.rows and p.columns in options.columns]
+    return command.measure("sampling", points, lambda p: at(p, options.providers, command.device), line)
 
 
 if __name__ == "__main__":

@@ -71,14 +71,17 @@ def _now(problem: Problem, of: Target) -> list[Row]:
     plan, when = of.plans[0].kernels[of.kernel.name], {"dtype": problem.dtypes[:1], **problem.when}
     found: list[Row] = []
     for key, entries in plan.tables.items():
-        held = (name for bound, name in entries if bound is None or max(problem.sizes) <= bound)
+        few = () if problem.most_rows is None else plan.few.get(key, ())
+        of_few = [(bound, name) for bound, most, name in few if (problem.most_rows or 0) <= most]
+        held = (name for bound, name in (*of_few, *entries) if bound is None or max(problem.sizes) <= bound)
         if (name := next(held, None)) is None:
             continue  # absent at this size
         v = plan.variants[name]
         if key.endswith("/aligned") and holds(when, v.axes):
             usual = {**v.form.defaults, **of.kernel.decided(v.axes)}
             given = {k.lower(): value for k, value in v.constants.items() if value != usual.get(k)}
-            found.append({"form": v.form.name, **given, **v.options, **v.host})
+            aligned = {} if problem.most_rows is None else {"aligned": True}
+            found.append({"form": v.form.name, **aligned, **given, **v.options, **v.host})
     return found
 
 

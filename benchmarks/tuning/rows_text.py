@@ -20,15 +20,18 @@ else:
 
 @dataclass(frozen=True)
 class Winner:
-    """The row that won for problems up to ``max_n`` of these axes' values, and what it reached."""
+    """The row that won for problems up to ``max_n`` of these axes' values, of at most ``most_rows`` rows where that is
+    given, and what it reached."""
 
     max_n: int | None
     when: Mapping[str, tuple[Any, ...]]
     candidate: Mapping[str, Any]
     comment: str
+    most_rows: int | None = None
 
     def line(self) -> str:
-        bound = {} if self.max_n is None else {"max_n": self.max_n}
+        bounds = {"most_rows": self.most_rows, "max_n": self.max_n}
+        bound = {key: value for key, value in bounds.items() if value is not None}
         axes = {axis: list(values) if len(values) > 1 else values[0] for axis, values in self.when.items()}
         pairs = {**bound, "form": self.candidate["form"], **axes, **self.candidate}
         return f"  {_row(pairs)}, # {self.comment}"
@@ -86,7 +89,8 @@ def _narrowed(row: dict[str, Any], line: str, winners: Sequence[Winner]) -> list
     left = dtypes = _tuple(row.get("dtype", ["bf16", "fp16", "fp32"]))
     for winner in winners:
         others = {axis: values for axis, values in winner.when.items() if axis != "dtype"}
-        if winner.max_n == row.get("max_n") and all(_tuple(row.get(a)) == v for a, v in others.items()):
+        same = (winner.max_n, winner.most_rows) == (row.get("max_n"), row.get("most_rows"))
+        if same and all(_tuple(row.get(a)) == v for a, v in others.items()):
             left = tuple(d for d in left if d not in winner.when["dtype"])
     if row.get("aligned") is False or left == dtypes:
         return [(row, line)]
@@ -100,8 +104,13 @@ def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def _order(row: Mapping[str, Any]) -> tuple[bool, float]:
-    return row.get("aligned") is not False, row.get("max_n", float("inf"))
+def _order(row: Mapping[str, Any]) -> tuple[float, ...]:
+    """Those for the fewest rows first: of these the first that holds a call is taken."""
+    return (
+        row.get("most_rows", float("inf")),
+        row.get("aligned") is not False,
+        row.get("max_n", float("inf")),
+    )
 
 
 def _value(value: Any) -> str:

@@ -32,12 +32,14 @@ class Problem:
         sizes: the n at which candidates are timed. A candidate has to be good at each.
         dtypes: the row's. Candidates must compile for all of them and are timed in the first.
         when: the row's other axes.
+        most_rows: the row is for calls of at most so many rows. Candidates are timed with as many.
     """
 
     max_n: int | None
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...] = HALVES
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    most_rows: int | None = None
 
     @property
     def n(self) -> int:
@@ -51,7 +53,8 @@ class Problem:
 
     def __str__(self) -> str:
         others = "".join(f", {axis} {'/'.join(map(str, values))}" for axis, values in self.when.items())
-        return f"n <= {self.max_n or 'any'}, {'/'.join(self.dtypes)}{others}"
+        few = "" if self.most_rows is None else f", up to {self.most_rows} rows"
+        return f"n <= {self.max_n or 'any'}{few}, {'/'.join(self.dtypes)}{others}"
 
 
 Workloads = Callable[[Problem, int, torch.dtype, int, torch.device], Sequence[Workload]]
@@ -126,6 +129,21 @@ def row_in_blocks(
         blocks = -(-p.n // block)
         if 2 <= blocks <= most and blocks * block <= 1.5 * p.n:
             yield from grid(form=form, block=block, **{count: blocks}, num_warps=warps(block, 8, 32), **keys)
+
+
+def for_few_rows(bounds: Iterable[int], most_rows: int) -> tuple[Problem, ...]:
+    """A problem for each bound, for calls of at most so many rows."""
+    return tuple(Problem(n, (n,), most_rows=most_rows) for n in bounds)
+
+
+def row_in_registers(p: Problem) -> Iterator[Row]:
+    """A program has one row, in one block or several, started before the kernel before it has ended."""
+    for block in (256, 512, 1024, 2048, 4096, 8192):
+        blocks = -(-p.n // block)
+        if blocks <= 16 and blocks * block <= 1.5 * p.n:
+            numbers = {"block": block, "blocks": blocks, "num_warps": warps(block * blocks, 8, 64)}
+            aligned = {} if p.most_rows is None else {"aligned": True}
+            yield from grid(form="in_registers", **aligned, **numbers)
 
 
 def any_row(

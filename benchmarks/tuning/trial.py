@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import measure
+from benchmarks.in_graphs import captured, microseconds
 from benchmarks.op_entry import load
 from benchmarks.providers import first_line
 from benchmarks.tuning.candidates import digest, target
@@ -35,6 +36,7 @@ from liger_aot_build.errors import BuildError
 Job = dict[str, Any]
 START = 300.0  # seconds that the first answer of a process may take beyond the limit: torch, inputs, fp64
 LIMIT = 60.0
+SMALL = 32 << 20  # bytes of a call that takes a few microseconds
 LARGEST_COPY = 4 << 30  # bytes: the bandwidth of a copy does not change any more
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -101,7 +103,8 @@ class Machine:
     index: int  # of the device, as ops are bound to it
     multiprocessors: int
     driver: Callable[[str], Driver]  # of an op
-    milliseconds: Callable[[Mapping[str, measure.Call]], dict[str, float]]  # of calls that take turns
+    # Of calls that take turns; in CUDA graphs where they are small: of a few microseconds events show too much.
+    milliseconds: Callable[[Mapping[str, measure.Call], bool], dict[str, float]]
     synchronize: Callable[[], None]
 
 
@@ -117,7 +120,10 @@ def this_gpu() -> Machine:
     )
 
 
-def _milliseconds(calls: Mapping[str, measure.Call]) -> dict[str, float]:
+def _milliseconds(calls: Mapping[str, measure.Call], in_graphs: bool) -> dict[str, float]:
+    if in_graphs:
+        graphs = {name: captured(call.run) for name, call in calls.items()}
+        return {name: us / 1e3 for name, us in microseconds(graphs, torch.device("cuda", 0)).items()}
     subjects = {name: [call] for name, call in calls.items()}
     samples = measure.time_interleaved(subjects, rounds=2, min_ms=4.0)
     return {name: measure.summarize(times).median_ms for name, times in samples.items()}
@@ -135,10 +141,11 @@ class Subject:
     allowed: Mapping[str, float]
 
     def workloads(self, problem: int, n: int, dtype: str, device: torch.device) -> Sequence[Workload]:
-        make = self.space.workloads
+        make, of = self.space.workloads, self.space.problems[problem]
+        elements = self.elements if of.most_rows is None else of.most_rows * n
         if make is None:
-            return load(self.op).workloads(self.kernel, n, DTYPES[dtype], self.elements, device, n)
-        return make(self.space.problems[problem], n, DTYPES[dtype], self.elements, device)
+            return load(self.op).workloads(self.kernel, n, DTYPES[dtype], elements, device, n)
+        return make(of, n, DTYPES[dtype], elements, device)
 
 
 def space_of(kernel: str) -> Space:
@@ -208,7 +215,7 @@ def tried(subject: Subject, machine: Machine, job: Job, workloads: Sequence[Work
             if work.timed:
                 copied = min(work.bytes, LARGEST_COPY)
                 (copy,) = measure.copy_calls(copied, machine.device, 1, 0)
-                times = machine.milliseconds({"copy": copy, "op": call})
+                times = machine.milliseconds({"copy": copy, "op": call}, work.bytes <= SMALL)
                 points[work.point] = {
                     "milliseconds": times["op"],
                     "of_copy": times["copy"] / times["op"] * work.bytes / copied,

@@ -78,7 +78,8 @@ def best(problem: Problem, measured: Sequence[Measured]) -> Winner:
     winner = max(ran, key=least)
     reached = ", ".join(f"{_figure(figures)} at {point}" for point, figures in winner.points.items())
     comment = f"{reached}; worst of {len(ran)} {min(map(least, ran)):.2f} of the fastest"
-    return Winner(problem.max_n, {"dtype": problem.dtypes, **problem.when}, winner.row, comment)
+    when = {"dtype": problem.dtypes, **problem.when}
+    return Winner(problem.max_n, when, winner.row, comment, problem.most_rows)
 
 
 def _figure(figures: Mapping[str, float]) -> str:

@@ -13,7 +13,14 @@ FORWARD_ARGUMENTS = {
 FORWARD = {
     "axes": {"dtype": ["bf16", "fp16", "fp32"]},
     "aligned": ["Y", "GATE", "UP", "y_stride", "gate_stride", "up_stride", "n"],
-    "forms": {"flat": {"function": "forward", "constants": ["BLOCK"]}},
+    "forms": {
+        "flat": {
+            "function": "forward",
+            "constants": ["BLOCK", "PDL"],
+            "defaults": {"PDL": 0},
+            "pdl": "PDL",
+        }
+    },
 }
 BACKWARD_ARGUMENTS = {
     "DGATE": "*dtype",

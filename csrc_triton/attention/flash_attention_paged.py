@@ -29,6 +29,7 @@ from csrc_triton.attention.paged import (
     keys_in_cache,
     load_pages,
     paged_pipeline,
+    pages_of_block,
     report_keys,
     scheduler_of,
     zero_unseen,
@@ -119,8 +120,8 @@ DECLARATION = {
             "forms": {
                 "tiles": {
                     "function": "paged_tiles",
-                    "constants": ["BLOCK_M", "BLOCK_N", "HEAD_DIM", "STAGES", "PDL"],
-                    "defaults": {"PDL": 0},
+                    "constants": ["BLOCK_M", "BLOCK_N", "HEAD_DIM", "STAGES", "PDL", "TENSOR_MEMORY"],
+                    "defaults": {"PDL": 0, "TENSOR_MEMORY": 0},
                 }
             },
         },
@@ -166,7 +167,7 @@ def paged_tiles(
     out_head, q_token, q_head, k_page, k_row, k_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity,
     pages, page_bits, right, left, max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    K_SCALE=None, V_SCALE=None, scale_head=None,
+    TENSOR_MEMORY: tl.constexpr, K_SCALE=None, V_SCALE=None, scale_head=None,
 ):  # fmt: skip
     """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head). Tiles are numbered by
     sequence where each has ``tiles_per_sequence``, with those of tokens behind the last one at the end, else by
@@ -238,7 +239,7 @@ def paged_tiles(
         acc, m, sums, bad = attend_pages(
             q, K + base, V + base, TABLE + sequence * table_row, begin, end, start, stop, low, high,
             past + last_token + left, tl.minimum(past + first_token + right, len_k), scale, cap, dim, pages,
-            page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES,
+            page_bits, k_page, k_row, BLOCK_N, HEAD_DIM, STAGES, PDL and not TENSOR_MEMORY,
         )  # fmt: skip
         if V_SCALE is not None:
             acc *= tl.load(V_SCALE + head * scale_head, mask=V_SCALE.to(tl.int64) != 0, other=1.0)
@@ -367,12 +368,23 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
             key = (last - 1 - j) * z.BLOCK_N
             stage = b % z.STAGES
             phase = ((b // z.STAGES) & 1) ^ 1
+            pages = pages_of_block(tile.start_k, key, start, tile.len_k, seqs, K.block_shape[2], z)
             mbarrier.wait(k.empty.index(stage), phase)
             if tile.len_k > 0:
                 load_pages(
-                    K, tile.start_k, head, key, start, tile.len_k, k.first.index(stage), k.full.index(stage), seqs,
-                    FLAG, z,
-                )  # fmt: skip
+                    K,
+                    pages,
+                    head,
+                    key,
+                    start,
+                    tile.len_k,
+                    k.first.index(stage),
+                    k.full.index(stage),
+                    seqs,
+                    FLAG,
+                    True,
+                    z,
+                )
             else:  # the one block of no keys: all scores are masked, whatever they are
                 mbarrier.arrive(k.full.index(stage), count=1)
             if j == 0:
@@ -391,7 +403,7 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
             if tile.len_k > 0:
                 full = v.full.index(gl.where(edge != 0, z.STAGES, stage))
                 load_pages(
-                    V, tile.start_k, head, key, start, tile.len_k, v.first.index(stage), full, seqs, FLAG, z
+                    V, pages, head, key, start, tile.len_k, v.first.index(stage), full, seqs, FLAG, False, z
                 )
             else:  # 0 times what lies there could be NaN
                 zero_stage(v, stage, z)
@@ -433,6 +445,9 @@ def paged_warp_specialized(
     ``right`` and ``left`` are as in ``paged_tiles``; K and V are loaded in boxes of BOX_KEYS rows, which pages are
     multiples of."""
     gl.static_assert(K.block_shape[2] == BOX_KEYS)
+    OTHERS: gl.constexpr = (
+        512 - WARP_GROUPS * REGISTERS
+    )  # a multiprocessor has 65536, for threads of 128 a warp group
     z = Sizes(BLOCK_N, D1, 0, 64, STAGES, WARP_GROUPS, MASK, PING_PONG)
     seqs = PagedSequences(
         CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right,
@@ -457,7 +472,7 @@ def paged_warp_specialized(
                 (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
             ],
             [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, 24, 24],
+            [REGISTERS, REGISTERS, OTHERS, OTHERS],
         )
     else:
         gl.warp_specialize(
@@ -468,5 +483,5 @@ def paged_warp_specialized(
                 (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
             ],
             [4, 1, 1],
-            [REGISTERS, 32, 32],
+            [REGISTERS, OTHERS, OTHERS],
         )

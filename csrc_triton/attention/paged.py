@@ -37,6 +37,7 @@ from csrc_triton.attention.varlen import (
     starts_of,
     window_index,
 )
+from csrc_triton.common.fp8 import product_dtype, queries_in, widened
 
 HEAD_DIMS = [64, 128, 256]  # that kernels are written for; others run as the next
 
@@ -73,10 +74,15 @@ def find_rows(CU_SEQLENS, tile, sequences, tokens, ratio, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def page_offsets(TABLE, keys, page_bits, pages, k_page, k_row, bad):
-    """Where in a head of the cache ``keys`` are, and ``bad``, with page numbers that are none in it. TABLE is the
-    sequence's own."""
-    page = tl.load(TABLE + (keys >> page_bits))
+def page_of(TABLE, keys, page_bits, some):
+    """The pages that hold ``keys``, if there are ``some``. TABLE is the sequence's own."""
+    return tl.load(TABLE + (keys >> page_bits), mask=some, other=0)
+
+
+@triton.jit
+def page_offsets(page, keys, page_bits, pages, k_page, k_row, bad):
+    """Where in a head of the cache ``keys`` are, which ``page`` holds, and ``bad``, with page numbers that are none in
+    it."""
     there = (page >= 0) & (page < pages)
     bad = tl.where(there, bad, page)
     row = keys & ((1 << page_bits) - 1)
@@ -96,12 +102,15 @@ def near_columns(dim, D: tl.constexpr):
 @triton.jit
 def attend_pages(
     q, K, V, TABLE, first, last, start, stop, low, high, every_low, every_high, scale, cap, dim, pages, page_bits,
-    k_page, k_row, BLOCK_N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+    k_page, k_row, BLOCK_N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Rows ``q`` over blocks ``first`` to ``last`` - 1 of a head's keys, of which a row sees ``low`` to ``high`` - 1,
     all rows ``every_low`` to ``every_high`` - 1, and some row ``start`` to ``stop`` - 1. Returns P V, each row's
     largest score and its sum in base 2, and page numbers that are none (0: none)."""
     BLOCK_M: tl.constexpr = q.shape[0]
+    DTYPE: tl.constexpr = product_dtype(q.dtype, K.dtype.element_ty, PTX)
+    SCALED: tl.constexpr = q.dtype != DTYPE
+    q, by_row = queries_in(q, DTYPE)
     columns = near_columns(dim, D)
     visible = tl.maximum(high - low, 0).to(tl.uint32, bitcast=True)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
@@ -109,12 +118,19 @@ def attend_pages(
     sums = tl.zeros([BLOCK_M], tl.float32)
     bad = tl.zeros([BLOCK_N], tl.int32)
     own = tl.arange(0, BLOCK_N)
+    nearest = tl.maximum(tl.minimum(first * BLOCK_N + own, stop - 1), start)
+    page = page_of(TABLE, nearest, page_bits, first < last)
     for j in tl.range(first, last, num_stages=STAGES):
         key = j * BLOCK_N
         nearest = tl.maximum(tl.minimum(key + own, stop - 1), start)
-        at, bad = page_offsets(TABLE, nearest, page_bits, pages, k_page, k_row, bad)
-        k = tl.load(K + at[:, None] + columns[None, :]).to(q.dtype)
+        at, bad = page_offsets(page, nearest, page_bits, pages, k_page, k_row, bad)
+        # for the next block: else the pipeline would give half of its stages to the table
+        following = tl.maximum(tl.minimum(key + BLOCK_N + own, stop - 1), start)
+        page = page_of(TABLE, following, page_bits, True)
+        k = widened(tl.load(K + at[:, None] + columns[None, :]), DTYPE, PTX, False)
         s = tl.dot(q, tl.trans(k))
+        if SCALED:
+            s *= by_row[:, None]
         if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
         s = s * scale
@@ -124,13 +140,13 @@ def attend_pages(
             )  # one comparison for both ends
             s = tl.where(after < visible[:, None], s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - (new_m - p_exponent(q.dtype))[:, None])
+        p = tl.exp2(s - (new_m - p_exponent(DTYPE))[:, None])
         by = tl.exp2(m - new_m)
         m = new_m
         sums = sums * by + tl.sum(p, 1)
-        v = tl.load(V + at[:, None] + columns[None, :]).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
-    return acc, m - p_exponent(q.dtype), sums, bad
+        v = widened(tl.load(V + at[:, None] + columns[None, :]), DTYPE, PTX, True)
+        acc = tl.dot(p.to(DTYPE), v, acc * by[:, None])
+    return acc, m - p_exponent(DTYPE), sums, bad
 
 
 # ---- Warp groups (Gluon, Hopper) ----
@@ -237,18 +253,35 @@ def paged_pipeline(tensor_map, barriers: gl.constexpr, z):
 
 
 @gluon.jit
-def load_pages(tensor_map, sequence, head, key, start, stop, to, full, seqs, FLAG, z):
-    """Start the TMA loads of the block of keys from ``key`` on. Of boxes without any key of [start, stop) the nearest
-    that has one is loaded. Reports page numbers that are none."""
-    BOX_KEYS: gl.constexpr = tensor_map.block_shape[2]
-    mbarrier.expect(full, tensor_map.block_type.nbytes * (z.D1 // z.BOX) * (z.BLOCK_N // BOX_KEYS))
+def row_of_box(key, i, start, stop, BOX_KEYS: gl.constexpr):
+    """The first key of the block's i-th box; of one without any key of [start, stop) of the nearest that has one."""
+    return gl.maximum(gl.minimum(key + i * BOX_KEYS, stop - 1), start) // BOX_KEYS * BOX_KEYS
+
+
+@gluon.jit
+def pages_of_block(sequence, key, start, stop, seqs, BOX_KEYS: gl.constexpr, z):
+    """The page numbers of the boxes of the block of keys from ``key`` on: all loads are on their way at once."""
+    pages = ()
     for i in gl.static_range(z.BLOCK_N // BOX_KEYS):
-        row = gl.maximum(gl.minimum(key + i * BOX_KEYS, stop - 1), start) // BOX_KEYS * BOX_KEYS
-        page = gl.load(seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits)))
+        row = row_of_box(key, i, start, stop, BOX_KEYS)
+        at = seqs.table + (sequence * seqs.table_row + (row >> seqs.page_bits))
+        pages = pages + (gl.load(at, mask=stop > 0, other=0),)  # noqa: RUF005 (Triton knows no other way)
+    return pages
+
+
+@gluon.jit
+def load_pages(tensor_map, pages, head, key, start, stop, to, full, seqs, FLAG, REPORT: gl.constexpr, z):
+    """Start the TMA loads of the block of keys from ``key`` on. REPORT page numbers that are none, or not."""
+    BOX_KEYS: gl.constexpr = tensor_map.block_shape[2]
+    BOXES: gl.constexpr = z.BLOCK_N // BOX_KEYS
+    mbarrier.expect(full, tensor_map.block_type.nbytes * (z.D1 // z.BOX) * BOXES)
+    for i in gl.static_range(BOXES):
+        row = row_of_box(key, i, start, stop, BOX_KEYS) & ((1 << seqs.page_bits) - 1)
+        page = pages[i]
         there = (page >= 0) & (page < seqs.pages)
-        gl.store(FLAG, page.to(gl.int64), mask=there == 0)
+        if REPORT:
+            gl.store(FLAG, page.to(gl.int64), mask=there == 0)
         page = gl.where(there, page, 0)
-        row = row & ((1 << seqs.page_bits) - 1)
         for c in gl.static_range(z.D1 // z.BOX):
             part = to.slice(i * BOX_KEYS, BOX_KEYS, dim=2).slice(c * z.BOX, z.BOX, dim=3)
             tma.async_copy_global_to_shared(tensor_map, [page, head, row, c * z.BOX], full, part)

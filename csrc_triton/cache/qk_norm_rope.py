@@ -1,5 +1,5 @@
 """qk_norm_rope: RMSNorm of each head of q and k and their rotary embedding, in place on packed q, k and v; and the
-result's k, with v, into their slots of a cache.
+result's k, with v, into their slots of a cache. Without weights (null) heads are not normalised.
 
 Zhang and Sennrich, Root Mean Square Layer Normalization (2019); Su et al., RoFormer (2021); vLLM's fused_qk_norm_rope.
 """
@@ -95,9 +95,10 @@ def store_pairs(
 
 @triton.jit
 def weights_of(Q_WEIGHT, K_WEIGHT, cols, mask, is_k, offset):
-    """(row, column) of the weights of q's and k's heads."""
-    q = tl.load(Q_WEIGHT + cols, mask=mask, other=0.0).to(tl.float32)
-    k = tl.load(K_WEIGHT + cols, mask=mask, other=0.0).to(tl.float32)
+    """(row, column) of the weights of q's and k's heads; 1 without weights, where ``offset`` is 0."""
+    mask = mask & (Q_WEIGHT.to(tl.int64) != 0)
+    q = tl.load(Q_WEIGHT + cols, mask=mask, other=1.0).to(tl.float32)
+    k = tl.load(K_WEIGHT + cols, mask=mask, other=1.0).to(tl.float32)
     return tl.where(is_k[:, None], k[None, :], q[None, :]) + offset
 
 
@@ -154,7 +155,7 @@ def norm_and_rotate(
             x = tl.load(QKV + at[:, None] + rest[None, :], mask=mask, other=0.0).to(tl.float32)
             squares += tl.sum(x * x, 1)
         # All that follows comes from the whole row's sum: nothing is overwritten that is still to be read.
-        rstd = tl.rsqrt(squares / dim + eps)
+        rstd = tl.where(Q_WEIGHT.to(tl.int64) != 0, tl.rsqrt(squares / dim + eps), 1.0)
         a = a * rstd[:, None] * w_a
         b = b * rstd[:, None] * w_b
         y_a = (a * cos - b * sin).to(QKV.dtype.element_ty)

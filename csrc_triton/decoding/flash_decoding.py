@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.attention.forward import p_exponent
+from csrc_triton.common.fp8 import product_dtype, queries_in, widened
 from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.decoding.split_kv import (
     BATCH_BLOCK,
@@ -70,8 +71,8 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "split",
-                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "PAGED", "PDL"],
-                    "defaults": {"UNIT": 16, "PDL": 0},
+                    "constants": ["BLOCK_M", "BLOCK_N", "D", "UNIT", "STAGES", "PAGED", "PDL", "TENSOR_MEMORY"],
+                    "defaults": {"UNIT": 16, "PDL": 0, "TENSOR_MEMORY": 0},
                 }
             },
         },
@@ -148,13 +149,13 @@ def split(
     q_batch, q_token, q_head, k_page, k_row, k_head, table_row, scale, cap, kv_heads, ratio, by_ratio,
     tokens, dim, batch, capacity, pages, page_bits, tiles, splits, partial_rows, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    PAGED: tl.constexpr, PDL: tl.constexpr, K_SCALE=None, V_SCALE=None, scale_head=None,
+    PAGED: tl.constexpr, PDL: tl.constexpr, TENSOR_MEMORY: tl.constexpr, K_SCALE=None, V_SCALE=None, scale_head=None,
 ):  # fmt: skip
     """A tile's part of a sequence. Programs that read the same keys have consecutive numbers.
 
     scale is times log2(e); with a soft cap, cap is scale / soft cap, and scale the soft cap times log2(e). A page is
     2^page_bits keys. by_ratio: see ``token_of``. A cache of fp8 codes has scales, null for 1, of heads that lie
-    scale_head apart; codes are exact in q's dtype, in which they are multiplied.
+    scale_head apart; codes are exact in the dtype in which they are multiplied, q's or fp16.
     """
     if PDL:  # noqa: SIM102 (the outer is the compiler's)
         # At once, and by programs without work too: ``combine`` starts when each program of this kernel has said so or
@@ -212,6 +213,9 @@ def split(
             v_scale = scale_of_head(V_SCALE, head, scale_head)
             scale *= tl.where(cap != 0.0, 1.0, k_scale)
             cap *= k_scale
+        PTX: tl.constexpr = PDL and not TENSOR_MEMORY  # see ``common.fp8``
+        DTYPE: tl.constexpr = product_dtype(q.dtype, K.dtype.element_ty, PTX)
+        q, by_row = queries_in(q, DTYPE)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         m = tl.full([BLOCK_M], NO_SCORE, tl.float32)
         # where several warps have a row's keys, sums are kept by column and reduced after the loop
@@ -228,8 +232,10 @@ def split(
                 page = page_of(TABLE, keys_of(j + 1, start, stop, BLOCK_N), page_bits)
             else:
                 at = key.to(tl.int64) * k_row
-            k = tl.load(K + at[:, None] + near[None, :]).to(q.dtype)
+            k = widened(tl.load(K + at[:, None] + near[None, :]), DTYPE, PTX, False)
             s = tl.dot(q, tl.trans(k))
+            if Q.dtype.element_ty != DTYPE:
+                s *= by_row[:, None]
             if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
                 s = 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
             keys = j * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -240,21 +246,21 @@ def split(
                 )  # one comparison for both ends
                 s = tl.where(behind < seen[:, None], s, float("-inf"))
             new_m = tl.maximum(m, tl.max(s, 1))
-            p = tl.exp2(s - (new_m - p_exponent(q.dtype))[:, None])
+            p = tl.exp2(s - (new_m - p_exponent(DTYPE))[:, None])
             by = tl.exp2(m - new_m)
             m = new_m
             if BY_COLUMN:
                 sums = sums * by[:, None] + p
             else:
                 sums = sums * by + tl.sum(p, 1)
-            v = tl.load(V + at[:, None] + near[None, :]).to(q.dtype)
-            acc = tl.dot(p.to(q.dtype), v, acc * by[:, None])
+            v = widened(tl.load(V + at[:, None] + near[None, :]), DTYPE, PTX, True)
+            acc = tl.dot(p.to(DTYPE), v, acc * by[:, None])
         if PAGED:
             flag = FLAG + tl.zeros([BLOCK_N], tl.int32)
             tl.store(flag, unknown.to(tl.int64), mask=(unknown != 0) & flagged)
             wrong = wrong | (tl.max((unknown != 0).to(tl.int32), 0) > 0)
         total = tl.where(wrong, float("nan"), tl.sum(sums, 1) if BY_COLUMN else sums)
-        m -= p_exponent(q.dtype)
+        m -= p_exponent(DTYPE)
         keep = in_cols[None, :]
         if whole:
             lse, by = finalise(m, total, sink_of(SINKS, query_head))

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.norms.norm_backward import (
     BACKWARD_PIPELINE,
     SPLIT_ROWS,
@@ -47,6 +48,13 @@ DECLARATION = {
                     "covers": "BLOCK",
                 },
                 "row": {"function": "forward_row", "constants": ["BLOCK"], "covers": "BLOCK"},
+                "in_registers": {
+                    "function": "forward_in_registers",
+                    "constants": ["BLOCK", "BLOCKS", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "covers": "BLOCKS * BLOCK",
+                    "pdl": "PDL",
+                },
                 "long": {
                     "function": "forward_long",
                     "constants": ["BLOCK", "BLOCKS", "IN_REGISTERS"],
@@ -144,6 +152,47 @@ def forward_row(
     if store_rstd != 0:
         tl.store(RSTD + row, rstd)
     tl.store(Y + row * y_stride + cols, scaled(h, rstd, w, round_first, dtype), mask=mask)
+
+
+@triton.jit
+def forward_in_registers(
+    Y, SUM, X, RESIDUAL, W, RSTD, y_stride, sum_stride, x_stride, residual_stride, n_rows, n_cols, eps, offset,
+    w_kind, round_first, store_rstd,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row of at most BLOCKS * BLOCK columns a program, held in registers and read once. All its loads are in flight
+    together, the weight's too; each element is read before its place is written."""
+    dtype: tl.constexpr = X.dtype.element_ty
+    row = begin(tl.program_id(0), PDL).to(tl.int64)
+    X += row * x_stride
+    RESIDUAL += row * residual_stride
+    Y += row * y_stride
+    SUM += row * sum_stride
+    block = tl.arange(0, BLOCK)
+    xs, residuals, ws = (), (), ()
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0),)
+        residuals += (tl.load(RESIDUAL + cols, mask=cols < n_cols, other=0.0),)
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        ws += (load_vector(W, cols, cols < n_cols, w_kind),)
+    totals = ()
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        total = (xs[i].to(tl.float32) + residuals[i].to(tl.float32)).to(dtype)
+        tl.store(SUM + cols, total, mask=cols < n_cols)
+        h = total.to(tl.float32)
+        squares += h * h
+        totals += (total,)
+    rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
+    if store_rstd != 0:
+        tl.store(RSTD + row, rstd)
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        y = scaled(totals[i].to(tl.float32), rstd, ws[i] + offset, round_first, dtype)
+        tl.store(Y + cols, y, mask=cols < n_cols)
 
 
 @triton.jit

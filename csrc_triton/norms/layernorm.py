@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.common.pipeline import add_two
 from csrc_triton.norms.moments import block_moments, tile_moments
 from csrc_triton.norms.norm_backward import (
@@ -47,6 +48,13 @@ DECLARATION = {
             "forms": {
                 "tile": {"function": "forward_tile", "constants": ["ROWS", "BLOCK"], "covers": "BLOCK"},
                 "row": {"function": "forward_row", "constants": ["BLOCK"], "covers": "BLOCK"},
+                "in_registers": {
+                    "function": "forward_in_registers",
+                    "constants": ["BLOCK", "BLOCKS", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "covers": "BLOCKS * BLOCK",
+                    "pdl": "PDL",
+                },
                 "long": {"function": "forward_long", "constants": ["BLOCK"]},
                 "vectorised": {
                     "function": "forward_vectorised",
@@ -167,6 +175,43 @@ def forward_row(
         tl.store(STATS + row * 2 + 1, rstd)
     y = scaled(centered * rstd, W, B, cols, mask, w_kind, b_kind)
     tl.store(Y + row * y_stride + cols, y.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_in_registers(
+    Y, X, W, B, STATS, y_stride, x_stride, n_rows, n_cols, eps, w_kind, b_kind, store_stats,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row of at most BLOCKS * BLOCK columns a program, held in registers. For few rows, where a program has a
+    multiprocessor to itself: all loads are in flight together, those of weight and bias too. No vectors of kind 2."""
+    row = begin(tl.program_id(0), PDL).to(tl.int64)
+    X += row * x_stride
+    Y += row * y_stride
+    block = tl.arange(0, BLOCK)
+    xs, ws, bs = (), (), ()
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0),)
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        ws += (tl.load(W + cols, mask=(cols < n_cols) & (w_kind != 0), other=1.0),)
+        bs += (tl.load(B + cols, mask=(cols < n_cols) & (b_kind != 0), other=0.0),)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        total += xs[i].to(tl.float32)
+    mean = tl.sum(total, 0) / n_cols
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        centered = tl.where(i * BLOCK + block < n_cols, xs[i].to(tl.float32) - mean, 0.0)
+        squares += centered * centered
+    rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
+    if store_stats != 0:
+        tl.store(STATS + row * 2, mean)
+        tl.store(STATS + row * 2 + 1, rstd)
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        y = (xs[i].to(tl.float32) - mean) * rstd * ws[i].to(tl.float32) + bs[i].to(tl.float32)
+        tl.store(Y + cols, y.to(Y.dtype.element_ty), mask=cols < n_cols)
 
 
 @triton.jit

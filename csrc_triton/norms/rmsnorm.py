@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from csrc_triton.common.bf16x2 import repack
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.norms.norm_backward import (
     BACKWARD_PIPELINE,
     SPLIT_ROWS,
@@ -56,6 +57,13 @@ DECLARATION = {
                     "constants": ["ROWS", "BLOCK"],
                     "covers": "BLOCK",
                 },
+                "in_registers": {
+                    "function": "forward_in_registers",
+                    "constants": ["BLOCK", "BLOCKS", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "covers": "BLOCKS * BLOCK",
+                    "pdl": "PDL",
+                },
                 "long": {
                     "function": "forward_long",
                     "constants": ["BLOCK", "BLOCKS", "IN_REGISTERS", "REVERSE", "BYPASS_L1", "EXACT"],
@@ -69,6 +77,37 @@ DECLARATION = {
                     "covers": "IN_REGISTERS + BLOCKS * BLOCK",
                     "any_length": "BLOCKS",
                 },
+            },
+        },
+        "rmsnorm_split": {
+            "arguments": {
+                "Y": "*dtype",
+                "X": "*dtype",
+                "W": "*weight",
+                "RSTD": "*fp32",
+                "SUMS": "*fp32",
+                "y_stride": "i64",
+                "x_stride": "i64",
+                "n_cols": "i32",
+                "parts": "i32",
+                "combine": "i32",
+                "eps": "fp32",
+                "offset": "fp32",
+                "has_weight": "i32",
+                "round_first": "i32",
+                "store_rstd": "i32",
+            },
+            "axes": {"dtype": ["bf16", "fp16", "fp32"], "weight": ["dtype", "fp32"]},
+            "aligned": ["Y", "X", "W", "y_stride", "x_stride", "n_cols"],
+            "optional": True,
+            "host": ["from_n", "up_to_rows"],
+            "forms": {
+                "split": {
+                    "function": "forward_split",
+                    "constants": ["BLOCK", "PARTS", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
+                }
             },
         },
         "rmsnorm_backward": {
@@ -152,6 +191,66 @@ def forward_tile(
     if round_first != 0:
         y = y.to(dtype).to(tl.float32)
     tl.store(Y + rows[:, None] * y_stride + cols[None, :], (y * w[None, :]).to(dtype), mask=mask)
+
+
+@triton.jit
+def forward_in_registers(
+    Y, X, W, RSTD, y_stride, x_stride, n_rows, n_cols, eps, offset, has_weight, round_first, store_rstd,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row of at most BLOCKS * BLOCK columns a program, held in registers. For few rows, where a program has a
+    multiprocessor to itself: all loads are in flight together, the weight's too."""
+    dtype: tl.constexpr = X.dtype.element_ty
+    row = begin(tl.program_id(0), PDL).to(tl.int64)
+    X += row * x_stride
+    Y += row * y_stride
+    block = tl.arange(0, BLOCK)
+    xs, ws = (), ()
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        xs += (tl.load(X + cols, mask=cols < n_cols, other=0.0),)
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        ws += (tl.load(W + cols, mask=(cols < n_cols) & (has_weight != 0), other=0.0),)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        x = xs[i].to(tl.float32)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
+    if store_rstd != 0:
+        tl.store(RSTD + row, rstd)
+    for i in tl.static_range(BLOCKS):
+        cols = i * BLOCK + block
+        y = xs[i].to(tl.float32) * rstd
+        y = tl.where(round_first != 0, y.to(dtype).to(tl.float32), y)
+        tl.store(Y + cols, (y * (ws[i].to(tl.float32) + offset)).to(dtype), mask=cols < n_cols)
+
+
+@triton.jit
+def forward_split(
+    Y, X, W, RSTD, SUMS, y_stride, x_stride, n_cols, parts, combine, eps, offset, has_weight, round_first, store_rstd,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row by ``parts`` programs of BLOCK columns, at most PARTS, in two launches: the first writes each part's sum of
+    squares; the second, with ``combine``, reads those of all parts and writes y."""
+    dtype: tl.constexpr = X.dtype.element_ty
+    program = begin(tl.program_id(0), PDL)
+    row = (program // parts).to(tl.int64)
+    part = program % parts
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    SUMS += row * parts
+    if combine == 0:
+        tl.store(SUMS + part, tl.sum(x * x, 0))
+    else:
+        w = tl.load(W + cols, mask=(cols < n_cols) & (has_weight != 0), other=0.0).to(tl.float32) + offset
+        at = tl.arange(0, PARTS)
+        sums = tl.load(SUMS + at, mask=at < parts, other=0.0)
+        rstd = tl.rsqrt(tl.sum(sums, 0) / n_cols + eps)
+        tl.store(RSTD + row, rstd, mask=(part == 0) & (store_rstd != 0))
+        y = x * rstd
+        y = tl.where(round_first != 0, y.to(dtype).to(tl.float32), y)
+        tl.store(Y + row * y_stride + cols, (y * w).to(dtype), mask=cols < n_cols)
 
 
 @triton.jit

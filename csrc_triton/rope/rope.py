@@ -9,6 +9,7 @@ Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021).
 import triton
 import triton.language as tl
 
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.rope.rotate import (
     ALIGNED,
     AXES,
@@ -45,7 +46,13 @@ DECLARATION = {
             "aligned": [*ALIGNED, *TABLES, *TABLE_STRIDES, *COLUMNS],
             # Blocks are of columns of the first half or, interleaved, of both.
             "forms": {
-                "rows": {"function": "rope", **FORM, "constants": ["INTERLEAVED", "ROWS", "BLOCK", "BLOCKS"]}
+                "rows": {
+                    "function": "rope",
+                    **FORM,
+                    "constants": ["INTERLEAVED", "ROWS", "BLOCK", "BLOCKS", "PDL"],
+                    "defaults": {"BLOCKS": 0, "PDL": 0},
+                    "pdl": "PDL",
+                }
             },
         },
     },
@@ -62,7 +69,9 @@ def rope(
     q_programs, index_slow, index_mid, index_fast,
     id_words, n_table, cos_stride, sin_stride, half_bytes, end_bytes, sign,
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    id_words = begin(id_words, PDL)
     q = Rows(
         Q_OUT, Q, q_rows, (q_mid, q_mid_inverse, q_mid_shift), (q_fast, q_fast_inverse, q_fast_shift),
         (q_out_slow_stride, q_out_mid_stride, q_out_fast_stride), (q_slow_stride, q_mid_stride, q_fast_stride),

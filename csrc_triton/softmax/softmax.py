@@ -12,6 +12,13 @@ from csrc_triton.softmax.softmax_backward import (  # noqa: F401 (forms name fun
     backward_row,
     backward_tile,
 )
+from csrc_triton.softmax.softmax_few_rows import (  # noqa: F401 (forms name functions)
+    IN_REGISTERS,
+    SPLIT,
+    SPLIT_ARGUMENTS,
+    forward_in_registers,
+    forward_split,
+)
 from csrc_triton.softmax.softmax_forward import (  # noqa: F401 (forms name functions)
     DTYPES,
     FORWARD_ALIGNED,
@@ -33,6 +40,7 @@ DECLARATION = {
             "aligned": FORWARD_ALIGNED,
             "forms": {
                 **FORWARD_FORMS,
+                "in_registers": IN_REGISTERS,
                 "pipeline": {
                     **WHOLE_ROW_PIPELINE,
                     "function": "forward_pipeline",
@@ -41,6 +49,14 @@ DECLARATION = {
                     "any_length": "WHOLE",
                 },
             },
+        },
+        "softmax_split": {
+            "arguments": SPLIT_ARGUMENTS,
+            "axes": DTYPES,
+            "aligned": FORWARD_ALIGNED,
+            "optional": True,
+            "host": ["from_n", "up_to_rows"],
+            "forms": {"split": SPLIT},
         },
         "softmax_backward": {
             "arguments": {**BACKWARD_ARGUMENTS, "scale": "fp32"},

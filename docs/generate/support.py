@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import markdown
 from benchmarks.environment import ROOT
-from docs.generate import facts
+from docs.generate import facts, same_code, wheels
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,6 +78,7 @@ def page(executed: Executed) -> str:
         [f"[{op}](ops/{op}.md)", *(str(facts.binaries(op, arch)) for arch in facts.ARCHS)]
         for op in executed.ops
     ]
+    sizes = wheels.read()
     totals = ["all", *(str(sum(facts.binaries(op, arch) for op in executed.ops)) for arch in facts.ARCHS)]
     return (
         "\n\n".join(
@@ -94,14 +95,21 @@ def page(executed: Executed) -> str:
                 "On the CPU every op runs its plain-torch reference; every test run covers that.",
                 "## GPUs",
                 markdown.table(
-                    ["architecture", "serves", "fp8", "Triton"],
+                    ["architecture", "serves", "fp8", "Triton", "device wheel"],
                     [
-                        [arch, _serves(arch), _fp8(arch), facts.planned(arch).profile.toolchain.triton]
+                        [
+                            arch,
+                            _serves(arch),
+                            _fp8(arch),
+                            facts.planned(arch).profile.toolchain.triton,
+                            _size(sizes.get(arch)),
+                        ]
                         for arch in facts.ARCHS
                     ],
                 ),
                 "## What architectures do without",
                 _absent(),
+                *_same_code(),
                 "## Binaries",
                 markdown.table(["op", *facts.ARCHS], [*counts, totals]),
             ]
@@ -110,8 +118,39 @@ def page(executed: Executed) -> str:
     )
 
 
+def _same_code() -> list[str]:
+    """How much of the code that has not run is the code of what has."""
+    pairs = same_code.read()
+    if not pairs:
+        return []
+    names = [f"{arch} as {other}: {stage.upper()}" for arch, other, stage in map(str.split, pairs)]
+    rows = [
+        [f"[{op}](ops/{op}.md)", *(_same(ops.get(op)) for ops in pairs.values())]
+        for op in sorted({op for ops in pairs.values() for op in ops})
+    ]
+    totals = [[sum(column) for column in zip(*ops.values(), strict=True)] for ops in pairs.values()]
+    return [
+        "## The same code as what ran",
+        "Of an architecture's binaries, how many have the same PTX as another architecture's with the same launch "
+        "numbers (but for the machine's name), or the same TTGIR: Triton's last form of a kernel before LLVM (but for "
+        "the names of values and the places of constants). sm80's PTX and sm90's binaries ran on an H200. The others "
+        "differ in their launch numbers, in matrix instructions, in programmatic dependent launch or fp8, or in the "
+        "order of operations.",
+        markdown.table(["op", *names], [*rows, ["all", *map(_same, totals)]]),
+    ]
+
+
+def _same(counts: list[int] | None) -> str:
+    return "-" if counts is None else f"{counts[1]} of {counts[0]}"
+
+
 def _fp8(arch: str) -> str:
     return {"fp8e4nv": "e4m3", "fp8e4b8": "e4m3fnuz"}.get(facts.planned(arch).profile.arch.fp8, "-")
+
+
+def _size(size: wheels.Size | None) -> str:
+    """A wheel's size when it was last measured; the number of binaries dates it."""
+    return f"{size['bytes'] / 1e6:.1f} MB, {size['binaries']} binaries" if size else "-"
 
 
 def _absent() -> str:

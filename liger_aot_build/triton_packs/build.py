@@ -60,12 +60,14 @@ class Result:
 
 def nearest(parts: Sequence[Part], of: Target) -> Part:
     """The recording to build ``of`` from: its own, else that of the nearest GPU, of the same vendor where there is one.
-    One in which kernels ran goes before one in which none did."""
+    An earlier one of NVIDIA's goes before a later one: sm80's kernels use nothing that sm89 lacks, sm90's may. One in
+    which kernels ran goes before one in which none did."""
 
-    def distance(part: Part) -> tuple[bool, int, bool, str]:
+    def distance(part: Part) -> tuple[bool, bool, int, bool, str]:
         there = part.target
-        apart = abs(_number(there) - _number(of))
-        return there.backend != of.backend, apart, not part.timed, there.name
+        ahead = _number(there) - _number(of)
+        later = there.backend == of.backend == "cuda" and ahead > 0
+        return there.backend != of.backend, later, abs(ahead), not part.timed, there.name
 
     return min(parts, key=distance)
 

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _build(parts: Sequence[Part], options: argparse.Namespace) -> int:
     if not options.name:
-        raise ArgumentError("pack wants --name: what the pack is called")
+        raise ArgumentError("--name is needed: what the pack is to be called")
     name = check_name(options.name)
     archs = options.arch.split(",") if options.arch else [part.target.profile for part in parts]
     targets = list(dict.fromkeys(target(arch.strip()) for arch in archs))

@@ -178,7 +178,7 @@ def _with(job: Job, setup: Setup, finder: Finder, changed: tuple[str, ...]) -> B
         kernel = triton.compile(source, target=target, options=options.__dict__)
     made = as_recorded(identify(fn, signature, constants, attrs, given))
     if made.cache_key == recorded.cache_key and job.exact and made.name != noted.variant.name:
-        raise NotFound("its recording does not say what it was recorded as")
+        raise NotFound("the recording is not consistent: its values are not those of the variant's name")
     return _read_back(job, setup, fn, made, kernel, signature, changed)
 
 

@@ -3,9 +3,11 @@
  * Built for the limited API of Python 3.10, so that one binary serves every later version. Its parts:
  *   _native/driver.h, driver.c, cuda.c, hip.c   the driver, without Python
  *   _native/driver_object.c                     the type Driver
+ *   _native/loaded_kernel.c                     a kernel of a loaded image, for the types Kernel and Binary
  *   _native/kernel_object.c, arguments.c        the type Kernel and what it packs
  *   _native/tensor_map.c                        the type TensorMap
  *   _native/binary_object.c, triton_launcher.c  the types Binary and TritonLauncher, for kernels that Triton launches
+ *   _native/call_key.c                          which calls of a function Triton has one kernel for
  *   _native/tensor_rows.c                       reading a tensor through DLPack
  * This file is the module itself. Its state lives in the module, under the GIL; global is a count of forks alone. */
 #include "_native/module.h"
@@ -27,6 +29,7 @@ static int module_execute(PyObject *module) {
         {&state->is_neg, "is_neg"},
         {&state->requires_grad, "requires_grad"},
         {&state->data_ptr, "data_ptr"},
+        {&state->dtype, "dtype"},
         {&state->base, "base"},
         {&state->shape, "shape"},
         {&state->strides, "strides"},
@@ -62,8 +65,8 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->binary_type);
     Py_CLEAR(state->triton_launcher_type);
     for (int i = 0; i < TENSOR_TYPES; i++) Py_CLEAR(state->tensor_types[i]);
-    PyObject **const names[] = {&state->is_neg, &state->requires_grad, &state->data_ptr, &state->base,
-                                &state->shape,  &state->strides,       &state->padding,  &state->tf32, &state->calls};
+    PyObject **const names[] = {&state->is_neg, &state->requires_grad, &state->data_ptr, &state->dtype, &state->base,
+                                &state->shape,  &state->strides,       &state->padding,  &state->tf32,  &state->calls};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) Py_CLEAR(*names[i]);
     return 0;
 }

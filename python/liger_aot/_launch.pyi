@@ -111,6 +111,29 @@ class Driver:
             liger_aot.errors.DriverError, liger_aot.errors.ForkedProcess: as `load`.
         """
 
+    def call_key(
+        self,
+        places: dict[str, int],
+        flags: bytes,
+        defaults: tuple[Any, ...],
+        dtype_class: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        /,
+    ) -> tuple[bytes, tuple[Any, ...]] | None:
+        """What Triton's choice of a kernel for a call depends on: calls of a function with equal keys have the same.
+
+        Args:
+            places: numbers of parameters by name and, after them, of the compiler's options.
+            flags: a byte for each parameter: 1 where it is a constant, plus 2 where it has a default.
+            defaults: of all parameters; not looked at where there is none.
+            dtype_class: Triton's own; its values are told apart by their address, so keep them alive.
+
+        Returns:
+            The key and the values by parameter; None where an argument is of a kind that only Triton can judge, or the
+            arguments do not fit.
+        """
+
     def triton_launcher(
         self,
         name: str,

@@ -139,7 +139,7 @@ def _record(options: argparse.Namespace) -> int:
         return 0
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not options.out or not command:
-        raise ArgumentError("record wants --out DIR and a command behind --, or --report DIR")
+        raise ArgumentError("record needs --out DIR and a command after --, or --report DIR")
     environment = {**os.environ, "LIGER_AOT_RECORD": os.path.abspath(options.out)}
     environment.pop("LIGER_AOT_RECORD_TARGET", None)
     if options.target:

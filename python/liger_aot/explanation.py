@@ -151,13 +151,28 @@ def _check_arguments(
 
 def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) -> Choice:
     from liger_aot.runtime.dispatch import key_text
+    from liger_aot.runtime.grid import splits_rows
 
     owner = next((op for op, m in manifests.items() if problem.kernel in m.kernels), None)
     if owner is None:
         raise PackNotFound(f"pack {arch} has no kernel {problem.kernel}")
-    kernel = manifests[owner].kernels[problem.kernel]
+    kernels = manifests[owner].kernels
+    kernel = kernels[problem.kernel]
     key = key_text((*problem.axes, problem.aligned))
     name, held = _held(arch, kernel, key, problem)
+    splitting = kernels.get(problem.split or "")
+    most = max((rows for _, rows, _ in kernel.few.get(key, ())), default=0)
+    if (
+        splitting is not None
+        and key in splitting.tables
+        and problem.rows is not None
+        and problem.rows <= most
+    ):
+        name_of_it, by_n = _held(arch, splitting, key, problem)
+        numbers = manifests[owner].variant(name_of_it).numbers
+        if splits_rows(numbers, problem.n, problem.rows):
+            kernel, name = splitting, name_of_it
+            held = f"{by_n} for up to {numbers['up_to_rows']} rows, with {problem.rows}"
     variant = manifests[owner].variant(name)
     return Choice(
         op=owner,

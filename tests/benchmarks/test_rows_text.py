@@ -132,3 +132,25 @@ def test_a_missing_table(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="rows must stand one a line"):
         write_rows(path, "other", (), "measured")
     assert path.read_text() == PROFILE
+
+
+def test_rows_for_few_rows_stand_first(tmp_path: Path) -> None:
+    """Beside the row for any number of rows with the same bound, which stays; a later winner replaces its own."""
+    all_of = {"dtype": ("bf16", "fp16", "fp32")}
+
+    def winner(most_rows: int, warps: int) -> Winner:
+        numbers = {"form": "row", "block": 64, "num_warps": warps}
+        return Winner(64, all_of, numbers, "0.9", most_rows)
+
+    rows = written(tmp_path, winner(256, 4), winner(16, 1))
+    assert [row.split(", form")[0] for row in rows[:2]] == [
+        "{ most_rows = 16, max_n = 64",
+        "{ most_rows = 256, max_n = 64",
+    ]
+    assert '{ max_n = 64, form = "tile", block = 64, num_warps = 2 },' in [r.partition(" #")[0] for r in rows]
+    write_rows(tmp_path / "chip.toml", "norm", [winner(16, 2)], "measured")
+    text = (tmp_path / "chip.toml").read_text()
+    assert (
+        text.count("most_rows = 16") == text.count("most_rows = 256") == 1
+        and "num_warps = 2 }, # 0.9" in text
+    )

@@ -75,8 +75,9 @@ class Clock:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def __call__(self, calls: Mapping[str, Call]) -> dict[str, float]:
+    def __call__(self, calls: Mapping[str, Call], in_graphs: bool) -> dict[str, float]:
         self.calls += calls
+        self.in_graphs = in_graphs
         for call in calls.values():
             call.run()
         blocks = [loaded.block for loaded in self.ran()]
@@ -86,6 +87,7 @@ class Clock:
         return [loaded for on in self.bound for loaded in on._loaded.values()]
 
     bound: Sequence[Any] = ()
+    in_graphs: bool | None = None
 
 
 @pytest.fixture
@@ -122,7 +124,7 @@ def test_the_fastest_right_candidate_is_written(
     subject = trial.subject_of(ARCH, KERNEL, tmp_path, ELEMENTS)
     of = target(ARCH, KERNEL)
     ((found, measured, winner),) = tuner.tune(KERNEL, of, attempt_on(machine, subject), [problem], workers=1)
-    assert found == problem and isinstance(winner, Winner)
+    assert found == problem and isinstance(winner, Winner) and clock.in_graphs
     by_row = {(one.row["block"], one.row["num_warps"]): one for one in measured}
     assert "2048 threads" in str(by_row[1024, 32].refused)
     right = by_row[2048, 4]
@@ -252,9 +254,14 @@ def test_all_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--arch", "sm90", "--kernel", "swiglu_forward", "--list"]) == 0
+    assert command.main(["--arch", "sm90", "--kernel", "swiglu_backward", "--list"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("swiglu_forward n <= any, bf16/fp16/fp32:\n") and shown.count("'form'") == 9
+    assert shown.startswith("swiglu_backward n <= any, bf16/fp16/fp32:\n") and shown.count("'form'") == 9
+    assert command.main(["--arch", "sm90", "--kernel", "rmsnorm_forward", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "rmsnorm_forward n <= 1024, up to 256 rows, bf16/fp16:\n  {'form': 'in_registers', "
+    )
     wrong = [
         (["--kernel", "swiglu"], "no search space for swiglu: there are those of "),
         (["--kernel", "swiglu_forward", "--arch", "sm75", "--list"], "no architecture 'sm75'"),

@@ -46,7 +46,7 @@ def test_candidates_fit_the_declaration(kernel: str) -> None:
         assert planned(kernel, problem, of) >= len(found), problem
         assert not set(problem.when) - set(of.kernel.axes)
     # The rows of a table: one for each bound and choice of axes.
-    keys = [(p.max_n, p.dtypes, *p.when.items()) for p in SPACES[kernel].problems]
+    keys = [(p.max_n, p.most_rows, p.dtypes, *p.when.items()) for p in SPACES[kernel].problems]
     assert len(set(keys)) == len(keys)
 
 
@@ -113,11 +113,14 @@ def test_other_axes_of_a_problem() -> None:
 
 
 def test_the_present_row_is_a_candidate_once() -> None:
-    of = target_of("swiglu_forward")
+    of = target_of("relu_squared_forward")
     nothing = Space((Problem(None, (5120,)),), lambda p: ())
     (now,) = rows(nothing, nothing.problems[0], of)
-    assert now == {"form": "flat", "block": 2048, "num_warps": 8}
-    assert len(rows(SPACES["swiglu_forward"], nothing.problems[0], of)) == 9
+    assert set(now) == {"form", "block", "num_warps"}
+    assert len(rows(SPACES["relu_squared_forward"], nothing.problems[0], of)) == 9
+    few = Space((Problem(4096, (4096,), most_rows=64),), lambda p: ())
+    (now,) = rows(few, few.problems[0], target_of("rmsnorm_forward"))
+    assert now["form"] == "in_registers" and now["aligned"] is True
 
 
 def test_an_unknown_kernel() -> None:

@@ -30,6 +30,11 @@ AMD = [
     for arch in (*executed.ARCHS, *executed.BY_FORM)
 ]
 
+# Those of which a binary of each form is executed; quick is gfx942
+BY_FORM = [
+    executed.QUICK,
+    *(pytest.param(arch, marks=pytest.mark.slow) for arch in executed.BY_FORM),
+]
 
 _ALIKE = ("gfx1151", "gfx1200")  # their instructions are those of others
 

@@ -56,10 +56,8 @@ def patched(
     """The kernel with the first (or last) instruction that is wanted overwritten; its second word is s_nop."""
     program = kernel.program()
     start = program.descriptor.entry_address
-    preloaded, end = (
-        start + 256,
-        start + program.descriptor.code_size,
-    )  # skip what loads arguments on older devices
+    # Skip what loads arguments on older devices.
+    preloaded, end = start + 256, start + program.descriptor.code_size
     code = [decode(words, at, kernel.arch) for at, words in program.code if preloaded <= at < end]
     found = [instruction for instruction in code if wanted(instruction)]
     chosen = found[-1 if last else 0]

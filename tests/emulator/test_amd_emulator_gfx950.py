@@ -30,6 +30,8 @@ def test_three_operand_bit_operations() -> None:
             f"v_bitop3_b32 v0, v1, v2, v3 bitop3:{table if table < 10 else hex(table)}", vectors=vectors
         )
         np.testing.assert_array_equal(result(wave), expected)
+    wave = run("v_bitop3_b16 v4, v1, v2, v3 bitop3:0x96", vectors=vectors | {4: bits(0xABCD0000, U32)})
+    np.testing.assert_array_equal(result(wave, register=4), 0xABCD0000 | (a ^ b ^ c) & 0xFFFF)
 
 
 def test_rows_change_places() -> None:
@@ -46,21 +48,24 @@ def test_rows_change_places() -> None:
         run("v_permlane16_swap_b32_e32 v1, v2", vectors=vectors, lanes=1)
 
 
-def test_transposing_reads() -> None:
-    """Of a matrix of 16-bit numbers in LDS, 16 rows of 16: each 16 lanes read 4 rows, and get a column each."""
-    matrix = np.arange(256, dtype=np.uint16).reshape(16, 16)
+@pytest.mark.parametrize(("line", "dtype", "rows"), [("b16", np.uint16, 4), ("b8", np.uint8, 8)])
+def test_transposing_reads(line: str, dtype: Any, rows: int) -> None:
+    """Of a matrix of 16 columns in LDS, of 16-bit numbers or bytes: each 16 lanes read 4 or 8 rows, and get a column
+    each."""
+    matrix = RANDOM.reshape(-1)[:128].view(dtype).reshape(4 * rows, 16)
+    line = f"ds_read_b64_tr_{line} v[2:3], v0 offset:16"
     wave = new_wave(local_bytes=512 + 16, arch="gfx950")
     pairs = matrix.view(np.uint32).reshape(64, 2).T  # lane L: 8 bytes at 8 L
     at = bits(8 * LANE, U32)
     run("ds_write_b64 v0, v[4:5] offset:16", wave=wave, vectors={0: at, 4: np.ascontiguousarray(pairs)})
     wave.group.local.barrier()
-    run("ds_read_b64_tr_b16 v[2:3], v0 offset:16", wave=wave, vectors={0: at})
-    got = np.ascontiguousarray(wave.vectors[2:4].T).view(np.uint16)
+    run(line, wave=wave, vectors={0: at})
+    got = np.ascontiguousarray(wave.vectors[2:4].T).view(dtype)
     for lane in range(64):
         group, column = divmod(lane, 16)
-        assert list(got[lane]) == [matrix[4 * group + row, column] for row in range(4)]
+        assert list(got[lane]) == [matrix[rows * group + row, column] for row in range(rows)]
     with pytest.raises(EmulatorError, match="inactive lanes"):
-        run("ds_read_b64_tr_b16 v[2:3], v0 offset:16", wave=wave, lanes=1)
+        run(line, wave=wave, lanes=1)
 
 
 def test_maximum_of_nan_is_nan() -> None:
@@ -105,11 +110,29 @@ def test_conversion_to_fp8() -> None:
         "v_cvt_scalef32_pk_fp8_f32 v4, v7, v3, 1.0 op_sel:[0,0,0,1]",
         vectors={4: bits(0xAAAA, U32), 7: bits(449.0, F32), 3: bits(1e9, F32)},
     )
-    assert set(result(wave, register=4)) == {
-        0x7F7E << 16 | 0xAAAA
-    }  # 448, and NaN: the mode does not saturate
+    # 448, and NaN: the mode does not saturate.
+    assert set(result(wave, register=4)) == {0x7F7E << 16 | 0xAAAA}
     with pytest.raises(EmulatorError, match=r"a scale of 2\.0"):
         run("v_cvt_scalef32_pk_fp8_f32 v4, v7, v3, 2.0", vectors={7: bits(1.0, F32), 3: bits(1.0, F32)})
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", ml_dtypes.bfloat16), ("f16", np.float16)])
+def test_conversion_from_fp8(name: str, dtype: Any) -> None:
+    """Every code, in either half of the register, against ml_dtypes."""
+    codes = np.arange(256, dtype=np.uint8)
+    wanted = codes.view(ml_dtypes.float8_e4m3fn).astype(F32).reshape(64, 4)
+    words = codes.view(U32)
+    for half in range(2):
+        line = f"v_cvt_scalef32_pk_{name}_fp8 v4, v6, 1.0" + " op_sel:[1,0,0]" * half
+        got = np.ascontiguousarray(result(run(line, vectors={6: words[None]}), register=4))
+        got = got.view(dtype).astype(F32).reshape(64, 2)
+        np.testing.assert_array_equal(got, wanted[:, 2 * half : 2 * half + 2])
+        numbers = ~np.isnan(got)
+        assert np.array_equal(
+            np.signbit(got)[numbers], np.signbit(wanted[:, 2 * half : 2 * half + 2])[numbers]
+        )
+    with pytest.raises(EmulatorError, match=r"a scale of 2\.0"):
+        run(f"v_cvt_scalef32_pk_{name}_fp8 v4, v6, 2.0", vectors={6: words[None]})
 
 
 def test_conversions_to_16_bits() -> None:

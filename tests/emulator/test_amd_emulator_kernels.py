@@ -71,9 +71,8 @@ def test_casts_are_exact(arch: str, source: str, target: str) -> None:
         bits = (
             np.arange(0, 1 << 16, 7, dtype=np.uint16).view(DTYPES[target]).astype(np.float32).view(np.uint32)
         )
-        half = np.uint32(
-            1 << (15 if target == "bf16" else 12)
-        )  # half a unit in the last place, unless denormal
+        # Half a unit in the last place, unless denormal.
+        half = np.uint32(1 << (15 if target == "bf16" else 12))
         x = np.concatenate([bits, bits + half, bits + half - 1, bits + half + 1]).view(np.float32)
         x = x[~np.isnan(x)]
     else:

@@ -92,6 +92,7 @@ def test_result_and_scc(line: str, a: int, b: int, result: int, scc: int) -> Non
     assert run(line, a, b) == (result, scc)
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 @pytest.mark.parametrize(
     ("line", "a", "before", "after"),
     [
@@ -100,8 +101,8 @@ def test_result_and_scc(line: str, a: int, b: int, result: int, scc: int) -> Non
         ("s_bitset1_b32 s6, s2", 2, 0xAA5A5A5A, 0xAA5A5A5E),
     ],
 )
-def test_one_bit_of_the_destination(line: str, a: int, before: int, after: int) -> None:
-    wave = execute(line, scalars={A: a, D: before, D + 1: 7}, scc=1)
+def test_one_bit_of_the_destination(line: str, a: int, before: int, after: int, arch: str) -> None:
+    wave = execute(line, arch=arch, scalars={A: a, D: before, D + 1: 7}, scc=1)
     assert (wave.scalar64(D), wave.scc) == (7 << 32 | after, 1)
 
 

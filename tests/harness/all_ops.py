@@ -85,8 +85,8 @@ class HarnessOp:
             ends: set[int] = set()
             for arch in ("sm90", "gfx942"):
                 for kernel in built_pack(arch).op(self.name).kernels.values():
-                    for entries in kernel.tables.values():
-                        ends |= {bound for bound, _ in entries if bound is not None}
+                    for entries in (*kernel.tables.values(), *kernel.few.values()):
+                        ends |= {bound for bound, *_ in entries if bound is not None}
             near = {max(1, end + by) for end in ends for by in (-1, 0, 1, 16)}
             self._lengths[longest] = sorted(n for n in near if n <= longest) or [1]
         return self._lengths[longest]

@@ -20,6 +20,12 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **more}
 
 
+def start_as_installed(folder: Path) -> None:
+    """Every Python that has the folder in its path reads liger_aot.pth at startup, as from site-packages."""
+    (folder / "liger_aot.pth").write_bytes((PACKAGE / "liger_aot.pth").read_bytes())
+    (folder / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(folder)!r})\n")
+
+
 def in_child(action: Callable[[], object]) -> str:
     """What ``action`` returns or raises, in a forked process; it has 20 seconds."""
     reading, writing = os.pipe()

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from liger_aot.ops import differentiable, guards
 from liger_aot.ops.op import Op
@@ -39,6 +40,21 @@ def bound_op(op_class: type[AnyOp], pack: Pack, driver: Callable[[str, Pack], An
         on = OpOn(pack.op(name), driver(name, pack), -1, MULTIPROCESSORS)
         runtimes[name] = Runtimes(name, {-1: on})
     return op_class(runtimes)
+
+
+@contextmanager
+def as_of_many_rows(op: Op) -> Iterator[None]:
+    """An op takes the binaries for many rows, however few there are: else a test of those would need hundreds."""
+    with ExitStack() as stack:
+        for runtimes in op._runtimes.values():
+            if not runtimes.bound:  # on a GPU: it would be bound by the first call, and not be seen here
+                runtimes.on(torch.cuda.current_device())
+            for on in runtimes.bound.values():
+                stack.enter_context(patch.object(on, "plans", {}))
+                for kernel in on.kernels.values():
+                    for name, value in (("_few", {}), ("many_rows", 1), ("recent", {})):
+                        stack.enter_context(patch.object(kernel, name, value))
+        yield
 
 
 @contextmanager

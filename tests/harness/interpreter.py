@@ -222,6 +222,9 @@ def _teach_inline_assembly() -> None:
             mask = np.ones_like(data[0], dtype=bool)
             nothing = np.zeros(data[0].shape, np.int32)
             result = _interpreter.load(data[0].astype(np.uint64), mask, nothing, np.dtype(np.int32))
+        elif "cvt.rn.f16x2.e4m3x2" in text:  # csrc_triton.common.fp8.widened
+            codes = torch.from_numpy(data[0].copy()).view(torch.float8_e4m3fn)
+            return _Results([TensorHandle(codes.to(torch.float16).numpy(), ty.scalar)])
         elif operation == "lg2.approx.ftz.f32":
             result = np.log2(data[0])
         elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):

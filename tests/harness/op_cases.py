@@ -324,10 +324,12 @@ class OpCases:
     def table_cases(
         self, manifest: OpManifest, longest: int, rows: int, *, beyond: bool = True
     ) -> Iterator[tuple[str, Case]]:
-        """(variant, a case that takes it) for every row of every dispatch table, dtype and alignment. Rows whose usual
-        size is above ``longest`` are left out, or with ``beyond`` get their smallest."""
+        """(variant, a case that takes it) for every row of every dispatch table, dtype and alignment, as one of many
+        rows. Rows whose usual size is above ``longest`` are left out, or with ``beyond`` get their smallest."""
         for kernel in manifest.kernels.values():
             for key, entries in kernel.tables.items():
+                if _shared(manifest, entries):
+                    continue  # no call of many rows takes it
                 *values, alignment = key.split("/")
                 axes = dict(zip(kernel.axes, (BY_NAME.get(v, v) for v in values), strict=True))
                 aligned = alignment == "aligned"
@@ -338,12 +340,52 @@ class OpCases:
                     if case is not None:
                         yield variant, case
 
+    def few_rows_cases(self, manifest: OpManifest) -> Iterator[tuple[str, Case]]:
+        """(variant, a case that takes it) for every row of the tables that is for few rows, and for the kernels of
+        which several programs share a row."""
+        for kernel in manifest.kernels.values():
+            for key in kernel.tables:
+                *values, alignment = key.split("/")
+                axes = dict(zip(kernel.axes, (BY_NAME.get(v, v) for v in values), strict=True))
+                few = kernel.few.get(key, ())
+                sizes = [
+                    *((v, *_first_that_takes(b, m, few[:i])) for i, (b, m, v) in enumerate(few)),
+                    *((v, from_n // 16 * 16 + 32, 2) for v, from_n in _shared(manifest, kernel.tables[key])),
+                ]
+                for variant, n, rows in sizes:
+                    case = self.table_case(kernel.name, axes, n, alignment == "aligned", rows)
+                    if case is not None:
+                        yield variant, case
+
     def form_cases(self, manifest: OpManifest, rows: int) -> list[tuple[str, Case]]:
         """(variant, a case that takes it) for every form of every kernel: the first row of the tables that has one."""
-        found: dict[str, tuple[str, Case]] = {}
-        for variant, case in self.table_cases(manifest, 64, rows):
-            found.setdefault(form_of(variant), (variant, case))
-        return list(found.values())
+        return _first_of_forms(self.table_cases(manifest, 64, rows))
+
+    def few_rows_form_cases(self, manifest: OpManifest) -> list[tuple[str, Case]]:
+        """The same for the forms of ``few_rows_cases``."""
+        return _first_of_forms(self.few_rows_cases(manifest))
+
+
+def _first_of_forms(cases: Iterator[tuple[str, Case]]) -> list[tuple[str, Case]]:
+    found: dict[str, tuple[str, Case]] = {}
+    for variant, case in cases:
+        found.setdefault(form_of(variant), (variant, case))
+    return list(found.values())
+
+
+def _shared(manifest: OpManifest, entries: tuple[tuple[int | None, str], ...]) -> list[tuple[str, int]]:
+    """Those of a table's variants of which several programs share a row, each with the least length."""
+    numbers = {variant: manifest.variant(variant).numbers for _, variant in entries}
+    return [(variant, of["from_n"]) for variant, of in numbers.items() if "from_n" in of]
+
+
+def _first_that_takes(
+    bound: int | None, most: int, earlier: Sequence[tuple[int | None, int, str]]
+) -> tuple[int, int]:
+    """(n, rows) of a problem that a row for few rows takes and none of the earlier ones."""
+    low = max((b for b, m, _ in earlier if b is not None and m >= most), default=0)
+    n = low + 16 if bound is None else max(bound - 16, min(low + 16, bound))
+    return n, 1 + max((m for b, m, _ in earlier if b is None or n <= b), default=0)
 
 
 def form_of(variant: str) -> str:

@@ -57,7 +57,7 @@ from liger_aot.runtime.dispatch import key_text
 from liger_aot.runtime.manifest import Pack
 from tests.conftest import built_pack
 from tests.harness import executed
-from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.harness.drivers import EmulatorDriver, InterpreterDriver, as_of_many_rows, bound_op
 from tests.harness.op_cases import (
     BF16,
     DTYPES,
@@ -186,11 +186,15 @@ class OpTests(OpGPUTests):
             self.check(way.op, self.cases[0], way.allowed, device=way.device)
         manifest = way.pack.op(self.op_class.name)
         wanted, done = set(), set()
-        for seed, (variant, case) in enumerate(self.form_cases(manifest, way.rows)):
+        with as_of_many_rows(way.op):
+            for seed, (variant, case) in enumerate(self.form_cases(manifest, way.rows)):
+                wanted.add(form_of(variant))
+                if str(case) not in done:
+                    self.check(way.op, case, way.allowed, seed=seed, device=way.device)
+                    done.add(str(case))
+        for seed, (variant, case) in enumerate(self.few_rows_form_cases(manifest)):
             wanted.add(form_of(variant))
-            if str(case) not in done:
-                self.check(way.op, case, way.allowed, seed=seed, device=way.device)
-                done.add(str(case))
+            self.check(way.op, case, way.allowed, seed=seed, device=way.device)
         assert wanted, "no form has a case"
         assert not (left := wanted - set(map(form_of, way.loaded()))), f"forms that no case took: {left}"
 
@@ -200,11 +204,15 @@ class OpTests(OpGPUTests):
         manifest = way.pack.op(self.op_class.name)
         wanted, done = set(), set()
         cases = self.table_cases(manifest, way.longest, way.rows, beyond=way.beyond)
-        for seed, (variant, case) in enumerate(cases):
+        with as_of_many_rows(way.op):
+            for seed, (variant, case) in enumerate(cases):
+                wanted.add(variant)
+                if str(case) not in done:  # the forward's and the backward's tables may agree
+                    self.check(way.op, case, way.allowed, seed=seed, device=way.device)
+                    done.add(str(case))
+        for seed, (variant, case) in enumerate(self.few_rows_cases(manifest)):
             wanted.add(variant)
-            if str(case) not in done:  # the forward's and the backward's tables may agree
-                self.check(way.op, case, way.allowed, seed=seed, device=way.device)
-                done.add(str(case))
+            self.check(way.op, case, way.allowed, seed=seed, device=way.device)
         assert wanted, "no row of the tables has a case"
         assert not (left := sorted(wanted - way.loaded())), f"rows that no case took: {left}"
 

@@ -283,6 +283,7 @@ class CacheOp:
         cache = choices.one(("same", "fp8", "none") if self.name == "qk_norm_rope" else ("same", "fp8"))
         dim = choices.one((64, 128, 256, 2 * choices.number(1, 128)))
         rotary = choices.one((0, 2 * choices.number(1, dim // 2)))
+        weighted = choices.one((True, True, False))
         return cache_cases.Problem(
             self.name,
             choices.number(1, 300 if large else 6),
@@ -303,7 +304,8 @@ class CacheOp:
             table=choices.one((None, FP32)),
             is_neox=bool(choices.number(0, 1)),
             gated=bool(choices.number(0, 1)),
-            offset=choices.one((0.0, 1.0)),
+            offset=choices.one((0.0, 1.0)) if weighted else 0.0,
+            weighted=weighted,
         ), choices.number(0, 9999)
 
     def small(self) -> list[tuple[cache_cases.Problem, int]]:

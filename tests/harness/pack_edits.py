@@ -59,6 +59,7 @@ def add_kernels(path: Path, plan: Plan) -> None:
                 "aligned": list(kernel.kernel.aligned),
                 "alignment": 16,
                 "tables": {key: [list(entry) for entry in entries] for key, entries in kernel.tables.items()},
+                "few": {key: [list(entry) for entry in entries] for key, entries in kernel.few.items()},
             }
             for variant in kernel.variants.values():
                 boxes = {

@@ -44,6 +44,5 @@ def _one(
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    os._exit(
-        0
-    )  # torch's threads can outlive the group, and abort a process that ends as usual ("terminate called")
+    # torch's threads can outlive the group, and abort a process that ends as usual ("terminate called")
+    os._exit(0)

@@ -116,7 +116,11 @@ def problems(entry: Entry, pack: Pack, longest: int) -> Iterator[Any]:
     """The declared ones, and one for every row of the tables, dtype and alignment that the op's tests can name."""
     yield from entry.small()
     if isinstance(entry, HarnessOp):
-        cases = {str(case): case for _, case in entry.tests.table_cases(pack.op(entry.name), longest, 3)}
+        manifest = pack.op(entry.name)
+        of_few = [most for k in manifest.kernels.values() for e in k.few.values() for _, most, _ in e]
+        many = entry.tests.table_cases(manifest, longest, 1 + max(of_few, default=2))
+        found = (*many, *entry.tests.few_rows_cases(manifest))
+        cases = {str(case): case for _, case in found}
         yield from map(entry.asked, cases.values())
 
 

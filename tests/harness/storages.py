@@ -48,8 +48,10 @@ def living(addresses: Iterable[int]) -> dict[int, int]:
 
 
 def _note(x: Any) -> None:
-    if type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu":
-        storage = x.untyped_storage()
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        return
+    storage = x.untyped_storage()
+    if storage.device.type == "cpu":  # of the tensor a recording on a machine without a GPU says otherwise
         with _lock:
             _noted[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
 

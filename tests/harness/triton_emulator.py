@@ -47,13 +47,13 @@ class EmulatedDriver:
         self._driver, self._stand_in, self._arch = driver, stand_in, arch
         self._programs: dict[int, Program] = {}
         self.executed: list[str] = []  # names of the kernels that ran
+        self.instructions = 0  # of all their waves
         storages.watch()
 
     def binary(self, data: bytes, name: str, /, *, shared: int) -> _Binary:
         program = Program(data, self._arch, name)
-        letters = "".join(
-            _LETTERS[field[".size"]] for field in _own(program)[:-2]
-        )  # the stand-in adds the last two
+        # The stand-in adds the last two.
+        letters = "".join(_LETTERS[field[".size"]] for field in _own(program)[:-2])
         return _Binary(
             self._driver.binary(image(f"{name}={letters}"), name, shared=shared), program, self._programs
         )
@@ -80,7 +80,7 @@ class EmulatedDriver:
             _translate(pointer, mapped) if pointer else part
             for pointer, part in zip(pointers, parts, strict=True)
         ]
-        program.launch(memory, record.grid, values, record.block[0], record.shared)
+        self.instructions += program.launch(memory, record.grid, values, record.block[0], record.shared)
         self.executed.append(record.name)
 
 

@@ -49,9 +49,8 @@ class Block:
         self.copies: list[Callable[[], None]] = []
         self.passed: dict[str, int] = {}  # turns, by named barrier
         self.stores: dict[int, list[Callable[[], None]]] = {}
-        self.started: dict[
-            int, list[Callable[[], None]]
-        ] = {}  # copies by threads that no barrier waits for yet
+        # Copies by threads that no barrier waits for yet.
+        self.started: dict[int, list[Callable[[], None]]] = {}
         self.error: BaseException | None = None
         self.random = random.Random(str(program))
 

@@ -327,9 +327,8 @@ def test_loaded_image(compiler: Compiler) -> None:
         assert code.read(address, size) == content + bytes(size - len(content))
         with pytest.raises(BinaryFormatError, match="no loadable segment"):
             code.read(address, size + 1)
-    assert any(
-        size > len(content) for _, content, size in code.segments
-    )  # and so read() filled up with zeros
+    # And so read() filled up with zeros.
+    assert any(size > len(content) for _, content, size in code.segments)
     assert [argument[".size"] for argument in kernel.metadata[".args"]] == [size for _, size in ROW_LAYOUT]
 
 

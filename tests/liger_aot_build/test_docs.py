@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 import re
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
 import liger_aot
-from benchmarks import performance, records
+from benchmarks import op_entry, performance, records
 from benchmarks.environment import ROOT
 from benchmarks.markdown import gpus
 from benchmarks.records import Run
 from docs.generate import __main__ as generate
-from docs.generate import chart, docstring, facts, op_page, support
+from docs.generate import chart, docstring, facts, op_page, same_code, support, wheels
 from liger_aot.ops.op import Op
+from liger_aot_build.compiler import start_worker
+from liger_aot_build.device_wheel import write_device_wheel
 from tests.benchmarks.test_benchmarks import ENVIRONMENT, sample_run
+from tests.harness.planned_packs import planned_pack
 
-CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 # Written by hand, but for the tables of figures.
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/migration.md", "docs/pack-format.md", "docs/performance.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "docs/glossary.md", "docs/migration.md", "docs/pack-format.md",
+    "docs/performance.md", "docs/triton-pack-format.md", "docs/triton-packs.md", "docs/tuning-your-chip.md",
+    "examples/triton_pack/README.md",
+)  # fmt: skip
+COMMAND = re.compile(r"python -m ((?:benchmarks|examples|liger_aot_build|tests)[\w.]*)((?: [a-z]\w+)*)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
@@ -61,6 +73,19 @@ def test_links_lead_somewhere(pages: dict[Path, str]) -> None:
     for path, text in texts.items():
         for link in LINK.findall(CODE.sub("", text)):
             assert "://" in link or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_commands_name_what_there_is(pages: dict[Path, str]) -> None:
+    """Modules that Python finds, and ops that ``python -m benchmarks`` measures."""
+    texts = {str(path): text for path, text in pages.items() if path.suffix == ".md"}
+    texts |= {name: (ROOT / name).read_text() for name in PAGES}
+    found = {(page, *command) for page, text in texts.items() for command in COMMAND.findall(text)}
+    assert len(found) > 20
+    known = {"plot", "summary", "performance", *op_entry.modules()}
+    for page, module, words in found:
+        assert importlib.util.find_spec(module), f"{page}: there is no module {module}"
+        if module == "benchmarks" and (unknown := set(words.split()) - known):
+            pytest.fail(f"{page}: python -m benchmarks measures no {', '.join(unknown)}")
 
 
 def test_the_matrix_has_what_the_plans_have() -> None:
@@ -104,6 +129,70 @@ def test_an_op_that_ran_nowhere_is_compiled_and_audited(tmp_path: Path) -> None:
     path.write_text(RUN.format(arch="sm90", state=support.AUDITED) + 'rope = ["a"]')
     row = next(line for line in support.page(support.read(path)).splitlines() if "softmax.md" in line)
     assert row.count(support.AUDITED) == len(facts.ARCHS)
+
+
+TTGIR = """\
+#a = #ttg.blocked<{order = [0]}>
+#b = #ttg.slice<{dim = 0, parent = #a}>
+module attributes {ttg.target = "cuda:90", "ttg.num-warps" = 4 : i32} {
+  tt.func @f(%X: !tt.ptr<f32> loc("X"(#loc))) {
+    %c = arith.constant dense<1.0> : tensor<8xf32, #b> loc(#loc)
+    %d = arith.constant dense<2.0> : tensor<8xf32, #a> loc(#loc)
+    %y = arith.addf %x, %c : tensor<8xf32, #b> loc(#loc)
+    %z = arith.mulf %y, %d : tensor<8xf32, #a> loc(#loc)
+"""
+
+
+def test_code_is_compared_but_for_names() -> None:
+    """The same with other names, constants in another order, another machine; not with another constant or layout."""
+    lines = TTGIR.splitlines()
+    other = "\n".join((*lines[:4], lines[5], lines[4], *lines[6:])).replace("cuda:90", "cuda:100")
+    for old, new in (("%y", "%0"), ("%c", "%c-1_i32"), ("#b", "#blocked1"), ("#a", "#blocked")):
+        other = other.replace(old, new)
+    assert other != TTGIR and same_code.without_names(other) == same_code.without_names(TTGIR)
+    for old, new in (("%y, %d", "%d, %y"), ("dense<2.0>", "dense<3.0>"), ("order = [0]", "order = [1]")):
+        assert same_code.without_names(TTGIR.replace(old, new)) != same_code.without_names(TTGIR), old
+    assert same_code.without_machine(".version 8.7\n.target sm_120\nret;") == same_code.without_machine(
+        ".version 8.4\n.target sm_89\nret;"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "other", "stage", "op", "wanted"),
+    [
+        ("sm89", "sm80", "ptx", "rmsnorm", True),
+        ("sm100", "sm90", "ptx", "softmax", False),
+        ("sm100", "sm90", "ttgir", "softmax", True),
+    ],
+)
+def test_code_of_two_architectures(arch: str, other: str, stage: str, op: str, wanted: bool) -> None:
+    """In a process of its own, as the workers are."""
+    jobs = next((job, like) for of, job, like in same_code.pairs(arch, other) if of == op and like)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ProcessPoolExecutor(1, get_context("spawn"), start_worker, (scratch,)) as pool,
+    ):
+        assert pool.submit(same_code.equal, stage, *jobs).result() == wanted
+
+
+def test_counts_of_equal_code_are_of_the_plans() -> None:
+    for name, ops in same_code.read().items():
+        assert tuple(name.split()) in same_code.PAIRS
+        assert all(same <= binaries for binaries, same in ops.values())
+
+
+def test_wheels_are_measured(tmp_path: Path) -> None:
+    """Those that are there anew; what is known of others stays."""
+    path = tmp_path / "wheels.json"
+    path.write_text(wheels.text({"sm80": {"bytes": 1, "binaries": 2}, "sm90": {"bytes": 3, "binaries": 4}}))
+    wheel = write_device_wheel(planned_pack("sm90", False).folder, tmp_path)
+    assert wheels.main([str(tmp_path), str(path)]) == 0
+    binaries = sum(facts.binaries(op, "sm90") for op in facts.ops())
+    assert wheels.read(path) == {
+        "sm80": {"bytes": 1, "binaries": 2},
+        "sm90": {"bytes": wheel.stat().st_size, "binaries": binaries},
+    }
 
 
 def test_whether_numbers_are_measured_is_the_profile_s_to_say() -> None:
@@ -195,9 +284,8 @@ def test_what_is_said_of_torch_is_so(torchs: str, ours: str) -> None:
         "target": torch.randint(5, (6,), generator=g), "p": x.softmax(-1), "log_q": y.log_softmax(-1),
     }  # fmt: skip
     wanted, got = eval(torchs, names), eval(ours, names)
-    if (
-        got.dtype == torch.bfloat16
-    ):  # probabilities, which sum to 1, and the result are rounded, on both sides
+    # Probabilities, which sum to 1, and the result are rounded, on both sides.
+    if got.dtype == torch.bfloat16:
         torch.testing.assert_close(got, wanted, rtol=0, atol=4 * 2**-9 * float(v.abs().max()))
     else:
         torch.testing.assert_close(got, wanted)
@@ -365,6 +453,14 @@ STEPS = {
             {"point": POINT, "provider": "cudnn", "of_copy": None, "failed": "no"},
         ]},
         ["1", "8192", "64/8", "128", "1", "-", "0.88", "fails"],
+    ),
+    "few rows": (
+        "few_rows",
+        {"environment": {"gpu": "G"}, "results": [
+            {"point": {"kind": "rmsnorm", "columns": 64, "rows": 1}, "provider": name, "us": us, "failed": None}
+            for name, us in (("liger_aot", 1.204), ("vllm", 2.0), ("liger", 1.5), ("copy", 1.1), ("empty", 0.7))
+        ]},
+        ["rmsnorm", "64", "1.20 / 1.50 l"],
     ),
     "fused linear jsd": (
         "fused_linear_jsd_steps",

@@ -141,3 +141,20 @@ def test_sm89_is_sm80_in_plain_kernels(op: str, kernel: str) -> None:
         assert text.count(f".target {profile.arch.machine}\n") == 1
         texts.append((variant.name, text.replace(f".target {profile.arch.machine}\n", "")))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("arch", "instruction"),
+    [("sm80", None), ("sm89", "asm"), ("sm90", "Triton"), ("sm100", "Triton"), ("sm120", "Triton")],
+)
+def test_codes_are_rounded_once(arch: str, instruction: str | None) -> None:
+    """To e4m3 by one instruction from fp32 on each chip that has one: on 8.9 Triton's own conversion goes by way of
+    fp16, and kernels have theirs."""
+    profile = read_profile(arch)
+    variants = plan(read_declaration("quantize"), profile).kernels["quantize"].variants
+    found = [v for name, v in variants.items() if "fp8e4nv-token-aligned" in name]
+    assert bool(found) == (instruction is not None)
+    for variant in found[:1]:
+        text = compile_here(variant, profile).assembly
+        assert "cvt.rn.satfinite.e4m3x2.f32" in text and "e4m3x2.f16x2" not in text
+        assert ("{low, high}" in text) == (instruction == "asm")

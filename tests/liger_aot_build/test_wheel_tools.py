@@ -157,6 +157,27 @@ def test_the_checks(wheels: Path, tmp_path: Path) -> None:
     assert done.returncode != 0 and "linux_x86_64.whl has no manylinux tag" in done.stderr
 
 
+def test_no_wheel_is_larger_than_15_mb(tmp_path: Path) -> None:
+    """The checks of the contents replaced: they would refuse what is no wheel before."""
+    tools = tmp_path / "tree" / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name in ("twine", "check-wheel-contents", "auditwheel", "abi3audit"):
+        (tools / name).write_text("#!/bin/sh\n")
+        (tools / name).chmod(0o755)
+    shutil.copytree(ROOT / ".ci", tmp_path / "tree" / ".ci")
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    for size, code in ((15_000_000, 0), (15_000_001, 1)):
+        with (dist / "liger_aot_sm90-1-py3-none-any.whl").open("wb") as stream:
+            stream.truncate(size)
+        (dist / "liger_aot-1-cp310-abi3-manylinux_2_17_x86_64.whl").write_bytes(b"")
+        names = sorted(path.name for path in dist.glob("*.whl"))
+        (dist / SUMS).write_text(run("sha256sum", *names, cwd=dist).stdout)
+        done = run(tmp_path / "tree" / ".ci" / "check-wheels", dist)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("larger than 15 MB" in done.stderr) == bool(code)
+
+
 @pytest.fixture
 def release(tmp_path: Path) -> Path:
     """Two files and their checksums."""

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_aot import flash_attn
-from liger_aot.errors import ArgumentError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.registry import load
 
-# flash-attn 2.8's parameters.
+# flash-attn 2.8's parameters, which may be given by position; after them FlashAttention-3's, by keyword alone.
 COMMON = ["softmax_scale", "causal", "window_size", "softcap"]
 LAST = ["alibi_slopes", "deterministic", "return_attn_probs"]
 SIGNATURES = {
@@ -28,12 +29,22 @@ SIGNATURES = {
         "return_softmax_lse",
     ],
 }  # fmt: skip
+BY_KEYWORD = {
+    "flash_attn_func": ["s_aux"],
+    "flash_attn_varlen_func": ["s_aux", "k_descale", "v_descale"],
+    "flash_attn_with_kvcache": ["s_aux", "k_descale", "v_descale"],
+}
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def test_signatures() -> None:
     assert set(SIGNATURES) == set(flash_attn.__all__)
     for name, parameters in SIGNATURES.items():
-        assert list(inspect.signature(getattr(flash_attn, name)).parameters) == parameters
+        found = inspect.signature(getattr(flash_attn, name)).parameters
+        assert list(found) == [*parameters, *BY_KEYWORD[name]]
+        assert [n for n, p in found.items() if p.kind is p.KEYWORD_ONLY] == BY_KEYWORD[name]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -125,6 +136,139 @@ def test_flash_attn_with_kvcache(paged: bool) -> None:
         assert_close(o[b : b + 1], plain(q[b : b + 1], seen[0][None], seen[1][None], mask))
     whole = flash_attn.flash_attn_with_kvcache(q, keys, values, cache_seqlens=5)
     assert_close(whole, plain(q, keys[:, :5], values[:, :5]))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cache_of_fp8(device: str, fp8: torch.dtype, paged: bool) -> None:
+    """What is read counts the descale's times, and what is written is divided by it: a scale for each head, as
+    FlashAttention-3 has it, (batch, kv_heads)."""
+    if device == "cuda" and fp8 != _fp8_of_the_gpu():
+        pytest.skip(f"this GPU has no {fp8}")
+    batch, capacity, new, lengths = 2, 32, 2, [20, 3]
+    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=device) if paged else None
+    by = {"k_descale": torch.tensor([0.5, 3.0]).to(device), "v_descale": torch.tensor([2.0, 0.25]).to(device)}
+    kept, given = [], []
+    for seed, scale in enumerate(by.values()):
+        codes = drawn(batch, capacity, 2, 16, seed=seed + 1).to(fp8).to(device)
+        cache = codes.clone()
+        if table is not None:
+            cache = torch.zeros(4, 16, 2, 16, dtype=torch.uint8, device=device)
+            cache[table.long()] = codes.view(torch.uint8).view(batch, 2, 16, 2, 16)
+            cache = cache.view(fp8)
+        kept.append(codes.float() * scale[:, None])
+        given.append(cache)
+    q, k, v = (drawn(batch, new, heads, 16, seed=s).to(device) for s, heads in ((0, 4), (3, 2), (4, 2)))
+    o = flash_attn.flash_attn_with_kvcache(
+        q, *given, k, v, cache_seqlens=torch.tensor(lengths).to(device), block_table=table, causal=True,
+        **{name: t.expand(batch, 2) for name, t in by.items()},
+    )  # fmt: skip
+    # What was written is read back by the function for packed queries, too.
+    starts_q, starts_k = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 2, 4], [0, 22, 27]))
+    packed = o.flatten(0, 1)
+    if paged:
+        packed = flash_attn.flash_attn_varlen_func(
+            q.flatten(0, 1), *given, starts_q, starts_k, 2, 22, causal=True, block_table=table, **by
+        )
+    for b, length in enumerate(lengths):
+        seen = []
+        for old, x, scale in zip(kept, (k, v), by.values(), strict=True):
+            written = (x[b].float() / scale[:, None]).to(fp8).float() * scale[:, None]
+            seen.append(torch.cat((old[b, :length], written))[None])
+        mask = torch.ones(new, length + new, dtype=torch.bool, device=device).tril(length)
+        want = plain(q[b : b + 1], *seen, mask)
+        assert_close(o[b : b + 1], want)
+        assert_close(packed[None, 2 * b : 2 * b + 2], want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True])
+def test_steps_in_a_cuda_graph(paged: bool) -> None:
+    """One graph for all steps of decoding: the lengths grow between replays, and each step's keys are in the cache that
+    the next one reads."""
+    batch, capacity, steps = 3, 64, 5
+    table = torch.randperm(12).view(batch, 4).int().cuda() if paged else None
+    shape = (12, 16, 2, 64) if paged else (batch, capacity, 2, 64)
+    k_cache, v_cache = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    lengths = torch.tensor([0, 15, 58], dtype=torch.int32, device="cuda")
+    first = lengths.tolist()
+    drawn_q, drawn_k, drawn_v = (
+        drawn(steps, batch, 1, heads, 64, seed=s).cuda() for s, heads in ((0, 4), (1, 2), (2, 2))
+    )
+    q, k, v = drawn_q[0].clone(), drawn_k[0].clone(), drawn_v[0].clone()
+
+    def step() -> Tensor:
+        o: Tensor = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, causal=True
+        )
+        return o
+
+    for name in ("flash_decoding", "write_kv_cache"):
+        load(name).preload("cuda")
+    step()  # writes what the first replay writes again
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step()
+    for i in range(steps):
+        for to, source in ((q, drawn_q), (k, drawn_k), (v, drawn_v)):
+            to.copy_(source[i])
+        graph.replay()
+        lengths += 1
+        for b, before in enumerate(first):
+            zeros = torch.zeros(1, before, 2, 64, device="cuda", dtype=torch.bfloat16)
+            keys, values = (torch.cat((zeros, t[: i + 1, b].transpose(0, 1)), 1) for t in (drawn_k, drawn_v))
+            assert_close(o[b : b + 1], plain(q[b : b + 1], keys, values))
+
+
+def _fp8_of_the_gpu() -> torch.dtype | None:
+    if torch.version.hip:
+        is_942 = torch.cuda.get_device_properties(0).gcnArchName.startswith("gfx942")
+        return torch.float8_e4m3fnuz if is_942 else None
+    return torch.float8_e4m3fn if torch.cuda.get_device_capability()[0] == 9 else None
+
+
+def test_new_keys_without_room_are_not_written() -> None:
+    """Neither into the next sequence nor into a page of another one; reading the cache reports the length."""
+    for table in (None, torch.tensor([[0], [1]], dtype=torch.int32)):
+        k_cache, v_cache = torch.zeros(2, 16, 2, 16).bfloat16(), torch.zeros(2, 16, 2, 16).bfloat16()
+        new = torch.ones(2, 3, 2, 16).bfloat16()
+        with pytest.raises(ArgumentError, match=r"cache_seqlens must be in \[0, 16\].*got 18"):
+            flash_attn.flash_attn_with_kvcache(
+                drawn(2, 3, 4, 16),
+                k_cache,
+                v_cache,
+                new,
+                new,
+                cache_seqlens=torch.tensor([15, 4]),
+                block_table=table,
+            )
+        written = [[15], [4, 5, 6]]
+        for cache in (k_cache, v_cache):
+            assert [cache[b].flatten(1).any(-1).nonzero().flatten().tolist() for b in range(2)] == written
+
+
+def test_descales_that_cannot_be() -> None:
+    q, cache = drawn(2, 1, 2, 16), torch.zeros(2, 16, 2, 16).to(torch.float8_e4m3fn)
+    by = torch.ones(2)
+    with pytest.raises(ArgumentError, match="v_descale must be given where k_descale is, got None"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, k_descale=by)
+    with pytest.raises(ArgumentError, match="k_descale must be given where v_descale is, got None"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, v_descale=by)
+    with pytest.raises(
+        ArgumentError, match=r"k_descale must have one element, .* shape \(2, 2\) with strides \(2, 1\)"
+    ):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, k_descale=torch.ones(2, 2), v_descale=by)
+    with pytest.raises(ArgumentTypeError, match=r"v_descale must be a torch\.Tensor, got float"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, k_descale=by, v_descale=1.0)  # type: ignore[arg-type]
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    with pytest.raises(
+        ArgumentError, match="k_descale and v_descale are for a cache, which needs block_table"
+    ):
+        flash_attn.flash_attn_varlen_func(
+            q[:, 0], q[:, 0], q[:, 0], starts, starts, 1, 1, k_descale=by, v_descale=by
+        )
 
 
 def test_what_is_not_there() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make venv installs it")
 
-from tests.harness.children import PACKAGE, environment
+from tests.harness.children import environment, start_as_installed
 
 USES_LIGER = """
 import sys
@@ -25,8 +25,7 @@ SAYS = "liger_aot: liger_kernel "
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     """A folder that makes every Python which has it in its path read liger_aot.pth, as from site-packages."""
-    (tmp_path / "liger_aot.pth").write_bytes((PACKAGE / "liger_aot.pth").read_bytes())
-    (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path)!r})\n")
+    start_as_installed(tmp_path)
     return tmp_path
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make venv installs it")
 
 from liger_aot.kernels import PATH
-from tests.harness.children import PACKAGE, ROOT, environment
+from tests.harness.children import ROOT, environment, start_as_installed
 
 LIGER = {"arguments": {"use_liger_kernel": True}}
 
@@ -27,8 +27,7 @@ LIGER = {"arguments": {"use_liger_kernel": True}}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder, and the file that Python reads at startup, as from site-packages."""
     folder = tmp_path_factory.mktemp("trainers")
-    (folder / "liger_aot.pth").write_bytes((PACKAGE / "liger_aot.pth").read_bytes())
-    (folder / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(folder)!r})\n")
+    start_as_installed(folder)
     return folder
 
 

@@ -67,10 +67,8 @@ def test_same_numbers_and_back(name: str) -> None:
     assert torch.equal(generated(model, inputs), tokens)
     assert list(model.state_dict()) == keys
     for key, value in plain.output.items():
-        if isinstance(value, torch.Tensor) and key not in (
-            "loss",
-            "logits",
-        ):  # of experts: the auxiliary loss
+        # Of experts: the auxiliary loss.
+        if isinstance(value, torch.Tensor) and key not in ("loss", "logits"):
             torch.testing.assert_close(ours.output[key], value)
     liger_aot.restore(model)
     assert changed_modules(model) == []
@@ -79,9 +77,8 @@ def test_same_numbers_and_back(name: str) -> None:
 
 def generated(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    if getattr(
-        model.config, "output_router_logits", False
-    ):  # Transformers' auxiliary loss is of whole prompts
+    # Transformers' auxiliary loss is of whole prompts.
+    if getattr(model.config, "output_router_logits", False):
         inputs["output_router_logits"] = False
     tokens: torch.Tensor = model.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
     return tokens

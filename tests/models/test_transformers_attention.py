@@ -114,9 +114,8 @@ def test_generates_with_a_static_cache(name: str, stand_in: StandIn) -> None:
     got = model.generate(prompt, cache_implementation="static", disable_compile=True, **options)
     assert torch.equal(got, want)
     assert {call["shape"][1] for call in stand_in.calls} <= {6, 1}
-    if (
-        name == "llama"
-    ):  # two layers: the prompt by flash_attention, then two sequences with a key more each time
+    # Two layers: the prompt by flash_attention, then two sequences with a key more each time.
+    if name == "llama":
         assert [call["shape"][1] for call in stand_in.calls] == [6, 6]
         assert stand_in.decoded == [(1, [n, n]) for n in range(7, 14) for _ in range(2)]
 

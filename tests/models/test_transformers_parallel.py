@@ -163,6 +163,7 @@ TWO = pytest.mark.skipif(
     [
         (tensor_parallel, (["llama", "qwen3", "qwen3_moe", "deepseek_v3"],)),
         (sequence_parallel, ()),
+        (liger, ()),
         (fully_sharded, ()),
     ],
 )

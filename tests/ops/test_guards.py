@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError, LigerAOTError
+from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.guards import TABLE
 from liger_aot.ops.registry import names
 from tests.conftest import built_pack
@@ -197,9 +198,8 @@ def _autocast(way: Way) -> tuple[Tensor, ...]:
         outputs = way.outputs()
     if "linear" not in way.op.name:
         return outputs
-    narrow = {
-        k: v.bfloat16() for k, v in way.tensors.items() if k.endswith("input")
-    }  # as torch's linear layers
+    # As torch's linear layers.
+    narrow = {k: v.bfloat16() for k, v in way.tensors.items() if k.endswith("input")}
     way.close(outputs, way.outputs(**narrow))
     return way.outputs()
 
@@ -486,6 +486,26 @@ def test_out_that_requires_a_gradient(name: str, way: Way) -> None:
     out = torch.zeros_like(way.tensors["x"], requires_grad=True) * 2
     with pytest.raises(ArgumentError, match="out is given, but a gradient is needed"):
         way.op(way.tensors["x"], out=out)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", sorted(n for n in OPS if isinstance(liger_aot.load(n), ForwardOnlyOp)))
+def test_a_gradient_of_an_op_without_one(name: str, compiled: bool) -> None:
+    """It is refused as soon as it is asked for, also under torch.compile, and not where autograd is off."""
+    op, call = liger_aot.load(name), small_calls()[name]
+    assert isinstance(op, ForwardOnlyOp) and not call.graded
+    tensors = {k: t.clone().requires_grad_(t.is_floating_point()) for k, t in call.tensors.items()}
+    outputs = torch.compile(call.outputs, backend="eager") if compiled else call.outputs
+    with torch.no_grad():
+        outputs(op, tensors)
+    with pytest.raises(Exception, match=f"{name}: a gradient is needed, and {op.no_gradient}: ") as raised:
+        outputs(op, tensors)
+    if compiled:
+        return
+    assert type(raised.value) is ArgumentError
+    first, plain = next(k for k, t in tensors.items() if t.is_floating_point()), call.tensors
+    with pytest.raises(ArgumentError, match=f"{name}: a gradient is needed"):
+        torch.func.grad(lambda t: _scalar(call.outputs(op, {**plain, first: t})))(plain[first])
 
 
 @pytest.mark.parametrize("name", ["cross_entropy"])

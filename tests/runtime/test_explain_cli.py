@@ -27,6 +27,7 @@ from liger_aot.errors import (
 from liger_aot.explanation import Choice, table
 from liger_aot.runtime import packs
 from liger_aot.runtime.dispatch import DTYPE_NAMES, KernelOn, Loaded
+from liger_aot.runtime.grid import with_split_rows
 from liger_aot.runtime.manifest import OpManifest
 from liger_aot.runtime.packs import pack_of
 from liger_aot.verify import Fault, verify
@@ -103,7 +104,11 @@ def test_explain_agrees_with_the_dispatch(built: Path, arch: str) -> None:
                     chosen = []
                     for p in problems:
                         kernel, key = dispatch[p.kernel], (*p.axes, p.aligned)
-                        loaded = kernel(key, p.n) if p.rows is None else kernel.for_rows(key, p.n, p.rows)
+                        if p.rows is None:
+                            loaded = kernel(key, p.n)
+                        else:
+                            on: Any = SimpleNamespace(kernels=dispatch)
+                            loaded = with_split_rows(on, p.kernel, p.split or "", key, p.n, p.rows)
                         chosen.append(loaded.variant.name)
                     assert [c.variant for c in choices if c.kernel in dispatch] == chosen
 

@@ -118,9 +118,8 @@ def test_no_flipped_bit_of_a_manifest_brings_another_binary(sm80: Path, step: in
         return [manifest.variant(name).blob.sha256 for name in manifest.variants]
 
     path = sm80 / "manifest.json"
-    edit(
-        path, lambda m: m.update(ops={"column_sums": m["ops"]["column_sums"]})
-    )  # a bit of another op's is no matter
+    # A bit of another op's is no matter.
+    edit(path, lambda m: m.update(ops={"column_sums": m["ops"]["column_sums"]}))
     whole = path.read_bytes()
     expected = hashes(Pack(sm80), "column_sums")
     refused = 0

@@ -51,9 +51,8 @@ def test_sixteen_threads_bind_and_load_at_once(stand_in: StandIn) -> None:
     runtimes = Runtimes("column_sums")
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     start = threading.Barrier(threads)
-    stand_in.hold(
-        "cuLibraryLoadData"
-    )  # the first to come blocks in the driver, so that the others wait for it
+    # The first to come blocks in the driver, so that the others wait for it.
+    stand_in.hold("cuLibraryLoadData")
 
     def work(thread: int) -> Any:
         start.wait()

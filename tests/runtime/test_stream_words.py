@@ -36,9 +36,8 @@ def test_no_words_have_the_number_of_a_launch(monkeypatch: pytest.MonkeyPatch) -
     first, one = words.with_epoch(7, 4)
     again, two = words.with_epoch(7, 4)
     assert again is first and 0 < one < two
-    monkeypatch.setattr(
-        "liger_aot.runtime.workspaces.NUMBERS", 4
-    )  # it begins again, with words that are zeros
+    # It begins again, with words that are zeros.
+    monkeypatch.setattr("liger_aot.runtime.workspaces.NUMBERS", 4)
     first.fill_(1)
     numbers = {words.with_epoch(7, 4)[1] for _ in range(2)}
     assert numbers == {3, 1} and not words.on(7, 4).any()

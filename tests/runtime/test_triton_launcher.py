@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import gc
 import struct
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from liger_aot.errors import DriverError
 from tests.harness.stand_in import StandIn, image
@@ -38,9 +40,8 @@ def test_a_binary(driver: Any, stand_in: StandIn) -> None:
     assert binary.name == "two"
     first, second = binary.prepare(0), binary.prepare(1)
     assert first[1:] == second[1:] == (40, 16, 1024)
-    assert (first[0] == second[0]) == (
-        driver.backend == "cuda"
-    )  # one kernel for all devices, or one for each
+    # One kernel for all devices, or one for each.
+    assert (first[0] == second[0]) == (driver.backend == "cuda")
     assert binary.prepare(0) == first
     live = stand_in.live_libraries
     del binary
@@ -264,3 +265,55 @@ def test_a_launcher_in_a_circle_is_freed(driver: Any) -> None:
     del holder
     gc.collect()
     assert gone() is None
+
+
+def test_what_a_call_key_is_of(driver: Any) -> None:
+    """Parameters of any name and option: equal keys where the classes of arguments are, and constants' values."""
+    places, defaults = {"X": 0, "n": 1, "C": 2, "num_warps": 3}, (None, None, 7)
+    flags = bytes((0, 0, 3))
+
+    def key(*args: Any, **kwargs: Any) -> Any:
+        return driver.call_key(places, flags, defaults, Size, args, kwargs)
+
+    class Size:
+        pass
+
+    x, size = torch.zeros(64), Size()
+    made, values = key(x, 48)
+    assert values[0] is x and values[1:] == (48, 7)
+    assert key(torch.zeros(8), n=64)[0] == made
+    assert key(n=0, X=x)[0] == made and key(x, 48, 7)[0] == made
+    others = [
+        key(x[1:], 48), key(x.half(), 48), key(None, 48), key(x, 47), key(x, 1), key(x, True), key(x, False),
+        key(x, 2**31), key(x, 2**31 + 1), key(x, 2**63), key(x, 2**63 + 1), key(x, 4.0), key(x, None), key(x, 48, 8),
+        key(x, 48, True), key(x, 48, 7.0), key(x, 48, "7"), key(x, 48, None), key(x, 48, size),
+        key(x, 48, num_warps=4), key(x, 48, num_warps=8), key(x, 48, num_warps=None),
+    ]  # fmt: skip
+    assert len({one[0] for one in others} | {made}) == len(others) + 1
+    for none in (
+        key(x),
+        key(x, 48, 7, 8),
+        key(x, 48, n=48),
+        key(x, 48, other=1),
+        key(x, (1, 2)),
+        key(x, 2**64),
+    ):
+        assert none is None
+    assert key(x, 48, "x" * 200) is None and key(x, 48, 2**64) is None and key(x, 48, -(2**64)) is None
+    assert key(x, -(2**64)) is None and key(x, 48, object()) is None and key(x, 48, num_warps=size) is None
+    many = {f"a{i}": i for i in range(256)}
+    assert driver.call_key(many, b"\1" * 256, (None,) * 256, Size, tuple(range(256)), {}) is None
+    before = [sys.getrefcount(one) for one in (x, size, places, defaults)]
+    for _ in range(100):
+        key(x, 48, size, num_warps=4)
+        key(x, 48, object())
+    assert [sys.getrefcount(one) for one in (x, size, places, defaults)] == before
+
+
+def test_call_keys_of_what_is_none(driver: Any) -> None:
+    with pytest.raises(TypeError, match="call_key takes"):
+        driver.call_key({}, b"", (), int, ())
+    with pytest.raises(TypeError, match="call_key takes"):
+        driver.call_key([], b"", (), int, (), {})
+    with pytest.raises(ValueError, match="1 parameters with 0 defaults"):
+        driver.call_key({}, b"\0", (), int, (), {})

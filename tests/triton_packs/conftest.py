@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: make venv installs it")
 
-from tests.harness.children import PACKAGE, environment
+from tests.harness.children import environment, start_as_installed
 
 WINDOW = 32768
 
@@ -29,8 +29,7 @@ def liger_aot(
     what lies in ``folder`` and in ``installed``."""
     start = folder / "start"
     start.mkdir(exist_ok=True)
-    (start / "liger_aot.pth").write_bytes((PACKAGE / "liger_aot.pth").read_bytes())
-    (start / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(start)!r})\n")
+    start_as_installed(start)
     variables = environment()
     folders = [start, folder, *([installed] if installed else []), variables["PYTHONPATH"]]
     variables["PYTHONPATH"] = os.pathsep.join(map(str, folders))

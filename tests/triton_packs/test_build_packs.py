@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from liger_aot.triton import recording as recordings
+from liger_aot.triton.recording import Part
+from liger_aot.triton.targets import target
 from liger_aot_build.binary import inspect
 from liger_aot_build.errors import BuildError
 from liger_aot_build.paths import ROOT
+from liger_aot_build.triton_packs.build import nearest
 from liger_aot_build.triton_packs.find import Finder, NotFound
 from liger_aot_build.triton_packs.pack import check_name
 from tests.emulator.amd_emulator.triton_kernel import TritonKernel
@@ -372,7 +375,7 @@ def test_names_that_are_none(recording: Path) -> None:
         with pytest.raises(BuildError, match="--name"):
             check_name(wrong)
     done = liger_aot(recording.parent, "pack", recording, "--name", "a", "--arch", "sm9x", code=1)
-    assert "'sm9x' is no architecture" in done.stderr
+    assert "must be one such as sm90 or gfx942, got 'sm9x'" in done.stderr
 
 
 IN_THE_PROGRAM = """
@@ -398,3 +401,20 @@ def test_kernels_of_the_program_itself(tmp_path: Path) -> None:
     assert [*built.manifest["functions"]] == ["__main__:half"]
     (part,) = recordings.read(recording)
     assert {*built.function("half")["variants"]} == {noted.variant.name for noted in part.variants}
+
+
+@pytest.mark.parametrize(
+    ("arch", "recorded", "taken"),
+    [
+        ("sm90", "sm80 sm90 gfx942", "sm90"),
+        ("sm89", "sm80 sm90", "sm80"),  # what sm90's programs ask for may not be there
+        ("sm100", "sm80 sm90 gfx942", "sm90"),
+        ("sm75", "sm80 sm90 gfx942", "sm80"),
+        ("gfx90a", "sm90 gfx942 gfx1100", "gfx942"),
+        ("gfx1201", "gfx942 gfx1100", "gfx1100"),
+        ("gfx950", "sm80 sm90", "sm90"),
+    ],
+)
+def test_the_recording_that_is_built_from(arch: str, recorded: str, taken: str) -> None:
+    parts = [Part(target(name), "3.6.0", "", False, {}, (), (), ()) for name in recorded.split()]
+    assert nearest(parts, target(arch)).target.profile == taken

@@ -100,9 +100,9 @@ def test_declared_points(tmp_path: Path) -> None:
     )
     lines = done.stdout.splitlines()
     assert lines[:4] == ["24", "8", "3", "6"]
-    assert "no value for its parameter 'Y'" in lines[4]
+    assert "a value is needed for" in lines[4] and "parameter 'Y'" in lines[4]
     assert "has no parameter 'Z'; it has X, Y, OUT, n, by, BLOCK" in lines[5]
-    assert "sizes: n is 'x'" in lines[6]
+    assert "sizes['n'] must be None, a number, or a list of numbers, got 'x'" in lines[6]
     (part,) = recordings.read(tmp_path / "recording")
     assert part.target.name == "hip-gfx942"
     ranged = {noted.ranged for noted in part.variants if noted.variant.qualname == "total"}
@@ -291,3 +291,76 @@ def test_what_a_tuner_only_tries_is_not_recorded(tmp_path: Path) -> None:
         (2000, 128, True),
     ]
     assert [n.variant.constants for n in part.variants if n.variant.qualname == "pair"] == [[[[2], 256]]]
+
+
+GRADIENTS = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def doubled(X, Y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + at, 2 * tl.load(X + at, mask=at < n), mask=at < n)
+
+
+def launch(x, block):
+    assert x.is_cuda and x.device == torch.device("cuda", 0) and torch.cuda.is_available()
+    with torch.cuda.device(x.device):
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    other = torch.empty(3, device="cuda")
+    assert y.is_cuda and other.is_cuda and other.get_device() == 0
+    doubled[(1,)](x, y, x.numel(), BLOCK=block)
+    return y
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return launch(x, 64)
+
+    @staticmethod
+    def backward(context, gradient):
+        return launch(gradient.contiguous(), 128)
+
+
+torch.cuda.manual_seed(0)
+torch.cuda.manual_seed_all(0)
+x = torch.randn(50, device="cuda", requires_grad=True)
+Doubled.apply(x).sum().backward()
+assert x.grad.is_cuda
+torch.autograd.grad(Doubled.apply(x), x, torch.ones(50, device="cuda"))
+"""
+
+
+def test_functions_of_the_program_see_a_gpu_in_forward_and_backward(tmp_path: Path) -> None:
+    (tmp_path / "gradients.py").write_text(GRADIENTS)
+    (part,) = recordings.read(record(tmp_path, "gradients.py"))
+    assert sorted(noted.variant.constants for noted in part.variants) == [[[[3], 64]], [[[3], 128]]]
+
+
+VERSIONS = """
+import torch
+from liger_aot.triton.stand_ins import stand_in
+from liger_aot.triton.targets import target
+own = {own!r}
+torch.version.cuda, torch.version.hip = own
+stand_in(target({arch!r}))
+print(torch.version.cuda, torch.version.hip)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arch", "own", "said"),
+    [
+        ("sm90", ("13.0", None), "13.0 None"),  # torchvision compares it with what it was built for
+        ("sm90", (None, None), "12.8 None"),
+        ("gfx942", ("13.0", None), "None 6.4.43482"),
+        ("gfx942", (None, "7.0"), "None 7.0"),
+    ],
+)
+def test_torch_keeps_its_own_version(arch: str, own: tuple[str | None, str | None], said: str) -> None:
+    code = VERSIONS.format(arch=arch, own=own)
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == said, done.stderr

@@ -79,7 +79,7 @@ def test_a_cpu_tensor_and_a_miss(packed: None) -> None:
     kernels.add[(4,)](x, pinned, out, 1000, 0.5, BLOCK=256)
     torch.cuda.synchronize()
     assert torch.equal(out[:1000], (x + 0.5 * pinned.cuda())[:1000])
-    with pytest.raises(KernelNotInPack, match="BLOCK is the constant 512, there the constant 256"):
+    with pytest.raises(KernelNotInPack, match="BLOCK is the constant 512, in the pack the constant 256"):
         kernels.add[(4,)](x, x, x, 1000, 0.5, BLOCK=512)
 
 
@@ -122,3 +122,52 @@ def test_in_a_compiled_function(packed: None, backend: str) -> None:
     expected = x + 0.5 * y
     assert torch.equal(twice(x, y)[:1000], expected[:1000])
     assert triton.runtime.driver.active.__class__.__name__ == "CudaPackDriver"
+
+
+def test_what_inductor_compiles(packed: None) -> None:
+    """Inductor makes source of a graph, kernels of the program's own included, and compiles it: no pack is asked. A
+    custom op is left as it is: its kernel comes from the pack."""
+    liger_aot.triton.use("small", missing="error")
+    before = liger_aot.triton.status().loaded
+
+    @torch.library.custom_op("liger_aot_tests::add", mutates_args=())
+    def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        kernels.add[(4,)](x, y, out, 1000, 0.5, BLOCK=256)
+        return out
+
+    @add.register_fake
+    def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    @torch.compile
+    def compiled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        kernels.add[(4,)](x, y, out, 1000, 0.5, BLOCK=256)
+        return out.sin() + 1
+
+    @torch.compile
+    def left(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return add(x, y).sin() + 1
+
+    x, y = torch.randn(1024, device="cuda"), torch.randn(1024, device="cuda")
+    wanted = torch.zeros(1024, device="cuda")
+    wanted[:1000] = (x + 0.5 * y)[:1000]
+    wanted = wanted.sin() + 1
+    torch.testing.assert_close(compiled(x, y), wanted)
+    assert liger_aot.triton.status().loaded == before
+    torch.testing.assert_close(left(x, y), wanted)
+    assert liger_aot.triton.status().loaded == before + 1
+    assert not liger_aot.triton.status().missed
+
+
+def test_launches_like_one_before(packed: None) -> None:
+    """A call of another alignment is another call, also after many of the same."""
+    liger_aot.triton.use("small", missing="error")
+    for n in (1000, 999, 1000, 999):
+        x, y = torch.randn(1025, device="cuda"), torch.randn(1025, device="cuda")
+        out = torch.zeros(1024, device="cuda")
+        kernels.add[(4,)](x, y, out, n, 0.5, BLOCK=256)
+        assert torch.equal(out[:n], (x + 0.5 * y)[:n]) and not out[n:].any()
+    with pytest.raises(KernelNotInPack, match="n is i32 divisible by 16, there i32"):
+        kernels.add[(4,)](x, y, out, 992, 0.5, BLOCK=256)

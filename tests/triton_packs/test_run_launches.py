@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import threading
 from collections.abc import Callable
@@ -269,7 +270,9 @@ def test_functions_as_constants(packed: Any, triton_gpu: StandIn) -> None:
 
     packed(launch)
     launch()
-    with pytest.raises(KernelNotInPack, match="FUNCTION is the constant triple, there the constant double"):
+    with pytest.raises(
+        KernelNotInPack, match="FUNCTION is the constant triple, in the pack the constant double"
+    ):
         launch(triple)
     assert triton_gpu.launch_count == 1
 
@@ -307,6 +310,23 @@ def test_hooks_grids_and_kernels_as_objects(packed: Any, triton_gpu: StandIn) ->
     assert kernel.asm["cubin"].startswith(b"\x7fELF")
     with pytest.raises(KeyError):
         kernel.asm["ttgir"]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_collection_of_garbage_is_as_it_was(packed: Any, triton_gpu: StandIn, collects: bool) -> None:
+    """Also after a launch that no pack has."""
+    x, y, z = tensors(3)
+    packed(lambda: kernels.add[(1,)](x, y, z, 60, BLOCK=32))
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        kernels.add[(1,)](x, y, z, 60, BLOCK=32)
+        assert gc.isenabled() == collects
+        with pytest.raises(KernelNotInPack):
+            kernels.add[(1,)](x, y, z, 60, BLOCK=64)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_an_empty_grid_launches_nothing(packed: Any, triton_gpu: StandIn) -> None:
@@ -436,19 +456,22 @@ def test_a_miss_says_what_does_not_fit(packed: Any, triton_gpu: StandIn) -> None
 
     packed(launch)
     launch()
-    name = "tests.triton_packs.run_kernels:add: none of 1 variants fits; of the nearest, in pack mykernels for sm90"
+    name = (
+        "tests.triton_packs.run_kernels:add: none of 1 variants fits. The nearest, of pack mykernels for sm90"
+    )
     with pytest.raises(
-        KernelNotInPack, match=f"{name}, differ: BLOCK is the constant 64, there the constant 32"
+        KernelNotInPack, match=f"{name}, differs: BLOCK is the constant 64, in the pack the constant 32"
     ):
         launch(block=64)
-    with pytest.raises(KernelNotInPack, match=r"differ: X is .fp32, there .fp32 divisible by 16"):
+    with pytest.raises(KernelNotInPack, match=r"differs: X is .fp32, in the pack .fp32 divisible by 16"):
         launch(x[1:])
-    with pytest.raises(KernelNotInPack, match="n is i32, there i32 divisible by 16"):
+    with pytest.raises(KernelNotInPack, match="n is i32, in the pack i32 divisible by 16"):
         launch(n=63)
-    with pytest.raises(KernelNotInPack, match="the option num_warps is 2, there not given"):
+    with pytest.raises(KernelNotInPack, match="the option num_warps is 2, in the pack not given"):
         launch(num_warps=2)
     with pytest.raises(
-        KernelNotInPack, match=r"X is .fp16 divisible by 16, there .fp32 .*; n is .*Record this call too"
+        KernelNotInPack,
+        match=r"X is .fp16 divisible by 16, in the pack .fp32 .*; n is .*Record this call too",
     ):
         launch(x.half(), n=1)
     assert triton_gpu.launch_count == 1
@@ -483,7 +506,7 @@ def test_a_function_whose_source_changed(packed: Any, triton_gpu: StandIn) -> No
     try:
         kernels.add._unsafe_update_src(source.replace("+ tl.load(Y", "- tl.load(Y"))
         with pytest.raises(
-            KernelNotInPack, match="run_kernels:add: it is not as it was when pack mykernels for sm90"
+            KernelNotInPack, match="run_kernels:add: it has changed since pack mykernels for sm90"
         ):
             launch()
     finally:
@@ -539,7 +562,7 @@ def test_packs_by_name(packed: Any, triton_gpu: StandIn, tmp_path: Path) -> None
         PackNotFound, match="no pack 'others' of Triton kernels is installed; installed: mykernels"
     ):
         liger_aot.triton.use("others")
-    with pytest.raises(ValueError, match="missing is 'maybe'; it is one of 'error', 'warn', 'compile'"):
+    with pytest.raises(ValueError, match="missing must be 'error', 'warn' or 'compile', got 'maybe'"):
         liger_aot.triton.use(missing="maybe")
     liger_aot.triton.use("mykernels")
     kernels.add[(1,)](x, y, z, 60, BLOCK=32)

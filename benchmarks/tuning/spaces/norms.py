@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,12 @@ from benchmarks.tuning.space import (
     Space,
     any_row,
     by_length,
+    for_few_rows,
     grid,
     one_row,
     power,
     row_in_blocks,
+    row_in_registers,
     warps,
     whole_rows,
 )
@@ -29,11 +31,13 @@ WIDE: dict[int | None, tuple[int, ...]] = {
     n: (n,) for n in (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 }
 ENDLESS: dict[int | None, tuple[int, ...]] = {None: (65536, 131072)}
+HIDDEN = (1024, 2048, 3072, 4096, 5120, 7168, 8192)  # of today's decoders, and what lies between
+FEW_ROWS = for_few_rows(HIDDEN, 256)
 PROBLEMS = (*by_length({**LENGTHS, **ENDLESS}), *by_length({**WIDE, **ENDLESS}, ("fp32",)))
 
 
 def rows_and_blocks(p: Problem, whole: str = "row", blocks: str = "long", **keys: Any) -> Iterator[Row]:
-    """A forward: a row in one block, in several blocks in registers, or of any length."""
+    """A forward: a row in one block, in several blocks, or of any length."""
     if p.n <= 2048:
         yield from whole_rows(p)
     if whole != "tile" and 1024 <= p.n <= 16384:
@@ -42,6 +46,18 @@ def rows_and_blocks(p: Problem, whole: str = "row", blocks: str = "long", **keys
         yield from row_in_blocks(p, blocks, **keys)
     if p.max_n is None:
         yield from any_row(p, blocks, **keys)
+
+
+def held_rows(others: Callable[[Problem], Iterator[Row]]) -> Callable[[Problem], Iterator[Row]]:
+    """A forward that may also hold a row in registers: the only way that is tried for few rows."""
+
+    def rows(p: Problem) -> Iterator[Row]:
+        if p.most_rows is not None or (p.width == 2 and p.max_n and 1024 < p.n <= 8192):
+            yield from row_in_registers(p)
+        if p.most_rows is None:
+            yield from others(p)
+
+    return rows
 
 
 def rmsnorm_forward(p: Problem) -> Iterator[Row]:
@@ -305,11 +321,11 @@ def poly_norm_backward(p: Problem) -> Iterator[Row]:
 
 POLY = by_length({n: sizes for n, sizes in LENGTHS.items() if n and n <= 16384})
 SPACES = {
-    "rmsnorm_forward": Space(PROBLEMS, rmsnorm_forward),
+    "rmsnorm_forward": Space((*FEW_ROWS, *PROBLEMS), held_rows(rmsnorm_forward)),
     "rmsnorm_backward": Space(GRADIENTS, partial(backward, rows_for_one_cta=4)),
-    "fused_add_rmsnorm_forward": Space(PROBLEMS, rows_and_blocks),
+    "fused_add_rmsnorm_forward": Space((*FEW_ROWS, *PROBLEMS), held_rows(rows_and_blocks)),
     "fused_add_rmsnorm_backward": Space(GRADIENTS, partial(backward, inputs=3)),
-    "layernorm_forward": Space(PROBLEMS, layernorm_forward),
+    "layernorm_forward": Space((*FEW_ROWS, *PROBLEMS), held_rows(layernorm_forward)),
     "layernorm_backward": Space(GRADIENTS, backward),
     "poly_norm_forward": Space(PROBLEMS, rows_and_blocks),
     "poly_norm_backward": Space(POLY, poly_norm_backward),

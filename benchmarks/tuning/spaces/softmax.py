@@ -13,9 +13,11 @@ from benchmarks.tuning.space import (
     Space,
     any_row,
     by_length,
+    for_few_rows,
     grid,
     one_row,
     row_in_blocks,
+    row_in_registers,
     whole_rows,
 )
 
@@ -30,6 +32,7 @@ PROBLEMS = (
         ("fp32",),
     ),
 )
+FEW_ROWS = for_few_rows((2048, 3072, 4096, 5120, 7168, 8192), 256)
 SHARED = 224 << 10  # bytes of a multiprocessor that a pipeline may fill
 
 
@@ -66,6 +69,13 @@ def forward(p: Problem, interleaves: tuple[int, ...]) -> Iterator[Row]:
                 p, whole=p.max_n is not None, **({"interleave": interleave} if interleave else {})
             )
         yield from any_row(p, blocks=(8192, 16384))
+
+
+def softmax_forward(p: Problem) -> Iterator[Row]:
+    if p.most_rows is not None or (p.width == 2 and p.max_n and 1024 < p.n <= 8192):
+        yield from row_in_registers(p)
+    if p.most_rows is None:
+        yield from forward(p, (1, 2, 4))
 
 
 def backward(p: Problem, pipelined: bool) -> Iterator[Row]:
@@ -114,7 +124,7 @@ def chosen_gradient(p: Problem) -> Iterator[Row]:
 VOCABULARIES = (32000, 128256, 262144)
 SPARSEMAX = by_length({**SHORT, **LONG, None: (65536,)})
 SPACES = {
-    "softmax_forward": Space(PROBLEMS, partial(forward, interleaves=(1, 2, 4))),
+    "softmax_forward": Space((*FEW_ROWS, *PROBLEMS), softmax_forward),
     "softmax_backward": Space(PROBLEMS, partial(backward, pipelined=True)),
     "log_softmax_forward": Space(PROBLEMS, partial(forward, interleaves=(0,))),
     "log_softmax_backward": Space(PROBLEMS, partial(backward, pipelined=False)),

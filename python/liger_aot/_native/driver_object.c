@@ -164,6 +164,11 @@ static PyObject *driver_triton_launcher(PyObject *self, PyObject *args, PyObject
     return triton_launcher_new((PyTypeObject *)state->triton_launcher_type, state, (DriverObject *)self, args, keywords);
 }
 
+static PyObject *driver_call_key(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    ModuleState *state = PyType_GetModuleState(Py_TYPE(self));
+    return state == NULL ? NULL : call_key(state, args, count);
+}
+
 PyDoc_STRVAR(driver_doc,
              "Driver(backend, library)\n--\n\n"
              "An opened GPU driver: backend \"cuda\" or \"hip\", library the name or path to open.");
@@ -184,7 +189,12 @@ PyDoc_STRVAR(triton_launcher_doc,
              "                cooperative=False, pdl=False, scratch=None)\n--\n\n"
              "What launches a kernel for Triton, as a TritonLauncher.");
 
+PyDoc_STRVAR(call_key_doc,
+             "call_key($self, places, flags, defaults, dtype_class, args, kwargs, /)\n--\n\n"
+             "(key, values by parameter) of a call of one of Triton's functions; None where only Triton can say.");
+
 static PyMethodDef driver_methods[] = {
+    {"call_key", (PyCFunction)(void (*)(void))driver_call_key, METH_FASTCALL, call_key_doc},
     {"binary", (PyCFunction)(void (*)(void))driver_binary, METH_VARARGS | METH_KEYWORDS, binary_doc},
     {"triton_launcher", (PyCFunction)(void (*)(void))driver_triton_launcher, METH_VARARGS | METH_KEYWORDS,
      triton_launcher_doc},

@@ -1,6 +1,6 @@
 /* The type Kernel: one kernel of a loaded image, and its launch. */
 #include "arguments.h"
-#include "module.h"
+#include "loaded_kernel.h"
 #include "tensor_map.h"
 
 #include <limits.h>
@@ -20,12 +20,9 @@ enum { DEVICE, STREAM, GRID, FIRST_ARGUMENT = GRID + 3 };
 
 typedef struct {
     PyObject_HEAD
-    DriverObject *driver;
-    PyObject *name;
+    LoadedKernel loaded;
     PyObject *signature;
     PyObject *map_type; /* TensorMap: a launch compares types with it */
-    PyObject *image; /* HIP reads it when a device first needs it; NULL once CUDA has its copy */
-    Code code;
     unsigned grid_limits[3];
     int argument_count;
     char letters[MAX_ARGUMENTS + 1];
@@ -38,7 +35,8 @@ typedef struct {
 /* HIP counts the threads of a grid axis in 32 bits, where CUDA counts blocks. */
 static void set_grid_limits(KernelObject *self, unsigned threads) {
     unsigned blocks = UINT_MAX / threads;
-    self->grid_limits[0] = self->driver->library.backend == &hip_backend && blocks < MAX_GRID_X ? blocks : MAX_GRID_X;
+    int hip = self->loaded.driver->library.backend == &hip_backend;
+    self->grid_limits[0] = hip && blocks < MAX_GRID_X ? blocks : MAX_GRID_X;
     self->grid_limits[1] = MAX_GRID_YZ;
     self->grid_limits[2] = MAX_GRID_YZ;
 }
@@ -53,15 +51,6 @@ static int check_block(int threads, int shared) {
         return -1;
     }
     return 0;
-}
-
-/* The text of a string, which lives as long as that; NULL with an error set, also for a NUL inside. */
-static const char *text_of(PyObject *string, const char *what) {
-    Py_ssize_t size;
-    const char *text = PyUnicode_AsUTF8AndSize(string, &size);
-    if (text == NULL || strlen(text) == (size_t)size) return text;
-    PyErr_Format(PyExc_ValueError, "%s %R has a null character", what, string);
-    return NULL;
 }
 
 /* Reads the arguments of Driver.load into a new kernel. Returns 0, or -1 with an error set. */
@@ -83,51 +72,19 @@ static int read_load_arguments(KernelObject *self, PyObject *args, PyObject *key
     if (check_block(threads, shared) < 0) return -1;
     const char *letters = text_of(signature, "signature");
     if (letters == NULL || check_signature(letters) < 0) return -1;
-    self->code.name = text_of(name, "name");
-    if (self->code.name == NULL) return -1;
-    self->code.image = PyBytes_AsString(image); /* followed by a NUL, which marks the end of PTX */
-    if (self->code.image == NULL) return -1;
+    if (loaded_kernel_set(&self->loaded, image, name) < 0) return -1;
 
-    Py_INCREF(image);
-    self->image = image;
-    Py_INCREF(name);
-    self->name = name;
     Py_INCREF(signature);
     self->signature = signature;
     self->argument_count = (int)strlen(letters);
     memcpy(self->letters, letters, (size_t)self->argument_count + 1);
-    self->code.threads = (unsigned)threads;
-    self->code.shared = (unsigned)shared;
-    self->code.cooperative = cooperative;
+    self->loaded.code.threads = (unsigned)threads;
+    self->loaded.code.shared = (unsigned)shared;
+    self->loaded.code.cooperative = cooperative;
     self->cooperative = (char)cooperative;
-    self->code.pdl = pdl;
+    self->loaded.code.pdl = pdl;
     self->pdl = (char)pdl;
-    set_grid_limits(self, self->code.threads);
-    return 0;
-}
-
-/* Sets the error of a failed outcome, with the kernel and what it was asked to do. */
-static void raise_kernel_error(const KernelObject *self, Outcome outcome, const char *doing) {
-    char text[512];
-    snprintf(text, sizeof text, "%s (kernel %.200s: %u threads, %u bytes of shared memory)", doing, self->code.name,
-             self->code.threads, self->code.shared);
-    raise_driver_error(self->driver, outcome, text);
-}
-
-static int load_code(KernelObject *self) {
-    Outcome outcome;
-    if (check_not_forked(self->driver) < 0) return -1;
-    Py_BEGIN_ALLOW_THREADS
-    outcome = code_load(&self->driver->library, &self->code);
-    Py_END_ALLOW_THREADS
-    if (outcome.call != NULL) {
-        raise_kernel_error(self, outcome, "loading the image");
-        return -1;
-    }
-    if (self->code.library != NULL) { /* the driver has a copy, which serves all devices */
-        self->code.image = NULL;
-        Py_CLEAR(self->image);
-    }
+    set_grid_limits(self, self->loaded.code.threads);
     return 0;
 }
 
@@ -149,19 +106,19 @@ static size_t parameter_sizes(const char *letters, size_t *sizes) {
  * places them depends on where the block of parameters starts. Returns 0, or -1 with an error set. */
 static int check_parameters(const KernelObject *self) {
     size_t sizes[MAX_PARAMETERS + SCRATCH_POINTERS], own[MAX_PARAMETERS + SCRATCH_POINTERS], own_count;
-    const DriverLibrary *library = &self->driver->library;
+    const DriverLibrary *library = &self->loaded.driver->library;
     size_t count = parameter_sizes(self->letters, sizes);
     if (library->backend->parameters == NULL) return 0;
-    if (!library->backend->parameters(library, &self->code, count, own, &own_count)) return 0;
+    if (!library->backend->parameters(library, &self->loaded.code, count, own, &own_count)) return 0;
     if (own_count != count) {
         PyErr_Format(PyExc_ValueError, "signature \"%s\" has %zu parameters with the two for scratch memory, kernel %U "
-                     "has %zu", self->letters, count, self->name, own_count);
+                     "has %zu", self->letters, count, self->loaded.name, own_count);
         return -1;
     }
     for (size_t i = 0; i < count; i++) {
         if (own[i] == sizes[i]) continue;
         PyErr_Format(PyExc_ValueError, "signature \"%s\": parameter %zu of kernel %U has %zu bytes, the signature has %zu",
-                     self->letters, i + 1, self->name, own[i], sizes[i]);
+                     self->letters, i + 1, self->loaded.name, own[i], sizes[i]);
         return -1;
     }
     return 0;
@@ -171,69 +128,35 @@ PyObject *kernel_new(PyTypeObject *type, PyObject *map_type, DriverObject *drive
                      PyObject *keywords) {
     KernelObject *self = (KernelObject *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
-    pthread_mutex_init(&self->code.preparing, NULL); /* default attributes: cannot fail on Linux */
-    Py_INCREF(driver);
-    self->driver = driver;
+    loaded_kernel_init(&self->loaded, driver);
     Py_INCREF(map_type);
     self->map_type = map_type;
-    if (read_load_arguments(self, args, keywords) < 0 || load_code(self) < 0 || check_parameters(self) < 0) {
+    if (read_load_arguments(self, args, keywords) < 0 || loaded_kernel_load(&self->loaded) < 0 ||
+        check_parameters(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }
     return (PyObject *)self;
 }
 
-/* Unloading may wait for the device, and a callback there may wait for the GIL. */
-static void unload_code(KernelObject *self) {
-    Outcome outcome;
-    const Backend *backend = self->driver->library.backend;
-    int release = driver_is_to_be_released(self->driver);
-    Py_BEGIN_ALLOW_THREADS
-    outcome = code_unload(&self->driver->library, &self->code, release);
-    Py_END_ALLOW_THREADS
-    if (outcome.call == NULL || outcome.code == backend->already_deinitialized) return;
-    raise_kernel_error(self, outcome, "unloading");
-    PyErr_WriteUnraisable(self->name);
-}
-
 static void kernel_dealloc(PyObject *object) {
     KernelObject *self = (KernelObject *)object;
     PyTypeObject *type = Py_TYPE(object);
-    PyObject *error_type, *error, *traceback; /* an error may be on its way past this object */
-    PyErr_Fetch(&error_type, &error, &traceback);
-    unload_code(self);
-    PyErr_Restore(error_type, error, traceback);
-    pthread_mutex_destroy(&self->code.preparing);
+    loaded_kernel_free(&self->loaded);
     Py_DECREF(self->map_type);
-    Py_XDECREF(self->image);
-    Py_XDECREF(self->name);
     Py_XDECREF(self->signature);
-    Py_DECREF(self->driver);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
 
 /* ---- Launching ---- */
 
-/* Makes the kernel ready on a device. Loading can take long: other threads run meanwhile. */
-static int prepare(KernelObject *self, int device) {
-    char doing[64];
-    Outcome outcome;
-    Py_BEGIN_ALLOW_THREADS
-    outcome = code_prepare(&self->driver->library, &self->code, device);
-    Py_END_ALLOW_THREADS
-    if (outcome.call == NULL) return 0;
-    snprintf(doing, sizeof doing, "preparing device %d", device);
-    raise_kernel_error(self, outcome, doing);
-    return -1;
-}
-
 static PyObject *kernel_prepare(PyObject *object, PyObject *value) {
-    KernelObject *self = (KernelObject *)object;
+    LoadedKernel *loaded = &((KernelObject *)object)->loaded;
     int device;
-    if (read_device(value, self->driver->library.device_count, &device) < 0) return NULL;
-    if (check_not_forked(self->driver) < 0) return NULL;
-    if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
+    if (read_device(value, loaded->driver->library.device_count, &device) < 0) return NULL;
+    if (check_not_forked(loaded->driver) < 0) return NULL;
+    if (loaded_kernel_prepare(loaded, device) < 0) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -241,7 +164,7 @@ static int check_count(const KernelObject *self, Py_ssize_t given) {
     if (given == FIRST_ARGUMENT + self->argument_count) return 0;
     PyErr_Format(PyExc_TypeError,
                  "kernel %U takes %d arguments (signature \"%s\") after device, stream and three grid sizes, not %zd",
-                 self->name, self->argument_count, self->letters, given - FIRST_ARGUMENT);
+                 self->loaded.name, self->argument_count, self->letters, given - FIRST_ARGUMENT);
     return -1;
 }
 
@@ -251,7 +174,7 @@ static int pack_arguments(const KernelObject *self, PyObject *const *values, Slo
     void **end = parameters;
     for (int i = 0; i < self->argument_count; i++) {
         if (pack_argument(self->map_type, self->letters[i], values[i], &slots[i], &end) < 0) {
-            argument_error(self->name, self->letters, i, values[i]);
+            argument_error(self->loaded.name, self->letters, i, values[i]);
             return -1;
         }
     }
@@ -261,11 +184,12 @@ static int pack_arguments(const KernelObject *self, PyObject *const *values, Slo
 
 /* The GIL is released although a launch is short: it blocks when the device's queue is full, and what empties the
  * queue may be waiting for the GIL. */
-static int launch(const KernelObject *self, int device, const Launch *request) {
+static int launch(const LoadedKernel *self, int device, const Launch *request) {
+    const DriverLibrary *library = &self->driver->library;
     char doing[128];
     Outcome outcome;
     Py_BEGIN_ALLOW_THREADS
-    outcome = self->driver->library.backend->launch(&self->driver->library, &self->code, device, request);
+    outcome = library->backend->launch(library, &self->code, device, request);
     Py_END_ALLOW_THREADS
     if (outcome.call == NULL) return 0;
     snprintf(doing, sizeof doing, "launching a grid of %u x %u x %u on device %d", request->grid[0],
@@ -281,16 +205,16 @@ static PyObject *kernel_launch(PyObject *object, PyObject *const *args, Py_ssize
     Launch request = {.parameters = parameters};
     int device;
     if (check_count(self, count) < 0) return NULL;
-    if (read_device(args[DEVICE], self->driver->library.device_count, &device) < 0) return NULL;
+    if (read_device(args[DEVICE], self->loaded.driver->library.device_count, &device) < 0) return NULL;
     if (read_stream(args[STREAM], &request.stream) < 0) return NULL;
     if (read_grid(args + GRID, self->grid_limits, request.grid) < 0) return NULL;
     if (pack_arguments(self, args + FIRST_ARGUMENT, slots, &null, parameters) < 0) return NULL;
 
-    if (check_not_forked(self->driver) < 0) return NULL;
+    if (check_not_forked(self->loaded.driver) < 0) return NULL;
     if (request.grid[0] == 0 || request.grid[1] == 0 || request.grid[2] == 0) Py_RETURN_NONE;
-    if (!code_is_ready(&self->code, device) && prepare(self, device) < 0) return NULL;
-    request.function = code_function(&self->code, device);
-    if (launch(self, device, &request) < 0) return NULL;
+    if (loaded_kernel_prepare(&self->loaded, device) < 0) return NULL;
+    request.function = code_function(&self->loaded.code, device);
+    if (launch(&self->loaded, device, &request) < 0) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -311,9 +235,9 @@ static PyMethodDef kernel_methods[] = {
 };
 
 static PyMemberDef kernel_members[] = {
-    {"name", T_OBJECT_EX, offsetof(KernelObject, name), READONLY, "the kernel's name in its image"},
-    {"threads", T_UINT, offsetof(KernelObject, code.threads), READONLY, "threads a block"},
-    {"shared", T_UINT, offsetof(KernelObject, code.shared), READONLY, "bytes of dynamic shared memory"},
+    {"name", T_OBJECT_EX, offsetof(KernelObject, loaded.name), READONLY, "the kernel's name in its image"},
+    {"threads", T_UINT, offsetof(KernelObject, loaded.code.threads), READONLY, "threads a block"},
+    {"shared", T_UINT, offsetof(KernelObject, loaded.code.shared), READONLY, "bytes of dynamic shared memory"},
     {"signature", T_OBJECT_EX, offsetof(KernelObject, signature), READONLY, "one letter an argument: p, i, l, f, 1 to 5"},
     {"cooperative", T_BOOL, offsetof(KernelObject, cooperative), READONLY, "launched cooperatively"},
     {"pdl", T_BOOL, offsetof(KernelObject, pdl), READONLY, "may start before the kernel before it has ended"},

@@ -39,7 +39,7 @@ typedef struct {
     PyObject *triton_launcher_type;
     PyObject *tensor_types[TENSOR_TYPES]; /* both NULL until torch is imported */
     const struct ExchangeApi *tensor_apis[TENSOR_TYPES];
-    PyObject *is_neg, *requires_grad, *data_ptr;         /* names of a tensor's attributes */
+    PyObject *is_neg, *requires_grad, *data_ptr, *dtype; /* names of a tensor's attributes */
     PyObject *base, *shape, *strides, *padding, *tf32;   /* of a tensor descriptor's */
     PyObject *calls;                                     /* and of a chain of Triton's hooks */
 } ModuleState;
@@ -81,6 +81,9 @@ int read_device(PyObject *value, int device_count, int *device);
 
 /* Where a plain tensor's memory lies, and whether that is a GPU's: 1, 0 where it is no such tensor, -1 with an error set. */
 int tensor_address(ModuleState *state, PyObject *tensor, uint64_t *address, int *on_gpu);
+
+/* Driver.call_key(places, flags, defaults, dtype_class, args, kwargs). */
+PyObject *call_key(ModuleState *state, PyObject *const *arguments, Py_ssize_t given);
 
 /* The module's tensor_rows(tensor), traits(tensors, settings, known) and layouts(tensors). */
 PyObject *tensor_rows(PyObject *module, PyObject *tensor);

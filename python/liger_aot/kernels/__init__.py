@@ -22,7 +22,7 @@ from pathlib import Path
 from torch import nn
 
 from liger_aot.errors import PatchError
-from liger_aot.flash_attn import WITH_SINKS
+from liger_aot.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from liger_aot.kernels import layers
 from liger_aot.kernels.layers import LAYERS
 
@@ -31,7 +31,6 @@ __all__ = [
 ]  # fmt: skip
 
 PATH = str(Path(__file__).resolve().parent)
-flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache = WITH_SINKS
 
 
 @dataclass(frozen=True)

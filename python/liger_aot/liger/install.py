@@ -26,9 +26,8 @@ from liger_aot.liger.launches import release_launches, watch_launches
 OPS = "liger_kernel.ops"
 CHUNKED = "liger_kernel.chunked_loss"
 REGISTRY = f"{OPS}.backends.registry"
-NOT_IMPORTED_BY_OPS = (
-    f"{OPS}.experimental.mm_int8int2",
-)  # modules of Liger's that hold functions that we replace
+# Modules of Liger's that hold functions that we replace.
+NOT_IMPORTED_BY_OPS = (f"{OPS}.experimental.mm_int8int2",)
 NAME = "liger_aot"
 OTHER_LANGUAGES = re.compile(r"liger_kernel\.ops\.(backends\._(?!triton)|cutile|cutedsl|cute)")
 _lock = RLock()

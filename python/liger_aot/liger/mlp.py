@@ -17,10 +17,8 @@ _swiglu = load("swiglu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ROW_BYTES = 16  # what Liger's tensor maps ask of rows
 TORCH = "torch"  # in place of an op where there is none
-INT_MM_ROWS, INT_MM_UNIT = (
-    17,
-    8,
-)  # torch._int_mm on CUDA: at least so many rows, and multiples of 8 of the others
+# torch._int_mm on CUDA: at least so many rows, and multiples of 8 of the others.
+INT_MM_ROWS, INT_MM_UNIT = 17, 8
 
 
 class LigerMLPFunction(Function):

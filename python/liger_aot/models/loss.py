@@ -40,11 +40,8 @@ class Loss:
 
 
 _OF_LOSS = tuple(f.name for f in fields(Loss) if f.name != "keep_logits")
-OPTIONS = (
-    "num_items_in_batch",
-    "ignore_index",
-    "shift_labels",
-)  # of Transformers' loss, among a forward's arguments
+# Of Transformers' loss, among a forward's arguments.
+OPTIONS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 @dataclass(frozen=True)

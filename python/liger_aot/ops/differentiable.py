@@ -92,9 +92,8 @@ class DifferentiableOp(Op):
     results: ClassVar[int] = 1  # the outputs, then what only the backward needs
     overwrites: ClassVar[tuple[str, ...]] = ()  # may be overwritten although they need a gradient
     writes: ClassVar[tuple[str, ...]] = ()  # arguments that every call writes: see InPlaceOp
-    same_gradient: ClassVar[
-        Mapping[str, str]
-    ] = {}  # argument -> an earlier one whose gradient is also its own
+    # Argument -> an earlier one whose gradient is also its own.
+    same_gradient: ClassVar[Mapping[str, str]] = {}
     contiguous: ClassVar[bool] = (
         True  # whether all results are; else they lie in memory as the references' do
     )

@@ -7,25 +7,25 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops import guards
-from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import plain_torch
 from liger_aot.ops.torch_library import register
 
 Dims = list[tuple[int, int]]  # size and stride
 
 
-class InPlaceOp(DifferentiableOp):
-    """Base of ops that write arguments. They have no gradient.
+class InPlaceOp(ForwardOnlyOp):
+    """Base of ops that write arguments.
 
     torch.library knows such an op as one that writes: torch.compile copies none of what it writes. A subclass's
     ``run_forward`` gets the tensors that it writes as ``out`` and returns them.
     """
 
     writes: ClassVar[tuple[str, ...]]  # the names of the arguments that may be written
+    no_gradient = "what is written in place here has none"
     contiguous = False
 
     def __init_subclass__(cls) -> None:
@@ -43,13 +43,6 @@ class InPlaceOp(DifferentiableOp):
 
     def write(self, tensors: Tensors, settings: tuple[Any, ...]) -> Tensors:
         """A call: the arguments that it wrote."""
-        graded = torch.is_grad_enabled() and needs_gradient(tensors)
-        if graded and (is_compiling() or needs_gradient(guards.plain(tensors))):
-            self.check_all(tensors, settings)
-            raise ArgumentError(
-                f"{self.name}: a gradient is needed, and what is written in place here has none: call it under "
-                "torch.no_grad() or with tensors that do not require a gradient"
-            )
         results: Tensors = self.differentiable(tensors, settings, self.overwritten(tensors))
         return results if isinstance(results, tuple) else (results,)
 
@@ -66,12 +59,14 @@ class InPlaceOp(DifferentiableOp):
     def through_library(
         self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
     ) -> Any:
+        self.check_no_gradient(tensors, settings, out)
         register(self.name)
         self.check_all(tensors, settings)
         getattr(torch.ops.liger_aot, self.name)(*tensors, *settings)
         return self._given(tensors, out)
 
     def in_torch(self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None) -> Any:
+        self.check_no_gradient(tensors, settings, out)
         self.check_all(tensors, settings)
         with plain_torch(differentiable=torch.is_grad_enabled()):
             self.write_in_torch(*tensors, *settings)
@@ -80,14 +75,6 @@ class InPlaceOp(DifferentiableOp):
     def _given(self, results: Tensors, out: Sequence[Tensor] | None) -> Any:
         found = tuple(results if out is None else out)
         return found[0] if self.outputs == 1 else found
-
-    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
-        return ()
-
-    def run_backward(
-        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
-    ) -> Tensors:
-        raise ArgumentError(f"{self.name} has no gradient")
 
 
 def check_writable(op: str, argument: str, x: Tensor) -> None:

@@ -21,14 +21,22 @@ PLAIN_OR_NONE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 class Problem:
     """One kernel's dispatch for a call, by its axes' values (dtypes, integers, bools, words), alignment, size and rows,
-    where those count: what ``explain`` looks up without a GPU."""
+    where those count: what ``explain`` looks up without a GPU. ``split``: the kernel that ``with_split_rows`` asks
+    first."""
 
-    __slots__ = ("aligned", "axes", "kernel", "n", "rows")
+    __slots__ = ("aligned", "axes", "kernel", "n", "rows", "split")
 
     def __init__(
-        self, kernel: str, axes: tuple[Any, ...], aligned: bool, n: int, rows: int | None = None
+        self,
+        kernel: str,
+        axes: tuple[Any, ...],
+        aligned: bool,
+        n: int,
+        rows: int | None = None,
+        split: str | None = None,
     ) -> None:
         self.kernel, self.axes, self.aligned, self.n, self.rows = kernel, axes, aligned, n, rows
+        self.split = split
 
 
 class Op:

@@ -58,6 +58,7 @@ class Loaded:
         "kernel",
         "launch",
         "numbers",
+        "parts",
         "persistent",
         "rows",
         "variant",
@@ -71,11 +72,11 @@ class Loaded:
         self.numbers = variant.numbers
         self.rows = variant.numbers.get("rows", 1)
         self.block = variant.numbers.get("block", 1)
+        self.parts = variant.numbers.get("parts", 0)  # at most so many programs share a row
         self.contiguous = variant.contiguous
         self.persistent = "programs_per_multiprocessor" in variant.numbers  # so many programs share the rows
-        self.writes_sums = (
-            "rows_for_one_cta" in variant.numbers
-        )  # a lone program can write the final sums itself
+        # A lone program can write the final sums itself.
+        self.writes_sums = "rows_for_one_cta" in variant.numbers
 
 
 class KernelOn:
@@ -83,13 +84,15 @@ class KernelOn:
 
     def __init__(self, name: str, manifest: OpManifest, load: Callable[[str], Loaded]) -> None:
         self.name = name
+        self._manifest = manifest
         self._load = load
-        self.recent: dict[
-            tuple[Any, ...], Loaded
-        ] = {}  # (*key, n) or (*key, n, rows) -> what was found before
+        # (*key, n) or (*key, n, rows) -> what was found before.
+        self.recent: dict[tuple[Any, ...], Loaded] = {}
         self._few = {_table_key(key): entries for key, entries in manifest.kernels[name].few.items()}
-        # Above so many rows a problem is one of many rows, which ``for_rows`` does not tell apart.
-        self.most_rows = max((rows for entries in self._few.values() for _, rows, _ in entries), default=0)
+        # From so many rows on a problem is one of many rows, which ``for_rows`` does not tell apart.
+        self.many_rows = 1 + max(
+            (rows for entries in self._few.values() for _, rows, _ in entries), default=0
+        )
         self._not_built = {_table_key(key): key for key in manifest.kernels[name].absent}
         self._kernel = manifest.kernels[name]
         self._tables: dict[tuple[Any, ...], tuple[list[int], list[str], list[Loaded | None]]] = {}
@@ -108,38 +111,46 @@ class KernelOn:
         try:
             bounds, names, found = self._tables[key]
         except KeyError:
-            if key in self._not_built:
-                raise NotBuilt(self._kernel.not_built(self._not_built[key])) from None
+            self.check_built(key, n)
             raise ArgumentTypeError(self._refusal(key)) from None
         i = bisect_left(bounds, n)
         if i == len(found):  # only where something is absent
-            raise NotBuilt(self._kernel.not_built(self._not_built[key]))
+            self.check_built(key, n)
         loaded = found[i]
         if loaded is None:
             loaded = found[i] = self._load(names[i])
-        if len(self.recent) >= REMEMBERED:
-            self.recent.clear()
-        recent_key = (*key, n)
-        self.recent[recent_key] = loaded
-        return loaded
+        return self.remember((*key, n), loaded)
 
     def for_rows(self, key: tuple[Any, ...], n: int, rows: int) -> Loaded:
         """As a call, for a problem of ``rows`` rows: some binaries are for few. ``recent`` has it as (*key, n, rows),
-        with ``most_rows + 1`` for all that are above."""
-        rows = min(rows, self.most_rows + 1)
-        recent_key = (*key, n, rows)
-        known = self.recent.get(recent_key)
+        with ``many_rows`` for all that are above."""
+        rows = min(rows, self.many_rows)
+        known = self.recent.get((*key, n, rows))
         if known is not None:
             return known
-        found = None
         for bound, most, name in self._few.get(key, ()):
             if rows <= most and (bound is None or n <= bound):
-                found = self._load(name)
-                break
-        else:
-            found = self(key, n)
-        self.recent[recent_key] = found
-        return found
+                return self.remember((*key, n, rows), self._load(name))
+        return self.remember((*key, n, rows), self(key, n))
+
+    def remember(self, key: tuple[Any, ...], loaded: Loaded) -> Loaded:
+        """``loaded``, which ``recent`` has under this key from now on."""
+        if len(self.recent) >= REMEMBERED:
+            self.recent.clear()
+        self.recent[key] = loaded
+        return loaded
+
+    def numbers(self, key: tuple[Any, ...], n: int) -> Mapping[str, int]:
+        """The launch numbers of a call's variant, which is not loaded for that."""
+        bounds, names, _ = self._tables[key]
+        return self._manifest.variant(names[bisect_left(bounds, n)]).numbers
+
+    def check_built(self, key: tuple[Any, ...], n: int) -> None:
+        """NotBuilt where the architecture does without a binary for a problem of size ``n``; loads none."""
+        if key in self._not_built:
+            bounds, names, _ = self._tables.get(key, ([], [], []))
+            if bisect_left(bounds, n) == len(names):
+                raise NotBuilt(self._kernel.not_built(self._not_built[key])) from None
 
     def serves(self, key: tuple[Any, ...]) -> bool:
         """Whether there are binaries for these values of the axes: an optional kernel may have them for some alone."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
 
 
@@ -30,3 +33,19 @@ def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
         on.plans.clear()
     on.plans[(loaded, rows)] = found = (groups * split, groups, split)
     return found
+
+
+def with_split_rows(on: OpOn, kernel: str, split: str, key: tuple[Any, ...], n: int, rows: int) -> Loaded:
+    """As ``for_rows``; where rows are so few and long that it pays, the variant of the optional kernel ``split``, of
+    which up to ``parts`` programs have a row together."""
+    whole, splitting = on.kernels[kernel], on.kernels.get(split)
+    rows = min(rows, whole.many_rows)
+    if rows < whole.many_rows and splitting is not None and splitting.serves(key):  # noqa: SIM102 (as it is read)
+        if splits_rows(splitting.numbers(key, n), n, rows):
+            return whole.remember((*key, n, rows), splitting(key, n))
+    return whole.for_rows(key, n, rows)
+
+
+def splits_rows(numbers: Mapping[str, int], n: int, rows: int) -> bool:
+    """Whether a variant by these launch numbers takes so many rows of n."""
+    return rows <= numbers["up_to_rows"] and numbers["from_n"] <= n <= numbers["parts"] * numbers["block"]

@@ -23,21 +23,18 @@ from liger_aot.errors import PackDamaged, PackTooNew
 
 FORMAT = 6
 WINDOW = 1 << 15  # of a binary's base, how much its compression sees
-LARGEST_JSON = (
-    4 << 20
-)  # bytes of a manifest, of which Python makes some 25 times as many; our largest has 124 kilobytes
+# Bytes of a manifest, of which Python makes some 25 times as many; our largest has 124 kilobytes.
+LARGEST_JSON = 4 << 20
 LARGEST_FILE = 64 << 20  # bytes of one binary; ours have a few tens of kilobytes
 MOST_THREADS = 1024  # a block, on every architecture
 MOST_ARGUMENTS = 64  # what the launcher takes
 LONGEST_NAME = 255
 # Sets, not regular expressions: compiling those takes a third of a millisecond before the first result.
-_NAME = frozenset(f"{ascii_letters}{digits}_.-")
-_SYMBOL = frozenset(f"{ascii_letters}{digits}_.$")
+NAME_CHARACTERS = frozenset(f"{ascii_letters}{digits}_.-")
+SYMBOL_CHARACTERS = frozenset(f"{ascii_letters}{digits}_.$")
 _short = Repr()
 _short.maxstring = 100
-_shown = (
-    _short.repr
-)  # a value for a message, cut in depth too: a damaged file may nest deeper than repr() goes
+shown = _short.repr  # for messages, cut in depth too: a damaged file may nest deeper than repr() goes
 
 
 # Named tuples here and slots elsewhere, not dataclasses: those take up to a millisecond each to create, which every
@@ -67,7 +64,7 @@ class Blob(NamedTuple):
         data = _read(self.path, self.offset, self.length)
         if (found := sha256(data).hexdigest()) != self.sha256:
             raise PackDamaged(
-                self.path, f"{self.name}: sha256 is {found}, the manifest says {_shown(self.sha256)}"
+                self.path, f"{self.name}: sha256 is {found}, the manifest says {shown(self.sha256)}"
             )
         return data
 
@@ -141,11 +138,13 @@ class OpManifest:
 
     def __init__(self, path: Path, binaries: Path, digest: str) -> None:
         self.path, self.binaries = path, binaries
-        raw = _json(path, digest)
-        _check_format(path, raw)
-        self._variants = _object(path, raw.get("variants"), "variants")
-        kernels = _object(path, raw.get("kernels"), "kernels")
-        self.kernels = {name: self._kernel(name, _object(path, body, name)) for name, body in kernels.items()}
+        raw = read_json(path, digest)
+        check_format(path, raw, FORMAT)
+        self._variants = checked_object(path, raw.get("variants"), "variants")
+        kernels = checked_object(path, raw.get("kernels"), "kernels")
+        self.kernels = {
+            name: self._kernel(name, checked_object(path, body, name)) for name, body in kernels.items()
+        }
         self._owner = {
             variant: kernel
             for kernel in self.kernels.values()
@@ -162,24 +161,24 @@ class OpManifest:
     def variant(self, name: str) -> Variant:
         """One of ``variants``; PackDamaged where what is said of it can't be."""
         kernel = self._owner[name]
-        raw = _object(self.path, self._variants.get(name), name)
+        raw = checked_object(self.path, self._variants.get(name), name)
         where = f"{name}."
-        symbol = _typed(self.path, raw, "symbol", str, where)
-        if not symbol or symbol[0] in digits + ".$" or not _SYMBOL.issuperset(symbol):
-            raise PackDamaged(self.path, f"{where}symbol is {_shown(symbol)}")
-        threads = _count(self.path, raw, "threads", where)
+        symbol = checked_field(self.path, raw, "symbol", str, where)
+        if not symbol or symbol[0] in digits + ".$" or not SYMBOL_CHARACTERS.issuperset(symbol):
+            raise PackDamaged(self.path, f"{where}symbol is {shown(symbol)}")
+        threads = checked_count(self.path, raw, "threads", where)
         if not 1 <= threads <= MOST_THREADS:
             raise PackDamaged(self.path, f"{where}threads is {threads}, a block has 1 to {MOST_THREADS}")
-        numbers = _object(self.path, raw.get("numbers"), where + "numbers")
-        cooperative = _typed(self.path, raw, "cooperative", bool, where)
-        pdl = "pdl" in raw and _typed(self.path, raw, "pdl", bool, where)
+        numbers = checked_object(self.path, raw.get("numbers"), where + "numbers")
+        cooperative = checked_field(self.path, raw, "cooperative", bool, where)
+        pdl = "pdl" in raw and checked_field(self.path, raw, "pdl", bool, where)
         if cooperative and pdl:
             raise PackDamaged(self.path, f"{where}cooperative and {where}pdl are both true")
-        base = None if raw.get("base") is None else _typed(self.path, raw, "base", str, where)
-        lacks = _strings(self.path, raw, "lacks", where) if "lacks" in raw else ()
+        base = None if raw.get("base") is None else checked_field(self.path, raw, "base", str, where)
+        lacks = checked_strings(self.path, raw, "lacks", where) if "lacks" in raw else ()
         if unknown := [a for a in lacks if a not in kernel.arguments]:
             raise PackDamaged(
-                self.path, f"{where}lacks names {_shown(unknown[0])}, which {kernel.name} does not take"
+                self.path, f"{where}lacks names {shown(unknown[0])}, which {kernel.name} does not take"
             )
         taken = {
             argument: letter
@@ -192,81 +191,83 @@ class OpManifest:
             base=None if base is None else self._blob(base),
             symbol=symbol,
             threads=threads,
-            shared=_count(self.path, raw, "shared", where),
+            shared=checked_count(self.path, raw, "shared", where),
             cooperative=cooperative,
             pdl=pdl,
-            contiguous=_typed(self.path, raw, "contiguous", bool, where),
+            contiguous=checked_field(self.path, raw, "contiguous", bool, where),
             arguments=tuple(taken),
             signature="".join(taken.values()),
-            form=_typed(self.path, raw, "form", str, where),
-            num_warps=_count(self.path, raw, "num_warps", where),
-            registers=_count(self.path, raw, "registers", where),
-            local_bytes=_count(self.path, raw, "local_bytes", where),
-            resident=_count(self.path, raw, "resident", where),
-            numbers={key: _count(self.path, numbers, key, where) for key in numbers},
-            row=_typed(self.path, raw, "row", str, where),
-            maps=self._maps(_object(self.path, raw.get("maps"), where + "maps"), taken, where),
+            form=checked_field(self.path, raw, "form", str, where),
+            num_warps=checked_count(self.path, raw, "num_warps", where),
+            registers=checked_count(self.path, raw, "registers", where),
+            local_bytes=checked_count(self.path, raw, "local_bytes", where),
+            resident=checked_count(self.path, raw, "resident", where),
+            numbers={key: checked_count(self.path, numbers, key, where) for key in numbers},
+            row=checked_field(self.path, raw, "row", str, where),
+            maps=self._maps(checked_object(self.path, raw.get("maps"), where + "maps"), taken, where),
         )
 
     def _maps(self, raw: dict[str, Any], taken: Mapping[str, str], where: str) -> dict[str, TensorMaps]:
         ranks = {name: int(letter) for name, letter in taken.items() if letter in digits}
         if raw.keys() != ranks.keys():
-            raise PackDamaged(self.path, f"{where}maps is {_shown(raw)}")
+            raise PackDamaged(self.path, f"{where}maps is {shown(raw)}")
         maps = {}
         for name, rank in ranks.items():
-            one = _object(self.path, raw[name], f"{where}maps.{name}")
+            one = checked_object(self.path, raw[name], f"{where}maps.{name}")
             box = one.get("box")
             if not isinstance(box, list) or len(box) != rank or any(type(e) is not int or e < 1 for e in box):
-                raise PackDamaged(self.path, f"{where}maps.{name}.box is {_shown(box)}")
-            maps[name] = TensorMaps(tuple(box), _count(self.path, one, "swizzle", f"{where}maps.{name}."))
+                raise PackDamaged(self.path, f"{where}maps.{name}.box is {shown(box)}")
+            maps[name] = TensorMaps(
+                tuple(box), checked_count(self.path, one, "swizzle", f"{where}maps.{name}.")
+            )
         return maps
 
     def _blob(self, name: str) -> Blob:
-        raw = _object(self.path, self._variants.get(name), _shown(name))
-        where = f"{_safe(self.path, name)}."
-        length = _count(self.path, raw, "length", where)
+        raw = checked_object(self.path, self._variants.get(name), shown(name))
+        where = f"{checked_name(self.path, name)}."
+        length = checked_count(self.path, raw, "length", where)
         if length > LARGEST_FILE:
             raise PackDamaged(
                 self.path, f"{where}length is {length}, a binary has at most {LARGEST_FILE} bytes"
             )
-        offset = _count(self.path, raw, "offset", where)
-        return Blob(name, self.binaries, offset, length, _typed(self.path, raw, "sha256", str, where))
+        offset = checked_count(self.path, raw, "offset", where)
+        return Blob(name, self.binaries, offset, length, checked_field(self.path, raw, "sha256", str, where))
 
     def _kernel(self, name: str, raw: dict[str, Any]) -> Kernel:
-        signature = _typed(self.path, raw, "signature", str, f"{name}.")
-        arguments = tuple(_strings(self.path, raw, "arguments", f"{name}."))
+        signature = checked_field(self.path, raw, "signature", str, f"{name}.")
+        arguments = tuple(checked_strings(self.path, raw, "arguments", f"{name}."))
         fits = len(signature) == len(arguments) <= MOST_ARGUMENTS
         if set(signature) - set("pilf12345") or not fits:
             raise PackDamaged(
-                self.path, f"{name}.signature is {_shown(signature)} for {len(arguments)} arguments"
+                self.path, f"{name}.signature is {shown(signature)} for {len(arguments)} arguments"
             )
-        axes = tuple(_strings(self.path, raw, "axes", f"{name}."))
-        tables = _object(self.path, raw.get("tables"), f"{name}.tables")
-        limited = _object(self.path, raw.get("limited", {}), f"{name}.limited")
+        axes = tuple(checked_strings(self.path, raw, "axes", f"{name}."))
+        tables = checked_object(self.path, raw.get("tables"), f"{name}.tables")
+        limited = checked_object(self.path, raw.get("limited", {}), f"{name}.limited")
         absent, ending = {}, {}
         for key, about in limited.items():
-            where = f"{name}.limited.{_shown(key)}"
-            absent[key] = _typed(self.path, _object(self.path, about, where), "why", str, f"{where}.")
+            where = f"{name}.limited.{shown(key)}"
+            absent[key] = checked_field(
+                self.path, checked_object(self.path, about, where), "why", str, f"{where}."
+            )
             if about.get("table") != []:
                 ending[key] = self._table(f"{where}.table", about.get("table"), ends=True)
         if twice := [key for key in limited if key in tables]:
-            raise PackDamaged(self.path, f"{name}.limited: {_shown(twice[0])} is a key of its tables, too")
+            raise PackDamaged(self.path, f"{name}.limited: {shown(twice[0])} is a key of its tables, too")
         for key in (*tables, *limited):
             *values, alignment = key.split("/")
             words = len(key) <= LONGEST_NAME and all(v.isidentifier() or v.isdecimal() for v in values)
             if alignment not in ("aligned", "generic") or len(values) != len(axes) or not words:
-                raise PackDamaged(
-                    self.path, f"{name}.tables: {_shown(key)} is no key for axes {_shown(axes)}"
-                )
-        few = _object(self.path, raw.get("few", {}), f"{name}.few")
+                raise PackDamaged(self.path, f"{name}.tables: {shown(key)} is no key for axes {shown(axes)}")
+        few = checked_object(self.path, raw.get("few", {}), f"{name}.few")
         if unknown := [key for key in few if key not in tables and key not in ending]:
-            raise PackDamaged(self.path, f"{name}.few: {_shown(unknown[0])} is no key of its tables")
+            raise PackDamaged(self.path, f"{name}.few: {shown(unknown[0])} is no key of its tables")
         return Kernel(
             name=name,
             arguments=arguments,
             signature=signature,
             axes=axes,
-            alignment=_count(self.path, raw, "alignment", f"{name}."),
+            alignment=checked_count(self.path, raw, "alignment", f"{name}."),
             tables={
                 **{key: self._table(f"{name}.tables.{key}", entries) for key, entries in tables.items()},
                 **ending,
@@ -282,14 +283,14 @@ class OpManifest:
         for i, entry in enumerate(raw):
             pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
             if not pair or entry[1] not in self._variants:
-                raise PackDamaged(self.path, f"{where}: {_shown(entry)} is no entry")
+                raise PackDamaged(self.path, f"{where}: {shown(entry)} is no entry")
             if entry[0] is None and i == len(raw) - 1:
                 continue
             if type(entry[0]) is not int or entry[0] <= last:
-                raise PackDamaged(self.path, f"{where}: bounds do not rise at {_shown(entry)}")
+                raise PackDamaged(self.path, f"{where}: bounds do not rise at {shown(entry)}")
             last = entry[0]
         if raw[-1][0] is not None and not ends:
-            raise PackDamaged(self.path, f"{where}: no entry for n past {_shown(last)}")
+            raise PackDamaged(self.path, f"{where}: no entry for n past {shown(last)}")
         return tuple((bound, variant) for bound, variant in raw)
 
     def _few(self, where: str, raw: Any) -> tuple[tuple[int | None, int, str], ...]:
@@ -298,10 +299,10 @@ class OpManifest:
         for entry in raw:
             triple = isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], str)
             if not triple or entry[2] not in self._variants:
-                raise PackDamaged(self.path, f"{where}: {_shown(entry)} is no entry")
+                raise PackDamaged(self.path, f"{where}: {shown(entry)} is no entry")
             bounds = entry[1:2] if entry[0] is None else entry[:2]
             if any(type(bound) is not int or not 0 < bound < 1 << 31 for bound in bounds):
-                raise PackDamaged(self.path, f"{where}: {_shown(entry)} has a bound that is none")
+                raise PackDamaged(self.path, f"{where}: {shown(entry)} has a bound that is none")
         return tuple((bound, rows, variant) for bound, rows, variant in raw)
 
 
@@ -311,29 +312,31 @@ class Pack:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "manifest.json"
-        raw = _json(self.path)
-        _check_format(self.path, raw)
-        self.arch = _safe(self.path, _typed(self.path, raw, "arch", str))
-        self.backend = _typed(self.path, raw, "backend", str)
-        self.serves = tuple(_strings(self.path, raw, "serves"))
+        raw = read_json(self.path)
+        check_format(self.path, raw, FORMAT)
+        self.arch = checked_name(self.path, checked_field(self.path, raw, "arch", str))
+        self.backend = checked_field(self.path, raw, "backend", str)
+        self.serves = tuple(checked_strings(self.path, raw, "serves"))
         # the 8-bit float that it converts to, as kernels' axes name it, or "none"
-        self.fp8 = _typed(self.path, raw, "fp8", str)
-        self.version = _typed(self.path, raw, "version", str)
-        self.toolchain: Mapping[str, Any] = _object(self.path, raw.get("toolchain"), "toolchain")
-        self.tolerance: Mapping[str, Any] = _object(self.path, raw.get("tolerance"), "tolerance")
-        self.binary_version = _count(self.path, raw, "binary_version")  # ELF ABI (cubin), code object (hsaco)
-        self.measured = _count(self.path, raw, "measured")  # kernels whose launch numbers were measured
-        self._ops = _object(self.path, raw.get("ops"), "ops")
+        self.fp8 = checked_field(self.path, raw, "fp8", str)
+        self.version = checked_field(self.path, raw, "version", str)
+        self.toolchain: Mapping[str, Any] = checked_object(self.path, raw.get("toolchain"), "toolchain")
+        self.tolerance: Mapping[str, Any] = checked_object(self.path, raw.get("tolerance"), "tolerance")
+        # ELF ABI (cubin), code object (hsaco)
+        self.binary_version = checked_count(self.path, raw, "binary_version")
+        # Kernels whose launch numbers were measured.
+        self.measured = checked_count(self.path, raw, "measured")
+        self._ops = checked_object(self.path, raw.get("ops"), "ops")
         for op in self._ops:
-            _safe(self.path, op)
+            checked_name(self.path, op)
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
         return tuple(sorted(self._ops))
 
     def op(self, name: str) -> OpManifest:
-        entry = _object(self.path, self._ops.get(name), f"ops.{name}")
-        digest = _typed(self.path, entry, "sha256", str, f"ops.{name}.")
+        entry = checked_object(self.path, self._ops.get(name), f"ops.{name}")
+        digest = checked_field(self.path, entry, "sha256", str, f"ops.{name}.")
         return OpManifest(self.folder / f"{name}.json", self.folder / f"{name}.bin", digest)
 
 
@@ -369,16 +372,16 @@ def _read(path: Path, offset: int, length: int | None, most: int = LARGEST_FILE)
     return data
 
 
-def _json(path: Path, digest: str | None = None) -> dict[str, Any]:
+def read_json(path: Path, digest: str | None = None) -> dict[str, Any]:
     """A JSON file that holds an object, in which no name stands twice; its sha256 is ``digest`` where that is given."""
     data = read_file(path, LARGEST_JSON)
     if digest is not None and (found := sha256(data).hexdigest()) != digest:
-        raise PackDamaged(path, f"sha256 is {found}, the manifest says {_shown(digest)}")
+        raise PackDamaged(path, f"sha256 is {found}, the manifest says {shown(digest)}")
     try:
         document = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise PackDamaged(path, f"not JSON: {error}") from None
-    return _object(path, document)
+    return checked_object(path, document)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -391,50 +394,55 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if name in seen:
             break
         seen.add(name)
-    raise ValueError(f"{_shown(name)} stands twice in an object")
+    raise ValueError(f"{shown(name)} stands twice in an object")
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _check_format(path: Path, raw: dict[str, Any]) -> None:
-    found = _count(path, raw, "format")
-    if found > FORMAT:
-        raise PackTooNew(path, found, FORMAT)
-    if found != FORMAT:
-        raise PackDamaged(path, f"format {found}, this loader reads {FORMAT}")
+def check_format(path: Path, raw: Mapping[str, Any], known: int) -> None:
+    found = checked_count(path, raw, "format")
+    if found > known:
+        raise PackTooNew(path, found, known)
+    if found != known:
+        raise PackDamaged(path, f"format {found}, this loader reads {known}")
 
 
-def _object(path: Path, value: Any, where: str = "the file") -> dict[str, Any]:
+def checked_object(path: Path, value: Any, where: str = "the file") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PackDamaged(path, f"{where} is not an object")
     return value
 
 
-def _typed(path: Path, raw: Mapping[str, Any], key: str, kind: type, where: str = "") -> Any:
+def checked_field(path: Path, raw: Mapping[str, Any], key: str, kind: type, where: str = "") -> Any:
     value = raw.get(key)
     if type(value) is not kind:
-        raise PackDamaged(path, f"{where}{key} is {_shown(value)}, expected {kind.__name__}")
+        raise PackDamaged(path, f"{where}{key} is {shown(value)}, expected {kind.__name__}")
     return value
 
 
-def _count(path: Path, raw: Mapping[str, Any], key: str, where: str = "") -> int:
-    value: int = _typed(path, raw, key, int, where)
+def checked_count(path: Path, raw: Mapping[str, Any], key: str, where: str = "") -> int:
+    value: int = checked_field(path, raw, key, int, where)
     if not 0 <= value < 1 << 31:
-        raise PackDamaged(path, f"{where}{key} is {_shown(value)}")
+        raise PackDamaged(path, f"{where}{key} is {shown(value)}")
     return value
 
 
-def _strings(path: Path, raw: Mapping[str, Any], key: str, where: str = "") -> Sequence[str]:
+def checked_strings(path: Path, raw: Mapping[str, Any], key: str, where: str = "") -> Sequence[str]:
     value = raw.get(key)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise PackDamaged(path, f"{where}{key} is {_shown(value)}, expected a list of strings")
+        raise PackDamaged(path, f"{where}{key} is {shown(value)}, expected a list of strings")
     return value
 
 
-def _safe(path: Path, name: str) -> str:
+def checked_name(path: Path, name: str) -> str:
     """A name that stays inside its folder."""
-    if not 0 < len(name) <= LONGEST_NAME or not _NAME.issuperset(name) or name[0] in ".-" or ".." in name:
-        raise PackDamaged(path, f"unsafe name {_shown(name)}")
+    if (
+        not 0 < len(name) <= LONGEST_NAME
+        or not NAME_CHARACTERS.issuperset(name)
+        or name[0] in ".-"
+        or ".." in name
+    ):
+        raise PackDamaged(path, f"unsafe name {shown(name)}")
     return name

@@ -37,17 +37,22 @@ def pack_roots() -> tuple[Path, ...]:
     """
     if override := os.environ.get(OVERRIDE):
         return tuple(Path(root) for root in override.split(os.pathsep) if root)
-    beside = str(Path(__file__).parents[2] / NAMESPACE)
-    roots = {found: beside} if (found := _identity(beside)) else {}
-    here = _identity(NAMESPACE)
+    return namespace_folders(NAMESPACE, first=str(Path(__file__).parents[2] / NAMESPACE))
+
+
+def namespace_folders(name: str, first: str | None = None) -> tuple[Path, ...]:
+    """The folders of a namespace package, each once: ``first``, then those on the import path but the current
+    directory's."""
+    roots = {found: first} if first and (found := _folder_id(first)) else {}
+    here = _folder_id(name)
     for entry in sys.path:
-        path = os.path.join(entry, NAMESPACE)
-        if (found := _identity(path)) and found != here:
+        path = os.path.join(entry, name)
+        if (found := _folder_id(path)) and found != here:
             roots.setdefault(found, path)
     return tuple(Path(root) for root in roots.values())
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def _folder_id(path: str) -> tuple[int, int] | None:
     """What tells one folder from another, whatever its path; None where there is nothing, as is common on sys.path."""
     try:
         status = os.stat(path)
@@ -135,7 +140,7 @@ def pack_for(device: Device) -> Pack:
         for pack in installed_packs()
         if pack.backend == device.backend and device.target in pack.serves
     ]
-    own = _own(device)
+    own = own_arch(device)
     for folder in installed().unusable:
         if folder.name == own or (not serving and folder.name == _released(device)):
             open_pack(folder)  # raises anew: an error that is kept would keep its frames' tensors
@@ -169,7 +174,7 @@ def describe() -> str:
 def _released(device: Device) -> str | None:
     """The pack that is made for a device, of those that this version is released with: the one of its own name, or on
     CUDA the last before it of its major compute capability, whose binaries it runs."""
-    own = _own(device)
+    own = own_arch(device)
     if own is None or (names := released_archs()) is None:
         return None
     if device.backend == "hip" or own in names:
@@ -178,7 +183,7 @@ def _released(device: Device) -> str | None:
     return max(before, default=None)
 
 
-def _own(device: Device) -> str | None:
+def own_arch(device: Device) -> str | None:
     """The name that a pack of the device's own architecture has."""
     if device.backend == "hip":
         return device.target

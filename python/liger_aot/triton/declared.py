@@ -48,11 +48,14 @@ def points(
     active = recorder.active()
     if active is None:
         raise ArgumentError(
-            "points() notes into a recording: run it by liger-aot record --out DIR -- python FILE"
+            "points: there is no recording to write to; run the program with liger-aot record --out DIR -- python FILE"
         )
     fn = seams.unwrapped(kernel)
     if active.named is None and _is_tuned(kernel):
-        raise ArgumentError(f"{fn}: points of a tuned kernel want a target: liger-aot record --target ARCH")
+        raise ArgumentError(
+            f"points: {fn} is under @triton.autotune, which here would measure on a GPU: record for a named GPU, with "
+            "liger-aot record --target ARCH"
+        )
     groups = [
         [_pointers(row, unaligned) for row in _rows(dtypes)],
         [{name: _sizes(name, value) for name, value in (sizes or {}).items()}],
@@ -62,7 +65,10 @@ def points(
     every = [{name: values for part in parts for name, values in part.items()} for parts in product(*groups)]
     _check_names(fn, kernel, every)
     if (count := sum(_count(one) for one in every) * sum(map(_count, chosen))) > MOST:
-        raise ArgumentError(f"{fn}: {count} points, at most {MOST}: give fewer values, or rows of them")
+        raise ArgumentError(
+            f"points: all combinations of {fn}'s values are {count} variants, more than {MOST}: give fewer values, or "
+            "lists of mappings"
+        )
     before = len(active.variants)
     for arguments in (point for one in every for point in _each(one)):
         for given in (point for one in chosen for point in _each(one)):
@@ -110,7 +116,9 @@ def _sizes(name: str, value: Any) -> list[Any]:
         return list(CLASSES)
     values = list(value) if isinstance(value, (list, tuple, range)) else [value]
     if wrong := [one for one in values if not isinstance(one, (bool, int, float))]:
-        raise ArgumentError(f"sizes: {name} is {wrong[0]!r}, expected None, a number, or a list of numbers")
+        raise ArgumentError(
+            f"points: sizes[{name!r}] must be None, a number, or a list of numbers, got {wrong[0]!r}"
+        )
     return values
 
 
@@ -128,12 +136,12 @@ def _check_names(fn: Any, kernel: Any, every: Sequence[Mapping[str, Any]]) -> No
     computed = _computed(kernel)
     for one in every:
         if unknown := [name for name in one if name not in known]:
-            raise ArgumentError(f"{fn} has no parameter {unknown[0]!r}; it has {', '.join(known)}")
+            raise ArgumentError(f"points: {fn} has no parameter {unknown[0]!r}; it has {', '.join(known)}")
         lacking = [
             p.name for p in fn.params if p.name not in one and not p.has_default and p.name not in computed
         ]
         if lacking:
-            raise ArgumentError(f"{fn}: no value for its parameter {lacking[0]!r}")
+            raise ArgumentError(f"points: a value is needed for {fn}'s parameter {lacking[0]!r}")
 
 
 def _computed(kernel: Any) -> set[str]:

@@ -18,15 +18,13 @@ def describe(variant: Variant, packs: Sequence[TritonPack], problems: Sequence[s
     if not found:
         used = ", ".join(map(str, packs)) or "none"
         reasons = [f"no pack has the function; packs in use: {used}", *problems]
-        left_out = [f"{pack} leaves it out: {e.get('why')}" for pack in packs for e in pack.left_out
-                    if e.get("function") == variant.function]  # fmt: skip
-        return f"{variant.function}: " + "; ".join(left_out or reasons)
+        return f"{variant.function}: " + "; ".join(left_out(variant.function, packs) or reasons)
     same = [(pack, function) for pack, function in found if variant.cache_key in function.cache_keys]
     if not same:
         pack, function = found[0]
         return (
-            f"{variant.function}: it is not as it was when pack {pack} was built: its source, that of a function it "
-            f"calls, or a global that it reads is another (hash {variant.cache_key[:16]}, the pack's "
+            f"{variant.function}: it has changed since pack {pack} was built: its own source, that of a function that "
+            f"it calls, or a global that it reads (hash {variant.cache_key[:16]}, the pack has "
             f"{', '.join(key[:16] for key in function.cache_keys[:3])})"
         )
     nearest = min(
@@ -42,15 +40,25 @@ def describe(variant: Variant, packs: Sequence[TritonPack], problems: Sequence[s
         return f"{variant.function}: pack {pack_name} has it for tensors below 2 GiB; one of this call's is larger"
     shown = "; ".join(differing[:_MOST]) + ("; ..." if len(differing) > _MOST else "")
     count = sum(len(function.identities) for _, function in same)
-    return f"{variant.function}: none of {count} variants fits; of the nearest, in pack {pack_name}, differ: {shown}"
+    return f"{variant.function}: none of {count} variants fits. The nearest, of pack {pack_name}, differs: {shown}"
+
+
+def left_out(function: str, packs: Sequence[TritonPack]) -> list[str]:
+    """Why packs that were to have a function do not."""
+    return [
+        f"pack {pack} leaves it out: {entry.get('why')}"
+        for pack in packs
+        for entry in pack.left_out
+        if entry.get("function") == function
+    ]
 
 
 def differences(variant: Variant, binary: Any) -> list[str]:
-    """What a call has otherwise than a variant of the pack, an argument or option each."""
+    """Arguments and options of a call that are not those of a variant of the pack."""
     names = [name for name, _ in variant.signature]
     mine, theirs = described(names, variant), described(names, binary)
     found = [
-        f"{name} is {mine[name]}, there {theirs.get(name, 'no argument')}"
+        f"{name} is {mine[name]}, in the pack {theirs.get(name, 'no argument')}"
         for name in names
         if mine[name] != theirs.get(name)
     ]
@@ -58,7 +66,7 @@ def differences(variant: Variant, binary: Any) -> list[str]:
     for option in sorted(given.keys() | others.keys()):
         if given.get(option) != others.get(option):
             a, b = (plain(values[option]) if option in values else "not given" for values in (given, others))
-            found.append(f"the option {option} is {a}, there {b}")
+            found.append(f"the option {option} is {a}, in the pack {b}")
     return found
 
 

@@ -15,21 +15,22 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound, PackTooNew
+from liger_aot.errors import LigerAOTError, PackDamaged, PackNotFound
 from liger_aot.runtime.manifest import (
-    _SYMBOL,
     MOST_THREADS,
+    SYMBOL_CHARACTERS,
     WINDOW,
     Blob,
-    _count,
-    _json,
-    _object,
-    _safe,
-    _shown,
-    _strings,
-    _typed,
+    check_format,
+    checked_count,
+    checked_field,
+    checked_name,
+    checked_object,
+    checked_strings,
+    read_json,
+    shown,
 )
-from liger_aot.runtime.packs import Device, _identity, _own
+from liger_aot.runtime.packs import Device, namespace_folders, own_arch
 
 NAMESPACE = "liger_aot_triton_packs"
 GROUP = "liger_aot.triton_packs"  # of entry points, for packs that lie inside a project's own package
@@ -64,16 +65,16 @@ class Function:
 
     def __init__(self, path: Path, binaries: Path, digest: str, name: str) -> None:
         self.path, self.binaries, self.name = path, binaries, name
-        raw = _json(path, digest)
-        _check_format(path, raw)
+        raw = read_json(path, digest)
+        check_format(path, raw, FORMAT)
         if raw.get("function") != name:
-            raise PackDamaged(path, f"function is {_shown(raw.get('function'))}, the manifest says {name}")
-        self.cache_keys = tuple(_strings(path, raw, "cache_keys"))
-        self._metadata = _object(path, raw.get("metadata"), "metadata")
-        self._variants = _object(path, raw.get("variants"), "variants")
+            raise PackDamaged(path, f"function is {shown(raw.get('function'))}, the manifest says {name}")
+        self.cache_keys = tuple(checked_strings(path, raw, "cache_keys"))
+        self._metadata = checked_object(path, raw.get("metadata"), "metadata")
+        self._variants = checked_object(path, raw.get("variants"), "variants")
         tuners = raw.get("tuners", [])
         if not isinstance(tuners, list):
-            raise PackDamaged(path, f"tuners is {_shown(tuners)}, expected a list")
+            raise PackDamaged(path, f"tuners is {shown(tuners)}, expected a list")
         self.tuners = tuple(self._tuner(tuner) for tuner in tuners)
 
     @property
@@ -84,7 +85,7 @@ class Function:
         """The binaries of one variant, the most demanding first; none where the pack has no such variant."""
         entries = self._variants.get(identity, [])
         if not isinstance(entries, list):
-            raise PackDamaged(self.path, f"{identity} is {_shown(entries)}, expected a list")
+            raise PackDamaged(self.path, f"{identity} is {shown(entries)}, expected a list")
         return tuple(self._binary(identity, index) for index in range(len(entries)))
 
     def binary(self, identity: str, ranged: Collection[tuple[int, ...]]) -> Binary | None:
@@ -100,29 +101,29 @@ class Function:
 
     def _binary(self, identity: str, index: int) -> Binary:
         where = f"{identity}/{index}."
-        raw = _object(self.path, self._variants[identity][index], where)
-        symbol = _typed(self.path, raw, "symbol", str, where)
-        if not symbol or not _SYMBOL.issuperset(symbol):
-            raise PackDamaged(self.path, f"{where}symbol is {_shown(symbol)}")
-        threads = _count(self.path, raw, "threads", where)
+        raw = checked_object(self.path, self._variants[identity][index], where)
+        symbol = checked_field(self.path, raw, "symbol", str, where)
+        if not symbol or not SYMBOL_CHARACTERS.issuperset(symbol):
+            raise PackDamaged(self.path, f"{where}symbol is {shown(symbol)}")
+        threads = checked_count(self.path, raw, "threads", where)
         if not 1 <= threads <= MOST_THREADS:
             raise PackDamaged(self.path, f"{where}threads is {threads}, a block has 1 to {MOST_THREADS}")
-        base = None if raw.get("base") is None else _typed(self.path, raw, "base", str, where)
-        scratch = _object(self.path, raw.get("scratch"), where + "scratch")
+        base = None if raw.get("base") is None else checked_field(self.path, raw, "base", str, where)
+        scratch = checked_object(self.path, raw.get("scratch"), where + "scratch")
         maps = raw.get("maps")
         if maps is not None and not (
             isinstance(maps, list) and all(isinstance(m, (dict, type(None))) for m in maps)
         ):
-            raise PackDamaged(self.path, f"{where}maps is {_shown(maps)}")
+            raise PackDamaged(self.path, f"{where}maps is {shown(maps)}")
         metadata = {
             **self._metadata,
-            **_object(self.path, raw.get("metadata"), where + "metadata"),
+            **checked_object(self.path, raw.get("metadata"), where + "metadata"),
             "name": symbol,
-            "num_warps": _count(self.path, raw, "num_warps", where),
-            "num_ctas": _count(self.path, raw, "num_ctas", where),
-            "shared": _count(self.path, raw, "shared", where),
-            "launch_cooperative_grid": _typed(self.path, raw, "cooperative", bool, where),
-            "launch_pdl": _typed(self.path, raw, "pdl", bool, where),
+            "num_warps": checked_count(self.path, raw, "num_warps", where),
+            "num_ctas": checked_count(self.path, raw, "num_ctas", where),
+            "shared": checked_count(self.path, raw, "shared", where),
+            "launch_cooperative_grid": checked_field(self.path, raw, "cooperative", bool, where),
+            "launch_pdl": checked_field(self.path, raw, "pdl", bool, where),
             "tensordesc_meta": maps or [],  # 3.8 asks for a list
         }
         for kind in ("global", "profile"):
@@ -132,12 +133,12 @@ class Function:
             identity=identity,
             blob=self._blob(f"{identity}/{index}"),
             base=None if base is None else self._blob(base),
-            cache_key=_typed(self.path, raw, "cache_key", str, where),
+            cache_key=checked_field(self.path, raw, "cache_key", str, where),
             ranged=tuple(tuple(path) for path in self._list(raw, "ranged", where)),
             signature=self._list(raw, "signature", where),
             constants=self._list(raw, "constants", where),
             attrs=self._list(raw, "attrs", where),
-            given=_object(self.path, raw.get("given"), where + "given"),
+            given=checked_object(self.path, raw.get("given"), where + "given"),
             metadata=metadata,
         )
 
@@ -146,37 +147,37 @@ class Function:
             isinstance(value, list) and len(value) == 2 and all(type(v) is int and v >= 0 for v in value)
         )
         if not numbers:
-            raise PackDamaged(self.path, f"{where} is {_shown(value)}, expected two numbers")
+            raise PackDamaged(self.path, f"{where} is {shown(value)}, expected two numbers")
         return value[0], value[1]
 
     def _list(self, raw: Mapping[str, Any], key: str, where: str) -> list[Any]:
-        value: list[Any] = _typed(self.path, raw, key, list, where)
+        value: list[Any] = checked_field(self.path, raw, key, list, where)
         if not all(isinstance(item, list) for item in value):
-            raise PackDamaged(self.path, f"{where}{key} is {_shown(value)}, expected a list of lists")
+            raise PackDamaged(self.path, f"{where}{key} is {shown(value)}, expected a list of lists")
         return value
 
     def _blob(self, name: str) -> Blob:
         identity, _, index = name.rpartition("/")
         entries = self._variants.get(identity)
         if not isinstance(entries, list) or not index.isdecimal() or int(index) >= len(entries):
-            raise PackDamaged(self.path, f"no binary {_shown(name)}")
-        raw = _object(self.path, entries[int(index)], name)
+            raise PackDamaged(self.path, f"no binary {shown(name)}")
+        raw = checked_object(self.path, entries[int(index)], name)
         return Blob(
             name,
             self.binaries,
-            _count(self.path, raw, "offset", name + "."),
-            _count(self.path, raw, "length", name + "."),
-            _typed(self.path, raw, "sha256", str, name + "."),
+            checked_count(self.path, raw, "offset", name + "."),
+            checked_count(self.path, raw, "length", name + "."),
+            checked_field(self.path, raw, "sha256", str, name + "."),
         )
 
     def _tuner(self, raw: Any) -> Mapping[str, Any]:
-        tuner = _object(self.path, raw, "a tuner")
-        _strings(self.path, tuner, "keys", "tuners.")
-        for winner in _typed(self.path, tuner, "winners", list, "tuners."):
-            winner = _object(self.path, winner, "a winner")
-            _typed(self.path, winner, "key", list, "winners.")
-            _typed(self.path, winner, "text", str, "winners.")
-            _object(self.path, winner.get("config"), "winners.config")
+        tuner = checked_object(self.path, raw, "a tuner")
+        checked_strings(self.path, tuner, "keys", "tuners.")
+        for winner in checked_field(self.path, tuner, "winners", list, "tuners."):
+            winner = checked_object(self.path, winner, "a winner")
+            checked_field(self.path, winner, "key", list, "winners.")
+            checked_field(self.path, winner, "text", str, "winners.")
+            checked_object(self.path, winner.get("config"), "winners.config")
         return tuner
 
 
@@ -186,24 +187,24 @@ class TritonPack:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "manifest.json"
-        raw = _json(self.path)
-        _check_format(self.path, raw)
+        raw = read_json(self.path)
+        check_format(self.path, raw, FORMAT)
         if raw.get("kind") != KIND:
-            raise PackDamaged(self.path, f"kind is {_shown(raw.get('kind'))}, expected {KIND!r}")
-        self.name = _safe(self.path, _typed(self.path, raw, "name", str))
-        self.arch = _safe(self.path, _typed(self.path, raw, "arch", str))
-        self.backend = _typed(self.path, raw, "backend", str)
-        self.target: Mapping[str, Any] = _object(self.path, raw.get("target"), "target")
-        self.serves = tuple(_strings(self.path, raw, "serves"))
-        self.version = _typed(self.path, raw, "version", str)
-        self.binary_version = _count(self.path, raw, "binary_version")
-        toolchain = _object(self.path, raw.get("toolchain"), "toolchain")
-        self.triton: str = _typed(self.path, toolchain, "triton", str, "toolchain.")
+            raise PackDamaged(self.path, f"kind is {shown(raw.get('kind'))}, expected {KIND!r}")
+        self.name = checked_name(self.path, checked_field(self.path, raw, "name", str))
+        self.arch = checked_name(self.path, checked_field(self.path, raw, "arch", str))
+        self.backend = checked_field(self.path, raw, "backend", str)
+        self.target: Mapping[str, Any] = checked_object(self.path, raw.get("target"), "target")
+        self.serves = tuple(checked_strings(self.path, raw, "serves"))
+        self.version = checked_field(self.path, raw, "version", str)
+        self.binary_version = checked_count(self.path, raw, "binary_version")
+        toolchain = checked_object(self.path, raw.get("toolchain"), "toolchain")
+        self.triton: str = checked_field(self.path, toolchain, "triton", str, "toolchain.")
         self.toolchain: Mapping[str, Any] = toolchain
-        self.recorded_on = tuple(_strings(self.path, raw, "recorded_on"))
-        self.packages = tuple(_object(self.path, p, "packages") for p in raw.get("packages", ()))
-        self.left_out = tuple(_object(self.path, p, "left_out") for p in raw.get("left_out", ()))
-        self._functions = _object(self.path, raw.get("functions"), "functions")
+        self.recorded_on = tuple(checked_strings(self.path, raw, "recorded_on"))
+        self.packages = tuple(checked_object(self.path, p, "packages") for p in raw.get("packages", ()))
+        self.left_out = tuple(checked_object(self.path, p, "left_out") for p in raw.get("left_out", ()))
+        self._functions = checked_object(self.path, raw.get("functions"), "functions")
         self._read: dict[str, Function] = {}
         self._lock = Lock()
 
@@ -217,13 +218,13 @@ class TritonPack:
 
     def variants(self, name: str) -> int:
         """How many variants the pack has of a function, by its manifest."""
-        entry = _object(self.path, self._functions.get(name), f"functions.{name}")
-        return _count(self.path, entry, "variants", f"functions.{name}.")
+        entry = checked_object(self.path, self._functions.get(name), f"functions.{name}")
+        return checked_count(self.path, entry, "variants", f"functions.{name}.")
 
     def stem(self, name: str) -> str:
         """What the files of a function are called, without .json and .bin."""
-        entry = _object(self.path, self._functions.get(name), f"functions.{name}")
-        return _safe(self.path, _typed(self.path, entry, "file", str, f"functions.{name}."))
+        entry = checked_object(self.path, self._functions.get(name), f"functions.{name}")
+        return checked_name(self.path, checked_field(self.path, entry, "file", str, f"functions.{name}."))
 
     def function(self, name: str) -> Function | None:
         """One function, read once; None where the pack has none of that name."""
@@ -232,7 +233,7 @@ class TritonPack:
         with self._lock:
             if name not in self._read:
                 stem = self.stem(name)
-                digest = _typed(self.path, self._functions[name], "sha256", str, f"functions.{name}.")
+                digest = checked_field(self.path, self._functions[name], "sha256", str, f"functions.{name}.")
                 path, binaries = self.folder / f"{stem}.json", self.folder / f"{stem}.bin"
                 self._read[name] = Function(path, binaries, digest, name)
             return self._read[name]
@@ -248,14 +249,6 @@ class TritonPack:
 def public_version(version: str) -> str:
     """A version without what a distributor adds: 3.6.0+git1234 is 3.6.0."""
     return version.partition("+")[0]
-
-
-def _check_format(path: Path, raw: Mapping[str, Any]) -> None:
-    found = _count(path, raw, "format")
-    if found > FORMAT:
-        raise PackTooNew(path, found, FORMAT)
-    if found != FORMAT:
-        raise PackDamaged(path, f"format {found}, this loader reads {FORMAT}")
 
 
 # ---- Where they are installed ----
@@ -279,12 +272,7 @@ def _roots() -> Iterator[Path]:
     if override := os.environ.get(OVERRIDE):
         yield from (Path(root) for root in override.split(os.pathsep) if root)
         return
-    here, seen = _identity(NAMESPACE), set()
-    for entry in sys.path:
-        path = os.path.join(entry, NAMESPACE)
-        if (found := _identity(path)) and found != here and found not in seen:
-            seen.add(found)
-            yield Path(path)
+    yield from namespace_folders(NAMESPACE)
 
 
 def _subfolders(root: Path) -> list[Path]:
@@ -374,7 +362,7 @@ def serving(device: Device, names: Collection[str] = ()) -> tuple[list[TritonPac
             known = ", ".join(sorted(found)) or "none"
             raise PackNotFound(f"no pack {name!r} of Triton kernels is installed; installed: {known}")
         candidates = found[name]
-        own = _own(device)
+        own = own_arch(device)
         if own in candidates:  # without a look at the others
             candidates = {own: candidates[own]}
         opened = []

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from liger_aot.errors import ArgumentError, PackDamaged, RecordingDamaged
-from liger_aot.runtime.manifest import _json as read_json
+from liger_aot.runtime.manifest import read_json
 from liger_aot.triton.identity import Variant
 from liger_aot.triton.targets import Target, target
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from functools import wraps
 from threading import RLock
 from typing import Any, NamedTuple
 
-from liger_aot.errors import KernelNotInPack, PackNotFound
+from liger_aot.errors import ArgumentError, KernelNotInPack, PackNotFound
 from liger_aot.triton import identity, missing, packs, seams
 from liger_aot.triton.tuners import Tuners
 from liger_aot.triton.values import NotData
@@ -37,7 +38,7 @@ class _Running:
         self.missed: dict[str, None] = {}
         self._serving: dict[int, tuple[list[packs.TritonPack], list[str]]] = {}
         self._lock = RLock()
-        self.tuners = Tuners(self._functions_here, missing)
+        self.tuners = Tuners(self._functions_here, missing, self._left_out_here)
         self.before: Any = None  # the driver that was active
 
     def serving(self, device: int) -> tuple[list[packs.TritonPack], list[str]]:
@@ -79,6 +80,12 @@ class _Running:
 
         used, _ = self.serving(driver.active.get_current_device())
         return [function for pack in used if (function := pack.function(name)) is not None]
+
+    def _left_out_here(self, name: str) -> list[str]:
+        from triton.runtime import driver
+
+        used, _ = self.serving(driver.active.get_current_device())
+        return missing.left_out(name, used)
 
     def find(self, miss: seams.Miss) -> Any:
         """The kernel for a call that this process has none for yet; None where Triton is to compile it."""
@@ -130,10 +137,10 @@ def use(*names: str, missing: str = ERROR) -> None:
 
     Raises:
         PackNotFound: a named pack is not installed, or was built with another Triton.
-        ValueError: another value of ``missing``.
+        ArgumentError: another value of ``missing``.
     """
     if missing not in MISSING:
-        raise ValueError(f"missing is {missing!r}; it is one of {', '.join(map(repr, MISSING))}")
+        raise ArgumentError(f"missing must be 'error', 'warn' or 'compile', got {missing!r}")
     found = packs.folders()
     for name in names:
         if name not in found:
@@ -151,6 +158,7 @@ def use(*names: str, missing: str = ERROR) -> None:
         running.before = before
         driver.set_active(pack_driver())
         _wrap_tuners()
+        _wrap_runs()
         seams.on_miss(_find)
         _running = running
 
@@ -177,7 +185,17 @@ def status() -> Status:
 
 def _find(miss: seams.Miss) -> Any:
     running = _running
-    return None if running is None else running.find(miss)
+    if running is None:
+        return None
+    # Triton hashes a function's source by its syntax tree, whose thousands of objects would have Python look through
+    # all that the process holds for garbage, more than once.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return running.find(miss)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _wrap_tuners() -> None:
@@ -195,6 +213,18 @@ def _wrap_tuners() -> None:
 
     run._liger_aot_fills = True  # type: ignore[attr-defined]
     Autotuner.run = run
+
+
+def _wrap_runs() -> None:
+    """Have calls like one before take its kernel; once a process."""
+    from triton.runtime.jit import JITFunction
+
+    from liger_aot.runtime import devices
+    from liger_aot.triton import repeated
+
+    if not hasattr(JITFunction.run, "_liger_aot_repeats") and devices.backend() == "cuda":
+        JITFunction.run = repeated.wrapped(JITFunction.run, lambda: _running is not None)
+        JITFunction.run._liger_aot_repeats = True
 
 
 def fill(tuner: Any) -> None:

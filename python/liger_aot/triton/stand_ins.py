@@ -15,7 +15,7 @@ from liger_aot.triton.targets import Device, Target, device, target
 
 VARIABLE = "LIGER_AOT_RECORD_TARGET"
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-CUDA, HIP = "12.8", "6.4.43482"  # versions that torch is said to be built for
+CUDA, HIP = "12.8", "6.4.43482"  # versions that a torch without them is said to be built for
 
 
 class NamedTarget:
@@ -150,19 +150,27 @@ def stand_in(of: Target) -> None:
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
         "reset_peak_memory_stats": _nothing(),
+        "manual_seed": _nothing(),
+        "manual_seed_all": _nothing(),
         "device": _AnyDevice,
         "device_of": _AnyDevice,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     is_hip = of.backend == "hip"
-    torch.version.cuda, torch.version.hip = (None, HIP) if is_hip else (CUDA, None)
+    cuda, hip = (
+        torch.version.cuda,
+        torch.version.hip,
+    )  # its own are kept: torchvision compares them with what it is for
+    torch.version.cuda, torch.version.hip = (None, hip or HIP) if is_hip else (cuda or CUDA, None)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     if accelerator := getattr(torch, "accelerator", None):
         accelerator.is_available = lambda: True
         accelerator.device_count = lambda: 1
         accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
         accelerator.current_device_index = lambda: 0
+        accelerator.set_device_index = _nothing()
+        accelerator.device_index = _AnyDevice
         accelerator.synchronize = _nothing()
 
 
@@ -218,9 +226,9 @@ def _on_the_cpu() -> None:
             self, function: Any, types: Any, arguments: Any = (), named: dict[str, Any] | None = None
         ) -> Any:
             named = dict(named or {})
-            if function is is_cuda:
+            if function == is_cuda:  # a new object each time that it is asked for
                 return True
-            if function is of_tensor:
+            if function == of_tensor:
                 found = function(*arguments)
                 return gpu if found.type == "cpu" else found
             name = getattr(function, "__name__", "")
@@ -235,11 +243,18 @@ def _on_the_cpu() -> None:
             if named.pop("pin_memory", False):
                 named["pin_memory"] = False
             made = function(*arguments, **named)
-            if (
-                name in _UNWRITTEN
-            ):  # no kernel writes it: sizes that are read from it are the same in each run
+            # No kernel writes it: sizes that are read from it are the same in each run.
+            if name in _UNWRITTEN:
                 made.zero_()
             return made
 
     mode: Any = OnTheCPU()
     mode.__enter__()
+    # torch takes a mode off while it runs what the mode handles, backward() too, in which functions of the program run.
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward(*arguments: Any, **named: Any) -> Any:
+        with mode:
+            return engine(*arguments, **named)
+
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ def target(arch: str) -> Target:
         return Target("cuda", int(match[1]), 32)
     if match := re.fullmatch(r"gfx(\d{1,2})[0-9a-f]{2}", arch):
         return Target("hip", arch, 32 if int(match[1]) >= 10 else 64)
-    raise ArgumentError(f"{arch!r} is no architecture such as sm90 or gfx942")
+    raise ArgumentError(f"the architecture must be one such as sm90 or gfx942, got {arch!r}")
 
 
 class Device(NamedTuple):

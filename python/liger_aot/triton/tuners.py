@@ -7,7 +7,7 @@ use that dictionary is one of ours, filled with the pack's winners; asked for a 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import log2
 from threading import RLock
 from typing import Any
@@ -22,12 +22,14 @@ _UNLIKE = 1e6  # how far two values of a key are from each other that are no num
 class Winners(dict[Any, Any]):
     """A tuner's cache. A key that it lacks is looked up nearby, refused, or left to the tuner, by ``missing``."""
 
-    def __init__(self, tuner: Any, tuned: Mapping[Any, Any], missing: str) -> None:
+    def __init__(
+        self, tuner: Any, tuned: Mapping[Any, Any], missing: str, left_out: Sequence[str] = ()
+    ) -> None:
         super().__init__(tuner.cache)
         self.plain = tuner.cache  # what the tuner had before, and gets back
         self._name = f"{unwrapped(tuner).fn.__module__}:{unwrapped(tuner).fn.__qualname__}"
         self._keys = list(tuner.keys)
-        self._tuned, self._missing = tuned, missing
+        self._tuned, self._missing, self._left_out = tuned, missing, left_out
         for key, config in tuned.items():
             self.setdefault(key, config)
 
@@ -39,7 +41,8 @@ class Winners(dict[Any, Any]):
         near = nearest(key, self._tuned)
         what = f"{self._name}: no pack has the choice of @triton.autotune for {self._keys} = {key}"
         if self._missing == "error":
-            tail = "it has choices for none" if near is None else f"the nearest that it has is for {near}"
+            none = "; ".join(self._left_out) or "it has choices for none"
+            tail = none if near is None else f"the nearest that it has is for {near}"
             raise KernelNotInPack(
                 f"{what}; {tail}. Record this size too, or take the nearest choice with "
                 'LIGER_AOT_TRITON=warn, or missing="warn"'
@@ -74,10 +77,13 @@ class Tuners:
     Args:
         functions: the parts of packs that may hold a function's tuners, by "<module>:<qualified name>".
         missing: "error", "warn" or "compile".
+        left_out: why packs that were to have a function of that name do not, in words.
     """
 
-    def __init__(self, functions: Callable[[str], list[Any]], missing: str) -> None:
-        self._functions, self.missing = functions, missing
+    def __init__(
+        self, functions: Callable[[str], list[Any]], missing: str, left_out: Callable[[str], list[str]]
+    ) -> None:
+        self._functions, self.missing, self._left_out = functions, missing, left_out
         self._filled: list[Any] = []
         self._lock = RLock()
 
@@ -94,7 +100,7 @@ class Tuners:
                     if list(recorded["keys"]) == list(tuner.keys):
                         for winner in recorded["winners"]:
                             _add(tuned, tuner, winner)
-            tuner.cache = Winners(tuner, tuned, self.missing)
+            tuner.cache = Winners(tuner, tuned, self.missing, self._left_out(name))
             self._filled.append(tuner)
 
     def empty(self) -> None:

@@ -12,10 +12,10 @@ class Architecture:
     """`tables` are those of opcodes.py that it has, `lanes` those of a wave, `local_bytes` the LDS of a workgroup.
 
     `rdna`: its encodings are RDNA's, it has no accumulators, a register for masks takes as many bits as a wave
-    has lanes, and 16-bit results and loads leave the other half of their register alone. `ocp_fp8`: its 8-bit
-    floats are OCP's e4m3, else e4m3fnuz. `ids_in_traps`: a workgroup's position is in trap registers.
-    `flushes_matrices`: its f16 and bf16 matrix instructions read and write denormals as zeros. `names_halves`:
-    LLVM has 16-bit operands in either half of a register there; elsewhere on RDNA in the lower half alone.
+    has lanes, and 16-bit results and loads leave the other half of their register alone. `ids_in_traps`: a
+    workgroup's position is in trap registers. `flushes_matrices`: its f16 and bf16 matrix instructions read and
+    write denormals as zeros. `names_halves`: LLVM has 16-bit operands in either half of a register there;
+    elsewhere on RDNA in the lower half alone.
     """
 
     name: str
@@ -23,7 +23,6 @@ class Architecture:
     lanes: int
     local_bytes: int = 65536
     rdna: bool = False
-    ocp_fp8: bool = False
     ids_in_traps: bool = False
     flushes_matrices: bool = False
     names_halves: bool = False
@@ -37,11 +36,11 @@ class Architecture:
 _ALL = (
     Architecture("gfx90a", ("cdna", "gfx90a"), 64, flushes_matrices=True),
     Architecture("gfx942", ("cdna", "cdna3", "gfx942"), 64),
-    Architecture("gfx950", ("cdna", "cdna3", "gfx950"), 64, local_bytes=163840, ocp_fp8=True),
+    Architecture("gfx950", ("cdna", "cdna3", "gfx950"), 64, local_bytes=163840),
     Architecture("gfx1100", ("rdna", "rdna3"), 32, rdna=True, names_halves=True),
     Architecture("gfx1151", ("rdna", "rdna3", "scalar floats"), 32, rdna=True, names_halves=True),
     *(
-        Architecture(name, ("rdna", "scalar floats", "rdna4"), 32, rdna=True, ocp_fp8=True, ids_in_traps=True)
+        Architecture(name, ("rdna", "scalar floats", "rdna4"), 32, rdna=True, ids_in_traps=True)
         for name in ("gfx1200", "gfx1201")
     ),
 )

@@ -124,9 +124,8 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
     size = np.abs(np.where(np.isfinite(x), x, 0.0).astype(np.float64))
     exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, -6), -6)
     rounded = np.rint(np.ldexp(size, 3 - exponent))  # in units of the last place
-    code = np.where(
-        exponent == -6, rounded, rounded + (exponent + 6) * 8
-    )  # a carry moves on into the exponent
+    # A carry moves on into the exponent.
+    code = np.where(exponent == -6, rounded, rounded + (exponent + 6) * 8)
     fits = np.isfinite(x) & (np.ldexp(rounded, exponent - 3) <= 448)
     return (np.where(fits, code, 127) + np.where(np.signbit(x), 128, 0)).astype(U16)
 
@@ -144,6 +143,15 @@ def from_e4m3fnuz(code: np.ndarray) -> np.ndarray:
     exponent, mantissa = code >> 3 & 15, code & 7
     size = np.ldexp((mantissa + 8.0 * (exponent > 0)).astype(F64), np.maximum(exponent, 1) - 11)
     return np.where(code == 128, np.nan, np.where(code >> 7, -size, size)).astype(F32)
+
+
+def from_e4m3(code: np.ndarray) -> np.ndarray:
+    """The same of OCP's e4m3, whose NaN has either sign."""
+    code = np.asarray(code).astype(np.int64) & 255
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.ldexp((mantissa + 8.0 * (exponent > 0)).astype(F64), np.maximum(exponent, 1) - 10)
+    size = np.where(code & 127 == 127, np.nan, size)
+    return np.where(code >> 7, -size, size).astype(F32)
 
 
 def _pair_from_e4m3fnuz(codes: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from .fields import (
     LITERAL,
     Parts,
     Sources,
+    common_encoding,
     constant,
     output_scale,
     refuse_more_sources,
@@ -62,22 +63,9 @@ def length(word: int, second: int) -> int:
 
 def classify(word: int, architecture: Architecture) -> tuple[str, int, Reader]:
     """The encoding, the opcode in it, and what reads the other fields."""
-    if word >> 31 == 0:
-        if word >> 25 == 0x3F:
-            return "VOP1", word >> 9 & 0xFF, _vector
-        if word >> 25 == 0x3E:
-            return "VOPC", word >> 17 & 0xFF, _vector
-        return "VOP2", word >> 25, _vector
-    if word >> 23 == 0x17D:
-        return "SOP1", word >> 8 & 0xFF, _sop1
-    if word >> 23 == 0x17E:
-        return "SOPC", word >> 16 & 0x7F, _sopc
-    if word >> 23 == 0x17F:
-        return "SOPP", word >> 16 & 0x7F, _sopp
-    if word >> 28 == 0xB:
-        return "SOPK", word >> 23 & 0x1F, _sopk
-    if word >> 30 == 2:
-        return "SOP2", word >> 23 & 0x7F, _sop2
+    if (common := common_encoding(word)) is not None:
+        name, opcode = common
+        return name, opcode, _READERS[name]
     if word >> 23 == 0x1A7:
         return "VOP3P", word >> 16 & 0x7F, _packed
     encoding = word >> 26
@@ -263,7 +251,7 @@ def _choice(names: Sequence[str], number: int) -> str:
 def _vop3(form: Form, words: tuple[int, ...], architecture: Architecture) -> Parts:
     word, second = words[0], words[1] if len(words) > 1 else None
     assert second is not None
-    if form.name == "v_bitop3_b32":
+    if form.name.startswith("v_bitop3_"):
         return _bit_operation(form, word, second)
     has_mask = "m" in form.operands[1:]  # its field takes the place of abs and op_sel
     absolute = 0 if has_mask else word >> 8 & 7
@@ -288,7 +276,7 @@ def _vop3(form: Form, words: tuple[int, ...], architecture: Architecture) -> Par
 
 
 def _bit_operation(form: Form, word: int, second: int) -> Parts:
-    """v_bitop3_b32, whose truth table takes the place of the sources' modifiers."""
+    """v_bitop3, whose truth table takes the place of the sources' modifiers."""
     if word >> 11 & 31:
         raise EmulatorError("unknown encoding")
     sources: Sources = [(second >> 9 * i & 0x1FF, {}) for i in range(3)]
@@ -438,3 +426,9 @@ def _buffer(form: Form, words: tuple[int, ...], architecture: Architecture) -> P
 
 def _hints(arch: str, *given: int) -> dict[str, Modifier]:
     return {name: None for name, bit in zip(_HINTS[arch], given, strict=True) if bit}
+
+
+_READERS: Mapping[str, Reader] = {
+    "VOP1": _vector, "VOP2": _vector, "VOPC": _vector, "SOP1": _sop1, "SOP2": _sop2, "SOPC": _sopc, "SOPK": _sopk,
+    "SOPP": _sopp,
+}  # fmt: skip

@@ -358,10 +358,12 @@ OPCODES: dict[tuple[str, str], dict[str, str]] = {
     },
     ("VOP3", "gfx950"): {
         "1 1 1 1": """
-            0x234 v_bitop3_b32  0x235 v_cvt_scalef32_pk_fp8_f32  0x2a8 v_minimum3_f32  0x2a9 v_maximum3_f32
+            0x233 v_bitop3_b16  0x234 v_bitop3_b32  0x235 v_cvt_scalef32_pk_fp8_f32  0x2a8 v_minimum3_f32
+            0x2a9 v_maximum3_f32
         """,
         "1 1 1": """
-            0x267 v_cvt_pk_f16_f32  0x268 v_cvt_pk_bf16_f32
+            0x248 v_cvt_scalef32_pk_f16_fp8  0x267 v_cvt_pk_f16_f32  0x268 v_cvt_pk_bf16_f32
+            0x269 v_cvt_scalef32_pk_bf16_fp8
         """,
     },
     ("VOP3P", "gfx950"): {
@@ -374,7 +376,7 @@ OPCODES: dict[tuple[str, str], dict[str, str]] = {
     },
     ("DS", "gfx950"): {
         "2 1": """
-            0xe3 ds_read_b64_tr_b16
+            0xe2 ds_read_b64_tr_b8  0xe3 ds_read_b64_tr_b16
         """,
     },
     ("VOP1", "gfx950"): {

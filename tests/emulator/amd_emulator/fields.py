@@ -20,6 +20,22 @@ _OUTPUT_SCALE = (("mul", 2), ("mul", 4), ("div", 2))
 _FLOATS = (0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 4.0, -4.0, 0.15915494309189532)
 
 
+def common_encoding(word: int) -> tuple[str, int] | None:
+    """The encoding of an instruction, and its opcode, where CDNA and RDNA have the same: of scalar arithmetic and of
+    vector instructions of one word."""
+    if word >> 31 == 0:
+        if word >> 25 == 0x3F:
+            return "VOP1", word >> 9 & 0xFF
+        return ("VOPC", word >> 17 & 0xFF) if word >> 25 == 0x3E else ("VOP2", word >> 25)
+    if word >> 30 != 2:
+        return None
+    if word >> 23 == 0x17D:
+        return "SOP1", word >> 8 & 0xFF
+    if word >> 23 in (0x17E, 0x17F):
+        return "SOPC" if word >> 23 == 0x17E else "SOPP", word >> 16 & 0x7F
+    return ("SOPK", word >> 23 & 0x1F) if word >> 28 == 0xB else ("SOP2", word >> 23 & 0x7F)
+
+
 def scalar_register(code: int, count: int, architecture: Architecture) -> Operand:
     """The scalar register that a field of 7 bits names; wider ones are refused where they can't begin there."""
     rdna, last = architecture.rdna, 105 if architecture.rdna else 101

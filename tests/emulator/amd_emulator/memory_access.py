@@ -29,15 +29,8 @@ _STORES = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwor
     "b128": 16,
 }
 _CACHE_HINTS = ("glc", "slc", "dlc", "sc0", "sc1", "nt", "th", "scope")
-_CACHES = (
-    "wbl2",
-    "inv",
-    "wbinvl1",
-    "wbinvl1_vol",
-    "gl0_inv",
-    "gl1_inv",
-    "wb",
-)  # of which these write back or empty some
+# Of which these write back or empty some.
+_CACHES = ("wbl2", "inv", "wbinvl1", "wbinvl1_vol", "gl0_inv", "gl1_inv", "wb")
 # suffix -> (dtype, new value from (old, operand))
 _ATOMICS: dict[str, tuple[type[np.generic], Callable[[Value, Value], Value]]] = {
     "add": (np.uint32, lambda old, x: old + x),
@@ -246,9 +239,10 @@ def build_local(instruction: Instruction) -> Step:
     if name == "ds_swizzle_b32":
         instruction.expect(2)
         return _swizzle(*operands, instruction.words[0] & 0xFFFF, architecture.lanes)
-    if name == "ds_read_b64_tr_b16":
+    if name in ("ds_read_b64_tr_b8", "ds_read_b64_tr_b16"):
         instruction.expect(2)
-        return _read_transposed(*operands, instruction.integer("offset"))
+        dtype = np.uint8 if name.endswith("b8") else np.uint16
+        return _read_transposed(*operands, instruction.integer("offset"), dtype)
     match = re.fullmatch(r"ds_(read|write)(2)?(st64)?_(\w+)", name)
     if not match or (match[3] and not match[2]):
         raise EmulatorError("unknown LDS instruction")
@@ -315,17 +309,20 @@ def _permute(result: Operand, lane_bytes: Operand, data: Operand, offset: int, p
     return step
 
 
-def _read_transposed(result: Operand, address: Operand, offset: int) -> Step:
-    """gfx950: each lane reads four 16-bit values. The 16 lanes of a row thus hold a matrix of 4 rows, four
-    lanes each, and 16 columns; lane number i of the row is given column i."""
+def _read_transposed(
+    result: Operand, address: Operand, offset: int, dtype: type[np.uint8] | type[np.uint16]
+) -> Step:
+    """gfx950: each lane reads four 16-bit values or eight of 8 bits. The 16 lanes of a row thus hold a matrix of 4
+    rows, four lanes each, or of 8, two lanes each, and 16 columns; lane number i of the row is given column i."""
     register, base = expect(result, "vector", 2), expect(address, "vector", 1)
 
     def step(wave: Wave) -> None:
         if not wave.all_lanes:
             raise EmulatorError("a transposing load with inactive lanes")
         read = wave.group.local.load(wave, wave.vectors[base].astype(np.int64) + offset, 8)
-        halves = np.ascontiguousarray(read.T).view(np.uint16).reshape(-1, 4, 16)  # row of lanes, row, column
-        columns = np.ascontiguousarray(halves.transpose(0, 2, 1)).reshape(wave.size, 4)
+        rows = 8 // np.dtype(dtype).itemsize
+        parts = np.ascontiguousarray(read.T).view(dtype).reshape(-1, rows, 16)  # row of lanes, row, column
+        columns = np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(wave.size, rows)
         wave.set_vectors(register, columns.view(np.uint32).T)
 
     return step

@@ -12,6 +12,7 @@ from .fields import (
     LITERAL,
     Parts,
     Sources,
+    common_encoding,
     constant,
     output_scale,
     refuse_more_sources,
@@ -32,10 +33,8 @@ _SCALAR_WITH_CONSTANT = (0x45, 0x46)  # s_fmaak_f32, s_fmamk_f32
 _VECTOR_WITH_CONSTANT = (0x2C, 0x2D, 0x37, 0x38)  # v_fmamk_f32, v_fmaak_f32, and for f16
 _DUAL_WITH_CONSTANT = (1, 2)
 _SETREG_IMM32 = 0x13
-_FP16_OVFL, _ROUND_16_64 = (
-    1 | 23 << 6,
-    1 | 2 << 6 | 1 << 11,
-)  # of MODE: its number, the first bit, how many less one
+# Of MODE: its number, the first bit, how many less one.
+_FP16_OVFL, _ROUND_16_64 = 1 | 23 << 6, 1 | 2 << 6 | 1 << 11
 _DPP_CONTROLS = {0x100: "row_shl", 0x110: "row_shr", 0x120: "row_ror", 0x150: "row_share", 0x160: "row_xmask"}
 _DPP_MIRRORS = {0x140: "row_mirror", 0x141: "row_half_mirror"}
 _SCOPES = (None, "SCOPE_SE", "SCOPE_DEV", "SCOPE_SYS")
@@ -64,29 +63,15 @@ def length(word: int, second: int) -> int:
         return 2 + (
             given or word >> 22 & 0xF in _DUAL_WITH_CONSTANT or word >> 17 & 0x1F in _DUAL_WITH_CONSTANT
         )
-    return (
-        3 if encoding in (0x31, 0x34, 0x3B) else 2
-    )  # gfx12's vector memory, else LDS, constants, gfx11's memory
+    # gfx12's vector memory, else LDS, constants, gfx11's memory.
+    return 3 if encoding in (0x31, 0x34, 0x3B) else 2
 
 
 def classify(word: int, architecture: Architecture) -> tuple[str, int, Reader]:
     """The encoding, the opcode in it, and what reads the other fields."""
-    if word >> 31 == 0:
-        if word >> 25 == 0x3F:
-            return "VOP1", word >> 9 & 0xFF, _vector
-        if word >> 25 == 0x3E:
-            return "VOPC", word >> 17 & 0xFF, _vector
-        return "VOP2", word >> 25, _vector
-    if word >> 23 == 0x17D:
-        return "SOP1", word >> 8 & 0xFF, _sop1
-    if word >> 23 == 0x17E:
-        return "SOPC", word >> 16 & 0x7F, _sopc
-    if word >> 23 == 0x17F:
-        return "SOPP", word >> 16 & 0x7F, _sopp
-    if word >> 28 == 0xB:
-        return "SOPK", word >> 23 & 0x1F, _sopk
-    if word >> 30 == 2:
-        return "SOP2", word >> 23 & 0x7F, _sop2
+    if (common := common_encoding(word)) is not None:
+        name, opcode = common
+        return name, opcode, _READERS[name]
     if word >> 24 == 0xCC:
         return "VOP3P", word >> 16 & 0x7F, _packed
     encoding, newer = word >> 26, "rdna4" in architecture.tables
@@ -550,3 +535,9 @@ def _buffer_modifiers(has_index: int, has_offset: int, offset: int) -> dict[str,
     flags = {"idxen": has_index, "offen": has_offset}
     modifiers: dict[str, Modifier] = {name: None for name, given in flags.items() if given}
     return modifiers | ({"offset": offset} if offset else {})
+
+
+_READERS: Mapping[str, Reader] = {
+    "VOP1": _vector, "VOP2": _vector, "VOPC": _vector, "SOP1": _sop1, "SOP2": _sop2, "SOPC": _sopc, "SOPK": _sopk,
+    "SOPP": _sopp,
+}  # fmt: skip

@@ -70,11 +70,11 @@ OPCODES: dict[tuple[str, str], dict[str, str]] = {
     ("SOP1", "rdna"): {
         "1 1": """
             0x00 s_mov_b32  0x02 s_cmov_b32  0x04 s_brev_b32  0x08 s_ctz_i32_b32  0x0a s_clz_i32_u32
-            0x0c s_cls_i32  0x0e s_sext_i32_i8  0x0f s_sext_i32_i16  0x15 s_abs_i32  0x16 s_bcnt0_i32_b32
-            0x18 s_bcnt1_i32_b32  0x1c s_wqm_b32  0x1e s_not_b32  0x20 s_and_saveexec_b32
-            0x22 s_or_saveexec_b32  0x24 s_xor_saveexec_b32  0x26 s_nand_saveexec_b32  0x28 s_nor_saveexec_b32
-            0x2a s_xnor_saveexec_b32  0x2c s_and_not0_saveexec_b32  0x2e s_or_not0_saveexec_b32
-            0x30 s_and_not1_saveexec_b32  0x32 s_or_not1_saveexec_b32
+            0x0c s_cls_i32  0x0e s_sext_i32_i8  0x0f s_sext_i32_i16  0x10 s_bitset0_b32  0x12 s_bitset1_b32
+            0x15 s_abs_i32  0x16 s_bcnt0_i32_b32  0x18 s_bcnt1_i32_b32  0x1c s_wqm_b32  0x1e s_not_b32
+            0x20 s_and_saveexec_b32  0x22 s_or_saveexec_b32  0x24 s_xor_saveexec_b32  0x26 s_nand_saveexec_b32
+            0x28 s_nor_saveexec_b32  0x2a s_xnor_saveexec_b32  0x2c s_and_not0_saveexec_b32
+            0x2e s_or_not0_saveexec_b32  0x30 s_and_not1_saveexec_b32  0x32 s_or_not1_saveexec_b32
         """,
         "2 2": """
             0x01 s_mov_b64  0x03 s_cmov_b64  0x05 s_brev_b64  0x1d s_wqm_b64  0x1f s_not_b64
@@ -124,7 +124,7 @@ OPCODES: dict[tuple[str, str], dict[str, str]] = {
     },
     ("SOPP", "rdna"): {
         "": """
-            0x0a s_wait_idle  0x30 s_endpgm  0x3c s_icache_inv
+            0x0a s_wait_idle  0x1f s_code_end  0x30 s_endpgm  0x3c s_icache_inv
         """,
         "k": """
             0x00 s_nop  0x03 s_sleep  0x05 s_clause  0x07 s_delay_alu  0x08 s_waitcnt_depctr  0x09 s_waitcnt

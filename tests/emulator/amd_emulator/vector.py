@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from . import division
-from .arithmetic import FLOAT_COMPARISONS, FMA, OPERATIONS, SATURATING, mad_f32, to_e4m3
+from .arithmetic import (
+    FLOAT_COMPARISONS,
+    FMA,
+    OPERATIONS,
+    SATURATING,
+    from_e4m3,
+    mad_f32,
+    to_bf16,
+    to_e4m3,
+)
 from .errors import EmulatorError
 from .instruction import Instruction
 from .lanes import (
@@ -306,17 +315,20 @@ def _permute_row(instruction: Instruction) -> Step:
 
 
 def _bit_operation(instruction: Instruction) -> Step:
-    """v_bitop3_b32: the result's bits by a table of the sources' bits, the first source's being the highest."""
+    """v_bitop3: the result's bits by a table of the sources' bits, the first source's being the highest. The one of
+    16 bits leaves the other half of its register: no compiled code reads that."""
     instruction.expect(4)
     instruction.allow("bitop3")
     table = instruction.integer("bitop3")
-    sources = [source(instruction, 1 + i, i, "b32") for i in range(3)]
-    write = destination(instruction, "b32")
+    name = "u16" if instruction.name.endswith("16") else "u32"
+    dtype = DTYPES[name]
+    sources = [source(instruction, 1 + i, i, name) for i in range(3)]
+    write = destination(instruction, name, keep_high=True)
 
     def function(*given: Any) -> Any:
-        result = np.uint32(0)
+        result = dtype(0)
         for number in (n for n in range(8) if table >> n & 1):
-            picked = np.uint32(MASK32)
+            picked = ~dtype(0)
             for bit, value in zip((4, 2, 1), given, strict=True):
                 picked = picked & (value if number & bit else ~value)
             result = result | picked
@@ -326,16 +338,38 @@ def _bit_operation(instruction: Instruction) -> Step:
 
 
 def _scaled_fp8(instruction: Instruction) -> Step:
-    """Two floats as OCP's e4m3 in one half of the register, of which the other stays. A scale that is not 1
-    would divide them."""
+    """Two floats as OCP's e4m3 in one half of the register, of which the other stays."""
     instruction.expect(4)
     instruction.allow("op_sel")
-    scale = instruction.operands[3]
-    if scale.kind != "float" or scale.value != 1.0 or scale != scale.unmodified():
-        raise EmulatorError(f"a scale of {scale}")
+    _expect_scale_of_one(instruction.operands[3])
     first, second = (_limited(source(instruction, 1 + i, i, "f32"), 448.0) for i in range(2))
     write = destination(instruction, "u16", keep_high=True)
     return lambda wave: write(wave, to_e4m3(first(wave)) | to_e4m3(second(wave)) << np.uint16(8))
+
+
+def _from_scaled_fp8(instruction: Instruction) -> Step:
+    """Two codes of OCP's e4m3, those of one half of the register, as two floats of 16 bits, which hold them exactly."""
+    instruction.expect(3)
+    instruction.allow("op_sel")
+    _expect_scale_of_one(instruction.operands[2])
+    codes, write = source(instruction, 1, 0, "u16"), destination(instruction, "b32")
+    is_bf16 = "bf16" in instruction.name
+
+    def bits_of(code: np.ndarray) -> np.ndarray:
+        value = from_e4m3(code)
+        return to_bf16(value) if is_bf16 else value.astype(np.float16).view(np.uint16).astype(np.uint32)
+
+    def step(wave: Wave) -> None:
+        code = np.asarray(codes(wave))
+        write(wave, bits_of(code) | bits_of(code >> np.uint16(8)) << np.uint32(16))
+
+    return step
+
+
+def _expect_scale_of_one(scale: Operand) -> None:
+    """Another scale would divide or multiply: no kernel asks for one."""
+    if scale.kind != "float" or scale.value != 1.0 or scale != scale.unmodified():
+        raise EmulatorError(f"a scale of {scale}")
 
 
 def _scalar_function(instruction: Instruction) -> Step:
@@ -384,7 +418,13 @@ _ACCUMULATE = {
 }
 # These say themselves which modifiers they know.
 _OWN_MODIFIERS = frozenset(
-    {"v_permlane16_b32", "v_permlanex16_b32", "v_bitop3_b32", "v_cvt_scalef32_pk_fp8_f32"}
+    {
+        "v_permlane16_b32",
+        "v_permlanex16_b32",
+        "v_bitop3_b16",
+        "v_bitop3_b32",
+        *(f"v_cvt_scalef32_pk_{kinds}" for kinds in ("fp8_f32", "f16_fp8", "bf16_fp8")),
+    }
 )
 _SPECIAL: dict[str, Callable[[Instruction], Step]] = {
     "v_nop": lambda instruction: lambda wave: None,
@@ -397,8 +437,9 @@ _SPECIAL: dict[str, Callable[[Instruction], Step]] = {
     "v_permlane32_swap_b32": _swap_rows,
     "v_permlane16_b32": _permute_row,
     "v_permlanex16_b32": _permute_row,
-    "v_bitop3_b32": _bit_operation,
+    **{f"v_bitop3_b{bits}": _bit_operation for bits in (16, 32)},
     "v_cvt_scalef32_pk_fp8_f32": _scaled_fp8,
+    **{f"v_cvt_scalef32_pk_{name}_fp8": _from_scaled_fp8 for name in ("f16", "bf16")},
     **{f"v_s_{op}_f32": _scalar_function for op in ("exp", "log", "rcp", "rsq", "sqrt")},
     "v_mad_u64_u32": _wide_multiply_add,
     "v_mad_i64_i32": _wide_multiply_add,

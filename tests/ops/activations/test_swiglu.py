@@ -15,9 +15,8 @@ from tests.harness.op_tests import BF16, DTYPES, FP16, FP32, Case, Exact
 from tests.ops.activations.gated_tests import GatedTests
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in exp"
-)  # of NumPy, on the interpreter: exp(-gate) may be inf
+# Of NumPy, on the interpreter: exp(-gate) may be inf.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 class TestSwiGLU(GatedTests):
     op_class = SwiGLU
     cases = (

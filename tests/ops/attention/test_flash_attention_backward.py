@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.errors import ArgumentError, ArgumentTypeError, NotBuilt
 from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, Settings, swizzle_heads
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.attention.flash_attention_backward import FlashAttentionBackward
+from liger_aot.ops.attention.flash_attention_varlen import FlashAttentionVarlen
 from liger_aot_build.build import make_plans
 from tests.conftest import built_pack
 from tests.emulator.emulated_cases import emulated
@@ -369,3 +370,31 @@ def test_a_column_more_than_kernels_read() -> None:
     q, k, v, _ = Problem(1, 2, 2, 10, 20, 72).tensors()
     shapes = [g.shape for g in op(q, q, k, v, q, torch.zeros(1, 2, 10))[:3]]
     assert shapes == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("op_class", [FlashAttention, FlashAttentionVarlen])
+def test_a_forward_whose_backward_is_absent(op_class: type[Any]) -> None:
+    """Of RDNA 3, which has forwards of more head dimensions than backwards: where a gradient is needed the forward
+    raises, and launches nothing."""
+    op, made = recording.recorded(op_class, tables_of("gfx1100"))
+
+    def called(dim: int, graded: bool) -> bool:
+        """Whether the forward was launched."""
+        for driver in made:
+            driver.launches.clear()
+        q, k, v = (torch.randn(1, 8, 2, dim).bfloat16() for _ in range(3))
+        k.requires_grad_(graded)
+        if op_class is FlashAttention:
+            op(q, k, v)
+        else:
+            starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+            op(q[0], k[0], v[0], starts, starts, 5, 5)
+        return bool(recording.all_launches(made))
+
+    assert called(64, True) and called(128, False)
+    with pytest.raises(
+        NotBuilt, match=r"backward_dkdv is not built for .* past n = 64 .*gradients of head dim"
+    ):
+        called(128, True)
+    assert not recording.all_launches(made)
+    assert called(128, False)

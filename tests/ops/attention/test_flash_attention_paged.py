@@ -21,6 +21,7 @@ from liger_aot.runtime import device_errors
 from liger_aot_build.build import make_plans
 from tests.conftest import built_pack
 from tests.emulator.emulated_cases import emulated
+from tests.harness import executed
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.planned_packs import tables_of
 from tests.harness.recording import recorded
@@ -378,11 +379,19 @@ def test_amd_binaries(problem: Problem, arch: str, poisoned: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, len(SMALL_FP8)))]
+    ("seed", "arch"),
+    [
+        *((i, "gfx942") for i in range(2)),
+        *(pytest.param(i, "gfx942", marks=pytest.mark.slow) for i in range(2, len(SMALL_FP8))),
+        *(pytest.param(0, arch, marks=pytest.mark.slow) for arch in executed.BY_FORM),
+    ],
 )
-def test_amd_binaries_of_fp8(seed: int, poisoned: None) -> None:
-    pack = built_pack("gfx942")
-    problem = coded(SMALL_FP8, FNUZ)[seed]
+def test_amd_binaries_of_fp8(seed: int, arch: str, poisoned: None) -> None:
+    """The first takes the kernel that combines parts; of what has no fp8, with a cache of 16 bits."""
+    pack = built_pack(arch)
+    problem = SMALL_FP8[seed]
+    if pack.fp8 != "none":
+        (problem,) = coded((problem,), {"fp8e4nv": E4M3, "fp8e4b8": FNUZ}[pack.fp8])
     check(bound_op(FlashAttentionPaged, pack, EmulatorDriver), problem, dict(pack.tolerance))
 
 

@@ -15,11 +15,8 @@ from tests.ops.quantization.quantization_cases import nearest
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPS = ("qk_norm_rope", "write_kv_cache")
-CACHES = (
-    "none",
-    "same",
-    "fp8",
-)  # what a problem has: no cache (qk_norm_rope), one of the keys' dtype, one of codes
+# What a problem has: no cache (qk_norm_rope), one of the keys' dtype, one of codes.
+CACHES = ("none", "same", "fp8")
 SCALES = ("none", "one", "head", "token")
 # How a cache of both is laid out: its dimensions in memory, of (key or value, page, row, head).
 LAYOUTS = {"2NHD": (0, 1, 2, 3), "N2HD": (1, 0, 2, 3), "2HND": (0, 1, 3, 2), "N2HND": (1, 0, 3, 2)}
@@ -47,6 +44,7 @@ class Problem(NamedTuple):
     is_neox: bool = True
     gated: bool = False
     offset: float = 0.0
+    weighted: bool = True
 
     @property
     def slots(self) -> int:
@@ -84,7 +82,8 @@ def drawn(problem: Problem, fp8: torch.dtype, seed: int = 0, device: str = "cpu"
         columns = (p.q_heads * (1 + p.gated) + 2 * p.heads) * p.dim
         table = torch.randn(positions, rotary, generator=generator)
         given |= {
-            "qkv": normal(all_tokens, columns), "q_weight": normal(p.dim), "k_weight": normal(p.dim),
+            "qkv": normal(all_tokens, columns),
+            **{name: normal(p.dim) if p.weighted else None for name in ("q_weight", "k_weight")},
             "cos_sin_cache": table.to(device, p.table or p.dtype),
             "position_ids": torch.randint(positions, (all_tokens,), generator=generator).to(device, p.index),
             "num_heads_q": p.q_heads, "num_heads_k": p.heads, "num_heads_v": p.heads, "offset": p.offset,
@@ -210,10 +209,11 @@ def worst_of_heads(
     others = [i for i in range(x.shape[1]) if i not in which]
     y = got.unflatten(-1, (-1, p.dim))
     assert torch.equal(y[:, others], before["qkv"].unflatten(-1, (-1, p.dim))[:, others])
-    weights = [before["q_weight"]] * p.q_heads + [before["k_weight"]] * p.heads
-    w = torch.stack(weights).double() + p.offset
     h = x[:, which]
-    h = h / torch.sqrt(h.square().mean(-1, keepdim=True) + 1e-6) * w
+    if p.weighted:
+        weights = [before["q_weight"]] * p.q_heads + [before["k_weight"]] * p.heads
+        w = torch.stack(weights).double() + p.offset
+        h = h / torch.sqrt(h.square().mean(-1, keepdim=True) + 1e-6) * w
     table = before["cos_sin_cache"].double()[before["position_ids"].long()][:, None]
     cos, sin = table[..., : rotary // 2], table[..., rotary // 2 :]
     first = torch.arange(0, rotary, 2) if not p.is_neox else torch.arange(rotary // 2)
@@ -295,4 +295,6 @@ def small(op: str) -> list[Problem]:
         q._replace(cache="none", tokens=0),
         q._replace(cache="fp8", dim=6, rotary=2, shift=1, is_neox=False),
         q._replace(q_heads=32, heads=4, tokens=2, layout="N2HD", page_size=16),
+        q._replace(weighted=False, q_heads=4),
+        q._replace(weighted=False, cache="fp8", scales="token", rotary=64, is_neox=False),
     ]

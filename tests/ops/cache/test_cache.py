@@ -15,6 +15,7 @@ from liger_aot.ops.quantization._codes import E4M3, E4M3FNUZ
 from liger_aot.ops.registry import module
 from liger_aot.runtime import device_errors
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import BY_FORM
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_gpu_tests import installed
 from tests.harness.recording import RecordingDriver
@@ -72,9 +73,8 @@ def test_special_values() -> None:
     cache = torch.zeros(2, 1, 1, 1, 8).to(E4M3)
     op = liger_aot.load("write_kv_cache")
     op(finite, finite * 0, cache[0], cache[1], slots, k_scale=scales[0], v_scale=scales[1])
-    assert (
-        scales.flatten().tolist()[0] == 2.0 and cache[0].flatten()[1].float() == 448
-    )  # NaN has no magnitude
+    # NaN has no magnitude.
+    assert scales.flatten().tolist()[0] == 2.0 and cache[0].flatten()[1].float() == 448
 
 
 def test_writes_a_contiguous_cache() -> None:
@@ -289,9 +289,10 @@ def test_interpreted(name: str, part: int) -> None:
 
 
 @poisoned
+@pytest.mark.parametrize("arch", BY_FORM)
 @pytest.mark.parametrize("name", OPS)
-def test_some_binaries_on_the_emulator(name: str) -> None:
-    op, allowed = bound(name, "gfx942", EmulatorDriver), dict(built_pack("gfx942").tolerance)
+def test_some_binaries_on_the_emulator(name: str, arch: str) -> None:
+    op, allowed = bound(name, arch, EmulatorDriver), dict(built_pack(arch).tolerance)
     problems = small(name)
     for seed, problem in enumerate((*problems[:2], problems[-1])):
         check(op, problem, allowed, seed=seed)
@@ -408,16 +409,25 @@ def test_cuda_graph(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPS)
-def test_compiled_on_a_gpu(name: str) -> None:
-    """By inductor: the cache is written where it is."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_on_a_gpu(name: str, whole: bool) -> None:
+    """By inductor: the caches are written where they are, be they tensors of their own or, given whole, the halves of
+    one."""
     problem = Problem(name, 37, 8, 128, q_heads=32)
     given = drawn(problem, E4M3, 0, "cuda")
+    halves = ("key_cache", "value_cache")
+    both = torch.stack([given[k] for k in halves])
+    given |= dict(zip(halves, both.unbind() if whole else [t.clone() for t in both], strict=True))
     before = copied(given)
-    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
-    settings = {k: v for k, v in given.items() if k not in tensors}
+    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor) and not (whole and k in halves)}
+    settings = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
     op = liger_aot.load(name)
     torch.compiler.reset()
-    torch.compile(lambda t: op(**t, **settings), fullgraph=True)(tensors)
+
+    def call(t: dict[str, Tensor], cache: Tensor) -> None:
+        op(**t, **settings, **(dict(zip(halves, cache.unbind(), strict=True)) if whole else {}))
+
+    torch.compile(call, fullgraph=True)(tensors, both)
     check_results(problem, before, given, dict(installed().tolerance), f"{problem}, compiled")
 
 

@@ -179,9 +179,8 @@ def errors(
     )
     keys = torch.exp(log_keys.transpose(1, 2))[..., None]
     norms = (t.norm(dim=-1).max().item() if t.numel() else 0.0 for t in (q, k))
-    terms = 1.0 + problem.settings()[0] * next(norms) * next(
-        norms
-    )  # |q| |k| bounds the sum of a score's terms
+    # |q| |k| bounds the sum of a score's terms.
+    terms = 1.0 + problem.settings()[0] * next(norms) * next(norms)
     score = allowed["fp32"] * UNIT_ROUNDOFF[torch.float32] * terms
     roundoff = allowed[NAMES[o.dtype]] * UNIT_ROUNDOFF[o.dtype]
     limit = roundoff * (wanted.abs() + size) + 2 * score * size + LEAST[o.dtype] * (1 + mean * keys)

@@ -10,6 +10,7 @@ import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.decoding.merge_attention_states import MergeAttentionStates
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import BY_FORM
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_gpu_tests import installed
 from tests.harness.tolerances import REFERENCE
@@ -81,8 +82,9 @@ def test_interpreted(arch: str) -> None:
 
 
 @poisoned
-def test_some_binaries_on_the_emulator() -> None:
-    pack = built_pack("gfx942")
+@pytest.mark.parametrize("arch", BY_FORM)
+def test_some_binaries_on_the_emulator(arch: str) -> None:
+    pack = built_pack(arch)
     for seed in (0, 3, 6):
         op = bound_op(MergeAttentionStates, pack, EmulatorDriver)
         check(op, SMALL[seed], dict(pack.tolerance), seed=seed)

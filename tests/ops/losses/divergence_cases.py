@@ -27,9 +27,8 @@ class DivergenceTests(OpTests):
     longest_interpreted = 70_000
     same_without_gradient = False  # a kernel of its own finds the loss and the gradient together
     labelled: ClassVar[bool] = True
-    settings_of: ClassVar[
-        Mapping[str, Mapping[str, Any]]
-    ] = {}  # what makes a call take a kind, if not the defaults
+    # What makes a call take a kind, if not the defaults.
+    settings_of: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @staticmethod
     def base_cases(**options: Any) -> tuple[Case, ...]:

@@ -19,9 +19,8 @@ def test_sums_and_counts(arch: str, shift: int) -> None:
     for n in (1, 63, 1500):
         partials = torch.rand(n + shift)[shift:]
         exact = float(partials.double().sum())
-        assert (
-            abs(float(op(partials)) - exact) <= 32 * 2**-24 * exact
-        )  # positive terms: the profile's fp32 tolerance
+        # Positive terms: the profile's fp32 tolerance.
+        assert abs(float(op(partials)) - exact) <= 32 * 2**-24 * exact
         labels = torch.randint(3, (n + shift,))[shift:]
         for dtype in (torch.int64, torch.int32):
             given = labels if dtype == labels.dtype else labels.to(dtype).repeat(2)[shift : shift + n]

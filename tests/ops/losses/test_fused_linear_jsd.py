@@ -23,7 +23,7 @@ GRADED = ("student_input", "student_weight", "student_bias")
 
 @dataclass(frozen=True)
 class Case:
-    """``chunks`` of the rows at a time. The teacher's layer is j wide."""
+    """``chunks`` of the rows at a time. The teacher's layer is j wide, and of dtype ``teacher`` where that is given."""
 
     rows: int
     k: int
@@ -34,12 +34,13 @@ class Case:
     bias: bool = False
     chunks: int = 1
     all_ignored: bool = False
+    teacher: torch.dtype | None = None
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         shape = f"{self.rows}x{self.k}/{self.j}x{self.vocabulary}"
         parts = [shape, str(self.dtype).removeprefix("torch."), f"{self.chunks}chunks"]
-        parts += [name for name in ("labels", "bias", "all_ignored") if getattr(self, name)]
+        parts += [name for name in ("labels", "bias", "all_ignored", "teacher") if getattr(self, name)]
         return "-".join(parts + [f"{k}={v}" for k, v in self.keywords.items()])
 
 
@@ -58,6 +59,8 @@ CASES = (
     ),
     Case(9, 16, 24, 37, FP32, torch.int64, keywords={"ignore_index": 3}),
     Case(9, 16, 24, 37, BF16, chunks=3, keywords={"weight_grad_dtype": FP32}),
+    Case(9, 16, 24, 37, FP32, torch.int64, bias=True, chunks=2, teacher=BF16),
+    Case(9, 16, 24, 37, BF16, chunks=2, teacher=FP32),
 )
 
 
@@ -70,7 +73,7 @@ def draw(case: Case, seed: int, device: str) -> dict[str, Tensor | None]:
     x, y = normal(case.rows, case.k), normal(case.rows, case.j)
     w, v = normal(case.vocabulary, case.k) * case.k**-0.5, normal(case.vocabulary, case.j) * case.j**-0.5
     b, c = (normal(case.vocabulary) if case.bias else None for _ in range(2))
-    labels = None
+    labels, of_teacher = None, case.teacher or case.dtype
     if case.labels is not None:
         labels = torch.randint(100, (case.rows,), device=device, generator=g)
         ignored = case.keywords.get("ignore_index", -100)
@@ -81,11 +84,11 @@ def draw(case: Case, seed: int, device: str) -> dict[str, Tensor | None]:
     return {
         "student_input": x.to(case.dtype),
         "student_weight": w.to(case.dtype),
-        "teacher_input": y.to(case.dtype),
-        "teacher_weight": v.to(case.dtype),
+        "teacher_input": y.to(of_teacher),
+        "teacher_weight": v.to(of_teacher),
         "shift_labels": labels,
         "student_bias": None if b is None else b.to(case.dtype),
-        "teacher_bias": None if c is None else c.to(case.dtype),
+        "teacher_bias": None if c is None else c.to(of_teacher),
     }
 
 
@@ -118,7 +121,8 @@ def run(op: Any, case: Case, drawn: dict[str, Any], grad: Tensor) -> tuple[Tenso
     for name in GRADED:
         if given[name] is not None:
             given[name] = given[name].detach().requires_grad_()
-    budget = -(-case.rows // case.chunks) * 2 * padded(case.vocabulary) * case.dtype.itemsize
+    a_row = 2 * case.dtype.itemsize + (case.teacher.itemsize if case.teacher is not None else 0)
+    budget = -(-case.rows // case.chunks) * a_row * padded(case.vocabulary)
     loss = op(**given, chunk_bytes=budget, **case.keywords)
     loss.backward(grad)
     return loss.detach(), {name: given[name].grad for name in GRADED if given[name] is not None}
@@ -127,7 +131,8 @@ def run(op: Any, case: Case, drawn: dict[str, Any], grad: Tensor) -> tuple[Tenso
 def check(op: Any, case: Case, device: str, seed: int, rounded_logits: bool) -> None:
     """Within what rounding can do.
 
-    Where chunks hold the logits in the dtype, each is off by a roundoff of its size, which moves a log-probability by
+    Where chunks hold the logits in the dtype, each is off by a roundoff of its size (and a teacher's of another dtype
+    by one of that, before it is cast), which moves a log-probability by
     at most twice the largest of its row. A row's loss is a sum over probabilities of differences of log-probabilities:
     it moves by that times one more than the largest difference, and so does a gradient of logits, relative to the
     probabilities' own share. All bounds are of first order: a factor of 2 is for the rest.
@@ -147,7 +152,8 @@ def check(op: Any, case: Case, device: str, seed: int, rounded_logits: bool) -> 
     u, u32 = UNIT_ROUNDOFF[case.dtype], UNIT_ROUNDOFF[FP32]
     temperature = case.keywords.get("temperature", 1.0)
     largest = torch.maximum(student.detach().abs().amax(-1), teacher.detach().abs().amax(-1)) / temperature
-    off = 2 * ((u if rounded_logits else 0.0) + (max(case.k, case.j) + 34) * u32) * largest + 40 * u32
+    stored = u + (UNIT_ROUNDOFF[case.teacher] if case.teacher is not None else 0.0)
+    off = 2 * ((stored if rounded_logits else 0.0) + (max(case.k, case.j) + 34) * u32) * largest + 40 * u32
     log_q, log_p = ((x.detach() / temperature).log_softmax(-1) for x in (student, teacher))
     apart = (log_q - log_p).abs().amax(-1) + 1
     counts = torch.ones(case.rows, dtype=torch.bool, device=device)
@@ -252,7 +258,6 @@ X, W, L = torch.ones(4, 8), torch.ones(6, 8), torch.zeros(4, dtype=torch.int64)
     ("arguments", "keywords", "error", "pattern"),
     [
         ((X, W, X[:3], W), {}, ArgumentError, r"teacher_input must be of student_input's.*got.*\(3, 8\)"),
-        ((X, W, X.bfloat16(), W), {}, ArgumentError, "teacher_input must be of student_input's dtype"),
         ((X, W[:, :4], X, W), {}, ArgumentError, r"student_weight must be of shape \(vocabulary, 8\)"),
         (
             (X, W, X, W[:5]),
@@ -261,7 +266,12 @@ X, W, L = torch.ones(4, 8), torch.ones(6, 8), torch.zeros(4, dtype=torch.int64)
             r"teacher_weight must have student_weight's 6 rows; got \(5, 8\)",
         ),
         ((X, W, X, [1]), {}, ArgumentTypeError, "teacher_weight must be a torch.Tensor, got list"),
-        ((X, W.half(), X, W), {}, ArgumentTypeError, "student_weight must be of the inputs' dtype.*float16"),
+        (
+            (X, W.half(), X, W),
+            {},
+            ArgumentTypeError,
+            "student_weight must be of student_input's dtype.*float16",
+        ),
         ((X, W, X, W, L, W[0]), {}, ArgumentError, r"student_bias must be of shape \(6,\)"),
         ((X, W, X, W, L[:3]), {}, ArgumentError, r"shift_labels must be of shape \(4,\)"),
         ((X, W, X, W, X[:, 0]), {}, ArgumentTypeError, "shift_labels must be int64 or int32"),

@@ -172,9 +172,8 @@ class TestFusedMoE(OpTests):
             size["down_weight"][e] = dy.abs().t() @ torch.where(took, share * act_size, 0)
             total = (dact.abs() * act_size + dact_size * (silu * up).abs()).sum(-1, keepdim=True)
             size["topk_weights"] += torch.where(chosen, total, 0)
-        by = (
-            1.05 * self._unit / (32 * UNIT_ROUNDOFF[FP32])
-        )  # of a rounding, in the 32 of float32's that are allowed
+        # Of a rounding, in the 32 of float32's that are allowed.
+        by = 1.05 * self._unit / (32 * UNIT_ROUNDOFF[FP32])
         found = {f"d{name}": {"magnitude": t * (1 + 3 * by)} for name, t in size.items()}
         return {"y": {"magnitude": y * (1 + 2 * by)}, **found}
 

@@ -180,9 +180,8 @@ class TestGroupNorm(OpTests):
         elif n > 1 << 20:  # the row for all others has no bound of its own
             shape, last = ((rows, 4, 24592) if kernel.endswith("forward") else (rows, 6, 1040)), False
         elif kernel.endswith("forward"):
-            half = (
-                -(-n // 32) * 16 if aligned else n // 2
-            )  # places: a multiple of 16 takes the aligned binary
+            # Places: a multiple of 16 takes the aligned binary.
+            half = -(-n // 32) * 16 if aligned else n // 2
             shape, last = ((rows, 4, half) if n % 2 == 0 else (rows, 2, n)), False
         else:
             shape, last = (rows, 6, n), False

@@ -66,9 +66,8 @@ class TestModulatedRMSNorm(OpTests):
         for dtype in DTYPES
         for scale, weight in (((8,), None), ((8, (1 << 22) // n), None), ((8, 1), dtype))
     )
-    beyond = tuple(
-        Case(((1 << 31) // (3072 * 2) + 64, 2, 3072), BF16, scale=leading) for leading in (1, 2)
-    )  # groups of two rows, and groups of one
+    # Groups of two rows, and groups of one.
+    beyond = tuple(Case(((1 << 31) // (3072 * 2) + 64, 2, 3072), BF16, scale=leading) for leading in (1, 2))
     bad: Mapping[str, Any] = {
         "x a scalar": ((torch.tensor(1.0), S), {}, ArgumentError, "x must have at least one dimension"),
         "integers": ((X.int(), S), {}, ArgumentTypeError, "x must be bfloat16, float16, float32"),

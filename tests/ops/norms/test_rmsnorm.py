@@ -92,9 +92,8 @@ class TestRMSNorm(OpTests):
         twice = exact.settings["casting_mode"] == "llama" and weight is not None
         limits: dict[str, dict[str, Any]] = {"y": {"roundings": 2 if twice else 1, "scale": 1 + w.abs()}}
         if dy is not None:
-            summands = (
-                w if weight is None else abs(offset) + weight.abs()
-            )  # some forms multiply the offset out
+            # Some forms multiply the offset out.
+            summands = w if weight is None else abs(offset) + weight.abs()
             mean = (x * dy * summands).abs().mean(-1, keepdim=True)
             limits["dx"] = {"magnitude": (dy * summands * rstd).abs() + x.abs() * mean * rstd**3}
             limits["dweight"] = {"magnitude": torch.atleast_2d((dy * x * rstd).abs()).flatten(0, -2).sum(0)}

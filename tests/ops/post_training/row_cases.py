@@ -30,7 +30,7 @@ U32 = UNIT_ROUNDOFF[FP32]
 @dataclass(frozen=True)
 class Case:
     """``chunks`` of the rows at a time. The teacher's layer is j wide, 0 where there is none, and has ``more`` classes
-    than the student's."""
+    than the student's; ``teacher`` is its dtype, where that is another."""
 
     rows: int
     k: int
@@ -42,13 +42,14 @@ class Case:
     bias: bool = False
     chunks: int = 1
     all_ignored: bool = False
+    teacher: torch.dtype | None = None
     parts: tuple[str, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         shape = f"{self.rows}x{self.k}/{self.j}x{self.vocabulary}+{self.more}"
         parts = [shape, str(self.dtype).removeprefix("torch."), f"{self.chunks}chunks", *self.parts]
-        parts += [name for name in ("bias", "all_ignored") if getattr(self, name)]
+        parts += [name for name in ("bias", "all_ignored", "teacher") if getattr(self, name)]
         return "-".join(parts + [f"{name}={value}" for name, value in self.keywords.items()])
 
 
@@ -86,15 +87,15 @@ class RowTests(LinearLossTests):
             return torch.randn(shape, device=device, generator=g)
 
         drawn: dict[str, Any] = {}
-        for (x, w, b), width, classes in (
-            (self.student, case.k, case.vocabulary),
-            (self.teacher, case.j, case.vocabulary + case.more),
+        for (x, w, b), width, classes, dtype in (
+            (self.student, case.k, case.vocabulary, case.dtype),
+            (self.teacher, case.j, case.vocabulary + case.more, case.teacher or case.dtype),
         ):
             if width:
-                drawn[x] = normal(case.rows, width).to(case.dtype)
-                drawn[w] = (normal(classes, width) * width**-0.5).to(case.dtype)
+                drawn[x] = normal(case.rows, width).to(dtype)
+                drawn[w] = (normal(classes, width) * width**-0.5).to(dtype)
                 if b:
-                    drawn[b] = normal(classes).to(case.dtype) if case.bias else None
+                    drawn[b] = normal(classes).to(dtype) if case.bias else None
         if case.index is not None:
             labels = torch.randint(case.vocabulary, (case.rows,), device=device, generator=g)
             at = torch.arange(case.rows, device=device)
@@ -104,8 +105,8 @@ class RowTests(LinearLossTests):
         return {**drawn, **self.draw_others(case, g, device)}
 
     def chunk_bytes(self, case: Case) -> int:
-        row = self.buffers * padded(case.vocabulary + case.more) * case.dtype.itemsize
-        return -(-case.rows // case.chunks) * row
+        each = self.buffers * case.dtype.itemsize + (0 if case.teacher is None else case.teacher.itemsize)
+        return -(-case.rows // case.chunks) * padded(case.vocabulary + case.more) * each
 
     def exact(
         self, case: Case, drawn: dict[str, Any], grad: float, rounded_logits: bool
@@ -122,6 +123,8 @@ class RowTests(LinearLossTests):
             y, v, c = (wide.get(name) for name in self.teacher)
             assert y is not None and v is not None
             teacher, teacher_off = self._layer(case, y, v, c, rounded_logits)
+            if case.teacher is not None and rounded_logits:  # before they are cast
+                teacher_off = teacher_off + UNIT_ROUNDOFF[case.teacher] * teacher.abs()
         counts = torch.ones(case.rows, dtype=torch.bool, device=x.device)
         if case.index is not None:
             counts = wide[self.labels].long() != case.keywords.get("ignore_index", -100)

@@ -30,7 +30,8 @@ U32 = UNIT_ROUNDOFF[FP32]
 @dataclass(frozen=True)
 class Case:
     """``chunks``: "whole", one sequence or pair at a time ("units"), or "rows": less than one of those. j is the width
-    of the reference's layer, 0 where there is none. ``parts`` are optional tensors by name."""
+    of the reference's layer, 0 where there is none; ``ref`` is its dtype, where that is another. ``parts`` are optional
+    tensors by name."""
 
     sequences: int
     tokens: int
@@ -41,13 +42,14 @@ class Case:
     bias: bool = False
     index: torch.dtype = torch.int64
     chunks: str = "whole"
+    ref: torch.dtype | None = None
     parts: tuple[str, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         shape = f"{self.sequences}x{self.tokens}x{self.k}/{self.j}x{self.vocabulary}"
         parts = [shape, str(self.dtype).removeprefix("torch."), self.chunks, *self.parts]
-        parts += ["bias"] if self.bias else []
+        parts += [name for name in ("bias", "ref") if getattr(self, name)]
         return "-".join(parts + [f"{name}={value}" for name, value in self.keywords.items()])
 
 
@@ -134,17 +136,18 @@ class SequenceTests(LinearLossTests):
             }
         )
         if case.j:
-            weight = (normal(case.vocabulary, case.j) * case.j**-0.5).to(case.dtype)
-            drawn = drawn.but(ref_input=normal(*size, case.j), ref_weight=weight)
+            of_ref = case.ref or case.dtype
+            weight = (normal(case.vocabulary, case.j) * case.j**-0.5).to(of_ref)
+            drawn = drawn.but(ref_input=normal(*size, case.j).to(of_ref), ref_weight=weight)
             if case.bias:
-                drawn = drawn.but(ref_bias=normal(case.vocabulary))
+                drawn = drawn.but(ref_bias=normal(case.vocabulary).to(of_ref))
         return self.draw_others(case, drawn, g)
 
     def tensors(self, drawn: Drawn) -> dict[str, Any]:
         return drawn.tensors
 
     def chunk_bytes(self, case: Case) -> int:
-        row = padded(case.vocabulary) * case.dtype.itemsize
+        row = padded(case.vocabulary) * max(case.dtype.itemsize, (case.ref or case.dtype).itemsize)
         unit = case.tokens * (2 if self.is_paired(case) else 1)
         return {"whole": 2 * MOST, "units": unit * row, "rows": max(unit // 2, 1) * row}[case.chunks]
 
@@ -216,19 +219,19 @@ class Exact:
 
     def __init__(self, tests: SequenceTests, case: Case, drawn: Drawn, rounded_logits: bool) -> None:
         self._case, self._drawn = case, drawn
-        u = UNIT_ROUNDOFF[case.dtype]
-        self._store = u if rounded_logits else 0.0
+        dtypes = case.dtype, case.ref or case.dtype
+        store, of_ref = (UNIT_ROUNDOFF[dtype] if rounded_logits else 0.0 for dtype in dtypes)
         scale = tests.scale(case)
         t = drawn.tensors
         leaves = {name: t[name].requires_grad_() for name in GRADED if t[name] is not None}
-        logits, off = self._layer(t["input"], t["weight"], t["bias"], scale)
+        logits, off = self._layer(t["input"], t["weight"], t["bias"], scale, store)
         logits.retain_grad()
         log_q = logits.log_softmax(-1)
         tokens = tests.tokens_of(case, drawn)
         of = {name: _chosen(log_q, at, tests.ignored) for name, at in tokens.items()}
         errors = dict.fromkeys(tokens, off)
         if t.get("ref_input") is not None:
-            ref, ref_off = self._layer(t["ref_input"], t["ref_weight"], t.get("ref_bias"), scale)
+            ref, ref_off = self._layer(t["ref_input"], t["ref_weight"], t.get("ref_bias"), scale, of_ref)
             of["reference"] = _chosen(ref.log_softmax(-1), tokens["policy"], tests.ignored).detach()
             errors["reference"] = ref_off
         values = Values(**of)
@@ -262,11 +265,13 @@ class Exact:
         self._g, self._p = logits.grad, log_q.detach().exp()
         self._off, self._tokens, self._scale = off, tokens, scale
 
-    def _layer(self, x: Tensor, w: Tensor, b: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    def _layer(
+        self, x: Tensor, w: Tensor, b: Tensor | None, scale: float, store: float
+    ) -> tuple[Tensor, Tensor]:
         """(scaled logits, how far a log-probability of each token may be off)."""
         logits = torch.nn.functional.linear(x, w, b) * scale
         size = x.detach().abs() @ w.detach().abs().t() + (0.0 if b is None else b.detach().abs())
-        each = self._store * logits.detach().abs() + (x.shape[-1] + 2) * U32 * size * scale
+        each = store * logits.detach().abs() + (x.shape[-1] + 2) * U32 * size * scale
         return logits, each.amax(-1) * 2 + 40 * U32
 
     def gradient_limits(self, grad: float) -> dict[str, Tensor]:

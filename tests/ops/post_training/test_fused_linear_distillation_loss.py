@@ -33,6 +33,8 @@ class TestDistillationLoss(RowTests):
         Case(9, 16, 37, j=24, chunks=2, bias=True, keywords={"soft_loss": "cosine", "weight_soft_loss": 2.0}),
         Case(9, 16, 130, BF16, j=24, more=8, keywords={"soft_loss": "cosine", "weight_hard_loss": 0.0}),
         Case(9, 16, 37, BF16, j=24, chunks=3, keywords={"weight_grad_dtype": FP32, "weight_soft_loss": 0.0}),
+        Case(9, 16, 37, FP32, j=24, more=3, bias=True, chunks=2, teacher=BF16),
+        Case(9, 16, 37, BF16, j=24, chunks=2, teacher=FP32, keywords={"soft_loss": "cosine"}),
     )
 
     # Each formula in each dtype: every binary.

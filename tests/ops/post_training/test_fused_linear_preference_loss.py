@@ -61,6 +61,8 @@ class TestPreferenceLoss(SequenceTests):
         Case(4, 5, 16, 48, j=24, keywords=DPO),
         Case(4, 5, 16, 37, BF16, j=24, chunks="units", keywords=DPO),
         Case(4, 5, 16, 37, BF16, j=24, bias=True, chunks="rows", keywords=DPO),
+        Case(4, 5, 16, 37, j=24, bias=True, chunks="units", ref=BF16, keywords=DPO),
+        Case(4, 5, 16, 37, BF16, j=24, ref=FP32, keywords=DPO),
         Case(6, 4, 8, 130, FP16, index=torch.int32, chunks="units", keywords={"average_log_prob": True}),
         Case(2, 1, 8, 1),
         Case(
@@ -174,7 +176,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "target too large": ((X, W, T + 6), {}, ArgumentError, r"target must be in \[0, 6\)"),
     "an odd number": ((X[:3], W, T[:3]), {}, ArgumentError, "input must hold pairs.*got 3 sequences"),
     "half a reference": ((X, W, T, None, X), {}, ArgumentError, "ref_input and ref_weight must be given"),
-    "reference's shape": ((X, W, T, None, X[:2], W), {}, ArgumentError, "ref_input must be of input's dtype"),
+    "reference's shape": ((X, W, T, None, X[:2], W), {}, ArgumentError, "ref_input must be of shape"),
     "reference's classes": ((X, W, T, None, X, W[:5]), {}, ArgumentError, "ref_weight must have weight's 6"),
     "nll_target": ((X, W, T), {"nll_target": T[:2]}, ArgumentError, r"nll_target must be of shape \(4, 3\)"),
     "labels": ((X, W, T), {"preference_labels": LABELS}, ArgumentError, 'for loss_type "kto" alone'),

@@ -15,12 +15,14 @@ from liger_aot.ops.post_training.grpo_loss import GRPOLoss
 from liger_aot.ops.post_training.policy_loss import LOSS_TYPES, PolicyLoss
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.harness.op_tests import BY_FORM
 
 WAYS = [
     "reference",
     pytest.param("interpreter sm90", marks=pytest.mark.interpreter),
     "emulator gfx942",
     pytest.param("emulator gfx90a", marks=pytest.mark.slow),
+    *BY_FORM,
     pytest.param("gpu", marks=pytest.mark.gpu),
 ]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

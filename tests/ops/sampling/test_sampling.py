@@ -20,6 +20,7 @@ from liger_aot.ops.sampling._random import exponential, fma, log2, masses, philo
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.manifest import OpManifest
 from tests.conftest import built_pack
+from tests.emulator.emulated_cases import BY_FORM
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of, sizes_of
 from tests.harness.op_gpu_tests import installed
@@ -480,10 +481,11 @@ def test_the_threshold_is_among_the_columns_that_were_collected(monkeypatch: pyt
 
 
 @poisoned
+@pytest.mark.parametrize("arch", BY_FORM)
 @pytest.mark.parametrize("name", OPS)
-def test_forms_on_the_emulator(name: str) -> None:
+def test_forms_on_the_emulator(name: str, arch: str) -> None:
     """Every form of each kernel."""
-    op = bound(name, "gfx942", EmulatorDriver)
+    op = bound(name, arch, EmulatorDriver)
     problem = Problem(name, 2, 96, given=frozenset(optional(name)))
     check(op, problem._replace(logprobs=2 if name == "sample" else None))
     if name == "top_k_top_p_mask":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from liger_aot.runtime.layout import rows_of
 
 class GatedActivation(DifferentiableOp):
     """Base of ``swiglu`` and ``geglu``. Their kernels are ``<name>_forward`` and ``<name>_backward``; settings, all
-    integers, follow the other arguments of both."""
+    integers, follow the other arguments of both. The forward's tables are by the number of elements."""
 
     tensors = ("gate", "up?")
 
@@ -58,6 +59,7 @@ class GatedActivation(DifferentiableOp):
             up_at, up_stride = in_up[0], in_up[7]
         if not fits or not rows * n:
             return self.prepare_forward(tensors, settings, keep, out)
+        size = rows * n
         if up is not None and gate_stride == up_stride == n:
             y = torch.empty_like(gate, memory_format=torch.contiguous_format)
             rows, n = 1, rows * n
@@ -67,7 +69,7 @@ class GatedActivation(DifferentiableOp):
         y_at, dtype = y.data_ptr(), gate.dtype
         aligned = not (y_at | gate_at | up_at | gate_stride | up_stride | n) & 15
         kernel = on.kernels[f"{self.name}_forward"]
-        loaded = kernel.recent.get((dtype, aligned, 1)) or kernel((dtype, aligned), 1)
+        loaded = kernel.recent.get((dtype, aligned, size)) or kernel((dtype, aligned), size)
         blocks = -(-n // loaded.block)
         device = on.device
         loaded.launch(
@@ -119,7 +121,10 @@ class GatedActivation(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         aligned = shape[-1] % 16 == 0
-        return tuple(Problem(f"{self.name}_{way}", (dtype,), aligned, 1) for way in ("forward", "backward"))
+        return (
+            Problem(f"{self.name}_forward", (dtype,), aligned, prod(shape)),
+            Problem(f"{self.name}_backward", (dtype,), aligned, 1),
+        )
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

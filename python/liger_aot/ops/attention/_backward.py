@@ -299,6 +299,20 @@ def for_warp_specialized(on: OpOn, needed: Needed) -> bool:
     return on.tensor_map is not None and needed.several
 
 
+def check_backward(on: OpOn, q: Tensor, settings: Settings, kernels: str = KERNEL) -> None:
+    """NotBuilt where the architecture does without the backward of a call with a gradient: the forward says so, before
+    a training step has computed anything.
+
+    Args:
+        on: what has the kernels, whose names begin with ``kernels``.
+    """
+    if f"{kernels}_warp_specialized" in on.kernels:
+        return  # the tiles are not for all calls
+    for kind in ("dkdv", "dq"):
+        key = (q.dtype, bool(settings.softcap), True)
+        on.kernels[f"{kernels}_{kind}"].check_built(key, q.shape[-1])
+
+
 def backward_problems(dim: int, dtype: torch.dtype) -> tuple[Problem, ...]:
     """What a call without a soft cap and without sinks may run, full and causal; a pack need not have all."""
     width = padded_head_dim(dim)

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.attention._checks import check_dim, check_heads, check_integers, check_operand, check_sinks
+from liger_aot.ops.attention._checks import (
+    FP8,
+    check_cache_scale,
+    check_caches_alike,
+    check_dim,
+    check_heads,
+    check_integers,
+    check_operand,
+    check_page_size,
+    check_sinks,
+)
 from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
     COUNTER_WORDS,
@@ -41,10 +51,8 @@ from liger_aot.runtime.dispatch import Loaded, OpOn
 from liger_aot.runtime.workspaces import StreamWorkspace
 
 NAME = "flash_attention_paged"
-FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 HEAD_DIMS = (64, 128, 256)  # that kernels are written for; others run as the next
 BOXES = (64, 16)  # keys of a TMA box, which pages are multiples of
-SMALLEST_PAGE = 16
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
 TAIL_PROGRAMS = 8  # at most, for tokens behind the last sequence
@@ -133,8 +141,7 @@ def check_paged(op: str, tensors: Tensors, settings: PagedSettings) -> None:
         raise ArgumentError(f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys, got {shape.capacity}")
     check_sinks(op, sinks, q, shape.heads)
     for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if t is not None:
-            _check_scale(op, name, t, q, k)
+        check_cache_scale(op, name, t, q, k)
 
 
 def _check_caches(op: str, q: Tensor, k: Any, v: Any) -> None:
@@ -152,47 +159,22 @@ def _check_caches(op: str, q: Tensor, k: Any, v: Any) -> None:
             raise ArgumentError(
                 f"{op}: {name} must be (pages, page_size, kv_heads, dim), got shape {tuple(t.shape)}"
             )
-    if k.shape[3] != q.shape[2]:
-        raise ArgumentError(f"{op}: the last dimension of k_cache must be q's {q.shape[2]}, got {k.shape[3]}")
-    if v.dtype != k.dtype:
-        raise ArgumentTypeError(f"{op}: v_cache must be of k_cache's dtype {k.dtype}, got {v.dtype}")
-    if v.shape != k.shape:
-        raise ArgumentError(f"{op}: v_cache must have k_cache's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    sizes = list(zip(k.shape, k.stride(), v.stride(), strict=True))
-    if any(size > 1 and of_k != of_v for size, of_k, of_v in sizes):
-        raise ArgumentError(f"{op}: v_cache must have k_cache's strides {k.stride()}, got {v.stride()}")
+    check_caches_alike(op, q, k, v)
     if k.shape[3] > 1 and k.stride(3) != 1:
         raise ArgumentError(
             f"{op}: the last dimension of k_cache must be contiguous, got strides {k.stride()}"
         )
-    if k.shape[3] % TILE_UNIT or any(size > 1 and stride % TILE_UNIT for size, stride, _ in sizes[:3]):
+    sizes = list(zip(k.shape, k.stride(), strict=True))
+    if k.shape[3] % TILE_UNIT or any(size > 1 and stride % TILE_UNIT for size, stride in sizes[:3]):
         raise ArgumentError(
             f"{op}: the last dimension and the strides of k_cache must be multiples of {TILE_UNIT} elements, got shape "
             f"{tuple(k.shape)} with strides {k.stride()}"
         )
-    if any(size > 1 and stride >= LARGEST_STRIDE for size, stride, _ in sizes[1:]):
+    if any(size > 1 and stride >= LARGEST_STRIDE for size, stride in sizes[1:]):
         raise ArgumentError(
             f"{op}: strides of k_cache but the first must be below {LARGEST_STRIDE}, got {k.stride()}"
         )
-    if (size := k.shape[1]) < SMALLEST_PAGE or size & (size - 1):
-        raise ArgumentError(
-            f"{op}: pages of k_cache must hold a power of 2 of keys, {SMALLEST_PAGE} or more; got {size}"
-        )
-
-
-def _check_scale(op: str, name: str, t: Any, q: Tensor, k: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
-    if k.dtype not in FP8:
-        raise ArgumentError(f"{op}: {name} is for a cache of fp8, k_cache is {k.dtype}")
-    if t.dtype != torch.float32:
-        raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
-    check_same_device(op, name, t, "q", q)
-    if t.numel() != 1 and t.shape != (k.shape[2],):
-        raise ArgumentError(
-            f"{op}: {name} must have one element or be of shape ({k.shape[2]},), one a head of k_cache; got "
-            f"{tuple(t.shape)}"
-        )
+    check_page_size(op, k)
 
 
 def check_out(op: str, out: Any, q: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, Allowed, Schema, check_flag
-from liger_aot.ops.attention._backward import backward_problems, gradients
+from liger_aot.ops.attention._backward import backward_problems, check_backward, gradients
 from liger_aot.ops.attention._checks import LAYOUTS, SCALES, check_attention, check_dim, settings_of
 from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
@@ -80,6 +80,8 @@ class FlashAttention(DifferentiableOp):
     Raises:
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: a shape, stride, device or setting is not allowed.
+        NotBuilt: the architecture does without binaries for this head dimension, or, where a gradient is needed,
+            without those of the backward.
         PackNotFound: no installed pack serves the GPU.
     """
 
@@ -122,7 +124,7 @@ class FlashAttention(DifferentiableOp):
     ) -> Tensors:
         try:
             layouts, q_at, k_at, v_at, _ = layouts_of(tensors)
-            plan = self._plans.get((layouts, settings))
+            plan = self._plans.get((layouts, settings, keep))
         except (AttributeError, RuntimeError, TypeError):
             plan = None  # not tensors, or none with memory, or settings that are no numbers: the slow way sorts it out
         if plan is None or (q_at | k_at | v_at) % ADDRESS_UNIT:
@@ -142,10 +144,14 @@ class FlashAttention(DifferentiableOp):
         unit = MAP_UNIT if warp_specialized(on) else TILE_UNIT
         dim, q, k, v = q.shape[-1], fitted(q, unit), fitted(k, unit), fitted(v, unit)
         sinks = None if sinks is None else sinks.float().contiguous()
-        key = layouts_of((q, k, v, sinks))[0], settings
+        key = layouts_of((q, k, v, sinks))[0], settings, keep
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
+            if keep:
+                backward = self._runtimes["flash_attention_backward"].of(q, "q")
+                assert backward is not None
+                check_backward(backward, q, Settings(*settings))
             self._plans[key] = plan_for(on, q, k, v, Settings(*settings))
         o, lse = self.run_forward((q, k, v, sinks), settings, keep, out)
         return o if o.shape[-1] == dim else o[..., :dim].contiguous(), lse

@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops import guards
+from liger_aot.errors import ArgumentTypeError
 from liger_aot.ops.arguments import FROM_ZERO, Allowed, Schema, check_flag
-from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
+from liger_aot.ops.attention._checks import FP8, SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import TILE_UNIT, fits, fitted
 from liger_aot.ops.attention._paged import (
     BOXES,
-    FP8,
     NAME,
     PagedSettings,
     Plan,
@@ -34,7 +31,8 @@ from liger_aot.ops.attention._paged import (
     seen_in_cache,
 )
 from liger_aot.ops.attention.flash_attention import FlashAttention
-from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import Problem
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
@@ -45,7 +43,7 @@ MAX_KEYS = Allowed(least=1)
 EARLIER = "the cu_seqlens_q, seqused_k or block_table of an earlier call"
 
 
-class FlashAttentionPaged(DifferentiableOp):
+class FlashAttentionPaged(ForwardOnlyOp):
     """``flash_attention_paged(q, k_cache, v_cache, cu_seqlens_q, seqused_k, block_table, max_seqlen_q, *, ...) ->
     Tensor``: attention of sequences of queries that follow each other in q to the keys and values that each sequence
     has in a paged cache, the queries' own among them.
@@ -116,6 +114,8 @@ class FlashAttentionPaged(DifferentiableOp):
             "int splits": Allowed(least=0, most=MAX_SPLITS),
         }
     )
+    no_gradient = "attention to a cache has none"
+    instead = "flash_attention_varlen"
     outputs = 2
     results = 2  # o, lse
 
@@ -153,10 +153,6 @@ class FlashAttentionPaged(DifferentiableOp):
             0 if splits is None else SPLITS.checked(self.name, "int splits", splits),
         )
         with_lse = return_lse is not False and check_flag(self.name, "return_lse", return_lse)
-        graded = torch.is_grad_enabled() and needs_gradient((*tensors, out))
-        if graded and (is_compiling() or needs_gradient(guards.plain((*tensors, out)))):
-            self.check_all(tensors, settings)
-            self._refuse_gradient()
         to = None
         if out is not None:
             self.check_all(tensors, settings)
@@ -187,8 +183,6 @@ class FlashAttentionPaged(DifferentiableOp):
             plan = None  # no tensors, or none with memory: the checks say so
         if plan is None or not aligned or (to is not None and to.data_ptr() % TILE_UNIT):
             return self.prepare_forward(tensors, settings, keep, out)
-        if keep:
-            self._refuse_gradient()
         device_errors.raise_if_any(self.name, EARLIER)
         results = plan(tensors, to, lse)
         device_errors.check_now(self.name, q.device)
@@ -237,21 +231,6 @@ class FlashAttentionPaged(DifferentiableOp):
         """Also without a key that could be read."""
         _, k, _, _, _, block_table, *_ = tensors
         return super().on_reference(tensors) or not k.numel() or not block_table.numel()
-
-    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
-        return ()
-
-    def run_backward(
-        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
-    ) -> Tensors:
-        self._refuse_gradient()
-        return ()
-
-    def _refuse_gradient(self) -> None:
-        raise ArgumentError(
-            f"{self.name}: a gradient is needed, and attention to a cache has none: call it under torch.no_grad(), "
-            "with tensors that do not require a gradient, or use flash_attention_varlen"
-        )
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Schema, check_flag
-from liger_aot.ops.attention._backward import gradients
+from liger_aot.ops.attention._backward import check_backward, gradients
 from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import (
     ADDRESS_UNIT,
@@ -100,6 +100,8 @@ class FlashAttentionVarlen(DifferentiableOp):
     Raises:
         ArgumentTypeError: an argument is not a tensor or of another dtype.
         ArgumentError: a shape, stride, device or setting is not allowed; on the CPU also what cu_seqlens hold.
+        NotBuilt: the architecture does without binaries for this head dimension, or, where a gradient is needed,
+            without those of the backward.
         PackNotFound: no installed pack serves the GPU.
     """
 
@@ -160,7 +162,7 @@ class FlashAttentionVarlen(DifferentiableOp):
         max_q, max_k, *_ = settings
         try:
             layouts, q_at, k_at, v_at, *_ = layouts_of(tensors)
-            plan = self._plans.get((layouts, settings[2:]))
+            plan = self._plans.get((layouts, settings[2:], keep))
         except (AttributeError, RuntimeError, TypeError):
             plan = None  # not tensors, or none with memory, or settings that are no numbers: the slow way sorts it out
         if plan is None or (q_at | k_at | v_at) % ADDRESS_UNIT:
@@ -184,11 +186,16 @@ class FlashAttentionVarlen(DifferentiableOp):
         q, k, v = (fitted(t, TILE_UNIT) for t in (q, k, v))
         sinks = None if sinks is None else sinks.float().contiguous()
         tensors = (q, k, v, cu_q.contiguous(), cu_k.contiguous(), sinks)
-        key = layouts_of(tensors)[0], settings[2:]
+        key = layouts_of(tensors)[0], settings[2:], keep
         if key not in self._plans:
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
-            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, varlen_settings(*settings[2:]))
+            asked = varlen_settings(*settings[2:])
+            if keep:
+                backward = self._runtimes[BACKWARD[0]].of(q, "q")
+                assert backward is not None
+                check_backward(backward, q, asked, BACKWARD[0])
+            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, asked)
         o, lse = self.run_forward(tensors, settings, keep, out)
         return o if o.shape[-1] == dim else o[..., :dim].contiguous(), lse
 
@@ -255,9 +262,8 @@ class FlashAttentionVarlen(DifferentiableOp):
     ) -> Tensors:
         q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, o, lse = saved
         seen, _ = seen_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], left, right)
-        lse = torch.where(
-            torch.isinf(lse), math.inf, lse
-        )  # tokens behind the last sequence leave sinks alone
+        # Tokens behind the last sequence leave sinks alone.
+        lse = torch.where(torch.isinf(lse), math.inf, lse)
         grads = tuple(None if g is None else g[None] for g in grads)
         q, k, v, o, lse = (t[None] for t in (q, k, v, o, lse))
         dq, dk, dv, dsinks = FlashAttention.reference_backward(

@@ -10,25 +10,21 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ANY, FROM_ZERO, Allowed, Schema
+from liger_aot.ops.cache._cache_op import CacheOp, Plan
 from liger_aot.ops.cache._slots import (
-    EARLIER,
     LARGEST_DIM,
     MOST,
     UNIT,
     Cache,
+    Named,
     check_cache,
-    check_disjoint,
     check_slots,
-    lacking,
     write_slots,
 )
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.in_place import InPlaceOp, check_writable
-from liger_aot.ops.op import Problem, check_same_device, check_tensor, written
+from liger_aot.ops.in_place import check_writable
+from liger_aot.ops.op import Problem, check_same_device, check_tensor
 from liger_aot.ops.rope._rotary import rotate_in_torch
-from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
-from liger_aot.runtime.layout import layouts_of
 
 HEADS = Allowed(least=1, most=1 << 16)
 
@@ -55,54 +51,25 @@ class Settings(NamedTuple):
         return self.num_heads_q * (1 + self.gated)
 
 
-class _Plan:
-    """All calls with tensors of these shapes, strides and dtypes, but for their addresses."""
-
-    __slots__ = ("aligned", "arguments", "dim", "disjoint", "key", "rows", "scalars", "v_rows", "variants")
-
-    def __init__(self, tensors: Tensors, settings: Settings) -> None:
-        qkv, q_weight, _, table, ids, *rest = tensors
-        self.dim = dim = q_weight.shape[0]
-        cache = Cache(*rest) if rest[0] is not None else None
-        heads_q, heads_k = settings[:2]
-        half = table.shape[1] // 2
-        self.rows = qkv.shape[0] * (heads_q + heads_k)
-        token = qkv.stride(0) if qkv.shape[0] > 1 else 0
-        firsts = settings.k_first * dim, (settings.k_first + heads_k) * dim
-        columns = token, dim * (1 + settings.gated), *firsts, table.stride(0) if table.shape[0] > 1 else 0
-        cache_strides = (0, 0, 0) if cache is None else cache.strides
-        places = (0, 0, 0, 1, 0, 1, 0) if cache is None else cache.places
-        slot_tokens = 0 if cache is None else cache.slot_mapping.shape[0]
-        self.v_rows = slot_tokens * heads_k
-        self.arguments = (
-            *cache_strides, *columns, half, dim, *places, ids.element_size() // 4, min(table.shape[0], MOST),
-            slot_tokens, heads_q, heads_k, self.rows,
-        )  # fmt: skip
-        self.scalars = settings.eps, settings.offset
-        self.aligned = not any(n % UNIT for n in (*cache_strides, *columns, half, dim))
-        of_cache = qkv.dtype if cache is None else cache.key_cache.dtype
-        self.key = qkv.dtype, table.dtype, not settings.is_neox, of_cache
-        self.disjoint: set[tuple[int, ...]] = set()  # distances at which no two tensors share memory
-        self.variants: list[Any] = [None, None]  # generic, aligned
-
-
-class QKNormRope(InPlaceOp):
+class QKNormRope(CacheOp):
     """``qk_norm_rope(qkv, q_weight, k_weight, cos_sin_cache, position_ids, *, num_heads_q, num_heads_k, num_heads_v,
     eps=1e-6, offset=0.0, is_neox=True, gated=False, key_cache=None, value_cache=None, slot_mapping=None, k_scale=None,
     v_scale=None) -> Tensor``: RMSNorm of each head of q and k, then rotary embedding, in place on packed q, k and v; as
     vLLM's ``fused_qk_norm_rope``.
 
-    A head x becomes x / sqrt(mean(x^2) + eps) * (weight + offset), and of that the pairs (a, b) of the first
-    ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates stay as they are. With
-    a cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would afterwards, bit for
-    bit. Nothing waits for the device: works under torch.compile, which copies neither qkv nor a cache, and, after
-    ``preload``, in CUDA graphs. For inference: there is no gradient. CPU tensors take the plain-torch reference.
+    A head x becomes x / sqrt(mean(x^2) + eps) * (weight + offset), or without weights stays x, and of that the pairs
+    (a, b) of the first ``rotary_dim`` columns (a cos - b sin, b cos + a sin); in float32, rounded once. v and gates
+    stay as they are. With a cache, the same launch writes the new k, and v, to their slots, as ``write_kv_cache`` would
+    afterwards, bit for bit. Nothing waits for the device: works under torch.compile, which copies neither qkv nor a
+    cache (one rule: see ``write_kv_cache``), and, after ``preload``, in CUDA graphs. For inference: there is no
+    gradient. CPU tensors take the plain-torch reference.
 
     Args:
         qkv: (tokens, columns) bfloat16 or float16; rows may have any stride. The columns are num_heads_q heads of q,
             num_heads_k of k and num_heads_v of v, of dim columns each; with ``gated`` each head of q is followed by its
             gate of as many columns (Qwen3-Next).
-        q_weight, k_weight: (dim,) of qkv's dtype, contiguous. dim is even, at most 256.
+        q_weight, k_weight: (dim,) of qkv's dtype, contiguous. dim is even, at most 256. None for both: heads are not
+            normalised (Llama), and dim follows from qkv's columns.
         cos_sin_cache: (positions, rotary_dim) of qkv's dtype or float32, rows contiguous: rotary_dim / 2 cosines, then
             as many sines. rotary_dim is even and at most dim.
         position_ids: (tokens,) int64 or int32, contiguous: the row of cos_sin_cache for each token. One out of range
@@ -132,7 +99,7 @@ class QKNormRope(InPlaceOp):
 
     name = "qk_norm_rope"
     tensors = (
-        "qkv", "q_weight", "k_weight", "cos_sin_cache", "position_ids", "key_cache?", "value_cache?", "slot_mapping?",
+        "qkv", "q_weight?", "k_weight?", "cos_sin_cache", "position_ids", "key_cache?", "value_cache?", "slot_mapping?",
         "k_scale?", "v_scale?",
     )  # fmt: skip
     settings = Schema(
@@ -146,8 +113,8 @@ class QKNormRope(InPlaceOp):
     def __call__(
         self,
         qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
         cos_sin_cache: Tensor,
         position_ids: Tensor,
         *,
@@ -170,10 +137,6 @@ class QKNormRope(InPlaceOp):
         found: Tensor = self.write(tensors, settings)[0]
         return found
 
-    def preload(self, device: torch.device | int | str | None = None) -> None:
-        super().preload(device)
-        device_errors.flag(self.name)
-
     def overwritten(self, tensors: Tensors) -> Tensors:
         scales = [t for t in tensors[8:] if isinstance(t, Tensor) and t.dim() == 3]
         return tensors[0], *(t for t in tensors[5:7] if t is not None), *scales
@@ -184,7 +147,13 @@ class QKNormRope(InPlaceOp):
         check_tensor(op, "qkv", qkv)
         if qkv.dtype not in (torch.bfloat16, torch.float16):
             raise ArgumentTypeError(f"{op}: qkv must be bfloat16, float16, got {qkv.dtype}")
-        for name, w in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if (q_weight is None) != (k_weight is None):
+            name = "q_weight" if q_weight is None else "k_weight"
+            raise ArgumentError(f"{op}: {name} is None, the other weight is not: give both or neither")
+        if q_weight is None and asked.offset:
+            raise ArgumentError(f"{op}: offset must be 0 without weights, got {asked.offset}")
+        weights = {} if q_weight is None else {"q_weight": q_weight, "k_weight": k_weight}
+        for name, w in weights.items():
             check_tensor(op, name, w)
             check_same_device(op, name, w, "qkv", qkv)
             if w.dtype != qkv.dtype:
@@ -194,17 +163,22 @@ class QKNormRope(InPlaceOp):
                     f"{op}: {name} must be contiguous of shape (dim,), alike for q and k; got {tuple(w.shape)} with "
                     f"strides {w.stride()}"
                 )
-        dim = q_weight.shape[0]
+        if qkv.dim() != 2 or qkv.shape[1] % asked.columns or qkv.stride(1) != 1:
+            raise ArgumentError(
+                f"{op}: qkv must be (tokens, a multiple of {asked.columns}) with contiguous rows, by "
+                f"num_heads_q={asked.num_heads_q}, num_heads_k={asked.num_heads_k}, num_heads_v={asked.num_heads_v} "
+                f"and gated={asked.gated}; got shape {tuple(qkv.shape)} with strides {qkv.stride()}"
+            )
+        dim = _head_dim(qkv, q_weight, asked)
         if dim % 2 or not 2 <= dim <= LARGEST_DIM:
             raise ArgumentError(
-                f"{op}: q_weight must have an even number of elements, 2 to {LARGEST_DIM}, got {dim}"
+                f"{op}: a head must have an even number of columns, 2 to {LARGEST_DIM}, got {dim} (the elements of "
+                "q_weight or, without, qkv's columns by heads)"
             )
-        columns = asked.columns * dim
-        if qkv.dim() != 2 or qkv.shape[1] != columns or qkv.stride(1) != 1:
+        if qkv.shape[1] != asked.columns * dim:
             raise ArgumentError(
-                f"{op}: qkv must be (tokens, {columns}) with contiguous rows, by num_heads_q={asked.num_heads_q}, "
-                f"num_heads_k={asked.num_heads_k}, num_heads_v={asked.num_heads_v}, gated={asked.gated} and {dim} "
-                f"elements of q_weight; got shape {tuple(qkv.shape)} with strides {qkv.stride()}"
+                f"{op}: qkv must have {asked.columns * dim} columns, {asked.columns} heads of {dim} elements of "
+                f"q_weight; got {qkv.shape[1]}"
             )
         check_writable(op, "qkv", qkv)
         rows = qkv.shape[0] * (asked.num_heads_q + asked.num_heads_k)
@@ -260,78 +234,54 @@ class QKNormRope(InPlaceOp):
                 f"{tuple(ids.shape)} with strides {ids.stride()}"
             )
 
-    def prepare_forward(
-        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
-    ) -> Tensors:
-        self.check(tensors, settings)
-        self._check_disjoint(tensors)
-        if self.on_reference(tensors):
-            table, ids, *cache = tensors[3:]
-            if ids.device.type == "cpu" and ids.numel():
-                low, high = int(ids.min()), int(ids.max())
-                if low < 0 or high >= table.shape[0]:
-                    raise ArgumentError(
-                        f"{self.name}: position_ids hold {low} to {high}; cos_sin_cache has {table.shape[0]} rows"
-                    )
-            if cache[0] is not None:
-                check_slots(self.name, Cache(*cache))
-        return super().prepare_forward(tensors, settings, keep, out)
+    def check_values(self, tensors: Tensors) -> None:
+        table, ids, *cache = tensors[3:]
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= table.shape[0]:
+                raise ArgumentError(
+                    f"{self.name}: position_ids hold {low} to {high}; cos_sin_cache has {table.shape[0]} rows"
+                )
+        if cache[0] is not None:
+            check_slots(self.name, Cache(*cache))
 
-    def run_forward(
-        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
-    ) -> Tensors:
-        on = self._own.bound.get(tensors[0].get_device())
-        if on is None:
-            return self.prepare_forward(tensors, settings, keep, out)
-        layouts, *at = layouts_of(tensors)
-        plan: _Plan | None = on.plans.get((layouts, settings))
-        if plan is None:
-            plan = self._plan(on, (layouts, settings), tensors, settings)
-        qkv_at, q_weight_at, k_weight_at, table_at, ids_at, k_cache_at, v_cache_at, slots_at, *scales_at = at
-        distances = tuple(a - qkv_at for a in at)
-        if distances not in plan.disjoint:
-            self._check_disjoint(tensors)
-            if len(plan.disjoint) >= REMEMBERED:
-                plan.disjoint.clear()
-            plan.disjoint.add(distances)
-        device_errors.raise_if_any(self.name, EARLIER)
-        overwritten = self.overwritten(tensors)
-        if plan.rows:
-            places = qkv_at | q_weight_at | k_weight_at | table_at | k_cache_at | v_cache_at
-            aligned = plan.aligned and not places % UNIT
-            launch, programs, of_rows = plan.variants[aligned] or self._variant(on, plan, aligned)
-            launch(
-                on.device, on.stream(on.device), programs, 1, 1, qkv_at, k_cache_at, v_cache_at, *scales_at,
-                q_weight_at, k_weight_at, table_at, ids_at, slots_at, device_errors.flag(self.name), *plan.arguments,
-                of_rows, *plan.scalars,
-            )  # fmt: skip
-            written(*overwritten)
-            device_errors.check_now(self.name, tensors[0].device)
-        return overwritten
+    def addresses(self, at: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        qkv, q_weight, k_weight, table, ids, k_cache, v_cache, slots, *scales = at
+        together = qkv | q_weight | k_weight | table | k_cache | v_cache
+        return (qkv, k_cache, v_cache, *scales, q_weight, k_weight, table, ids, slots), together
 
-    def _check_disjoint(self, tensors: Tensors) -> None:
-        names = [name.rstrip("?") for name in self.tensors]
-        by_name = dict(zip(names, tensors, strict=True))
-        cache = Cache(*tensors[5:])
-        to = {"qkv": tensors[0], **cache.written}
-        check_disjoint(self.name, to, {name: t for name, t in by_name.items() if name not in to})
+    def memory(self, tensors: Tensors) -> tuple[Named, Named]:
+        named = {name.rstrip("?"): t for name, t in zip(self.tensors, tensors, strict=True)}
+        to: Named = {"qkv": tensors[0], **Cache(*tensors[5:]).written}
+        return to, {name: t for name, t in named.items() if name not in to}
 
-    def _plan(self, on: OpOn, key: Any, tensors: Tensors, settings: tuple[Any, ...]) -> _Plan:
-        self.check(tensors, settings)
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        plan = on.plans[key] = _Plan(tensors, Settings(*settings))
-        return plan
+    def plan(self, tensors: Tensors, settings: tuple[Any, ...]) -> Plan:
+        qkv, q_weight, _, table, ids, *rest = tensors
+        asked = Settings(*settings)
+        dim = _head_dim(qkv, q_weight, asked)
+        cache = Cache(*rest) if rest[0] is not None else None
+        heads_q, heads_k = asked.num_heads_q, asked.num_heads_k
+        half = table.shape[1] // 2
+        rows = qkv.shape[0] * (heads_q + heads_k)
+        token = qkv.stride(0) if qkv.shape[0] > 1 else 0
+        firsts = asked.k_first * dim, (asked.k_first + heads_k) * dim
+        columns = token, dim * (1 + asked.gated), *firsts, table.stride(0) if table.shape[0] > 1 else 0
+        cache_strides = (0, 0, 0) if cache is None else cache.strides
+        places = (0, 0, 0, 1, 0, 1, 0) if cache is None else cache.places
+        slot_tokens = 0 if cache is None else cache.slot_mapping.shape[0]
+        arguments = (
+            *cache_strides, *columns, half, dim, *places, ids.element_size() // 4, min(table.shape[0], MOST),
+            slot_tokens, heads_q, heads_k, rows,
+        )  # fmt: skip
+        of_cache = qkv.dtype if cache is None else cache.key_cache.dtype
+        key = qkv.dtype, table.dtype, not asked.is_neox, of_cache
 
-    def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int, int]:
-        """The binary for a plan, how many programs it takes, and how many of them are of q and k."""
-        try:
-            loaded = on.kernels[self.name]((*plan.key, aligned), plan.dim)
-        except ArgumentTypeError:
-            raise lacking(self.name, plan.key[-1]) from None
-        of_rows, of_v = (-(-rows // loaded.rows) for rows in (plan.rows, plan.v_rows))
-        found = plan.variants[aligned] = loaded.launch, of_rows + of_v, of_rows
-        return found
+        def grid(of_program: int) -> tuple[int, tuple[Any, ...]]:
+            """Programs of q's and k's heads come before those that copy v's."""
+            of_rows, of_v = (-(-n // of_program) for n in (rows, slot_tokens * heads_k))
+            return of_rows + of_v, (of_rows, asked.eps, asked.offset)
+
+        return Plan(key, dim, rows, (*cache_strides, *columns, half, dim), arguments, grid)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
@@ -344,10 +294,10 @@ class QKNormRope(InPlaceOp):
 
     @staticmethod
     def write_in_torch(
-        qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, ids: Tensor, *rest: Any
+        qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, table: Tensor, ids: Tensor, *rest: Any
     ) -> None:
         cache, asked = rest[:5], Settings(*rest[5:])
-        dim, wide = q_weight.shape[0], torch.promote_types(qkv.dtype, torch.float32)
+        dim, wide = _head_dim(qkv, q_weight, asked), torch.promote_types(qkv.dtype, torch.float32)
         known = (ids >= 0) & (ids < table.shape[0])
         angles = table.to(wide).index_select(0, torch.where(known, ids, 0).reshape(-1))
         angles = torch.where(known[:, None], angles, torch.nan).unsqueeze(1)
@@ -358,19 +308,25 @@ class QKNormRope(InPlaceOp):
         k = columns[:, asked.k_first : asked.k_first + asked.num_heads_k]
         for x, weight in ((q, q_weight), (k, k_weight)):
             h = x.to(wide)
-            h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
-            h = h * (weight.to(wide) + asked.offset)
+            if weight is not None:
+                h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + asked.eps)
+                h = h * (weight.to(wide) + asked.offset)
             x.copy_(rotate_in_torch(h, cos, sin, not asked.is_neox).to(x.dtype))
         if cache[0] is not None:
             write_slots(k, columns[:, asked.k_first + asked.num_heads_k :], Cache(*cache))
 
     @staticmethod
     def reference(qkv: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        made = [qkv.clone(), *rest[:4]]
-        made += [None if t is None else t.clone() for t in rest[4:9]]
+        given = [None if t is None else t.clone() for t in rest[4:9]]
+        made = (qkv.clone(), *rest[:4], *given)
         QKNormRope.write_in_torch(*made, *rest[9:])
         scales = [t for t in made[8:10] if t is not None and t.dim() == 3]
         return made[0], *(t for t in made[5:7] if t is not None), *scales
+
+
+def _head_dim(qkv: Tensor, q_weight: Tensor | None, asked: Settings) -> int:
+    """Columns of a head."""
+    return int(qkv.shape[1] // asked.columns if q_weight is None else q_weight.shape[0])
 
 
 OP = QKNormRope

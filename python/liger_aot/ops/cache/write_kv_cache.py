@@ -9,43 +9,22 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
+from liger_aot.ops.cache._cache_op import CacheOp, Plan
 from liger_aot.ops.cache._slots import (
-    EARLIER,
     LARGEST_DIM,
     MOST,
     UNIT,
     Cache,
+    Named,
     check_cache,
-    check_disjoint,
     check_slots,
-    lacking,
     write_slots,
 )
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.in_place import InPlaceOp
-from liger_aot.ops.op import Problem, check_same_device, check_tensor, written
-from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
-from liger_aot.runtime.layout import layouts_of
+from liger_aot.ops.op import Problem, check_same_device, check_tensor
 
 
-class _Plan:
-    """All calls with tensors of these shapes, strides and dtypes, but for their addresses."""
-
-    __slots__ = ("aligned", "arguments", "disjoint", "key", "rows", "variants")
-
-    def __init__(self, key: Tensor, value: Tensor, cache: Cache) -> None:
-        heads, dim = key.shape[1:]
-        self.rows = cache.slot_mapping.shape[0] * heads
-        of_tokens = (*key.stride()[:2], *value.stride()[:2])
-        self.arguments = (*cache.strides, *of_tokens, *cache.places, self.rows, heads, dim)
-        self.aligned = not any(n % UNIT for n in (*cache.strides, *of_tokens, dim))
-        self.key = key.dtype, cache.key_cache.dtype
-        self.disjoint: set[tuple[int, ...]] = set()  # distances at which no two tensors share memory
-        self.variants: list[Any] = [None, None]  # generic, aligned
-
-
-class WriteKVCache(InPlaceOp):
+class WriteKVCache(CacheOp):
     """``write_kv_cache(key, value, key_cache, value_cache, slot_mapping, *, k_scale=None, v_scale=None) -> (Tensor,
     Tensor)``: keys and values of new tokens into their slots of a cache, in place; as vLLM's
     ``reshape_and_cache_flash``.
@@ -54,6 +33,10 @@ class WriteKVCache(InPlaceOp):
     name is written. Nothing waits for the device: works under torch.compile, which copies no cache, and, after
     ``preload``, in CUDA graphs, whose slots may change between replays. For inference: there is no gradient. CPU
     tensors take the plain-torch reference.
+
+    One rule under torch.compile: where both caches are parts of one tensor, give the compiled function that tensor and
+    take the parts inside of it. Two parts that are inputs of their own come out wrong, of any op that writes both:
+    Inductor copies the second from a wrong place (seen with torch 2.11 and 2.13).
 
     An fp8 cache holds codes, value = code * scale: code is value / scale, correctly rounded to float32, then to the
     cache's dtype; beyond its largest value (448; of float8_e4m3fnuz 224, vLLM's choice) it is that. NaN stays NaN.
@@ -104,10 +87,6 @@ class WriteKVCache(InPlaceOp):
         found = self.write((key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale), ())
         return found[0], found[1]
 
-    def preload(self, device: torch.device | int | str | None = None) -> None:
-        super().preload(device)
-        device_errors.flag(self.name)
-
     def overwritten(self, tensors: Tensors) -> Tensors:
         scales = [t for t in tensors[5:] if isinstance(t, Tensor) and t.dim() == 3]
         return *tensors[2:4], *scales
@@ -140,66 +119,30 @@ class WriteKVCache(InPlaceOp):
             )
         check_cache(self.name, "key", key, heads, dim, Cache(*cache))
 
-    def prepare_forward(
-        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
-    ) -> Tensors:
-        self.check(tensors, settings)
-        self._check_disjoint(tensors)
-        if self.on_reference(tensors):
-            check_slots(self.name, Cache(*tensors[2:]))
-        return super().prepare_forward(tensors, settings, keep, out)
+    def check_values(self, tensors: Tensors) -> None:
+        check_slots(self.name, Cache(*tensors[2:]))
 
-    def run_forward(
-        self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
-    ) -> Tensors:
-        on = self._own.bound.get(tensors[0].get_device())
-        if on is None:
-            return self.prepare_forward(tensors, settings, keep, out)
-        layouts, *at = layouts_of(tensors)
-        plan: _Plan | None = on.plans.get(layouts)
-        if plan is None:
-            plan = self._plan(on, layouts, tensors)
-        key_at, value_at, k_cache_at, v_cache_at, slots_at, k_scale_at, v_scale_at = at
-        distances = tuple(a - k_cache_at for a in at)
-        if distances not in plan.disjoint:
-            self._check_disjoint(tensors)
-            if len(plan.disjoint) >= REMEMBERED:
-                plan.disjoint.clear()
-            plan.disjoint.add(distances)
-        device_errors.raise_if_any(self.name, EARLIER)
-        overwritten = self.overwritten(tensors)
-        if plan.rows:
-            aligned = plan.aligned and not (key_at | value_at | k_cache_at | v_cache_at) % UNIT
-            launch, programs = plan.variants[aligned] or self._variant(on, plan, aligned)
-            launch(
-                on.device, on.stream(on.device), programs, 1, 1, k_cache_at, v_cache_at, k_scale_at, v_scale_at,
-                key_at, value_at, slots_at, device_errors.flag(self.name), *plan.arguments,
-            )  # fmt: skip
-            written(*overwritten)
-            device_errors.check_now(self.name, tensors[0].device)
-        return overwritten
+    def addresses(self, at: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        key, value, k_cache, v_cache, slots, k_scale, v_scale = at
+        return (k_cache, v_cache, k_scale, v_scale, key, value, slots), key | value | k_cache | v_cache
 
-    def _check_disjoint(self, tensors: Tensors) -> None:
+    def memory(self, tensors: Tensors) -> tuple[Named, Named]:
         key, value, *rest = tensors
         cache = Cache(*rest)
-        read = {"key": key, "value": value, "slot_mapping": cache.slot_mapping}
-        check_disjoint(self.name, cache.written, read)
+        return cache.written, {"key": key, "value": value, "slot_mapping": cache.slot_mapping}
 
-    def _plan(self, on: OpOn, layouts: Any, tensors: Tensors) -> _Plan:
-        self.check(tensors, ())
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        plan = on.plans[layouts] = _Plan(tensors[0], tensors[1], Cache(*tensors[2:]))
-        return plan
+    def plan(self, tensors: Tensors, settings: tuple[Any, ...]) -> Plan:
+        key, value, *rest = tensors
+        cache = Cache(*rest)
+        _, heads, dim = key.shape
+        rows = cache.slot_mapping.shape[0] * heads
+        strides = (*cache.strides, *key.stride()[:2], *value.stride()[:2])
+        arguments = (*strides, *cache.places, rows, heads, dim)
 
-    def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int]:
-        """The binary for a plan, and how many programs it takes."""
-        try:
-            loaded = on.kernels[self.name]((*plan.key, aligned), plan.arguments[-1])
-        except ArgumentTypeError:
-            raise lacking(self.name, plan.key[1]) from None
-        found = plan.variants[aligned] = loaded.launch, -(-plan.rows // loaded.rows)
-        return found
+        def grid(of_program: int) -> tuple[int, tuple[Any, ...]]:
+            return -(-rows // of_program), ()
+
+        return Plan((key.dtype, cache.key_cache.dtype), dim, rows, (*strides, dim), arguments, grid)
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None

@@ -7,15 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.attention._checks import check_dim, check_heads, check_integers, check_operand, check_sinks
+from liger_aot.errors import ArgumentError
+from liger_aot.ops.attention._checks import (
+    FP8,
+    check_cache_scale,
+    check_caches_alike,
+    check_dim,
+    check_heads,
+    check_integers,
+    check_operand,
+    check_page_size,
+    check_sinks,
+)
 from liger_aot.ops.attention._operands import LARGEST_STRIDE, MAX_SEQLEN
 from liger_aot.ops.decoding._plans import Shape
 from liger_aot.ops.differentiable import Tensors
-from liger_aot.ops.op import check_same_device, check_tensor
-
-SMALLEST_PAGE = 16
-FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+from liger_aot.ops.op import check_same_device
 
 
 def check_arguments(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> None:
@@ -44,19 +51,7 @@ def check_arguments(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> Non
 
 def _check_scales(op: str, q: Tensor, k: Tensor, k_scale: Any, v_scale: Any) -> None:
     for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if t is None:
-            continue
-        check_tensor(op, name, t)
-        check_same_device(op, name, t, "q", q)
-        if t.dtype != torch.float32:
-            raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
-        if k.dtype not in FP8:
-            raise ArgumentError(f"{op}: {name} is for a cache of fp8, got k_cache of {k.dtype}")
-        if t.shape not in ((), (1,), (k.shape[2],)):
-            raise ArgumentError(
-                f"{op}: {name} must have one element or be of shape ({k.shape[2]},), one a head of k_cache; got "
-                f"{tuple(t.shape)}"
-            )
+        check_cache_scale(op, name, t, q, k)
     if (k_scale is None) != (v_scale is None):
         missing, given = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
         raise ArgumentError(f"{op}: {missing} must be given where {given} is, got None")
@@ -87,28 +82,16 @@ def _check_operand(op: str, name: str, t: Any, q: Tensor) -> None:
 
 
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
-    dim = q.shape[3]
-    check_dim(op, dim)
-    if k.shape[3] != dim:
-        raise ArgumentError(f"{op}: the last dimension of k_cache must be q's {dim}, got {k.shape[3]}")
-    if v.dtype != k.dtype:
-        raise ArgumentTypeError(f"{op}: v_cache must be of k_cache's dtype {k.dtype}, got {v.dtype}")
-    if v.shape != k.shape:
-        raise ArgumentError(f"{op}: v_cache must have k_cache's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    pairs = zip(k.shape, k.stride(), v.stride(), strict=True)
-    if any(size > 1 and of_k != of_v for size, of_k, of_v in pairs):
-        raise ArgumentError(f"{op}: v_cache must have k_cache's strides {k.stride()}, got {v.stride()}")
+    check_dim(op, q.shape[3])
+    check_caches_alike(op, q, k, v)
     check_heads(op, q.shape[2], k.shape[2], "k_cache")
     name, batch = ("k_cache", k.shape[0]) if block_table is None else ("block_table", block_table.shape[0])
     if batch != q.shape[0]:
         raise ArgumentError(
             f"{op}: {name} must have q's {q.shape[0]} sequences in its first dimension, got {batch}"
         )
-    size = k.shape[1]
-    if block_table is not None and (size < SMALLEST_PAGE or size & (size - 1)):
-        raise ArgumentError(
-            f"{op}: pages of k_cache must hold a power of 2 of keys, {SMALLEST_PAGE} or more; got {size}"
-        )
+    if block_table is not None:
+        check_page_size(op, k)
     if (capacity := Shape(q, k, block_table).capacity) >= MAX_SEQLEN or q.shape[1] >= MAX_SEQLEN:
         raise ArgumentError(
             f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys and tokens, got {capacity} and {q.shape[1]}"

@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from liger_aot.errors import ArgumentError
-from liger_aot.ops import guards
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
-from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
+from liger_aot.ops.attention._checks import FP8, SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import padded_head_dim
-from liger_aot.ops.decoding._checks import FP8, check_arguments, check_values
+from liger_aot.ops.decoding._checks import check_arguments, check_values
 from liger_aot.ops.decoding._plans import (
     NAME,
     UNIT,
@@ -27,7 +24,8 @@ from liger_aot.ops.decoding._plans import (
     fused_head_dim,
     plan_for,
 )
-from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import Problem
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
@@ -37,7 +35,7 @@ SPLITS = Allowed(least=1, most=MAX_SPLITS)
 EARLIER = "the cache_seqlens or block_table of an earlier call"
 
 
-class FlashDecoding(DifferentiableOp):
+class FlashDecoding(ForwardOnlyOp):
     """``flash_decoding(q, k_cache, v_cache, *, cache_seqlens=None, block_table=None, ...) -> Tensor``: attention of the
     last tokens of each sequence to the keys and values in its cache, the tokens' own among them.
 
@@ -90,6 +88,8 @@ class FlashDecoding(DifferentiableOp):
     name = NAME
     tensors = ("q", "k_cache", "v_cache", "cache_seqlens?", "block_table?", "sinks?", "k_scale?", "v_scale?")
     settings = Schema({**SCALES, "int splits": Allowed(least=0, most=MAX_SPLITS)})
+    no_gradient = "decoding has none"
+    instead = "flash_attention"
     outputs = 2
     results = 2  # o, lse
 
@@ -120,12 +120,6 @@ class FlashDecoding(DifferentiableOp):
             *settings_of(self.name, q, causal, scale, window, softcap),
             0 if splits is None else SPLITS.checked(self.name, "int splits", splits),
         )
-        graded = torch.is_grad_enabled() and needs_gradient(tensors)
-        if graded and (
-            is_compiling() or needs_gradient(guards.plain(tensors))
-        ):  # none that a transform left behind
-            self.check_all(tensors, settings)
-            self._refuse_gradient()
         o, lse = self.differentiable(tensors, settings)
         return o if return_lse is False or not check_flag(self.name, "return_lse", return_lse) else (o, lse)
 
@@ -144,16 +138,10 @@ class FlashDecoding(DifferentiableOp):
     ) -> Tensors:
         try:
             plan = self._plans.get(_key(tensors, settings))
-        except (
-            AttributeError,
-            TypeError,
-            RuntimeError,
-        ):  # no tensors, or none with memory: the checks say so
-            plan = None
+        except (AttributeError, TypeError, RuntimeError):
+            plan = None  # no tensors, or none with memory: the checks say so
         if plan is None:
             return self.prepare_forward(tensors, settings, keep, out)
-        if keep:
-            self._refuse_gradient()
         device_errors.raise_if_any(self.name, EARLIER)
         results = plan(*tensors)
         device_errors.check_now(self.name, tensors[0].device)
@@ -187,21 +175,6 @@ class FlashDecoding(DifferentiableOp):
         k, block_table = tensors[1], tensors[4]
         none = block_table is not None and not block_table.numel()
         return super().on_reference(tensors) or not k.numel() or none
-
-    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
-        return ()
-
-    def run_backward(
-        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
-    ) -> Tensors:
-        self._refuse_gradient()
-        return ()
-
-    def _refuse_gradient(self) -> None:
-        raise ArgumentError(
-            f"{self.name}: a gradient is needed, and decoding has none: call it under torch.no_grad(), with tensors "
-            "that do not require a gradient, or use flash_attention"
-        )
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops import guards
 from liger_aot.ops.arguments import check_flag
-from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import Problem, check_same_device, check_tensor
 from liger_aot.runtime.dispatch import REMEMBERED, OpOn
 from liger_aot.runtime.layout import layouts_of
@@ -37,7 +36,7 @@ class _Plan:
         self.variants: list[Any] = [None, None]  # generic, aligned
 
 
-class MergeAttentionStates(DifferentiableOp):
+class MergeAttentionStates(ForwardOnlyOp):
     """``merge_attention_states(out_a, lse_a, out_b, lse_b, *, return_lse=False) -> Tensor``: attention to the keys of
     two sets, from the attention to each and the logarithms of its sums; as vLLM's ``merge_attn_states``.
 
@@ -70,18 +69,14 @@ class MergeAttentionStates(DifferentiableOp):
 
     name = "merge_attention_states"
     tensors = ("out_a", "lse_a", "out_b", "lse_b")
+    no_gradient = "merging has none"
     outputs = 2
     results = 2  # out, lse
 
     def __call__(
         self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, return_lse: bool = False
     ) -> Any:
-        tensors = (out_a, lse_a, out_b, lse_b)
-        graded = torch.is_grad_enabled() and needs_gradient(tensors)
-        if graded and (is_compiling() or needs_gradient(guards.plain(tensors))):
-            self.check_all(tensors, ())
-            self._refuse_gradient()
-        out, lse = self.differentiable(tensors)
+        out, lse = self.differentiable((out_a, lse_a, out_b, lse_b))
         return (
             out if return_lse is False or not check_flag(self.name, "return_lse", return_lse) else (out, lse)
         )
@@ -125,8 +120,6 @@ class MergeAttentionStates(DifferentiableOp):
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
-        if keep:
-            self._refuse_gradient()
         on = self._own.bound.get(tensors[0].get_device())
         if on is None:
             return self.prepare_forward(tensors, settings, keep, out)
@@ -158,21 +151,6 @@ class MergeAttentionStates(DifferentiableOp):
         loaded = on.kernels[self.name]((plan.key, aligned), plan.n)
         found = plan.variants[aligned] = loaded.launch, -(-plan.rows // loaded.rows)
         return found
-
-    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
-        return ()
-
-    def run_backward(
-        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
-    ) -> Tensors:
-        self._refuse_gradient()
-        return ()
-
-    def _refuse_gradient(self) -> None:
-        raise ArgumentError(
-            f"{self.name}: a gradient is needed, and merging has none: call it under torch.no_grad() or with tensors "
-            "that do not require a gradient"
-        )
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None

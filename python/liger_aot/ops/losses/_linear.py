@@ -73,6 +73,14 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scale: 
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
+def project_cast(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, made: Tensor | None) -> Tensor:
+    """``project`` into ``made``, which is of x's dtype and has at least as many rows, and from there into out, which is
+    of another; None where it is of the same."""
+    if made is None:
+        return project(x, weight, bias, out)
+    return out.copy_(project(x, weight, bias, made[: x.shape[0]]))
+
+
 def accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total = a @ b the first time, then total += a @ b, added in float32 and rounded to total's dtype."""
     if total.dtype == a.dtype:

@@ -25,6 +25,7 @@ from liger_aot.ops.losses._linear import (
     found_in_backward,
     padded,
     project,
+    project_cast,
     row_bytes,
     scaled,
 )
@@ -55,8 +56,9 @@ class FusedLinearJSD(LinearLoss):
         student_input: (..., k) bfloat16, float16 or float32.
         student_weight: (vocabulary, k) of student_input's dtype, or float32: then it is cast for the products, once a
             call.
-        teacher_input: (..., j) of student_input's dtype and leading dimensions.
-        teacher_weight: (vocabulary, j), as student_weight.
+        teacher_input: (..., j) of student_input's leading dimensions. Where its dtype is another, the teacher's logits
+            are computed in that and cast to student_input's.
+        teacher_weight: (vocabulary, j) of teacher_input's dtype or float32.
         shift_labels: (...) int64 or int32 or None. Rows whose label is ``ignore_index`` do not count: their gradient is
             zero. If none counts the loss is 0.
         student_bias, teacher_bias: (vocabulary,) of the weight's kinds of dtype, or None.
@@ -137,7 +139,7 @@ class FusedLinearJSD(LinearLoss):
         if labels is not None:
             check_labels(self.name, "shift_labels", labels, "student_input", x)
         check_weight_grad_dtype(self.name, settings[4], weight)
-        chunk_rows(self.name, 1, 2 * row_bytes(x, weight.shape[0]), settings[3])
+        chunk_rows(self.name, 1, bytes_of_both(x, teacher_x, weight.shape[0]), settings[3])
 
     def in_backward(self, tensors: Tensors, settings: tuple[Any, ...]) -> bool:
         return found_in_backward(tensors[0].dtype, "batchmean")
@@ -152,8 +154,11 @@ class FusedLinearJSD(LinearLoss):
         assert on is not None and sums is not None
         dtype, n = student_input.dtype, weight.shape[0]
         x, y = contiguous_rows(student_input), contiguous_rows(teacher_input)
-        w, v = weight.to(dtype), teacher_weight.to(dtype)
-        b, c = (None if t is None else t.to(dtype) for t in (bias, teacher_bias))
+        w, v = weight.to(dtype), teacher_weight.to(y.dtype)
+        b, c = (
+            None if bias is None else bias.to(dtype),
+            None if teacher_bias is None else teacher_bias.to(y.dtype),
+        )
         rows = x.shape[0]
         labels = None if labels is None else labels.reshape(-1).contiguous()
         words = 0 if labels is None else labels.element_size() // 4
@@ -163,15 +168,16 @@ class FusedLinearJSD(LinearLoss):
         outer = None if grad is None else grad.to(torch.float32)
         losses = x.new_empty(rows, dtype=torch.float32)
 
-        each = chunk_rows(self.name, rows, 2 * row_bytes(x, weight.shape[0]), chunk_bytes)
+        each = chunk_rows(self.name, rows, bytes_of_both(x, y, n), chunk_bytes)
         buffers = chunk_buffer(x, each, n), chunk_buffer(x, each, n)
+        uncast = None if y.dtype == dtype else chunk_buffer(y, each, n)
         made = LinearGradients(x, w, b, wanted, weight_grad_dtype or weight.dtype)
         width, device = padded(n), on.device
         loaded = on.kernels["fused_linear_jsd_rows"]((dtype, kind_of(beta), True), n)
         for first in range(0, rows, each):
             last = min(first + each, rows)
             logits = project(x[first:last], w, b, buffers[0][: last - first])
-            teacher = project(y[first:last], v, c, buffers[1][: last - first])
+            teacher = project_cast(y[first:last], v, c, buffers[1][: last - first], uncast)
             loaded.launch(
                 device, on.stream(device), last - first, 1, 1,
                 losses[first:].data_ptr(), logits.data_ptr(), teacher.data_ptr(),
@@ -212,16 +218,21 @@ class FusedLinearJSD(LinearLoss):
         return (Problem("fused_linear_jsd_rows", (dtype, "mixed"), True, shape[-1]),)
 
 
+def bytes_of_both(x: Tensor, y: Tensor, n: int) -> int:
+    """Of a row of both models' logits; the teacher's are there twice where they are cast."""
+    return 2 * row_bytes(x, n) + (row_bytes(y, n) if y.dtype != x.dtype else 0)
+
+
 def check_models(op: str, student: tuple[Any, Any, Any], teacher: tuple[Any, Any, Any]) -> None:
-    """Raise unless both are (input, weight, bias or None) of a linear layer, for as many rows, of one dtype."""
+    """Raise unless both are (input, weight, bias or None) of a linear layer, for as many rows."""
     x, y = student[0], teacher[0]
     check_rows(op, "student_input", x)
     check_rows(op, "teacher_input", y)
     check_same_device(op, "teacher_input", y, "student_input", x)
-    if y.dtype != x.dtype or y.shape[:-1] != x.shape[:-1]:
+    if y.shape[:-1] != x.shape[:-1]:
         raise ArgumentError(
-            f"{op}: teacher_input must be of student_input's dtype {x.dtype} and of shape "
-            f"{(*x.shape[:-1], 'j')}; got {y.dtype}, {tuple(y.shape)}"
+            f"{op}: teacher_input must be of student_input's leading dimensions, {(*x.shape[:-1], 'j')}; got "
+            f"{tuple(y.shape)}"
         )
     _check_parameters(op, "student", *student)
     _check_parameters(op, "teacher", *teacher)
@@ -236,7 +247,7 @@ def _check_parameters(op: str, whose: str, x: Tensor, weight: Any, bias: Any) ->
         check_same_device(op, argument, value, f"{whose}_input", x)
         if value.dtype not in (x.dtype, torch.float32):
             raise ArgumentTypeError(
-                f"{op}: {argument} must be of the inputs' dtype {x.dtype} or float32, got {value.dtype}"
+                f"{op}: {argument} must be of {whose}_input's dtype {x.dtype} or float32, got {value.dtype}"
             )
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ArgumentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -138,7 +139,10 @@ class FusedAddRMSNorm(DifferentiableOp):
         places = y_at | sum_at | x_at | residual_at | w_at
         aligned = not (places | y_stride | sum_stride | x_stride | residual_stride | n) & 15
         dtype, device = x.dtype, on.device
-        loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
+        loaded = kernel.recent.get((dtype, aligned, n, few)) or kernel.for_rows((dtype, aligned), n, rows)
         loaded.launch(
             device, on.stream(device), -(-rows // loaded.rows), 1, 1,
             y_at, sum_at, x_at, residual_at, w_at, None if rstd is None else rstd.data_ptr(),
@@ -255,8 +259,9 @@ class FusedAddRMSNorm(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         n = shape[-1]
-        return tuple(
-            Problem(f"{self.name}_{way}", (dtype,), n % 16 == 0, n) for way in ("forward", "backward")
+        return (
+            Problem(f"{self.name}_forward", (dtype,), n % 16 == 0, n, prod(shape[:-1])),
+            Problem(f"{self.name}_backward", (dtype,), n % 16 == 0, n),
         )
 
 

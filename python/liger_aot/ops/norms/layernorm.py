@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -98,7 +99,10 @@ class LayerNorm(DifferentiableOp):
         y_at, dtype = y.data_ptr(), x.dtype
         kernel = on.kernels["layernorm_forward"]
         aligned = not (x_at | y_at | w_at | b_at | x_stride | n) & 15
-        loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
+        loaded = kernel.recent.get((dtype, aligned, n, few)) or kernel.for_rows((dtype, aligned), n, rows)
         if WIDE in (w_kind, b_kind) and "rows" not in loaded.numbers:
             loaded = kernel((dtype, aligned), ANY_LENGTH)  # it and form tile alone take them
         device = on.device
@@ -198,7 +202,10 @@ class LayerNorm(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         n = shape[-1]
-        return tuple(Problem(f"layernorm_{way}", (dtype,), n % 16 == 0, n) for way in ("forward", "backward"))
+        return (
+            Problem("layernorm_forward", (dtype,), n % 16 == 0, n, prod(shape[:-1])),
+            Problem("layernorm_backward", (dtype,), n % 16 == 0, n),
+        )
 
 
 def _programs(on: OpOn, loaded: Loaded, rows: int, n: int) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from liger_aot.ops.op import (
     written,
 )
 from liger_aot.runtime.dispatch import Runtimes
-from liger_aot.runtime.grid import persistent
+from liger_aot.runtime.grid import persistent, with_split_rows
 from liger_aot.runtime.layout import CUDA, ROCM, disjoint, rows_of
 
 # Whether x * rstd is rounded to x's dtype before it is scaled. Statistics and arithmetic are fp32 in every mode.
@@ -125,13 +126,28 @@ class RMSNorm(DifferentiableOp):
         rstd = x.new_empty(rows, dtype=torch.float32) if keep else None
         kernel = on.kernels["rmsnorm_forward"]
         aligned = not (x_at | y_at | w_at | x_stride | y_stride | n) & 15
-        loaded = kernel.recent.get((dtype, w_dtype, aligned, n)) or kernel((dtype, w_dtype, aligned), n)
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
+        loaded = kernel.recent.get((dtype, w_dtype, aligned, n, few)) or with_split_rows(
+            on, kernel.name, "rmsnorm_split", (dtype, w_dtype, aligned), n, rows
+        )
         device = on.device
-        loaded.launch(
-            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
-            y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
-            eps, offset, w_at != 0, ROUND_FIRST[casting_mode], keep,
-        )  # fmt: skip
+        if loaded.parts:
+            parts = -(-n // loaded.block)
+            sums = x.new_empty((rows, parts), dtype=torch.float32)
+            for combine in (False, True):
+                loaded.launch(
+                    device, on.stream(device), rows * parts, 1, 1,
+                    y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), sums.data_ptr(), y_stride, x_stride,
+                    n, parts, combine, eps, offset, w_at != 0, ROUND_FIRST[casting_mode], keep,
+                )  # fmt: skip
+        else:
+            loaded.launch(
+                device, on.stream(device), -(-rows // loaded.rows), 1, 1,
+                y_at, x_at, w_at, None if rstd is None else rstd.data_ptr(), y_stride, x_stride, rows, n,
+                eps, offset, w_at != 0, ROUND_FIRST[casting_mode], keep,
+            )  # fmt: skip
         if out is not None:
             written(y)
         return y, rstd
@@ -238,7 +254,7 @@ class RMSNorm(DifferentiableOp):
         weight = (dtypes or {}).get("weight", dtype)
         aligned = n % 16 == 0
         return (
-            Problem("rmsnorm_forward", (dtype, weight), aligned, n),
+            Problem("rmsnorm_forward", (dtype, weight), aligned, n, prod(shape[:-1]), "rmsnorm_split"),
             Problem("rmsnorm_backward", (dtype, weight), aligned, n),
         )
 

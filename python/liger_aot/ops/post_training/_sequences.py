@@ -136,10 +136,10 @@ class SequenceLoss(LinearLoss):
             )
         if like is not None:
             check_same_device(self.name, name, input, "input", like)
-            if input.dtype != like.dtype or input.shape[:2] != like.shape[:2]:
+            if input.shape[:2] != like.shape[:2]:
                 raise ArgumentError(
-                    f"{self.name}: {name} must be of input's dtype {like.dtype} and of shape "
-                    f"({like.shape[0]}, {like.shape[1]}, k); got {input.dtype}, {tuple(input.shape)}"
+                    f"{self.name}: {name} must be of shape ({like.shape[0]}, {like.shape[1]}, k), as input; got "
+                    f"{tuple(input.shape)}"
                 )
         check_linear(self.name, name, input, weight, bias, name.removesuffix("input"))
 
@@ -153,7 +153,8 @@ class SequenceLoss(LinearLoss):
                 f"{tuple(given.reference.weight.shape)}"
             )
         check_weight_grad_dtype(self.name, given.weight_grad_dtype, weight)
-        chunk_rows(self.name, 1, row_bytes(x, weight.shape[0]), given.chunk_bytes)
+        layers = [x] if given.reference is None else [x, given.reference.input]
+        chunk_rows(self.name, 1, max(row_bytes(t, weight.shape[0]) for t in layers), given.chunk_bytes)
 
     def check_of_sequences(
         self,
@@ -184,8 +185,14 @@ class SequenceLoss(LinearLoss):
         given = self.given(tensors, settings)
         on = self._runtimes["cross_entropy"].of(given.policy.input, "input")
         assert on is not None
+        ref, reference = given.reference, None
+        if ref is not None and ref.input.dtype != given.policy.input.dtype:
+            reference = (
+                _Chunks(self.name, on, given._replace(policy=ref), False).log_probs(ref, None)[0].policy
+            )
         chunks = _Chunks(self.name, on, given, any(wanted))
-        reference = None if given.reference is None else chunks.log_probs(given.reference, None)[0].policy
+        if ref is not None and reference is None:
+            reference = chunks.log_probs(ref, None)[0].policy
         policy, made = chunks.cast(given.policy), None
         outer = None if grad is None else grad.to(torch.float32)
         second = given.second

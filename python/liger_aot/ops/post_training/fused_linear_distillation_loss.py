@@ -25,11 +25,11 @@ from liger_aot.ops.losses._linear import (
     found_in_backward,
     padded,
     project,
-    row_bytes,
+    project_cast,
     scaled,
 )
 from liger_aot.ops.losses._row_loss import WORDS, check_range, check_target, counted
-from liger_aot.ops.losses.fused_linear_jsd import check_models
+from liger_aot.ops.losses.fused_linear_jsd import bytes_of_both, check_models
 from liger_aot.ops.losses.jsd import kind_of, smaller_weight, summands_and_slopes
 from liger_aot.ops.op import Problem
 from liger_aot.runtime import device_errors
@@ -93,9 +93,10 @@ class FusedLinearDistillationLoss(LinearLoss):
         student_input: (..., k) bfloat16, float16 or float32.
         student_weight: (vocabulary, k) of student_input's dtype, or float32: then it is cast for the products, once a
             call.
-        teacher_input: (..., j) of student_input's dtype and leading dimensions.
-        teacher_weight: (at least vocabulary, j), as student_weight. The student's logits of classes that it lacks are 0
-            in the soft loss.
+        teacher_input: (..., j) of student_input's leading dimensions. Where its dtype is another, the teacher's logits
+            are computed in that and cast to student_input's.
+        teacher_weight: (at least vocabulary, j) of teacher_input's dtype or float32. The student's logits of classes
+            that it lacks are 0 in the soft loss.
         target: (...) int64 or int32, each in [0, vocabulary) or ignore_index.
         student_bias, teacher_bias: of their weights' rows and kinds of dtype, or None.
         soft_loss: "jsd" or "cosine".
@@ -195,7 +196,7 @@ class FusedLinearDistillationLoss(LinearLoss):
             )
         check_target(self.name, target, x.shape[:-1], x.device)
         check_weight_grad_dtype(self.name, asked.weight_grad_dtype, weight)
-        chunk_rows(self.name, 1, 2 * row_bytes(x, teacher_weight.shape[0]), asked.chunk_bytes)
+        chunk_rows(self.name, 1, bytes_of_both(x, teacher_x, teacher_weight.shape[0]), asked.chunk_bytes)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -219,16 +220,20 @@ class FusedLinearDistillationLoss(LinearLoss):
         assert on is not None
         dtype, n, classes = student_input.dtype, teacher_weight.shape[0], weight.shape[0]
         x, y = contiguous_rows(student_input), contiguous_rows(teacher_input)
-        w, v = weight.to(dtype), teacher_weight.to(dtype)
-        b, c = (None if t is None else t.to(dtype) for t in (bias, teacher_bias))
+        w, v = weight.to(dtype), teacher_weight.to(y.dtype)
+        b, c = (
+            None if bias is None else bias.to(dtype),
+            None if teacher_bias is None else teacher_bias.to(y.dtype),
+        )
         rows, t = x.shape[0], target.reshape(-1).contiguous()
         count = counted(t, asked.ignore_index).sum(dtype=torch.float32).clamp_(min=1)
         outer = None if grad is None else grad.to(torch.float32)
         losses = x.new_empty((2, rows), dtype=torch.float32)
 
-        both = 2 * row_bytes(x, n)
+        both = bytes_of_both(x, y, n)
         each = chunk_rows(self.name, rows, both, min(asked.chunk_bytes, x.shape[1] * both))
         buffers = chunk_buffer(x, each, n), chunk_buffer(x, each, n)
+        uncast = None if y.dtype == dtype else chunk_buffer(y, each, n)
         made = LinearGradients(x, w, b, wanted, asked.weight_grad_dtype or weight.dtype)
         width, device = padded(n), on.device
         loaded = on.kernels["fused_linear_distillation_rows"]((dtype, kind, True), n)
@@ -238,7 +243,7 @@ class FusedLinearDistillationLoss(LinearLoss):
             logits = project(x[first:last], w, b, whole_rows[:, :classes])
             if classes < n:
                 whole_rows[:, classes:].zero_()
-            teacher = project(y[first:last], v, c, buffers[1][: last - first])
+            teacher = project_cast(y[first:last], v, c, buffers[1][: last - first], uncast)
             loaded.launch(
                 device, on.stream(device), last - first, 1, 1,
                 losses[0, first:].data_ptr(), losses[1, first:].data_ptr(), logits.data_ptr(), teacher.data_ptr(),

@@ -105,8 +105,8 @@ class FusedLinearGRPOLoss(SequenceLoss):
         bias: (vocabulary,) of input's dtype or float32, or None.
         ref_logps: (sequences, tokens), floating point: the reference's log-probabilities. None: those of ``ref_input``.
         old_logps: (sequences, tokens), floating point: of the policy that sampled. None: the policy's own.
-        ref_input, ref_weight, ref_bias: the reference model's layer, with as many sequences, tokens and classes; with
-            neither that nor ref_logps the divergence is 0.
+        ref_input, ref_weight, ref_bias: the reference model's layer, with as many sequences, tokens and classes,
+            in a dtype of its own; with neither that nor ref_logps the divergence is 0.
         vllm_is_ratio: (sequences,), (sequences, 1) or (sequences, tokens), floating point: the trainer's probabilities
             over the sampler's, which the losses are multiplied by; or None.
         normalizer: one number: what "dapo", "cispo" and "vespo" divide by instead of the counted tokens, at least 1:

@@ -89,8 +89,8 @@ class FusedLinearPreferenceLoss(SequenceLoss):
         weight: (vocabulary, k) of input's dtype, or float32: then it is cast for the products, once a call.
         target: (sequences, tokens) int64 or int32, each in [0, vocabulary) or ignore_index, as prompts and padding are.
         bias: (vocabulary,) of input's dtype or float32, or None.
-        ref_input, ref_weight, ref_bias: the reference model's layer, with as many sequences, tokens and classes; or
-            None: its log-probabilities are 0.
+        ref_input, ref_weight, ref_bias: the reference model's layer, with as many sequences, tokens and classes,
+            in a dtype of its own; or None: its log-probabilities are 0.
         nll_target: (sequences, tokens) as target: other tokens for the likelihood of the chosen sequences, e.g. with
             the prompt. None is target.
         preference_labels: (sequences,) bool: which sequences are desirable. "kto" alone has it.

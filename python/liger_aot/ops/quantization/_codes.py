@@ -12,12 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError, PackNotFound
-from liger_aot.ops import guards
 from liger_aot.ops.arguments import ANY, Allowed
-from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import Problem, as_rows, check_rows, check_same_device
 from liger_aot.runtime.devices import gpu
 from liger_aot.runtime.dispatch import CODE_NAMES, REMEMBERED, KernelOn, Loaded, Runtimes
@@ -84,12 +83,13 @@ class Made(NamedTuple):
     step: int  # from one group's scale to the next
 
 
-class QuantizingOp(DifferentiableOp):
-    """Base of the ops of this family. They have no gradient.
+class QuantizingOp(ForwardOnlyOp):
+    """Base of the ops of this family.
 
     A subclass's first tensor is x, its last two are ``scale?`` and ``scale_ub?``; its settings begin with ``COMMON``.
     """
 
+    no_gradient = "codes have none"
     outputs = 2
     results = 2  # codes, scales
     contiguous = False  # scales may lie by columns
@@ -104,10 +104,6 @@ class QuantizingOp(DifferentiableOp):
         self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None = None
     ) -> Any:
         """The outputs; a given scale in the place of the scales."""
-        graded = torch.is_grad_enabled() and needs_gradient(tensors)
-        if graded and (is_compiling() or needs_gradient(guards.plain(tensors))):
-            self.check_all(tensors, settings)
-            self._refuse_gradient()
         results = self.differentiable(tensors, settings, out)
         scale = tensors[-2]
         return results if scale is None else (results[0], scale, *results[2:])
@@ -167,8 +163,6 @@ class QuantizingOp(DifferentiableOp):
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
-        if keep:
-            self._refuse_gradient()
         self.check(tensors, settings)
         *sources, scale, scale_ub = tensors
         if self.on_reference(tensors):
@@ -212,21 +206,6 @@ class QuantizingOp(DifferentiableOp):
             f"{self.name}: this GPU does not convert to {_said(dtype)}: float8_e4m3fnuz is gfx942's alone, and older "
             "GPUs have no fp8; all have int8 with scheme 'token'"
         )
-
-    def _refuse_gradient(self) -> None:
-        raise ArgumentError(
-            f"{self.name}: a gradient is needed, and codes have none: call it under torch.no_grad() or with tensors "
-            "that do not require a gradient"
-        )
-
-    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
-        return ()
-
-    def run_backward(
-        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
-    ) -> Tensors:
-        self._refuse_gradient()
-        return ()
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None

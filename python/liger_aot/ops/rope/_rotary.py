@@ -29,9 +29,8 @@ class KernelCall(NamedTuple):
     kernel: str
     axes: tuple[Any, ...]
     n: int  # by which the dispatch table chooses
-    steps: tuple[
-        int, int
-    ]  # of the index of a token: from one sequence to the next, from one token to the next
+    # Of the index of a token: from one sequence to the next, from one token to the next.
+    steps: tuple[int, int]
     arguments: tuple[int, ...]  # after the index, but for the sign
     in_bytes: tuple[int, ...]  # those of them that count bytes: multiples of 16 for the aligned variant
 
@@ -230,7 +229,8 @@ class Rotary(DifferentiableOp):
     def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int, tuple[int, ...]]:
         """The binary for a plan, how many programs it takes and its arguments after the addresses."""
         call = plan.call
-        loaded = on.kernels[call.kernel]((*call.axes, aligned), call.n)
+        heads = plan.q[0] + plan.k[0]  # of all tokens: a kernel's rows
+        loaded = on.kernels[call.kernel].for_rows((*call.axes, aligned), call.n, heads)
         q_programs, k_programs = (-(-placed[0] // loaded.rows) for placed in (plan.q, plan.k))
         arguments = (*plan.q, *plan.k, q_programs, *plan.index, *call.arguments)
         found = plan.variants[aligned] = (loaded.launch, q_programs + k_programs, arguments)

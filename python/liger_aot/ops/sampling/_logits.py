@@ -11,11 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops import guards
-from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import as_rows, check_rows, check_same_device
 from liger_aot.ops.sampling._random import LOG2_E, fma, log2, masses
 from liger_aot.runtime.dispatch import REMEMBERED, OpOn
@@ -60,9 +59,10 @@ PENALTIES = {
 }
 
 
-class SamplingOp(DifferentiableOp):
-    """Base of the ops of this family. They have no gradient."""
+class SamplingOp(ForwardOnlyOp):
+    """Base of the ops of this family."""
 
+    no_gradient = "sampling has none"
     arguments: ClassVar[Mapping[str, Argument]]  # of the tensors after the first
     beside: ClassVar[int | None] = None  # which tensor has rows as long as the first one's
     sources: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,7 +87,7 @@ class SamplingOp(DifferentiableOp):
         except (AttributeError, TypeError, RuntimeError):  # no tensors: the checks say so
             return self.prepare_forward(tensors, settings, keep, out)
         plan = self._plans.get(key)
-        if plan is None or keep:
+        if plan is None:
             return self.prepare_forward(tensors, settings, keep, out)
         return plan(tensors, addresses, to)
 
@@ -103,8 +103,6 @@ class SamplingOp(DifferentiableOp):
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
     ) -> Tensors:
-        if keep:
-            self.refuse_gradient()
         self.check(tensors, settings)
         if self.on_reference(tensors):
             results = self.by_reference(tensors, settings)
@@ -119,15 +117,6 @@ class SamplingOp(DifferentiableOp):
                 self._plans.clear()
             plan = self._plans[key] = self.plan_for(on, ready, settings, to)
         return plan(ready, addresses, to)
-
-    def sampled(
-        self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None = None
-    ) -> Any:
-        graded = torch.is_grad_enabled() and needs_gradient(tensors)
-        if graded and (is_compiling() or needs_gradient(guards.plain(tensors))):
-            self.check_all(tensors, settings)
-            self.refuse_gradient()
-        return self.differentiable(tensors, settings, out)
 
     def check_arguments(self, tensors: Tensors) -> None:
         """Raise unless the first tensor is (rows, n) logits and the others are what ``arguments`` says."""
@@ -171,21 +160,6 @@ class SamplingOp(DifferentiableOp):
         asked = zip(self.arguments.values(), tensors[1:], strict=True)
         x = as_rows(self.name, self.tensors[0], tensors[0])
         return (x, *(t if t is None else t.to(a.dtypes[0]).contiguous() for a, t in asked))
-
-    def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
-        return ()
-
-    def run_backward(
-        self, grads: Tensors, saved: Tensors, settings: tuple[Any, ...], needed: Sequence[bool]
-    ) -> Tensors:
-        self.refuse_gradient()
-        return ()
-
-    def refuse_gradient(self) -> None:
-        raise ArgumentError(
-            f"{self.name}: a gradient is needed, and sampling has none: call it under torch.no_grad() or with tensors "
-            "that do not require a gradient"
-        )
 
 
 class Logits(NamedTuple):

@@ -103,7 +103,7 @@ class RejectionSample(SamplingOp):
         draft_probs: Tensor | None = None,
         greedy: Tensor | None = None,
     ) -> Tensor:
-        tokens: Tensor = self.sampled(
+        tokens: Tensor = self.differentiable(
             (
                 target_probs,
                 draft_token_ids,

@@ -134,7 +134,7 @@ class Sample(SamplingOp):
             frequency_penalties, prompt_mask, output_counts, allowed_mask, bad_token_ids,
         )  # fmt: skip
         asked = -1 if logprobs is None else LOGPROBS.checked(self.name, "int logprobs", logprobs)
-        tokens, *found = self.sampled(tensors, (asked,))
+        tokens, *found = self.differentiable(tensors, (asked,))
         return tokens if logprobs is None else (tokens, SampledLogprobs(*found))
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:

@@ -73,7 +73,9 @@ class TopKTopPMask(SamplingOp):
             if out is not None and out is not logits:
                 raise ArgumentError(f"{self.name}: out is given, and inplace=True writes to logits")
             out = logits
-        result: Tensor = self.sampled((logits, top_k, top_p, min_p), (), None if out is None else (out,))
+        result: Tensor = self.differentiable(
+            (logits, top_k, top_p, min_p), (), None if out is None else (out,)
+        )
         return result
 
     def run_forward(

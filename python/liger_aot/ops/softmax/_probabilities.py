@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem, check_rows
-from liger_aot.runtime.grid import programs_of
+from liger_aot.runtime.grid import programs_of, with_split_rows
 from liger_aot.runtime.layout import rows_of
 
 
@@ -49,12 +50,29 @@ class RowProbabilities(DifferentiableOp):
         y_at, dtype = y.data_ptr(), x.dtype
         kernel = on.kernels[f"{self.name}_forward"]
         aligned = not (x_at | y_at | x_stride | n) & 15
-        loaded = kernel.recent.get((dtype, aligned, n)) or kernel((dtype, aligned), n)
+        few = kernel.many_rows
+        if rows < few:
+            few = rows
+        loaded = kernel.recent.get((dtype, aligned, n, few)) or with_split_rows(
+            on, kernel.name, f"{self.name}_split", (dtype, aligned), n, rows
+        )
         device = on.device
-        loaded.launch(
-            device, on.stream(device), programs_of(on, loaded, rows), 1, 1,
-            y_at, x_at, n, x_stride, rows, n, *self.forward_numbers(settings),
-        )  # fmt: skip
+        if loaded.parts:
+            parts = -(-n // loaded.block)
+            found = x.new_empty(
+                (2, rows, parts), dtype=torch.float32
+            )  # each part's greatest value, and its sum
+            peaks_at, sums_at = found.data_ptr(), found.data_ptr() + 4 * rows * parts
+            for combine in (False, True):
+                loaded.launch(
+                    device, on.stream(device), rows * parts, 1, 1,
+                    y_at, x_at, peaks_at, sums_at, n, x_stride, n, parts, combine, *self.forward_numbers(settings),
+                )  # fmt: skip
+        else:
+            loaded.launch(
+                device, on.stream(device), programs_of(on, loaded, rows), 1, 1,
+                y_at, x_at, n, x_stride, rows, n, *self.forward_numbers(settings),
+            )  # fmt: skip
         return (y,)
 
     def saved(self, tensors: Tensors, results: Tensors) -> Tensors:
@@ -86,6 +104,8 @@ class RowProbabilities(DifferentiableOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         n = shape[-1]
-        return tuple(
-            Problem(f"{self.name}_{way}", (dtype,), n % 16 == 0, n) for way in ("forward", "backward")
+        forward, aligned = f"{self.name}_forward", n % 16 == 0
+        return (
+            Problem(forward, (dtype,), aligned, n, prod(shape[:-1]), f"{self.name}_split"),
+            Problem(f"{self.name}_backward", (dtype,), aligned, n),
         )
