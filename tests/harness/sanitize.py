@@ -69,7 +69,13 @@ def findings(log: str) -> Findings:
 def by_name(pack: Pack) -> dict[str, Variant]:
     """The pack's binaries by the names that they have under a tool, each as long as its kernel's."""
     variants = (manifest.variant(name) for manifest in map(pack.op, pack.ops) for name in manifest.variants)
-    return {numbered(i, len(variant.symbol)): variant for i, variant in enumerate(variants)}
+    counts: Counter[int] = Counter()  # of the names of each length: a short one has few digits
+    found = {}
+    for variant in variants:
+        length = len(variant.symbol)
+        found[numbered(counts[length], length)] = variant
+        counts[length] += 1
+    return found
 
 
 def numbered(number: int, length: int) -> str:
@@ -79,7 +85,8 @@ def numbered(number: int, length: int) -> str:
         number, digit = divmod(number, 62)
         digits = DIGITS[digit] + digits
     name = "z" + digits.rjust(length - 1, "0")
-    assert len(name) == length
+    if len(name) != length:
+        raise ValueError(f"more kernels have names of {length} characters than there are numbers for")
     return name
 
 

@@ -98,6 +98,16 @@ def test_names() -> None:
     assert [len(n) for n in names] == [len(v.symbol) for v in variants]
 
 
+def test_names_of_all_ops() -> None:
+    """However many binaries a pack has, and short as their kernels' names are."""
+    pack = built_pack("sm90")
+    names = by_name(pack)
+    assert len(names) == sum(len(pack.op(op).variants) for op in pack.ops)
+    assert all(len(name) == len(variant.symbol) for name, variant in names.items())
+    with pytest.raises(ValueError, match="names of 2 characters"):
+        numbered(62, 2)
+
+
 def test_a_machine_that_cannot(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "no_gpu", lambda: "no GPU here")
     with pytest.raises(SystemExit, match="2"):
