@@ -45,6 +45,7 @@ class EmulatedDriver:
 
     def __init__(self, driver: Any, stand_in: StandIn, arch: str) -> None:
         self._driver, self._stand_in, self._arch = driver, stand_in, arch
+        self.call_key = driver.call_key
         self._programs: dict[int, Program] = {}
         self.executed: list[str] = []  # names of the kernels that ran
         self.instructions = 0  # of all their waves

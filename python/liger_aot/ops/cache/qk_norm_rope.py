@@ -163,11 +163,14 @@ class QKNormRope(CacheOp):
                     f"{op}: {name} must be contiguous of shape (dim,), alike for q and k; got {tuple(w.shape)} with "
                     f"strides {w.stride()}"
                 )
+        heads = (
+            f"num_heads_q={asked.num_heads_q}, num_heads_k={asked.num_heads_k}, num_heads_v={asked.num_heads_v}, "
+            f"gated={asked.gated}"
+        )
         if qkv.dim() != 2 or qkv.shape[1] % asked.columns or qkv.stride(1) != 1:
             raise ArgumentError(
-                f"{op}: qkv must be (tokens, a multiple of {asked.columns}) with contiguous rows, by "
-                f"num_heads_q={asked.num_heads_q}, num_heads_k={asked.num_heads_k}, num_heads_v={asked.num_heads_v} "
-                f"and gated={asked.gated}; got shape {tuple(qkv.shape)} with strides {qkv.stride()}"
+                f"{op}: qkv must be (tokens, a multiple of {asked.columns}) with contiguous rows, by {heads}; got "
+                f"shape {tuple(qkv.shape)} with strides {qkv.stride()}"
             )
         dim = _head_dim(qkv, q_weight, asked)
         if dim % 2 or not 2 <= dim <= LARGEST_DIM:
@@ -177,8 +180,8 @@ class QKNormRope(CacheOp):
             )
         if qkv.shape[1] != asked.columns * dim:
             raise ArgumentError(
-                f"{op}: qkv must have {asked.columns * dim} columns, {asked.columns} heads of {dim} elements of "
-                f"q_weight; got {qkv.shape[1]}"
+                f"{op}: qkv must be (tokens, {asked.columns * dim}), by {heads} and {dim} elements of q_weight; "
+                f"got shape {tuple(qkv.shape)}"
             )
         check_writable(op, "qkv", qkv)
         rows = qkv.shape[0] * (asked.num_heads_q + asked.num_heads_k)
