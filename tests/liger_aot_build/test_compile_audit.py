@@ -292,25 +292,16 @@ def test_the_cache_knows_what_decides_the_bytes(tmp_path: Path) -> None:
     assert len(list(cache.iterdir())) == 4
 
 
-@pytest.mark.parametrize(
-    ("op", "archs", "instruction"),
-    [
-        ("write_kv_cache", ("gfx1201", "gfx950"), "v_cvt_scalef32_pk_fp8_f32"),
-        pytest.param("flash_decoding", ("sm89", "sm90"), "cvt.bf16.f16", marks=pytest.mark.slow),
-    ],
-)
-def test_conversions_of_one_target_a_process(
-    op: str, archs: tuple[str, str], instruction: str, tmp_path: Path
-) -> None:
-    """The second has instructions for fp8 that the first lacks: whichever is compiled first, in a build of both and in
-    one process, each has its own."""
+def test_conversions_of_one_target_a_process(tmp_path: Path) -> None:
+    """gfx950 has instructions for fp8 that gfx1201 lacks: whichever is compiled first, in a build of both and in one
+    process, each has its own."""
     work = []
-    for arch in archs:
+    for arch in ("gfx1201", "gfx950"):
         profile = read_profile(arch)
-        variants = plan(read_declaration(op), profile).variants
+        variants = plan(read_declaration("write_kv_cache"), profile).variants
         work.append((next(v for v in variants if "bf16-fp8e4nv-aligned" in v.name), profile))
     built = compile_all(work, cache=tmp_path / "build", workers=1, progress=False)
-    assert [instruction in one.assembly for one in built] == [False, True]
+    assert ["v_cvt_scalef32_pk_fp8_f32" in one.assembly for one in built] == [False, True]
     here = [compile_here(*one, cache=tmp_path / "here") for one in reversed(work)]
     assert [one.image for one in reversed(here)] == [one.image for one in built]
 
