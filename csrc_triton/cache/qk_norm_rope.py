@@ -20,7 +20,7 @@ from csrc_triton.cache.slots import (
     scale_for,
     store_row,
 )
-from csrc_triton.quantization.codes import begin
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.rope.rope import table_rows
 
 WEIGHTS = {"Q_WEIGHT": "*dtype", "K_WEIGHT": "*dtype"}

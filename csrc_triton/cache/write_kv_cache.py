@@ -16,7 +16,7 @@ from csrc_triton.cache.slots import (
     place_of,
     store_row,
 )
-from csrc_triton.quantization.codes import begin
+from csrc_triton.common.pdl_begin import begin
 
 TENSORS = {"KEY": "*dtype", "VALUE": "*dtype"}
 OF_TOKENS = {"key_token": "i64", "key_head": "i64", "value_token": "i64", "value_head": "i64"}

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from csrc_triton.common.bf16x2 import round_pairs
-from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.common.target import target
 
 FLOOR_OF_GROUPS = tl.constexpr(1e-10)  # of a group's absmax, and of int8's: vLLM's eps
@@ -37,16 +36,6 @@ def largest_of(dtype):
 def floor_of(dtype, group):
     """The least absmax that a scale is made of. For fp8 by rows it is 1 / 512, whatever ``largest`` is."""
     return FLOOR_OF_ROWS.value if group == 0 and dtype != tl.int8 else FLOOR_OF_GROUPS.value
-
-
-@triton.jit
-def begin(value, PDL: tl.constexpr):
-    """``value``, an int32 >= 0: nothing is read or written before the kernel before this one has ended. Not of a size
-    or stride, whose divisibility the compiler would forget."""
-    if PDL:
-        value = wait_for_previous(value)
-        launch_dependents()
-    return value
 
 
 @triton.jit

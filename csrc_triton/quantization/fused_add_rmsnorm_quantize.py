@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.quantization.codes import begin
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.quantization.rows import AXES, BY_TOKEN, NORM_FORMS, SCHEMES, norm_long, norm_row
 
 DECLARATION = {

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.activations.elementwise import block_of
-from csrc_triton.quantization.codes import begin
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.quantization.rows import AXES, BY_TOKEN, SCHEMES
 from csrc_triton.quantization.values import FORMS, value_long, value_row, value_tile
 

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from csrc_triton.activations.elementwise import block_of
-from csrc_triton.quantization.codes import FLOOR_OF_GROUPS, begin, encode, largest_of, scale_of
+from csrc_triton.common.pdl_begin import begin
+from csrc_triton.quantization.codes import FLOOR_OF_GROUPS, encode, largest_of, scale_of
 from csrc_triton.quantization.rows import AXES, BY_TOKEN, SCHEMES
 from csrc_triton.quantization.values import FORMS, value_long, value_row, value_tile
 

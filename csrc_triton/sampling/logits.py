@@ -3,22 +3,11 @@
 import triton
 import triton.language as tl
 
-from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.sampling.generator import column_of, in_order
 
 GROUP = tl.constexpr(32)
 ALL_KEPT = tl.constexpr(0x7FFFFFFF)  # a column after the last
 LOWEST = tl.constexpr(-2139095041)  # ordered(-inf)
-
-
-@triton.jit
-def begin(value, PDL: tl.constexpr):
-    """``value``, an int32 >= 0: nothing is read or written before the kernel before this one has ended. Not of a size
-    or stride, whose divisibility the compiler would forget."""
-    if PDL:
-        value = wait_for_previous(value)
-        launch_dependents()
-    return value
 
 
 @triton.jit

@@ -10,6 +10,7 @@ Leviathan et al., Fast Inference from Transformers via Speculative Decoding (202
 import triton
 import triton.language as tl
 
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.sampling.generator import (
     ACCEPT,
     RECOVER,
@@ -19,7 +20,7 @@ from csrc_triton.sampling.generator import (
     uniform,
     words_of,
 )
-from csrc_triton.sampling.logits import begin, given
+from csrc_triton.sampling.logits import given
 
 DRAFTS = tl.constexpr(32)  # draft tokens of a request that are looked at together
 REQUESTS = {

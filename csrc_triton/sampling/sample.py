@@ -10,6 +10,7 @@ allowed, all read what ``adjust`` wrote: logits as float32, with these applied. 
 import triton
 import triton.language as tl
 
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.sampling.generator import (
     LOG2_E,
     SAMPLE,
@@ -20,7 +21,7 @@ from csrc_triton.sampling.generator import (
     packed,
     words_of,
 )
-from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, last_kept_of, load_logits
+from csrc_triton.sampling.logits import GROUP, columns_of_groups, given, last_kept_of, load_logits
 from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED
 from csrc_triton.sampling.threshold import greatest_columns, tile_of
 

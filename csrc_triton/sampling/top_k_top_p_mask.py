@@ -9,6 +9,7 @@ but the last as well.
 import triton
 import triton.language as tl
 
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.sampling.bracket import (
     BOUNDS,
     HELD,
@@ -20,7 +21,7 @@ from csrc_triton.sampling.bracket import (
     greatest_and_total,
 )
 from csrc_triton.sampling.generator import LOG2_E, mass_of, packed
-from csrc_triton.sampling.logits import GROUP, begin, columns_of_groups, given, last_kept_of, load_logits
+from csrc_triton.sampling.logits import GROUP, columns_of_groups, given, last_kept_of, load_logits
 from csrc_triton.sampling.threshold import find_threshold
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
