@@ -24,8 +24,9 @@ from liger_aot.ops.arguments import Schema
 from liger_aot.ops.guards import Way
 from liger_aot.ops.op import Op, as_rows, check_tensor, plain_torch
 from liger_aot.ops.torch_library import register
-from liger_aot.runtime.dispatch import REMEMBERED, Runtimes
+from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.layout import INDIRECT, NEEDS_GRADIENT, OTHER_SETTINGS, rows_of, traits
+from liger_aot.runtime.remembered import REMEMBERED
 
 # Each a tensor or None: an optional argument, a gradient that is not there.
 Tensors = tuple[Any, ...]

@@ -449,7 +449,7 @@ def test_warp_specialized(seed: int, nan_memory: None) -> None:
     check(op, problem, REFERENCE, seed=seed)
     on = op._own.of(torch.empty(1), "q")
     assert FORWARD in {name.partition("-")[0] for name in on._loaded}
-    assert on.plans["counters"].on(0, 1).tolist() == [0]
+    assert on.workspaces["counters"].on(0, 1).tolist() == [0]
 
 
 def spoiled(problem: Problem) -> tuple[list[Any], ...]:

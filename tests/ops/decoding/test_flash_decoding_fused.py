@@ -37,7 +37,7 @@ def op_on_interpreter() -> FlashDecoding:
 
 def counters_of(op: FlashDecoding) -> torch.Tensor:
     """All in which programs counted."""
-    kept = op._own.on(-1).plans["counters"]._by_stream.values()
+    kept = op._own.on(-1).workspaces["counters"]._by_stream.values()
     return torch.cat([torch.zeros(1, dtype=torch.int64), *kept])
 
 

@@ -48,7 +48,6 @@ from liger_aot.ops.op import check_same_device, check_tensor
 from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
-from liger_aot.runtime.workspaces import StreamWorkspace
 
 NAME = "flash_attention_paged"
 HEAD_DIMS = (64, 128, 256)  # that kernels are written for; others run as the next
@@ -378,7 +377,9 @@ class WarpSpecializedPlan:
         self._k_map, self._v_map = (TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV")
         self._y_map = TensorMapCache(encode, loaded, "Y", map_operand(out), "bhsd").at
         self._before = bytes_before(q), bytes_before(out)
-        self._counters = counters_of(on, q.device)
+        self._counters = on.workspace(
+            "counters", q.device
+        )  # the tile counter: zeros, which launches leave as zeros
 
     def starts(self, q: Tensor, out: Tensor) -> list[int]:
         """Where the maps of q and of the result start: before 0 for a tensor that is larger than its own address."""
@@ -456,12 +457,6 @@ def alike(
         None if t is None else t.reshape(-1).expand(kv_heads).contiguous() for t in (k_scale, v_scale)
     )
     return k_scale, v_scale, 1
-
-
-def counters_of(on: OpOn, device: torch.device) -> StreamWorkspace:
-    """The tile counter: zeros, which launches leave as zeros."""
-    counters: StreamWorkspace = on.plans.setdefault("counters", StreamWorkspace(device))
-    return counters
 
 
 def like(t: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from liger_aot.ops.attention._paged import (
     check_out,
     check_paged,
     check_values,
-    counters_of,
     finite,
     gathered,
     head_dim_of,
@@ -36,7 +35,7 @@ from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import Problem
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED
+from liger_aot.runtime.remembered import remember
 
 SPLITS = Allowed(least=1, most=MAX_SPLITS)
 MAX_KEYS = Allowed(least=1)
@@ -166,7 +165,7 @@ class FlashAttentionPaged(ForwardOnlyOp):
         device_errors.flag(self.name)
         for index, on in self._own.bound.items():
             if f"{NAME}_forward" in on.kernels and index >= 0:
-                counters_of(on, torch.device("cuda", index)).prepare()
+                on.workspace("counters", torch.device("cuda", index)).prepare()
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         check_paged(self.name, tensors, PagedSettings(*settings))
@@ -209,11 +208,9 @@ class FlashAttentionPaged(ForwardOnlyOp):
         to = None if out is None else out[0]
         key = key_of((*tensors, to), settings)
         if key not in self._plans:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
             meta = torch.empty(q.shape, dtype=q.dtype, device="meta") if to is None else to
             try:
-                self._plans[key] = Plan(on, tensors, meta, asked)
+                remember(self._plans, key, Plan(on, tensors, meta, asked))
             except ArgumentTypeError:
                 if k.dtype not in FP8:
                     raise

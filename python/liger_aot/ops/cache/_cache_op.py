@@ -14,8 +14,9 @@ from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.in_place import InPlaceOp
 from liger_aot.ops.op import written
 from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of
+from liger_aot.runtime.remembered import remember
 
 
 class Plan:
@@ -43,7 +44,7 @@ class Plan:
     ) -> None:
         self.key, self.n, self.rows, self.arguments, self.grid = key, n, rows, arguments, grid
         self.aligned = not any(step % UNIT for step in steps)
-        self.disjoint: set[tuple[int, ...]] = set()  # distances at which no two tensors share memory
+        self.disjoint: dict[tuple[int, ...], bool] = {}  # distances at which no two tensors share memory
         self.variants: list[Any] = [None, None]  # generic, aligned: launch, programs, last arguments
 
 
@@ -90,15 +91,11 @@ class CacheOp(InPlaceOp):
         plan: Plan | None = on.plans.get((layouts, settings))
         if plan is None:
             self.check(tensors, settings)
-            if len(on.plans) >= REMEMBERED:
-                on.plans.clear()
-            plan = on.plans[layouts, settings] = self.plan(tensors, settings)
+            plan = remember(on.plans, (layouts, settings), self.plan(tensors, settings))
         distances = tuple(a - at[0] for a in at)
         if distances not in plan.disjoint:
             check_disjoint(self.name, *self.memory(tensors))
-            if len(plan.disjoint) >= REMEMBERED:
-                plan.disjoint.clear()
-            plan.disjoint.add(distances)
+            remember(plan.disjoint, distances, True)
         device_errors.raise_if_any(self.name, EARLIER)
         overwritten = self.overwritten(tensors)
         if plan.rows:

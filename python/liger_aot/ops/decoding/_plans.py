@@ -20,7 +20,6 @@ from liger_aot.ops.attention._operands import (
 from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
-from liger_aot.runtime.workspaces import StreamWorkspace
 
 NAME = "flash_decoding"
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
@@ -239,7 +238,8 @@ class FusedPlan:
         partials = width * splits * shape.batch * rows if splits > 1 else 0
         self._partials, self._lse_partial = partials * (columns + 1), 4 * partials * columns
         self._words = (width * shape.batch + 1) // 2  # of 64 bits: two counters each
-        self._counters = counters_of(on, q.device)
+        # Where programs count who has ended: zeros, which launches leave as zeros.
+        self._counters = on.workspace("counters", q.device)
 
     def __call__(
         self,
@@ -334,12 +334,6 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
 def fused_head_dim(dim: int) -> int:
     """The fused kernel's head dimension for tensors of ``dim``, a power of two."""
     return max(1 << (dim - 1).bit_length(), 64)
-
-
-def counters_of(on: OpOn, device: torch.device) -> StreamWorkspace:
-    """Where the fused kernel's programs count who has ended: zeros, which launches leave as zeros."""
-    counters: StreamWorkspace = on.plans.setdefault("counters", StreamWorkspace(device))
-    return counters
 
 
 def _lacking(dtype: torch.dtype) -> ArgumentTypeError:

@@ -20,7 +20,6 @@ from liger_aot.ops.decoding._plans import (
     Settings,
     Shape,
     SplitPlan,
-    counters_of,
     fused_head_dim,
     plan_for,
 )
@@ -29,7 +28,7 @@ from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import Problem
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED
+from liger_aot.runtime.remembered import remember
 
 SPLITS = Allowed(least=1, most=MAX_SPLITS)
 EARLIER = "the cache_seqlens or block_table of an earlier call"
@@ -128,7 +127,7 @@ class FlashDecoding(ForwardOnlyOp):
         device_errors.flag(self.name)
         for index, on in self._own.bound.items():
             if f"{NAME}_fused" in on.kernels and index >= 0:
-                counters_of(on, torch.device("cuda", index)).prepare()
+                on.workspace("counters", torch.device("cuda", index)).prepare()
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         check_arguments(self.name, tensors, settings)
@@ -163,11 +162,8 @@ class FlashDecoding(ForwardOnlyOp):
         tensors = (q, k, v, cache_seqlens, block_table, sinks, k_scale, v_scale)
         key = _key(tensors, settings)
         if key not in self._plans:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
-            self._plans[key] = plan_for(
-                on, q, k, block_table, k_scale, Settings(*settings), addresses_aligned=key[0]
-            )
+            plan = plan_for(on, q, k, block_table, k_scale, Settings(*settings), addresses_aligned=key[0])
+            remember(self._plans, key, plan)
         return self.run_forward(tensors, settings, keep, out)
 
     def on_reference(self, tensors: Tensors) -> bool:

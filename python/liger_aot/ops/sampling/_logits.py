@@ -17,8 +17,9 @@ from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import as_rows, check_rows, check_same_device
 from liger_aot.ops.sampling._random import LOG2_E, fma, log2, masses
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of, rows_of
+from liger_aot.runtime.remembered import remember
 
 GROUP = 32  # columns: as many as a word of a mask has bits
 MAX_COLUMNS = 1 << 18
@@ -113,9 +114,7 @@ class SamplingOp(ForwardOnlyOp):
         key, addresses = self._key(ready, settings, to)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
-            plan = self._plans[key] = self.plan_for(on, ready, settings, to)
+            plan = remember(self._plans, key, self.plan_for(on, ready, settings, to))
         return plan(ready, addresses, to)
 
     def check_arguments(self, tensors: Tensors) -> None:
