@@ -249,13 +249,21 @@ def test_new_keys_without_room_are_not_written() -> None:
             assert [cache[b].flatten(1).any(-1).nonzero().flatten().tolist() for b in range(2)] == written
 
 
+def test_a_descale_that_is_not_given_is_1() -> None:
+    q, k, v = drawn(2, 1, 4, 16), *(drawn(2, 1, 2, 16, seed=seed) for seed in (1, 2))
+    by, ones, found = torch.tensor([0.5, 3.0]), torch.ones(2), []
+    for one in ({"k_descale": by, "v_descale": ones}, {"k_descale": by}):
+        caches = [drawn(2, 16, 2, 16, seed=seed).clamp(-200, 200).to(torch.float8_e4m3fn) for seed in (3, 4)]
+        o = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=5, **one)
+        found.append([o, *(cache.view(torch.uint8) for cache in caches)])
+    assert all(map(torch.equal, *found))
+
+
 def test_descales_that_cannot_be() -> None:
     q, cache = drawn(2, 1, 2, 16), torch.zeros(2, 16, 2, 16).to(torch.float8_e4m3fn)
     by = torch.ones(2)
-    with pytest.raises(ArgumentError, match="v_descale must be given where k_descale is, got None"):
-        flash_attn.flash_attn_with_kvcache(q, cache, cache, k_descale=by)
-    with pytest.raises(ArgumentError, match="k_descale must be given where v_descale is, got None"):
-        flash_attn.flash_attn_with_kvcache(q, cache, cache, v_descale=by)
+    with pytest.raises(ArgumentError, match="v_scale must have as many elements as k_scale, 2, got 1"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, k_descale=by, v_descale=by[:1])
     with pytest.raises(
         ArgumentError, match=r"k_descale must have one element, .* shape \(2, 2\) with strides \(2, 1\)"
     ):

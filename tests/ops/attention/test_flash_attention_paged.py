@@ -189,6 +189,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "k_scale of others": (
         {"k_cache": CODES, "v_cache": CODES, "v_scale": torch.ones(4)}, ArgumentError, r"one element or .* .2,."
     ),
+    "two kinds of scales": (
+        {"k_cache": CODES, "v_cache": CODES, "k_scale": torch.ones(2), "v_scale": torch.ones(1)},
+        ArgumentError,
+        "v_scale must have as many elements as k_scale, 2, got 1",
+    ),
     "out": ({"out": Q[:, :2]}, ArgumentError, "out must have q's shape"),
     "out in half": ({"out": Q.half()}, ArgumentTypeError, "out must be of q's dtype"),
     "gradient": ({"q": Q.clone().requires_grad_()}, ArgumentError, "attention to a cache has none"),

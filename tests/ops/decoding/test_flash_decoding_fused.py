@@ -87,7 +87,7 @@ def test_pages_and_lengths_out_of_range() -> None:
 
 def planned(op: FlashDecoding, problem: Problem) -> Any:
     q, k, _, _, table = problem.tensors()[:5]
-    return plan_for(op._own.on(-1), q, k, table, None, Settings(*problem.settings()), not problem.shift)
+    return plan_for(op._own.on(-1), q, k, table, 0, Settings(*problem.settings()), not problem.shift)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentTypeError
 from liger_aot.ops.arguments import FROM_ZERO, Allowed, Schema, check_flag
-from liger_aot.ops.attention._checks import FP8, SCALES, check_dim, settings_of
+from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import TILE_UNIT, fits, fitted
 from liger_aot.ops.attention._paged import (
     BOXES,
@@ -32,6 +32,7 @@ from liger_aot.ops.attention._paged import (
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
+from liger_aot.ops.kv_cache import FP8
 from liger_aot.ops.op import Problem
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
@@ -78,8 +79,8 @@ class FlashAttentionPaged(ForwardOnlyOp):
         softcap: above 0: scores become softcap * tanh(score / softcap).
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head the score of one more key, whose value
             is 0.
-        k_scale, v_scale: float32 of one element or (kv_heads,): what the elements of a cache of float8 are multiplied
-            by. None is 1.
+        k_scale, v_scale: of an fp8 cache, float32, as many elements each: keys and values are code * scale. One
+            element, or (kv_heads,). Each may be None, which is 1.
         splits: how many programs split a sequence's keys at most, where sequences have few queries. None: chosen from
             the shapes and the profile.
         out: (tokens, heads, dim) of q's dtype to write the result to, or None.

@@ -51,9 +51,9 @@ class WriteKVCache(CacheOp):
             ``.view(torch.float8_e4m3fn)``.
         slot_mapping: (tokens,) int64 or int32, contiguous. It may be shorter than key, whose other tokens count as
             padding. A negative slot is skipped. What two tokens of one slot leave there is either's.
-        k_scale, v_scale: for an fp8 cache, float32, above 0: one element for the whole cache, (kv_heads,), or (pages,
-            page_size, kv_heads) of any equal strides, which the op writes: max(absmax of the token's head, 1 / 512) /
-            448 (224). None is 1.
+        k_scale, v_scale: for an fp8 cache, float32, above 0, of one shape and strides: one element for the whole cache,
+            (kv_heads,), or (pages, page_size, kv_heads), which the op writes: max(absmax of the token's head, 1 / 512)
+            / 448 (224). Those that are not written may be None, each, which is 1.
 
     Returns:
         key_cache and value_cache.

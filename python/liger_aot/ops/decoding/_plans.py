@@ -121,7 +121,7 @@ class SplitPlan:
     """All calls with tensors like these, by the persistent kernel or the split kernel, and ``combine``."""
 
     def __init__(
-        self, on: OpOn, call: Call, q: Tensor, k: Tensor, k_scale: Tensor | None, persistent: Loaded | None
+        self, on: OpOn, call: Call, q: Tensor, k: Tensor, scale_head: int, persistent: Loaded | None
     ) -> None:
         shape, rows = call.shape, call.rows
         split = persistent
@@ -173,7 +173,7 @@ class SplitPlan:
                 *call.strides, call.table_row, *sizes, shape.pages, page_bits, tiles, splits, partial_rows, *bounds
             )  # fmt: skip
         self._codes = k.dtype != q.dtype
-        self._scale_head = 0 if k_scale is None or k_scale.numel() == 1 else 1
+        self._scale_head = scale_head
         self._combine_numbers = (
             shape.kv_heads, call.ratio, shape.tokens, shape.dim, shape.batch, shape.capacity, tiles, splits, workers,
             partial_rows, block_m, block_n, *bounds,
@@ -272,7 +272,7 @@ def plan_for(
     q: Tensor,
     k: Tensor,
     block_table: Tensor | None,
-    k_scale: Tensor | None,
+    scale_head: int,
     settings: Settings,
     addresses_aligned: bool,
 ) -> SplitPlan | FusedPlan:
@@ -280,10 +280,10 @@ def plan_for(
     shared memory in q's dtype."""
     call = Call(q, k, block_table, settings, addresses_aligned)
     if k.dtype != q.dtype:
-        return SplitPlan(on, call, q, k, k_scale, None)
+        return SplitPlan(on, call, q, k, scale_head, None)
     persistent = persistent_for(on, q.dtype, call)
     plan = fused_for(on, call, q, k) if persistent is None else None
-    return plan or SplitPlan(on, call, q, k, None, persistent)
+    return plan or SplitPlan(on, call, q, k, scale_head, persistent)
 
 
 def persistent_for(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
-from liger_aot.ops.attention._checks import FP8, SCALES, check_dim, settings_of
+from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import padded_head_dim
 from liger_aot.ops.decoding._checks import check_arguments, check_values
 from liger_aot.ops.decoding._plans import (
@@ -25,6 +25,7 @@ from liger_aot.ops.decoding._plans import (
 )
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
+from liger_aot.ops.kv_cache import FP8, scale_head
 from liger_aot.ops.op import Problem
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
@@ -62,8 +63,8 @@ class FlashDecoding(ForwardOnlyOp):
         softcap: above 0: scores become softcap * tanh(score / softcap).
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head the score of one more key, whose value
             is 0.
-        k_scale, v_scale: of an fp8 cache, both or none, float32: keys and values are code * scale. One element, or
-            (kv_heads,). None is 1. ``write_kv_cache`` writes such caches.
+        k_scale, v_scale: of an fp8 cache, float32, as many elements each: keys and values are code * scale. One
+            element, or (kv_heads,). Each may be None, which is 1. ``write_kv_cache`` writes such caches.
         splits: how many programs split a sequence's keys at most. None: chosen from the shapes and the profile; where
             programs then split all sequences' keys evenly, a result's last bits depend on the other lengths, too.
         return_lse: also return the logarithm of each token's sum.
@@ -162,7 +163,8 @@ class FlashDecoding(ForwardOnlyOp):
         tensors = (q, k, v, cache_seqlens, block_table, sinks, k_scale, v_scale)
         key = _key(tensors, settings)
         if key not in self._plans:
-            plan = plan_for(on, q, k, block_table, k_scale, Settings(*settings), addresses_aligned=key[0])
+            by_head = scale_head(k_scale, v_scale)
+            plan = plan_for(on, q, k, block_table, by_head, Settings(*settings), addresses_aligned=key[0])
             remember(self._plans, key, plan)
         return self.run_forward(tensors, settings, keep, out)
 
@@ -212,8 +214,7 @@ class FlashDecoding(ForwardOnlyOp):
         shape = Shape(q, k_cache, block_table)
         k, v, known = _gathered(k_cache, v_cache, block_table)
         k, v = k.to(wide), v.to(wide)
-        if k_scale is not None and v_scale is not None:
-            k, v = (t * s.to(wide).reshape(-1, 1) for t, s in ((k, k_scale), (v, v_scale)))
+        k, v = (t if s is None else t * s.to(wide).reshape(-1, 1) for t, s in ((k, k_scale), (v, v_scale)))
         lengths = torch.full((shape.batch,), shape.capacity, device=q.device)
         lengths = lengths if cache_seqlens is None else cache_seqlens.long()
         wrong = (lengths < 0) | (lengths > shape.capacity)
