@@ -67,6 +67,15 @@ def check_scales(
         )
 
 
+def lacking(op: str, cache_name: str, dtype: torch.dtype) -> ArgumentTypeError:
+    """Of a GPU for which there is no binary with a cache of this dtype."""
+    said = str(dtype).removeprefix("torch.")
+    return ArgumentTypeError(
+        f"{op}: this GPU does not convert {cache_name}'s dtype {said}: float8_e4m3fn is for compute capability 8.9 and "
+        "from 9.0 on, gfx950 and gfx12, float8_e4m3fnuz for gfx942; all have a cache of 16 bits"
+    )
+
+
 def scale_head(k_scale: Tensor | None, v_scale: Tensor | None) -> int:
     """Elements from a head's scale to the next one's: 0 where all heads have one."""
     scale = v_scale if k_scale is None else k_scale

@@ -220,7 +220,9 @@ def test_gradients_are_no_matter_under_no_grad() -> None:
 def test_fp8_that_a_gpu_lacks(arch: str, dtype: torch.dtype) -> None:
     op, _ = recorded(FlashAttentionPaged, tables_of(arch))
     codes = K.to(dtype)
-    with pytest.raises(ArgumentTypeError, match=f"{NAME}: this GPU's kernels read no cache of {dtype}"):
+    with pytest.raises(
+        ArgumentTypeError, match=f"{NAME}: this GPU does not convert k_cache's dtype {str(dtype)[6:]}:"
+    ):
         op(**{**GOOD, "k_cache": codes, "v_cache": codes})
 
 

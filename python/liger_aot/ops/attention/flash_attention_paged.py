@@ -32,7 +32,7 @@ from liger_aot.ops.attention._paged import (
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
-from liger_aot.ops.kv_cache import FP8
+from liger_aot.ops.kv_cache import FP8, lacking
 from liger_aot.ops.op import Problem
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
@@ -60,11 +60,11 @@ class FlashAttentionPaged(ForwardOnlyOp):
     Args:
         q: (tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1; tensors whose rows don't
             start at multiples of 16 elements are copied.
-        k_cache, v_cache: (pages, page_size, kv_heads, dim) of q's dtype, or of float8_e4m3fn (sm90) or
-            float8_e4m3fnuz (gfx942), and of equal strides, any multiples of 16 elements but the last, which must be 1:
-            also halves of one tensor. On a GPU they start at multiples of 16 bytes. page_size is a power of 2 from 16
-            on. kv_heads divide heads (grouped and multi-query attention). dim is a multiple of 16 up to 256; it runs
-            at the speed of the next of 64, 128 and 256.
+        k_cache, v_cache: (pages, page_size, kv_heads, dim) of q's dtype, float8_e4m3fn (compute capability 8.9 and from
+            9.0 on, gfx950, gfx12) or float8_e4m3fnuz (gfx942), and of equal strides, any multiples of 16 elements but
+            the last, which must be 1: also halves of one tensor. On a GPU they start at multiples of 16 bytes.
+            page_size is a power of 2 from 16 on. kv_heads divide heads (grouped and multi-query attention). dim is a
+            multiple of 16 up to 256; it runs at the speed of the next of 64, 128 and 256.
         cu_seqlens_q: (sequences + 1,) int32 on q's device: where each sequence starts in q, then where the last one
             ends: at the tokens or before. They start at 0 and don't fall; a sequence may have no queries.
         seqused_k: (sequences,) int32: how many keys each sequence has.
@@ -215,10 +215,7 @@ class FlashAttentionPaged(ForwardOnlyOp):
             except ArgumentTypeError:
                 if k.dtype not in FP8:
                     raise
-                raise ArgumentTypeError(
-                    f"{self.name}: this GPU's kernels read no cache of {k.dtype}: e4m3fn is for sm90, e4m3fnuz for "
-                    "gfx942; others take q's dtype"
-                ) from None
+                raise lacking(self.name, "k_cache", k.dtype) from None
         return self.run_forward(tensors, settings, keep, out)
 
     def _copied(self, results: Tensors, out: Sequence[Tensor] | None) -> Tensors:

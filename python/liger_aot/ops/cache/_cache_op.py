@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentTypeError
-from liger_aot.ops.cache._slots import EARLIER, UNIT, Named, check_disjoint, lacking
+from liger_aot.ops.cache._slots import EARLIER, UNIT, Named, check_disjoint
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.in_place import InPlaceOp
+from liger_aot.ops.kv_cache import lacking
 from liger_aot.ops.op import written
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import OpOn
@@ -114,6 +115,6 @@ class CacheOp(InPlaceOp):
         try:
             loaded = on.kernels[self.name]((*plan.key, aligned), plan.n)
         except ArgumentTypeError:
-            raise lacking(self.name, plan.key[-1]) from None
+            raise lacking(self.name, "key_cache", plan.key[-1]) from None
         found = plan.variants[aligned] = loaded.launch, *plan.grid(loaded.rows)
         return found

@@ -121,15 +121,6 @@ def check_disjoint(op: str, written: Named, read: Named) -> None:
                 raise ArgumentError(f"{op}: {name} overlaps {other}, which is read while it is written")
 
 
-def lacking(op: str, dtype: torch.dtype) -> ArgumentTypeError:
-    """Of a GPU for which there is no binary that writes this dtype."""
-    said = str(dtype).removeprefix("torch.")
-    return ArgumentTypeError(
-        f"{op}: this GPU does not convert key_cache's dtype {said}: float8_e4m3fn is for compute capability 8.9 and "
-        "from 9.0 on, float8_e4m3fnuz for gfx942; all have a cache of the keys' own dtype"
-    )
-
-
 def write_slots(key: Tensor, value: Tensor, cache: Cache) -> None:
     """Keys and values (tokens, heads, dim) into their slots, in plain torch."""
     count, page_size = cache.key_cache.shape[0] * cache.key_cache.shape[1], max(cache.key_cache.shape[1], 1)

@@ -17,6 +17,7 @@ from liger_aot.ops.attention._operands import (
     TensorMapCache,
     padded_head_dim,
 )
+from liger_aot.ops.kv_cache import lacking
 from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
@@ -132,7 +133,7 @@ class SplitPlan:
             except ArgumentTypeError:
                 if k.dtype == q.dtype:
                     raise
-                raise _lacking(k.dtype) from None
+                raise lacking(NAME, "k_cache", k.dtype) from None
             if rows > split.numbers["block_m"]:
                 split = kernel((q.dtype, call.paged, True, k.dtype, call.aligned), shape.dim)
         combine = on.kernels[f"{NAME}_combine"]((q.dtype, not shape.dim % UNIT), shape.dim)
@@ -334,15 +335,6 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
 def fused_head_dim(dim: int) -> int:
     """The fused kernel's head dimension for tensors of ``dim``, a power of two."""
     return max(1 << (dim - 1).bit_length(), 64)
-
-
-def _lacking(dtype: torch.dtype) -> ArgumentTypeError:
-    """Of a GPU for which there is no binary that reads such a cache."""
-    said = str(dtype).removeprefix("torch.")
-    return ArgumentTypeError(
-        f"{NAME}: this GPU does not convert k_cache's dtype {said}: float8_e4m3fn is for compute capability 8.9 and "
-        "from 9.0 on, float8_e4m3fnuz for gfx942; all have a cache of q's own dtype"
-    )
 
 
 def at(t: Tensor | None) -> int:

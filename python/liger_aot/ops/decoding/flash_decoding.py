@@ -49,11 +49,11 @@ class FlashDecoding(ForwardOnlyOp):
     Args:
         q: (batch, tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1.
         k_cache, v_cache: (batch, capacity, kv_heads, dim) or, with ``block_table``, (pages, page_size, kv_heads, dim)
-            of q's dtype, float8_e4m3fn (compute capability 8.9 and from 9.0 on) or float8_e4m3fnuz (gfx942), and equal
-            strides, any but the last, which must be 1; page_size is a power of 2 from 16 on. kv_heads divide heads
-            (grouped and multi-query attention). dim is up to 256; it runs at the speed of the next of 64, 128 and 256.
-            Where addresses or strides are no multiples of 16 bytes and elements, or dim is no multiple of 16, a much
-            slower kernel runs.
+            of q's dtype, float8_e4m3fn (compute capability 8.9 and from 9.0 on, gfx950, gfx12) or float8_e4m3fnuz
+            (gfx942), and equal strides, any but the last, which must be 1; page_size is a power of 2 from 16 on.
+            kv_heads divide heads (grouped and multi-query attention). dim is up to 256; it runs at the speed of the
+            next of 64, 128 and 256. Where addresses or strides are no multiples of 16 bytes and elements, or dim is no
+            multiple of 16, a much slower kernel runs.
         cache_seqlens: (batch,) int32: how many keys each sequence has. None: as many as its cache can hold.
         block_table: (batch, most pages) int32, rows contiguous: where the pages of each sequence are. Entries past its
             last key, or before its window, are not looked at.
