@@ -95,12 +95,10 @@ class DifferentiableOp(Op):
     writes: ClassVar[tuple[str, ...]] = ()  # arguments that every call writes: see InPlaceOp
     # Argument -> an earlier one whose gradient is also its own.
     same_gradient: ClassVar[Mapping[str, str]] = {}
-    contiguous: ClassVar[bool] = (
-        True  # whether all results are; else they lie in memory as the references' do
-    )
-    twice: ClassVar[bool] = (
-        True  # whether the reference computes what the op does, so that torch can follow it
-    )
+    # Whether all results are; else they lie in memory as the references' do.
+    contiguous: ClassVar[bool] = True
+    # Whether the reference computes what the op does, so that torch can follow it.
+    twice: ClassVar[bool] = True
     function: ClassVar[type[Function]] = _Function  # takes (op, settings, out, *tensors)
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:

@@ -373,9 +373,8 @@ class WarpSpecializedPlan:
         self._k_map, self._v_map = (TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV")
         self._y_map = TensorMapCache(encode, loaded, "Y", map_operand(out), "bhsd").at
         self._before = bytes_before(q), bytes_before(out)
-        self._counters = on.workspace(
-            "counters", q.device
-        )  # the tile counter: zeros, which launches leave as zeros
+        # The tile counter: zeros, which launches leave as zeros.
+        self._counters = on.workspace("counters", q.device)
 
     def starts(self, q: Tensor, out: Tensor) -> list[int]:
         """Where the maps of q and of the result start: before 0 for a tensor that is larger than its own address."""

@@ -182,9 +182,8 @@ class Found(NamedTuple):
     """Addresses, and the memory that must live until the last launch that reads there is in the stream."""
 
     memory: tuple[Tensor, ...] = ()
-    last: int = (
-        0  # of the last column that is kept of each row, in the order of (greatest logit, lowest column)
-    )
+    # Of the last column that is kept of each row, in the order of (greatest logit, lowest column).
+    last: int = 0
     words: int = 0  # of a row's candidates, where they are few
     row_words: int = 0
 
@@ -245,19 +244,9 @@ class Bracket:
         x_at, *_filters, temperature, stride, n = logits
         self._find.launch(device, stream, rows, 1, 1, words, parts, *logits, self._groups, blocks, row_words)
         self._collect.launch(
-            device,
-            stream,
-            rows * self._blocks,
-            1,
-            1,
-            words,
-            x_at,
-            temperature,
-            stride,
-            n,
-            row_words,
+            device, stream, rows * self._blocks, 1, 1, words, x_at, temperature, stride, n, row_words,
             self._blocks,
-        )
+        )  # fmt: skip
 
 
 # ---- the reference ----
