@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from liger_aot import flash_attn
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.registry import load
+from tests.harness.gpu_fp8 import fp8_of_gpu
 
 # flash-attn 2.8's parameters, which may be given by position; after them FlashAttention-3's, by keyword alone.
 COMMON = ["softmax_scale", "causal", "window_size", "softcap"]
@@ -144,7 +145,7 @@ def test_flash_attn_with_kvcache(paged: bool) -> None:
 def test_a_cache_of_fp8(device: str, fp8: torch.dtype, paged: bool) -> None:
     """What is read counts the descale's times, and what is written is divided by it: a scale for each head, as
     FlashAttention-3 has it, (batch, kv_heads)."""
-    if device == "cuda" and fp8 != _fp8_of_the_gpu():
+    if device == "cuda" and fp8 != fp8_of_gpu():
         pytest.skip(f"this GPU has no {fp8}")
     batch, capacity, new, lengths = 2, 32, 2, [20, 3]
     table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=device) if paged else None
@@ -220,13 +221,6 @@ def test_steps_in_a_cuda_graph(paged: bool) -> None:
             zeros = torch.zeros(1, before, 2, 64, device="cuda", dtype=torch.bfloat16)
             keys, values = (torch.cat((zeros, t[: i + 1, b].transpose(0, 1)), 1) for t in (drawn_k, drawn_v))
             assert_close(o[b : b + 1], plain(q[b : b + 1], keys, values))
-
-
-def _fp8_of_the_gpu() -> torch.dtype | None:
-    if torch.version.hip:
-        is_942 = torch.cuda.get_device_properties(0).gcnArchName.startswith("gfx942")
-        return torch.float8_e4m3fnuz if is_942 else None
-    return torch.float8_e4m3fn if torch.cuda.get_device_capability()[0] == 9 else None
 
 
 def test_new_keys_without_room_are_not_written() -> None:
