@@ -59,9 +59,8 @@ _CHIPS = {
     0x48: Chip("gfx1200", False, 24, 512),
     0x4E: Chip("gfx1201", False, 24, 512),
 }
-_SCALARS = (
-    128  # of every wave, vcc and those of the trap handler included, where they are not given by eights
-)
+# Of every wave, vcc and those of the trap handler included, where they are not given by eights.
+_SCALARS = 128
 
 
 @dataclass(frozen=True)
