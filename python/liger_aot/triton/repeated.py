@@ -113,6 +113,9 @@ def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
         for (name, _), (value, where) in self.used_global_vals.items():
             if where.get(name, absent) != value:
                 return plain(self, *args, grid=grid, warmup=warmup, **kwargs)  # which says so
+        for name, where, value in kernel.kept:
+            if where.get(name, absent) != value:
+                return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
         if callable(grid):
             grid = grid(dict(zip(calls.names, values, strict=True)))
         size = len(grid)
