@@ -22,7 +22,7 @@ from liger_aot.ops.registry import names
 from tests.conftest import built_pack
 from tests.harness.all_ops import LEFT_OUT
 from tests.harness.drivers import EmulatorDriver, bound_op
-from tests.harness.small_calls import Named, SmallCall, small_calls
+from tests.harness.small_calls import Named, SmallCall, other_calls, small_calls
 
 OPS = sorted(small_calls())
 WAYS = [
@@ -576,16 +576,7 @@ BARE = {"column_sums", "divergence_sums", "flash_attention_backward", "flash_att
 @pytest.mark.parametrize("name", sorted(BARE))
 def test_a_gradient_of_an_op_beside_autograd(name: str) -> None:
     """One that asks for it gets an error, not results that look like constants."""
-    op = liger_aot.load(name)
-    if name.endswith("sums"):
-        tensors: Named = {"partials": torch.ones(4, 16) if name == "column_sums" else torch.ones(4)}
-        settings: dict[str, Any] = {}
-    else:
-        forward = name.removesuffix("_backward")
-        tensors = dict(small_calls()[forward].tensors)
-        settings = {} if forward == "flash_attention" else {"max_seqlen_q": 3, "max_seqlen_k": 3}
-        tensors["o"], tensors["lse"] = liger_aot.load(forward)(**tensors, **settings, return_lse=True)
-        tensors["do"] = torch.ones_like(tensors["o"])
+    op, (tensors, settings) = liger_aot.load(name), other_calls()[name]
     wanted = op(**tensors, **settings)
     for k, t in tensors.items():
         if t.is_floating_point():

@@ -90,8 +90,15 @@ def check_writable(op: str, argument: str, x: Tensor) -> None:
 
 def share_an_element(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have memory in common. Exact for two of the same shape, strides and dtype whose own elements
-    share none; else whether the ranges of their addresses meet."""
-    if not a.numel() or not b.numel() or a.data_ptr() >= end_of(b) or b.data_ptr() >= end_of(a):
+    share none; else whether the ranges of their addresses meet. Those on meta have none."""
+    if (
+        not a.numel()
+        or not b.numel()
+        or a.is_meta
+        or b.is_meta
+        or a.data_ptr() >= end_of(b)
+        or b.data_ptr() >= end_of(a)
+    ):
         return False
     if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
         return True
