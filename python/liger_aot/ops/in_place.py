@@ -52,8 +52,9 @@ class InPlaceOp(ForwardOnlyOp):
         self.check(tensors, settings)
         if not self.on_reference(tensors):
             return self.run_forward(tensors, settings, keep, out)  # the device is bound now
-        with plain_torch():
-            self.write_in_torch(*tensors, *settings)
+        if not tensors[0].is_meta:  # there is nothing to write, and what is written depends on values
+            with plain_torch():
+                self.write_in_torch(*tensors, *settings)
         return self.overwritten(tensors)
 
     def through_library(
