@@ -36,7 +36,8 @@ T = TypeVar("T")
 
 _chips = cache(code_objects)
 
-_SCALARS = 128  # of every wave, vcc and the trap handler's included, where they are not given by eights
+# Of every wave, vcc and those of the trap handler included, where they are not given by eights.
+_SCALARS = 128
 
 
 @dataclass(frozen=True)

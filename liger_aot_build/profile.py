@@ -20,9 +20,8 @@ else:
 
 BACKENDS = ("cuda", "hip")
 DERIVED = "derived, not measured"  # what the provenance of numbers that nobody measured begins with
-ABSENT = (
-    "absent"  # the form of a row for what the architecture does without; ``why`` says what to use instead
-)
+# The form of a row for what the architecture does without; ``why`` says what to use instead.
+ABSENT = "absent"
 ANY = "any"  # a row's ``aligned``, where an aligned binary would not be faster
 OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")  # launch numbers that the compiler takes
 # The one that every op's host code reads: forms that declare no other (``host``) need not name it.

@@ -24,8 +24,9 @@ from liger_aot.ops.arguments import Schema
 from liger_aot.ops.guards import Way, needs_gradient
 from liger_aot.ops.op import Op, as_rows, check_tensor, plain_torch
 from liger_aot.ops.torch_library import register
-from liger_aot.runtime.dispatch import REMEMBERED, Runtimes
+from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.layout import INDIRECT, NEEDS_GRADIENT, OTHER_SETTINGS, rows_of, traits
+from liger_aot.runtime.remembered import REMEMBERED
 
 # Each a tensor or None: an optional argument, a gradient that is not there.
 Tensors = tuple[Any, ...]
@@ -94,12 +95,10 @@ class DifferentiableOp(Op):
     writes: ClassVar[tuple[str, ...]] = ()  # arguments that every call writes: see InPlaceOp
     # Argument -> an earlier one whose gradient is also its own.
     same_gradient: ClassVar[Mapping[str, str]] = {}
-    contiguous: ClassVar[bool] = (
-        True  # whether all results are; else they lie in memory as the references' do
-    )
-    twice: ClassVar[bool] = (
-        True  # whether the reference computes what the op does, so that torch can follow it
-    )
+    # Whether all results are; else they lie in memory as the references' do.
+    contiguous: ClassVar[bool] = True
+    # Whether the reference computes what the op does, so that torch can follow it.
+    twice: ClassVar[bool] = True
     function: ClassVar[type[Function]] = _Function  # takes (op, settings, out, *tensors)
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:

@@ -17,8 +17,9 @@ from liger_aot.ops.arguments import Allowed, check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.in_place import share_an_element
 from liger_aot.ops.op import check_same_device, check_tensor, written
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of, overlap
+from liger_aot.runtime.remembered import remember
 
 LAYOUT = Allowed(among=("bhsd", "bshd"))  # batch, heads, sequence, head dimension
 K_OVERLAPS = "k overlaps q: they can't be overwritten in place"
@@ -52,7 +53,7 @@ class _Plan:
         self.index = (by_sequence, by_token, 0) if heads_fastest else (by_sequence, 0, by_token)
         self.aligned = not any(n & 15 for n in (*q[7:], *k[7:], *call.in_bytes))  # all but the addresses
         self.spans = spans  # bytes from the start to the end of q, k and the tables
-        self.disjoint: set[int] = set()  # distances of k from q at which the two do not overlap
+        self.disjoint: dict[int, bool] = {}  # distances of k from q at which the two do not overlap
         self.variants: list[tuple[Any, int, tuple[int, ...]] | None] = [None, None]  # generic, aligned
 
 
@@ -203,9 +204,7 @@ class Rotary(DifferentiableOp):
         if any(a is not b for a, b in zip(in_rows, (q, k, *tables), strict=True)):
             q, k, *tables = in_rows  # type: ignore[assignment]
             return self._rotate(on, q, k, tables, settings, sign, out)
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        on.plans[key] = self._plan(q, k, tables, settings, out is None)
+        remember(on.plans, key, self._plan(q, k, tables, settings, out is None))
         return self._rotate(on, q, k, tables, settings, sign, out)
 
     def _plan(
@@ -305,9 +304,7 @@ class Rotary(DifferentiableOp):
         if distance not in plan.disjoint:
             if at[1] < q_end and at[0] < k_end and _may_overlap(q, k, self._heads(settings)):
                 raise ArgumentError(f"{self.name}: {K_OVERLAPS}")
-            if len(plan.disjoint) >= REMEMBERED:
-                plan.disjoint.clear()
-            plan.disjoint.add(distance)
+            remember(plan.disjoint, distance, True)
         for name, start, span in zip(self.tensors[2:], at[2:], plan.spans[2:], strict=True):
             end = start + span
             if (start < q_end and at[0] < end) or (start < k_end and at[1] < end):
