@@ -127,6 +127,8 @@ def check_integers(op: str, name: str, t: Any, q: Tensor) -> None:
     """Where sequences start or end, or pages lie: int32, where q is."""
     if not isinstance(t, Tensor):
         raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.is_nested:
+        raise ArgumentTypeError(f"{op}: {name} must be a dense tensor, got a nested one")
     if t.dtype != torch.int32:
         raise ArgumentTypeError(f"{op}: {name} must be int32, got {t.dtype}")
     check_same_device(op, name, t, "q", q)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentTypeError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import FROM_ZERO, Allowed, Schema, check_flag
 from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import TILE_UNIT, fits, fitted
@@ -32,10 +32,12 @@ from liger_aot.ops.attention._paged import (
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
+from liger_aot.ops.in_place import check_writable, share_an_element
 from liger_aot.ops.kv_cache import FP8, lacking
-from liger_aot.ops.op import Problem
+from liger_aot.ops.op import Problem, written
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
+from liger_aot.runtime.layout import layouts_of
 from liger_aot.runtime.remembered import remember
 
 SPLITS = Allowed(least=1, most=MAX_SPLITS)
@@ -83,7 +85,8 @@ class FlashAttentionPaged(ForwardOnlyOp):
             element, or (kv_heads,). Each may be None, which is 1.
         splits: how many programs split a sequence's keys at most, where sequences have few queries. None: chosen from
             the shapes and the profile.
-        out: (tokens, heads, dim) of q's dtype to write the result to, or None.
+        out: (tokens, heads, dim) of q's dtype to write the result to, or None. It shares no memory with the arguments,
+            nor do its own elements with each other.
         return_lse: also return the logarithm of each query's sum.
 
     Returns:
@@ -122,6 +125,8 @@ class FlashAttentionPaged(ForwardOnlyOp):
     def __init__(self, runtimes: Any = None) -> None:
         super().__init__(runtimes)
         self._plans: dict[Any, Plan] = {}
+        # layouts and distances at which ``out`` shares no memory with the arguments
+        self._disjoint: dict[Any, bool] = {}
 
     def __call__(
         self,
@@ -176,6 +181,8 @@ class FlashAttentionPaged(ForwardOnlyOp):
     ) -> Tensors:
         q, k, v = tensors[:3]
         to, lse = out or (None, None)
+        if to is not None:
+            self._check_memory(to, tensors)
         try:
             plan = self._plans.get(key_of((*tensors, to), settings))
             aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TILE_UNIT
@@ -185,8 +192,22 @@ class FlashAttentionPaged(ForwardOnlyOp):
             return self.prepare_forward(tensors, settings, keep, out)
         device_errors.raise_if_any(self.name, EARLIER)
         results = plan(tensors, to, lse)
+        if to is not None:
+            written(to)
         device_errors.check_now(self.name, q.device)
         return results
+
+    def _check_memory(self, out: Tensor, tensors: Tensors) -> None:
+        """ArgumentError unless all of ``out`` can be written while the arguments are read."""
+        layouts, *at = layouts_of((out, *tensors))
+        distances = layouts, *(a - at[0] for a in at)
+        if distances in self._disjoint:
+            return
+        check_writable(self.name, "out", out)
+        for name, t in zip(self.tensors, tensors, strict=True):
+            if t is not None and share_an_element(out, t):
+                raise ArgumentError(f"{self.name}: out overlaps {name.rstrip('?')}")
+        remember(self._disjoint, distances, True)
 
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None

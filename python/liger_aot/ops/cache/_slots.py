@@ -110,7 +110,7 @@ def check_disjoint(op: str, written: Named, read: Named) -> None:
     """ArgumentError where what is written shares memory with something else of the call."""
     before: list[tuple[str, Tensor]] = []
     for name, t in written.items():
-        if t is None or not t.numel():
+        if t is None or not t.numel() or t.is_meta:  # meta has no memory
             continue
         for other, u in before:
             if share_an_element(t, u):

@@ -15,12 +15,15 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import Allowed, check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
+from liger_aot.ops.in_place import share_an_element
 from liger_aot.ops.op import check_same_device, check_tensor, written
 from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of, overlap
 from liger_aot.runtime.remembered import remember
 
 LAYOUT = Allowed(among=("bhsd", "bshd"))  # batch, heads, sequence, head dimension
+K_OVERLAPS = "k overlaps q: they can't be overwritten in place"
+OVERLAPS = "overlaps q or k, which are overwritten in place"
 MOST = (1 << 31) - (1 << 16)  # rows, and rows of tables: int32 with room for a program's excess
 
 
@@ -130,6 +133,7 @@ class Rotary(DifferentiableOp):
         if self.on_reference(tensors):
             if out is not None:
                 _check_writable(self.name, q=tensors[0], k=tensors[1])
+                self._check_apart(tensors, settings)
             return super().prepare_forward(tensors, settings, keep, out)
         return self.run_forward(tensors, settings, keep, out)  # the device is bound now
 
@@ -283,6 +287,15 @@ class Rotary(DifferentiableOp):
                 f"{tuple(sin.shape)}, {sin.dtype}"
             )
 
+    def _check_apart(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
+        """``_check_disjoint`` without a plan: of the reference."""
+        q, k, *tables = tensors
+        if share_an_element(q, k) and _may_overlap(q, k, self._heads(settings)):
+            raise ArgumentError(f"{self.name}: {K_OVERLAPS}")
+        for name, t in zip(self.tensors[2:], tables, strict=True):
+            if t is not None and (share_an_element(q, t) or share_an_element(k, t)):
+                raise ArgumentError(f"{self.name}: {name.rstrip('?')} {OVERLAPS}")
+
     def _check_disjoint(
         self, plan: _Plan, q: Tensor, k: Tensor, at: tuple[int, ...], settings: tuple[Any, ...]
     ) -> None:
@@ -290,14 +303,12 @@ class Rotary(DifferentiableOp):
         q_end, k_end, distance = at[0] + plan.spans[0], at[1] + plan.spans[1], at[1] - at[0]
         if distance not in plan.disjoint:
             if at[1] < q_end and at[0] < k_end and _may_overlap(q, k, self._heads(settings)):
-                raise ArgumentError(f"{self.name}: k overlaps q: they can't be overwritten in place")
+                raise ArgumentError(f"{self.name}: {K_OVERLAPS}")
             remember(plan.disjoint, distance, True)
         for name, start, span in zip(self.tensors[2:], at[2:], plan.spans[2:], strict=True):
             end = start + span
             if (start < q_end and at[0] < end) or (start < k_end and at[1] < end):
-                raise ArgumentError(
-                    f"{self.name}: {name.rstrip('?')} overlaps q or k, which are overwritten in place"
-                )
+                raise ArgumentError(f"{self.name}: {name.rstrip('?')} {OVERLAPS}")
 
 
 def readable(x: Tensor) -> Tensor:
