@@ -85,8 +85,11 @@ def _globals(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _text(fn: Any, before: str, now: str) -> Callable[[pytest.MonkeyPatch], None]:
-    assert before in fn.src
-    return lambda patch: patch.setattr(fn, "_src", fn.src.replace(before, now))
+    def change(patch: pytest.MonkeyPatch) -> None:
+        assert before in fn.src
+        patch.setattr(fn, "_src", fn.src.replace(before, now))
+
+    return change
 
 
 def _line(patch: pytest.MonkeyPatch) -> None:
