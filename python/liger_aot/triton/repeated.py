@@ -15,6 +15,7 @@ from inspect import Parameter
 from typing import Any, NamedTuple
 
 from liger_aot.runtime import devices
+from liger_aot.runtime.remembered import remember
 from liger_aot.triton.seams import option_names
 
 _IS_CONSTANT, _HAS_DEFAULT = 1, 2
@@ -22,7 +23,6 @@ _LEFT_TO_TRITON = ("debug", "instrumentation_mode")
 _CALLS = "_liger_aot_calls"  # of a JITFunction
 _MOST_PLACES = 250  # a key has a byte for an option's
 _TRIED = 16  # calls without a key after which a function is left to Triton
-_MOST = 4096  # calls of a function that are remembered
 
 
 class _Known(NamedTuple):
@@ -141,7 +141,5 @@ def _remember(calls: _Calls, fn: Any, device: int, key: bytes, kernel: Any, valu
     names = [name for name, known in tuple(cache.items()) if known is kernel]
     if len(names) != 1 or kernel.function is None:
         return
-    if len(calls.known) >= _MOST:
-        calls.known.clear()
     constants = tuple(v for v, flag in zip(values, calls.flags, strict=True) if flag & _IS_CONSTANT)
-    calls.known[device, key] = _Known(kernel, cache, names[0], constants)
+    remember(calls.known, (device, key), _Known(kernel, cache, names[0], constants))
