@@ -61,9 +61,8 @@ class CodeObject:
     """What an AMD chip's binaries mean. Counts are a work-item's, LDS is a workgroup's."""
 
     elf_machine: int  # what the ELF flags say, bits 7:0
-    accumulators: (
-        bool  # one file holds vector and accumulator registers; scalar registers are given by eights
-    )
+    # One file holds vector and accumulator registers; scalar registers are given by eights.
+    accumulators: bool
     register_granule: int  # a wave is given vector registers by so many
     shared_granule: int  # and LDS by so many bytes
 

@@ -33,9 +33,8 @@ KINDS = (
 _absent = object()
 
 Source = Mapping[str, Any]  # a function in a pack: text, line, kind, noinline, names
-Kept = list[
-    tuple[str, dict[str, Any], Any]
-]  # globals that a launch compares: name, the module's dictionary, value
+# Globals that a launch compares: name, the module's dictionary, value.
+Kept = list[tuple[str, dict[str, Any], Any]]
 
 
 class Unclear(TypeError):
