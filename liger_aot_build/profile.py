@@ -183,24 +183,15 @@ def _read_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Prof
 
 
 def code_objects(folder: Path = PROFILES) -> dict[int, tuple[str, CodeObject]]:
-    """(architecture, what its binaries mean) of all AMD chips, by what the ELF flags say; of each profile no more is
-    read than that."""
-    files = {name: _read(name, folder) for name in profile_names(folder)}
+    """(architecture, what its binaries mean) of all AMD chips, by what the ELF flags say."""
     found: dict[int, tuple[str, CodeObject]] = {}
-    for name, (path, raw, _) in files.items():
-        told: dict[str, Any] = {}
-        chain, at = [raw], raw
-        while (at := files.get(at.get("extends", ""), ("", {}, ""))[1]) and at not in chain:
-            chain.append(at)
-        for each in reversed(chain):
-            told |= each.get("code_object", {})
-        if told:
-            _own_code(path.name, raw)
-            code = _code_object(f"{path.name}: [code_object]", told)
-            if (other := found.setdefault(code.elf_machine, (name, code))[0]) != name:
-                raise ProfileError(
-                    f"{path.name}: [code_object]: elf_machine {code.elf_machine:#x} is {other}'s"
-                )
+    for name in profile_names(folder):
+        profile = read_profile(name, folder)
+        if (code := profile.code_object) is None:
+            continue
+        if (other := found.setdefault(code.elf_machine, (name, code))[0]) != name:
+            where = f"{profile.path.name}: [code_object]"
+            raise ProfileError(f"{where}: elf_machine {code.elf_machine:#x} is {other}'s")
     return found
 
 
