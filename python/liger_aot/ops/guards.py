@@ -117,6 +117,12 @@ def no_gradient(op: str, reason: str, instead: str = "") -> ArgumentError:
     )
 
 
+def check_no_gradient(op: str, tensors: Sequence[Any], reason: str, instead: str = "") -> None:
+    """ArgumentError where a gradient of a call with these tensors is needed: for ops that are no ``ForwardOnlyOp``."""
+    if torch.is_grad_enabled() and needs_gradient(tensors):
+        raise no_gradient(op, reason, instead)
+
+
 def needs_gradient(tensors: Sequence[Any]) -> bool:
     return any(getattr(t, "requires_grad", False) for t in tensors)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops.guards import check_plain, needs_gradient, no_gradient
+from liger_aot.ops.guards import check_no_gradient, check_plain
 from liger_aot.ops.op import Op, Problem, check_tensor
 from liger_aot.runtime.dispatch import DTYPE_NAMES, OpOn
 
@@ -56,8 +56,7 @@ class ColumnSums(Op):
                 f"column_sums: partials must be 2-D and contiguous, got shape {tuple(partials.shape)} "
                 f"with strides {partials.stride()}"
             )
-        if torch.is_grad_enabled() and needs_gradient((partials,)):
-            raise no_gradient(self.name, "its sums have none", "torch's sum")
+        check_no_gradient(self.name, (partials,), "its sums have none", "torch's sum")
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
