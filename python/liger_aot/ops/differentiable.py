@@ -180,7 +180,7 @@ class DifferentiableOp(Op):
                 if found & NEEDS_GRADIENT and is_grad_enabled():
                     return self._with_gradient(tensors, settings, out)
             if out is not None:
-                guards.check_versions(self.name, self.tensors, tensors, out)
+                guards.check_versions(self.called, self.tensors, tensors, out)
             results = self.run_forward(tensors, settings, False, out)
         except Exception:
             return self._instead(tensors, settings, out)
@@ -193,7 +193,7 @@ class DifferentiableOp(Op):
             return self.in_torch(tensors, settings, out)
         if out is not None:
             self.check(tensors, settings)
-            guards.check_versions(self.name, self.tensors, tensors, out)
+            guards.check_versions(self.called, self.tensors, tensors, out)
             check_writable(self, tensors, out)
         return self.function.direct(self, settings, out, *tensors)
 
@@ -232,7 +232,7 @@ class DifferentiableOp(Op):
         for name, t in zip(names, (*tensors, *written), strict=True):
             if guards.row_of((t,)) is row and (row.way is Way.ERROR or any(t is to for to in written)):
                 raise ArgumentTypeError(
-                    f"{self.name}: {name} must be dense, with memory of its own that holds its values; got one with "
+                    f"{self.called}: {name} must be dense, with memory of its own that holds its values; got one with "
                     f"{row.name} ({t.layout}, {t.device})"
                 )
         return DifferentiableOp.differentiable(self, guards.plain(tensors), settings, out)
@@ -262,7 +262,7 @@ class DifferentiableOp(Op):
         outputs = results[: self.outputs]
         if out is not None:
             for to in out:
-                check_tensor(self.name, "out", to)
+                check_tensor(self.called, "out", to)
             outputs = tuple(to.copy_(r.view(to.shape)) for to, r in zip(out, outputs, strict=True))
         return outputs[0] if self.outputs == 1 else outputs
 
@@ -316,11 +316,11 @@ class DifferentiableOp(Op):
 
     def _validated(self, *settings: Any) -> tuple[Any, ...]:
         """The settings, checked by themselves, as the schema has them."""
-        return self.settings.checked(self.name, settings)
+        return self.settings.checked(self.called, settings)
 
     def _check_twice(self, asked: str) -> None:
         if not self.twice:
-            raise ArgumentError(f"{self.name} has no gradient that torch can follow: it is not for {asked}")
+            raise ArgumentError(f"{self.called} has no gradient that torch can follow: it is not for {asked}")
 
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -337,7 +337,7 @@ class DifferentiableOp(Op):
                 results = (*copied, *results[len(out) :])
             return results
         ready = tuple(
-            None if t is None else as_rows(self.name, name.rstrip("?"), t)
+            None if t is None else as_rows(self.called, name.rstrip("?"), t)
             for name, t in zip(self.tensors, tensors, strict=True)
         )
         return self.run_forward(ready, settings, keep, out)
@@ -377,11 +377,11 @@ def check_writable(op: DifferentiableOp, tensors: Tensors, out: Sequence[Tensor]
         names = [name.rstrip("?") for name, t in zip(op.tensors, tensors, strict=True) if t is to]
         if not names or names[0] not in op.overwrites:
             raise ArgumentError(
-                f"{op.name}: out is given, but a gradient is needed: use torch.no_grad() or no out"
+                f"{op.called}: out is given, but a gradient is needed: use torch.no_grad() or no out"
             )
         if to.is_leaf and to.requires_grad:
             raise ArgumentError(
-                f"{op.name}: {names[0]} is a leaf that requires a gradient: its value can't be overwritten; use "
+                f"{op.called}: {names[0]} is a leaf that requires a gradient: its value can't be overwritten; use "
                 "inplace=False"
             )
 

@@ -47,7 +47,12 @@ class Op:
     """
 
     name: ClassVar[str]
+    called: ClassVar[str]  # in errors: by its name, or by that of an op that it is a part of
     uses: ClassVar[tuple[str, ...]] = ()  # other ops that this one launches
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls):
+            cls.called = cls.name
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
         names = (self.name, *self.uses)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from liger_aot.errors import ArgumentError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.post_training.grpo_loss import GRPOLoss
 from liger_aot.ops.post_training.policy_loss import LOSS_TYPES, PolicyLoss
 from tests.conftest import built_pack
@@ -180,5 +180,36 @@ def test_errors_name_the_op_and_the_argument() -> None:
         op(**{**tensors, "logits": tensors["logits"][:, :-1]})
     with pytest.raises(ArgumentError, match="grpo_loss: old_logp must be of shape"):
         op(**{**tensors, "old_logp": tensors["old_logp"][:, :-1]})
+    for wrong, error, text in (
+        ({"completion_ids": tensors["completion_ids"] + 100}, ArgumentError, r"completion_ids must be in \[0, 16\)"),
+        ({"completion_ids": tensors["completion_ids"].float()}, ArgumentTypeError, "completion_ids must be int64"),
+        ({"completion_ids": tensors["completion_ids"].to_sparse()}, ArgumentTypeError, "completion_ids must be dense"),
+        ({"completion_ids": None}, ArgumentTypeError, "completion_ids must be a torch.Tensor"),
+        ({"mask": tensors["advantages"].half()}, ArgumentTypeError, "mask must be "),
+        ({"temperature": 0}, ArgumentError, "temperature must be "),
+        ({"inplace_grad": 1}, ArgumentTypeError, "inplace_grad must be "),
+        ({"loss_type": "ppo"}, ArgumentError, "loss_type must be "),
+        ({"sequence_weight": tensors["advantages"]}, ArgumentError, "sequence_weight is not for loss_type='dapo'"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=rf"^grpo_loss: {text}"):
+            op(**{**tensors, **wrong})
     with pytest.raises(TypeError, match="unexpected keyword argument 'gamma'"):
         op(**tensors, gamma=1.0)
+
+
+@pytest.mark.parametrize("way", WAYS[1:], indirect=True)
+def test_a_token_out_of_range(way: tuple[GRPOLoss, str]) -> None:
+    """Found by a kernel: the next call says whose it was."""
+    op, device = way
+    tensors = {**draw(2, 5, 16, FP32, device), "mask": torch.ones(2, 5, device=device)}
+    assert op(**tensors)[0].isfinite()
+    tensors["completion_ids"][0, 0] = 16
+    assert op(**tensors)[0].isnan()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    tensors["completion_ids"][0, 0] = 15
+    with pytest.raises(
+        ArgumentError, match=r"^grpo_loss: an earlier call was given 16, .* no index to ignore"
+    ):
+        op(**tensors)
+    assert op(**tensors)[0].isfinite()

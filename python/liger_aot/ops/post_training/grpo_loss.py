@@ -8,11 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.op import Op, Problem
 from liger_aot.ops.post_training.policy_loss import PolicyLoss
 from liger_aot.ops.softmax.selective_log_softmax import SelectiveLogSoftmax
 from liger_aot.runtime.dispatch import Runtimes
+
+
+class _LogSoftmax(SelectiveLogSoftmax):
+    """With errors in the words of ``grpo_loss``."""
+
+    called = "grpo_loss"
+    tensors = ("logits", "completion_ids", "mask?")
+
+
+class _Loss(PolicyLoss):
+    """With errors in the words of ``grpo_loss``."""
+
+    called = "grpo_loss"
 
 
 class GRPOLoss(Op):
@@ -50,7 +62,7 @@ class GRPOLoss(Op):
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
         super().__init__(runtimes)
-        self._log_softmax, self._loss = SelectiveLogSoftmax(self._runtimes), PolicyLoss(self._runtimes)
+        self._log_softmax, self._loss = _LogSoftmax(self._runtimes), _Loss(self._runtimes)
 
     def __call__(
         self,
@@ -66,18 +78,10 @@ class GRPOLoss(Op):
         inplace_grad: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        try:
-            logp = self._log_softmax(
-                logits,
-                completion_ids,
-                mask,
-                temperature=temperature,
-                drop_last=True,
-                inplace_grad=inplace_grad,
-            )
-            return self._loss(logp, old_logp, ref_logp, advantages, mask, sampling_ratio, **options)
-        except (ArgumentError, ArgumentTypeError) as error:
-            raise type(error)(_in_own_words(str(error))) from None
+        logp = self._log_softmax(
+            logits, completion_ids, mask, temperature=temperature, drop_last=True, inplace_grad=inplace_grad
+        )
+        return self._loss(logp, old_logp, ref_logp, advantages, mask, sampling_ratio, **options)
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
         self._log_softmax.preload(device)
@@ -90,13 +94,6 @@ class GRPOLoss(Op):
             *self._log_softmax.problems(shape, dtype, dtypes),
             *self._loss.problems((shape[0], shape[-2] - 1), dtype, dtypes),
         )
-
-
-def _in_own_words(error: str) -> str:
-    """An error of one of the two ops, with this one's name and arguments."""
-    for op in GRPOLoss.uses:
-        error = error.replace(f"{op}: ", f"{GRPOLoss.name}: ", 1)
-    return error.replace(" index ", " completion_ids ")
 
 
 OP = GRPOLoss

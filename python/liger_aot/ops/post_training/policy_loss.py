@@ -223,10 +223,10 @@ class PolicyLoss(DifferentiableOp):
         logp, old_logp, ref_logp, advantages, mask, ratio, normalizer, weight = tensors
         s = Settings(*settings)
         self._check_options(s, ref_logp, normalizer, weight)
-        check_tensor(self.name, "logp", logp)
+        check_tensor(self.called, "logp", logp)
         if logp.dim() != 2:
             raise ArgumentError(
-                f"{self.name}: logp must be of shape (sequences, tokens), got {tuple(logp.shape)}"
+                f"{self.called}: logp must be of shape (sequences, tokens), got {tuple(logp.shape)}"
             )
         b, length = logp.shape
         for name, value, shapes in (
@@ -239,15 +239,15 @@ class PolicyLoss(DifferentiableOp):
         ):
             if value is None and name != "advantages":
                 continue
-            check_tensor(self.name, name, value)
-            check_same_device(self.name, name, value, "logp", logp)
+            check_tensor(self.called, name, value)
+            check_same_device(self.called, name, value, "logp", logp)
             if value.shape not in shapes:
                 raise ArgumentError(
-                    f"{self.name}: {name} must be of shape {' or '.join(map(str, shapes))} as logp "
+                    f"{self.called}: {name} must be of shape {' or '.join(map(str, shapes))} as logp "
                     f"{tuple(logp.shape)} asks; got {tuple(value.shape)}"
                 )
         if mask is not None:
-            check_token_mask(self.name, mask, logp.shape, "logp", logp)
+            check_token_mask(self.called, mask, logp.shape, "logp", logp)
 
     def _check_options(
         self, s: Settings, ref_logp: Tensor | None, normalizer: Tensor | None, weight: Tensor | None
@@ -259,9 +259,9 @@ class PolicyLoss(DifferentiableOp):
             ("sequence_weight", weight is not None, s.formula == VESPO),
         ):
             if given and not allowed:
-                raise ArgumentError(f"{self.name}: {name} is not for loss_type={s.loss_type!r}")
+                raise ArgumentError(f"{self.called}: {name} is not for loss_type={s.loss_type!r}")
         if s.beta != 0 and ref_logp is None:
-            raise ArgumentError(f"{self.name}: ref_logp is None, but beta is {s.beta:g}: it must be given")
+            raise ArgumentError(f"{self.called}: ref_logp is None, but beta is {s.beta:g}: it must be given")
 
     # ---- kernels --------------------------------------------------------------------------------------------
 

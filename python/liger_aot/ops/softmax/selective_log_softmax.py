@@ -75,16 +75,16 @@ class SelectiveLogSoftmax(DifferentiableOp):
     ) -> Tensor:
         if (
             inplace_grad is not False
-            and check_flag(self.name, "inplace_grad", inplace_grad)
+            and check_flag(self.called, "inplace_grad", inplace_grad)
             and not is_compiling()
         ):
-            _check_overwritten(logits)
+            _check_overwritten(self.called, logits)
         chosen: Tensor = self.differentiable((logits, index, mask), (temperature, drop_last, inplace_grad))
         return chosen
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
         super().preload(device)
-        device_errors.flag(self.name)  # no CUDA graph may allocate it
+        device_errors.flag(self.called)  # no CUDA graph may allocate it
 
     def through_library(
         self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None
@@ -99,28 +99,29 @@ class SelectiveLogSoftmax(DifferentiableOp):
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         logits, index, mask = tensors
-        check_rows(self.name, "logits", logits)
+        said = self.tensors[1]
+        check_rows(self.called, "logits", logits)
         if not isinstance(index, Tensor):
             raise ArgumentTypeError(
-                f"selective_log_softmax: index must be a torch.Tensor, got {type(index).__name__}"
+                f"{self.called}: {said} must be a torch.Tensor, got {type(index).__name__}"
             )
         if index.dtype not in (torch.int64, torch.int32):
-            raise ArgumentTypeError(f"selective_log_softmax: index must be int64 or int32, got {index.dtype}")
-        check_same_device(self.name, "index", index, "logits", logits)
+            raise ArgumentTypeError(f"{self.called}: {said} must be int64 or int32, got {index.dtype}")
+        check_same_device(self.called, said, index, "logits", logits)
         drop_last = settings[1]
         if drop_last and (logits.dim() < 2 or not logits.shape[-2]):
             raise ArgumentError(
-                "selective_log_softmax: with drop_last logits must be (..., L + 1, n), one row more than tokens; got "
+                f"{self.called}: with drop_last logits must be (..., L + 1, n), one row more than tokens; got "
                 f"{tuple(logits.shape)}"
             )
         rows = _rows(logits, drop_last)
         if index.shape != rows and (index.dim() != logits.dim() or index.shape[:-1] != rows):
             raise ArgumentError(
-                f"selective_log_softmax: index must be of shape {tuple(rows)} or that and one more dimension, as "
+                f"{self.called}: {said} must be of shape {tuple(rows)} or that and one more dimension, as "
                 f"logits {tuple(logits.shape)} asks; got {tuple(index.shape)}"
             )
         if mask is not None:
-            check_token_mask(self.name, mask, rows, "logits", logits)
+            check_token_mask(self.called, mask, rows, "logits", logits)
 
     def run_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -155,7 +156,7 @@ class SelectiveLogSoftmax(DifferentiableOp):
             )
         ):
             return self.prepare_forward(tensors, settings, keep, out)
-        device_errors.raise_if_any(self.name)
+        device_errors.raise_if_any(self.called)
         rows = x_rows // x_positions * positions
         made = logits.new_empty(index.shape, dtype=torch.float32)
         statistics = logits.new_empty((rows, 2), dtype=torch.float32)
@@ -167,11 +168,11 @@ class SelectiveLogSoftmax(DifferentiableOp):
         device = on.device
         loaded.launch(
             device, on.stream(device), rows, 1, 1,
-            made.data_ptr(), statistics.data_ptr(), x_at, index.data_ptr(), device_errors.flag(self.name),
+            made.data_ptr(), statistics.data_ptr(), x_at, index.data_ptr(), device_errors.flag(self.called),
             None if mask is None else mask.data_ptr(), x_stride, n, index.numel() // rows, index.element_size() // 4,
             mask_kind(mask), positions, x_positions, LOG2_E / temperature, 1 / temperature,
         )  # fmt: skip
-        device_errors.check_now(self.name, device)
+        device_errors.check_now(self.called, device)
         return made, statistics
 
     def prepare_forward(
@@ -181,7 +182,7 @@ class SelectiveLogSoftmax(DifferentiableOp):
         logits, index, mask = tensors
         if not self.on_reference(tensors):
             ready = (
-                as_rows(self.name, "logits", logits),
+                as_rows(self.called, "logits", logits),
                 index.contiguous(),
                 None if mask is None else mask.contiguous(),
             )
@@ -192,7 +193,7 @@ class SelectiveLogSoftmax(DifferentiableOp):
             low, high = (int(v) for v in index.aminmax())
             if low < 0 or high >= logits.shape[-1]:
                 raise ArgumentError(
-                    f"selective_log_softmax: index must be in [0, {logits.shape[-1]}), the columns of logits; got "
+                    f"{self.called}: {self.tensors[1]} must be in [0, {logits.shape[-1]}), the columns of logits; got "
                     f"{low if low < 0 else high}"
                 )
         return super().prepare_forward(tensors, settings, keep, out)
@@ -244,7 +245,7 @@ class SelectiveLogSoftmax(DifferentiableOp):
             over = settings[2] and logits.is_contiguous()
             return (logits.detach().copy_(found[0]), None, None) if over else found
         logits, *rest = saved
-        return self.run_backward(grads, (as_rows(self.name, "logits", logits), *rest), settings, needed)
+        return self.run_backward(grads, (as_rows(self.called, "logits", logits), *rest), settings, needed)
 
     @staticmethod
     def reference(
@@ -304,13 +305,13 @@ def _positions(logits: Tensor, drop_last: bool) -> tuple[int, int]:
     return (logits.shape[-2] - 1, logits.shape[-2]) if drop_last else (1, 1)
 
 
-def _check_overwritten(logits: Any) -> None:
+def _check_overwritten(op: str, logits: Any) -> None:
     if isinstance(logits, Tensor) and logits.requires_grad and torch.is_grad_enabled():
         base = logits._base if logits._is_view() else None
         if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
             raise ArgumentError(
-                "selective_log_softmax: logits is a leaf that requires a gradient, or a view of one: its value can't "
-                "be overwritten; use inplace_grad=False"
+                f"{op}: logits is a leaf that requires a gradient, or a view of one: its value can't be overwritten; "
+                "use inplace_grad=False"
             )
 
 
