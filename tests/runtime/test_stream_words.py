@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from liger_aot.runtime.workspaces import PER_THREAD_STREAM, StreamWorkspace
 
@@ -21,8 +27,10 @@ def test_a_stream_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launches_that_need_not_follow_each_other_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = StreamWorkspace(torch.device("cuda"))
-    monkeypatch.setattr(StreamWorkspace, "_zeros", lambda self, count: torch.zeros(count))
+    words = StreamWorkspace(torch.device("cuda", 0))
+    for made in ("_zeros", "_lasting"):
+        monkeypatch.setattr(StreamWorkspace, made, lambda self, count: torch.zeros(count))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert words.on(PER_THREAD_STREAM, 4) is not words.on(PER_THREAD_STREAM, 4)
     kept = words.on(0, 4)
@@ -41,3 +49,76 @@ def test_no_words_have_the_number_of_a_launch(monkeypatch: pytest.MonkeyPatch) -
     first.fill_(1)
     numbers = {words.with_epoch(7, 4)[1] for _ in range(2)}
     assert numbers == {3, 1} and not words.on(7, 4).any()
+
+
+class Streams:
+    """torch.cuda's as words ask it: each thread's current stream and device, and what was done, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.local = threading.local()
+        self.local.stream, self.local.device = "current", 0
+        self.done: list[tuple[Any, ...]] = []
+        self.captured: set[int] = set()  # devices
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.local.device, raising=False)
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda: self.local.device in self.captured
+        )
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Named("other", self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Named(self.local.stream, self))
+        monkeypatch.setattr(StreamWorkspace, "_zeros", lambda words, least: self.zeros(least))
+        monkeypatch.setattr(
+            Tensor, "record_stream", lambda t, stream: self.done.append(("recorded", stream.name))
+        )
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.local.device = self.local.device, device.index
+        yield
+        self.local.device = before
+
+    @contextmanager
+    def stream(self, stream: Named) -> Iterator[None]:
+        self.local.stream = stream.name
+        yield
+
+    def zeros(self, least: int) -> Tensor:
+        self.done.append(("zeros", self.local.stream, threading.get_ident()))
+        return torch.zeros(least, dtype=torch.int64)
+
+
+class Named:
+    def __init__(self, name: str, streams: Streams) -> None:
+        self.name, self._done = name, streams.done
+
+    def wait_stream(self, other: Named) -> None:
+        self._done.append(("waits", self.name, other.name))
+
+
+def test_words_that_stay_come_from_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.compile puts into a CUDA graph is first called with a pool of its own for the thread's memory, or for
+    the stream's, which may hold nothing that stays."""
+    streams = Streams(monkeypatch)
+    words = StreamWorkspace(torch.device("cuda", 0))
+    kept = words.on(7, 4)
+    (made, stream, thread), *then = streams.done
+    assert (made, stream) == ("zeros", "other") and thread != threading.get_ident()
+    assert then == [("waits", "current", "other"), ("recorded", "current")]
+    assert words.on(7, 4) is kept and len(streams.done) == 3
+    streams.captured = {0}
+    words.on(7, 4)
+    assert streams.done[3:] == [("zeros", "current", threading.get_ident())], "the graph's own: from its pool"
+
+
+def test_the_stream_of_a_launch_is_asked_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the current device, which may be another."""
+    streams = Streams(monkeypatch)
+    words = StreamWorkspace(torch.device("cuda", 1))
+    kept = words.on(7, 4)
+    streams.captured = {1}
+    captured = words.on(7, 4)
+    assert captured is not kept and words.on(7, 4) is not captured
+    streams.captured = {0}
+    assert words.on(7, 4) is kept
+    assert streams.local.device == 0

@@ -29,6 +29,7 @@ class InPlaceOp(ForwardOnlyOp):
     contiguous = False
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         cls.outputs = cls.results = len(cls.writes)
 
     @staticmethod

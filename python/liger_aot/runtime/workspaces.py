@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import torch
@@ -18,7 +19,9 @@ GRAPH_WORDS = 1 << 15  # words for launches in graphs: 256 KiB
 class StreamWorkspace:
     """64-bit words, some a stream, that are 0 before their first use: a launch leaves them as the next one needs them,
     and launches on one stream follow each other. Where they need not, a launch has words of its own: in a graph, which
-    may be replayed on any stream, and on the handle that is another stream in each thread."""
+    may be replayed on any stream, and on the handle that is another stream in each thread.
+
+    ``stream`` is the device's current one, as of every launch."""
 
     __slots__ = ("_by_stream", "_device", "_graph_words", "_launches", "_lock", "_taken")
 
@@ -48,21 +51,27 @@ class StreamWorkspace:
             return self._zeros(least)
         kept = self._by_stream.get(stream)
         if kept is None or kept.numel() < least:
-            # Streams come and go. Memory that is given up is its stream's: launches on it come before its next use.
-            kept = remember(self._by_stream, stream, self._zeros(least))
+            # Streams come and go. Memory that is given up is used again when the launches on its stream have ended.
+            kept = remember(self._by_stream, stream, self._lasting(least))
         return kept
 
     def prepare(self) -> None:
         """Make zeros for launches in graphs, which else make their own at each replay. Waits for the device."""
         with self._lock:
             if not self._graph_words or self._taken > GRAPH_WORDS // 2:
-                self._graph_words.append(self._zeros(GRAPH_WORDS))
+                self._graph_words.append(self._lasting(GRAPH_WORDS))
                 self._taken = 0
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
 
     def _in_graph(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        """Whether the device's current stream is captured: torch says it of the current device."""
+        if self._device.type != "cuda":
+            return False
+        if torch._C._cuda_getDevice() == self._device.index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
     def _of_graph(self, least: int) -> Tensor:
         with self._lock:
@@ -70,6 +79,25 @@ class StreamWorkspace:
                 self._taken += least
                 return self._graph_words[-1][self._taken - least : self._taken]
         return self._zeros(least)
+
+    def _lasting(self, least: int) -> Tensor:
+        """Zeros that outlive the call. torch's allocator may be serving this thread, or this stream, from a pool that
+        is not meant to hold such memory: in the first call of what torch.compile puts into a CUDA graph
+        (mode="reduce-overhead") the pool is that graph's, which gives all memory but the outputs to the next call, and
+        an error says so. It has no hold on another stream of another thread."""
+        if self._device.type != "cuda":
+            return self._zeros(least)
+        current, other = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+
+        def make() -> Tensor:
+            with torch.cuda.stream(other):
+                return self._zeros(least)
+
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(make).result()
+        current.wait_stream(other)
+        made.record_stream(current)
+        return made
 
     def _zeros(self, least: int) -> Tensor:
         return torch.zeros(least, dtype=torch.int64, device=self._device)
