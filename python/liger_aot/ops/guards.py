@@ -68,7 +68,7 @@ TABLE = (
     Row("grad mode", Way.DIRECT, None, "asked where a tensor requires a gradient; in a backward it is create_graph"),
     Row("autocast", Way.DIRECT, None, "kernels take dtypes as they are; references run without it (op.plain_torch)"),
     Row("inference tensor", Way.DIRECT, None, "torch saves it for no backward; check_versions sees what is written"),
-    Row("other stream", Way.DIRECT, None, "memory and launches are of torch's current one; who frees elsewhere records it"),
+    Row("other stream", Way.DIRECT, None, "all is on torch's current one; record_stream is the caller's, as in torch"),
     Row("deterministic mode", Way.DIRECT, None, "attention's backward asks for it; all else is deterministic"),
     Row("function mode", Way.DIRECT, None, "it sees the calls of torch's functions alone; no result depends on it"),
 )  # fmt: skip
