@@ -177,10 +177,6 @@ def store_row(Q, S, ys, n, bound, powers, BLOCK: tl.constexpr, BLOCKS: tl.conste
     s = scale_of(tl.max(absmax.to(tl.float32), 0), bound, powers, floor_of(to, 0), largest_of(to))
     tl.store(S, s)
     for i in tl.static_range(BLOCKS):
-        absmax = greater(absmax, ys[i], PDL)
-    s = scale_of(tl.max(absmax.to(tl.float32), 0), bound, powers, floor_of(to, 0), largest_of(to))
-    tl.store(S, s)
-    for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + tl.arange(0, BLOCK)
         store_with(Q, widened(ys[i], PDL), cols, cols < n, s)
 
