@@ -31,6 +31,51 @@ def round_pairs(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def widen_pairs(x):
+    """A 16-bit tensor in fp32, an instruction an element: where the compiler splits a pair of bfloat16 first, the upper
+    one takes two. PTX only."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def multiply_pairs(x, y):
+    """x * y of two 16-bit tensors, rounded once, one instruction a pair. PTX of 9.0 and later only."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def greater_pairs(greatest, x):
+    """The greater of ``greatest`` and abs(x), passing over NaN, one instruction a pair. PTX only."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 size; abs.bf16x2 size, $2; max.bf16x2 $0, $1, size; }",
+            "=r,r,r", [greatest, x], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 size; abs.f16x2 size, $2; max.f16x2 $0, $1, size; }",
+            "=r,r,r", [greatest, x], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def even(x2, dtype: tl.constexpr):
     """The even (low) element of each pair, as fp32."""
     if dtype == tl.bfloat16:

@@ -14,7 +14,7 @@ Constants: STATIC, whether the scale is given; GROUP, how many columns share a s
 import triton
 import triton.language as tl
 
-from csrc_triton.common.bf16x2 import round_pairs
+from csrc_triton.common.bf16x2 import greater_pairs, round_pairs, widen_pairs
 from csrc_triton.common.target import target
 
 FLOOR_OF_GROUPS = tl.constexpr(1e-10)  # of a group's absmax, and of int8's: vLLM's eps
@@ -45,6 +45,30 @@ def rounded(x, dtype: tl.constexpr, PDL: tl.constexpr):
         return round_pairs(x, dtype)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def widened(x, PDL: tl.constexpr):
+    """Values in fp32."""
+    if PDL and x.dtype != tl.float32:
+        return widen_pairs(x)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def zeros_like_sizes(shape, dtype: tl.constexpr, PDL: tl.constexpr):
+    """What ``greater`` begins with."""
+    return tl.zeros(shape, dtype if PDL and dtype != tl.float32 else tl.float32)
+
+
+@triton.jit
+def greater(greatest, y, PDL: tl.constexpr):
+    """The greater of ``greatest`` and abs(y), which passes over NaN: 16-bit pairs where there is PTX."""
+    if PDL and y.dtype != tl.float32:
+        return greater_pairs(greatest, y)
+    else:
+        return tl.maximum(greatest, tl.abs(y.to(tl.float32)))
 
 
 @triton.jit
@@ -88,9 +112,10 @@ def reciprocal_of(s):
 @triton.jit
 def divide(values, minus, s):
     """values / s, correctly rounded, from the correctly rounded reciprocal, negated (Markstein, 1990). A negative zero
-    stays one: what would be 0 - 0 elsewhere is a product here."""
+    stays one: what would be 0 - 0 elsewhere is a product here, and
+    -values, which would be 0 - values, an instruction of its own, as well."""
     q = values * (minus * -1.0)
-    return tl.fma(tl.fma(q, s, -values), minus, q)
+    return tl.fma(tl.fma(q, s, values * -1.0), minus, q)
 
 
 @triton.jit
@@ -127,9 +152,14 @@ def encode(q, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_static(Q, values, cols, mask, SCALE):
+def reciprocal_in(SCALE):
+    """1 / the scale of a whole tensor."""
+    return tl.div_rn(1.0, tl.load(SCALE))
+
+
+@triton.jit
+def store_static(Q, values, cols, mask, reciprocal):
     """Codes by a scale for the whole tensor."""
-    reciprocal = tl.div_rn(1.0, tl.load(SCALE))
     tl.store(Q + cols, encode(values * reciprocal, Q.dtype.element_ty), mask=mask)
 
 

@@ -7,17 +7,22 @@ row of 5120 is five blocks. Longer rows are read again for each step: from the c
 import triton
 import triton.language as tl
 
+from csrc_triton.common.bf16x2 import multiply_pairs
 from csrc_triton.norms.norm_vectors import load_vector
 from csrc_triton.quantization.codes import (
     bound_of,
     columns,
     floor_of,
+    greater,
     largest_of,
+    reciprocal_in,
     rounded,
     scale_of,
     store_groups,
     store_static,
     store_with,
+    widened,
+    zeros_like_sizes,
 )
 
 CONSTANTS = ["STATIC", "GROUP", "BLOCK", "BLOCKS", "PDL"]
@@ -56,7 +61,7 @@ def load_sum(X, RESIDUAL, cols, mask, PDL: tl.constexpr):
     x = tl.load(X + cols, mask=mask, other=0.0)
     if RESIDUAL is not None:
         residual = tl.load(RESIDUAL + cols, mask=mask, other=0.0)
-        x = rounded(x.to(tl.float32) + residual.to(tl.float32), x.dtype, PDL)
+        x = rounded(widened(x, PDL) + widened(residual, PDL), x.dtype, PDL)
     return x
 
 
@@ -64,7 +69,7 @@ def load_sum(X, RESIDUAL, cols, mask, PDL: tl.constexpr):
 def normalised(x, mean, rstd, w, b, mask, round_first, CENTERED: tl.constexpr, PDL: tl.constexpr):
     """What the norm gives, rounded to its dtype."""
     dtype: tl.constexpr = x.dtype
-    h = x.to(tl.float32)
+    h = widened(x, PDL)
     if CENTERED:
         y = tl.where(mask, (h - mean) * rstd * w + b, 0.0)
     else:
@@ -73,6 +78,33 @@ def normalised(x, mean, rstd, w, b, mask, round_first, CENTERED: tl.constexpr, P
             y = rounded(y, dtype, PDL).to(tl.float32)
         y = y * w
     return rounded(y, dtype, PDL)
+
+
+@triton.jit
+def all_normalised(
+    xs, ws, bs, mean, rstd, n, offset, round_first,
+    CENTERED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What the norm gives for the blocks of a row."""
+    ys = ()
+    for i in tl.static_range(BLOCKS):
+        b = 0.0
+        if CENTERED:
+            b = widened(bs[i], PDL)
+        w = widened(ws[i], PDL) + offset
+        mask = i * BLOCK + columns(BLOCK, GROUP) < n
+        ys += (normalised(xs[i], mean, rstd, w, b, mask, round_first, CENTERED, PDL),)
+    return ys
+
+
+@triton.jit
+def products(xs, ws, rstd, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """The same where RMSNorm rounds before it multiplies by weights without an offset: both factors have 16 bits, and
+    one instruction multiplies a pair and rounds."""
+    ys = ()
+    for i in tl.static_range(BLOCKS):
+        ys += (multiply_pairs(rounded(widened(xs[i], PDL) * rstd, xs[i].dtype, PDL), ws[i]),)
+    return ys
 
 
 @triton.jit
@@ -96,48 +128,57 @@ def norm_row(
     if CENTERED:
         total = tl.zeros(block.shape, tl.float32)
         for i in tl.static_range(BLOCKS):
-            total += xs[i].to(tl.float32)
+            total += widened(xs[i], PDL)
         mean = tl.sum(total) / n
     squares = tl.zeros(block.shape, tl.float32)
     for i in tl.static_range(BLOCKS):
-        h = xs[i].to(tl.float32)
+        h = widened(xs[i], PDL)
         if CENTERED:
             h = tl.where(i * BLOCK + block < n, h - mean, 0.0)
         squares += h * h
         if RESIDUAL is not None:
             tl.store(SUM + (i * BLOCK + block), xs[i], mask=i * BLOCK + block < n)
     rstd = tl.rsqrt(tl.sum(squares) / n + eps)
-    ys = ()
-    absmax = tl.zeros(block.shape, tl.float32)
+    if PDL and (not CENTERED):
+        if (round_first != 0) & (offset == 0.0):
+            ys = products(xs, ws, rstd, BLOCKS, PDL)
+        else:
+            ys = all_normalised(
+                xs, ws, bs, mean, rstd, n, offset, round_first, False, GROUP, BLOCK, BLOCKS, PDL
+            )
+    else:
+        ys = all_normalised(
+            xs, ws, bs, mean, rstd, n, offset, round_first, CENTERED, GROUP, BLOCK, BLOCKS, PDL
+        )
+    bound, reciprocal = float("inf"), 0.0
+    if STATIC:
+        reciprocal = reciprocal_in(GIVEN)
+    else:
+        bound = bound_of(GIVEN, has_bound)
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
-        b = 0.0
-        if CENTERED:
-            b = bs[i].to(tl.float32)
-        w = ws[i].to(tl.float32) + offset
-        y = normalised(xs[i], mean, rstd, w, b, cols < n, round_first, CENTERED, PDL)
         if STATIC:
-            store_static(Q, y.to(tl.float32), cols, cols < n, GIVEN)
+            store_static(Q, widened(ys[i], PDL), cols, cols < n, reciprocal)
         elif GROUP > 0:
             store_groups(
-                Q, S, s_step, y.to(tl.float32), i * BLOCK, n, cols < n, bound_of(GIVEN, has_bound), powers, BLOCK, GROUP
-            )  # fmt: skip
-        else:
-            absmax = tl.maximum(absmax, tl.abs(y.to(tl.float32)))
-            ys += (y,)
+                Q, S, s_step, widened(ys[i], PDL), i * BLOCK, n, cols < n, bound, powers, BLOCK, GROUP
+            )
     if (not STATIC) and GROUP == 0:
-        store_row(Q, S, ys, tl.max(absmax, 0), n, bound_of(GIVEN, has_bound), powers, BLOCK, BLOCKS)
+        store_row(Q, S, ys, n, bound, powers, BLOCK, BLOCKS, PDL)
 
 
 @triton.jit
-def store_row(Q, S, ys, absmax, n, bound, powers, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def store_row(Q, S, ys, n, bound, powers, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Codes and the scale of a row in registers."""
     to: tl.constexpr = Q.dtype.element_ty
-    s = scale_of(absmax, bound, powers, floor_of(to, 0), largest_of(to))
+    absmax = zeros_like_sizes([BLOCK], ys[0].dtype, PDL)
+    for i in tl.static_range(BLOCKS):
+        absmax = greater(absmax, ys[i], PDL)
+    s = scale_of(tl.max(absmax.to(tl.float32), 0), bound, powers, floor_of(to, 0), largest_of(to))
     tl.store(S, s)
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + tl.arange(0, BLOCK)
-        store_with(Q, ys[i].to(tl.float32), cols, cols < n, s)
+        store_with(Q, widened(ys[i], PDL), cols, cols < n, s)
 
 
 @triton.jit
@@ -165,7 +206,10 @@ def norm_long(
         squares += h * h
     rstd = tl.rsqrt(tl.sum(squares) / n + eps)
     bound = float("inf")
-    if not STATIC:
+    reciprocal = 0.0
+    if STATIC:
+        reciprocal = reciprocal_in(GIVEN)
+    else:
         bound = bound_of(GIVEN, has_bound)
     s = 0.0
     if (not STATIC) and GROUP == 0:
@@ -193,7 +237,7 @@ def norm_long(
             b = load_vector(B, cols, cols < n, b_kind, 0, False)
         y = normalised(x, mean, rstd, w, b, cols < n, round_first, CENTERED, PDL).to(tl.float32)
         if STATIC:
-            store_static(Q, y, cols, cols < n, GIVEN)
+            store_static(Q, y, cols, cols < n, reciprocal)
         elif GROUP > 0:
             store_groups(Q, S, s_step, y, i * BLOCK, n, cols < n, bound, powers, BLOCK, GROUP)
         else:

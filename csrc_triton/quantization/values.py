@@ -13,11 +13,13 @@ from csrc_triton.quantization.codes import (
     columns,
     floor_of,
     largest_of,
+    reciprocal_in,
     rounded,
     scale_of,
     store_groups,
     store_static,
     store_with,
+    widened,
 )
 from csrc_triton.quantization.rows import store_row
 
@@ -47,14 +49,34 @@ FORMS = {
 }
 
 
+GREATEST = tl.constexpr(3.4028234663852886e38)  # of fp32: no limit
+
+
 @triton.jit
-def swiglu(gate, up, alpha, up_offset, limit):
+def swiglu(gate, up, alpha, up_offset, limit, PDL: tl.constexpr):
     """gate * sigmoid(alpha * gate) * (up + up_offset), with the gate at most ``limit`` and up between -limit and limit.
     NaN stays."""
-    ALL: tl.constexpr = tl.PropagateNan.ALL
-    gate = tl.minimum(gate, limit, propagate_nan=ALL)
-    up = tl.maximum(tl.minimum(up, limit, propagate_nan=ALL), -limit, propagate_nan=ALL)
-    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_offset)
+    if limit < GREATEST:
+        ALL: tl.constexpr = tl.PropagateNan.ALL
+        gate = tl.minimum(gate, limit, propagate_nan=ALL)
+        up = tl.maximum(tl.minimum(up, limit, propagate_nan=ALL), -limit, propagate_nan=ALL)
+    if PDL:
+        return gate * one_by_one_plus_exp(-alpha * gate) * (up + up_offset)
+    else:
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + up_offset)
+
+
+@triton.jit
+def one_by_one_plus_exp(x):
+    """1 / (1 + exp(x)), by the two approximations alone: the compiler's exp and division scale their arguments, so that
+    results below 2^-126 keep their bits. Added to 1 such a power of e is nothing, and such a quotient is 0 here. PTX
+    only."""
+    e = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -64,13 +86,13 @@ def value_at(X, UP, settings, cols, mask, GELU: tl.constexpr, PDL: tl.constexpr)
     x = tl.load(X + cols, mask=mask, other=0.0)
     if UP is not None:
         dtype: tl.constexpr = x.dtype
-        up = tl.load(UP + cols, mask=mask, other=0.0).to(tl.float32)
-        gate = x.to(tl.float32)
+        up = widened(tl.load(UP + cols, mask=mask, other=0.0), PDL)
+        gate = widened(x, PDL)
         if GELU:
             phi, _ = gelu(gate, settings[0])
             x = rounded(gate * phi * up, dtype, PDL)
         else:
-            x = rounded(swiglu(gate, up, settings[0], settings[1], settings[2]), dtype, PDL)
+            x = rounded(swiglu(gate, up, settings[0], settings[1], settings[2], PDL), dtype, PDL)
     return x
 
 
@@ -84,10 +106,7 @@ def value_row(
     ys = ()
     for i in tl.static_range(BLOCKS):
         ys += (value_at(X, UP, settings, i * BLOCK + block, i * BLOCK + block < n, GELU, PDL),)
-    absmax = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(BLOCKS):
-        absmax = tl.maximum(absmax, tl.abs(ys[i].to(tl.float32)))
-    store_row(Q, S, ys, tl.max(absmax, 0), n, bound_of(GIVEN, has_bound), powers, BLOCK, BLOCKS)
+    store_row(Q, S, ys, n, bound_of(GIVEN, has_bound), powers, BLOCK, BLOCKS, PDL)
 
 
 @triton.jit
@@ -120,8 +139,10 @@ def value_tile(
     """Quantise up to BLOCK columns, of n that are left of their row."""
     cols = columns(BLOCK, GROUP)
     mask = cols < n
-    y = value_at(X, UP, settings, cols, mask, GELU, PDL).to(tl.float32)
+    y = value_at(X, UP, settings, cols, mask, GELU, PDL)
     if STATIC:
-        store_static(Q, y, cols, mask, GIVEN)
+        store_static(Q, widened(y, PDL), cols, mask, reciprocal_in(GIVEN))
     else:
-        store_groups(Q, S, s_step, y, 0, n, mask, bound_of(GIVEN, has_bound), powers, BLOCK, GROUP)
+        store_groups(
+            Q, S, s_step, widened(y, PDL), 0, n, mask, bound_of(GIVEN, has_bound), powers, BLOCK, GROUP
+        )

@@ -227,6 +227,18 @@ def _teach_inline_assembly() -> None:
             return _Results([TensorHandle(codes.to(torch.float16).numpy(), ty.scalar)])
         elif operation == "lg2.approx.ftz.f32":
             result = np.log2(data[0])
+        elif operation == "ex2.approx.ftz.f32":
+            result = np.exp2(data[0])
+        elif operation == "rcp.approx.ftz.f32":
+            with np.errstate(divide="ignore"):
+                result = np.float32(1) / data[0]
+        elif operation == "shl.b32":  # widen_pairs
+            result = (data[0].astype(np.uint32) << 16).view(np.float32)
+        elif "mul.rn." in text or "max." in text:  # of 16-bit pairs, neighbours of one tensor
+            dtype = torch.bfloat16 if "bf16x2" in text else torch.float16
+            a, b = (torch.from_numpy(d.copy()).view(dtype).float().numpy() for d in data)
+            wide = torch.from_numpy(a * b if "mul.rn." in text else np.fmax(a, np.abs(b)))
+            result = wide.to(dtype).view(torch.int16).numpy().view(data[0].dtype)
         elif operation in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
             dtype = torch.bfloat16 if "bf16" in operation else torch.float16
             halves = [
