@@ -85,7 +85,19 @@ class Operands:
 
     @gluon.constexpr_function
     def __init__(
-        self, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, out_token, out_head, q_token, q_head, dim, kv_heads
+        self,
+        OUT,
+        LSE,
+        OUT_PARTIAL,
+        LSE_PARTIAL,
+        Q,
+        SINKS,
+        out_token,
+        out_head,
+        q_token,
+        q_head,
+        dim,
+        kv_heads,
     ):
         self.OUT, self.LSE, self.OUT_PARTIAL, self.LSE_PARTIAL = OUT, LSE, OUT_PARTIAL, LSE_PARTIAL
         self.Q, self.SINKS, self.dim, self.kv_heads = Q, SINKS, dim, kv_heads
@@ -100,13 +112,6 @@ def vector_layout(columns):
 
 
 @gluon.jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a pipeline, and its phase."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
 def zero_outside(values, key, start, stop):
     """Set a block's rows to zero that hold no keys of [start, stop)."""
     layout: gl.constexpr = vector_layout(values.shape[1])
@@ -117,7 +122,9 @@ def zero_outside(values, key, start, stop):
 
 
 @gluon.jit
-def zero_tokens(operands, tile, tokens, ratio, step, dtype: gl.constexpr, layout: gl.constexpr, D: gl.constexpr):
+def zero_tokens(
+    operands, tile, tokens, ratio, step, dtype: gl.constexpr, layout: gl.constexpr, D: gl.constexpr
+):
     """The results of tokens behind the last sequence: this program's rows of them."""
     index = gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, gl.SliceLayout(0, layout))
@@ -181,10 +188,10 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, step):
         sums = partial_row_sums(gl.zeros([64, z.BLOCK_N], gl.float32, z.S))
         acc = gl.zeros([64, D], gl.float32, z.O1)
         acc2 = gl.zeros([64, 16], gl.float32, z.O2)
-        stage = 0
-        phase = 0
-        for j in range(tile.first, tile.last):
-            key = j * z.BLOCK_N
+        for b in range(tile.last - tile.first):
+            key = (tile.first + b) * z.BLOCK_N
+            stage = b % z.STAGES
+            phase = (b // z.STAGES) & 1
             mbarrier.wait(k.full.index(stage), phase)
             s = warpgroup_mma_wait(0, deps=(issue_qk(q, 0, k, stage, z),))
             mbarrier.arrive(k.empty.index(stage), count=1)
@@ -205,7 +212,6 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, step):
             acc, acc2 = issue_pv(to_x2(e, v.first.dtype), v, stage, acc, acc2, z)
             acc, acc2 = wait_pv(acc, acc2, z)
             mbarrier.arrive(v.empty.index(stage), count=1)
-            stage, phase = advance(stage, phase, z.STAGES)
         total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
         head = tile.head * ratio + (gl.minimum(row, last_row) - token * ratio)
         heads = operands.kv_heads * ratio
@@ -228,11 +234,11 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, step):
 @gluon.jit
 def produce(z, K, V, k, v, tile, seqs, FLAG):
     """The producer warp: loads the blocks that ``consume`` takes, in its order."""
-    stage = 0
-    phase = 1
     pages = pages_of_block(tile.sequence, tile.first * z.BLOCK_N, tile.start, tile.stop, seqs, 16, z)
-    for j in range(tile.first, tile.last):
-        key = j * z.BLOCK_N
+    for b in range(tile.last - tile.first):
+        key = (tile.first + b) * z.BLOCK_N
+        stage = b % z.STAGES
+        phase = ((b // z.STAGES) & 1) ^ 1
         # of the next block: they arrive while this one's stage is waited for
         following = pages_of_block(tile.sequence, key + z.BLOCK_N, tile.start, tile.stop, seqs, 16, z)
         mbarrier.wait(k.empty.index(stage), phase)
@@ -242,7 +248,6 @@ def produce(z, K, V, k, v, tile, seqs, FLAG):
         to, full = v.first.index(stage), v.full.index(stage)
         load_pages(V, pages, tile.head, key, tile.start, tile.stop, to, full, seqs, FLAG, False, z)
         pages = following
-        stage, phase = advance(stage, phase, z.STAGES)
 
 
 @triton.jit
@@ -309,5 +314,5 @@ def split_pages(
             (produce, (z, K, V, k, v, own, seqs, FLAG)),
         ],
         [1],
-        [24],
+        [40],
     )
