@@ -2,7 +2,8 @@
 
 ``paged_tiles`` is plain Triton. The queries of a token that share a head of keys are rows of one tile, as all of them
 read the same keys: a tile is BLOCK_M of a sequence's (token, head) pairs. Where sequences have few queries each,
-several programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts.
+several programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts. ``split_pages`` (in
+``paged_split``) does the same with TMA and wgmma, for caches of q's dtype.
 
 ``paged_warp_specialized`` is for GPUs with TMA and wgmma, and sequences of many queries. It is
 ``flash_attention_varlen.varlen_warp_specialized`` with keys by pages; a tile is of one head. A batch that mixes both

@@ -370,6 +370,16 @@ def test_where_no_map_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(made[0].launches) == {FORWARD}
 
 
+def test_a_cache_without_tensor_maps() -> None:
+    """One head for all, by a stride of 0, which no tensor map has."""
+    op, made = recorded(FlashAttentionPaged, tables_of("sm90"))
+    problem = Problem(8, 2, (300, 1), (300, 900), 128, splits=3)
+    tensors = problem.tensors()
+    tensors[1:3] = [t[:, :, :1].expand(-1, -1, 2, -1) for t in tensors[1:3]]
+    run(op, problem, tensors)
+    assert set(made[0].launches) == {TILES}
+
+
 def test_long_tables_split_by_max_seqlen_k() -> None:
     """What a table has room for would be split, were it not for max_seqlen_k."""
     problem = Problem(8, 1, (1,), (4000,), 128)
