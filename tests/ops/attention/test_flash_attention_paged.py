@@ -253,7 +253,8 @@ def test_registration() -> None:
 
 
 def test_what_is_planned() -> None:
-    for arch, codes in (("sm80", set()), ("gfx90a", set()), ("gfx942", {"fp8e4b8"}), ("sm90", {"fp8e4nv"})):
+    with_fp8 = (("gfx942", {"fp8e4b8"}), ("sm90", {"fp8e4nv"}), ("sm100", {"fp8e4nv"}))
+    for arch, codes in (("sm80", set()), ("gfx90a", set()), *with_fp8):
         _, (plan,) = make_plans(arch, (NAME,))
         assert set(plan.kernels) == {TILES, COMBINE, *([FORWARD, SPLIT] if arch == "sm90" else [])}
         found = {(v.axes["dtype"], v.axes["cache"]) for v in plan.kernels[TILES].variants.values()}
