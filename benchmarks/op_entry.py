@@ -85,9 +85,8 @@ class OpEntry:
     # direction and variant it is tuned by.
     kernels: ClassVar[tuple[tuple[str, str, str], ...]] = ()
 
-    by_rows: ClassVar[bool] = (
-        True  # whether a result, or a sum of them, comes from each row of the batch alone
-    )
+    # Whether a result, or a sum of them, comes from each row of the batch alone.
+    by_rows: ClassVar[bool] = True
 
     # Positions of arguments: those that all rows of the batch share, as a weight; those that have no gradient; those
     # that a backward need not read; those whose gradient is another's.

@@ -443,7 +443,9 @@ def few_rows(gpus: Sequence[Gpu], start: Path) -> str:
             f"{_source(found, start, 'few_rows')} Microseconds a call in a CUDA graph, bf16, by the number of rows: "
             "ours / the fastest of vLLM's CUDA kernel (v), torch.compile (t) and Liger (l), as far as each has the op "
             "and was measured there. Gated activations: columns of the result. fused_add_rmsnorm and rope in place; "
-            "rope: heads of 128, 8 of k. " + "; ".join(_behind(us, one.gpu) for one in found) + ".",
+            f"rope: heads of 128, 8 of k. A peer is ahead by more than {(tables.MARGIN - 1) * 100:.0f}% at "
+            + ", ".join(_behind(us, one.gpu) for one in found)
+            + ".",
             table_by_gpu(["op", "columns", "GPU", *map(str, counts)], sorted(table, key=lambda row: row[0])),
         ]
     )
@@ -474,10 +476,7 @@ def _behind(us: Mapping[tuple[str, int, Gpu], Mapping[int, Mapping[str, float]]]
         if OURS_BY_NAME in p and _peers(p)
     ]
     behind = [p for p in points if min(_peers(p).values()) * tables.MARGIN < p[OURS_BY_NAME]]
-    return (
-        f"on the {gpu.name} a peer is ahead by more than {(tables.MARGIN - 1) * 100:.0f}% at {len(behind)} of "
-        f"{len(points)} points"
-    )
+    return f"{len(behind)} of {len(points)} points on the {gpu.name}"
 
 
 def fused_linear_cross_entropy(gpus: Sequence[Gpu], start: Path) -> str:

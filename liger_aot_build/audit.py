@@ -23,9 +23,8 @@ BYTES = {"i32": 4, "fp32": 4, "i64": 8}
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # a tensor map; Triton appends its sizes (i32) and strides (i64)
 GROUP_WARPS = 4  # of a warp group; the producer of a kernel with WARP_GROUPS consumer groups has one more
 SCHEDULERS = 4  # of a multiprocessor, each with a quarter of its registers
-SCALARS = (
-    800  # scalar registers of a SIMD, GFX9; LLVM counts the same but for waves of 97 to 100: 8 fit, here 7
-)
+# Scalar registers of a SIMD, GFX9; LLVM counts the same but for waves of 97 to 100: 8 fit, here 7.
+SCALARS = 800
 # Of a multiprocessor with tcgen05 (PTX ISA): one allocation is a power of 2 of them from 32 on. A block
 # that finds too few left waits until another frees its own.
 TENSOR_MEMORY_COLUMNS = 512

@@ -77,7 +77,7 @@ def try_all(
     missing: list[tuple[int, Job, str | None, Path]] = []
     made_by = {op: _made_by(op) for op in {variant.op for variant, _ in work}}
     for index, (variant, profile) in enumerate(work):
-        job, machine = _job(variant, profile), _machine(profile)
+        job, machine = job_of(variant, profile), _machine(profile)
         entry = cache / _key(job, machine, made_by[variant.op])
         if (found := _read(entry, job.variant)) is not None:
             yield index, found
@@ -91,7 +91,7 @@ def compile_here(variant: Variant, profile: Profile, cache: Path = CACHE) -> Com
     """Compile one variant, in this process where that may be (``_converts``), or take it from the cache; CompileError
     where that fails."""
     check_toolchain(profile)
-    job, machine = _job(variant, profile), _machine(profile)
+    job, machine = job_of(variant, profile), _machine(profile)
     entry = cache / _key(job, machine, _made_by(variant.op))
     if (found := _read(entry, job.variant)) is not None:
         return found
@@ -130,7 +130,8 @@ def check_toolchain(profile: Profile) -> None:
         )
 
 
-def _job(variant: Variant, profile: Profile) -> Job:
+def job_of(variant: Variant, profile: Profile) -> Job:
+    """What a worker needs to compile a variant."""
     arch = profile.arch
     target: int | str = int(arch.target) if arch.backend == "cuda" else arch.target
     return Job(

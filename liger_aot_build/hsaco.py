@@ -9,11 +9,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from liger_aot_build import elf, msgpack
 from liger_aot_build.elf import BinaryFormatError, Elf, Segment, Symbol
+from liger_aot_build.profile import CodeObject as Chip
+from liger_aot_build.profile import code_objects
 
 EM_AMDGPU = 224
 _OS_ABI_HSA = 64
@@ -32,36 +34,10 @@ _DESCRIPTOR = struct.Struct("<3I4xq20x3I2H4x")
 
 T = TypeVar("T")
 
+_chips = cache(code_objects)
 
-@dataclass(frozen=True)
-class Chip:
-    """What a chip's descriptors mean. Register counts are per work-item (vector) or per wave (scalar).
-
-    `accumulators`: vector and accumulator registers share one file, of which a wave is given both, and scalar registers
-    are given by eights. Elsewhere there are no accumulators, every wave has all scalar registers, and waves are of 32.
-    `vector_granule`: a wave is given vector registers by so many. `shared_granule`: a workgroup is given LDS by so many
-    bytes.
-    """
-
-    name: str
-    accumulators: bool
-    vector_granule: int
-    shared_granule: int
-
-
-# By e_flags[7:0]. The granule of 24 is of the RDNA chips with 1536 registers a lane and SIMD; others have 1024 and 16.
-_CHIPS = {
-    0x3F: Chip("gfx90a", True, 8, 512),
-    0x4C: Chip("gfx942", True, 8, 512),
-    0x4F: Chip("gfx950", True, 8, 1280),
-    0x41: Chip("gfx1100", False, 24, 512),
-    0x4A: Chip("gfx1151", False, 24, 512),
-    0x48: Chip("gfx1200", False, 24, 512),
-    0x4E: Chip("gfx1201", False, 24, 512),
-}
-_SCALARS = (
-    128  # of every wave, vcc and those of the trap handler included, where they are not given by eights
-)
+# Of every wave, vcc and those of the trap handler included, where they are not given by eights.
+_SCALARS = 128
 
 
 @dataclass(frozen=True)
@@ -92,7 +68,7 @@ class KernelDescriptor:
     def granted_vectors(self) -> int:
         """Vector registers a work-item that a wave is given, accumulators included: whole granules of eights,
         rsrc1[5:0], less one. More than are used where waves_per_eu asks for no more waves than that."""
-        granule = self.chip.vector_granule
+        granule = self.chip.register_granule
         return -(-8 * ((self.rsrc1 & 0x3F) + 1) // granule) * granule
 
     @property
@@ -128,11 +104,10 @@ class CodeObject:
             raise BinaryFormatError(f"code object ABI version {self.elf.abi_version} is not supported")
         self.code_object_version = _CODE_OBJECT_VERSIONS[self.elf.abi_version]
         machine = self.elf.flags & 0xFF
-        if machine not in _CHIPS:
-            known = ", ".join(f"{chip.name} ({number:#x})" for number, chip in _CHIPS.items())
+        if machine not in _chips():
+            known = ", ".join(f"{name} ({number:#x})" for number, (name, _) in _chips().items())
             raise BinaryFormatError(f"AMD GPU machine {machine:#x} is not supported; supported are {known}")
-        self.chip = _CHIPS[machine]
-        self.arch = self.chip.name
+        self.arch, self.chip = _chips()[machine]
         self.xnack = _FEATURE[self.elf.flags >> 8 & 3]
         self.sramecc = _FEATURE[self.elf.flags >> 10 & 3]
         self._loadable = _loadable(self.elf)

@@ -20,9 +20,8 @@ else:
 
 BACKENDS = ("cuda", "hip")
 DERIVED = "derived, not measured"  # what the provenance of numbers that nobody measured begins with
-ABSENT = (
-    "absent"  # the form of a row for what the architecture does without; ``why`` says what to use instead
-)
+# The form of a row for what the architecture does without; ``why`` says what to use instead.
+ABSENT = "absent"
 ANY = "any"  # a row's ``aligned``, where an aligned binary would not be faster
 OPTIONS = ("num_warps", "maxnreg", "waves_per_eu")  # launch numbers that the compiler takes
 # The one that every op's host code reads: forms that declare no other (``host``) need not name it.
@@ -57,6 +56,19 @@ class Arch:
         return self.matrix == "UTCHMMA"
 
 
+@dataclass(frozen=True)
+class CodeObject:
+    """What an AMD chip's binaries mean. Counts are a work-item's, LDS is a workgroup's."""
+
+    elf_machine: int  # what the ELF flags say, bits 7:0
+    accumulators: (
+        bool  # one file holds vector and accumulator registers; scalar registers are given by eights
+    )
+    register_granule: int  # a wave is given vector registers by so many
+    shared_granule: int  # and LDS by so many bytes
+
+
+_CODE_KEYS = {field.name for field in fields(CodeObject)}
 _ARCH_KEYS = {field.name for field in fields(Arch)}
 
 
@@ -106,6 +118,7 @@ class Profile:
     tolerance: Tolerance
     tables: Mapping[str, Table]
     sha256: str
+    code_object: CodeObject | None = None  # of an AMD chip
 
     def table(self, kernel: str) -> Table:
         if kernel not in self.tables:
@@ -145,8 +158,12 @@ def _read_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Prof
         raw.setdefault("tolerance", {"why": base.tolerance.why, **base.tolerance.roundoffs})
         told = _known(f"{path.name}: [arch]", raw["arch"], _ARCH_KEYS)
         raw["arch"] = {**vars(base.arch), "serves": list(base.arch.serves), **told}
+        if base.code_object is not None:
+            raw["code_object"] = {**vars(base.code_object), **_own_code(path.name, raw)}
         digest = sha256((digest + base.sha256).encode()).hexdigest()
-    _known(path.name, raw, {"arch", "toolchain", "tolerance", "kernel"}, required=True)
+    amd = isinstance(raw.get("arch"), dict) and raw["arch"].get("backend") == "hip"
+    optional = {"code_object"} if amd or "code_object" in raw else set()
+    _known(path.name, raw, {"arch", "toolchain", "tolerance", "kernel", *optional}, required=True)
     arch = _arch(path.name, raw["arch"])
     if arch.name != name:
         raise ProfileError(f"{path.name}: [arch]: name is {arch.name!r}, the file is named {name}")
@@ -160,7 +177,48 @@ def _read_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Prof
         if inherited.pop(kernel, None) is None or kernel in tables:
             raise ProfileError(f"{path.name}: without: {kernel!r} is no table that it would take over")
     tables = {**inherited, **tables}
-    return Profile(path, arch, toolchain, tolerance, tables, digest)
+    if optional and not amd:
+        raise ProfileError(f"{path.name}: [code_object]: it is of AMD chips, the backend is {arch.backend}")
+    code = _code_object(f"{path.name}: [code_object]", raw["code_object"]) if amd else None
+    return Profile(path, arch, toolchain, tolerance, tables, digest, code)
+
+
+def code_objects(folder: Path = PROFILES) -> dict[int, tuple[str, CodeObject]]:
+    """(architecture, what its binaries mean) of all AMD chips, by what the ELF flags say; of each profile no more is
+    read than that."""
+    files = {name: _read(name, folder) for name in profile_names(folder)}
+    found: dict[int, tuple[str, CodeObject]] = {}
+    for name, (path, raw, _) in files.items():
+        told: dict[str, Any] = {}
+        chain, at = [raw], raw
+        while (at := files.get(at.get("extends", ""), ("", {}, ""))[1]) and at not in chain:
+            chain.append(at)
+        for each in reversed(chain):
+            told |= each.get("code_object", {})
+        if told:
+            _own_code(path.name, raw)
+            code = _code_object(f"{path.name}: [code_object]", told)
+            if (other := found.setdefault(code.elf_machine, (name, code))[0]) != name:
+                raise ProfileError(
+                    f"{path.name}: [code_object]: elf_machine {code.elf_machine:#x} is {other}'s"
+                )
+    return found
+
+
+def _own_code(file: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a profile says itself: no two chips' binaries have one machine."""
+    own = _known(f"{file}: [code_object]", raw.get("code_object", {}), _CODE_KEYS)
+    if "elf_machine" not in own:
+        raise ProfileError(
+            f"{file}: [code_object]: 'elf_machine' is missing: each AMD chip has a number of its own"
+        )
+    return own
+
+
+def _code_object(where: str, raw: Any) -> CodeObject:
+    _known(where, raw, _CODE_KEYS, required=True)
+    _check_fields(where, CodeObject, raw)
+    return CodeObject(**raw)
 
 
 def _read(name: str, folder: Path) -> tuple[Path, dict[str, Any], str]:
@@ -219,14 +277,7 @@ def _known(where: str, raw: Any, keys: set[str], required: bool = False) -> dict
 def _arch(file: str, raw: Any) -> Arch:
     where = f"{file}: [arch]"
     _known(where, raw, _ARCH_KEYS, required=True)
-    for field in fields(Arch):
-        value = raw[field.name]
-        if field.type == "int" and not (type(value) is int and value > 0):
-            raise ProfileError(f"{where}: {field.name} must be a positive integer, found {value!r}")
-        if field.type == "bool" and type(value) is not bool:
-            raise ProfileError(f"{where}: {field.name} must be true or false, found {value!r}")
-        if field.type == "str" and not isinstance(value, str):
-            raise ProfileError(f"{where}: {field.name} must be a string, found {value!r}")
+    _check_fields(where, Arch, raw)
     serves = raw["serves"]
     if not isinstance(serves, list) or not serves or not all(isinstance(s, str) for s in serves):
         raise ProfileError(f"{where}: serves must be a list of strings, found {serves!r}")
@@ -235,6 +286,18 @@ def _arch(file: str, raw: Any) -> Arch:
     if raw["fp8"] not in (*FP8, "none"):
         raise ProfileError(f"{where}: fp8 must be one of {', '.join(FP8)}, none; found {raw['fp8']!r}")
     return Arch(**{**raw, "serves": tuple(serves)})
+
+
+def _check_fields(where: str, kind: type[Arch] | type[CodeObject], raw: Mapping[str, Any]) -> None:
+    """ProfileError for a value that is not of its field's type."""
+    for field in fields(kind):
+        value = raw[field.name]
+        if field.type == "int" and not (type(value) is int and value > 0):
+            raise ProfileError(f"{where}: {field.name} must be a positive integer, found {value!r}")
+        if field.type == "bool" and type(value) is not bool:
+            raise ProfileError(f"{where}: {field.name} must be true or false, found {value!r}")
+        if field.type == "str" and not isinstance(value, str):
+            raise ProfileError(f"{where}: {field.name} must be a string, found {value!r}")
 
 
 def _toolchain(where: str, raw: Any) -> Toolchain:

@@ -220,9 +220,8 @@ def chosen(options: argparse.Namespace) -> tuple[Point, ...]:
 # ---- In a provider's process: it reads points as JSON lines and answers each. Several share a GPU and take turns:
 # between points a process holds no tensor. ----
 
-WARM_STEPS = (
-    3  # the first compiles and makes the optimizer's states, the second has all of them, the third is timed
-)
+# The first compiles and makes the optimizer's states, the second has all of them, the third is timed.
+WARM_STEPS = 3
 FEWEST, MOST = 3, 60  # timed steps
 RATES = {"adamw": 1e-4, "sgd": 1e-2}
 PHASES = ("forward", "backward", "optimizer")

@@ -41,15 +41,16 @@ def index() -> str:
         "\n\n".join(
             [
                 "# liger-aot",
+                "- [The README](../README.md): install, a first op, a server, training, the command line\n"
                 "- [Moving to liger-aot](migration.md): from Liger, Transformers, flash-attn and plain torch\n"
                 "- [What has run where](support.md): ops and architectures\n"
                 "- [Performance](performance.md): all tables of figures\n"
-                "- [Tuning a chip](tuning-your-chip.md): launch numbers for a GPU whose own were never measured\n"
                 "- [Packs of Triton kernels](triton-packs.md): any project's kernels, recorded, built, run\n"
+                "- [Contributing](../CONTRIBUTING.md): an op or an architecture of your own, tests, tuning\n"
+                "- [Tuning a chip](tuning-your-chip.md): launch numbers for a GPU whose own were never measured\n"
                 "- [The pack format](pack-format.md), [of others' kernels](triton-pack-format.md): reading binaries "
                 "without liger-aot\n"
-                "- [Glossary](glossary.md): the words that code, profiles and docs use\n"
-                "- [The README](../README.md): install, use",
+                "- [Glossary](glossary.md): the words that code, profiles and docs use",
                 "## Ops",
                 markdown.table(["op", "what it computes", "gradient", "architectures"], rows),
                 "Pages are made by `make docs`.",

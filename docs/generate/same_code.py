@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.environment import ROOT
 from liger_aot_build.build import make_plans
-from liger_aot_build.compile import _job
+from liger_aot_build.compile import job_of
 from liger_aot_build.compiler import Job, compile_job, start_worker
 
 FILE = ROOT / "docs" / "same_code.json"
@@ -97,7 +97,7 @@ def pairs(arch: str, other: str) -> Iterator[tuple[str, Job, Job | None]]:
     for plan in plans:
         for variant in plan.variants:
             like = there.get(variant.name)
-            yield variant.op, _job(variant, profile), _job(like, others) if like else None
+            yield variant.op, job_of(variant, profile), job_of(like, others) if like else None
 
 
 def counted(arch: str, other: str, stage: str, pool: ProcessPoolExecutor) -> Counts:
@@ -125,11 +125,12 @@ def text_of(counts: Mapping[str, Counts]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    workers, *rest = [*(sys.argv[1:] if arguments is None else arguments), str(os.cpu_count())]
-    path = Path(rest[0]) if len(rest) > 1 else FILE
+    given = sys.argv[1:] if arguments is None else arguments
+    workers = int(given[0]) if given else os.cpu_count()
+    path = Path(given[1]) if given[1:] else FILE
     with (
         tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(int(workers), get_context("spawn"), start_worker, (scratch,)) as pool,
+        ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (scratch,)) as pool,
     ):
         counts = {" ".join(pair): counted(*pair, pool) for pair in PAIRS}
     path.write_text(text_of(counts))

@@ -22,7 +22,7 @@ from liger_aot.triton.values import NotData, decode, encode
 
 MAIN = "__main__"
 BY_GLOBALS = "reads globals that were others when it was recorded"
-_STAND_IN_MAIN = "__liger_aot_main__"
+STAND_IN_MAIN = "__liger_aot_main__"
 
 _made: dict[tuple[str, str], list[Any]] = defaultdict(list)
 _all: list[Any] = []  # every function of Triton's in this process, also those that are no kernels
@@ -30,7 +30,7 @@ _all: list[Any] = []  # every function of Triton's in this process, also those t
 
 def as_recorded(variant: Variant) -> Variant:
     """A variant as a run of the program says it: functions of the program itself are of ``__main__`` there."""
-    text = json.dumps(variant).replace(f'"{_STAND_IN_MAIN}"', f'"{MAIN}"')
+    text = json.dumps(variant).replace(f'"{STAND_IN_MAIN}"', f'"{MAIN}"')
     return Variant(*json.loads(text))
 
 
@@ -78,17 +78,17 @@ class Finder:
     def _main(self) -> Any:
         if self.main is None:
             raise NotFound("is in the program itself: name its file with --main, or move it into a module")
-        if _STAND_IN_MAIN not in sys.modules:
-            spec = spec_from_file_location(_STAND_IN_MAIN, self.main)
+        if STAND_IN_MAIN not in sys.modules:
+            spec = spec_from_file_location(STAND_IN_MAIN, self.main)
             if spec is None or spec.loader is None:
                 raise NotFound(f"--main {self.main}: no Python file")
-            module = sys.modules[_STAND_IN_MAIN] = module_from_spec(spec)
+            module = sys.modules[STAND_IN_MAIN] = module_from_spec(spec)
             sys.path.insert(0, str(Path(self.main).absolute().parent))
             try:
                 spec.loader.exec_module(module)
             except Exception as error:
                 raise NotFound(f"--main {self.main}: {type(error).__name__}: {error}") from None
-        return sys.modules[_STAND_IN_MAIN]
+        return sys.modules[STAND_IN_MAIN]
 
     def candidates(self, module: str, qualname: str) -> list[Any]:
         """Functions of this name, the module's own attribute first."""
@@ -104,7 +104,7 @@ class Finder:
             at = getattr(at, "fn", None)  # under @triton.autotune and @triton.heuristics
         if at is not None:
             found.append(at)
-        name = _STAND_IN_MAIN if module == MAIN else module
+        name = STAND_IN_MAIN if module == MAIN else module
         found += [fn for fn in _made[name, qualname] if fn not in found and isinstance(fn, JITFunction)]
         if not found:
             raise NotFound(f"{module} has no @triton.jit function {qualname}")

@@ -24,6 +24,7 @@ from liger_aot_build.pack import as_json
 from liger_aot_build.stored import Stored, stored_group
 from liger_aot_build.triton_packs.audit import known_arch
 from liger_aot_build.triton_packs.build import Result, by_function
+from liger_aot_build.triton_packs.sources import Tree, flat
 from liger_aot_build.triton_packs.worker import Built, Job
 
 FORMAT = 1
@@ -145,10 +146,14 @@ def _function(name: str, found: Sequence[tuple[Job, Built]], result: Result) -> 
         v: [{**_entry(job, built, common), **offsets[f"{v}/{i}"]} for i, (job, built) in enumerate(entries)]
         for v, entries in places.items()
     }
+    keys = sorted({built.cache_key for _, built in found})
+    table, source_of = flat([_source(key, found) for key in keys])
     document = {
         "format": FORMAT,
         "function": name,
-        "cache_keys": sorted({built.cache_key for _, built in found}),
+        "cache_keys": keys,
+        "sources": table,
+        "source_of": source_of,
         "arg_names": list(found[0][1].arg_names),
         "gluon": found[0][0].noted.variant.gluon,
         "metadata": common,
@@ -156,6 +161,12 @@ def _function(name: str, found: Sequence[tuple[Job, Built]], result: Result) -> 
         "tuners": _tuners(name, result),
     }
     return as_json(document), blob
+
+
+def _source(key: str, found: Sequence[tuple[Job, Built]]) -> Tree | None:
+    """What the function with this key is told by; None unless all of its binaries were made of the same."""
+    first, *others = [built.source for _, built in found if built.cache_key == key]
+    return first if all(other == first for other in others) else None
 
 
 def _blob(stored: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Any]], bytes]:

@@ -23,6 +23,8 @@ from liger_aot.triton.values import NotData, decode
 from liger_aot_build.errors import AuditError
 from liger_aot_build.triton_packs.audit import audit, known_arch
 from liger_aot_build.triton_packs.find import (
+    MAIN,
+    STAND_IN_MAIN,
     Finder,
     NotFound,
     as_recorded,
@@ -30,6 +32,7 @@ from liger_aot_build.triton_packs.find import (
     note_functions,
     recorded_globals,
 )
+from liger_aot_build.triton_packs.sources import Tree, renamed, tree
 
 _BINARY = {"cuda": ("cubin", "ptx"), "hip": ("hsaco", "amdgcn")}
 _LEFT_OUT = ("hash", "target", "extern_libs")  # the build machine's, or said elsewhere
@@ -72,6 +75,7 @@ class Built:
     local_bytes: int
     binary_version: int
     ranged: tuple[tuple[int, ...], ...]
+    source: Tree | None  # what the function is told by; None where only Triton's hash can tell
     globals_set: tuple[str, ...]  # those that were given their recorded values
 
 
@@ -214,8 +218,16 @@ def _read_back(
         local_bytes=facts.local_bytes,
         binary_version=facts.format_version,
         ranged=job.ranged,
+        source=_source(fn),
         globals_set=changed,
     )
+
+
+def _source(fn: Any) -> Tree | None:
+    try:
+        return renamed(tree(fn), STAND_IN_MAIN, MAIN)
+    except Exception:  # Unclear; and what objects do that are looked at
+        return None
 
 
 def _flat(types: tuple[Any, ...]) -> list[str]:

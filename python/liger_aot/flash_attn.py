@@ -172,9 +172,9 @@ def flash_attn_with_kvcache(
     ``k`` and ``v`` (batch, new tokens, kv_heads, dim) are written into the cache first, after each sequence's
     ``cache_seqlens``. Nothing waits for the device.
 
-    A cache may be of float8, q, k and v then are of 16 bits: its elements count ``k_descale`` and ``v_descale`` times
-    (both or none, which is 1), and what is written is divided by them. They are float32 of one element, (kv_heads,), or
-    as in FlashAttention-3 (batch, kv_heads) where all sequences share them: ``expand``, not a copy.
+    A cache may be of float8, q, k and v then are of 16 bits: its elements count ``k_descale`` and ``v_descale`` times,
+    and what is written is divided by them. Each may be None, which is 1. They are float32 of one element, (kv_heads,),
+    or as in FlashAttention-3 (batch, kv_heads) where all sequences share them: ``expand``, not a copy.
 
     Returns:
         as q; with ``return_softmax_lse`` also the log-sum-exp (batch, heads, tokens).
@@ -239,11 +239,6 @@ def _scales(
     function: str, k_descale: Tensor | None, v_descale: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """As the ops take them: one for the cache, or for each of its heads."""
-    if (k_descale is None) != (v_descale is None):
-        missing, given = ("k_descale", "v_descale")[:: 1 if k_descale is None else -1]
-        raise ArgumentError(
-            f"liger_aot.flash_attn.{function}: {missing} must be given where {given} is, got None"
-        )
     found = []
     for name, t in (("k_descale", k_descale), ("v_descale", v_descale)):
         if t is not None and not isinstance(t, Tensor):
@@ -257,7 +252,7 @@ def _scales(
                     f"kv_heads) expanded from one row; got shape {tuple(t.shape)} with strides {t.stride()}"
                 )
             t = t[0]
-        found.append(t)
+        found.append(None if t is None else t.contiguous())
     return found[0], found[1]
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import liger_aot
+
 Named = dict[str, Tensor]
 
 
@@ -413,3 +415,31 @@ def small_calls(n: int = 16) -> dict[str, SmallCall]:
         ),
     }  # fmt: skip
     return {name: SmallCall(*call) for name, call in made.items()}
+
+
+def other_calls() -> dict[str, tuple[Named, dict[str, Any]]]:
+    """Of the ops that ``small_calls`` leaves out and one process can run: tensors and settings, all by keyword."""
+    found: dict[str, tuple[Named, dict[str, Any]]] = {
+        "column_sums": ({"partials": torch.ones(4, 16)}, {}),
+        "divergence_sums": ({"partials": torch.ones(4)}, {}),
+        "grpo_loss": (
+            {
+                "logits": torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(7)),
+                "old_logp": torch.zeros(3, 4),
+                "ref_logp": torch.zeros(3, 4),
+                "completion_ids": torch.ones(3, 4, dtype=torch.int64),
+                "advantages": torch.ones(3),
+                "sampling_ratio": torch.ones(3, 4),
+            },
+            {},
+        ),
+    }
+    for forward, settings in (
+        ("flash_attention", {}),
+        ("flash_attention_varlen", {"max_seqlen_q": 3, "max_seqlen_k": 3}),
+    ):
+        tensors = dict(small_calls()[forward].tensors)
+        o, lse = liger_aot.load(forward)(**tensors, **settings, return_lse=True)
+        grads = {"do": torch.ones_like(o), "dlse": torch.ones_like(lse)}
+        found[f"{forward}_backward"] = {**tensors, "o": o, "lse": lse, **grads}, settings
+    return found

@@ -70,7 +70,7 @@ def test_the_dense_forward(problem: Problem, monkeypatch: pytest.MonkeyPatch) ->
     worst = errors(o, lse, (*tensors, sinks), problem, REFERENCE, approximate=False)
     assert max(worst) <= 1, worst
     on = op._own.of(torch.empty(1), "q")
-    assert any("-warp_specialized-" in name for name in on._loaded) and on.plans["counters"].on(
+    assert any("-warp_specialized-" in name for name in on._loaded) and on.workspaces["counters"].on(
         0, 1
     ).tolist() == [0]
 

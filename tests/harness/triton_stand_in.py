@@ -15,7 +15,9 @@ import torch
 from liger_aot.runtime import devices
 from liger_aot.runtime.packs import Device
 from liger_aot.triton import identity, seams
+from liger_aot.triton.sources import Unclear
 from liger_aot_build.stored import compressed
+from liger_aot_build.triton_packs.sources import Tree, flat, tree
 from tests.harness.stand_in import StandIn, image
 
 H200 = Device("cuda", "9.0", "NVIDIA H200")
@@ -124,6 +126,13 @@ def variant_entry(miss: seams.Miss, symbol: str, words: str, **more: Any) -> tup
     return entry, data
 
 
+def _tree(fn: Any) -> Tree | None:
+    try:
+        return tree(fn)
+    except Unclear:
+        return None
+
+
 def write_pack(
     root: Path,
     misses: Sequence[tuple[seams.Miss, Mapping[str, Any]]],
@@ -131,9 +140,11 @@ def write_pack(
     name: str = "mykernels",
     arch: str = "sm90",
     tuners: Mapping[str, Sequence[Any]] = {},
+    sources: bool = True,
     **manifest: Any,
 ) -> Path:
-    """A pack of these calls' kernels; each with what ``variant_entry`` takes besides. Its folder."""
+    """A pack of these calls' kernels; each with what ``variant_entry`` takes besides. Its folder. ``sources``: whether
+    it says what the functions are told by; without, Triton's hash is asked."""
     import triton
 
     warp_size = 32 if arch.startswith("sm") else 64
@@ -141,6 +152,7 @@ def write_pack(
     folder.mkdir(parents=True, exist_ok=True)
     functions: dict[str, dict[str, Any]] = {}
     images: dict[str, bytes] = {}
+    trees: dict[str, list[Tree | None]] = {}
     for number, (miss, more) in enumerate(misses):
         variant = identity.variant(miss.fn, miss.signature, miss.constants, miss.attrs, miss.given)
         entry, data = variant_entry(
@@ -166,11 +178,13 @@ def write_pack(
         )
         if variant.cache_key not in body["cache_keys"]:
             body["cache_keys"].append(variant.cache_key)
+            trees.setdefault(variant.function, []).append(_tree(miss.fn) if sources else None)
         entry["offset"] = len(images.get(variant.function, b""))
         images[variant.function] = images.get(variant.function, b"") + data
         body["variants"].setdefault(variant.name, []).append(entry)
     index = {}
     for number, (function, body) in enumerate(functions.items()):
+        body["sources"], body["source_of"] = flat(trees[function])
         text = json.dumps(body).encode()
         (folder / f"f{number}.json").write_bytes(text)
         (folder / f"f{number}.bin").write_bytes(images[function])

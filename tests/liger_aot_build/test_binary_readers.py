@@ -300,7 +300,7 @@ def test_resources_are_those_of_the_assembly(compiler: Compiler, arch: str, case
     assert kernel.kernarg_bytes == said(".amdhsa_kernarg_size")
     if has_accumulators:
         assert kernel.kernarg_preload & 0x7F == said(".amdhsa_user_sgpr_kernarg_preload_length")
-    assert facts.registers <= facts.granted_registers < facts.registers + kernel.chip.vector_granule + 8
+    assert facts.registers <= facts.granted_registers < facts.registers + kernel.chip.register_granule + 8
 
 
 @pytest.mark.parametrize("waves", (1, 2, 4))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from liger_aot_build.errors import ProfileError
-from liger_aot_build.profile import Profile, profile_names, read_profile, row_keys
+from liger_aot_build.profile import Profile, code_objects, profile_names, read_profile, row_keys
 from tests.liger_aot_build.small_op import TABLE, edited, hardware, write_profile
 
 
@@ -63,6 +63,9 @@ target = "gfx950"
 machine = "gfx950"
 serves = ["gfx950"]
 shared_per_block = 163840
+
+[code_object]
+elf_machine = 0x4F
 """
 
 
@@ -192,6 +195,30 @@ def test_a_chain_of_profiles(tmp_path: Path) -> None:
     assert found.tables == second.tables
     write_profile(tmp_path, "gfx942", hardware("gfx942") + TABLE + "# a remark\n")
     assert read_profile("gfx951", tmp_path).sha256 != found.sha256
+
+
+def test_a_chip_of_a_new_profile_is_read(tmp_path: Path) -> None:
+    """What its binaries mean comes from the profile alone; what it does not say is the other's."""
+    extending(tmp_path, edited(EXTENDING, {"0x4F": "0x50\nshared_granule = 1280"}))
+    found = code_objects(tmp_path)
+    assert {number: name for number, (name, _) in found.items()} == {0x4C: "gfx942", 0x50: "gfx950"}
+    assert found[0x50][1] == replace(found[0x4C][1], elf_machine=0x50, shared_granule=1280)
+    assert found[0x50][1] == read_profile("gfx950", tmp_path).code_object
+
+
+def test_chips_are_told_apart(tmp_path: Path) -> None:
+    extending(tmp_path, edited(EXTENDING, {"0x4F": "0x4C"}))
+    with pytest.raises(ProfileError, match=r"gfx950.toml: \[code_object\]: elf_machine 0x4c is gfx942's"):
+        code_objects(tmp_path)
+    with pytest.raises(ProfileError, match=r"gfx950.toml: \[code_object\]: 'elf_machine' is missing"):
+        extending(tmp_path, edited(EXTENDING, {"elf_machine = 0x4F": "shared_granule = 512"}))
+    with pytest.raises(ProfileError, match=r"shared_granule must be a positive integer, found 0"):
+        extending(tmp_path, edited(EXTENDING, {"0x4F": "0x4F\nshared_granule = 0"}))
+    text = hardware("sm80") + "[code_object]\nelf_machine = 1\n[kernel]\n"
+    with pytest.raises(
+        ProfileError, match=r"sm80.toml: \[code_object\]: it is of AMD chips, the backend is cuda"
+    ):
+        read_profile("sm80", write_profile(tmp_path, "sm80", text))
 
 
 def test_a_circle_of_profiles(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from liger_aot import flash_attn
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.registry import load
+from tests.harness.gpu_fp8 import fp8_of_gpu
 
 # flash-attn 2.8's parameters, which may be given by position; after them FlashAttention-3's, by keyword alone.
 COMMON = ["softmax_scale", "causal", "window_size", "softcap"]
@@ -144,7 +145,7 @@ def test_flash_attn_with_kvcache(paged: bool) -> None:
 def test_a_cache_of_fp8(device: str, fp8: torch.dtype, paged: bool) -> None:
     """What is read counts the descale's times, and what is written is divided by it: a scale for each head, as
     FlashAttention-3 has it, (batch, kv_heads)."""
-    if device == "cuda" and fp8 != _fp8_of_the_gpu():
+    if device == "cuda" and fp8 != fp8_of_gpu():
         pytest.skip(f"this GPU has no {fp8}")
     batch, capacity, new, lengths = 2, 32, 2, [20, 3]
     table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=device) if paged else None
@@ -222,13 +223,6 @@ def test_steps_in_a_cuda_graph(paged: bool) -> None:
             assert_close(o[b : b + 1], plain(q[b : b + 1], keys, values))
 
 
-def _fp8_of_the_gpu() -> torch.dtype | None:
-    if torch.version.hip:
-        is_942 = torch.cuda.get_device_properties(0).gcnArchName.startswith("gfx942")
-        return torch.float8_e4m3fnuz if is_942 else None
-    return torch.float8_e4m3fn if torch.cuda.get_device_capability()[0] == 9 else None
-
-
 def test_new_keys_without_room_are_not_written() -> None:
     """Neither into the next sequence nor into a page of another one; reading the cache reports the length."""
     for table in (None, torch.tensor([[0], [1]], dtype=torch.int32)):
@@ -249,13 +243,21 @@ def test_new_keys_without_room_are_not_written() -> None:
             assert [cache[b].flatten(1).any(-1).nonzero().flatten().tolist() for b in range(2)] == written
 
 
+def test_a_descale_that_is_not_given_is_1() -> None:
+    q, k, v = drawn(2, 1, 4, 16), *(drawn(2, 1, 2, 16, seed=seed) for seed in (1, 2))
+    by, ones, found = torch.tensor([0.5, 3.0]), torch.ones(2), []
+    for one in ({"k_descale": by, "v_descale": ones}, {"k_descale": by}):
+        caches = [drawn(2, 16, 2, 16, seed=seed).clamp(-200, 200).to(torch.float8_e4m3fn) for seed in (3, 4)]
+        o = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=5, **one)
+        found.append([o, *(cache.view(torch.uint8) for cache in caches)])
+    assert all(map(torch.equal, *found))
+
+
 def test_descales_that_cannot_be() -> None:
     q, cache = drawn(2, 1, 2, 16), torch.zeros(2, 16, 2, 16).to(torch.float8_e4m3fn)
     by = torch.ones(2)
-    with pytest.raises(ArgumentError, match="v_descale must be given where k_descale is, got None"):
-        flash_attn.flash_attn_with_kvcache(q, cache, cache, k_descale=by)
-    with pytest.raises(ArgumentError, match="k_descale must be given where v_descale is, got None"):
-        flash_attn.flash_attn_with_kvcache(q, cache, cache, v_descale=by)
+    with pytest.raises(ArgumentError, match="v_scale must have as many elements as k_scale, 2, got 1"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, k_descale=by, v_descale=by[:1])
     with pytest.raises(
         ArgumentError, match=r"k_descale must have one element, .* shape \(2, 2\) with strides \(2, 1\)"
     ):

@@ -20,9 +20,10 @@ from tests.conftest import built_pack, seed_of_run
 from tests.harness.choices import Choices, RandomChoices
 from tests.harness.drivers import bound_op
 from tests.harness.recording import RecordingDriver
-from tests.harness.small_calls import small_calls
+from tests.harness.small_calls import Named, other_calls, small_calls
 
-OPS = sorted(small_calls())
+OTHERS = other_calls()
+OPS = sorted([*small_calls(), *OTHERS])
 # What small_calls hands over inside of its calls.
 REQUIRED: dict[str, dict[str, Any]] = {
     "groupnorm": {"num_groups": 2},
@@ -89,6 +90,25 @@ def _ops(name: str) -> tuple[Any, Any]:
     return op, bound_op(type(op), built_pack("gfx942"), RecordingDriver)
 
 
+def _tensors(name: str) -> Named:
+    return OTHERS[name][0] if name in OTHERS else small_calls()[name].tensors
+
+
+def _outputs(name: str, op: Any, tensors: Named | None = None) -> tuple[Any, ...]:
+    """Of a right call."""
+    tensors = _tensors(name) if tensors is None else tensors
+    if name not in OTHERS:
+        return small_calls()[name].outputs(op, tensors)
+    found = op(**tensors, **OTHERS[name][1])
+    return tuple(y for y in found if y is not None) if isinstance(found, tuple) else (found,)
+
+
+def _parameters(name: str) -> list[inspect.Parameter]:
+    """The named ones: grpo_loss hands the rest to policy_loss."""
+    found = inspect.signature(liger_aot.load(name).__call__).parameters.values()
+    return [p for p in found if p.kind is not p.VAR_KEYWORD]
+
+
 def _freed(t: Tensor) -> Tensor:
     t = t.clone()
     t.untyped_storage().resize_(0)
@@ -127,9 +147,10 @@ class Bad:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.good: dict[str, Any] = {**small_calls()[name].tensors, **REQUIRED.get(name, {})}
+        settings = OTHERS[name][1] if name in OTHERS else REQUIRED.get(name, {})
+        self.good: dict[str, Any] = {**_tensors(name), **settings}
         self.values: dict[str, tuple[Any, ...]] = {}
-        for parameter in inspect.signature(liger_aot.load(name).__call__).parameters.values():
+        for parameter in _parameters(name):
             kind, optional = _kind(parameter)
             if kind == "Tensor":
                 values = _bad_tensors(self.good.get(parameter.name, self._like(parameter.name)))
@@ -179,10 +200,10 @@ def _check(bad: Bad, wrong: dict[str, Any]) -> None:
 def _check_some(name: str, count: int) -> None:
     bad = Bad(name)
     choices = RandomChoices(seed_of_run() * 1000 + OPS.index(name))
-    outputs = small_calls()[name].outputs(_ops(name)[0])
+    outputs = _outputs(name, _ops(name)[0])
     for _ in range(count):
         _check(bad, bad.draw(choices))
-    after = small_calls()[name].outputs(_ops(name)[0])
+    after = _outputs(name, _ops(name)[0])
     assert all(torch.equal(a, b) for a, b in zip(outputs, after, strict=True))
 
 
@@ -204,15 +225,15 @@ def test_many_bad_calls(name: str) -> None:
 def test_what_equals_a_right_setting(name: str) -> None:
     """True is no 1.0 and 0 no False, also where the right one was given before."""
     bad = Bad(name)
-    for parameter in inspect.signature(liger_aot.load(name).__call__).parameters.values():
+    for parameter in _parameters(name):
         kind, _ = _kind(parameter)
         default = parameter.default
         if kind == "bool":
             for value in (0, 1, 0.0, np.bool_(False)):
-                small_calls()[name].outputs(_ops(name)[0])
+                _outputs(name, _ops(name)[0])
                 _check(bad, {parameter.name: value})
         elif kind in ("int", "float") and type(default) in (int, float) and default in (0, 1):
-            small_calls()[name].outputs(_ops(name)[0])
+            _outputs(name, _ops(name)[0])
             _check(bad, {parameter.name: bool(default)})
 
 
@@ -227,16 +248,32 @@ def _on_gpu(value: Any) -> Any:
     return value if value.is_mkldnn else value.cuda()  # torch has no such layout on a GPU
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", OPS)
+def test_meta_tensors(name: str, device: str) -> None:
+    """All of them: results of the same shapes, dtypes and strides, with no memory. One of several: an error."""
+    op = liger_aot.load(name)
+    tensors = {k: t.to(device) for k, t in _tensors(name).items()}
+    found = _outputs(name, op, {k: t.to("meta") for k, t in tensors.items()})
+    for y, wanted in zip(found, _outputs(name, op, tensors), strict=True):
+        assert (y.device.type, y.shape, y.dtype) == ("meta", wanted.shape, wanted.dtype)
+        assert y.stride() == wanted.stride()
+    for argument, t in tensors.items():
+        if len(tensors) > 1:
+            with pytest.raises(ArgumentError, match=rf"^{name}: .*\b{argument}\b.* meta"):
+                _outputs(name, op, {**tensors, argument: t.to("meta")})
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPS)
 def test_bad_calls_on_a_gpu(name: str) -> None:
     """With tensors on a GPU: the CPU's errors, word for word but for the device. Afterwards the op is right."""
-    bad, op, call = Bad(name), liger_aot.load(name), small_calls()[name]
+    bad, op = Bad(name), liger_aot.load(name)
     choices = RandomChoices(seed_of_run() * 1000 + OPS.index(name))
     good = {k: _on_gpu(v) for k, v in bad.good.items()}
-    there = call._replace(tensors={k: t.cuda() for k, t in call.tensors.items()})
-    outputs = there.outputs(op)
+    there = {k: t.cuda() for k, t in _tensors(name).items()}
+    outputs = _outputs(name, op, there)
     for _ in range(200):
         wrong = bad.draw(choices)
         if any(isinstance(v, Tensor) and v.is_mkldnn for v in wrong.values()):
@@ -249,4 +286,4 @@ def test_bad_calls_on_a_gpu(name: str) -> None:
         text = str(found).replace(", device='cuda:0'", "").replace("cuda:0", "cpu")
         assert text == str(here), f"{said}: {found}"
     torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(outputs, there.outputs(op), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, _outputs(name, op, there), strict=True))

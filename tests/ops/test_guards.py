@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError, LigerAOTError
+from liger_aot.ops.differentiable import DifferentiableOp
 from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.guards import TABLE
 from liger_aot.ops.registry import names
 from tests.conftest import built_pack
 from tests.harness.all_ops import LEFT_OUT
 from tests.harness.drivers import EmulatorDriver, bound_op
-from tests.harness.small_calls import Named, SmallCall, small_calls
+from tests.harness.small_calls import Named, SmallCall, other_calls, small_calls
 
 OPS = sorted(small_calls())
 WAYS = [
@@ -256,10 +258,6 @@ def _storage_freed(t: Tensor) -> Tensor:
     return t
 
 
-def _zeros_of_no_memory(t: Tensor) -> Tensor:
-    return torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device)
-
-
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "sparse or nested layout": (
         Tensor.to_sparse,
@@ -421,63 +419,127 @@ def test_backward_under_autocast(name: str, way: Way) -> None:
 WRITTEN: dict[str, tuple[str, ...]] = {
     "rmsnorm": ("out",),
     "fused_add_rmsnorm": ("x", "residual"),
+    "fused_add_rmsnorm_quantize": ("residual",),
     "rope": ("q", "k"),
     "rope_multimodal": ("q", "k"),
     "rope_llama4": ("q", "k"),
     "write_kv_cache": ("key_cache", "value_cache"),
     "qk_norm_rope": ("qkv",),
+    "flash_attention_paged": ("out",),
+    "top_k_top_p_mask": ("out", "logits"),
 }
+LIKE_OUT = {"rmsnorm": "x", "flash_attention_paged": "q", "top_k_top_p_mask": "logits"}
+IN_PLACE = {"out", "inplace"}  # by which a call says that it writes
 
 
-def _write(way: Way, tensors: Named) -> Any:
-    if way.op.name == "rmsnorm":
-        return way.op(tensors["x"], tensors["weight"], out=tensors["out"])
+def test_all_that_is_written_is_in_the_table() -> None:
+    found = set()
+    for name in names():
+        op = liger_aot.load(name)
+        if op.writes if isinstance(op, DifferentiableOp) else ():
+            found.add(name)
+        if IN_PLACE & set(inspect.signature(op.__call__).parameters):
+            found.add(name)
+    assert found == set(WRITTEN)
+
+
+def _write(way: Way, argument: str, tensors: Named) -> Any:
+    name = way.op.name
+    if argument == "out":
+        return _with_out(way, tensors)
+    if name == "top_k_top_p_mask":
+        return way.op(**tensors, inplace=True)
+    if name == "fused_add_rmsnorm_quantize":
+        return way.op(**tensors, dtype=torch.int8, inplace=True)
     if way.op.writes:
-        heads = (
-            {"num_heads_q": 2, "num_heads_k": 1, "num_heads_v": 1} if way.op.name == "qk_norm_rope" else {}
-        )
+        heads = {"num_heads_q": 2, "num_heads_k": 1, "num_heads_v": 1} if name == "qk_norm_rope" else {}
         return way.op(**tensors, **heads)
-    given = list(tensors.values())
-    sections = [(4, 2, 2)] if way.op.name == "rope_multimodal" else []
-    return way.op(*given, *sections, inplace=True)
+    sections = [(4, 2, 2)] if name == "rope_multimodal" else []
+    return way.op(*tensors.values(), *sections, inplace=True)
+
+
+def _with_out(way: Way, tensors: Named) -> Any:
+    if way.op.name == "flash_attention_paged":
+        return way.op(**tensors, max_seqlen_q=3)
+    return way.op(**tensors)
+
+
+def _to_write(way: Way, argument: str) -> Named:
+    """A call's tensors, of which ``argument`` may be overwritten."""
+    tensors = {k: t.clone() for k, t in way.tensors.items()}
+    if argument == "out":
+        tensors["out"] = torch.zeros_like(tensors[LIKE_OUT[way.op.name]])
+    return tensors
 
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
 def test_in_place_writes_are_counted(name: str, way: Way) -> None:
     """Who saved a tensor for a backward learns that it was overwritten, under no_grad, too."""
-    tensors = {k: t.clone() for k, t in way.tensors.items()}
-    if name == "rmsnorm":
-        tensors["out"] = torch.zeros_like(tensors["x"])
     for argument in WRITTEN[name]:
+        tensors = _to_write(way, argument)
         before = tensors[argument]
         versions = before._version
         two = torch.full_like(before, 2.0, requires_grad=True)
         product = two * before
         with torch.no_grad():
-            _write(way, tensors)
+            _write(way, argument, tensors)
         assert before._version > versions
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
-        with torch.inference_mode():  # has no versions
-            _write(way, {k: t.clone() for k, t in tensors.items()})
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_in_place_writes_of_inference_mode(name: str, way: Way) -> None:
+    """Its tensors have no versions: they are written there, and refused elsewhere, as torch's own operators do."""
+    for argument in WRITTEN[name]:
+        with torch.inference_mode():
+            tensors = _to_write(way, argument)
+            kept = tensors[argument].clone()
+            _write(way, argument, tensors)
+            tensors[argument].copy_(kept)
+        for mode in (torch.no_grad(), torch.enable_grad()):
+            with mode, pytest.raises(ArgumentError, match=rf"{name}: {argument} was made in inference mode"):
+                _write(way, argument, {**_to_write(way, argument), argument: tensors[argument]})
+        assert torch.equal(tensors[argument], kept)
 
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
 def test_in_place_writes_that_are_refused(name: str, way: Way) -> None:
     """Rows that overlap themselves, and what torch negates lazily."""
-    tensors = {k: t.clone() for k, t in way.tensors.items()}
-    tensors["out"] = torch.zeros_like(tensors["x"] if name == "rmsnorm" else tensors[WRITTEN[name][0]])
-    if name != "rmsnorm":
-        del tensors["out"]
     for argument in WRITTEN[name]:
+        tensors = _to_write(way, argument)
         t = tensors[argument]
-        flat = torch.zeros(t.numel() * 2, device=t.device)
+        flat = torch.zeros(t.numel() * 2, dtype=t.dtype, device=t.device)
         repeated = t[:1].expand(t.shape) if t.shape[0] > 1 else flat[:1].expand(t.shape)
         staggered = flat.as_strided(t.shape, (1,) * t.dim())
         negated = torch.complex(t, t).conj().imag
-        for bad in (repeated, staggered, negated):
-            with torch.no_grad(), pytest.raises(LigerAOTError, match=rf"{name}: .*\b{argument}\b"):
-                _write(way, {**tensors, argument: bad})
+        assert negated.is_neg()
+        for bad, why in ((repeated, "stride"), (staggered, "stride"), (negated, "negat")):
+            with torch.no_grad(), pytest.raises(LigerAOTError, match=rf"{name}: .*\b{argument}\b.*{why}"):
+                _write(way, argument, {**tensors, argument: bad})
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_in_place_writes_over_what_is_read(name: str, way: Way) -> None:
+    """Each other argument in turn lies in the memory that the call writes."""
+    refused = 0
+    for argument in WRITTEN[name]:
+        for other, t in _to_write(way, argument).items():
+            tensors = _to_write(way, argument)
+            if other == argument:
+                continue
+            written = tensors[argument].contiguous()
+            memory = torch.zeros(
+                max(written.nbytes, t.nbytes) + 64, dtype=torch.uint8, device=t.device
+            )  # two views of it, a few elements apart
+            tensors[argument] = (
+                memory[: written.nbytes].view(written.dtype).view(written.shape).copy_(written)
+            )
+            tensors[other] = memory[16 : 16 + t.nbytes].view(t.dtype).view(t.shape)
+            with torch.no_grad(), pytest.raises(ArgumentError, match=rf"{name}: .*overlap"):
+                _write(way, argument, tensors)
+            refused += 1
+    assert refused
 
 
 @pytest.mark.parametrize("name", ["rmsnorm"])
@@ -506,6 +568,25 @@ def test_a_gradient_of_an_op_without_one(name: str, compiled: bool) -> None:
     first, plain = next(k for k, t in tensors.items() if t.is_floating_point()), call.tensors
     with pytest.raises(ArgumentError, match=f"{name}: a gradient is needed"):
         torch.func.grad(lambda t: _scalar(call.outputs(op, {**plain, first: t})))(plain[first])
+
+
+BARE = {"column_sums", "divergence_sums", "flash_attention_backward", "flash_attention_varlen_backward"}
+
+
+@pytest.mark.parametrize("name", sorted(BARE))
+def test_a_gradient_of_an_op_beside_autograd(name: str) -> None:
+    """One that asks for it gets an error, not results that look like constants."""
+    op, (tensors, settings) = liger_aot.load(name), other_calls()[name]
+    wanted = op(**tensors, **settings)
+    for k, t in tensors.items():
+        if t.is_floating_point():
+            graded = {**tensors, k: t.clone().requires_grad_()}
+            with pytest.raises(ArgumentError, match=f"{name}: a gradient is needed"):
+                op(**graded, **settings)
+            with torch.no_grad():
+                found = op(**graded, **settings)
+            pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+            assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy"])

@@ -12,8 +12,9 @@ from torch import Tensor
 from liger_aot.ops.norms.rmsnorm import RMSNorm
 from liger_aot.ops.op import Op
 from liger_aot.ops.softmax.softmax import Softmax
-from liger_aot.runtime.dispatch import REMEMBERED, KernelOn
+from liger_aot.runtime.dispatch import KernelOn
 from liger_aot.runtime.manifest import Pack, Variant
+from liger_aot.runtime.remembered import REMEMBERED
 from tests.harness.drivers import bound_op
 from tests.harness.own_tables import pack_with
 

@@ -16,7 +16,7 @@ def test_a_stream_keeps_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words.on(7, 4) is first and words.on(8, 4) is not first
     more = words.on(7, 100)
     assert more.numel() >= 100 and not more.any() and words.on(7, 10) is more
-    monkeypatch.setattr("liger_aot.runtime.workspaces.REMEMBERED", 2)
+    monkeypatch.setattr("liger_aot.runtime.remembered.REMEMBERED", 2)
     assert words.on(9, 4) is words.on(9, 4) and words.on(7, 4) is not more
 
 

@@ -3,6 +3,7 @@ what is refused."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from hashlib import sha256
@@ -109,6 +110,17 @@ def test_functions_of_one_name(sm90: Packed) -> None:
     """Made by a factory: each by its own key."""
     function = sm90.function("made.<locals>.raised")
     assert len(function["cache_keys"]) == len(function["variants"]) == 2
+
+
+def test_what_a_function_is_told_by(sm90: Packed) -> None:
+    for name in sm90.manifest["functions"]:
+        function = sm90.function(name.rpartition(":")[2])
+        places, table = function["source_of"], function["sources"]
+        assert len(places) == len(function["cache_keys"]) and None not in places, name
+        assert len(set(places)) == len(places), "two keys of one source"
+        for place, source in enumerate(table):
+            assert all(isinstance(said, str) or said < place for said in source["names"].values())
+            assert "__liger_aot_main__" not in json.dumps(source)
 
 
 def test_the_wheel(sm90: Packed) -> None:

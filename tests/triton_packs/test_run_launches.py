@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import liger_aot.triton
@@ -28,12 +29,20 @@ pytest_plugins = ("tests.harness.launcher_fixtures", "tests.harness.triton_fixtu
 @pytest.fixture(autouse=True)
 def fresh_kernels() -> None:
     """No kernel from a test before."""
-    for fn in vars(kernels).values():
+    forget_hashes()
+    for fn in (*vars(kernels).values(), scaled):
         while not isinstance(fn, triton.JITFunction) and hasattr(fn, "fn"):
             fn = fn.fn
         if isinstance(fn, triton.JITFunction):
             fn.device_caches.clear()
             fn.pre_run_hooks.clear()
+
+
+def forget_hashes() -> None:
+    """Triton's, as in a new process."""
+    for fn in (*vars(kernels).values(), scaled):
+        if isinstance(fn, triton.JITFunction):
+            fn.hash, fn.used_global_vals = None, {}
 
 
 @pytest.fixture
@@ -49,9 +58,18 @@ def packed(tmp_path: Path, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch)
         folder = write_pack(tmp_path, misses, **manifest)
         monkeypatch.setenv(OVERRIDE, str(tmp_path))
         liger_aot.triton.use(missing=missing)
+        forget_hashes()
         return folder
 
     return install
+
+
+SCALE = tl.constexpr(2)
+
+
+@triton.jit
+def scaled(X):
+    tl.store(X, tl.load(X) * SCALE)
 
 
 def tensors(count: int) -> list[torch.Tensor]:
@@ -513,6 +531,58 @@ def test_a_function_whose_source_changed(packed: Any, triton_gpu: StandIn) -> No
         kernels.add._unsafe_update_src(source)
     launch()
     assert triton_gpu.launch_count == 1
+
+
+@pytest.mark.parametrize("sources", [True, False])
+def test_whose_hash_is_taken(packed: Any, triton_gpu: StandIn, sources: bool) -> None:
+    """Triton's only where the pack does not say what its functions are told by."""
+    x, y, z = tensors(3)
+    packed(lambda: kernels.add[(1,)](x, y, z, 60, BLOCK=32), sources=sources)
+    kernels.add[(1,)](x, y, z, 60, BLOCK=32)
+    assert (kernels.add.hash is None) == sources and triton_gpu.launch_count == 1
+
+
+@pytest.mark.parametrize("sources", [True, False])
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_global_is_compared_at_each_launch(
+    packed: Any, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch, sources: bool, repeated: bool
+) -> None:
+    """Also where Triton hashes the function later, when the global is another."""
+    (x,) = tensors(1)
+    hooks = [] if repeated else [lambda *arguments, **named: None]  # Triton's own run is taken then
+    monkeypatch.setattr(scaled, "pre_run_hooks", hooks)
+    packed(lambda: scaled[(1,)](x), sources=sources)
+    scaled[(1,)](x)
+    scaled[(1,)](x)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "SCALE", tl.constexpr(3))
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"SCALE has changed since we compiled this kernel, from .*2.* to .*3"
+            ):
+                scaled[(1,)](x)
+            _ = scaled.cache_key
+    assert triton_gpu.launch_count == 2
+
+
+def test_a_kernel_that_is_compiled_has_a_hash_of_its_own(
+    packed: Any, triton_gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (x,) = tensors(1)
+    key = scaled.cache_key
+    packed(lambda: scaled[(1,)](x), missing="compile")
+    scaled[(1,)](x)
+    assert scaled.hash is None
+    keys = []
+
+    def compiled(src: Any, **more: Any) -> Any:
+        keys.append(src.fn.cache_key)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scaled, "compile", compiled)
+    with pytest.raises(KeyboardInterrupt):
+        scaled[(1,)](x.half())
+    assert keys == [key]
 
 
 @pytest.mark.parametrize("missing", ["warn", "compile"])

@@ -9,7 +9,7 @@
  *   T F          a bool
  *   1 j J u      an int: 1; of 32, 64 and 64 unsigned bits. Divisible by 16: in upper case, which are k K U
  *   f            a float
- *   t a          a tensor: its dtype and device follow; its address is divisible by 16 or not (a)
+ *   t a          a tensor: its dtype follows; its address is divisible by 16 or not (a)
  * and for a constant its value: N T F, i an int, d a float, s a text, p one of Triton's dtypes.
  * Options of the call follow, each behind an o and its number. */
 #include "module.h"

@@ -21,6 +21,7 @@ from liger_aot.models.masks import (
     sequences_of,
 )
 from liger_aot.models.paged import NAME, register_paged
+from liger_aot.ops.op import autocast_dtype
 from liger_aot.ops.registry import load, names
 
 HALF = (torch.bfloat16, torch.float16)
@@ -231,10 +232,8 @@ def _half(module: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     """float32 comes from norms or rotary embeddings that are kept in it; the op has none."""
     if tensors[0].dtype != torch.float32 or not isinstance(module, nn.Module):
         return tensors
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
         weights = (m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear))
         dtype = next(weights, torch.float32)
     return tuple(t.to(dtype) for t in tensors) if dtype in HALF else tensors

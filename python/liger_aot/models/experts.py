@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_aot.errors import PatchError
 from liger_aot.models import modules
 from liger_aot.models.paged import NAME
-from liger_aot.ops.op import PLAIN
+from liger_aot.ops.op import PLAIN, autocast_dtype
 from liger_aot.ops.registry import load
 
 OTHERS = "grouped_mm"  # Transformers' implementation of experts that the op is not for, and its default
@@ -64,5 +64,5 @@ def _is_plain(module: Any, x: Tensor) -> bool:
         x.dim() == 2
         and all(type(w) in PLAIN and w.dtype == x.dtype and w.dim() == 3 for w in weights)
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and not torch.is_autocast_enabled(x.device.type)
+        and autocast_dtype(x) is None
     )

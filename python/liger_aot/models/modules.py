@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from liger_aot.models.fitting import fitting
 from liger_aot.models.shards import by_shards
-from liger_aot.ops.op import PLAIN, PLAIN_OR_NONE
+from liger_aot.ops.op import PLAIN, PLAIN_OR_NONE, autocast_dtype
 from liger_aot.ops.registry import load
 
 Forward = Callable[..., Any]
@@ -95,8 +95,8 @@ def layer_norm_1p(plain: Forward) -> Forward:
     def forward(self: Any, input: Tensor) -> Any:
         if type(self.weight) not in PLAIN:
             return plain(self, input)
-        if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
+        if (dtype := autocast_dtype(input)) is not None:
+            input = input.to(dtype)
         return op(input, fitting(self.weight + 1.0, input), fitting(self.bias, input), eps=self.eps)
 
     return forward

@@ -21,11 +21,12 @@ from torch.compiler import is_dynamo_compiling
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops import guards
 from liger_aot.ops.arguments import Schema
-from liger_aot.ops.guards import Way
+from liger_aot.ops.guards import Way, needs_gradient
 from liger_aot.ops.op import Op, as_rows, check_tensor, plain_torch
 from liger_aot.ops.torch_library import register
-from liger_aot.runtime.dispatch import REMEMBERED, Runtimes
+from liger_aot.runtime.dispatch import Runtimes
 from liger_aot.runtime.layout import INDIRECT, NEEDS_GRADIENT, OTHER_SETTINGS, rows_of, traits
+from liger_aot.runtime.remembered import REMEMBERED
 
 # Each a tensor or None: an optional argument, a gradient that is not there.
 Tensors = tuple[Any, ...]
@@ -94,12 +95,10 @@ class DifferentiableOp(Op):
     writes: ClassVar[tuple[str, ...]] = ()  # arguments that every call writes: see InPlaceOp
     # Argument -> an earlier one whose gradient is also its own.
     same_gradient: ClassVar[Mapping[str, str]] = {}
-    contiguous: ClassVar[bool] = (
-        True  # whether all results are; else they lie in memory as the references' do
-    )
-    twice: ClassVar[bool] = (
-        True  # whether the reference computes what the op does, so that torch can follow it
-    )
+    # Whether all results are; else they lie in memory as the references' do.
+    contiguous: ClassVar[bool] = True
+    # Whether the reference computes what the op does, so that torch can follow it.
+    twice: ClassVar[bool] = True
     function: ClassVar[type[Function]] = _Function  # takes (op, settings, out, *tensors)
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
@@ -180,6 +179,8 @@ class DifferentiableOp(Op):
                     settings = self._checked(settings)
                 if found & NEEDS_GRADIENT and is_grad_enabled():
                     return self._with_gradient(tensors, settings, out)
+            if out is not None:
+                guards.check_versions(self.name, self.tensors, tensors, out)
             results = self.run_forward(tensors, settings, False, out)
         except Exception:
             return self._instead(tensors, settings, out)
@@ -192,6 +193,7 @@ class DifferentiableOp(Op):
             return self.in_torch(tensors, settings, out)
         if out is not None:
             self.check(tensors, settings)
+            guards.check_versions(self.name, self.tensors, tensors, out)
             check_writable(self, tensors, out)
         return self.function.direct(self, settings, out, *tensors)
 
@@ -367,10 +369,6 @@ class DifferentiableOp(Op):
         """Whether a call with these tensors is the plain-torch reference's: on the CPU, or with nothing to compute."""
         first: Tensor = next(t for t in tensors if t is not None)
         return self._own.of(first, self.tensors[0].rstrip("?")) is None or not first.numel()
-
-
-def needs_gradient(tensors: Sequence[Any]) -> bool:
-    return any(getattr(t, "requires_grad", False) for t in tensors)
 
 
 def check_writable(op: DifferentiableOp, tensors: Tensors, out: Sequence[Tensor]) -> None:

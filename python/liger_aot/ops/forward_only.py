@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from liger_aot.errors import ArgumentError
 from liger_aot.ops import guards
-from liger_aot.ops.differentiable import DifferentiableOp, Tensors, needs_gradient
+from liger_aot.ops.differentiable import DifferentiableOp, Tensors
+from liger_aot.ops.guards import needs_gradient
 
 
 class ForwardOnlyOp(DifferentiableOp):
@@ -59,8 +59,4 @@ class ForwardOnlyOp(DifferentiableOp):
         return ()
 
     def _refuse_gradient(self) -> None:
-        other = f", or use {self.instead}" if self.instead else ""
-        raise ArgumentError(
-            f"{self.name}: a gradient is needed, and {self.no_gradient}: call it under torch.no_grad() or with tensors "
-            f"that do not require a gradient{other}"
-        )
+        raise guards.no_gradient(self.name, self.no_gradient, self.instead)

@@ -20,7 +20,7 @@ from torch._C._functorch import maybe_get_level as level_of
 from torch._C._functorch import unwrap_if_dead
 from torch.autograd import forward_ad
 
-from liger_aot.errors import ArgumentTypeError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.op import PLAIN
 from liger_aot.runtime.layout import INDIRECT, traits
 
@@ -67,7 +67,7 @@ TABLE = (
     Row("version counter", Way.DIRECT, None, "whatever is written in place is passed to op.written"),
     Row("grad mode", Way.DIRECT, None, "asked where a tensor requires a gradient; in a backward it is create_graph"),
     Row("autocast", Way.DIRECT, None, "kernels take dtypes as they are; references run without it (op.plain_torch)"),
-    Row("inference tensor", Way.DIRECT, None, "it has no version; torch refuses to save it for a backward"),
+    Row("inference tensor", Way.DIRECT, None, "torch saves it for no backward; check_versions sees what is written"),
     Row("other stream", Way.DIRECT, None, "memory and launches are those of torch's current stream"),
     Row("deterministic mode", Way.DIRECT, None, "attention's backward asks for it; all else is deterministic"),
     Row("function mode", Way.DIRECT, None, "it sees the calls of torch's functions alone; no result depends on it"),
@@ -94,6 +94,31 @@ def check_plain(op: str, **tensors: Any) -> None:
         for name, t in tensors.items():
             if (row := row_of((t,))) is not None:
                 raise ArgumentTypeError(f"{op}: {name} must be a plain tensor, got one with: {row.name}")
+
+
+def check_versions(op: str, names: Sequence[str], tensors: Sequence[Any], out: Sequence[Tensor]) -> None:
+    """ArgumentError where a tensor of inference mode would be written outside of it: it has no version that could say
+    so, and torch's own operators refuse it. ``out`` may be arguments: ``tensors``, called ``names``."""
+    for to in out:
+        if to.is_inference() and not torch.is_inference_mode_enabled():
+            found = (name.rstrip("?") for name, t in zip(names, tensors, strict=True) if t is to)
+            raise ArgumentError(
+                f"{op}: {next(found, 'out')} was made in inference mode: outside of torch.inference_mode() it can't be "
+                "overwritten; a clone can"
+            )
+
+
+def no_gradient(op: str, reason: str, instead: str = "") -> ArgumentError:
+    """The error of an op without a backward where a gradient is needed."""
+    other = f", or use {instead}" if instead else ""
+    return ArgumentError(
+        f"{op}: a gradient is needed, and {reason}: call it under torch.no_grad() or with tensors that do not require "
+        f"a gradient{other}"
+    )
+
+
+def needs_gradient(tensors: Sequence[Any]) -> bool:
+    return any(getattr(t, "requires_grad", False) for t in tensors)
 
 
 def plain(tensors: Sequence[Any]) -> tuple[Any, ...]:

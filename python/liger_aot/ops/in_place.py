@@ -52,8 +52,9 @@ class InPlaceOp(ForwardOnlyOp):
         self.check(tensors, settings)
         if not self.on_reference(tensors):
             return self.run_forward(tensors, settings, keep, out)  # the device is bound now
-        with plain_torch():
-            self.write_in_torch(*tensors, *settings)
+        if not tensors[0].is_meta:  # there is nothing to write, and what is written depends on values
+            with plain_torch():
+                self.write_in_torch(*tensors, *settings)
         return self.overwritten(tensors)
 
     def through_library(
@@ -90,8 +91,15 @@ def check_writable(op: str, argument: str, x: Tensor) -> None:
 
 def share_an_element(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have memory in common. Exact for two of the same shape, strides and dtype whose own elements
-    share none; else whether the ranges of their addresses meet."""
-    if not a.numel() or not b.numel() or a.data_ptr() >= end_of(b) or b.data_ptr() >= end_of(a):
+    share none; else whether the ranges of their addresses meet. Those on meta have none."""
+    if (
+        not a.numel()
+        or not b.numel()
+        or a.is_meta
+        or b.is_meta
+        or a.data_ptr() >= end_of(b)
+        or b.data_ptr() >= end_of(a)
+    ):
         return False
     if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
         return True

@@ -146,6 +146,12 @@ def plain_torch(differentiable: bool = False) -> Iterator[None]:
         yield
 
 
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """What autocast makes of the input of a matrix product where t is; None where it is off. There is none on meta."""
+    kind = t.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
 def written(*tensors: Tensor) -> None:
     """Tell autograd of what a kernel writes in place: who saved it for a backward must learn of it, under no_grad, too.
     Those of inference mode have no version to count."""

@@ -24,8 +24,9 @@ from liger_aot.errors import (
 from liger_aot.runtime.layout import CPU, CUDA, ROCM
 from liger_aot.runtime.locks import new_lock
 from liger_aot.runtime.manifest import OpManifest, Variant
+from liger_aot.runtime.remembered import remember
+from liger_aot.runtime.workspaces import StreamWorkspace
 
-REMEMBERED = 1024  # sizes a kernel keeps the variant of
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 CODE_NAMES = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e4m3fnuz: "fp8e4b8", torch.int8: "i8"}
 _NAMES = {**DTYPE_NAMES, **CODE_NAMES}
@@ -119,7 +120,7 @@ class KernelOn:
         loaded = found[i]
         if loaded is None:
             loaded = found[i] = self._load(names[i])
-        return self.remember((*key, n), loaded)
+        return remember(self.recent, (*key, n), loaded)
 
     def for_rows(self, key: tuple[Any, ...], n: int, rows: int) -> Loaded:
         """As a call, for a problem of ``rows`` rows: some binaries are for few. ``recent`` has it as (*key, n, rows),
@@ -130,15 +131,8 @@ class KernelOn:
             return known
         for bound, most, name in self._few.get(key, ()):
             if rows <= most and (bound is None or n <= bound):
-                return self.remember((*key, n, rows), self._load(name))
-        return self.remember((*key, n, rows), self(key, n))
-
-    def remember(self, key: tuple[Any, ...], loaded: Loaded) -> Loaded:
-        """``loaded``, which ``recent`` has under this key from now on."""
-        if len(self.recent) >= REMEMBERED:
-            self.recent.clear()
-        self.recent[key] = loaded
-        return loaded
+                return remember(self.recent, (*key, n, rows), self._load(name))
+        return remember(self.recent, (*key, n, rows), self(key, n))
 
     def numbers(self, key: tuple[Any, ...], n: int) -> Mapping[str, int]:
         """The launch numbers of a call's variant, which is not loaded for that."""
@@ -198,12 +192,17 @@ class OpOn:
         self.kernels = {name: KernelOn(name, manifest, self._load) for name in manifest.kernels}
         self.stream = driver.stream
         self.tensor_map: Callable[..., Any] | None = getattr(driver, "tensor_map", None)  # CUDA's alone
-        self.plans: dict[Any, Any] = {}  # what the op's host code worked out for a problem and keeps
+        self.plans: dict[Any, Any] = {}  # what the op's host code worked out for a problem: see ``remember``
+        self.workspaces: dict[str, StreamWorkspace] = {}
 
     def preload(self) -> None:
         """Load every binary onto the device, so that no later call loads one."""
         for name in self._manifest.variants:
             self._load(name).kernel.prepare(self.device)
+
+    def workspace(self, name: str, device: torch.device) -> StreamWorkspace:
+        """Memory that launches leave for the next, as long as the op is bound: captured graphs use it."""
+        return self.workspaces.get(name) or self.workspaces.setdefault(name, StreamWorkspace(device))
 
     def _load(self, name: str) -> Loaded:
         with self._lock:

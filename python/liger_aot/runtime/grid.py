@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
+from liger_aot.runtime.dispatch import Loaded, OpOn
+from liger_aot.runtime.remembered import remember
 
 
 def programs_of(on: OpOn, loaded: Loaded, rows: int) -> int:
@@ -29,10 +30,7 @@ def persistent(on: OpOn, loaded: Loaded, rows: int) -> tuple[int, int, int]:
     else:
         steps = -(-rows // loaded.rows)
         groups = max(1, min(numbers["programs_per_multiprocessor"] * on.multiprocessors // split, steps))
-    if len(on.plans) >= REMEMBERED:
-        on.plans.clear()
-    on.plans[(loaded, rows)] = found = (groups * split, groups, split)
-    return found
+    return remember(on.plans, (loaded, rows), (groups * split, groups, split))
 
 
 def with_split_rows(on: OpOn, kernel: str, split: str, key: tuple[Any, ...], n: int, rows: int) -> Loaded:
@@ -42,7 +40,7 @@ def with_split_rows(on: OpOn, kernel: str, split: str, key: tuple[Any, ...], n: 
     rows = min(rows, whole.many_rows)
     if rows < whole.many_rows and splitting is not None and splitting.serves(key):  # noqa: SIM102 (as it is read)
         if splits_rows(splitting.numbers(key, n), n, rows):
-            return whole.remember((*key, n, rows), splitting(key, n))
+            return remember(whole.recent, (*key, n, rows), splitting(key, n))
     return whole.for_rows(key, n, rows)
 
 

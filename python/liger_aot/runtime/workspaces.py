@@ -7,8 +7,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from liger_aot.runtime.dispatch import REMEMBERED
 from liger_aot.runtime.locks import new_lock
+from liger_aot.runtime.remembered import remember
 
 NUMBERS = 1 << 31
 PER_THREAD_STREAM = 2  # CUDA's handle of "this thread's default stream", which is another one in each thread
@@ -48,9 +48,8 @@ class StreamWorkspace:
             return self._zeros(least)
         kept = self._by_stream.get(stream)
         if kept is None or kept.numel() < least:
-            if len(self._by_stream) >= REMEMBERED:  # streams come and go
-                self._by_stream.clear()  # memory of the stream that uses it: launches on it come before its next use
-            kept = self._by_stream[stream] = self._zeros(least)
+            # Streams come and go. Memory that is given up is its stream's: launches on it come before its next use.
+            kept = remember(self._by_stream, stream, self._zeros(least))
         return kept
 
     def prepare(self) -> None:

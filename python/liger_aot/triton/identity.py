@@ -46,13 +46,15 @@ def variant(
     constants: Mapping[Any, Any],
     attrs: Mapping[Any, Any],
     given: Mapping[str, Any],
+    cache_key: str | None = None,
 ) -> Variant:
-    """The variant of a JITFunction that ``_do_compile`` is called for; NotData where a constant can't be data."""
+    """The variant of a JITFunction that ``_do_compile`` is called for; NotData where a constant can't be data.
+    Triton computes the function's key unless it is given, which takes milliseconds."""
     kept = [(list(path), [a for a in found if a[0] != RANGE]) for path, found in attrs.items()]
     return Variant(
         module=fn.fn.__module__,
         qualname=fn.fn.__qualname__,
-        cache_key=fn.cache_key,
+        cache_key=fn.cache_key if cache_key is None else cache_key,
         gluon=fn.is_gluon(),
         signature=[[name, encode(kind)] for name, kind in signature.items()],
         constants=sorted([list(path), encode(value)] for path, value in constants.items()),

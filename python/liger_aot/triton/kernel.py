@@ -15,12 +15,13 @@ from triton.compiler.compiler import AsmDict, CompiledKernel
 from liger_aot.errors import PackDamaged
 from liger_aot.triton.packs import Binary, TritonPack
 from liger_aot.triton.seams import Miss
+from liger_aot.triton.sources import Kept, check_kept
 
 
 class PackedKernel(CompiledKernel):  # type: ignore[misc]
     """What ``triton.compile`` would have returned. Its one stage is the binary: a pack keeps no IR."""
 
-    def __init__(self, miss: Miss, pack: TritonPack, binary: Binary) -> None:
+    def __init__(self, miss: Miss, pack: TritonPack, binary: Binary, kept: Kept | None = None) -> None:
         backend = miss.fn.device_caches[miss.device][3]
         target = GPUTarget(pack.target["backend"], pack.target["arch"], pack.target["warp_size"])
         fields = {**binary.metadata, "target": target, "hash": binary.identity}
@@ -39,6 +40,7 @@ class PackedKernel(CompiledKernel):  # type: ignore[misc]
         self._module_pid = None
         self.function = None
         self._run = None
+        self.kept = kept or []  # globals that the kernel was made with
         self._loading = RLock()
 
     @property
@@ -58,7 +60,10 @@ class PackedKernel(CompiledKernel):  # type: ignore[misc]
                     raise
 
     def launch_metadata(self, grid: Any, stream: int, *args: Any) -> Any:
-        """What hooks are called with; nothing where there is none, for which Triton makes it all the same."""
+        """What hooks are called with; nothing where there is none, for which Triton makes it all the same. Triton asks
+        for it before each launch, and compares globals shortly before, if it has hashed the function's source."""
+        if self.kept:
+            check_kept(self.kept)
         runtime = knobs.runtime
         if _is_empty(runtime.launch_enter_hook) and _is_empty(runtime.launch_exit_hook):
             return None

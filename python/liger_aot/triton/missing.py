@@ -6,30 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 from liger_aot.triton.identity import RANGE, Variant
-from liger_aot.triton.packs import TritonPack
+from liger_aot.triton.packs import Function, TritonPack
+from liger_aot.triton.sources import Changed, Same
 from liger_aot.triton.values import plain
 
 _MOST = 8  # differences that a message names
 
 
-def describe(variant: Variant, packs: Sequence[TritonPack], problems: Sequence[str]) -> str:
-    """Why none of the packs has this variant."""
-    found = [(pack, function) for pack in packs if (function := pack.function(variant.function)) is not None]
+def describe(
+    variant: Variant,
+    packs: Sequence[TritonPack],
+    found: Sequence[tuple[TritonPack, Function, Same | Changed]],
+    problems: Sequence[str],
+) -> str:
+    """Why none of the packs has this variant. ``found``: those that have its function, and whether it is the same."""
     if not found:
         used = ", ".join(map(str, packs)) or "none"
         reasons = [f"no pack has the function; packs in use: {used}", *problems]
         return f"{variant.function}: " + "; ".join(left_out(variant.function, packs) or reasons)
-    same = [(pack, function) for pack, function in found if variant.cache_key in function.cache_keys]
+    same = [(pack, function, told.cache_key) for pack, function, told in found if isinstance(told, Same)]
     if not same:
-        pack, function = found[0]
-        return (
-            f"{variant.function}: it has changed since pack {pack} was built: its own source, that of a function that "
-            f"it calls, or a global that it reads (hash {variant.cache_key[:16]}, the pack has "
-            f"{', '.join(key[:16] for key in function.cache_keys[:3])})"
-        )
+        pack, _, told = found[0]
+        assert isinstance(told, Changed)
+        return f"{variant.function}: it has changed since pack {pack} was built: {told.why}"
     nearest = min(
-        ((differences(variant, binary), str(pack)) for pack, f in same for binary in f.all_binaries()
-         if binary.cache_key == variant.cache_key),
+        ((differences(variant, binary), str(pack)) for pack, f, key in same for binary in f.all_binaries()
+         if binary.cache_key == key),
         key=lambda one: len(one[0]),
         default=None,
     )  # fmt: skip
@@ -39,7 +41,7 @@ def describe(variant: Variant, packs: Sequence[TritonPack], problems: Sequence[s
     if not differing:
         return f"{variant.function}: pack {pack_name} has it for tensors below 2 GiB; one of this call's is larger"
     shown = "; ".join(differing[:_MOST]) + ("; ..." if len(differing) > _MOST else "")
-    count = sum(len(function.identities) for _, function in same)
+    count = sum(len(function.identities) for _, function, _ in same)
     return f"{variant.function}: none of {count} variants fits. The nearest, of pack {pack_name}, differs: {shown}"
 
 

@@ -31,6 +31,7 @@ from liger_aot.runtime.manifest import (
     shown,
 )
 from liger_aot.runtime.packs import Device, namespace_folders, own_arch
+from liger_aot.triton.sources import Source
 
 NAMESPACE = "liger_aot_triton_packs"
 GROUP = "liger_aot.triton_packs"  # of entry points, for packs that lie inside a project's own package
@@ -70,6 +71,8 @@ class Function:
         if raw.get("function") != name:
             raise PackDamaged(path, f"function is {shown(raw.get('function'))}, the manifest says {name}")
         self.cache_keys = tuple(checked_strings(path, raw, "cache_keys"))
+        self.sources = self._checked_sources(raw.get("sources", []))
+        self.source_of = self._checked_places(raw.get("source_of", [None] * len(self.cache_keys)))
         self._metadata = checked_object(path, raw.get("metadata"), "metadata")
         self._variants = checked_object(path, raw.get("variants"), "variants")
         tuners = raw.get("tuners", [])
@@ -141,6 +144,29 @@ class Function:
             given=checked_object(self.path, raw.get("given"), where + "given"),
             metadata=metadata,
         )
+
+    def _checked_sources(self, raw: Any) -> tuple[Source, ...]:
+        """What the functions are told by that these binaries were made of, those that a function calls before it."""
+        if not isinstance(raw, list):
+            raise PackDamaged(self.path, f"sources is {shown(raw)}, expected a list")
+        for place, one in enumerate(raw):
+            where = f"sources.{place}."
+            source = checked_object(self.path, one, where)
+            for key in ("text", "kind", "noinline"):
+                checked_field(self.path, source, key, str, where)
+            checked_count(self.path, source, "line", where)
+            names = checked_object(self.path, source.get("names"), where + "names")
+            if not all(type(n) is str or (type(n) is int and 0 <= n < place) for n in names.values()):
+                raise PackDamaged(self.path, f"{where}names has {shown([*names.values()])}")
+            if not all(path.rpartition(".")[0] in names for path in names if "." in path):
+                raise PackDamaged(self.path, f"{where}names has an attribute of a name that it lacks")
+        return tuple(raw)
+
+    def _checked_places(self, raw: Any) -> Mapping[str, int | None]:
+        fits = isinstance(raw, list) and len(raw) == len(self.cache_keys)
+        if not fits or not all(p is None or (type(p) is int and 0 <= p < len(self.sources)) for p in raw):
+            raise PackDamaged(self.path, f"source_of is {shown(raw)}")
+        return dict(zip(self.cache_keys, raw, strict=True))
 
     def _pair(self, value: Any, where: str) -> tuple[int, int]:
         numbers = (

@@ -10,7 +10,7 @@ looks at the size of memory, too).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from inspect import Parameter
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class _Calls:
         parameters = list(fn.signature.parameters.values())
         has_default = [p.default is not Parameter.empty for p in parameters]
         self.places = {name: i for i, name in enumerate(self.names)}
-        for option in sorted(option_names() - set(_LEFT_TO_TRITON)):
+        for option in _options():
             self.places.setdefault(option, len(self.places))
         self.flags = bytes(
             _IS_CONSTANT * bool(param.is_constexpr) + _HAS_DEFAULT * default
@@ -113,6 +113,9 @@ def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
         for (name, _), (value, where) in self.used_global_vals.items():
             if where.get(name, absent) != value:
                 return plain(self, *args, grid=grid, warmup=warmup, **kwargs)  # which says so
+        for name, where, value in kernel.kept:
+            if where.get(name, absent) != value:
+                return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
         if callable(grid):
             grid = grid(dict(zip(calls.names, values, strict=True)))
         size = len(grid)
@@ -122,6 +125,11 @@ def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
         return kernel
 
     return run
+
+
+@cache
+def _options() -> tuple[str, ...]:
+    return tuple(sorted(option_names() - set(_LEFT_TO_TRITON)))
 
 
 def _no_key(*arguments: Any) -> None:

@@ -11,7 +11,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from liger_aot.errors import ArgumentError, KernelNotInPack, PackNotFound
-from liger_aot.triton import identity, missing, packs, seams
+from liger_aot.triton import identity, missing, packs, seams, sources
 from liger_aot.triton.tuners import Tuners
 from liger_aot.triton.values import NotData
 
@@ -93,19 +93,24 @@ class _Running:
 
         used, problems = self.serving(miss.device)
         try:
-            variant = identity.variant(miss.fn, miss.signature, miss.constants, miss.attrs, miss.given)
+            anyone = identity.variant(miss.fn, miss.signature, miss.constants, miss.attrs, miss.given, "")
         except NotData as error:
             name = f"{miss.fn.fn.__module__}:{miss.fn.fn.__qualname__}"
             return self._miss(f"{name}: no pack can have it: one of its constants is {error}")
         ranged = {tuple(path) for path in identity.ranged(miss.attrs)}
+        found = []
         for pack in used:
-            function = pack.function(variant.function)
-            binary = None if function is None else function.binary(variant.name, ranged)
-            if binary is not None:
-                with self._lock:
-                    self.loaded += 1
-                return PackedKernel(miss, pack, binary)
-        return self._miss(missing.describe(variant, used, problems))
+            if (function := pack.function(anyone.function)) is None:
+                continue
+            told = sources.told(miss.fn, function)
+            if not isinstance(told, sources.Changed):
+                variant = anyone._replace(cache_key=told.cache_key)
+                if (binary := function.binary(variant.name, ranged)) is not None:
+                    with self._lock:
+                        self.loaded += 1
+                    return PackedKernel(miss, pack, binary, told.kept)
+            found.append((pack, function, told))
+        return self._miss(missing.describe(anyone, used, found, problems))
 
     def _miss(self, text: str) -> None:
         with self._lock:
@@ -187,8 +192,8 @@ def _find(miss: seams.Miss) -> Any:
     running = _running
     if running is None:
         return None
-    # Triton hashes a function's source by its syntax tree, whose thousands of objects would have Python look through
-    # all that the process holds for garbage, more than once.
+    # What is read from a pack, and where Triton hashes a function's source its syntax tree, are thousands of objects,
+    # for which Python would look through all that the process holds for garbage, more than once.
     collects = gc.isenabled()
     gc.disable()
     try:

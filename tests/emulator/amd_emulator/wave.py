@@ -68,9 +68,8 @@ class Wave:
         self.vectors = np.full((2 * FIRST_ACCUMULATOR, size), POISON, np.uint32)
         self.floats = self.vectors.view(np.float32)
         self.scc = 0
-        self.saturates = (
-            False  # FP16_OVFL of MODE: conversions to 16 and 8 bits overflow to the largest value
-        )
+        # FP16_OVFL of MODE: conversions to 16 and 8 bits overflow to the largest value.
+        self.saturates = False
         self.pc = 0
         self.done = False
         self.signalled = False

@@ -36,6 +36,7 @@ class Problem(NamedTuple):
     splits: int | None = None
     cache: torch.dtype | None = None  # of the caches, where it is not ``dtype``
     per_head: bool = False  # scales of each head; else one for all
+    unscaled: str = ""  # "k" or "v" has none
     halves: bool = False  # both caches are halves of one tensor, heads before rows
 
     def tensors(self, seed: int = 0, device: str = "cpu") -> list[Any]:
@@ -70,6 +71,7 @@ class Problem(NamedTuple):
         if self.cache is not None:
             of = self.kv_heads if self.per_head else 1
             scales = [torch.rand(of, device=device, generator=generator) + 0.5 for _ in range(2)]
+            scales = [None if name == self.unscaled else t for name, t in zip("kv", scales, strict=True)]
         return [q, *kv, starts_of(self.queries).to(device), lengths, table, sinks, *scales]
 
     def _caches(self, pages: int, device: str) -> tuple[Tensor, Tensor]:
@@ -205,9 +207,9 @@ SMALL_FP8 = (
     Problem(4, 2, (1, 2, 0), (70, 33, 9), 64, per_head=True, splits=2, behind=1),
     Problem(2, 1, (20, 1), (45, 20), 64, FP16, page=32, window=(9, 0)),
     Problem(2, 2, (1, 3), (30, 20), 128, FP16, softcap=5.0, sinks=True),
-    Problem(2, 1, (30,), (47,), 112, halves=True),
+    Problem(2, 1, (30,), (47,), 112, halves=True, unscaled="v"),
     Problem(1, 1, (1,), (40,), 256, splits=2),
-    Problem(2, 2, (17, 1), (20, 30), 208, FP16, per_head=True),
+    Problem(2, 2, (17, 1), (20, 30), 208, FP16, per_head=True, unscaled="k"),
 )
 EMPTY = (
     Problem(2, 1, (), (), 64, behind=5),

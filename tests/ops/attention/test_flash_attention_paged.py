@@ -189,6 +189,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "k_scale of others": (
         {"k_cache": CODES, "v_cache": CODES, "v_scale": torch.ones(4)}, ArgumentError, r"one element or .* .2,."
     ),
+    "two kinds of scales": (
+        {"k_cache": CODES, "v_cache": CODES, "k_scale": torch.ones(2), "v_scale": torch.ones(1)},
+        ArgumentError,
+        "v_scale must have as many elements as k_scale, 2, got 1",
+    ),
     "out": ({"out": Q[:, :2]}, ArgumentError, "out must have q's shape"),
     "out in half": ({"out": Q.half()}, ArgumentTypeError, "out must be of q's dtype"),
     "gradient": ({"q": Q.clone().requires_grad_()}, ArgumentError, "attention to a cache has none"),
@@ -215,7 +220,9 @@ def test_gradients_are_no_matter_under_no_grad() -> None:
 def test_fp8_that_a_gpu_lacks(arch: str, dtype: torch.dtype) -> None:
     op, _ = recorded(FlashAttentionPaged, tables_of(arch))
     codes = K.to(dtype)
-    with pytest.raises(ArgumentTypeError, match=f"{NAME}: this GPU's kernels read no cache of {dtype}"):
+    with pytest.raises(
+        ArgumentTypeError, match=f"{NAME}: this GPU does not convert k_cache's dtype {str(dtype)[6:]}:"
+    ):
         op(**{**GOOD, "k_cache": codes, "v_cache": codes})
 
 
@@ -475,7 +482,7 @@ def test_warp_specialized(seed: int, nan_memory: None) -> None:
     check(op, problem, REFERENCE, seed=seed)
     on = op._own.of(torch.empty(1), "q")
     assert FORWARD in {name.partition("-")[0] for name in on._loaded}
-    assert on.plans["counters"].on(0, 1).tolist() == [0]
+    assert on.workspaces["counters"].on(0, 1).tolist() == [0]
 
 
 # Few queries of each sequence, by the kernel for those: as SMALL, with more blocks than stages, tiles of one sequence

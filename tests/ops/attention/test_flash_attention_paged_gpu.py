@@ -11,11 +11,10 @@ from liger_aot.errors import ArgumentError
 from liger_aot.ops.attention._paged import NAME
 from liger_aot.ops.attention.flash_attention_paged import FlashAttentionPaged
 from liger_aot.runtime.packs import pack_for
+from tests.harness.gpu_fp8 import fp8_of_gpu
 from tests.ops.attention.paged_cases import (
     BF16,
-    E4M3,
     EMPTY,
-    FNUZ,
     FP16,
     SMALL,
     SMALL_FP8,
@@ -74,17 +73,6 @@ def test_cases(op: FlashAttentionPaged, allowed: dict[str, float], dim: int, poi
             check(op, problem, allowed, seed=seed, device="cuda")
 
 
-def fp8() -> torch.dtype:
-    """That of this GPU; a skip where it has none."""
-    if torch.version.hip:
-        found = torch.cuda.get_device_properties(0).gcnArchName.startswith("gfx942")
-    else:
-        found = torch.cuda.get_device_capability()[0] == 9
-    if not found:
-        pytest.skip("this GPU's pack reads no cache of fp8")
-    return FNUZ if torch.version.hip else E4M3
-
-
 @pytest.mark.parametrize("seed", range(len(SMALL_FP8) + 3))
 def test_fp8_caches(op: FlashAttentionPaged, allowed: dict[str, float], seed: int, poisoned: None) -> None:
     large = (
@@ -92,7 +80,7 @@ def test_fp8_caches(op: FlashAttentionPaged, allowed: dict[str, float], seed: in
         Problem(64, 8, (1,) * 5, (4000, 3, 2500, 0, 1999), 128, FP16, halves=True),
         Problem(8, 1, (300, 2), (2000, 1777), 64, page=16, window=(500, 0), softcap=9.0, sinks=True),
     )
-    problem = (*SMALL_FP8, *large)[seed]._replace(cache=fp8())
+    problem = (*SMALL_FP8, *large)[seed]._replace(cache=fp8_of_gpu())
     check(op, problem, allowed, seed=seed, device="cuda")
 
 

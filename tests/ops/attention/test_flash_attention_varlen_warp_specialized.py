@@ -244,7 +244,7 @@ def test_results(pack: Pack, seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     check_sequences(op, problem, REFERENCE, seed)
     on = op._own.of(torch.empty(1), "q")
     assert {name.partition("-")[0] for name in on._loaded} == {KERNEL}
-    assert on.plans["counters"].on(0, 1).tolist() == [0]
+    assert on.workspaces["counters"].on(0, 1).tolist() == [0]
 
 
 def check_sequences(op: Any, problem: Problem, allowed: Mapping[str, float], seed: int) -> None:

@@ -30,6 +30,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = BF16
     cache: str = "same"
     scales: str = "none"
+    unscaled: str = ""  # "k" or "v" has none
     pages: int = 3
     page_size: int = 4
     layout: str = "2NHD"
@@ -104,7 +105,8 @@ def drawn(problem: Problem, fp8: torch.dtype, seed: int = 0, device: str = "cpu"
     if p.scales != "none" and p.cache == "fp8":
         shapes = {"one": (2,), "head": (2, p.heads), "token": (2, p.pages, p.page_size, p.heads)}
         scales = torch.exp2(torch.randn(shapes[p.scales], generator=generator) - 4).to(device)
-        given |= {"k_scale": scales[0], "v_scale": scales[1]}
+        both = zip("kv", scales, strict=True)
+        given |= {f"{name}_scale": scale for name, scale in both if name != p.unscaled}
     return given
 
 
@@ -267,6 +269,8 @@ def small(op: str) -> list[Problem]:
         ]
         return [
             *found,
+            p._replace(cache="fp8", scales="head", unscaled="k"),
+            p._replace(cache="fp8", scales="head", unscaled="v"),
             p._replace(heads=1, page_size=1, pages=7, padding=3),
             p._replace(tokens=40, heads=3, page_size=16, pages=1, dim=80),  # contiguous, of one sequence
             p._replace(tokens=0),
@@ -291,6 +295,7 @@ def small(op: str) -> list[Problem]:
         *found,
         q._replace(cache="none", gated=True, dim=256, rotary=64, offset=1.0),
         q._replace(cache="fp8", scales="token", gated=True, dim=64, rotary=32, offset=1.0, layout="N2HND"),
+        q._replace(cache="fp8", scales="head", unscaled="k"),
         q._replace(tokens=3, padding=2, index=torch.int32),
         q._replace(cache="none", tokens=0),
         q._replace(cache="fp8", dim=6, rotary=2, shift=1, is_neox=False),

@@ -134,8 +134,15 @@ def test_shapes_that_do_not_fit() -> None:
     )
     _refused("write_kv_cache", {**good, "k_scale": scale[:1].expand(3)}, "k_scale must have one element")
     _refused("write_kv_cache", {**good, "k_scale": torch.ones(1, 1, 1)}, "k_scale must have one element")
-    _refused("write_kv_cache", {**good, "v_scale": torch.ones(1)}, "v_scale must have k_scale's shape")
-    _refused("write_kv_cache", {**good, "v_scale": None}, "v_scale must be given where k_scale is")
+    _refused("write_kv_cache", {**good, "v_scale": torch.ones(1)}, "v_scale must have as many elements as k")
+    strided = torch.ones(4)[::2]
+    _refused("write_kv_cache", {**good, "v_scale": strided}, r"v_scale must have k_scale's strides \(1,\)")
+    of_tokens = drawn(WRITE._replace(cache="fp8", scales="token"), E4M3FNUZ)
+    for lacking in ("k_scale", "v_scale"):
+        _refused("write_kv_cache", {**of_tokens, lacking: None}, f"{lacking} must be given where")
+    some = {"key_cache": cache[:1, :1], "value_cache": good["value_cache"][:1, :1]}
+    one = {"k_scale": torch.ones(1, 1, 2), "v_scale": torch.ones(2)}
+    _refused("write_kv_cache", {**good, **some, **one}, "v_scale must have k_scale's shape")
     _refused(
         "write_kv_cache", {**good, "k_scale": scale.double()}, "k_scale must be float32", ArgumentTypeError
     )

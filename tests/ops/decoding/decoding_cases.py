@@ -42,6 +42,7 @@ class Problem(NamedTuple):
     full: bool = False  # no cache_seqlens: lengths are the capacity
     fp8: bool = False  # a cache of codes, of the architecture's dtype; where it has none, as without
     scales: str = "none"  # of it: "one", or one a "head"
+    unscaled: str = ""  # "k" or "v" has none
 
     def tensors(self, seed: int = 0, device: str = "cpu", fp8: torch.dtype | None = None) -> Arguments:
         """NaN is where no key was written and before the window; entries of the block table for such are no pages."""
@@ -85,6 +86,7 @@ class Problem(NamedTuple):
                 scales = [
                     torch.exp2(torch.randn(count, device=device, generator=generator)) for _ in range(2)
                 ]
+                scales = [None if name == self.unscaled else t for name, t in zip("kv", scales, strict=True)]
         return q, *caches, None if self.full else lengths, table, sinks, *scales
 
     def _as_codes(self, cache: Tensor, fp8: torch.dtype) -> Tensor:
@@ -241,15 +243,17 @@ MORE_BINARIES = (
 FP8 = (
     Problem(8, 1, 1, 200, (200, 137, 1, 0), 64, fp8=True, scales="one"),
     Problem(6, 2, 3, 128, (101, 2), 128, FP16, page=32, sinks=True, fp8=True, scales="head"),
-    Problem(8, 2, 4, 150, (150, 3), 128, page=64, splits=3, softcap=5.0, fp8=True, scales="head"),
+    Problem(
+        8, 2, 4, 150, (150, 3), 128, page=64, splits=3, softcap=5.0, fp8=True, scales="head", unscaled="v"
+    ),
     Problem(3, 1, 1, 60, (60,), 128, splits=2, fp8=True),
     *(Problem(3, 1, 1, 60, (60,), dim, FP16, splits=2, fp8=True, scales="one") for dim in (64, 128, 256, 33)),
     *(Problem(3, 1, 1, 64, (60,), dim, page=16, splits=2, fp8=True) for dim in (64, 128, 256, 33)),
     *(Problem(3, 1, 1, 64, (60,), dim, FP16, page=16, fp8=True) for dim in (64, 256, 33)),
     *(Problem(3, 1, 1, 64, (60,), dim, fp8=True, shift=shift) for dim, shift in ((256, 0), (64, 1))),
     *(
-        Problem(18, 1, 1, 48, (48,), dim, dtype, page=page, fp8=True, scales="head")
-        for dim in (64, 128, 208, 100)
+        Problem(18, 1, 1, 48, (48,), dim, dtype, page=page, fp8=True, scales="head", unscaled=unscaled)
+        for dim, unscaled in ((64, ""), (128, "k"), (208, ""), (100, "v"))
         for dtype in (BF16, FP16)
         for page in (0, 16)
     ),

@@ -153,12 +153,6 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
         ArgumentError,
         r"v_scale must have one element or be of shape \(2,\)",
     ),
-    "one scale": (
-        (Q, K.to(E4M3), K.to(E4M3)),
-        {"k_scale": torch.ones(2)},
-        ArgumentError,
-        "v_scale must be given where k_scale is",
-    ),
     "two kinds of scales": (
         (Q, K.to(E4M3), K.to(E4M3)),
         {"k_scale": torch.ones(2), "v_scale": torch.ones(1)},

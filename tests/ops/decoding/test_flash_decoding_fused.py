@@ -37,7 +37,7 @@ def op_on_interpreter() -> FlashDecoding:
 
 def counters_of(op: FlashDecoding) -> torch.Tensor:
     """All in which programs counted."""
-    kept = op._own.on(-1).plans["counters"]._by_stream.values()
+    kept = op._own.on(-1).workspaces["counters"]._by_stream.values()
     return torch.cat([torch.zeros(1, dtype=torch.int64), *kept])
 
 
@@ -87,7 +87,7 @@ def test_pages_and_lengths_out_of_range() -> None:
 
 def planned(op: FlashDecoding, problem: Problem) -> Any:
     q, k, _, _, table = problem.tensors()[:5]
-    return plan_for(op._own.on(-1), q, k, table, None, Settings(*problem.settings()), not problem.shift)
+    return plan_for(op._own.on(-1), q, k, table, 0, Settings(*problem.settings()), not problem.shift)
 
 
 @pytest.mark.parametrize(

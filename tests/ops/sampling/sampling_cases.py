@@ -141,16 +141,18 @@ class Problem(NamedTuple):
         return found
 
     def run(self, op: Any, tensors: dict[str, Tensor]) -> Tensor:
+        return self.results(op, tensors)[0]
+
+    def results(self, op: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What an op returns, and log-probabilities beside it where they are asked for."""
         if self.op == "rejection_sample":
-            result: Tensor = op(**tensors, max_spec_len=self.drafts)
-        elif self.logprobs is not None:
-            result, measured = op(**tensors, logprobs=self.logprobs)
-            check_logprobs(tensors["logits"], result, *measured)
-        elif self.inplace:
-            result = op(**{**tensors, "logits": tensors["logits"].clone()}, inplace=True)
-        else:
-            result = op(**tensors)
-        return result
+            return op(**tensors, max_spec_len=self.drafts), ()
+        if self.logprobs is not None:
+            tokens, measured = op(**tensors, logprobs=self.logprobs)
+            return tokens, tuple(measured)
+        if self.inplace:
+            return op(**{**tensors, "logits": tensors["logits"].clone()}, inplace=True), ()
+        return op(**tensors), ()
 
 
 def bits_set(mask: Tensor, n: int) -> Tensor:
@@ -162,7 +164,7 @@ def bits_set(mask: Tensor, n: int) -> Tensor:
 def check(op: Any, problem: Problem, *, seed: int = 0, device: str = "cpu") -> None:
     tensors = problem.tensors(seed, device)
     before = {name: t.clone() for name, t in tensors.items()}
-    got = problem.run(op, tensors)
+    got, measured = problem.results(op, tensors)
     for name, t in tensors.items():
         assert _same(t, before[name]), f"{problem}: {name} was overwritten"
     assert got.device.type == torch.device(device).type
@@ -172,6 +174,8 @@ def check(op: Any, problem: Problem, *, seed: int = 0, device: str = "cpu") -> N
         f"{problem}, seed {seed}: not the reference's bits"
     )
     CHECKS[problem.op](problem, on_cpu, got.cpu())
+    if measured:
+        check_logprobs(on_cpu["logits"], got.cpu(), *(t.cpu() for t in measured))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

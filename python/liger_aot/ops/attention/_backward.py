@@ -25,7 +25,8 @@ from liger_aot.ops.attention._operands import (
     swizzle_heads,
 )
 from liger_aot.ops.op import Problem
-from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
+from liger_aot.runtime.dispatch import Loaded, OpOn
+from liger_aot.runtime.remembered import remember
 
 KERNEL = "flash_attention_backward"
 MOST_HEADS_IN_ORDER = 2  # query heads a head of K that are not interleaved, as in backward_scheduler
@@ -369,11 +370,9 @@ def gradients(
     key = (settings, deterministic, needed.several, q.dtype, *layouts, *(t.shape for t in cu_seqlens))
     plan = on.plans.get(key)
     if plan is None:
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
         settings = bounded(shape_of(q, k, settings.layout), settings)
         plan = (plan_of or plan_for)(on, q, k, v, o, do, settings, needed, deterministic)
-        on.plans[key] = plan
+        remember(on.plans, key, plan)
     sinks = None if sinks is None else sinks.float().contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     *found, dsinks = plan(q, k, v, sinks, o, lse.contiguous(), do, dlse, needed, *cu_seqlens)

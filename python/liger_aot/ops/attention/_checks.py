@@ -11,11 +11,11 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import ABOVE_ZERO, ANY, FROM_ZERO, Schema, check_flag
 from liger_aot.ops.attention._operands import VARLEN, Settings, shape_of
+from liger_aot.ops.kv_cache import check_alike
 from liger_aot.ops.op import check_same_device, check_tensor
 
 LARGEST_DIM = 256
 SMALLEST_PAGE = 16
-FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)  # of a cache
 LAYOUTS = ("bshd", "bhsd")
 # The settings that all of attention shares: a bound of -1 and a soft cap of 0 are none.
 SCALES = Schema({"float scale": ABOVE_ZERO, "int left": ANY, "int right": ANY, "float softcap": FROM_ZERO})
@@ -113,13 +113,7 @@ def check_caches_alike(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ArgumentError(
             f"{op}: the last dimension of k_cache must be q's {q.shape[-1]}, got {k.shape[3]}"
         )
-    if v.dtype != k.dtype:
-        raise ArgumentTypeError(f"{op}: v_cache must be of k_cache's dtype {k.dtype}, got {v.dtype}")
-    if v.shape != k.shape:
-        raise ArgumentError(f"{op}: v_cache must have k_cache's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    sizes = zip(k.shape, k.stride(), v.stride(), strict=True)
-    if any(size > 1 and of_k != of_v for size, of_k, of_v in sizes):
-        raise ArgumentError(f"{op}: v_cache must have k_cache's strides {k.stride()}, got {v.stride()}")
+    check_alike(op, "v_cache", v, "k_cache", k)
 
 
 def check_page_size(op: str, k: Tensor) -> None:
@@ -129,27 +123,12 @@ def check_page_size(op: str, k: Tensor) -> None:
         )
 
 
-def check_cache_scale(op: str, name: str, t: Any, q: Tensor, k: Tensor) -> None:
-    """What a cache's elements are multiplied by: all of them, or those of a head."""
-    if t is None:
-        return
-    check_tensor(op, name, t)
-    check_same_device(op, name, t, "q", q)
-    if t.dtype != torch.float32:
-        raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
-    if k.dtype not in FP8:
-        raise ArgumentError(f"{op}: {name} is for a cache of fp8, got k_cache of {k.dtype}")
-    if t.numel() != 1 and t.shape != (k.shape[2],):
-        raise ArgumentError(
-            f"{op}: {name} must have one element or be of shape ({k.shape[2]},), one a head of k_cache; got "
-            f"{tuple(t.shape)}"
-        )
-
-
 def check_integers(op: str, name: str, t: Any, q: Tensor) -> None:
     """Where sequences start or end, or pages lie: int32, where q is."""
     if not isinstance(t, Tensor):
         raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.is_nested:
+        raise ArgumentTypeError(f"{op}: {name} must be a dense tensor, got a nested one")
     if t.dtype != torch.int32:
         raise ArgumentTypeError(f"{op}: {name} must be int32, got {t.dtype}")
     check_same_device(op, name, t, "q", q)

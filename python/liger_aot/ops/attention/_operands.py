@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
-from liger_aot.runtime.dispatch import DTYPE_NAMES, REMEMBERED, Loaded, OpOn
+from liger_aot.runtime.dispatch import DTYPE_NAMES, Loaded, OpOn
+from liger_aot.runtime.remembered import remember
 
 LOG2_E = math.log2(math.e)
 MAX_SEQLEN = 1 << 30  # of a sequence: a row's number and a bound add up in 32 bits
@@ -102,9 +103,7 @@ class TensorMapCache:
     def at(self, address: int) -> Any:
         known = self._known.get(address)
         if known is None:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            known = self._known[address] = self._encode(address, *self._rest)
+            known = remember(self._known, address, self._encode(address, *self._rest))
         return known
 
 

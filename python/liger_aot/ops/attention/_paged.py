@@ -12,8 +12,6 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.attention._checks import (
-    FP8,
-    check_cache_scale,
     check_caches_alike,
     check_dim,
     check_heads,
@@ -44,11 +42,11 @@ from liger_aot.ops.attention._varlen import (
     token_strides,
 )
 from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.kv_cache import FP8, check_scales, scale_head
 from liger_aot.ops.op import check_same_device, check_tensor
 from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
-from liger_aot.runtime.workspaces import StreamWorkspace
 
 NAME = "flash_attention_paged"
 HEAD_DIMS = (64, 128, 256)  # that kernels are written for; others run as the next
@@ -140,8 +138,7 @@ def check_paged(op: str, tensors: Tensors, settings: PagedSettings) -> None:
     if shape.capacity >= MAX_SEQLEN:
         raise ArgumentError(f"{op}: a sequence may have fewer than {MAX_SEQLEN} keys, got {shape.capacity}")
     check_sinks(op, sinks, q, shape.heads)
-    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        check_cache_scale(op, name, t, q, k)
+    check_scales(op, k_scale, v_scale, "k_cache", k, "q", q)
 
 
 def _check_caches(op: str, q: Tensor, k: Any, v: Any) -> None:
@@ -334,7 +331,6 @@ class TilesPlan:
             out_token, out_head, shape.heads, shape.dim, shape.sequences, shape.tokens, queries, splits,
         )  # fmt: skip
         self._coded = call.dtypes[1] in FP8
-        self._kv_heads = shape.kv_heads
 
     def _splits(self, call: Call, numbers: Mapping[str, int], programs: int, queries: int) -> int:
         """How many programs split a tile's keys."""
@@ -358,8 +354,7 @@ class TilesPlan:
         results = to.out.data_ptr(), to.lse.data_ptr(), at(partials), at(partials) + self._lse_partial
         scales: tuple[int, ...] = ()
         if self._coded:
-            k_scale, v_scale, head = alike(k_scale, v_scale, self._kv_heads)
-            scales = at(k_scale), at(v_scale), head
+            scales = at(k_scale), at(v_scale), scale_head(k_scale, v_scale)
         lists = at(sinks), cu_q.data_ptr(), seqused_k.data_ptr(), block_table.data_ptr(), self._flag
         if self._maps:
             k_map, v_map = self._maps
@@ -399,7 +394,8 @@ class WarpSpecializedPlan:
         self._k_map, self._v_map = (TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV")
         self._y_map = TensorMapCache(encode, loaded, "Y", map_operand(out), "bhsd").at
         self._before = bytes_before(q), bytes_before(out)
-        self._counters = counters_of(on, q.device)
+        # The tile counter: zeros, which launches leave as zeros.
+        self._counters = on.workspace("counters", q.device)
 
     def starts(self, q: Tensor, out: Tensor) -> list[int]:
         """Where the maps of q and of the result start: before 0 for a tensor that is larger than its own address."""
@@ -472,25 +468,6 @@ def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
         return None
     loaded = kernel(key, shape.dim)
     return loaded if queries * shape.ratio <= loaded.numbers["max_rows"] else None
-
-
-def alike(
-    k_scale: Tensor | None, v_scale: Tensor | None, kv_heads: int
-) -> tuple[Tensor | None, Tensor | None, int]:
-    """Both scales with one distance from head to head: 0 where all heads share them."""
-    given = [t for t in (k_scale, v_scale) if t is not None]
-    if all(t.numel() == 1 for t in given):
-        return k_scale, v_scale, 0
-    k_scale, v_scale = (
-        None if t is None else t.reshape(-1).expand(kv_heads).contiguous() for t in (k_scale, v_scale)
-    )
-    return k_scale, v_scale, 1
-
-
-def counters_of(on: OpOn, device: torch.device) -> StreamWorkspace:
-    """The tile counter: zeros, which launches leave as zeros."""
-    counters: StreamWorkspace = on.plans.setdefault("counters", StreamWorkspace(device))
-    return counters
 
 
 def like(t: Tensor) -> Tensor:

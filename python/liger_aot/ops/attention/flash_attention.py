@@ -37,9 +37,9 @@ from liger_aot.ops.attention._operands import (
 )
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of
-from liger_aot.runtime.workspaces import StreamWorkspace
+from liger_aot.runtime.remembered import remember
 
 FORWARD = "flash_attention_forward"
 
@@ -146,13 +146,11 @@ class FlashAttention(DifferentiableOp):
         sinks = None if sinks is None else sinks.float().contiguous()
         key = layouts_of((q, k, v, sinks))[0], settings, keep
         if key not in self._plans:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
             if keep:
                 backward = self._runtimes["flash_attention_backward"].of(q, "q")
                 assert backward is not None
                 check_backward(backward, q, Settings(*settings))
-            self._plans[key] = plan_for(on, q, k, v, Settings(*settings))
+            remember(self._plans, key, plan_for(on, q, k, v, Settings(*settings)))
         o, lse = self.run_forward((q, k, v, sinks), settings, keep, out)
         return o if o.shape[-1] == dim else o[..., :dim].contiguous(), lse
 
@@ -315,7 +313,7 @@ class WarpSpecializedPlan:
             TensorMapCache(on.tensor_map, loaded, name, t, settings.layout).at for name, t in named
         )
         self._lse_shape = (shape.batch, shape.heads, shape.len_q)
-        self._counters = on.plans.setdefault("counters", StreamWorkspace(q.device))
+        self._counters = on.workspace("counters", q.device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         on = self._on

@@ -17,7 +17,7 @@ from liger_aot.ops.attention._backward import backward_problems, gradients
 from liger_aot.ops.attention._checks import check_attention, check_dim, check_results, settings_of
 from liger_aot.ops.attention._operands import Settings
 from liger_aot.ops.attention.flash_attention import FlashAttention
-from liger_aot.ops.guards import check_plain
+from liger_aot.ops.guards import check_plain, needs_gradient, no_gradient
 from liger_aot.ops.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.torch_library import register
 
@@ -49,7 +49,7 @@ class FlashAttentionBackward(Op):
 
     Raises:
         ArgumentTypeError: an argument is not a tensor or of another dtype.
-        ArgumentError: a shape, stride, device or setting is not allowed.
+        ArgumentError: a shape, stride, device or setting is not allowed, or a gradient of the gradients is needed.
         PackNotFound: no installed pack serves the GPU.
     """
 
@@ -79,6 +79,10 @@ class FlashAttentionBackward(Op):
         check_results(self.name, o, lse, do, dlse, q, k, layout)
         saved = (q, k, v, sinks, o, lse)
         needed = (True, True, True, sinks is not None)
+        if torch.is_grad_enabled() and needs_gradient((do, dlse, *saved)):
+            raise no_gradient(
+                self.name, "gradients have none here", "flash_attention, whose backward has one"
+            )
         if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))) or dispatch_modes():
             register("flash_attention")
             call = torch.ops.liger_aot.flash_attention_backward

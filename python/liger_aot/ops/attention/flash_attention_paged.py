@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_aot.errors import ArgumentTypeError
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import FROM_ZERO, Allowed, Schema, check_flag
-from liger_aot.ops.attention._checks import FP8, SCALES, check_dim, settings_of
+from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import TILE_UNIT, fits, fitted
 from liger_aot.ops.attention._paged import (
     BOXES,
@@ -21,7 +21,6 @@ from liger_aot.ops.attention._paged import (
     check_out,
     check_paged,
     check_values,
-    counters_of,
     finite,
     gathered,
     head_dim_of,
@@ -33,10 +32,13 @@ from liger_aot.ops.attention._paged import (
 from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
-from liger_aot.ops.op import Problem
+from liger_aot.ops.in_place import check_writable, share_an_element
+from liger_aot.ops.kv_cache import FP8, lacking
+from liger_aot.ops.op import Problem, written
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED
+from liger_aot.runtime.layout import layouts_of
+from liger_aot.runtime.remembered import remember
 
 SPLITS = Allowed(least=1, most=MAX_SPLITS)
 MAX_KEYS = Allowed(least=1)
@@ -60,11 +62,11 @@ class FlashAttentionPaged(ForwardOnlyOp):
     Args:
         q: (tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1; tensors whose rows don't
             start at multiples of 16 elements are copied.
-        k_cache, v_cache: (pages, page_size, kv_heads, dim) of q's dtype, or of float8_e4m3fn (sm90) or
-            float8_e4m3fnuz (gfx942), and of equal strides, any multiples of 16 elements but the last, which must be 1:
-            also halves of one tensor. On a GPU they start at multiples of 16 bytes. page_size is a power of 2 from 16
-            on. kv_heads divide heads (grouped and multi-query attention). dim is a multiple of 16 up to 256; it runs
-            at the speed of the next of 64, 128 and 256.
+        k_cache, v_cache: (pages, page_size, kv_heads, dim) of q's dtype, float8_e4m3fn (compute capability 8.9 and from
+            9.0 on, gfx950, gfx12) or float8_e4m3fnuz (gfx942), and of equal strides, any multiples of 16 elements but
+            the last, which must be 1: also halves of one tensor. On a GPU they start at multiples of 16 bytes.
+            page_size is a power of 2 from 16 on. kv_heads divide heads (grouped and multi-query attention). dim is a
+            multiple of 16 up to 256; it runs at the speed of the next of 64, 128 and 256.
         cu_seqlens_q: (sequences + 1,) int32 on q's device: where each sequence starts in q, then where the last one
             ends: at the tokens or before. They start at 0 and don't fall; a sequence may have no queries.
         seqused_k: (sequences,) int32: how many keys each sequence has.
@@ -79,11 +81,12 @@ class FlashAttentionPaged(ForwardOnlyOp):
         softcap: above 0: scores become softcap * tanh(score / softcap).
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head the score of one more key, whose value
             is 0.
-        k_scale, v_scale: float32 of one element or (kv_heads,): what the elements of a cache of float8 are multiplied
-            by. None is 1.
+        k_scale, v_scale: of an fp8 cache, float32, as many elements each: keys and values are code * scale. One
+            element, or (kv_heads,). Each may be None, which is 1.
         splits: how many programs split a sequence's keys at most, where sequences have few queries. None: chosen from
             the shapes and the profile.
-        out: (tokens, heads, dim) of q's dtype to write the result to, or None.
+        out: (tokens, heads, dim) of q's dtype to write the result to, or None. It shares no memory with the arguments,
+            nor do its own elements with each other.
         return_lse: also return the logarithm of each query's sum.
 
     Returns:
@@ -122,6 +125,8 @@ class FlashAttentionPaged(ForwardOnlyOp):
     def __init__(self, runtimes: Any = None) -> None:
         super().__init__(runtimes)
         self._plans: dict[Any, Plan] = {}
+        # layouts and distances at which ``out`` shares no memory with the arguments
+        self._disjoint: dict[Any, bool] = {}
 
     def __call__(
         self,
@@ -166,7 +171,7 @@ class FlashAttentionPaged(ForwardOnlyOp):
         device_errors.flag(self.name)
         for index, on in self._own.bound.items():
             if f"{NAME}_forward" in on.kernels and index >= 0:
-                counters_of(on, torch.device("cuda", index)).prepare()
+                on.workspace("counters", torch.device("cuda", index)).prepare()
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         check_paged(self.name, tensors, PagedSettings(*settings))
@@ -176,6 +181,8 @@ class FlashAttentionPaged(ForwardOnlyOp):
     ) -> Tensors:
         q, k, v = tensors[:3]
         to, lse = out or (None, None)
+        if to is not None:
+            self._check_memory(to, tensors)
         try:
             plan = self._plans.get(key_of((*tensors, to), settings))
             aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TILE_UNIT
@@ -185,8 +192,22 @@ class FlashAttentionPaged(ForwardOnlyOp):
             return self.prepare_forward(tensors, settings, keep, out)
         device_errors.raise_if_any(self.name, EARLIER)
         results = plan(tensors, to, lse)
+        if to is not None:
+            written(to)
         device_errors.check_now(self.name, q.device)
         return results
+
+    def _check_memory(self, out: Tensor, tensors: Tensors) -> None:
+        """ArgumentError unless all of ``out`` can be written while the arguments are read."""
+        layouts, *at = layouts_of((out, *tensors))
+        distances = layouts, *(a - at[0] for a in at)
+        if distances in self._disjoint:
+            return
+        check_writable(self.name, "out", out)
+        for name, t in zip(self.tensors, tensors, strict=True):
+            if t is not None and share_an_element(out, t):
+                raise ArgumentError(f"{self.name}: out overlaps {name.rstrip('?')}")
+        remember(self._disjoint, distances, True)
 
     def prepare_forward(
         self, tensors: Tensors, settings: tuple[Any, ...], keep: bool, out: Sequence[Tensor] | None
@@ -209,18 +230,13 @@ class FlashAttentionPaged(ForwardOnlyOp):
         to = None if out is None else out[0]
         key = key_of((*tensors, to), settings)
         if key not in self._plans:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
             meta = torch.empty(q.shape, dtype=q.dtype, device="meta") if to is None else to
             try:
-                self._plans[key] = Plan(on, tensors, meta, asked)
+                remember(self._plans, key, Plan(on, tensors, meta, asked))
             except ArgumentTypeError:
                 if k.dtype not in FP8:
                     raise
-                raise ArgumentTypeError(
-                    f"{self.name}: this GPU's kernels read no cache of {k.dtype}: e4m3fn is for sm90, e4m3fnuz for "
-                    "gfx942; others take q's dtype"
-                ) from None
+                raise lacking(self.name, "k_cache", k.dtype) from None
         return self.run_forward(tensors, settings, keep, out)
 
     def _copied(self, results: Tensors, out: Sequence[Tensor] | None) -> Tensors:

@@ -47,9 +47,9 @@ from liger_aot.ops.attention.flash_attention import FlashAttention
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem
 from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn, Runtimes
+from liger_aot.runtime.dispatch import Loaded, OpOn, Runtimes
 from liger_aot.runtime.layout import layouts_of
-from liger_aot.runtime.workspaces import StreamWorkspace
+from liger_aot.runtime.remembered import remember
 
 FORWARD = f"{NAME}_forward"
 EARLIER = "a cu_seqlens, by the tokens or max_seqlen of an earlier call,"
@@ -188,14 +188,12 @@ class FlashAttentionVarlen(DifferentiableOp):
         tensors = (q, k, v, cu_q.contiguous(), cu_k.contiguous(), sinks)
         key = layouts_of(tensors)[0], settings[2:], keep
         if key not in self._plans:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
             asked = varlen_settings(*settings[2:])
             if keep:
                 backward = self._runtimes[BACKWARD[0]].of(q, "q")
                 assert backward is not None
                 check_backward(backward, q, asked, BACKWARD[0])
-            self._plans[key] = plan_for(on, q, k, v, cu_q.shape[0] - 1, asked)
+            remember(self._plans, key, plan_for(on, q, k, v, cu_q.shape[0] - 1, asked))
         o, lse = self.run_forward(tensors, settings, keep, out)
         return o if o.shape[-1] == dim else o[..., :dim].contiguous(), lse
 
@@ -408,7 +406,7 @@ class WarpSpecializedPlan:
         )
         self._before = tuple(bytes_before(t) for _, t in named)
         self._lse_shape = (shape.heads, shape.len_q)
-        self._counters = on.plans.setdefault("counters", StreamWorkspace(q.device))
+        self._counters = on.workspace("counters", q.device)
 
     def __call__(
         self,
@@ -466,10 +464,7 @@ class ByLengthPlan:
         loaded = self._on.kernels[FORWARD](self._key, max_seqlen_k)
         if loaded not in self._by_variant:
             self._by_variant[loaded] = WarpSpecializedPlan(loaded, self._on, q, k, v, *self._others)
-        if len(self._by_length) >= REMEMBERED:
-            self._by_length.clear()
-        plan = self._by_length[max_seqlen_k] = self._by_variant[loaded]
-        return plan
+        return remember(self._by_length, max_seqlen_k, self._by_variant[loaded])
 
 
 def plan_for(

@@ -23,7 +23,7 @@ from liger_aot.ops.attention.flash_attention_varlen import (
     varlen_gradients,
     varlen_settings,
 )
-from liger_aot.ops.guards import check_plain
+from liger_aot.ops.guards import check_plain, needs_gradient, no_gradient
 from liger_aot.ops.op import PLAIN_OR_NONE, Op, Problem, plain_torch
 from liger_aot.ops.torch_library import register
 
@@ -55,7 +55,8 @@ class FlashAttentionVarlenBackward(Op):
 
     Raises:
         ArgumentTypeError: an argument is not a tensor or of another dtype.
-        ArgumentError: a shape, stride, device or setting is not allowed; on the CPU also what cu_seqlens hold.
+        ArgumentError: a shape, stride, device or setting is not allowed, or a gradient of the gradients is needed; on
+            the CPU also what cu_seqlens hold.
         PackNotFound: no installed pack serves the GPU.
     """
 
@@ -94,6 +95,10 @@ class FlashAttentionVarlenBackward(Op):
         check_results(self.name, o, lse, do, dlse, q, k, VARLEN)
         saved = (q, k, v, *cu_seqlens, sinks, o, lse)
         needed = (True, True, True, False, False, sinks is not None)
+        if torch.is_grad_enabled() and needs_gradient((do, dlse, *saved)):
+            raise no_gradient(
+                self.name, "gradients have none here", "flash_attention_varlen, whose backward has one"
+            )
         if is_compiling() or not PLAIN_OR_NONE.issuperset(map(type, (do, dlse, *saved))) or dispatch_modes():
             register("flash_attention_varlen")
             call = torch.ops.liger_aot.flash_attention_varlen_backward

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentTypeError
-from liger_aot.ops.cache._slots import EARLIER, UNIT, Named, check_disjoint, lacking
+from liger_aot.ops.cache._slots import EARLIER, UNIT, Named, check_disjoint
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.in_place import InPlaceOp
+from liger_aot.ops.kv_cache import lacking
 from liger_aot.ops.op import written
 from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of
+from liger_aot.runtime.remembered import remember
 
 
 class Plan:
@@ -43,7 +45,7 @@ class Plan:
     ) -> None:
         self.key, self.n, self.rows, self.arguments, self.grid = key, n, rows, arguments, grid
         self.aligned = not any(step % UNIT for step in steps)
-        self.disjoint: set[tuple[int, ...]] = set()  # distances at which no two tensors share memory
+        self.disjoint: dict[tuple[int, ...], bool] = {}  # distances at which no two tensors share memory
         self.variants: list[Any] = [None, None]  # generic, aligned: launch, programs, last arguments
 
 
@@ -90,15 +92,11 @@ class CacheOp(InPlaceOp):
         plan: Plan | None = on.plans.get((layouts, settings))
         if plan is None:
             self.check(tensors, settings)
-            if len(on.plans) >= REMEMBERED:
-                on.plans.clear()
-            plan = on.plans[layouts, settings] = self.plan(tensors, settings)
+            plan = remember(on.plans, (layouts, settings), self.plan(tensors, settings))
         distances = tuple(a - at[0] for a in at)
         if distances not in plan.disjoint:
             check_disjoint(self.name, *self.memory(tensors))
-            if len(plan.disjoint) >= REMEMBERED:
-                plan.disjoint.clear()
-            plan.disjoint.add(distances)
+            remember(plan.disjoint, distances, True)
         device_errors.raise_if_any(self.name, EARLIER)
         overwritten = self.overwritten(tensors)
         if plan.rows:
@@ -117,6 +115,6 @@ class CacheOp(InPlaceOp):
         try:
             loaded = on.kernels[self.name]((*plan.key, aligned), plan.n)
         except ArgumentTypeError:
-            raise lacking(self.name, plan.key[-1]) from None
+            raise lacking(self.name, "key_cache", plan.key[-1]) from None
         found = plan.variants[aligned] = loaded.launch, *plan.grid(loaded.rows)
         return found

@@ -4,17 +4,16 @@ kernels. csrc_triton/cache/slots.py says what a slot and a scale are."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.in_place import check_writable, end_of, share_an_element
-from liger_aot.ops.op import check_same_device
-from liger_aot.ops.quantization._codes import E4M3, E4M3FNUZ, FLOOR_OF_ROWS, LARGEST, absmax, divided, encoded
+from liger_aot.ops.kv_cache import FP8, check_alike, check_dense, check_scales
+from liger_aot.ops.quantization._codes import FLOOR_OF_ROWS, LARGEST, absmax, divided, encoded
 
-FP8 = (E4M3, E4M3FNUZ)
 LARGEST_DIM = 256
 MOST = (1 << 31) - (1 << 16)  # slots, and rows of heads: int32 with room for a program's excess
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
@@ -36,7 +35,7 @@ class Cache(NamedTuple):
     @property
     def dynamic(self) -> bool:
         """Whether scales are written: one for each token and head."""
-        return self.k_scale is not None and self.k_scale.dim() == 3
+        return any(t is not None and t.dim() == 3 for t in (self.k_scale, self.v_scale))
 
     @property
     def written(self) -> Named:
@@ -54,7 +53,8 @@ class Cache(NamedTuple):
     @property
     def places(self) -> tuple[int, ...]:
         """The kernels' arguments from the scales' strides on."""
-        scale, words = self.k_scale, self.slot_mapping.element_size() // 4
+        scale = self.v_scale if self.k_scale is None else self.k_scale
+        words = self.slot_mapping.element_size() // 4
         strides: tuple[int, ...] = (0, 0, 0)
         if scale is not None and scale.numel() > 1:
             sizes = zip(scale.shape, scale.stride(), strict=True)
@@ -67,7 +67,7 @@ def check_cache(op: str, x_name: str, x: Tensor, heads: int, dim: int, cache: Ca
     """Raise for everything that is wrong with a cache for keys and values like x, but for what its slots hold."""
     key_cache, value_cache, slots = cache[:3]
     for name, t in (("key_cache", key_cache), ("value_cache", value_cache)):
-        _check_tensor(op, name, t, x_name, x)
+        check_dense(op, name, t, x_name, x)
         if t.dtype not in (x.dtype, *FP8):
             raise ArgumentTypeError(
                 f"{op}: {name} must be of {x_name}'s dtype {x.dtype}, float8_e4m3fn or float8_e4m3fnuz, got {t.dtype}"
@@ -81,12 +81,12 @@ def check_cache(op: str, x_name: str, x: Tensor, heads: int, dim: int, cache: Ca
                 f"{op}: the last dimension of {name} must be contiguous, got strides {t.stride()}"
             )
         check_writable(op, name, t)
-    _check_alike(op, "value_cache", value_cache, "key_cache", key_cache)
+    check_alike(op, "value_cache", value_cache, "key_cache", key_cache)
     if key_cache.shape[0] * key_cache.shape[1] > MOST:
         raise ArgumentError(
             f"{op}: key_cache has {key_cache.shape[0] * key_cache.shape[1]} slots, more than {MOST}"
         )
-    _check_tensor(op, "slot_mapping", slots, x_name, x)
+    check_dense(op, "slot_mapping", slots, x_name, x)
     if slots.dtype not in (torch.int64, torch.int32):
         raise ArgumentTypeError(f"{op}: slot_mapping must be int64 or int32, got {slots.dtype}")
     if slots.dim() != 1 or not slots.is_contiguous() or slots.shape[0] > x.shape[0]:
@@ -110,7 +110,7 @@ def check_disjoint(op: str, written: Named, read: Named) -> None:
     """ArgumentError where what is written shares memory with something else of the call."""
     before: list[tuple[str, Tensor]] = []
     for name, t in written.items():
-        if t is None or not t.numel():
+        if t is None or not t.numel() or t.is_meta:  # meta has no memory
             continue
         for other, u in before:
             if share_an_element(t, u):
@@ -119,15 +119,6 @@ def check_disjoint(op: str, written: Named, read: Named) -> None:
         for other, r in read.items():
             if r is not None and r.numel() and r.data_ptr() < end_of(t) and t.data_ptr() < end_of(r):
                 raise ArgumentError(f"{op}: {name} overlaps {other}, which is read while it is written")
-
-
-def lacking(op: str, dtype: torch.dtype) -> ArgumentTypeError:
-    """Of a GPU for which there is no binary that writes this dtype."""
-    said = str(dtype).removeprefix("torch.")
-    return ArgumentTypeError(
-        f"{op}: this GPU does not convert key_cache's dtype {said}: float8_e4m3fn is for compute capability 8.9 and "
-        "from 9.0 on, float8_e4m3fnuz for gfx942; all have a cache of the keys' own dtype"
-    )
 
 
 def write_slots(key: Tensor, value: Tensor, cache: Cache) -> None:
@@ -153,50 +144,20 @@ def write_slots(key: Tensor, value: Tensor, cache: Cache) -> None:
         to.view(torch.uint8)[at] = encoded(rows, to.dtype).view(torch.uint8)  # torch indexes no fp8
 
 
-def _check_tensor(op: str, name: str, t: Any, x_name: str, x: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise ArgumentTypeError(f"{op}: {name} must be a torch.Tensor, got {type(t).__name__}")
-    if t.layout != torch.strided or t.is_nested or t.is_quantized:
-        raise ArgumentTypeError(f"{op}: {name} must be a dense tensor, got layout {t.layout}")
-    check_same_device(op, name, t, x_name, x)
-
-
-def _check_alike(op: str, name: str, t: Tensor, like_name: str, like: Tensor) -> None:
-    if t.shape != like.shape or t.dtype != like.dtype:
-        raise ArgumentError(
-            f"{op}: {name} must have {like_name}'s shape {tuple(like.shape)} and dtype {like.dtype}, got "
-            f"{tuple(t.shape)}, {t.dtype}"
-        )
-    if any(n > 1 and a != b for n, a, b in zip(t.shape, t.stride(), like.stride(), strict=True)):
-        raise ArgumentError(f"{op}: {name} must have {like_name}'s strides {like.stride()}, got {t.stride()}")
-
-
 def _check_scales(op: str, x_name: str, x: Tensor, cache: Cache) -> None:
+    """As those of a cache that is read, or for each token and head: these are written, both. The kernels take the
+    strides of one for both."""
     k_scale, v_scale = cache.k_scale, cache.v_scale
-    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if t is None:
-            continue
-        _check_tensor(op, name, t, x_name, x)
-        if t.dtype != torch.float32:
-            raise ArgumentTypeError(f"{op}: {name} must be float32, got {t.dtype}")
-        if cache.key_cache.dtype not in FP8:
-            raise ArgumentError(
-                f"{op}: {name} is for a cache of fp8, got key_cache of {cache.key_cache.dtype}"
-            )
-    if (k_scale is None) != (v_scale is None):
-        missing, given = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
-        raise ArgumentError(f"{op}: {missing} must be given where {given} is, got None")
+    check_scales(op, k_scale, v_scale, "key_cache", cache.key_cache, x_name, x, of_tokens=True)
     if k_scale is None or v_scale is None:
-        return
-    pages, page_size, heads, _ = cache.key_cache.shape
-    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if not (t.numel() == 1 and t.dim() < 2) and t.shape not in ((heads,), (pages, page_size, heads)):
+        if cache.dynamic:
+            missing, given = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
             raise ArgumentError(
-                f"{op}: {name} must have one element, ({heads},), one a head, or ({pages}, {page_size}, {heads}), "
-                f"one a token and head; got {tuple(t.shape)}"
+                f"{op}: {missing} must be given where {given} is one a token and head, got None"
             )
-    if max(k_scale.dim(), v_scale.dim()) == 3 or k_scale.numel() != v_scale.numel():
-        _check_alike(op, "v_scale", v_scale, "k_scale", k_scale)
+        return
+    if cache.dynamic or k_scale.numel() > 1:
+        check_alike(op, "v_scale", v_scale, "k_scale", k_scale)
     if cache.dynamic:
         for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
             check_writable(op, name, t)

@@ -45,15 +45,15 @@ class WriteKVCache(CacheOp):
         key, value: (tokens, kv_heads, dim) bfloat16 or float16. Any strides but the last, which must be 1. dim is 1 to
             256.
         key_cache, value_cache: (pages, page_size, kv_heads, dim), or (batch, capacity, kv_heads, dim), of key's dtype,
-            float8_e4m3fn (compute capability 8.9 and from 9.0 on) or float8_e4m3fnuz (gfx942). Any equal strides but
-            the last, which must be 1: ``cache[0]`` and ``cache[1]`` of (2, pages, ...), ``cache[:, 0]`` and
+            float8_e4m3fn (compute capability 8.9 and from 9.0 on, gfx950, gfx12) or float8_e4m3fnuz (gfx942). Any equal
+            strides but the last, which must be 1: ``cache[0]`` and ``cache[1]`` of (2, pages, ...), ``cache[:, 0]`` and
             ``cache[:, 1]`` of (pages, 2, ...), ``transpose(1, 2)`` of a cache by heads. Storage of uint8 is passed as
             ``.view(torch.float8_e4m3fn)``.
         slot_mapping: (tokens,) int64 or int32, contiguous. It may be shorter than key, whose other tokens count as
             padding. A negative slot is skipped. What two tokens of one slot leave there is either's.
-        k_scale, v_scale: for an fp8 cache, float32, above 0: one element for the whole cache, (kv_heads,), or (pages,
-            page_size, kv_heads) of any equal strides, which the op writes: max(absmax of the token's head, 1 / 512) /
-            448 (224). None is 1.
+        k_scale, v_scale: for an fp8 cache, float32, above 0, of one shape and strides: one element for the whole cache,
+            (kv_heads,), or (pages, page_size, kv_heads), which the op writes: max(absmax of the token's head, 1 / 512)
+            / 448 (224). Those that are not written may be None, each, which is 1.
 
     Returns:
         key_cache and value_cache.

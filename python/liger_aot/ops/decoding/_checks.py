@@ -9,8 +9,6 @@ from torch import Tensor
 
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.attention._checks import (
-    FP8,
-    check_cache_scale,
     check_caches_alike,
     check_dim,
     check_heads,
@@ -22,6 +20,7 @@ from liger_aot.ops.attention._checks import (
 from liger_aot.ops.attention._operands import LARGEST_STRIDE, MAX_SEQLEN
 from liger_aot.ops.decoding._plans import Shape
 from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.kv_cache import FP8, check_scales
 from liger_aot.ops.op import check_same_device
 
 
@@ -46,19 +45,7 @@ def check_arguments(op: str, tensors: Tensors, settings: tuple[Any, ...]) -> Non
                 f"{tuple(cache_seqlens.shape)}"
             )
     check_sinks(op, sinks, q, q.shape[2])
-    _check_scales(op, q, k, k_scale, v_scale)
-
-
-def _check_scales(op: str, q: Tensor, k: Tensor, k_scale: Any, v_scale: Any) -> None:
-    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        check_cache_scale(op, name, t, q, k)
-    if (k_scale is None) != (v_scale is None):
-        missing, given = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
-        raise ArgumentError(f"{op}: {missing} must be given where {given} is, got None")
-    if k_scale is not None and k_scale.numel() != v_scale.numel():
-        raise ArgumentError(
-            f"{op}: v_scale must have as many elements as k_scale, {k_scale.numel()}, got {v_scale.numel()}"
-        )
+    check_scales(op, k_scale, v_scale, "k_cache", k, "q", q)
 
 
 def _check_operand(op: str, name: str, t: Any, q: Tensor) -> None:

@@ -17,10 +17,10 @@ from liger_aot.ops.attention._operands import (
     TensorMapCache,
     padded_head_dim,
 )
+from liger_aot.ops.kv_cache import lacking
 from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
-from liger_aot.runtime.workspaces import StreamWorkspace
 
 NAME = "flash_decoding"
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
@@ -122,7 +122,7 @@ class SplitPlan:
     """All calls with tensors like these, by the persistent kernel or the split kernel, and ``combine``."""
 
     def __init__(
-        self, on: OpOn, call: Call, q: Tensor, k: Tensor, k_scale: Tensor | None, persistent: Loaded | None
+        self, on: OpOn, call: Call, q: Tensor, k: Tensor, scale_head: int, persistent: Loaded | None
     ) -> None:
         shape, rows = call.shape, call.rows
         split = persistent
@@ -133,7 +133,7 @@ class SplitPlan:
             except ArgumentTypeError:
                 if k.dtype == q.dtype:
                     raise
-                raise _lacking(k.dtype) from None
+                raise lacking(NAME, "k_cache", k.dtype) from None
             if rows > split.numbers["block_m"]:
                 split = kernel((q.dtype, call.paged, True, k.dtype, call.aligned), shape.dim)
         combine = on.kernels[f"{NAME}_combine"]((q.dtype, not shape.dim % UNIT), shape.dim)
@@ -174,7 +174,7 @@ class SplitPlan:
                 *call.strides, call.table_row, *sizes, shape.pages, page_bits, tiles, splits, partial_rows, *bounds
             )  # fmt: skip
         self._codes = k.dtype != q.dtype
-        self._scale_head = 0 if k_scale is None or k_scale.numel() == 1 else 1
+        self._scale_head = scale_head
         self._combine_numbers = (
             shape.kv_heads, call.ratio, shape.tokens, shape.dim, shape.batch, shape.capacity, tiles, splits, workers,
             partial_rows, block_m, block_n, *bounds,
@@ -239,7 +239,8 @@ class FusedPlan:
         partials = width * splits * shape.batch * rows if splits > 1 else 0
         self._partials, self._lse_partial = partials * (columns + 1), 4 * partials * columns
         self._words = (width * shape.batch + 1) // 2  # of 64 bits: two counters each
-        self._counters = counters_of(on, q.device)
+        # Where programs count who has ended: zeros, which launches leave as zeros.
+        self._counters = on.workspace("counters", q.device)
 
     def __call__(
         self,
@@ -272,7 +273,7 @@ def plan_for(
     q: Tensor,
     k: Tensor,
     block_table: Tensor | None,
-    k_scale: Tensor | None,
+    scale_head: int,
     settings: Settings,
     addresses_aligned: bool,
 ) -> SplitPlan | FusedPlan:
@@ -280,10 +281,10 @@ def plan_for(
     shared memory in q's dtype."""
     call = Call(q, k, block_table, settings, addresses_aligned)
     if k.dtype != q.dtype:
-        return SplitPlan(on, call, q, k, k_scale, None)
+        return SplitPlan(on, call, q, k, scale_head, None)
     persistent = persistent_for(on, q.dtype, call)
     plan = fused_for(on, call, q, k) if persistent is None else None
-    return plan or SplitPlan(on, call, q, k, None, persistent)
+    return plan or SplitPlan(on, call, q, k, scale_head, persistent)
 
 
 def persistent_for(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:
@@ -334,21 +335,6 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
 def fused_head_dim(dim: int) -> int:
     """The fused kernel's head dimension for tensors of ``dim``, a power of two."""
     return max(1 << (dim - 1).bit_length(), 64)
-
-
-def counters_of(on: OpOn, device: torch.device) -> StreamWorkspace:
-    """Where the fused kernel's programs count who has ended: zeros, which launches leave as zeros."""
-    counters: StreamWorkspace = on.plans.setdefault("counters", StreamWorkspace(device))
-    return counters
-
-
-def _lacking(dtype: torch.dtype) -> ArgumentTypeError:
-    """Of a GPU for which there is no binary that reads such a cache."""
-    said = str(dtype).removeprefix("torch.")
-    return ArgumentTypeError(
-        f"{NAME}: this GPU does not convert k_cache's dtype {said}: float8_e4m3fn is for compute capability 8.9 and "
-        "from 9.0 on, float8_e4m3fnuz for gfx942; all have a cache of q's own dtype"
-    )
 
 
 def at(t: Tensor | None) -> int:

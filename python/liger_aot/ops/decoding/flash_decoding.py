@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
-from liger_aot.ops.attention._checks import FP8, SCALES, check_dim, settings_of
+from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
 from liger_aot.ops.attention._operands import padded_head_dim
 from liger_aot.ops.decoding._checks import check_arguments, check_values
 from liger_aot.ops.decoding._plans import (
@@ -20,16 +20,16 @@ from liger_aot.ops.decoding._plans import (
     Settings,
     Shape,
     SplitPlan,
-    counters_of,
     fused_head_dim,
     plan_for,
 )
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
+from liger_aot.ops.kv_cache import FP8, scale_head
 from liger_aot.ops.op import Problem
 from liger_aot.ops.split_kv import MAX_SPLITS
 from liger_aot.runtime import device_errors
-from liger_aot.runtime.dispatch import REMEMBERED
+from liger_aot.runtime.remembered import remember
 
 SPLITS = Allowed(least=1, most=MAX_SPLITS)
 EARLIER = "the cache_seqlens or block_table of an earlier call"
@@ -49,11 +49,11 @@ class FlashDecoding(ForwardOnlyOp):
     Args:
         q: (batch, tokens, heads, dim) bfloat16 or float16. Any strides but the last, which must be 1.
         k_cache, v_cache: (batch, capacity, kv_heads, dim) or, with ``block_table``, (pages, page_size, kv_heads, dim)
-            of q's dtype, float8_e4m3fn (compute capability 8.9 and from 9.0 on) or float8_e4m3fnuz (gfx942), and equal
-            strides, any but the last, which must be 1; page_size is a power of 2 from 16 on. kv_heads divide heads
-            (grouped and multi-query attention). dim is up to 256; it runs at the speed of the next of 64, 128 and 256.
-            Where addresses or strides are no multiples of 16 bytes and elements, or dim is no multiple of 16, a much
-            slower kernel runs.
+            of q's dtype, float8_e4m3fn (compute capability 8.9 and from 9.0 on, gfx950, gfx12) or float8_e4m3fnuz
+            (gfx942), and equal strides, any but the last, which must be 1; page_size is a power of 2 from 16 on.
+            kv_heads divide heads (grouped and multi-query attention). dim is up to 256; it runs at the speed of the
+            next of 64, 128 and 256. Where addresses or strides are no multiples of 16 bytes and elements, or dim is no
+            multiple of 16, a much slower kernel runs.
         cache_seqlens: (batch,) int32: how many keys each sequence has. None: as many as its cache can hold.
         block_table: (batch, most pages) int32, rows contiguous: where the pages of each sequence are. Entries past its
             last key, or before its window, are not looked at.
@@ -63,8 +63,8 @@ class FlashDecoding(ForwardOnlyOp):
         softcap: above 0: scores become softcap * tanh(score / softcap).
         sinks: (heads,) bfloat16, float16 or float32, or None: for each head the score of one more key, whose value
             is 0.
-        k_scale, v_scale: of an fp8 cache, both or none, float32: keys and values are code * scale. One element, or
-            (kv_heads,). None is 1. ``write_kv_cache`` writes such caches.
+        k_scale, v_scale: of an fp8 cache, float32, as many elements each: keys and values are code * scale. One
+            element, or (kv_heads,). Each may be None, which is 1. ``write_kv_cache`` writes such caches.
         splits: how many programs split a sequence's keys at most. None: chosen from the shapes and the profile; where
             programs then split all sequences' keys evenly, a result's last bits depend on the other lengths, too.
         return_lse: also return the logarithm of each token's sum.
@@ -128,7 +128,7 @@ class FlashDecoding(ForwardOnlyOp):
         device_errors.flag(self.name)
         for index, on in self._own.bound.items():
             if f"{NAME}_fused" in on.kernels and index >= 0:
-                counters_of(on, torch.device("cuda", index)).prepare()
+                on.workspace("counters", torch.device("cuda", index)).prepare()
 
     def check(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
         check_arguments(self.name, tensors, settings)
@@ -163,11 +163,9 @@ class FlashDecoding(ForwardOnlyOp):
         tensors = (q, k, v, cache_seqlens, block_table, sinks, k_scale, v_scale)
         key = _key(tensors, settings)
         if key not in self._plans:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
-            self._plans[key] = plan_for(
-                on, q, k, block_table, k_scale, Settings(*settings), addresses_aligned=key[0]
-            )
+            by_head = scale_head(k_scale, v_scale)
+            plan = plan_for(on, q, k, block_table, by_head, Settings(*settings), addresses_aligned=key[0])
+            remember(self._plans, key, plan)
         return self.run_forward(tensors, settings, keep, out)
 
     def on_reference(self, tensors: Tensors) -> bool:
@@ -216,8 +214,7 @@ class FlashDecoding(ForwardOnlyOp):
         shape = Shape(q, k_cache, block_table)
         k, v, known = _gathered(k_cache, v_cache, block_table)
         k, v = k.to(wide), v.to(wide)
-        if k_scale is not None and v_scale is not None:
-            k, v = (t * s.to(wide).reshape(-1, 1) for t, s in ((k, k_scale), (v, v_scale)))
+        k, v = (t if s is None else t * s.to(wide).reshape(-1, 1) for t, s in ((k, k_scale), (v, v_scale)))
         lengths = torch.full((shape.batch,), shape.capacity, device=q.device)
         lengths = lengths if cache_seqlens is None else cache_seqlens.long()
         wrong = (lengths < 0) | (lengths > shape.capacity)

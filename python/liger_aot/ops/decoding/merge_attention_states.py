@@ -13,8 +13,9 @@ from liger_aot.ops.arguments import check_flag
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import Problem, check_same_device, check_tensor
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of
+from liger_aot.runtime.remembered import remember
 
 UNIT = 16  # what the aligned binaries assume of addresses (bytes), strides and the dimension (elements)
 MOST = (1 << 31) - (1 << 16)  # rows: int32 with room for a program's excess
@@ -141,10 +142,7 @@ class MergeAttentionStates(ForwardOnlyOp):
 
     def _plan(self, on: OpOn, layouts: Any, tensors: Tensors) -> _Plan:
         self.check(tensors, ())
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        plan = on.plans[layouts] = _Plan(*tensors)
-        return plan
+        return remember(on.plans, layouts, _Plan(*tensors))
 
     def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int]:
         """The binary for a plan, and how many programs it takes."""

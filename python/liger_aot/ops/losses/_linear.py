@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import DifferentiableOp, Function, Tensors
+from liger_aot.ops.op import autocast_dtype
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.grid import persistent
@@ -162,9 +163,9 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The input of a linear layer and its weights as torch.nn.functional.linear takes them under autocast; those in
     float32 stay, as their gradients are to be."""
     input = tensors[0]
-    if not isinstance(input, Tensor) or not torch.is_autocast_enabled(input.device.type):
+    dtype = autocast_dtype(input) if isinstance(input, Tensor) else None
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(input.device.type)
     rest = (t if not isinstance(t, Tensor) or t.dtype == torch.float32 else t.to(dtype) for t in tensors[1:])
     return (input.to(dtype), *rest)
 

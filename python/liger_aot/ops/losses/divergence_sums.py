@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops.guards import check_plain
+from liger_aot.ops.guards import check_plain, needs_gradient, no_gradient
 from liger_aot.ops.op import Op, Problem, check_tensor
 
 
@@ -23,7 +23,7 @@ class DivergenceSums(Op):
 
     Raises:
         ArgumentTypeError: ``partials`` is no tensor of a supported dtype.
-        ArgumentError: ``partials`` is not float32, 1-D and contiguous.
+        ArgumentError: ``partials`` is not float32, 1-D and contiguous, or a gradient is needed.
 
     Source:
         The definition: torch's ``partials.sum()``.
@@ -39,6 +39,8 @@ class DivergenceSums(Op):
                 f"divergence_sums: partials must be float32, 1-D and contiguous; got {partials.dtype} of shape "
                 f"{tuple(partials.shape)} with strides {partials.stride()}"
             )
+        if torch.is_grad_enabled() and needs_gradient((partials,)):
+            raise no_gradient(self.name, "its sum has none", "torch's sum")
         on = self._own.of(partials, "partials")
         if on is None or not partials.numel():
             return reference(partials)

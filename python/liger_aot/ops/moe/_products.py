@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.moe._routing import LARGEST_TILE, Routing, Sizes, gathered, route
-from liger_aot.runtime.dispatch import DTYPE_NAMES, REMEMBERED, Loaded, OpOn
+from liger_aot.runtime.dispatch import DTYPE_NAMES, Loaded, OpOn
+from liger_aot.runtime.remembered import remember
 
 
 class Tokens(NamedTuple):
@@ -221,10 +222,8 @@ class WarpSpecializedProducts(TileProducts):
         what = (t.data_ptr(), DTYPE_NAMES[t.dtype], sizes, strides, box, swizzle)
         known = self.on.plans.get(what)
         if known is None:
-            if len(self.on.plans) >= REMEMBERED:
-                self.on.plans.clear()
             assert self.on.tensor_map is not None
-            known = self.on.plans[what] = self.on.tensor_map(*what)
+            known = remember(self.on.plans, what, self.on.tensor_map(*what))
         return known
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from liger_aot.ops.norms._vectors import ANY_LENGTH
-from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn
-from liger_aot.runtime.workspaces import StreamWorkspace
+from liger_aot.runtime.dispatch import Loaded, OpOn
+from liger_aot.runtime.remembered import remember
 
 BARRIER_WORDS = 2  # ahead of those that a pipeline exchanges through: the grid barrier's counter
 
@@ -91,9 +91,7 @@ def find(on: OpOn, direction: str, dtype: torch.dtype, addresses: int, shape: Sh
             loaded = kernel((dtype, aligned), loaded.block + 1)  # the next row of the table
         if plan is None and _better_split(on, loaded, shape):
             loaded = kernel((dtype, aligned), ANY_LENGTH)
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        on.plans[key] = found = loaded, plan or _plan(on, loaded, direction, shape)
+        found = remember(on.plans, key, (loaded, plan or _plan(on, loaded, direction, shape)))
     return found
 
 
@@ -102,10 +100,7 @@ def workspace(on: OpOn, stream: int, loaded: Loaded, plan: Plan, x: Tensor) -> t
     if not plan.words:
         return None, 0
     tagged = loaded.variant.form != "pipeline"  # whose words are zeroed instead
-    name = "tagged" if tagged else "untagged"
-    words: StreamWorkspace | None = on.plans.get(name)
-    if words is None:
-        words = on.plans.setdefault(name, StreamWorkspace(x.device))
+    words = on.workspace("tagged" if tagged else "untagged", x.device)
     return (
         words.with_epoch(stream, plan.words) if tagged else (words.on(stream, BARRIER_WORDS + plan.words), 0)
     )

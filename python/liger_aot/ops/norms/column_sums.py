@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError
-from liger_aot.ops.guards import check_plain
+from liger_aot.ops.guards import check_plain, needs_gradient, no_gradient
 from liger_aot.ops.op import Op, Problem, check_tensor
 from liger_aot.runtime.dispatch import DTYPE_NAMES, OpOn
 
@@ -25,7 +25,8 @@ class ColumnSums(Op):
 
     Raises:
         ArgumentTypeError: ``partials`` is no tensor of a supported dtype.
-        ArgumentError: ``partials`` is not fp32, 2-D and contiguous, or ``dtype`` is not one of the three.
+        ArgumentError: ``partials`` is not fp32, 2-D and contiguous, ``dtype`` is not one of the three, or a gradient is
+            needed.
 
     Source:
         The definition: torch's ``partials.sum(0)``.
@@ -55,6 +56,8 @@ class ColumnSums(Op):
                 f"column_sums: partials must be 2-D and contiguous, got shape {tuple(partials.shape)} "
                 f"with strides {partials.stride()}"
             )
+        if torch.is_grad_enabled() and needs_gradient((partials,)):
+            raise no_gradient(self.name, "its sums have none", "torch's sum")
 
     def problems(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None

@@ -15,9 +15,10 @@ from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.norms import column_sums
 from liger_aot.ops.norms._vectors import ABSENT, ANY_LENGTH, NARROW, WIDE, weight_and_bias
 from liger_aot.ops.op import Problem, check_rows, check_vector
-from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn, Runtimes
+from liger_aot.runtime.dispatch import Loaded, OpOn, Runtimes
 from liger_aot.runtime.grid import persistent
 from liger_aot.runtime.layout import CUDA, ROCM, rows_of
+from liger_aot.runtime.remembered import remember
 
 
 class LayerNorm(DifferentiableOp):
@@ -218,9 +219,7 @@ def _programs(on: OpOn, loaded: Loaded, rows: int, n: int) -> tuple[int, int, in
         split = -(-n // (2 * loaded.block))
         resident = loaded.numbers["programs_per_multiprocessor"] * on.multiprocessors
         groups = max(1, min(resident // split, rows))
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        on.plans[(loaded, rows, n)] = known = (groups * split, groups, split)
+        known = remember(on.plans, (loaded, rows, n), (groups * split, groups, split))
     return known
 
 

@@ -17,9 +17,10 @@ from liger_aot.ops.norms import column_sums
 from liger_aot.ops.norms._vectors import ABSENT, ANY_LENGTH, NARROW, WIDE, kind_of
 from liger_aot.ops.norms.rmsnorm import NORM_SETTINGS, ROUND_FIRST, check_norm
 from liger_aot.ops.op import Problem, check_rows, check_vector_dtype
-from liger_aot.runtime.dispatch import REMEMBERED, Loaded, OpOn, Runtimes
+from liger_aot.runtime.dispatch import Loaded, OpOn, Runtimes
 from liger_aot.runtime.grid import persistent
 from liger_aot.runtime.layout import Rows, rows_of
+from liger_aot.runtime.remembered import REMEMBERED, remember
 
 MOST_WAVES = 8  # of programs that one after another take a multiprocessor's place
 PART_COST = 4  # rows that a part's start and its two rows of fp32 sums cost as much as
@@ -360,11 +361,9 @@ def _parts(on: OpOn, loaded: Loaded, groups: int, rows: int) -> tuple[int, int]:
     """``parts_of``, remembered."""
     known: tuple[int, int] | None = on.plans.get((loaded, groups, rows))
     if known is None:
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
         resident = loaded.numbers["programs_per_multiprocessor"] * on.multiprocessors
         in_part = min(parts_of(groups, rows, resident)[0], loaded.numbers.get("max_part_rows", rows))
-        on.plans[(loaded, groups, rows)] = known = in_part, -(-rows // in_part)
+        known = remember(on.plans, (loaded, groups, rows), (in_part, -(-rows // in_part)))
     return known
 
 

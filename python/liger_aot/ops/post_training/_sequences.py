@@ -62,9 +62,8 @@ class Given(NamedTuple):
     second: Tensor | None = None  # other tokens whose log-probabilities the loss has, too
     ignore_index: int = -100
     with_means: bool = False  # whether the outputs have ``Found.means``
-    paired: bool = (
-        False  # the first half of the sequences are chosen, each with its rejected one in the second
-    )
+    # The first half of the sequences are chosen, each with its rejected one in the second.
+    paired: bool = False
     chunk_bytes: int = MOST
     weight_grad_dtype: torch.dtype | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.op import Op, Problem
 from liger_aot.ops.post_training.policy_loss import PolicyLoss
 from liger_aot.ops.softmax.selective_log_softmax import SelectiveLogSoftmax
@@ -37,8 +38,8 @@ class GRPOLoss(Op):
         as ``policy_loss``: the loss, the divergence or None, what was clipped.
 
     Raises:
-        ArgumentTypeError, ArgumentError, PackNotFound: as the two ops that it is made of, by their names: tokens out of
-            range are found as ``selective_log_softmax`` says.
+        ArgumentTypeError, ArgumentError, PackNotFound: as the two ops that it is made of: tokens out of range are found
+            as ``selective_log_softmax`` says.
 
     Source:
         Hugging Face's TRL; Liger-Kernel's triton_grpo_loss.
@@ -65,10 +66,18 @@ class GRPOLoss(Op):
         inplace_grad: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        logp = self._log_softmax(
-            logits, completion_ids, mask, temperature=temperature, drop_last=True, inplace_grad=inplace_grad
-        )
-        return self._loss(logp, old_logp, ref_logp, advantages, mask, sampling_ratio, **options)
+        try:
+            logp = self._log_softmax(
+                logits,
+                completion_ids,
+                mask,
+                temperature=temperature,
+                drop_last=True,
+                inplace_grad=inplace_grad,
+            )
+            return self._loss(logp, old_logp, ref_logp, advantages, mask, sampling_ratio, **options)
+        except (ArgumentError, ArgumentTypeError) as error:
+            raise type(error)(_in_own_words(str(error))) from None
 
     def preload(self, device: torch.device | int | str | None = None) -> None:
         self._log_softmax.preload(device)
@@ -81,6 +90,13 @@ class GRPOLoss(Op):
             *self._log_softmax.problems(shape, dtype, dtypes),
             *self._loss.problems((shape[0], shape[-2] - 1), dtype, dtypes),
         )
+
+
+def _in_own_words(error: str) -> str:
+    """An error of one of the two ops, with this one's name and arguments."""
+    for op in GRPOLoss.uses:
+        error = error.replace(f"{op}: ", f"{GRPOLoss.name}: ", 1)
+    return error.replace(" index ", " completion_ids ")
 
 
 OP = GRPOLoss

@@ -19,8 +19,9 @@ from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import Problem, as_rows, check_rows, check_same_device
 from liger_aot.runtime.devices import gpu
-from liger_aot.runtime.dispatch import CODE_NAMES, REMEMBERED, KernelOn, Loaded, Runtimes
+from liger_aot.runtime.dispatch import CODE_NAMES, KernelOn, Loaded, Runtimes
 from liger_aot.runtime.packs import pack_for
+from liger_aot.runtime.remembered import remember
 
 E4M3, E4M3FNUZ, INT8 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8
 LARGEST = {E4M3: 448.0, E4M3FNUZ: 224.0, INT8: 127.0}
@@ -98,7 +99,7 @@ class QuantizingOp(ForwardOnlyOp):
 
     def __init__(self, runtimes: Mapping[str, Runtimes] | None = None) -> None:
         super().__init__(runtimes)
-        self._fitting: set[Any] = set()  # settings, with what they must fit, that passed ``check``
+        self._fitting: dict[Any, bool] = {}  # settings, with what they must fit, that passed ``check``
 
     def quantized(
         self, tensors: Tensors, settings: tuple[Any, ...], out: Sequence[Tensor] | None = None
@@ -173,11 +174,8 @@ class QuantizingOp(ForwardOnlyOp):
             t if t is None else as_rows(self.name, name, t) for name, t in zip(names, sources, strict=False)
         ]
         ready += [t if t is None else t.reshape(1) for t in (scale, scale_ub)]
-        if len(self._fitting) >= REMEMBERED:
-            self._fitting.clear()
-        self._fitting.add(
-            (settings, self.columns(tensors), sources[0].dtype, scale is None, scale_ub is None)
-        )
+        call = settings, self.columns(tensors), sources[0].dtype, scale is None, scale_ub is None
+        remember(self._fitting, call, True)
         return self.run_forward(tuple(ready), settings, keep, out)
 
     def make(self, x: Tensor, asked: Scheme, n: int, given: bool) -> Made:

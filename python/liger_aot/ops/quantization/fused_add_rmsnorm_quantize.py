@@ -40,7 +40,7 @@ class FusedAddRMSNormQuantize(NormQuantize):
         offset: added to the weight (1.0 for Gemma); without effect where there is no weight.
         casting_mode: "llama" rounds sum / rms to x's dtype before the weight is applied, "gemma" and "none" do not.
         inplace: write the sum over ``residual`` and return that. Its rows must be contiguous, evenly spaced and without
-            overlap, and share no element with x or weight.
+            overlap, and share no element with the other arguments.
 
     Returns:
         codes and scales, as of ``quantize``; and the sum, a contiguous tensor of x's shape and dtype, or ``residual``.
@@ -110,12 +110,13 @@ class FusedAddRMSNormQuantize(NormQuantize):
         return results
 
     def _check_in_place(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
-        x, residual, weight = tensors[:3]
+        x, residual = tensors[:2]
         if not residual.numel():
             return
         check_writable_rows(self.name, "residual", residual)
-        for argument, value in (("x", x), ("weight", weight)):
+        for name, value in zip(self.tensors, (x, None, *tensors[2:]), strict=True):
             if value is not None and (value.data_ptr() == residual.data_ptr() or overlap(residual, value)):
+                argument = name.rstrip("?")
                 raise ArgumentError(f"{self.name}: inplace writes residual, which overlaps {argument}")
 
     def scalars(self, settings: tuple[Any, ...], vectors: Tensors) -> tuple[Any, ...]:

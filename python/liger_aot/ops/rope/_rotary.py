@@ -15,11 +15,15 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import Allowed, check_flag
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
+from liger_aot.ops.in_place import share_an_element
 from liger_aot.ops.op import check_same_device, check_tensor, written
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of, overlap
+from liger_aot.runtime.remembered import remember
 
 LAYOUT = Allowed(among=("bhsd", "bshd"))  # batch, heads, sequence, head dimension
+K_OVERLAPS = "k overlaps q: they can't be overwritten in place"
+OVERLAPS = "overlaps q or k, which are overwritten in place"
 MOST = (1 << 31) - (1 << 16)  # rows, and rows of tables: int32 with room for a program's excess
 
 
@@ -49,7 +53,7 @@ class _Plan:
         self.index = (by_sequence, by_token, 0) if heads_fastest else (by_sequence, 0, by_token)
         self.aligned = not any(n & 15 for n in (*q[7:], *k[7:], *call.in_bytes))  # all but the addresses
         self.spans = spans  # bytes from the start to the end of q, k and the tables
-        self.disjoint: set[int] = set()  # distances of k from q at which the two do not overlap
+        self.disjoint: dict[int, bool] = {}  # distances of k from q at which the two do not overlap
         self.variants: list[tuple[Any, int, tuple[int, ...]] | None] = [None, None]  # generic, aligned
 
 
@@ -129,6 +133,7 @@ class Rotary(DifferentiableOp):
         if self.on_reference(tensors):
             if out is not None:
                 _check_writable(self.name, q=tensors[0], k=tensors[1])
+                self._check_apart(tensors, settings)
             return super().prepare_forward(tensors, settings, keep, out)
         return self.run_forward(tensors, settings, keep, out)  # the device is bound now
 
@@ -199,9 +204,7 @@ class Rotary(DifferentiableOp):
         if any(a is not b for a, b in zip(in_rows, (q, k, *tables), strict=True)):
             q, k, *tables = in_rows  # type: ignore[assignment]
             return self._rotate(on, q, k, tables, settings, sign, out)
-        if len(on.plans) >= REMEMBERED:
-            on.plans.clear()
-        on.plans[key] = self._plan(q, k, tables, settings, out is None)
+        remember(on.plans, key, self._plan(q, k, tables, settings, out is None))
         return self._rotate(on, q, k, tables, settings, sign, out)
 
     def _plan(
@@ -284,6 +287,15 @@ class Rotary(DifferentiableOp):
                 f"{tuple(sin.shape)}, {sin.dtype}"
             )
 
+    def _check_apart(self, tensors: Tensors, settings: tuple[Any, ...]) -> None:
+        """``_check_disjoint`` without a plan: of the reference."""
+        q, k, *tables = tensors
+        if share_an_element(q, k) and _may_overlap(q, k, self._heads(settings)):
+            raise ArgumentError(f"{self.name}: {K_OVERLAPS}")
+        for name, t in zip(self.tensors[2:], tables, strict=True):
+            if t is not None and (share_an_element(q, t) or share_an_element(k, t)):
+                raise ArgumentError(f"{self.name}: {name.rstrip('?')} {OVERLAPS}")
+
     def _check_disjoint(
         self, plan: _Plan, q: Tensor, k: Tensor, at: tuple[int, ...], settings: tuple[Any, ...]
     ) -> None:
@@ -291,16 +303,12 @@ class Rotary(DifferentiableOp):
         q_end, k_end, distance = at[0] + plan.spans[0], at[1] + plan.spans[1], at[1] - at[0]
         if distance not in plan.disjoint:
             if at[1] < q_end and at[0] < k_end and _may_overlap(q, k, self._heads(settings)):
-                raise ArgumentError(f"{self.name}: k overlaps q: they can't be overwritten in place")
-            if len(plan.disjoint) >= REMEMBERED:
-                plan.disjoint.clear()
-            plan.disjoint.add(distance)
+                raise ArgumentError(f"{self.name}: {K_OVERLAPS}")
+            remember(plan.disjoint, distance, True)
         for name, start, span in zip(self.tensors[2:], at[2:], plan.spans[2:], strict=True):
             end = start + span
             if (start < q_end and at[0] < end) or (start < k_end and at[1] < end):
-                raise ArgumentError(
-                    f"{self.name}: {name.rstrip('?')} overlaps q or k, which are overwritten in place"
-                )
+                raise ArgumentError(f"{self.name}: {name.rstrip('?')} {OVERLAPS}")
 
 
 def readable(x: Tensor) -> Tensor:

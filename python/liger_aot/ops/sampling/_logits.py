@@ -17,8 +17,9 @@ from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import as_rows, check_rows, check_same_device
 from liger_aot.ops.sampling._random import LOG2_E, fma, log2, masses
-from liger_aot.runtime.dispatch import REMEMBERED, OpOn
+from liger_aot.runtime.dispatch import OpOn
 from liger_aot.runtime.layout import layouts_of, rows_of
+from liger_aot.runtime.remembered import remember
 
 GROUP = 32  # columns: as many as a word of a mask has bits
 MAX_COLUMNS = 1 << 18
@@ -113,9 +114,7 @@ class SamplingOp(ForwardOnlyOp):
         key, addresses = self._key(ready, settings, to)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
-            plan = self._plans[key] = self.plan_for(on, ready, settings, to)
+            plan = remember(self._plans, key, self.plan_for(on, ready, settings, to))
         return plan(ready, addresses, to)
 
     def check_arguments(self, tensors: Tensors) -> None:
@@ -183,9 +182,8 @@ class Found(NamedTuple):
     """Addresses, and the memory that must live until the last launch that reads there is in the stream."""
 
     memory: tuple[Tensor, ...] = ()
-    last: int = (
-        0  # of the last column that is kept of each row, in the order of (greatest logit, lowest column)
-    )
+    # Of the last column that is kept of each row, in the order of (greatest logit, lowest column).
+    last: int = 0
     words: int = 0  # of a row's candidates, where they are few
     row_words: int = 0
 
@@ -246,19 +244,9 @@ class Bracket:
         x_at, *_filters, temperature, stride, n = logits
         self._find.launch(device, stream, rows, 1, 1, words, parts, *logits, self._groups, blocks, row_words)
         self._collect.launch(
-            device,
-            stream,
-            rows * self._blocks,
-            1,
-            1,
-            words,
-            x_at,
-            temperature,
-            stride,
-            n,
-            row_words,
+            device, stream, rows * self._blocks, 1, 1, words, x_at, temperature, stride, n, row_words,
             self._blocks,
-        )
+        )  # fmt: skip
 
 
 # ---- the reference ----

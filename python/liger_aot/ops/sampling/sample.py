@@ -172,23 +172,9 @@ class Sample(SamplingOp):
             part = x.new_empty(rows * blocks, dtype=torch.int64)
             part_at = part.data_ptr()
             choose.launch(
-                device,
-                stream,
-                rows * blocks,
-                1,
-                1,
-                part_at,
-                x_at,
-                found.last,
-                found.words,
-                temperature,
-                seeds,
-                positions,
-                logits.stride,
-                logits.n,
-                found.row_words,
-                blocks,
-            )
+                device, stream, rows * blocks, 1, 1, part_at, x_at, found.last, found.words, temperature,
+                seeds, positions, logits.stride, logits.n, found.row_words, blocks,
+            )  # fmt: skip
             combine.launch(device, stream, rows, 1, 1, tokens.data_ptr(), part_at, blocks)
             if measure is not None:
                 return (tokens, *measure(stream, x, given_at, tokens.data_ptr()))
@@ -262,18 +248,9 @@ class Measurement:
         parts = (greatest, sums, counts, x_at, tokens, *self._numbers)
         self._first.launch(device, stream, rows * self._blocks, 1, 1, *parts)
         self._second.launch(
-            device,
-            stream,
-            rows,
-            1,
-            1,
-            ids.data_ptr(),
-            found.data_ptr(),
-            ranks.data_ptr(),
-            listed,
-            *parts,
+            device, stream, rows, 1, 1, ids.data_ptr(), found.data_ptr(), ranks.data_ptr(), listed, *parts,
             wanted,
-        )
+        )  # fmt: skip
         return ids, found, ranks
 
 

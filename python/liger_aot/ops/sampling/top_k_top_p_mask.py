@@ -11,6 +11,7 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError
 from liger_aot.ops.arguments import Schema, check_flag
 from liger_aot.ops.differentiable import Tensors
+from liger_aot.ops.in_place import share_an_element
 from liger_aot.ops.op import Problem, check_same_device, check_tensor, check_writable_rows, written
 from liger_aot.ops.sampling._logits import FILTERS, Logits, Plan, SamplingOp, Thresholds, kept, processed
 from liger_aot.runtime.dispatch import OpOn
@@ -103,6 +104,9 @@ class TopKTopPMask(SamplingOp):
                 raise ArgumentError(
                     f"{self.name}: out overlaps logits; it may be logits itself or memory of its own"
                 )
+        for name, t in zip(FILTERS, tensors[1:], strict=True):
+            if t is not None and share_an_element(out, t):
+                raise ArgumentError(f"{self.name}: {argument}, which is written, overlaps {name}")
         if out.numel():
             check_writable_rows(self.name, argument, out)
 

@@ -59,9 +59,8 @@ class RowProbabilities(DifferentiableOp):
         device = on.device
         if loaded.parts:
             parts = -(-n // loaded.block)
-            found = x.new_empty(
-                (2, rows, parts), dtype=torch.float32
-            )  # each part's greatest value, and its sum
+            # Each part's greatest value, and its sum.
+            found = x.new_empty((2, rows, parts), dtype=torch.float32)
             peaks_at, sums_at = found.data_ptr(), found.data_ptr() + 4 * rows * parts
             for combine in (False, True):
                 loaded.launch(
