@@ -2,7 +2,8 @@
 
 ``paged_tiles`` is plain Triton. The queries of a token that share a head of keys are rows of one tile, as all of them
 read the same keys: a tile is BLOCK_M of a sequence's (token, head) pairs. Where sequences have few queries each,
-several programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts.
+several programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts. ``split_pages`` (in
+``paged_split``) does the same with TMA and wgmma, for caches of q's dtype.
 
 ``paged_warp_specialized`` is for GPUs with TMA and wgmma, and sequences of many queries. It is
 ``flash_attention_varlen.varlen_warp_specialized`` with keys by pages; a tile is of one head. A batch that mixes both
@@ -25,6 +26,7 @@ from csrc_triton.attention.paged import (
     PagedSequences,
     attend_pages,
     fill_paged_window,
+    finalise,
     find_rows,
     keys_in_cache,
     load_pages,
@@ -34,6 +36,7 @@ from csrc_triton.attention.paged import (
     scheduler_of,
     zero_unseen,
 )
+from csrc_triton.attention.paged_split import split_pages  # noqa: F401
 from csrc_triton.attention.pipeline import Sizes, load_tile, mbarriers, pipeline_of
 from csrc_triton.attention.tile_scheduler import LOCAL, tile_pipeline
 from csrc_triton.attention.varlen import (
@@ -125,6 +128,28 @@ DECLARATION = {
                 }
             },
         },
+        "flash_attention_paged_split": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "K": "dtype[1, 1, 16, 64]", "V": "dtype[1, 1, 16, 64]", "OUT": "*dtype", **RESULTS, "Q": "*dtype",
+                "SINKS": "*fp32", **BATCH, "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32",
+                "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
+                "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32",
+            },
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS},
+            "host": ["startup_blocks", "ctas_to_saturate", "max_rows"],
+            "aligned": ["OUT", "OUT_PARTIAL", "Q", "out_token", "out_head", "q_token", "q_head", "dim"],
+            "forms": {
+                "warp_specialized": {
+                    "function": "split_pages",
+                    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "PDL"],
+                    "defaults": {"PDL": 0},
+                }
+            },
+        },
         "flash_attention_paged_combine": {
             "always_aligned": True,
             "arguments": {
@@ -148,17 +173,6 @@ DECLARATION = {
 
 
 # ---- Plain Triton ----
-
-
-@triton.jit
-def finalise(m, sums, SINKS, head):
-    """(natural logarithm of a row's sum, what its weighted values are multiplied by), from the largest score and the
-    sum in base 2; a sink is one more key, whose value is 0."""
-    sink = tl.load(SINKS + head, mask=SINKS.to(tl.int64) != 0, other=float("-inf")) * 1.4426950408889634
-    top = tl.maximum(m, sink)
-    by = tl.exp2(m - top)
-    sums = sums * by + tl.exp2(sink - top)
-    return (top + tl.log2(sums)) * 0.6931471805599453, tl.where(sums > 0, by / sums, 0.0)
 
 
 @triton.jit

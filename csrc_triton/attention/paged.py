@@ -100,6 +100,17 @@ def near_columns(dim, D: tl.constexpr):
 
 
 @triton.jit
+def finalise(m, sums, SINKS, head):
+    """(natural logarithm of a row's sum, what its weighted values are multiplied by), from the largest score and the
+    sum in base 2; a sink is one more key, whose value is 0."""
+    sink = tl.load(SINKS + head, mask=SINKS.to(tl.int64) != 0, other=float("-inf")) * 1.4426950408889634
+    top = tl.maximum(m, sink)
+    by = tl.exp2(m - top)
+    sums = sums * by + tl.exp2(sink - top)
+    return (top + tl.log2(sums)) * 0.6931471805599453, tl.where(sums > 0, by / sums, 0.0)
+
+
+@triton.jit
 def attend_pages(
     q, K, V, TABLE, first, last, start, stop, low, high, every_low, every_high, scale, cap, dim, pages, page_bits,
     k_page, k_row, BLOCK_N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,

@@ -356,8 +356,9 @@ def run(function: Any, types: dict[str, str], constants: dict[str, int], grid: A
             made(**given, **{name: Const(value) for name, value in constants.items()})
             assert not block.copies, "a copy is never waited for"
     # the compiler gives their memory to tiles, and a GPU that swaps a block out and in writes on it
-    for same in zip(*(block.barriers for block in blocks if block.barriers), strict=True):
-        assert any(b.used for made in same for b in made), "barriers that nobody uses"
+    alike = zip(*(block.barriers for block in blocks if block.barriers), strict=True)
+    used = [any(b.used for barriers in same for b in barriers) for same in alike]
+    assert all(used) or not any(used), "barriers that nobody uses"  # none at all: there was nothing to do
 
 
 class GroupsDriver(InterpreterDriver):

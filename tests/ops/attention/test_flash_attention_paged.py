@@ -42,7 +42,7 @@ from tests.ops.attention.paged_cases import (
     run,
 )
 
-FORWARD, TILES, COMBINE = f"{NAME}_forward", f"{NAME}_tiles", f"{NAME}_combine"
+FORWARD, TILES, SPLIT, COMBINE = (f"{NAME}_{name}" for name in ("forward", "tiles", "split", "combine"))
 
 
 def coded(problems: tuple[Problem, ...], dtype: torch.dtype) -> tuple[Problem, ...]:
@@ -260,9 +260,10 @@ def test_registration() -> None:
 
 
 def test_what_is_planned() -> None:
-    for arch, codes in (("sm80", set()), ("gfx90a", set()), ("gfx942", {"fp8e4b8"}), ("sm90", {"fp8e4nv"})):
+    with_fp8 = (("gfx942", {"fp8e4b8"}), ("sm90", {"fp8e4nv"}), ("sm100", {"fp8e4nv"}))
+    for arch, codes in (("sm80", set()), ("gfx90a", set()), *with_fp8):
         _, (plan,) = make_plans(arch, (NAME,))
-        assert set(plan.kernels) == {TILES, COMBINE, *([FORWARD] if arch == "sm90" else [])}
+        assert set(plan.kernels) == {TILES, COMBINE, *([FORWARD, SPLIT] if arch == "sm90" else [])}
         found = {(v.axes["dtype"], v.axes["cache"]) for v in plan.kernels[TILES].variants.values()}
         assert found == {(d, c) for d in ("bf16", "fp16") for c in {d, *codes}}
     _, (plan,) = make_plans("sm90", (NAME,))
@@ -279,33 +280,44 @@ def launched(problem: Problem, arch: str = "sm90", **others: Any) -> tuple[dict[
     return made[0].launches, made[0].loaded
 
 
-# By warp groups (their mask and box), by tiles (wide or not), and whether parts are combined.
-LAUNCHES: dict[str, tuple[Problem, tuple[str, int] | None, bool | None, bool]] = {
+# By warp groups (their mask and box), by which kernel sequences of few queries, and whether parts are combined.
+NARROW, WIDE = (TILES, False), (TILES, True)
+LAUNCHES: dict[str, tuple[Problem, tuple[str, int] | None, Any, bool]] = {
     "one prompt": (Problem(4, 2, (300,), (300,), 128, page=64), ("causal", 64), None, False),
     "small pages": (Problem(4, 2, (300,), (300,), 64, page=32), ("causal", 16), None, False),
     "a window": (Problem(4, 2, (300,), (300,), 128, page=128, window=(99, 0)), ("local", 64), None, False),
     "a soft cap": (Problem(4, 2, (300,), (300,), 128, softcap=9.0), ("local", 16), None, False),
     "a window over all": (Problem(4, 2, (300,), (300,), 128, window=(400, 0)), ("causal", 16), None, False),
-    "mixed": (Problem(4, 2, (300, 1), (300, 900), 128, splits=4), ("causal", 16), True, True),
-    "no mask": (Problem(4, 2, (300,), (300,), 128, causal=False), None, True, False),
-    "fp8": (Problem(4, 2, (300,), (300,), 128, cache=E4M3), None, True, False),
-    "decoding": (Problem(8, 2, (1, 1), (900, 900), 128, splits=3), None, False, True),
-    "one split": (Problem(8, 2, (1, 1), (30, 30), 128, splits=1), None, False, False),
-    "speculation": (Problem(16, 2, (3, 1), (30, 30), 128), None, True, False),
+    "mixed": (Problem(4, 2, (300, 1), (300, 900), 128, splits=4), ("causal", 16), (SPLIT, None), True),
+    "no mask": (Problem(4, 2, (300,), (300,), 128, causal=False), None, WIDE, False),
+    "no mask, few queries": (Problem(4, 2, (30,), (300,), 128, causal=False, splits=1), None, (SPLIT, None), False),
+    "fp8": (Problem(4, 2, (300,), (300,), 128, cache=E4M3), None, WIDE, False),
+    "decoding, fp8": (Problem(8, 2, (1, 1), (900, 900), 128, cache=E4M3, splits=3), None, NARROW, True),
+    "decoding": (Problem(8, 2, (1, 1), (900, 900), 128, splits=3), None, (SPLIT, None), True),
+    "one split": (Problem(8, 2, (1, 1), (30, 30), 128, splits=1), None, (SPLIT, None), False),
+    "speculation": (Problem(16, 2, (3, 1), (30, 30), 128), None, (SPLIT, None), False),
+    "speculation, fp8": (Problem(16, 2, (3, 1), (30, 30), 128, cache=E4M3), None, WIDE, False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_which_kernels(name: str) -> None:
-    problem, groups, wide, combined = LAUNCHES[name]
+    problem, groups, few, combined = LAUNCHES[name]
     launches, loaded = launched(problem)
     assert set(launches) == {
-        *([FORWARD] if groups else []), *([TILES] if wide is not None else []), *([COMBINE] if combined else []),
+        *([FORWARD] if groups else []), *([few[0]] if few else []), *([COMBINE] if combined else []),
     }  # fmt: skip
     if groups:
         numbers = loaded[FORWARD].numbers
         assert (("causal", "local")[numbers["mask"] - 1], numbers["box_keys"]) == groups
-    if wide is not None:
+    if few in (NARROW, WIDE):
+        assert (loaded[TILES].numbers["block_m"] > 16) == few[1]
+
+
+def test_which_kernels_without_tensor_maps() -> None:
+    for queries, wide in ((1, False), (5, True)):
+        launches, loaded = launched(Problem(8, 2, (queries, 1), (900, 900), 128, splits=3), "sm80")
+        assert set(launches) == {TILES, COMBINE}
         assert (loaded[TILES].numbers["block_m"] > 16) == wide
 
 
@@ -340,8 +352,12 @@ def test_numbers_come_from_shapes_alone() -> None:
     )  # fmt: skip
     each = few * 2 // 64
     rows = 2 * each + 8  # programs for tokens behind the last sequence
-    assert launches[TILES][:3] == (rows * 2 * 2, 1, 1)
-    assert launches[TILES][-4 - 9 :] == (*shared, rows, 2, each, 2)
+    assert launches[SPLIT][:3] == (rows * 2 * 2, 1, 1)
+    for t, found in ((k, launches[SPLIT][3]), (v, launches[SPLIT][4])):
+        assert found == (
+            t.data_ptr(), "bf16", (t.shape[0], 2, 64, 128), (page, 64 * 128, 128, 1), (1, 1, 16, 64), 3,
+        )  # fmt: skip
+    assert launches[SPLIT][-4 - 9 :] == (*shared, rows, 2, each, 2)
     assert launches[COMBINE][:3] == (2 * few * 4, 1, 1)
     assert launches[COMBINE][-4:] == (2, 309, few, 2)
 
@@ -362,6 +378,16 @@ def test_where_no_map_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(made[0].launches) == {FORWARD}
 
 
+def test_a_cache_without_tensor_maps() -> None:
+    """One head for all, by a stride of 0, which no tensor map has."""
+    op, made = recorded(FlashAttentionPaged, tables_of("sm90"))
+    problem = Problem(8, 2, (300, 1), (300, 900), 128, splits=3)
+    tensors = problem.tensors()
+    tensors[1:3] = [t[:, :, :1].expand(-1, -1, 2, -1) for t in tensors[1:3]]
+    run(op, problem, tensors)
+    assert set(made[0].launches) == {TILES}
+
+
 def test_long_tables_split_by_max_seqlen_k() -> None:
     """What a table has room for would be split, were it not for max_seqlen_k."""
     problem = Problem(8, 1, (1,), (4000,), 128)
@@ -371,9 +397,9 @@ def test_long_tables_split_by_max_seqlen_k() -> None:
     tensors = short.tensors()
     tensors[5] = torch.zeros(1, 4000, dtype=torch.int32)
     run(op, short, tensors, max_seqlen_k=64)
-    assert set(made[0].launches) == {TILES}
+    assert set(made[0].launches) == {SPLIT}
     run(op, short, tensors)
-    assert set(made[0].launches) == {TILES, COMBINE}
+    assert set(made[0].launches) == {SPLIT, COMBINE}
 
 
 # ---- The binaries and the device code ----
@@ -459,6 +485,29 @@ def test_warp_specialized(seed: int, nan_memory: None) -> None:
     assert on.workspaces["counters"].on(0, 1).tolist() == [0]
 
 
+# Few queries of each sequence, by the kernel for those: as SMALL, with more blocks than stages, tiles of one sequence
+# beside each other, a split without keys, rows that see no key, windows that start inside a block, a whole head
+# dimension and a part of it.
+FEW = (
+    Problem(4, 1, (1, 1, 0, 1), (600, 16, 9, 33), 64, behind=3),
+    Problem(4, 2, (5, 2, 1), (300, 40, 0), 128, FP16, splits=3, sinks=True, behind=1),
+    Problem(8, 1, (14, 3, 1), (200, 65, 1), 64, page=64, splits=2, window=(50, 0), halves=True),
+    Problem(2, 2, (20, 3), (150, 40), 64, softcap=5.0),
+    Problem(4, 1, (16, 1), (10, 33), 128, causal=False, window=(None, 20)),
+    Problem(2, 1, (1, 2), (300, 40), 256, splits=2),
+    Problem(3, 1, (5, 1), (100, 20), 208, FP16, page=128),
+    Problem(20, 1, (2, 1), (260, 31), 96, FP16, splits=4),
+)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(len(FEW)))
+def test_few_queries_by_warp_groups(seed: int, nan_memory: None) -> None:
+    op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
+    check(op, FEW[seed], REFERENCE, seed=seed)
+    assert SPLIT in {name.partition("-")[0] for name in op._own.of(torch.empty(1), "q")._loaded}
+
+
 def spoiled(problem: Problem) -> tuple[list[Any], ...]:
     """Arguments with a page, a length and a start out of range, of the last sequence."""
     found = []
@@ -499,6 +548,8 @@ def test_out_of_range_on_the_emulator() -> None:
 def test_out_of_range_by_warp_groups() -> None:
     op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
     check_out_of_range(op, Problem(1, 1, (130, 140), (140, 150), 64, page=64), REFERENCE)
+    op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
+    check_out_of_range(op, Problem(4, 1, (1, 2), (40, 37), 64, splits=2), REFERENCE)
 
 
 def test_float32_is_refused_where_there_are_binaries() -> None:

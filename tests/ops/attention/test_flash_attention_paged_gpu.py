@@ -85,7 +85,7 @@ def test_fp8_caches(op: FlashAttentionPaged, allowed: dict[str, float], seed: in
 
 
 @pytest.mark.parametrize("queries", [(300, 40), (1, 3)])
-def test_strides(op: FlashAttentionPaged, queries: tuple[int, ...]) -> None:
+def test_strides(op: FlashAttentionPaged, allowed: dict[str, float], queries: tuple[int, ...]) -> None:
     """The same bits from other layouts; a q that is not aligned is copied, a cache is refused."""
     problem = Problem(8, 2, queries, (500, 333), 80, page=64)
     tensors = problem.tensors(device="cuda")
@@ -97,6 +97,14 @@ def test_strides(op: FlashAttentionPaged, queries: tuple[int, ...]) -> None:
     odd[1:] = q.flatten()
     heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v)]
     both = torch.stack((k, v), 1)
+    one = [
+        t[:, :, :1].expand(-1, -1, 2, -1) for t in (k, v)
+    ]  # no tensor map has a stride of 0: by plain tiles
+    apart = [t.contiguous() for t in one]
+    for cache in (one, apart):
+        o, lse = run(op, problem, [q, *cache, *tensors[3:]])
+        same = [q, *cache, *tensors[3:]]
+        check_sequences(problem, same, o, lse, allowed, "cuda")
     for others in (
         (beside[..., 16:96], k, v),
         (odd[1:].view(q.shape), k, v),

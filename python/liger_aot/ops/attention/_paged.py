@@ -244,6 +244,11 @@ class Call:
             stride if size > 1 else TILE_UNIT for size, stride in zip(k.shape, k.stride(), strict=True)
         ][:3]
 
+    def mapped(self, on: OpOn) -> bool:
+        """Whether the caches have tensor maps and their elements are operands of wgmma as they lie there."""
+        strides = 0 < min(self.strides) <= max(self.strides) < MAP_STRIDE
+        return on.tensor_map is not None and strides and self.dtypes[0] == self.dtypes[1]
+
     @property
     def scales(self) -> tuple[float, float]:
         s = self.settings
@@ -273,22 +278,26 @@ class Results(NamedTuple):
 
 
 class TilesPlan:
-    """By plain kernels: all sequences, or those of at most ``few`` queries and tokens behind the last sequence."""
+    """By tiles of (token, head) pairs: all sequences, or those of at most ``few`` queries and tokens behind the last
+    sequence; with tensor maps of the cache where ``split_for`` finds a kernel, else by plain kernels."""
 
-    def __init__(self, on: OpOn, call: Call, q: Tensor, out: Tensor, few: int | None) -> None:
+    def __init__(self, on: OpOn, call: Call, q: Tensor, k: Tensor, out: Tensor, few: int | None) -> None:
         shape = call.shape
         queries = min(call.longest, call.longest if few is None else few)
-        kernel = on.kernels[f"{NAME}_tiles"]
         key = (*call.dtypes, head_dim_of(shape.dim))
-        loaded = kernel((*key, False, True), shape.dim)
-        if queries * shape.ratio > loaded.numbers["block_m"]:
-            loaded = kernel((*key, True, True), shape.dim)
+        loaded = split_for(on, call, queries)
+        self._mapped = loaded is not None
+        if loaded is None:
+            kernel = on.kernels[f"{NAME}_tiles"]
+            loaded = kernel((*key, False, True), shape.dim)
+            if queries * shape.ratio > loaded.numbers["block_m"]:
+                loaded = kernel((*key, True, True), shape.dim)
         numbers = loaded.numbers
-        rows = numbers["block_m"]
+        rows = numbers.get("block_m", WARP_GROUP_ROWS)
         self._on, self._loaded = on, loaded
         each = -(-queries * shape.ratio // rows)
         found = tiles_of(shape.tokens * shape.ratio, rows, shape.sequences)
-        by_sequence = few is not None or shape.sequences * each < found
+        by_sequence = self._mapped or few is not None or shape.sequences * each < found
         if by_sequence:
             tail = max(min(-(-shape.tokens * shape.ratio // rows), TAIL_PROGRAMS), 1)
             tiles = shape.sequences * each + tail
@@ -305,9 +314,13 @@ class TilesPlan:
         out_head, out_token, q_head, q_token = token_strides(out, q)
         # where tiles are found by their number, none is another kernel's
         bound = queries if by_sequence else MAX_TOKENS
+        self._maps: list[Any] = []
+        if self._mapped:
+            encode: Any = on.tensor_map
+            self._maps = [TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV"]
         self._numbers = (
-            out_token, out_head, q_token, q_head, *call.strides, call.table_row, *call.scales, shape.ratio, shape.dim,
-            *call.sizes(bound), tiles, shape.kv_heads, each, splits,
+            out_token, out_head, q_token, q_head, *(() if self._mapped else call.strides), call.table_row,
+            *call.scales, shape.ratio, shape.dim, *call.sizes(bound), tiles, shape.kv_heads, each, splits,
         )  # fmt: skip
         self._partials, self._lse_partial = parts * (shape.dim + 1), 4 * parts * shape.dim
         self._rows = shape.sequences * queries * shape.heads
@@ -342,10 +355,18 @@ class TilesPlan:
         scales: tuple[int, ...] = ()
         if self._coded:
             scales = at(k_scale), at(v_scale), scale_head(k_scale, v_scale)
-        self._loaded.launch(
-            on.device, stream, self._programs, 1, 1, *results, q.data_ptr(), k.data_ptr(), v.data_ptr(), at(sinks),
-            cu_q.data_ptr(), seqused_k.data_ptr(), block_table.data_ptr(), self._flag, *self._numbers, *scales,
-        )  # fmt: skip
+        lists = at(sinks), cu_q.data_ptr(), seqused_k.data_ptr(), block_table.data_ptr(), self._flag
+        if self._maps:
+            k_map, v_map = self._maps
+            self._loaded.launch(
+                on.device, stream, self._programs, 1, 1, k_map(k.data_ptr()), v_map(v.data_ptr()), *results,
+                q.data_ptr(), *lists, *self._numbers,
+            )  # fmt: skip
+        else:
+            self._loaded.launch(
+                on.device, stream, self._programs, 1, 1, *results, q.data_ptr(), k.data_ptr(), v.data_ptr(), *lists,
+                *self._numbers, *scales,
+            )  # fmt: skip
         if self._combine is not None:
             self._combine.launch(
                 on.device, stream, self._rows, 1, 1, *results, at(sinks), cu_q.data_ptr(), *self._combine_numbers
@@ -409,8 +430,8 @@ class Plan:
             mixed = few if shape.sequences > 1 else 0
             self._groups = WarpSpecializedPlan(on, loaded, call, q, k, out, mixed)
         if self._groups is None or shape.sequences > 1:
-            self._tiles = TilesPlan(on, call, q, out, few if self._groups else None)
-        self._whole = (on, call, like(q), like(out)) if self._groups else None
+            self._tiles = TilesPlan(on, call, q, k, out, few if self._groups else None)
+        self._whole = (on, call, like(q), like(k), like(out)) if self._groups else None
 
     def __call__(self, tensors: Tensors, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
         q = tensors[0]
@@ -431,14 +452,22 @@ def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
     """The warp-specialised kernel for the call, None where there is none: it is for a right bound, and for caches of
     q's dtype."""
     kernel, shape = on.kernels.get(f"{NAME}_forward"), call.shape
-    if kernel is None or on.tensor_map is None or not call.causal or call.dtypes[0] != call.dtypes[1]:
-        return None
-    if not 0 < min(call.strides) <= max(call.strides) < MAP_STRIDE:
+    if kernel is None or not call.causal or not call.mapped(on):
         return None
     box = next(n for n in BOXES if not shape.page_size % n)
     mask = "local" if call.settings.left >= 0 or call.settings.softcap else "causal"
     key = call.dtypes[0], head_dim_of(shape.dim), mask, box, True
     return kernel(key, shape.capacity) if kernel.serves(key) else None
+
+
+def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
+    """The kernel with tensor maps for sequences of at most so many queries, None where there is none."""
+    kernel, shape = on.kernels.get(f"{NAME}_split"), call.shape
+    key = call.dtypes[0], head_dim_of(shape.dim), True
+    if kernel is None or not call.mapped(on) or not kernel.serves(key):
+        return None
+    loaded = kernel(key, shape.dim)
+    return loaded if queries * shape.ratio <= loaded.numbers["max_rows"] else None
 
 
 def like(t: Tensor) -> Tensor:

@@ -252,13 +252,14 @@ class FlashAttentionPaged(ForwardOnlyOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """``shape`` is q's. ``dtypes`` may name that of the ``cache``; the wide tiles are for many rows of q a head of
-        k, the forward is for many queries, where a pack has it."""
+        k; where a pack has them, the forward is for many queries and the split kernel for few."""
         dim = shape[-1]
         check_dim(self.name, dim)
         cache, width = (dtypes or {}).get("cache", dtype), head_dim_of(dim)
         found = [Problem(f"{NAME}_tiles", (dtype, cache, width, wide), True, dim) for wide in (False, True)]
         found.append(Problem(f"{NAME}_combine", (dtype, width), True, dim))
         if cache == dtype:
+            found.append(Problem(f"{NAME}_split", (dtype, width), True, dim))
             axes = [(mask, box) for mask in ("causal", "local") for box in sorted(BOXES)]
             found += [Problem(f"{NAME}_forward", (dtype, width, *rest), True, dim) for rest in axes]
         return tuple(found)

@@ -1,0 +1,318 @@
+"""Few queries of each sequence against a paged cache, with TMA and wgmma (Gluon, Hopper): split KV by pages.
+
+A producer warp loads pages of keys and values by TMA, box by box; a consumer warp group computes. As in
+``flash_attention_paged.paged_tiles``, the queries of a token that share a head of keys are rows of one tile, of 64
+rows, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, and
+``combine_paged`` combines their parts. Memory is the bound: 64 rows take half of the time that their keys take to
+arrive, and rows that are not there cost nothing more. What counts is that loads are on their way from the first block
+to the last, whatever the consumers do; so each stage is waited for and handed back by barriers alone.
+
+Boxes are of 16 keys, which all page sizes are multiples of.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from csrc_triton.attention.online_softmax import (
+    issue_pv,
+    issue_qk,
+    mask_scores,
+    partial_row_sums,
+    scale_rows,
+    to_x2,
+    wait_pv,
+)
+from csrc_triton.attention.paged import (
+    PagedSequences,
+    finalise,
+    keys_in_cache,
+    load_pages,
+    paged_pipeline,
+    pages_of_block,
+    report_keys,
+)
+from csrc_triton.attention.pipeline import Pipeline, Sizes
+from csrc_triton.attention.varlen import report, span
+from csrc_triton.common.pdl import launch_dependents
+
+
+@aggregate
+class Tile:
+    """64 rows, (token, head) pairs of a sequence and a head of keys, and the split of their keys."""
+
+    sequence: gl.tensor
+    head: gl.tensor  # of keys
+    split: gl.tensor
+    splits: gl.tensor
+    row: gl.tensor  # the first
+    rows: gl.tensor  # of the sequence; 0 where this program has none of its tiles
+    start_q: gl.tensor
+    past: gl.tensor  # the sequence's first query stands at this key
+    len_k: gl.tensor
+    start: gl.tensor  # keys that some row sees, from here
+    stop: gl.tensor  # to before here
+    first: gl.tensor  # block of this split
+    last: gl.tensor  # one after its last
+
+    @gluon.constexpr_function
+    def __init__(
+        self, sequence, head, split, splits, row, rows, start_q, past, len_k, start, stop, first, last
+    ):
+        self.sequence, self.head, self.split, self.splits = sequence, head, split, splits
+        self.row, self.rows, self.start_q, self.past, self.len_k = row, rows, start_q, past, len_k
+        self.start, self.stop, self.first, self.last = start, stop, first, last
+
+
+@aggregate
+class Operands:
+    """What the consumers read and write by pointers."""
+
+    OUT: gl.tensor
+    LSE: gl.tensor
+    OUT_PARTIAL: gl.tensor
+    LSE_PARTIAL: gl.tensor
+    Q: gl.tensor
+    SINKS: gl.tensor
+    out_token: gl.tensor
+    out_head: gl.tensor
+    q_token: gl.tensor
+    q_head: gl.tensor
+    dim: gl.tensor
+    kv_heads: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        OUT,
+        LSE,
+        OUT_PARTIAL,
+        LSE_PARTIAL,
+        Q,
+        SINKS,
+        out_token,
+        out_head,
+        q_token,
+        q_head,
+        dim,
+        kv_heads,
+    ):
+        self.OUT, self.LSE, self.OUT_PARTIAL, self.LSE_PARTIAL = OUT, LSE, OUT_PARTIAL, LSE_PARTIAL
+        self.Q, self.SINKS, self.dim, self.kv_heads = Q, SINKS, dim, kv_heads
+        self.out_token, self.out_head, self.q_token, self.q_head = out_token, out_head, q_token, q_head
+
+
+@gluon.constexpr_function
+def vector_layout(columns):
+    """Rows of 16-bit elements, 16 bytes a thread."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def zero_outside(values, key, start, stop):
+    """Set a block's rows to zero that hold no keys of [start, stop)."""
+    layout: gl.constexpr = vector_layout(values.shape[1])
+    keys = key + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
+    valid = gl.expand_dims((keys >= start) & (keys < stop), 1)
+    loaded = values.load(layout)
+    values.store(gl.where(valid, loaded, gl.zeros_like(loaded)))
+
+
+@gluon.jit
+def zero_tokens(
+    operands, tile, tokens, ratio, step, dtype: gl.constexpr, layout: gl.constexpr, D: gl.constexpr
+):
+    """The results of tokens behind the last sequence: this program's rows of them."""
+    index = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    rows = gl.where(tile.split == 0, (tokens - tile.start_q) * ratio, 0)
+    for first in range(tile.row, rows, step):
+        row = first + index
+        token = row // ratio
+        head = tile.head * ratio + (row - token * ratio)
+        token += tile.start_q
+        at = token.to(gl.int64) * operands.out_token + head.to(gl.int64) * operands.out_head
+        mask = gl.expand_dims(row < rows, 1) & gl.expand_dims(columns < operands.dim, 0)
+        to = operands.OUT + (gl.expand_dims(at, 1) + gl.expand_dims(columns, 0))
+        gl.store(to, gl.zeros([64, D], dtype, layout), mask=mask)
+        to = operands.LSE + (head.to(gl.int64) * tokens + token)
+        gl.store(to, gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout)), mask=row < rows)
+
+
+@gluon.jit
+def load_queries(to, operands, tile, ratio, layout: gl.constexpr, D: gl.constexpr):
+    """A tile's rows to shared memory, zeros where there are none."""
+    row = tile.row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    token = row // ratio
+    head = tile.head * ratio + (row - token * ratio)
+    at = (tile.start_q + token).to(gl.int64) * operands.q_token + head.to(gl.int64) * operands.q_head
+    mask = gl.expand_dims(row < tile.rows, 1) & gl.expand_dims(columns < operands.dim, 0)
+    to.store(gl.load(operands.Q + (gl.expand_dims(at, 1) + gl.expand_dims(columns, 0)), mask=mask, other=0.0))
+
+
+@gluon.jit
+def store_rows(TO, at, values, valid, dim, layout: gl.constexpr):
+    """Store a tile's ``values`` at its rows' places."""
+    columns = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
+    at = gl.convert_layout(at, gl.SliceLayout(1, layout))
+    valid = gl.convert_layout(valid, gl.SliceLayout(1, layout))
+    mask = gl.expand_dims(valid, 1) & gl.expand_dims(columns < dim, 0)
+    gl.store(TO + (gl.expand_dims(at, 1) + gl.expand_dims(columns, 0)), values, mask=mask)
+
+
+@gluon.jit
+def consume(z, q, k, v, operands, tile, seqs, scale, cap, step):
+    """The consumer warp group: scores, softmax and values of a tile's rows, and their results."""
+    ratio = seqs.ratio
+    D: gl.constexpr = z.D1
+    layout: gl.constexpr = vector_layout(D)
+    if tile.sequence == seqs.count:
+        zero_tokens(operands, tile, seqs.tokens_q, ratio, step, v.first.dtype, layout, D)
+    elif tile.rows > 0:
+        load_queries(q.first.index(0).reshape([64, D]), operands, tile, ratio, layout, D)
+        fence_async_shared()
+        last_row = gl.minimum(tile.row + 64, tile.rows) - 1
+        row = tile.row + gl.arange(0, 64, z.ROW)
+        valid = row < tile.rows
+        token = gl.minimum(row, last_row) // ratio
+        left = seqs.right - seqs.width
+        low = tile.past + token + left
+        high = gl.minimum(tile.past + token + seqs.right, tile.len_k)
+        every_low = tile.past + last_row // ratio + left
+        every_high = gl.minimum(tile.past + tile.row // ratio + seqs.right, tile.len_k)
+        m = gl.full([64], -1.0e30, gl.float32, z.ROW)  # finite: a row that sees no key gives no NaN
+        sums = partial_row_sums(gl.zeros([64, z.BLOCK_N], gl.float32, z.S))
+        acc = gl.zeros([64, D], gl.float32, z.O1)
+        acc2 = gl.zeros([64, 16], gl.float32, z.O2)
+        for b in range(tile.last - tile.first):
+            key = (tile.first + b) * z.BLOCK_N
+            stage = b % z.STAGES
+            phase = (b // z.STAGES) & 1
+            mbarrier.wait(k.full.index(stage), phase)
+            s = warpgroup_mma_wait(0, deps=(issue_qk(q, 0, k, stage, z),))
+            mbarrier.arrive(k.empty.index(stage), count=1)
+            if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+                s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
+            if (key < every_low) | (key + z.BLOCK_N > every_high):
+                s = mask_scores(s, key, (low, high), True)
+            new_m = gl.maximum(m, gl.max(s, 1) * scale)
+            e = gl.exp2(s * scale - gl.expand_dims(new_m, 1))
+            by = gl.exp2(m - new_m)
+            m = new_m
+            sums = scale_rows(sums, by) + partial_row_sums(e)
+            acc = scale_rows(acc, by)
+            mbarrier.wait(v.full.index(stage), phase)
+            if (key < tile.start) | (key + z.BLOCK_N > tile.stop):
+                zero_outside(v.first.index(stage).reshape([z.BLOCK_N, D]), key, tile.start, tile.stop)
+                fence_async_shared()
+            acc, acc2 = issue_pv(to_x2(e, v.first.dtype), v, stage, acc, acc2, z)
+            acc, acc2 = wait_pv(acc, acc2, z)
+            mbarrier.arrive(v.empty.index(stage), count=1)
+        total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
+        head = tile.head * ratio + (gl.minimum(row, last_row) - token * ratio)
+        heads = operands.kv_heads * ratio
+        if tile.splits == 1:
+            lse, by = finalise(m, total, operands.SINKS, head)
+            own = (tile.start_q + token).to(gl.int64)
+            at = own * operands.out_token + head.to(gl.int64) * operands.out_head
+            out = scale_rows(acc, by).to(v.first.dtype)
+            store_rows(operands.OUT, at, out, valid, operands.dim, z.O1)
+            gl.store(operands.LSE + (head.to(gl.int64) * seqs.tokens_q + own), lse, mask=valid)
+        else:
+            part = scale_rows(acc, 1.0 / gl.where(total > 0, total, 1.0))
+            of_split = (tile.split * seqs.count + tile.sequence).to(gl.int64)
+            at = (of_split * seqs.few + token) * heads + head
+            seen = valid & (tile.last > tile.first)
+            store_rows(operands.OUT_PARTIAL, at * operands.dim, part, seen, operands.dim, z.O1)
+            gl.store(operands.LSE_PARTIAL + at, m + gl.log2(total), mask=valid)
+
+
+@gluon.jit
+def produce(z, K, V, k, v, tile, seqs, FLAG):
+    """The producer warp: loads the blocks that ``consume`` takes, in its order."""
+    pages = pages_of_block(tile.sequence, tile.first * z.BLOCK_N, tile.start, tile.stop, seqs, 16, z)
+    for b in range(tile.last - tile.first):
+        key = (tile.first + b) * z.BLOCK_N
+        stage = b % z.STAGES
+        phase = ((b // z.STAGES) & 1) ^ 1
+        # of the next block: they arrive while this one's stage is waited for
+        following = pages_of_block(tile.sequence, key + z.BLOCK_N, tile.start, tile.stop, seqs, 16, z)
+        mbarrier.wait(k.empty.index(stage), phase)
+        to, full = k.first.index(stage), k.full.index(stage)
+        load_pages(K, pages, tile.head, key, tile.start, tile.stop, to, full, seqs, FLAG, True, z)
+        mbarrier.wait(v.empty.index(stage), phase)
+        to, full = v.first.index(stage), v.full.index(stage)
+        load_pages(V, pages, tile.head, key, tile.start, tile.stop, to, full, seqs, FLAG, False, z)
+        pages = following
+
+
+@triton.jit
+def split_of_blocks(split, splits, first, last):
+    """(first block of a split, one after its last): equal numbers of blocks or one more."""
+    each = (last - first) // splits
+    more = (last - first) - each * splits
+    begin = first + split * each + gl.minimum(split, more)
+    return begin, begin + each + gl.where(split < more, 1, 0)
+
+
+@gluon.jit
+def split_pages(
+    K, V, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, out_token, out_head,
+    q_token, q_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity, pages, page_bits, right, left,
+    max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head), of which each sequence has
+    ``tiles_per_sequence``, with those of tokens behind the last one at the end. K and V are tensor maps over (page,
+    head, row, column) with boxes of 16 keys and 64 columns. The other arguments are as in ``paged_tiles``."""
+    if PDL:  # noqa: SIM102 (the outer is the compiler's)
+        if splits > 1:  # see ``flash_decoding.split``: at once, and by programs without work too
+            launch_dependents()
+    z = Sizes(BLOCK_N, HEAD_DIM, 0, 64, STAGES, 1, 0, 0)
+    program = gl.program_id(0)
+    split_head = program // tiles
+    tile = program - split_head * tiles
+    split = split_head // kv_heads
+    head = split_head - split * kv_heads
+    k = paged_pipeline(K, STAGES, z)
+    v = paged_pipeline(V, STAGES, z)
+    rows_of_q = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, HEAD_DIM], K.layout)
+    q = Pipeline(rows_of_q, rows_of_q, k.full, k.empty)
+    if (tile < sequences) & (head == 0) & (split == 0):
+        report(FLAG, CU_SEQLENS_Q, tile, tokens, max_seqlen_q)
+        report_keys(FLAG, SEQUSED_K, tile, capacity)
+    sequence = gl.minimum(tile // tiles_per_sequence, sequences)
+    row = (tile - sequence * tiles_per_sequence) * 64
+    step = (tiles - sequences * tiles_per_sequence) * 64
+    start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
+    rows = gl.where((row < len_q * ratio) & (len_q <= few), len_q * ratio, 0)
+    len_k = keys_in_cache(SEQUSED_K, sequence, sequences, capacity)
+    past = len_k - len_q
+    last_row = gl.minimum(row + 64, rows) - 1
+    start = gl.minimum(gl.maximum(past + row // ratio + left, 0), len_k)
+    stop = gl.maximum(gl.minimum(past + last_row // ratio + right, len_k), start)
+    stop = gl.where(rows > 0, stop, start)
+    first = start // BLOCK_N
+    last = gl.where(stop > start, (stop + BLOCK_N - 1) // BLOCK_N, first)
+    first, last = split_of_blocks(split, splits, first, last)
+    seqs = PagedSequences(
+        CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, kv_heads, ratio, tiles, right,
+        right - left, few, capacity, pages, page_bits,
+    )  # fmt: skip
+    own = Tile(sequence, head, split, splits, row, rows, start_q, past, len_k, start, stop, first, last)
+    operands = Operands(
+        OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, out_token, out_head, q_token, q_head, dim, kv_heads
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (z, q, k, v, operands, own, seqs, scale, cap, step)),
+            (produce, (z, K, V, k, v, own, seqs, FLAG)),
+        ],
+        [1],
+        [40],
+    )
