@@ -140,7 +140,7 @@ DECLARATION = {
                 "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32",
             },
             "axes": {**DTYPES, "head_dim": HEAD_DIMS},
-            "host": ["startup_blocks", "ctas_to_saturate", "max_rows"],
+            "host": ["startup_blocks", "ctas_to_saturate", "min_rows", "max_rows"],
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "out_token", "out_head", "q_token", "q_head", "dim"],
             "forms": {
                 "warp_specialized": {

@@ -466,8 +466,8 @@ def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
     key = call.dtypes[0], head_dim_of(shape.dim), True
     if kernel is None or not call.mapped(on) or not kernel.serves(key):
         return None
-    loaded = kernel(key, shape.dim)
-    return loaded if queries * shape.ratio <= loaded.numbers["max_rows"] else None
+    loaded, rows = kernel(key, shape.dim), queries * shape.ratio
+    return loaded if loaded.numbers["min_rows"] <= rows <= loaded.numbers["max_rows"] else None
 
 
 def like(t: Tensor) -> Tensor:
