@@ -293,8 +293,10 @@ LAUNCHES: dict[str, tuple[Problem, tuple[str, int] | None, Any, bool]] = {
     "no mask, few queries": (Problem(4, 2, (30,), (300,), 128, causal=False, splits=1), None, (SPLIT, None), False),
     "fp8": (Problem(4, 2, (300,), (300,), 128, cache=E4M3), None, WIDE, False),
     "decoding, fp8": (Problem(8, 2, (1, 1), (900, 900), 128, cache=E4M3, splits=3), None, NARROW, True),
-    "decoding": (Problem(8, 2, (1, 1), (900, 900), 128, splits=3), None, (SPLIT, None), True),
-    "one split": (Problem(8, 2, (1, 1), (30, 30), 128, splits=1), None, (SPLIT, None), False),
+    "decoding": (Problem(8, 2, (1, 1), (900, 900), 128, splits=3), None, NARROW, True),
+    "one split": (Problem(8, 2, (1, 1), (30, 30), 128, splits=1), None, NARROW, False),
+    "16 rows a head": (Problem(32, 2, (1, 1), (30, 30), 128, splits=1), None, NARROW, False),
+    "17 rows a head": (Problem(34, 2, (1, 1), (30, 30), 128, splits=1), None, (SPLIT, None), False),
     "speculation": (Problem(16, 2, (3, 1), (30, 30), 128), None, (SPLIT, None), False),
     "speculation, fp8": (Problem(16, 2, (3, 1), (30, 30), 128, cache=E4M3), None, WIDE, False),
 }  # fmt: skip
@@ -397,9 +399,9 @@ def test_long_tables_split_by_max_seqlen_k() -> None:
     tensors = short.tensors()
     tensors[5] = torch.zeros(1, 4000, dtype=torch.int32)
     run(op, short, tensors, max_seqlen_k=64)
-    assert set(made[0].launches) == {SPLIT}
+    assert set(made[0].launches) == {TILES}
     run(op, short, tensors)
-    assert set(made[0].launches) == {SPLIT, COMBINE}
+    assert set(made[0].launches) == {TILES, COMBINE}
 
 
 # ---- The binaries and the device code ----
