@@ -44,7 +44,7 @@ from liger_aot.ops.attention._varlen import (
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.kv_cache import FP8, check_scales, scale_head
 from liger_aot.ops.op import check_same_device, check_tensor
-from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
+from liger_aot.ops.split_kv import DECODING, MAX_SPLITS, PAGED, best_splits
 from liger_aot.runtime import device_errors
 from liger_aot.runtime.dispatch import Loaded, OpOn
 
@@ -342,9 +342,9 @@ class TilesPlan:
         here = self._on.multiprocessors
         places = self._loaded.variant.resident
         saturating = numbers.get("ctas_to_saturate", places)
-        return best_splits(
-            programs, blocks, places * here, saturating * here, numbers["startup_blocks"], most
-        )
+        costs = PAGED if self._mapped else DECODING
+        startup = numbers["startup_blocks"]
+        return best_splits(programs, blocks, places * here, saturating * here, startup, most, costs)
 
     def __call__(self, tensors: Tensors, to: Results) -> None:
         q, k, v, cu_q, seqused_k, block_table, sinks, k_scale, v_scale = tensors
