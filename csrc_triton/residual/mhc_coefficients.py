@@ -46,7 +46,7 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "project",
-                    "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "REPACK", "STREAMS", "WIDTH"],
+                    "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "REPACK", "FP16_FLUSHES", "STREAMS", "WIDTH"],
                     "defaults": {"TF32": 0, "REPACK": 0},
                     "staged": ["X"],
                 },
@@ -217,10 +217,11 @@ def as_operand(x, REPACK: tl.constexpr):
 def project(
     Z, X, PHI, n_tokens, n_cols, parts,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TF32: tl.constexpr, REPACK: tl.constexpr,
-    STREAMS: tl.constexpr, WIDTH: tl.constexpr,
+    FP16_FLUSHES: tl.constexpr, STREAMS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens a program, every ``parts``-th block of their columns. Of a narrow product the tokens are the columns:
-    the matrix unit takes tiles of few rows."""
+    the matrix unit takes tiles of few rows. Where float16's matrix instructions read subnormal numbers as zeros
+    (FP16_FLUSHES), float16 is multiplied in float32."""
     program = tl.program_id(0)
     part = program % parts
     tokens = (program // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -242,6 +243,9 @@ def project(
             PHI + cols[:, None] * width + at[None, :], mask=(cols < n_cols)[:, None] & in_width, other=0.0
         )
         operand = as_operand(x, REPACK)
+        if FP16_FLUSHES and x.dtype == tl.float16:
+            operand = operand.to(tl.float32)
+            phi = phi.to(tl.float32)
         if WIDTH <= 32:
             z = product(tl.trans(phi), tl.trans(operand), z, TF32)
         else:

@@ -157,7 +157,10 @@ def test_graphs_of_torch_compile(name: str) -> None:
     """Those of mode="reduce-overhead", whose first call has the graph's pool for its memory: in parts, so that a later
     part is called first where an earlier one is replayed. An op of its own, which has no words yet."""
     torch.compiler.reset()
-    op, outputs = type(liger_aot.load(name))(), small_calls()[name].outputs  # looked up here: not to be traced
+    op, outputs = (
+        type(liger_aot.load(name))(),
+        small_calls()[name].outputs,
+    )  # looked up here: not to be traced
     key, first = next((k, t) for k, t in _tensors(name, "cuda").items() if t.is_floating_point())
     fixed = {k: t for k, t in _tensors(name, "cuda").items() if k != key}
 

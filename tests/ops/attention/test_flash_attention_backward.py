@@ -244,6 +244,22 @@ def test_no_gradient_of_o() -> None:
 # ---- The backward alone ----
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_strides_of_one_head(device: str) -> None:
+    """Those of a new tensor, as the kernels' results have them: along one head others would be contiguous, too."""
+    q, k = torch.randn(2, 7, 1, 16, device=device), torch.randn(2, 5, 1, 16, device=device)
+    o, lse = torch.randn_like(q), torch.randn(2, 1, 7, device=device)
+    dense = liger_aot.load("flash_attention_backward")(*(t.half() for t in (q, q, k, k, o)), lse)
+    starts = (torch.tensor([0, n], dtype=torch.int32).to(device) for n in (14, 10))
+    packed = (t.half().flatten(0, 1) for t in (q, q, k, k, o))
+    do, *others, o = packed
+    backward = liger_aot.load("flash_attention_varlen_backward")
+    given = do, *others, o, lse.movedim(0, 1).flatten(1), *starts, 14, 10
+    for gradients in (dense, backward(*given)):
+        for g in gradients[:3]:
+            assert g.stride() == torch.empty(g.shape).stride()
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_alone_it_is_autograds(layout: str) -> None:
     problem = Problem(2, 2, 1, 20, 30, 40, layout=layout, causal=True, sinks=True)

@@ -13,6 +13,8 @@ import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import Tensors
 from liger_aot.ops.residual.mhc_coefficients import MHCCoefficients
+from tests.conftest import built_pack
+from tests.harness.drivers import EmulatorDriver, bound_op
 from tests.harness.op_gpu_tests import installed
 from tests.harness.op_tests import BF16, FP16, FP32, Case, Draw, Exact, OpTests, Results
 from tests.harness.tolerances import REFERENCE, UNIT_ROUNDOFF
@@ -232,3 +234,21 @@ def test_the_result_is_doubly_stochastic(streams: int) -> None:
     _, _, h_res = op(x, phi * (16 * streams) ** -0.5, torch.randn(width), one, one, one, iterations=200)
     for dim in (-1, -2):
         torch.testing.assert_close(h_res.sum(dim), torch.ones(5, streams), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+@pytest.mark.parametrize("streams", [2, 8])
+def test_subnormal_weights(arch: str, streams: int) -> None:
+    """gfx90a's matrix instructions read subnormal float16 numbers as zeros; large alphas make them count."""
+    channels, width = 16, streams * (streams + 2)
+    x = torch.randn(3, streams, channels).half()
+    phi = (torch.randn(streams * channels, width) * 2e-5).clamp(-6e-5, 6e-5).half()
+    assert 0 < phi.abs().max() < torch.finfo(FP16).tiny
+    bias, alpha = torch.zeros(width), torch.full((1,), 1e4)
+    op = bound_op(MHCCoefficients, built_pack(arch), EmulatorDriver)
+    found = op(x, phi, bias, alpha, alpha, alpha)
+    wanted = liger_aot.load("mhc_coefficients")(x.float(), phi.float(), bias, alpha, alpha, alpha)
+    # Logits are 1e4 times sums of up to 128 products below 6e-5 * 4 in float32: 3e1 * 128 * 2^-24 off at most; the
+    # results' slopes are 2 and less.
+    for y, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(y, exact, atol=5e-4, rtol=1e-3)

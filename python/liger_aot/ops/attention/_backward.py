@@ -340,6 +340,11 @@ def plan_for(
     return BackwardPlan(on, q, k, v, o, do, settings, products_of)
 
 
+def contiguous(t: Tensor) -> Tensor:
+    """With the strides of a new tensor, also along dimensions of one element, where others count as contiguous, too."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 def gradients(
     on: OpOn,
     grads: Sequence[Tensor | None],

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 
-from liger_aot.ops.attention._backward import backward_problems, gradients
+from liger_aot.ops.attention._backward import backward_problems, contiguous, gradients
 from liger_aot.ops.attention._checks import check_attention, check_dim, check_results, settings_of
 from liger_aot.ops.attention._operands import Settings
 from liger_aot.ops.attention.flash_attention import FlashAttention
@@ -91,7 +91,7 @@ class FlashAttentionBackward(Op):
             with plain_torch():
                 if on is None or not q.numel() or not k.numel():
                     found = FlashAttention.reference_backward((do, dlse), saved, *settings)
-                    found = [None if g is None else g.contiguous() for g in found]
+                    found = [None if g is None else contiguous(g) for g in found]
                 else:
                     found = gradients(on, (do, dlse), saved, settings, needed)
         dq, dk, dv = found[:3]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 
+from liger_aot.ops.attention._backward import contiguous
 from liger_aot.ops.attention._checks import check_dim, check_results, settings_of
 from liger_aot.ops.attention._operands import VARLEN
 from liger_aot.ops.attention._varlen import check_values, check_varlen
@@ -108,7 +109,7 @@ class FlashAttentionVarlenBackward(Op):
                 if self._own.of(q, "q") is None or not q.numel() or not k.numel():
                     check_values(self.name, cu_seqlens, (q.shape[0], k.shape[0]), max_seqlens)
                     made = FlashAttentionVarlen.reference_backward((do, dlse), saved, *max_seqlens, *settings)
-                    found = [g.contiguous() for g in made if g is not None]
+                    found = [contiguous(g) for g in made if g is not None]
                 else:
                     kinds = (*needed[:3], needed[5])
                     found = varlen_gradients(self._runtimes, (do, dlse), saved, settings, kinds)
