@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.common.bf16x2 import bf16_parts, repack
+from csrc_triton.common.rounded_product import rounded_product
 from csrc_triton.residual.mhc_projection import (  # noqa: F401  named by DECLARATION
     project_backward_pipeline,
     project_pipeline,
@@ -46,7 +47,16 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "project",
-                    "constants": ["ROWS", "BLOCK", "STAGES", "TF32", "REPACK", "FP16_FLUSHES", "STREAMS", "WIDTH"],
+                    "constants": [
+                        "ROWS",
+                        "BLOCK",
+                        "STAGES",
+                        "TF32",
+                        "REPACK",
+                        "FP16_FLUSHES",
+                        "STREAMS",
+                        "WIDTH",
+                    ],
                     "defaults": {"TF32": 0, "REPACK": 0},
                     "staged": ["X"],
                 },
@@ -251,7 +261,7 @@ def project(
         else:
             z = product(operand, phi, z, TF32)
         wide = x.to(tl.float32)
-        squares += tl.sum(tl.reshape(wide * wide, [ROWS, BLOCK // 8, 8]), 2)
+        squares += tl.sum(tl.reshape(rounded_product(wide, wide), [ROWS, BLOCK // 8, 8]), 2)
     if WIDTH <= 32:
         z = tl.trans(z)
     row = (part * n_tokens + tokens) * WIDTH
@@ -281,8 +291,8 @@ def first_scales(matrix, sinkhorn_eps):
 @triton.jit
 def next_scales(matrix, u, v, sinkhorn_eps):
     """Rows divided by their sums, then columns."""
-    u = u / (u * tl.sum(matrix * v[:, None, :], 2) + sinkhorn_eps)
-    return u, v / (v * tl.sum(matrix * u[:, :, None], 1) + sinkhorn_eps)
+    u = u / (u * tl.sum(rounded_product(matrix, v[:, None, :]), 2) + sinkhorn_eps)
+    return u, v / (v * tl.sum(rounded_product(matrix, u[:, :, None]), 1) + sinkhorn_eps)
 
 
 @triton.jit
@@ -389,11 +399,13 @@ def balance_backward(
             u, v = tl.load(now), tl.load(now + STREAMS)
             u_before, v_before = tl.load(now - 2 * STREAMS), tl.load(now - STREAMS)
             # Columns, then rows: the gradient loses its mean, weighted by the result, and is divided as the matrix was.
-            g = (g - tl.sum(g * scaled(matrix, u, v), 1)[:, None, :]) * (v / v_before)[:, None, :]
-            g = (g - tl.sum(g * scaled(matrix, u, v_before), 2)[:, :, None]) * (u / u_before)[:, :, None]
+            lost = tl.sum(rounded_product(g, scaled(matrix, u, v)), 1)
+            g = (g - lost[:, None, :]) * (v / v_before)[:, None, :]
+            lost = tl.sum(rounded_product(g, scaled(matrix, u, v_before)), 2)
+            g = (g - lost[:, :, None]) * (u / u_before)[:, :, None]
         v = tl.load(scales + STREAMS)
-        g = (g - tl.sum(g * matrix * v[:, None, :], 1)[:, None, :]) * v[:, None, :]
-        dres = p * (g - tl.sum(g * p, 2)[:, :, None])
+        g = (g - tl.sum(rounded_product(g * matrix, v[:, None, :]), 1)[:, None, :]) * v[:, None, :]
+        dres = p * (g - tl.sum(rounded_product(g, p), 2)[:, :, None])
 
         total = tl.sum(dpre * mix_pre, 1) * alpha_pre + tl.sum(dpost * mix_post, 1) * alpha_post
         total += tl.sum(tl.sum(dres * mix_res, 2), 1) * alpha_res
