@@ -407,8 +407,9 @@ def balance_backward(
         g = (g - tl.sum(rounded_product(g * matrix, v[:, None, :]), 1)[:, None, :]) * v[:, None, :]
         dres = p * (g - tl.sum(rounded_product(g, p), 2)[:, :, None])
 
-        total = tl.sum(dpre * mix_pre, 1) * alpha_pre + tl.sum(dpost * mix_post, 1) * alpha_post
-        total += tl.sum(tl.sum(dres * mix_res, 2), 1) * alpha_res
+        total = tl.sum(rounded_product(dpre, mix_pre), 1) * alpha_pre
+        total += tl.sum(rounded_product(dpost, mix_post), 1) * alpha_post
+        total += tl.sum(tl.sum(rounded_product(dres, mix_res), 2), 1) * alpha_res
         tl.store(FACTOR + tokens, -total * rstd * rstd / n_cols.to(tl.float32), mask=tokens < n_tokens)
         dz = DZ + at_2d * WIDTH + s
         tl.store(dz, (dpre * alpha_pre * rstd[:, None]).to(DZ.dtype.element_ty), mask=in_2d)
