@@ -229,7 +229,8 @@ def decided(x: Tensor, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     if "top_p" in t:
         p = t["top_p"].double()[:, None]
         if bool((must != may).any()):
-            return must & (far == 0), may  # not certain what the probabilities are of
+            # not certain what the probabilities are of; of equal ones at the top the first is kept
+            return must & (far == 0) & ((far == 0).cumsum(1) == 1), may
         weight = torch.where(must, torch.exp(-far), 0.0)
         order = torch.where(must, x, -math.inf).sort(dim=1, stable=True, descending=True).indices
         sorted_weight = weight.gather(1, order)

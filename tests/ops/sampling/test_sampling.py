@@ -25,7 +25,7 @@ from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of, sizes_of
 from tests.harness.op_gpu_tests import installed
 from tests.harness.recording import RecordingDriver
-from tests.ops.sampling.sampling_cases import BF16, FP16, FP32, OPS, Problem, check, optional, small
+from tests.ops.sampling.sampling_cases import BF16, FP16, FP32, OPS, Problem, check, decided, optional, small
 
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 WORDS = (
@@ -594,3 +594,16 @@ def test_compiled_on_a_gpu(name: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda t: problem.run(op, t), fullgraph=True)(tensors)
     assert torch.equal(compiled, problem.run(op, tensors))
+
+
+def test_what_is_certain_of_equal_logits() -> None:
+    """Of two at the top, top-p keeps the first alone where that one's share reaches p; so says the check also where
+    another row's min-p is too near to call."""
+    x = torch.tensor([[0.0, math.log(0.5), -9.0], [1.0, 3.0, 3.0]], dtype=torch.float64)
+    t = {"min_p": torch.tensor([0.5, 0.0]), "top_p": torch.tensor([0.1, 0.1])}
+    must, may = decided(x, t)
+    assert bool((must != may).any())  # the first row's second token
+    assert must.tolist() == [[True, False, False], [False, True, False]]
+    logits = x.float()[1:]
+    kept = liger_aot.load("top_k_top_p_mask")(logits, top_p=t["top_p"][1:]) > -math.inf
+    assert kept.tolist() == [[False, True, False]]
