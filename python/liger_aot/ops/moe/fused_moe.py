@@ -30,6 +30,9 @@ class FusedMoE(DifferentiableOp):
     Products are summed in float32; activations and an expert's result are rounded to x's dtype before the next product
     and the sum over experts. Deterministic: no gradient is added by atomics.
 
+    On gfx90a, whose float16 matrix instructions read subnormal numbers as zeros, float16 factors below 2^-14 count as
+    zeros, in the backward gradients among them: scale the loss, or use bfloat16.
+
     Args:
         x: (tokens, hidden) bfloat16, float16 or float32. Rows may have any stride; other layouts are copied.
         gate_up_weight: (experts, 2 inner, hidden) of x's dtype, an expert's gate projection first.
