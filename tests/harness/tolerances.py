@@ -24,6 +24,7 @@ def worst(
     roundings: int = 1,
     magnitude: Tensor | None = None,
     scale: Tensor | float = 1.0,
+    largest: Tensor | None = None,
 ) -> float:
     """The largest error of ``got`` as a fraction of what is allowed; NaN counts as infinite. Past the greatest number
     of got's dtype an infinity is right.
@@ -35,6 +36,8 @@ def worst(
         roundings: to got's dtype on the way.
         magnitude: sum of the absolute values of the terms that were added in fp32; default ``exact.abs()``.
         scale: what an intermediate that was rounded to got's dtype was multiplied by: its subnormals' errors grow.
+        largest: how large the intermediates that were rounded to got's dtype may be: where that is past its greatest
+            number, what is not finite is right.
     """
     assert got.shape == exact.shape and exact.dtype == torch.float64
     if not got.numel():
@@ -48,5 +51,7 @@ def worst(
     )
     ratio = (got.double() - exact).abs() / limit
     past = got.isinf() & (got.sign() == exact.sign()) & (size + limit > torch.finfo(got.dtype).max)
+    if largest is not None:
+        past |= ~got.isfinite() & (largest > torch.finfo(got.dtype).max)
     ratio = torch.where(past, 0.0, ratio)
     return float(torch.where(torch.isnan(ratio), torch.inf, ratio).max())

@@ -17,7 +17,19 @@ from tests.conftest import built_pack
 from tests.harness import warp_group_interpreter as interpreter
 from tests.harness.drivers import bound_op
 from tests.harness.op_gpu_tests import installed
-from tests.harness.op_tests import BF16, FP16, FP32, Case, Draw, Exact, OpTests, Results
+from tests.harness.op_tests import (
+    BF16,
+    FP16,
+    FP32,
+    WAYS,
+    Case,
+    Draw,
+    Exact,
+    OpTests,
+    Results,
+    Way,
+    _one_value,
+)
 from tests.harness.tolerances import UNIT_ROUNDOFF
 
 STEPS = "up", "product", "down_backward", "weight_backward"
@@ -150,7 +162,7 @@ class TestFusedMoE(OpTests):
         x, gate_up, down, indices, weights = exact.inputs.values()
         (dy,) = exact.grads
         size = {name: torch.zeros_like(t) for name, t in exact.inputs.items()}
-        y = torch.zeros_like(exact.results[0])
+        y, largest = torch.zeros_like(exact.results[0]), torch.zeros_like(exact.results[0])
         for e in range(gate_up.shape[0]):
             chosen = indices == e
             took = chosen.any(-1, keepdim=True)
@@ -162,6 +174,11 @@ class TestFusedMoE(OpTests):
             slope = torch.sigmoid(gate) * (1 + gate * (1 - torch.sigmoid(gate)))
             act_size = silu.abs() * up_size + 1.1 * gate_size * up.abs()
             y += torch.where(took, share * (act_size @ down[e].abs().t()), 0)
+            # What is rounded on the way, at its largest: the projections, activations and the expert's result.
+            act, of_result = silu * up, act_size @ down[e].abs().t()
+            inner = torch.cat((gate, up, act, act.new_zeros(len(act), 1)), -1).abs().amax(-1, keepdim=True)
+            reached = torch.maximum((act @ down[e].t()).abs() + 4 * self._unit * of_result, inner)
+            largest = torch.maximum(largest, torch.where(took, reached, 0))
             dact, dact_size = dy @ down[e], torch.where(took, dy.abs() @ down[e].abs(), 0)
             dgate = share * (slope.abs() * (dact_size * up.abs() + dact.abs() * up_size))
             dgate += share * 0.5 * gate_size * (dact * up).abs()
@@ -175,7 +192,16 @@ class TestFusedMoE(OpTests):
         # Of a rounding, in the 32 of float32's that are allowed.
         by = 1.05 * self._unit / (32 * UNIT_ROUNDOFF[FP32])
         found = {f"d{name}": {"magnitude": t * (1 + 3 * by)} for name, t in size.items()}
-        return {"y": {"magnitude": y * (1 + 2 * by)}, **found}
+        return {"y": {"magnitude": y * (1 + 2 * by), "largest": largest}, **found}
+
+    @pytest.mark.parametrize("way", WAYS, indirect=True)
+    def test_past_the_greatest_float16(self, way: Way) -> None:
+        """Activations of 139^2: an expert's result may be infinite where its share of y would not be."""
+        ones = frozenset(("x", "gate_up_weight"))
+        for seed in range(6):
+            self.check(
+                way.op, Case((5, 139), FP16), way.allowed, seed=seed, device=way.device, layout=_one_value, relaid=ones
+            )  # fmt: skip
 
     def compare(
         self, got: Results, exact: Exact, tensors: Tensors, allowed: Mapping[str, float], label: str

@@ -28,7 +28,8 @@ class FusedMoE(DifferentiableOp):
     Memory, beside the result: forward (pairs + padding) x (inner + hidden) elements; kept for the backward: pairs x
     2 inner elements, the gate and up projections; the padding is less than one tile (16 to 128 rows) an expert.
     Products are summed in float32; activations and an expert's result are rounded to x's dtype before the next product
-    and the sum over experts. Deterministic: no gradient is added by atomics.
+    and the sum over experts: in float16 an activation or an expert's result past 65504 is infinite, however small its
+    share of y is. Deterministic: no gradient is added by atomics.
 
     On gfx90a, whose float16 matrix instructions read subnormal numbers as zeros, float16 factors below 2^-14 count as
     zeros, in the backward gradients among them: scale the loss, or use bfloat16.
