@@ -406,24 +406,23 @@ class _Chunks:
     ) -> None:
         """The logits become their gradient. cross_entropy's is that of the negative log-probability."""
         by = -scale if outer is None else outer * -scale
-        grad, second = solved.slopes.reshape(-1) * by, None
-        if tokens.second is not None and tokens.first_counts is not None and tokens.second_counts is not None:
-            assert solved.second is not None
-            second = torch.where(tokens.second_counts, solved.second.reshape(-1) * by, 0.0)
-            grad = torch.where(tokens.first_counts, grad, 0.0) + second
-        gradient(self._on, logits, logits, tokens.first, self._row_loss, lse=lse, grad=grad.contiguous())
-        if second is not None and tokens.second is not None:
-            self._move(logits, tokens, second)
-
-    def _move(self, gradient: Tensor, tokens: _Tokens, by: Tensor) -> None:
-        """Where the second token is another than the first, its part of the gradient goes there."""
-        assert tokens.second is not None
-        first = torch.where(by == 0, 0, tokens.first).long()
-        by = torch.where(tokens.second == first, 0.0, by)
-        for token, sign in ((first, 1.0), (tokens.second, -1.0)):
-            at = token.unsqueeze(1)
-            moved = gradient.gather(1, at) + (by * sign).unsqueeze(1)
-            gradient.scatter_(1, at, moved.to(gradient.dtype))
+        grad = solved.slopes.reshape(-1) * by
+        if tokens.second is None or tokens.first_counts is None or tokens.second_counts is None:
+            gradient(self._on, logits, logits, tokens.first, self._row_loss, lse=lse, grad=grad.contiguous())
+            return
+        assert solved.second is not None
+        own = torch.stack((grad, solved.second.reshape(-1) * by), 1)
+        own = torch.where(torch.stack((tokens.first_counts, tokens.second_counts), 1), own, 0.0)
+        both = own.sum(1)
+        at = torch.stack((tokens.first.long().clamp(0, self._vocabulary - 1), tokens.second), 1)
+        # Of the logits, before they are overwritten; a row without a gradient may have no lse.
+        p = torch.exp(logits.gather(1, at).float() - lse[0].unsqueeze(1))
+        p = torch.where(both.unsqueeze(1) == 0, 0.0, p)
+        gradient(self._on, logits, logits, tokens.first, self._row_loss, lse=lse, grad=both)
+        # The kernel took both parts to the first token. Each token's own is written from float32: a small part would
+        # drown in the rounding of a large one that is taken away again.
+        own = own + torch.where(at[:, :1] == at[:, 1:], own.flip(1), 0.0)
+        logits.scatter_(1, at, (both.unsqueeze(1) * p - own).to(logits.dtype))
 
 
 # ---- the reference --------------------------------------------------------------------------------------------
