@@ -158,11 +158,12 @@ class TestFusedMoE(OpTests):
     def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
         """The activations are rounded to x's dtype, and so is each expert's result: two roundings on the way to y. The
         backward reads rounded projections and multiplies rounded gradients of them, and dx has a rounding for each
-        expert: three. Each moves a sum by its unit roundoff times the sum of its terms' sizes."""
+        expert: three. Each moves a sum by its unit roundoff times the sum of its terms' sizes, and, among the
+        subnormals, by their spacing times what it is multiplied by."""
         x, gate_up, down, indices, weights = exact.inputs.values()
         (dy,) = exact.grads
-        size = {name: torch.zeros_like(t) for name, t in exact.inputs.items()}
-        y, largest = torch.zeros_like(exact.results[0]), torch.zeros_like(exact.results[0])
+        size, lost = ({name: torch.zeros_like(t) for name, t in exact.inputs.items()} for _ in range(2))
+        y, largest, scale = (torch.zeros_like(exact.results[0]) for _ in range(3))
         for e in range(gate_up.shape[0]):
             chosen = indices == e
             took = chosen.any(-1, keepdim=True)
@@ -178,21 +179,31 @@ class TestFusedMoE(OpTests):
             act, of_result = silu * up, act_size @ down[e].abs().t()
             inner = torch.cat((gate, up, act, act.new_zeros(len(act), 1)), -1).abs().amax(-1, keepdim=True)
             reached = torch.maximum((act @ down[e].t()).abs() + 4 * self._unit * of_result, inner)
+            scale += torch.where(took, share * (1 + down[e].abs().sum(-1)), 0)
             largest = torch.maximum(largest, torch.where(took, reached, 0))
             dact, dact_size = dy @ down[e], torch.where(took, dy.abs() @ down[e].abs(), 0)
             dgate = share * (slope.abs() * (dact_size * up.abs() + dact.abs() * up_size))
             dgate += share * 0.5 * gate_size * (dact * up).abs()
             dup = share * (silu.abs() * dact_size + 1.1 * gate_size * dact.abs())
             both = torch.where(took, torch.cat((dgate, dup), -1), 0)
+            # |silu'| < 1.1: the projections, dact and the gradients of the projections may be subnormal.
+            of_gate = 1 + share * (0.5 * (dact * up).abs() + 1.1 * dact.abs() + 1.1 * up.abs())
+            of_up = 1 + share * (1.1 * dact.abs() + silu.abs())
+            of_both = torch.where(took, torch.cat((of_gate, of_up), -1), 0)
+            lost["x"] += took + of_both @ gate_up[e].abs()
+            lost["gate_up_weight"][e] = 1 + of_both.t() @ x.abs()
             size["x"] += both @ gate_up[e].abs()
             size["gate_up_weight"][e] = both.t() @ x.abs()
             size["down_weight"][e] = dy.abs().t() @ torch.where(took, share * act_size, 0)
+            lost["down_weight"][e] = (dy.abs().t() @ torch.where(took, share, 0)).expand_as(down[e])
             total = (dact.abs() * act_size + dact_size * (silu * up).abs()).sum(-1, keepdim=True)
             size["topk_weights"] += torch.where(chosen, total, 0)
         # Of a rounding, in the 32 of float32's that are allowed.
         by = 1.05 * self._unit / (32 * UNIT_ROUNDOFF[FP32])
-        found = {f"d{name}": {"magnitude": t * (1 + 3 * by)} for name, t in size.items()}
-        return {"y": {"magnitude": y * (1 + 2 * by), "largest": largest}, **found}
+        found = {
+            f"d{name}": {"magnitude": t * (1 + 3 * by), "scale": 1 + lost[name]} for name, t in size.items()
+        }
+        return {"y": {"magnitude": y * (1 + 2 * by), "largest": largest, "scale": 1 + scale}, **found}
 
     @pytest.mark.parametrize("way", WAYS, indirect=True)
     def test_past_the_greatest_float16(self, way: Way) -> None:

@@ -63,7 +63,7 @@ class TestPreferenceLoss(SequenceTests):
         Case(
             2, 4, 8, 1600, BF16, parts=("nll_target",),
             keywords={"loss_type": "odds_ratio", "average_log_prob": True, "nll_weight": 1.0, "beta": 0.01},
-        ),  # fmt: skip
+        ),
         Case(4, 5, 16, 37, BF16, j=24, chunks="units", keywords=DPO),
         Case(4, 5, 16, 37, BF16, j=24, bias=True, chunks="rows", keywords=DPO),
         Case(4, 5, 16, 37, j=24, bias=True, chunks="units", ref=BF16, keywords=DPO),
