@@ -15,9 +15,11 @@ from csrc_triton.cache.slots import (
     Layout,
     code_of,
     divide_by,
+    found_scale,
+    given_scale,
     place_of,
     row_in,
-    scale_for,
+    slots_of,
     store_row,
 )
 from csrc_triton.common.pdl_begin import begin
@@ -94,20 +96,19 @@ def store_pairs(
 
 
 @triton.jit
-def weights_of(Q_WEIGHT, K_WEIGHT, cols, mask, is_k, offset):
-    """(row, column) of the weights of q's and k's heads; 1 without weights, where ``offset`` is 0."""
-    mask = mask & (Q_WEIGHT.to(tl.int64) != 0)
-    q = tl.load(Q_WEIGHT + cols, mask=mask, other=1.0).to(tl.float32)
-    k = tl.load(K_WEIGHT + cols, mask=mask, other=1.0).to(tl.float32)
-    return tl.where(is_k[:, None], k[None, :], q[None, :]) + offset
+def weights_of(W, cols, mask, has_weights, offset):
+    """(row, column) of the weights that begin at ``W``; 1 without weights, where ``offset`` is 0. A row's own are
+    loaded even where all rows have the same: a thread then holds what it multiplies by, and nothing is exchanged."""
+    mask = (mask & has_weights)[None, :]
+    return tl.load(W[:, None] + cols[None, :], mask=mask, other=1.0).to(tl.float32) + offset
 
 
 @triton.jit
-def load_rest(X, Q_WEIGHT, K_WEIGHT, at, first, dim, inside, is_k, rstd, offset, HALF: tl.constexpr):
+def load_rest(X, W, at, first, dim, inside, rstd, has_weights, offset, HALF: tl.constexpr):
     """Columns from ``first`` on, normalised."""
     cols = first + tl.arange(0, HALF)
     x = tl.load(X + at[:, None] + cols[None, :], mask=inside[:, None] & (cols < dim)[None, :], other=0.0)
-    w = weights_of(Q_WEIGHT, K_WEIGHT, cols, cols < dim, is_k, offset)
+    w = weights_of(W, cols, cols < dim, has_weights, offset)
     return (x.to(tl.float32) * rstd[:, None] * w).to(x.dtype), cols
 
 
@@ -125,12 +126,20 @@ def norm_and_rotate(
     to = Layout(cache_page, cache_row, cache_head, scale_page, scale_row, scale_head, dynamic)
     program = tl.program_id(0)
     if program < programs:
-        row = program * ROWS + tl.arange(0, ROWS)
-        inside = row < rows
-        token = divide_by(row, q_heads + kv_heads)
-        head = row - token * (q_heads + kv_heads)
+        heads = q_heads + kv_heads
+        inside = program * ROWS + tl.arange(0, ROWS) < rows
+        first_token = divide_by(program * ROWS, heads)
+        first_head = program * ROWS - first_token * heads
+        head = first_head + tl.arange(0, ROWS)
+        tokens = (head >= heads).to(tl.int32)  # begun since the first row
+        if heads < ROWS:
+            tokens = divide_by(head, heads)
+        token = first_token + tokens
+        head -= tokens * heads
         is_k = head >= q_heads
         k_head = tl.maximum(head - q_heads, 0)
+        has_slot = inside & is_k & (token < slot_tokens)
+        low, high = slots_of(SLOTS, token, has_slot, slot_words)
         at = token.to(tl.int64) * qkv_token + tl.where(is_k, k_first + k_head * dim, head * q_head)
         a, b = load_pairs(QKV, at, half, inside, INTERLEAVED, ROWS, HALF)
         angles, known = table_rows(IDS, token, inside, n_table, id_words)
@@ -141,13 +150,14 @@ def norm_and_rotate(
         sin = tl.load(TABLE + (angles + half)[:, None] + cols[None, :], mask=table_mask, other=float("nan"))
         cos = cos.to(tl.float32)
         sin = sin.to(tl.float32)
+        has_weights = Q_WEIGHT.to(tl.int64) != 0
+        W = tl.where(is_k, K_WEIGHT, Q_WEIGHT)
         if INTERLEAVED:
             both = tl.arange(0, 2 * HALF)
-            w = weights_of(Q_WEIGHT, K_WEIGHT, both, both < 2 * half, is_k, offset)
-            w_a, w_b = pairs(w, ROWS, HALF)
+            w_a, w_b = pairs(weights_of(W, both, both < 2 * half, has_weights, offset), ROWS, HALF)
         else:
-            w_a = weights_of(Q_WEIGHT, K_WEIGHT, cols, cols < half, is_k, offset)
-            w_b = weights_of(Q_WEIGHT, K_WEIGHT, half + cols, cols < half, is_k, offset)
+            w_a = weights_of(W, cols, cols < half, has_weights, offset)
+            w_b = weights_of(W + half, cols, cols < half, has_weights, offset)
         squares = tl.sum(a * a + b * b, 1)
         for first in range(2 * half, dim, HALF):
             rest = first + cols
@@ -155,34 +165,37 @@ def norm_and_rotate(
             x = tl.load(QKV + at[:, None] + rest[None, :], mask=mask, other=0.0).to(tl.float32)
             squares += tl.sum(x * x, 1)
         # All that follows comes from the whole row's sum: nothing is overwritten that is still to be read.
-        rstd = tl.where(Q_WEIGHT.to(tl.int64) != 0, tl.rsqrt(squares / dim + eps), 1.0)
+        rstd = tl.where(has_weights, tl.rsqrt(squares / dim + eps), 1.0)
         a = a * rstd[:, None] * w_a
         b = b * rstd[:, None] * w_b
         y_a = (a * cos - b * sin).to(QKV.dtype.element_ty)
         y_b = (b * cos + a * sin).to(QKV.dtype.element_ty)
-        has_slot = inside & is_k & (token < slot_tokens)
-        place = place_of(SLOTS, FLAG, token, has_slot, slot_words, slots, page_size)
-        cache_at = row_in(place, k_head, cache_page, cache_row, cache_head)
-        dtype: tl.constexpr = KEY_CACHE.dtype.element_ty
-        s = squares
-        if dtype.is_fp8():
-            pair = (cols < half)[None, :]
-            absmax = tl.maximum(tl.abs(y_a.to(tl.float32)), tl.abs(y_b.to(tl.float32)))
-            absmax = tl.max(tl.where(pair, absmax, 0.0), 1)
+        if (slot_tokens > 0) & (first_head + ROWS > q_heads):  # some row may be k's
+            place = place_of(low, high, FLAG, has_slot, slots, page_size)
+            cache_at = row_in(place, k_head, cache_page, cache_row, cache_head)
+            dtype: tl.constexpr = KEY_CACHE.dtype.element_ty
+            s = squares
+            if dtype.is_fp8():
+                if dynamic != 0:
+                    absmax = tl.maximum(tl.abs(y_a.to(tl.float32)), tl.abs(y_b.to(tl.float32)))
+                    absmax = tl.max(tl.where((cols < half)[None, :], absmax, 0.0), 1)
+                    for first in range(2 * half, dim, HALF):
+                        x, _ = load_rest(QKV, W, at, first, dim, inside, rstd, has_weights, offset, HALF)
+                        absmax = tl.maximum(absmax, tl.max(tl.abs(x.to(tl.float32)), 1))
+                    s = found_scale(K_SCALE, place, k_head, place.known, absmax, to, dtype)
+                else:
+                    s = given_scale(K_SCALE, place, k_head, place.known, to)
             for first in range(2 * half, dim, HALF):
-                x, _ = load_rest(QKV, Q_WEIGHT, K_WEIGHT, at, first, dim, inside, is_k, rstd, offset, HALF)
-                absmax = tl.maximum(absmax, tl.max(tl.abs(x.to(tl.float32)), 1))
-            s = scale_for(K_SCALE, place, k_head, place.known, absmax, to, dtype)
+                x, rest = load_rest(QKV, W, at, first, dim, inside, rstd, has_weights, offset, HALF)
+                mask = place.known[:, None] & (rest < dim)[None, :]
+                tl.store(KEY_CACHE + cache_at[:, None] + rest[None, :], in_cache(x, s, dtype), mask=mask)
+            c_a = in_cache(y_a, s, dtype)
+            c_b = in_cache(y_b, s, dtype)
+            store_pairs(KEY_CACHE, cache_at, c_a, c_b, half, place.known, INTERLEAVED, ROWS, HALF)
         for first in range(2 * half, dim, HALF):
-            x, rest = load_rest(QKV, Q_WEIGHT, K_WEIGHT, at, first, dim, inside, is_k, rstd, offset, HALF)
-            in_row = (rest < dim)[None, :]
-            tl.store(QKV + at[:, None] + rest[None, :], x, mask=inside[:, None] & in_row)
-            x = in_cache(x, s, dtype)
-            tl.store(KEY_CACHE + cache_at[:, None] + rest[None, :], x, mask=place.known[:, None] & in_row)
+            x, rest = load_rest(QKV, W, at, first, dim, inside, rstd, has_weights, offset, HALF)
+            tl.store(QKV + at[:, None] + rest[None, :], x, mask=inside[:, None] & (rest < dim)[None, :])
         store_pairs(QKV, at, y_a, y_b, half, inside, INTERLEAVED, ROWS, HALF)
-        y_a = in_cache(y_a, s, dtype)
-        y_b = in_cache(y_b, s, dtype)
-        store_pairs(KEY_CACHE, cache_at, y_a, y_b, half, place.known, INTERLEAVED, ROWS, HALF)
     else:
         cache_values(
             QKV + v_first, VALUE_CACHE, V_SCALE, SLOTS, FLAG, program - programs, qkv_token, kv_heads, slot_tokens,
@@ -199,11 +212,13 @@ def cache_values(
     row = program * ROWS + tl.arange(0, ROWS)
     token = divide_by(row, kv_heads)
     head = row - token * kv_heads
-    place = place_of(SLOTS, FLAG, token, token < slot_tokens, slot_words, slots, page_size)
+    inside = token < slot_tokens
+    low, high = slots_of(SLOTS, token, inside, slot_words)
     cols = tl.arange(0, D)
-    mask = place.known[:, None] & (cols < dim)[None, :]
     at = token.to(tl.int64) * v_token + head * dim
-    v = tl.load(V + at[:, None] + cols[None, :], mask=mask, other=0.0)
+    v = tl.load(V + at[:, None] + cols[None, :], mask=inside[:, None] & (cols < dim)[None, :], other=0.0)
+    place = place_of(low, high, FLAG, inside, slots, page_size)
+    mask = place.known[:, None] & (cols < dim)[None, :]
     store_row(VALUE_CACHE, V_SCALE, v, place, head, cols, mask, to)
 
 

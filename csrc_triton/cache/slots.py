@@ -62,16 +62,22 @@ def divide_by(a, b):
 
 
 @triton.jit
-def place_of(SLOTS, FLAG, token, inside, slot_words, slots, page_size):
-    """The places of ``token``; ``slot_words``: 32-bit words a slot."""
+def slots_of(SLOTS, token, inside, slot_words):
+    """The lower and upper 32 bits of the slots of ``token``; ``slot_words``: 32-bit words a slot."""
     at = token.to(tl.int64) * slot_words
     low = tl.load(SLOTS + at, mask=inside, other=-1)
     high = tl.load(SLOTS + at + 1, mask=inside & (slot_words == 2), other=0)
-    high = tl.where(slot_words == 2, high, low >> 31)
+    return low, tl.where(slot_words == 2, high, low >> 31)
+
+
+@triton.jit
+def place_of(low, high, FLAG, inside, slots, page_size):
+    """The places of slots. What is loaded before does not wait for them, what is loaded after does: a number out of
+    range is stored."""
     known = inside & (high == 0) & (low >= 0) & (low < slots)
     wrong = inside & (high >= 0) & ((high != 0) | (low < 0) | (low >= slots))
     given = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(FLAG + token * 0, given, mask=wrong)
+    tl.store(FLAG + low * 0, given, mask=wrong)
     slot = tl.where(known, low, 0)
     page = divide_by(slot, page_size)
     return Place(page, slot - page * page_size, known)
@@ -85,14 +91,19 @@ def row_in(place, head, page_stride, row_stride, head_stride):
 
 
 @triton.jit
-def scale_for(SCALE, place, head, mask, absmax, to, dtype: tl.constexpr):
-    """The scales of rows whose greatest magnitudes are ``absmax``: given, or found and written. Null is 1."""
+def given_scale(SCALE, place, head, mask, to):
+    """The scales of rows of heads; null is 1."""
     at = SCALE + row_in(place, head, to.scale_page, to.scale_row, to.scale_head)
-    is_given = (SCALE.to(tl.int64) != 0) & (to.dynamic == 0)
-    s = tl.load(at, mask=mask & is_given, other=1.0)
-    found = scale_of(absmax, float("inf"), 0, floor_of(dtype, 0), largest_of(dtype))
-    tl.store(at, found, mask=mask & (to.dynamic != 0))
-    return tl.where(to.dynamic != 0, found, s)
+    return tl.load(at, mask=mask & (SCALE.to(tl.int64) != 0), other=1.0)
+
+
+@triton.jit
+def found_scale(SCALE, place, head, mask, absmax, to, dtype: tl.constexpr):
+    """The scales of rows whose greatest magnitudes are ``absmax``, which are written, too."""
+    at = SCALE + row_in(place, head, to.scale_page, to.scale_row, to.scale_head)
+    s = scale_of(absmax, float("inf"), 0, floor_of(dtype, 0), largest_of(dtype))
+    tl.store(at, s, mask=mask)
+    return s
 
 
 @triton.jit
@@ -109,8 +120,11 @@ def store_row(CACHE, SCALE, x, place, head, cols, mask, to):
     at = CACHE + row_in(place, head, to.page, to.row, to.head)[:, None] + cols[None, :]
     if dtype.is_fp8():
         x = x.to(tl.float32)
-        absmax = tl.max(tl.where(mask, tl.abs(x), 0.0), 1)
-        s = scale_for(SCALE, place, head, place.known, absmax, to, dtype)
+        if to.dynamic != 0:
+            absmax = tl.max(tl.where(mask, tl.abs(x), 0.0), 1)
+            s = found_scale(SCALE, place, head, place.known, absmax, to, dtype)
+        else:
+            s = given_scale(SCALE, place, head, place.known, to)
         tl.store(at, code_of(x, s, dtype), mask=mask)
     else:
         tl.store(at, x, mask=mask)

@@ -14,6 +14,7 @@ from csrc_triton.cache.slots import (
     Layout,
     divide_by,
     place_of,
+    slots_of,
     store_row,
 )
 from csrc_triton.common.pdl_begin import begin
@@ -58,14 +59,15 @@ def write(
     token = divide_by(row, heads)
     head = row - token * heads
     cols = tl.arange(0, D)
-    place = place_of(SLOTS, FLAG, token, inside, slot_words, slots, page_size)
-    to = Layout(cache_page, cache_row, cache_head, scale_page, scale_row, scale_head, dynamic)
+    low, high = slots_of(SLOTS, token, inside, slot_words)
     token = token.to(tl.int64)
     read = inside[:, None] & (cols < dim)[None, :]  # whatever the slot: it is not waited for
     k = tl.load(KEY + (token * key_token + head * key_head)[:, None] + cols[None, :], mask=read, other=0.0)
     v = tl.load(
         VALUE + (token * value_token + head * value_head)[:, None] + cols[None, :], mask=read, other=0.0
     )
+    place = place_of(low, high, FLAG, inside, slots, page_size)
+    to = Layout(cache_page, cache_row, cache_head, scale_page, scale_row, scale_head, dynamic)
     mask = place.known[:, None] & (cols < dim)[None, :]
     store_row(KEY_CACHE, K_SCALE, k, place, head, cols, mask, to)
     store_row(VALUE_CACHE, V_SCALE, v, place, head, cols, mask, to)

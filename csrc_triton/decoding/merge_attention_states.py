@@ -21,8 +21,7 @@ DECLARATION = {
             "arguments": {
                 "OUT": "*dtype", "LSE": "*fp32", **STATES, "LSE_A": "*fp32", "LSE_B": "*fp32", **OF_OUTS,
                 "lse_a_batch": "i64", "lse_a_head": "i64", "lse_a_token": "i64", "lse_b_batch": "i64",
-                "lse_b_head": "i64", "lse_b_token": "i64", "rows": "i32", "tokens": "i32", "heads": "i32",
-                "dim": "i32",
+                "lse_b_head": "i64", "lse_b_token": "i64", "tokens": "i32", "heads": "i32", "dim": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16", "fp32"]},
             "aligned": ["OUT", *STATES, *OF_OUTS, "dim"],
@@ -42,22 +41,25 @@ DECLARATION = {
 @triton.jit
 def merge(
     OUT, LSE, OUT_A, OUT_B, LSE_A, LSE_B, a_batch, a_token, a_head, b_batch, b_token, b_head,
-    lse_a_batch, lse_a_head, lse_a_token, lse_b_batch, lse_b_head, lse_b_token, rows, tokens, heads, dim,
+    lse_a_batch, lse_a_head, lse_a_token, lse_b_batch, lse_b_head, lse_b_token, tokens, heads, dim,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row is one head of one token; columns come BLOCK at a time."""
+    """ROWS tokens of one head, whose log-sum-exps lie together; columns come BLOCK at a time. Programs that follow each
+    other have the same tokens' heads."""
     if PDL:
-        rows = wait_for_previous(rows)
+        heads = wait_for_previous(heads)
         launch_dependents()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    batch_token = divide(row, heads)
-    head = (row - batch_token * heads).to(tl.int64)
-    b = divide(batch_token, tokens)
-    token = (batch_token - b * tokens).to(tl.int64)
-    batch = b.to(tl.int64)
-    lse_a = lse_of(LSE_A + batch * lse_a_batch + head * lse_a_head + token * lse_a_token, inside)
-    lse_b = lse_of(LSE_B + batch * lse_b_batch + head * lse_b_head + token * lse_b_token, inside)
+    blocks = tl.cdiv(tokens, ROWS)  # of a batch
+    block = divide(tl.program_id(0), heads)
+    head = (tl.program_id(0) - block * heads).to(tl.int64)
+    batch = divide(block, blocks)
+    token = (block - batch * blocks) * ROWS + tl.arange(0, ROWS)
+    batch = batch.to(tl.int64)
+    inside = token < tokens
+    row = (batch * tokens + token) * heads + head
+    token = token.to(tl.int64)
+    lse_a = lse_of(LSE_A + (batch * lse_a_batch + head * lse_a_head) + token * lse_a_token, inside)
+    lse_b = lse_of(LSE_B + (batch * lse_b_batch + head * lse_b_head) + token * lse_b_token, inside)
     top = tl.maximum(lse_a, lse_b, propagate_nan=tl.PropagateNan.ALL)
     top = tl.where(top == float("-inf"), 0.0, top)
     weight_a = tl.exp(lse_a - top)
@@ -68,21 +70,20 @@ def merge(
     tl.store(LSE + (batch * heads + head) * tokens + token, lse, mask=inside)
     weight_a *= by
     weight_b *= by
-    at_a = OUT_A + batch * a_batch + token * a_token + head * a_head
-    at_b = OUT_B + batch * b_batch + token * b_token + head * b_head
-    at = row.to(tl.int64) * dim
+    at_a = OUT_A + (batch * a_batch + head * a_head) + token * a_token
+    at_b = OUT_B + (batch * b_batch + head * b_head) + token * b_token
+    at = row * dim
     for first in range(0, dim, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         in_row = (cols < dim)[None, :]
-        # what has no weight is not looked at: it may be anything
-        mask_a = (inside & (weight_a != 0.0))[:, None] & in_row
-        mask_b = (inside & (weight_b != 0.0))[:, None] & in_row
-        x = tl.load(at_a[:, None] + cols[None, :], mask=mask_a, other=0.0).to(tl.float32)
-        y = tl.load(at_b[:, None] + cols[None, :], mask=mask_b, other=0.0).to(tl.float32)
+        mask = inside[:, None] & in_row
+        x = tl.load(at_a[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(at_b[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # What has no weight may be anything. It is read all the same: no load waits for a weight.
+        x = tl.where((weight_a != 0.0)[:, None], x, 0.0)
+        y = tl.where((weight_b != 0.0)[:, None], y, 0.0)
         out = x * weight_a[:, None] + y * weight_b[:, None]
-        tl.store(
-            OUT + at[:, None] + cols[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & in_row
-        )
+        tl.store(OUT + at[:, None] + cols[None, :], out.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,15 +25,21 @@ MOST = (1 << 31) - (1 << 16)  # rows: int32 with room for a program's excess
 class _Plan:
     """All calls with tensors of these shapes, strides and dtypes, but for their addresses."""
 
-    __slots__ = ("aligned", "arguments", "key", "n", "rows", "shape", "variants")
+    __slots__ = ("aligned", "arguments", "batch", "heads", "key", "n", "tokens", "variants")
 
     def __init__(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-        self.shape, self.key, self.n = out_a.shape, out_a.dtype, out_a.shape[-1]
+        self.key, self.n = out_a.dtype, out_a.shape[-1]
         tokens, heads, dim = out_a.shape[-3:]
-        self.rows = out_a.numel() // max(dim, 1)
-        of_outs = tuple(stride for t in (out_a, out_b) for stride in _strides(t.shape[:-1], t.stride()[:-1]))
-        of_lse = tuple(stride for t in (lse_a, lse_b) for stride in _strides(t.shape, t.stride()))
-        self.arguments = (*of_outs, *of_lse, self.rows, tokens, heads, dim)
+        outs = [_strides(t.shape[:-1], t.stride()[:-1]) for t in (out_a, out_b)]
+        of_lse = [_strides(t.shape, t.stride()) for t in (lse_a, lse_b)]
+        if tokens == 1:
+            # A program has tokens of one head. A single token's heads are to it as many tokens of a single head.
+            outs = [(batch, head, 0) for batch, _, head in outs]
+            of_lse = [(batch, 0, head) for batch, head, _ in of_lse]
+            tokens, heads = heads, 1
+        self.batch, self.tokens, self.heads = math.prod(out_a.shape[:-3]), tokens, heads
+        of_outs = (*outs[0], *outs[1])
+        self.arguments = (*of_outs, *of_lse[0], *of_lse[1], tokens, heads, dim)
         self.aligned = not any(n % UNIT for n in (*of_outs, dim))
         self.variants: list[Any] = [None, None]  # generic, aligned
 
@@ -130,7 +137,7 @@ class MergeAttentionStates(ForwardOnlyOp):
             plan = self._plan(on, layouts, tensors)
         merged = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         lse = torch.empty_like(tensors[1], memory_format=torch.contiguous_format)
-        if plan.rows and plan.n:
+        if plan.batch and plan.tokens and plan.heads and plan.n:
             merged_at = merged.data_ptr()
             aligned = plan.aligned and not (merged_at | a_at | b_at) % UNIT
             launch, programs = plan.variants[aligned] or self._variant(on, plan, aligned)
@@ -147,7 +154,8 @@ class MergeAttentionStates(ForwardOnlyOp):
     def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int]:
         """The binary for a plan, and how many programs it takes."""
         loaded = on.kernels[self.name]((plan.key, aligned), plan.n)
-        found = plan.variants[aligned] = loaded.launch, -(-plan.rows // loaded.rows)
+        programs = plan.batch * plan.heads * -(-plan.tokens // loaded.rows)
+        found = plan.variants[aligned] = loaded.launch, programs
         return found
 
     def problems(
