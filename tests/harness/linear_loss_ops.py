@@ -33,7 +33,8 @@ class LossOp:
         base = choices.one(self._random_cases())
         case = replace(
             base,
-            k=choices.number(1, wide),
+            # Of one column cuBLAS makes a matrix-vector product, which loses small terms of a bfloat16 sum.
+            k=choices.number(2, wide),
             j=choices.number(1, wide) if base.j else 0,
             vocabulary=choices.number(12, 20_000 if large and of_sequences else vocabulary),
             dtype=dtype,

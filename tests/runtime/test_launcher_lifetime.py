@@ -314,6 +314,7 @@ def test_unloading_keeps_an_exception_on_its_way(driver: Any, stand_in: StandIn)
 
     with pytest.raises(KeyError, match="mine") as caught:
         fail()
+    gc.collect()  # what other tests left
     before = stand_in.live_libraries
     caught.value.__traceback__ = None
     del caught

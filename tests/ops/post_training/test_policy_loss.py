@@ -15,6 +15,7 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.post_training.policy_loss import LOSS_TYPES, NORMALIZED, PolicyLoss
 from tests.harness.op_tests import BF16, FP16, FP32, WAYS, Case, Draw, Exact, OpTests, Way
+from tests.harness.tolerances import UNIT_ROUNDOFF
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # by bounds on both sides
 A, B = torch.zeros(3, 8), torch.ones(3)
@@ -174,7 +175,8 @@ class TestPolicyLoss(OpTests):
 
     def limits(self, exact: Exact) -> Mapping[str, Mapping[str, Any]]:
         """Every step of a token is a few roundings of numbers of its size; logarithms have absolute errors, which
-        exponentials make relative. Sums add the sizes of their terms."""
+        exponentials make relative. Sums add the sizes of their terms. A weight so near a bound of the clipping that it
+        may be on the other side than in float64 has either side's gradient."""
         i, s = exact.inputs, exact.settings
         logp, mask = i["logp"], i["mask"]
         if not logp.numel():
@@ -184,9 +186,11 @@ class TestPolicyLoss(OpTests):
         away = (logp - old) * counts
         tokens = counts.sum(-1, keepdim=True).clamp(min=1)
         if s["importance_sampling_level"] == "sequence":
-            weight, logs = (away.sum(-1, keepdim=True) / tokens).exp(), away.abs().sum(-1, keepdim=True)
+            logs = added = away.abs().sum(-1, keepdim=True)
+            weight = (away.sum(-1, keepdim=True) / tokens).exp()
         else:
-            weight, logs = away.exp(), logp.abs() + old.abs()
+            logs, added = logp.abs() + old.abs(), away.abs()
+            weight = away.exp()
         advantages = i["advantages"].reshape(len(logp), -1).abs()
         ratio = 1.0 if i["sampling_ratio"] is None else i["sampling_ratio"].reshape(len(logp), -1)
         factor = torch.maximum(weight, torch.ones_like(weight)) * (1 + logs) * 4
@@ -212,6 +216,12 @@ class TestPolicyLoss(OpTests):
         else:
             loss = size
         dlogp = dloss * size
+        if s["loss_type"] in CLIPPED:
+            near = (4 + 4 * added) * UNIT_ROUNDOFF[FP32] * weight
+            bounds = (b for b in (1 - s["eps_low"], 1 + s["eps_high"], s["delta"]) if b is not None)
+            either = torch.stack([(weight - b).abs() <= near for b in bounds]).any(0)
+            jump = dloss * weight * advantages * ratio * counts / UNIT_ROUNDOFF[FP32]
+            dlogp = dlogp + torch.where(either, jump, 0.0)
         if s["importance_sampling_level"] == "sequence":
             dlogp = dlogp + (dlogp.sum(-1, keepdim=True) / tokens) * counts
         return {"y": {"magnitude": loss}, "dlogp": {"magnitude": dlogp}}
