@@ -153,7 +153,8 @@ class MergeAttentionStates(ForwardOnlyOp):
 
     def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int]:
         """The binary for a plan, and how many programs it takes."""
-        loaded = on.kernels[self.name]((plan.key, aligned), plan.n)
+        rows = plan.batch * plan.heads * plan.tokens
+        loaded = on.kernels[self.name].for_rows((plan.key, aligned), plan.n, rows)
         programs = plan.batch * plan.heads * -(-plan.tokens // loaded.rows)
         found = plan.variants[aligned] = loaded.launch, programs
         return found
