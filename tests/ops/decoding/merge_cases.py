@@ -104,6 +104,8 @@ SMALL = (
     *(Problem(4, 2, 40, dtype, shift=1) for dtype in (BF16, FP16, FP32)),
     Problem(3, 1, 512),
     Problem(1, 1, 7),
+    Problem(1, 9, 64),
+    Problem(1, 5, 128, batch=3, shift=16, packed=True),
     Problem(9, 2, 128, FP32, spread=60.0, empty=False),
     Problem(0, 2, 64),
 )

@@ -284,7 +284,7 @@ class PolicyLoss(DifferentiableOp):
         sums = logp.new_empty((b, 4)) if reduced else None
         weights = logp.new_empty(b) if reduced else None
         outputs = (None, None, None) if reduced else (_at(loss), _at(kl), _at(clipped))
-        loaded = on.kernels["policy_loss_forward"]((False,), length)
+        loaded = on.kernels["policy_loss_forward"].for_rows((False,), length, b)
         loaded.launch(
             device, stream, b, 1, 1,
             *outputs, _at(slope), _at(through), _at(sums), logp.data_ptr(), _at(old_logp),
@@ -358,7 +358,7 @@ class PolicyLoss(DifferentiableOp):
         (b, length), reduced = slope.shape, settings[2] == "mean"
         dlogp = torch.empty_like(slope)
         steps = (0, 0) if reduced else dloss.stride()
-        on.kernels["policy_loss_backward"]((False,), length).launch(
+        on.kernels["policy_loss_backward"].for_rows((False,), length, b).launch(
             on.device, on.stream(on.device), b, 1, 1,
             dlogp.data_ptr(), dloss.data_ptr(), _at(weights) if reduced else None, slope.data_ptr(),
             _at(through) if settings[1] == "sequence" else None, _at(mask), length, *steps, mask_kind(mask),
