@@ -258,7 +258,8 @@ class MergingOp:
         ), choices.number(0, 9999)
 
     def small(self) -> list[tuple[merge_cases.Problem, int]]:
-        return [(p, 0) for p in merge_cases.SMALL]
+        typical, *others = merge_cases.SMALL
+        return [(p, 0) for p in (typical, *merge_cases.FEW_AND_MANY, *others)]
 
     def prepare(self, problem: tuple[merge_cases.Problem, int], device: str) -> Prepared:
         asked, seed = problem

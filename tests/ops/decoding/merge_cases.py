@@ -109,3 +109,10 @@ SMALL = (
     Problem(9, 2, 128, FP32, spread=60.0, empty=False),
     Problem(0, 2, 64),
 )
+# As many rows of heads as the tables tell apart
+FEW_AND_MANY = tuple(
+    Problem(tokens, 1, dim, dtype)
+    for dtype in (BF16, FP16, FP32)
+    for dim in (64, 128, 256)
+    for tokens in (40, 4200)
+)
