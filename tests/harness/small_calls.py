@@ -443,3 +443,14 @@ def other_calls() -> dict[str, tuple[Named, dict[str, Any]]]:
         grads = {"do": torch.ones_like(o), "dlse": torch.ones_like(lse)}
         found[f"{forward}_backward"] = {**tensors, "o": o, "lse": lse, **grads}, settings
     return found
+
+
+def parallel_calls(n: int = 16) -> dict[str, tuple[Named, dict[str, Any]]]:
+    """Of the ops that run in a torch.distributed group, as ``other_calls``: for a rank that has all columns."""
+    generator = torch.Generator().manual_seed(9)
+    target = torch.tensor([1, 3, -100, 5])
+    x, weight = torch.randn(4, n, generator=generator), torch.randn(n, n, generator=generator)
+    return {
+        "vocab_parallel_cross_entropy": ({"logits": x, "target": target}, {}),
+        "vocab_parallel_linear_cross_entropy": ({"input": x, "weight": weight, "target": target}, {}),
+    }

@@ -20,10 +20,12 @@ from tests.conftest import built_pack, seed_of_run
 from tests.harness.choices import Choices, RandomChoices
 from tests.harness.drivers import bound_op
 from tests.harness.recording import RecordingDriver
-from tests.harness.small_calls import Named, other_calls, small_calls
+from tests.harness.process_groups import in_group
+from tests.harness.small_calls import Named, other_calls, parallel_calls, small_calls
 
-OTHERS = other_calls()
-OPS = sorted([*small_calls(), *OTHERS])
+PARALLEL = parallel_calls()  # those that need a group of processes, here of one
+OTHERS = {**other_calls(), **PARALLEL}
+OPS = sorted([*small_calls(), *other_calls()])
 # What small_calls hands over inside of its calls.
 REQUIRED: dict[str, dict[str, Any]] = {
     "groupnorm": {"num_groups": 2},
@@ -197,9 +199,13 @@ def _check(bad: Bad, wrong: dict[str, Any]) -> None:
     assert type(found[0]) is type(found[1]) and str(found[0]) == str(found[1]), f"{said}: {found}"
 
 
+def _choices(name: str) -> Choices:
+    return RandomChoices(seed_of_run() * 1000 + [*OPS, *PARALLEL].index(name))
+
+
 def _check_some(name: str, count: int) -> None:
     bad = Bad(name)
-    choices = RandomChoices(seed_of_run() * 1000 + OPS.index(name))
+    choices = _choices(name)
     outputs = _outputs(name, _ops(name)[0])
     for _ in range(count):
         _check(bad, bad.draw(choices))
@@ -224,6 +230,10 @@ def test_many_bad_calls(name: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_what_equals_a_right_setting(name: str) -> None:
     """True is no 1.0 and 0 no False, also where the right one was given before."""
+    _check_equal_settings(name)
+
+
+def _check_equal_settings(name: str) -> None:
     bad = Bad(name)
     for parameter in _parameters(name):
         kind, _ = _kind(parameter)
@@ -235,6 +245,30 @@ def test_what_equals_a_right_setting(name: str) -> None:
         elif kind in ("int", "float") and type(default) in (int, float) and default in (0, 1):
             _outputs(name, _ops(name)[0])
             _check(bad, {parameter.name: bool(default)})
+
+
+def check_in_a_group(rank: int, device: torch.device, count: int) -> None:
+    """A process of a group: its ops' bad calls."""
+    for name in PARALLEL:
+        if device.type == "cuda":
+            _check_on_gpu(name)
+        else:
+            _check_some(name, count)
+            _check_equal_settings(name)
+
+
+def test_some_bad_calls_in_a_group() -> None:
+    in_group(check_in_a_group, 1, 25)
+
+
+@pytest.mark.slow
+def test_many_bad_calls_in_a_group() -> None:
+    in_group(check_in_a_group, 1, 1000)
+
+
+@pytest.mark.gpu
+def test_bad_calls_in_a_group_on_a_gpu() -> None:
+    in_group(check_in_a_group, 1, 200, device="cuda")
 
 
 def _on_gpu(value: Any) -> Any:
@@ -269,8 +303,12 @@ def test_meta_tensors(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_bad_calls_on_a_gpu(name: str) -> None:
     """With tensors on a GPU: the CPU's errors, word for word but for the device. Afterwards the op is right."""
+    _check_on_gpu(name)
+
+
+def _check_on_gpu(name: str) -> None:
     bad, op = Bad(name), liger_aot.load(name)
-    choices = RandomChoices(seed_of_run() * 1000 + OPS.index(name))
+    choices = _choices(name)
     good = {k: _on_gpu(v) for k, v in bad.good.items()}
     there = {k: t.cuda() for k, t in _tensors(name).items()}
     outputs = _outputs(name, op, there)
