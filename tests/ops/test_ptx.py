@@ -1,5 +1,5 @@
-"""The PTX of another architecture's attention, decoding, caches and 8-bit results on the GPU that is here. The other
-ops' runs through their own tests."""
+"""The PTX of another architecture's attention, decoding, caches, sampling and 8-bit results on the GPU that is here.
+The other ops run through their own tests."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.ops.attention import attention_cases, attention_gradients, paged_case
 from tests.ops.cache import cache_cases
 from tests.ops.decoding import decoding_cases, merge_cases
 from tests.ops.quantization import quantization_cases
+from tests.ops.sampling import sampling_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +30,15 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
 ]
 OUT = E4M3 if PTX_ARCH and read_profile(PTX_ARCH).arch.fp8 == "fp8e4nv" else INT8
+
+
+def check_sampling(
+    op: Any, problem: sampling_cases.Problem, _: Mapping[str, float], *, seed: int, device: str
+) -> None:
+    """To the bit, whatever an architecture's tolerance."""
+    sampling_cases.check(op, problem, seed=seed, device=device)
+
+
 RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
     "attention": (FlashAttention, attention_cases.check, attention_cases.SMALL),
     "gradients": (
@@ -50,6 +60,10 @@ RUNS: Mapping[str, tuple[type[Op], Callable[..., None], tuple[Any, ...]]] = {
     **{
         name: (module(name).OP, quantization_cases.check, tuple(quantization_cases.small(name, OUT)))
         for name in quantization_cases.OPS
+    },
+    **{
+        name: (module(name).OP, check_sampling, tuple(sampling_cases.small(name)))
+        for name in sampling_cases.OPS
     },
 }
 

@@ -15,6 +15,7 @@ from liger_aot.ops.post_training.grpo_loss import GRPOLoss
 from liger_aot.ops.post_training.policy_loss import LOSS_TYPES, PolicyLoss
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
+from tests.harness.op_gpu_tests import PTX, lowered_from_ptx
 from tests.harness.op_tests import BY_FORM
 
 WAYS = [
@@ -24,6 +25,7 @@ WAYS = [
     pytest.param("emulator gfx90a", marks=pytest.mark.slow),
     *BY_FORM,
     pytest.param("gpu", marks=pytest.mark.gpu),
+    PTX,
 ]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPTIONS: Mapping[str, dict[str, Any]] = {
@@ -39,6 +41,8 @@ def way(request: pytest.FixtureRequest, poisoned: None) -> tuple[GRPOLoss, str]:
     driver, _, arch = request.param.partition(" ")
     if driver in ("reference", "gpu"):
         return GRPOLoss(), "cuda" if driver == "gpu" else "cpu"
+    if driver == "PTX":
+        return lowered_from_ptx(GRPOLoss), "cuda"
     by = InterpreterDriver if driver == "interpreter" else EmulatorDriver
     return bound_op(GRPOLoss, built_pack(arch), by), "cpu"
 
