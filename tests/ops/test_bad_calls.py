@@ -19,8 +19,8 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from tests.conftest import built_pack, seed_of_run
 from tests.harness.choices import Choices, RandomChoices
 from tests.harness.drivers import bound_op
-from tests.harness.recording import RecordingDriver
 from tests.harness.process_groups import in_group
+from tests.harness.recording import RecordingDriver
 from tests.harness.small_calls import Named, other_calls, parallel_calls, small_calls
 
 PARALLEL = parallel_calls()  # those that need a group of processes, here of one
