@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import log2
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import records, tables
 from benchmarks.environment import ROOT
@@ -296,13 +296,60 @@ LABELS = {
     "liger": "Liger (Triton JIT)",
     "liger, float32 dW": "Liger, fp32 dW",
 }
-TITLES = {
-    "fused_linear_cross_entropy": "Fused linear cross entropy",
-    "fused_linear_jsd": "Fused linear Jensen-Shannon divergence",
-    "fused_linear_preference_loss": "Fused linear preference loss (DPO)",
-    "fused_linear_grpo_loss": "Fused linear GRPO loss",
-    "fused_linear_distillation_loss": "Fused linear distillation",
-    "fused_linear_kl_div": "Fused linear KL divergence",
+
+
+class LinearLoss(NamedTuple):
+    """A section of a loss of linear layers: its file, heading, command, and how many products bound it."""
+
+    record: str
+    title: str
+    command: str
+    products: str
+
+
+LINEAR_LOSSES = {
+    "fused linear cross entropy": LinearLoss(
+        "fused_linear_cross_entropy", "Fused linear cross entropy", "losses.linear cross_entropy", "three"
+    ),
+    "fused linear jsd": LinearLoss(
+        "fused_linear_jsd", "Fused linear Jensen-Shannon divergence", "losses.linear jsd", "four"
+    ),
+    "fused linear log probs": LinearLoss(
+        "fused_linear_log_probs",
+        "Fused linear log-probabilities and entropies",
+        "losses.linear log_probs",
+        "four",
+    ),
+    "fused linear preference loss": LinearLoss(
+        "fused_linear_preference_loss",
+        "Fused linear preference loss: DPO",
+        "post_training.linear dpo",
+        "four",
+    ),
+    "fused linear orpo": LinearLoss(
+        "fused_linear_preference_loss_orpo",
+        "Fused linear preference loss: ORPO",
+        "post_training.linear orpo",
+        "three",
+    ),
+    "fused linear kto": LinearLoss(
+        "fused_linear_preference_loss_kto",
+        "Fused linear preference loss: KTO",
+        "post_training.linear kto",
+        "four",
+    ),
+    "fused linear grpo loss": LinearLoss(
+        "fused_linear_grpo_loss", "Fused linear GRPO loss", "post_training.linear grpo", "four"
+    ),
+    "fused linear distillation": LinearLoss(
+        "fused_linear_distillation_loss",
+        "Fused linear distillation",
+        "post_training.linear distillation",
+        "four",
+    ),
+    "fused linear kl div": LinearLoss(
+        "fused_linear_kl_div", "Fused linear KL divergence", "post_training.linear kl_div", "three"
+    ),
 }
 GIB = 1 << 30
 
@@ -479,34 +526,8 @@ def _behind(us: Mapping[tuple[str, int, Gpu], Mapping[int, Mapping[str, float]]]
     return f"{len(behind)} of {len(points)} points on the {gpu.name}"
 
 
-def fused_linear_cross_entropy(gpus: Sequence[Gpu], start: Path) -> str:
-    return _fused_linear(gpus, start, "fused_linear_cross_entropy", "losses.linear cross_entropy", "three")
-
-
-def fused_linear_jsd(gpus: Sequence[Gpu], start: Path) -> str:
-    return _fused_linear(gpus, start, "fused_linear_jsd", "losses.linear jsd", "four")
-
-
-def fused_linear_preference_loss(gpus: Sequence[Gpu], start: Path) -> str:
-    return _fused_linear(gpus, start, "fused_linear_preference_loss", "post_training.linear dpo", "four")
-
-
-def fused_linear_grpo_loss(gpus: Sequence[Gpu], start: Path) -> str:
-    return _fused_linear(gpus, start, "fused_linear_grpo_loss", "post_training.linear grpo", "four")
-
-
-def fused_linear_distillation_loss(gpus: Sequence[Gpu], start: Path) -> str:
-    return _fused_linear(
-        gpus, start, "fused_linear_distillation_loss", "post_training.linear distillation", "four"
-    )
-
-
-def fused_linear_kl_div(gpus: Sequence[Gpu], start: Path) -> str:
-    return _fused_linear(gpus, start, "fused_linear_kl_div", "post_training.linear kl_div", "three")
-
-
-def _fused_linear(gpus: Sequence[Gpu], start: Path, op: str, module: str, products: str) -> str:
-    found = steps(gpus, f"{op}_steps")
+def _fused_linear(gpus: Sequence[Gpu], start: Path, loss: LinearLoss) -> str:
+    found = steps(gpus, f"{loss.record}_steps")
     if not found:
         return ""
     at = {(tuple(r["shape"]), one.gpu, r["provider"]): r for one in found for r in one.data["results"]}
@@ -523,10 +544,40 @@ def _fused_linear(gpus: Sequence[Gpu], start: Path, op: str, module: str, produc
     ]
     return "\n\n".join(
         [
-            f"### {TITLES[op]}",
-            f"{_source(found, start, module)} In bf16, forward and backward: time as a multiple "
-            f"of the {products} matrix products alone in the same run, and peak memory, gradients included.",
+            f"### {loss.title}",
+            f"{_source(found, start, loss.command)} In bf16, forward and backward: time as a multiple "
+            f"of the {loss.products} matrix products alone in the same run, and peak memory, gradients included.",
             table_by_gpu(["tokens x hidden x vocabulary", "GPU", *(LABELS[name] for name in names)], rows),
+        ]
+    )
+
+
+def experts(gpus: Sequence[Gpu], start: Path) -> str:
+    found = steps(gpus, "experts")
+    if not found:
+        return ""
+    at = {
+        ((r["model"], r["tokens"], r["direction"]), one.gpu, r["provider"]): r
+        for one in found
+        for r in one.data["results"]
+    }
+    names = _present(at)
+    rows = [
+        [
+            f"{point[0]}, {point[1]} tokens, {point[2]}",
+            gpu.name,
+            *(_cell(at, point, gpu, name, lambda r: f"{r['median_ms']:.2f}") for name in names),
+        ]
+        for point, gpu in _places(at)
+    ]
+    return "\n\n".join(
+        [
+            "### Mixture of experts",
+            f"{_source(found, start, 'moe.experts')} In bf16, milliseconds, indices uniform. qwen3: 128 "
+            "experts of 2048 x 768, top 8; gpt-oss: 32 of 2880 x 2880, top 4; mixtral: 8 of 4096 x 14336, top 2. The "
+            "products are torch's "
+            "grouped ones alone, on rows that lie sorted; torch is what Transformers' `grouped_mm` does.",
+            table_by_gpu(["", "GPU", *(LABELS[name] for name in names)], rows),
         ]
     )
 
@@ -773,11 +824,7 @@ SECTIONS: dict[str, Callable[[Sequence[Gpu], Path], str]] = {
     "few rows": few_rows,
     "other ops": other_ops,
     "losses": losses,
-    "fused linear cross entropy": fused_linear_cross_entropy,
-    "fused linear jsd": fused_linear_jsd,
-    "fused linear preference loss": fused_linear_preference_loss,
-    "fused linear grpo loss": fused_linear_grpo_loss,
-    "fused linear distillation": fused_linear_distillation_loss,
-    "fused linear kl div": fused_linear_kl_div,
+    **{name: partial(_fused_linear, loss=loss) for name, loss in LINEAR_LOSSES.items()},
+    "experts": experts,
     "training": training,
 }

@@ -74,6 +74,7 @@ class LinearLoss:
     Args:
         exact: of inputs, in fp64: "loss", the first rows of the gradient of "input" and, where there are, of "weight".
         largest_error: what is wrong is off by far more.
+        record: the name of its file, where the op has several losses.
     """
 
     op: str
@@ -83,6 +84,7 @@ class LinearLoss:
     products: Callable[[Inputs], Callable[[], None]]
     exact: Callable[[Inputs], Mapping[str, Tensor]]
     largest_error: float
+    record: str = ""
 
 
 def step(loss: Loss, inputs: Inputs, wide_gradient: bool = False) -> Callable[[], Tensor]:
@@ -451,7 +453,7 @@ LOG_PROBS = LinearLoss(
 def measured(
     module: str, text: str | None, losses: Mapping[str, LinearLoss], arguments: Sequence[str]
 ) -> int:
-    """Measure, print, and write ``<op>_steps.json``. 1 where one of ours failed.
+    """Measure, print, and write ``<op>_steps.json``, or by another ``record`` than the op. 1 where one of ours failed.
 
     Args:
         module: whose command this is; ``text`` is its help.
@@ -466,7 +468,7 @@ def measured(
     options = command.read(arguments)
     asked = [tuple(map(int, shape.split(","))) for shape in options.shape or ()]
     shapes = [(rows, k, vocabulary) for rows, k, vocabulary in asked] or of.points
-    file = command.file(f"{of.op}_steps")
+    file = command.file(f"{of.record or of.op}_steps")
     results: list[Result] = []
     for shape in shapes:
         print(" x ".join(map(str, shape)), flush=True)

@@ -2,13 +2,15 @@
 bound them, as ``benchmarks.losses.linear``:
 
     python -m benchmarks.post_training.linear dpo
+    python -m benchmarks.post_training.linear orpo
+    python -m benchmarks.post_training.linear kto
     python -m benchmarks.post_training.linear grpo
     python -m benchmarks.post_training.linear distillation
     python -m benchmarks.post_training.linear kl_div
 
 The products are four (the logits of the policy or student and of its reference or teacher, the gradients of input and
-weight); those of kl_div, whose teacher's probabilities are given, three. The rows are four sequences of as many tokens;
-for dpo two pairs.
+weight); those of orpo, which has no reference, and of kl_div, whose teacher's probabilities are given, three. The rows
+are four sequences of as many tokens; for dpo and orpo two pairs.
 """
 
 from __future__ import annotations
@@ -65,18 +67,48 @@ def four_products(inputs: Inputs) -> Callable[[], None]:
     return products_of_student(flat)
 
 
+def three_products(inputs: Inputs) -> Callable[[], None]:
+    k = inputs.input.shape[-1]
+    x, w = inputs.input.detach().view(-1, k), inputs.weight.detach()
+    logits, dx, dw = torch.mm(x, w.t()), torch.empty_like(x), torch.empty_like(w)
+    g = torch.softmax(logits, -1)
+
+    def run() -> None:
+        torch.mm(x, w.t(), out=logits)
+        torch.mm(g, w, out=dx)
+        torch.mm(g.t(), x, out=dw)
+
+    return run
+
+
 def log_probs(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     logits = F.linear(x, w)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
-# ---- DPO ----
+# ---- Of log-probabilities: DPO, ORPO, KTO, GRPO ----
 
 
 def dpo_of(logps: Tensor, reference: Tensor) -> Tensor:
     chosen, rejected = (logps.sum(-1) - reference.sum(-1)).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def orpo_of(logps: Tensor, reference: None) -> Tensor:
+    chosen, rejected = logps.mean(-1).chunk(2)
+    odds = chosen - rejected - ((-chosen.exp()).log1p() - (-rejected.exp()).log1p())
+    return -logps.chunk(2)[0].mean() - BETA * F.logsigmoid(odds).mean()
+
+
+def desirable(target: Tensor) -> Tensor:
+    """Every second sequence."""
+    return torch.arange(len(target), device=target.device) % 2 == 0
+
+
+def kto_of(logps: Tensor, reference: Tensor) -> Tensor:
+    apart = BETA * (logps.sum(-1) - reference.sum(-1))
+    return (1 - torch.where(desirable(logps), apart, -apart).sigmoid()).mean()
 
 
 def grpo_of(logps: Tensor, reference: Tensor) -> Tensor:
@@ -86,11 +118,13 @@ def grpo_of(logps: Tensor, reference: Tensor) -> Tensor:
     return (-(logps - logps.detach()).exp() * advantages + BETA * (apart.exp() - apart - 1)).mean()
 
 
-def in_torch(of: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+def in_torch(of: Callable[[Tensor, Any], Tensor], referred: bool = True) -> Loss:
+    """``referred``: whether the loss has a reference."""
+
     def loss(i: Inputs) -> Tensor:
         target, y, v = i.others
         with torch.no_grad():
-            reference = log_probs(y, v, target)
+            reference = log_probs(y, v, target) if referred else None
         return of(log_probs(i.input, i.weight, target), reference)
 
     return loss
@@ -113,6 +147,51 @@ def liger_dpo() -> Loss:
     def loss(i: Inputs) -> Tensor:
         target, y, v = i.others
         found: Tensor = liger_fused_linear_dpo(i.input, i.weight, target, None, y, v, None, -100, BETA)[0]
+        return found
+
+    return loss
+
+
+def our_orpo() -> Loss:
+    op = op_of("fused_linear_preference_loss")
+    options: dict[str, Any] = {"loss_type": "odds_ratio", "average_log_prob": True, "nll_weight": 1.0}
+
+    def loss(i: Inputs) -> Tensor:
+        found: Tensor = op(i.input, i.weight, i.others[0], beta=BETA, **options).loss
+        return found
+
+    return loss
+
+
+def liger_orpo() -> Loss:
+    from liger_kernel.chunked_loss.functional import liger_fused_linear_orpo
+
+    def loss(i: Inputs) -> Tensor:
+        found: Tensor = liger_fused_linear_orpo(i.input, i.weight, i.others[0], None, -100, BETA)[0]
+        return found
+
+    return loss
+
+
+def our_kto() -> Loss:
+    op = op_of("fused_linear_preference_loss")
+
+    def loss(i: Inputs) -> Tensor:
+        target, y, v = i.others
+        options = {"preference_labels": desirable(target), "loss_type": "kto", "beta": BETA}
+        found: Tensor = op(i.input, i.weight, target, None, y, v, **options).loss
+        return found
+
+    return loss
+
+
+def liger_kto() -> Loss:
+    from liger_kernel.chunked_loss.functional import liger_fused_linear_kto
+
+    def loss(i: Inputs) -> Tensor:
+        target, y, v = i.others
+        given = (i.input, i.weight, target, desirable(target), None, y, v, None, None, -100, BETA)
+        found: Tensor = liger_fused_linear_kto(*given)[0]
         return found
 
     return loss
@@ -146,7 +225,9 @@ def liger_grpo() -> Loss:
     return loss
 
 
-def exact_of(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Inputs], dict[str, Tensor]]:
+def exact_of(
+    of: Callable[[Tensor, Any], Tensor], referred: bool = True
+) -> Callable[[Inputs], dict[str, Tensor]]:
     """The loss, and the gradient of the first sequence's input, a sequence at a time."""
 
     def exact(inputs: Inputs) -> dict[str, Tensor]:
@@ -156,10 +237,11 @@ def exact_of(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Inputs], dict[
         logps, reference = [log_probs(x, w, target[:1])], []
         with torch.no_grad():
             for i in range(len(target)):
-                reference.append(log_probs(y[i : i + 1].double(), v, target[i : i + 1]))
+                if referred:
+                    reference.append(log_probs(y[i : i + 1].double(), v, target[i : i + 1]))
                 if i:
                     logps.append(log_probs(inputs.input[i : i + 1].double(), w, target[i : i + 1]))
-        loss = of(torch.cat(logps), torch.cat(reference))
+        loss = of(torch.cat(logps), torch.cat(reference) if referred else None)
         (gradient,) = torch.autograd.grad(loss, x)
         return {"loss": loss.detach(), "input": gradient}
 
@@ -179,6 +261,36 @@ DPO = LinearLoss(
     products=four_products,
     exact=exact_of(dpo_of),
     largest_error=0.1,  # sums of many log-probabilities of rounded logits; what is wrong is off by far more
+)
+ORPO = LinearLoss(
+    op="fused_linear_preference_loss",
+    record="fused_linear_preference_loss_orpo",
+    points=POINTS,
+    providers={
+        "liger_aot": our_orpo,
+        "torch": lambda: in_torch(orpo_of, referred=False),
+        "torch_compile": lambda: compiled(in_torch(orpo_of, referred=False)),
+        "liger": liger_orpo,
+    },
+    drawn=drawn_sequences,
+    products=three_products,
+    exact=exact_of(orpo_of, referred=False),
+    largest_error=0.1,
+)
+KTO = LinearLoss(
+    op="fused_linear_preference_loss",
+    record="fused_linear_preference_loss_kto",
+    points=POINTS,
+    providers={
+        "liger_aot": our_kto,
+        "torch": lambda: in_torch(kto_of),
+        "torch_compile": lambda: compiled(in_torch(kto_of)),
+        "liger": liger_kto,
+    },
+    drawn=drawn_sequences,
+    products=four_products,
+    exact=exact_of(kto_of),
+    largest_error=0.1,
 )
 GRPO = LinearLoss(
     op="fused_linear_grpo_loss",
@@ -316,19 +428,6 @@ def exact_kl(inputs: Inputs) -> dict[str, Tensor]:
     return {"loss": total, "input": gradient}
 
 
-def three_products(inputs: Inputs) -> Callable[[], None]:
-    x, w = inputs.input.detach(), inputs.weight.detach()
-    logits, dx, dw = torch.mm(x, w.t()), torch.empty_like(x), torch.empty_like(w)
-    g = torch.softmax(logits, -1)
-
-    def run() -> None:
-        torch.mm(x, w.t(), out=logits)
-        torch.mm(g, w, out=dx)
-        torch.mm(g.t(), x, out=dw)
-
-    return run
-
-
 KL_DIV = LinearLoss(
     op="fused_linear_kl_div",
     points=POINTS,
@@ -343,7 +442,7 @@ KL_DIV = LinearLoss(
     exact=exact_kl,
     largest_error=0.05,
 )
-LOSSES = {"dpo": DPO, "grpo": GRPO, "distillation": DISTILLATION, "kl_div": KL_DIV}
+LOSSES = {"dpo": DPO, "orpo": ORPO, "kto": KTO, "grpo": GRPO, "distillation": DISTILLATION, "kl_div": KL_DIV}
 
 
 if __name__ == "__main__":

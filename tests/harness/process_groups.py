@@ -17,8 +17,8 @@ def in_group(
     work: Callable[..., None], world: int, *arguments: Any, backend: str = "gloo", device: str = "cpu"
 ) -> None:
     """Run ``work(rank, device, *arguments)`` in ``world`` new processes, which form the default group: with gloo, on
-    ``device`` all of them; with NCCL, on a GPU each. ``work`` is a module's function. What one of them raises is
-    raised here."""
+    ``device`` all of them ("cuda" is the first GPU); with NCCL, on a GPU each. ``work`` is a module's function. What
+    one of them raises is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         meet = f"file://{Path(folder) / 'meet'}"
         given = work, world, backend, device, meet, arguments
@@ -37,6 +37,8 @@ def _one(
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device(where)
     if device.type == "cuda":
+        # torch.cuda.set_device wants an index, as the tensors of this device have one.
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=meet, rank=rank, world_size=world)
     try:

@@ -15,15 +15,10 @@ from torch import Tensor, nn
 
 import liger_aot
 from tests.harness.process_groups import in_group
-from tests.models.transformers_cases import batch, tiny, transformers
+from tests.models.transformers_cases import batch, sized, tiny, transformers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 9  # generated
-
-
-def sized(name: str, **config: Any) -> Any:
-    """Bfloat16, with heads of 64, which the kernels of attention are made for."""
-    return tiny(name, hidden_size=256, head_dim=64, **config).bfloat16()
 
 
 def inputs_on(device: str | torch.device, name: str = "llama") -> dict[str, Tensor]:

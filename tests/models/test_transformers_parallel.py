@@ -1,20 +1,25 @@
-"""Tensor-parallel and sequence-parallel plans of Transformers, and FSDP2, under ``apply``, ``patch`` and
-``liger_aot.liger``, on two processes: what one process with the plain model finds."""
+"""Tensor-parallel and sequence-parallel plans of Transformers, FSDP2 and DDP, under ``apply``, ``patch`` and
+``liger_aot.liger``, on two processes: what one process with the plain model finds. In float32 to what its sums keep, in
+bfloat16 as near to float32 as the plain model's."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import liger_aot
 from liger_aot.errors import ArgumentTypeError, LeftAlone
 from tests.harness.process_groups import in_group
-from tests.models.transformers_cases import batch, tiny
+from tests.models.transformers_cases import batch, sized, tiny
 
 pytest.importorskip(
     "transformers.distributed.tensor_parallel", reason="this Transformers has no plans on DTensors"
@@ -132,6 +137,159 @@ def fully_sharded(rank: int, device: torch.device) -> None:
         torch.testing.assert_close(whole(b), a, rtol=1e-4, atol=1e-5, msg=name)
 
 
+# ---- bfloat16 ----
+
+# Of gradients' errors, ours to the plain model's. What two ranks add up was rounded in each of them, by errors whose
+# squares add up to those of one rounding, and is rounded again: sqrt(2). Other orders of sums take 1.1.
+OF_ALL = 1.1 * 2**0.5
+# Of one parameter's, which may follow few roundings. A gradient that one rank lacks is off by more than half of itself;
+# the plain model's are off by 1/16 at most.
+OF_ONE = 4.0
+SIZES = {"vocab_size": 512, "intermediate_size": 512}
+# Each token has all experts: no rounding decides between two. Liger's patch wants experts in every layer.
+OF_EXPERTS = {
+    "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 4, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def models(name: str, device: torch.device) -> tuple[Any, Any, Any]:
+    """(ours to be, plain, exact) of the same weights; the last in float32."""
+    config = SIZES | (OF_EXPERTS if "moe" in name else {})
+    plain = sized(name, **config).to(device)
+    return copy.deepcopy(plain), plain, copy.deepcopy(plain).float()
+
+
+Found = tuple[float, dict[str, torch.Tensor]]
+
+
+def found_by(run: Any, model: Any, inputs: dict[str, torch.Tensor], averaged: bool = False) -> Found:
+    """Loss and whole gradients of ``model`` by a call of ``run``; the loss is ``averaged`` over ranks."""
+    loss = run.train()(**inputs).loss
+    loss.backward()
+    loss = loss.detach().float()
+    if averaged:
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    gradients = {}
+    for name, p in model.named_parameters():
+        gradient = whole(p.grad)
+        assert gradient is not None, name
+        gradients[name] = gradient.double()
+    return float(loss), gradients
+
+
+def assert_as_near(ours: Found, plain: Found, exact: Found) -> None:
+    """To float32, as the plain model's loss and gradients are in bfloat16 without ranks."""
+    assert abs(ours[0] - exact[0]) <= 2**-8 * exact[0]
+    off, whose = {}, {"ours": ours[1], "plain": plain[1]}
+    for who, gradients in whose.items():
+        assert gradients.keys() == exact[1].keys()
+        off[who] = torch.stack([(gradients[name] - g).norm() for name, g in exact[1].items()])
+    size = torch.stack([g.norm() for g in exact[1].values()])
+    assert (size > 0).all() and (off["plain"] <= size / 16).all(), dict(
+        zip(exact[1], (off["plain"] / size).tolist(), strict=True)
+    )
+    ratios = dict(zip(exact[1], (off["ours"] / off["plain"]).tolist(), strict=True))
+    assert max(ratios.values()) <= OF_ONE, ratios
+    assert float(off["ours"].norm()) <= OF_ALL * float(off["plain"].norm()), ratios
+
+
+def by_apply(model: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LeftAlone)
+        return liger_aot.apply(model, attention=True)
+
+
+def by_liger(model: Any, **options: bool) -> Any:
+    importlib.import_module("liger_aot.liger")
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, **options)
+    return model
+
+
+def by_liger_with_logits(model: Any) -> Any:
+    """Its fused loss is refused where the head is sharded: see ``liger``."""
+    return by_liger(model, fused_linear_cross_entropy=False)
+
+
+def tensor_parallel_bf16(
+    rank: int, device: torch.device, adopt: Callable[[Any], Any], names: list[str]
+) -> None:
+    for name in names:
+        ours, plain, exact = models(name, device)
+        if adopt is by_apply:
+            ours = adopt(parallel(ours, device, {}))
+        else:  # first, as where a model is loaded after Liger's patch, which would take the plan off the experts
+            ours = parallel(adopt(ours), device, {})
+        inputs = {k: v.to(device) for k, v in batch(name).items()}
+        assert_as_near(*(found_by(model, model, inputs) for model in (ours, plain, exact)))
+
+
+def sequence_parallel_bf16(rank: int, device: torch.device) -> None:
+    """Beside plain models with the same plan: it has each rank's rows in the gradients of norms."""
+    ours, plain, exact = models("llama", device)
+    plain, exact = (parallel(model, device, SEQUENCE) for model in (plain, exact))
+    liger_aot.patch("llama")
+    ours = parallel(ours, device, SEQUENCE)
+    liger_aot.restore("llama")
+    inputs = {k: v.to(device) for k, v in batch("llama").items()}
+    assert_as_near(*(found_by(model, model, inputs) for model in (ours, plain, exact)))
+
+
+def data_parallel_bf16(
+    rank: int, device: torch.device, adopt: Callable[[Any], Any], names: list[str]
+) -> None:
+    """DDP of bfloat16 parameters; FSDP2 of float32 ones, with bfloat16 ones gathered for a unit's forward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name in names:
+        ours, plain, exact = models(name, device)
+        wide = copy.deepcopy(exact)
+        ids = batch(name)["input_ids"].to(device)
+        inputs = {"input_ids": ids, "labels": ids}
+        own = {key: t.tensor_split(2)[rank] for key, t in inputs.items()}
+        expected = [found_by(model, model, inputs) for model in (plain, exact)]
+        adopt(ours)
+        assert_as_near(
+            found_by(nn.parallel.DistributedDataParallel(ours), ours, own, averaged=True), *expected
+        )
+        adopt(wide)
+        for layer in wide.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(wide, mesh=mesh, mp_policy=policy)
+        assert_as_near(found_by(wide, wide, own, averaged=True), *expected)
+
+
+NAMES = ["llama", "qwen3", "qwen3_moe"]
+BF16: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+    (tensor_parallel_bf16, (by_apply, NAMES)),
+    (tensor_parallel_bf16, (by_liger_with_logits, NAMES)),
+    (sequence_parallel_bf16, ()),
+    (data_parallel_bf16, (by_apply, NAMES)),
+    (data_parallel_bf16, (by_liger, NAMES)),
+)
+in_bf16 = pytest.mark.parametrize(
+    ("work", "arguments"),
+    BF16,
+    ids=["-".join(getattr(part, "__name__", "") for part in (work, *rest[:1])) for work, rest in BF16],
+)
+
+
+def needs_liger(arguments: tuple[Any, ...]) -> None:
+    if {by_liger, by_liger_with_logits} & {a for a in arguments if callable(a)}:
+        pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed: make venv installs it")
+
+
+@pytest.mark.slow
+@in_bf16
+def test_bf16(work: Any, arguments: tuple[Any, ...]) -> None:
+    needs_liger(arguments)
+    in_group(work, 2, *arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["llama", "qwen3"], ["qwen3_moe", "deepseek_v3"]], ids="-".join)
 def test_tensor_parallel(names: list[str]) -> None:
@@ -168,4 +326,14 @@ TWO = pytest.mark.skipif(
     ],
 )
 def test_two_gpus(work: Any, arguments: tuple[Any, ...]) -> None:
+    if work in (liger, fully_sharded):
+        needs_liger((by_liger,))
+    in_group(work, 2, *arguments, backend="nccl")
+
+
+@TWO
+@pytest.mark.gpu
+@in_bf16
+def test_bf16_on_two_gpus(work: Any, arguments: tuple[Any, ...]) -> None:
+    needs_liger(arguments)
     in_group(work, 2, *arguments, backend="nccl")

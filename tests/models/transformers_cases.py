@@ -232,6 +232,11 @@ def tiny(name: str, seed: int = 0, **config: Any) -> Any:
     return model
 
 
+def sized(name: str, **config: Any) -> Any:
+    """Bfloat16, with heads of 64, which the kernels of attention are made for."""
+    return tiny(name, **{"hidden_size": 256, "head_dim": 64} | config).bfloat16()
+
+
 def batch(name: str, seed: int = 1) -> dict[str, Tensor]:
     """Two sequences, or one with an image, and labels of which some are ignored."""
     made = torch.Generator().manual_seed(seed)

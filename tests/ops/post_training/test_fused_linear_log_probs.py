@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,6 +26,7 @@ from liger_aot.ops.post_training.fused_linear_log_probs import (
 )
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime import device_errors
+from tests.harness.process_groups import in_group
 from tests.harness.tolerances import UNIT_ROUNDOFF
 from tests.ops.losses.linear_loss_cases import BF16, FP16, FP32, WAYS, made
 
@@ -271,6 +274,72 @@ def test_parts_of_a_vocabulary(way: str) -> None:
     torch.testing.assert_close(sum(part.x for part in parts), gradients["input"], **close)  # type: ignore[misc]
     weights = torch.cat([part.weight for part in parts])  # type: ignore[misc]
     torch.testing.assert_close(weights, gradients["weight"], **close)
+
+
+OF_SHARDS = (
+    Case(9, 16, 48),
+    Case(9, 16, 48, BF16, torch.int32, bias=True, chunks=3, keywords={"temperature": 0.7}),
+    Case(5, 24, 4100, FP16, chunks=2, keywords={"temperature": 1.5, "ignore_index": 3}),
+    *(Case(9, 16, 40, BF16, used=(name,)) for name in OUTPUTS),
+)
+
+
+def shards(rank: int, device: torch.device) -> None:
+    """Each rank has as many rows of the vocabulary: the whole's results, the same bits everywhere, the whole gradient
+    of the input and that of its own rows."""
+    op, world = liger_aot.load("fused_linear_log_probs"), dist.get_world_size()
+    for case in OF_SHARDS:
+        drawn: dict[str, Any] = draw(case, 0, "cpu")
+        each = case.vocabulary // world
+        own = slice(rank * each, rank * each + each)
+        grads = torch.randn(3, case.rows, generator=torch.Generator().manual_seed(1))
+        parts = {
+            name: t if t is None or name not in ("weight", "bias") else t[own] for name, t in drawn.items()
+        }
+        given = {name: t if t is None else t.to(device) for name, t in parts.items()}
+        with_group = partial(op, group=dist.group.WORLD)
+        outputs, gradients = run(with_group, case, given, grads.to(device))
+        for t in (*outputs, gradients["input"]):
+            everyone = [torch.empty_like(t) for _ in range(world)]
+            dist.all_gather(everyone, t.contiguous())
+            assert all(torch.equal(other, t) for other in everyone)
+        wide = {k: t.double() if t is not None and t.is_floating_point() else t for k, t in drawn.items()}
+        leaves = {name: wide[name].requires_grad_() for name in gradients}
+        exact, logits = formula(case, wide)
+        used = [
+            (y, dy.double()) for name, y, dy in zip(OUTPUTS, exact, grads, strict=True) if name in case.used
+        ]
+        torch.autograd.backward(*map(list, zip(*used, strict=True)))  # type: ignore[arg-type]
+        allowed, of_gradients = limits(case, wide, exact, logits, grads, True)
+        for name, y, wanted, limit in zip(OUTPUTS, outputs, exact, allowed, strict=True):
+            ratio = (y.cpu().double() - wanted.detach()).abs() / (2 * limit + 1e-12)
+            assert float(ratio.max()) <= 1, f"{case} on rank {rank}: {name} by {float(ratio.max())}"
+        for name, gradient in gradients.items():
+            rows = slice(None) if name == "input" else own
+            # The ranks' parts of the input's gradient are rounded, and so are their sums.
+            slack = 2.0 + (world if name == "input" else 0)
+            off = (gradient.cpu().double() - leaves[name].grad[rows]).abs()
+            ratio = off / (slack * of_gradients[name][rows])
+            assert float(ratio.max()) <= 1, (
+                f"{case} on rank {rank}: {name}'s gradient by {float(ratio.max())}"
+            )
+
+
+def test_shards_on_the_cpu() -> None:
+    in_group(shards, 2)
+
+
+@pytest.mark.gpu
+def test_shards_on_one_gpu() -> None:
+    in_group(shards, 2, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs, there are {torch.cuda.device_count()}"
+)
+def test_shards_on_two_gpus() -> None:
+    in_group(shards, 2, backend="nccl")
 
 
 def test_more_dimensions() -> None:
