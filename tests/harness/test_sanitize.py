@@ -7,12 +7,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from liger_aot.ops.losses import _linear
 from liger_aot_build.binary import inspect
 from tests.conftest import built_pack, no_gpu
 from tests.harness import sanitize
 from tests.harness.all_ops import entries
-from tests.harness.sanitize import by_name, exercise, findings, main, numbered, renamed, run
+from tests.harness.sanitize import (
+    by_name,
+    exercise,
+    findings,
+    main,
+    numbered,
+    products_in_float32,
+    renamed,
+    run,
+)
 
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
 BEYOND = """========= COMPUTE-SANITIZER
@@ -66,7 +77,7 @@ def test_memcheck(
 [ "$1 $2 $3 $4 $5" = "--tool memcheck --kernel-name kne=z000001,kne=z002 --log-file" ] || exit 3
 case "$*" in
 *" -m tests.harness.sanitize planted") cp {tmp_path}/planted "$6"; exit 1 ;;
-*" -m tests.harness.sanitize exercise rope softmax") cp {tmp_path}/log "$6"; exit {status} ;;
+*" -m tests.harness.sanitize exercise memcheck rope softmax") cp {tmp_path}/log "$6"; exit {status} ;;
 esac
 exit 3
 """
@@ -127,6 +138,26 @@ def test_problems(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of an op of the harness, of one whose cases are elsewhere, and of one with its own."""
     some = ("swiglu", "rmsnorm", "fused_linear_jsd")
     assert set(some) < set(entries())
-    exercise(some, "cpu", longest=5000)
+    exercise(some, "cpu", longest=5000, drawn=3)
     counts = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert all(count > 10 for count in counts) and len(counts) == 3
+
+
+def test_products_in_float32() -> None:
+    """The products that linear layers' losses make, rounded once to what they write to."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((5, 8), (16, 8), (16,)))
+    exact = x.double() @ weight.double().t()
+    before, out = torch.mm, torch.empty(5, 16, dtype=torch.bfloat16)
+    with products_in_float32():
+        assert torch.equal(_linear.project(x, weight, None, out), exact.bfloat16())
+        assert torch.equal(
+            _linear.project(x, weight, bias, out, 2.0), (2 * (exact + bias.double())).bfloat16()
+        )
+        for total in (torch.empty(5, 16), torch.empty(5, 16, dtype=torch.bfloat16)):
+            _linear.accumulate(total, x, weight.t(), first=True)
+            once = exact.to(total.dtype)
+            torch.testing.assert_close(total, once)
+            torch.ops.aten.addmm.dtype_out(total, x, weight.t(), total.dtype, out=total)
+            torch.testing.assert_close(total, (once.double() + exact).to(total.dtype))
+    assert torch.mm is before and isinstance(torch.ops.aten.mm.dtype_out, torch._ops.OpOverload)
