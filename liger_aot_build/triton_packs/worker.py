@@ -89,6 +89,9 @@ def start(setup: Setup) -> None:
     """Begin a process of ``setup``."""
     global _setup
     os.environ["TRITON_CACHE_DIR"] = setup.scratch
+    os.environ["TRITON_ALWAYS_COMPILE"] = (
+        "1"  # what is cached by Triton's hash may be of another dtype that is read
+    )
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # else the bytes depend on the folder
     for name in ("LIGER_AOT_RECORD", "LIGER_AOT_RECORD_TARGET", "LIGER_AOT_TRITON", "TRITON_INTERPRET"):
         os.environ.pop(name, None)
