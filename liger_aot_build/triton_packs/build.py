@@ -8,18 +8,21 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
-from liger_aot.triton.recording import Choice, Function, Part
+from liger_aot.triton.identity import Variant
+from liger_aot.triton.recording import Choice, Function, Made, Part
 from liger_aot.triton.targets import Target
 from liger_aot_build.errors import BuildError
 from liger_aot_build.triton_packs import worker
 from liger_aot_build.triton_packs.find import BY_GLOBALS
 from liger_aot_build.triton_packs.worker import Built, Job, Setup
+
+Key = tuple[str, str, str]  # of a recorded function
 
 _SAID = 10.0  # seconds between lines that say how far a build is
 
@@ -129,13 +132,22 @@ def _jobs(part: Part, of: Target) -> tuple[list[Job], list[LeftOut]]:
     return list(jobs.values()), refused
 
 
-def _functions(variant: object, part: Part) -> tuple[Function, ...] | str:
-    """The functions that a variant is made of, itself first; why not, where the recording lacks one."""
-    named = [(variant.module, variant.qualname, variant.cache_key)]  # type: ignore[attr-defined]
-    named += _named([value for _, value in variant.constants])  # type: ignore[attr-defined]
-    if missing := [key for key in named if key not in part.functions]:
-        return f"the recording says nothing of {missing[0][0]}:{missing[0][1]}, a constant of it"
-    return tuple(part.functions[key] for key in dict.fromkeys(named))
+def _functions(variant: Variant, part: Part) -> tuple[Function, ...] | str:
+    """The functions that a variant is made of, itself first, and those among their variables; why not, where the
+    recording lacks one."""
+    named = [(variant.module, variant.qualname, variant.cache_key)]
+    named += _named([value for _, value in variant.constants])
+    found: dict[Key, Function] = {}
+    while named:
+        key = named.pop(0)
+        if key in found:
+            continue
+        if key not in part.functions:
+            return f"the recording says nothing of {key[0]}:{key[1]}, a constant or variable of it"
+        found[key] = function = part.functions[key]
+        if isinstance(function.made, Made):
+            named += _named([value for _, value in (*function.made.variables, *function.made.defaults)])
+    return tuple(found.values())
 
 
 def _named(data: object) -> list[tuple[str, str, str]]:
@@ -163,20 +175,26 @@ def _proved(
         yield from jobs
         return
     functions = {function.key: function for job in jobs for function in job.functions}
-    said = pool.submit(worker.reproduced, list(functions.values())).result()
-    why = dict(zip(functions, said, strict=True))
-    if other := [key for key, problem in why.items() if problem]:
+
+    def differing(pool: ProcessPoolExecutor, keys: Collection[Key], calls: bool = False) -> dict[Key, str]:
+        some = [functions[key] for key in keys]
+        said = pool.submit(worker.reproduced, list(functions.values()), some, calls).result()
+        return {key: problem for key, problem in zip(keys, said, strict=True) if problem}
+
+    why, made = differing(pool, functions), set[Key]()
+    if why:
         with _processes(part.target, settings, 1) as before:
-            said = before.submit(worker.reproduced, [functions[key] for key in other]).result()
-        for key, problem in zip(other, said, strict=True):
-            if BY_GLOBALS in problem:
-                problem += f". It can't be told what {of.profile} would make of it: record on {of.profile}"
-            why[key] = problem
+            by_import = differing(before, why)
+            why = differing(before, by_import, calls=True)
+        made = by_import.keys() - why.keys()
+    for key, problem in why.items():
+        if BY_GLOBALS in problem:
+            why[key] += f". It can't be told what {of.profile} would make of it: record on {of.profile}"
     for job in jobs:
-        if problem := next((why[f.key] for f in job.functions if why[f.key]), ""):
+        if problem := next((why[f.key] for f in job.functions if f.key in why), ""):
             result.left_out.append(_left_out(job, problem))
         else:
-            yield job
+            yield replace(job, made=frozenset(made))
 
 
 def _told(outcomes: Iterator[Built | str], count: int, of: Target) -> Iterator[Built | str]:

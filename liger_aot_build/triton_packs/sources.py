@@ -10,12 +10,11 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
+from liger_aot.triton.closures import Unclear, closure
 from liger_aot.triton.sources import (
     DATA,
     FUNCTION,
     KINDS,
-    Unclear,
-    closure,
     is_data,
     kind,
     look_up,

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from liger_aot.triton.closures import Unclear, certain_key
 from liger_aot.triton.identity import RANGE
 from liger_aot.triton.identity import variant as identify
 from liger_aot.triton.recording import Function, Noted
@@ -51,12 +52,14 @@ class Setup:
 @dataclass(frozen=True)
 class Job:
     """A variant to compile, with the functions that it is made of, itself first. ``exact``: their keys must be the
-    recorded ones. ``ranged``: paths of pointers that the binary may take to be to less than 2 GiB."""
+    recorded ones. ``ranged``: paths of pointers that the binary may take to be to less than 2 GiB. ``made``: keys of
+    those that no import makes, where that must be known."""
 
     noted: Noted
     functions: tuple[Function, ...]
     exact: bool
     ranged: tuple[tuple[int, ...], ...]
+    made: frozenset[tuple[str, str, str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ def start(setup: Setup) -> None:
     """Begin a process of ``setup``."""
     global _setup
     os.environ["TRITON_CACHE_DIR"] = setup.scratch
+    os.environ["TRITON_ALWAYS_COMPILE"] = (
+        "1"  # what is cached by Triton's hash may be of another dtype that is read
+    )
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # else the bytes depend on the folder
     for name in ("LIGER_AOT_RECORD", "LIGER_AOT_RECORD_TARGET", "LIGER_AOT_TRITON", "TRITON_INTERPRET"):
         os.environ.pop(name, None)
@@ -97,12 +103,17 @@ def start(setup: Setup) -> None:
     _setup = setup
 
 
-def reproduced(functions: Sequence[Function]) -> list[str]:
-    """Of each function, "" where this process makes it as it was recorded, or why not. The process sees the target
-    that they were recorded on: where it makes them the same, it makes what another GPU would, too."""
+def reproduced(functions: Sequence[Function], of: Sequence[Function], calls: bool) -> list[str]:
+    """For each function of ``of``, "" where this process makes it as it was recorded, or why not. Where the process
+    sees the target that they were recorded on and makes them the same, it makes what another GPU would, too.
+
+    Args:
+        functions: all that were recorded.
+        calls: also make those again of whose name an import makes others: calls have made them.
+    """
     assert _setup is not None
-    finder = Finder(_setup.packages, _setup.main)
-    return [_other(finder, function) for function in functions]
+    finder = Finder(_setup.packages, _setup.main, functions, None if calls else ())
+    return [_other(finder, function) for function in of]
 
 
 def _other(finder: Finder, function: Function) -> str:
@@ -132,7 +143,7 @@ def compile_job(job: Job) -> Built | str:
 
 
 def _compile(job: Job, setup: Setup) -> Built:
-    finder = Finder(setup.packages, setup.main)
+    finder = Finder(setup.packages, setup.main, job.functions, None if job.exact else job.made)
     if all(_same(finder, function) for function in job.functions):
         return _with(job, setup, finder, ())
     if not job.exact:  # what this GPU makes of them, which the build has proved
@@ -155,14 +166,15 @@ def _with(job: Job, setup: Setup, finder: Finder, changed: tuple[str, ...]) -> B
     from triton.compiler.compiler import ASTSource, make_backend
 
     noted, recorded = job.noted, job.noted.variant
-    fn, _ = finder.find(recorded.module, recorded.qualname, recorded.cache_key)
     signature = {name: decode(kind) for name, kind in recorded.signature}
-    if list(signature) != fn.arg_names:
-        raise NotFound(f"takes {', '.join(fn.arg_names)}; recorded were {', '.join(signature)}")
     constants = {
         tuple(path): decode(value, lambda named: finder.find(*named)[0], finder.find_class)
         for path, value in recorded.constants
     }
+    # last, as its hash may depend on what was hashed before
+    fn, _ = finder.find(recorded.module, recorded.qualname, recorded.cache_key)
+    if list(signature) != fn.arg_names:
+        raise NotFound(f"takes {', '.join(fn.arg_names)}; recorded were {', '.join(signature)}")
     attrs: dict[tuple[int, ...], list[list[Any]]] = {
         tuple(path): [list(a) for a in found] for path, found in recorded.attrs
     }
@@ -226,7 +238,13 @@ def _read_back(
 def _source(fn: Any) -> Tree | None:
     try:
         return renamed(tree(fn), STAND_IN_MAIN, MAIN)
-    except Exception:  # Unclear; and what objects do that are looked at
+    except Exception as error:  # Unclear; and what objects do that are looked at
+        try:
+            certain_key(fn)
+        except Unclear as why:
+            raise NotFound(
+                f"is made inside another function, and can't be told from others: {why}"
+            ) from error
         return None
 
 

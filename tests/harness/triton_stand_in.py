@@ -15,7 +15,7 @@ import torch
 from liger_aot.runtime import devices
 from liger_aot.runtime.packs import Device
 from liger_aot.triton import identity, seams
-from liger_aot.triton.sources import Unclear
+from liger_aot.triton.closures import Unclear
 from liger_aot_build.stored import compressed
 from liger_aot_build.triton_packs.sources import Tree, flat, tree
 from tests.harness.stand_in import StandIn, image

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import liger_aot.triton
-from liger_aot.triton import repeated
+from liger_aot.triton import anew, repeated
 from liger_aot.triton.packs import OVERRIDE
 from tests.harness.stand_in import StandIn
 from tests.harness.triton_stand_in import wanted, write_pack
@@ -48,7 +48,7 @@ def fresh_kernels() -> Iterator[None]:
         if isinstance(fn, triton.JITFunction):
             fn.device_caches.clear()
             fn.pre_run_hooks.clear()
-            fn.__dict__.pop(repeated._CALLS, None)
+            fn.__dict__.pop(anew.CALLS, None)
     yield
     forget()
 
@@ -230,8 +230,8 @@ def test_a_function_whose_calls_have_no_key(
         for _ in range(20):
             launch()
         fn = kernels.tuples if launch is without else kernels.apply
-        assert getattr(fn, repeated._CALLS).call_key is repeated._no_key
+        assert getattr(fn, anew.CALLS).call_key is repeated._no_key
     for _ in range(20):
         plain()
-    assert getattr(kernels.add, repeated._CALLS).call_key is not repeated._no_key
+    assert getattr(kernels.add, anew.CALLS).call_key is not repeated._no_key
     assert len(triton_gpu.launches()) == 60

@@ -18,7 +18,8 @@ import triton.language as tl
 from triton.runtime.jit import JITCallable, JITFunction
 
 from liger_aot.triton import sources
-from liger_aot.triton.sources import Changed, Same, Unclear, check_kept
+from liger_aot.triton.closures import Unclear
+from liger_aot.triton.sources import Changed, Same, check_kept
 from liger_aot_build.triton_packs.sources import flat, tree
 from tests.triton_packs import source_cases as cases
 from tests.triton_packs import source_settings as settings

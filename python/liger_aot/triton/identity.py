@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from liger_aot.triton.closures import key
 from liger_aot.triton.values import encode
 
 VERSION = 1
@@ -22,7 +23,7 @@ class Variant(NamedTuple):
 
     module: str
     qualname: str
-    cache_key: str  # Triton's hash of the function's source and all that it reads
+    cache_key: str  # Triton's hash of the function's source and all that it reads, as ``closures.key`` has it
     gluon: bool
     signature: list[list[Any]]  # [parameter, encoded type] in order
     constants: list[list[Any]]  # [path, encoded value]
@@ -54,7 +55,7 @@ def variant(
     return Variant(
         module=fn.fn.__module__,
         qualname=fn.fn.__qualname__,
-        cache_key=fn.cache_key if cache_key is None else cache_key,
+        cache_key=key(fn) if cache_key is None else cache_key,
         gluon=fn.is_gluon(),
         signature=[[name, encode(kind)] for name, kind in signature.items()],
         constants=sorted([list(path), encode(value)] for path, value in constants.items()),

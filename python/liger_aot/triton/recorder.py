@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from liger_aot.triton import seams
+from liger_aot.triton import closures, seams, sources
 from liger_aot.triton.identity import ranged, variant
-from liger_aot.triton.recording import Choice, Function, Noted, Package, Writer
+from liger_aot.triton.recording import Choice, Function, Made, Noted, Package, Writer
 from liger_aot.triton.targets import Target, target
 from liger_aot.triton.values import NotData, encode
 
@@ -125,10 +125,12 @@ class Recorder:
         return self._writers[of]
 
     def _function(self, of: Target, fn: Any) -> None:
-        known = (of, fn.fn.__module__, fn.fn.__qualname__, fn.cache_key)
+        known = (of, fn.fn.__module__, fn.fn.__qualname__, closures.key(fn))
         if known not in self._functions:
             self._functions.add(known)
-            self._writer(of).function(describe(fn))
+            self._writer(of).function(about := describe(fn))
+            for other in closures.functions(fn) if isinstance(about.made, Made) else ():
+                self._function(of, other)
 
 
 def _key(noted: Noted) -> Any:
@@ -142,7 +144,7 @@ def public(version: str) -> str:
 
 def describe(fn: Any) -> Function:
     """A function as a recording has it."""
-    key = fn.cache_key  # reads the globals
+    key = closures.key(fn)  # reads the globals
     reads = []
     for (name, _), (value, owner) in fn.used_global_vals.items():
         with suppress(NotData):  # it is in the key all the same
@@ -156,7 +158,40 @@ def describe(fn: Any) -> Function:
         line=code.co_firstlineno,
         reads=tuple(read for read in sorted(reads, key=str) if read[0]),
         package=package(fn.fn.__module__),
+        made=_made(fn),
     )
+
+
+def _made(fn: Any) -> Made | str | None:
+    """What makes a function again, without the function that it is made in; why not, where that can't be said."""
+    if closures.LOCAL not in fn.fn.__qualname__:
+        return None
+    parameters = fn.signature.parameters.values()
+    given = [param for param in parameters if param.default is not param.empty]
+    try:
+        variables = closures.variables(fn, _named)
+        closures.certain_key(fn)  # of the functions among them, too
+        defaults = [(param.name, _default(param)) for param in given]
+    except closures.Unclear as error:
+        return str(error)
+    return Made(
+        kind=sources.kind(fn),
+        noinline=getattr(fn, "noinline", None),
+        variables=tuple((name, value) for name, value in variables),
+        defaults=tuple(defaults),
+        annotations=tuple((p.name, p.annotation) for p in getattr(fn, "params", ()) if p.annotation),
+    )
+
+
+def _named(fn: Any) -> list[str]:
+    return [fn.fn.__module__, fn.fn.__qualname__, closures.key(fn)]
+
+
+def _default(param: Any) -> Any:
+    try:
+        return closures.written(param.default, _named)
+    except closures.Unclear as error:
+        raise closures.Unclear(f"the default of its parameter {param.name} is {error}") from None
 
 
 def config_data(config: Any) -> Mapping[str, Any]:

@@ -40,16 +40,29 @@ class Package(NamedTuple):
     licence: str
 
 
+class Made(NamedTuple):
+    """What makes a function again that is made inside another function: without a call of that."""
+
+    kind: str  # its class
+    noinline: bool | None
+    variables: tuple[
+        tuple[str, Any], ...
+    ]  # of the functions around it: name, value as ``closures.written`` has it
+    defaults: tuple[tuple[str, Any], ...]  # of parameters, in their order
+    annotations: tuple[tuple[str, str], ...]  # of parameters, as Triton reads them
+
+
 class Function(NamedTuple):
     """A ``@triton.jit`` function, as it was when it was recorded."""
 
     module: str
     qualname: str
-    cache_key: str
+    cache_key: str  # as ``closures.key`` has it
     file: str  # for people; nothing opens it
     line: int
     reads: tuple[tuple[str, str, Any], ...]  # globals: module, name, encoded value
     package: Package
+    made: Made | str | None  # why it can't be made again; None where it is not made inside another function
 
     @property
     def name(self) -> str:
@@ -111,7 +124,8 @@ class Writer:
             )
 
     def function(self, function: Function) -> None:
-        about = {**function._asdict(), "package": function.package._asdict()}
+        made = function.made._asdict() if isinstance(function.made, Made) else function.made
+        about = {**function._asdict(), "package": function.package._asdict(), "made": made}
         _write(
             self.folder
             / "functions"
@@ -294,6 +308,26 @@ def _function(fields: _Fields) -> Function:
         line,
         tuple((module, name, value) for module, name, value in reads),
         Package(**package),
+        _made(fields),
+    )
+
+
+def _made(fields: _Fields) -> Made | str | None:
+    made = fields.body.get("made")
+    if made is None or isinstance(made, str):
+        return made
+    fields.check("made", isinstance(made, dict) and set(made) == set(Made._fields), made)
+    inner = _Fields(fields.path, made)
+    pairs = {name: inner.pairs(name, str) for name in ("variables", "defaults", "annotations")}
+    for name, found in pairs.items():
+        fields.check(name, all(one.isidentifier() for one, _ in found), found)
+    fields.check("annotations", all(isinstance(text, str) for _, text in pairs["annotations"]), pairs)
+    noinline = inner.any("noinline")
+    fields.check("noinline", noinline in (None, True, False), noinline)
+    return Made(
+        kind=inner.text("kind"),
+        noinline=noinline,
+        **{name: tuple((one, value) for one, value in found) for name, found in pairs.items()},
     )
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from liger_aot.runtime import devices
 from liger_aot.runtime.remembered import remember
+from liger_aot.triton.anew import CALLS, NEW, SEEN, before_launch
 from liger_aot.triton.seams import option_names
 
 _IS_CONSTANT, _HAS_DEFAULT = 1, 2
 _LEFT_TO_TRITON = ("debug", "instrumentation_mode")
-_CALLS = "_liger_aot_calls"  # of a JITFunction
 _MOST_PLACES = 250  # a key has a byte for an option's
 _TRIED = 16  # calls without a key after which a function is left to Triton
 
@@ -76,6 +76,10 @@ def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
 
     @wraps(plain)
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not active():
+            return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
+        if (seen := self.__dict__.get(SEEN, NEW)) is not None:
+            before_launch(self, seen)
         if (
             warmup
             or self.pre_run_hooks
@@ -86,12 +90,11 @@ def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
             or (stages and runtime.add_stages_inspection_hook is not None)
             or ((enter := runtime.launch_enter_hook) is not None and getattr(enter, "calls", True))
             or ((leave := runtime.launch_exit_hook) is not None and getattr(leave, "calls", True))
-            or not active()
         ):
             return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
-        calls: _Calls | None = self.__dict__.get(_CALLS)
+        calls: _Calls | None = self.__dict__.get(CALLS)
         if calls is None:
-            calls = self.__dict__.setdefault(_CALLS, _Calls(self))
+            calls = self.__dict__.setdefault(CALLS, _Calls(self))
         found = calls.call_key(calls.places, calls.flags, calls.defaults, calls.dtype, args, kwargs)
         if found is None:
             calls.without_key += 1

@@ -11,7 +11,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from liger_aot.errors import ArgumentError, KernelNotInPack, PackNotFound
-from liger_aot.triton import identity, missing, packs, seams, sources
+from liger_aot.triton import anew, identity, missing, packs, seams, sources
 from liger_aot.triton.tuners import Tuners
 from liger_aot.triton.values import NotData
 
@@ -197,7 +197,11 @@ def _find(miss: seams.Miss) -> Any:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return running.find(miss)
+        if (seen := miss.fn.__dict__.get(anew.SEEN, anew.NEW)) is not None:  # preloading is no launch
+            anew.before_launch(miss.fn, seen)
+        if (kernel := running.find(miss)) is None:
+            anew.compiled(miss.fn)
+        return kernel
     finally:
         if collects:
             gc.enable()
@@ -221,15 +225,20 @@ def _wrap_tuners() -> None:
 
 
 def _wrap_runs() -> None:
-    """Have calls like one before take its kernel; once a process."""
+    """Have calls like one before take its kernel, and functions that are made anew those of one like it; once a
+    process."""
     from triton.runtime.jit import JITFunction
 
     from liger_aot.runtime import devices
     from liger_aot.triton import repeated
 
-    if not hasattr(JITFunction.run, "_liger_aot_repeats") and devices.backend() == "cuda":
-        JITFunction.run = repeated.wrapped(JITFunction.run, lambda: _running is not None)
-        JITFunction.run._liger_aot_repeats = True
+    if devices.backend() == "cuda":
+        if not hasattr(JITFunction.run, "_liger_aot_repeats"):
+            JITFunction.run = repeated.wrapped(JITFunction.run, lambda: _running is not None)
+            JITFunction.run._liger_aot_repeats = JITFunction.run._liger_aot_anew = True
+    elif not hasattr(JITFunction.run, "_liger_aot_anew"):
+        JITFunction.run = anew.wrapped(JITFunction.run, lambda: _running is not None)
+        JITFunction.run._liger_aot_anew = True
 
 
 def fill(tuner: Any) -> None:

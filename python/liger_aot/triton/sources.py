@@ -16,14 +16,14 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from hashlib import sha256
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from liger_aot.triton.closures import Unclear, closure, data, in_words, is_builtin, is_function, key
 from liger_aot.triton.values import plain
 
 ABSENT, NONE, DATA = "absent", "none", "data"
 VALUE, TYPE, FUNCTION = "=", "type:", "function"
-_LIBDEVICE = "triton.language.extra.libdevice"  # the names in it are functions of plain Python
 # Classes whose hash is Triton's own.
 KINDS = (
     "triton.runtime.jit.JITFunction",
@@ -35,10 +35,6 @@ _absent = object()
 Source = Mapping[str, Any]  # a function in a pack: text, line, kind, noinline, names
 # Globals that a launch compares: name, the module's dictionary, value.
 Kept = list[tuple[str, dict[str, Any], Any]]
-
-
-class Unclear(TypeError):
-    """What a name stands for can't be written down: only Triton's hash can say whether it is the same."""
 
 
 class Same(NamedTuple):
@@ -65,29 +61,16 @@ def kind(fn: Any) -> str:
     return f"{type(fn).__module__}.{type(fn).__qualname__}"
 
 
-def closure(fn: Any) -> dict[str, Any]:
-    """The variables of functions around a function that it reads."""
-    if not isinstance(fn.fn, FunctionType):
-        raise Unclear(f"a {type(fn.fn).__qualname__}, {fn.fn!r:.80}")
-    code, cells = fn.fn.__code__, fn.fn.__closure__ or ()
-    found = {}
-    for name, cell in zip(code.co_freevars, cells, strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet  # noqa: PERF203
-            raise Unclear(f"{name} has no value yet") from None
-    return found
-
-
 def look_up(
     path: str, found: Mapping[str, Any], outside: Mapping[str, Any], inside: Mapping[str, Any]
 ) -> Any:
     """What a name, or an attribute of what is in ``found``, stands for; ``_absent`` where it is not there. A name that
-    both a module and a function around it have is unclear: versions of Triton differ in which they take."""
+    both a module and a function around it have is unclear, unless it is the same: versions of Triton differ in which
+    they take."""
     before, _, last = path.rpartition(".")
     if before:
         return getattr(found[before], last, _absent)
-    if last in outside and last in inside:
+    if last in outside and last in inside and outside[last] is not inside[last]:
         raise Unclear(f"{last} is a global and a variable of a function around it")
     return outside.get(last, inside.get(last, _absent))
 
@@ -107,7 +90,7 @@ def meaning(value: Any) -> str:
     if getattr(value, "__triton_aggregate__", False):
         raise Unclear(f"an aggregate, {value!r:.80}")
     module = getattr(value, "__module__", "")
-    if getattr(value, "__triton_builtin__", False) or module == _LIBDEVICE:
+    if is_builtin(value):
         return f"builtin:{module}.{getattr(value, '__qualname__', '')}"
     if isinstance(value, type):
         return f"{TYPE}{module}.{value.__qualname__}"
@@ -115,7 +98,7 @@ def meaning(value: Any) -> str:
         if kind(value) not in KINDS:
             raise Unclear(f"a {kind(value)}")
         return FUNCTION
-    return VALUE + json.dumps(_data(value), separators=(",", ":"))
+    return VALUE + json.dumps(data(value, _enumeration), separators=(",", ":"))
 
 
 def is_data(said: str) -> bool:
@@ -123,50 +106,30 @@ def is_data(said: str) -> bool:
     return said.startswith((VALUE, TYPE))
 
 
-def is_function(value: Any) -> bool:
-    """One of Triton's, which its hash goes into."""
-    from triton.runtime.jit import JITCallable
-
-    return isinstance(value, JITCallable)
-
-
-def _data(value: Any, depth: int = 8) -> Any:
-    """Unlike ``values.encode`` this tells classes apart: Triton's hash does by their ``str``."""
-    of, module = type(value), type(value).__module__
-    if value is None or of in (bool, int, str):
-        return value
-    if of is float:
-        return {"float": value.hex()}
-    if depth and of is tuple:
-        return {"tuple": [_data(item, depth - 1) for item in value]}
-    if depth and module == "triton.language.core" and of.__qualname__ == "constexpr":
-        return {"constexpr": _data(value.value, depth - 1)}
-    if module == "triton.language.core" and of.__qualname__ == "dtype":
-        return {"dtype": value.name}
-    if module == "torch" and of.__qualname__ == "dtype":
-        return {"torch": str(value).removeprefix("torch.")}
-    if depth and isinstance(value, enum.Enum) and not hasattr(value, "__call__"):  # noqa: B004
-        return {"enum": [f"{module}:{of.__qualname__}", value.name, _data(value.value, depth - 1)]}
-    raise Unclear(f"a {module}.{of.__qualname__}, {value!r:.80}")
+def _enumeration(value: Any) -> Any:
+    of = type(value)
+    if isinstance(value, enum.Enum) and not hasattr(value, "__call__"):  # noqa: B004
+        return {"enum": [f"{of.__module__}:{of.__qualname__}", value.name, data(value.value, _enumeration)]}
+    raise Unclear(in_words(value))
 
 
 def told(fn: Any, function: Any) -> Same | Changed:
     """Which of a pack's function's keys ``fn`` has (a ``packs.Function``), or how it differs from it. Where the pack
     can't tell, Triton's hash is asked."""
     changes: list[Changed] = []
-    for key, place in function.source_of.items():
+    for of, place in function.source_of.items():
         if place is not None:
             result = compare(fn, function.sources, place)
             if not isinstance(result, Changed):
-                return Same(key, result)
+                return Same(of, result)
             changes.append(result)
-    for key, place in function.source_of.items():
-        if place is None and fn.cache_key == key:
-            return Same(key, [])
+    for of, place in function.source_of.items():
+        if place is None and key(fn) == of:
+            return Same(of, [])
     if not changes:
         return Changed(
             "its own source, that of a function that it calls, or a global that it reads (hash "
-            f"{fn.cache_key[:16]}, the pack has {', '.join(key[:16] for key in function.cache_keys[:3])})",
+            f"{key(fn)[:16]}, the pack has {', '.join(of[:16] for of in function.cache_keys[:3])})",
             False,
         )
     return next((change for change in changes if change.near), changes[0])

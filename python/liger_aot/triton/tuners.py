@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import log2
 from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 from liger_aot.errors import KernelNotInPack
 from liger_aot.triton.seams import unwrapped
@@ -84,7 +85,7 @@ class Tuners:
         self, functions: Callable[[str], list[Any]], missing: str, left_out: Callable[[str], list[str]]
     ) -> None:
         self._functions, self.missing, self._left_out = functions, missing, left_out
-        self._filled: list[Any] = []
+        self._filled: WeakSet[Any] = WeakSet()  # a program may make one at each call
         self._lock = RLock()
 
     def fill(self, tuner: Any) -> None:
@@ -101,7 +102,7 @@ class Tuners:
                         for winner in recorded["winners"]:
                             _add(tuned, tuner, winner)
             tuner.cache = Winners(tuner, tuned, self.missing, self._left_out(name))
-            self._filled.append(tuner)
+            self._filled.add(tuner)
 
     def empty(self) -> None:
         """Give all tuners back what they had."""

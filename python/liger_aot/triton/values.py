@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from liger_aot.triton.closures import Unclear, certain_key
+
 DEEPEST = 16  # values within values; Triton's own have two or three
 
 Function = tuple[str, str, str]  # module, qualified name, cache key
@@ -52,7 +54,10 @@ def _encode_known(value: Any, depth: int) -> Any:
     if module.startswith("triton.language") and kind == "constexpr":
         return {"constexpr": encode(value.value, depth - 1)}
     if hasattr(value, "cache_key") and hasattr(value, "fn"):
-        return {"function": [value.fn.__module__, value.fn.__qualname__, value.cache_key]}
+        try:
+            return {"function": [value.fn.__module__, value.fn.__qualname__, certain_key(value)]}
+        except Unclear as error:
+            raise NotData(f"{value.fn.__qualname__}, and {error}") from None
     if is_dataclass(value) and not isinstance(value, type):
         named = [[field.name, encode(getattr(value, field.name), depth - 1)] for field in fields(value)]
         return {"dataclass": [_class(value), named]}
