@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import liger_aot
 from liger_aot.errors import ArgumentTypeError, LeftAlone
@@ -35,8 +36,20 @@ def parallel(model: Any, device: torch.device, more: dict[str, str]) -> Any:
 
 
 def whole(t: torch.Tensor | None) -> torch.Tensor | None:
-    found: torch.Tensor | None = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return found
+    """What both processes hold together. Of several matrices in one (an expert's gate and up) each is split by itself,
+    which torch 2.11 can't put together again: "unable to be interpreted into a corresponding shard_order"."""
+    if not isinstance(t, DTensor):
+        return t
+    (placement,) = t.placements
+    matrices = getattr(placement, "split_factor", 1)
+    if matrices == 1:
+        found: torch.Tensor = t.full_tensor()
+        return found
+    local = t.to_local().contiguous()
+    shards = [torch.empty_like(local) for _ in range(t.device_mesh.size())]
+    dist.all_gather(shards, local, group=t.device_mesh.get_group())
+    pieces = [shard.chunk(matrices, placement.dim) for shard in shards]
+    return torch.cat([of_rank[i] for i in range(matrices) for of_rank in pieces], placement.dim)
 
 
 def assert_step(model: Any, like: Any, device: torch.device, name: str) -> None:

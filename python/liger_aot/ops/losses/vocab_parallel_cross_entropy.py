@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_aot.ops.arguments import Schema, check_flag
@@ -85,7 +86,7 @@ class VocabParallelCrossEntropy(DifferentiableOp):
         logits: Tensor,
         target: Tensor,
         *,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         vocab_start: int | None = None,
         vocabulary: int | None = None,
         ignore_index: int = -100,

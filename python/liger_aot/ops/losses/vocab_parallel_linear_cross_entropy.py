@@ -116,7 +116,7 @@ class VocabParallelLinearCrossEntropy(LinearLoss):
         target: Tensor,
         bias: Tensor | None = None,
         *,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         vocab_start: int | None = None,
         vocabulary: int | None = None,
         ignore_index: int = -100,
