@@ -195,9 +195,12 @@ def _promises(audited: Audited, arch: Arch) -> Iterator[str]:
     budget = variant.constants.get("REGISTERS")
     if budget is not None and budget not in facts.register_budgets:
         yield f"warps change to {facts.register_budgets} registers a thread, never to {budget}"
-    if variant.pdl != facts.waits:
+    before, allowed = facts.before_wait, variant.form.loads_before_wait
+    if variant.pdl != (before is not None):
         must, does = ("must", "does not") if variant.pdl else ("must not", "does")
         yield f"{must} wait for the kernel before it (griddepcontrol.wait), and {does}"
+    elif before is not None and before > allowed:
+        yield f"{before} accesses to global memory before it waits for the kernel before it; {allowed} are declared"
     waves, fit = variant.options.get("waves_per_eu", 0), _warps_a_scheduler(facts, arch)
     if waves > fit:
         yield f"waves_per_eu = {waves}, {fit} fit beside each other"

@@ -42,8 +42,8 @@ class BinaryFacts:
     block that holds them, `parameter_offset` where alignments over 16 bytes see that block start.
 
     `matrix` counts the matrix instructions by name (HMMA, HGMMA, MFMA, WMMA), `register_budgets` are the registers a
-    thread that warps change to while they run (sm_90). `waits`: whether it waits for the kernel launched before it
-    (sm_90).
+    thread that warps change to while they run (sm_90). `before_wait`: how many accesses to global memory stand before
+    its wait for the kernel launched before it (sm_90 and later); None where it does not wait.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class BinaryFacts:
     parameter_offset: int
     matrix: Mapping[str, int]
     register_budgets: tuple[int, ...]
-    waits: bool
+    before_wait: int | None
 
 
 def inspect(image: bytes) -> BinaryFacts:
@@ -92,7 +92,7 @@ def inspect(image: bytes) -> BinaryFacts:
 
 def _cubin_facts(binary: Cubin) -> BinaryFacts:
     kernel: CubinKernel = _single(list(binary.kernels.values()))
-    matrix, budgets, waits = sass_instructions(kernel.code)
+    matrix, budgets, before_wait = sass_instructions(kernel.code)
     return BinaryFacts(
         kind="cubin",
         arch=binary.arch,
@@ -116,7 +116,7 @@ def _cubin_facts(binary: Cubin) -> BinaryFacts:
         parameter_offset=kernel.parameter_offset,
         matrix=matrix,
         register_budgets=budgets,
-        waits=waits,
+        before_wait=before_wait,
     )
 
 
@@ -165,7 +165,7 @@ def _hsaco_facts(binary: CodeObject) -> BinaryFacts:
         parameter_offset=0,
         matrix=amd_matrix_instructions(_text(binary), binary.arch),
         register_budgets=(),
-        waits=False,
+        before_wait=None,
     )
 
 

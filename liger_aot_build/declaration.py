@@ -40,6 +40,7 @@ class Form:
     staged: tuple[str, ...]  # arguments whose tiles a STAGES-deep pipeline keeps in shared memory
     cooperative: str | None  # the constant that, above 1, makes programs wait for each other
     pdl: str | None  # the constant that, unless 0, makes it a programmatic dependent launch: it waits itself
+    loads_before_wait: int  # so many loads may stand before that, of what the kernel before does not write
     contiguous: bool  # whether rows must follow each other without a gap
     may_spill: str | None  # the reason, where a binary of this form may use local memory
     language: str | None  # where it is not the kernel's
@@ -346,6 +347,7 @@ def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
         staged=tuple(fields.take("staged", ())),
         cooperative=fields.left.pop("cooperative", None),
         pdl=fields.left.pop("pdl", None),
+        loads_before_wait=fields.take("loads_before_wait", 0),
         contiguous=fields.left.pop("contiguous", False),
         may_spill=fields.left.pop("may_spill", None),
         language=fields.left.pop("language", None),
@@ -354,6 +356,8 @@ def _form(where: str, name: str, raw: dict[str, Any]) -> Form:
     switches = filter(None, (form.cooperative, form.pdl, form.any_length))
     if form.cooperative and form.pdl:
         raise DeclarationError(f"{where}: cooperative and pdl: a kernel is launched in one way")
+    if type(form.loads_before_wait) is not int or (form.loads_before_wait and not form.pdl):
+        raise DeclarationError(f"{where}: loads_before_wait must be a number, of a form with pdl")
     named = {*_names(where, form.covers), *switches, *form.defaults}
     if form.staged:
         named |= {"BLOCK", "STAGES"}  # what a plan computes the pipeline's shared memory from

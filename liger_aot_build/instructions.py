@@ -18,6 +18,9 @@ _SASS_MATRIX = {0x03C: "HMMA", 0x1F0: "HGMMA", 0x1EA: "UTCHMMA"}
 _SASS_SET_REGISTERS = 0x1C8
 _SASS_BUDGET = 0x1FF  # bits 40:32
 _SASS_WAIT = 0x02E  # ACQBULK: what griddepcontrol.wait becomes
+# What reads or writes global memory: LD, LDG, ST, STG, ATOM, REDG, ATOM and ATOMG of float32, ATOMG, LDGSTS, UTMALDG,
+# UTMASTG.
+_SASS_GLOBAL = frozenset({0x180, 0x181, 0x185, 0x186, 0x18A, 0x18E, 0x1A2, 0x1A3, 0x1A8, 0x1AE, 0x1B4, 0x1B5})
 # VOP3P by generation: the first word's bits 31:23, which say so, and the opcodes (bits 22:16) of matrix instructions.
 # 0x58 and 0x59 only move accumulators.
 _CDNA = (0x1A7, "MFMA", frozenset({0x2D, 0x2E, *range(0x35, 0x39), *range(0x40, 0x80)} - {0x58, 0x59}))
@@ -25,20 +28,23 @@ _RDNA = (0x198, "WMMA", frozenset(range(0x40, 0x60)))
 _AMD_MATRIX = {"gfx9": _CDNA, "gfx11": _RDNA, "gfx12": _RDNA}
 
 
-def sass_instructions(code: bytes) -> tuple[Mapping[str, int], tuple[int, ...], bool]:
-    """(matrix instructions by name, register budgets that warps change to, ascending, whether there is a wait for the
-    kernel before it) of NVIDIA machine code."""
+def sass_instructions(code: bytes) -> tuple[Mapping[str, int], tuple[int, ...], int | None]:
+    """(matrix instructions by name, register budgets that warps change to, ascending, how many accesses to global
+    memory stand before the wait for the kernel before it) of NVIDIA machine code; None where there is no such wait."""
     matrix: Counter[str] = Counter()
     budgets: set[int] = set()
-    waits = False
+    accesses, before_wait = 0, None
     for at in range(0, len(code) - _SASS_BYTES + 1, _SASS_BYTES):
         opcode = int.from_bytes(code[at : at + 2], "little") & _SASS_OPCODE
         if opcode in _SASS_MATRIX:
             matrix[_SASS_MATRIX[opcode]] += 1
         elif opcode == _SASS_SET_REGISTERS:
             budgets.add(int.from_bytes(code[at + 4 : at + 6], "little") & _SASS_BUDGET)
-        waits = waits or opcode == _SASS_WAIT
-    return dict(matrix), tuple(sorted(budgets)), waits
+        elif opcode in _SASS_GLOBAL:
+            accesses += 1
+        elif opcode == _SASS_WAIT and before_wait is None:
+            before_wait = accesses
+    return dict(matrix), tuple(sorted(budgets)), before_wait
 
 
 def amd_matrix_instructions(code: bytes, arch: str) -> Mapping[str, int]:

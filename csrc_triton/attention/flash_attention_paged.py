@@ -165,6 +165,8 @@ DECLARATION = {
                     "constants": ["BLOCK_SPLITS", "HEAD_DIM", "PDL"],
                     "defaults": {"PDL": 0},
                     "pdl": "PDL",
+                    # CU_SEQLENS_Q, for which the kernel before, which is no dependent launch, has waited
+                    "loads_before_wait": 2,
                 }
             },
         },

@@ -136,6 +136,8 @@ DECLARATION = {
                     "constants": ["BLOCK_SPLITS", "D", "PERSISTENT", "PDL"],
                     "defaults": {"PERSISTENT": 0, "PDL": 0},
                     "pdl": "PDL",
+                    # LENGTHS, for which split, which is no dependent launch, has waited
+                    "loads_before_wait": 2,
                 }
             },
         },

@@ -19,6 +19,7 @@ from liger_aot_build.build import Tree, build_packs
 from liger_aot_build.compile import Compiled, compile_all, compile_here, sources
 from liger_aot_build.declaration import read_declaration
 from liger_aot_build.errors import AuditError, BuildError, CompileError
+from liger_aot_build.instructions import sass_instructions
 from liger_aot_build.paths import KERNELS, ROOT
 from liger_aot_build.plan import Variant, plan
 from liger_aot_build.profile import Profile, read_profile
@@ -169,11 +170,30 @@ def test_a_kernel_that_follows_must_wait_and_no_other_may(
     waits = {"form": replace(made["sm90"][0].form, pdl="PARTS")}
     with pytest.raises(AuditError, match=r"must wait for the kernel before it .*, and does not"):
         changed(made, "sm90", waits)
-    waiting = replace(inspect(made["sm90"][2].image), waits=True)
+    waiting = replace(inspect(made["sm90"][2].image), before_wait=0)
     monkeypatch.setattr("liger_aot_build.audit.inspect", lambda image: waiting)
-    assert changed(made, "sm90", waits).facts.waits
+    assert changed(made, "sm90", waits).facts.before_wait == 0
     with pytest.raises(AuditError, match=r"must not wait for the kernel before it .*, and does$"):
         changed(made, "sm90")
+    waiting = replace(waiting, before_wait=2)
+    with pytest.raises(AuditError, match=r"2 accesses to global memory before it waits .*; 0 are declared"):
+        changed(made, "sm90", waits)
+    waits["form"] = replace(waits["form"], loads_before_wait=2)
+    assert changed(made, "sm90", waits).facts.before_wait == 2
+
+
+def test_accesses_before_the_wait() -> None:
+    """By the opcodes that nvdisasm prints as S2R, LDG, STG, UTMALDG and ACQBULK."""
+    other, load, store, bulk, wait = (
+        opcode.to_bytes(2, "little") + bytes(14) for opcode in (0x7919, 0x7981, 0x3986, 0x75B4, 0x782E)
+    )
+    for code, found in (
+        ((other, load, store), None),
+        ((other, wait, load, store), 0),
+        ((load, other, bulk, wait, store, wait), 2),
+        ((store, wait), 1),
+    ):
+        assert sass_instructions(b"".join(code))[2] == found
 
 
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])

@@ -165,6 +165,10 @@ MISTAKES = {
         {'"cooperative": "SPLIT"': '"cooperative": "SPLIT", "pdl": "SPLIT"'},
         KERNEL + "form split: cooperative and pdl: a kernel is launched in one way",
     ),
+    "loads before no wait": (
+        {'"cooperative": "SPLIT"': '"cooperative": "SPLIT", "loads_before_wait": 2'},
+        KERNEL + "form split: loads_before_wait must be a number, of a form with pdl",
+    ),
     "pdl by no constant": (
         {'"cooperative": "SPLIT"': '"pdl": "PDL"'},
         KERNEL + "form split: 'PDL' is none of its constants",
