@@ -24,7 +24,7 @@ from csrc_triton.norms.norm_backward import (
     split_rms_backward,
     store_halves,
 )
-from csrc_triton.norms.norm_vectors import Rows, load_vector, store_as
+from csrc_triton.norms.norm_vectors import Rows, load_packed, load_vector, store_as, unpacked
 
 DECLARATION = {
     "op": "fused_add_rmsnorm",
@@ -163,7 +163,8 @@ def forward_in_registers(
     """One row of at most BLOCKS * BLOCK columns a program, held in registers and read once. All its loads are in flight
     together, the weight's too; each element is read before its place is written."""
     dtype: tl.constexpr = X.dtype.element_ty
-    row = begin(tl.program_id(0), PDL).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    store_rstd = begin(store_rstd, PDL)  # no address needs it: they are computed before the wait
     X += row * x_stride
     RESIDUAL += row * residual_stride
     Y += row * y_stride
@@ -176,7 +177,7 @@ def forward_in_registers(
         residuals += (tl.load(RESIDUAL + cols, mask=cols < n_cols, other=0.0),)
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
-        ws += (load_vector(W, cols, cols < n_cols, w_kind),)
+        ws += (load_packed(W, cols, cols < n_cols, w_kind),)
     totals = ()
     squares = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -191,7 +192,8 @@ def forward_in_registers(
         tl.store(RSTD + row, rstd)
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
-        y = scaled(totals[i].to(tl.float32), rstd, ws[i] + offset, round_first, dtype)
+        w = unpacked(ws[i], W, cols, cols < n_cols, w_kind) + offset
+        y = scaled(totals[i].to(tl.float32), rstd, w, round_first, dtype)
         tl.store(Y + cols, y, mask=cols < n_cols)
 
 
