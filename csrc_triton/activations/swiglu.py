@@ -8,7 +8,6 @@ import triton.language as tl
 
 from csrc_triton.activations.elementwise import block_of
 from csrc_triton.activations.gated import BACKWARD, BACKWARD_ARGUMENTS, FORWARD, FORWARD_ARGUMENTS
-from csrc_triton.common.pdl_begin import begin
 
 DECLARATION = {
     "op": "swiglu",
@@ -21,11 +20,12 @@ DECLARATION = {
 
 @triton.jit
 def forward(Y, GATE, UP, y_stride, gate_stride, up_stride, n, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    blocks = begin(blocks, PDL)
-    row, first, cols, mask = block_of(n, blocks, BLOCK)
+    row, first, cols, mask = block_of(n, blocks, BLOCK, PDL)
     gate = tl.load(GATE + (row * gate_stride + first) + cols, mask=mask).to(tl.float32)
     up = tl.load(UP + (row * up_stride + first) + cols, mask=mask).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    # The logistic function, as the square of a root: exp2 and rsqrt are one instruction each, a division is ten.
+    root = tl.rsqrt(1.0 + tl.exp2(gate * -1.4426950408889634))
+    y = gate * (root * root) * up
     tl.store(Y + (row * y_stride + first) + cols, y.to(Y.dtype.element_ty), mask=mask)
 
 

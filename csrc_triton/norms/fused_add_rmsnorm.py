@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from csrc_triton.common.pdl_begin import begin
+from csrc_triton.common.pdl_begin import almost_done, begin
 from csrc_triton.norms.norm_backward import (
     BACKWARD_PIPELINE,
     SPLIT_ROWS,
@@ -24,7 +24,7 @@ from csrc_triton.norms.norm_backward import (
     split_rms_backward,
     store_halves,
 )
-from csrc_triton.norms.norm_vectors import Rows, load_vector, store_as
+from csrc_triton.norms.norm_vectors import Rows, load_packed, load_vector, store_as, unpacked
 
 DECLARATION = {
     "op": "fused_add_rmsnorm",
@@ -50,8 +50,8 @@ DECLARATION = {
                 "row": {"function": "forward_row", "constants": ["BLOCK"], "covers": "BLOCK"},
                 "in_registers": {
                     "function": "forward_in_registers",
-                    "constants": ["BLOCK", "BLOCKS", "PDL"],
-                    "defaults": {"PDL": 0},
+                    "constants": ["BLOCK", "BLOCKS", "EARLY", "PDL"],
+                    "defaults": {"EARLY": 0, "PDL": 0},
                     "covers": "BLOCKS * BLOCK",
                     "pdl": "PDL",
                 },
@@ -158,12 +158,13 @@ def forward_row(
 def forward_in_registers(
     Y, SUM, X, RESIDUAL, W, RSTD, y_stride, sum_stride, x_stride, residual_stride, n_rows, n_cols, eps, offset,
     w_kind, round_first, store_rstd,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of at most BLOCKS * BLOCK columns a program, held in registers and read once. All its loads are in flight
     together, the weight's too; each element is read before its place is written."""
     dtype: tl.constexpr = X.dtype.element_ty
-    row = begin(tl.program_id(0), PDL).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    store_rstd = begin(store_rstd, PDL, EARLY)  # no address needs it: they are computed before the wait
     X += row * x_stride
     RESIDUAL += row * residual_stride
     Y += row * y_stride
@@ -176,7 +177,7 @@ def forward_in_registers(
         residuals += (tl.load(RESIDUAL + cols, mask=cols < n_cols, other=0.0),)
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
-        ws += (load_vector(W, cols, cols < n_cols, w_kind),)
+        ws += (load_packed(W, cols, cols < n_cols, w_kind),)
     totals = ()
     squares = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -187,11 +188,13 @@ def forward_in_registers(
         squares += h * h
         totals += (total,)
     rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
+    almost_done(PDL, EARLY)
     if store_rstd != 0:
         tl.store(RSTD + row, rstd)
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
-        y = scaled(totals[i].to(tl.float32), rstd, ws[i] + offset, round_first, dtype)
+        w = unpacked(ws[i], W, cols, cols < n_cols, w_kind) + offset
+        y = scaled(totals[i].to(tl.float32), rstd, w, round_first, dtype)
         tl.store(Y + cols, y, mask=cols < n_cols)
 
 

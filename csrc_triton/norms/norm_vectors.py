@@ -54,6 +54,22 @@ def load_vector(V, cols, mask, kind, start=0, WIDE: tl.constexpr = True):
 
 
 @triton.jit
+def load_packed(V, cols, mask, kind):
+    """A vector of the rows' dtype as it is, for ``unpacked``: of 16 bits, it takes half the registers until then."""
+    return tl.load(V + cols, mask=mask & (kind == 1), other=0.0)
+
+
+@triton.jit
+def unpacked(v, V, cols, mask, kind):
+    """What ``load_packed`` gave as fp32; a vector that is fp32 beside rows of 16 bits is read here, after the sums that
+    it was not waited for."""
+    v = v.to(tl.float32)
+    if V.dtype.element_ty != tl.float32:
+        v += tl.load(as_fp32(V) + cols, mask=mask & (kind == 2), other=0.0)
+    return v
+
+
+@triton.jit
 def store_as(OUT, cols, value, mask, kind, start=0, WIDE: tl.constexpr = True):
     """Store fp32 values as the dtype that ``kind`` says OUT has; nothing where it is 0. WIDE as in ``load_vector``."""
     if WIDE and OUT.dtype.element_ty != tl.float32:

@@ -232,8 +232,7 @@ class Rotary(DifferentiableOp):
     def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int, tuple[int, ...]]:
         """The binary for a plan, how many programs it takes and its arguments after the addresses."""
         call = plan.call
-        heads = plan.q[0] + plan.k[0]  # of all tokens: a kernel's rows
-        loaded = on.kernels[call.kernel].for_rows((*call.axes, aligned), call.n, heads)
+        loaded = on.kernels[call.kernel]((*call.axes, aligned), call.n)
         q_programs, k_programs = (-(-placed[0] // loaded.rows) for placed in (plan.q, plan.k))
         arguments = (*plan.q, *plan.k, q_programs, *plan.index, *call.arguments)
         found = plan.variants[aligned] = (loaded.launch, q_programs + k_programs, arguments)
