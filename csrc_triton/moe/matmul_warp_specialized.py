@@ -38,20 +38,6 @@ def wgmma_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
-@gluon.constexpr_function
-def pairs_layout(columns):
-    """Of two values for each of a product's [64, columns / 2], side by side: a thread has both."""
-    columns = getattr(columns, "value", columns)
-    blocks = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], *blocks],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns],
-    )
-
-
 @aggregate
 class Pipeline:
     """Stages of both operands, with a full and an empty mbarrier each."""
@@ -60,13 +46,15 @@ class Pipeline:
     b: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    lead: gl.shared_memory_descriptor  # that warp group 0 has multiplied LAG stages of a tile
     STAGES: gl.constexpr
+    LAG: gl.constexpr
     GATHERED: gl.constexpr  # whether threads copy the first operand, not TMA
 
     @gluon.constexpr_function
-    def __init__(self, a, b, full, empty, STAGES, GATHERED=0):
-        self.a, self.b, self.full, self.empty = a, b, full, empty
-        self.STAGES, self.GATHERED = gl.constexpr(STAGES), gl.constexpr(GATHERED)
+    def __init__(self, a, b, full, empty, lead, STAGES, LAG, GATHERED=0):
+        self.a, self.b, self.full, self.empty, self.lead = a, b, full, empty, lead
+        self.STAGES, self.LAG, self.GATHERED = gl.constexpr(STAGES), gl.constexpr(LAG), gl.constexpr(GATHERED)
 
 
 @gluon.jit
@@ -75,6 +63,15 @@ def mbarriers(count: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(count):
         mbarrier.init(made.index(i), count=arrivals)
     return made
+
+
+@gluon.jit
+def leads(others, LAG: gl.constexpr):
+    """The mbarrier of ``Pipeline.lead``; where no group lags, one of the others stands in its place."""
+    if LAG > 0:
+        return mbarriers(1, 1)
+    else:
+        return others
 
 
 @aggregate
@@ -173,9 +170,23 @@ def load_weight(
 
 @gluon.jit
 def multiply(
-    i, steps, pipe, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr, A_BY_ROWS: gl.constexpr, g: gl.constexpr
+    i,
+    steps,
+    turn,
+    pipe,
+    BLOCK_N: gl.constexpr,
+    BY_ROWS: gl.constexpr,
+    A_BY_ROWS: gl.constexpr,
+    g: gl.constexpr,
 ):
-    """Warp group g's [64, BLOCK_N] product over ``steps`` stages, of which the i-th is the first."""
+    """Warp group g's [64, BLOCK_N] product over ``steps`` stages, of which the i-th is the first.
+
+    Group 1 starts LAG stages after group 0 in each tile that ``lags``, ``turn`` of which were before: one multiplies
+    while the other finishes its tile."""
+    LAG: gl.constexpr = pipe.LAG
+    if LAG > 0 and g == 1:
+        if lags(steps, pipe):
+            mbarrier.wait(pipe.lead.index(0), turn & 1)
     acc = gl.zeros([GROUP_M, BLOCK_N], gl.float32, wgmma_layout(BLOCK_N))
     for n in range(i, i + steps):
         stage = n % pipe.STAGES
@@ -194,6 +205,9 @@ def multiply(
         acc = warpgroup_mma_wait(1, deps=(acc,))
         if n > i:
             mbarrier.arrive(pipe.empty.index((n - 1) % pipe.STAGES), count=1)
+        if LAG > 0 and g == 0:
+            if (n == i + LAG) & lags(steps, pipe):
+                mbarrier.arrive(pipe.lead.index(0), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     if steps > 0:
         mbarrier.arrive(pipe.empty.index((i + steps - 1) % pipe.STAGES), count=1)
@@ -201,14 +215,35 @@ def multiply(
 
 
 @gluon.jit
+def lags(steps, pipe):
+    """Whether a tile is so deep that no group can be a whole one ahead: the phase of ``lead`` then says which it is."""
+    return steps > pipe.STAGES
+
+
+@gluon.jit
+def pass_by(i, steps, pipe):
+    """Leave out a product over ``steps`` stages."""
+    for n in range(i, i + steps):
+        mbarrier.wait(pipe.full.index(n % pipe.STAGES), (n // pipe.STAGES) & 1)
+        mbarrier.arrive(pipe.empty.index(n % pipe.STAGES), count=1)
+
+
+@gluon.jit
 def store_tile(values, to, row, column, buffer):
-    """Start to store [64, OUT] at a row and column of a map of rows; the buffer's last tile is read first."""
-    tma.store_wait(0)
-    buffer.reshape([GROUP_M, OUT]).store(values)
+    """Start to store [64, OUT] at a row and column of a map of rows, a panel at a time: each waits until the last that
+    lay in its place is read."""
+    left, right = halves(values)
+    tile = buffer.reshape([GROUP_M, OUT])
+    store_panel(left, to, row, column, tile.slice(0, PANEL, dim=1))
+    store_panel(right, to, row, column + PANEL, tile.slice(PANEL, PANEL, dim=1))
+
+
+@gluon.jit
+def store_panel(values, to, row, column, part):
+    tma.store_wait(1)
+    part.store(values)
     fence_async_shared()
-    for c in gl.static_range(OUT // PANEL):
-        part = buffer.reshape([GROUP_M, OUT]).slice(c * PANEL, PANEL, dim=1)
-        tma.async_copy_shared_to_global(to, [row, column + c * PANEL], part)
+    tma.async_copy_shared_to_global(to, [row, column], part)
 
 
 @gluon.jit
@@ -220,39 +255,54 @@ def halves(values):
 
 @gluon.jit
 def consume_product(
-    OUTPUT, depth, tiles, pipe, buffer, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr, g: gl.constexpr
-):  # fmt: skip
+    OUTPUT,
+    ROW_PAIR,
+    depth,
+    tiles,
+    pipe,
+    buffer,
+    BLOCK_N: gl.constexpr,
+    BY_ROWS: gl.constexpr,
+    g: gl.constexpr,
+):
     """Consumer warp group g: the product as it is."""
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
     i = 0
+    turn = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
-        acc = multiply(i, steps, pipe, BLOCK_N, BY_ROWS, False, g)
+        tile, column = tiles.decode(t)
+        row = tile * BLOCK_M + g * GROUP_M
+        if gl.load(ROW_PAIR + row) >= 0:
+            acc = multiply(i, steps, turn, pipe, BLOCK_N, BY_ROWS, False, g)
+            left, right = halves(acc.to(OUTPUT.dtype))
+            store_tile(left, OUTPUT, row, column * BLOCK_N, buffer)
+            store_tile(right, OUTPUT, row, column * BLOCK_N + OUT, buffer)
+        else:
+            pass_by(i, steps, pipe)
         i += steps
-        row, column = tiles.decode(t)
-        left, right = halves(acc.to(OUTPUT.dtype))
-        store_tile(left, OUTPUT, row * BLOCK_M + g * GROUP_M, column * BLOCK_N, buffer)
-        store_tile(right, OUTPUT, row * BLOCK_M + g * GROUP_M, column * BLOCK_N + OUT, buffer)
+        turn += lags(steps, pipe).to(gl.int32)
     tma.store_wait(0)
 
 
 @gluon.jit
 def product(
-    OUTPUT, A, B, TILE_EXPERT, depth, tiles, columns,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIR: gl.constexpr, BY_ROWS: gl.constexpr,
-    B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    OUTPUT, A, B, ROW_PAIR, TILE_EXPERT, depth, tiles, columns,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, PAIR: gl.constexpr,
+    BY_ROWS: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """OUTPUT[rows, columns] = A[rows, depth] times each row tile's expert's weight B."""
     gl.static_assert(WARP_GROUPS == 2)
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
     b = weight_stages(B, STAGES, BLOCK_N, BY_ROWS)
-    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
+    full = mbarriers(STAGES, 1)
+    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), leads(full, LAG), STAGES, LAG)
     out = gl.allocate_shared_memory(OUTPUT.dtype, [WARP_GROUPS, GROUP_M, OUT], OUTPUT.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
     gl.warp_specialize(
         [
-            (consume_product, (OUTPUT, depth, work, pipe, out.index(0), BLOCK_N, BY_ROWS, 0)),
-            (consume_product, (OUTPUT, depth, work, pipe, out.index(1), BLOCK_N, BY_ROWS, 1)),
+            (consume_product, (OUTPUT, ROW_PAIR, depth, work, pipe, out.index(0), BLOCK_N, BY_ROWS, 0)),
+            (consume_product, (OUTPUT, ROW_PAIR, depth, work, pipe, out.index(1), BLOCK_N, BY_ROWS, 1)),
             (produce, (A, B, TILE_EXPERT, depth, work, pipe, BLOCK_N, PAIR, BY_ROWS)),
         ],
         [4, 1],
@@ -274,24 +324,40 @@ def weight_stages(B, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.co
 
 
 @gluon.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) in four instructions, which flush subnormal numbers; the compiler's exp and division, which do
+    not, take eleven more."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 %e; mul.ftz.f32 %e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 %e, %e; add.ftz.f32 %e, %e, 0f3F800000; "
+        "rcp.approx.ftz.f32 $0, %e; }",
+        "=f,f", [x], gl.float32, True, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def consume_up(
     ACT, PRE, ROW_PAIR, depth, inner, save, tiles, pipe, buffer, BLOCK_N: gl.constexpr, g: gl.constexpr
 ):
     """Consumer warp group g: SwiGLU of the interleaved product, which with ``save`` goes to PRE."""
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
     i = 0
+    turn = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
-        acc = multiply(i, steps, pipe, BLOCK_N, False, False, g)
-        i += steps
         tile, column = tiles.decode(t)
         row = tile * BLOCK_M + g * GROUP_M
-        gate, up = gl.split(acc.reshape([GROUP_M, OUT, 2]))
-        act = gate / (1.0 + gl.exp(-gate)) * up
-        if save != 0:
-            left, right = halves(acc.to(ACT.dtype))
-            scatter_rows(left, PRE, ROW_PAIR + row, column * BLOCK_N, 2 * inner, buffer)
-            scatter_rows(right, PRE, ROW_PAIR + row, column * BLOCK_N + OUT, 2 * inner, buffer)
-        store_tile(act.to(ACT.dtype), ACT, row, column * OUT, buffer)
+        if gl.load(ROW_PAIR + row) >= 0:
+            acc = multiply(i, steps, turn, pipe, BLOCK_N, False, False, g)
+            gate, up = gl.split(acc.reshape([GROUP_M, OUT, 2]))
+            act = gate * sigmoid(gate) * up
+            if save != 0:
+                left, right = halves(acc.to(ACT.dtype))
+                scatter_rows(left, PRE, ROW_PAIR + row, column * BLOCK_N, 2 * inner, buffer)
+                scatter_rows(right, PRE, ROW_PAIR + row, column * BLOCK_N + OUT, 2 * inner, buffer)
+            store_tile(act.to(ACT.dtype), ACT, row, column * OUT, buffer)
+        else:
+            pass_by(i, steps, pipe)
+        i += steps
+        turn += lags(steps, pipe).to(gl.int32)
     tma.store_wait(0)
 
 
@@ -310,24 +376,25 @@ def scatter_rows(values, to, PAIRS, column, width, buffer):
 
 @gluon.jit
 def gathering_pipeline(
-    B, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr
-):
+    B, STAGES: gl.constexpr, LAG: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr,
+    WARP_GROUPS: gl.constexpr,
+):  # fmt: skip
     """The pipeline of ``produce_gathered``, for tokens of B's dtype."""
     a = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_M, BLOCK_K], GATHERED_STAGE)
     b = weight_stages(B, STAGES, BLOCK_N, BY_ROWS)
     full = mbarriers(STAGES, THREADS + 1)  # those that copy, and the one that starts TMA
-    return Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), STAGES, True)
+    return Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), leads(full, LAG), STAGES, LAG, True)
 
 
 @gluon.jit
 def up(
     ACT, PRE, X, B, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, stride, hidden, inner, tiles, columns, save,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, B_ROWS: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``matmul_tiles.up``; B has PAIR 2. ACT is a map of boxes of 64 columns."""
     gl.static_assert(WARP_GROUPS == 2)
-    pipe = gathering_pipeline(B, STAGES, BLOCK_N, False, WARP_GROUPS)
+    pipe = gathering_pipeline(B, STAGES, LAG, BLOCK_N, False, WARP_GROUPS)
     out = gl.allocate_shared_memory(ACT.dtype, [WARP_GROUPS, GROUP_M, OUT], ACT.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
@@ -347,86 +414,152 @@ def consume_down_backward(
     DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, depth, inner, pairs, tiles, pipe, buffer, BLOCK_N: gl.constexpr,
     g: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp group g: SwiGLU's gradient, a panel of columns at a time."""
+    """Consumer warp group g: SwiGLU's gradient, half a panel of columns at a time. Projections are loaded one half
+    ahead, the first before the product."""
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
-    layout: gl.constexpr = wgmma_layout(2 * PANEL)
+    layout: gl.constexpr = gl.SliceLayout(1, wgmma_layout(PANEL))
     i = 0
+    turn = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
-        acc = multiply(i, steps, pipe, BLOCK_N, True, False, g)
-        i += steps
         tile, column = tiles.decode(t)
         row = tile * BLOCK_M + g * GROUP_M
-        pair = gl.load(ROW_PAIR + row + gl.arange(0, GROUP_M, gl.SliceLayout(1, layout)))
-        known = pair >= 0
-        weight = gl.load(WEIGHTS + pair, mask=known, other=0.0)
-        left, right = halves(acc)
-        at = column * BLOCK_N
-        total = panel_backward(left, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer)
-        total += panel_backward(right, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer)
-        gl.store(DWEIGHTS + column.to(gl.int64) * pairs + pair, total, mask=known)
+        if gl.load(ROW_PAIR + row) >= 0:
+            pair = gl.load(ROW_PAIR + row + gl.arange(0, GROUP_M, layout))
+            known = pair >= 0
+            weight = gl.load(WEIGHTS + pair, mask=known, other=0.0)
+            at = column * BLOCK_N
+            prefetch_projections(PRE, ROW_PAIR + row, at, inner, BLOCK_N)
+            pre = load_projections(PRE, pair, at, inner)
+            acc = multiply(i, steps, turn, pipe, BLOCK_N, True, False, g)
+            left, right = halves(acc)
+            if BLOCK_N == 2 * PANEL:
+                total, pre = panel_backward(
+                    left, pre, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer, True
+                )
+                more, pre = panel_backward(
+                    right, pre, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer, False
+                )
+                total += more
+            else:
+                first, second = halves(left)
+                third, fourth = halves(right)
+                total, pre = panel_backward(
+                    first, pre, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer, True
+                )
+                more, pre = panel_backward(
+                    second, pre, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer, True
+                )
+                total += more
+                more, pre = panel_backward(
+                    third, pre, DPRE, ACT, PRE, pair, weight, row, at + 2 * PANEL, inner, buffer, True
+                )
+                total += more
+                more, pre = panel_backward(
+                    fourth, pre, DPRE, ACT, PRE, pair, weight, row, at + 3 * PANEL, inner, buffer, False
+                )
+                total += more
+            gl.store(DWEIGHTS + column.to(gl.int64) * pairs + pair, total, mask=known)
+        else:
+            pass_by(i, steps, pipe)
+        i += steps
+        turn += lags(steps, pipe).to(gl.int32)
     tma.store_wait(0)
 
 
 @gluon.jit
-def panel_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer):
-    """[64, 64] of the activations' gradient: its gradients of gate and up, and the weighted activations, go out; their
-    part of the routing weights' gradient, one a row. By halves: registers are few beside the other panels."""
+def prefetch_projections(PRE, PAIRS, column, inner, BLOCK_N: gl.constexpr):
+    """Copy a tile's projections to the L2 cache while it is multiplied. All programs end their tiles at about the same
+    time: device memory, which would be all that is used then, is used before. Two threads a row."""
+    thread = gl.arange(0, 2 * GROUP_M, gl.BlockedLayout([1], [32], [4], [0]))
+    pair = gl.load(PAIRS + thread // 2)
+    first = column + thread % 2 * (BLOCK_N // 2)
+    words = gl.minimum(gl.maximum(inner - first, 0), BLOCK_N // 2)
+    prefetch_l2(PRE + (pair.to(gl.int64) * inner + first), gl.where(pair >= 0, words * 4, 0))
+
+
+@gluon.jit
+def prefetch_l2(at, size):
+    """Start to copy so many bytes, a multiple of 16, to the L2 cache; 0: nothing."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred %any; setp.ne.s32 %any, $2, 0; @%any cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r", [at, size], gl.int32, False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_projections(PRE, pair, column, inner):
+    """[64, 32] words of 32 bits, a gate and an up each: bf16 values alone would take a register each."""
+    layout: gl.constexpr = wgmma_layout(PANEL // 2)
+    pair = gl.convert_layout(pair, gl.SliceLayout(1, layout))
+    at = column + gl.arange(0, PANEL // 2, gl.SliceLayout(0, layout))
+    mask = (pair >= 0)[:, None] & (at < inner)[None, :]
+    return gl.load(PRE + (pair.to(gl.int64) * inner)[:, None] + at[None, :], mask=mask, other=0)
+
+
+@gluon.jit
+def panel_backward(dact, pre, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer, NEXT: gl.constexpr):
+    """[64, 64] of the activations' gradient: its gradients of gate and up, and the weighted activations, go out; (their
+    part of the routing weights' gradient, one a row; the projections that the NEXT panel begins with)."""
     left, right = halves(dact)
     tile = buffer.reshape([GROUP_M, OUT])
-    tma.store_wait(0)  # the buffer's last tile is read
-    first, total = half_backward(left, PRE, pair, weight, 2 * column, inner, tile.slice(0, PANEL, dim=1))
-    second, more = half_backward(
-        right, PRE, pair, weight, 2 * column + PANEL, inner, tile.slice(PANEL, PANEL, dim=1)
-    )
+    gradients, act = tile.slice(0, PANEL, dim=1), tile.slice(PANEL, PANEL, dim=1)
+    after = load_projections(PRE, pair, column + PANEL // 2, inner)
+    total = half_backward(left, pre, weight, gradients, act.slice(0, PANEL // 2, dim=1))
     fence_async_shared()
-    for c in gl.static_range(OUT // PANEL):
-        part = tile.slice(c * PANEL, PANEL, dim=1)
-        tma.async_copy_shared_to_global(DPRE, [row, 2 * column + c * PANEL], part)
-    tma.store_wait(0)
-    act = gl.join(first, second).permute((0, 2, 1)).reshape([GROUP_M, PANEL])
-    part = tile.slice(0, PANEL, dim=1)
-    part.store(act)
+    tma.async_copy_shared_to_global(DPRE, [row, 2 * column], gradients)
+    if NEXT:
+        pre = load_projections(PRE, pair, column + PANEL, inner)
+    total += half_backward(right, after, weight, gradients, act.slice(PANEL // 2, PANEL // 2, dim=1))
     fence_async_shared()
-    tma.async_copy_shared_to_global(ACT, [row, column], part)
-    return total + more
+    tma.async_copy_shared_to_global(DPRE, [row, 2 * column + PANEL], gradients)
+    tma.async_copy_shared_to_global(ACT, [row, column], act)
+    return total, pre
 
 
 @gluon.jit
-def half_backward(dact, PRE, pair, weight, column, inner, to):
-    """Write the gradients of [64, 32] gates and ups, interleaved, to shared memory; (the weighted activations, their
-    part of the routing weights' gradient)."""
+def half_backward(dact, pre, weight, to, to_act):
+    """Write the gradients of [64, 32] gates and ups, interleaved, and the weighted activations to shared memory, when
+    what lay there is read; their part of the routing weights' gradient."""
     N: gl.constexpr = dact.shape[1]
-    both: gl.constexpr = pairs_layout(2 * N)
     own: gl.constexpr = wgmma_layout(N)
     dact = gl.convert_layout(dact, own)
-    pair = gl.convert_layout(pair, gl.SliceLayout(1, both))
-    at = column + gl.arange(0, 2 * N, gl.SliceLayout(0, both))
-    mask = (pair >= 0)[:, None] & (at < 2 * inner)[None, :]
-    pre = gl.load(PRE + (pair.to(gl.int64) * (2 * inner))[:, None] + at[None, :], mask=mask, other=0.0)
-    gate, up = gl.split(pre.reshape([GROUP_M, N, 2]))
-    gate = gl.convert_layout(gate.to(gl.float32), own)
-    up = gl.convert_layout(up.to(gl.float32), own)
-    sigmoid = 1.0 / (1.0 + gl.exp(-gate))
-    silu = gate * sigmoid
+    gate, up = projections(pre, to.dtype)
+    slope = sigmoid(gate)
+    silu = gate * slope
     act = silu * up
     total = gl.sum(dact * act, 1)
     share = gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, own)), 1)
     dact *= share
-    dgate = dact * up * (silu * (1.0 - sigmoid) + sigmoid)
-    to.store(gl.join(dgate, dact * silu).reshape([GROUP_M, 2 * N]).to(to.dtype))
-    return (act * share).to(to.dtype), gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(2 * PANEL)))
+    dgate = dact * up * (silu * (1.0 - slope) + slope)
+    both = gl.join(dgate, dact * silu).reshape([GROUP_M, 2 * N]).to(to.dtype)
+    weighted = (act * share).to(to.dtype)
+    tma.store_wait(0)
+    to.store(both)
+    to_act.store(weighted)
+    return gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(PANEL)))
+
+
+@gluon.jit
+def projections(words, dtype: gl.constexpr):
+    """(gate, up) in float32 of the low and high halves."""
+    low = words.to(gl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return low.to(gl.float32), high.to(gl.float32)
 
 
 @gluon.jit
 def down_backward(
-    DPRE, ACT, DWEIGHTS, DOUT, B, PRE, WEIGHTS, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, stride, hidden, inner, pairs, tiles,
-    columns,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    DPRE, ACT, DWEIGHTS, A, B, PRE, WEIGHTS, ROW_PAIR, TILE_EXPERT, depth, inner, pairs, tiles, columns,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``matmul_tiles.down_backward``; B has PAIR 1 and is read by rows."""
-    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 2 * PANEL)
-    pipe = gathering_pipeline(B, STAGES, BLOCK_N, True, WARP_GROUPS)
+    """``matmul_tiles.down_backward`` of gathered gradients A; B has PAIR 1 and is read by rows, PRE by words of 32
+    bits."""
+    gl.static_assert(WARP_GROUPS == 2 and (BLOCK_N == 2 * PANEL or BLOCK_N == 4 * PANEL))
+    a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
+    b = weight_stages(B, STAGES, BLOCK_N, True)
+    full = mbarriers(STAGES, 1)
+    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), leads(full, LAG), STAGES, LAG)
     out = gl.allocate_shared_memory(DPRE.dtype, [WARP_GROUPS, GROUP_M, OUT], DPRE.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
@@ -435,104 +568,127 @@ def down_backward(
             (
                 consume_down_backward,
                 (
-                    DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, hidden, inner, pairs, work, pipe, out.index(0),
+                    DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, depth, inner, pairs, work, pipe, out.index(0),
                     BLOCK_N, 0,
                 ),
             ),
             (
                 consume_down_backward,
                 (
-                    DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, hidden, inner, pairs, work, pipe, out.index(1),
+                    DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, depth, inner, pairs, work, pipe, out.index(1),
                     BLOCK_N, 1,
                 ),
             ),
-            (produce_gathered, (DOUT, stride, B, ROW_TOKEN, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 1, True)),
+            (produce, (A, B, TILE_EXPERT, depth, work, pipe, BLOCK_N, 1, True)),
         ],
-        [4, 4],
-        [REGISTERS, 512 - 2 * REGISTERS],
+        [4, 1],
+        [REGISTERS, 24],
     )  # fmt: skip
 
 
+@aggregate
+class ExpertTiles:
+    """A program's tiles of weights' gradients, as ``Tiles`` an expert after the other."""
+
+    OFFSETS: gl.tensor
+    TOTALS: gl.tensor
+    experts: gl.tensor
+    rows: gl.tensor  # tiles of rows of a weight
+    columns: gl.tensor
+    GROUP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, OFFSETS, TOTALS, experts, rows, columns, GROUP):
+        self.OFFSETS, self.TOTALS = OFFSETS, TOTALS
+        self.experts, self.rows, self.columns = experts, rows, columns
+        self.GROUP = gl.constexpr(GROUP)
+
+    @gluon.jit
+    def count(self):
+        return self.experts * self.rows * self.columns
+
+    @gluon.jit
+    def decode(self, t):
+        """(expert, row tile, column tile, steps) of tile t. What is beyond the last step of an expert is padding."""
+        each = self.rows * self.columns
+        expert = t // each
+        row, column = Tiles(self.rows, self.columns, self.GROUP).decode(t - expert * each)
+        return expert, row, column, (gl.load(self.TOTALS + expert) + (BLOCK_K - 1)) // BLOCK_K
+
+
 @gluon.jit
-def produce_weight(A, B, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N: gl.constexpr):
+def produce_weight(A, B, tiles, pipe, BLOCK_N: gl.constexpr):
     """The producer warp of weights' gradients: both operands are rows of an expert, [64, 128] and [64, BLOCK_N]."""
     BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
-    each = row_tiles * column_tiles
     i = 0
-    for t in range(gl.program_id(0), experts * each, gl.num_programs(0)):
-        expert = t // each
-        row = (t - expert * each) % row_tiles * BLOCK_M
-        column = (t - expert * each) // row_tiles * BLOCK_N
-        for k in range(gl.load(OFFSETS + expert), gl.load(OFFSETS + expert + 1), BLOCK_K):
+    for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
+        expert, row, column, steps = tiles.decode(t)
+        first = gl.load(tiles.OFFSETS + expert)
+        for k in range(first, first + steps * BLOCK_K, BLOCK_K):
             full = load_stage(i, pipe, BYTES)
             stage = i % pipe.STAGES
             for c in gl.static_range(BLOCK_M // PANEL):
                 to = pipe.a.index(stage).slice(c * PANEL, PANEL, dim=1)
-                tma.async_copy_global_to_shared(A, [k, row + c * PANEL], full, to)
+                tma.async_copy_global_to_shared(A, [k, row * BLOCK_M + c * PANEL], full, to)
             for c in gl.static_range(BLOCK_N // PANEL):
                 to = pipe.b.index(stage).slice(c * PANEL, PANEL, dim=1)
-                tma.async_copy_global_to_shared(B, [k, column + c * PANEL], full, to)
+                tma.async_copy_global_to_shared(B, [k, column * BLOCK_N + c * PANEL], full, to)
             i += 1
 
 
 @gluon.jit
 def consume_weight(
-    DWEIGHT, OFFSETS, experts, row_tiles, column_tiles, pipe, buffer, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
-    g: gl.constexpr,
+    DWEIGHT, tiles, pipe, buffer, BLOCK_N: gl.constexpr, PAIR: gl.constexpr, g: gl.constexpr
 ):  # fmt: skip
     """Consumer warp group g: 64 rows of an expert's gradient."""
-    each = row_tiles * column_tiles
     i = 0
-    for t in range(gl.program_id(0), experts * each, gl.num_programs(0)):
-        expert = t // each
-        steps = (gl.load(OFFSETS + expert + 1) - gl.load(OFFSETS + expert)) // BLOCK_K
-        acc = multiply(i, steps, pipe, BLOCK_N, True, True, g)
+    turn = 0
+    for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
+        expert, tile, column, steps = tiles.decode(t)
+        acc = multiply(i, steps, turn, pipe, BLOCK_N, True, True, g)
         i += steps
-        row = (t - expert * each) % row_tiles * BLOCK_M + g * GROUP_M
-        column = (t - expert * each) // row_tiles * BLOCK_N
+        turn += lags(steps, pipe).to(gl.int32)
+        row = tile * BLOCK_M + g * GROUP_M
         left, right = halves(acc.to(DWEIGHT.dtype))
-        store_weight(left, DWEIGHT, expert, row, column, buffer, PAIR)
-        store_weight(right, DWEIGHT, expert, row, column + OUT, buffer, PAIR)
+        store_weight(left, DWEIGHT, expert, row, column * BLOCK_N, buffer, PAIR)
+        store_weight(right, DWEIGHT, expert, row, column * BLOCK_N + OUT, buffer, PAIR)
     tma.store_wait(0)
 
 
 @gluon.jit
 def store_weight(values, to, expert, row, column, buffer, PAIR: gl.constexpr):
     """``store_tile`` to a map of weights."""
-    tma.store_wait(0)
-    buffer.reshape([GROUP_M, OUT]).store(values)
-    fence_async_shared()
+    left, right = halves(values)
     for c in gl.static_range(OUT // PANEL):
         part = buffer.slice(c * PANEL, PANEL, dim=3)
+        tma.store_wait(1)
+        buffer.reshape([GROUP_M, OUT]).slice(c * PANEL, PANEL, dim=1).store(left if c == 0 else right)
+        fence_async_shared()
         tma.async_copy_shared_to_global(to, [expert, row // PAIR, 0, column + c * PANEL], part)
 
 
 @gluon.jit
 def weight_backward(
-    DWEIGHT, A, B, OFFSETS, experts, row_tiles, column_tiles,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    DWEIGHT, A, B, OFFSETS, TOTALS, experts, row_tiles, column_tiles,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, PAIR: gl.constexpr,
+    B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """DWEIGHT[experts, m, n], a map of weights, is A^T B over each expert's rows: A[rows, m], B[rows, n]. An expert
-    without rows gets zeros."""
+    """DWEIGHT[experts, m, n], a map of weights, is A^T B over each expert's rows, of which there are TOTALS: A[rows, m],
+    B[rows, n]. An expert without rows gets zeros."""
     gl.static_assert(WARP_GROUPS == 2)
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_K, BLOCK_M], A.layout)
     b = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_K, BLOCK_N], B.layout)
-    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
+    full = mbarriers(STAGES, 1)
+    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), leads(full, LAG), STAGES, LAG)
     out = gl.allocate_shared_memory(DWEIGHT.dtype, [WARP_GROUPS, 1, B_ROWS, PAIR, OUT], DWEIGHT.layout)
     fence_async_shared()
+    work = ExpertTiles(OFFSETS, TOTALS, experts, row_tiles, column_tiles, GROUP)
     gl.warp_specialize(
         [
-            (
-                consume_weight,
-                (DWEIGHT, OFFSETS, experts, row_tiles, column_tiles, pipe, out.index(0), BLOCK_N, PAIR, 0),
-            ),
-            (
-                consume_weight,
-                (DWEIGHT, OFFSETS, experts, row_tiles, column_tiles, pipe, out.index(1), BLOCK_N, PAIR, 1),
-            ),
-            (produce_weight, (A, B, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N)),
+            (consume_weight, (DWEIGHT, work, pipe, out.index(0), BLOCK_N, PAIR, 0)),
+            (consume_weight, (DWEIGHT, work, pipe, out.index(1), BLOCK_N, PAIR, 1)),
+            (produce_weight, (A, B, work, pipe, BLOCK_N)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )  # fmt: skip
+    )
