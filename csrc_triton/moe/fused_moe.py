@@ -228,8 +228,7 @@ DECLARATION = {
             "forms": {
                 "warp_specialized": {
                     "function": "up_warp_specialized",
-                    "constants": ["BLOCK_N", "STAGES", "GROUP", "LAG", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
-                    "defaults": {"LAG": 0},
+                    "constants": ["BLOCK_N", "STAGES", "GROUP", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
                 }
             },
         },
@@ -256,9 +255,8 @@ DECLARATION = {
                 "warp_specialized": {
                     "function": "product_warp_specialized",
                     "constants": [
-                        "BLOCK_N", "STAGES", "GROUP", "LAG", "PAIR", "BY_ROWS", "B_ROWS", "WARP_GROUPS", "REGISTERS",
+                        "BLOCK_N", "STAGES", "GROUP", "PAIR", "BY_ROWS", "B_ROWS", "WARP_GROUPS", "REGISTERS",
                     ],
-                    "defaults": {"LAG": 0},
                 }
             },
         },
@@ -285,8 +283,7 @@ DECLARATION = {
             "forms": {
                 "warp_specialized": {
                     "function": "down_backward_warp_specialized",
-                    "constants": ["BLOCK_N", "STAGES", "GROUP", "LAG", "WARP_GROUPS", "REGISTERS"],
-                    "defaults": {"LAG": 0},
+                    "constants": ["BLOCK_N", "STAGES", "GROUP", "WARP_GROUPS", "REGISTERS"],
                 }
             },
         },
@@ -309,8 +306,7 @@ DECLARATION = {
             "forms": {
                 "warp_specialized": {
                     "function": "weight_backward_warp_specialized",
-                    "constants": ["BLOCK_N", "STAGES", "GROUP", "LAG", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
-                    "defaults": {"LAG": 0},
+                    "constants": ["BLOCK_N", "STAGES", "GROUP", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
                 }
             },
         },

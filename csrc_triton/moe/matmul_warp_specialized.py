@@ -46,15 +46,13 @@ class Pipeline:
     b: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    lead: gl.shared_memory_descriptor  # that warp group 0 has multiplied LAG stages of a tile
     STAGES: gl.constexpr
-    LAG: gl.constexpr
     GATHERED: gl.constexpr  # whether threads copy the first operand, not TMA
 
     @gluon.constexpr_function
-    def __init__(self, a, b, full, empty, lead, STAGES, LAG, GATHERED=0):
-        self.a, self.b, self.full, self.empty, self.lead = a, b, full, empty, lead
-        self.STAGES, self.LAG, self.GATHERED = gl.constexpr(STAGES), gl.constexpr(LAG), gl.constexpr(GATHERED)
+    def __init__(self, a, b, full, empty, STAGES, GATHERED=0):
+        self.a, self.b, self.full, self.empty = a, b, full, empty
+        self.STAGES, self.GATHERED = gl.constexpr(STAGES), gl.constexpr(GATHERED)
 
 
 @gluon.jit
@@ -63,15 +61,6 @@ def mbarriers(count: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(count):
         mbarrier.init(made.index(i), count=arrivals)
     return made
-
-
-@gluon.jit
-def leads(others, LAG: gl.constexpr):
-    """The mbarrier of ``Pipeline.lead``; where no group lags, one of the others stands in its place."""
-    if LAG > 0:
-        return mbarriers(1, 1)
-    else:
-        return others
 
 
 @aggregate
@@ -170,23 +159,9 @@ def load_weight(
 
 @gluon.jit
 def multiply(
-    i,
-    steps,
-    turn,
-    pipe,
-    BLOCK_N: gl.constexpr,
-    BY_ROWS: gl.constexpr,
-    A_BY_ROWS: gl.constexpr,
-    g: gl.constexpr,
+    i, steps, pipe, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr, A_BY_ROWS: gl.constexpr, g: gl.constexpr
 ):
-    """Warp group g's [64, BLOCK_N] product over ``steps`` stages, of which the i-th is the first.
-
-    Group 1 starts LAG stages after group 0 in each tile that ``lags``, ``turn`` of which were before: one multiplies
-    while the other finishes its tile."""
-    LAG: gl.constexpr = pipe.LAG
-    if LAG > 0 and g == 1:
-        if lags(steps, pipe):
-            mbarrier.wait(pipe.lead.index(0), turn & 1)
+    """Warp group g's [64, BLOCK_N] product over ``steps`` stages, of which the i-th is the first."""
     acc = gl.zeros([GROUP_M, BLOCK_N], gl.float32, wgmma_layout(BLOCK_N))
     for n in range(i, i + steps):
         stage = n % pipe.STAGES
@@ -205,19 +180,10 @@ def multiply(
         acc = warpgroup_mma_wait(1, deps=(acc,))
         if n > i:
             mbarrier.arrive(pipe.empty.index((n - 1) % pipe.STAGES), count=1)
-        if LAG > 0 and g == 0:
-            if (n == i + LAG) & lags(steps, pipe):
-                mbarrier.arrive(pipe.lead.index(0), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     if steps > 0:
         mbarrier.arrive(pipe.empty.index((i + steps - 1) % pipe.STAGES), count=1)
     return acc
-
-
-@gluon.jit
-def lags(steps, pipe):
-    """Whether a tile is so deep that no group can be a whole one ahead: the phase of ``lead`` then says which it is."""
-    return steps > pipe.STAGES
 
 
 @gluon.jit
@@ -268,34 +234,31 @@ def consume_product(
     """Consumer warp group g: the product as it is."""
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
     i = 0
-    turn = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
         tile, column = tiles.decode(t)
         row = tile * BLOCK_M + g * GROUP_M
         if gl.load(ROW_PAIR + row) >= 0:
-            acc = multiply(i, steps, turn, pipe, BLOCK_N, BY_ROWS, False, g)
+            acc = multiply(i, steps, pipe, BLOCK_N, BY_ROWS, False, g)
             left, right = halves(acc.to(OUTPUT.dtype))
             store_tile(left, OUTPUT, row, column * BLOCK_N, buffer)
             store_tile(right, OUTPUT, row, column * BLOCK_N + OUT, buffer)
         else:
             pass_by(i, steps, pipe)
         i += steps
-        turn += lags(steps, pipe).to(gl.int32)
     tma.store_wait(0)
 
 
 @gluon.jit
 def product(
     OUTPUT, A, B, ROW_PAIR, TILE_EXPERT, depth, tiles, columns,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, PAIR: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIR: gl.constexpr,
     BY_ROWS: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """OUTPUT[rows, columns] = A[rows, depth] times each row tile's expert's weight B."""
     gl.static_assert(WARP_GROUPS == 2)
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
     b = weight_stages(B, STAGES, BLOCK_N, BY_ROWS)
-    full = mbarriers(STAGES, 1)
-    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), leads(full, LAG), STAGES, LAG)
+    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
     out = gl.allocate_shared_memory(OUTPUT.dtype, [WARP_GROUPS, GROUP_M, OUT], OUTPUT.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
@@ -341,12 +304,11 @@ def consume_up(
     """Consumer warp group g: SwiGLU of the interleaved product, which with ``save`` goes to PRE."""
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
     i = 0
-    turn = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
         tile, column = tiles.decode(t)
         row = tile * BLOCK_M + g * GROUP_M
         if gl.load(ROW_PAIR + row) >= 0:
-            acc = multiply(i, steps, turn, pipe, BLOCK_N, False, False, g)
+            acc = multiply(i, steps, pipe, BLOCK_N, False, False, g)
             gate, up = gl.split(acc.reshape([GROUP_M, OUT, 2]))
             act = gate * sigmoid(gate) * up
             if save != 0:
@@ -357,7 +319,6 @@ def consume_up(
         else:
             pass_by(i, steps, pipe)
         i += steps
-        turn += lags(steps, pipe).to(gl.int32)
     tma.store_wait(0)
 
 
@@ -376,25 +337,25 @@ def scatter_rows(values, to, PAIRS, column, width, buffer):
 
 @gluon.jit
 def gathering_pipeline(
-    B, STAGES: gl.constexpr, LAG: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr,
+    B, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr,
     WARP_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """The pipeline of ``produce_gathered``, for tokens of B's dtype."""
     a = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_M, BLOCK_K], GATHERED_STAGE)
     b = weight_stages(B, STAGES, BLOCK_N, BY_ROWS)
     full = mbarriers(STAGES, THREADS + 1)  # those that copy, and the one that starts TMA
-    return Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), leads(full, LAG), STAGES, LAG, True)
+    return Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), STAGES, True)
 
 
 @gluon.jit
 def up(
     ACT, PRE, X, B, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, stride, hidden, inner, tiles, columns, save,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, B_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_ROWS: gl.constexpr,
     WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``matmul_tiles.up``; B has PAIR 2. ACT is a map of boxes of 64 columns."""
     gl.static_assert(WARP_GROUPS == 2)
-    pipe = gathering_pipeline(B, STAGES, LAG, BLOCK_N, False, WARP_GROUPS)
+    pipe = gathering_pipeline(B, STAGES, BLOCK_N, False, WARP_GROUPS)
     out = gl.allocate_shared_memory(ACT.dtype, [WARP_GROUPS, GROUP_M, OUT], ACT.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
@@ -419,7 +380,6 @@ def consume_down_backward(
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
     layout: gl.constexpr = gl.SliceLayout(1, wgmma_layout(PANEL))
     i = 0
-    turn = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
         tile, column = tiles.decode(t)
         row = tile * BLOCK_M + g * GROUP_M
@@ -430,7 +390,7 @@ def consume_down_backward(
             at = column * BLOCK_N
             prefetch_projections(PRE, ROW_PAIR + row, at, inner, BLOCK_N)
             pre = load_projections(PRE, pair, at, inner)
-            acc = multiply(i, steps, turn, pipe, BLOCK_N, True, False, g)
+            acc = multiply(i, steps, pipe, BLOCK_N, True, False, g)
             left, right = halves(acc)
             if BLOCK_N == 2 * PANEL:
                 total, pre = panel_backward(
@@ -462,7 +422,6 @@ def consume_down_backward(
         else:
             pass_by(i, steps, pipe)
         i += steps
-        turn += lags(steps, pipe).to(gl.int32)
     tma.store_wait(0)
 
 
@@ -550,7 +509,7 @@ def projections(words, dtype: gl.constexpr):
 @gluon.jit
 def down_backward(
     DPRE, ACT, DWEIGHTS, A, B, PRE, WEIGHTS, ROW_PAIR, TILE_EXPERT, depth, inner, pairs, tiles, columns,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``matmul_tiles.down_backward`` of gathered gradients A; B has PAIR 1 and is read by rows, PRE by words of 32
@@ -558,8 +517,7 @@ def down_backward(
     gl.static_assert(WARP_GROUPS == 2 and (BLOCK_N == 2 * PANEL or BLOCK_N == 4 * PANEL))
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
     b = weight_stages(B, STAGES, BLOCK_N, True)
-    full = mbarriers(STAGES, 1)
-    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), leads(full, LAG), STAGES, LAG)
+    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
     out = gl.allocate_shared_memory(DPRE.dtype, [WARP_GROUPS, GROUP_M, OUT], DPRE.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
@@ -642,12 +600,10 @@ def consume_weight(
 ):  # fmt: skip
     """Consumer warp group g: 64 rows of an expert's gradient."""
     i = 0
-    turn = 0
     for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         expert, tile, column, steps = tiles.decode(t)
-        acc = multiply(i, steps, turn, pipe, BLOCK_N, True, True, g)
+        acc = multiply(i, steps, pipe, BLOCK_N, True, True, g)
         i += steps
-        turn += lags(steps, pipe).to(gl.int32)
         row = tile * BLOCK_M + g * GROUP_M
         left, right = halves(acc.to(DWEIGHT.dtype))
         store_weight(left, DWEIGHT, expert, row, column * BLOCK_N, buffer, PAIR)
@@ -670,16 +626,15 @@ def store_weight(values, to, expert, row, column, buffer, PAIR: gl.constexpr):
 @gluon.jit
 def weight_backward(
     DWEIGHT, A, B, OFFSETS, TOTALS, experts, row_tiles, column_tiles,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr, PAIR: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIR: gl.constexpr,
     B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """DWEIGHT[experts, m, n], a map of weights, is A^T B over each expert's rows, of which there are TOTALS: A[rows, m],
+    """DWEIGHT[experts, m, n], a map of weights, is A^T B over the rows of each expert, TOTALS of them: A[rows, m],
     B[rows, n]. An expert without rows gets zeros."""
     gl.static_assert(WARP_GROUPS == 2)
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_K, BLOCK_M], A.layout)
     b = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_K, BLOCK_N], B.layout)
-    full = mbarriers(STAGES, 1)
-    pipe = Pipeline(a, b, full, mbarriers(STAGES, WARP_GROUPS), leads(full, LAG), STAGES, LAG)
+    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
     out = gl.allocate_shared_memory(DWEIGHT.dtype, [WARP_GROUPS, 1, B_ROWS, PAIR, OUT], DWEIGHT.layout)
     fence_async_shared()
     work = ExpertTiles(OFFSETS, TOTALS, experts, row_tiles, column_tiles, GROUP)

@@ -248,7 +248,7 @@ class Maps(interpreter.GroupsDriver):
         Case((150, 96), BF16, experts=2, inner=80, top_k=1),
         Case((100, 144), FP16, experts=2, inner=272, top_k=2, routing="outside"),
         Case((140, 64), BF16, experts=3, inner=64, top_k=2, routing="some", weights=FP32),
-        Case((330, 352), BF16, experts=2, inner=272, top_k=1, routing="one"),  # deeper than a pipeline
+        Case((330, 352), BF16, experts=2, inner=272, top_k=1, routing="one"),  # stages are used again
     ],
     ids=str,
 )
