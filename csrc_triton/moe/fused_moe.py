@@ -238,7 +238,6 @@ DECLARATION = {
                 "OUTPUT": "dtype[64, 64]",
                 "A": "dtype[128, 64]",
                 "B": "dtype[1, B_ROWS, PAIR, 64]",
-                "ROW_PAIR": "*i32",
                 "TILE_EXPERT": "*i32",
                 "depth": "i32",
                 "tiles": "i32",

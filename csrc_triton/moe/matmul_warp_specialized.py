@@ -187,29 +187,14 @@ def multiply(
 
 
 @gluon.jit
-def pass_by(i, steps, pipe):
-    """Leave out a product over ``steps`` stages."""
-    for n in range(i, i + steps):
-        mbarrier.wait(pipe.full.index(n % pipe.STAGES), (n // pipe.STAGES) & 1)
-        mbarrier.arrive(pipe.empty.index(n % pipe.STAGES), count=1)
-
-
-@gluon.jit
 def store_tile(values, to, row, column, buffer):
-    """Start to store [64, OUT] at a row and column of a map of rows, a panel at a time: each waits until the last that
-    lay in its place is read."""
-    left, right = halves(values)
-    tile = buffer.reshape([GROUP_M, OUT])
-    store_panel(left, to, row, column, tile.slice(0, PANEL, dim=1))
-    store_panel(right, to, row, column + PANEL, tile.slice(PANEL, PANEL, dim=1))
-
-
-@gluon.jit
-def store_panel(values, to, row, column, part):
-    tma.store_wait(1)
-    part.store(values)
+    """Start to store [64, OUT] at a row and column of a map of rows; the buffer's last tile is read first."""
+    tma.store_wait(0)
+    buffer.reshape([GROUP_M, OUT]).store(values)
     fence_async_shared()
-    tma.async_copy_shared_to_global(to, [row, column], part)
+    for c in gl.static_range(OUT // PANEL):
+        part = buffer.reshape([GROUP_M, OUT]).slice(c * PANEL, PANEL, dim=1)
+        tma.async_copy_shared_to_global(to, [row, column + c * PANEL], part)
 
 
 @gluon.jit
@@ -221,38 +206,26 @@ def halves(values):
 
 @gluon.jit
 def consume_product(
-    OUTPUT,
-    ROW_PAIR,
-    depth,
-    tiles,
-    pipe,
-    buffer,
-    BLOCK_N: gl.constexpr,
-    BY_ROWS: gl.constexpr,
-    g: gl.constexpr,
-):
+    OUTPUT, depth, tiles, pipe, buffer, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr, g: gl.constexpr
+):  # fmt: skip
     """Consumer warp group g: the product as it is."""
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
     i = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
-        tile, column = tiles.decode(t)
-        row = tile * BLOCK_M + g * GROUP_M
-        if gl.load(ROW_PAIR + row) >= 0:
-            acc = multiply(i, steps, pipe, BLOCK_N, BY_ROWS, False, g)
-            left, right = halves(acc.to(OUTPUT.dtype))
-            store_tile(left, OUTPUT, row, column * BLOCK_N, buffer)
-            store_tile(right, OUTPUT, row, column * BLOCK_N + OUT, buffer)
-        else:
-            pass_by(i, steps, pipe)
+        acc = multiply(i, steps, pipe, BLOCK_N, BY_ROWS, False, g)
         i += steps
+        row, column = tiles.decode(t)
+        left, right = halves(acc.to(OUTPUT.dtype))
+        store_tile(left, OUTPUT, row * BLOCK_M + g * GROUP_M, column * BLOCK_N, buffer)
+        store_tile(right, OUTPUT, row * BLOCK_M + g * GROUP_M, column * BLOCK_N + OUT, buffer)
     tma.store_wait(0)
 
 
 @gluon.jit
 def product(
-    OUTPUT, A, B, ROW_PAIR, TILE_EXPERT, depth, tiles, columns,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIR: gl.constexpr,
-    BY_ROWS: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    OUTPUT, A, B, TILE_EXPERT, depth, tiles, columns,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIR: gl.constexpr, BY_ROWS: gl.constexpr,
+    B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """OUTPUT[rows, columns] = A[rows, depth] times each row tile's expert's weight B."""
     gl.static_assert(WARP_GROUPS == 2)
@@ -264,8 +237,8 @@ def product(
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
     gl.warp_specialize(
         [
-            (consume_product, (OUTPUT, ROW_PAIR, depth, work, pipe, out.index(0), BLOCK_N, BY_ROWS, 0)),
-            (consume_product, (OUTPUT, ROW_PAIR, depth, work, pipe, out.index(1), BLOCK_N, BY_ROWS, 1)),
+            (consume_product, (OUTPUT, depth, work, pipe, out.index(0), BLOCK_N, BY_ROWS, 0)),
+            (consume_product, (OUTPUT, depth, work, pipe, out.index(1), BLOCK_N, BY_ROWS, 1)),
             (produce, (A, B, TILE_EXPERT, depth, work, pipe, BLOCK_N, PAIR, BY_ROWS)),
         ],
         [4, 1],
@@ -287,17 +260,6 @@ def weight_stages(B, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.co
 
 
 @gluon.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)) in four instructions, which flush subnormal numbers; the compiler's exp and division, which do
-    not, take eleven more."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 %e; mul.ftz.f32 %e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 %e, %e; add.ftz.f32 %e, %e, 0f3F800000; "
-        "rcp.approx.ftz.f32 $0, %e; }",
-        "=f,f", [x], gl.float32, True, 1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def consume_up(
     ACT, PRE, ROW_PAIR, depth, inner, save, tiles, pipe, buffer, BLOCK_N: gl.constexpr, g: gl.constexpr
 ):
@@ -305,20 +267,17 @@ def consume_up(
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
     i = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
+        acc = multiply(i, steps, pipe, BLOCK_N, False, False, g)
+        i += steps
         tile, column = tiles.decode(t)
         row = tile * BLOCK_M + g * GROUP_M
-        if gl.load(ROW_PAIR + row) >= 0:
-            acc = multiply(i, steps, pipe, BLOCK_N, False, False, g)
-            gate, up = gl.split(acc.reshape([GROUP_M, OUT, 2]))
-            act = gate * sigmoid(gate) * up
-            if save != 0:
-                left, right = halves(acc.to(ACT.dtype))
-                scatter_rows(left, PRE, ROW_PAIR + row, column * BLOCK_N, 2 * inner, buffer)
-                scatter_rows(right, PRE, ROW_PAIR + row, column * BLOCK_N + OUT, 2 * inner, buffer)
-            store_tile(act.to(ACT.dtype), ACT, row, column * OUT, buffer)
-        else:
-            pass_by(i, steps, pipe)
-        i += steps
+        gate, up = gl.split(acc.reshape([GROUP_M, OUT, 2]))
+        act = gate / (1.0 + gl.exp(-gate)) * up
+        if save != 0:
+            left, right = halves(acc.to(ACT.dtype))
+            scatter_rows(left, PRE, ROW_PAIR + row, column * BLOCK_N, 2 * inner, buffer)
+            scatter_rows(right, PRE, ROW_PAIR + row, column * BLOCK_N + OUT, 2 * inner, buffer)
+        store_tile(act.to(ACT.dtype), ACT, row, column * OUT, buffer)
     tma.store_wait(0)
 
 
@@ -337,9 +296,8 @@ def scatter_rows(values, to, PAIRS, column, width, buffer):
 
 @gluon.jit
 def gathering_pipeline(
-    B, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr,
-    WARP_GROUPS: gl.constexpr,
-):  # fmt: skip
+    B, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BY_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr
+):
     """The pipeline of ``produce_gathered``, for tokens of B's dtype."""
     a = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_M, BLOCK_K], GATHERED_STAGE)
     b = weight_stages(B, STAGES, BLOCK_N, BY_ROWS)
@@ -350,8 +308,8 @@ def gathering_pipeline(
 @gluon.jit
 def up(
     ACT, PRE, X, B, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, stride, hidden, inner, tiles, columns, save,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_ROWS: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``matmul_tiles.up``; B has PAIR 2. ACT is a map of boxes of 64 columns."""
     gl.static_assert(WARP_GROUPS == 2)
@@ -383,66 +341,31 @@ def consume_down_backward(
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
         tile, column = tiles.decode(t)
         row = tile * BLOCK_M + g * GROUP_M
-        if gl.load(ROW_PAIR + row) >= 0:
-            pair = gl.load(ROW_PAIR + row + gl.arange(0, GROUP_M, layout))
-            known = pair >= 0
-            weight = gl.load(WEIGHTS + pair, mask=known, other=0.0)
-            at = column * BLOCK_N
-            prefetch_projections(PRE, ROW_PAIR + row, at, inner, BLOCK_N)
-            pre = load_projections(PRE, pair, at, inner)
-            acc = multiply(i, steps, pipe, BLOCK_N, True, False, g)
-            left, right = halves(acc)
-            if BLOCK_N == 2 * PANEL:
-                total, pre = panel_backward(
-                    left, pre, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer, True
-                )
-                more, pre = panel_backward(
-                    right, pre, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer, False
-                )
-                total += more
-            else:
-                first, second = halves(left)
-                third, fourth = halves(right)
-                total, pre = panel_backward(
-                    first, pre, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer, True
-                )
-                more, pre = panel_backward(
-                    second, pre, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer, True
-                )
-                total += more
-                more, pre = panel_backward(
-                    third, pre, DPRE, ACT, PRE, pair, weight, row, at + 2 * PANEL, inner, buffer, True
-                )
-                total += more
-                more, pre = panel_backward(
-                    fourth, pre, DPRE, ACT, PRE, pair, weight, row, at + 3 * PANEL, inner, buffer, False
-                )
-                total += more
-            gl.store(DWEIGHTS + column.to(gl.int64) * pairs + pair, total, mask=known)
-        else:
-            pass_by(i, steps, pipe)
+        pair = gl.load(ROW_PAIR + row + gl.arange(0, GROUP_M, layout))
+        known = pair >= 0
+        weight = gl.load(WEIGHTS + pair, mask=known, other=0.0)
+        at = column * BLOCK_N
+        pre = load_projections(PRE, pair, at, inner)
+        acc = multiply(i, steps, pipe, BLOCK_N, True, False, g)
         i += steps
+        left, right = halves(acc)
+        total, pre = half_backward(left, pre, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer, True)
+        more, pre = half_backward(
+            right, pre, DPRE, ACT, PRE, pair, weight, row, at + 2 * PANEL, inner, buffer, False
+        )
+        gl.store(DWEIGHTS + column.to(gl.int64) * pairs + pair, total + more, mask=known)
     tma.store_wait(0)
 
 
 @gluon.jit
-def prefetch_projections(PRE, PAIRS, column, inner, BLOCK_N: gl.constexpr):
-    """Copy a tile's projections to the L2 cache while it is multiplied. All programs end their tiles at about the same
-    time: device memory, which would be all that is used then, is used before. Two threads a row."""
-    thread = gl.arange(0, 2 * GROUP_M, gl.BlockedLayout([1], [32], [4], [0]))
-    pair = gl.load(PAIRS + thread // 2)
-    first = column + thread % 2 * (BLOCK_N // 2)
-    words = gl.minimum(gl.maximum(inner - first, 0), BLOCK_N // 2)
-    prefetch_l2(PRE + (pair.to(gl.int64) * inner + first), gl.where(pair >= 0, words * 4, 0))
-
-
-@gluon.jit
-def prefetch_l2(at, size):
-    """Start to copy so many bytes, a multiple of 16, to the L2 cache; 0: nothing."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred %any; setp.ne.s32 %any, $2, 0; @%any cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r", [at, size], gl.int32, False, 1,
-    )  # fmt: skip
+def half_backward(dact, pre, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer, NEXT: gl.constexpr):
+    """``panel_backward`` of two panels."""
+    left, right = halves(dact)
+    total, pre = panel_backward(left, pre, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer, True)
+    more, pre = panel_backward(
+        right, pre, DPRE, ACT, PRE, pair, weight, row, column + PANEL, inner, buffer, NEXT
+    )
+    return total + more, pre
 
 
 @gluon.jit
@@ -463,12 +386,12 @@ def panel_backward(dact, pre, DPRE, ACT, PRE, pair, weight, row, column, inner, 
     tile = buffer.reshape([GROUP_M, OUT])
     gradients, act = tile.slice(0, PANEL, dim=1), tile.slice(PANEL, PANEL, dim=1)
     after = load_projections(PRE, pair, column + PANEL // 2, inner)
-    total = half_backward(left, pre, weight, gradients, act.slice(0, PANEL // 2, dim=1))
+    total = half_panel_backward(left, pre, weight, gradients, act.slice(0, PANEL // 2, dim=1))
     fence_async_shared()
     tma.async_copy_shared_to_global(DPRE, [row, 2 * column], gradients)
     if NEXT:
         pre = load_projections(PRE, pair, column + PANEL, inner)
-    total += half_backward(right, after, weight, gradients, act.slice(PANEL // 2, PANEL // 2, dim=1))
+    total += half_panel_backward(right, after, weight, gradients, act.slice(PANEL // 2, PANEL // 2, dim=1))
     fence_async_shared()
     tma.async_copy_shared_to_global(DPRE, [row, 2 * column + PANEL], gradients)
     tma.async_copy_shared_to_global(ACT, [row, column], act)
@@ -476,7 +399,7 @@ def panel_backward(dact, pre, DPRE, ACT, PRE, pair, weight, row, column, inner, 
 
 
 @gluon.jit
-def half_backward(dact, pre, weight, to, to_act):
+def half_panel_backward(dact, pre, weight, to, to_act):
     """Write the gradients of [64, 32] gates and ups, interleaved, and the weighted activations to shared memory, when
     what lay there is read; their part of the routing weights' gradient."""
     N: gl.constexpr = dact.shape[1]
@@ -499,6 +422,17 @@ def half_backward(dact, pre, weight, to, to_act):
 
 
 @gluon.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) in four instructions, which flush subnormal numbers; the compiler's exp and division, which do
+    not, take eleven more."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 %e; mul.ftz.f32 %e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 %e, %e; add.ftz.f32 %e, %e, 0f3F800000; "
+        "rcp.approx.ftz.f32 $0, %e; }",
+        "=f,f", [x], gl.float32, True, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def projections(words, dtype: gl.constexpr):
     """(gate, up) in float32 of the low and high halves."""
     low = words.to(gl.int16).to(dtype, bitcast=True)
@@ -514,7 +448,7 @@ def down_backward(
 ):  # fmt: skip
     """``matmul_tiles.down_backward`` of gathered gradients A; B has PAIR 1 and is read by rows, PRE by words of 32
     bits."""
-    gl.static_assert(WARP_GROUPS == 2 and (BLOCK_N == 2 * PANEL or BLOCK_N == 4 * PANEL))
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 4 * PANEL)
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
     b = weight_stages(B, STAGES, BLOCK_N, True)
     pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
@@ -614,12 +548,11 @@ def consume_weight(
 @gluon.jit
 def store_weight(values, to, expert, row, column, buffer, PAIR: gl.constexpr):
     """``store_tile`` to a map of weights."""
-    left, right = halves(values)
+    tma.store_wait(0)
+    buffer.reshape([GROUP_M, OUT]).store(values)
+    fence_async_shared()
     for c in gl.static_range(OUT // PANEL):
         part = buffer.slice(c * PANEL, PANEL, dim=3)
-        tma.store_wait(1)
-        buffer.reshape([GROUP_M, OUT]).slice(c * PANEL, PANEL, dim=1).store(left if c == 0 else right)
-        fence_async_shared()
         tma.async_copy_shared_to_global(to, [expert, row // PAIR, 0, column + c * PANEL], part)
 
 

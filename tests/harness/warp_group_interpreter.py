@@ -207,16 +207,6 @@ def add_dq(to: Pointer, dq: Tensor) -> None:
     memory(to.address, to.dtype, dq.numel()).index_add_(0, at.flatten(), dq.flatten())
 
 
-def prefetch_l2(at: Pointer, sizes: Tensor) -> None:
-    """``matmul_warp_specialized.prefetch_l2``: a tensor must hold what is copied."""
-    assert at.behind is not None and not (sizes % 16).any()
-    for behind, size in zip(at.behind.tolist(), sizes.tolist(), strict=True):
-        address = at.address + behind * at.dtype.itemsize
-        assert size >= 0 and not (size and address % 16)
-        if size:
-            memory(address, torch.uint8, size)
-
-
 def _semaphore(assembly: str, constraints: str, operands: list[Any], *rest: Any) -> None:
     """The semaphore of ``backward_scheduler``. Programs run one after the other: one that waits would wait for ever."""
     at, number = operands
@@ -281,7 +271,7 @@ class Code:
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
-            "launch_dependents": lambda: None, "prefetch_l2": prefetch_l2, "sigmoid": torch.sigmoid,
+            "launch_dependents": lambda: None, "sigmoid": torch.sigmoid,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),

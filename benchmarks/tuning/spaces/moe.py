@@ -37,7 +37,7 @@ def product(p: Problem) -> Iterator[Row]:
 
 
 def down_backward(p: Problem) -> Iterator[Row]:
-    yield from grid(**WARP_SPECIALIZED, block_n=128, stages=(5, 6), group=(4, 8, 16), registers=240)
+    yield from grid(**WARP_SPECIALIZED, block_n=256, stages=(3, 4), group=(4, 8, 16), registers=240)
 
 
 def weight_backward(p: Problem) -> Iterator[Row]:

@@ -162,7 +162,7 @@ class WarpSpecializedProducts(TileProducts):
         loaded, y = self._loaded("product", which), self.rows(hidden)
         self._launch(
             loaded, hidden, self._rows(loaded, "OUTPUT", y), self._rows(loaded, "A", a),
-            self._weights(loaded, "B", weight, pair), self.routing.row_pair, self.routing.tile_expert, depth,
+            self._weights(loaded, "B", weight, pair), self.routing.tile_expert, depth,
         )  # fmt: skip
         return y
 
