@@ -1,9 +1,9 @@
 """Grouped matrix products by warp-specialised kernels (Gluon, Hopper), with rows in the padded order of ``routing``.
 
 A producer loads both operands into a pipeline of stages; two consumer warp groups own 64 of a tile's 128 rows each and
-multiply with wgmma. Rows in the padded order and weights come by TMA, which one warp starts. ``up`` and
-``down_backward`` gather tokens by cp.async, 16 bytes a thread and copy: then the producer is a warp group. For weights'
-gradients ``gather`` has written tokens in the padded order: many tiles read the same ones, and TMA reads them faster.
+multiply with wgmma. Rows in the padded order and weights come by TMA, which one warp starts. ``up`` gathers tokens by
+cp.async, 16 bytes a thread and copy: then the producer is a warp group. For the backward ``gather`` has written tokens
+in the padded order: many tiles read the same ones, and TMA reads them faster.
 The kernels are persistent: the producer loads the next tile while the consumers finish this one, and their results
 leave through a buffer in shared memory.
 

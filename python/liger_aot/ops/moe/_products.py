@@ -1,8 +1,8 @@
 """The grouped matrix products of a mixture of experts: which kernels take them, and their launches.
 
 ``TileProducts`` are in plain Triton, for all dtypes, layouts and GPUs. ``WarpSpecializedProducts`` read weights and
-rows by tensor maps. Both gather tokens as they go, but for the warp-specialised weights' gradients, whose tokens are
-gathered before. Activations and gradients are written in the padded order of ``routing``.
+rows by tensor maps. Both gather tokens as they go, but for the warp-specialised backward, whose tokens are gathered
+before. Activations and gradients are written in the padded order of ``routing``.
 """
 
 from __future__ import annotations
