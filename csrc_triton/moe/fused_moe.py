@@ -265,22 +265,20 @@ DECLARATION = {
                 "DPRE": "dtype[64, 64]",
                 "ACT": "dtype[64, 64]",
                 "DWEIGHTS": "*fp32",
-                "DOUT": "*dtype",
+                "A": "dtype[128, 64]",
                 "B": "dtype[1, 64, 1, 64]",
-                "PRE": "*dtype",
+                "PRE": "*i32",
                 "WEIGHTS": "*fp32",
                 "ROW_PAIR": "*i32",
-                "ROW_TOKEN": "*i32",
                 "TILE_EXPERT": "*i32",
-                "stride": "i64",
-                "hidden": "i32",
+                "depth": "i32",
                 "inner": "i32",
                 "pairs": "i32",
                 "tiles": "i32",
                 "columns": "i32",
             },
             "axes": {"dtype": ["bf16", "fp16"]},
-            "aligned": ["DOUT", "PRE", "stride", "hidden", "inner"],
+            "aligned": ["PRE", "depth", "inner"],
             "forms": {
                 "warp_specialized": {
                     "function": "down_backward_warp_specialized",
@@ -295,6 +293,7 @@ DECLARATION = {
                 "A": "dtype[64, 64]",
                 "B": "dtype[64, 64]",
                 "OFFSETS": "*i32",
+                "TOTALS": "*i32",
                 "experts": "i32",
                 "row_tiles": "i32",
                 "column_tiles": "i32",
@@ -306,7 +305,7 @@ DECLARATION = {
             "forms": {
                 "warp_specialized": {
                     "function": "weight_backward_warp_specialized",
-                    "constants": ["BLOCK_N", "STAGES", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
+                    "constants": ["BLOCK_N", "STAGES", "GROUP", "PAIR", "B_ROWS", "WARP_GROUPS", "REGISTERS"],
                 }
             },
         },

@@ -1,9 +1,9 @@
 """Grouped matrix products by warp-specialised kernels (Gluon, Hopper), with rows in the padded order of ``routing``.
 
 A producer loads both operands into a pipeline of stages; two consumer warp groups own 64 of a tile's 128 rows each and
-multiply with wgmma. Rows in the padded order and weights come by TMA, which one warp starts. ``up`` and
-``down_backward`` gather tokens by cp.async, 16 bytes a thread and copy: then the producer is a warp group. For weights'
-gradients ``gather`` has written tokens in the padded order: many tiles read the same ones, and TMA reads them faster.
+multiply with wgmma. Rows in the padded order and weights come by TMA, which one warp starts. ``up`` gathers tokens by
+cp.async, 16 bytes a thread and copy: then the producer is a warp group. For the backward ``gather`` has written tokens
+in the padded order: many tiles read the same ones, and TMA reads them faster.
 The kernels are persistent: the producer loads the next tile while the consumers finish this one, and their results
 leave through a buffer in shared memory.
 
@@ -36,20 +36,6 @@ GATHERED_STAGE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, eleme
 @gluon.constexpr_function
 def wgmma_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.constexpr_function
-def pairs_layout(columns):
-    """Of two values for each of a product's [64, columns / 2], side by side: a thread has both."""
-    columns = getattr(columns, "value", columns)
-    blocks = [[0, 16 << i] for i in range((columns // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], *blocks],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns],
-    )
 
 
 @aggregate
@@ -347,86 +333,125 @@ def consume_down_backward(
     DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, depth, inner, pairs, tiles, pipe, buffer, BLOCK_N: gl.constexpr,
     g: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp group g: SwiGLU's gradient, a panel of columns at a time."""
+    """Consumer warp group g: SwiGLU's gradient, half a panel of columns at a time. Projections are loaded one half
+    ahead, the first before the product."""
     steps = (depth + (BLOCK_K - 1)) // BLOCK_K
-    layout: gl.constexpr = wgmma_layout(2 * PANEL)
+    layout: gl.constexpr = gl.SliceLayout(1, wgmma_layout(PANEL))
     i = 0
     for t in range(gl.program_id(0), tiles.rows * tiles.columns, gl.num_programs(0)):
-        acc = multiply(i, steps, pipe, BLOCK_N, True, False, g)
-        i += steps
         tile, column = tiles.decode(t)
         row = tile * BLOCK_M + g * GROUP_M
-        pair = gl.load(ROW_PAIR + row + gl.arange(0, GROUP_M, gl.SliceLayout(1, layout)))
+        pair = gl.load(ROW_PAIR + row + gl.arange(0, GROUP_M, layout))
         known = pair >= 0
         weight = gl.load(WEIGHTS + pair, mask=known, other=0.0)
-        left, right = halves(acc)
         at = column * BLOCK_N
-        total = panel_backward(left, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer)
-        total += panel_backward(right, DPRE, ACT, PRE, pair, weight, row, at + PANEL, inner, buffer)
-        gl.store(DWEIGHTS + column.to(gl.int64) * pairs + pair, total, mask=known)
+        pre = load_projections(PRE, pair, at, inner)
+        acc = multiply(i, steps, pipe, BLOCK_N, True, False, g)
+        i += steps
+        left, right = halves(acc)
+        total, pre = half_backward(left, pre, DPRE, ACT, PRE, pair, weight, row, at, inner, buffer, True)
+        more, pre = half_backward(
+            right, pre, DPRE, ACT, PRE, pair, weight, row, at + 2 * PANEL, inner, buffer, False
+        )
+        gl.store(DWEIGHTS + column.to(gl.int64) * pairs + pair, total + more, mask=known)
     tma.store_wait(0)
 
 
 @gluon.jit
-def panel_backward(dact, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer):
-    """[64, 64] of the activations' gradient: its gradients of gate and up, and the weighted activations, go out; their
-    part of the routing weights' gradient, one a row. By halves: registers are few beside the other panels."""
+def half_backward(dact, pre, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer, NEXT: gl.constexpr):
+    """``panel_backward`` of two panels."""
+    left, right = halves(dact)
+    total, pre = panel_backward(left, pre, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer, True)
+    more, pre = panel_backward(
+        right, pre, DPRE, ACT, PRE, pair, weight, row, column + PANEL, inner, buffer, NEXT
+    )
+    return total + more, pre
+
+
+@gluon.jit
+def load_projections(PRE, pair, column, inner):
+    """[64, 32] words of 32 bits, a gate and an up each: bf16 values alone would take a register each."""
+    layout: gl.constexpr = wgmma_layout(PANEL // 2)
+    pair = gl.convert_layout(pair, gl.SliceLayout(1, layout))
+    at = column + gl.arange(0, PANEL // 2, gl.SliceLayout(0, layout))
+    mask = (pair >= 0)[:, None] & (at < inner)[None, :]
+    return gl.load(PRE + (pair.to(gl.int64) * inner)[:, None] + at[None, :], mask=mask, other=0)
+
+
+@gluon.jit
+def panel_backward(dact, pre, DPRE, ACT, PRE, pair, weight, row, column, inner, buffer, NEXT: gl.constexpr):
+    """[64, 64] of the activations' gradient: its gradients of gate and up, and the weighted activations, go out; (their
+    part of the routing weights' gradient, one a row; the projections that the NEXT panel begins with)."""
     left, right = halves(dact)
     tile = buffer.reshape([GROUP_M, OUT])
-    tma.store_wait(0)  # the buffer's last tile is read
-    first, total = half_backward(left, PRE, pair, weight, 2 * column, inner, tile.slice(0, PANEL, dim=1))
-    second, more = half_backward(
-        right, PRE, pair, weight, 2 * column + PANEL, inner, tile.slice(PANEL, PANEL, dim=1)
-    )
+    gradients, act = tile.slice(0, PANEL, dim=1), tile.slice(PANEL, PANEL, dim=1)
+    after = load_projections(PRE, pair, column + PANEL // 2, inner)
+    total = half_panel_backward(left, pre, weight, gradients, act.slice(0, PANEL // 2, dim=1))
     fence_async_shared()
-    for c in gl.static_range(OUT // PANEL):
-        part = tile.slice(c * PANEL, PANEL, dim=1)
-        tma.async_copy_shared_to_global(DPRE, [row, 2 * column + c * PANEL], part)
-    tma.store_wait(0)
-    act = gl.join(first, second).permute((0, 2, 1)).reshape([GROUP_M, PANEL])
-    part = tile.slice(0, PANEL, dim=1)
-    part.store(act)
+    tma.async_copy_shared_to_global(DPRE, [row, 2 * column], gradients)
+    if NEXT:
+        pre = load_projections(PRE, pair, column + PANEL, inner)
+    total += half_panel_backward(right, after, weight, gradients, act.slice(PANEL // 2, PANEL // 2, dim=1))
     fence_async_shared()
-    tma.async_copy_shared_to_global(ACT, [row, column], part)
-    return total + more
+    tma.async_copy_shared_to_global(DPRE, [row, 2 * column + PANEL], gradients)
+    tma.async_copy_shared_to_global(ACT, [row, column], act)
+    return total, pre
 
 
 @gluon.jit
-def half_backward(dact, PRE, pair, weight, column, inner, to):
-    """Write the gradients of [64, 32] gates and ups, interleaved, to shared memory; (the weighted activations, their
-    part of the routing weights' gradient)."""
+def half_panel_backward(dact, pre, weight, to, to_act):
+    """Write the gradients of [64, 32] gates and ups, interleaved, and the weighted activations to shared memory, when
+    what lay there is read; their part of the routing weights' gradient."""
     N: gl.constexpr = dact.shape[1]
-    both: gl.constexpr = pairs_layout(2 * N)
     own: gl.constexpr = wgmma_layout(N)
     dact = gl.convert_layout(dact, own)
-    pair = gl.convert_layout(pair, gl.SliceLayout(1, both))
-    at = column + gl.arange(0, 2 * N, gl.SliceLayout(0, both))
-    mask = (pair >= 0)[:, None] & (at < 2 * inner)[None, :]
-    pre = gl.load(PRE + (pair.to(gl.int64) * (2 * inner))[:, None] + at[None, :], mask=mask, other=0.0)
-    gate, up = gl.split(pre.reshape([GROUP_M, N, 2]))
-    gate = gl.convert_layout(gate.to(gl.float32), own)
-    up = gl.convert_layout(up.to(gl.float32), own)
-    sigmoid = 1.0 / (1.0 + gl.exp(-gate))
-    silu = gate * sigmoid
+    gate, up = projections(pre, to.dtype)
+    slope = sigmoid(gate)
+    silu = gate * slope
     act = silu * up
     total = gl.sum(dact * act, 1)
     share = gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, own)), 1)
     dact *= share
-    dgate = dact * up * (silu * (1.0 - sigmoid) + sigmoid)
-    to.store(gl.join(dgate, dact * silu).reshape([GROUP_M, 2 * N]).to(to.dtype))
-    return (act * share).to(to.dtype), gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(2 * PANEL)))
+    dgate = dact * up * (silu * (1.0 - slope) + slope)
+    both = gl.join(dgate, dact * silu).reshape([GROUP_M, 2 * N]).to(to.dtype)
+    weighted = (act * share).to(to.dtype)
+    tma.store_wait(0)
+    to.store(both)
+    to_act.store(weighted)
+    return gl.convert_layout(total, gl.SliceLayout(1, wgmma_layout(PANEL)))
+
+
+@gluon.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) in four instructions, which flush subnormal numbers; the compiler's exp and division, which do
+    not, take eleven more."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 %e; mul.ftz.f32 %e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 %e, %e; add.ftz.f32 %e, %e, 0f3F800000; "
+        "rcp.approx.ftz.f32 $0, %e; }",
+        "=f,f", [x], gl.float32, True, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def projections(words, dtype: gl.constexpr):
+    """(gate, up) in float32 of the low and high halves."""
+    low = words.to(gl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return low.to(gl.float32), high.to(gl.float32)
 
 
 @gluon.jit
 def down_backward(
-    DPRE, ACT, DWEIGHTS, DOUT, B, PRE, WEIGHTS, ROW_PAIR, ROW_TOKEN, TILE_EXPERT, stride, hidden, inner, pairs, tiles,
-    columns,
+    DPRE, ACT, DWEIGHTS, A, B, PRE, WEIGHTS, ROW_PAIR, TILE_EXPERT, depth, inner, pairs, tiles, columns,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WARP_GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``matmul_tiles.down_backward``; B has PAIR 1 and is read by rows."""
-    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 2 * PANEL)
-    pipe = gathering_pipeline(B, STAGES, BLOCK_N, True, WARP_GROUPS)
+    """``matmul_tiles.down_backward`` of gathered gradients A; B has PAIR 1 and is read by rows, PRE by words of 32
+    bits."""
+    gl.static_assert(WARP_GROUPS == 2 and BLOCK_N == 4 * PANEL)
+    a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
+    b = weight_stages(B, STAGES, BLOCK_N, True)
+    pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
     out = gl.allocate_shared_memory(DPRE.dtype, [WARP_GROUPS, GROUP_M, OUT], DPRE.layout)
     fence_async_shared()
     work = Tiles(gl.load(TILE_EXPERT + tiles), columns, GROUP)
@@ -435,64 +460,88 @@ def down_backward(
             (
                 consume_down_backward,
                 (
-                    DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, hidden, inner, pairs, work, pipe, out.index(0),
+                    DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, depth, inner, pairs, work, pipe, out.index(0),
                     BLOCK_N, 0,
                 ),
             ),
             (
                 consume_down_backward,
                 (
-                    DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, hidden, inner, pairs, work, pipe, out.index(1),
+                    DPRE, ACT, DWEIGHTS, PRE, WEIGHTS, ROW_PAIR, depth, inner, pairs, work, pipe, out.index(1),
                     BLOCK_N, 1,
                 ),
             ),
-            (produce_gathered, (DOUT, stride, B, ROW_TOKEN, TILE_EXPERT, hidden, work, pipe, BLOCK_N, 1, True)),
+            (produce, (A, B, TILE_EXPERT, depth, work, pipe, BLOCK_N, 1, True)),
         ],
-        [4, 4],
-        [REGISTERS, 512 - 2 * REGISTERS],
+        [4, 1],
+        [REGISTERS, 24],
     )  # fmt: skip
 
 
+@aggregate
+class ExpertTiles:
+    """A program's tiles of weights' gradients, as ``Tiles`` an expert after the other."""
+
+    OFFSETS: gl.tensor
+    TOTALS: gl.tensor
+    experts: gl.tensor
+    rows: gl.tensor  # tiles of rows of a weight
+    columns: gl.tensor
+    GROUP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, OFFSETS, TOTALS, experts, rows, columns, GROUP):
+        self.OFFSETS, self.TOTALS = OFFSETS, TOTALS
+        self.experts, self.rows, self.columns = experts, rows, columns
+        self.GROUP = gl.constexpr(GROUP)
+
+    @gluon.jit
+    def count(self):
+        return self.experts * self.rows * self.columns
+
+    @gluon.jit
+    def decode(self, t):
+        """(expert, row tile, column tile, steps) of tile t. What is beyond the last step of an expert is padding."""
+        each = self.rows * self.columns
+        expert = t // each
+        row, column = Tiles(self.rows, self.columns, self.GROUP).decode(t - expert * each)
+        return expert, row, column, (gl.load(self.TOTALS + expert) + (BLOCK_K - 1)) // BLOCK_K
+
+
 @gluon.jit
-def produce_weight(A, B, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N: gl.constexpr):
+def produce_weight(A, B, tiles, pipe, BLOCK_N: gl.constexpr):
     """The producer warp of weights' gradients: both operands are rows of an expert, [64, 128] and [64, BLOCK_N]."""
     BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
-    each = row_tiles * column_tiles
     i = 0
-    for t in range(gl.program_id(0), experts * each, gl.num_programs(0)):
-        expert = t // each
-        row = (t - expert * each) % row_tiles * BLOCK_M
-        column = (t - expert * each) // row_tiles * BLOCK_N
-        for k in range(gl.load(OFFSETS + expert), gl.load(OFFSETS + expert + 1), BLOCK_K):
+    for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
+        expert, row, column, steps = tiles.decode(t)
+        first = gl.load(tiles.OFFSETS + expert)
+        for k in range(first, first + steps * BLOCK_K, BLOCK_K):
             full = load_stage(i, pipe, BYTES)
             stage = i % pipe.STAGES
             for c in gl.static_range(BLOCK_M // PANEL):
                 to = pipe.a.index(stage).slice(c * PANEL, PANEL, dim=1)
-                tma.async_copy_global_to_shared(A, [k, row + c * PANEL], full, to)
+                tma.async_copy_global_to_shared(A, [k, row * BLOCK_M + c * PANEL], full, to)
             for c in gl.static_range(BLOCK_N // PANEL):
                 to = pipe.b.index(stage).slice(c * PANEL, PANEL, dim=1)
-                tma.async_copy_global_to_shared(B, [k, column + c * PANEL], full, to)
+                tma.async_copy_global_to_shared(B, [k, column * BLOCK_N + c * PANEL], full, to)
             i += 1
 
 
 @gluon.jit
 def consume_weight(
-    DWEIGHT, OFFSETS, experts, row_tiles, column_tiles, pipe, buffer, BLOCK_N: gl.constexpr, PAIR: gl.constexpr,
-    g: gl.constexpr,
+    DWEIGHT, tiles, pipe, buffer, BLOCK_N: gl.constexpr, PAIR: gl.constexpr, g: gl.constexpr
 ):  # fmt: skip
     """Consumer warp group g: 64 rows of an expert's gradient."""
-    each = row_tiles * column_tiles
     i = 0
-    for t in range(gl.program_id(0), experts * each, gl.num_programs(0)):
-        expert = t // each
-        steps = (gl.load(OFFSETS + expert + 1) - gl.load(OFFSETS + expert)) // BLOCK_K
+    for t in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
+        expert, tile, column, steps = tiles.decode(t)
         acc = multiply(i, steps, pipe, BLOCK_N, True, True, g)
         i += steps
-        row = (t - expert * each) % row_tiles * BLOCK_M + g * GROUP_M
-        column = (t - expert * each) // row_tiles * BLOCK_N
+        row = tile * BLOCK_M + g * GROUP_M
         left, right = halves(acc.to(DWEIGHT.dtype))
-        store_weight(left, DWEIGHT, expert, row, column, buffer, PAIR)
-        store_weight(right, DWEIGHT, expert, row, column + OUT, buffer, PAIR)
+        store_weight(left, DWEIGHT, expert, row, column * BLOCK_N, buffer, PAIR)
+        store_weight(right, DWEIGHT, expert, row, column * BLOCK_N + OUT, buffer, PAIR)
     tma.store_wait(0)
 
 
@@ -509,30 +558,25 @@ def store_weight(values, to, expert, row, column, buffer, PAIR: gl.constexpr):
 
 @gluon.jit
 def weight_backward(
-    DWEIGHT, A, B, OFFSETS, experts, row_tiles, column_tiles,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAIR: gl.constexpr, B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    DWEIGHT, A, B, OFFSETS, TOTALS, experts, row_tiles, column_tiles,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIR: gl.constexpr,
+    B_ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """DWEIGHT[experts, m, n], a map of weights, is A^T B over each expert's rows: A[rows, m], B[rows, n]. An expert
-    without rows gets zeros."""
+    """DWEIGHT[experts, m, n], a map of weights, is A^T B over the rows of each expert, TOTALS of them: A[rows, m],
+    B[rows, n]. An expert without rows gets zeros."""
     gl.static_assert(WARP_GROUPS == 2)
     a = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_K, BLOCK_M], A.layout)
     b = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_K, BLOCK_N], B.layout)
     pipe = Pipeline(a, b, mbarriers(STAGES, 1), mbarriers(STAGES, WARP_GROUPS), STAGES)
     out = gl.allocate_shared_memory(DWEIGHT.dtype, [WARP_GROUPS, 1, B_ROWS, PAIR, OUT], DWEIGHT.layout)
     fence_async_shared()
+    work = ExpertTiles(OFFSETS, TOTALS, experts, row_tiles, column_tiles, GROUP)
     gl.warp_specialize(
         [
-            (
-                consume_weight,
-                (DWEIGHT, OFFSETS, experts, row_tiles, column_tiles, pipe, out.index(0), BLOCK_N, PAIR, 0),
-            ),
-            (
-                consume_weight,
-                (DWEIGHT, OFFSETS, experts, row_tiles, column_tiles, pipe, out.index(1), BLOCK_N, PAIR, 1),
-            ),
-            (produce_weight, (A, B, OFFSETS, experts, row_tiles, column_tiles, pipe, BLOCK_N)),
+            (consume_weight, (DWEIGHT, work, pipe, out.index(0), BLOCK_N, PAIR, 0)),
+            (consume_weight, (DWEIGHT, work, pipe, out.index(1), BLOCK_N, PAIR, 1)),
+            (produce_weight, (A, B, work, pipe, BLOCK_N)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )  # fmt: skip
+    )

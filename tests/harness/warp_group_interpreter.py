@@ -233,7 +233,7 @@ def _language(block: Block) -> SimpleNamespace:
     return SimpleNamespace(
         **dict.fromkeys(names, _Layout),
         constexpr=lambda x: x if isinstance(x, _Layout) else Const(x),
-        float32=torch.float32, int32=torch.int32, int64=torch.int64, uint32=torch.uint32,
+        float32=torch.float32, int16=torch.int16, int32=torch.int32, int64=torch.int64, uint32=torch.uint32,
         program_id=lambda axis: torch.tensor(block.program[axis]),
         num_programs=lambda axis: torch.tensor(block.programs[axis]),
         num_warps=lambda: 4,
@@ -271,7 +271,7 @@ class Code:
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
-            "launch_dependents": lambda: None,
+            "launch_dependents": lambda: None, "sigmoid": torch.sigmoid,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),

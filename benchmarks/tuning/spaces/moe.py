@@ -37,13 +37,11 @@ def product(p: Problem) -> Iterator[Row]:
 
 
 def down_backward(p: Problem) -> Iterator[Row]:
-    yield from grid(
-        **WARP_SPECIALIZED, block_n=128, stages=(4, 5), group=(4, 8, 16), registers=(216, 224, 232)
-    )
+    yield from grid(**WARP_SPECIALIZED, block_n=256, stages=(3, 4), group=(4, 8, 16), registers=240)
 
 
 def weight_backward(p: Problem) -> Iterator[Row]:
-    yield from grid(**WARP_SPECIALIZED, block_n=256, stages=(3, 4), registers=(232, 240))
+    yield from grid(**WARP_SPECIALIZED, block_n=256, stages=(3, 4), group=(8, 16, 1024), registers=240)
 
 
 def tiles(p: Problem) -> Iterator[Row]:

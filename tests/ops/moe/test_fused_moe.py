@@ -248,6 +248,7 @@ class Maps(interpreter.GroupsDriver):
         Case((150, 96), BF16, experts=2, inner=80, top_k=1),
         Case((100, 144), FP16, experts=2, inner=272, top_k=2, routing="outside"),
         Case((140, 64), BF16, experts=3, inner=64, top_k=2, routing="some", weights=FP32),
+        Case((64, 2112), BF16, experts=1, inner=272, top_k=1),  # more tiles of rows than share columns
     ],
     ids=str,
 )
@@ -281,7 +282,7 @@ def test_warp_specialized_on_a_gpu(dtype: torch.dtype) -> None:
     if not pack.op("fused_moe").kernels.keys() >= WARP_SPECIALIZED:
         pytest.skip(f"{pack.arch} has no warp-specialised kernels")
     for seed, (tokens, hidden, inner, top_k) in enumerate(
-        ((900, 208, 336, 2), (2000, 1040, 144, 4), (300, 16, 16, 8))
+        ((900, 208, 336, 2), (2000, 1040, 144, 4), (300, 16, 16, 8), (500, 2320, 1168, 2))
     ):
         for routing in ("even", "some", "outside"):
             case = Case((tokens, hidden), dtype, experts=4, inner=inner, top_k=top_k, routing=routing)

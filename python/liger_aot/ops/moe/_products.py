@@ -1,8 +1,8 @@
 """The grouped matrix products of a mixture of experts: which kernels take them, and their launches.
 
 ``TileProducts`` are in plain Triton, for all dtypes, layouts and GPUs. ``WarpSpecializedProducts`` read weights and
-rows by tensor maps. Both gather tokens as they go, but for the warp-specialised weights' gradients, whose tokens are
-gathered before. Activations and gradients are written in the padded order of ``routing``.
+rows by tensor maps. Both gather tokens as they go, but for the warp-specialised backward, whose tokens are gathered
+before. Activations and gradients are written in the padded order of ``routing``.
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ class TileProducts:
 class WarpSpecializedProducts(TileProducts):
     """The same by persistent kernels with tensor maps; tiles have 128 rows."""
 
+    _last: tuple[Tokens, Tensor] | None = None  # what was gathered last
+
     def up(self, x: Tokens, gate_up: Tensor, pre: Tensor | None) -> Tensor:
         _, hidden, _, inner, _ = self.sizes
         loaded, routing, act = self._up, self.routing, self.rows(inner)
@@ -172,25 +174,35 @@ class WarpSpecializedProducts(TileProducts):
         dpre, act = self.rows(2 * inner), self.rows(inner)
         partials = self._partials(-(-inner // loaded.numbers["block_n"]))
         self._launch(
-            loaded, inner, self._rows(loaded, "DPRE", dpre), self._rows(loaded, "ACT", act), partials.data_ptr(), dy.at,
-            self._weights(loaded, "B", down, 1), pre.data_ptr(), weights.data_ptr(), routing.row_pair,
-            routing.row_token, routing.tile_expert, dy.stride, hidden, inner, self.sizes.pairs,
+            loaded, inner, self._rows(loaded, "DPRE", dpre), self._rows(loaded, "ACT", act), partials.data_ptr(),
+            self._rows(loaded, "A", self._gathered(dy)), self._weights(loaded, "B", down, 1), pre.data_ptr(),
+            weights.data_ptr(), routing.row_pair, routing.tile_expert, hidden, inner, self.sizes.pairs,
         )  # fmt: skip
         return dpre, act, partials
 
     def _weight(self, dweight: Tensor, tokens: Tokens, rows: Tensor, gate_up: bool) -> Tensor:
         which, pair = ("gate_up", 2) if gate_up else ("down", 1)
         loaded = self._loaded("weight_backward", which)
-        taken = gathered(self.on, tokens.at, tokens.stride, self.like, self.sizes, self.routing)
+        taken = self._gathered(tokens)
         a, b = (rows, taken) if gate_up else (taken, rows)
         experts, height, width = dweight.shape
         tiles = -(-height // LARGEST_TILE), -(-width // loaded.numbers["block_n"])
         self.launch(
             loaded, min(experts * tiles[0] * tiles[1], self.on.multiprocessors),
             self._weights(loaded, "DWEIGHT", dweight, pair), self._rows(loaded, "A", a), self._rows(loaded, "B", b),
-            self.routing.offsets, experts, *tiles,
+            self.routing.offsets, self.routing.totals, experts, *tiles,
         )  # fmt: skip
         return dweight
+
+    def _gathered(self, tokens: Tokens) -> Tensor:
+        """(rows, hidden): the tokens in the padded order; of the result's gradient once for both kernels."""
+        if self._last is None or self._last[0] != tokens:
+            self._last = None
+            self._last = (
+                tokens,
+                gathered(self.on, tokens.at, tokens.stride, self.like, self.sizes, self.routing),
+            )
+        return self._last[1]
 
     def _loaded(self, step: str, *axes: str) -> Loaded:
         return self.on.kernels[f"fused_moe_{step}_warp_specialized"](

@@ -40,6 +40,7 @@ class Routing(NamedTuple):
     row_token: int  # (tiles * tile_rows,) and its token
     tile_expert: int  # (tiles + 1,) a tile's expert, and how many tiles are used
     offsets: int  # (experts + 1,) the first row of each expert
+    totals: int  # (experts,) the pairs of each
     tiles: int  # at most so many
     tile_rows: int
     memory: Tensor  # what they lie in
@@ -72,7 +73,7 @@ def route(on: OpOn, indices: Tensor, sizes: Sizes, tile_rows: int) -> Routing:
         position, row_pair, row_token, tile_expert, offsets, indices_at, counts, totals, pairs, experts, chunks, tiles,
         sizes.top_k, words, tile_rows,
     )  # fmt: skip
-    return Routing(position, row_pair, row_token, tile_expert, offsets, tiles, tile_rows, memory)
+    return Routing(position, row_pair, row_token, tile_expert, offsets, totals, tiles, tile_rows, memory)
 
 
 def gathered(on: OpOn, at: int, stride: int, like: Tensor, sizes: Sizes, routing: Routing) -> Tensor:
