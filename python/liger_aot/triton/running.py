@@ -229,16 +229,11 @@ def _wrap_runs() -> None:
     process."""
     from triton.runtime.jit import JITFunction
 
-    from liger_aot.runtime import devices
     from liger_aot.triton import repeated
 
-    if devices.backend() == "cuda":
-        if not hasattr(JITFunction.run, "_liger_aot_repeats"):
-            JITFunction.run = repeated.wrapped(JITFunction.run, lambda: _running is not None)
-            JITFunction.run._liger_aot_repeats = JITFunction.run._liger_aot_anew = True
-    elif not hasattr(JITFunction.run, "_liger_aot_anew"):
-        JITFunction.run = anew.wrapped(JITFunction.run, lambda: _running is not None)
-        JITFunction.run._liger_aot_anew = True
+    if not hasattr(JITFunction.run, "_liger_aot_repeats"):
+        JITFunction.run = repeated.wrapped(JITFunction.run, lambda: _running is not None)
+        JITFunction.run._liger_aot_repeats = True
 
 
 def fill(tuner: Any) -> None:
