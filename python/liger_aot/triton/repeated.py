@@ -51,9 +51,8 @@ class _Calls:
         self.names = tuple(param.name for param in fn.params)
         parameters = list(fn.signature.parameters.values())
         has_default = [p.default is not p.empty for p in parameters]
-        self.places = {name: i for i, name in enumerate(self.names)}
-        for option in _options():
-            self.places.setdefault(option, len(self.places))
+        options = {option: place for place, option in enumerate(_options(), len(self.names))}
+        self.places = options | {name: place for place, name in enumerate(self.names)}
         self.flags = bytes(
             _IS_CONSTANT * bool(param.is_constexpr) + _HAS_DEFAULT * default
             for param, default in zip(fn.params, has_default, strict=True)
@@ -64,7 +63,7 @@ class _Calls:
         self.without_key = 0
         if (
             any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
-            or len(self.places) > _MOST_PLACES
+            or len(self.names) + len(options) > _MOST_PLACES
         ):
             self.call_key = _no_key
         self.known: dict[tuple[int, bytes, bytes], _Known] = {}
