@@ -118,3 +118,15 @@ def sm90(recording: Path) -> Packed:
 def gfx942(recording: Path) -> Packed:
     """From what was recorded for sm90. One kernel asks for clusters, which no AMD GPU has: exit code 1."""
     return pack(recording, "gfx942", code=1)
+
+
+@pytest.fixture(scope="session")
+def made_in_calls_recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels that functions make when they are called, recorded for sm90."""
+    return record(tmp_path_factory.mktemp("made"), "-m", "tests.triton_packs.project.made_in_calls")
+
+
+@pytest.fixture(scope="session")
+def made_in_calls_sm90(made_in_calls_recording: Path) -> Packed:
+    """One of them has a variable that can't be written down: exit code 1."""
+    return pack(made_in_calls_recording, "sm90", code=1)

@@ -1,4 +1,5 @@
-"""What a launch costs the host, through Triton's own driver and through ours: python -m tests.triton_packs.launch_cost.
+"""What a launch costs the host, through Triton's own driver and through ours: python -m tests.triton_packs.launch_cost,
+with "hip" behind it for AMD GPUs.
 
 Both run on the stand-in driver, which does next to nothing, so that what is left is Triton's Python, the launcher and
 what it asks of the driver. Triton's driver is compiled for it with the machine's compiler. Prints microseconds of CPU
@@ -8,6 +9,7 @@ time a launch, the best of several rounds.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests.triton_packs import run_kernels as kernels
 from tests.triton_packs.run_like_triton import Kept, forget, launches, start
 
 ROUNDS, LAUNCHES = 7, 3000
+LIBRARIES = {"cuda": "libcuda.so.1", "hip": "libamdhip64.so"}
 MEASURED = ("plain", "types", "descriptors")
 
 
@@ -38,14 +41,13 @@ def cost(launch: Callable[[], Any]) -> float:
     return best / LAUNCHES * 1e6
 
 
-def main(folder: Path) -> None:
-    stand_in, own = start(
-        str(build_stand_in(folder, name="libcuda.so.1")), str(build_launcher(folder)), "cuda"
-    )
+def main(folder: Path, backend: str) -> None:
+    library = build_stand_in(folder, name=LIBRARIES[backend])
+    stand_in, own = start(str(library), str(build_launcher(folder)), backend)
     from triton.runtime import driver
 
     found = {
-        name: (launch, Kept(folder / name, "cuda", launch, more)) for name, launch, more in launches("cuda")
+        name: (launch, Kept(folder / name, backend, launch, more)) for name, launch, more in launches(backend)
     }
     stand_in.log_calls(False)
     costs: dict[str, list[float]] = {name: [] for name in MEASURED}
@@ -96,4 +98,4 @@ def _launcher_alone() -> float:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as made:
-        main(Path(made))
+        main(Path(made), *(sys.argv[1:] or ["cuda"]))

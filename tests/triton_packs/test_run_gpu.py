@@ -16,7 +16,7 @@ import liger_aot.triton
 from liger_aot.errors import KernelNotInPack
 from liger_aot.triton.packs import NAMESPACE, OVERRIDE
 from tests.triton_packs.conftest import Packed
-from tests.triton_packs.project import kernels, program
+from tests.triton_packs.project import kernels, made_in_calls, program
 
 pytestmark = pytest.mark.gpu
 
@@ -171,3 +171,37 @@ def test_launches_like_one_before(packed: None) -> None:
         assert torch.equal(out[:n], (x + 0.5 * y)[:n]) and not out[n:].any()
     with pytest.raises(KernelNotInPack, match="n is i32 divisible by 16, there i32"):
         kernels.add[(4,)](x, y, out, 992, 0.5, BLOCK=256)
+
+
+def test_kernels_that_are_made_when_functions_are_called(
+    packed: None, made_in_calls_sm90: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made anew each time: the bits of those compiled in place, each binary loaded once, also into a CUDA graph. In
+    place without Triton's cache, which takes kernels over two dtypes for one."""
+    with ZipFile(made_in_calls_sm90.wheel) as files:
+        files.extractall(tmp_path / "made")
+    monkeypatch.setenv(OVERRIDE, str(tmp_path / "made" / NAMESPACE))
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    compiled = made_in_calls.launch_all(1000, objects=False)
+    torch.cuda.synchronize()
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))[:1000]
+    liger_aot.triton.use("small", missing="error")
+    for _ in range(3):
+        from_pack = made_in_calls.launch_all(1000, objects=False)
+        torch.cuda.synchronize()
+        assert liger_aot.triton.status().loaded == 7
+        for name, wanted in compiled.items():
+            assert torch.equal(from_pack[name], wanted), name
+            # one rounding where product and sum are fused, two where not
+            right = made_in_calls.expected(name, x)
+            torch.testing.assert_close(wanted[:1000].cpu(), right, rtol=2.0**-22, atol=2.0**-22, msg=name)
+    given, out = x.cuda(), torch.zeros(1024, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made_in_calls.rounded(given, out, 1000, made_in_calls.tl.bfloat16)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, compiled["cast bf16"])
+    with pytest.raises(KernelNotInPack, match=r"it reads BY, which is 3.0, was"):
+        made_in_calls.Scale(3.0)(given, out, 1000)

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import liger_aot.triton
 from liger_aot.errors import DriverError, KernelNotInPack, PackDamaged, PackNotFound
+from liger_aot.triton import anew
 from liger_aot.triton.driver import FLAGS
 from liger_aot.triton.packs import OVERRIDE
 from tests.harness.stand_in import StandIn
@@ -36,6 +37,7 @@ def fresh_kernels() -> None:
         if isinstance(fn, triton.JITFunction):
             fn.device_caches.clear()
             fn.pre_run_hooks.clear()
+            fn.__dict__.pop(anew.CALLS, None)
 
 
 def forget_hashes() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,50 @@ def test_the_second_launch_is_as_the_first(
     assert first == second
 
 
+@pytest.mark.parametrize("name", [name for name, _, _ in launches("hip")])
+def test_the_second_launch_on_amd(
+    tmp_path: Path, triton_amd_gpu: StandIn, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ((launch, more),) = ((launch, more) for found, launch, more in launches("hip") if found == name)
+    liger_aot.triton.use(missing="compile")
+    write_pack(tmp_path, [(wanted(launch), {"symbol": "kernel", **more})], arch="gfx942")
+    monkeypatch.setenv(OVERRIDE, str(tmp_path))
+    liger_aot.triton.use()
+    launch()
+    asked = by_triton(monkeypatch)
+    launch()
+    assert bool(asked) == (name in ASKED_AGAIN)
+    first, second = (asdict(record) for record in triton_amd_gpu.launches())
+    assert first == second
+
+
+def test_a_tensor_in_larger_memory_on_amd(
+    tmp_path: Path, triton_amd_gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the binary for any size, before and after others; so do all where the setting says so."""
+    small, (large, part, _) = torch.zeros(64), in_large_memory()
+    small = small.to(torch.int8)
+    liger_aot.triton.use(missing="compile")
+    misses = [(wanted(lambda x=x: scaled[(1,)](x)), {}) for x in (small, large)]
+    write_pack(tmp_path, misses, arch="gfx942")
+    monkeypatch.setenv(OVERRIDE, str(tmp_path))
+    liger_aot.triton.use()
+    for x in (small, large, part, small, large):
+        scaled[(1,)](x)
+    monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", False)
+    for x in (small, large):
+        scaled[(1,)](x)
+    names = [record.name for record in triton_amd_gpu.launches()]
+    assert names == ["k0", "k1", "k1", "k0", "k1", "k1", "k1"]
+
+
+@cache
+def in_large_memory() -> tuple[torch.Tensor, ...]:
+    """Tensors in memory of 2 GiB, less one byte and less; no page of it is touched."""
+    bytes_ = torch.empty(2**31, dtype=torch.int8)
+    return bytes_, bytes_[:16], torch.empty(2**31 - 1, dtype=torch.int8)[:16]
+
+
 def values() -> Iterator[Any]:
     """What arguments may be."""
     x = torch.zeros(64)
@@ -110,15 +155,19 @@ def values() -> Iterator[Any]:
         x.bool(),
         torch.nn.Parameter(x),
         x.view(8, 8).t(),
+        *in_large_memory(),
     )
     yield from (None, True, False, 0.0, -0.0, 1.0, 2.5, float("inf"))
     yield from (0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31, -(2**31), 2**33, 2**63 - 1, 2**63, 2**64 - 16)
     yield from ("ieee", "tf32", "", tl.float32, tl.bfloat16, torch.float32, (1, 2), kernels.double, SCALE)
 
 
+@pytest.mark.parametrize("gpu", ["triton_gpu", "triton_amd_gpu"])
 @pytest.mark.parametrize("fn", [every_kind, less_specialised], ids=lambda fn: fn.fn.__name__)
-def test_equal_keys_are_the_same_kernel(fn: Any, triton_gpu: StandIn) -> None:
+def test_equal_keys_are_the_same_kernel(fn: Any, gpu: str, request: pytest.FixtureRequest) -> None:
     """By what Triton looks its kernels up by, for calls of random arguments."""
+    request.getfixturevalue(gpu)
+    on_amd = gpu == "triton_amd_gpu"
     from triton.runtime.jit import compute_cache_key
 
     liger_aot.triton.use(missing="compile")
@@ -143,6 +192,8 @@ def test_equal_keys_are_the_same_kernel(fn: Any, triton_gpu: StandIn) -> None:
             without += 1
             continue
         key, bound = found
+        assert calls.by_size == on_amd
+        key += calls.sizes(bound) if on_amd else b""
         theirs = compute_cache_key(keys, specialization, found_options)
         again += key in seen
         assert seen.setdefault(key, theirs) == theirs, (args, kwargs)

@@ -9,8 +9,7 @@ Each launch looks whether the variables are still what they were.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -76,18 +75,6 @@ def compiled(fn: Any) -> None:
     seen = fn.__dict__.get(SEEN)
     if seen is not None and seen.alike is not None:
         seen.alike.hashed = fn
-
-
-def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
-    """``JITFunction.run``, for functions that are made anew. ``active`` says whether packs are in use."""
-
-    @wraps(plain)
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if active() and (seen := self.__dict__.get(SEEN, NEW)) is not None:
-            before_launch(self, seen)
-        return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-    return run
 
 
 def _take(fn: Any) -> None:

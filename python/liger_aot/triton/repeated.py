@@ -2,17 +2,20 @@
 
 ``JITFunction.run`` binds a call's arguments, finds what each is specialised for and makes a text of it that it looks
 the kernel up by: most of what a launch costs the host. Here a call is compared with those before in C, by what Triton's
-choice depends on, and takes the kernel that the call before got. Whatever is out of the ordinary is left to Triton's
-``run``: arguments of other kinds, hooks, debugging, a cache that was cleared, an AMD GPU (whose specialisation
-looks at the size of memory, too).
+choice depends on, and takes the kernel that the call before got. For AMD GPUs that is also the size of the memory that
+tensors lie in, which is asked of torch. Whatever is out of the ordinary is left to Triton's ``run``: arguments of other
+kinds, hooks, debugging, a cache that was cleared.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, wraps
-from inspect import Parameter
 from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
 
 from liger_aot.runtime import devices
 from liger_aot.runtime.remembered import remember
@@ -20,8 +23,10 @@ from liger_aot.triton.anew import CALLS, NEW, SEEN, before_launch
 from liger_aot.triton.seams import option_names
 
 _IS_CONSTANT, _HAS_DEFAULT = 1, 2
+_PLAIN = (Tensor, Parameter)
 _LEFT_TO_TRITON = ("debug", "instrumentation_mode")
 _MOST_PLACES = 250  # a key has a byte for an option's
+_SMALL = 2**31 - 1  # bytes that a 32-bit offset reaches
 _TRIED = 16  # calls without a key after which a function is left to Triton
 
 
@@ -38,28 +43,41 @@ class _Calls:
     """Of one function: how its arguments are bound, and the calls that it has had."""
 
     def __init__(self, fn: Any) -> None:
+        from triton import knobs
         from triton.language import dtype
 
+        self.amd = knobs.amd
         self.call_key = devices.driver().call_key
         self.names = tuple(param.name for param in fn.params)
         parameters = list(fn.signature.parameters.values())
-        has_default = [p.default is not Parameter.empty for p in parameters]
-        self.places = {name: i for i, name in enumerate(self.names)}
-        for option in _options():
-            self.places.setdefault(option, len(self.places))
+        has_default = [p.default is not p.empty for p in parameters]
+        options = {option: place for place, option in enumerate(_options(), len(self.names))}
+        self.places = options | {name: place for place, name in enumerate(self.names)}
         self.flags = bytes(
             _IS_CONSTANT * bool(param.is_constexpr) + _HAS_DEFAULT * default
             for param, default in zip(fn.params, has_default, strict=True)
         )
         self.defaults = tuple(p.default if d else None for p, d in zip(parameters, has_default, strict=True))
         self.dtype = dtype
+        self.by_size = devices.backend() == "hip"
         self.without_key = 0
         if (
-            any(p.kind is not Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
-            or len(self.places) > _MOST_PLACES
+            any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+            or len(self.names) + len(options) > _MOST_PLACES
         ):
             self.call_key = _no_key
-        self.known: dict[tuple[int, bytes], _Known] = {}
+        self.known: dict[tuple[int, bytes, bytes], _Known] = {}
+
+    def sizes(self, values: tuple[Any, ...]) -> bytes | None:
+        """Which of a call's tensors lie in less than 2 GiB, as Triton's AMD backend asks it; None where it is to be
+        asked itself."""
+        found = b"+" if self.amd.use_buffer_ops else b"-"
+        for value in values:
+            if isinstance(value, Tensor):
+                if type(value) not in _PLAIN and hasattr(value, "ptr_range"):
+                    return None
+                found += b"s" if value.untyped_storage().size() <= _SMALL else b"l"
+        return found
 
 
 def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
@@ -96,18 +114,19 @@ def wrapped(plain: Callable[..., Any], active: Callable[[], bool]) -> Any:
         if calls is None:
             calls = self.__dict__.setdefault(CALLS, _Calls(self))
         found = calls.call_key(calls.places, calls.flags, calls.defaults, calls.dtype, args, kwargs)
-        if found is None:
+        sizes = b"" if not calls.by_size or found is None else calls.sizes(found[1])
+        if found is None or sizes is None:
             calls.without_key += 1
             if calls.without_key >= _TRIED and not calls.known:
                 calls.call_key = _no_key  # all its calls have an argument that is Triton's to judge
             return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
         key, values = found
         device = driver.active.get_current_device()
-        known = calls.known.get((device, key))
+        known = calls.known.get((device, key, sizes))
         if known is None:
             kernel = plain(self, *args, grid=grid, warmup=warmup, **kwargs)
             if type(kernel) is PackedKernel:
-                _remember(calls, self, device, key, kernel, values)
+                _remember(calls, self, (device, key, sizes), kernel, values)
             return kernel
         kernel = known.kernel
         if self.device_caches[device][0] is not known.cache or known.cache.get(known.key) is not kernel:
@@ -139,10 +158,12 @@ def _no_key(*arguments: Any) -> None:
     """For functions whose arguments are bound in other ways."""
 
 
-def _remember(calls: _Calls, fn: Any, device: int, key: bytes, kernel: Any, values: tuple[Any, ...]) -> None:
-    cache = fn.device_caches[device][0]
+def _remember(
+    calls: _Calls, fn: Any, key: tuple[int, bytes, bytes], kernel: Any, values: tuple[Any, ...]
+) -> None:
+    cache = fn.device_caches[key[0]][0]
     names = [name for name, known in tuple(cache.items()) if known is kernel]
     if len(names) != 1 or kernel.function is None:
         return
     constants = tuple(v for v, flag in zip(values, calls.flags, strict=True) if flag & _IS_CONSTANT)
-    remember(calls.known, (device, key), _Known(kernel, cache, names[0], constants))
+    remember(calls.known, key, _Known(kernel, cache, names[0], constants))

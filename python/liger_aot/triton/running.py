@@ -164,6 +164,7 @@ def use(*names: str, missing: str = ERROR) -> None:
         driver.set_active(pack_driver())
         _wrap_tuners()
         _wrap_runs()
+        _wrap_binders()
         seams.on_miss(_find)
         _running = running
 
@@ -229,16 +230,36 @@ def _wrap_runs() -> None:
     process."""
     from triton.runtime.jit import JITFunction
 
-    from liger_aot.runtime import devices
     from liger_aot.triton import repeated
 
-    if devices.backend() == "cuda":
-        if not hasattr(JITFunction.run, "_liger_aot_repeats"):
-            JITFunction.run = repeated.wrapped(JITFunction.run, lambda: _running is not None)
-            JITFunction.run._liger_aot_repeats = JITFunction.run._liger_aot_anew = True
-    elif not hasattr(JITFunction.run, "_liger_aot_anew"):
-        JITFunction.run = anew.wrapped(JITFunction.run, lambda: _running is not None)
-        JITFunction.run._liger_aot_anew = True
+    if not hasattr(JITFunction.run, "_liger_aot_repeats"):
+        JITFunction.run = repeated.wrapped(JITFunction.run, lambda: _running is not None)
+        JITFunction.run._liger_aot_repeats = True
+
+
+def _wrap_binders() -> None:
+    """Have functions do without the one that Triton makes to bind their arguments, as long as few calls need it; once
+    a process."""
+    import triton
+    from triton.runtime import jit
+
+    from liger_aot.triton import binder
+
+    make = jit.create_function_from_signature
+    if (
+        hasattr(make, "_liger_aot_binds")
+        or ".".join(triton.__version__.split(".")[:2]) not in binder.VERSIONS
+    ):
+        return
+
+    @wraps(make)
+    def later(signature: Any, params: Any, backend: Any) -> Any:
+        if _running is None:
+            return make(signature, params, backend)
+        return binder.Binder(make, signature, params, backend)
+
+    later._liger_aot_binds = True  # type: ignore[attr-defined]
+    jit.create_function_from_signature = later
 
 
 def fill(tuner: Any) -> None:

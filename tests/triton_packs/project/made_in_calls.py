@@ -114,6 +114,21 @@ def launch_all(n: int = 1000, device: str = "cuda", objects: bool = True) -> dic
     return made
 
 
+def expected(name: str, x: torch.Tensor) -> torch.Tensor:
+    """What one of these has written, where ``x`` is what they read."""
+    kind, _, rest = name.partition(" ")
+    if kind == "scaled":
+        return x * float(rest) + 1
+    if kind == "cast":
+        return x.to(torch.float16 if rest == "fp16" else torch.bfloat16).float()
+    power, operator = rest.split()
+    y = x.clamp(min=0) if operator == "maximum" else x.clamp(max=0)
+    result = y
+    for _ in range(int(power) - 1):
+        result = result * y
+    return result + 2 * int(power)
+
+
 if __name__ == "__main__":
     from tests.triton_packs.project import made_in_calls
 
