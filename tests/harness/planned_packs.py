@@ -170,6 +170,6 @@ def _placeholder(variant: Variant, profile: Profile) -> Audited:
         accumulator_registers=0, scalar_registers=0, granted_registers=0, granted_scalars=0, spilled_registers=0,
         local_bytes=0, static_shared=0, shared_granule=1, shared_reserved=0, max_threads=arch.threads_per_block,
         wave_size=arch.warp_size, parameters=(), parameter_bytes=0, parameter_offset=0, matrix={},
-        register_budgets=(), waits=False,
+        register_budgets=(), before_wait=None,
     )  # fmt: skip
     return Audited(variant, compiled, facts, warps * arch.warp_size, 1)

@@ -9,7 +9,9 @@ import torch
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.differentiable import Tensors
+from tests.conftest import built_pack
 from tests.harness.op_tests import BF16, FP16, FP32, Case, Draw, OpTests
+from tests.harness.recording import recorded
 
 GATE = torch.ones(2, 8)
 
@@ -44,6 +46,17 @@ class GatedTests(OpTests):
     ) -> Case | None:
         """The forward's n counts the elements of all rows."""
         return super().table_case(kernel, dtypes, n, aligned, 1 if kernel.endswith("_forward") else rows)
+
+    def test_rows_shorter_than_a_block(self) -> None:
+        """Packed, they take the table's last row: a block of twice their columns would be half idle."""
+        kernel, rows = f"{self.op_class.name}_forward", 2000
+        for columns, packed, wanted in ((1024, True, 1024), (2048, True, 2048), (1024, False, 2048)):
+            op, made = recorded(self.op_class, built_pack("sm90"))
+            gate = torch.empty(rows, columns * (1 + packed), dtype=BF16)
+            op(gate) if packed else op(gate, gate)
+            (driver,) = (driver for driver in made if kernel in driver.loaded)
+            assert driver.loaded[kernel].numbers["block"] == wanted  # of what was loaded last
+            assert driver.launches[kernel][0] == rows * columns // wanted
 
     def tensors(self, case: Case, draw: Draw) -> Tensors:
         gate = draw.rows(*case.shape).mul_(case.get("size", 2.0))

@@ -14,10 +14,13 @@ from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.op import Problem, check_rows, check_same_device, check_tensor
 from liger_aot.runtime.layout import rows_of
 
+MOST = 1 << 62  # elements, of which a table's last row is for as many as there are
+
 
 class GatedActivation(DifferentiableOp):
     """Base of ``swiglu`` and ``geglu``. Their kernels are ``<name>_forward`` and ``<name>_backward``; settings, all
-    integers, follow the other arguments of both. The forward's tables are by the number of elements."""
+    integers, follow the other arguments of both. The forward's tables are by the number of elements; rows that do not
+    follow each other and are shorter than a block take the last row of a table, whose blocks are short."""
 
     tensors = ("gate", "up?")
 
@@ -70,6 +73,8 @@ class GatedActivation(DifferentiableOp):
         aligned = not (y_at | gate_at | up_at | gate_stride | up_stride | n) & 15
         kernel = on.kernels[f"{self.name}_forward"]
         loaded = kernel.recent.get((dtype, aligned, size)) or kernel((dtype, aligned), size)
+        if n < loaded.block and rows > 1:  # a row would fill a part of its block
+            loaded = kernel.recent.get((dtype, aligned, MOST)) or kernel((dtype, aligned), MOST)
         blocks = -(-n // loaded.block)
         device = on.device
         loaded.launch(
