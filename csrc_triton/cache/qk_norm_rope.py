@@ -122,7 +122,6 @@ def norm_and_rotate(
 ):  # fmt: skip
     """A row is one head of one token: of q or k in the first ``programs`` programs, of v, which is only stored in the
     cache, in those after them. ``slot_tokens``: the tokens that have a slot, 0 without a cache."""
-    rows = begin(rows, PDL)
     to = Layout(cache_page, cache_row, cache_head, scale_page, scale_row, scale_head, dynamic)
     program = tl.program_id(0)
     if program < programs:
@@ -139,8 +138,9 @@ def norm_and_rotate(
         is_k = head >= q_heads
         k_head = tl.maximum(head - q_heads, 0)
         has_slot = inside & is_k & (token < slot_tokens)
-        low, high = slots_of(SLOTS, token, has_slot, slot_words)
         at = token.to(tl.int64) * qkv_token + tl.where(is_k, k_first + k_head * dim, head * q_head)
+        slot_words = begin(slot_words, PDL)
+        low, high = slots_of(SLOTS, token, has_slot, slot_words)
         a, b = load_pairs(QKV, at, half, inside, INTERLEAVED, ROWS, HALF)
         angles, known = table_rows(IDS, token, inside, n_table, id_words)
         angles *= table_row
@@ -199,23 +199,24 @@ def norm_and_rotate(
     else:
         cache_values(
             QKV + v_first, VALUE_CACHE, V_SCALE, SLOTS, FLAG, program - programs, qkv_token, kv_heads, slot_tokens,
-            slot_words, slots, page_size, dim, to, ROWS, 2 * HALF,
+            slot_words, slots, page_size, dim, to, ROWS, 2 * HALF, PDL,
         )  # fmt: skip
 
 
 @triton.jit
 def cache_values(
     V, VALUE_CACHE, V_SCALE, SLOTS, FLAG, program, v_token, kv_heads, slot_tokens, slot_words, slots, page_size, dim,
-    to, ROWS: tl.constexpr, D: tl.constexpr,
+    to, ROWS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of v into the cache."""
     row = program * ROWS + tl.arange(0, ROWS)
     token = divide_by(row, kv_heads)
     head = row - token * kv_heads
     inside = token < slot_tokens
-    low, high = slots_of(SLOTS, token, inside, slot_words)
     cols = tl.arange(0, D)
     at = token.to(tl.int64) * v_token + head * dim
+    slot_words = begin(slot_words, PDL)
+    low, high = slots_of(SLOTS, token, inside, slot_words)
     v = tl.load(V + at[:, None] + cols[None, :], mask=inside[:, None] & (cols < dim)[None, :], other=0.0)
     place = place_of(low, high, FLAG, inside, slots, page_size)
     mask = place.known[:, None] & (cols < dim)[None, :]

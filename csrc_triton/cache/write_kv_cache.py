@@ -53,19 +53,18 @@ def write(
     ROWS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row is one head of one token, of both."""
-    rows = begin(rows, PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     token = divide_by(row, heads)
     head = row - token * heads
     cols = tl.arange(0, D)
+    k_at = token.to(tl.int64) * key_token + head * key_head
+    v_at = token.to(tl.int64) * value_token + head * value_head
+    slot_words = begin(slot_words, PDL)
     low, high = slots_of(SLOTS, token, inside, slot_words)
-    token = token.to(tl.int64)
     read = inside[:, None] & (cols < dim)[None, :]  # whatever the slot: it is not waited for
-    k = tl.load(KEY + (token * key_token + head * key_head)[:, None] + cols[None, :], mask=read, other=0.0)
-    v = tl.load(
-        VALUE + (token * value_token + head * value_head)[:, None] + cols[None, :], mask=read, other=0.0
-    )
+    k = tl.load(KEY + k_at[:, None] + cols[None, :], mask=read, other=0.0)
+    v = tl.load(VALUE + v_at[:, None] + cols[None, :], mask=read, other=0.0)
     place = place_of(low, high, FLAG, inside, slots, page_size)
     to = Layout(cache_page, cache_row, cache_head, scale_page, scale_row, scale_head, dynamic)
     mask = place.known[:, None] & (cols < dim)[None, :]

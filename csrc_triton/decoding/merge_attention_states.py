@@ -6,7 +6,7 @@ Milakov and Gimelshein, Online normalizer calculation for softmax (2018); vLLM's
 import triton
 import triton.language as tl
 
-from csrc_triton.common.pdl import launch_dependents, wait_for_previous
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.decoding.split_kv import divide
 
 STATES = {"OUT_A": "*dtype", "OUT_B": "*dtype"}
@@ -46,9 +46,6 @@ def merge(
 ):  # fmt: skip
     """ROWS tokens of one head, whose log-sum-exps lie together; columns come BLOCK at a time. Programs that follow each
     other have the same tokens' heads."""
-    if PDL:
-        heads = wait_for_previous(heads)
-        launch_dependents()
     blocks = tl.cdiv(tokens, ROWS)  # of a batch
     block = divide(tl.program_id(0), heads)
     head = (tl.program_id(0) - block * heads).to(tl.int64)
@@ -58,6 +55,7 @@ def merge(
     inside = token < tokens
     row = (batch * tokens + token) * heads + head
     token = token.to(tl.int64)
+    begin(heads, PDL)
     lse_a = lse_of(LSE_A + (batch * lse_a_batch + head * lse_a_head) + token * lse_a_token, inside)
     lse_b = lse_of(LSE_B + (batch * lse_b_batch + head * lse_b_head) + token * lse_b_token, inside)
     top = tl.maximum(lse_a, lse_b, propagate_nan=tl.PropagateNan.ALL)

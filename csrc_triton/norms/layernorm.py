@@ -184,10 +184,11 @@ def forward_in_registers(
 ):  # fmt: skip
     """One row of at most BLOCKS * BLOCK columns a program, held in registers. For few rows, where a program has a
     multiprocessor to itself: all loads are in flight together, those of weight and bias too. No vectors of kind 2."""
-    row = begin(tl.program_id(0), PDL).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     X += row * x_stride
     Y += row * y_stride
     block = tl.arange(0, BLOCK)
+    store_stats = begin(store_stats, PDL)
     xs, ws, bs = (), (), ()
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block

@@ -201,10 +201,11 @@ def forward_in_registers(
     """One row of at most BLOCKS * BLOCK columns a program, held in registers. For few rows, where a program has a
     multiprocessor to itself: all loads are in flight together, the weight's too."""
     dtype: tl.constexpr = X.dtype.element_ty
-    row = begin(tl.program_id(0), PDL).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     X += row * x_stride
     Y += row * y_stride
     block = tl.arange(0, BLOCK)
+    store_rstd = begin(store_rstd, PDL)
     xs, ws = (), ()
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
@@ -234,10 +235,11 @@ def forward_split(
     """A row by ``parts`` programs of BLOCK columns, at most PARTS, in two launches: the first writes each part's sum of
     squares; the second, with ``combine``, reads those of all parts and writes y."""
     dtype: tl.constexpr = X.dtype.element_ty
-    program = begin(tl.program_id(0), PDL)
+    program = tl.program_id(0)
     row = (program // parts).to(tl.int64)
     part = program % parts
     cols = part * BLOCK + tl.arange(0, BLOCK)
+    store_rstd = begin(store_rstd, PDL)
     x = tl.load(X + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
     SUMS += row * parts
     if combine == 0:

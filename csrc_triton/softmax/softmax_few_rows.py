@@ -41,10 +41,11 @@ def forward_in_registers(
     Y, X, y_stride, x_stride, n_rows, n_cols, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One row of at most BLOCKS * BLOCK columns a program: all its loads are in flight together."""
-    row = begin(tl.program_id(0), PDL).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     X += row * x_stride
     Y += row * y_stride
     block = tl.arange(0, BLOCK)
+    begin(tl.program_id(0), PDL)
     xs = ()
     for i in tl.static_range(BLOCKS):
         cols = i * BLOCK + block
@@ -70,10 +71,11 @@ def forward_split(
 ):  # fmt: skip
     """A row by ``parts`` programs of BLOCK columns, at most PARTS, in two launches: the first writes each part's
     greatest value and sum of powers; the second, with ``combine``, reads those of all parts and writes y."""
-    program = begin(tl.program_id(0), PDL)
+    program = tl.program_id(0)
     row = (program // parts).to(tl.int64)
     part = program % parts
     cols = part * BLOCK + tl.arange(0, BLOCK)
+    combine = begin(combine, PDL)
     x = tl.load(X + row * x_stride + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
     PEAKS += row * parts
     SUMS += row * parts
