@@ -9,25 +9,30 @@ The peers are torch.compile for just this shape, where --compiled-rows has the n
 kernels, where ``--vllm`` names its shared object (vllm/_C_stable_libtorch.abi3.so of its wheel). Beside them "empty", a
 kernel that does nothing in our grid, and a copy of as many bytes. "floor" is the empty kernel and the time that the
 bytes take at the speed of a copy of 1 GiB. Before it is timed, a provider's result is compared with float64.
+
+``merge FILE`` puts the kinds that another run measured into the kept record.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.environment import RESULTS, folder_name
 from benchmarks.in_graphs import Ready, Result, beside_the_copy, captured, cells, small_error
 from benchmarks.measure import copy_calls, time_device
 from benchmarks.providers import OURS
-from benchmarks.steps import Command
+from benchmarks.steps import Command, measured_again
 
 EPS, CALLS = 1e-6, 50
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
@@ -316,7 +321,17 @@ def line(point: Point, found: Sequence[Result], rate: float) -> str:
     return text if least is None else f"{text}, floor {least:.2f}"
 
 
+def merge(file: Path) -> None:
+    """Put the kinds that a file has into the kept record of its GPU."""
+    found = json.loads(file.read_text())
+    kept = RESULTS / folder_name(found["environment"]["gpu"]) / "steps" / "few_rows.json"
+    kept.write_text(json.dumps(measured_again(json.loads(kept.read_text()), found, "kind"), indent=1) + "\n")
+
+
 def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["merge"]:
+        merge(Path(arguments[1]))
+        return 0
     command = Command("benchmarks.few_rows", __doc__, PROVIDERS)
     command.library("vllm", "vLLM's _C_stable_libtorch.abi3.so")
     command.several("rows", ROWS)

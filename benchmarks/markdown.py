@@ -69,11 +69,15 @@ def made_on(*environments: Mapping[str, Any]) -> str:
 
 def made_in(run: Run) -> str:
     """Where a run was made, and those of its sections that were measured again after it."""
-    sections: dict[str, list[str]] = {}
-    for section, seen in run.again.items():
-        sections.setdefault(made_on(vars(seen)), []).append(section)
-    again = (f"; {' and '.join(names)} measured again on {made}" for made, names in sections.items())
-    return made_on(vars(run.environment)) + "".join(again)
+    return made_on(vars(run.environment)) + made_again({key: vars(seen) for key, seen in run.again.items()})
+
+
+def made_again(environments: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which parts of a run were measured again, and where: the end of a sentence."""
+    parts: dict[str, list[str]] = {}
+    for part, environment in environments.items():
+        parts.setdefault(made_on(environment), []).append(part)
+    return "".join(f"; {' and '.join(names)} measured again on {made}" for made, names in parts.items())
 
 
 def link(path: Path, start: Path = ROOT) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import records, tables
 from benchmarks.environment import ROOT
-from benchmarks.markdown import Gpu, gpus, link, made_in, made_on, table, table_by_gpu
+from benchmarks.markdown import Gpu, gpus, link, made_again, made_in, made_on, table, table_by_gpu
 from benchmarks.providers import COPY, NAMES, label, short_label
 from benchmarks.records import Measurement, Run
 
@@ -634,7 +634,10 @@ def _seconds(r: Result) -> str:
 
 def _source(found: Sequence[Steps], start: Path, module: str) -> str:
     """A sentence: what measured it, where, and the files."""
-    on = ", and on ".join(f"{made_on(one.environment)}: {link(one.path, start)}" for one in found)
+    on = ", and on ".join(
+        f"{made_on(one.environment)}{made_again(one.data.get('again', {}))}: {link(one.path, start)}"
+        for one in found
+    )
     return f"Measured by `python -m benchmarks.{module}` on {on}."
 
 

@@ -128,6 +128,15 @@ class Command:
         return int(any(r.failed and r.provider == OURS for r in results))
 
 
+def measured_again(before: Mapping[str, Any], found: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """A file's content after some of its points, those of some values of the points' field ``part``, were measured
+    again: results of the other values stay, and ``again`` has the environment of each value that was."""
+    parts = sorted({r["point"][part] for r in found["results"]})
+    kept = [r for r in before["results"] if r["point"][part] not in parts]
+    again = {**before.get("again", {}), **dict.fromkeys(parts, found["environment"])}
+    return {**before, "again": again, "results": kept + found["results"]}
+
+
 class File:
     """Written whole after each point: a run that is cut short keeps what it had."""
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from csrc_triton.activations.elementwise import block_of
 from csrc_triton.activations.gated import BACKWARD, BACKWARD_ARGUMENTS, FORWARD, FORWARD_ARGUMENTS
+from csrc_triton.common.pdl_begin import begin
 
 DECLARATION = {
     "op": "geglu",
@@ -62,7 +63,8 @@ def gelu(a, exact):
 def forward(
     Y, GATE, UP, y_stride, gate_stride, up_stride, n, blocks, exact, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    row, first, cols, mask = block_of(n, blocks, BLOCK, PDL)
+    blocks = begin(blocks, PDL)
+    row, first, cols, mask = block_of(n, blocks, BLOCK)
     gate = tl.load(GATE + (row * gate_stride + first) + cols, mask=mask).to(tl.float32)
     up = tl.load(UP + (row * up_stride + first) + cols, mask=mask).to(tl.float32)
     phi, _ = gelu(gate, exact)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import liger_aot
 from benchmarks import few_rows
 from benchmarks.few_rows import KINDS, POINTS, TOLERANCE, Point
 from benchmarks.in_graphs import Result
+from benchmarks.markdown import made_again
 from tests.conftest import built_pack
 from tests.harness.drivers import EmulatorDriver, bound_op
 
@@ -71,3 +75,27 @@ def test_the_floor() -> None:
     assert few_rows.floor(found, SMALL, 2.0 * SMALL.bytes) == 1.5
     assert few_rows.line(SMALL, found, 2.0 * SMALL.bytes).endswith("floor 1.50")
     assert few_rows.floor(found[1:], SMALL, 1.0) is None
+
+
+def test_kinds_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' results stay; the sentence says which were measured again, and when."""
+
+    def record(date: str, us: float, *kinds: str) -> dict[str, Any]:
+        points = [{"kind": kind, "rows": 1, "columns": 64} for kind in kinds]
+        results = [{"point": point, "provider": "liger_aot", "us": us} for point in points]
+        return {"environment": {"gpu": "NVIDIA H200", "date": date}, "results": results}
+
+    kept, file = tmp_path / "h200" / "steps" / "few_rows.json", tmp_path / "new.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps(record("2026-11-01", 2.0, "rope", "softmax", "swiglu")))
+    file.write_text(json.dumps(record("2026-11-02", 1.0, "swiglu", "rope")))
+    monkeypatch.setattr(few_rows, "RESULTS", tmp_path)
+    assert few_rows.main(["merge", str(file)]) == 0
+    found = json.loads(kept.read_text())
+    assert {r["point"]["kind"]: r["us"] for r in found["results"]} == {
+        "softmax": 2.0,
+        "swiglu": 1.0,
+        "rope": 1.0,
+    }
+    assert len(found["results"]) == 3 and found["environment"]["date"] == "2026-11-01"
+    assert made_again(found["again"]) == "; rope and swiglu measured again on one NVIDIA H200 (2026-11-02)"

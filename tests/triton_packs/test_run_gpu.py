@@ -169,7 +169,7 @@ def test_launches_like_one_before(packed: None) -> None:
         out = torch.zeros(1024, device="cuda")
         kernels.add[(4,)](x, y, out, n, 0.5, BLOCK=256)
         assert torch.equal(out[:n], (x + 0.5 * y)[:n]) and not out[n:].any()
-    with pytest.raises(KernelNotInPack, match="n is i32 divisible by 16, there i32"):
+    with pytest.raises(KernelNotInPack, match="n is i32 divisible by 16, in the pack i32"):
         kernels.add[(4,)](x, y, out, 992, 0.5, BLOCK=256)
 
 
