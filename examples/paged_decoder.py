@@ -382,6 +382,7 @@ class Engine:
     def capture(self, size: int, sampled: bool) -> None:
         """The graph of a decoding step of so many sequences."""
         integers, floats = (t.to(self.device) for t in _numbers([], size, self.padding))
+        self.decoder.ops["flash_decoding"].preload(self.device)  # its counters, else made anew in each replay
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
