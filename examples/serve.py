@@ -188,12 +188,13 @@ def serve(decoder: Decoder, load: Load, chunk: int = CHUNK) -> dict[str, float]:
             chunk=chunk,
             clock=time.perf_counter,
         )
-        for warm in (Request([1, 2, 3], 2), Request([1, 2, 3], 2, 1.0, 5, 0.9)):
-            engine.add(warm)
-            engine.run()  # every binary is loaded
         if engine.device.type == "cuda":
-            engine.capture_all()
-            torch.cuda.synchronize()
+            engine.capture_all(load.sampled)
+        how = {"temperature": 1.0, "top_k": 5, "top_p": 0.9} if load.sampled else {}
+        for length in (1, load.prompt[1]):  # every binary is loaded, those of steps without a graph, too
+            for _ in range(min(load.rows, -(-chunk // length))):
+                engine.add(Request([1] * length, 2, **how))
+            engine.run()
         arrivals = Arrivals(load, decoder.embedding.shape[0])
         while arrivals.waiting or engine.busy:
             for request in arrivals.due(load.rows - len(engine.rows) + len(engine.waiting)):
@@ -212,8 +213,8 @@ def step_times(decoder: Decoder, rows: int, length: int) -> dict[str, float]:
         )
         engine.cache.normal_()
         engine.table[:rows] = torch.arange(rows * each).view(rows, each)
-        engine.capture(rows, False)
-        step, at, last = engine.graphs[rows, False], torch.arange(rows), length - 1
+        engine.capture(rows, 0, False)
+        step, at, last = engine.graphs[rows, 0, False], torch.arange(rows), length - 1
         slots = (at * each + last // PAGE) * PAGE + last % PAGE
         others = [torch.full((rows,), value) for value in (last, length, 0, 0)]
         step.integers.copy_(torch.stack([at, slots, *others]))

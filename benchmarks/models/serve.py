@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     command = Command(MODULE, __doc__, PROVIDERS, on_cpu=True)
     add = command.parser.add_argument
     add("--model", choices=serve.MODELS, default="llama3-8b", help="(default: %(default)s)")
-    add("--requests", type=int, default=4, help="for each sequence (default: %(default)s)")
+    add("--requests", type=int, default=2, help="for each sequence (default: %(default)s)")
     command.several("sequences", SEQUENCES)
     command.several("dtypes", DTYPES)
     command.several("lengths", LENGTHS)
