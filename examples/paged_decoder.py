@@ -2,8 +2,8 @@
 
 Requests of any length share the keys' and values' cache by pages. A step reads new requests' prompts, in chunks, and
 advances the sequences that already answer, all in one batch of packed tokens. Steps are CUDA graphs: one for each
-batch size where nothing but answers grow, one for each of some numbers of tokens where prompts are read. Tokens are chosen on the GPU; the host looks at a step's tokens while
-the next one runs. ``examples/serve.py`` runs it.
+batch size where nothing but answers grow, one for each of some numbers of tokens where prompts are read. Tokens are
+chosen on the GPU; the host looks at a step's tokens while the next one runs. ``examples/serve.py`` runs it.
 """
 
 from __future__ import annotations
@@ -393,7 +393,8 @@ class Engine:
     def capture_all(self, sampled: bool) -> None:
         """All graphs of steps in which some sequence is sampled, or none, before the first request."""
         kinds = [(len(self.greedy), t) for t in MIXED] + [(size, 0) for size in self.sizes]
-        for size, tokens in sorted(kinds, key=max, reverse=True):  # the largest one's memory serves the others
+        # the largest one's memory serves the others
+        for size, tokens in sorted(kinds, key=max, reverse=True):
             self.capture(size, tokens, sampled)
 
     def capture(self, size: int, tokens: int, sampled: bool) -> None:
@@ -408,7 +409,8 @@ class Engine:
                 return self._mixed(integers, floats, tokens, sampled)
             return self._decode(integers, floats, sampled)
 
-        for name in ("flash_decoding", "flash_attention_paged"):  # their counters, else made anew in each replay
+        # their counters, else made anew in each replay
+        for name in ("flash_decoding", "flash_attention_paged"):
             self.decoder.ops[name].preload(self.device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -329,8 +329,8 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
         on, numbers, shape.kv_heads, on.multiprocessors // programs if one_wave else MAX_SPLITS
     )
     if call.paged and splits == 1 and not call.settings.splits:
-        # Where all programs run at once, 32 sequences of 96 to 1024 keys in pages of 64 take 5% to 12% less time than by
-        # the split kernel; 256 sequences 2% to 8% more, and pages of 16 are slower (NVIDIA H200).
+        # Where all programs run at once, 32 sequences of 96 to 1024 keys in pages of 64 take 5% to 12% less time than
+        # by the split kernel; 256 sequences 2% to 8% more, and pages of 16 are slower (NVIDIA H200).
         places = numbers["programs_per_multiprocessor"] * on.multiprocessors
         if shape.page_size <= SPLIT_KERNEL_PAGES or programs > places:
             return None
