@@ -222,3 +222,21 @@ def test_many_sequences_are_split_evenly() -> None:
 )
 def test_others_are_not(problem: Problem) -> None:
     assert not any("_persistent" in variant.name for variant, *_ in launches(problem))
+
+
+PAGED = Problem(8, 2, 1, 1024, (200,) * MULTIPROCESSORS, 128, page=64)  # as many programs as fused ones fit
+
+
+@pytest.mark.parametrize(
+    ("problem", "kernel"),
+    [
+        (PAGED, "fused"),
+        (PAGED._replace(page=16), "split"),
+        (PAGED._replace(lengths=(200,) * (MULTIPROCESSORS + 1)), "split"),
+        (PAGED._replace(lengths=(200,) * (MULTIPROCESSORS * 2), capacity=8192), "split"),
+    ],
+)
+def test_many_sequences_of_a_paged_cache_are_not_split(problem: Problem, kernel: str) -> None:
+    """However long the block table lets them be: most are shorter."""
+    ((variant, *_),) = launches(problem)
+    assert variant.name.startswith(f"flash_decoding_{kernel}-")
