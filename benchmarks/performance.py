@@ -796,8 +796,10 @@ def server(gpus: Sequence[Gpu], start: Path) -> str:
         ours = {
             r["point"]["sequences"]: r
             for r in one.data["results"]
-            if r["provider"] == OURS_BY_NAME and r["point"]["dtype"] == "bf16" and not r["failed"]
+            if r["provider"] == OURS_BY_NAME and r["point"]["dtype"] == "bf16" and r["steps"]
         }
+        if not ours:
+            continue
         few, many = min(ours), max(ours)
         length = min(map(int, ours[many]["steps"]))
         shares = []

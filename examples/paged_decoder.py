@@ -1,9 +1,9 @@
 """A paged, continuously batching decoder for Llama and Qwen3, made of liger-aot's ops and matrix products.
 
 Requests of any length share the keys' and values' cache by pages. A step reads new requests' prompts, in chunks, and
-advances the sequences that already answer, all in one batch of packed tokens. Steps are CUDA graphs: one for each
-batch size where nothing but answers grow, one for each of some numbers of tokens where prompts are read. Tokens are
-chosen on the GPU; the host looks at a step's tokens while the next one runs. ``examples/serve.py`` runs it.
+advances the sequences that already answer, all in one batch of packed tokens; a step in which nothing but answers
+grow is a CUDA graph, one for each batch size. Tokens are chosen on the GPU; the host looks at a step's tokens while
+the next one runs. ``examples/serve.py`` runs it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import liger_aot
 
 PAGE = 64  # tokens a page
 PADDING = -1  # the slot of a token that is none: a graph's batch is larger than what is left to do
-# Tokens of the graphs that read prompts; with more, a step takes the GPU longer than launching its kernels the host.
-MIXED = (64, 128, 192, 256, 384, 512)
 
 
 @dataclass(eq=False)
@@ -210,7 +208,7 @@ class Chosen:
 
 @dataclass
 class Step:
-    """A step as a graph: what it reads, which is written before each replay, and what it leaves."""
+    """A decoding step as a graph: what it reads, which is written before each replay, and what it leaves."""
 
     graph: Any
     integers: Tensor
@@ -240,7 +238,7 @@ class Engine:
         self.next_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.greedy = torch.zeros(rows, dtype=torch.float32, device=device)  # temperatures
         self.sizes = [2**i for i in range(rows.bit_length()) if 2**i < rows] + [rows]
-        self.graphs: dict[tuple[int, int, bool], Step] = {}
+        self.graphs: dict[tuple[int, bool], Step] = {}
         self.padding, self.pool = rows, None
 
     def add(self, request: Request) -> None:
@@ -302,19 +300,24 @@ class Engine:
             left -= count
         grown = list(self.decoding)
         steps = [(r, _length(r), 1) for r in grown] + [(r, r.read + count, count) for r, count in parts]
-        sampled = any(r.temperature for r, *_ in steps)
-        read = [t for r, count in parts for t in r.prompt[r.read : r.read + count]]
-        tokens = next((t for t in MIXED if t >= len(grown) + len(read)), 0)
-        integers, floats = _numbers(steps, len(self.greedy) if tokens else 0, self.padding)
-        packed = _packed([-1 - r.row for r in grown] + read, steps, tokens, integers.shape[1])
-        integers = torch.cat((integers.flatten(), packed))
-        if tokens and self.device.type == "cuda":
-            chosen = self._replayed(integers, floats, len(self.greedy), tokens, sampled)
-        else:
-            longest = tokens or max(count for *_, count in steps)
-            chosen = self._mixed(
-                *(t.to(self.device, non_blocking=True) for t in (integers, floats)), longest, sampled
-            )
+        integers, floats = (t.to(self.device, non_blocking=True) for t in _numbers(steps))
+        counts = [count for *_, count in steps]
+        packed = [
+            [t for r, count in parts for t in r.prompt[r.read : r.read + count]],
+            [slot for r, n, count in steps for slot in _slots(r, n - count, n)],
+            [position for _, n, count in steps for position in range(n - count, n)],
+            list(itertools.accumulate(counts, initial=0)),
+        ]
+        flat = torch.tensor([n for part in packed for n in part]).to(self.device, non_blocking=True)
+        read, slots, positions, starts = flat.split([len(part) for part in packed])
+        at = integers[0]
+        batch = Batch(
+            torch.cat((self.next_token[at[: len(grown)]], read)), positions, slots, integers[3].int(),
+            self.table[at], starts.int(), starts[1:] - 1, max(counts),
+        )  # fmt: skip
+        how = self._how(integers, floats, batch.lengths, any(r.temperature for r, *_ in steps))
+        chosen = self._choose(batch, how)
+        self.next_token[at] = chosen
         whole = []
         for request, count in parts:
             request.read += count
@@ -333,34 +336,14 @@ class Engine:
         numbers = _numbers([(r, _length(r), 1) for r in self.decoding], size, self.padding)
         if self.device.type != "cuda":
             return self._launched(self._decode(*numbers, sampled), requests)
-        return self._launched(self._replayed(*numbers, size, 0, sampled), requests)
-
-    def _replayed(self, integers: Tensor, floats: Tensor, size: int, tokens: int, sampled: bool) -> Tensor:
-        """The tokens that a graph chooses from these numbers."""
-        key = size, tokens, sampled
-        if key not in self.graphs:
-            self.capture(*key)
-        step = self.graphs[key]
-        step.integers.copy_(integers, non_blocking=True)
+        if (size, sampled) not in self.graphs:
+            self.capture(size, sampled)
+        step = self.graphs[size, sampled]
+        step.integers.copy_(numbers[0], non_blocking=True)
         if sampled:
-            step.floats.copy_(floats, non_blocking=True)
+            step.floats.copy_(numbers[1], non_blocking=True)
         step.graph.replay()
-        return step.chosen
-
-    def _mixed(self, integers: Tensor, floats: Tensor, longest: int, sampled: bool) -> Tensor:
-        """All of a step with prompts that the GPU does."""
-        size = floats.shape[1]
-        numbers, packed, starts = integers.split((6 * size, integers.shape[0] - 7 * size - 1, size + 1))
-        numbers, starts = numbers.view(6, size), starts.int()
-        read, slots, positions = packed.view(3, -1)
-        at, lengths = numbers[0], numbers[3].int()
-        batch = Batch(
-            torch.where(read < 0, self.next_token[(-1 - read).clamp_min(0)], read), positions, slots, lengths,
-            self.table.index_select(0, at), starts, starts[1:] - 1, longest,
-        )  # fmt: skip
-        chosen = self._choose(batch, self._how(numbers, floats, lengths, sampled))
-        self.next_token.index_copy_(0, at, chosen)
-        return chosen
+        return self._launched(step.chosen, requests)
 
     def _decode(self, integers: Tensor, floats: Tensor, sampled: bool) -> Tensor:
         """All of a decoding step that the GPU does: no host number is in it but the batch's size."""
@@ -391,37 +374,24 @@ class Engine:
         return chosen
 
     def capture_all(self, sampled: bool) -> None:
-        """All graphs of steps in which some sequence is sampled, or none, before the first request."""
-        kinds = [(len(self.greedy), t) for t in MIXED] + [(size, 0) for size in self.sizes]
-        # the largest one's memory serves the others
-        for size, tokens in sorted(kinds, key=max, reverse=True):
-            self.capture(size, tokens, sampled)
+        """The graphs of all batch sizes in which some sequence is sampled, or none, before the first request."""
+        for size in reversed(self.sizes):  # the largest one's memory is then there for the others
+            self.capture(size, sampled)
 
-    def capture(self, size: int, tokens: int, sampled: bool) -> None:
-        """The graph of a step of so many sequences: decoding, or of so many tokens, prompts' among them."""
-        integers, floats = _numbers([], size, self.padding)
-        if tokens:
-            integers = torch.cat((integers.flatten(), _packed([], [], tokens, size)))
-        integers, floats = integers.to(self.device), floats.to(self.device)
-
-        def work() -> Tensor:
-            if tokens:
-                return self._mixed(integers, floats, tokens, sampled)
-            return self._decode(integers, floats, sampled)
-
-        # their counters, else made anew in each replay
-        for name in ("flash_decoding", "flash_attention_paged"):
-            self.decoder.ops[name].preload(self.device)
+    def capture(self, size: int, sampled: bool) -> None:
+        """The graph of a decoding step of so many sequences."""
+        integers, floats = (t.to(self.device) for t in _numbers([], size, self.padding))
+        self.decoder.ops["flash_decoding"].preload(self.device)  # its counters, else made anew in each replay
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()  # loads what it launches; padding alone changes nothing
+            self._decode(integers, floats, sampled)  # loads what it launches; padding alone changes nothing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            chosen = work()
+            chosen = self._decode(integers, floats, sampled)
         self.pool = self.pool or graph.pool()  # one after the other they need no memory of their own
-        self.graphs[size, tokens, sampled] = Step(graph, integers, floats, chosen)
+        self.graphs[size, sampled] = Step(graph, integers, floats, chosen)
 
     def _launched(
         self, chosen: Tensor, requests: list[Request | None]
@@ -483,15 +453,3 @@ def _numbers(
     ] * missing
     floats = [(r.temperature, r.top_p) for r, *_ in steps] + [(0.0, 1.0)] * missing
     return torch.tensor(columns).t().contiguous(), torch.tensor(floats).t().contiguous()
-
-
-def _packed(read: Sequence[int], steps: Sequence[tuple[Request, int, int]], tokens: int, size: int) -> Tensor:
-    """What a step with prompts reads of each token, on the host: the token, or -1 - the row whose last choice it is;
-    its slot and position, each of at least ``tokens``; and where each of ``size`` sequences begins."""
-    missing = max(tokens - len(read), 0)
-    slots = [slot for r, n, count in steps for slot in _slots(r, n - count, n)]
-    positions = [position for _, n, count in steps for position in range(n - count, n)]
-    starts = list(itertools.accumulate((count for *_, count in steps), initial=0))
-    starts += [starts[-1]] * (size + 1 - len(starts))
-    padding = [0] * missing
-    return torch.tensor([*read, *padding, *slots, *[PADDING] * missing, *positions, *padding, *starts])

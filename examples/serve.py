@@ -191,7 +191,7 @@ def serve(decoder: Decoder, load: Load, chunk: int = CHUNK) -> dict[str, float]:
         if engine.device.type == "cuda":
             engine.capture_all(load.sampled)
         how = {"temperature": 1.0, "top_k": 5, "top_p": 0.9} if load.sampled else {}
-        for length in (1, load.prompt[1]):  # every binary is loaded, those of steps without a graph, too
+        for length in (1, load.prompt[1]):  # every binary is loaded, prompts' too
             for _ in range(min(load.rows, -(-chunk // length))):
                 engine.add(Request([1] * length, 2, **how))
             engine.run()
@@ -213,8 +213,8 @@ def step_times(decoder: Decoder, rows: int, length: int) -> dict[str, float]:
         )
         engine.cache.normal_()
         engine.table[:rows] = torch.arange(rows * each).view(rows, each)
-        engine.capture(rows, 0, False)
-        step, at, last = engine.graphs[rows, 0, False], torch.arange(rows), length - 1
+        engine.capture(rows, False)
+        step, at, last = engine.graphs[rows, False], torch.arange(rows), length - 1
         slots = (at * each + last // PAGE) * PAGE + last % PAGE
         others = [torch.full((rows,), value) for value in (last, length, 0, 0)]
         step.integers.copy_(torch.stack([at, slots, *others]))

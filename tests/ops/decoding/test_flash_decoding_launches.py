@@ -224,19 +224,24 @@ def test_others_are_not(problem: Problem) -> None:
     assert not any("_persistent" in variant.name for variant, *_ in launches(problem))
 
 
-PAGED = Problem(8, 2, 1, 1024, (200,) * MULTIPROCESSORS, 128, page=64)  # as many programs as fused ones fit
+def of_many(count: int, capacity: int, page: int = 64, dim: int = 128) -> Problem:
+    return Problem(8, 2, 1, capacity, (200,) * count, dim, page=page)
 
 
 @pytest.mark.parametrize(
-    ("problem", "kernel"),
+    ("problem", "kernels"),
     [
-        (PAGED, "fused"),
-        (PAGED._replace(page=16), "split"),
-        (PAGED._replace(lengths=(200,) * (MULTIPROCESSORS + 1)), "split"),
-        (PAGED._replace(lengths=(200,) * (MULTIPROCESSORS * 2), capacity=8192), "split"),
+        (of_many(MULTIPROCESSORS, 1024), ["fused"]),  # its programs all run at once
+        (of_many(MULTIPROCESSORS, 1024, page=16), ["fused"]),
+        (of_many(MULTIPROCESSORS, 1024, dim=64), ["split"]),
+        (of_many(MULTIPROCESSORS + 1, 256), ["split"]),
+        (
+            of_many(7 * MULTIPROCESSORS, 2048),
+            ["split"],
+        ),  # room for as many keys, of which most sequences have few
+        (of_many(7 * MULTIPROCESSORS, 4096), ["split", "combine"]),
     ],
 )
-def test_many_sequences_of_a_paged_cache_are_not_split(problem: Problem, kernel: str) -> None:
-    """However long the block table lets them be: most are shorter."""
-    ((variant, *_),) = launches(problem)
-    assert variant.name.startswith(f"flash_decoding_{kernel}-")
+def test_many_sequences_of_a_paged_cache(problem: Problem, kernels: list[str]) -> None:
+    launched = [variant.name.split("-")[0] for variant, *_ in launches(problem)]
+    assert launched == [f"flash_decoding_{kernel}" for kernel in kernels]

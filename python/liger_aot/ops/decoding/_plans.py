@@ -28,7 +28,8 @@ MAX_PRODUCT = (1 << 31) - 1  # blocks times the workers that split them, in the 
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
 RECIPROCAL = 1 << 32  # up to where the fused kernel multiplies instead of dividing
-SPLIT_KERNEL_PAGES = 32  # keys: pages that the split kernel reads faster than the fused one
+ONE_SPLIT_WAVES, ONE_SPLIT_KEYS = 4, 2048  # from how many waves of programs, up to which room: Call.whole
+ONE_SPLIT_DIM = 128  # from which the fused kernel takes sequences that it doesn't split: fused_for
 PARTIAL_ELEMENTS = 1 << 31  # of a sequence: distances between parts are 32-bit numbers
 
 
@@ -98,13 +99,17 @@ class Call:
             for n in (per_multiprocessor, numbers.get("ctas_to_saturate", per_multiprocessor))
         )
         blocks, programs = self.blocks(numbers["block_n"]), self.shape.batch * width
-        if self.paged and not self.settings.splits and programs >= places:
-            # A table has room for the longest sequences; most are shorter, and parts of them cost more than a last wave
-            # that is not full (NVIDIA H200, 256 sequences of 96 of 2048 keys: 90 us in two splits, 43 us in one).
-            return 1
         return min(self.settings.splits, blocks) or best_splits(
             programs, blocks, places, saturating, numbers["startup_blocks"], most
         )
+
+    def whole(self, on: OpOn, numbers: Mapping[str, int], width: int) -> bool:
+        """Whether the split kernel leaves each sequence of a paged cache whole. Tables have room for the longest
+        sequence, so most parts may be empty, and cost more than a last wave of many that is not full (NVIDIA H200, 256
+        sequences of 96 of 2048 keys: 90 us in two splits, 45 us in one; all 2048 in one: 4.4 TB/s)."""
+        places = numbers["programs_per_multiprocessor"] * on.multiprocessors
+        few_keys = self.paged and self.shape.capacity <= ONE_SPLIT_KEYS
+        return few_keys and self.shape.batch * width >= ONE_SPLIT_WAVES * places
 
     def mapped(self, on: OpOn) -> bool:
         """Whether there are tensor maps of keys and values."""
@@ -149,7 +154,9 @@ class SplitPlan:
         if persistent is not None:
             splits, workers = 0, on.multiprocessors * numbers["programs_per_multiprocessor"] // width
         else:
-            splits = max(min(call.splits(on, numbers, width), MAX_PRODUCT // max(call.blocks(block_n), 1)), 1)
+            most = 1 if call.whole(on, numbers, width) else MAX_SPLITS
+            splits = call.splits(on, numbers, width, most)
+            splits = max(min(splits, MAX_PRODUCT // max(call.blocks(block_n), 1)), 1)
             workers = shape.batch * splits
         programs = width * workers
         if (
@@ -329,10 +336,11 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
         on, numbers, shape.kv_heads, on.multiprocessors // programs if one_wave else MAX_SPLITS
     )
     if call.paged and splits == 1 and not call.settings.splits:
-        # Where all programs run at once, 32 sequences of 96 to 1024 keys in pages of 64 take 5% to 12% less time than
-        # by the split kernel; 256 sequences 2% to 8% more, and pages of 16 are slower (NVIDIA H200).
+        # Where all programs run at once: dimension 128, 32 sequences of 96 keys 8.5 us, by the split kernel 9.6 us; in
+        # pages of 16 8.3 and 9.8 us, and 8192 keys 253 and 249 us. 40 sequences of 2048 keys: 115 and 90 us. Dimension
+        # 64, pages of 16: slower (NVIDIA H200).
         places = numbers["programs_per_multiprocessor"] * on.multiprocessors
-        if shape.page_size <= SPLIT_KERNEL_PAGES or programs > places:
+        if numbers["head_dim"] < ONE_SPLIT_DIM or programs > places:
             return None
     blocks = max(call.blocks(numbers["block_n"]), 1)
     elements = splits * shape.kv_heads * numbers["block_m"] * numbers["head_dim"]
