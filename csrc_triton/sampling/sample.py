@@ -23,6 +23,7 @@ from csrc_triton.sampling.generator import (
 )
 from csrc_triton.sampling.logits import GROUP, columns_of_groups, given, last_kept_of, load_logits
 from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED
+from csrc_triton.sampling.screen import best_of_block
 from csrc_triton.sampling.threshold import greatest_columns, tile_of
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
@@ -54,7 +55,8 @@ DECLARATION = {
             "aligned": ["X", "x_stride", "n"],
             "forms": {
                 "block": {
-                    "function": "choose", "constants": ["BLOCK", "PDL"], "defaults": {"PDL": 0}, "pdl": "PDL",
+                    "function": "choose", "constants": ["BLOCK", "REPEATS", "FAST", "PDL"],
+                    "defaults": {"REPEATS": 1, "FAST": False, "PDL": 0}, "pdl": "PDL",
                 },
             },
         },
@@ -153,40 +155,32 @@ def best_of_ranked(WORDS, count, last, seed, position, scale):
 @triton.jit
 def choose(
     PART, X, LAST, WORDS, TEMPERATURE, SEEDS, POSITIONS, x_stride, n, row_words, blocks,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, REPEATS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best column of a block, with its score, in one word. A greedy row's score is the logit. Where ``threshold``
     wrote a row's candidates down, the row's first program has those for its block, the others have none."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
-    quarters = (program - at * blocks) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     X += at.to(tl.int64) * x_stride
     temperature = given(TEMPERATURE, at, 1.0)
-    tau, limit = last_kept_of(LAST, at)
+    seed = tl.load(SEEDS + at)
+    position = tl.load(POSITIONS + at)
     scale = tl.div_rn(LOG2_E, temperature)
-    best = tl.full([BLOCK // 4], NO_WORD, tl.int64)
     WORDS += at.to(tl.int64) * row_words
     count = given(WORDS, COUNT, 0).to(tl.int32)
+    best = tl.full([], NO_WORD, tl.int64)
     if count > 0:
         if program == at * blocks:
-            found = best_of_ranked(
-                WORDS, count, tl.load(LAST + at), tl.load(SEEDS + at), tl.load(POSITIONS + at), scale
-            )
-            best = tl.maximum(best, found)
-    elif temperature > 0.0:
-        random = words_of(quarters, tl.load(SEEDS + at), tl.load(POSITIONS + at), SAMPLE)
-        for i in tl.static_range(4):
-            cols = quarters * 4 + i
-            x = load_logits(X, cols, cols < n)
-            kept = (x > tau) | ((x == tau) & (cols <= limit))
-            score = tl.fma(x, scale, -log2_of(exponential(random[i])))
-            best = tl.maximum(best, packed(tl.where(kept, score, -float("inf")), cols))
+            best = best_of_ranked(WORDS, count, tl.load(LAST + at), seed, position, scale)
     else:
-        for i in tl.static_range(4):
-            cols = quarters * 4 + i
-            best = tl.maximum(best, packed(load_logits(X, cols, cols < n), cols))
-    tl.store(PART + program, tl.max(best, 0))
+        tau, limit = last_kept_of(LAST, at)
+        first = (program - at * blocks) * (BLOCK // 4)
+        filtered = LAST.to(tl.int64) != 0
+        best = best_of_block(
+            X, n, first, seed, position, temperature > 0.0, scale, tau, limit, filtered, BLOCK, REPEATS, FAST
+        )
+    tl.store(PART + program, best)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import liger_aot
-from csrc_triton.sampling import threshold
+from csrc_triton.sampling import screen, threshold
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.registry import module
 from liger_aot.ops.sampling._random import exponential, fma, log2, masses, philox, uniform, words
@@ -481,6 +481,37 @@ def test_the_threshold_is_among_the_columns_that_were_collected(monkeypatch: pyt
 
 
 @poisoned
+@pytest.mark.interpreter
+@pytest.mark.parametrize("values", ["normal", "ties", "peaked", "special", "same"])
+def test_few_blocks_are_scored_whole(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with infinities are, and a few of others. The tokens are the reference's."""
+    whole: list[bool] = []
+
+    def score(*arguments: Any) -> Any:
+        whole.append(True)
+        return best_of_all(*arguments)
+
+    best_of_all = screen.best_of_all
+    monkeypatch.setattr(screen, "best_of_all", score)
+    op = bound("sample", "sm90", InterpreterDriver)
+    for shift, dtype in ((0, FP32), (1, BF16)):
+        check(op, Problem("sample", 8, 6160, dtype, values, frozenset(("temperature",)), shift=shift, gap=16))
+    assert len(whole) > 1 if values == "special" else len(whole) < 24  # of 64, the greedy rows' among them
+    check(op, Problem("sample", 4, 6160, values=values, given=frozenset(("temperature", "top_p", "min_p"))))
+
+
+@poisoned
+@pytest.mark.interpreter
+def test_many_long_rows_on_the_interpreter() -> None:
+    """More rows than the binary for few takes, longer than the one for short rows."""
+    op = bound("sample", "sm90", InterpreterDriver)
+    for values in ("normal", "special"):
+        check(op, Problem("sample", 65, 16_400, values=values, given=frozenset(("temperature",))))
+    loaded = {v for on in op._own.bound.values() for v in on._loaded}
+    assert any("block8192" in v for v in loaded)
+
+
+@poisoned
 @pytest.mark.parametrize("arch", BY_FORM)
 @pytest.mark.parametrize("name", OPS)
 def test_forms_on_the_emulator(name: str, arch: str) -> None:
@@ -540,6 +571,16 @@ def test_vocabularies_on_a_gpu(n: int, values: str) -> None:
         "sample", 9, n, BF16, values=values, given=frozenset(optional("sample")), logprobs=20
     )
     check(liger_aot.load("sample"), everything, device="cuda")
+
+
+@poisoned
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", ["normal", "ties", "peaked", "special", "same"])
+def test_many_rows_on_a_gpu(values: str) -> None:
+    for dtype, shift in product((FP32, BF16, FP16), (0, 1)):
+        for given in (("temperature",), ("temperature", "top_p")):
+            problem = Problem("sample", 70, 40_016, dtype, values, frozenset(given), shift=shift, gap=16)
+            check(liger_aot.load("sample"), problem, device="cuda")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,156 @@
+"""The best column of a block, of which few are scored.
+
+The noise of a column is -log2(E) with E = -log2(1 - v), where v is its word as a fraction. E is at least v * log2(e),
+so -log2(v * log2(e)) bounds the noise from above, and nearly equals it where v is small, as it is where a column wins.
+Each column's bound takes a conversion and one logarithm of the machine; one reduction gives the four columns (of one
+Philox block) with the greatest bound and the greatest bound of the others. The four are scored as documented. If a
+bound of the others reaches that score, which is rare, all are. What is chosen so is, bit for bit, what scoring all
+would choose.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_triton.sampling.generator import SAMPLE, exponential, in_order, log2_of, packed, words_of
+from csrc_triton.sampling.logits import load_logits
+from csrc_triton.sampling.ranks import NO_WORD
+
+# By how much a bound must stay below a score, beside a millionth of the score: for the errors of logarithms, of which
+# the polynomials' are 2e-6, and of rounding.
+SLACK = tl.constexpr(1e-3)
+
+
+@triton.jit
+def high_and_low(a, FACTOR: tl.constexpr):
+    """The halves of a product of 64 bits."""
+    product = a.to(tl.uint64) * FACTOR
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def words_by_products(quarters, seed, position):
+    """``words_of`` of stream SAMPLE. NVIDIA GPUs make both halves of a product in one instruction; Triton's philox
+    takes two."""
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zero = tl.zeros_like(quarters).to(tl.uint32)
+    c0 = quarters.to(tl.uint32)
+    c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    c2 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c3 = zero + SAMPLE
+    for _ in tl.static_range(10):
+        high_0, low_0 = high_and_low(c0, 0xD2511F53)
+        high_2, low_2 = high_and_low(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high_2 ^ c1 ^ k0, low_2, high_0 ^ c3 ^ k1, low_0
+        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def noise_bound(words, FAST: tl.constexpr):
+    """At least -log2(exponential(words)), to 1e-5: 32 - log2(log2(e)) - log2(word + 1/2). FAST: one instruction for the
+    logarithm, PTX only."""
+    x = words.to(tl.float32) + 0.5
+    if FAST:
+        log = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        log = tl.log2(x)
+    return 31.471234 - log
+
+
+@triton.jit
+def two_best(a, i, b, c, j, d):
+    """(the greatest, the lowest place of it, the greatest of the others)"""
+    first = (a > c) | ((a == c) & (i < j))
+    return tl.where(first, a, c), tl.where(first, i, j), tl.maximum(tl.minimum(a, c), tl.maximum(b, d))
+
+
+@triton.jit
+def four_columns(t, COUNT: tl.constexpr):
+    """The columns of a (COUNT, 4) tensor."""
+    even, odd = tl.split(tl.reshape(t, [COUNT, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def scored(x, cols, random, scale, tau, limit):
+    """The words of columns, as documented."""
+    kept = (x > tau) | ((x == tau) & (cols <= limit))
+    score = tl.fma(x, scale, -log2_of(exponential(random)))
+    return packed(tl.where(kept, score, -float("inf")), cols)
+
+
+@triton.jit
+def best_of_all(X, n, first, seed, position, scale, tau, limit, COUNT: tl.constexpr, REPEATS: tl.constexpr):
+    """The best of REPEATS * COUNT * 4 columns, all of which are scored."""
+    best = tl.full([COUNT], NO_WORD, tl.int64)
+    for part in range(REPEATS):
+        quarters = first + part * COUNT + tl.arange(0, COUNT)
+        random = words_of(quarters, seed, position, SAMPLE)
+        for i in tl.static_range(4):
+            cols = quarters * 4 + i
+            best = tl.maximum(
+                best, scored(load_logits(X, cols, cols < n), cols, random[i], scale, tau, limit)
+            )
+    return tl.max(best, 0)
+
+
+@triton.jit
+def best_of_quarter(X, n, quarter, seed, position, scale, tau, limit):
+    """The best of four columns."""
+    i = tl.arange(0, 4)
+    cols = quarter * 4 + i
+    first, second, third, fourth = words_by_products(quarter, seed, position)
+    random = tl.where(i == 0, first, tl.where(i == 1, second, tl.where(i == 2, third, fourth)))
+    return tl.max(scored(load_logits(X, cols, cols < n), cols, random, scale, tau, limit), 0)
+
+
+@triton.jit
+def best_of_block(
+    X, n, first, seed, position, warm, scale, tau, limit, filtered,
+    BLOCK: tl.constexpr, REPEATS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The word of the best column of a block that begins at column 4 * first, with scores as documented, of which a
+    greedy row's are the logits. A thread has REPEATS times four columns or more, one after the other."""
+    COUNT: tl.constexpr = BLOCK // 4 // REPEATS
+    lane = tl.arange(0, COUNT)
+    greatest = tl.full([COUNT], -float("inf"), tl.float32)
+    others = greatest
+    place = first + lane
+    for part in tl.static_range(REPEATS):
+        quarters = first + part * COUNT + lane
+        cols = quarters[:, None] * 4 + tl.arange(0, 4)[None, :]
+        x = tl.load(X + cols, mask=cols < n, other=-float("inf")).to(tl.float32)
+        if filtered:
+            x = tl.where(x >= tau, x, -float("inf"))
+        x0, x1, x2, x3 = four_columns(x, COUNT)
+        if warm:
+            w0, w1, w2, w3 = words_by_products(quarters, seed, position)
+            x0 = tl.fma(x0, scale, noise_bound(w0, FAST))
+            x1 = tl.fma(x1, scale, noise_bound(w1, FAST))
+            x2 = tl.fma(x2, scale, noise_bound(w2, FAST))
+            x3 = tl.fma(x3, scale, noise_bound(w3, FAST))
+        bound = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+        bound = tl.where(bound == bound, bound, -float("inf"))
+        place = tl.where(bound > greatest, quarters, place)
+        others = tl.maximum(others, tl.minimum(bound, greatest))
+        greatest = tl.maximum(bound, greatest)
+    top, quarter, second = tl.reduce((greatest, place, others), 0, two_best)
+    best = packed(tl.full([], -float("inf"), tl.float32), first * 4)
+    if top > -float("inf"):
+        if warm:
+            best = best_of_quarter(X, n, quarter, seed, position, scale, tau, limit)
+            score = in_order((best >> 32).to(tl.int32))
+            # Not of infinities, whose difference is NaN
+            certain = second < score - (SLACK + tl.abs(score) * 1e-6)
+            if not certain:
+                best = best_of_all(X, n, first, seed, position, scale, tau, limit, COUNT, REPEATS)
+        else:
+            four = quarter * 4 + tl.arange(0, 4)
+            best = tl.max(packed(load_logits(X, four, four < n), four), 0)
+    return best
