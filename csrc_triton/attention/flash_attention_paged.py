@@ -36,6 +36,7 @@ from csrc_triton.attention.paged import (
     scheduler_of,
     zero_unseen,
 )
+from csrc_triton.attention.paged_fused import fused_pages  # noqa: F401
 from csrc_triton.attention.paged_split import split_pages  # noqa: F401
 from csrc_triton.attention.pipeline import Sizes, load_tile, mbarriers, pipeline_of
 from csrc_triton.attention.tile_scheduler import LOCAL, tile_pipeline
@@ -66,8 +67,9 @@ FP8 = ["fp8e4nv", "fp8e4b8"]
 FORM = {
     "function": "paged_warp_specialized",
     "constants": [
-        "BLOCK_N", "BOX_KEYS", "D1", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "PING_PONG", "MASK",
+        "BLOCK_N", "BOX_KEYS", "D1", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "PING_PONG", "MASK", "PRODUCERS",
     ],
+    "defaults": {"PRODUCERS": 1},
 }  # fmt: skip
 
 DECLARATION = {
@@ -145,8 +147,38 @@ DECLARATION = {
             "forms": {
                 "warp_specialized": {
                     "function": "split_pages",
-                    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "PDL"],
-                    "defaults": {"PDL": 0},
+                    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "PDL", "WARP_GROUPS", "OVERLAP"],
+                    "defaults": {"PDL": 0, "WARP_GROUPS": 1, "OVERLAP": 0},
+                },
+                "warp_specialized_spills": {
+                    "function": "split_pages",
+                    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "PDL", "WARP_GROUPS", "OVERLAP"],
+                    "defaults": {"PDL": 0, "WARP_GROUPS": 1, "OVERLAP": 0},
+                    "may_spill": "a few registers",
+                },
+            },
+        },
+        "flash_attention_paged_fused": {
+            "language": "gluon",
+            "optional": True,
+            "always_aligned": True,
+            "matrix": True,
+            "arguments": {
+                "K": "dtype[1, 1, 16, 64]", "V": "dtype[1, 1, 16, 64]", "OUT": "*dtype", **RESULTS, "COUNTERS": "*i32",
+                "Q": "*dtype", "SINKS": "*fp32", **BATCH, "out_token": "i32", "out_head": "i32", "q_token": "i32",
+                "q_head": "i32", "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32",
+                **SIZES, "kv_heads": "i32", "splits": "i32",
+            },
+            "axes": {**DTYPES, "head_dim": [64, 128], "rows": [8, 16, 32]},
+            "gives": {"rows": {8: {"BLOCK_M": 8}, 16: {"BLOCK_M": 16}, 32: {"BLOCK_M": 32}}},
+            "host": ["startup_blocks", "ctas_to_saturate"],
+            "aligned": ["OUT", "OUT_PARTIAL", "Q", "out_token", "out_head", "q_token", "q_head", "dim"],
+            "forms": {
+                "wgmma": {
+                    "function": "fused_pages",
+                    "constants": ["BLOCK_M", "BLOCK_N", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "DEPENDENT"],
+                    "defaults": {"DEPENDENT": 0},
+                    "pdl": "DEPENDENT",
                 }
             },
         },
@@ -432,6 +464,85 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
 
 
 @gluon.jit
+def produce_keys(z, seqs, Q, K, q, k, tile_pipe, requests, FLAG):
+    """The producer warp of Q and K; it requests the next tile."""
+    b = 0
+    i = 0
+    tile = receive_varlen_tile(0, tile_pipe, 1)
+    while tile.t < seqs.tiles:
+        release_varlen_tile(i, tile_pipe)
+        row = tile.m * (64 * z.WARP_GROUPS)
+        scheduler = scheduler_of(tile, seqs)
+        first, last = scheduler.blocks(row, row + 64 * z.WARP_GROUPS, z)
+        start = 0 * row
+        if z.MASK == LOCAL:
+            start = gl.maximum(row + scheduler.left, 0)
+        head = divide(tile.head, seqs.ratio)
+        for j in range(last - first):
+            if j == gl.maximum(last - first - TILE_DISTANCE, 0):
+                mbarrier.arrive(requests.index(0), count=1)
+            key = (last - 1 - j) * z.BLOCK_N
+            stage = b % z.STAGES
+            phase = ((b // z.STAGES) & 1) ^ 1
+            pages = pages_of_block(tile.start_k, key, start, tile.len_k, seqs, K.block_shape[2], z)
+            mbarrier.wait(k.empty.index(stage), phase)
+            if tile.len_k > 0:
+                to, full = k.first.index(stage), k.full.index(stage)
+                load_pages(K, pages, head, key, start, tile.len_k, to, full, seqs, FLAG, True, z)
+            else:  # the one block of no keys: all scores are masked, whatever they are
+                mbarrier.arrive(k.full.index(stage), count=1)
+            if j == 0:
+                past_q = seqs.tokens_q - tile.len_q + row
+                for g in gl.static_range(z.WARP_GROUPS):
+                    mbarrier.wait(q.empty.index(g), (i & 1) ^ 1)
+                    if row + g * 64 < tile.len_q:
+                        load_tile(Q, tile.start_q + tile.len_q, tile.head, past_q + g * 64, q, g, z)
+                    else:  # a warp group without rows waits all the same
+                        mbarrier.arrive(q.full.index(g), count=1)
+            b += 1
+        i += 1
+        tile = receive_varlen_tile(i, tile_pipe, 1)
+
+
+@gluon.jit
+def produce_values(z, seqs, V, v, tile_pipe, FLAG):
+    """The producer warp of V. A block with rows that hold no key arrives at a barrier of its own; the producer completes
+    it when it has started the next block."""
+    b = 0
+    i = 0
+    edges = 0  # of all blocks those with rows that hold no key
+    tile = receive_varlen_tile(0, tile_pipe, 1)
+    while tile.t < seqs.tiles:
+        release_varlen_tile(i, tile_pipe)
+        row = tile.m * (64 * z.WARP_GROUPS)
+        scheduler = scheduler_of(tile, seqs)
+        first, last = scheduler.blocks(row, row + 64 * z.WARP_GROUPS, z)
+        start = 0 * row
+        if z.MASK == LOCAL:
+            start = gl.maximum(row + scheduler.left, 0)
+        head = divide(tile.head, seqs.ratio)
+        for j in range(last - first):
+            key = (last - 1 - j) * z.BLOCK_N
+            stage = b % z.STAGES
+            phase = ((b // z.STAGES) & 1) ^ 1
+            pages = pages_of_block(tile.start_k, key, start, tile.len_k, seqs, V.block_shape[2], z)
+            mbarrier.wait(v.empty.index(stage), phase)
+            if tile.len_k > 0:
+                to = v.first.index(stage)
+                edge = ((key + z.BLOCK_N > tile.len_k) | (key < start)).to(gl.int32)
+                full = v.full.index(gl.where(edge != 0, z.STAGES, stage))
+                load_pages(V, pages, head, key, start, tile.len_k, to, full, seqs, FLAG, False, z)
+                if edge != 0:
+                    complete_stage(v, stage, key, start, tile.len_k, edges, z)
+                    edges += 1
+            else:  # 0 times what lies there could be NaN
+                zero_stage(v, stage, z)
+            b += 1
+        i += 1
+        tile = receive_varlen_tile(i, tile_pipe, 1)
+
+
+@gluon.jit
 def consume(z, seqs, q, k, v, tile_pipe, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr):
     """Consumer warp group g: rows 64 g to 64 g + 63 of each tile."""
     if g == z.WARP_GROUPS - 1:
@@ -456,6 +567,7 @@ def paged_warp_specialized(
     keys_in_l2, sequences, tokens, capacity, pages, page_bits, right, left, max_seqlen_q, few,
     BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, D1: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
     WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, MASK: gl.constexpr,
+    PRODUCERS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of sequences with more than ``few`` queries; 0: all, and tokens behind the last sequence. scale, cap,
     ``right`` and ``left`` are as in ``paged_tiles``; K and V are loaded in boxes of BOX_KEYS rows, which pages are
@@ -472,7 +584,7 @@ def paged_warp_specialized(
     q = pipeline_of(Q, WARP_GROUPS, 1, z)
     k = paged_pipeline(K, STAGES, z)
     v = paged_pipeline(V, STAGES + 1, z)  # the last barrier is the producer's own: see ``complete_stage``
-    tile_pipe = tile_pipeline(COORDINATES, WARP_GROUPS + 1)
+    tile_pipe = tile_pipeline(COORDINATES, WARP_GROUPS + PRODUCERS)
     window = window_memory()
     requests = mbarriers(1, 1)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
@@ -489,6 +601,18 @@ def paged_warp_specialized(
             ],
             [4, 4, 1, 1],
             [REGISTERS, REGISTERS, OTHERS, OTHERS],
+        )
+    elif PRODUCERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
+                (produce_keys, (z, seqs, Q, K, q, k, tile_pipe, requests, FLAG)),
+                (produce_values, (z, seqs, V, v, tile_pipe, FLAG)),
+                (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, OTHERS, OTHERS, OTHERS],
         )
     else:
         gl.warp_specialize(

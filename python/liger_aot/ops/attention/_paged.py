@@ -53,6 +53,7 @@ HEAD_DIMS = (64, 128, 256)  # that kernels are written for; others run as the ne
 BOXES = (64, 16)  # keys of a TMA box, which pages are multiples of
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
+GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
 TAIL_PROGRAMS = 8  # at most, for tokens behind the last sequence
 
 
@@ -293,7 +294,7 @@ class TilesPlan:
             if queries * shape.ratio > loaded.numbers["block_m"]:
                 loaded = kernel((*key, True, True), shape.dim)
         numbers = loaded.numbers
-        rows = numbers.get("block_m", WARP_GROUP_ROWS)
+        rows = numbers.get("block_m", WARP_GROUP_ROWS * numbers.get("warp_groups", 1))
         self._on, self._loaded = on, loaded
         each = -(-queries * shape.ratio // rows)
         found = tiles_of(shape.tokens * shape.ratio, rows, shape.sequences)
@@ -373,6 +374,61 @@ class TilesPlan:
             )  # fmt: skip
 
 
+class FusedPlan:
+    """Few rows of each sequence, by the kernel that combines its own parts."""
+
+    def __init__(
+        self, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor, out: Tensor, queries: int
+    ) -> None:
+        shape, numbers = call.shape, loaded.numbers
+        self._on, self._loaded = on, loaded
+        width, rows, columns = shape.kv_heads, numbers["block_m"], numbers["head_dim"]
+        blocks, most = call.blocks(numbers["block_n"], queries), MAX_SPLITS
+        places = loaded.variant.resident
+        saturating = numbers.get("ctas_to_saturate", places)
+        here = on.multiprocessors
+        splits = min(call.settings.splits, blocks) or best_splits(
+            shape.sequences * width, blocks, places * here, saturating * here, numbers["startup_blocks"], most
+        )
+        self._grid = width, splits, shape.sequences + 1
+        self._flag = device_errors.flag(NAME)
+        encode: Any = on.tensor_map
+        self._k_map, self._v_map = (TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV")
+        out_head, out_token, q_head, q_token = token_strides(out, q)
+        self._numbers = (
+            out_token, out_head, q_token, q_head, call.table_row, *call.scales, shape.ratio, shape.dim,
+            *call.sizes(queries), width, splits,
+        )  # fmt: skip
+        partials = width * splits * shape.sequences * rows if splits > 1 else 0
+        self._partials, self._lse_partial = partials * (columns + 1), 4 * partials * columns
+        self._words = (width * shape.sequences + 1) // 2  # of 64 bits: two counters each
+        self._counters = on.workspace("split_counters", q.device)
+
+    def __call__(self, tensors: Tensors, to: Results) -> None:
+        q, k, v, cu_q, seqused_k, block_table, sinks, *_ = tensors
+        on = self._on
+        stream = on.stream(on.device)
+        partials = counters = None
+        if self._partials:
+            partials = q.new_empty(self._partials, dtype=torch.float32)
+            counters = self._counters.on(stream, self._words)
+        self._loaded.launch(
+            on.device, stream, *self._grid, self._k_map(k.data_ptr()), self._v_map(v.data_ptr()), to.out.data_ptr(),
+            to.lse.data_ptr(), at(partials), at(partials) + self._lse_partial, at(counters), q.data_ptr(), at(sinks),
+            cu_q.data_ptr(), seqused_k.data_ptr(), block_table.data_ptr(), self._flag, *self._numbers,
+        )  # fmt: skip
+
+
+def fused_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
+    """The kernel that combines its own parts for sequences of at most so many queries, None where there is none."""
+    kernel, shape = on.kernels.get(f"{NAME}_fused"), call.shape
+    rows = next((n for n in (8, 16, 32) if queries * shape.ratio <= n), 0)
+    key = call.dtypes[0], head_dim_of(shape.dim), rows, True
+    if kernel is None or not rows or not call.mapped(on) or not kernel.serves(key):
+        return None
+    return kernel(key, shape.dim) if shape.sequences < GRID_DEPTH else None
+
+
 class WarpSpecializedPlan:
     """With tensor maps: all sequences, or those of more than ``few`` queries where that is not 0."""
 
@@ -422,7 +478,7 @@ class Plan:
         call = Call(q, k, block_table, settings)
         shape = call.shape
         self._lse_shape = shape.heads, shape.tokens
-        self._tiles: TilesPlan | None = None
+        self._tiles: TilesPlan | FusedPlan | None = None
         self._groups: WarpSpecializedPlan | None = None
         loaded = warp_specialized_for(on, call)
         few = max(loaded.numbers["few_rows"] // shape.ratio, 1) if loaded else 0
@@ -430,7 +486,12 @@ class Plan:
             mixed = few if shape.sequences > 1 else 0
             self._groups = WarpSpecializedPlan(on, loaded, call, q, k, out, mixed)
         if self._groups is None or shape.sequences > 1:
-            self._tiles = TilesPlan(on, call, q, k, out, few if self._groups else None)
+            queries = min(call.longest, few) if self._groups else call.longest
+            fused = fused_for(on, call, queries)
+            if fused is not None:
+                self._tiles = FusedPlan(on, fused, call, q, k, out, queries)
+            else:
+                self._tiles = TilesPlan(on, call, q, k, out, few if self._groups else None)
         self._whole = (on, call, like(q), like(k), like(out)) if self._groups else None
 
     def __call__(self, tensors: Tensors, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
