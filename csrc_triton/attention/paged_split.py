@@ -1,11 +1,12 @@
 """Few queries of each sequence against a paged cache, with TMA and wgmma (Gluon, Hopper): split KV by pages.
 
-A producer warp loads pages of keys and values by TMA, box by box; a consumer warp group computes. As in
+A producer warp loads pages of keys and values by TMA, box by box; one or two consumer warp groups compute. As in
 ``flash_attention_paged.paged_tiles``, the queries of a token that share a head of keys are rows of one tile, of 64
-rows, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, and
-``combine_paged`` combines their parts. Memory is the bound: 64 rows take half of the time that their keys take to
-arrive, and rows that are not there cost nothing more. What counts is that loads are on their way from the first block
-to the last, whatever the consumers do; so each stage is waited for and handed back by barriers alone.
+rows a warp group, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, and
+``combine_paged`` combines their parts. With one warp group memory is the bound: 64 rows take half of the time that
+their keys take to arrive, and rows that are not there cost nothing more. What counts is that loads are on their way
+from the first block to the last, whatever the consumers do; so each stage is waited for and handed back by barriers
+alone. Two warp groups are for more rows, a chunk of a prompt: its keys are loaded half as often.
 
 Boxes are of 16 keys, which all page sizes are multiples of.
 """
@@ -41,7 +42,7 @@ from csrc_triton.common.pdl import launch_dependents
 
 @aggregate
 class Tile:
-    """64 rows, (token, head) pairs of a sequence and a head of keys, and the split of their keys."""
+    """64 rows a warp group, (token, head) pairs of a sequence and a head of keys, and the split of their keys."""
 
     sequence: gl.tensor
     head: gl.tensor  # of keys
@@ -166,7 +167,7 @@ def store_rows(TO, at, values, valid, dim, layout: gl.constexpr):
 
 @gluon.jit
 def zero_edge(v, stage, key, tile, z):
-    """Set the rows of a block of V to zero that hold no key of the tile."""
+    """Set the rows of a block of V to zero that hold no key of the tile: each warp group all of them."""
     if (key < tile.start) | (key + z.BLOCK_N > tile.stop):
         zero_outside(v.first.index(stage).reshape([z.BLOCK_N, z.D1]), key, tile.start, tile.stop)
         fence_async_shared()
@@ -184,9 +185,9 @@ def probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z):
 
 
 @gluon.jit
-def consume(z, q, k, v, operands, tile, seqs, scale, cap, step, OVERLAP: gl.constexpr, g: gl.constexpr):
-    """Consumer warp group g: scores, softmax and values of 64 of a tile's rows, and their results. OVERLAP: scores of a
-    block are computed beside the values of the block before."""
+def consume(z, q, k, v, operands, tile, seqs, scale, cap, step, g: gl.constexpr):
+    """Consumer warp group g: scores, softmax and values of 64 of a tile's rows, and their results. Where there are two
+    warp groups, products are the bound: scores of a block are computed beside the values of the block before."""
     ratio = seqs.ratio
     D: gl.constexpr = z.D1
     layout: gl.constexpr = vector_layout(D)
@@ -210,7 +211,7 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, step, OVERLAP: gl.cons
         acc = gl.zeros([64, D], gl.float32, z.O1)
         acc2 = gl.zeros([64, 16], gl.float32, z.O2)
         blocks = tile.last - tile.first
-        if OVERLAP:
+        if z.WARP_GROUPS == 2:
             if blocks > 0:
                 key = tile.first * z.BLOCK_N
                 mbarrier.wait(k.full.index(0), 0)
@@ -316,8 +317,8 @@ def split_pages(
     K, V, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, out_token, out_head,
     q_token, q_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity, pages, page_bits, right, left,
     max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, OVERLAP: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head), of which each sequence has
     ``tiles_per_sequence``, with those of tokens behind the last one at the end. K and V are tensor maps over (page,
@@ -365,8 +366,8 @@ def split_pages(
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, OVERLAP, 0)),
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, OVERLAP, 1)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 0)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 1)),
                 (produce, (z, K, V, k, v, own, seqs, FLAG)),
             ],
             [4, 1],
@@ -375,7 +376,7 @@ def split_pages(
     else:
         gl.warp_specialize(
             [
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, OVERLAP, 0)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 0)),
                 (produce, (z, K, V, k, v, own, seqs, FLAG)),
             ],
             [1],

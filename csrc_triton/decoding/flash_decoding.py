@@ -116,10 +116,10 @@ DECLARATION = {
                 "wgmma": {
                     "function": "split_and_combine",
                     "constants": [
-                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "DEPENDENT",
+                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "PDL",
                     ],
-                    "defaults": {"DEPENDENT": 0},
-                    "pdl": "DEPENDENT",
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
                 }
             },
         },

@@ -431,7 +431,7 @@ def split_and_combine(
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, splits, by_splits,
     left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, DEPENDENT: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a sequence: its result where it is the whole sequence, else a part, and from the last of them the
     result. The grid is (heads of K, splits, sequences). Pages are loaded in boxes of 16 keys, which all page sizes are
@@ -445,8 +445,7 @@ def split_and_combine(
     head = gl.program_id(0)
     split = gl.program_id(1)
     sequence = gl.program_id(2)
-    if DEPENDENT:
-        sequence = begin(sequence, True)
+    sequence = begin(sequence, PDL)
     b = sequence.to(gl.int64)
     seqs = Sequences(LENGTHS, gl.num_programs(2), tokens, capacity, left, right)
     rows = Rows(

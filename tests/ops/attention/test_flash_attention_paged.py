@@ -399,9 +399,38 @@ def test_long_tables_split_by_max_seqlen_k() -> None:
     tensors = short.tensors()
     tensors[5] = torch.zeros(1, 4000, dtype=torch.int32)
     run(op, short, tensors, max_seqlen_k=64)
-    assert set(made[0].launches) == {TILES}
+    assert set(made[0].launches) == {SPLIT}
     run(op, short, tensors)
-    assert set(made[0].launches) == {TILES, COMBINE}
+    assert set(made[0].launches) == {SPLIT, COMBINE}
+
+
+@pytest.fixture
+def all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as an H200 has."""
+    monkeypatch.setattr("tests.harness.drivers.MULTIPROCESSORS", 132)
+
+
+# How many rows a tile of the split kernel has, None: the forward kernel or the tiles.
+FEW_OR_MANY: dict[str, tuple[tuple[int, ...], int, int | None]] = {
+    "a chunk": ((128,), 8192, 128),
+    "half of the multiprocessors": ((256,), 8192, 128),
+    "all of them": ((512,), 8192, None),
+    "a chunk and its own keys": ((256,), 256, None),
+    "two tiles": ((32, 32), 2048, 64),
+    "one token": ((1,), 2048, 64),
+    "a token of each of many": ((1,) * 32, 2048, None),
+}
+
+
+@pytest.mark.parametrize("name", FEW_OR_MANY)
+def test_which_kernel_splits_keys(name: str, all_multiprocessors: None) -> None:
+    queries, keys, rows = FEW_OR_MANY[name]
+    launches, loaded = launched(Problem(32, 8, queries, (keys,) * len(queries), 128))
+    assert (SPLIT in launches) == (rows is not None)
+    if rows:
+        assert set(launches) == {SPLIT, COMBINE} and loaded[SPLIT].numbers["warp_groups"] * 64 == rows
+    else:
+        assert (FORWARD in launches) == (max(queries) > 1)
 
 
 # ---- The binaries and the device code ----
@@ -508,6 +537,24 @@ def test_few_queries_by_warp_groups(seed: int, nan_memory: None) -> None:
     op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
     check(op, FEW[seed], REFERENCE, seed=seed)
     assert SPLIT in {name.partition("-")[0] for name in op._own.of(torch.empty(1), "q")._loaded}
+
+
+# By two warp groups: rows of the second tile and none of its second warp group, a sequence of one tile, one of none.
+WIDE_SPLIT = (
+    Problem(4, 1, (40, 3), (300, 50), 64, sinks=True, behind=3),
+    Problem(4, 1, (70,), (700,), 128, FP16, page=64, window=(50, 0)),
+    Problem(8, 1, (17, 1), (300, 200), 208),
+    Problem(4, 1, (40, 0, 36), (300, 0, 33), 128, causal=False, softcap=5.0),
+)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(len(WIDE_SPLIT)))
+def test_many_queries_by_warp_groups(seed: int, nan_memory: None, all_multiprocessors: None) -> None:
+    op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
+    check(op, WIDE_SPLIT[seed], REFERENCE, seed=seed)
+    wide = [n for n in op._own.of(torch.empty(1), "q")._loaded if n.startswith(SPLIT) and "-wide-" in n]
+    assert wide
 
 
 def spoiled(problem: Problem) -> tuple[list[Any], ...]:

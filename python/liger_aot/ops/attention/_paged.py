@@ -53,7 +53,8 @@ HEAD_DIMS = (64, 128, 256)  # that kernels are written for; others run as the ne
 BOXES = (64, 16)  # keys of a TMA box, which pages are multiples of
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
-GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
+NARROW_ROWS = 16  # of a head of keys, in one tile by plain kernels
+FEW_ROWS = 128  # of a head of keys: with more they are worth the forward kernel, which has a tile a head of q
 TAIL_PROGRAMS = 8  # at most, for tokens behind the last sequence
 
 
@@ -294,7 +295,7 @@ class TilesPlan:
             if queries * shape.ratio > loaded.numbers["block_m"]:
                 loaded = kernel((*key, True, True), shape.dim)
         numbers = loaded.numbers
-        rows = numbers.get("block_m", WARP_GROUP_ROWS * numbers.get("warp_groups", 1))
+        rows = rows_of(numbers)
         self._on, self._loaded = on, loaded
         each = -(-queries * shape.ratio // rows)
         found = tiles_of(shape.tokens * shape.ratio, rows, shape.sequences)
@@ -304,7 +305,9 @@ class TilesPlan:
             tiles = shape.sequences * each + tail
         else:
             tiles, each = found, 0
-        splits = self._splits(call, numbers, shape.sequences * each * shape.kv_heads, queries) if each else 1
+        splits = 1
+        if each:
+            splits = splits_for(on, loaded, call, queries, call.settings.splits)
         parts = splits * shape.sequences * queries * shape.heads if splits > 1 else 0
         self._programs = tiles * shape.kv_heads * splits
         if max(self._programs, parts) >= 1 << 31:
@@ -333,20 +336,6 @@ class TilesPlan:
         )  # fmt: skip
         self._coded = call.dtypes[1] in FP8
 
-    def _splits(self, call: Call, numbers: Mapping[str, int], programs: int, queries: int) -> int:
-        """How many programs split a tile's keys."""
-        shape, blocks = call.shape, call.blocks(numbers["block_n"], queries)
-        most = PARTIAL_ELEMENTS // (shape.sequences * queries * shape.heads * (shape.dim + 1))
-        most = max(min(most, MAX_SPLITS), 1)
-        if call.settings.splits:
-            return min(call.settings.splits, blocks, most)
-        here = self._on.multiprocessors
-        places = self._loaded.variant.resident
-        saturating = numbers.get("ctas_to_saturate", places)
-        costs = PAGED if self._mapped else DECODING
-        startup = numbers["startup_blocks"]
-        return best_splits(programs, blocks, places * here, saturating * here, startup, most, costs)
-
     def __call__(self, tensors: Tensors, to: Results) -> None:
         q, k, v, cu_q, seqused_k, block_table, sinks, k_scale, v_scale = tensors
         on = self._on
@@ -372,61 +361,6 @@ class TilesPlan:
             self._combine.launch(
                 on.device, stream, self._rows, 1, 1, *results, at(sinks), cu_q.data_ptr(), *self._combine_numbers
             )  # fmt: skip
-
-
-class FusedPlan:
-    """Few rows of each sequence, by the kernel that combines its own parts."""
-
-    def __init__(
-        self, on: OpOn, loaded: Loaded, call: Call, q: Tensor, k: Tensor, out: Tensor, queries: int
-    ) -> None:
-        shape, numbers = call.shape, loaded.numbers
-        self._on, self._loaded = on, loaded
-        width, rows, columns = shape.kv_heads, numbers["block_m"], numbers["head_dim"]
-        blocks, most = call.blocks(numbers["block_n"], queries), MAX_SPLITS
-        places = loaded.variant.resident
-        saturating = numbers.get("ctas_to_saturate", places)
-        here = on.multiprocessors
-        splits = min(call.settings.splits, blocks) or best_splits(
-            shape.sequences * width, blocks, places * here, saturating * here, numbers["startup_blocks"], most
-        )
-        self._grid = width, splits, shape.sequences + 1
-        self._flag = device_errors.flag(NAME)
-        encode: Any = on.tensor_map
-        self._k_map, self._v_map = (TensorMapCache(encode, loaded, name, k, "bshd").at for name in "KV")
-        out_head, out_token, q_head, q_token = token_strides(out, q)
-        self._numbers = (
-            out_token, out_head, q_token, q_head, call.table_row, *call.scales, shape.ratio, shape.dim,
-            *call.sizes(queries), width, splits,
-        )  # fmt: skip
-        partials = width * splits * shape.sequences * rows if splits > 1 else 0
-        self._partials, self._lse_partial = partials * (columns + 1), 4 * partials * columns
-        self._words = (width * shape.sequences + 1) // 2  # of 64 bits: two counters each
-        self._counters = on.workspace("split_counters", q.device)
-
-    def __call__(self, tensors: Tensors, to: Results) -> None:
-        q, k, v, cu_q, seqused_k, block_table, sinks, *_ = tensors
-        on = self._on
-        stream = on.stream(on.device)
-        partials = counters = None
-        if self._partials:
-            partials = q.new_empty(self._partials, dtype=torch.float32)
-            counters = self._counters.on(stream, self._words)
-        self._loaded.launch(
-            on.device, stream, *self._grid, self._k_map(k.data_ptr()), self._v_map(v.data_ptr()), to.out.data_ptr(),
-            to.lse.data_ptr(), at(partials), at(partials) + self._lse_partial, at(counters), q.data_ptr(), at(sinks),
-            cu_q.data_ptr(), seqused_k.data_ptr(), block_table.data_ptr(), self._flag, *self._numbers,
-        )  # fmt: skip
-
-
-def fused_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
-    """The kernel that combines its own parts for sequences of at most so many queries, None where there is none."""
-    kernel, shape = on.kernels.get(f"{NAME}_fused"), call.shape
-    rows = next((n for n in (8, 16, 32) if queries * shape.ratio <= n), 0)
-    key = call.dtypes[0], head_dim_of(shape.dim), rows, True
-    if kernel is None or not rows or not call.mapped(on) or not kernel.serves(key):
-        return None
-    return kernel(key, shape.dim) if shape.sequences < GRID_DEPTH else None
 
 
 class WarpSpecializedPlan:
@@ -478,20 +412,15 @@ class Plan:
         call = Call(q, k, block_table, settings)
         shape = call.shape
         self._lse_shape = shape.heads, shape.tokens
-        self._tiles: TilesPlan | FusedPlan | None = None
+        self._tiles: TilesPlan | None = None
         self._groups: WarpSpecializedPlan | None = None
         loaded = warp_specialized_for(on, call)
-        few = max(loaded.numbers["few_rows"] // shape.ratio, 1) if loaded else 0
-        if loaded and call.longest > few:
+        few = max(FEW_ROWS // shape.ratio, 1)
+        if loaded and call.longest > few and split_for(on, call, call.longest) is None:
             mixed = few if shape.sequences > 1 else 0
             self._groups = WarpSpecializedPlan(on, loaded, call, q, k, out, mixed)
         if self._groups is None or shape.sequences > 1:
-            queries = min(call.longest, few) if self._groups else call.longest
-            fused = fused_for(on, call, queries)
-            if fused is not None:
-                self._tiles = FusedPlan(on, fused, call, q, k, out, queries)
-            else:
-                self._tiles = TilesPlan(on, call, q, k, out, few if self._groups else None)
+            self._tiles = TilesPlan(on, call, q, k, out, few if self._groups else None)
         self._whole = (on, call, like(q), like(k), like(out)) if self._groups else None
 
     def __call__(self, tensors: Tensors, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -522,13 +451,41 @@ def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
 
 
 def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
-    """The kernel with tensor maps for sequences of at most so many queries, None where there is none."""
+    """The kernel with tensor maps for sequences of at most so many queries, None where there is none or another is
+    faster: the tiles for rows that they have in one, where all multiprocessors have some; the forward kernel for more
+    rows than a warp group's two tiles, unless programs split their keys."""
     kernel, shape = on.kernels.get(f"{NAME}_split"), call.shape
-    key = call.dtypes[0], head_dim_of(shape.dim), True
+    rows = queries * shape.ratio
+    wide = rows > FEW_ROWS
+    key = call.dtypes[0], head_dim_of(shape.dim), wide, True
     if kernel is None or not call.mapped(on) or not kernel.serves(key):
         return None
-    loaded, rows = kernel(key, shape.dim), queries * shape.ratio
-    return loaded if loaded.numbers["min_rows"] <= rows <= loaded.numbers["max_rows"] else None
+    loaded = kernel(key, shape.dim)
+    if wide:
+        return loaded if splits_for(on, loaded, call, queries, 0) > 1 else None
+    busy = shape.sequences * shape.kv_heads > on.multiprocessors
+    return None if busy and rows <= NARROW_ROWS else loaded
+
+
+def rows_of(numbers: Mapping[str, int]) -> int:
+    """Of a tile."""
+    return numbers.get("block_m", WARP_GROUP_ROWS * numbers.get("warp_groups", 1))
+
+
+def splits_for(on: OpOn, loaded: Loaded, call: Call, queries: int, asked: int) -> int:
+    """How many programs split a tile's keys: as many as ``asked`` for, 0: by the profile."""
+    shape, numbers = call.shape, loaded.numbers
+    blocks = call.blocks(numbers["block_n"], queries)
+    most = PARTIAL_ELEMENTS // (shape.sequences * queries * shape.heads * (shape.dim + 1))
+    most = max(min(most, MAX_SPLITS), 1)
+    if asked:
+        return min(asked, blocks, most)
+    programs = shape.sequences * shape.kv_heads * -(-queries * shape.ratio // rows_of(numbers))
+    here, places = on.multiprocessors, loaded.variant.resident
+    saturating = numbers.get("ctas_to_saturate", places)
+    costs = DECODING if "block_m" in numbers else PAGED
+    startup = numbers["startup_blocks"]
+    return best_splits(programs, blocks, places * here, saturating * here, startup, most, costs)
 
 
 def like(t: Tensor) -> Tensor:

@@ -259,7 +259,7 @@ class FlashAttentionPaged(ForwardOnlyOp):
         found = [Problem(f"{NAME}_tiles", (dtype, cache, width, wide), True, dim) for wide in (False, True)]
         found.append(Problem(f"{NAME}_combine", (dtype, width), True, dim))
         if cache == dtype:
-            found.append(Problem(f"{NAME}_split", (dtype, width), True, dim))
+            found += [Problem(f"{NAME}_split", (dtype, width, wide), True, dim) for wide in (False, True)]
             axes = [(mask, box) for mask in ("causal", "local") for box in sorted(BOXES)]
             found += [Problem(f"{NAME}_forward", (dtype, width, *rest), True, dim) for rest in axes]
         return tuple(found)
