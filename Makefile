@@ -77,7 +77,7 @@ test-more: venv  ## of the tests that make test leaves out as many as end by UNT
 	"slow tests=LIGER_AOT_UNTIL=$$half $(RUN) -m pytest -q -m 'slow and not gpu' $(ORDERED)" \
 	"slow interpreter=LIGER_AOT_UNTIL=$(UNTIL) TRITON_INTERPRET=1 $(RUN) -m pytest -q -m 'slow and interpreter' $(ORDERED)"
 
-sanitize: packs  ## compute-sanitizer's memcheck and racecheck over every binary of this machine's GPU
+sanitize: packs  ## compute-sanitizer's memcheck and racecheck, and guard pages, over every binary of this machine's GPU
 	@LIGER_AOT_PACKS=build/packs $(RUN) -m tests.harness.sanitize
 
 soak: packs  ## mixed ops, threads and streams on this machine's GPU: MINUTES=5 of them

@@ -467,62 +467,148 @@ def decoding(gpus: Sequence[Gpu], start: Path) -> str:
     )
 
 
-def few_rows(gpus: Sequence[Gpu], start: Path) -> str:
-    """Microseconds of ours and the best peer, a column for each number of rows."""
-    found = steps(gpus, "few_rows")
+@dataclass(frozen=True)
+class ByCount:
+    """Microseconds of ours and of the fastest peer, with a column for each value of a field of the points."""
+
+    record: str
+    title: str
+    module: str
+    about: str
+    rows: tuple[str, ...]  # the fields whose values head a row
+    columns: str
+    peers: Mapping[str, str]  # a peer's name in the record: in words
+    heads: Mapping[str, str]  # of the rows' fields, where it is not the name
+
+    @property
+    def letters(self) -> Mapping[str, str]:
+        """What stands behind a peer's figure: nothing where there is one peer."""
+        several = len(self.peers) > 1
+        return {name: " " + words.split("(")[1][0] if several else "" for name, words in self.peers.items()}
+
+
+LIGER, VLLM = {"liger": "Liger (l)"}, {"vllm": "vLLM's CUDA kernel (v)"}
+BY_COUNT: dict[str, ByCount] = {
+    "few rows": ByCount(
+        "few_rows",
+        "Few rows",
+        "few_rows",
+        "bf16, by the number of rows. Gated activations: columns of the result. fused_add_rmsnorm and rope in place; "
+        "rope: heads of 128, 8 of k.",
+        ("kind", "columns"),
+        "rows",
+        {**VLLM, "torch_compile": "torch.compile (t)", **LIGER},
+        {"kind": "op"},
+    ),
+    "quantization": ByCount(
+        "quantization",
+        "Quantisation to fp8",
+        "quantization.quantization",
+        "bf16 to e4m3, by the number of rows; a scale per tensor (given), per token or per group of 128 columns. Gated "
+        "activations: columns of the result.",
+        ("kind", "scheme", "columns"),
+        "rows",
+        VLLM,
+        {"kind": "op", "scheme": "scale per"},
+    ),
+    "cache": ByCount(
+        "cache",
+        "Caches of keys and values",
+        "cache.cache",
+        "bf16, heads of 128, by the number of tokens. vLLM's are two kernels where ours is one: the norms and the "
+        "rotary embedding, and the writing.",
+        ("kind", "q_heads", "kv_heads"),
+        "tokens",
+        VLLM,
+        {"kind": "op", "q_heads": "heads of q", "kv_heads": "heads of k"},
+    ),
+    "paged attention": ByCount(
+        "flash_attention_paged_points",
+        "Attention to a paged cache",
+        "attention.paged",
+        "bf16, 32 heads of 128 and 8 of keys, causal, by the page size: so many sequences x queries on keys that are "
+        "there before.",
+        ("name",),
+        "page",
+        {"fa3": "FlashAttention-3 in vLLM's build"},
+        {"name": "sequences and queries"},
+    ),
+    "sampling": ByCount(
+        "sampling",
+        "Sampling",
+        "sampling.sampling",
+        "float32 logits, by the number of rows. Flat: normally distributed logits; peaked: a few columns have most of "
+        "the probability.",
+        ("task", "kind", "columns"),
+        "rows",
+        {
+            "torch": "torch, by a sort (t)",
+            "vllm": "vLLM's Triton kernels (v)",
+            "flashinfer": "FlashInfer (f)",
+        },
+        {"kind": "rows are"},
+    ),
+}
+
+
+def by_count(gpus: Sequence[Gpu], start: Path, of: ByCount) -> str:
+    found = steps(gpus, of.record)
     if not found:
         return ""
-    us: dict[tuple[str, int, Gpu], dict[int, dict[str, float]]] = {}
+    us: dict[tuple[tuple[str, ...], Gpu], dict[int, dict[str, float]]] = {}
     for one in found:
         for r in one.data["results"]:
             at = r["point"]
-            points = us.setdefault((at["kind"], at["columns"], one.gpu), {})
+            points = us.setdefault((tuple(str(at[name]) for name in of.rows), one.gpu), {})
             if r["us"] is not None:
-                points.setdefault(at["rows"], {})[r["provider"]] = r["us"]
-    counts = sorted({rows for points in us.values() for rows in points})
+                points.setdefault(at[of.columns], {})[r["provider"]] = r["us"]
+    counts = sorted({count for points in us.values() for count in points})
     table = [
-        [kind, str(columns), gpu.name, *(_beside_the_best(points.get(rows, {})) for rows in counts)]
-        for (kind, columns, gpu), points in us.items()
+        [*heads, gpu.name, *(_beside_the_best(points.get(count, {}), of) for count in counts)]
+        for (heads, gpu), points in us.items()
     ]
+    *others, last = of.peers.values()
+    names = f"the fastest of {', '.join(others)} and {last}" if others else last.removesuffix(" (v)")
     return "\n\n".join(
         [
-            "### Few rows",
-            f"{_source(found, start, 'few_rows')} Microseconds a call in a CUDA graph, bf16, by the number of rows: "
-            "ours / the fastest of vLLM's CUDA kernel (v), torch.compile (t) and Liger (l), as far as each has the op "
-            "and was measured there. Gated activations: columns of the result. fused_add_rmsnorm and rope in place; "
-            f"rope: heads of 128, 8 of k. A peer is ahead by more than {(tables.MARGIN - 1) * 100:.0f}% at "
-            + ", ".join(_behind(us, one.gpu) for one in found)
+            f"### {of.title}",
+            f"{_source(found, start, of.module)} Microseconds a call in a CUDA graph: ours / {names}, as far as each "
+            f"has the op and was measured there; {of.about} A peer is ahead by more than "
+            f"{(tables.MARGIN - 1) * 100:.0f}% at "
+            + ", ".join(_behind(us, one.gpu, of) for one in found)
             + ".",
-            table_by_gpu(["op", "columns", "GPU", *map(str, counts)], sorted(table, key=lambda row: row[0])),
+            table_by_gpu(
+                [of.heads.get(name, name) for name in of.rows] + ["GPU", *map(str, counts)],
+                sorted(table, key=lambda row: row[0]),
+            ),
         ]
     )
 
 
-PEERS_OF_FEW_ROWS = ("vllm", "torch_compile", "liger")
+def _peers(us: Mapping[str, float], of: ByCount) -> dict[str, float]:
+    return {name: us[name] for name in of.peers if name in us}
 
 
-def _peers(us: Mapping[str, float]) -> dict[str, float]:
-    return {name: us[name] for name in PEERS_OF_FEW_ROWS if name in us}
-
-
-def _beside_the_best(us: Mapping[str, float]) -> str:
+def _beside_the_best(us: Mapping[str, float], of: ByCount) -> str:
     if OURS_BY_NAME not in us:
         return "-"
-    peers = _peers(us)
+    peers = _peers(us, of)
     best = min(peers, key=peers.__getitem__, default=None)
-    return f"{us[OURS_BY_NAME]:.2f}" + ("" if best is None else f" / {peers[best]:.2f} {best[0]}")
+    return f"{us[OURS_BY_NAME]:.2f}" + ("" if best is None else f" / {peers[best]:.2f}{of.letters[best]}")
 
 
-def _behind(us: Mapping[tuple[str, int, Gpu], Mapping[int, Mapping[str, float]]], gpu: Gpu) -> str:
+def _behind(
+    us: Mapping[tuple[tuple[str, ...], Gpu], Mapping[int, Mapping[str, float]]], gpu: Gpu, of: ByCount
+) -> str:
     """In how many points a peer is more than 3% faster."""
     points = [
         p
-        for (_, _, on), by in us.items()
+        for (_, on), by in us.items()
         if on == gpu
         for p in by.values()
-        if OURS_BY_NAME in p and _peers(p)
+        if OURS_BY_NAME in p and _peers(p, of)
     ]
-    behind = [p for p in points if min(_peers(p).values()) * tables.MARGIN < p[OURS_BY_NAME]]
+    behind = [p for p in points if min(_peers(p, of).values()) * tables.MARGIN < p[OURS_BY_NAME]]
     return f"{len(behind)} of {len(points)} points on the {gpu.name}"
 
 
@@ -824,7 +910,7 @@ SECTIONS: dict[str, Callable[[Sequence[Gpu], Path], str]] = {
     "attention forward": attention_forward,
     "attention backward": attention_backward,
     "decoding": decoding,
-    "few rows": few_rows,
+    **{name: partial(by_count, of=of) for name, of in BY_COUNT.items()},
     "other ops": other_ops,
     "losses": losses,
     **{name: partial(_fused_linear, loss=loss) for name, loss in LINEAR_LOSSES.items()},

@@ -1,12 +1,13 @@
-"""compute-sanitizer over every binary that this machine's GPU takes: `make sanitize`.
+"""compute-sanitizer and guard pages over every binary that this machine's GPU takes: `make sanitize`.
 
 Each op runs forward and backward, in one process a tool: once for every row of its dispatch tables, dtype and
 alignment, or, where its tests can't name those, on random problems. It prints how many of the op's binaries that took.
 torch's own kernels are not looked at, and under racecheck torch's products are made in float32. Reports name a kernel,
 and many binaries have a kernel of that name: here each gets one of its own. First an access beyond a tensor, made on
 purpose, must be found. Of kernels by warp groups racecheck reports accesses that are ordered all the same:
-`tests.harness.racecheck` tells them from races by the machine code. `--part 1/2` and `--part 2/2` do half of the ops
-each.
+`tests.harness.racecheck` tells them from races by the machine code. compute-sanitizer does not see what TMA reads:
+under the tool `guard` each tensor lies between unmapped addresses instead (guard_pages.c), flush with those behind it,
+then with those before. `--part 1/2` and `--part 2/2` do half of the ops each.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from glob import glob
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -42,7 +44,8 @@ from tests.harness.choices import Entry, RandomChoices
 from tests.harness.op_gpu_tests import installed, on_first_gpu
 from tests.harness.racecheck import sift
 
-TOOLS = ("memcheck", "racecheck")
+GUARD = "guard"
+TOOLS = ("memcheck", "racecheck", GUARD)
 PLANTED = "planted"
 EXERCISE = "exercise"
 LONGEST = 1 << 30  # n of a table's row
@@ -166,8 +169,10 @@ def products_in_float32() -> Iterator[None]:
         yield
 
 
-def exercise(names: Sequence[str], device: str, longest: int = LONGEST, drawn: int = 0) -> None:
-    """Run those ops, and say how many of their binaries it took."""
+def exercise(
+    names: Sequence[str], device: str, longest: int = LONGEST, drawn: int = 0, tell: bool = False
+) -> None:
+    """Run those ops, and say how many of their binaries it took. ``tell``: name each problem before it is run."""
     pack = installed() if device == "cuda" else built_pack("sm90")
     for name in names:
         start, count, entry = time.perf_counter(), 0, entries()[name]
@@ -175,6 +180,8 @@ def exercise(names: Sequence[str], device: str, longest: int = LONGEST, drawn: i
         if device == "cuda":
             op = on_first_gpu(type(op), pack, NamingDriver)
         for problem in problems(entry, pack, longest, drawn):
+            if tell:
+                print(problem, file=sys.stderr, flush=True)
             entry.prepare(problem, device).run(op)
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -228,6 +235,43 @@ def under(
     return status, found
 
 
+def guard_library(folder: Path) -> Path:
+    """guard_pages.c, compiled."""
+    source, library = Path(__file__).with_name("guard_pages.c"), folder / "guard_pages.so"
+    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+def between_guard_pages(library: Path, side: str, arguments: Sequence[str]) -> tuple[int, str]:
+    """(exit status, output) of this module where each tensor lies between unmapped addresses, flush with those on that
+    side."""
+    command = [sys.executable, "-m", "tests.harness.sanitize", GUARD, str(library), *arguments]
+    environment = {**os.environ, "LIGER_AOT_GUARD": side}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.returncode, done.stdout
+
+
+def run_guarded(names: Sequence[str]) -> int:
+    """1 where an op reached beyond a tensor, or the pages did not stop what should be stopped."""
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        library = guard_library(Path(folder))
+        status, _ = between_guard_pages(library, "behind", [PLANTED])
+        failed = not status
+        print(f"guard pages: an access beyond a tensor: {'not ' if failed else ''}found", flush=True)
+        for name, side in product(names, ("behind", "before")):
+            status, said = between_guard_pages(library, side, [EXERCISE, GUARD, name])
+            failed = failed or bool(status)
+            lines = said.splitlines()
+            print("\n".join(lines[-20:]) if status else f"guard pages {side}: {lines[-1]}", flush=True)
+            if status:
+                print(f"guard pages {side}: {name} failed, exit status {status}", flush=True)
+    return int(failed)
+
+
 def named(log: str, binaries: Mapping[str, Variant]) -> str:
     """The log with the binaries' own names."""
     return re.sub(r"\bz[0-9a-zA-Z]+\b", lambda m: binaries[m[0]].name if m[0] in binaries else m[0], log)
@@ -241,6 +285,9 @@ def run(program: str, tools: Sequence[str], names: Sequence[str], binaries: Mapp
         failed = not found.errors
         print(f"memcheck of an access beyond a tensor: {'not ' if failed else ''}found", flush=True)
     for tool in tools:
+        if tool == GUARD:
+            failed = bool(run_guarded(names)) or failed
+            continue
         start = time.perf_counter()
         status, found = under(program, tool, binaries, [EXERCISE, tool, *names])
         wrong = status or found.errors or not found.finished
@@ -254,12 +301,16 @@ def run(program: str, tools: Sequence[str], names: Sequence[str], binaries: Mapp
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status: 2 where nothing can be run."""
+    if arguments[:1] == [GUARD]:
+        guarded = torch.cuda.memory.CUDAPluggableAllocator(arguments[1], "guarded_malloc", "guarded_free")
+        torch.cuda.memory.change_current_allocator(guarded)
+        return main(arguments[2:])
     if arguments[:1] == [PLANTED]:
         plant()
         return 0
     if arguments[:1] == [EXERCISE]:
         with products_in_float32() if arguments[1] == "racecheck" else nullcontext():
-            exercise(arguments[2:], "cuda", drawn=DRAWN)
+            exercise(arguments[2:], "cuda", drawn=DRAWN, tell=arguments[1] == GUARD)
         return 0
     parser = argparse.ArgumentParser(
         "python -m tests.harness.sanitize", description=(__doc__ or "").split("\n")[0]
@@ -273,10 +324,11 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"no op of the name {', '.join(sorted(unknown))}; there are {', '.join(entries())}")
     if why := no_gpu():
         parser.exit(2, f"sanitize: {why}\n")
-    if (program := sanitizer()) is None:
+    program = sanitizer()
+    if program is None and set(given.tools) != {GUARD}:
         parser.exit(2, "sanitize: there is no compute-sanitizer on the PATH; it comes with CUDA's toolkit\n")
     names = (given.ops or list(entries()))[part - 1 :: of]
-    return run(program, given.tools, names, by_name(installed()))
+    return run(program or "", given.tools, names, by_name(installed()))
 
 
 if __name__ == "__main__":

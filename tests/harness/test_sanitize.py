@@ -92,6 +92,32 @@ exit 3
     assert ("2 errors in rope-tile-bf16," in said) == ("at rope-tile-bf16+0x210" in said) == (log == BEYOND)
 
 
+@pytest.mark.parametrize(
+    ("planted", "failing", "failed"), [(1, None, False), (0, None, True), (1, ("rope", "before"), True)]
+)
+def test_guard_pages(
+    planted: int,
+    failing: tuple[str, str] | None,
+    failed: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library is compiled, the processes are not started."""
+
+    def between(library: Path, side: str, arguments: list[str]) -> tuple[int, str]:
+        assert library.stat().st_size > 0
+        if arguments == ["planted"]:
+            return planted, ""
+        assert arguments[:2] == ["exercise", "guard"]
+        return int((arguments[2], side) == failing), f"a problem\n{arguments[2]}: 3 problems\n"
+
+    monkeypatch.setattr(sanitize, "between_guard_pages", between)
+    assert run("", ["guard"], ["rope", "softmax"], {}) == failed
+    said = capsys.readouterr().out
+    assert ("guard pages before: rope failed, exit status 1" in said) == bool(failing)
+    assert "guard pages behind: softmax: 3 problems" in said
+
+
 def test_names() -> None:
     """Each binary's own, in the cubin wherever its kernel's was."""
     pack = built_pack("sm90")

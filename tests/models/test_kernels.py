@@ -23,6 +23,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import liger_aot
 from liger_aot import kernels
+from liger_aot.errors import PatchError
 from tests.harness.children import ROOT, environment
 
 
@@ -124,14 +125,22 @@ def run(code: str, **variables: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_model_with_kernels() -> None:
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
+def test_a_model_with_kernels(device: str) -> None:
     """A process of its own: the mapping is Transformers' and the process's."""
     pytest.importorskip("kernels", reason="kernels is not installed: pip install kernels")
-    ours, graphs = run("""
+    ours, graphs = run(
+        f"device = {device!r}"
+        """
 import json, torch, liger_aot.kernels
 from tests.models.transformers_cases import assert_close, batch, step, tiny
-liger_aot.kernels.register(devices=("cpu",))
-model, inputs = tiny("llama"), batch("llama")
+from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
+get_kernel_mapping_transformers().pop("SiLU")  # for CUDA it would come from the Hub
+liger_aot.kernels.register(devices=(device,))
+model, inputs = tiny("llama").to(device), {k: v.to(device) for k, v in batch("llama").items()}
 plain = step(model, inputs)
 model.train().set_use_kernels(True)
 assert_close(step(model, inputs), plain)
@@ -140,15 +149,19 @@ modules = [*model.named_modules(), ("rotary", modeling_llama.apply_rotary_pos_em
 ours = [n for n, m in modules if "liger_aot" in getattr(m.forward, "__module__", "")]
 explained = torch._dynamo.explain(model)(**inputs)
 print(json.dumps([ours, explained.graph_count]))
-""")
+"""
+    )
     assert len([name for name in ours if name.endswith("norm")]) == 5
     assert "rotary" in ours and graphs == 1
 
 
-def test_a_local_repository() -> None:
+@DEVICES
+def test_a_local_repository(device: str) -> None:
     """By ``kernels``' own loader, as KernelConfig(use_local_kernel=True) asks it, in training and inference."""
     pytest.importorskip("kernels", reason="kernels is not installed: pip install kernels")
-    found = run("""
+    found = run(
+        f"device = {device!r}"
+        """
 import json, torch, liger_aot.kernels
 from pathlib import Path
 from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping
@@ -158,19 +171,27 @@ from transformers.integrations import use_kernel_forward_from_hub
 use_kernel_forward_from_hub("SwiGLUMLP")(LlamaMLP)
 ours = []
 for mode in (Mode.TRAINING, Mode.INFERENCE, Mode.TRAINING | Mode.TORCH_COMPILE):
-    model, inputs = tiny("llama"), batch("llama")
+    model, inputs = tiny("llama").to(device), {k: v.to(device) for k, v in batch("llama").items()}
     plain = step(model, inputs)
     mapping = {
-        name: {"cpu": LocalLayerRepository(Path(liger_aot.kernels.PATH), layer_name=layer)}
+        name: {device: LocalLayerRepository(Path(liger_aot.kernels.PATH), layer_name=layer)}
         for name, layer in (("RMSNorm", "LigerRMSNorm"), ("SwiGLUMLP", "LigerSwiGLUMLP"))
     }
     with use_kernel_mapping(mapping, inherit_mapping=False):
-        kernelize(model, mode=mode, device="cpu")
+        kernelize(model, mode=mode, device=device)
     assert_close(step(model, inputs), plain)
     ours.append(sum("liger_aot" in m.forward.__module__ for m in model.modules()))
 print(json.dumps(ours))
-""")
+"""
+    )
     assert found == [5 + 2] * 3  # norms and MLPs of two layers
+
+
+def test_another_version_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which versions Transformers takes."""
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(PatchError, match=r"pip install 'kernels>=[\d.]+,<[\d.]+'"):
+        kernels.register()
 
 
 def test_metadata() -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make 
 from liger_aot.kernels import PATH
 from tests.harness.children import ROOT, environment, start_as_installed
 
-LIGER = {"arguments": {"use_liger_kernel": True}}
+LIGER = {"use_liger_kernel": True}
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,12 @@ def train(folder: Path, name: str, given: dict[str, Any], **variables: str) -> d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cpu", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO", "KTO", "RLOO"])
-def test_with_liger(name: str, folder: Path) -> None:
+def test_with_liger(name: str, cpu: bool, folder: Path) -> None:
     """``--use_liger_kernel`` and LIGER_AOT_LIGER=1."""
-    plain = train(folder, name, {})
-    ours = train(folder, name, LIGER, LIGER_AOT_LIGER="1")
+    plain = train(folder, name, {"arguments": {"use_cpu": cpu}})
+    ours = train(folder, name, {"arguments": {"use_cpu": cpu, **LIGER}}, LIGER_AOT_LIGER="1")
     assert ours["losses"] == pytest.approx(plain["losses"], abs=2e-3) and len(plain["losses"]) == 2
     assert ours["ours"] == ["liger_aot.liger.norms", "liger_kernel.transformers.rms_norm"]
 

@@ -46,6 +46,15 @@ class _Repository:
         return f"liger_aot.kernels.{self.layer.__name__}"
 
 
+def _wanted() -> str:
+    """The versions of ``kernels`` that the installed Transformers takes, as pip names them."""
+    try:
+        from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION
+    except ImportError:
+        return "kernels"
+    return f"kernels>={KERNELS_MIN_VERSION},<{KERNELS_MAX_VERSION}"
+
+
 def register(devices: Iterable[str] = ("cuda", "rocm")) -> None:
     """Put ``LAYERS`` into the mapping that Transformers' ``use_kernels=True`` reads: before a model is made.
 
@@ -59,9 +68,7 @@ def register(devices: Iterable[str] = ("cuda", "rocm")) -> None:
         from kernels import Mode, register_kernel_mapping
         from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
     except ImportError as error:
-        raise PatchError(
-            f"liger_aot.kernels.register: {error}: pip install kernels, as Transformers asks"
-        ) from error
+        raise PatchError(f"liger_aot.kernels.register: {error}: pip install '{_wanted()}'") from error
     mapping = get_kernel_mapping_transformers()
     for name, layer in LAYERS.items():
         repository = _Repository(layer)

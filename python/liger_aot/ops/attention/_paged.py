@@ -51,6 +51,7 @@ from liger_aot.runtime.dispatch import Loaded, OpOn
 NAME = "flash_attention_paged"
 HEAD_DIMS = (64, 128, 256)  # that kernels are written for; others run as the next
 BOXES = (64, 16)  # keys of a TMA box, which pages are multiples of
+BOX_COLUMNS = 64  # of a TMA box
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
 NARROW_ROWS = 16  # of a head of keys, in one tile by plain kernels
@@ -440,9 +441,12 @@ class Plan:
 
 def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
     """The warp-specialised kernel for the call, None where there is none: it is for a right bound, and for caches of
-    q's dtype."""
+    q's dtype. A TMA box of columns that q does not have is filled with zeros, but Hopper touches the address that the
+    map starts at all the same, and q's map starts before q (``map_operand``), where nothing may be mapped."""
     kernel, shape = on.kernels.get(f"{NAME}_forward"), call.shape
     if kernel is None or not call.causal or not call.mapped(on):
+        return None
+    if head_dim_of(shape.dim) - shape.dim >= BOX_COLUMNS:
         return None
     box = next(n for n in BOXES if not shape.page_size % n)
     mask = "local" if call.settings.left >= 0 or call.settings.softcap else "causal"
