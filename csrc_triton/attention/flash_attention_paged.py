@@ -67,8 +67,10 @@ FP8 = ["fp8e4nv", "fp8e4b8"]
 FORM = {
     "function": "paged_warp_specialized",
     "constants": [
-        "BLOCK_N", "BOX_KEYS", "D1", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "PING_PONG", "MASK",
+        "BLOCK_N", "BOX_KEYS", "D1", "OUT", "STAGES", "WARP_GROUPS", "PRODUCERS", "REGISTERS", "PING_PONG",
+        "MASK",
     ],
+    "defaults": {"PRODUCERS": 1},
 }  # fmt: skip
 SPLIT = {
     "function": "split_pages",
@@ -303,12 +305,12 @@ def combine_paged(
             part = first + tl.arange(0, BLOCK_SPLITS)
             to = place + part * step
             lse = tl.load(LSE_PARTIAL + to, mask=part < parts, other=float("-inf"))
-            values = tl.load(  # beside lse: a split without keys has written none, and weighs nothing
+            some = lse != float("-inf")
+            values = tl.load(
                 OUT_PARTIAL + to[:, None] * dim + columns[None, :],
-                mask=(part < parts)[:, None] & keep[None, :],
+                mask=some[:, None] & keep[None, :],
                 other=0.0,
             )
-            values = tl.where((lse != float("-inf"))[:, None], values, 0.0)
             new_m = tl.maximum(m, tl.max(lse, 0))
             weights = tl.exp2(lse - new_m)
             by = tl.exp2(m - new_m)
@@ -450,17 +452,18 @@ def paged_warp_specialized(
     Q, K, V, Y, LSE, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, COUNTER, table_row, scale, cap, tiles, heads, ratio,
     keys_in_l2, sequences, tokens, capacity, pages, page_bits, right, left, max_seqlen_q, few,
     BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, D1: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, MASK: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr, PING_PONG: gl.constexpr,
+    MASK: gl.constexpr,
 ):  # fmt: skip
     """All tiles of sequences with more than ``few`` queries; 0: all, and tokens behind the last sequence. scale, cap,
     ``right`` and ``left`` are as in ``paged_tiles``; K and V are loaded in boxes of BOX_KEYS rows, which pages are
-    multiples of."""
+    multiples of. PRODUCERS: one warp loads Q, K and V, or a second one loads V: a warp takes as long for eight boxes of
+    16 rows of K and of V as consumers for a block."""
+    gl.static_assert(WARP_GROUPS == 2)
     gl.static_assert(K.block_shape[2] == BOX_KEYS)
     OTHERS: gl.constexpr = (
         512 - WARP_GROUPS * REGISTERS
     )  # a multiprocessor has 65536, for threads of 128 a warp group
-    # a warp takes as long for eight boxes of K and of V as consumers for a block: with small boxes each has its own
-    PRODUCERS: gl.constexpr = 2 if BOX_KEYS == 16 else 1
     z = Sizes(BLOCK_N, D1, 0, 64, STAGES, WARP_GROUPS, MASK, PING_PONG)
     seqs = PagedSequences(
         CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, heads, ratio, keys_in_l2, right,
@@ -475,32 +478,7 @@ def paged_warp_specialized(
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
-    if WARP_GROUPS == 3 and PRODUCERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(2), Y, LSE, SINKS, scale, cap, 2)),
-                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, True, False)),
-                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, False, True)),
-                (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
-            ],
-            [4, 4, 1, 1, 1],
-            [REGISTERS, REGISTERS, OTHERS, OTHERS, OTHERS],
-        )
-    elif WARP_GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(2), Y, LSE, SINKS, scale, cap, 2)),
-                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, True, True)),
-                (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
-            ],
-            [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, OTHERS, OTHERS],
-        )
-    elif PRODUCERS == 2:
+    if PRODUCERS == 2:
         gl.warp_specialize(
             [
                 (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),

@@ -413,9 +413,15 @@ def all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 # How many rows a tile of the split kernel has, None: the forward kernel or the tiles.
 FEW_OR_MANY: dict[str, tuple[tuple[int, ...], int, int | None]] = {
     "a chunk": ((128,), 8192, 128),
-    "half of the multiprocessors": ((256,), 8192, 128),
+    "a short chunk": ((64,), 1088, 128),
+    "a chunk of several": ((64,) * 4, 4160, 128),
+    "half of the multiprocessors": ((256,), 8448, 128),
+    "and few keys": ((256,), 2304, None),
+    "fewer keys": ((128,), 640, None),
+    "most of the multiprocessors": ((384,), 8576, None),
     "all of them": ((512,), 8192, None),
     "a chunk and its own keys": ((256,), 256, None),
+    "beside decoding": ((512,) + (1,) * 8, 33280, None),
     "two tiles": ((32, 32), 2048, 64),
     "one token": ((1,), 2048, 64),
     "a token of each of many": ((1,) * 32, 2048, None),
@@ -425,12 +431,16 @@ FEW_OR_MANY: dict[str, tuple[tuple[int, ...], int, int | None]] = {
 @pytest.mark.parametrize("name", FEW_OR_MANY)
 def test_which_kernel_splits_keys(name: str, all_multiprocessors: None) -> None:
     queries, keys, rows = FEW_OR_MANY[name]
-    launches, loaded = launched(Problem(32, 8, queries, (keys,) * len(queries), 128))
-    assert (SPLIT in launches) == (rows is not None)
+    problem = Problem(32, 8, queries, (keys,) * len(queries), 128, known=True)
+    launches, loaded = launched(problem)
+    numbers = loaded[SPLIT].numbers if SPLIT in launches else {}
+    assert numbers.get("warp_groups", 1) * 64 == (rows or 64)
     if rows:
-        assert set(launches) == {SPLIT, COMBINE} and loaded[SPLIT].numbers["warp_groups"] * 64 == rows
+        assert set(launches) == {SPLIT, COMBINE}
     else:
         assert (FORWARD in launches) == (max(queries) > 1)
+    if rows == 128:  # a block table may be far longer than its sequences
+        assert FORWARD in launched(problem._replace(known=False))[0]
 
 
 # ---- The binaries and the device code ----
@@ -541,10 +551,10 @@ def test_few_queries_by_warp_groups(seed: int, nan_memory: None) -> None:
 
 # By two warp groups: rows of the second tile and none of its second warp group, a sequence of one tile, one of none.
 WIDE_SPLIT = (
-    Problem(4, 1, (40, 3), (300, 50), 64, sinks=True, behind=3),
-    Problem(4, 1, (70,), (700,), 128, FP16, page=64, window=(50, 0)),
-    Problem(8, 1, (17, 1), (300, 200), 208),
-    Problem(4, 1, (40, 0, 36), (300, 0, 33), 128, causal=False, softcap=5.0),
+    Problem(4, 1, (40, 3), (300, 50), 64, sinks=True, behind=3, known=True),
+    Problem(4, 1, (70,), (700,), 128, FP16, page=64, window=(50, 0), known=True),
+    Problem(8, 1, (17, 1), (300, 200), 208, known=True),
+    Problem(4, 1, (40, 0, 36), (300, 0, 33), 128, causal=False, softcap=5.0, known=True),
 )
 
 

@@ -56,6 +56,8 @@ MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
 NARROW_ROWS = 16  # of a head of keys, in one tile by plain kernels
 FEW_ROWS = 128  # of a head of keys: with more they are worth the forward kernel, which has a tile a head of q
+SPLIT_BLOCK = 1.15  # what a block of keys takes the split kernel, in blocks of the forward kernel
+ROWS_COMBINED = 5  # in the time of a key of the forward kernel
 TAIL_PROGRAMS = 8  # at most, for tokens behind the last sequence
 
 
@@ -456,8 +458,8 @@ def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
 
 def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
     """The kernel with tensor maps for sequences of at most so many queries, None where there is none or another is
-    faster: the tiles for rows that they have in one, where all multiprocessors have some; the forward kernel for more
-    rows than a warp group's two tiles, unless programs split their keys."""
+    faster: the tiles for rows that they have in one, where all multiprocessors have some; another kernel for more rows
+    than a warp group's two tiles, unless splitting keys is worth combining them."""
     kernel, shape = on.kernels.get(f"{NAME}_split"), call.shape
     rows = queries * shape.ratio
     wide = rows > FEW_ROWS
@@ -466,9 +468,25 @@ def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
         return None
     loaded = kernel(key, shape.dim)
     if wide:
-        return loaded if splits_for(on, loaded, call, queries, 0) > 1 else None
+        return loaded if split_pays(on, loaded, call, queries) else None
     busy = shape.sequences * shape.kv_heads > on.multiprocessors
     return None if busy and rows <= NARROW_ROWS else loaded
+
+
+def split_pays(on: OpOn, loaded: Loaded, call: Call, queries: int) -> bool:
+    """Whether many queries are faster with their keys split than by the forward kernel: where the split programs run in
+    one wave and each reads so many keys fewer that this outweighs combining (1 x 256 on 512 or 2048 keys and 1 x 384 on
+    8192 did not, 1 x 64 on 1024, 1 x 128 on 2048 and 4 x 64 on 4096 did: NVIDIA H200, 2026-11-28). Only a caller who
+    says how long sequences are knows: a block table may be far longer."""
+    if not call.settings.max_seqlen_k:
+        return False
+    shape, block = call.shape, loaded.numbers["block_n"]
+    splits, blocks = splits_for(on, loaded, call, queries, 0), call.blocks(block, queries)
+    tiles = shape.sequences * shape.kv_heads * -(-queries * shape.ratio // rows_of(loaded.numbers))
+    if splits == 1 or tiles * splits > on.multiprocessors * loaded.variant.resident:
+        return False
+    fewer = block * (blocks - SPLIT_BLOCK * -(-blocks // splits))
+    return fewer * ROWS_COMBINED >= shape.sequences * queries * shape.heads
 
 
 def rows_of(numbers: Mapping[str, int]) -> int:
