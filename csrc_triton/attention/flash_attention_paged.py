@@ -387,13 +387,14 @@ def produce(
         head = divide(tile.head, seqs.ratio)
         edge = 0 * row
         for j in range(last - first):
+            if KEYS:  # noqa: SIM102 (the outer is the compiler's)
+                if j == gl.maximum(last - first - TILE_DISTANCE, 0):
+                    mbarrier.arrive(requests.index(0), count=1)
             key = (last - 1 - j) * z.BLOCK_N
             stage = b % z.STAGES
             phase = ((b // z.STAGES) & 1) ^ 1
             pages = pages_of_block(tile.start_k, key, start, tile.len_k, seqs, K.block_shape[2], z)
             if KEYS:
-                if j == gl.maximum(last - first - TILE_DISTANCE, 0):
-                    mbarrier.arrive(requests.index(0), count=1)
                 mbarrier.wait(k.empty.index(stage), phase)
                 if tile.len_k > 0:
                     to, full = k.first.index(stage), k.full.index(stage)
