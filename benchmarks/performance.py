@@ -293,6 +293,7 @@ LABELS = {
     "torch": "torch",
     "torch_compile": "torch.compile",
     "transformers": "Transformers",
+    "transformers_on_aot": "Transformers on liger-aot's attention",
     "liger": "Liger (Triton JIT)",
     "liger, float32 dW": "Liger, fp32 dW",
 }
@@ -718,6 +719,104 @@ def _seconds(r: Result) -> str:
     return f"{r['total']:.2f} ({sum(r['phases'][-2:]):.2f})"
 
 
+def serving(gpus: Sequence[Gpu], start: Path) -> str:
+    """The example's server beside Transformers' continuous batching."""
+    found = steps(gpus, "serve")
+    if not found:
+        return ""
+    at = _served(found)
+    names, facts = _present(at), found[0].data
+
+    def text(r: Result) -> str:
+        return f"{r['tokens_per_second']:.0f}, {r['first_ms']:.0f} / {r['next_ms']:.1f}"
+
+    rows = [
+        [dtype, str(count), gpu.name, *(_cell(at, (dtype, count), gpu, name, text) for name in names)]
+        for (dtype, count), gpu in _places(at)
+    ]
+    prompt, answer = (f"{fewest} to {most}" for fewest, most in (facts["prompt"], facts["answer"]))
+    return "\n\n".join(
+        [
+            "### Serving",
+            f"{_source(found, start, 'models.serve')} {facts['model']} with random weights, served by "
+            f"`examples/serve.py`: prompts of {prompt} tokens, answers of {answer}, as many users as sequences, each "
+            "of whom asks again. Tokens a second, and the medians of the milliseconds to a request's first token / to "
+            "each next one. Transformers' continuous batching answers the same requests, attending with torch's SDPA "
+            "or with liger-aot, by CUDA graphs.",
+            table_by_gpu(["products", "sequences", "GPU", *(LABELS[name] for name in names)], rows),
+        ]
+    )
+
+
+def serving_steps(gpus: Sequence[Gpu], start: Path) -> str:
+    """What the decoding steps of the example's server are made of."""
+    found = steps(gpus, "serve")
+    own = {
+        (point, gpu): r["steps"]
+        for (point, gpu, name), r in _served(found).items()
+        if name == OURS_BY_NAME and r["steps"]
+    }
+    lengths = sorted({int(length) for by in own.values() for length in by})
+    if not lengths:
+        return ""
+    rows = [
+        [*map(str, point), gpu.name, *(_made_of(own[point, gpu].get(str(length))) for length in lengths)]
+        for point, gpu in _places((point, gpu, "") for point, gpu in own)
+    ]
+    return "\n\n".join(
+        [
+            "### A step of the server",
+            f"{_source(found, start, 'models.serve')} Milliseconds of a step in which every sequence grows by a token, "
+            "and of these, by the sequences' length, what is attention / neither attention nor matrix products. "
+            "Products and attention are timed alone, as graphs of their own.",
+            table_by_gpu(["products", "sequences", "GPU", *map(str, lengths)], rows),
+        ]
+    )
+
+
+def _served(found: Sequence[Steps]) -> dict[tuple[tuple[str, int], Gpu, str], Result]:
+    return {
+        ((r["point"]["dtype"], r["point"]["sequences"]), one.gpu, r["provider"]): r
+        for one in found
+        for r in one.data["results"]
+    }
+
+
+def _made_of(step: Mapping[str, float] | None) -> str:
+    if step is None:
+        return "-"
+    rest = step["whole"] - step["products"] - step["attention"]
+    return f"{step['whole']:.2f}, {step['attention'] / step['whole']:.1%} / {rest / step['whole']:.1%}"
+
+
+def server(gpus: Sequence[Gpu], start: Path) -> str:
+    """README's sentence about the server: bf16."""
+    parts = []
+    for one in steps(gpus, "serve"):
+        ours = {
+            r["point"]["sequences"]: r
+            for r in one.data["results"]
+            if r["provider"] == OURS_BY_NAME and r["point"]["dtype"] == "bf16" and r["steps"]
+        }
+        if not ours:
+            continue
+        few, many = min(ours), max(ours)
+        length = min(map(int, ours[many]["steps"]))
+        shares = []
+        for count in (few, many):
+            step = ours[count]["steps"][str(length)]
+            attention = step["attention"] / step["whole"]
+            shares.append(f"{1 - step['products'] / step['whole']:.0%} ({attention:.0%} attention)")
+        rates = [ours[count]["tokens_per_second"] for count in (few, many)]
+        parts.append(
+            f"On an {one.gpu.name} it serves {one.data['model']}'s shapes at {rates[0]:.0f} tokens a second for "
+            f"{few} sequence{'s' if few > 1 else ''} and {rates[1]:,.0f} for {many} (bf16). Of a step of "
+            f"sequences of {length} tokens {shares[0]} to {shares[1]} are not matrix products: "
+            f"[all figures]({os.path.relpath(PAGES[1], start)}#serving)."
+        )
+    return " ".join(parts)
+
+
 def _source(found: Sequence[Steps], start: Path, module: str) -> str:
     """A sentence: what measured it, where, and the files."""
     on = ", and on ".join(
@@ -916,4 +1015,7 @@ SECTIONS: dict[str, Callable[[Sequence[Gpu], Path], str]] = {
     **{name: partial(_fused_linear, loss=loss) for name, loss in LINEAR_LOSSES.items()},
     "experts": experts,
     "training": training,
+    "serving": serving,
+    "serving steps": serving_steps,
+    "server": server,
 }

@@ -8,8 +8,9 @@ the next one runs. ``examples/serve.py`` runs it.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +138,7 @@ class Decoder:
         following = [layer.before_attention for layer in self.layers[1:]] + [None]
         for layer, (keys, values), next_norm in zip(self.layers, cache, following, strict=True):
             q = self._rotated(layer, layer.qkv(x), keys, values, batch)
-            if batch.longest == 1:
+            if batch.starts is None:
                 attended = ops["flash_decoding"](
                     q[:, None], keys, values, cache_seqlens=batch.lengths, block_table=batch.pages
                 )[:, 0]
@@ -150,7 +151,8 @@ class Decoder:
             x = layer.down(ops["swiglu_quantize" if self.fp8 else "swiglu"](layer.gate_up(x)))
             if next_norm is not None:
                 x, residual = self._add_norm(x, residual, next_norm)
-        x, residual = x.index_select(0, batch.last), residual.index_select(0, batch.last)
+        if batch.last is not None:
+            x, residual = x.index_select(0, batch.last), residual.index_select(0, batch.last)
         x, _ = ops["fused_add_rmsnorm"](x, residual, self.norm, eps=eps, inplace=True)
         return self.head(x)
 
@@ -184,11 +186,34 @@ class Batch:
     tokens: Tensor  # (tokens,) int64
     positions: Tensor  # (tokens,) int64, in their sequences
     slots: Tensor  # (tokens,) int64, where keys and values go: page * PAGE + place; PADDING: nowhere
-    starts: Tensor  # (sequences + 1,) int32, where each one's tokens begin
     lengths: Tensor  # (sequences,) int32, with this step's tokens
     pages: Tensor  # (sequences, most pages) int32
-    last: Tensor  # (sequences,) int64, each one's last token in ``tokens``
-    longest: int  # a bound on the tokens of one sequence
+    # Where sequences may have more tokens than one:
+    starts: Tensor | None = None  # (sequences + 1,) int32, where each one's tokens begin
+    last: Tensor | None = None  # (sequences,) int64, each one's last token in ``tokens``
+    longest: int = 1  # a bound on the tokens of one sequence
+
+
+@dataclass
+class Chosen:
+    """How a step chooses a token for each sequence, on the GPU. What a seed gives depends on the place in its own
+    sequence alone."""
+
+    seeds: Tensor  # (sequences,) int64
+    places: Tensor  # (sequences,) int32
+    temperature: Tensor  # (sequences,) float32
+    top_k: Tensor | None = None  # (sequences,) int64; None where all are greedy
+    top_p: Tensor | None = None  # (sequences,) float32
+
+
+@dataclass
+class Step:
+    """A decoding step as a graph: what it reads, which is written before each replay, and what it leaves."""
+
+    graph: Any
+    integers: Tensor
+    floats: Tensor
+    chosen: Tensor
 
 
 class Engine:
@@ -208,16 +233,12 @@ class Engine:
         self.most, self.waiting = most, deque[Request]()
         self.prefilling, self.decoding = list[Request](), list[Request]()
         self.flight: tuple[Any, Tensor, list[Request | None]] | None = None
-        # By row: tables, and what the next step starts from. A last row takes what padding writes.
+        # By row: its pages, and the token that its next step reads. A last row takes what padding writes.
         self.table = torch.zeros((rows + 1, -(-most // PAGE)), dtype=torch.int32, device=device)
         self.next_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        self.length = torch.zeros(rows + 1, dtype=torch.int32, device=device)  # tokens in the cache
-        self.temperature = torch.zeros(rows + 1, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self.top_p = torch.ones(rows + 1, dtype=torch.float32, device=device)
-        self.seed = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.greedy = torch.zeros(rows, dtype=torch.float32, device=device)  # temperatures
         self.sizes = [2**i for i in range(rows.bit_length()) if 2**i < rows] + [rows]
-        self.graphs: dict[int, tuple[Any, Tensor, Tensor]] = {}
+        self.graphs: dict[tuple[int, bool], Step] = {}
         self.padding, self.pool = rows, None
 
     def add(self, request: Request) -> None:
@@ -266,10 +287,6 @@ class Engine:
             self.table[row, :need] = torch.tensor(request.pages, dtype=torch.int32).to(
                 self.device, non_blocking=True
             )
-            self.length[row], self.seed[row] = 0, request.seed
-            self.temperature[row], self.top_k[row], self.top_p[row] = (
-                request.temperature, request.top_k, request.top_p
-            )  # fmt: skip
             self.prefilling.append(request)
 
     def _mixed_step(self) -> Any:
@@ -282,24 +299,24 @@ class Engine:
             parts.append((request, count))
             left -= count
         grown = list(self.decoding)
-        rows = [r.row for r in grown] + [r.row for r, _ in parts]
-        counts = [1] * len(grown) + [count for _, count in parts]
-        lengths = [len(r.prompt) + r.sent for r in grown] + [r.read + count for r, count in parts]
-        tokens = [t for r, count in parts for t in r.prompt[r.read : r.read + count]]
-        at = torch.tensor(rows).to(self.device, non_blocking=True)
-        of = torch.tensor(rows).repeat_interleave(torch.tensor(counts))
-        positions = torch.cat([torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)])
-        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        of, positions, starts = (x.to(self.device, non_blocking=True) for x in (of, positions, starts))
-        read = torch.tensor(tokens, dtype=torch.int64).to(self.device, non_blocking=True)
-        ends = torch.tensor(lengths, dtype=torch.int32).to(self.device, non_blocking=True)
+        steps = [(r, _length(r), 1) for r in grown] + [(r, r.read + count, count) for r, count in parts]
+        integers, floats = (t.to(self.device, non_blocking=True) for t in _numbers(steps))
+        counts = [count for *_, count in steps]
+        packed = [
+            [t for r, count in parts for t in r.prompt[r.read : r.read + count]],
+            [slot for r, n, count in steps for slot in _slots(r, n - count, n)],
+            [position for _, n, count in steps for position in range(n - count, n)],
+            list(itertools.accumulate(counts, initial=0)),
+        ]
+        flat = torch.tensor([n for part in packed for n in part]).to(self.device, non_blocking=True)
+        read, slots, positions, starts = flat.split([len(part) for part in packed])
+        at = integers[0]
         batch = Batch(
-            tokens=torch.cat((self.next_token[at[: len(grown)]], read)), positions=positions,
-            slots=self.table[of, positions // PAGE].long() * PAGE + positions % PAGE, starts=starts, lengths=ends,
-            pages=self.table[at], last=(starts[1:] - 1).long(), longest=max(counts),
+            torch.cat((self.next_token[at[: len(grown)]], read)), positions, slots, integers[3].int(),
+            self.table[at], starts.int(), starts[1:] - 1, max(counts),
         )  # fmt: skip
-        chosen = self._choose(self.decoder(batch, self.cache), at, ends)
-        self.length[at] = ends
+        how = self._how(integers, floats, batch.lengths, any(r.temperature for r, *_ in steps))
+        chosen = self._choose(batch, how)
         self.next_token[at] = chosen
         whole = []
         for request, count in parts:
@@ -313,59 +330,68 @@ class Engine:
 
     def _decode_step(self) -> Any:
         """One token more of each answer."""
-        size = next(s for s in self.sizes if s >= len(self.decoding))
-        rows = torch.tensor([r.row for r in self.decoding] + [self.padding] * (size - len(self.decoding)))
         requests: list[Request | None] = list(self.decoding)
+        size = next(s for s in self.sizes if s >= len(requests))
+        sampled = any(r.temperature for r in self.decoding)
+        numbers = _numbers([(r, _length(r), 1) for r in self.decoding], size, self.padding)
         if self.device.type != "cuda":
-            return self._launched(self._decode(rows), requests)
-        if size not in self.graphs:
-            self._capture(size)
-        graph, at, chosen = self.graphs[size]
-        at.copy_(rows, non_blocking=True)
-        graph.replay()
-        return self._launched(chosen, requests)
+            return self._launched(self._decode(*numbers, sampled), requests)
+        if (size, sampled) not in self.graphs:
+            self.capture(size, sampled)
+        step = self.graphs[size, sampled]
+        step.integers.copy_(numbers[0], non_blocking=True)
+        if sampled:
+            step.floats.copy_(numbers[1], non_blocking=True)
+        step.graph.replay()
+        return self._launched(step.chosen, requests)
 
-    def _decode(self, at: Tensor) -> Tensor:
+    def _decode(self, integers: Tensor, floats: Tensor, sampled: bool) -> Tensor:
         """All of a decoding step that the GPU does: no host number is in it but the batch's size."""
-        size, real = at.shape[0], at != self.padding
-        positions = self.length[at].long()
-        pages = self.table[at]
-        page = pages.gather(1, (positions // PAGE)[:, None])[:, 0].long()
-        slots = torch.where(real, page * PAGE + positions % PAGE, PADDING)
-        lengths = torch.where(real, positions + 1, 0).int()
-        starts = torch.arange(size + 1, dtype=torch.int32, device=self.device)
-        last = torch.arange(size, device=self.device)
-        batch = Batch(self.next_token[at], positions, slots, starts, lengths, pages, last, 1)
-        chosen = self._choose(self.decoder(batch, self.cache), at, lengths)
-        self.length.index_copy_(0, at, lengths)
+        at, slots, positions, lengths = integers[:4]
+        batch = Batch(
+            self.next_token.index_select(0, at),
+            positions,
+            slots,
+            lengths.int(),
+            self.table.index_select(0, at),
+        )
+        chosen = self._choose(batch, self._how(integers, floats, batch.lengths, sampled))
         self.next_token.index_copy_(0, at, chosen)
         return chosen
 
-    def _choose(self, logits: Tensor, at: Tensor, lengths: Tensor) -> Tensor:
-        """A token for each sequence. What a seed gives depends on the place in its own sequence alone."""
+    def _how(self, integers: Tensor, floats: Tensor, lengths: Tensor, sampled: bool) -> Chosen:
+        seeds, top_k = integers[4:]
+        if sampled:
+            return Chosen(seeds, lengths, floats[0], top_k, floats[1])
+        return Chosen(seeds, lengths, self.greedy[: seeds.shape[0]])
+
+    def _choose(self, batch: Batch, how: Chosen) -> Tensor:
+        """A token for each sequence."""
         chosen: Tensor = self.decoder.ops["sample"](
-            logits, self.seed[at], lengths, temperature=self.temperature[at], top_k=self.top_k[at],
-            top_p=self.top_p[at],
+            self.decoder(batch, self.cache), how.seeds, how.places, temperature=how.temperature, top_k=how.top_k,
+            top_p=how.top_p,
         )  # fmt: skip
         return chosen
 
-    def capture(self) -> None:
-        """The graphs of all batch sizes, before the first request."""
-        for size in self.sizes:
-            self._capture(size)
+    def capture_all(self, sampled: bool) -> None:
+        """The graphs of all batch sizes in which some sequence is sampled, or none, before the first request."""
+        for size in reversed(self.sizes):  # the largest one's memory is then there for the others
+            self.capture(size, sampled)
 
-    def _capture(self, size: int) -> None:
-        at = torch.full((size,), self.padding, dtype=torch.int64, device=self.device)
+    def capture(self, size: int, sampled: bool) -> None:
+        """The graph of a decoding step of so many sequences."""
+        integers, floats = (t.to(self.device) for t in _numbers([], size, self.padding))
+        self.decoder.ops["flash_decoding"].preload(self.device)  # its counters, else made anew in each replay
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._decode(at)  # loads what it launches; padding alone changes nothing
+            self._decode(integers, floats, sampled)  # loads what it launches; padding alone changes nothing
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            chosen = self._decode(at)
+            chosen = self._decode(integers, floats, sampled)
         self.pool = self.pool or graph.pool()  # one after the other they need no memory of their own
-        self.graphs[size] = graph, at, chosen
+        self.graphs[size, sampled] = Step(graph, integers, floats, chosen)
 
     def _launched(
         self, chosen: Tensor, requests: list[Request | None]
@@ -404,3 +430,26 @@ class Engine:
         self.free += request.pages
         self.rows.append(request.row)
         request.pages = []
+
+
+def _length(request: Request) -> int:
+    """Of an answering sequence, in the cache after its next step."""
+    return len(request.prompt) + request.sent
+
+
+def _slots(request: Request, first: int, end: int) -> Iterator[int]:
+    """Where keys and values of these positions go."""
+    return (request.pages[p // PAGE] * PAGE + p % PAGE for p in range(first, end))
+
+
+def _numbers(
+    steps: Sequence[tuple[Request, int, int]], size: int = 0, padding: int = 0
+) -> tuple[Tensor, Tensor]:
+    """What a step reads of each sequence, on the host: its row, its last token's slot and position, its length, seed
+    and top-k, (6, sequences) int64; temperature and top-p, (2, sequences) float32."""
+    missing = max(size - len(steps), 0)
+    columns = [(r.row, *_slots(r, n - 1, n), n - 1, n, r.seed, r.top_k) for r, n, _ in steps] + [
+        (padding, PADDING, 0, 0, 0, 0)
+    ] * missing
+    floats = [(r.temperature, r.top_p) for r, *_ in steps] + [(0.0, 1.0)] * missing
+    return torch.tensor(columns).t().contiguous(), torch.tensor(floats).t().contiguous()

@@ -20,7 +20,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ MODELS = {
     "qwen3-8b": QWEN3_8B,
 }
 LONGEST = 2048  # tokens of a prompt and its answer
+CHUNK = 2048  # prompt tokens a step
 
 
 def main() -> None:
@@ -61,9 +63,9 @@ def main() -> None:
     parser.add_argument("--prompt", default="16,64", help="tokens of a prompt: fewest,most")
     parser.add_argument("--answer", default="8,32", help="tokens of an answer: fewest,most")
     parser.add_argument(
-        "--gap", type=float, default=0.0, help="mean seconds between arrivals (default: all at once)"
+        "--gap", type=float, default=0.0, help="mean seconds between arrivals (default: each user asks again)"
     )
-    parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens a step")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="prompt tokens a step")
     parser.add_argument("--fp8", action="store_true", help="matrix products in fp8")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-k 50, top-p 0.95")
     parser.add_argument("--beside", choices=("transformers",), help="also serve the same requests with this")
@@ -73,14 +75,15 @@ def main() -> None:
     decoder = Decoder(model, options.fp8)
     print(f"{'sequences':>9}{'':14}{'tokens/s':>10}{'first token':>14}{'next tokens':>14}{'not matmul':>12}")
     for rows in map(int, options.sequences.split(",")):
-        requests = workload(options, rows, model.config.vocab_size)
-        figures = serve(decoder, requests, rows, options)
-        found.append({"server": "liger-aot", "sequences": rows, **figures})
+        prompt, answer = (tuple(map(int, text.split(","))) for text in (options.prompt, options.answer))
+        load = Load(rows, options.requests or 4 * rows, prompt, answer, options.gap, options.sampled)
+        found.append({"server": "liger-aot", "sequences": rows, **serve(decoder, load, options.chunk)})
+        if model.device.type == "cuda":
+            step = step_times(decoder, rows, load.most * 3 // 4)
+            found[-1]["share"] = 1 - step["products"] / step["whole"]
         show(found[-1])
         if options.beside:
-            found.append(
-                {"server": options.beside, "sequences": rows, **with_transformers(model, requests, rows)}
-            )
+            found.append({"server": options.beside, "sequences": rows, **with_transformers(model, load)})
             show(found[-1])
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -107,83 +110,145 @@ def make(name: str) -> Any:
         return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def workload(options: argparse.Namespace, rows: int, vocabulary: int) -> list[tuple[float, Request]]:
-    """Requests and when they arrive, in seconds from the start."""
-    draw, at, requests = random.Random(0), 0.0, []
-    prompt, answer = (tuple(map(int, o.split(","))) for o in (options.prompt, options.answer))
-    for seed in range(options.requests or 4 * rows):
-        tokens = [draw.randrange(vocabulary) for _ in range(draw.randint(*prompt))]
-        settings = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": seed} if options.sampled else {}
-        requests.append((at, Request(tokens, draw.randint(*answer), **settings)))
-        at += draw.expovariate(1 / options.gap) if options.gap else 0.0
-    return requests
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a server: ``requests`` of as many tokens as are drawn, at most ``rows`` at once.
+
+    With a gap they arrive at random, so many seconds apart in the mean. Without one, each of ``rows`` users asks again
+    as soon as the last answer is there.
+    """
+
+    rows: int
+    requests: int
+    prompt: tuple[int, int]  # tokens: fewest, most
+    answer: tuple[int, int]
+    gap: float = 0.0
+    sampled: bool = False
+
+    def drawn(self, vocabulary: int) -> list[tuple[float, Request]]:
+        """Requests, and when they arrive: seconds from the start."""
+        draw, at, found = random.Random(0), 0.0, []
+        for seed in range(self.requests):
+            tokens = [draw.randrange(vocabulary) for _ in range(draw.randint(*self.prompt))]
+            how = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": seed} if self.sampled else {}
+            found.append((at, Request(tokens, draw.randint(*self.answer), **how)))
+            at += draw.expovariate(1 / self.gap) if self.gap else 0.0
+        return found
+
+    @property
+    def most(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt[1] + self.answer[1]
 
 
-def serve(
-    decoder: Decoder, arrivals: list[tuple[float, Request]], rows: int, options: argparse.Namespace
-) -> dict[str, float | None]:
+class Arrivals:
+    """Requests on their way to a server."""
+
+    def __init__(self, load: Load, vocabulary: int) -> None:
+        self.waiting = load.drawn(vocabulary)[::-1]
+        self.load = load
+        self.seen: list[tuple[float, Request]] = []
+        self.start = time.perf_counter()
+
+    def due(self, under_way: int) -> Iterator[Request]:
+        """Those that users have sent by now, where so many have no answer yet."""
+        while self.waiting:
+            now = time.perf_counter()
+            if self.load.gap:
+                if self.start + self.waiting[-1][0] > now:
+                    return
+                now = self.start + self.waiting[-1][0]
+            elif under_way >= self.load.rows:
+                return
+            under_way += 1
+            request = self.waiting.pop()[1]
+            self.seen.append((now, request))
+            yield request
+
+    def figures(self) -> dict[str, float]:
+        """Tokens a second; medians of the seconds to the first token, and of those from each to the next."""
+        end = max(r.seconds[-1] for _, r in self.seen)
+        return {
+            "rate": sum(len(r.tokens) for _, r in self.seen) / (end - self.start),
+            "first": statistics.median(r.seconds[0] - at for at, r in self.seen),
+            "next": statistics.median(
+                (r.seconds[-1] - r.seconds[0]) / max(len(r.tokens) - 1, 1) for _, r in self.seen
+            ),
+        }
+
+
+def serve(decoder: Decoder, load: Load, chunk: int = CHUNK) -> dict[str, float]:
     """What the requests met with."""
-    most = max(len(r.prompt) + r.most for _, r in arrivals)
     with torch.inference_mode():
         engine = Engine(
             decoder,
-            pages=rows * -(-most // PAGE),
-            rows=rows,
-            most=most,
-            chunk=options.chunk,
+            pages=load.rows * -(-load.most // PAGE),
+            rows=load.rows,
+            most=load.most,
+            chunk=chunk,
             clock=time.perf_counter,
         )
-        warm = Request([1, 2, 3], 2)
-        engine.add(warm)
-        engine.run()  # every binary is loaded
         if engine.device.type == "cuda":
-            engine.capture()
-            torch.cuda.synchronize()
-        start, waiting = time.perf_counter(), list(arrivals)
-        while waiting or engine.busy:
-            now = time.perf_counter() - start
-            while waiting and waiting[0][0] <= now:
-                engine.add(waiting.pop(0)[1])
+            engine.capture_all(load.sampled)
+        how = {"temperature": 1.0, "top_k": 5, "top_p": 0.9} if load.sampled else {}
+        for length in (1, load.prompt[1]):  # every binary is loaded, prompts' too
+            for _ in range(min(load.rows, -(-chunk // length))):
+                engine.add(Request([1] * length, 2, **how))
+            engine.run()
+        arrivals = Arrivals(load, decoder.embedding.shape[0])
+        while arrivals.waiting or engine.busy:
+            for request in arrivals.due(load.rows - len(engine.rows) + len(engine.waiting)):
+                engine.add(request)
             engine.step()
-        share = step_share(engine, rows) if engine.device.type == "cuda" else None
-    return {**figures_of(arrivals, start), "share": share}
+        return arrivals.figures()
 
 
-def figures_of(arrivals: list[tuple[float, Request]], start: float) -> dict[str, float]:
-    end = max(r.seconds[-1] for _, r in arrivals)
-    return {
-        "rate": sum(len(r.tokens) for _, r in arrivals) / (end - start),
-        "first": statistics.median(r.seconds[0] - start - at for at, r in arrivals),
-        "next": statistics.median(
-            (r.seconds[-1] - r.seconds[0]) / max(len(r.tokens) - 1, 1) for _, r in arrivals
-        ),
-    }
+def step_times(decoder: Decoder, rows: int, length: int) -> dict[str, float]:
+    """Milliseconds of a greedy step of ``rows`` sequences of ``length`` tokens ("whole"), and of its matrix products
+    and its attention alone, each as a graph."""
+    each = -(-length // PAGE)
+    with torch.inference_mode():
+        engine = Engine(
+            decoder, pages=rows * each, rows=rows, most=each * PAGE, chunk=CHUNK, clock=time.perf_counter
+        )
+        engine.cache.normal_()
+        engine.table[:rows] = torch.arange(rows * each).view(rows, each)
+        engine.capture(rows, False)
+        step, at, last = engine.graphs[rows, False], torch.arange(rows), length - 1
+        slots = (at * each + last // PAGE) * PAGE + last % PAGE
+        others = [torch.full((rows,), value) for value in (last, length, 0, 0)]
+        step.integers.copy_(torch.stack([at, slots, *others]))
+        linears = [m for layer in decoder.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        linears.append(decoder.head)
+        inputs = [_input(m, rows, decoder) for m in linears]
+        lengths = torch.full((rows,), length, dtype=torch.int32, device=engine.device)
+        q = engine.cache.new_empty(rows, 1, decoder.heads, decoder.dim).normal_()
+
+        def multiply() -> None:
+            for linear, x in zip(linears, inputs, strict=True):
+                linear(x)
+
+        def attend() -> None:
+            for keys, values in engine.cache:
+                decoder.ops["flash_decoding"](
+                    q, keys, values, cache_seqlens=lengths, block_table=engine.table[:rows]
+                )
+
+        graphs = {"whole": step.graph, "products": _graph(multiply), "attention": _graph(attend)}
+        times: dict[str, list[float]] = {name: [] for name in graphs}
+        for _ in range(9):
+            for name, graph in graphs.items():
+                times[name].append(_milliseconds(graph.replay))
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
-def step_share(engine: Engine, rows: int) -> float:
-    """Of a step of ``rows`` sequences in mid-answer, what is not matrix products: its graph beside a graph of them."""
-    engine.length.fill_(int(engine.table.shape[1] * PAGE * 3 // 4))
-    engine.length[-1] = 0
-    graph, at, _ = engine.graphs[rows]
-    at.copy_(torch.arange(rows))
-    decoder, products = engine.decoder, torch.cuda.CUDAGraph()
-    linears = [m for layer in decoder.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    inputs = [_input(m, rows, decoder) for m in [*linears, decoder.head]]
-
-    def multiply() -> None:
-        for linear, x in zip([*linears, decoder.head], inputs, strict=True):
-            linear(x)
-
-    multiply()
+def _graph(work: Callable[[], Any]) -> Any:
+    work()
     torch.cuda.synchronize()
-    with torch.cuda.graph(products):
-        multiply()
-    whole, alone = [], []
-    for _ in range(9):
-        engine.length[:rows] = int(engine.table.shape[1] * PAGE * 3 // 4)
-        whole.append(_milliseconds(graph.replay))
-        alone.append(_milliseconds(products.replay))
-    return 1 - statistics.median(alone) / statistics.median(whole)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
 
 
 def _input(linear: Linear, rows: int, decoder: Decoder) -> Any:
@@ -200,40 +265,50 @@ def _milliseconds(work: Callable[[], Any]) -> float:
     return start.elapsed_time(end)
 
 
-def with_transformers(model: Any, arrivals: list[tuple[float, Request]], rows: int) -> dict[str, float]:
-    """The same requests through Transformers' continuous batching, greedy."""
+def with_transformers(
+    model: Any, load: Load, attention: str = "sdpa", graphs: bool = True
+) -> dict[str, float]:
+    """The same requests through Transformers' continuous batching, greedy. Its cache has as many pages as ours."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    answered = [(at, Request(r.prompt, r.most)) for at, r in arrivals]
-    by_name = {}
+    page = 256
+    model.set_attn_implementation(attention)
     manager = model.init_continuous_batching(
-        GenerationConfig(max_new_tokens=max(r.most for _, r in answered), do_sample=False),
-        ContinuousBatchingConfig(use_cuda_graph=True, max_requests_per_batch=rows),
-    )
+        GenerationConfig(max_new_tokens=load.answer[1], do_sample=False, eos_token_id=-1),
+        ContinuousBatchingConfig(
+            use_cuda_graph=graphs, max_requests_per_batch=load.rows, block_size=page,
+            num_blocks=load.rows * -(-load.most // page) + 8, max_batch_tokens=CHUNK, allow_block_sharing=False,
+            max_blocks_per_request=-(-load.most // page) + 1,
+        ),
+    )  # fmt: skip
+    manager.warmup()
     manager.start()
-    start, waiting, left = time.perf_counter(), list(answered), len(answered)
+    by_name: dict[str, Request] = {}
     try:
-        while left:
-            now = time.perf_counter() - start
-            while waiting and waiting[0][0] <= now:
-                request = waiting.pop(0)[1]
-                name = manager.add_request(
-                    list(request.prompt), max_new_tokens=request.most, streaming=True, eos_token_id=-1
-                )
-                by_name[name] = request
-            result = manager.get_result(timeout=0.01)
-            if result is None:
-                continue
-            if result.error:
-                raise SystemExit(f"error: Transformers: {result.error}")
-            request, now = by_name[result.request_id], time.perf_counter()
-            new = result.generated_tokens[len(request.tokens) :]
-            request.tokens += new
-            request.seconds += [now] * len(new)
-            left -= bool(result.is_finished())
+        for _ in range(2):  # graphs are captured as their sizes come: the second time they are there
+            arrivals, under_way = Arrivals(load, model.config.vocab_size), 0
+            while arrivals.waiting or under_way:
+                for request in arrivals.due(under_way):
+                    under_way += 1
+                    name = manager.add_request(
+                        list(request.prompt), max_new_tokens=request.most, streaming=True, eos_token_id=-1
+                    )
+                    by_name[name] = request
+                result = manager.get_result(timeout=0.01)
+                if result is None:
+                    if not manager.is_running():
+                        raise RuntimeError("Transformers' manager ended")
+                    continue
+                if result.error:
+                    raise RuntimeError(result.error)
+                request, now = by_name[result.request_id], time.perf_counter()
+                new = result.generated_tokens[len(request.tokens) :]
+                request.tokens += new
+                request.seconds += [now] * len(new)
+                under_way -= bool(result.is_finished())
     finally:
         manager.stop(block=True)
-    return figures_of(answered, start)
+    return arrivals.figures()
 
 
 if __name__ == "__main__":

@@ -35,11 +35,16 @@ def row(
     STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``norm_row``."""
-    powers = begin(powers, PDL)
     at = tl.program_id(0).to(tl.int64)
+    Q += at * n
+    S += at * s_row
+    SUM += at * sum_stride
+    X += at * x_stride
+    RESIDUAL += at * residual_stride
+    powers = begin(powers, PDL)  # no address needs it
     norm_row(
-        Q + at * n, S + at * s_row, SUM + at * sum_stride, X + at * x_stride,
-        RESIDUAL + at * residual_stride, W, None, GIVEN, s_step, n, eps, offset, w_kind, 0, round_first,
+        Q, S, SUM, X,
+        RESIDUAL, W, None, GIVEN, s_step, n, eps, offset, w_kind, 0, round_first,
         has_bound, powers, False, STATIC, GROUP, BLOCK, BLOCKS, PDL,
     )  # fmt: skip
 
@@ -51,10 +56,15 @@ def long(
     STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``norm_long``."""
-    powers = begin(powers, PDL)
     at = tl.program_id(0).to(tl.int64)
+    Q += at * n
+    S += at * s_row
+    SUM += at * sum_stride
+    X += at * x_stride
+    RESIDUAL += at * residual_stride
+    powers = begin(powers, PDL)  # no address needs it
     norm_long(
-        Q + at * n, S + at * s_row, SUM + at * sum_stride, X + at * x_stride,
-        RESIDUAL + at * residual_stride, W, None, GIVEN, s_step, n, eps, offset, w_kind, 0, round_first,
+        Q, S, SUM, X,
+        RESIDUAL, W, None, GIVEN, s_step, n, eps, offset, w_kind, 0, round_first,
         has_bound, powers, False, STATIC, GROUP, BLOCK, PDL,
     )  # fmt: skip

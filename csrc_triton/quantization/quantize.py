@@ -64,10 +64,13 @@ def row(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``value_row``."""
-    has_bound = begin(has_bound, PDL)
     at = tl.program_id(0).to(tl.int64)
+    Q += at * n
+    S += at * s_row
+    X += at * x_stride
+    has_bound = begin(has_bound, PDL)  # no address needs it
     value_row(
-        Q + at * n, S + at * s_row, X + at * x_stride, None, (), GIVEN, n, has_bound, powers, False, BLOCK, BLOCKS,
+        Q, S, X, None, (), GIVEN, n, has_bound, powers, False, BLOCK, BLOCKS,
         PDL,
     )  # fmt: skip
 
@@ -89,10 +92,13 @@ def long(
     PDL: tl.constexpr,
 ):
     """See ``value_long``."""
-    has_bound = begin(has_bound, PDL)
     at = tl.program_id(0).to(tl.int64)
+    Q += at * n
+    S += at * s_row
+    X += at * x_stride
+    has_bound = begin(has_bound, PDL)  # no address needs it
     value_long(
-        Q + at * n, S + at * s_row, X + at * x_stride, None, (), GIVEN, n, has_bound, powers, False, BLOCK, PDL
+        Q, S, X, None, (), GIVEN, n, has_bound, powers, False, BLOCK, PDL
     )  # fmt: skip
 
 
@@ -102,11 +108,14 @@ def tile(
     STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``value_tile``."""
-    blocks = begin(blocks, PDL)
     at, first, _, _ = block_of(n, blocks, BLOCK)
     group = first // (GROUP if GROUP > 0 else BLOCK)
+    Q += at * n + first
+    S += at * s_row + group * s_step
+    X += at * x_stride + first
+    has_bound = begin(has_bound, PDL)  # no address needs it
     value_tile(
-        Q + (at * n + first), S + (at * s_row + group * s_step), X + (at * x_stride + first), None, (), GIVEN, s_step,
+        Q, S, X, None, (), GIVEN, s_step,
         n - first, has_bound, powers, False, STATIC, GROUP, BLOCK, PDL,
     )  # fmt: skip
 
@@ -129,13 +138,15 @@ def absmax(PARTS, X, x_stride, n, blocks, tiles, BLOCK: tl.constexpr, PDL: tl.co
 def by_parts(Q, S, X, PARTS, x_stride, n, blocks, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Codes by the scale that the greatest of ``parts`` values gives, which the first program stores."""
     dtype: tl.constexpr = Q.dtype.element_ty
-    blocks = begin(blocks, PDL)
     at, first, cols, mask = block_of(n, blocks, BLOCK)
-    x = tl.load(X + (at * x_stride + first) + cols, mask=mask, other=0.0).to(tl.float32)
+    X += at * x_stride + first
+    Q += at * n + first
+    parts = begin(parts, PDL)  # no address needs it
+    x = tl.load(X + cols, mask=mask, other=0.0).to(tl.float32)
     greatest = tl.zeros([BLOCK], tl.float32)
     for i in range(0, parts, BLOCK):
         greatest = tl.maximum(greatest, tl.load(PARTS + i + cols, mask=i + cols < parts, other=0.0))
     s = scale_of(tl.max(greatest, 0), float("inf"), 0, FLOOR_OF_GROUPS, largest_of(dtype))
     if tl.program_id(0) == 0:
         tl.store(S, s)
-    tl.store(Q + (at * n + first) + cols, encode(x * tl.div_rn(1.0, s), dtype), mask=mask)
+    tl.store(Q + cols, encode(x * tl.div_rn(1.0, s), dtype), mask=mask)

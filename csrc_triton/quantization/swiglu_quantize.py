@@ -33,10 +33,14 @@ def row(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``value_row``."""
-    has_bound = begin(has_bound, PDL)
     at = tl.program_id(0).to(tl.int64)
+    Q += at * n
+    S += at * s_row
+    GATE += at * gate_stride
+    UP += at * up_stride
+    has_bound = begin(has_bound, PDL)  # no address needs it
     value_row(
-        Q + at * n, S + at * s_row, GATE + at * gate_stride, UP + at * up_stride, (alpha, up_offset, limit), GIVEN, n,
+        Q, S, GATE, UP, (alpha, up_offset, limit), GIVEN, n,
         has_bound, powers, False, BLOCK, BLOCKS, PDL,
     )  # fmt: skip
 
@@ -47,10 +51,14 @@ def long(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``value_long``."""
-    has_bound = begin(has_bound, PDL)
     at = tl.program_id(0).to(tl.int64)
+    Q += at * n
+    S += at * s_row
+    GATE += at * gate_stride
+    UP += at * up_stride
+    has_bound = begin(has_bound, PDL)  # no address needs it
     value_long(
-        Q + at * n, S + at * s_row, GATE + at * gate_stride, UP + at * up_stride, (alpha, up_offset, limit), GIVEN, n,
+        Q, S, GATE, UP, (alpha, up_offset, limit), GIVEN, n,
         has_bound, powers, False, BLOCK, PDL,
     )  # fmt: skip
 
@@ -61,11 +69,15 @@ def tile(
     STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See ``value_tile``."""
-    blocks = begin(blocks, PDL)
     at, first, _, _ = block_of(n, blocks, BLOCK)
     group = first // (GROUP if GROUP > 0 else BLOCK)
+    Q += at * n + first
+    S += at * s_row + group * s_step
+    GATE += at * gate_stride + first
+    UP += at * up_stride + first
+    has_bound = begin(has_bound, PDL)  # no address needs it
     value_tile(
-        Q + (at * n + first), S + (at * s_row + group * s_step), GATE + (at * gate_stride + first),
-        UP + (at * up_stride + first), (alpha, up_offset, limit), GIVEN, s_step, n - first, has_bound, powers, False,
+        Q, S, GATE,
+        UP, (alpha, up_offset, limit), GIVEN, s_step, n - first, has_bound, powers, False,
         STATIC, GROUP, BLOCK, PDL,
     )  # fmt: skip

@@ -15,12 +15,13 @@ import torch
 pytest.importorskip("transformers", reason="Transformers is not installed: make venv installs it")
 
 from benchmarks.environment import observe
-from benchmarks.models import first_step, loss_curves, training
+from benchmarks.models import first_step, loss_curves, serve, training
 from benchmarks.models.loss_curves import Curve
 from benchmarks.models.models import SHAPES, adopted, config_of, made
 from benchmarks.models.training import Point, Process, Result
 from benchmarks.plot import plot
-from benchmarks.providers import MODEL_LABELS
+from benchmarks.providers import MODEL_LABELS, OURS
+from examples.serve import Load
 
 CPU = torch.device("cpu")
 TINY = Point("tiny-llama", 2, 16, "adamw")
@@ -74,6 +75,19 @@ def test_what_does_not_run_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None
     assert training.answer(asked, "liger", CPU, 0.01) == {"failed": "out of memory"}
     monkeypatch.setattr(training, "Step", lambda *arguments: 1 / 0)
     assert training.answer(asked, "liger", CPU, 0.01) == {"failed": "ZeroDivisionError: division by zero"}
+
+
+def test_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU there are no graphs, and so no times of steps."""
+    models, load = serve.Models("small"), Load(1, 2, (2, 3), (2, 3))
+    point = serve.Point("bf16", 1)
+    found = serve.measured(point, OURS, models, load, (64,))
+    assert found.failed is None and found.tokens_per_second and found.first_ms and not found.steps
+    assert serve.line(point, [found]).startswith("bf16, 1 sequences: liger_aot ")
+    assert serve.share({"whole": 4.0, "products": 3.0, "attention": 0.5}) == 0.25
+    monkeypatch.setattr(serve.serve, "with_transformers", lambda *arguments: 1 / 0)
+    missing = serve.measured(point, "transformers", models, load, ())
+    assert missing.failed == "ZeroDivisionError: division by zero"
 
 
 ECHO = """import json, sys

@@ -438,6 +438,15 @@ def test_every_row_of_the_headline_has_figures(row: performance.Row) -> None:
 
 POINT = {"batch": 1, "cached": 8192, "page": 0, "dim": 128, "heads": 64, "kv_heads": 8, "tokens": 1}
 TRAINED = {"model": "phi3-mini", "batch": 4, "tokens": 512, "optimizer": "adamw"}
+USERS = {"dtype": "bf16", "sequences": 8}
+STEP = {"whole": 5.0, "products": 4.2, "attention": 0.5}
+SERVED = {
+    "environment": {"gpu": "G"}, "model": "llama", "prompt": [1, 9], "answer": [2, 8], "results": [
+        {"point": USERS, "provider": "liger_aot", "tokens_per_second": 1234.5, "first_ms": 20.2, "next_ms": 5.04,
+         "steps": {"64": STEP}, "failed": None},
+        {"point": USERS, "provider": "transformers", "tokens_per_second": None, "steps": {}, "failed": "no"},
+    ],
+}  # fmt: skip
 STEPS = {
     "attention backward": (
         "attention_backward",
@@ -486,6 +495,8 @@ STEPS = {
         ]},
         ["phi3-mini 4 x 512, adamw", "fails", "9000, 1.5 GiB"],
     ),
+    "serving": ("serve", SERVED, ["bf16", "8", "1234, 20 / 5.0", "fails"]),
+    "serving steps": ("serve", SERVED, ["bf16", "8", "5.00, 10.0% / 6.0%"]),
 }  # fmt: skip
 
 
@@ -505,6 +516,12 @@ def test_steps_become_tables(tmp_path: Path, name: str) -> None:
     at = header.index("GPU")
     assert [one[at] for one in rows] == ["H200", "H100"]
     assert all([*one[:at], *one[at + 1 :]] == row for one in rows)
+
+
+def test_the_readme_says_what_the_server_serves(tmp_path: Path) -> None:
+    write_steps(tmp_path / "h200", "serve", SERVED)
+    text = rendered("server", tmp_path)
+    assert "1234 tokens a second for 8 sequences" in text and "16% (10% attention)" in text
 
 
 def test_first_steps_stand_with_training(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "liger_aot.triton": ("liger_aot.runtime", *BASE),
     "liger_aot.cli": ("liger_aot", *OPS, "liger_aot.triton", "liger_aot_build.triton_packs"),
     "liger_aot": (*OPS, "liger_aot.models", "liger_aot.liger", "liger_aot.triton", "liger_aot.cli"),
-    "benchmarks": ("liger_aot_build", "liger_aot"),
+    "benchmarks": ("liger_aot_build", "liger_aot", "examples"),
     "examples": ("liger_aot", "tests"),
     "docs.generate": ("benchmarks", "liger_aot_build", "liger_aot"),
     "tests": ("benchmarks", "liger_aot_build", "csrc_triton", "docs.generate", "examples", "liger_aot"),

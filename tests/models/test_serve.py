@@ -111,8 +111,10 @@ def test_fp8_logits(model: Any) -> None:
     tokens = torch.arange(PAGE - 20)
     count, coded = tokens.shape[0], in_fp8(model)
     decoder = Decoder(model, fp8=True)
-    whole = (torch.tensor(x, dtype=torch.int32) for x in ([0, count], [count], [[1]]))
-    batch = Batch(tokens, tokens, PAGE + tokens, *whole, torch.tensor([count - 1]), count)
+    lengths, pages, starts = (torch.tensor(x, dtype=torch.int32) for x in ([count], [[1]], [0, count]))
+    batch = Batch(
+        tokens, tokens, PAGE + tokens, lengths, pages, starts, torch.tensor([count - 1]), count
+    )  # fmt: skip
     with torch.inference_mode():
         found = decoder(batch, decoder.new_cache(2))[0].double()
         exact = deepcopy(coded).double()(tokens[None]).logits[0, -1]

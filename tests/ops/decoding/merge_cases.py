@@ -107,6 +107,8 @@ SMALL = (
     Problem(1, 9, 64),
     Problem(1, 5, 128, batch=3, shift=16, packed=True),
     Problem(9, 2, 128, FP32, spread=60.0, empty=False),
+    Problem(11, 5, 128, packed=True),
+    Problem(5, 3, 192, batch=2),
     Problem(0, 2, 64),
 )
 # As many rows of heads as the tables tell apart
@@ -114,5 +116,5 @@ FEW_AND_MANY = tuple(
     Problem(tokens, 1, dim, dtype)
     for dtype in (BF16, FP16, FP32)
     for dim in (64, 128, 256)
-    for tokens in (40, 4200)
+    for tokens in (40, 4000, 9000)
 )

@@ -28,6 +28,7 @@ PROBLEMS = (
     Problem(6, 2, 2, 130, (130, 40), 80, page=32, causal=False, splits=2),
     Problem(3, 1, 1, 700, (700,), 128, full=True, splits=1),  # more blocks than stages
     Problem(1, 1, 2, 520, (520, 77), 64, page=16, window=(300, 0), splits=4),
+    Problem(8, 2, 1, 256, (200, 0, 17), 128, FP16, page=64, splits=1),
 )
 
 

@@ -222,3 +222,26 @@ def test_many_sequences_are_split_evenly() -> None:
 )
 def test_others_are_not(problem: Problem) -> None:
     assert not any("_persistent" in variant.name for variant, *_ in launches(problem))
+
+
+def of_many(count: int, capacity: int, page: int = 64, dim: int = 128) -> Problem:
+    return Problem(8, 2, 1, capacity, (200,) * count, dim, page=page)
+
+
+@pytest.mark.parametrize(
+    ("problem", "kernels"),
+    [
+        (of_many(MULTIPROCESSORS, 1024), ["fused"]),  # its programs all run at once
+        (of_many(MULTIPROCESSORS, 1024, page=16), ["fused"]),
+        (of_many(MULTIPROCESSORS, 1024, dim=64), ["split"]),
+        (of_many(MULTIPROCESSORS + 1, 256), ["split"]),
+        (
+            of_many(7 * MULTIPROCESSORS, 2048),
+            ["split"],
+        ),  # room for as many keys, of which most sequences have few
+        (of_many(7 * MULTIPROCESSORS, 4096), ["split", "combine"]),
+    ],
+)
+def test_many_sequences_of_a_paged_cache(problem: Problem, kernels: list[str]) -> None:
+    launched = [variant.name.split("-")[0] for variant, *_ in launches(problem)]
+    assert launched == [f"flash_decoding_{kernel}" for kernel in kernels]

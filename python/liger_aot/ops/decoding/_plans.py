@@ -28,6 +28,8 @@ MAX_PRODUCT = (1 << 31) - 1  # blocks times the workers that split them, in the 
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
 RECIPROCAL = 1 << 32  # up to where the fused kernel multiplies instead of dividing
+ONE_SPLIT_WAVES, ONE_SPLIT_KEYS = 4, 2048  # from how many waves of programs, up to which room: Call.whole
+ONE_SPLIT_DIM = 128  # from which the fused kernel takes sequences that it doesn't split: fused_for
 PARTIAL_ELEMENTS = 1 << 31  # of a sequence: distances between parts are 32-bit numbers
 
 
@@ -101,6 +103,14 @@ class Call:
             programs, blocks, places, saturating, numbers["startup_blocks"], most
         )
 
+    def whole(self, on: OpOn, numbers: Mapping[str, int], width: int) -> bool:
+        """Whether the split kernel leaves each sequence of a paged cache whole. Tables have room for the longest
+        sequence, so most parts may be empty, and cost more than a last wave of many that is not full (NVIDIA H200, 256
+        sequences of 96 of 2048 keys: 90 us in two splits, 45 us in one; all 2048 in one: 4.4 TB/s)."""
+        places = numbers["programs_per_multiprocessor"] * on.multiprocessors
+        few_keys = self.paged and self.shape.capacity <= ONE_SPLIT_KEYS
+        return few_keys and self.shape.batch * width >= ONE_SPLIT_WAVES * places
+
     def mapped(self, on: OpOn) -> bool:
         """Whether there are tensor maps of keys and values."""
         return on.tensor_map is not None and 0 < min(self.strides) <= max(self.strides) < MAP_STRIDE
@@ -144,7 +154,9 @@ class SplitPlan:
         if persistent is not None:
             splits, workers = 0, on.multiprocessors * numbers["programs_per_multiprocessor"] // width
         else:
-            splits = max(min(call.splits(on, numbers, width), MAX_PRODUCT // max(call.blocks(block_n), 1)), 1)
+            most = 1 if call.whole(on, numbers, width) else MAX_SPLITS
+            splits = call.splits(on, numbers, width, most)
+            splits = max(min(splits, MAX_PRODUCT // max(call.blocks(block_n), 1)), 1)
             workers = shape.batch * splits
         programs = width * workers
         if (
@@ -324,7 +336,12 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
         on, numbers, shape.kv_heads, on.multiprocessors // programs if one_wave else MAX_SPLITS
     )
     if call.paged and splits == 1 and not call.settings.splits:
-        return None  # the split kernel reads pages of 16 keys faster, and of 64 as fast (NVIDIA H200)
+        # Where all programs run at once: dimension 128, 32 sequences of 96 keys 8.5 us, by the split kernel 9.6 us; in
+        # pages of 16 8.3 and 9.8 us, and 8192 keys 253 and 249 us. 40 sequences of 2048 keys: 115 and 90 us. Dimension
+        # 64, pages of 16: slower (NVIDIA H200).
+        places = numbers["programs_per_multiprocessor"] * on.multiprocessors
+        if numbers["head_dim"] < ONE_SPLIT_DIM or programs > places:
+            return None
     blocks = max(call.blocks(numbers["block_n"]), 1)
     elements = splits * shape.kv_heads * numbers["block_m"] * numbers["head_dim"]
     if splits * splits * blocks >= RECIPROCAL or elements >= PARTIAL_ELEMENTS:

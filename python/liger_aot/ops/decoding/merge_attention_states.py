@@ -33,7 +33,7 @@ class _Plan:
         outs = [_strides(t.shape[:-1], t.stride()[:-1]) for t in (out_a, out_b)]
         of_lse = [_strides(t.shape, t.stride()) for t in (lse_a, lse_b)]
         if tokens == 1:
-            # A program has tokens of one head. A single token's heads are to it as many tokens of a single head.
+            # A program has several tokens. A single token's heads are to it as many tokens of a single head.
             outs = [(batch, head, 0) for batch, _, head in outs]
             of_lse = [(batch, 0, head) for batch, head, _ in of_lse]
             tokens, heads = heads, 1
@@ -155,7 +155,8 @@ class MergeAttentionStates(ForwardOnlyOp):
         """The binary for a plan, and how many programs it takes."""
         rows = plan.batch * plan.heads * plan.tokens
         loaded = on.kernels[self.name].for_rows((plan.key, aligned), plan.n, rows)
-        programs = plan.batch * plan.heads * -(-plan.tokens // loaded.rows)
+        heads = loaded.numbers.get("heads", 1)
+        programs = plan.batch * -(-plan.tokens // loaded.rows) * -(-plan.heads // heads)
         found = plan.variants[aligned] = loaded.launch, programs
         return found
 
