@@ -492,6 +492,7 @@ WARP_SPECIALIZED = (
     Problem(2, 1, (200, 3, 0, 140, 150), (270, 40, 200, 5, 0), 64, page=128, behind=9, sinks=True),
     Problem(2, 1, (130, 65), (300, 65), 128, window=(70, 0), softcap=5.0),
     Problem(1, 1, (150,), (160,), 208, FP16, page=64, window=(30, 0)),
+    Problem(1, 1, (150, 129), (170, 0), 208),  # two producers
     Problem(
         1, 1, (3, 129, 0) * 23, (7, 133, 5) * 23, 64, page=32, behind=2
     ),  # more than are sorted at a time
@@ -513,7 +514,7 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(1, marks=pytest.mark.slow),
         2,
         3,
-        *(pytest.param(i, marks=pytest.mark.slow) for i in (4, 5)),
+        *(pytest.param(i, marks=pytest.mark.slow) for i in (4, 5, 6)),
     ],
 )
 def test_warp_specialized(seed: int, nan_memory: None) -> None:
