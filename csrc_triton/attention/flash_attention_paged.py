@@ -3,7 +3,8 @@
 ``paged_tiles`` is plain Triton. The queries of a token that share a head of keys are rows of one tile, as all of them
 read the same keys: a tile is BLOCK_M of a sequence's (token, head) pairs. Where sequences have few queries each,
 several programs may split a tile's keys (split KV), and ``combine_paged`` combines their parts. ``split_pages`` (in
-``paged_split``) does the same with TMA and wgmma, for caches of q's dtype.
+``paged_split``) does the same with TMA and wgmma, for caches of q's dtype, also for a chunk of a prompt alone, whose
+tiles of one head are too few for all multiprocessors.
 
 ``paged_warp_specialized`` is for GPUs with TMA and wgmma, and sequences of many queries. It is
 ``flash_attention_varlen.varlen_warp_specialized`` with keys by pages; a tile is of one head. A batch that mixes both
@@ -66,9 +67,16 @@ FP8 = ["fp8e4nv", "fp8e4b8"]
 FORM = {
     "function": "paged_warp_specialized",
     "constants": [
-        "BLOCK_N", "BOX_KEYS", "D1", "OUT", "STAGES", "WARP_GROUPS", "REGISTERS", "PING_PONG", "MASK",
+        "BLOCK_N", "BOX_KEYS", "D1", "OUT", "STAGES", "WARP_GROUPS", "PRODUCERS", "REGISTERS", "PING_PONG",
+        "MASK",
     ],
+    "defaults": {"PRODUCERS": 1},
 }  # fmt: skip
+SPLIT = {
+    "function": "split_pages",
+    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "WARP_GROUPS", "PDL"],
+    "defaults": {"PDL": 0},
+}
 
 DECLARATION = {
     "op": "flash_attention_paged",
@@ -91,7 +99,7 @@ DECLARATION = {
                 },
                 "mask": {"causal": {"MASK": 1}, "local": {"MASK": 2}},
             },
-            "host": ["l2_megabytes", "few_rows"],
+            "host": ["l2_megabytes"],
             "aligned": [],
             "forms": {
                 "warp_specialized": FORM,
@@ -139,15 +147,13 @@ DECLARATION = {
                 "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
                 "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32",
             },
-            "axes": {**DTYPES, "head_dim": HEAD_DIMS},
-            "host": ["startup_blocks", "ctas_to_saturate", "min_rows", "max_rows"],
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS, "wide": [False, True]},
+            "gives": {"wide": {False: {"WARP_GROUPS": 1}, True: {"WARP_GROUPS": 2}}},
+            "host": ["startup_blocks", "ctas_to_saturate"],
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "out_token", "out_head", "q_token", "q_head", "dim"],
             "forms": {
-                "warp_specialized": {
-                    "function": "split_pages",
-                    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "PDL"],
-                    "defaults": {"PDL": 0},
-                }
+                "warp_specialized": SPLIT,
+                "warp_specialized_spills": {**SPLIT, "may_spill": "a few arguments, before the warps part"},
             },
         },
         "flash_attention_paged_combine": {
@@ -361,9 +367,11 @@ def complete_stage(v, stage, key, start, stop, edges, z):
 
 
 @gluon.jit
-def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
-    """The producer warp: loads Q, K and V, and requests the next tile. V of a block with rows that hold no key arrives
-    at a barrier of its own; the producer completes it when it has started the next block's K."""
+def produce(
+    z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, KEYS: gl.constexpr, VALUES: gl.constexpr
+):  # fmt: skip
+    """A producer warp: KEYS: loads Q and K, and requests the next tile; VALUES: loads V. V of a block with rows that
+    hold no key arrives at a barrier of its own; the producer completes it when it has started what it loads next."""
     b = 0  # blocks of keys loaded
     i = 0  # tiles loaded
     edges = 0  # of all blocks those with rows that hold no key
@@ -379,54 +387,44 @@ def produce(z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG):
         head = divide(tile.head, seqs.ratio)
         edge = 0 * row
         for j in range(last - first):
-            if j == gl.maximum(last - first - TILE_DISTANCE, 0):
-                mbarrier.arrive(requests.index(0), count=1)
+            if KEYS:  # noqa: SIM102 (the outer is the compiler's)
+                if j == gl.maximum(last - first - TILE_DISTANCE, 0):
+                    mbarrier.arrive(requests.index(0), count=1)
             key = (last - 1 - j) * z.BLOCK_N
             stage = b % z.STAGES
             phase = ((b // z.STAGES) & 1) ^ 1
             pages = pages_of_block(tile.start_k, key, start, tile.len_k, seqs, K.block_shape[2], z)
-            mbarrier.wait(k.empty.index(stage), phase)
-            if tile.len_k > 0:
-                load_pages(
-                    K,
-                    pages,
-                    head,
-                    key,
-                    start,
-                    tile.len_k,
-                    k.first.index(stage),
-                    k.full.index(stage),
-                    seqs,
-                    FLAG,
-                    True,
-                    z,
-                )
-            else:  # the one block of no keys: all scores are masked, whatever they are
-                mbarrier.arrive(k.full.index(stage), count=1)
-            if j == 0:
-                past_q = seqs.tokens_q - tile.len_q + row
-                for g in gl.static_range(z.WARP_GROUPS):
-                    mbarrier.wait(q.empty.index(g), (i & 1) ^ 1)
-                    if row + g * 64 < tile.len_q:
-                        load_tile(Q, tile.start_q + tile.len_q, tile.head, past_q + g * 64, q, g, z)
-                    else:  # a warp group without rows waits all the same
-                        mbarrier.arrive(q.full.index(g), count=1)
-            if edge != 0:
-                complete_stage(v, (b - 1) % z.STAGES, key + z.BLOCK_N, start, tile.len_k, edges, z)
-                edges += 1
-            mbarrier.wait(v.empty.index(stage), phase)
-            edge = ((tile.len_k > 0) & ((key + z.BLOCK_N > tile.len_k) | (key < start))).to(gl.int32)
-            if tile.len_k > 0:
-                full = v.full.index(gl.where(edge != 0, z.STAGES, stage))
-                load_pages(
-                    V, pages, head, key, start, tile.len_k, v.first.index(stage), full, seqs, FLAG, False, z
-                )
-            else:  # 0 times what lies there could be NaN
-                zero_stage(v, stage, z)
+            if KEYS:
+                mbarrier.wait(k.empty.index(stage), phase)
+                if tile.len_k > 0:
+                    to, full = k.first.index(stage), k.full.index(stage)
+                    load_pages(K, pages, head, key, start, tile.len_k, to, full, seqs, FLAG, True, z)
+                else:  # the one block of no keys: all scores are masked, whatever they are
+                    mbarrier.arrive(k.full.index(stage), count=1)
+                if j == 0:
+                    past_q = seqs.tokens_q - tile.len_q + row
+                    for g in gl.static_range(z.WARP_GROUPS):
+                        mbarrier.wait(q.empty.index(g), (i & 1) ^ 1)
+                        if row + g * 64 < tile.len_q:
+                            load_tile(Q, tile.start_q + tile.len_q, tile.head, past_q + g * 64, q, g, z)
+                        else:  # a warp group without rows waits all the same
+                            mbarrier.arrive(q.full.index(g), count=1)
+            if VALUES:
+                if edge != 0:
+                    complete_stage(v, (b - 1) % z.STAGES, key + z.BLOCK_N, start, tile.len_k, edges, z)
+                    edges += 1
+                mbarrier.wait(v.empty.index(stage), phase)
+                edge = ((tile.len_k > 0) & ((key + z.BLOCK_N > tile.len_k) | (key < start))).to(gl.int32)
+                if tile.len_k > 0:
+                    to, full = v.first.index(stage), v.full.index(gl.where(edge != 0, z.STAGES, stage))
+                    load_pages(V, pages, head, key, start, tile.len_k, to, full, seqs, FLAG, False, z)
+                else:  # 0 times what lies there could be NaN
+                    zero_stage(v, stage, z)
             b += 1
-        if edge != 0:
-            complete_stage(v, (b - 1) % z.STAGES, first * z.BLOCK_N, start, tile.len_k, edges, z)
-            edges += 1
+        if VALUES:  # noqa: SIM102 (the outer is the compiler's)
+            if edge != 0:
+                complete_stage(v, (b - 1) % z.STAGES, first * z.BLOCK_N, start, tile.len_k, edges, z)
+                edges += 1
         i += 1
         tile = receive_varlen_tile(i, tile_pipe, 1)
 
@@ -455,11 +453,14 @@ def paged_warp_specialized(
     Q, K, V, Y, LSE, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, COUNTER, table_row, scale, cap, tiles, heads, ratio,
     keys_in_l2, sequences, tokens, capacity, pages, page_bits, right, left, max_seqlen_q, few,
     BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, D1: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, MASK: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr, PING_PONG: gl.constexpr,
+    MASK: gl.constexpr,
 ):  # fmt: skip
     """All tiles of sequences with more than ``few`` queries; 0: all, and tokens behind the last sequence. scale, cap,
     ``right`` and ``left`` are as in ``paged_tiles``; K and V are loaded in boxes of BOX_KEYS rows, which pages are
-    multiples of."""
+    multiples of. PRODUCERS: one warp loads Q, K and V, or a second one loads V: a warp takes as long for eight boxes of
+    16 rows of K and of V as consumers for a block."""
+    gl.static_assert(WARP_GROUPS == 2)
     gl.static_assert(K.block_shape[2] == BOX_KEYS)
     OTHERS: gl.constexpr = (
         512 - WARP_GROUPS * REGISTERS
@@ -472,30 +473,30 @@ def paged_warp_specialized(
     q = pipeline_of(Q, WARP_GROUPS, 1, z)
     k = paged_pipeline(K, STAGES, z)
     v = paged_pipeline(V, STAGES + 1, z)  # the last barrier is the producer's own: see ``complete_stage``
-    tile_pipe = tile_pipeline(COORDINATES, WARP_GROUPS + 1)
+    tile_pipe = tile_pipeline(COORDINATES, WARP_GROUPS + PRODUCERS)
     window = window_memory()
     requests = mbarriers(1, 1)
     out = gl.allocate_shared_memory(Y.dtype, [WARP_GROUPS, 1, 1, 64, OUT], Y.layout)
     fence_async_shared()
     # the tuples stay literal: through a variable, constants would turn into run-time values
-    if WARP_GROUPS == 3:
+    if PRODUCERS == 2:
         gl.warp_specialize(
             [
                 (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
                 (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(2), Y, LSE, SINKS, scale, cap, 2)),
-                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, True, False)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, False, True)),
                 (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
             ],
-            [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, OTHERS, OTHERS],
+            [4, 1, 1, 1],
+            [REGISTERS, OTHERS, OTHERS, OTHERS],
         )
     else:
         gl.warp_specialize(
             [
                 (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
                 (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
-                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, True, True)),
                 (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
             ],
             [4, 1, 1],

@@ -1,11 +1,12 @@
 """Few queries of each sequence against a paged cache, with TMA and wgmma (Gluon, Hopper): split KV by pages.
 
-A producer warp loads pages of keys and values by TMA, box by box; a consumer warp group computes. As in
+A producer warp loads pages of keys and values by TMA, box by box; one or two consumer warp groups compute. As in
 ``flash_attention_paged.paged_tiles``, the queries of a token that share a head of keys are rows of one tile, of 64
-rows, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, and
-``combine_paged`` combines their parts. Memory is the bound: 64 rows take half of the time that their keys take to
-arrive, and rows that are not there cost nothing more. What counts is that loads are on their way from the first block
-to the last, whatever the consumers do; so each stage is waited for and handed back by barriers alone.
+rows a warp group, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, and
+``combine_paged`` combines their parts. With one warp group memory is the bound: 64 rows take half of the time that
+their keys take to arrive, and rows that are not there cost nothing more. What counts is that loads are on their way
+from the first block to the last, whatever the consumers do; so each stage is waited for and handed back by barriers
+alone. Two warp groups are for more rows, a chunk of a prompt: its keys are loaded half as often.
 
 Boxes are of 16 keys, which all page sizes are multiples of.
 """
@@ -41,7 +42,7 @@ from csrc_triton.common.pdl import launch_dependents
 
 @aggregate
 class Tile:
-    """64 rows, (token, head) pairs of a sequence and a head of keys, and the split of their keys."""
+    """64 rows a warp group, (token, head) pairs of a sequence and a head of keys, and the split of their keys."""
 
     sequence: gl.tensor
     head: gl.tensor  # of keys
@@ -123,13 +124,13 @@ def zero_outside(values, key, start, stop):
 
 @gluon.jit
 def zero_tokens(
-    operands, tile, tokens, ratio, step, dtype: gl.constexpr, layout: gl.constexpr, D: gl.constexpr
+    operands, tile, first_row, tokens, ratio, step, dtype: gl.constexpr, layout: gl.constexpr, D: gl.constexpr
 ):
-    """The results of tokens behind the last sequence: this program's rows of them."""
+    """The results of tokens behind the last sequence: this program's rows of them, from ``first_row`` on."""
     index = gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, gl.SliceLayout(0, layout))
     rows = gl.where(tile.split == 0, (tokens - tile.start_q) * ratio, 0)
-    for first in range(tile.row, rows, step):
+    for first in range(first_row, rows, step):
         row = first + index
         token = row // ratio
         head = tile.head * ratio + (row - token * ratio)
@@ -143,9 +144,9 @@ def zero_tokens(
 
 
 @gluon.jit
-def load_queries(to, operands, tile, ratio, layout: gl.constexpr, D: gl.constexpr):
-    """A tile's rows to shared memory, zeros where there are none."""
-    row = tile.row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+def load_queries(to, operands, tile, first_row, ratio, layout: gl.constexpr, D: gl.constexpr):
+    """64 rows of a tile, from ``first_row`` on, to shared memory, zeros where there are none."""
+    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, gl.SliceLayout(0, layout))
     token = row // ratio
     head = tile.head * ratio + (row - token * ratio)
@@ -165,53 +166,105 @@ def store_rows(TO, at, values, valid, dim, layout: gl.constexpr):
 
 
 @gluon.jit
-def consume(z, q, k, v, operands, tile, seqs, scale, cap, step):
-    """The consumer warp group: scores, softmax and values of a tile's rows, and their results."""
+def zero_edge(v, stage, key, tile, z):
+    """Set the rows of a block of V to zero that hold no key of the tile: each warp group all of them."""
+    if (key < tile.start) | (key + z.BLOCK_N > tile.stop):
+        zero_outside(v.first.index(stage).reshape([z.BLOCK_N, z.D1]), key, tile.start, tile.stop)
+        fence_async_shared()
+
+
+@gluon.jit
+def probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z):
+    """Scores of the block from ``key`` on to (probabilities, each row's largest score)."""
+    if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+        s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
+    if (key < every_low) | (key + z.BLOCK_N > every_high):
+        s = mask_scores(s, key, (low, high), True)
+    new_m = gl.maximum(m, gl.max(s, 1) * scale)
+    return gl.exp2(s * scale - gl.expand_dims(new_m, 1)), new_m
+
+
+@gluon.jit
+def consume(z, q, k, v, operands, tile, seqs, scale, cap, step, g: gl.constexpr):
+    """Consumer warp group g: scores, softmax and values of 64 of a tile's rows, and their results. Where there are two
+    warp groups, products are the bound: scores of a block are computed beside the values of the block before."""
     ratio = seqs.ratio
     D: gl.constexpr = z.D1
     layout: gl.constexpr = vector_layout(D)
+    first_row = tile.row + 64 * g
     if tile.sequence == seqs.count:
-        zero_tokens(operands, tile, seqs.tokens_q, ratio, step, v.first.dtype, layout, D)
+        zero_tokens(operands, tile, first_row, seqs.tokens_q, ratio, step, v.first.dtype, layout, D)
     elif tile.rows > 0:
-        load_queries(q.first.index(0).reshape([64, D]), operands, tile, ratio, layout, D)
+        load_queries(q.first.index(g).reshape([64, D]), operands, tile, first_row, ratio, layout, D)
         fence_async_shared()
-        last_row = gl.minimum(tile.row + 64, tile.rows) - 1
-        row = tile.row + gl.arange(0, 64, z.ROW)
+        last_row = gl.minimum(first_row + 64, tile.rows) - 1
+        row = first_row + gl.arange(0, 64, z.ROW)
         valid = row < tile.rows
         token = gl.minimum(row, last_row) // ratio
         left = seqs.right - seqs.width
         low = tile.past + token + left
         high = gl.minimum(tile.past + token + seqs.right, tile.len_k)
         every_low = tile.past + last_row // ratio + left
-        every_high = gl.minimum(tile.past + tile.row // ratio + seqs.right, tile.len_k)
+        every_high = gl.minimum(tile.past + gl.minimum(first_row, last_row) // ratio + seqs.right, tile.len_k)
         m = gl.full([64], -1.0e30, gl.float32, z.ROW)  # finite: a row that sees no key gives no NaN
         sums = partial_row_sums(gl.zeros([64, z.BLOCK_N], gl.float32, z.S))
         acc = gl.zeros([64, D], gl.float32, z.O1)
         acc2 = gl.zeros([64, 16], gl.float32, z.O2)
-        for b in range(tile.last - tile.first):
-            key = (tile.first + b) * z.BLOCK_N
-            stage = b % z.STAGES
-            phase = (b // z.STAGES) & 1
-            mbarrier.wait(k.full.index(stage), phase)
-            s = warpgroup_mma_wait(0, deps=(issue_qk(q, 0, k, stage, z),))
-            mbarrier.arrive(k.empty.index(stage), count=1)
-            if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
-                s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
-            if (key < every_low) | (key + z.BLOCK_N > every_high):
-                s = mask_scores(s, key, (low, high), True)
-            new_m = gl.maximum(m, gl.max(s, 1) * scale)
-            e = gl.exp2(s * scale - gl.expand_dims(new_m, 1))
-            by = gl.exp2(m - new_m)
-            m = new_m
-            sums = scale_rows(sums, by) + partial_row_sums(e)
-            acc = scale_rows(acc, by)
-            mbarrier.wait(v.full.index(stage), phase)
-            if (key < tile.start) | (key + z.BLOCK_N > tile.stop):
-                zero_outside(v.first.index(stage).reshape([z.BLOCK_N, D]), key, tile.start, tile.stop)
-                fence_async_shared()
-            acc, acc2 = issue_pv(to_x2(e, v.first.dtype), v, stage, acc, acc2, z)
-            acc, acc2 = wait_pv(acc, acc2, z)
-            mbarrier.arrive(v.empty.index(stage), count=1)
+        blocks = tile.last - tile.first
+        if z.WARP_GROUPS == 2:
+            if blocks > 0:
+                key = tile.first * z.BLOCK_N
+                mbarrier.wait(k.full.index(0), 0)
+                s = warpgroup_mma_wait(0, deps=(issue_qk(q, g, k, 0 * blocks, z),))
+                mbarrier.arrive(k.empty.index(0), count=1)
+                e, m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z)
+                sums = partial_row_sums(e)
+                p = to_x2(e, v.first.dtype)
+                for b in range(1, blocks):
+                    key = (tile.first + b) * z.BLOCK_N
+                    stage = b % z.STAGES
+                    before = (b - 1) % z.STAGES
+                    phase = ((b - 1) // z.STAGES) & 1
+                    if (key - z.BLOCK_N < tile.start) | (key > tile.stop):
+                        mbarrier.wait(v.full.index(before), phase)
+                        zero_edge(v, before, key - z.BLOCK_N, tile, z)
+                    mbarrier.wait(k.full.index(stage), (b // z.STAGES) & 1)
+                    s = issue_qk(q, g, k, stage, z)
+                    mbarrier.wait(v.full.index(before), phase)
+                    acc, acc2 = issue_pv(p, v, before, acc, acc2, z)
+                    s = warpgroup_mma_wait(1, deps=(s,))
+                    mbarrier.arrive(k.empty.index(stage), count=1)
+                    e, new_m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z)
+                    by = gl.exp2(m - new_m)
+                    m = new_m
+                    sums = scale_rows(sums, by) + partial_row_sums(e)
+                    acc, acc2 = wait_pv(acc, acc2, z)
+                    mbarrier.arrive(v.empty.index(before), count=1)
+                    p = to_x2(e, v.first.dtype)
+                    acc = scale_rows(acc, by)
+                stage = (blocks - 1) % z.STAGES
+                mbarrier.wait(v.full.index(stage), ((blocks - 1) // z.STAGES) & 1)
+                zero_edge(v, stage, (tile.last - 1) * z.BLOCK_N, tile, z)
+                acc, acc2 = issue_pv(p, v, stage, acc, acc2, z)
+                acc, acc2 = wait_pv(acc, acc2, z)
+        else:
+            for b in range(blocks):
+                key = (tile.first + b) * z.BLOCK_N
+                stage = b % z.STAGES
+                phase = (b // z.STAGES) & 1
+                mbarrier.wait(k.full.index(stage), phase)
+                s = warpgroup_mma_wait(0, deps=(issue_qk(q, g, k, stage, z),))
+                mbarrier.arrive(k.empty.index(stage), count=1)
+                e, new_m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z)
+                by = gl.exp2(m - new_m)
+                m = new_m
+                sums = scale_rows(sums, by) + partial_row_sums(e)
+                acc = scale_rows(acc, by)
+                mbarrier.wait(v.full.index(stage), phase)
+                zero_edge(v, stage, key, tile, z)
+                acc, acc2 = issue_pv(to_x2(e, v.first.dtype), v, stage, acc, acc2, z)
+                acc, acc2 = wait_pv(acc, acc2, z)
+                mbarrier.arrive(v.empty.index(stage), count=1)
         total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
         head = tile.head * ratio + (gl.minimum(row, last_row) - token * ratio)
         heads = operands.kv_heads * ratio
@@ -264,7 +317,8 @@ def split_pages(
     K, V, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, out_token, out_head,
     q_token, q_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity, pages, page_bits, right, left,
     max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head), of which each sequence has
     ``tiles_per_sequence``, with those of tokens behind the last one at the end. K and V are tensor maps over (page,
@@ -272,7 +326,8 @@ def split_pages(
     if PDL:  # noqa: SIM102 (the outer is the compiler's)
         if splits > 1:  # see ``flash_decoding.split``: at once, and by programs without work too
             launch_dependents()
-    z = Sizes(BLOCK_N, HEAD_DIM, 0, 64, STAGES, 1, 0, 0)
+    BLOCK_M: gl.constexpr = 64 * WARP_GROUPS
+    z = Sizes(BLOCK_N, HEAD_DIM, 0, 64, STAGES, WARP_GROUPS, 0, 0)
     program = gl.program_id(0)
     split_head = program // tiles
     tile = program - split_head * tiles
@@ -280,19 +335,19 @@ def split_pages(
     head = split_head - split * kv_heads
     k = paged_pipeline(K, STAGES, z)
     v = paged_pipeline(V, STAGES, z)
-    rows_of_q = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, HEAD_DIM], K.layout)
+    rows_of_q = gl.allocate_shared_memory(K.dtype, [WARP_GROUPS, 1, 1, 64, HEAD_DIM], K.layout)
     q = Pipeline(rows_of_q, rows_of_q, k.full, k.empty)
     if (tile < sequences) & (head == 0) & (split == 0):
         report(FLAG, CU_SEQLENS_Q, tile, tokens, max_seqlen_q)
         report_keys(FLAG, SEQUSED_K, tile, capacity)
     sequence = gl.minimum(tile // tiles_per_sequence, sequences)
-    row = (tile - sequence * tiles_per_sequence) * 64
-    step = (tiles - sequences * tiles_per_sequence) * 64
+    row = (tile - sequence * tiles_per_sequence) * BLOCK_M
+    step = (tiles - sequences * tiles_per_sequence) * BLOCK_M
     start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
     rows = gl.where((row < len_q * ratio) & (len_q <= few), len_q * ratio, 0)
     len_k = keys_in_cache(SEQUSED_K, sequence, sequences, capacity)
     past = len_k - len_q
-    last_row = gl.minimum(row + 64, rows) - 1
+    last_row = gl.minimum(row + BLOCK_M, rows) - 1
     start = gl.minimum(gl.maximum(past + row // ratio + left, 0), len_k)
     stop = gl.maximum(gl.minimum(past + last_row // ratio + right, len_k), start)
     stop = gl.where(rows > 0, stop, start)
@@ -308,11 +363,22 @@ def split_pages(
         OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, out_token, out_head, q_token, q_head, dim, kv_heads
     )
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (consume, (z, q, k, v, operands, own, seqs, scale, cap, step)),
-            (produce, (z, K, V, k, v, own, seqs, FLAG)),
-        ],
-        [1],
-        [40],
-    )
+    if WARP_GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 0)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 1)),
+                (produce, (z, K, V, k, v, own, seqs, FLAG)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 0)),
+                (produce, (z, K, V, k, v, own, seqs, FLAG)),
+            ],
+            [1],
+            [40],
+        )

@@ -116,8 +116,10 @@ DECLARATION = {
                 "wgmma": {
                     "function": "split_and_combine",
                     "constants": [
-                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED",
+                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "PDL",
                     ],
+                    "defaults": {"PDL": 0},
+                    "pdl": "PDL",
                 }
             },
         },

@@ -39,6 +39,7 @@ from csrc_triton.attention.online_softmax import (
 )
 from csrc_triton.attention.pipeline import Pipeline, Sizes, load_tile, mbarriers, pipeline_of
 from csrc_triton.common.pdl import launch_dependents
+from csrc_triton.common.pdl_begin import begin
 from csrc_triton.decoding.split_kv import (
     BATCH_BLOCK,
     NO_SCORE,
@@ -430,7 +431,7 @@ def split_and_combine(
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, splits, by_splits,
     left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a sequence: its result where it is the whole sequence, else a part, and from the last of them the
     result. The grid is (heads of K, splits, sequences). Pages are loaded in boxes of 16 keys, which all page sizes are
@@ -444,6 +445,7 @@ def split_and_combine(
     head = gl.program_id(0)
     split = gl.program_id(1)
     sequence = gl.program_id(2)
+    sequence = begin(sequence, PDL)
     b = sequence.to(gl.int64)
     seqs = Sequences(LENGTHS, gl.num_programs(2), tokens, capacity, left, right)
     rows = Rows(
@@ -457,11 +459,11 @@ def split_and_combine(
     vs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], V.layout)
     fence_async_shared()
     before_blocks, all_blocks = visible_blocks(length, seqs, BLOCK_N)
-    begin, blocks, used = split_blocks(split, splits, by_splits, gl.maximum(all_blocks, 1))
+    before, blocks, used = split_blocks(split, splits, by_splits, gl.maximum(all_blocks, 1))
     if blocks > 0:
         start, stop = visible_keys(length, 0, tokens - 1, seqs)
         cache = Cache(K, V, TABLE + b * table_row, sequence, head, start, stop, pages, page_bits)
-        first = before_blocks + begin
+        first = before_blocks + before
         end = (gl.maximum(stop - 1, 0).to(gl.uint32) // BLOCK_N).to(gl.int32) + 1
         last = gl.minimum(first + blocks, gl.where(stop > start, end, 0))
         unknown = first - first

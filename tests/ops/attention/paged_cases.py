@@ -37,6 +37,7 @@ class Problem(NamedTuple):
     cache: torch.dtype | None = None  # of the caches, where it is not ``dtype``
     per_head: bool = False  # scales of each head; else one for all
     unscaled: str = ""  # "k" or "v" has none
+    known: bool = False  # max_seqlen_k is given
     halves: bool = False  # both caches are halves of one tensor, heads before rows
 
     def tensors(self, seed: int = 0, device: str = "cpu") -> list[Any]:
@@ -98,7 +99,7 @@ class Problem(NamedTuple):
         return {
             "causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale,
             "sinks": tensors[6], "k_scale": tensors[7], "v_scale": tensors[8], "splits": self.splits,
-            "return_lse": True,
+            "return_lse": True, "max_seqlen_k": max(self.keys) if self.known else None,
         }  # fmt: skip
 
     def settings(self) -> tuple[Any, ...]:
@@ -200,6 +201,7 @@ SMALL = (
     Problem(2, 1, (20,), (10,), 160, causal=False, softcap=3.0),
     Problem(1, 1, (9, 1), (20, 5), 256, FP16, window=(None, 3), causal=False),
     Problem(2, 1, (1, 1), (40, 7), 48, FP16, splits=2),
+    Problem(4, 1, (34, 1), (50, 20), 176),
     Problem(20, 1, (2, 1), (20, 31), 128, FP16, splits=3),
 )
 # In fp8, whose dtype the architecture decides.

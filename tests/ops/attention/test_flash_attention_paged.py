@@ -399,9 +399,48 @@ def test_long_tables_split_by_max_seqlen_k() -> None:
     tensors = short.tensors()
     tensors[5] = torch.zeros(1, 4000, dtype=torch.int32)
     run(op, short, tensors, max_seqlen_k=64)
-    assert set(made[0].launches) == {TILES}
+    assert set(made[0].launches) == {SPLIT}
     run(op, short, tensors)
-    assert set(made[0].launches) == {TILES, COMBINE}
+    assert set(made[0].launches) == {SPLIT, COMBINE}
+
+
+@pytest.fixture
+def all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as an H200 has."""
+    monkeypatch.setattr("tests.harness.drivers.MULTIPROCESSORS", 132)
+
+
+# How many rows a tile of the split kernel has, None: the forward kernel or the tiles.
+FEW_OR_MANY: dict[str, tuple[tuple[int, ...], int, int | None]] = {
+    "a chunk": ((128,), 8192, 128),
+    "a short chunk": ((64,), 1088, 128),
+    "a chunk of several": ((64,) * 4, 4160, 128),
+    "half of the multiprocessors": ((256,), 8448, 128),
+    "and few keys": ((256,), 2304, None),
+    "fewer keys": ((128,), 640, None),
+    "most of the multiprocessors": ((384,), 8576, None),
+    "all of them": ((512,), 8192, None),
+    "a chunk and its own keys": ((256,), 256, None),
+    "beside decoding": ((512,) + (1,) * 8, 33280, None),
+    "two tiles": ((32, 32), 2048, 64),
+    "one token": ((1,), 2048, 64),
+    "a token of each of many": ((1,) * 32, 2048, None),
+}
+
+
+@pytest.mark.parametrize("name", FEW_OR_MANY)
+def test_which_kernel_splits_keys(name: str, all_multiprocessors: None) -> None:
+    queries, keys, rows = FEW_OR_MANY[name]
+    problem = Problem(32, 8, queries, (keys,) * len(queries), 128, known=True)
+    launches, loaded = launched(problem)
+    numbers = loaded[SPLIT].numbers if SPLIT in launches else {}
+    assert numbers.get("warp_groups", 1) * 64 == (rows or 64)
+    if rows:
+        assert set(launches) == {SPLIT, COMBINE}
+    else:
+        assert (FORWARD in launches) == (max(queries) > 1)
+    if rows == 128:  # a block table may be far longer than its sequences
+        assert FORWARD in launched(problem._replace(known=False))[0]
 
 
 # ---- The binaries and the device code ----
@@ -453,6 +492,7 @@ WARP_SPECIALIZED = (
     Problem(2, 1, (200, 3, 0, 140, 150), (270, 40, 200, 5, 0), 64, page=128, behind=9, sinks=True),
     Problem(2, 1, (130, 65), (300, 65), 128, window=(70, 0), softcap=5.0),
     Problem(1, 1, (150,), (160,), 208, FP16, page=64, window=(30, 0)),
+    Problem(1, 1, (150, 129), (170, 0), 208),  # two producers
     Problem(
         1, 1, (3, 129, 0) * 23, (7, 133, 5) * 23, 64, page=32, behind=2
     ),  # more than are sorted at a time
@@ -474,7 +514,7 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(1, marks=pytest.mark.slow),
         2,
         3,
-        *(pytest.param(i, marks=pytest.mark.slow) for i in (4, 5)),
+        *(pytest.param(i, marks=pytest.mark.slow) for i in (4, 5, 6)),
     ],
 )
 def test_warp_specialized(seed: int, nan_memory: None) -> None:
@@ -508,6 +548,24 @@ def test_few_queries_by_warp_groups(seed: int, nan_memory: None) -> None:
     op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
     check(op, FEW[seed], REFERENCE, seed=seed)
     assert SPLIT in {name.partition("-")[0] for name in op._own.of(torch.empty(1), "q")._loaded}
+
+
+# By two warp groups: rows of the second tile and none of its second warp group, a sequence of one tile, one of none.
+WIDE_SPLIT = (
+    Problem(4, 1, (40, 3), (300, 50), 64, sinks=True, behind=3, known=True),
+    Problem(4, 1, (70,), (700,), 128, FP16, page=64, window=(50, 0), known=True),
+    Problem(8, 1, (17, 1), (300, 200), 208, known=True),
+    Problem(4, 1, (40, 0, 36), (300, 0, 33), 128, causal=False, softcap=5.0, known=True),
+)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(len(WIDE_SPLIT)))
+def test_many_queries_by_warp_groups(seed: int, nan_memory: None, all_multiprocessors: None) -> None:
+    op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
+    check(op, WIDE_SPLIT[seed], REFERENCE, seed=seed)
+    wide = [n for n in op._own.of(torch.empty(1), "q")._loaded if n.startswith(SPLIT) and "-wide-" in n]
+    assert wide
 
 
 def spoiled(problem: Problem) -> tuple[list[Any], ...]:

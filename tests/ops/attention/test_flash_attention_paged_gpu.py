@@ -41,11 +41,14 @@ LARGE = (
             Problem(32, 4, (1,) * 9, tuple(range(1, 4000, 450)), dim),
             Problem(32, 4, (1,) * 3, (4000, 17, 2500), dim, FP16, page=64, splits=7, window=(3000, None)),
             Problem(16, 1, (5, 3, 0, 1), (2000, 3, 50, 1999), dim, page=16, splits=3, behind=6),
+            Problem(16, 4, (100, 3), (3000, 40), dim, known=True),
+            Problem(8, 2, (130,), (4000,), dim, FP16, page=64, window=(1500, 0), sinks=True, known=True),
         )
     ),
     Problem(64, 8, (1,), (65536,), 128),
     Problem(64, 8, (16,), (32768,), 128, page=64),
     Problem(8, 2, (2048, 1, 1, 512), (4096, 3000, 1, 512), 128, page=16),
+    Problem(8, 2, (600, 30), (700, 900), 128),
     Problem(64, 8, (600,), (1800,), 64, page=16, window=(127, 0), sinks=True),  # gpt-oss
     Problem(
         2, 1, (3, 150, 0) * 60, (7, 160, 5) * 60, 64, page=32, behind=2

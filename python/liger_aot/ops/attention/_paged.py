@@ -54,6 +54,10 @@ BOXES = (64, 16)  # keys of a TMA box, which pages are multiples of
 BOX_COLUMNS = 64  # of a TMA box
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
+NARROW_ROWS = 16  # of a head of keys, in one tile by plain kernels
+FEW_ROWS = 128  # of a head of keys: with more they are worth the forward kernel, which has a tile a head of q
+SPLIT_BLOCK = 1.15  # what a block of keys takes the split kernel, in blocks of the forward kernel
+ROWS_COMBINED = 5  # in the time of a key of the forward kernel
 TAIL_PROGRAMS = 8  # at most, for tokens behind the last sequence
 
 
@@ -294,7 +298,7 @@ class TilesPlan:
             if queries * shape.ratio > loaded.numbers["block_m"]:
                 loaded = kernel((*key, True, True), shape.dim)
         numbers = loaded.numbers
-        rows = numbers.get("block_m", WARP_GROUP_ROWS)
+        rows = rows_of(numbers)
         self._on, self._loaded = on, loaded
         each = -(-queries * shape.ratio // rows)
         found = tiles_of(shape.tokens * shape.ratio, rows, shape.sequences)
@@ -304,7 +308,9 @@ class TilesPlan:
             tiles = shape.sequences * each + tail
         else:
             tiles, each = found, 0
-        splits = self._splits(call, numbers, shape.sequences * each * shape.kv_heads, queries) if each else 1
+        splits = 1
+        if each:
+            splits = splits_for(on, loaded, call, queries, call.settings.splits)
         parts = splits * shape.sequences * queries * shape.heads if splits > 1 else 0
         self._programs = tiles * shape.kv_heads * splits
         if max(self._programs, parts) >= 1 << 31:
@@ -332,20 +338,6 @@ class TilesPlan:
             out_token, out_head, shape.heads, shape.dim, shape.sequences, shape.tokens, queries, splits,
         )  # fmt: skip
         self._coded = call.dtypes[1] in FP8
-
-    def _splits(self, call: Call, numbers: Mapping[str, int], programs: int, queries: int) -> int:
-        """How many programs split a tile's keys."""
-        shape, blocks = call.shape, call.blocks(numbers["block_n"], queries)
-        most = PARTIAL_ELEMENTS // (shape.sequences * queries * shape.heads * (shape.dim + 1))
-        most = max(min(most, MAX_SPLITS), 1)
-        if call.settings.splits:
-            return min(call.settings.splits, blocks, most)
-        here = self._on.multiprocessors
-        places = self._loaded.variant.resident
-        saturating = numbers.get("ctas_to_saturate", places)
-        costs = PAGED if self._mapped else DECODING
-        startup = numbers["startup_blocks"]
-        return best_splits(programs, blocks, places * here, saturating * here, startup, most, costs)
 
     def __call__(self, tensors: Tensors, to: Results) -> None:
         q, k, v, cu_q, seqused_k, block_table, sinks, k_scale, v_scale = tensors
@@ -426,8 +418,8 @@ class Plan:
         self._tiles: TilesPlan | None = None
         self._groups: WarpSpecializedPlan | None = None
         loaded = warp_specialized_for(on, call)
-        few = max(loaded.numbers["few_rows"] // shape.ratio, 1) if loaded else 0
-        if loaded and call.longest > few:
+        few = max(FEW_ROWS // shape.ratio, 1)
+        if loaded and call.longest > few and split_for(on, call, call.longest) is None:
             mixed = few if shape.sequences > 1 else 0
             self._groups = WarpSpecializedPlan(on, loaded, call, q, k, out, mixed)
         if self._groups is None or shape.sequences > 1:
@@ -465,13 +457,57 @@ def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
 
 
 def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
-    """The kernel with tensor maps for sequences of at most so many queries, None where there is none."""
+    """The kernel with tensor maps for sequences of at most so many queries, None where there is none or another is
+    faster: the tiles for rows that they have in one, where all multiprocessors have some; another kernel for more rows
+    than a warp group's two tiles, unless splitting keys is worth combining them."""
     kernel, shape = on.kernels.get(f"{NAME}_split"), call.shape
-    key = call.dtypes[0], head_dim_of(shape.dim), True
+    rows = queries * shape.ratio
+    wide = rows > FEW_ROWS
+    key = call.dtypes[0], head_dim_of(shape.dim), wide, True
     if kernel is None or not call.mapped(on) or not kernel.serves(key):
         return None
-    loaded, rows = kernel(key, shape.dim), queries * shape.ratio
-    return loaded if loaded.numbers["min_rows"] <= rows <= loaded.numbers["max_rows"] else None
+    loaded = kernel(key, shape.dim)
+    if wide:
+        return loaded if split_pays(on, loaded, call, queries) else None
+    busy = shape.sequences * shape.kv_heads > on.multiprocessors
+    return None if busy and rows <= NARROW_ROWS else loaded
+
+
+def split_pays(on: OpOn, loaded: Loaded, call: Call, queries: int) -> bool:
+    """Whether many queries are faster with their keys split than by the forward kernel: where the split programs run in
+    one wave and each reads so many keys fewer that this outweighs combining (1 x 256 on 512 or 2048 keys and 1 x 384 on
+    8192 did not, 1 x 64 on 1024, 1 x 128 on 2048 and 4 x 64 on 4096 did: NVIDIA H200, 2026-11-28). Only a caller who
+    says how long sequences are knows: a block table may be far longer."""
+    if not call.settings.max_seqlen_k:
+        return False
+    shape, block = call.shape, loaded.numbers["block_n"]
+    splits, blocks = splits_for(on, loaded, call, queries, 0), call.blocks(block, queries)
+    tiles = shape.sequences * shape.kv_heads * -(-queries * shape.ratio // rows_of(loaded.numbers))
+    if splits == 1 or tiles * splits > on.multiprocessors * loaded.variant.resident:
+        return False
+    fewer = block * (blocks - SPLIT_BLOCK * -(-blocks // splits))
+    return fewer * ROWS_COMBINED >= shape.sequences * queries * shape.heads
+
+
+def rows_of(numbers: Mapping[str, int]) -> int:
+    """Of a tile."""
+    return numbers.get("block_m", WARP_GROUP_ROWS * numbers.get("warp_groups", 1))
+
+
+def splits_for(on: OpOn, loaded: Loaded, call: Call, queries: int, asked: int) -> int:
+    """How many programs split a tile's keys: as many as ``asked`` for, 0: by the profile."""
+    shape, numbers = call.shape, loaded.numbers
+    blocks = call.blocks(numbers["block_n"], queries)
+    most = PARTIAL_ELEMENTS // (shape.sequences * queries * shape.heads * (shape.dim + 1))
+    most = max(min(most, MAX_SPLITS), 1)
+    if asked:
+        return min(asked, blocks, most)
+    programs = shape.sequences * shape.kv_heads * -(-queries * shape.ratio // rows_of(numbers))
+    here, places = on.multiprocessors, loaded.variant.resident
+    saturating = numbers.get("ctas_to_saturate", places)
+    costs = DECODING if "block_m" in numbers else PAGED
+    startup = numbers["startup_blocks"]
+    return best_splits(programs, blocks, places * here, saturating * here, startup, most, costs)
 
 
 def like(t: Tensor) -> Tensor:

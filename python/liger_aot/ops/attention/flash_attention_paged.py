@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.arguments import FROM_ZERO, Allowed, Schema, check_flag
 from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
-from liger_aot.ops.attention._operands import TILE_UNIT, fits, fitted
+from liger_aot.ops.attention._operands import MAX_SEQLEN, TILE_UNIT, fits, fitted
 from liger_aot.ops.attention._paged import (
     BOXES,
     NAME,
@@ -74,7 +74,7 @@ class FlashAttentionPaged(ForwardOnlyOp):
             its last key, or before its window, are not looked at.
         max_seqlen_q: the most queries of a sequence, or more: it is checked, and chooses the kernel.
         max_seqlen_k: the most keys of a sequence, or more: it is checked, and chooses how many programs split a
-            sequence's keys. None: what block_table has room for.
+            sequence's keys. None: what block_table has room for; chunks of a prompt are then not split.
         causal: a query sees no key after its own, where the last query's is the sequence's last.
         scale: of the scores, above 0. Default 1 / sqrt(dim).
         window: (left, right): a query sees so many keys before and after its own. None is no bound.
@@ -259,9 +259,13 @@ class FlashAttentionPaged(ForwardOnlyOp):
         found = [Problem(f"{NAME}_tiles", (dtype, cache, width, wide), True, dim) for wide in (False, True)]
         found.append(Problem(f"{NAME}_combine", (dtype, width), True, dim))
         if cache == dtype:
-            found.append(Problem(f"{NAME}_split", (dtype, width), True, dim))
+            found += [Problem(f"{NAME}_split", (dtype, width, wide), True, dim) for wide in (False, True)]
             axes = [(mask, box) for mask in ("causal", "local") for box in sorted(BOXES)]
-            found += [Problem(f"{NAME}_forward", (dtype, width, *rest), True, dim) for rest in axes]
+            found += [
+                Problem(f"{NAME}_forward", (dtype, width, *rest), True, keys)
+                for rest in axes
+                for keys in (1, MAX_SEQLEN)
+            ]
         return tuple(found)
 
     @staticmethod

@@ -324,7 +324,7 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
     key = q.dtype, fused_head_dim(shape.dim), call.paged, True
     if kernel is None or not kernel.serves(key) or not call.aligned or not call.mapped(on):
         return None
-    loaded = kernel(key, shape.dim)
+    loaded = kernel(key, shape.batch * shape.kv_heads * shape.capacity)
     numbers = loaded.numbers
     if not (0 < call.rows <= numbers["block_m"] and 0 < shape.batch <= GRID_DEPTH):
         return None
