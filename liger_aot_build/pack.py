@@ -19,7 +19,7 @@ from liger_aot_build.plan import ALIGNMENT, Plan
 from liger_aot_build.profile import DERIVED, Profile
 from liger_aot_build.stored import Stored, stored
 
-FORMAT = 6
+FORMAT = 7
 
 
 def write_pack(

@@ -135,7 +135,7 @@ def _same_code() -> list[str]:
         "numbers (but for the machine's name), or the same TTGIR: Triton's last form of a kernel before LLVM (but for "
         "the names of values and the places of constants). sm80's PTX and sm90's binaries ran on an H200. The others "
         "differ in their launch numbers, in matrix instructions, in programmatic dependent launch or fp8, or in the "
-        "order of operations.",
+        "order of operations. An op that is not here has changed since it was compared.",
         markdown.table(["op", *names], [*rows, ["all", *map(_same, totals)]]),
     ]
 

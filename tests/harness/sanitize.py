@@ -304,7 +304,9 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == [GUARD]:
         guarded = torch.cuda.memory.CUDAPluggableAllocator(arguments[1], "guarded_malloc", "guarded_free")
         torch.cuda.memory.change_current_allocator(guarded)
-        return main(arguments[2:])
+        status = main(arguments[2:])
+        sys.stdout.flush()
+        os._exit(status)  # at exit torch frees what it holds when its threads have ended
     if arguments[:1] == [PLANTED]:
         plant()
         return 0

@@ -110,7 +110,7 @@ def test_the_page_names_every_field(arch: str) -> None:
 
 def test_the_page_gives_the_numbers_of_the_code() -> None:
     assert f"Version {manifest.FORMAT}." in PAGE and manifest.FORMAT == writer.FORMAT
-    assert f"the last {manifest.WINDOW} bytes" in PAGE and manifest.WINDOW == WINDOW
+    assert f"the first {manifest.WINDOW} bytes" in PAGE and manifest.WINDOW == WINDOW
     assert f"{manifest.LARGEST_JSON >> 20} MiB for a JSON file; {manifest.LARGEST_FILE >> 20} MiB for" in PAGE
     assert f"at most {manifest.LONGEST_NAME} of the characters" in PAGE
     assert f"1 to {manifest.MOST_THREADS}" in PAGE and f"{manifest.MOST_ARGUMENTS} arguments" in PAGE

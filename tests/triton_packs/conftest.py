@@ -93,7 +93,7 @@ class Packed:
     def _image(self, function: dict[str, Any], name: str) -> bytes:
         variant, _, index = name.partition("/")
         entry = function["variants"][variant][int(index)]
-        dictionary = self._image(function, entry["base"])[-WINDOW:] if entry["base"] else b""
+        dictionary = self._image(function, entry["base"])[:WINDOW] if entry["base"] else b""
         data = function["bin"][entry["offset"] : entry["offset"] + entry["length"]]
         return zlib.decompressobj(zdict=dictionary).decompress(data)
 

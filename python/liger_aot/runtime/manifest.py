@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from liger_aot.errors import PackDamaged, PackTooNew
 
-FORMAT = 6
+FORMAT = 7
 WINDOW = 1 << 15  # of a binary's base, how much its compression sees
 # Bytes of a manifest, of which Python makes some 25 times as many; our largest has 124 kilobytes.
 LARGEST_JSON = 4 << 20
@@ -110,7 +110,7 @@ class Variant(NamedTuple):
 
     def read(self) -> bytes:
         """The binary; PackDamaged unless its bytes and its base's are those the manifest was written for."""
-        return self.blob.unpack(b"" if self.base is None else self.base.unpack()[-WINDOW:])
+        return self.blob.unpack(b"" if self.base is None else self.base.unpack()[:WINDOW])
 
 
 class Kernel(NamedTuple):

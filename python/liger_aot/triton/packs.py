@@ -58,7 +58,7 @@ class Binary(NamedTuple):
 
     def read(self) -> bytes:
         """The binary; PackDamaged unless its bytes are those the manifest was written for."""
-        return self.blob.unpack(b"" if self.base is None else self.base.unpack()[-WINDOW:])
+        return self.blob.unpack(b"" if self.base is None else self.base.unpack()[:WINDOW])
 
 
 class Function:
