@@ -104,7 +104,7 @@ DECLARATION = {
             "forms": {
                 "warp_specialized": FORM,
                 "warp_specialized_spills": {
-                    **FORM, "may_spill": "a few registers, once a tile: none where keys are multiplied",
+                    **FORM, "defaults": {}, "may_spill": "a few registers, once a tile: none where keys are multiplied",
                 },
             },
         },

@@ -390,7 +390,9 @@ def test_combine_waits_for_split_on_sm90(which: str) -> None:
     for variant in binaries(which):
         facts = inspect(variant.read())
         waits = facts.before_wait is not None
-        assert variant.pdl == waits == (which.startswith("sm90") and "_combine" in variant.name)
+        assert variant.pdl == waits
+        if "_fused" not in variant.name:  # of which the profile says it
+            assert waits == (which.startswith("sm90") and "_combine" in variant.name)
 
 
 @pytest.mark.parametrize("which", ["sm90 forms", pytest.param("sm90", marks=pytest.mark.slow)])
@@ -408,7 +410,7 @@ def test_where_combine_waits(which: str) -> None:
             before, after = found[: found.index(wait)], found[found.index(wait) + 1 :]
             assert end not in before and before.count(load) == 2 and load in after and let_start not in found
         elif "_fused" in variant.name:
-            assert let_start not in found and wait not in found
+            assert (wait in found) == (let_start in found) == variant.pdl
         elif "_persistent" in variant.name:  # the producer's code lies before
             assert let_start in found and wait not in found
         else:

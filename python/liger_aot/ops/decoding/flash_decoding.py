@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
 from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
-from liger_aot.ops.attention._operands import MAX_SEQLEN, padded_head_dim
+from liger_aot.ops.attention._operands import padded_head_dim
 from liger_aot.ops.decoding._checks import check_arguments, check_values
 from liger_aot.ops.decoding._plans import (
     NAME,
@@ -192,14 +192,7 @@ class FlashDecoding(ForwardOnlyOp):
             kinds.append(("persistent", padded_head_dim(dim)))
         if same and fused_head_dim(dim) in (64, 128):
             kinds += [("fused", fused_head_dim(dim), paged) for paged in (False, True)]
-        found = [Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, dim) for kind, *axes in kinds]
-        # few keys, for which dim stands, are another variant's
-        found += [
-            Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, MAX_SEQLEN)
-            for kind, *axes in kinds
-            if kind == "fused"
-        ]
-        return tuple(found)
+        return tuple(Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, dim) for kind, *axes in kinds)
 
     @staticmethod
     def reference(
