@@ -65,13 +65,7 @@ def merge(
     begin(heads, PDL)
     lse_a = lse_of(LSE_A + (batch * lse_a_batch + head * lse_a_head) + token * lse_a_token, inside)
     lse_b = lse_of(LSE_B + (batch * lse_b_batch + head * lse_b_head) + token * lse_b_token, inside)
-    top = tl.maximum(lse_a, lse_b, propagate_nan=tl.PropagateNan.ALL)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    weight_a = tl.exp(lse_a - top)
-    weight_b = tl.exp(lse_b - top)
-    total = weight_a + weight_b
-    by = tl.where(total == 0.0, 0.0, 1.0 / total)
-    lse = top + tl.log(total)  # without keys -inf
+    weight_a, weight_b, by, lse = weights_of(lse_a, lse_b)
     tl.store(LSE + (batch * heads + head) * tokens + token, lse, mask=inside)
     weight_a *= by
     weight_b *= by
@@ -122,13 +116,7 @@ def merge_heads(
     y = tl.load(at_b[:, None] + cols[None, :], mask=mask, other=0.0)
     lse_a = lse_of(LSE_A + (batch * lse_a_batch + head * lse_a_head + token * lse_a_token), inside)
     lse_b = lse_of(LSE_B + (batch * lse_b_batch + head * lse_b_head + token * lse_b_token), inside)
-    top = tl.maximum(lse_a, lse_b, propagate_nan=tl.PropagateNan.ALL)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    weight_a = tl.exp(lse_a - top)
-    weight_b = tl.exp(lse_b - top)
-    total = weight_a + weight_b
-    by = tl.where(total == 0.0, 0.0, 1.0 / total)
-    lse = top + tl.log(total)  # without keys -inf
+    weight_a, weight_b, by, lse = weights_of(lse_a, lse_b)
     tl.store(LSE + (batch * heads + head) * tokens + token, lse, mask=inside)
     almost_done(PDL, EARLY)
     weight_a *= by
@@ -144,3 +132,15 @@ def lse_of(at, inside):
     """Positive infinity, which some kernels give a row without keys, is negative, as in vLLM."""
     lse = tl.load(at, mask=inside, other=0.0)
     return tl.where(lse == float("inf"), float("-inf"), lse)
+
+
+@triton.jit
+def weights_of(lse_a, lse_b):
+    """(the weights of both states, what makes them add up to 1, their log-sum-exp together)"""
+    top = tl.maximum(lse_a, lse_b, propagate_nan=tl.PropagateNan.ALL)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight_a = tl.exp(lse_a - top)
+    weight_b = tl.exp(lse_b - top)
+    total = weight_a + weight_b
+    by = tl.where(total == 0.0, 0.0, 1.0 / total)
+    return weight_a, weight_b, by, top + tl.log(total)  # without keys -inf

@@ -482,8 +482,10 @@ def split_pays(on: OpOn, loaded: Loaded, call: Call, queries: int) -> bool:
         return False
     shape, block = call.shape, loaded.numbers["block_n"]
     splits, blocks = splits_for(on, loaded, call, queries, 0), call.blocks(block, queries)
-    tiles = shape.sequences * shape.kv_heads * -(-queries * shape.ratio // rows_of(loaded.numbers))
-    if splits == 1 or tiles * splits > on.multiprocessors * loaded.variant.resident:
+    if (
+        splits == 1
+        or tiles_in(call, loaded.numbers, queries) * splits > on.multiprocessors * loaded.variant.resident
+    ):
         return False
     fewer = block * (blocks - SPLIT_BLOCK * -(-blocks // splits))
     return fewer * ROWS_COMBINED >= shape.sequences * queries * shape.heads
@@ -494,6 +496,12 @@ def rows_of(numbers: Mapping[str, int]) -> int:
     return numbers.get("block_m", WARP_GROUP_ROWS * numbers.get("warp_groups", 1))
 
 
+def tiles_in(call: Call, numbers: Mapping[str, int], queries: int) -> int:
+    """Of all sequences and heads of keys, with so many queries each."""
+    shape = call.shape
+    return shape.sequences * shape.kv_heads * -(-queries * shape.ratio // rows_of(numbers))
+
+
 def splits_for(on: OpOn, loaded: Loaded, call: Call, queries: int, asked: int) -> int:
     """How many programs split a tile's keys: as many as ``asked`` for, 0: by the profile."""
     shape, numbers = call.shape, loaded.numbers
@@ -502,7 +510,7 @@ def splits_for(on: OpOn, loaded: Loaded, call: Call, queries: int, asked: int) -
     most = max(min(most, MAX_SPLITS), 1)
     if asked:
         return min(asked, blocks, most)
-    programs = shape.sequences * shape.kv_heads * -(-queries * shape.ratio // rows_of(numbers))
+    programs = tiles_in(call, numbers, queries)
     here, places = on.multiprocessors, loaded.variant.resident
     saturating = numbers.get("ctas_to_saturate", places)
     costs = DECODING if "block_m" in numbers else PAGED
