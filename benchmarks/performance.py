@@ -806,13 +806,13 @@ def server(gpus: Sequence[Gpu], start: Path) -> str:
         for count in (few, many):
             step = ours[count]["steps"][str(length)]
             attention = step["attention"] / step["whole"]
-            shares.append(f"{1 - step['products'] / step['whole']:.0%} ({attention:.0%} attention)")
+            shares.append(f"{1 - step['products'] / step['whole']:.0%} (attention {attention:.0%})")
         rates = [ours[count]["tokens_per_second"] for count in (few, many)]
         parts.append(
             f"On an {one.gpu.name} it serves {one.data['model']}'s shapes at {rates[0]:.0f} tokens a second for "
-            f"{few} sequence{'s' if few > 1 else ''} and {rates[1]:,.0f} for {many} (bf16). Of a step of "
-            f"sequences of {length} tokens {shares[0]} to {shares[1]} are not matrix products: "
-            f"[all figures]({os.path.relpath(PAGES[1], start)}#serving)."
+            f"{few} sequence{'s' if few > 1 else ''} and {rates[1]:,.0f} for {many} (bf16). With {length} "
+            f"tokens a sequence, everything but the matrix products takes {shares[0]} of a step for {few} and "
+            f"{shares[1]} for {many}: [all figures]({os.path.relpath(PAGES[1], start)}#serving)."
         )
     return " ".join(parts)
 

@@ -521,7 +521,7 @@ def test_steps_become_tables(tmp_path: Path, name: str) -> None:
 def test_the_readme_says_what_the_server_serves(tmp_path: Path) -> None:
     write_steps(tmp_path / "h200", "serve", SERVED)
     text = rendered("server", tmp_path)
-    assert "1234 tokens a second for 8 sequences" in text and "16% (10% attention)" in text
+    assert "1234 tokens a second for 8 sequences" in text and "16% (attention 10%) of a step for 8" in text
 
 
 def test_first_steps_stand_with_training(tmp_path: Path) -> None:
