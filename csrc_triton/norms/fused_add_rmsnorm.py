@@ -10,11 +10,13 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from csrc_triton.common.bf16x2 import even, odd, pack
 from csrc_triton.common.pdl_begin import almost_done, begin
 from csrc_triton.norms.norm_backward import (
     BACKWARD_PIPELINE,
     SPLIT_ROWS,
     PipelineSizes,
+    as_x2,
     load_halves,
     pipelined_backward,
     plus,
@@ -24,7 +26,7 @@ from csrc_triton.norms.norm_backward import (
     split_rms_backward,
     store_halves,
 )
-from csrc_triton.norms.norm_vectors import Rows, load_packed, load_vector, store_as, unpacked
+from csrc_triton.norms.norm_vectors import Rows, as_fp32, load_packed, load_vector, store_as, unpacked
 
 DECLARATION = {
     "op": "fused_add_rmsnorm",
@@ -53,6 +55,14 @@ DECLARATION = {
                     "constants": ["BLOCK", "BLOCKS", "EARLY", "PDL"],
                     "defaults": {"EARLY": 0, "PDL": 0},
                     "covers": "BLOCKS * BLOCK",
+                    "pdl": "PDL",
+                },
+                "persistent": {
+                    "function": "forward_persistent",
+                    "constants": ["BLOCK", "BLOCKS", "PDL"],
+                    "defaults": {"PDL": 0},
+                    "covers": "BLOCKS * BLOCK",
+                    "requires": {"dtype": ["bf16", "fp16"], "aligned": [True]},
                     "pdl": "PDL",
                 },
                 "long": {
@@ -196,6 +206,65 @@ def forward_in_registers(
         w = unpacked(ws[i], W, cols, cols < n_cols, w_kind) + offset
         y = scaled(totals[i].to(tl.float32), rstd, w, round_first, dtype)
         tl.store(Y + cols, y, mask=cols < n_cols)
+
+
+@triton.jit
+def load_blocks_x2(P, block, n_pairs, BLOCKS: tl.constexpr):
+    """The first ``n_pairs`` pairs of a row of 16-bit elements, in blocks; zeros past them."""
+    row = ()
+    for i in tl.static_range(BLOCKS):
+        pairs = i * block.shape[0] + block
+        row += (tl.load(as_x2(P) + pairs, mask=pairs < n_pairs, other=0),)
+    return row
+
+
+@triton.jit
+def forward_persistent(
+    Y, SUM, X, RESIDUAL, W, RSTD, y_stride, sum_stride, x_stride, residual_stride, n_rows, n_cols, eps, offset,
+    w_kind, round_first, store_rstd,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs that walk the rows, one of at most BLOCKS * BLOCK columns at a time. The next row is on its way to
+    registers meanwhile, as pairs of 16-bit elements: as elements it would take twice as many. The weight is read with
+    every row."""
+    dtype: tl.constexpr = X.dtype.element_ty
+    block = tl.arange(0, BLOCK // 2)
+    n_pairs = n_cols // 2
+    first = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64)
+    store_rstd = begin(store_rstd, PDL, False)
+    xs = load_blocks_x2(X + first * x_stride, block, n_pairs, BLOCKS)
+    residuals = load_blocks_x2(RESIDUAL + first * residual_stride, block, n_pairs, BLOCKS)
+    for row in range(first, n_rows, step):
+        next_row = row + step
+        n_next = tl.where(next_row < n_rows, n_pairs, 0)
+        next_xs = load_blocks_x2(X + next_row * x_stride, block, n_next, BLOCKS)
+        next_residuals = load_blocks_x2(RESIDUAL + next_row * residual_stride, block, n_next, BLOCKS)
+        totals = ()
+        squares = tl.zeros([BLOCK // 2], tl.float32)
+        for i in tl.static_range(BLOCKS):
+            pairs = i * (BLOCK // 2) + block
+            x, residual = xs[i], residuals[i]
+            total = pack(even(x, dtype) + even(residual, dtype), odd(x, dtype) + odd(residual, dtype), dtype)
+            tl.store(as_x2(SUM + row * sum_stride) + pairs, total, mask=pairs < n_pairs)
+            low, high = even(total, dtype), odd(total, dtype)
+            squares += low * low + high * high
+            totals += (total,)
+        ws = load_blocks_x2(W, block, tl.where(w_kind == 1, n_pairs, 0), BLOCKS)
+        rstd = tl.rsqrt(tl.sum(squares, 0) / n_cols + eps)
+        tl.store(RSTD + row, rstd, mask=store_rstd != 0)
+        for i in tl.static_range(BLOCKS):
+            pairs = i * (BLOCK // 2) + block
+            wide = (pairs < n_pairs) & (w_kind == 2)
+            w_low = even(ws[i], dtype) + tl.load(as_fp32(W) + 2 * pairs, mask=wide, other=0.0)
+            w_high = odd(ws[i], dtype) + tl.load(as_fp32(W) + 2 * pairs + 1, mask=wide, other=0.0)
+            low, high = even(totals[i], dtype) * rstd, odd(totals[i], dtype) * rstd
+            rounded = pack(low, high, dtype)
+            low = tl.where(round_first != 0, even(rounded, dtype), low) * (w_low + offset)
+            high = tl.where(round_first != 0, odd(rounded, dtype), high) * (w_high + offset)
+            tl.store(as_x2(Y + row * y_stride) + pairs, pack(low, high, dtype), mask=pairs < n_pairs)
+        xs, residuals = next_xs, next_residuals
+    almost_done(PDL, False)
 
 
 @triton.jit

@@ -86,6 +86,28 @@ def test_pipeline_of_modulated_rmsnorm(blocks: int, stages: int, tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize(("block", "blocks"), [(64, 4), (128, 2), (256, 1)])
+def test_persistent_rows_of_fused_add_rmsnorm(block: int, blocks: int, tmp_path: Path) -> None:
+    tests = test_fused_add_rmsnorm.TestFusedAddRMSNorm()
+    sizes = f'max_n = 256, dtype = ["bf16", "fp16"], block = {block}, blocks = {blocks}, num_warps = 4'
+    rows = f"""
+      {{ form = "long", aligned = false, block = 64, num_warps = 4 }},
+      {{ form = "persistent", {sizes}, {GRID} }},
+      {{ form = "long", block = 64, num_warps = 4 }},
+    """
+    way = way_of(tests, tmp_path, fused_add_rmsnorm_forward=rows)
+    check_form(
+        tests,
+        way,
+        "persistent",
+        Case((9, 256), BF16, weight=BF16),
+        Case((3, 240), FP16, weight=None, casting_mode="none"),
+        Case((17, 16), FP16, weight=FP16, casting_mode="gemma", offset=1.0),
+        Case((5, 208), BF16, weight=FP32, gap=16),
+        Case((1, 64), BF16, weight=BF16),
+    )
+
+
 def test_rows_of_dyt(tmp_path: Path) -> None:
     tests = test_dyt.TestDyT()
     way = way_of(tests, tmp_path, dyt_forward='{ form = "rows", rows = 3, block = 64, num_warps = 4 }')

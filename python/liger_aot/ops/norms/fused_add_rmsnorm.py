@@ -18,7 +18,7 @@ from liger_aot.ops.norms._vectors import ABSENT, ANY_LENGTH, WIDE, kind_of
 from liger_aot.ops.norms.rmsnorm import NORM_SETTINGS, ROUND_FIRST, RMSNorm, check_norm
 from liger_aot.ops.op import Problem, check_rows, check_same_device, check_tensor, written
 from liger_aot.runtime.dispatch import Runtimes
-from liger_aot.runtime.grid import persistent
+from liger_aot.runtime.grid import persistent, programs_of
 from liger_aot.runtime.layout import Rows, disjoint, overlap, rows_of
 
 
@@ -144,7 +144,7 @@ class FusedAddRMSNorm(DifferentiableOp):
             few = rows
         loaded = kernel.recent.get((dtype, aligned, n, few)) or kernel.for_rows((dtype, aligned), n, rows)
         loaded.launch(
-            device, on.stream(device), -(-rows // loaded.rows), 1, 1,
+            device, on.stream(device), programs_of(on, loaded, rows), 1, 1,
             y_at, sum_at, x_at, residual_at, w_at, None if rstd is None else rstd.data_ptr(),
             y_stride, sum_stride, x_stride, residual_stride, rows, n, eps, offset, kind, ROUND_FIRST[casting_mode],
             keep,
