@@ -31,6 +31,7 @@ from csrc_triton.attention.paged import (
     find_rows,
     keys_in_cache,
     load_pages,
+    load_rows_of_q,
     paged_pipeline,
     pages_of_block,
     report_keys,
@@ -38,7 +39,7 @@ from csrc_triton.attention.paged import (
     zero_unseen,
 )
 from csrc_triton.attention.paged_split import split_pages  # noqa: F401
-from csrc_triton.attention.pipeline import Sizes, load_tile, mbarriers, pipeline_of
+from csrc_triton.attention.pipeline import Sizes, mbarriers, pipeline_of
 from csrc_triton.attention.tile_scheduler import LOCAL, tile_pipeline
 from csrc_triton.attention.varlen import (
     COORDINATES,
@@ -90,7 +91,7 @@ DECLARATION = {
                 "Q": "dtype[1, 1, 64, 64]", "K": "dtype[1, 1, BOX_KEYS, 64]", "V": "dtype[1, 1, BOX_KEYS, 64]",
                 "Y": "dtype[1, 1, 64, 64]", "LSE": "*fp32", "SINKS": "*fp32", **BATCH, "COUNTER": "*i32",
                 "table_row": "i32", "scale": "fp32", "cap": "fp32", "tiles": "i32", "heads": "i32", "ratio": "i32",
-                "keys_in_l2": "i32", **SIZES,
+                "dim": "i32", "keys_in_l2": "i32", **SIZES,
             },
             "axes": {**DTYPES, "head_dim": HEAD_DIMS, "mask": ["causal", "local"], "box_keys": [16, 64]},
             "gives": {
@@ -368,7 +369,7 @@ def complete_stage(v, stage, key, start, stop, edges, z):
 
 @gluon.jit
 def produce(
-    z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, KEYS: gl.constexpr, VALUES: gl.constexpr
+    z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, dim, KEYS: gl.constexpr, VALUES: gl.constexpr
 ):  # fmt: skip
     """A producer warp: KEYS: loads Q and K, and requests the next tile; VALUES: loads V. V of a block with rows that
     hold no key arrives at a barrier of its own; the producer completes it when it has started what it loads next."""
@@ -406,7 +407,8 @@ def produce(
                     for g in gl.static_range(z.WARP_GROUPS):
                         mbarrier.wait(q.empty.index(g), (i & 1) ^ 1)
                         if row + g * 64 < tile.len_q:
-                            load_tile(Q, tile.start_q + tile.len_q, tile.head, past_q + g * 64, q, g, z)
+                            end = tile.start_q + tile.len_q
+                            load_rows_of_q(Q, end, tile.head, past_q + g * 64, q, g, dim, z)
                         else:  # a warp group without rows waits all the same
                             mbarrier.arrive(q.full.index(g), count=1)
             if VALUES:
@@ -430,7 +432,7 @@ def produce(
 
 
 @gluon.jit
-def consume(z, seqs, q, k, v, tile_pipe, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr):
+def consume(z, seqs, q, k, v, tile_pipe, buffer, Y, LSE, SINKS, scale, cap, dim, g: gl.constexpr):
     """Consumer warp group g: rows 64 g to 64 g + 63 of each tile."""
     if g == z.WARP_GROUPS - 1:
         ping_pong_arrive(g, z)  # warp group 0 starts
@@ -440,8 +442,9 @@ def consume(z, seqs, q, k, v, tile_pipe, buffer, Y, LSE, SINKS, scale, cap, g: g
     while tile.t < seqs.tiles:
         output = BroadcastOutput(tile_pipe.first, (i & 1) * COORDINATES, seqs.tokens_q)
         b = consume_tile(
-            tile.m, output, b, i, q, k, v, scheduler_of(tile, seqs), buffer, Y, LSE, SINKS, scale, cap, g, z
-        )
+            tile.m, output, b, i, q, k, v, scheduler_of(tile, seqs), buffer, Y, LSE, SINKS, scale, cap, g, z,
+            dim if z.D1 == 256 else None,
+        )  # fmt: skip
         release_varlen_tile(i, tile_pipe)
         i += 1
         tile = receive_varlen_tile(i, tile_pipe, 4)
@@ -451,7 +454,7 @@ def consume(z, seqs, q, k, v, tile_pipe, buffer, Y, LSE, SINKS, scale, cap, g: g
 @gluon.jit
 def paged_warp_specialized(
     Q, K, V, Y, LSE, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, COUNTER, table_row, scale, cap, tiles, heads, ratio,
-    keys_in_l2, sequences, tokens, capacity, pages, page_bits, right, left, max_seqlen_q, few,
+    dim, keys_in_l2, sequences, tokens, capacity, pages, page_bits, right, left, max_seqlen_q, few,
     BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, D1: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
     WARP_GROUPS: gl.constexpr, PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr, PING_PONG: gl.constexpr,
     MASK: gl.constexpr,
@@ -482,10 +485,10 @@ def paged_warp_specialized(
     if PRODUCERS == 2:
         gl.warp_specialize(
             [
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
-                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, True, False)),
-                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, False, True)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, dim, 0)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, dim, 1)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, dim, True, False)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, dim, False, True)),
                 (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
             ],
             [4, 1, 1, 1],
@@ -494,9 +497,9 @@ def paged_warp_specialized(
     else:
         gl.warp_specialize(
             [
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, 0)),
-                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, 1)),
-                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, True, True)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(0), Y, LSE, SINKS, scale, cap, dim, 0)),
+                (consume, (z, seqs, q, k, v, tile_pipe, out.index(1), Y, LSE, SINKS, scale, cap, dim, 1)),
+                (produce, (z, seqs, Q, K, V, q, k, v, tile_pipe, requests, FLAG, dim, True, True)),
                 (schedule, (z, seqs, window, tile_pipe, requests, COUNTER, FLAG, max_seqlen_q)),
             ],
             [4, 1, 1],

@@ -186,8 +186,9 @@ def attend_tile(
 
 
 @gluon.jit
-def store_panel(values, buffer, Y, batch, head, row, column: gl.constexpr, z):
-    """Start the TMA store of [64, N] of the output through the warp group's buffer."""
+def store_panel(values, buffer, Y, batch, head, row, column: gl.constexpr, z, dim=None):
+    """Start the TMA store of [64, N] of the output through the warp group's buffer. Boxes of columns from
+    ``dim`` on are left out, for the reason in ``paged.load_rows_of_q``."""
     width: gl.constexpr = values.shape[1]
     tma.store_wait(0)  # the buffer's last tile is read
     tile = buffer._reinterpret(Y.dtype, [1, 1, 64, width], Y.layout)
@@ -195,17 +196,18 @@ def store_panel(values, buffer, Y, batch, head, row, column: gl.constexpr, z):
     fence_async_shared()
     for c in gl.static_range(width // z.BOX):
         part = tile.slice(c * z.BOX, z.BOX, dim=3)
-        tma.async_copy_shared_to_global(Y, [batch, head, row, column + c * z.BOX], part)
+        if dim is None or column + c * z.BOX < dim:
+            tma.async_copy_shared_to_global(Y, [batch, head, row, column + c * z.BOX], part)
 
 
 @gluon.jit
-def store_output(acc, acc2, by, buffer, Y, batch, head, row, z):
+def store_output(acc, acc2, by, buffer, Y, batch, head, row, z, dim=None):
     """Scale and store the output's rows, in panels of at most 128 columns."""
     out = scale_rows(acc, by).to(Y.dtype)
     if z.D1 == 256:
         left, right = gl.split(out.reshape([64, 2, 128]).permute((0, 2, 1)))
         store_panel(left, buffer, Y, batch, head, row, 0, z)
-        store_panel(right, buffer, Y, batch, head, row, 128, z)
+        store_panel(right, buffer, Y, batch, head, row, 128, z, dim)
     else:
         store_panel(out, buffer, Y, batch, head, row, 0, z)
     if z.D2 > 0:
@@ -303,7 +305,7 @@ class OutputTile:
 
 @gluon.jit
 def consume_tile(
-    tile, output, b, i, q, k, v, scheduler, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr, z
+    tile, output, b, i, q, k, v, scheduler, buffer, Y, LSE, SINKS, scale, cap, g: gl.constexpr, z, dim=None
 ):
     """Warp group g's 64 rows of the i-th tile, whose blocks of keys are the b-th and later; returns the next tile's b.
     ``output.load()`` gives the ``OutputTile``, after the loop over keys, where registers are few."""
@@ -337,7 +339,7 @@ def consume_tile(
         acc, acc2 = wait_pv(acc, acc2, z)
         stage = v_index(b + tile_last - first - 1, True, z) % z.STAGES
         mbarrier.arrive(v.empty.index(stage), count=1)
-        store_output(acc, acc2, by, buffer, Y, to.batch, to.head, row + to.past, z)
+        store_output(acc, acc2, by, buffer, Y, to.batch, to.head, row + to.past, z, dim)
         skip_blocks(first - tile_first, b_next - (first - tile_first), k, v, g, z)
     else:
         mbarrier.wait(q.full.index(g), i & 1)

@@ -257,6 +257,21 @@ def fill_paged_window(s, seqs, window, block: gl.constexpr):
 
 
 @gluon.jit
+def load_rows_of_q(Q, end, head, row, to, stage, dim, z):
+    """Start the TMA loads of 64 rows of q, as ``load_tile`` does, but for a box of columns that q does not have: Hopper
+    fills it with zeros, yet touches the address that the map starts at, and Q's starts before q, where nothing may be
+    mapped. Columns that q has are loaded instead; they meet zeros of K."""
+    full = to.full.index(stage)
+    mbarrier.expect(full, Q.block_type.nbytes // z.BOX * z.D1)
+    for c in gl.static_range(z.D1 // z.BOX):
+        part = to.first.index(stage).slice(c * z.BOX, z.BOX, dim=3)
+        column = c * z.BOX
+        if column >= 192:  # q has some of all others: smaller ones have kernels of their own
+            column = gl.where(column < dim, column, 0)
+        tma.async_copy_global_to_shared(Q, [end, head, row, column], full, part)
+
+
+@gluon.jit
 def paged_pipeline(tensor_map, barriers: gl.constexpr, z):
     """A pipeline of tiles of BLOCK_N rows that are loaded by boxes, with so many barriers that say what is full."""
     tiles = gl.allocate_shared_memory(tensor_map.dtype, [z.STAGES, 1, 1, z.BLOCK_N, z.D1], tensor_map.layout)

@@ -123,23 +123,23 @@ def zero_outside(values, key, start, stop):
 
 
 @gluon.jit
-def zero_tokens(
-    operands, tile, first_row, tokens, ratio, step, dtype: gl.constexpr, layout: gl.constexpr, D: gl.constexpr
-):
-    """The results of tokens behind the last sequence: this program's rows of them, from ``first_row`` on."""
+def zero_tokens(operands, head, number, programs, start, tokens, ratio, dtype: gl.constexpr, D: gl.constexpr):
+    """The results of tokens from ``start`` on, which are behind the last sequence: those of a head of keys, by so many
+    programs."""
+    layout: gl.constexpr = vector_layout(D)
     index = gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, gl.SliceLayout(0, layout))
-    rows = gl.where(tile.split == 0, (tokens - tile.start_q) * ratio, 0)
-    for first in range(first_row, rows, step):
+    rows = (tokens - start) * ratio
+    for first in range(number * 64, rows, programs * 64):
         row = first + index
         token = row // ratio
-        head = tile.head * ratio + (row - token * ratio)
-        token += tile.start_q
-        at = token.to(gl.int64) * operands.out_token + head.to(gl.int64) * operands.out_head
+        query_head = head * ratio + (row - token * ratio)
+        token += start
+        at = token.to(gl.int64) * operands.out_token + query_head.to(gl.int64) * operands.out_head
         mask = gl.expand_dims(row < rows, 1) & gl.expand_dims(columns < operands.dim, 0)
         to = operands.OUT + (gl.expand_dims(at, 1) + gl.expand_dims(columns, 0))
         gl.store(to, gl.zeros([64, D], dtype, layout), mask=mask)
-        to = operands.LSE + (head.to(gl.int64) * tokens + token)
+        to = operands.LSE + (query_head.to(gl.int64) * tokens + token)
         gl.store(to, gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, layout)), mask=row < rows)
 
 
@@ -185,16 +185,14 @@ def probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z):
 
 
 @gluon.jit
-def consume(z, q, k, v, operands, tile, seqs, scale, cap, step, g: gl.constexpr):
+def consume(z, q, k, v, operands, tile, seqs, scale, cap, g: gl.constexpr):
     """Consumer warp group g: scores, softmax and values of 64 of a tile's rows, and their results. Where there are two
     warp groups, products are the bound: scores of a block are computed beside the values of the block before."""
     ratio = seqs.ratio
     D: gl.constexpr = z.D1
     layout: gl.constexpr = vector_layout(D)
     first_row = tile.row + 64 * g
-    if tile.sequence == seqs.count:
-        zero_tokens(operands, tile, first_row, seqs.tokens_q, ratio, step, v.first.dtype, layout, D)
-    elif tile.rows > 0:
+    if tile.rows > 0:
         load_queries(q.first.index(g).reshape([64, D]), operands, tile, first_row, ratio, layout, D)
         fence_async_shared()
         last_row = gl.minimum(first_row + 64, tile.rows) - 1
@@ -321,8 +319,9 @@ def split_pages(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head), of which each sequence has
-    ``tiles_per_sequence``, with those of tokens behind the last one at the end. K and V are tensor maps over (page,
-    head, row, column) with boxes of 16 keys and 64 columns. The other arguments are as in ``paged_tiles``."""
+    ``tiles_per_sequence``. All programs zero tokens behind the last one: tiles of their own, mostly without any, took
+    places on the GPU that others waited for. K and V are tensor maps over (page, head, row, column) with boxes of 16
+    keys and 64 columns. The other arguments are as in ``paged_tiles``."""
     if PDL:  # noqa: SIM102 (the outer is the compiler's)
         if splits > 1:  # see ``flash_decoding.split``: at once, and by programs without work too
             launch_dependents()
@@ -342,7 +341,6 @@ def split_pages(
         report_keys(FLAG, SEQUSED_K, tile, capacity)
     sequence = gl.minimum(tile // tiles_per_sequence, sequences)
     row = (tile - sequence * tiles_per_sequence) * BLOCK_M
-    step = (tiles - sequences * tiles_per_sequence) * BLOCK_M
     start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
     rows = gl.where((row < len_q * ratio) & (len_q <= few), len_q * ratio, 0)
     len_k = keys_in_cache(SEQUSED_K, sequence, sequences, capacity)
@@ -362,12 +360,15 @@ def split_pages(
     operands = Operands(
         OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, out_token, out_head, q_token, q_head, dim, kv_heads
     )
+    behind, _ = span(CU_SEQLENS_Q, sequences, sequences, tokens)
+    number = split * tiles + tile
+    zero_tokens(operands, head, number, splits * tiles, behind, tokens, ratio, K.dtype, HEAD_DIM)
     fence_async_shared()
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 0)),
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 1)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, 0)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, 1)),
                 (produce, (z, K, V, k, v, own, seqs, FLAG)),
             ],
             [4, 1],
@@ -376,7 +377,7 @@ def split_pages(
     else:
         gl.warp_specialize(
             [
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, step, 0)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, 0)),
                 (produce, (z, K, V, k, v, own, seqs, FLAG)),
             ],
             [1],

@@ -287,6 +287,7 @@ LAUNCHES: dict[str, tuple[Problem, tuple[str, int] | None, Any, bool]] = {
     "small pages": (Problem(4, 2, (300,), (300,), 64, page=32), ("causal", 16), None, False),
     "a window": (Problem(4, 2, (300,), (300,), 128, page=128, window=(99, 0)), ("local", 64), None, False),
     "a soft cap": (Problem(4, 2, (300,), (300,), 128, softcap=9.0), ("local", 16), None, False),
+    "160 columns": (Problem(4, 2, (300,), (300,), 160), ("causal", 16), None, False),
     "a window over all": (Problem(4, 2, (300,), (300,), 128, window=(400, 0)), ("causal", 16), None, False),
     "mixed": (Problem(4, 2, (300, 1), (300, 900), 128, splits=4), ("causal", 16), (SPLIT, None), True),
     "no mask": (Problem(4, 2, (300,), (300,), 128, causal=False), None, WIDE, False),
@@ -350,10 +351,10 @@ def test_numbers_come_from_shapes_alone() -> None:
     shared = [2, 309, min(1000, table.shape[1] * 64), k.shape[0], 6, 1, -MAX_TOKENS, 300, few]
     tiles = (309 // 128 + 3) * 4
     assert launches[FORWARD][14:] == (
-        table.stride(0), 0.5 * LOG2_E, 0.0, tiles, 4, 2, (16 << 20) // (4 * 128), *shared,
+        table.stride(0), 0.5 * LOG2_E, 0.0, tiles, 4, 2, 128, (16 << 20) // (4 * 128), *shared,
     )  # fmt: skip
     each = few * 2 // 64
-    rows = 2 * each + 8  # programs for tokens behind the last sequence
+    rows = 2 * each
     assert launches[SPLIT][:3] == (rows * 2 * 2, 1, 1)
     for t, found in ((k, launches[SPLIT][3]), (v, launches[SPLIT][4])):
         assert found == (
@@ -493,6 +494,8 @@ WARP_SPECIALIZED = (
     Problem(2, 1, (130, 65), (300, 65), 128, window=(70, 0), softcap=5.0),
     Problem(1, 1, (150,), (160,), 208, FP16, page=64, window=(30, 0)),
     Problem(1, 1, (150, 129), (170, 0), 208),  # two producers
+    Problem(2, 1, (150, 129), (170, 0), 160, behind=3),
+    Problem(2, 1, (150, 5), (170, 60), 192, FP16, page=64),
     Problem(
         1, 1, (3, 129, 0) * 23, (7, 133, 5) * 23, 64, page=32, behind=2
     ),  # more than are sorted at a time
@@ -514,7 +517,8 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(1, marks=pytest.mark.slow),
         2,
         3,
-        *(pytest.param(i, marks=pytest.mark.slow) for i in (4, 5, 6)),
+        6,
+        *(pytest.param(i, marks=pytest.mark.slow) for i in (4, 5, 7, 8)),
     ],
 )
 def test_warp_specialized(seed: int, nan_memory: None) -> None:
@@ -529,16 +533,17 @@ def test_warp_specialized(seed: int, nan_memory: None) -> None:
 
 # Few queries of each sequence, by the kernel for those: as SMALL, with more blocks than stages, tiles of one sequence
 # beside each other, a split without keys, rows that see no key, windows that start inside a block, a whole head
-# dimension and a part of it.
+# dimension and a part of it, more tokens behind the last sequence than the programs zero at once.
 FEW = (
     Problem(4, 1, (1, 1, 0, 1), (600, 16, 9, 33), 64, behind=3),
     Problem(4, 2, (5, 2, 1), (300, 40, 0), 128, FP16, splits=3, sinks=True, behind=1),
     Problem(8, 1, (14, 3, 1), (200, 65, 1), 64, page=64, splits=2, window=(50, 0), halves=True),
     Problem(2, 2, (20, 3), (150, 40), 64, softcap=5.0),
-    Problem(4, 1, (16, 1), (10, 33), 128, causal=False, window=(None, 20)),
+    Problem(4, 1, (16, 1), (10, 33), 128, causal=False, window=(None, 20), behind=40),
     Problem(2, 1, (1, 2), (300, 40), 256, splits=2),
     Problem(3, 1, (5, 1), (100, 20), 208, FP16, page=128),
     Problem(20, 1, (2, 1), (260, 31), 96, FP16, splits=4),
+    Problem(2, 1, (0, 0), (4, 3), 64, behind=5),
 )
 
 

@@ -51,14 +51,13 @@ from liger_aot.runtime.dispatch import Loaded, OpOn
 NAME = "flash_attention_paged"
 HEAD_DIMS = (64, 128, 256)  # that kernels are written for; others run as the next
 BOXES = (64, 16)  # keys of a TMA box, which pages are multiples of
-BOX_COLUMNS = 64  # of a TMA box
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
 NARROW_ROWS = 16  # of a head of keys, in one tile by plain kernels
 FEW_ROWS = 128  # of a head of keys: with more they are worth the forward kernel, which has a tile a head of q
 SPLIT_BLOCK = 1.15  # what a block of keys takes the split kernel, in blocks of the forward kernel
 ROWS_COMBINED = 5  # in the time of a key of the forward kernel
-TAIL_PROGRAMS = 8  # at most, for tokens behind the last sequence
+TAIL_PROGRAMS = 8  # at most, of plain kernels, for tokens behind the last sequence
 
 
 def head_dim_of(dim: int) -> int:
@@ -303,7 +302,9 @@ class TilesPlan:
         each = -(-queries * shape.ratio // rows)
         found = tiles_of(shape.tokens * shape.ratio, rows, shape.sequences)
         by_sequence = self._mapped or few is not None or shape.sequences * each < found
-        if by_sequence:
+        if self._mapped:
+            tiles = shape.sequences * each
+        elif by_sequence:
             tail = max(min(-(-shape.tokens * shape.ratio // rows), TAIL_PROGRAMS), 1)
             tiles = shape.sequences * each + tail
         else:
@@ -380,7 +381,7 @@ class WarpSpecializedPlan:
         self._flag = device_errors.flag(NAME)
         keys_in_l2 = (numbers["l2_megabytes"] << 20) // (2 * shape.dim * q.element_size())
         self._numbers = (
-            call.table_row, *call.scales, tiles, shape.heads, shape.ratio, keys_in_l2, *call.sizes(few)
+            call.table_row, *call.scales, tiles, shape.heads, shape.ratio, shape.dim, keys_in_l2, *call.sizes(few)
         )  # fmt: skip
         encode: Any = on.tensor_map
         self._q_map = TensorMapCache(encode, loaded, "Q", map_operand(q), "bhsd").at
@@ -443,12 +444,9 @@ class Plan:
 
 def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
     """The warp-specialised kernel for the call, None where there is none: it is for a right bound, and for caches of
-    q's dtype. A TMA box of columns that q does not have is filled with zeros, but Hopper touches the address that the
-    map starts at all the same, and q's map starts before q (``map_operand``), where nothing may be mapped."""
+    q's dtype."""
     kernel, shape = on.kernels.get(f"{NAME}_forward"), call.shape
     if kernel is None or not call.causal or not call.mapped(on):
-        return None
-    if head_dim_of(shape.dim) - shape.dim >= BOX_COLUMNS:
         return None
     box = next(n for n in BOXES if not shape.page_size % n)
     mask = "local" if call.settings.left >= 0 or call.settings.softcap else "causal"
