@@ -109,14 +109,27 @@ DECLARATION = {
                 **SIZES, "capacity": "i32", "pages": "i32", "page_bits": "i32", "splits": "i32", "by_splits": "i32",
                 **BOUNDS,
             },
-            "axes": {"dtype": ["bf16", "fp16"], "head_dim": [64, 128], "paged": [False, True]},
+            "axes": {
+                "dtype": ["bf16", "fp16"], "head_dim": [64, 128],
+                "keys": ["contiguous", "pages", "large_pages", "whole"],
+            },
+            # large_pages: of 64 keys and more; whole: sequences in pages of any size, none of which is split
+            "excluded": [{"head_dim": [64], "keys": ["large_pages", "whole"]}],
+            "gives": {
+                "keys": {
+                    "contiguous": {"PAGED": False, "WHOLE": False},
+                    "pages": {"PAGED": True, "WHOLE": False},
+                    "large_pages": {"PAGED": True, "WHOLE": False},
+                    "whole": {"PAGED": True, "WHOLE": True},
+                }
+            },
             "host": ["startup_blocks"],
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "q_batch", "q_token", "q_head", "dim"],
             "forms": {
                 "wgmma": {
                     "function": "split_and_combine",
                     "constants": [
-                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "PDL",
+                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "WHOLE", "PDL",
                     ],
                     "defaults": {"PDL": 0},
                     "pdl": "PDL",

@@ -138,6 +138,25 @@ def zero_outside(values, key, start, stop):
     values.store(gl.where(valid, loaded, gl.zeros_like(loaded)))
 
 
+@gluon.jit
+def zero_rows_outside(tile, key, start, stop):
+    """``zero_outside`` of a tile as TMA leaves it, 16 rows at a time, for few registers. Rows are kept or zeroed, so
+    the order of their elements is free: of each 64 columns they are 128 bytes, BLOCK_N rows behind each other."""
+    PLAIN: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    BLOCK_N: gl.constexpr = tile.shape[2]
+    PANELS: gl.constexpr = tile.shape[3] // 64
+    groups = tile._reinterpret(gl.int32, [PANELS * BLOCK_N // 16, 512], mbarrier.MBarrierLayout())
+    row = gl.arange(0, 512, PLAIN) // 32
+    for i in range(BLOCK_N // 16):
+        first = key + i * 16
+        if (first < start) | (first + 16 > stop):
+            valid = (first + row >= start) & (first + row < stop)
+            for c in gl.static_range(PANELS):
+                group = groups.index(c * (BLOCK_N // 16) + i)
+                loaded = group.load(PLAIN)
+                group.store(gl.where(valid, loaded, gl.zeros_like(loaded)))
+
+
 # ---- The persistent kernel ----
 
 
@@ -390,39 +409,47 @@ def split_blocks(split, splits, by_splits, blocks):
 
 
 @gluon.jit
-def load_keys(of, to, full, cache, key, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGED: gl.constexpr):
-    """Start the TMA loads of a block of K or V; of pages box by box, and for keys outside of [start, stop) the nearest
-    inside. Returns a page that is not there, or 0."""
+def row_of_box(cache, key, i: gl.constexpr, BOX_KEYS: gl.constexpr):
+    """The first key of the i-th box of a block; of one outside of [start, stop) of the nearest inside."""
+    return gl.maximum(gl.minimum(key + i * BOX_KEYS, cache.stop - 1), cache.start) // BOX_KEYS * BOX_KEYS
+
+
+@gluon.jit
+def pages_of(cache, key, BLOCK_N: gl.constexpr, PAGED: gl.constexpr):
+    """The pages of a block's boxes: all loads are on their way at once."""
+    BOX_KEYS: gl.constexpr = cache.K.block_shape[2]
+    pages = ()
+    for i in gl.static_range(BLOCK_N // BOX_KEYS):
+        if PAGED:
+            row = row_of_box(cache, key, i, BOX_KEYS)
+            pages = pages + (gl.load(cache.TABLE + (row >> cache.page_bits)),)  # noqa: RUF005 (as Triton wants it)
+    return pages
+
+
+@gluon.jit
+def unknown_of(unknown, pages, cache, PAGED: gl.constexpr):
+    """``unknown``, or one of the pages that is not there."""
+    if PAGED:
+        for i in gl.static_range(len(pages)):
+            unknown = gl.where((pages[i] >= 0) & (pages[i] < cache.pages), unknown, pages[i])
+    return unknown
+
+
+@gluon.jit
+def load_keys(of, to, full, cache, key, pages, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGED: gl.constexpr):
+    """Start the TMA loads of a block of K or V, of pages box by box."""
     BOX: gl.constexpr = of.block_shape[3]
     BOX_KEYS: gl.constexpr = of.block_shape[2]
     mbarrier.expect(full, of.block_type.nbytes * (D // BOX) * (BLOCK_N // BOX_KEYS))
-    wrong = 0
     for i in gl.static_range(BLOCK_N // BOX_KEYS):
         place = cache.sequence
         row = key + i * BOX_KEYS
         if PAGED:
-            row = gl.maximum(gl.minimum(row, cache.stop - 1), cache.start) // BOX_KEYS * BOX_KEYS
-            page = gl.load(cache.TABLE + (row >> cache.page_bits))
-            valid = (page >= 0) & (page < cache.pages)
-            wrong = gl.where(valid, wrong, page)
-            place = gl.where(valid, page, 0)
-            row = row & ((1 << cache.page_bits) - 1)
+            row = row_of_box(cache, key, i, BOX_KEYS) & ((1 << cache.page_bits) - 1)
+            place = gl.where((pages[i] >= 0) & (pages[i] < cache.pages), pages[i], 0)
         for c in gl.static_range(D // BOX):
             part = to.slice(i * BOX_KEYS, BOX_KEYS, dim=2).slice(c * BOX, BOX, dim=3)
             tma.async_copy_global_to_shared(of, [place, cache.head, row, c * BOX], full, part)
-    return wrong
-
-
-@gluon.jit
-def load_block(
-    cache, ks, vs, full, stage, unknown, block, BLOCK_N: gl.constexpr, D: gl.constexpr, PAGED: gl.constexpr
-):  # fmt: skip
-    """Start to load a block's keys and values; returns ``unknown``, or a page that is not there."""
-    key = block * BLOCK_N
-    own = full.index(stage)
-    bad = load_keys(cache.K, ks.index(stage), own, cache, key, BLOCK_N, D, PAGED)
-    load_keys(cache.V, vs.index(stage), own, cache, key, BLOCK_N, D, PAGED)
-    return gl.where(bad != 0, bad, unknown)
 
 
 @gluon.jit
@@ -431,12 +458,14 @@ def split_and_combine(
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, splits, by_splits,
     left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, WHOLE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a sequence: its result where it is the whole sequence, else a part, and from the last of them the
-    result. The grid is (heads of K, splits, sequences). Pages are loaded in boxes of 16 keys, which all page sizes are
-    multiples of."""
-    gl.static_assert((16 if PAGED else BLOCK_N) == BOX_KEYS)
+    result. WHOLE: all sequences are one split, without the code that combines. The grid is (heads of K, splits,
+    sequences). Pages are loaded in boxes of BOX_KEYS keys, which page sizes are multiples of, and looked up a block
+    ahead. The next keys are loaded while a block's values are multiplied: a stage has a barrier for each."""
+    gl.static_assert(PAGED or BLOCK_N == BOX_KEYS)
     D: gl.constexpr = HEAD_DIM
     dtype: gl.constexpr = K.dtype
     # scores (key, row) and values (column, row)
@@ -448,27 +477,37 @@ def split_and_combine(
     sequence = begin(sequence, PDL)
     b = sequence.to(gl.int64)
     seqs = Sequences(LENGTHS, gl.num_programs(2), tokens, capacity, left, right)
+    TABLE += b * table_row
+    length, wrong, given = length_of(seqs, sequence)
     rows = Rows(
         Q, q_batch, q_token, q_head, dim, kv_heads, ratio, by_ratio, head, 0 * head, tokens - 1, 0 * head,
         tokens * ratio,
     )  # fmt: skip
     q = load_q(Q + b * q_batch, rows, BLOCK_M, D)
-    length, wrong, given = length_of(seqs, sequence)
-    full = mbarriers(STAGES, 2)  # of keys and of values
+    k_full = mbarriers(STAGES, 1)
+    v_full = mbarriers(STAGES, 1)
     ks = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], K.layout)
     vs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], V.layout)
     fence_async_shared()
     before_blocks, all_blocks = visible_blocks(length, seqs, BLOCK_N)
-    before, blocks, used = split_blocks(split, splits, by_splits, gl.maximum(all_blocks, 1))
+    blocks = gl.maximum(all_blocks, 1)
+    before = 0
+    used = 1
+    if not WHOLE:
+        before, blocks, used = split_blocks(split, splits, by_splits, blocks)
     if blocks > 0:
         start, stop = visible_keys(length, 0, tokens - 1, seqs)
-        cache = Cache(K, V, TABLE + b * table_row, sequence, head, start, stop, pages, page_bits)
+        cache = Cache(K, V, TABLE, sequence, head, start, stop, pages, page_bits)
         first = before_blocks + before
         end = (gl.maximum(stop - 1, 0).to(gl.uint32) // BLOCK_N).to(gl.int32) + 1
         last = gl.minimum(first + blocks, gl.where(stop > start, end, 0))
         unknown = first - first
         for i in range(gl.minimum(last - first, STAGES)):
-            unknown = load_block(cache, ks, vs, full, i, unknown, first + i, BLOCK_N, D, PAGED)
+            key = (first + i) * BLOCK_N
+            of_block = pages_of(cache, key, BLOCK_N, PAGED)
+            unknown = unknown_of(unknown, of_block, cache, PAGED)
+            load_keys(K, ks.index(i), k_full.index(i), cache, key, of_block, BLOCK_N, D, PAGED)
+            load_keys(V, vs.index(i), v_full.index(i), cache, key, of_block, BLOCK_N, D, PAGED)
         qs = gl.allocate_shared_memory(
             dtype, [BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
         )
@@ -490,11 +529,16 @@ def split_and_combine(
         m = gl.full([BLOCK_M], NO_SCORE, gl.float32, ROW)
         sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, T)
         acc = gl.zeros([D, BLOCK_M], gl.float32, T)
-        stage = 0
+        # 0, but not to the compiler, which would keep the addresses of the only stage in registers
+        stage = gl.where(length > capacity, 1, 0)
         phase = 0
         for j in range(first, last):
             key = j * BLOCK_N
-            mbarrier.wait(full.index(stage), phase)
+            more = j + STAGES < last
+            next_key = key + STAGES * BLOCK_N
+            of_block = pages_of(cache, next_key, BLOCK_N, PAGED)
+            unknown = unknown_of(unknown, of_block, cache, PAGED)
+            mbarrier.wait(k_full.index(stage), phase)
             zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, T)
             k = ks.index(stage).reshape([BLOCK_N, D])
             s = warpgroup_mma(k, qs.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -502,12 +546,11 @@ def split_and_combine(
             if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
                 s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
             s = s * scale
-            v = vs.index(stage).reshape([BLOCK_N, D])
-            if (key < inner_low) | (key + BLOCK_N > inner_high):
+            partial = (key < inner_low) | (key + BLOCK_N > inner_high)
+            if partial:
                 keys = gl.expand_dims(key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, T)), 1)
                 seen = (keys >= gl.expand_dims(low, 0)) & (keys < gl.expand_dims(high, 0))
                 s = gl.where(seen, s, float("-inf"))
-                zero_outside(v, key, start, stop)
             new_m = gl.maximum(m, gl.max(s, 0))
             e = gl.exp2(s - gl.expand_dims(new_m, 0))
             by = gl.expand_dims(gl.exp2(m - new_m), 0)
@@ -515,13 +558,20 @@ def split_and_combine(
             sums = sums * by + e
             acc = acc * by
             ps.permute((1, 0)).store(e.to(dtype))
+            v = vs.index(stage).reshape([BLOCK_N, D])
+            mbarrier.wait(v_full.index(stage), phase)
+            if partial:
+                zero_rows_outside(vs.index(stage), key, start, stop)
             fence_async_shared()
-            gl.thread_barrier()
+            gl.thread_barrier()  # all threads have the scores, too
+            k_stage, v_stage = ks.index(stage), vs.index(stage)
+            if more:
+                load_keys(K, k_stage, k_full.index(stage), cache, next_key, of_block, BLOCK_N, D, PAGED)
             acc = warpgroup_mma(v.permute((1, 0)), ps.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            if j + STAGES < last:
+            if more:
                 gl.thread_barrier()  # all threads are done with the stage
-                unknown = load_block(cache, ks, vs, full, stage, unknown, j + STAGES, BLOCK_N, D, PAGED)
+                load_keys(V, v_stage, v_full.index(stage), cache, next_key, of_block, BLOCK_N, D, PAGED)
             stage, phase = advance(stage, phase, STAGES)
         if PAGED:
             gl.store(FLAG, unknown.to(gl.int64), mask=(unknown != 0) & flagged)
@@ -529,7 +579,7 @@ def split_and_combine(
         total = gl.where(wrong, float("nan"), gl.sum(sums, 0))
         cols = gl.arange(0, D, gl.SliceLayout(1, T))
         results = Results(OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, SINKS)
-        if used == 1:
+        if WHOLE or used == 1:
             store_rows(results, rows, seqs, m, total, acc, cols, row, b, dtype)
         else:
             of_sequence = (b * splits * kv_heads + head) * BLOCK_M

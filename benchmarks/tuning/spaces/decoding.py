@@ -59,12 +59,20 @@ def persistent(p: Problem) -> Iterator[Row]:
 
 def fused(p: Problem) -> Iterator[Row]:
     """Split KV and combine in one launch."""
-    paged = p.when["paged"][0]
+    keys = p.when["keys"][0]
+    common = {"form": "wgmma", "block_m": 8, "block_splits": 16, "startup_blocks": (2, 4), "num_warps": 4}
+    if keys == "whole":
+        for stages, programs in ((1, 5), (1, 6), (2, 3)):
+            yield from grid(
+                **common, block_n=64, box_keys=16, stages=stages, maxnreg=80, programs_per_multiprocessor=programs,
+            )  # fmt: skip
+        return
     for block_n, stages in ((64, (2, 3, 5)), (128, (2, 3))):
+        box_keys = {"contiguous": block_n, "pages": 16, "large_pages": 64}[keys]
+        programs = 1 if keys == "contiguous" else 2
         yield from grid(
-            form="wgmma", block_m=8, block_n=block_n, box_keys=16 if paged else block_n, stages=stages, block_splits=16,
-            startup_blocks=(2, 4), num_warps=4, programs_per_multiprocessor=2 if paged else 1,
-        )  # fmt: skip
+            **common, block_n=block_n, box_keys=box_keys, stages=stages, programs_per_multiprocessor=programs
+        )
 
 
 def combine(p: Problem) -> Iterator[Row]:
@@ -74,7 +82,9 @@ def combine(p: Problem) -> Iterator[Row]:
 
 def calls(sizes: Sizes, p: Problem, n: int, *others: Any) -> Any:
     given = {axis: values[0] for axis, values in p.when.items()}
-    page, tokens = 64 if given.get("paged") else 0, 4 if given.get("wide") else 1
+    paged = given.get("paged") or given.get("keys", "contiguous") != "contiguous"
+    page, tokens = 64 if paged else 0, 4 if given.get("wide") else 1
+    page = 16 if given.get("keys") == "pages" else page
     return workloads(p, given.get("head_dim", n), *others, sizes=sizes, page=page, tokens=tokens)
 
 
@@ -84,6 +94,7 @@ def by_dim(**axes: Any) -> tuple[Problem, ...]:
 
 
 EITHER = (False, True)
+KEYS = ("contiguous", "pages", "large_pages", "whole")
 OTHERS = (f"{OP}_persistent", f"{OP}_fused")
 SPACES = {
     f"{OP}_split": Space(
@@ -100,9 +111,9 @@ SPACES = {
     ),
     f"{OP}_fused": Space(
         tuple(
-            Problem(None, (dim,), when={"head_dim": (dim,), "paged": (paged,)})
-            for paged in EITHER
-            for dim in (64, 128)
+            Problem(None, (dim,), when={"head_dim": (dim,), "keys": (keys,)})
+            for dim, kinds in ((64, KEYS[:2]), (128, KEYS))
+            for keys in kinds
         ),
         fused,
         partial(calls, FEW),

@@ -28,7 +28,10 @@ PROBLEMS = (
     Problem(6, 2, 2, 130, (130, 40), 80, page=32, causal=False, splits=2),
     Problem(3, 1, 1, 700, (700,), 128, full=True, splits=1),  # more blocks than stages
     Problem(1, 1, 2, 520, (520, 77), 64, page=16, window=(300, 0), splits=4),
+    # more programs than run at once: each sequence is one
     Problem(8, 2, 1, 256, (200, 0, 17), 128, FP16, page=64, splits=1),
+    Problem(6, 2, 1, 208, (208, 65, 64, 1), 96, page=16, window=(70, None), softcap=10.0),
+    Problem(3, 1, 2, 160, (160, 63, 0, 130, 2), 128, page=32, sinks=True, causal=False),
 )
 
 
@@ -98,6 +101,11 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
         (Problem(8, 1, 1, 4096, (4096,), 64, page=16), True),
         (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16), False),  # paged, and nothing to split
         (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16, splits=1), True),
+        (Problem(8, 8, 1, 64, (64,) * 9, 128, page=16), True),
+        (Problem(8, 8, 1, 64, (64,) * 9, 128), True),
+        (Problem(2, 2, 1, 8192, (8192,), 128), False),  # contiguous, long, and nothing to split
+        (Problem(2, 2, 1, 8192, (8192,), 128, splits=1), True),
+        (Problem(2, 2, 1, 8192, (8192,), 128, window=(100, None)), True),
         (Problem(9, 1, 1, 256, (256,), 64), False),  # more rows than it has
         (Problem(8, 1, 1, 256, (256,), 192), False),  # no kernel for it
         (Problem(8, 1, 1, 256, (256,), 72), False),  # not aligned
@@ -116,6 +124,26 @@ def test_one_wave() -> None:
         op._own.on(-1).multiprocessors = 132
         assert planned(op, Problem(8, 8, 1, 4096, (4096,) * batch, 16))._grid == (8, splits, batch)
     assert planned(op, Problem(8, 8, 1, 4096, (4096,), 16, splits=3))._grid == (8, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("page", "batch", "grid", "keys"),
+    [
+        (64, 1, (8, 16, 1), "large_pages"),  # one wave
+        (256, 2, (8, 8, 2), "large_pages"),
+        (64, 8, (8, 4, 8), "large_pages"),  # two
+        (16, 1, (8, 32, 1), "pages"),
+        (64, 33, (8, 1, 33), "large_pages"),
+        (64, 34, (8, 1, 34), "whole"),
+        (16, 34, (8, 1, 34), "whole"),
+    ],
+)
+def test_pages(page: int, batch: int, grid: tuple[int, ...], keys: str) -> None:
+    """Large pages are loaded at once; sequences are whole where there are more programs than run at once."""
+    op = op_on_interpreter()
+    op._own.on(-1).multiprocessors = 132
+    plan = planned(op, Problem(8, 8, 1, 8192, (1,) * batch, 128, page=page))
+    assert plan._grid == grid and f"-{keys}-" in plan._loaded.variant.name
 
 
 def test_words_of_graphs() -> None:

@@ -47,6 +47,8 @@ LARGE = (
     Problem(64, 8, 1, 65536, (65536, 40001), 128, page=16),
     Problem(8, 1, 1, 131072, (131072,), 128, FP16, splits=256),
     *(Problem(64, 8, 1, 600, tuple(range(1, 597, 5)), 128, page=page) for page in (0, 16)),
+    Problem(32, 8, 1, 2048, tuple(range(0, 2049, 17)), 128, page=64, softcap=20.0, sinks=True),
+    Problem(16, 8, 2, 512, tuple(range(0, 513, 7)), 96, FP16, page=64, window=(100, None)),
     # many long sequences, which the persistent kernel splits
     Problem(64, 8, 1, 16384, tuple(range(0, 16385, 400)), 64, sinks=True),
     Problem(64, 8, 2, 8192, tuple(range(0, 8193, 200)), 96, FP16, window=(3000, None)),

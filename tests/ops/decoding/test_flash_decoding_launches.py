@@ -234,12 +234,11 @@ def of_many(count: int, capacity: int, page: int = 64, dim: int = 128) -> Proble
         (of_many(MULTIPROCESSORS, 1024), ["fused"]),  # its programs all run at once
         (of_many(MULTIPROCESSORS, 1024, page=16), ["fused"]),
         (of_many(MULTIPROCESSORS, 1024, dim=64), ["split"]),
-        (of_many(MULTIPROCESSORS + 1, 256), ["split"]),
-        (
-            of_many(7 * MULTIPROCESSORS, 2048),
-            ["split"],
-        ),  # room for as many keys, of which most sequences have few
-        (of_many(7 * MULTIPROCESSORS, 4096), ["split", "combine"]),
+        (of_many(MULTIPROCESSORS + 1, 256), ["fused"]),  # more, none of which splits a sequence
+        (of_many(7 * MULTIPROCESSORS, 4096), ["fused"]),
+        # room for so many keys, of which most sequences have few
+        (of_many(8 * MULTIPROCESSORS + 1, 2048, dim=256), ["split"]),
+        (of_many(8 * MULTIPROCESSORS + 1, 4096, dim=256), ["split", "combine"]),
     ],
 )
 def test_many_sequences_of_a_paged_cache(problem: Problem, kernels: list[str]) -> None:

@@ -29,7 +29,9 @@ MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
 RECIPROCAL = 1 << 32  # up to where the fused kernel multiplies instead of dividing
 ONE_SPLIT_WAVES, ONE_SPLIT_KEYS = 4, 2048  # from how many waves of programs, up to which room: Call.whole
-ONE_SPLIT_DIM = 128  # from which the fused kernel takes sequences that it doesn't split: fused_for
+WHOLE_DIM = 128  # for which the fused kernel takes sequences that it doesn't split: suits_whole
+LARGE_PAGE = 64  # keys: the fused kernel loads them at once
+ONE_WAVE_KEYS = 4096  # up to which it leaves those of a contiguous cache whole: suits_whole
 PARTIAL_ELEMENTS = 1 << 31  # of a sequence: distances between parts are 32-bit numbers
 
 
@@ -319,34 +321,57 @@ def persistent_for(on: OpOn, dtype: torch.dtype, call: Call) -> Loaded | None:
 
 def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
     """None where there is no kernel that combines its own parts for the call."""
-    shape = call.shape
+    shape, asked = call.shape, call.settings.splits
     kernel = on.kernels.get(f"{NAME}_fused")
-    key = q.dtype, fused_head_dim(shape.dim), call.paged, True
+    key = q.dtype, fused_head_dim(shape.dim), keys_of(call), True
     if kernel is None or not kernel.serves(key) or not call.aligned or not call.mapped(on):
         return None
-    loaded = kernel(key, shape.batch * shape.kv_heads * shape.capacity)
+    loaded = kernel(key, shape.dim)
     numbers = loaded.numbers
     if not (0 < call.rows <= numbers["block_m"] and 0 < shape.batch <= GRID_DEPTH):
         return None
     programs = shape.batch * shape.kv_heads
-    # A program of a contiguous cache keeps a multiprocessor busy, and 96 of 132 multiprocessors the memory (12 x 16384
-    # keys: 1.045 of a copy; in three waves 0.968): one wave, where it is one.
-    one_wave = not call.paged and programs <= on.multiprocessors
-    splits = call.splits(
-        on, numbers, shape.kv_heads, on.multiprocessors // programs if one_wave else MAX_SPLITS
+    if call.paged and asked < 2 and programs > numbers["programs_per_multiprocessor"] * on.multiprocessors:
+        # More programs than run at once: no sequence is split, whatever its table has room for, of which most may be
+        # empty, and many small programs run at once (the row of "whole").
+        whole = q.dtype, fused_head_dim(shape.dim), "whole", True
+        if kernel.serves(whole):
+            return FusedPlan(on, kernel(whole, shape.dim), call, q, k, 1)
+    # A program that loads each block by one instruction can keep a multiprocessor busy: one wave of such, where there
+    # is one. Pages of 64: 1 x 8192 keys in 16 splits 12.6 us, in 32 13.8 us; 8 x 8192 in 4, of two waves, 65 us.
+    one_wave = (
+        numbers["box_keys"] == numbers["block_n"]
+        and programs * (4 if call.paged else 1) <= on.multiprocessors
     )
-    if call.paged and splits == 1 and not call.settings.splits:
-        # Where all programs run at once: dimension 128, 32 sequences of 96 keys 8.5 us, by the split kernel 9.6 us; in
-        # pages of 16 8.3 and 9.8 us, and 8192 keys 253 and 249 us. 40 sequences of 2048 keys: 115 and 90 us. Dimension
-        # 64, pages of 16: slower (NVIDIA H200).
-        places = numbers["programs_per_multiprocessor"] * on.multiprocessors
-        if numbers["head_dim"] < ONE_SPLIT_DIM or programs > places:
-            return None
+    most = on.multiprocessors // programs if one_wave else MAX_SPLITS
+    splits = call.splits(on, numbers, shape.kv_heads, most)
+    if splits == 1 and not asked and not suits_whole(on, call, numbers, programs):
+        return None
     blocks = max(call.blocks(numbers["block_n"]), 1)
     elements = splits * shape.kv_heads * numbers["block_m"] * numbers["head_dim"]
     if splits * splits * blocks >= RECIPROCAL or elements >= PARTIAL_ELEMENTS:
         return None
     return FusedPlan(on, loaded, call, q, k, splits)
+
+
+def suits_whole(on: OpOn, call: Call, numbers: Mapping[str, int], programs: int) -> bool:
+    """Whether the fused kernel is the faster where it splits no sequence. In pages: where all programs run at once, of
+    dimension 128 (32 sequences of 96 keys 8.5 us, by the split kernel 9.6 us; of dimension 64, pages of 16: slower). Of
+    a contiguous cache: not of more than ONE_WAVE_KEYS of dimension 128 (12 x 16384 keys: 214 us, which is 0.88 of a
+    copy; the split kernel had 0.99 to 1.04 of it at such sizes). NVIDIA H200."""
+    if call.paged:
+        places = numbers["programs_per_multiprocessor"] * on.multiprocessors
+        return numbers["head_dim"] == WHOLE_DIM and programs <= places
+    block_n = numbers["block_n"]
+    return numbers["head_dim"] != WHOLE_DIM or call.blocks(block_n) * block_n <= ONE_WAVE_KEYS
+
+
+def keys_of(call: Call) -> str:
+    """Of the fused kernel's axis "keys", for sequences that may be split."""
+    if not call.paged:
+        return "contiguous"
+    large = call.shape.page_size >= LARGE_PAGE and fused_head_dim(call.shape.dim) == WHOLE_DIM
+    return "large_pages" if large else "pages"
 
 
 def fused_head_dim(dim: int) -> int:

@@ -178,8 +178,8 @@ class FlashDecoding(ForwardOnlyOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         """``shape`` is q's; ``dtypes`` may name that of the cache: ``k_cache``. Of a contiguous cache and of a paged
-        one; wide variants are for many rows of q a head of k, ``fused`` for few where there is such a kernel,
-        ``persistent`` for many long sequences."""
+        one; wide variants are for many rows of q a head of k, ``fused`` for few where there is such a kernel
+        (``large_pages`` from 64 keys on, ``whole`` for many sequences), ``persistent`` for many long sequences."""
         dim = shape[-1]
         check_dim(self.name, dim)
         aligned, cache = not dim % UNIT, (dtypes or {}).get("k_cache", dtype)
@@ -191,7 +191,8 @@ class FlashDecoding(ForwardOnlyOp):
         if same and padded_head_dim(dim) in (96, 128):
             kinds.append(("persistent", padded_head_dim(dim)))
         if same and fused_head_dim(dim) in (64, 128):
-            kinds += [("fused", fused_head_dim(dim), paged) for paged in (False, True)]
+            keys = ("contiguous", "pages", "large_pages", "whole")
+            kinds += [("fused", fused_head_dim(dim), of) for of in keys[: 2 if dim <= 64 else 4]]
         return tuple(Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, dim) for kind, *axes in kinds)
 
     @staticmethod
