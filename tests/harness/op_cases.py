@@ -374,9 +374,13 @@ def _first_of_forms(cases: Iterator[tuple[str, Case]]) -> list[tuple[str, Case]]
 
 
 def _shared(manifest: OpManifest, entries: tuple[tuple[int | None, str], ...]) -> list[tuple[str, int]]:
-    """Those of a table's variants of which several programs share a row, each with the least length."""
-    numbers = {variant: manifest.variant(variant).numbers for _, variant in entries}
-    return [(variant, of["from_n"]) for variant, of in numbers.items() if "from_n" in of]
+    """Those of a table's variants of which several programs share a row, each with the least length that takes it."""
+    found, before = [], 0
+    for bound, variant in entries:
+        if (from_n := manifest.variant(variant).numbers.get("from_n")) is not None:
+            found.append((variant, max(from_n, before + 1)))
+        before = bound or before
+    return found
 
 
 def _first_that_takes(
