@@ -13,17 +13,16 @@ result is the same.
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.generator import in_order, log2_of, ordered
-from csrc_triton.sampling.logits import GROUP, LOWEST, load_logits
+from csrc_triton.sampling.logits import GROUP, load_logits
 
 NEAR = tl.constexpr(1600.0)  # columns on each side of the supposed threshold
 HELD = tl.constexpr(
     8192
 )  # columns that are written down, if there are no more: twice as many, and room for an error
 # Words of a row before them: how many they are, the row's mass, the mass above them; between which values they are, as
-# two float32; the greatest logit; whether a small top-k asks for them; how many ``threshold`` ranked, where it did.
+# two float32; the greatest logit.
 SUMS = tl.constexpr(8)
-BOUNDS, HIGHEST, BY_RANK, COUNT = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+BOUNDS, HIGHEST = tl.constexpr(3), tl.constexpr(4)
 NOT_BRACKETED = tl.constexpr(-1)
 FARTHEST = tl.constexpr(32.0)  # in units of log2(probability): from here on masses are 0
 MOST_PARTS = tl.constexpr(128)  # blocks that are read together
@@ -33,20 +32,6 @@ MOST_PARTS = tl.constexpr(128)  # blocks that are read together
 def decided_by_mass(k, share, least_share, temperature, n):
     """Whether top-p alone decides what is kept of a row."""
     return ((k <= 0) | (k >= n)) & (share < 1.0) & (least_share <= 0.0) & (temperature > 0.0)
-
-
-@triton.jit
-def least_probable(greatest, scale, share):
-    """The lowest key with (greatest - value) * scale <= -log2(share), by bisection of the keys."""
-    most = -log2_of(tl.maximum(share, 1e-37))
-    low, high = tl.full([], LOWEST, tl.int32), ordered(greatest)
-    while low < high:
-        middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
-        x = in_order(middle)
-        near = (greatest - x) * scale <= most
-        low = tl.where(near, low, middle + 1)
-        high = tl.where(near, middle, high)
-    return high
 
 
 @triton.jit
@@ -75,8 +60,8 @@ def distance(near, far, i, SQUARE: tl.constexpr):
 
 
 @triton.jit
-def add_eleven(a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s, t, u, v, w):
-    return a + m, b + n, c + o, d + p, e + q, f + r, g + s, h + t, i + u, j + v, k + w
+def add_ten(a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q, r, s, t, u):
+    return a + k, b + m, c + n, d + o, e + p, f + q, g + r, h + s, i + t, j + u
 
 
 @triton.jit
@@ -95,49 +80,35 @@ def four_counts(distances, near, far, first: tl.constexpr, SQUARE: tl.constexpr)
 
 
 @triton.jit
-def measured(
-    X, n, stride, greatest, scale, near, far, SAMPLE: tl.constexpr, PART: tl.constexpr, SQUARE: tl.constexpr
-):  # fmt: skip
-    """(tails beyond nine distances, columns up to the last eight of them, in two words) of SAMPLE columns: one group of
-    ``stride``. A loop: straight code is as long as the sample, and comes from memory."""
-    a = tl.zeros([PART], tl.float32)
-    b, c, d, e, f, g, h, i = a, a, a, a, a, a, a, a
-    j = tl.zeros([PART], tl.int64)
-    k = j
-    for first in range(0, SAMPLE, PART):
-        at = first + tl.arange(0, PART)
-        cols = (at // GROUP) * (stride * GROUP) + at % GROUP
-        x = load_logits(X, cols, cols < n)
-        distances = tl.where(x == greatest, 0.0, (greatest - x) * scale)
-        powers = tl.exp2(-distances)
-        a += beyond(distances, powers, near, far, 0, SQUARE)
-        b += beyond(distances, powers, near, far, 1, SQUARE)
-        c += beyond(distances, powers, near, far, 2, SQUARE)
-        d += beyond(distances, powers, near, far, 3, SQUARE)
-        e += beyond(distances, powers, near, far, 4, SQUARE)
-        f += beyond(distances, powers, near, far, 5, SQUARE)
-        g += beyond(distances, powers, near, far, 6, SQUARE)
-        h += beyond(distances, powers, near, far, 7, SQUARE)
-        i += beyond(distances, powers, near, far, 8, SQUARE)
-        j += four_counts(distances, near, far, 1, SQUARE)
-        k += four_counts(distances, near, far, 5, SQUARE)
-    return tl.reduce((a, b, c, d, e, f, g, h, i, j, k), None, add_eleven)
+def measured(distances, powers, near, far, SQUARE: tl.constexpr):
+    """(tails beyond the first eight of nine distances, columns up to the last eight, in two words)"""
+    return tl.reduce(
+        (
+            beyond(distances, powers, near, far, 0, SQUARE), beyond(distances, powers, near, far, 1, SQUARE),
+            beyond(distances, powers, near, far, 2, SQUARE), beyond(distances, powers, near, far, 3, SQUARE),
+            beyond(distances, powers, near, far, 4, SQUARE), beyond(distances, powers, near, far, 5, SQUARE),
+            beyond(distances, powers, near, far, 6, SQUARE), beyond(distances, powers, near, far, 7, SQUARE),
+            four_counts(distances, near, far, 1, SQUARE), four_counts(distances, near, far, 5, SQUARE),
+        ), None, add_ten,
+    )  # fmt: skip
 
 
 @triton.jit
-def interval_of(sums, near, far, tail, fewest, enough, SQUARE: tl.constexpr):
+def interval_of(sums, near, far, tail, least, fewest, enough, SQUARE: tl.constexpr):
     """(near, far, tails from there on, columns up to there, the distance up to which there are no more than ``enough``
-    columns) of the interval in which the tail falls below ``tail``. ``fewest`` is the first number of columns."""
+    columns) of the interval in which the tail falls below ``tail``. ``least`` is the last tail, ``fewest`` the first
+    number of columns."""
     at = tl.full([], -1, tl.int32)
     for i in tl.static_range(8):
         at += (sums[i] >= tail).to(tl.int32)
     at = tl.maximum(at, 0)
-    more, less, first, last, few = sums[0], sums[1], fewest, fewest, near
+    more, less, first, last, few = sums[0], least, fewest, fewest, near
     before = fewest
     for i in tl.static_range(8):
-        up_to = ((sums[9 + i // 4] >> (16 * (i % 4))) & 0xFFFF).to(tl.int32).to(tl.float32)
+        up_to = ((sums[8 + i // 4] >> (16 * (i % 4))) & 0xFFFF).to(tl.int32).to(tl.float32)
         more = tl.where(at == i, sums[i], more)
-        less = tl.where(at == i, sums[i + 1], less)
+        if i < 7:
+            less = tl.where(at == i, sums[i + 1], less)
         first = tl.where(at == i, before, first)
         last = tl.where(at == i, up_to, last)
         few = tl.where(up_to <= enough, distance(near, far, (i + 1) * 1.0, SQUARE), few)
@@ -147,22 +118,25 @@ def interval_of(sums, near, far, tail, fewest, enough, SQUARE: tl.constexpr):
 
 
 @triton.jit
-def bounds_by_sample(
-    X, n, groups, greatest, total, scale, share, SAMPLE: tl.constexpr, PART: tl.constexpr
-):  # fmt: skip
+def bounds_by_sample(X, n, groups, greatest, total, scale, share, SAMPLE: tl.constexpr):
     """(the lowest value that is collected, the first that is above those): about ``NEAR`` columns on each side of the
     supposed threshold, and all from the greatest on where those are no more. SAMPLE columns are looked at."""
     stride = tl.cdiv(groups, SAMPLE // GROUP)
+    i = tl.arange(0, SAMPLE)
+    cols = (i // GROUP) * (stride * GROUP) + i % GROUP
+    x = load_logits(X, cols, cols < n)
+    distances = tl.where(x == greatest, 0.0, (greatest - x) * scale)
+    powers = tl.exp2(-distances)
     sampled = tl.div_rn(1.0, stride.to(tl.float32))
     tail = total * (1.0 - share) * sampled
     enough = NEAR * sampled
     zero = tl.full([], 0.0, tl.float32)
-    sums = measured(X, n, stride, greatest, scale, zero, zero + FARTHEST, SAMPLE, PART, True)
+    sums = measured(distances, powers, zero, zero + FARTHEST, True)
     near, far, more, less, first, last, few = interval_of(
-        sums, zero, zero + FARTHEST, tail, zero, enough, True
+        sums, zero, zero + FARTHEST, tail, zero, zero, enough, True
     )
-    sums = measured(X, n, stride, greatest, scale, near, far, SAMPLE, PART, False)
-    near, far, more, less, first, last, _few = interval_of(sums, near, far, tail, first, enough, False)
+    sums = measured(distances, powers, near, far, False)
+    near, far, more, less, first, last, _few = interval_of(sums, near, far, tail, less, first, enough, False)
     between = tl.maximum(more - less, 1e-30)
     part = tl.minimum(tl.maximum(more - tail, 0.0), between) / between
     supposed = near + (far - near) * part

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from csrc_triton.common.pdl_begin import begin
-from csrc_triton.sampling.bracket import COUNT, SUMS
 from csrc_triton.sampling.generator import (
     LOG2_E,
     SAMPLE,
@@ -23,7 +22,7 @@ from csrc_triton.sampling.generator import (
     words_of,
 )
 from csrc_triton.sampling.logits import GROUP, columns_of_groups, given, last_kept_of, load_logits
-from csrc_triton.sampling.ranks import NO_WORD, RANKED
+from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED
 from csrc_triton.sampling.screen import best_of_block
 from csrc_triton.sampling.threshold import greatest_columns, tile_of
 
@@ -173,7 +172,7 @@ def choose(
     best = tl.full([], NO_WORD, tl.int64)
     if count > 0:
         if program == at * blocks:
-            best = best_of_ranked(WORDS + SUMS, count, tl.load(LAST + at), seed, position, scale)
+            best = best_of_ranked(WORDS, count, tl.load(LAST + at), seed, position, scale)
     else:
         tau, limit = last_kept_of(LAST, at)
         first = (program - at * blocks) * (BLOCK // 4)

@@ -5,8 +5,8 @@ and those that equal it, up to a column. The threshold is found among the ordere
 columns, or adds up their masses, above three pivots between the bounds known so far. Masses are integers (``mass_of``):
 their sums don't depend on their order.
 
-Where top-p alone decides, or a small top-k, ``bracket.py`` has left the columns among which the threshold is; of the
-latter ``ranks.py`` compares each with each. In other rows, and where these do not find it, a step reads only the
+Where top-p alone decides, ``bracket.py`` has left the columns among which the threshold is; of a small top-k,
+``ranks.py`` compares the few columns that matter. In other rows, and where these do not find it, a step reads only the
 groups of 32 columns in which a column may lie between the bounds. ``groups`` left the greatest value of each group: the
 k-th greatest of those is a lower bound for the k-th greatest value. The list of the groups that are left is in memory
 until they fit in one tile, which is then held in registers.
@@ -15,19 +15,19 @@ until they fit in one tile, which is then held in registers.
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.bracket import (
-    BOUNDS,
-    BY_RANK,
-    COUNT,
-    HELD,
-    HIGHEST,
-    NOT_BRACKETED,
-    SUMS,
-    least_probable,
-)
-from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, mass_of, ordered
+from csrc_triton.sampling.bracket import BOUNDS, HELD, HIGHEST, NOT_BRACKETED, SUMS
+from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered
 from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, given, load_logits
-from csrc_triton.sampling.ranks import CHUNK, NO_KEY, NO_WORD, RANKED, last_kept
+from csrc_triton.sampling.ranks import (
+    COUNT,
+    FEW,
+    NO_KEY,
+    NO_WORD,
+    RANKED,
+    bound_of_sets,
+    keys_of_sets,
+    last_kept,
+)
 
 NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
 
@@ -248,6 +248,20 @@ def last_tie(LIST, X, n, active, key_of_tie, wanted, TILE: tl.constexpr, WIDTH: 
 
 
 @triton.jit
+def least_probable(greatest, scale, share):
+    """The lowest key with (greatest - value) * scale <= -log2(share), by bisection of the keys."""
+    most = -log2_of(tl.maximum(share, 1e-37))
+    low, high = tl.full([], LOWEST, tl.int32), ordered(greatest)
+    while low < high:
+        middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+        x = in_order(middle)
+        near = (greatest - x) * scale <= most
+        low = tl.where(near, low, middle + 1)
+        high = tl.where(near, middle, high)
+    return high
+
+
+@triton.jit
 def bound_of_groups(key, high, known, wanted, TILE: tl.constexpr):
     """A key that at least ``wanted`` of the ``known`` groups' greatest keys reach, and few more."""
     low = tl.full([], LOWEST, tl.int32)
@@ -270,15 +284,14 @@ def greatest_columns(
 
 
 @triton.jit
-def search_collected(WORDS, greatest, scale, share, n):
-    """(1 if the threshold is among the columns that ``collect`` wrote down, its key, the last column that is kept of
-    those that equal it)."""
-    held = tl.load(WORDS)
+def search_collected(WORDS, held, greatest, scale, share, n, COLUMNS: tl.constexpr):
+    """(1 if the threshold is among the ``held`` columns that ``collect`` wrote down, COLUMNS at most, its key, the last
+    column that is kept of those that equal it)."""
     total = tl.load(WORDS + 1)
     above = tl.load(WORDS + 2)
     needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-    i = tl.arange(0, HELD)
-    word = tl.load(WORDS + SUMS + i, mask=i < tl.where(held <= HELD, held, 0), other=NO_WORD)
+    i = tl.arange(0, COLUMNS)
+    word = tl.load(WORDS + SUMS + i, mask=i < held, other=NO_WORD)
     key = (word >> 32).to(tl.int32)  # none's is NO_KEY
     value = tl.where(key != NO_KEY, mass_of(in_order(key), greatest, scale), 0)
     reached = above + tl.sum(value.to(tl.int64), 0)
@@ -308,19 +321,51 @@ def search_collected(WORDS, greatest, scale, share, n):
 
 
 @triton.jit
-def rank_columns(WORDS, wanted, share, greatest, scale):
+def write_columns(
+    WORDS, LIST, GREATEST, X, n, low, groups, GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Write down the columns whose key is at least ``low``; return how many there are, or more than RANKED where they
+    are more."""
+    active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
+    count = active
+    if active <= RANKED:
+        count = active * 0
+        for first in range(0, active, TILE):
+            _group, cols, key, _x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
+            key = tl.reshape(key, [TILE * WIDTH])
+            reached = (key >= low).to(tl.int32)
+            place = count + tl.cumsum(reached, 0) - 1
+            word = (key.to(tl.int64) << 32) | (0x7FFFFFFF - tl.reshape(cols, [TILE * WIDTH])).to(tl.int64)
+            tl.store(WORDS + place, word, mask=(reached != 0) & (place < RANKED))
+            count += tl.sum(reached, 0)
+        tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def rank_columns(
+    WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """(how many columns are written down, the key of the last that is kept, its column): those that are as great as
     the ``wanted`` greatest. 0 if they are too many."""
+    LIST = (GREATEST + groups).to(tl.pointer_type(tl.int32), bitcast=True)
     found = tl.full([], 0, tl.int32)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
-    count = tl.load(WORDS).to(tl.int32)
-    if count <= CHUNK:
-        low, limit = last_kept(WORDS + SUMS, count, wanted, share, greatest, scale, CHUNK)
-        found = count
-    elif count <= RANKED:
-        low, limit = last_kept(WORDS + SUMS, count, wanted, share, greatest, scale, RANKED)
-        found = count
+    sets = keys_of_sets(GREATEST, groups)
+    greatest = in_order(tl.max(sets, 0))
+    if greatest > -float("inf"):
+        least = bound_of_sets(sets, wanted)
+        if least_share > 0.0:
+            least = tl.maximum(least, least_probable(greatest, scale, tl.minimum(least_share, 1.0)))
+        count = write_columns(WORDS, LIST, GREATEST, X, n, least, groups, GROUPS, TILE, WIDTH)
+        if count <= FEW:
+            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale, FEW, FEW)
+            found = count
+        elif count <= RANKED:
+            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale, RANKED, FEW // 4)
+            found = count
     return found, low, limit
 
 
@@ -329,8 +374,7 @@ def search(
     GREATEST, X, n, wanted, share, least_share, scale, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """(the key of the last column that is kept, its column), by a search of the row. The list of groups lies after
-    GREATEST."""
+    """(the key of the last column that is kept, its column), by a search of the row."""
     LIST = (GREATEST + groups).to(tl.pointer_type(tl.int32), bitcast=True)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
@@ -370,8 +414,8 @@ def find_threshold(
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the last column that is kept of row ``at``, in the order of (greatest logit, lowest column), as ``packed``
-    has it. GREATEST, WORDS and X are the row's own; ``bracket`` and ``collect`` have written to WORDS if those are more
-    than SUMS."""
+    has it. GREATEST, WORDS and X are the row's own, and there is room for a list of groups after GREATEST; ``bracket``
+    and ``collect`` have written to WORDS if those are more than HELD."""
     wanted = given(K, at, n)
     wanted = tl.where(wanted > 0, tl.minimum(wanted, n), n)
     share = given(P, at, 1.0)
@@ -383,14 +427,19 @@ def find_threshold(
     if temperature > 0.0:
         scale = tl.div_rn(LOG2_E, temperature)
         found = tl.full([], 0, tl.int32)
-        if row_words > SUMS:  # noqa: SIM102 (what is loaded is there only then)
+        if wanted <= RANKED // 2:
+            ranked, low, limit = rank_columns(
+                WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups, GROUPS, TILE, WIDTH
+            )
+            found = ranked
+        elif row_words > HELD:
             if tl.load(WORDS + BOUNDS) != NOT_BRACKETED:
+                held = tl.load(WORDS).to(tl.int32)
                 greatest = tl.load(WORDS + HIGHEST).to(tl.int32).to(tl.float32, bitcast=True)
-                if tl.load(WORDS + BY_RANK) != 0:
-                    ranked, low, limit = rank_columns(WORDS, wanted, share, greatest, scale)
-                    found = ranked
-                else:
-                    found, low, limit = search_collected(WORDS, greatest, scale, share, n)
+                if held <= HELD // 2:  # as a rule
+                    found, low, limit = search_collected(WORDS, held, greatest, scale, share, n, HELD // 2)
+                elif held <= HELD:
+                    found, low, limit = search_collected(WORDS, held, greatest, scale, share, n, HELD)
         if found == 0:
             low, limit = search(
                 GREATEST, X, n, wanted, share, least_share, scale, groups, GROUPS, TILE, WIDTH

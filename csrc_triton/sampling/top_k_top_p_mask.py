@@ -1,9 +1,9 @@
 """top_k_top_p_mask: logits, and -inf for those that top-k, top-p or min-p leave out.
 
 Three launches: ``groups`` leaves the greatest logit of each group of 32 columns, ``threshold`` finds a row's threshold
-from them (``threshold.py``), ``mask`` writes the row. Two more come after the first where top-k or top-p is given:
-``bracket`` and ``collect`` find the columns among which the threshold lies (``bracket.py``, ``ranks.py``). ``sample``
-launches all but the last as well.
+from them (``threshold.py``), ``mask`` writes the row. Two more come after the first where top-p is given: ``bracket``
+and ``collect`` find the columns among which the threshold of a flat row lies (``bracket.py``). ``sample`` launches all
+but the last as well.
 """
 
 import triton
@@ -12,7 +12,6 @@ import triton.language as tl
 from csrc_triton.common.pdl_begin import begin
 from csrc_triton.sampling.bracket import (
     BOUNDS,
-    BY_RANK,
     HELD,
     HIGHEST,
     NOT_BRACKETED,
@@ -20,11 +19,9 @@ from csrc_triton.sampling.bracket import (
     bounds_by_sample,
     decided_by_mass,
     greatest_and_total,
-    least_probable,
 )
-from csrc_triton.sampling.generator import LOG2_E, in_order, mass_of, packed
+from csrc_triton.sampling.generator import LOG2_E, mass_of, packed
 from csrc_triton.sampling.logits import GROUP, columns_of_groups, given, last_kept_of, load_logits
-from csrc_triton.sampling.ranks import RANKED, bound_of_sets, keys_of_sets
 from csrc_triton.sampling.threshold import find_threshold
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
@@ -48,21 +45,21 @@ DECLARATION = {
         },
         "logits_bracket": {
             "arguments": {
-                "WORDS": "*i64", "GREATEST": "*fp32", "PARTS": "*fp32", **OF_ROW, "x_stride": "i64", "n": "i32",
-                "groups": "i32", "parts": "i32", "row_words": "i32",
+                "WORDS": "*i64", "PARTS": "*fp32", **OF_ROW, "x_stride": "i64", "n": "i32", "groups": "i32",
+                "parts": "i32", "row_words": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
             "forms": {
                 "row": {
-                    "function": "bracket", "constants": ["SAMPLE", "PART", "PDL"], "defaults": {"PDL": 0}, "pdl": "PDL",
+                    "function": "bracket", "constants": ["SAMPLE", "PDL"], "defaults": {"PDL": 0}, "pdl": "PDL",
                 },
             },
         },
         "logits_collect": {
             "arguments": {
-                "WORDS": "*i64", "GREATEST": "*fp32", "X": "*dtype", "TEMPERATURE": "*fp32", "x_stride": "i64",
-                "n": "i32", "groups": "i32", "row_words": "i32", "blocks": "i32",
+                "WORDS": "*i64", "X": "*dtype", "TEMPERATURE": "*fp32", "x_stride": "i64", "n": "i32",
+                "row_words": "i32", "programs": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -128,99 +125,70 @@ def groups_of_block(
 
 @triton.jit
 def bracket(
-    WORDS, GREATEST, PARTS, X, K, P, MIN_P, TEMPERATURE, x_stride, n, groups, parts, row_words,
-    SAMPLE: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    WORDS, PARTS, X, K, P, MIN_P, TEMPERATURE, x_stride, n, groups, parts, row_words,
+    SAMPLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program: between which values ``collect`` finds the columns around the threshold."""
     parts = begin(parts, PDL)
     at = tl.program_id(0)
     row = at.to(tl.int64)
     WORDS += row * row_words
-    wanted = given(K, at, n)
-    wanted = tl.where(wanted > 0, tl.minimum(wanted, n), n)
     share = given(P, at, 1.0)
-    least_share = given(MIN_P, at, 0.0)
     temperature = given(TEMPERATURE, at, 1.0)
-    scale = tl.div_rn(LOG2_E, temperature)
     words = tl.full([], NOT_BRACKETED, tl.int64)
-    highest = tl.full([], 0, tl.int32)
-    by_rank = wanted <= RANKED // 2
-    if (temperature > 0.0) & by_rank:
-        sets = keys_of_sets(GREATEST + row * (2 * groups), groups)
-        greatest = in_order(tl.max(sets, 0))
-        if greatest > -float("inf"):
-            low = bound_of_sets(sets, wanted)
-            if least_share > 0.0:
-                low = tl.maximum(low, least_probable(greatest, scale, tl.minimum(least_share, 1.0)))
-            words = in_order(low).to(tl.int32, bitcast=True).to(tl.int64) << 32
-            highest = greatest.to(tl.int32, bitcast=True)
-    elif decided_by_mass(wanted, share, least_share, temperature, n):
+    if decided_by_mass(given(K, at, n), share, given(MIN_P, at, 0.0), temperature, n):
+        scale = tl.div_rn(LOG2_E, temperature)
         greatest, total = greatest_and_total(PARTS + row * (2 * parts), parts, scale)
         if (greatest > -float("inf")) & (greatest < float("inf")):
-            low, high = bounds_by_sample(
-                X + row * x_stride, n, groups, greatest, total, scale, share, SAMPLE, PART
-            )
+            low, high = bounds_by_sample(X + row * x_stride, n, groups, greatest, total, scale, share, SAMPLE)
             words = low.to(tl.int32, bitcast=True).to(tl.int64) << 32
             words = words | (high.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-            highest = greatest.to(tl.int32, bitcast=True)
-    i = tl.arange(0, 8)
-    header = tl.where(i == BOUNDS, words, tl.where(i == HIGHEST, highest.to(tl.int64), 0))
-    tl.store(WORDS + i, tl.where(i == BY_RANK, by_rank.to(tl.int64), header))
+            tl.store(WORDS + HIGHEST, greatest.to(tl.int32, bitcast=True).to(tl.int64))
+    tl.store(WORDS + tl.arange(0, 4), tl.where(tl.arange(0, 4) == BOUNDS, words, 0))
 
 
 @triton.jit
-def collect_greatest(WORDS, GREATEST, X, n, groups, first, low, BLOCK: tl.constexpr):
-    """Write down the columns of a block that reach ``low``: few. Groups that do not are not read."""
-    group = first + tl.arange(0, BLOCK // GROUP)
-    greatest = tl.load(GREATEST + group, mask=group < groups, other=-float("inf"))
-    cols = columns_of_groups(first, BLOCK // GROUP)
-    reaching = (cols < n) & (greatest >= low)[:, None]
-    x = load_logits(X, cols, reaching)
-    reaching = reaching & (x >= low)
-    place = tl.atomic_add(WORDS + tl.zeros_like(cols), 1, mask=reaching, sem="relaxed").to(tl.int32)
-    tl.store(WORDS + SUMS + place, packed(x, cols), mask=reaching & (place < RANKED))
-
-
-@triton.jit
-def collect_inside(WORDS, X, n, first, low, high, greatest, scale, BLOCK: tl.constexpr):
-    """Write down the columns of a block between two values; add up the mass of all, and of those above."""
-    cols = first + tl.arange(0, BLOCK)
-    x = load_logits(X, cols, cols < n)
-    mass = mass_of(x, greatest, scale).to(tl.int64)
-    inside = ((x >= low) & (x < high) & (cols < n)).to(tl.int32)
-    place = tl.cumsum(inside, 0) - 1
-    count = tl.sum(inside, 0)
-    tl.atomic_add(WORDS + 1, tl.sum(mass, 0), sem="relaxed")
-    tl.atomic_add(WORDS + 2, tl.sum(tl.where(x >= high, mass, 0), 0), sem="relaxed")
-    if count > 0:
-        place += tl.atomic_add(WORDS, count.to(tl.int64), sem="relaxed").to(tl.int32)
-        tl.store(WORDS + SUMS + place, packed(x, cols), mask=(inside != 0) & (place < HELD))
+def add_two(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
 def collect(
-    WORDS, GREATEST, X, TEMPERATURE, x_stride, n, groups, row_words, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    WORDS, X, TEMPERATURE, x_stride, n, row_words, programs, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """A block of columns: write down those around the supposed threshold, in any order."""
-    blocks = begin(blocks, PDL)
+    """Every so many blocks of a row's columns: add up their mass, and that above where the threshold is supposed; write
+    down the columns around it, in any order. ``programs`` have a row together."""
+    programs = begin(programs, PDL)
     program = tl.program_id(0)
-    at = program // blocks
-    block = program - at * blocks
+    at = program // programs
     row = at.to(tl.int64)
     WORDS += row * row_words
-    X += row * x_stride
     words = tl.load(WORDS + BOUNDS)
-    by_rank = tl.load(WORDS + BY_RANK)
     if words != NOT_BRACKETED:
+        greatest = tl.load(WORDS + HIGHEST).to(tl.int32).to(tl.float32, bitcast=True)
         low = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        if by_rank != 0:
-            GREATEST += row * (2 * groups)
-            collect_greatest(WORDS, GREATEST, X, n, groups, block * (BLOCK // GROUP), low, BLOCK)
-        else:
-            greatest = tl.load(WORDS + HIGHEST).to(tl.int32).to(tl.float32, bitcast=True)
-            high = words.to(tl.int32).to(tl.float32, bitcast=True)
-            scale = tl.div_rn(LOG2_E, given(TEMPERATURE, at, 1.0))
-            collect_inside(WORDS, X, n, block * BLOCK, low, high, greatest, scale, BLOCK)
+        high = words.to(tl.int32).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(LOG2_E, given(TEMPERATURE, at, 1.0))
+        total = tl.zeros([BLOCK // 4], tl.int64)
+        above = tl.zeros([BLOCK // 4], tl.int64)
+        for first in range((program - at * programs) * BLOCK, n, programs * BLOCK):
+            # fours: what a thread loads together it adds up alone
+            cols = first + tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+            x = load_logits(X + row * x_stride, cols, cols < n)
+            mass = mass_of(x, greatest, scale).to(tl.int64)
+            total += tl.sum(mass, 1)
+            above += tl.sum(tl.where(x >= high, mass, 0), 1)
+            inside = ((x >= low) & (x < high) & (cols < n)).to(tl.int32)
+            in_four = tl.sum(inside, 1)
+            before = tl.cumsum(in_four, 0) - in_four
+            count = tl.sum(in_four, 0)
+            if count > 0:
+                before += tl.atomic_add(WORDS, count.to(tl.int64), sem="relaxed").to(tl.int32)
+                place = before[:, None] + tl.cumsum(inside, 1) - 1
+                tl.store(WORDS + SUMS + place, packed(x, cols), mask=(inside != 0) & (place < HELD))
+        all_mass, mass_above = tl.reduce((total, above), 0, add_two)
+        tl.atomic_add(WORDS + 1, all_mass, sem="relaxed")
+        tl.atomic_add(WORDS + 2, mass_above, sem="relaxed")
 
 
 @triton.jit

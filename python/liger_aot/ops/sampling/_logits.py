@@ -189,19 +189,16 @@ class Found(NamedTuple):
 
 
 class Thresholds:
-    """The launches that find the thresholds of calls with such logits, with or without a top-k and a top-p."""
+    """The launches that find the thresholds of calls with such logits, with or without a top-p."""
 
-    def __init__(self, on: OpOn, logits: Logits, top_k: bool, top_p: bool) -> None:
+    def __init__(self, on: OpOn, logits: Logits, top_p: bool) -> None:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
         self._on = on
         self._first = on.kernels["logits_groups"].for_rows(key, n, rows)
         self._last = on.kernels["logits_threshold"].for_rows(key, n, rows)
         self._rows, self._groups, self._n, self._stride = rows, -(-n // GROUP), n, logits.stride
         self._blocks = -(-n // self._first.block)
-        self._bracket = Bracket(on, logits) if top_k or top_p else None
-        # before a row's columns, and those
-        self._row_words = SUMS + (HELD if top_p else RANKED if top_k else 0)
-        self._parts = self._blocks if top_p else 0
+        self._bracket = Bracket(on, logits) if top_p and self._blocks > 1 else None
 
     def __call__(self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int) -> Found:
         """What is found, in memory.
@@ -210,20 +207,21 @@ class Thresholds:
             filters: addresses of k, p and the least share.
         """
         rows, groups, device, bracket = self._rows, self._groups, self._on.device, self._bracket
-        row_words = self._row_words
+        row_words = SUMS + (RANKED if bracket is None else HELD)
+        measured = 0 if bracket is None else self._blocks
         # columns; the groups' greatest, and a list of groups; what is known of blocks
-        scratch = x.new_empty(rows * (row_words + groups + self._parts), dtype=torch.int64)
+        scratch = x.new_empty(rows * (row_words + groups + measured), dtype=torch.int64)
         last = x.new_empty(rows, dtype=torch.int64)
         words = scratch.data_ptr()
         greatest = words + 8 * rows * row_words
-        parts = greatest + 8 * rows * groups if self._parts else 0
+        parts = 0 if bracket is None else greatest + 8 * rows * groups
         logits = (x_at, *filters, temperature, self._stride, self._n)
         self._first.launch(
             device, stream, rows * self._blocks, 1, 1, greatest, parts, x_at, temperature, self._stride, self._n,
             groups, self._blocks,
         )  # fmt: skip
         if bracket is not None:
-            bracket(stream, words, greatest, parts, self._blocks, logits, row_words)
+            bracket(stream, words, parts, self._blocks, logits)
         self._last.launch(
             device, stream, rows, 1, 1, last.data_ptr(), greatest, words, *logits, groups, row_words,
         )  # fmt: skip
@@ -237,29 +235,21 @@ class Bracket:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
         self._device, self._rows, self._groups = on.device, rows, -(-n // GROUP)
         self._find = on.kernels["logits_bracket"].for_rows(key, n, rows)
-        self._collect = on.kernels["logits_collect"].for_rows(key, n, rows)
-        self._blocks = -(-n // self._collect.block)
+        self._collect = collect = on.kernels["logits_collect"].for_rows(key, n, rows)
+        programs = -(-n // collect.block)
+        if collect.persistent:  # they walk the blocks where rows are many
+            most = collect.numbers["programs_per_multiprocessor"] * on.multiprocessors
+            programs = max(1, min(programs, most // rows))
+        self._programs = programs  # of a row
 
-    def __call__(
-        self,
-        stream: int,
-        words: int,
-        greatest: int,
-        parts: int,
-        blocks: int,
-        logits: tuple[int, ...],
-        row_words: int,
-    ) -> None:
-        """``words``, ``greatest`` and ``parts`` are addresses: of the rows' columns, of the groups' greatest logits,
-        and of what is known of so many blocks."""
-        device, rows = self._device, self._rows
+    def __call__(self, stream: int, words: int, parts: int, blocks: int, logits: tuple[int, ...]) -> None:
+        """``words`` and ``parts`` are addresses: of the rows' columns, and of what is known of so many blocks."""
+        device, rows, row_words = self._device, self._rows, SUMS + HELD
         x_at, *_filters, temperature, stride, n = logits
-        self._find.launch(
-            device, stream, rows, 1, 1, words, greatest, parts, *logits, self._groups, blocks, row_words
-        )
+        self._find.launch(device, stream, rows, 1, 1, words, parts, *logits, self._groups, blocks, row_words)
         self._collect.launch(
-            device, stream, rows * self._blocks, 1, 1, words, greatest, x_at, temperature, stride, n,
-            self._groups, row_words, self._blocks,
+            device, stream, rows * self._programs, 1, 1, words, x_at, temperature, stride, n, row_words,
+            self._programs,
         )  # fmt: skip
 
 
