@@ -432,7 +432,7 @@ def find_threshold(
                 WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups, GROUPS, TILE, WIDTH
             )
             found = ranked
-        elif row_words > HELD:
+        elif row_words > HELD:  # noqa: SIM102 (what is loaded is there only then)
             if tl.load(WORDS + BOUNDS) != NOT_BRACKETED:
                 held = tl.load(WORDS).to(tl.int32)
                 greatest = tl.load(WORDS + HIGHEST).to(tl.int32).to(tl.float32, bitcast=True)
