@@ -80,10 +80,7 @@ def first_rejected(
         p = tl.load(TARGET + row * target_stride + token, mask=known, other=0.0)
         q = tl.load(DRAFT + row * draft_stride + token, mask=known & (DRAFT.to(tl.int64) != 0), other=1.0)
         at = position + i.to(tl.int64)
-        words = tl.philox(
-            seed.to(tl.uint64, bitcast=True), tl.zeros([DRAFTS], tl.uint32), (at & 0xFFFFFFFF).to(tl.uint32),
-            ((at >> 32) & 0xFFFFFFFF).to(tl.uint32), tl.full([DRAFTS], ACCEPT, tl.uint32),
-        )  # fmt: skip
+        words = words_of(tl.zeros([DRAFTS], tl.int32), seed, at, ACCEPT)
         accepted = uniform(words[0]) * q < p
         first = tl.minimum(first, tl.min(tl.where(accepted, 0x7FFFFFFF, i), 0))
     return tl.minimum(first, count)

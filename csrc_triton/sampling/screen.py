@@ -21,33 +21,6 @@ SLACK = tl.constexpr(1e-3)
 
 
 @triton.jit
-def high_and_low(a, FACTOR: tl.constexpr):
-    """The halves of a product of 64 bits."""
-    product = a.to(tl.uint64) * FACTOR
-    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
-
-
-@triton.jit
-def words_by_products(quarters, seed, position):
-    """``words_of`` of stream SAMPLE. NVIDIA GPUs make both halves of a product in one instruction; Triton's philox
-    takes two."""
-    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
-    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    zero = tl.zeros_like(quarters).to(tl.uint32)
-    c0 = quarters.to(tl.uint32)
-    c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
-    c2 = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    c3 = zero + SAMPLE
-    for _ in tl.static_range(10):
-        high_0, low_0 = high_and_low(c0, 0xD2511F53)
-        high_2, low_2 = high_and_low(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high_2 ^ c1 ^ k0, low_2, high_0 ^ c3 ^ k1, low_0
-        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
-        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
-    return c0, c1, c2, c3
-
-
-@triton.jit
 def noise_bound(words, FAST: tl.constexpr):
     """At least -log2(exponential(words)), to 1e-5: 32 - log2(log2(e)) - log2(word + 1/2). FAST: one instruction for the
     logarithm, PTX only."""
@@ -105,7 +78,7 @@ def best_of_quarter(X, n, quarter, seed, position, scale, tau, limit):
     """The best of four columns."""
     i = tl.arange(0, 4)
     cols = quarter * 4 + i
-    first, second, third, fourth = words_by_products(quarter, seed, position)
+    first, second, third, fourth = words_of(quarter, seed, position, SAMPLE)
     random = tl.where(i == 0, first, tl.where(i == 1, second, tl.where(i == 2, third, fourth)))
     return tl.max(scored(load_logits(X, cols, cols < n), cols, random, scale, tau, limit), 0)
 
@@ -130,7 +103,7 @@ def best_of_block(
             x = tl.where(x >= tau, x, -float("inf"))
         x0, x1, x2, x3 = four_columns(x, COUNT)
         if warm:
-            w0, w1, w2, w3 = words_by_products(quarters, seed, position)
+            w0, w1, w2, w3 = words_of(quarters, seed, position, SAMPLE)
             x0 = tl.fma(x0, scale, noise_bound(w0, FAST))
             x1 = tl.fma(x1, scale, noise_bound(w1, FAST))
             x2 = tl.fma(x2, scale, noise_bound(w2, FAST))

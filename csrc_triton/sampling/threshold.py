@@ -15,13 +15,21 @@ until they fit in one tile, which is then held in registers.
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.bracket import BOUNDS, HELD, NOT_BRACKETED, SUMS, decided_by_mass
-from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered, packed
+from csrc_triton.sampling.bracket import BOUNDS, HELD, HIGHEST, NOT_BRACKETED, SUMS
+from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered
 from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, given, load_logits
-from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED, bound_of_sets, last_kept, sets_of_groups
+from csrc_triton.sampling.ranks import (
+    COUNT,
+    FEW,
+    NO_KEY,
+    NO_WORD,
+    RANKED,
+    bound_of_sets,
+    keys_of_sets,
+    last_kept,
+)
 
 NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
-NO_KEY = tl.constexpr(-2147483648)  # below every number's
 
 
 @triton.jit
@@ -276,15 +284,14 @@ def greatest_columns(
 
 
 @triton.jit
-def search_collected(WORDS, greatest, scale, share, n):
-    """(1 if the threshold is among the columns that ``collect`` wrote down, its key, the last column that is kept of
-    those that equal it)."""
-    held = tl.where(tl.load(WORDS + BOUNDS) != NOT_BRACKETED, tl.load(WORDS), 0)
+def search_collected(WORDS, held, greatest, scale, share, n, COLUMNS: tl.constexpr):
+    """(1 if the threshold is among the ``held`` columns that ``collect`` wrote down, COLUMNS at most, its key, the last
+    column that is kept of those that equal it)."""
     total = tl.load(WORDS + 1)
     above = tl.load(WORDS + 2)
     needed = tl.maximum(tl.ceil(share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-    i = tl.arange(0, HELD)
-    word = tl.load(WORDS + SUMS + i, mask=i < tl.where(held <= HELD, held, 0), other=NO_WORD)
+    i = tl.arange(0, COLUMNS)
+    word = tl.load(WORDS + SUMS + i, mask=i < held, other=NO_WORD)
     key = (word >> 32).to(tl.int32)  # none's is NO_KEY
     value = tl.where(key != NO_KEY, mass_of(in_order(key), greatest, scale), 0)
     reached = above + tl.sum(value.to(tl.int64), 0)
@@ -314,41 +321,91 @@ def search_collected(WORDS, greatest, scale, share, n):
 
 
 @triton.jit
-def write_columns(WORDS, LIST, X, n, active, low, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Write the columns of the listed groups whose key is at least ``low``, in any order; return how many there are, of
-    which RANKED are written. They are counted in memory: prefix sums would take more registers."""
-    for first in range(0, active, TILE):
-        _group, cols, key, x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
-        reached = key >= low
-        place = tl.atomic_add(WORDS + COUNT + tl.zeros_like(cols), 1, mask=reached, sem="relaxed").to(
-            tl.int32
-        )
-        tl.store(WORDS + place, packed(x, cols), mask=reached & (place < RANKED))
-    tl.debug_barrier()
-    return tl.atomic_add(WORDS + COUNT, 0, sem="relaxed").to(tl.int32)
+def write_columns(
+    WORDS, LIST, GREATEST, X, n, low, groups, GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Write down the columns whose key is at least ``low``; return how many there are, or more than RANKED where they
+    are more."""
+    active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
+    count = active
+    if active <= RANKED:
+        count = active * 0
+        for first in range(0, active, TILE):
+            _group, cols, key, _x = tile_of(LIST, X, n, first, active, TILE, WIDTH)
+            key = tl.reshape(key, [TILE * WIDTH])
+            reached = (key >= low).to(tl.int32)
+            place = count + tl.cumsum(reached, 0) - 1
+            word = (key.to(tl.int64) << 32) | (0x7FFFFFFF - tl.reshape(cols, [TILE * WIDTH])).to(tl.int64)
+            tl.store(WORDS + place, word, mask=(reached != 0) & (place < RANKED))
+            count += tl.sum(reached, 0)
+        tl.debug_barrier()
+    return count
 
 
 @triton.jit
 def rank_columns(
-    sets, WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups,
+    WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(how many columns are written down, the key of the last that is kept, its column): those that are as great as
     the ``wanted`` greatest. 0 if they are too many."""
+    LIST = (GREATEST + groups).to(tl.pointer_type(tl.int32), bitcast=True)
     found = tl.full([], 0, tl.int32)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
-    tl.store(WORDS + tl.arange(0, RANKED), sets.to(tl.int64))
-    tl.store(WORDS + COUNT, 0)
-    tl.debug_barrier()
-    least = tl.maximum(bound_of_sets(WORDS, wanted), nearest)
-    active = list_groups(LIST, GREATEST, groups, least, GROUPS, WIDTH)
-    if active <= RANKED:
-        count = write_columns(WORDS, LIST, X, n, active, least, TILE, WIDTH)
-        if count <= RANKED:
-            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale)
+    sets = keys_of_sets(GREATEST, groups)
+    greatest = in_order(tl.max(sets, 0))
+    if greatest > -float("inf"):
+        least = bound_of_sets(sets, wanted)
+        if least_share > 0.0:
+            least = tl.maximum(least, least_probable(greatest, scale, tl.minimum(least_share, 1.0)))
+        count = write_columns(WORDS, LIST, GREATEST, X, n, least, groups, GROUPS, TILE, WIDTH)
+        if count <= FEW:
+            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale, FEW, FEW)
+            found = count
+        elif count <= RANKED:
+            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale, RANKED, FEW // 4)
             found = count
     return found, low, limit
+
+
+@triton.jit
+def search(
+    GREATEST, X, n, wanted, share, least_share, scale, groups,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """(the key of the last column that is kept, its column), by a search of the row."""
+    LIST = (GREATEST + groups).to(tl.pointer_type(tl.int32), bitcast=True)
+    low = tl.full([], LOWEST, tl.int32)
+    limit = tl.full([], ALL_KEPT, tl.int32)
+    key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
+    highest = tl.max(key, 0)
+    greatest = in_order(highest)
+    if greatest > -float("inf"):
+        high = highest + 1
+        nearest = low
+        if least_share > 0.0:
+            nearest = least_probable(greatest, scale, tl.minimum(least_share, 1.0))
+        if wanted < n:
+            known = tl.cdiv(groups, WIDTH // GROUP)
+            low = bound_of_groups(key, high, known, wanted, TILE)
+            active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
+            low, _count, _count_above, _wanted, _active = search_list(
+                LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE, WIDTH
+            )  # fmt: skip
+        low = tl.maximum(low, nearest)
+        if share < 1.0:
+            far = greatest - 32.0 / scale  # below it masses are 0
+            low = tl.maximum(low, ordered(tl.where(far == far, far, -float("inf")) + 0.0))
+            active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
+            low, reached, above, needed, active = search_list(
+                LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH
+            )  # fmt: skip
+            mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
+            ties = ties_needed(needed - above, mass)
+            if above + ties * mass < reached:
+                limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
+    return low, limit
 
 
 @triton.jit
@@ -357,55 +414,35 @@ def find_threshold(
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the last column that is kept of row ``at``, in the order of (greatest logit, lowest column), as ``packed``
-    has it. GREATEST, WORDS and X are the row's own, and the list of groups lies after GREATEST; ``collect`` has written
-    to WORDS if those are more than HELD."""
-    LIST = (GREATEST + groups).to(tl.pointer_type(tl.int32), bitcast=True)
+    has it. GREATEST, WORDS and X are the row's own, and there is room for a list of groups after GREATEST; ``bracket``
+    and ``collect`` have written to WORDS if those are more than HELD."""
     wanted = given(K, at, n)
     wanted = tl.where(wanted > 0, tl.minimum(wanted, n), n)
     share = given(P, at, 1.0)
     least_share = given(MIN_P, at, 0.0)
     temperature = given(TEMPERATURE, at, 1.0)
-    sets = sets_of_groups(GREATEST, groups, GROUPS, WIDTH)
-    highest = tl.max(sets, 0)
-    greatest = in_order(highest)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
     ranked = tl.full([], 0, tl.int32)
-    if (temperature > 0.0) & (greatest > -float("inf")):
+    if temperature > 0.0:
         scale = tl.div_rn(LOG2_E, temperature)
-        high = highest + 1
-        nearest = low
-        if least_share > 0.0:
-            nearest = least_probable(greatest, scale, tl.minimum(least_share, 1.0))
         found = tl.full([], 0, tl.int32)
         if wanted <= RANKED // 2:
             ranked, low, limit = rank_columns(
-                sets, WORDS, LIST, GREATEST, X, n, wanted, nearest, share, greatest, scale, groups, GROUPS, TILE, WIDTH
-            )  # fmt: skip
+                WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups, GROUPS, TILE, WIDTH
+            )
             found = ranked
-        elif (row_words > HELD) & decided_by_mass(wanted, share, least_share, temperature, n):
-            found, low, limit = search_collected(WORDS, greatest, scale, share, n)
+        elif row_words > HELD:  # noqa: SIM102 (what is loaded is there only then)
+            if tl.load(WORDS + BOUNDS) != NOT_BRACKETED:
+                held = tl.load(WORDS).to(tl.int32)
+                greatest = tl.load(WORDS + HIGHEST).to(tl.int32).to(tl.float32, bitcast=True)
+                if held <= HELD // 2:  # as a rule
+                    found, low, limit = search_collected(WORDS, held, greatest, scale, share, n, HELD // 2)
+                elif held <= HELD:
+                    found, low, limit = search_collected(WORDS, held, greatest, scale, share, n, HELD)
         if found == 0:
-            if wanted < n:
-                key = keys_of_groups(GREATEST, groups, GROUPS, WIDTH)
-                known = tl.cdiv(groups, WIDTH // GROUP)
-                low = bound_of_groups(key, high, known, wanted, TILE)
-                active = list_groups(LIST, GREATEST, groups, tl.maximum(low, nearest), GROUPS, WIDTH)
-                low, _count, _count_above, _wanted, _active = search_list(
-                    LIST, X, n, active, tl.maximum(low, nearest), high, greatest, scale, wanted, share, False, TILE,
-                    WIDTH,
-                )  # fmt: skip
-            low = tl.maximum(low, nearest)
-            if share < 1.0:
-                far = greatest - 32.0 / scale  # below it masses are 0
-                low = tl.maximum(low, ordered(tl.where(far == far, far, -float("inf")) + 0.0))
-                active = list_groups(LIST, GREATEST, groups, low, GROUPS, WIDTH)
-                low, reached, above, needed, active = search_list(
-                    LIST, X, n, active, low, high, greatest, scale, wanted, share, True, TILE, WIDTH
-                )  # fmt: skip
-                mass = tl.maximum(mass_of(in_order(low), greatest, scale), 1).to(tl.int64)
-                ties = ties_needed(needed - above, mass)
-                if above + ties * mass < reached:
-                    limit = last_tie(LIST, X, n, active, low, ties.to(tl.int32), TILE, WIDTH)
+            low, limit = search(
+                GREATEST, X, n, wanted, share, least_share, scale, groups, GROUPS, TILE, WIDTH
+            )
     tl.store(WORDS + COUNT, ranked.to(tl.int64))
     tl.store(LAST + at, (low.to(tl.int64) << 32) | (0x7FFFFFFF - limit).to(tl.int64))

@@ -59,7 +59,7 @@ DECLARATION = {
         "logits_collect": {
             "arguments": {
                 "WORDS": "*i64", "X": "*dtype", "TEMPERATURE": "*fp32", "x_stride": "i64", "n": "i32",
-                "row_words": "i32", "blocks": "i32",
+                "row_words": "i32", "programs": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -148,14 +148,19 @@ def bracket(
 
 
 @triton.jit
+def add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def collect(
-    WORDS, X, TEMPERATURE, x_stride, n, row_words, blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    WORDS, X, TEMPERATURE, x_stride, n, row_words, programs, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """A block of columns: add up its mass, and that above where the threshold is supposed; write down the columns
-    around it, in any order."""
-    blocks = begin(blocks, PDL)
+    """Every so many blocks of a row's columns: add up their mass, and that above where the threshold is supposed; write
+    down the columns around it, in any order. ``programs`` have a row together."""
+    programs = begin(programs, PDL)
     program = tl.program_id(0)
-    at = program // blocks
+    at = program // programs
     row = at.to(tl.int64)
     WORDS += row * row_words
     words = tl.load(WORDS + BOUNDS)
@@ -164,17 +169,26 @@ def collect(
         low = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         high = words.to(tl.int32).to(tl.float32, bitcast=True)
         scale = tl.div_rn(LOG2_E, given(TEMPERATURE, at, 1.0))
-        cols = (program - at * blocks) * BLOCK + tl.arange(0, BLOCK)
-        x = load_logits(X + row * x_stride, cols, cols < n)
-        mass = mass_of(x, greatest, scale).to(tl.int64)
-        inside = ((x >= low) & (x < high) & (cols < n)).to(tl.int32)
-        place = tl.cumsum(inside, 0) - 1
-        count = tl.sum(inside, 0)
-        tl.atomic_add(WORDS + 1, tl.sum(mass, 0), sem="relaxed")
-        tl.atomic_add(WORDS + 2, tl.sum(tl.where(x >= high, mass, 0), 0), sem="relaxed")
-        if count > 0:
-            place += tl.atomic_add(WORDS, count.to(tl.int64), sem="relaxed").to(tl.int32)
-            tl.store(WORDS + SUMS + place, packed(x, cols), mask=(inside != 0) & (place < HELD))
+        total = tl.zeros([BLOCK // 4], tl.int64)
+        above = tl.zeros([BLOCK // 4], tl.int64)
+        for first in range((program - at * programs) * BLOCK, n, programs * BLOCK):
+            # fours: what a thread loads together it adds up alone
+            cols = first + tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+            x = load_logits(X + row * x_stride, cols, cols < n)
+            mass = mass_of(x, greatest, scale).to(tl.int64)
+            total += tl.sum(mass, 1)
+            above += tl.sum(tl.where(x >= high, mass, 0), 1)
+            inside = ((x >= low) & (x < high) & (cols < n)).to(tl.int32)
+            in_four = tl.sum(inside, 1)
+            before = tl.cumsum(in_four, 0) - in_four
+            count = tl.sum(in_four, 0)
+            if count > 0:
+                before += tl.atomic_add(WORDS, count.to(tl.int64), sem="relaxed").to(tl.int32)
+                place = before[:, None] + tl.cumsum(inside, 1) - 1
+                tl.store(WORDS + SUMS + place, packed(x, cols), mask=(inside != 0) & (place < HELD))
+        all_mass, mass_above = tl.reduce((total, above), 0, add_two)
+        tl.atomic_add(WORDS + 1, all_mass, sem="relaxed")
+        tl.atomic_add(WORDS + 2, mass_above, sem="relaxed")
 
 
 @triton.jit

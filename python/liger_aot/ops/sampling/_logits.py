@@ -235,8 +235,12 @@ class Bracket:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
         self._device, self._rows, self._groups = on.device, rows, -(-n // GROUP)
         self._find = on.kernels["logits_bracket"].for_rows(key, n, rows)
-        self._collect = on.kernels["logits_collect"].for_rows(key, n, rows)
-        self._blocks = -(-n // self._collect.block)
+        self._collect = collect = on.kernels["logits_collect"].for_rows(key, n, rows)
+        programs = -(-n // collect.block)
+        if collect.persistent:  # they walk the blocks where rows are many
+            most = collect.numbers["programs_per_multiprocessor"] * on.multiprocessors
+            programs = max(1, min(programs, most // rows))
+        self._programs = programs  # of a row
 
     def __call__(self, stream: int, words: int, parts: int, blocks: int, logits: tuple[int, ...]) -> None:
         """``words`` and ``parts`` are addresses: of the rows' columns, and of what is known of so many blocks."""
@@ -244,8 +248,8 @@ class Bracket:
         x_at, *_filters, temperature, stride, n = logits
         self._find.launch(device, stream, rows, 1, 1, words, parts, *logits, self._groups, blocks, row_words)
         self._collect.launch(
-            device, stream, rows * self._blocks, 1, 1, words, x_at, temperature, stride, n, row_words,
-            self._blocks,
+            device, stream, rows * self._programs, 1, 1, words, x_at, temperature, stride, n, row_words,
+            self._programs,
         )  # fmt: skip
 
 
