@@ -195,7 +195,7 @@ class Thresholds:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
         self._on = on
         self._first = on.kernels["logits_groups"].for_rows(key, n, rows)
-        self._last = on.kernels["logits_threshold"].for_rows(key, n, rows)
+        self._last = on.kernels["logits_threshold"].for_rows((logits.dtype, True), n, rows)
         self._rows, self._groups, self._n, self._stride = rows, -(-n // GROUP), n, logits.stride
         self._blocks = -(-n // self._first.block)
         self._bracket = Bracket(on, logits) if top_p and self._blocks > 1 else None

@@ -136,8 +136,13 @@ class TopKTopPMask(SamplingOp):
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[Problem, ...]:
         rows, n = shape
-        kernels = ("logits_groups", "logits_bracket", "logits_collect", "logits_threshold", self.name)
-        return tuple(Problem(kernel, (dtype,), n % 16 == 0, n, rows) for kernel in kernels)
+        aligned = n % 16 == 0
+        kernels = ("logits_groups", "logits_bracket", "logits_collect")
+        return (
+            *(Problem(kernel, (dtype,), aligned, n, rows) for kernel in kernels),
+            Problem("logits_threshold", (dtype,), True, n, rows),
+            Problem(self.name, (dtype,), aligned, n, rows),
+        )
 
     @staticmethod
     def reference(
