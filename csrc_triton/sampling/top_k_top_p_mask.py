@@ -27,6 +27,9 @@ from csrc_triton.sampling.threshold import find_threshold
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
 ALIGNED = ["X", "x_stride", "n"]
 OF_ROW = {"X": "*dtype", "K": "*i32", "P": "*fp32", "MIN_P": "*fp32", "TEMPERATURE": "*fp32"}
+THRESHOLD = {
+    "function": "threshold", "constants": ["GROUPS", "TILE", "WIDTH", "PDL"], "defaults": {"PDL": 0}, "pdl": "PDL",
+}  # fmt: skip
 DECLARATION = {
     "op": "top_k_top_p_mask",
     "kernels": {
@@ -78,10 +81,8 @@ DECLARATION = {
             "always_aligned": True,  # it reads few of the columns
             "aligned": [],
             "forms": {
-                "row": {
-                    "function": "threshold", "constants": ["GROUPS", "TILE", "WIDTH", "PDL"], "defaults": {"PDL": 0},
-                    "pdl": "PDL",
-                },
+                "row": THRESHOLD,
+                "row_spills": {**THRESHOLD, "may_spill": "up to ten words of a thread: ptxas finds no way without"},
             },
         },
         "top_k_top_p_mask": {

@@ -22,8 +22,8 @@ from liger_aot_build.build import make_plans
 from tests.harness.drivers import MULTIPROCESSORS, InterpreterDriver, bound_op
 from tests.harness.planned_packs import compile_variants, tables_of
 from tests.harness.recording import RecordingDriver, recorded
-from tests.harness.test_warp_group_interpreter import Dense
 from tests.harness.tolerances import REFERENCE
+from tests.harness.warp_group_interpreter import GroupsDriver
 from tests.ops.attention.attention_cases import FP16, Problem
 from tests.ops.attention.attention_gradients import gradient_errors
 
@@ -383,7 +383,7 @@ def test_gradients(pack: Pack, problem: Problem, deterministic: bool, request: p
     keywords = {key: value for key, value in problem.keywords(sinks).items() if key != "return_lse"}
     o, lse = liger_aot.load("flash_attention")(q, k, v, **keywords, return_lse=True)
     do = torch.randn(o.shape).to(o.dtype)
-    op = bound_op(FlashAttentionBackward, pack, Dense)
+    op = bound_op(FlashAttentionBackward, pack, GroupsDriver)
     found = op(do, q, k, v, o, lse, deterministic=deterministic, **keywords)
     dtype = "fp16" if problem.dtype == FP16 else "bf16"
     loaded = [*op._own.of(torch.empty(1), "q")._loaded]
