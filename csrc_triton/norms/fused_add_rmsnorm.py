@@ -226,7 +226,8 @@ def forward_persistent(
 ):  # fmt: skip
     """Programs that walk the rows, one of at most BLOCKS * BLOCK columns at a time. The next row is on its way to
     registers meanwhile, as pairs of 16-bit elements: as elements it would take twice as many. The weight is read with
-    every row."""
+    every row. An fp32 weight, which few calls have, and rounding before the weight are behind branches: by masked loads
+    and selects 1024 rows of 5120 took 6% longer (H200)."""
     dtype: tl.constexpr = X.dtype.element_ty
     block = tl.arange(0, BLOCK // 2)
     n_pairs = n_cols // 2
@@ -255,13 +256,16 @@ def forward_persistent(
         tl.store(RSTD + row, rstd, mask=store_rstd != 0)
         for i in tl.static_range(BLOCKS):
             pairs = i * (BLOCK // 2) + block
-            wide = (pairs < n_pairs) & (w_kind == 2)
-            w_low = even(ws[i], dtype) + tl.load(as_fp32(W) + 2 * pairs, mask=wide, other=0.0)
-            w_high = odd(ws[i], dtype) + tl.load(as_fp32(W) + 2 * pairs + 1, mask=wide, other=0.0)
             low, high = even(totals[i], dtype) * rstd, odd(totals[i], dtype) * rstd
-            rounded = pack(low, high, dtype)
-            low = tl.where(round_first != 0, even(rounded, dtype), low) * (w_low + offset)
-            high = tl.where(round_first != 0, odd(rounded, dtype), high) * (w_high + offset)
+            if round_first != 0:
+                rounded = pack(low, high, dtype)
+                low, high = even(rounded, dtype), odd(rounded, dtype)
+            w_low, w_high = even(ws[i], dtype), odd(ws[i], dtype)
+            if w_kind == 2:
+                w_low = tl.load(as_fp32(W) + 2 * pairs, mask=pairs < n_pairs, other=0.0)
+                w_high = tl.load(as_fp32(W) + 2 * pairs + 1, mask=pairs < n_pairs, other=0.0)
+            low *= w_low + offset
+            high *= w_high + offset
             tl.store(as_x2(Y + row * y_stride) + pairs, pack(low, high, dtype), mask=pairs < n_pairs)
         xs, residuals = next_xs, next_residuals
     almost_done(PDL, False)

@@ -167,12 +167,15 @@ class TestRoPE(OpTests):
     ) -> Case:
         interleaved = dtypes["interleaved"] == "true"
         width = max(2, n // 2 * 2) if interleaved else 2 * n
+        # A program may take a whole token: of 512 on, of 28 heads that lie next to each other.
+        whole = rows >= 512
         return Case(
-            (1, 3, rows, width),
+            (1, rows, 28, width) if whole else (1, 3, rows, width),
             dtypes["dtype"],
             shift=int(not aligned),
             cos=dtypes["table"],
             interleaved=interleaved,
+            layout="bshd" if whole else "bhsd",
         )
 
     def formula(
@@ -250,6 +253,84 @@ def test_hugging_face_call() -> None:
 
 
 # ---- what only binaries do ----------------------------------------------------------------------------------
+
+
+def by_token(monkeypatch: pytest.MonkeyPatch) -> tuple[Rotary, set[str]]:
+    """The op on sm90's kernels, where a program takes a whole token however few there are, and the forms it took."""
+    op = bound_op(RoPE, built_pack("sm90"), InterpreterDriver)
+    assert isinstance(op, Rotary)
+    kernel, taken = op._own.bound[-1].kernels["rope"], set()
+    few = {key: [entry for entry in rows if "-tokens-" in entry[2]] for key, rows in kernel._few.items()}
+    monkeypatch.setattr(kernel, "_few", few)
+    load = kernel._load
+
+    def noted(name: str) -> Any:
+        loaded = load(name)
+        launch = loaded.launch
+
+        def launched(*arguments: Any) -> None:
+            taken.add(name.split("-")[1])
+            launch(*arguments)
+
+        loaded.launch = launched
+        return loaded
+
+    monkeypatch.setattr(kernel, "_load", noted)
+    return op, taken
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 3, 28, 128), BF16, layout="bshd", batched=True),
+        Case((2, 67, 3, 128), BF16, k=35, transposed=True, cos=FP32),
+        Case((1, 3, 33, 96), BF16, k=1, layout="bshd", gap=16),
+        Case((2, 2, 28, 64), BF16, layout="bshd", ids=torch.int64),
+        Case((2, 2, 28, 64), BF16, layout="bshd", ids=torch.int32, shared_ids=True),
+    ],
+    ids=str,
+)
+def test_whole_tokens(monkeypatch: pytest.MonkeyPatch, poisoned: None, case: Case, inplace: bool) -> None:
+    op, taken = by_token(monkeypatch)
+    _, (q, k, cos, sin, _), named = op_and_tensors(case)
+    wanted = RoPE()(q, k, cos, sin, **named)
+    q, k = q.detach().clone(memory_format=torch.preserve_format), k.detach().clone()
+    with torch.no_grad():
+        got = op(q, k, cos, sin, **named, inplace=inplace)  # type: ignore[operator]
+    for y, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(y, expected)
+    assert taken == {"tokens"}
+
+
+@pytest.mark.interpreter
+def test_whole_tokens_partly_rotated(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """In place alone: else the other columns are copied. Ids out of range give NaN."""
+    op, taken = by_token(monkeypatch)
+    q, cos = torch.randn(1, 3, 28, 128).bfloat16(), torch.randn(4, 64).bfloat16()
+    ids = torch.tensor([[3, 4, -1]])
+    wanted, _ = RoPE()(q[:, :1], None, cos, cos, position_ids=ids[:, :1], layout="bshd")
+    for inplace in (False, True):
+        x = q.clone()
+        with torch.no_grad():
+            y, _ = op(x, None, cos, cos, position_ids=ids, layout="bshd", inplace=inplace)  # type: ignore[operator]
+        torch.testing.assert_close(y[:, :1], wanted)
+        assert y[:, 1:, :, :64].isnan().all() and torch.equal(y[..., 64:], q[..., 64:])
+        assert taken == ({"rows", "tokens"} if inplace else {"rows"})
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "case", [Case((1, 2, 27, 64), BF16, layout="bshd"), Case((1, 28, 3, 64), BF16)], ids=str
+)
+def test_no_whole_tokens(monkeypatch: pytest.MonkeyPatch, poisoned: None, case: Case) -> None:
+    """Of fewer heads, and where tokens, not heads, lie next to each other."""
+    op, taken = by_token(monkeypatch)
+    _, (q, k, cos, sin, _), named = op_and_tensors(case)
+    for y, wanted in zip(op(q, k, cos, sin, **named), RoPE()(q, k, cos, sin, **named), strict=True):  # type: ignore[operator]
+        torch.testing.assert_close(y, wanted)
+    assert taken == {"rows"}
 
 
 @pytest.fixture(

@@ -37,12 +37,13 @@ class KernelCall(NamedTuple):
     steps: tuple[int, int]
     arguments: tuple[int, ...]  # after the index, but for the sign
     in_bytes: tuple[int, ...]  # those of them that count bytes: multiples of 16 for the aligned variant
+    all_rotated: bool = False  # no columns are left to copy: known of what has a variant for whole tokens
 
 
 class _Plan:
     """A launch, but for addresses and the sign."""
 
-    __slots__ = ("aligned", "call", "disjoint", "index", "k", "q", "spans", "variants")
+    __slots__ = ("aligned", "call", "disjoint", "index", "k", "q", "spans", "tokens", "variants")
 
     def __init__(
         self, call: KernelCall, placed: Sequence[tuple[int, ...]], heads_fastest: bool, spans: tuple[int, ...]
@@ -51,6 +52,8 @@ class _Plan:
         self.call = call
         self.q, self.k = q, k = placed  # rows and how they are counted and placed, as the kernels take it
         self.index = (by_sequence, by_token, 0) if heads_fastest else (by_sequence, 0, by_token)
+        # How many, where a program may take a whole token: its heads are the fast dimension then.
+        self.tokens = q[0] // q[4] if heads_fastest and call.all_rotated and q[4] else 0
         self.aligned = not any(n & 15 for n in (*q[7:], *k[7:], *call.in_bytes))  # all but the addresses
         self.spans = spans  # bytes from the start to the end of q, k and the tables
         self.disjoint: dict[int, bool] = {}  # distances of k from q at which the two do not overlap
@@ -232,10 +235,15 @@ class Rotary(DifferentiableOp):
     def _variant(self, on: OpOn, plan: _Plan, aligned: bool) -> tuple[Any, int, tuple[int, ...]]:
         """The binary for a plan, how many programs it takes and its arguments after the addresses."""
         call = plan.call
-        loaded = on.kernels[call.kernel]((*call.axes, aligned), call.n)
+        kernel, key = on.kernels[call.kernel], (*call.axes, aligned)
+        loaded = kernel.for_rows(key, call.n, plan.tokens) if plan.tokens else kernel(key, call.n)
+        by_token = "fewest_heads" in loaded.numbers
+        if by_token and plan.q[4] < loaded.numbers["fewest_heads"]:
+            loaded, by_token = kernel(key, call.n), False
         q_programs, k_programs = (-(-placed[0] // loaded.rows) for placed in (plan.q, plan.k))
         arguments = (*plan.q, *plan.k, q_programs, *plan.index, *call.arguments)
-        found = plan.variants[aligned] = (loaded.launch, q_programs + k_programs, arguments)
+        programs = plan.tokens if by_token else q_programs + k_programs
+        found = plan.variants[aligned] = (loaded.launch, programs, arguments)
         return found
 
     def _heads(self, settings: tuple[Any, ...]) -> int:

@@ -152,6 +152,7 @@ class RoPE(Rotary):
             index,
             (words, min(cos.shape[-2], MOST) if words else MOST, *in_bytes),
             in_bytes,
+            all_rotated=end == 2 * half,
         )
 
     def problems(
