@@ -248,6 +248,7 @@ def _language(block: Block) -> SimpleNamespace:
         cumsum=lambda x, axis: x.cumsum(axis),
         umulhi=lambda a, b: (a * b) >> 32,
         zeros_like=torch.zeros_like,
+        to_tensor=_tensor,
         split=lambda x: x.unbind(-1),
         join=lambda a, b: torch.stack((a, b), -1),
         exp=torch.exp, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,

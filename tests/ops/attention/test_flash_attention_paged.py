@@ -555,6 +555,28 @@ def test_few_queries_by_warp_groups(seed: int, nan_memory: None) -> None:
     assert SPLIT in {name.partition("-")[0] for name in op._own.of(torch.empty(1), "q")._loaded}
 
 
+# Split by their lengths: sequences of other numbers of parts, of none, of several tiles, without keys or queries, one
+# that is another kernel's, more sequences than are looked at together, a window.
+UNLIKE = (
+    Problem(4, 2, (1, 1, 1, 1), (700, 30, 0, 200), 128, behind=3),
+    Problem(8, 2, (3, 0, 1, 5), (900, 40, 64, 300), 128, FP16, sinks=True),
+    Problem(16, 2, (20, 3), (600, 140), 64, page=64),
+    Problem(4, 2, (70, 2, 1), (70, 500, 129), 128, behind=1),
+    Problem(4, 1, (2, 1, 1, 2), (400, 300, 64, 1), 128, window=(100, 0), halves=True),
+    Problem(1, 1, (1, 2, 1) * 44, (3, 9, 0, 7) * 32 + (9, 300, 20, 40), 256),
+)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(len(UNLIKE)))
+def test_keys_split_by_lengths(seed: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_aot.ops.attention._paged.least_blocks", lambda numbers: 1)
+    monkeypatch.setattr("liger_aot.ops.attention._paged.by_lengths", lambda on, loaded, call, queries: True)
+    op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
+    check(op, UNLIKE[seed], REFERENCE, seed=seed)
+    assert all(plan._tiles._combine_numbers[8] for plan in op._plans.values())  # slots
+
+
 # By two warp groups: rows of the second tile and none of its second warp group, a sequence of one tile, one of none.
 WIDE_SPLIT = (
     Problem(4, 1, (40, 3), (300, 50), 64, sinks=True, behind=3, known=True),
