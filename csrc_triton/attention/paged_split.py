@@ -43,7 +43,7 @@ from csrc_triton.attention.paged import (
 )
 from csrc_triton.attention.pipeline import Pipeline, Sizes
 from csrc_triton.attention.varlen import report, span
-from csrc_triton.common.pdl import launch_dependents, wait_for_previous
+from csrc_triton.common.pdl import launch_dependents, wait_for_previous_if
 
 
 @aggregate
@@ -340,10 +340,9 @@ def split_pages(
     DEPENDENT: a dependent launch. Behind ``paged_warp_specialized`` of the same call, whose results are not ours,
     programs start as its programs end, and wait only when they are done, for what comes next waits for this kernel
     alone. That kernel started when all before it had ended, and runs where ``max_seqlen_q`` is more than ``few``."""
-    if DEPENDENT:  # noqa: SIM102 (the outer is the compiler's)
-        if max_seqlen_q <= few:
-            sequences = wait_for_previous(sequences)
-    if PDL:  # noqa: SIM102
+    if DEPENDENT:
+        sequences = wait_for_previous_if((max_seqlen_q <= few).to(gl.int32), sequences)
+    if PDL:  # noqa: SIM102 (the outer is the compiler's)
         # See ``flash_decoding.split``: at once, and by programs without work too. Not before the wait: ``combine_paged``
         # reads lengths before its own.
         if splits > 1:
@@ -433,6 +432,5 @@ def split_pages(
             [1],
             [40],
         )
-    if DEPENDENT:  # noqa: SIM102
-        if max_seqlen_q > few:
-            wait_for_previous(few)
+    if DEPENDENT:
+        wait_for_previous_if((max_seqlen_q > few).to(gl.int32), few)

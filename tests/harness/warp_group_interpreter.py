@@ -272,7 +272,8 @@ class Code:
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
-            "launch_dependents": lambda: None, "wait_for_previous": lambda value: value, "sigmoid": torch.sigmoid,
+            "launch_dependents": lambda: None, "wait_for_previous": lambda value: value,
+            "wait_for_previous_if": lambda condition, value: value, "sigmoid": torch.sigmoid,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),

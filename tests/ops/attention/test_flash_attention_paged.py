@@ -360,9 +360,26 @@ def test_numbers_come_from_shapes_alone() -> None:
         assert found == (
             t.data_ptr(), "bf16", (t.shape[0], 2, 64, 128), (page, 64 * 128, 128, 1), (1, 1, 16, 64), 3,
         )  # fmt: skip
-    assert launches[SPLIT][-4 - 9 :] == (*shared, rows, 2, each, 2)
+    least = 2048 // 64
+    assert launches[SPLIT][-5 - 9 :] == (*shared, rows, 2, each, 2, least)
     assert launches[COMBINE][:3] == (2 * few * 4, 1, 1)
-    assert launches[COMBINE][-4:] == (2, 309, few, 2)
+    assert launches[COMBINE][-11:] == (2, 309, few, 2, 0, least, 1000, -MAX_TOKENS, 2, 64, 6)
+
+
+def test_numbers_of_keys_split_by_lengths(all_multiprocessors: None) -> None:
+    """As many slots beside each sequence's own as four waves have programs, where there is one program for each
+    multiprocessor; parts of 2048 keys and more."""
+    for keys, slots, most in ((12672, 20 + 4 * 132 // 8, 6), (2112, 20, 1)):
+        op, made = recorded(FlashAttentionPaged, tables_of("sm90"))
+        problem = Problem(32, 8, (2,) * 20, (100,) * 19 + (keys,), 128, known=True)
+        run(op, problem, problem.tensors())
+        launches = made[0].launches
+        assert launches[SPLIT][0] == slots * 8
+        assert launches[SPLIT][-5:] == (slots, 8, 0, most, 32)
+        assert (COMBINE in launches) == (most > 1)
+        if most > 1:
+            assert launches[COMBINE][0] == 20 * 2 * 32
+            assert launches[COMBINE][-8:-6] == (most, slots)
 
 
 def test_where_no_map_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
