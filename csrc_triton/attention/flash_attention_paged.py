@@ -313,14 +313,15 @@ def combine_paged(
     near_blocks = near_tiles
     chunk = splits
     split = Split(
-        CU_SEQLENS_Q, SEQUSED_K, sequences, tokens, capacity, left, few, ratio, slots, splits, least, tile_rows, key_bits
-    )
+        CU_SEQLENS_Q, SEQUSED_K, sequences, tokens, capacity, left, few, ratio, slots, splits, least, tile_rows,
+        key_bits,
+    )  # fmt: skip
     if BY_LENGTHS:  # noqa: SIM102 (the outer is the compiler's)
         if slots > 0:
             chunk, near_tiles, near_blocks = chunk_of(offsets, split)
     if PDL:  # see ``flash_decoding.combine``
         rows = wait_for_previous(rows)
-    for n in range(0, (rows - program + tl.num_programs(0) - 1) // tl.num_programs(0)):
+    for n in range((rows - program + tl.num_programs(0) - 1) // tl.num_programs(0)):
         place = program + n * tl.num_programs(0)
         of_token = place // heads
         head = place - of_token * heads
@@ -341,7 +342,8 @@ def combine_paged(
                     row = token * ratio + (head - kv_head * ratio)
                     tile = row // tile_rows
                     own_rows = tl.minimum(few * ratio, tile_rows)
-                    begin = ((slot + tile) * kv_heads + kv_head).to(tl.int64) * own_rows + (row - tile * tile_rows)
+                    first_slot = ((slot + tile) * kv_heads + kv_head).to(tl.int64)
+                    begin = first_slot * own_rows + (row - tile * tile_rows)
                     step = (tiles * kv_heads).to(tl.int64) * own_rows
             if (parts > 1) | (slots == 0):
                 columns = tl.arange(0, HEAD_DIM)

@@ -75,9 +75,9 @@ def find_rows(CU_SEQLENS, tile, sequences, tokens, ratio, BLOCK: tl.constexpr):
 
 # ---- Which keys a program takes, where they are split by the sequences' lengths ----
 #
-# Programs of a head of keys have ``slots``: (sequence, part of its keys, tile of its queries), in this order. A part has
-# at most ``chunk`` blocks of keys, which each program computes from all lengths, so that all parts have a slot: short
-# sequences are one part, long ones are many, and all parts are about equally long.
+# A head of keys has ``slots``, each a program's: (sequence, part of its keys, tile of its queries), in this order. A
+# part has at most ``chunk`` blocks of keys, which each program computes from all lengths, so that all parts have slots:
+# short sequences are one part, long ones are many, and all parts are about equally long.
 
 SEQUENCES = tl.constexpr(128)  # that are looked at together; ``offsets`` is their range, in any layout
 
@@ -103,8 +103,9 @@ class Split:
     @triton.constexpr_function
     def __init__(
         self, cu_seqlens_q, seqused_k, sequences, tokens, capacity, left, few, ratio, slots, most, least, rows, key_bits
-    ):
-        self.cu_seqlens_q, self.seqused_k, self.sequences, self.tokens = cu_seqlens_q, seqused_k, sequences, tokens
+    ):  # fmt: skip
+        self.cu_seqlens_q, self.seqused_k = cu_seqlens_q, seqused_k
+        self.sequences, self.tokens = sequences, tokens
         self.capacity, self.left, self.few, self.ratio = capacity, left, few, ratio
         self.slots, self.most, self.least, self.rows, self.key_bits = slots, most, least, rows, key_bits
 

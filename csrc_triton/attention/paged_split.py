@@ -2,11 +2,12 @@
 
 A producer warp loads pages of keys and values by TMA, box by box; one or two consumer warp groups compute. As in
 ``flash_attention_paged.paged_tiles``, the queries of a token that share a head of keys are rows of one tile, of 64
-rows a warp group, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, and
-``combine_paged`` combines their parts. With one warp group memory is the bound: 64 rows take half of the time that
-their keys take to arrive, and rows that are not there cost nothing more. What counts is that loads are on their way
-from the first block to the last, whatever the consumers do; so each stage is waited for and handed back by barriers
-alone. Two warp groups are for more rows, a chunk of a prompt: its keys are loaded half as often.
+rows a warp group, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, or
+where sequences may differ in length, and ``combine_paged`` combines their parts. With one warp group memory is the
+bound: 64 rows take half of the time that their keys take to arrive, and rows that are not there cost nothing more.
+What counts is that loads are on their way from the first block to the last, whatever the consumers do; so each stage is
+waited for and handed back by barriers alone. Two warp groups are for more rows, a chunk of a prompt: its keys are
+loaded half as often.
 
 Boxes are of 16 keys, which all page sizes are multiples of.
 """
@@ -53,8 +54,8 @@ class Tile:
     sequence: gl.tensor
     head: gl.tensor  # of keys
     splits: gl.tensor
-    partial: gl.tensor  # where partial results of its first token would be: of the sequence, and the first of its heads
-    token_step: gl.tensor  # to those of the next
+    partial: gl.tensor  # where partial results of the sequence's first token would be, of the first head
+    token_step: gl.tensor  # to those of the next token
     row: gl.tensor  # the first
     rows: gl.tensor  # of the sequence; 0 where this program has none of its tiles
     start_q: gl.tensor
@@ -68,7 +69,7 @@ class Tile:
     @gluon.constexpr_function
     def __init__(
         self, sequence, head, splits, partial, token_step, row, rows, start_q, past, len_k, start, stop, first, last
-    ):
+    ):  # fmt: skip
         self.sequence, self.head, self.splits = sequence, head, splits
         self.partial, self.token_step = partial, token_step
         self.row, self.rows, self.start_q, self.past, self.len_k = row, rows, start_q, past, len_k
@@ -343,8 +344,8 @@ def split_pages(
     if DEPENDENT:
         sequences = wait_for_previous_if((max_seqlen_q <= few).to(gl.int32), sequences)
     if PDL:  # noqa: SIM102 (the outer is the compiler's)
-        # See ``flash_decoding.split``: at once, and by programs without work too. Not before the wait: ``combine_paged``
-        # reads lengths before its own.
+        # See ``flash_decoding.split``: by programs without work too. Not before the wait: ``combine_paged`` reads the
+        # lengths before its own.
         if splits > 1:
             launch_dependents()
     BLOCK_M: gl.constexpr = 64 * WARP_GROUPS
