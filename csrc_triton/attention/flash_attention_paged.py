@@ -84,6 +84,8 @@ SPLIT = {
     "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "WARP_GROUPS", "BY_LENGTHS", "DEPENDENT", "PDL"],
     "defaults": {"PDL": 0},
     "pdl": "DEPENDENT",
+    # by the producer warp, whose code comes first and which starts when the others have waited
+    "loads_before_wait": 40,
 }
 
 DECLARATION = {
@@ -189,7 +191,7 @@ DECLARATION = {
                     "defaults": {"BY_LENGTHS": 0, "PDL": 0},
                     "pdl": "PDL",
                     # CU_SEQLENS_Q and SEQUSED_K, for which the kernel before has waited before it let this one start
-                    "loads_before_wait": 100,
+                    "loads_before_wait": 24,
                 }
             },
         },
