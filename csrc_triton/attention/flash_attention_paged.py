@@ -24,8 +24,11 @@ from csrc_triton.attention.forward import consume_tile
 from csrc_triton.attention.online_softmax import ping_pong_arrive
 from csrc_triton.attention.paged import (
     HEAD_DIMS,
+    SEQUENCES,
     PagedSequences,
+    Split,
     attend_pages,
+    chunk_of,
     fill_paged_window,
     finalise,
     find_rows,
@@ -34,8 +37,11 @@ from csrc_triton.attention.paged import (
     load_rows_of_q,
     paged_pipeline,
     pages_of_block,
+    parts_of,
     report_keys,
     scheduler_of,
+    slots_before,
+    work_of,
     zero_unseen,
 )
 from csrc_triton.attention.paged_split import split_pages  # noqa: F401
@@ -69,14 +75,17 @@ FORM = {
     "function": "paged_warp_specialized",
     "constants": [
         "BLOCK_N", "BOX_KEYS", "D1", "OUT", "STAGES", "WARP_GROUPS", "PRODUCERS", "REGISTERS", "PING_PONG",
-        "MASK",
+        "MASK", "PDL",
     ],
-    "defaults": {"PRODUCERS": 1},
+    "defaults": {"PRODUCERS": 1, "PDL": 0},
 }  # fmt: skip
 SPLIT = {
     "function": "split_pages",
-    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "WARP_GROUPS", "PDL"],
+    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "WARP_GROUPS", "BY_LENGTHS", "DEPENDENT", "PDL"],
     "defaults": {"PDL": 0},
+    "pdl": "DEPENDENT",
+    # by the producer warp, whose code comes first and which starts when the others have waited
+    "loads_before_wait": 40,
 }
 
 DECLARATION = {
@@ -105,7 +114,8 @@ DECLARATION = {
             "forms": {
                 "warp_specialized": FORM,
                 "warp_specialized_spills": {
-                    **FORM, "defaults": {}, "may_spill": "a few registers, once a tile: none where keys are multiplied",
+                    **FORM, "defaults": {"PDL": 0},
+                    "may_spill": "a few registers, once a tile: none where keys are multiplied",
                 },
             },
         },
@@ -147,10 +157,17 @@ DECLARATION = {
                 "SINKS": "*fp32", **BATCH, "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32",
                 "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
                 "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32",
+                "least": "i32",
             },
             "axes": {**DTYPES, "head_dim": HEAD_DIMS, "wide": [False, True]},
-            "gives": {"wide": {False: {"WARP_GROUPS": 1}, True: {"WARP_GROUPS": 2}}},
-            "host": ["startup_blocks", "ctas_to_saturate"],
+            "gives": {
+                # many rows are of few sequences: their keys are split alike
+                "wide": {
+                    False: {"WARP_GROUPS": 1, "BY_LENGTHS": 1, "DEPENDENT": 1},
+                    True: {"WARP_GROUPS": 2, "BY_LENGTHS": 0, "DEPENDENT": 0},
+                }
+            },
+            "host": ["startup_blocks", "ctas_to_saturate", "waves", "least_keys", "lone_keys"],
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "out_token", "out_head", "q_token", "q_head", "dim"],
             "forms": {
                 "warp_specialized": SPLIT,
@@ -160,20 +177,21 @@ DECLARATION = {
         "flash_attention_paged_combine": {
             "always_aligned": True,
             "arguments": {
-                "OUT": "*dtype", **RESULTS, "SINKS": "*fp32", "CU_SEQLENS_Q": "*i32", "out_token": "i32",
-                "out_head": "i32", "heads": "i32", "dim": "i32", "sequences": "i32", "tokens": "i32", "few": "i32",
-                "splits": "i32",
+                "OUT": "*dtype", **RESULTS, "SINKS": "*fp32", "CU_SEQLENS_Q": "*i32", "SEQUSED_K": "*i32",
+                "out_token": "i32", "out_head": "i32", "heads": "i32", "dim": "i32", "sequences": "i32",
+                "tokens": "i32", "few": "i32", "splits": "i32", "slots": "i32", "least": "i32", "capacity": "i32",
+                "left": "i32", "ratio": "i32", "tile_rows": "i32", "key_bits": "i32",
             },
             "axes": {**DTYPES, "head_dim": HEAD_DIMS},
             "aligned": ["OUT", "OUT_PARTIAL", "out_token", "out_head", "dim"],
             "forms": {
                 "tiles": {
                     "function": "combine_paged",
-                    "constants": ["BLOCK_SPLITS", "HEAD_DIM", "PDL"],
-                    "defaults": {"PDL": 0},
+                    "constants": ["BLOCK_SPLITS", "HEAD_DIM", "BY_LENGTHS", "PDL"],
+                    "defaults": {"BY_LENGTHS": 0, "PDL": 0},
                     "pdl": "PDL",
-                    # CU_SEQLENS_Q, for which the kernel before, which is no dependent launch, has waited
-                    "loads_before_wait": 2,
+                    # CU_SEQLENS_Q and SEQUSED_K, for which the kernel before has waited before it let this one start
+                    "loads_before_wait": 24,
                 }
             },
         },
@@ -282,46 +300,79 @@ def paged_tiles(
 
 @triton.jit
 def combine_paged(
-    OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, SINKS, CU_SEQLENS_Q, out_token, out_head, heads, dim, sequences, tokens, few,
-    splits, BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr,
+    OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, SINKS, CU_SEQLENS_Q, SEQUSED_K, out_token, out_head, heads, dim, sequences,
+    tokens, few, splits, slots, least, capacity, left, ratio, tile_rows, key_bits,
+    BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BY_LENGTHS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row from its parts, BLOCK_SPLITS of them at a time. A program is a (sequence, token of ``few``, head)."""
-    place = tl.program_id(0)
-    of_token = place // heads
-    head = place - of_token * heads
-    sequence = of_token // few
-    token = of_token - sequence * few
-    start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
-    parts = splits
+    """Rows from their parts, BLOCK_SPLITS of them at a time: (sequence, token of ``few``, head), of which each program
+    takes every num_programs-th. Where ``slots`` is 0 all rows have ``splits`` parts, one behind the other as rows are;
+    else (BY_LENGTHS) as many as ``split_pages`` made, in its programs' order, from ``least`` to ``key_bits`` as there;
+    rows of one part are done."""
+    program = tl.program_id(0)
+    rows = sequences * few * heads
+    offsets = tl.arange(0, SEQUENCES)
+    near_tiles = tl.zeros([SEQUENCES], tl.int32)
+    near_blocks = near_tiles
+    chunk = splits
+    split = Split(
+        CU_SEQLENS_Q, SEQUSED_K, sequences, tokens, capacity, left, few, ratio, slots, splits, least, tile_rows,
+        key_bits,
+    )  # fmt: skip
+    if BY_LENGTHS:  # noqa: SIM102 (the outer is the compiler's)
+        if slots > 0:
+            chunk, near_tiles, near_blocks = chunk_of(offsets, split)
     if PDL:  # see ``flash_decoding.combine``
-        parts = wait_for_previous(parts)
-    if (token < len_q) & (len_q <= few):
-        columns = tl.arange(0, HEAD_DIM)
-        keep = columns < dim
-        acc = tl.zeros([HEAD_DIM], tl.float32)
-        m = -1.0e30
-        total = 0.0
-        step = tl.num_programs(0).to(tl.int64)  # from one split's parts to the next's
-        for first in range(0, parts, BLOCK_SPLITS):
-            part = first + tl.arange(0, BLOCK_SPLITS)
-            to = place + part * step
-            lse = tl.load(LSE_PARTIAL + to, mask=part < parts, other=float("-inf"))
-            some = lse != float("-inf")
-            values = tl.load(
-                OUT_PARTIAL + to[:, None] * dim + columns[None, :],
-                mask=some[:, None] & keep[None, :],
-                other=0.0,
-            )
-            new_m = tl.maximum(m, tl.max(lse, 0))
-            weights = tl.exp2(lse - new_m)
-            by = tl.exp2(m - new_m)
-            m = new_m
-            total = total * by + tl.sum(weights, 0)
-            acc = acc * by + tl.sum(values * weights[:, None], 0)
-        lse, by = finalise(m, total, SINKS, head)
-        at = OUT + (start_q + token).to(tl.int64) * out_token + head.to(tl.int64) * out_head
-        tl.store(at + columns, (acc * by).to(OUT.dtype.element_ty), mask=keep)
-        tl.store(LSE + head.to(tl.int64) * tokens + (start_q + token), lse)
+        rows = wait_for_previous(rows)
+    for n in range((rows - program + tl.num_programs(0) - 1) // tl.num_programs(0)):
+        place = program + n * tl.num_programs(0)
+        of_token = place // heads
+        head = place - of_token * heads
+        sequence = of_token // few
+        token = of_token - sequence * few
+        start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
+        if (token < len_q) & (len_q <= few):
+            parts = splits
+            begin = place.to(tl.int64)
+            step = rows.to(tl.int64)  # from one part to the next
+            if BY_LENGTHS:  # noqa: SIM102
+                if slots > 0:
+                    tiles, blocks = work_of(sequence, split)
+                    parts = parts_of(blocks, chunk, split)
+                    slot = slots_before(offsets, near_tiles, near_blocks, sequence, chunk, split)
+                    kv_heads = heads // ratio
+                    kv_head = head // ratio
+                    row = token * ratio + (head - kv_head * ratio)
+                    tile = row // tile_rows
+                    own_rows = tl.minimum(few * ratio, tile_rows)
+                    first_slot = ((slot + tile) * kv_heads + kv_head).to(tl.int64)
+                    begin = first_slot * own_rows + (row - tile * tile_rows)
+                    step = (tiles * kv_heads).to(tl.int64) * own_rows
+            if (parts > 1) | (slots == 0):
+                columns = tl.arange(0, HEAD_DIM)
+                keep = columns < dim
+                acc = tl.zeros([HEAD_DIM], tl.float32)
+                m = -1.0e30
+                total = 0.0
+                for first in range(0, parts, BLOCK_SPLITS):
+                    part = first + tl.arange(0, BLOCK_SPLITS)
+                    to = begin + part * step
+                    lse = tl.load(LSE_PARTIAL + to, mask=part < parts, other=float("-inf"))
+                    some = lse != float("-inf")
+                    values = tl.load(
+                        OUT_PARTIAL + to[:, None] * dim + columns[None, :],
+                        mask=some[:, None] & keep[None, :],
+                        other=0.0,
+                    )
+                    new_m = tl.maximum(m, tl.max(lse, 0))
+                    weights = tl.exp2(lse - new_m)
+                    by = tl.exp2(m - new_m)
+                    m = new_m
+                    total = total * by + tl.sum(weights, 0)
+                    acc = acc * by + tl.sum(values * weights[:, None], 0)
+                lse, by = finalise(m, total, SINKS, head)
+                at = OUT + (start_q + token).to(tl.int64) * out_token + head.to(tl.int64) * out_head
+                tl.store(at + columns, (acc * by).to(OUT.dtype.element_ty), mask=keep)
+                tl.store(LSE + head.to(tl.int64) * tokens + (start_q + token), lse)
 
 
 # ---- Warp groups (Gluon, Hopper) ----
@@ -457,12 +508,15 @@ def paged_warp_specialized(
     dim, keys_in_l2, sequences, tokens, capacity, pages, page_bits, right, left, max_seqlen_q, few,
     BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, D1: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr,
     WARP_GROUPS: gl.constexpr, PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr, PING_PONG: gl.constexpr,
-    MASK: gl.constexpr,
+    MASK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """All tiles of sequences with more than ``few`` queries; 0: all, and tokens behind the last sequence. scale, cap,
     ``right`` and ``left`` are as in ``paged_tiles``; K and V are loaded in boxes of BOX_KEYS rows, which pages are
     multiples of. PRODUCERS: one warp loads Q, K and V, or a second one loads V: a warp takes as long for eight boxes of
     16 rows of K and of V as consumers for a block."""
+    if PDL:  # noqa: SIM102 (the outer is the compiler's)
+        if few > 0:  # ``split_pages`` is next, and takes places as programs leave them
+            launch_dependents()
     gl.static_assert(WARP_GROUPS == 2)
     gl.static_assert(K.block_shape[2] == BOX_KEYS)
     OTHERS: gl.constexpr = (

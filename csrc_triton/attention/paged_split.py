@@ -2,11 +2,12 @@
 
 A producer warp loads pages of keys and values by TMA, box by box; one or two consumer warp groups compute. As in
 ``flash_attention_paged.paged_tiles``, the queries of a token that share a head of keys are rows of one tile, of 64
-rows a warp group, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, and
-``combine_paged`` combines their parts. With one warp group memory is the bound: 64 rows take half of the time that
-their keys take to arrive, and rows that are not there cost nothing more. What counts is that loads are on their way
-from the first block to the last, whatever the consumers do; so each stage is waited for and handed back by barriers
-alone. Two warp groups are for more rows, a chunk of a prompt: its keys are loaded half as often.
+rows a warp group, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, or
+where sequences may differ in length, and ``combine_paged`` combines their parts. With one warp group memory is the
+bound: 64 rows take half of the time that their keys take to arrive, and rows that are not there cost nothing more.
+What counts is that loads are on their way from the first block to the last, whatever the consumers do; so each stage is
+waited for and handed back by barriers alone. Two warp groups are for more rows, a chunk of a prompt: its keys are
+loaded half as often.
 
 Boxes are of 16 keys, which all page sizes are multiples of.
 """
@@ -27,17 +28,23 @@ from csrc_triton.attention.online_softmax import (
     wait_pv,
 )
 from csrc_triton.attention.paged import (
+    SEQUENCES,
     PagedSequences,
+    Split,
+    chunk_of,
     finalise,
     keys_in_cache,
     load_pages,
     paged_pipeline,
     pages_of_block,
+    parts_of,
     report_keys,
+    sequence_of_slot,
+    work_of,
 )
 from csrc_triton.attention.pipeline import Pipeline, Sizes
 from csrc_triton.attention.varlen import report, span
-from csrc_triton.common.pdl import launch_dependents
+from csrc_triton.common.pdl import launch_dependents, wait_for_previous_if
 
 
 @aggregate
@@ -46,8 +53,9 @@ class Tile:
 
     sequence: gl.tensor
     head: gl.tensor  # of keys
-    split: gl.tensor
     splits: gl.tensor
+    partial: gl.tensor  # where partial results of the sequence's first token would be, of the first head
+    token_step: gl.tensor  # to those of the next token
     row: gl.tensor  # the first
     rows: gl.tensor  # of the sequence; 0 where this program has none of its tiles
     start_q: gl.tensor
@@ -60,9 +68,10 @@ class Tile:
 
     @gluon.constexpr_function
     def __init__(
-        self, sequence, head, split, splits, row, rows, start_q, past, len_k, start, stop, first, last
-    ):
-        self.sequence, self.head, self.split, self.splits = sequence, head, split, splits
+        self, sequence, head, splits, partial, token_step, row, rows, start_q, past, len_k, start, stop, first, last
+    ):  # fmt: skip
+        self.sequence, self.head, self.splits = sequence, head, splits
+        self.partial, self.token_step = partial, token_step
         self.row, self.rows, self.start_q, self.past, self.len_k = row, rows, start_q, past, len_k
         self.start, self.stop, self.first, self.last = start, stop, first, last
 
@@ -265,7 +274,6 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, g: gl.constexpr):
                 mbarrier.arrive(v.empty.index(stage), count=1)
         total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
         head = tile.head * ratio + (gl.minimum(row, last_row) - token * ratio)
-        heads = operands.kv_heads * ratio
         if tile.splits == 1:
             lse, by = finalise(m, total, operands.SINKS, head)
             own = (tile.start_q + token).to(gl.int64)
@@ -275,8 +283,7 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, g: gl.constexpr):
             gl.store(operands.LSE + (head.to(gl.int64) * seqs.tokens_q + own), lse, mask=valid)
         else:
             part = scale_rows(acc, 1.0 / gl.where(total > 0, total, 1.0))
-            of_split = (tile.split * seqs.count + tile.sequence).to(gl.int64)
-            at = (of_split * seqs.few + token) * heads + head
+            at = tile.partial + token * tile.token_step + (head - tile.head * ratio)
             seen = valid & (tile.last > tile.first)
             store_rows(operands.OUT_PARTIAL, at * operands.dim, part, seen, operands.dim, z.O1)
             gl.store(operands.LSE_PARTIAL + at, m + gl.log2(total), mask=valid)
@@ -310,37 +317,79 @@ def split_of_blocks(split, splits, first, last):
     return begin, begin + each + gl.where(split < more, 1, 0)
 
 
+@gluon.constexpr_function
+def bits_of(n):
+    return n.bit_length() - 1
+
+
 @gluon.jit
 def split_pages(
     K, V, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, out_token, out_head,
     q_token, q_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity, pages, page_bits, right, left,
-    max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits,
+    max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits, least,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    PDL: gl.constexpr,
+    BY_LENGTHS: gl.constexpr, DEPENDENT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head), of which each sequence has
-    ``tiles_per_sequence``. All programs zero tokens behind the last one: tiles of their own, mostly without any, took
-    places on the GPU that others waited for. K and V are tensor maps over (page, head, row, column) with boxes of 16
-    keys and 64 columns. The other arguments are as in ``paged_tiles``."""
+    ``tiles_per_sequence``. Where that is 0 (BY_LENGTHS), a program for each of (slots, heads of K) instead, as many
+    slots as ``tiles`` says, sequences in at most ``splits`` parts of ``least`` blocks and more: see ``paged.Split``.
+
+    All programs zero tokens behind the last one: tiles of their own, mostly without any, took places on the GPU that
+    others waited for. K and V are tensor maps over (page, head, row, column) with boxes of 16 keys and 64 columns. The
+    other arguments are as in ``paged_tiles``.
+
+    DEPENDENT: a dependent launch. Behind ``paged_warp_specialized`` of the same call, whose results are not ours,
+    programs start as its programs end, and wait only when they are done, for what comes next waits for this kernel
+    alone. That kernel started when all before it had ended, and runs where ``max_seqlen_q`` is more than ``few``."""
+    if DEPENDENT:
+        sequences = wait_for_previous_if((max_seqlen_q <= few).to(gl.int32), sequences)
     if PDL:  # noqa: SIM102 (the outer is the compiler's)
-        if splits > 1:  # see ``flash_decoding.split``: at once, and by programs without work too
+        # See ``flash_decoding.split``: by programs without work too. Not before the wait: ``combine_paged`` reads the
+        # lengths before its own.
+        if splits > 1:
             launch_dependents()
     BLOCK_M: gl.constexpr = 64 * WARP_GROUPS
     z = Sizes(BLOCK_N, HEAD_DIM, 0, 64, STAGES, WARP_GROUPS, 0, 0)
     program = gl.program_id(0)
     split_head = program // tiles
-    tile = program - split_head * tiles
+    of_head = program - split_head * tiles
     split = split_head // kv_heads
     head = split_head - split * kv_heads
+    number = split * tiles + of_head
+    programs_a_head = splits * tiles
+    sequence = gl.minimum(of_head // gl.maximum(tiles_per_sequence, 1), sequences)
+    row = (of_head - sequence * tiles_per_sequence) * BLOCK_M
+    token_step = kv_heads * ratio
+    partial = (split * sequences + sequence).to(gl.int64) * (few * token_step) + head * ratio
+    reports = (of_head < sequences) & (head == 0) & (split == 0)
+    reported = of_head
+    if BY_LENGTHS:  # noqa: SIM102
+        if tiles_per_sequence == 0:
+            number = program // kv_heads
+            head = program - number * kv_heads
+            programs_a_head = tiles
+            of_call = Split(
+                CU_SEQLENS_Q, SEQUSED_K, sequences, tokens, capacity, left, few, ratio, tiles, splits, least,
+                gl.to_tensor(BLOCK_M), gl.to_tensor(bits_of(BLOCK_N)),
+            )  # fmt: skip
+            offsets = gl.arange(0, SEQUENCES, gl.BlockedLayout([4], [32], [4], [0]))  # each warp has all
+            chunk, near_tiles, near_blocks = chunk_of(offsets, of_call)
+            sequence, before = sequence_of_slot(offsets, near_tiles, near_blocks, number, chunk, of_call)
+            own_tiles, blocks = work_of(sequence, of_call)
+            splits = parts_of(blocks, chunk, of_call)
+            split = (number - before) // gl.maximum(own_tiles, 1)
+            row = (number - before - split * own_tiles) * BLOCK_M
+            token_step = ratio
+            partial = program.to(gl.int64) * gl.minimum(few * ratio, BLOCK_M) - row
+            reports = (number == before) & (sequence < sequences) & (head == 0)
+            reported = sequence
     k = paged_pipeline(K, STAGES, z)
     v = paged_pipeline(V, STAGES, z)
     rows_of_q = gl.allocate_shared_memory(K.dtype, [WARP_GROUPS, 1, 1, 64, HEAD_DIM], K.layout)
     q = Pipeline(rows_of_q, rows_of_q, k.full, k.empty)
-    if (tile < sequences) & (head == 0) & (split == 0):
-        report(FLAG, CU_SEQLENS_Q, tile, tokens, max_seqlen_q)
-        report_keys(FLAG, SEQUSED_K, tile, capacity)
-    sequence = gl.minimum(tile // tiles_per_sequence, sequences)
-    row = (tile - sequence * tiles_per_sequence) * BLOCK_M
+    if reports:
+        report(FLAG, CU_SEQLENS_Q, reported, tokens, max_seqlen_q)
+        report_keys(FLAG, SEQUSED_K, reported, capacity)
     start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
     rows = gl.where((row < len_q * ratio) & (len_q <= few), len_q * ratio, 0)
     len_k = keys_in_cache(SEQUSED_K, sequence, sequences, capacity)
@@ -356,13 +405,14 @@ def split_pages(
         CU_SEQLENS_Q, SEQUSED_K, TABLE, table_row, sequences, tokens, tiles, kv_heads, ratio, tiles, right,
         right - left, few, capacity, pages, page_bits,
     )  # fmt: skip
-    own = Tile(sequence, head, split, splits, row, rows, start_q, past, len_k, start, stop, first, last)
+    own = Tile(
+        sequence, head, splits, partial, token_step, row, rows, start_q, past, len_k, start, stop, first, last
+    )  # fmt: skip
     operands = Operands(
         OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, out_token, out_head, q_token, q_head, dim, kv_heads
     )
     behind, _ = span(CU_SEQLENS_Q, sequences, sequences, tokens)
-    number = split * tiles + tile
-    zero_tokens(operands, head, number, splits * tiles, behind, tokens, ratio, K.dtype, HEAD_DIM)
+    zero_tokens(operands, head, number, programs_a_head, behind, tokens, ratio, K.dtype, HEAD_DIM)
     fence_async_shared()
     if WARP_GROUPS == 2:
         gl.warp_specialize(
@@ -383,3 +433,5 @@ def split_pages(
             [1],
             [40],
         )
+    if DEPENDENT:
+        wait_for_previous_if((max_seqlen_q > few).to(gl.int32), few)

@@ -24,3 +24,12 @@ def wait_for_previous(value):
         "{ .reg .pred %known; setp.ge.s32 %known, $1, 0; @%known griddepcontrol.wait; mov.b32 $0, $1; }",
         "=r,r", [value], tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def wait_for_previous_if(condition, value):
+    """As ``wait_for_previous``, where the int32 ``condition`` is not 0, without a branch, which could move the wait."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred %wanted; setp.ne.s32 %wanted, $1, 0; @%wanted griddepcontrol.wait; mov.b32 $0, $2; }",
+        "=r,r,r", [condition, value], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -248,6 +248,7 @@ def _language(block: Block) -> SimpleNamespace:
         cumsum=lambda x, axis: x.cumsum(axis),
         umulhi=lambda a, b: (a * b) >> 32,
         zeros_like=torch.zeros_like,
+        to_tensor=_tensor,
         split=lambda x: x.unbind(-1),
         join=lambda a, b: torch.stack((a, b), -1),
         exp=torch.exp, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,
@@ -271,7 +272,8 @@ class Code:
         self._named = {
             "gl": language, "tl": language, "add_dq": add_dq, "warpgroup_mma": _product, "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None, "named_barrier": block.named_barrier, **SOFTMAX,
-            "launch_dependents": lambda: None, "wait_for_previous": lambda value: value, "sigmoid": torch.sigmoid,
+            "launch_dependents": lambda: None, "wait_for_previous": lambda value: value,
+            "wait_for_previous_if": lambda condition, value: value, "sigmoid": torch.sigmoid,
             "mbarrier": SimpleNamespace(
                 init=block.init, arrive=block.arrive, expect=block.expect, wait=block.wait, MBarrierLayout=_Layout
             ),

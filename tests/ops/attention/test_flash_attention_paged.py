@@ -360,9 +360,26 @@ def test_numbers_come_from_shapes_alone() -> None:
         assert found == (
             t.data_ptr(), "bf16", (t.shape[0], 2, 64, 128), (page, 64 * 128, 128, 1), (1, 1, 16, 64), 3,
         )  # fmt: skip
-    assert launches[SPLIT][-4 - 9 :] == (*shared, rows, 2, each, 2)
+    least = 2048 // 64
+    assert launches[SPLIT][-5 - 9 :] == (*shared, rows, 2, each, 2, least)
     assert launches[COMBINE][:3] == (2 * few * 4, 1, 1)
-    assert launches[COMBINE][-4:] == (2, 309, few, 2)
+    assert launches[COMBINE][-11:] == (2, 309, few, 2, 0, least, 1000, -MAX_TOKENS, 2, 64, 6)
+
+
+def test_numbers_of_keys_split_by_lengths(all_multiprocessors: None) -> None:
+    """As many slots beside each sequence's own as four waves have programs, where there is one program for each
+    multiprocessor; parts of 2048 keys and more."""
+    for keys, slots, most in ((12672, 20 + 4 * 132 // 8, 6), (2112, 20, 1)):
+        op, made = recorded(FlashAttentionPaged, tables_of("sm90"))
+        problem = Problem(32, 8, (2,) * 20, (100,) * 19 + (keys,), 128, known=True)
+        run(op, problem, problem.tensors())
+        launches = made[0].launches
+        assert launches[SPLIT][0] == slots * 8
+        assert launches[SPLIT][-5:] == (slots, 8, 0, most, 32)
+        assert (COMBINE in launches) == (most > 1)
+        if most > 1:
+            assert launches[COMBINE][0] == 20 * 2 * 32
+            assert launches[COMBINE][-8:-6] == (most, slots)
 
 
 def test_where_no_map_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,6 +570,28 @@ def test_few_queries_by_warp_groups(seed: int, nan_memory: None) -> None:
     op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
     check(op, FEW[seed], REFERENCE, seed=seed)
     assert SPLIT in {name.partition("-")[0] for name in op._own.of(torch.empty(1), "q")._loaded}
+
+
+# Split by their lengths: sequences of other numbers of parts, of none, of several tiles, without keys or queries, one
+# that is another kernel's, more sequences than are looked at together, a window.
+UNLIKE = (
+    Problem(4, 2, (1, 1, 1, 1), (700, 30, 0, 200), 128, behind=3),
+    Problem(8, 2, (3, 0, 1, 5), (900, 40, 64, 300), 128, FP16, sinks=True),
+    Problem(16, 2, (20, 3), (600, 140), 64, page=64),
+    Problem(4, 2, (70, 2, 1), (70, 500, 129), 128, behind=1),
+    Problem(4, 1, (2, 1, 1, 2), (400, 300, 64, 1), 128, window=(100, 0), halves=True),
+    Problem(1, 1, (1, 2, 1) * 44, (3, 9, 0, 7) * 32 + (9, 300, 20, 40), 256),
+)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(len(UNLIKE)))
+def test_keys_split_by_lengths(seed: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_aot.ops.attention._paged.least_blocks", lambda numbers: 1)
+    monkeypatch.setattr("liger_aot.ops.attention._paged.by_lengths", lambda on, loaded, call, queries: True)
+    op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
+    check(op, UNLIKE[seed], REFERENCE, seed=seed)
+    assert all(plan._tiles._combine_numbers[8] for plan in op._plans.values())  # slots
 
 
 # By two warp groups: rows of the second tile and none of its second warp group, a sequence of one tile, one of none.

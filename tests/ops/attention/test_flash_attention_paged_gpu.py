@@ -45,6 +45,15 @@ LARGE = (
             Problem(8, 2, (130,), (4000,), dim, FP16, page=64, window=(1500, 0), sinks=True, known=True),
         )
     ),
+    # keys are split by the sequences' lengths
+    *(
+        Problem(32, 8, (1, 3, 0, 5) * 9, tuple(range(10, 9000, 250)), dim, sinks=True, behind=1)
+        for dim in (64, 128, 256)
+    ),
+    Problem(32, 8, (1,) * 63 + (2,), (300,) * 40 + (20000,) + (0,) * 22 + (4000,), 128, FP16, page=64),
+    Problem(16, 4, (2,) * 140, (500, 30) * 69 + (9000, 6000), 128),
+    Problem(32, 8, (40,) + (20,) * 8, tuple(range(1000, 9100, 1000)), 128),
+    Problem(32, 8, (900,) + (1, 30) * 8, (900,) + tuple(range(500, 8500, 500)), 128),
     Problem(64, 8, (1,), (65536,), 128),
     Problem(64, 8, (16,), (32768,), 128, page=64),
     Problem(8, 2, (2048, 1, 1, 512), (4096, 3000, 1, 512), 128, page=16),
@@ -205,6 +214,46 @@ def test_what_follows_waits_for_every_split(op: FlashAttentionPaged) -> None:
     torch.cuda.synchronize()
     assert not torch.equal(*wanted)
     assert all(torch.equal(o, wanted[i % 2]) for i, o in enumerate(results))
+
+
+# One token of each, the kernel for few queries alone; a prompt beside them, whose kernel runs at the same time.
+MIXED = (1,) * 40, (900,) + (1, 3) * 16
+
+
+@pytest.mark.parametrize("queries", MIXED, ids=("decoding", "a prompt too"))
+def test_waits_for_its_arguments_and_is_waited_for(op: FlashAttentionPaged, queries: tuple[int, ...]) -> None:
+    """Keys are split by lengths that the kernel before has just written, as it has the queries and keys; results are
+    read, and arguments overwritten, by the next one. In a graph and without."""
+    keys = tuple(max(n, 100 + 200 * i) for i, n in enumerate(queries))
+    problem = Problem(32, 8, queries, keys, 128, known=True)
+    static = problem.tensors(device="cuda")
+    fewer = static[4] - (torch.arange(len(keys), device="cuda") % 5 * (static[4] // 10)).int()
+    fewer = torch.maximum(fewer, static[3].diff())
+    sets = [[static[i].clone() for i in (0, 2, 4)], [torch.randn_like(static[0]), static[2] + 1, fewer]]
+
+    def step(given: list[torch.Tensor]) -> torch.Tensor:
+        for i, t in zip((0, 2, 4), given, strict=True):
+            static[i].copy_(t)
+        o, _ = run(op, problem, static)
+        for i in (0, 2, 4):
+            static[i].zero_()
+        return o + 0
+
+    wanted = []
+    for given in sets:
+        wanted.append(step(given))
+        torch.cuda.synchronize()
+    assert not torch.equal(*wanted)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
+        in_graph = [step(sets[i % 2]) for i in range(6)]
+    for _ in range(5):
+        results = [step(sets[i % 2]) for i in range(6)]
+        graph.replay()
+        torch.cuda.synchronize()
+        for found in (results, in_graph):
+            assert all(torch.equal(o, wanted[i % 2]) for i, o in enumerate(found))
 
 
 def test_compile(op: FlashAttentionPaged) -> None:

@@ -57,6 +57,7 @@ NARROW_ROWS = 16  # of a head of keys, in one tile by plain kernels
 FEW_ROWS = 128  # of a head of keys: with more they are worth the forward kernel, which has a tile a head of q
 SPLIT_BLOCK = 1.15  # what a block of keys takes the split kernel, in blocks of the forward kernel
 ROWS_COMBINED = 5  # in the time of a key of the forward kernel
+COMBINE_PROGRAMS = 32  # of a multiprocessor, which walk the rows, where most may have nothing to combine
 TAIL_PROGRAMS = 8  # at most, of plain kernels, for tokens behind the last sequence
 
 
@@ -302,18 +303,30 @@ class TilesPlan:
         each = -(-queries * shape.ratio // rows)
         found = tiles_of(shape.tokens * shape.ratio, rows, shape.sequences)
         by_sequence = self._mapped or few is not None or shape.sequences * each < found
+        slots = least = 0
         if self._mapped:
             tiles = shape.sequences * each
+            least = least_blocks(numbers)
+            mixed = few is not None
+            if mixed or by_lengths(on, loaded, call, queries):
+                slots = slots_for(on, loaded, call, queries, mixed)
         elif by_sequence:
             tail = max(min(-(-shape.tokens * shape.ratio // rows), TAIL_PROGRAMS), 1)
             tiles = shape.sequences * each + tail
         else:
             tiles, each = found, 0
         splits = 1
-        if each:
-            splits = splits_for(on, loaded, call, queries, call.settings.splits)
-        parts = splits * shape.sequences * queries * shape.heads if splits > 1 else 0
-        self._programs = tiles * shape.kv_heads * splits
+        if slots:
+            split = slots > tiles_bound(call, rows, queries)
+            splits = min(call.blocks(numbers["block_n"], queries) // least, MAX_SPLITS) if split else 1
+            tiles, each = slots, 0
+            parts = slots * shape.kv_heads * min(queries * shape.ratio, rows) if split else 0
+            self._programs = slots * shape.kv_heads
+        else:
+            if each:
+                splits = splits_for(on, loaded, call, queries, call.settings.splits)
+            parts = splits * shape.sequences * queries * shape.heads if splits > 1 else 0
+            self._programs = tiles * shape.kv_heads * splits
         if max(self._programs, parts) >= 1 << 31:
             raise ArgumentError(
                 f"{NAME}: {shape.tokens} tokens of {shape.heads} heads in {shape.sequences} sequences are too many"
@@ -329,14 +342,18 @@ class TilesPlan:
         self._numbers = (
             out_token, out_head, q_token, q_head, *(() if self._mapped else call.strides), call.table_row,
             *call.scales, shape.ratio, shape.dim, *call.sizes(bound), tiles, shape.kv_heads, each, splits,
+            *((least,) if self._mapped else ()),
         )  # fmt: skip
         self._partials, self._lse_partial = parts * (shape.dim + 1), 4 * parts * shape.dim
         self._rows = shape.sequences * queries * shape.heads
+        if slots:
+            self._rows = min(self._rows, on.multiprocessors * COMBINE_PROGRAMS)
         self._combine: Loaded | None = None
         if parts:
             self._combine = on.kernels[f"{NAME}_combine"]((q.dtype, key[-1], True), shape.dim)
         self._combine_numbers = (
-            out_token, out_head, shape.heads, shape.dim, shape.sequences, shape.tokens, queries, splits,
+            out_token, out_head, shape.heads, shape.dim, shape.sequences, shape.tokens, queries, splits, slots, least,
+            shape.capacity, call.left, shape.ratio, rows, numbers["block_n"].bit_length() - 1,
         )  # fmt: skip
         self._coded = call.dtypes[1] in FP8
 
@@ -363,7 +380,8 @@ class TilesPlan:
             )  # fmt: skip
         if self._combine is not None:
             self._combine.launch(
-                on.device, stream, self._rows, 1, 1, *results, at(sinks), cu_q.data_ptr(), *self._combine_numbers
+                on.device, stream, self._rows, 1, 1, *results, at(sinks), cu_q.data_ptr(), seqused_k.data_ptr(),
+                *self._combine_numbers,
             )  # fmt: skip
 
 
@@ -456,8 +474,9 @@ def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
 
 def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
     """The kernel with tensor maps for sequences of at most so many queries, None where there is none or another is
-    faster: the tiles for rows that they have in one, where all multiprocessors have some; another kernel for more rows
-    than a warp group's two tiles, unless splitting keys is worth combining them."""
+    faster: the tiles for rows that they have in one, where all multiprocessors have some and keys are not split by the
+    sequences' lengths; another kernel for more rows than a warp group's two tiles, unless splitting keys is worth
+    combining them."""
     kernel, shape = on.kernels.get(f"{NAME}_split"), call.shape
     rows = queries * shape.ratio
     wide = rows > FEW_ROWS
@@ -468,7 +487,50 @@ def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
     if wide:
         return loaded if split_pays(on, loaded, call, queries) else None
     busy = shape.sequences * shape.kv_heads > on.multiprocessors
-    return None if busy and rows <= NARROW_ROWS else loaded
+    return None if busy and rows <= NARROW_ROWS and not by_lengths(on, loaded, call, queries) else loaded
+
+
+def by_lengths(on: OpOn, loaded: Loaded, call: Call, queries: int) -> bool:
+    """Whether the kernel's programs are told apart by the sequences' lengths, on the device: where each multiprocessor
+    has a program and not many, and sequences may be longer than a part. Else their keys are split alike: with few
+    programs lengths cost more to read than they save, many even out, and a caller who asks for splits has as many."""
+    numbers = loaded.numbers
+    waves = numbers.get("waves", 0)
+    if not waves or call.settings.splits:
+        return False
+    programs = tiles_in(call, numbers, queries)
+    busy = on.multiprocessors < programs <= waves * on.multiprocessors * loaded.variant.resident
+    return busy and call.blocks(numbers["block_n"], queries) >= least_blocks(numbers)
+
+
+def least_blocks(numbers: Mapping[str, int]) -> int:
+    """Of a part, where keys are split by the sequences' lengths."""
+    return max(numbers.get("least_keys", 0) // numbers["block_n"], 1)
+
+
+def tiles_bound(call: Call, rows: int, queries: int) -> int:
+    """Tiles of a head of keys, at most: each sequence has one and more."""
+    shape = call.shape
+    each = -(-queries * shape.ratio // rows)
+    return min(shape.sequences * each, shape.tokens * shape.ratio // rows + shape.sequences)
+
+
+def slots_for(on: OpOn, loaded: Loaded, call: Call, queries: int, mixed: bool) -> int:
+    """How many programs a head of keys has where keys are split by the sequences' lengths; 0: they are not. Beside
+    another kernel's sequences (``mixed``) as many as if all were alike, for combining takes time that it needs."""
+    shape, numbers = call.shape, loaded.numbers
+    waves = numbers.get("waves", 0)
+    if not waves or call.settings.splits:
+        return 0
+    rows = rows_of(numbers)
+    tiles = tiles_bound(call, rows, queries)
+    parts = call.blocks(numbers["block_n"], queries) // least_blocks(numbers)
+    if mixed:
+        more = tiles * (splits_for(on, loaded, call, queries, 0) - 1)
+    else:
+        more = waves * on.multiprocessors * loaded.variant.resident // shape.kv_heads
+    held = PARTIAL_ELEMENTS // (shape.kv_heads * min(queries * shape.ratio, rows) * (shape.dim + 1))
+    return max(min(tiles + more, tiles * parts, held), tiles)
 
 
 def split_pays(on: OpOn, loaded: Loaded, call: Call, queries: int) -> bool:
@@ -513,7 +575,16 @@ def splits_for(on: OpOn, loaded: Loaded, call: Call, queries: int, asked: int) -
     saturating = numbers.get("ctas_to_saturate", places)
     costs = DECODING if "block_m" in numbers else PAGED
     startup = numbers["startup_blocks"]
-    return best_splits(programs, blocks, places * here, saturating * here, startup, most, costs)
+    splits = best_splits(programs, blocks, places * here, saturating * here, startup, most, costs)
+    lone, alone = numbers.get("lone_keys", 0), here // programs  # one program a multiprocessor
+    if (
+        lone
+        and 1 < alone < splits
+        and call.shape.capacity >= alone * lone
+        and alone * programs * costs.multiprocessor_limit >= here
+    ):
+        return alone
+    return splits
 
 
 def like(t: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class FlashAttentionPaged(ForwardOnlyOp):
         k_scale, v_scale: of an fp8 cache, float32, as many elements each: keys and values are code * scale. One
             element, or (kv_heads,). Each may be None, which is 1.
         splits: how many programs split a sequence's keys at most, where sequences have few queries. None: chosen from
-            the shapes and the profile.
+            the shapes and the profile; on sm90, where many sequences may be long, on the GPU from the lengths of all of
+            them, so that the last bits of a sequence's results depend on the other lengths.
         out: (tokens, heads, dim) of q's dtype to write the result to, or None. It shares no memory with the arguments,
             nor do its own elements with each other.
         return_lse: also return the logarithm of each query's sum.
