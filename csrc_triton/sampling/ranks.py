@@ -11,8 +11,8 @@ from csrc_triton.sampling.generator import column_of, in_order, log2_of, mass_of
 from csrc_triton.sampling.logits import LOWEST, given
 
 RANKED = tl.constexpr(256)  # sets, and columns that are compared
-PIVOTS = tl.constexpr(32)  # with which all sets are compared
-FEW = tl.constexpr(128)  # of the columns, where there are no more: as a rule
+PIVOTS = tl.constexpr(64)  # of the sets, with which all are compared
+FEW = tl.constexpr(64)  # of the columns, where there are no more: as a rule
 NO_KEY = tl.constexpr(-2147483648)  # below every number's
 NO_WORD = tl.constexpr(-9223372036854775808)
 LAST_WORD = tl.constexpr(9223372036854775807)
@@ -44,10 +44,9 @@ def keys_of_sets(GREATEST, groups):
 
 @triton.jit
 def bound_of_sets(sets, wanted):
-    """A key that at least ``wanted`` of the sets reach, and few more: the greatest such of PIVOTS, each the greatest of
-    two sets. LOWEST if there is none."""
-    parts = tl.reshape(sets, [PIVOTS, RANKED // PIVOTS])
-    pivots = tl.max(tl.where(tl.arange(0, RANKED // PIVOTS)[None, :] < 2, parts, NO_KEY), 1)
+    """A key that at least ``wanted`` of the sets reach, and few more: the greatest such of PIVOTS of them. LOWEST if
+    there is none."""
+    pivots = tl.max(tl.reshape(sets, [PIVOTS, RANKED // PIVOTS]), 1)
     reached = tl.sum(tl.where(sets[:, None] >= pivots[None, :], 1.0, 0.0), 0)
     return tl.maximum(tl.max(tl.where(reached >= wanted.to(tl.float32), pivots, LOWEST), 0), LOWEST)
 

@@ -46,7 +46,7 @@ DECLARATION = {
         "logits_groups": {
             "arguments": {
                 "GREATEST": "*fp32", "PARTS": "*fp32", "WORDS": "*i64", "X": "*dtype", "TEMPERATURE": "*fp32",
-                "x_stride": "i64", "n": "i32", "groups": "i32", "row_words": "i32", "blocks": "i32",
+                "x_stride": "i64", "n": "i32", "groups": "i32", "row_words": "i32", "blocks": "i32", "fours": "i32",
             },
             "axes": AXES,
             "aligned": ALIGNED,
@@ -118,11 +118,11 @@ DECLARATION = {
 
 @triton.jit
 def groups_of_block(
-    GREATEST, PARTS, WORDS, X, TEMPERATURE, x_stride, n, groups, row_words, blocks,
+    GREATEST, PARTS, WORDS, X, TEMPERATURE, x_stride, n, groups, row_words, blocks, fours,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The greatest logit of each group in a block of columns, and of each four of them; for ``bracket`` also that of
-    the block, and its mass relative to it. A row's first program clears the words before the row's columns."""
+    """The greatest logit of each group in a block of columns, where ``fours`` is not 0 also of each four of them; for
+    ``bracket`` that of the block, and its mass relative to it. A row's first program clears the words before the row's columns."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
@@ -133,9 +133,10 @@ def groups_of_block(
     of_groups = tl.max(x, 1)
     GREATEST += at.to(tl.int64) * (2 * groups)
     tl.store(GREATEST + group, of_groups, mask=group < groups)
-    four = first // 4 + tl.arange(0, BLOCK // GROUP // 4)
-    of_fours = tl.max(tl.reshape(of_groups, [BLOCK // GROUP // 4, 4]), 1)
-    tl.store(GREATEST + groups + four, of_fours, mask=four * 4 < groups)
+    if fours != 0:
+        four = first // 4 + tl.arange(0, BLOCK // GROUP // 4)
+        of_fours = tl.max(tl.reshape(of_groups, [BLOCK // GROUP // 4, 4]), 1)
+        tl.store(GREATEST + groups + four, of_fours, mask=four * 4 < groups)
     if first == 0:
         i = tl.arange(0, SUMS)
         words = tl.where(i == BOUNDS, NOT_BRACKETED, 0).to(tl.int64)

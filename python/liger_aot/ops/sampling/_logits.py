@@ -193,7 +193,7 @@ class Thresholds:
 
     def __init__(self, on: OpOn, logits: Logits, top_k: bool, top_p: bool) -> None:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
-        self._on = on
+        self._on, self._fours = on, int(top_k)  # top-k looks at fours of groups
         self._first = on.kernels["logits_groups"].for_rows(key, n, rows)
         self._last = on.kernels["logits_threshold"].for_rows((logits.dtype, True), n, rows)
         self._rows, self._groups, self._n, self._stride = rows, -(-n // GROUP), n, logits.stride
@@ -220,7 +220,7 @@ class Thresholds:
         logits = (x_at, *filters, temperature, self._stride, self._n)
         self._first.launch(
             device, stream, rows * self._blocks, 1, 1, greatest, parts, words, x_at, temperature, self._stride, self._n,
-            groups, row_words, self._blocks,
+            groups, row_words, self._blocks, self._fours,
         )  # fmt: skip
         if collection is not None:
             collection(stream, words, greatest, parts, self._blocks, logits, row_words)
