@@ -122,7 +122,8 @@ def groups_of_block(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The greatest logit of each group in a block of columns, where ``fours`` is not 0 also of each four of them; for
-    ``bracket`` that of the block, and its mass relative to it. A row's first program clears the words before the row's columns."""
+    ``bracket`` that of the block, and its mass relative to it. A row's first program clears the words before the row's
+    columns."""
     blocks = begin(blocks, PDL)
     program = tl.program_id(0)
     at = program // blocks
