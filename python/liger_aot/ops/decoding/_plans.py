@@ -30,6 +30,8 @@ GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
 RECIPROCAL = 1 << 32  # up to where the fused kernel multiplies instead of dividing
 ONE_SPLIT_WAVES, ONE_SPLIT_KEYS = 4, 2048  # from how many waves of programs, up to which room: Call.whole
 WHOLE_DIM = 128  # for which the fused kernel takes sequences that it doesn't split: suits_whole
+# Parts of a sequence whose table has room for two and more of PART_KEYS: parts_of_room
+PART_KEYS, WAVES, FEW_PARTS, MORE_PARTS = 2048, 3, 4, 8
 LARGE_PAGE = 64  # keys: the fused kernel loads them at once
 ONE_WAVE_KEYS = 4096  # up to which it leaves those of a contiguous cache whole: suits_whole
 PARTIAL_ELEMENTS = 1 << 31  # of a sequence: distances between parts are 32-bit numbers
@@ -331,27 +333,44 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
     if not (0 < call.rows <= numbers["block_m"] and 0 < shape.batch <= GRID_DEPTH):
         return None
     programs = shape.batch * shape.kv_heads
-    if call.paged and asked < 2 and programs > numbers["programs_per_multiprocessor"] * on.multiprocessors:
-        # More programs than run at once: no sequence is split, whatever its table has room for, of which most may be
-        # empty, and many small programs run at once (the row of "whole").
-        whole = q.dtype, fused_head_dim(shape.dim), "whole", True
-        if kernel.serves(whole):
-            return FusedPlan(on, kernel(whole, shape.dim), call, q, k, 1)
+    places = numbers["programs_per_multiprocessor"] * on.multiprocessors
+    parts = parts_of_room(on, call, numbers, programs)
+    whole = q.dtype, fused_head_dim(shape.dim), "whole", True
+    if call.paged and asked < 2 and not parts and programs > places and kernel.serves(whole):
+        return FusedPlan(on, kernel(whole, shape.dim), call, q, k, 1)
     # A program that loads each block by one instruction can keep a multiprocessor busy: one wave of such, where there
     # is one. Pages of 64: 1 x 8192 keys in 16 splits 12.6 us, in 32 13.8 us; 8 x 8192 in 4, of two waves, 65 us.
     one_wave = (
         numbers["box_keys"] == numbers["block_n"]
         and programs * (4 if call.paged else 1) <= on.multiprocessors
     )
-    most = on.multiprocessors // programs if one_wave else MAX_SPLITS
-    splits = call.splits(on, numbers, shape.kv_heads, most)
-    if splits == 1 and not asked and not suits_whole(on, call, numbers, programs):
+    most = on.multiprocessors // programs if one_wave else 1 if parts == 1 else MAX_SPLITS
+    splits = max(call.splits(on, numbers, shape.kv_heads, most), parts)
+    if splits == 1 and not asked and not parts and not suits_whole(on, call, numbers, programs):
         return None
     blocks = max(call.blocks(numbers["block_n"]), 1)
     elements = splits * shape.kv_heads * numbers["block_m"] * numbers["head_dim"]
     if splits * splits * blocks >= RECIPROCAL or elements >= PARTIAL_ELEMENTS:
         return None
     return FusedPlan(on, loaded, call, q, k, splits)
+
+
+def parts_of_room(on: OpOn, call: Call, numbers: Mapping[str, int], programs: int) -> int:
+    """In how many parts the fused kernel splits sequences in pages at least, since those of a batch are of different
+    lengths as a rule, and the host knows none of them: by what their tables have room for. 0 where that is not for two
+    parts of PART_KEYS, or says nothing. Dimension 128, NVIDIA H200, FlashAttention-3 in brackets: 8 sequences of 1024
+    to 32768 keys in 8 parts 135 us, in 4 157 (160); 32 of 128 to 8192 in 4 138, in one 151 (154), in pages of 16 141
+    and 187 (155), 32 of 8192 in 2 249, in one 244; 64 of 128 to 8192 in 4 263, in one 281 (279). From WAVES waves of
+    programs on they are one part each: 128 of 8192 keys with 64 heads 953 us, in two 959 (956). By the row of "whole",
+    of which more programs run at once, these are 1061, and 64 of 128 to 8192 292; but 256 of 96 keys, with room for
+    8192, 31, and 40 here (64)."""
+    keys = call.blocks(numbers["block_n"]) * numbers["block_n"]
+    several = call.paged and call.shape.batch > 1 and not call.settings.splits
+    if not several or keys < 2 * PART_KEYS or numbers["head_dim"] != WHOLE_DIM:
+        return 0
+    if programs >= WAVES * numbers["programs_per_multiprocessor"] * on.multiprocessors:
+        return 1
+    return min(keys // PART_KEYS, FEW_PARTS if programs > on.multiprocessors else MORE_PARTS)
 
 
 def suits_whole(on: OpOn, call: Call, numbers: Mapping[str, int], programs: int) -> bool:
