@@ -465,6 +465,23 @@ def test_long_lists_on_the_interpreter() -> None:
             check(op, Problem("top_k_top_p_mask", 4, 12_345, values=values, given=frozenset(given)))
 
 
+@poisoned
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("values", "n"), [("ties", 8_200), ("normal", 33_000)])
+def test_few_and_many_rows_keep_the_same_columns(values: str, n: int) -> None:
+    """Of few rows many programs collect the columns of a small top-k, of many rows one does; they look at the greatest
+    of groups, of long rows at those of fours of them."""
+    op, reference = bound("top_k_top_p_mask", "sm90", InterpreterDriver), liger_aot.load("top_k_top_p_mask")
+    given = frozenset(("top_k", "top_p", "min_p"))
+    tensors = Problem("top_k_top_p_mask", 5, n, values=values, given=given).tensors()
+    logits, p, least = tensors["logits"], tensors["top_p"], tensors["min_p"]
+    k = torch.tensor([1, 50, 128, 200, 0], dtype=torch.int32)
+    whole = op(logits, k, p, least)
+    assert torch.equal(whole, reference(logits, k, p, least))
+    for rows in (slice(0, 2), slice(2, 5)):
+        assert torch.equal(op(logits[rows], k[rows], p[rows], least[rows]), whole[rows])
+
+
 def misleading() -> Tensor:
     """Rows whose sample, one group in three of such long ones, is not as the others are."""
     x = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(7))
