@@ -153,6 +153,19 @@ def test_pages(page: int, batch: int, room: int, grid: tuple[int, ...], keys: st
     assert plan._grid == grid and f"-{keys}-" in plan._loaded.variant.name
 
 
+@pytest.mark.parametrize(("batch", "fused"), [(31, False), (32, True), (33, True), (34, False)])
+def test_two_full_waves(batch: int, fused: bool) -> None:
+    """Long sequences of a contiguous cache are whole where the second wave of programs is nearly full."""
+    op = op_on_interpreter()
+    op._own.on(-1).multiprocessors = 132
+    q = torch.empty(batch, 1, 64, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, 8192, 8, 128, dtype=torch.bfloat16, device="meta")
+    plan = plan_for(op._own.on(-1), q, k, None, 0, Settings(1.0, -1, 0, 0.0, 0), True)
+    assert isinstance(plan, FusedPlan) == fused
+    if isinstance(plan, FusedPlan):
+        assert plan._grid == (8, 1, batch)
+
+
 def test_words_of_graphs() -> None:
     """Each launch has its own of those that were made before, as long as there are any."""
     words = StreamWorkspace(torch.device("cpu"))

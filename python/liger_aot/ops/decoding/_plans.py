@@ -299,7 +299,8 @@ def plan_for(
     if k.dtype != q.dtype:
         return SplitPlan(on, call, q, k, scale_head, None)
     persistent = persistent_for(on, q.dtype, call)
-    plan = fused_for(on, call, q, k) if persistent is None else None
+    fused = persistent is None or fills_two_waves(on, call)
+    plan = fused_for(on, call, q, k) if fused else None
     return plan or SplitPlan(on, call, q, k, scale_head, persistent)
 
 
@@ -373,16 +374,25 @@ def parts_of_room(on: OpOn, call: Call, numbers: Mapping[str, int], programs: in
     return min(keys // PART_KEYS, FEW_PARTS if programs > on.multiprocessors else MORE_PARTS)
 
 
+def fills_two_waves(on: OpOn, call: Call) -> bool:
+    """Whether whole sequences of a contiguous cache are two waves of the fused kernel's programs, one a multiprocessor,
+    that leave few multiprocessors idle: 32 x 8192 keys 240 us (torch 240, the persistent kernel 258), 32 x 32768 941
+    (936, 947); but 17 x 8192, with most of the second wave idle, 175 (135, in 4 parts 145). NVIDIA H200."""
+    idle = 2 * on.multiprocessors - call.shape.batch * call.shape.kv_heads
+    return not call.paged and call.shape.dim == WHOLE_DIM and 0 <= idle <= on.multiprocessors // 16
+
+
 def suits_whole(on: OpOn, call: Call, numbers: Mapping[str, int], programs: int) -> bool:
     """Whether the fused kernel is the faster where it splits no sequence. In pages: where all programs run at once, of
     dimension 128 (32 sequences of 96 keys 8.5 us, by the split kernel 9.6 us; of dimension 64, pages of 16: slower). Of
-    a contiguous cache: not of more than ONE_WAVE_KEYS of dimension 128 (12 x 16384 keys: 214 us, which is 0.88 of a
-    copy; the split kernel had 0.99 to 1.04 of it at such sizes). NVIDIA H200."""
+    a contiguous cache: of more than ONE_WAVE_KEYS of dimension 128 only where two waves are full (12 x 16384 keys: 214
+    us, which is 0.88 of a copy; the split kernel had 0.99 to 1.04 of it at such sizes). NVIDIA H200."""
     if call.paged:
         places = numbers["programs_per_multiprocessor"] * on.multiprocessors
         return numbers["head_dim"] == WHOLE_DIM and programs <= places
     block_n = numbers["block_n"]
-    return numbers["head_dim"] != WHOLE_DIM or call.blocks(block_n) * block_n <= ONE_WAVE_KEYS
+    few_keys = call.blocks(block_n) * block_n <= ONE_WAVE_KEYS
+    return numbers["head_dim"] != WHOLE_DIM or few_keys or fills_two_waves(on, call)
 
 
 def keys_of(call: Call) -> str:
