@@ -20,9 +20,9 @@ HELD = tl.constexpr(
     8192
 )  # columns that are written down, if there are no more: twice as many, and room for an error
 # Words of a row before them: how many they are, the row's mass, the mass above them; between which values they are, as
-# two float32; the greatest logit.
+# two float32; the greatest logit; how many are ranked (``ranks.py``), where the threshold was found among them, else 0.
 SUMS = tl.constexpr(8)
-BOUNDS, HIGHEST = tl.constexpr(3), tl.constexpr(4)
+BOUNDS, HIGHEST, COUNT = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 NOT_BRACKETED = tl.constexpr(-1)
 FARTHEST = tl.constexpr(32.0)  # in units of log2(probability): from here on masses are 0
 MOST_PARTS = tl.constexpr(128)  # blocks that are read together

@@ -30,8 +30,13 @@ def columns_of_groups(first, count: tl.constexpr):
 
 
 @triton.jit
-def last_kept_of(LAST, at):
-    """(value, column) of the last column that is kept of a row: so are those above the value, and those that equal it
-    up to that column. All are, where LAST is not given."""
-    word = given(LAST, at, LOWEST * 4294967296)
+def last_word_of(LAST, at):
+    """The last column that is kept of a row, as ``packed`` has it; below all, where LAST is not given."""
+    return given(LAST, at, LOWEST * 4294967296)
+
+
+@triton.jit
+def value_and_column(word):
+    """(value, column) of a word: what is kept of a row are the values above that of the last, and those that equal it
+    up to its column."""
     return in_order((word >> 32).to(tl.int32)), column_of(word).to(tl.int32)

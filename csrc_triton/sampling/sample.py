@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.common.pdl_begin import begin
+from csrc_triton.sampling.bracket import COUNT, SUMS
 from csrc_triton.sampling.generator import (
     LOG2_E,
     SAMPLE,
@@ -21,8 +22,15 @@ from csrc_triton.sampling.generator import (
     packed,
     words_of,
 )
-from csrc_triton.sampling.logits import GROUP, columns_of_groups, given, last_kept_of, load_logits
-from csrc_triton.sampling.ranks import COUNT, NO_WORD, RANKED
+from csrc_triton.sampling.logits import (
+    GROUP,
+    columns_of_groups,
+    given,
+    last_word_of,
+    load_logits,
+    value_and_column,
+)
+from csrc_triton.sampling.ranks import NO_WORD, RANKED
 from csrc_triton.sampling.screen import best_of_block
 from csrc_triton.sampling.threshold import greatest_columns, tile_of
 
@@ -140,10 +148,9 @@ def adjust(
 
 
 @triton.jit
-def best_of_ranked(WORDS, count, last, seed, position, scale):
-    """The best of the columns that are written down, up to the ``last``, as ``choose`` scores them."""
+def best_of_ranked(word, count, last, seed, position, scale):
+    """The best of ``count`` columns that are written down, up to the ``last``, as ``choose`` scores them."""
     i = tl.arange(0, RANKED)
-    word = tl.load(WORDS + i, mask=i < count, other=NO_WORD)
     cols = column_of(word).to(tl.int32)
     first, second, third, fourth = words_of(cols >> 2, seed, position, SAMPLE)
     random = tl.where((cols & 1) == 0, first, second)
@@ -168,13 +175,18 @@ def choose(
     position = tl.load(POSITIONS + at)
     scale = tl.div_rn(LOG2_E, temperature)
     WORDS += at.to(tl.int64) * row_words
-    count = given(WORDS, COUNT, 0).to(tl.int32)
+    ranks = program == at * blocks
+    # words before it is known how many count: each load takes as long as most of this kernel
+    listed = WORDS.to(tl.int64) != 0
+    count = tl.load(WORDS + COUNT, mask=listed, other=0).to(tl.int32)
+    word = tl.load(WORDS + SUMS + tl.arange(0, RANKED), mask=listed & ranks, other=NO_WORD)
+    last = last_word_of(LAST, at)
     best = tl.full([], NO_WORD, tl.int64)
     if count > 0:
-        if program == at * blocks:
-            best = best_of_ranked(WORDS, count, tl.load(LAST + at), seed, position, scale)
+        if ranks:
+            best = best_of_ranked(word, count, last, seed, position, scale)
     else:
-        tau, limit = last_kept_of(LAST, at)
+        tau, limit = value_and_column(last)
         first = (program - at * blocks) * (BLOCK // 4)
         filtered = LAST.to(tl.int64) != 0
         best = best_of_block(

@@ -15,18 +15,18 @@ until they fit in one tile, which is then held in registers.
 import triton
 import triton.language as tl
 
-from csrc_triton.sampling.bracket import BOUNDS, HELD, HIGHEST, NOT_BRACKETED, SUMS
-from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, log2_of, mass_of, ordered
-from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, given, load_logits
+from csrc_triton.sampling.bracket import BOUNDS, COUNT, HELD, HIGHEST, NOT_BRACKETED, SUMS
+from csrc_triton.sampling.generator import LOG2_E, column_of, in_order, mass_of, ordered
+from csrc_triton.sampling.logits import ALL_KEPT, GROUP, LOWEST, load_logits
 from csrc_triton.sampling.ranks import (
-    COUNT,
     FEW,
     NO_KEY,
     NO_WORD,
     RANKED,
-    bound_of_sets,
     keys_of_sets,
     last_kept,
+    least_of_greatest,
+    least_probable,
 )
 
 NO_GROUP = tl.constexpr(1 << 20)  # its columns are past the last: no mask of groups is needed
@@ -248,20 +248,6 @@ def last_tie(LIST, X, n, active, key_of_tie, wanted, TILE: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def least_probable(greatest, scale, share):
-    """The lowest key with (greatest - value) * scale <= -log2(share), by bisection of the keys."""
-    most = -log2_of(tl.maximum(share, 1e-37))
-    low, high = tl.full([], LOWEST, tl.int32), ordered(greatest)
-    while low < high:
-        middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
-        x = in_order(middle)
-        near = (greatest - x) * scale <= most
-        low = tl.where(near, low, middle + 1)
-        high = tl.where(near, middle, high)
-    return high
-
-
-@triton.jit
 def bound_of_groups(key, high, known, wanted, TILE: tl.constexpr):
     """A key that at least ``wanted`` of the ``known`` groups' greatest keys reach, and few more."""
     low = tl.full([], LOWEST, tl.int32)
@@ -344,27 +330,34 @@ def write_columns(
 
 @triton.jit
 def rank_columns(
-    WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups,
+    WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups, collected,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(how many columns are written down, the key of the last that is kept, its column): those that are as great as
-    the ``wanted`` greatest. 0 if they are too many."""
+    the ``wanted`` greatest. 0 if they are too many. ``collect`` has written them down, if ``collected`` is not 0."""
     LIST = (GREATEST + groups).to(tl.pointer_type(tl.int32), bitcast=True)
+    COLUMNS = WORDS + SUMS
     found = tl.full([], 0, tl.int32)
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
-    sets = keys_of_sets(GREATEST, groups)
-    greatest = in_order(tl.max(sets, 0))
-    if greatest > -float("inf"):
-        least = bound_of_sets(sets, wanted)
-        if least_share > 0.0:
-            least = tl.maximum(least, least_probable(greatest, scale, tl.minimum(least_share, 1.0)))
-        count = write_columns(WORDS, LIST, GREATEST, X, n, least, groups, GROUPS, TILE, WIDTH)
+    count = tl.load(WORDS).to(tl.int32)
+    greatest = tl.load(WORDS + HIGHEST).to(tl.int32).to(tl.float32, bitcast=True)
+    few = tl.load(COLUMNS + tl.arange(0, FEW))  # before their number is known
+    if collected == 0:
+        sets = keys_of_sets(GREATEST, groups)
+        greatest = in_order(tl.max(sets, 0))
+        count = tl.full([], 0, tl.int32)
+        if greatest > -float("inf"):
+            least = least_of_greatest(sets, greatest, wanted, least_share, scale)
+            count = write_columns(COLUMNS, LIST, GREATEST, X, n, least, groups, GROUPS, TILE, WIDTH)
+        few = tl.load(COLUMNS + tl.arange(0, FEW))
+    if count > 0:
         if count <= FEW:
-            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale, FEW, FEW)
+            low, limit = last_kept(COLUMNS, few, count, wanted, share, greatest, scale, FEW)
             found = count
         elif count <= RANKED:
-            low, limit = last_kept(WORDS, count, wanted, share, greatest, scale, RANKED, FEW // 4)
+            own = tl.load(COLUMNS + tl.arange(0, RANKED))
+            low, limit = last_kept(COLUMNS, own, count, wanted, share, greatest, scale, RANKED // 16)
             found = count
     return found, low, limit
 
@@ -410,17 +403,13 @@ def search(
 
 @triton.jit
 def find_threshold(
-    LAST, GREATEST, WORDS, X, n, K, P, MIN_P, TEMPERATURE, at, groups, row_words,
+    LAST, GREATEST, WORDS, X, n, wanted, share, least_share, temperature, at, groups, row_words, collected,
     GROUPS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the last column that is kept of row ``at``, in the order of (greatest logit, lowest column), as ``packed``
     has it. GREATEST, WORDS and X are the row's own, and there is room for a list of groups after GREATEST; ``bracket``
-    and ``collect`` have written to WORDS if those are more than HELD."""
-    wanted = given(K, at, n)
-    wanted = tl.where(wanted > 0, tl.minimum(wanted, n), n)
-    share = given(P, at, 1.0)
-    least_share = given(MIN_P, at, 0.0)
-    temperature = given(TEMPERATURE, at, 1.0)
+    and ``collect`` have written to WORDS if those are more than HELD, ``collect`` of a small top-k if ``collected`` is
+    not 0."""
     low = tl.full([], LOWEST, tl.int32)
     limit = tl.full([], ALL_KEPT, tl.int32)
     ranked = tl.full([], 0, tl.int32)
@@ -429,14 +418,14 @@ def find_threshold(
         found = tl.full([], 0, tl.int32)
         if wanted <= RANKED // 2:
             ranked, low, limit = rank_columns(
-                WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups, GROUPS, TILE, WIDTH
-            )
+                WORDS, GREATEST, X, n, wanted, share, least_share, scale, groups, collected, GROUPS, TILE, WIDTH
+            )  # fmt: skip
             found = ranked
         elif row_words > HELD:  # noqa: SIM102 (what is loaded is there only then)
             if tl.load(WORDS + BOUNDS) != NOT_BRACKETED:
                 held = tl.load(WORDS).to(tl.int32)
                 greatest = tl.load(WORDS + HIGHEST).to(tl.int32).to(tl.float32, bitcast=True)
-                if held <= HELD // 2:  # as a rule
+                if held <= HELD // 2:  # as a rule; by HELD alone one row of top-p takes 6 us longer (H200)
                     found, low, limit = search_collected(WORDS, held, greatest, scale, share, n, HELD // 2)
                 elif held <= HELD:
                     found, low, limit = search_collected(WORDS, held, greatest, scale, share, n, HELD)

@@ -127,48 +127,29 @@ def test_one_wave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "batch", "grid", "keys"),
+    ("page", "batch", "room", "grid", "keys"),
     [
-        (64, 1, (8, 16, 1), "large_pages"),  # one wave
-        (256, 2, (8, 8, 2), "large_pages"),
-        (64, 8, (8, 4, 8), "large_pages"),  # two
-        (16, 1, (8, 32, 1), "pages"),
-        (64, 33, (8, 2, 33), "large_pages"),
-        (16, 32, (8, 2, 32), "pages"),
-        (64, 34, (8, 4, 34), "large_pages"),
-        (16, 64, (8, 4, 64), "pages"),
-        (64, 128, (8, 1, 128), "large_pages"),
-        (16, 128, (8, 1, 128), "pages"),
+        (64, 1, 8192, (8, 16, 1), "large_pages"),  # one wave
+        (256, 2, 8192, (8, 8, 2), "large_pages"),
+        (64, 8, 8192, (8, 4, 8), "large_pages"),  # two
+        (16, 1, 8192, (8, 32, 1), "pages"),
+        (64, 8, 32768, (8, 8, 8), "large_pages"),
+        (64, 33, 2048, (8, 1, 33), "large_pages"),
+        (16, 33, 8192, (8, 4, 33), "pages"),
+        (64, 34, 2048, (8, 1, 34), "whole"),
+        (16, 34, 2048, (8, 1, 34), "whole"),
+        (64, 34, 4032, (8, 1, 34), "whole"),
+        (16, 34, 4096, (8, 4, 34), "pages"),
+        (64, 98, 32768, (8, 4, 98), "large_pages"),
+        (64, 99, 32768, (8, 1, 99), "large_pages"),  # three waves
     ],
 )
-def test_pages(page: int, batch: int, grid: tuple[int, ...], keys: str) -> None:
-    """Large pages are loaded at once; long sequences are split, but for those of many waves of programs."""
+def test_pages(page: int, batch: int, room: int, grid: tuple[int, ...], keys: str) -> None:
+    """Large pages are loaded at once. Where there are more programs than run at once, sequences are whole if tables are
+    short; sequences of long tables are split."""
     op = op_on_interpreter()
     op._own.on(-1).multiprocessors = 132
-    plan = planned(op, Problem(8, 8, 1, 8192, (1,) * batch, 128, page=page))
-    assert plan._grid == grid and f"-{keys}-" in plan._loaded.variant.name
-
-
-@pytest.mark.parametrize(
-    ("capacity", "batch", "settings", "grid", "keys"),
-    [
-        (8192, 34, {"splits": 1}, (8, 1, 34), "whole"),
-        (8192, 34, {"splits": 3}, (8, 3, 34), "large_pages"),
-        (8192, 34, {"window": (100, None)}, (8, 1, 34), "whole"),
-        (32768, 8, {}, (8, 8, 8), "large_pages"),
-        (32768, 64, {}, (8, 4, 64), "large_pages"),  # 8 waves at most
-        (4096, 32, {}, (8, 1, 32), "large_pages"),
-        (4096, 34, {}, (8, 1, 34), "whole"),
-        (6144, 34, {}, (8, 3, 34), "large_pages"),
-    ],
-)
-def test_parts_in_pages(
-    capacity: int, batch: int, settings: dict[str, Any], grid: tuple[int, ...], keys: str
-) -> None:
-    """Of short sequences and windows there is nothing to split; the caller may say how many parts there are."""
-    op = op_on_interpreter()
-    op._own.on(-1).multiprocessors = 132
-    plan = planned(op, Problem(8, 8, 1, capacity, (1,) * batch, 128, page=64, **settings))
+    plan = planned(op, Problem(8, 8, 1, room, (1,) * batch, 128, page=page))
     assert plan._grid == grid and f"-{keys}-" in plan._loaded.variant.name
 
 

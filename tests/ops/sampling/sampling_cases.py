@@ -25,6 +25,7 @@ SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 3e38, -3e38)
 # part and the whole.
 MASS_ERROR = 8e-6
 LOG_ERROR = 1e-5  # of a score: two logarithms by polynomials, and a product below 2^7 rounded to float32
+CHECKED_TOGETHER = 1 << 19  # elements
 FILTERS = ("top_k", "top_p", "min_p")
 PENALTIES = (
     "repetition_penalties", "presence_penalties", "frequency_penalties", "prompt_mask", "output_counts",
@@ -169,13 +170,25 @@ def check(op: Any, problem: Problem, *, seed: int = 0, device: str = "cpu") -> N
         assert _same(t, before[name]), f"{problem}: {name} was overwritten"
     assert got.device.type == torch.device(device).type
     on_cpu = {name: t.cpu() for name, t in tensors.items()}
-    wanted = problem.run(module(problem.op).OP(), on_cpu)
-    assert got.dtype == wanted.dtype and _same(got.cpu(), wanted), (
-        f"{problem}, seed {seed}: not the reference's bits"
-    )
-    CHECKS[problem.op](problem, on_cpu, got.cpu())
+    reference, result = module(problem.op).OP(), got.cpu()
+    for rows in parts_of(problem):
+        given = {name: t[rows] for name, t in on_cpu.items()}
+        wanted = problem.run(reference, given)
+        assert result.dtype == wanted.dtype and _same(result[rows], wanted), (
+            f"{problem}, seed {seed}: not the reference's bits"
+        )
+        CHECKS[problem.op](problem, given, result[rows])
     if measured:
-        check_logprobs(on_cpu["logits"], got.cpu(), *(t.cpu() for t in measured))
+        check_logprobs(on_cpu["logits"], result, *(t.cpu() for t in measured))
+
+
+def parts_of(problem: Problem) -> list[slice]:
+    """Rows that are checked together: so few that what the reference makes of them fits a processor's cache, in which
+    it takes a fourth of the time. A request's rows stay together."""
+    if problem.op == "rejection_sample":
+        return [slice(None)]
+    together = max(1, CHECKED_TOGETHER // problem.n)
+    return [slice(first, first + together) for first in range(0, problem.rows, together)]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

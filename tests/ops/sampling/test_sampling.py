@@ -18,7 +18,7 @@ from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.registry import module
 from liger_aot.ops.sampling._random import exponential, fma, log2, masses, philox, uniform, words
 from liger_aot.ops.torch_library import register
-from liger_aot.runtime.manifest import OpManifest
+from liger_aot.runtime.manifest import OpManifest, Pack
 from tests.conftest import built_pack
 from tests.emulator.emulated_cases import BY_FORM
 from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
@@ -416,6 +416,25 @@ def test_plans_are_for_one_alignment() -> None:
     assert len(op._plans) == 4
 
 
+def test_of_few_rows_many_programs_collect_a_small_top_k() -> None:
+    drivers: dict[str, RecordingDriver] = {}
+
+    def driver(name: str, pack: Pack) -> RecordingDriver:
+        return drivers.setdefault(name, RecordingDriver(name, pack))
+
+    op, n = bound("top_k_top_p_mask", "sm90", driver), 20_000
+    kernels = op._runtimes["top_k_top_p_mask"].of(torch.zeros(1, n), "logits").kernels
+    few = kernels["logits_collect"].for_rows((torch.float32, True), n, 1).numbers["few_rows"]
+    launches = drivers["top_k_top_p_mask"].launches
+    for rows, top_p, collected in ((few, None, 1), (few, 0.9, 1), (few + 1, None, None), (few + 1, 0.9, 0)):
+        launches.clear()
+        share = None if top_p is None else torch.full((rows,), top_p)
+        op(torch.zeros(rows, n), torch.full((rows,), 50, dtype=torch.int32), share)
+        assert launches.get("logits_collect", (None,))[-1] == collected
+        assert launches["logits_threshold"][-1] == (collected or 0)
+        assert launches["logits_groups"][-1] == 1  # fours of groups are there
+
+
 @poisoned
 @pytest.mark.interpreter
 @pytest.mark.parametrize("arch", ["sm90", pytest.param("gfx942", marks=pytest.mark.slow)])
@@ -444,6 +463,23 @@ def test_long_lists_on_the_interpreter() -> None:
     for values in ("normal", "ties", "special"):
         for given in (("top_p",), ("top_k",), ("top_k", "top_p", "min_p")):
             check(op, Problem("top_k_top_p_mask", 4, 12_345, values=values, given=frozenset(given)))
+
+
+@poisoned
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("values", "n"), [("ties", 8_200), ("normal", 33_000)])
+def test_few_and_many_rows_keep_the_same_columns(values: str, n: int) -> None:
+    """Of few rows many programs collect the columns of a small top-k, of many rows one does; they look at the greatest
+    of groups, of long rows at those of fours of them."""
+    op, reference = bound("top_k_top_p_mask", "sm90", InterpreterDriver), liger_aot.load("top_k_top_p_mask")
+    given = frozenset(("top_k", "top_p", "min_p"))
+    tensors = Problem("top_k_top_p_mask", 5, n, values=values, given=given).tensors()
+    logits, p, least = tensors["logits"], tensors["top_p"], tensors["min_p"]
+    k = torch.tensor([1, 50, 128, 200, 0], dtype=torch.int32)
+    whole = op(logits, k, p, least)
+    assert torch.equal(whole, reference(logits, k, p, least))
+    for rows in (slice(0, 2), slice(2, 5)):
+        assert torch.equal(op(logits[rows], k[rows], p[rows], least[rows]), whole[rows])
 
 
 def misleading() -> Tensor:

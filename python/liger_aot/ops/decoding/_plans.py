@@ -30,13 +30,10 @@ GRID_DEPTH = (1 << 16) - 1  # what the last dimension of a grid has at most
 RECIPROCAL = 1 << 32  # up to where the fused kernel multiplies instead of dividing
 ONE_SPLIT_WAVES, ONE_SPLIT_KEYS = 4, 2048  # from how many waves of programs, up to which room: Call.whole
 WHOLE_DIM = 128  # for which the fused kernel takes sequences that it doesn't split: suits_whole
+# Parts of a sequence whose table has room for two and more of PART_KEYS: parts_of_room
+PART_KEYS, WAVES, FEW_PARTS, MORE_PARTS = 2048, 3, 4, 8
 LARGE_PAGE = 64  # keys: the fused kernel loads them at once
 ONE_WAVE_KEYS = 4096  # up to which it leaves those of a contiguous cache whole: suits_whole
-# Of keys in pages, whose lengths the host does not know: parts_in_pages
-LARGE_PART = 4096  # keys, of a part where all sequences run at once; where not, up to which none is split
-SMALL_PART = 2048  # keys, of a part where not all run at once
-WHOLE_WAVES = 3  # of programs of whole sequences: from how many none is split
-PART_WAVES = 8  # of programs of parts, at most
 PARTIAL_ELEMENTS = 1 << 31  # of a sequence: distances between parts are 32-bit numbers
 
 
@@ -302,8 +299,7 @@ def plan_for(
     if k.dtype != q.dtype:
         return SplitPlan(on, call, q, k, scale_head, None)
     persistent = persistent_for(on, q.dtype, call)
-    programs = call.shape.batch * call.shape.kv_heads
-    fused = persistent is None or fills_second_wave(on, call, programs)
+    fused = persistent is None or fills_two_waves(on, call)
     plan = fused_for(on, call, q, k) if fused else None
     return plan or SplitPlan(on, call, q, k, scale_head, persistent)
 
@@ -338,13 +334,10 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
     if not (0 < call.rows <= numbers["block_m"] and 0 < shape.batch <= GRID_DEPTH):
         return None
     programs = shape.batch * shape.kv_heads
-    waves = programs / (numbers["programs_per_multiprocessor"] * on.multiprocessors)
-    room = call.blocks(numbers["block_n"]) * numbers["block_n"]
-    by_parts = call.paged and numbers["head_dim"] == WHOLE_DIM and shape.batch > 1 and not asked
+    places = numbers["programs_per_multiprocessor"] * on.multiprocessors
+    parts = parts_of_room(on, call, numbers, programs)
     whole = q.dtype, fused_head_dim(shape.dim), "whole", True
-    short = asked == 1 or (not asked and room <= LARGE_PART)
-    if call.paged and waves > 1 and short and kernel.serves(whole):
-        # No sequence is split, and many small programs run at once.
+    if call.paged and asked < 2 and not parts and programs > places and kernel.serves(whole):
         return FusedPlan(on, kernel(whole, shape.dim), call, q, k, 1)
     # A program that loads each block by one instruction can keep a multiprocessor busy: one wave of such, where there
     # is one. Pages of 64: 1 x 8192 keys in 16 splits 12.6 us, in 32 13.8 us; 8 x 8192 in 4, of two waves, 65 us.
@@ -352,11 +345,9 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
         numbers["box_keys"] == numbers["block_n"]
         and programs * (4 if call.paged else 1) <= on.multiprocessors
     )
-    most = on.multiprocessors // programs if one_wave else MAX_SPLITS
-    splits = call.splits(on, numbers, shape.kv_heads, most)
-    if by_parts:
-        splits = parts_in_pages(room, waves, splits)
-    if splits == 1 and not asked and not suits_whole(on, call, numbers, programs):
+    most = on.multiprocessors // programs if one_wave else 1 if parts == 1 else MAX_SPLITS
+    splits = max(call.splits(on, numbers, shape.kv_heads, most), parts)
+    if splits == 1 and not asked and not parts and not suits_whole(on, call, numbers, programs):
         return None
     blocks = max(call.blocks(numbers["block_n"]), 1)
     elements = splits * shape.kv_heads * numbers["block_m"] * numbers["head_dim"]
@@ -365,40 +356,43 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
     return FusedPlan(on, loaded, call, q, k, splits)
 
 
-def parts_in_pages(room: int, waves: float, splits: int) -> int:
-    """Into how many parts the fused kernel splits sequences of dimension 128 in pages, of ``room`` keys at most, that
-    are so many waves of programs; ``splits`` would be best if all were full. Most batches are of mixed lengths, so that
-    the longest would be read alone in the end, if they were whole.
-
-    NVIDIA H200, pages of 16 and 64, microseconds, with FlashAttention-3's: 64 sequences of 128 to 8192 keys, 8 heads of
-    keys, in 4 parts 274 and 263, whole 318 and 281, FlashAttention-3 279; 32 of these in 2 parts 163 and 144, whole 187
-    and 151, 154 (all of 8192: 252 and 249, 246 and 244, 254); 8 of 1024 to 32768 in 8 parts 140 and 135, in 4 193 and
-    157, 160. Three waves and more are whole: 128 of 8192 961 and 953, in 2 parts 974 and 959, 963 and 956."""
-    if waves <= 1:
-        return max(splits, min(room // LARGE_PART, int(2 / waves)))
-    if waves >= WHOLE_WAVES:
+def parts_of_room(on: OpOn, call: Call, numbers: Mapping[str, int], programs: int) -> int:
+    """In how many parts the fused kernel splits sequences in pages at least, since those of a batch are of different
+    lengths as a rule, and the host knows none of them: by what their tables have room for. 0 where that is not for two
+    parts of PART_KEYS, or says nothing. Dimension 128, NVIDIA H200, FlashAttention-3 in brackets: 8 sequences of 1024
+    to 32768 keys in 8 parts 135 us, in 4 157 (160); 32 of 128 to 8192 in 4 138, in one 151 (154), in pages of 16 141
+    and 187 (155), 32 of 8192 in 2 249, in one 244; 64 of 128 to 8192 in 4 263, in one 281 (279). From WAVES waves of
+    programs on they are one part each: 128 of 8192 keys with 64 heads 953 us, in two 959 (956). By the row of "whole",
+    of which more programs run at once, these are 1061, and 64 of 128 to 8192 292; but 256 of 96 keys, with room for
+    8192, 31, and 40 here (64)."""
+    keys = call.blocks(numbers["block_n"]) * numbers["block_n"]
+    several = call.paged and call.shape.batch > 1 and not call.settings.splits
+    if not several or keys < 2 * PART_KEYS or numbers["head_dim"] != WHOLE_DIM:
+        return 0
+    if programs >= WAVES * numbers["programs_per_multiprocessor"] * on.multiprocessors:
         return 1
-    return max(min(room // SMALL_PART, int(PART_WAVES / waves)), 1)
+    return min(keys // PART_KEYS, FEW_PARTS if programs > on.multiprocessors else MORE_PARTS)
 
 
-def fills_second_wave(on: OpOn, call: Call, programs: int) -> bool:
+def fills_two_waves(on: OpOn, call: Call) -> bool:
     """Whether whole sequences of a contiguous cache are two waves of the fused kernel's programs, one a multiprocessor,
     that leave few multiprocessors idle: 32 x 8192 keys 240 us (torch 240, the persistent kernel 258), 32 x 32768 941
     (936, 947); but 17 x 8192, with most of the second wave idle, 175 (135, in 4 parts 145). NVIDIA H200."""
-    idle = 2 * on.multiprocessors - programs
+    idle = 2 * on.multiprocessors - call.shape.batch * call.shape.kv_heads
     return not call.paged and call.shape.dim == WHOLE_DIM and 0 <= idle <= on.multiprocessors // 16
 
 
 def suits_whole(on: OpOn, call: Call, numbers: Mapping[str, int], programs: int) -> bool:
-    """Whether the fused kernel is the faster where it splits no sequence. In pages: of dimension 128 (32 sequences of
-    96 keys 8.5 us, by the split kernel 9.6 us; of dimension 64, pages of 16: slower). Of a contiguous cache: of more
-    than ONE_WAVE_KEYS of dimension 128 only where two waves are full (12 x 16384 keys: 214 us, which is 0.88 of a copy;
-    the split kernel had 0.99 to 1.04 of it at such sizes). NVIDIA H200."""
+    """Whether the fused kernel is the faster where it splits no sequence. In pages: where all programs run at once, of
+    dimension 128 (32 sequences of 96 keys 8.5 us, by the split kernel 9.6 us; of dimension 64, pages of 16: slower). Of
+    a contiguous cache: of more than ONE_WAVE_KEYS of dimension 128 only where two waves are full (12 x 16384 keys: 214
+    us, which is 0.88 of a copy; the split kernel had 0.99 to 1.04 of it at such sizes). NVIDIA H200."""
     if call.paged:
-        return numbers["head_dim"] == WHOLE_DIM
+        places = numbers["programs_per_multiprocessor"] * on.multiprocessors
+        return numbers["head_dim"] == WHOLE_DIM and programs <= places
     block_n = numbers["block_n"]
     few_keys = call.blocks(block_n) * block_n <= ONE_WAVE_KEYS
-    return numbers["head_dim"] != WHOLE_DIM or few_keys or fills_second_wave(on, call, programs)
+    return numbers["head_dim"] != WHOLE_DIM or few_keys or fills_two_waves(on, call)
 
 
 def keys_of(call: Call) -> str:

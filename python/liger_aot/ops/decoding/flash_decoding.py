@@ -179,7 +179,7 @@ class FlashDecoding(ForwardOnlyOp):
     ) -> tuple[Problem, ...]:
         """``shape`` is q's; ``dtypes`` may name that of the cache: ``k_cache``. Of a contiguous cache and of a paged
         one; wide variants are for many rows of q a head of k, ``fused`` for few where there is such a kernel
-        (``large_pages`` from 64 keys on, ``whole`` for many short sequences), ``persistent`` for many long sequences."""
+        (``large_pages`` from 64 keys on, ``whole`` for many sequences), ``persistent`` for many long sequences."""
         dim = shape[-1]
         check_dim(self.name, dim)
         aligned, cache = not dim % UNIT, (dtypes or {}).get("k_cache", dtype)

@@ -189,16 +189,17 @@ class Found(NamedTuple):
 
 
 class Thresholds:
-    """The launches that find the thresholds of calls with such logits, with or without a top-p."""
+    """The launches that find the thresholds of calls with such logits, with or without a top-k and a top-p."""
 
-    def __init__(self, on: OpOn, logits: Logits, top_p: bool) -> None:
+    def __init__(self, on: OpOn, logits: Logits, top_k: bool, top_p: bool) -> None:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
-        self._on = on
+        self._on, self._fours = on, int(top_k)  # top-k looks at fours of groups
         self._first = on.kernels["logits_groups"].for_rows(key, n, rows)
         self._last = on.kernels["logits_threshold"].for_rows((logits.dtype, True), n, rows)
         self._rows, self._groups, self._n, self._stride = rows, -(-n // GROUP), n, logits.stride
         self._blocks = -(-n // self._first.block)
-        self._bracket = Bracket(on, logits) if top_p and self._blocks > 1 else None
+        collection = Collection(on, logits, top_k, top_p) if self._blocks > 1 else None
+        self._collection = collection if collection is not None and collection.needed else None
 
     def __call__(self, stream: int, x: Tensor, x_at: int, filters: Sequence[int], temperature: int) -> Found:
         """What is found, in memory.
@@ -206,50 +207,67 @@ class Thresholds:
         Args:
             filters: addresses of k, p and the least share.
         """
-        rows, groups, device, bracket = self._rows, self._groups, self._on.device, self._bracket
-        row_words = SUMS + (RANKED if bracket is None else HELD)
-        measured = 0 if bracket is None else self._blocks
+        rows, groups, device, collection = self._rows, self._groups, self._on.device, self._collection
+        bracketed = collection is not None and collection.bracketed
+        row_words = SUMS + (HELD if bracketed else RANKED)
+        measured = self._blocks if bracketed else 0
         # columns; the groups' greatest, and a list of groups; what is known of blocks
         scratch = x.new_empty(rows * (row_words + groups + measured), dtype=torch.int64)
         last = x.new_empty(rows, dtype=torch.int64)
         words = scratch.data_ptr()
         greatest = words + 8 * rows * row_words
-        parts = 0 if bracket is None else greatest + 8 * rows * groups
+        parts = greatest + 8 * rows * groups if bracketed else 0
         logits = (x_at, *filters, temperature, self._stride, self._n)
         self._first.launch(
-            device, stream, rows * self._blocks, 1, 1, greatest, parts, x_at, temperature, self._stride, self._n,
-            groups, self._blocks,
+            device, stream, rows * self._blocks, 1, 1, greatest, parts, words, x_at, temperature, self._stride, self._n,
+            groups, row_words, self._blocks, self._fours,
         )  # fmt: skip
-        if bracket is not None:
-            bracket(stream, words, parts, self._blocks, logits)
+        if collection is not None:
+            collection(stream, words, greatest, parts, self._blocks, logits, row_words)
         self._last.launch(
             device, stream, rows, 1, 1, last.data_ptr(), greatest, words, *logits, groups, row_words,
+            int(collection is not None and collection.ranked),
         )  # fmt: skip
         return Found((scratch, last), last.data_ptr(), words, row_words)
 
 
-class Bracket:
-    """The launches that write down the columns among which a flat row's threshold lies."""
+class Collection:
+    """The launches that write down the columns among which a row's threshold lies: a flat row's, and of few rows that
+    of a small top-k. Of many rows, ``threshold`` finds the latter as soon as many programs a row do."""
 
-    def __init__(self, on: OpOn, logits: Logits) -> None:
+    def __init__(self, on: OpOn, logits: Logits, top_k: bool, top_p: bool) -> None:
         key, n, rows = (logits.dtype, logits.aligned), logits.n, logits.rows
         self._device, self._rows, self._groups = on.device, rows, -(-n // GROUP)
         self._find = on.kernels["logits_bracket"].for_rows(key, n, rows)
         self._collect = collect = on.kernels["logits_collect"].for_rows(key, n, rows)
         programs = -(-n // collect.block)
-        if collect.persistent:  # they walk the blocks where rows are many
+        self.ranked = top_k and rows <= collect.numbers["few_rows"]
+        self.bracketed = top_p
+        self.needed = self.ranked or self.bracketed
+        if collect.persistent and not self.ranked:  # they walk the blocks where rows are many
             most = collect.numbers["programs_per_multiprocessor"] * on.multiprocessors
             programs = max(1, min(programs, most // rows))
         self._programs = programs  # of a row
 
-    def __call__(self, stream: int, words: int, parts: int, blocks: int, logits: tuple[int, ...]) -> None:
-        """``words`` and ``parts`` are addresses: of the rows' columns, and of what is known of so many blocks."""
-        device, rows, row_words = self._device, self._rows, SUMS + HELD
-        x_at, *_filters, temperature, stride, n = logits
-        self._find.launch(device, stream, rows, 1, 1, words, parts, *logits, self._groups, blocks, row_words)
+    def __call__(
+        self,
+        stream: int,
+        words: int,
+        greatest: int,
+        parts: int,
+        blocks: int,
+        logits: tuple[int, ...],
+        row_words: int,
+    ) -> None:
+        """``words``, ``greatest`` and ``parts`` are addresses: of the rows' columns, of the groups' greatest logits,
+        and of what is known of so many blocks."""
+        device, rows, groups, programs = self._device, self._rows, self._groups, self._programs
+        x_at, k, _p, min_p, temperature, stride, n = logits
+        if self.bracketed:
+            self._find.launch(device, stream, rows, 1, 1, words, parts, *logits, groups, blocks, row_words)
         self._collect.launch(
-            device, stream, rows * self._programs, 1, 1, words, x_at, temperature, stride, n, row_words,
-            self._programs,
+            device, stream, rows * programs, 1, 1, words, greatest, x_at, k, min_p, temperature, stride, n, groups,
+            row_words, programs, int(self.ranked),
         )  # fmt: skip
 
 

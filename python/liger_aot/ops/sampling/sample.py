@@ -155,7 +155,7 @@ class Sample(SamplingOp):
         if any(t is not None for t in filters):
             others = self._runtimes[LAUNCHES].of(x, "logits")
             assert others is not None
-            find = Thresholds(others, logits, filters[1] is not None)
+            find = Thresholds(others, logits, filters[0] is not None, filters[1] is not None)
         choose = on.kernels["sample_choose"].for_rows((logits.dtype, logits.aligned), logits.n, logits.rows)
         combine = on.kernels["sample_combine"]((True,), logits.n)
         rows, blocks, device = logits.rows, -(-logits.n // choose.block), on.device

@@ -112,7 +112,7 @@ class TopKTopPMask(SamplingOp):
 
     def plan_for(self, on: OpOn, tensors: Tensors, settings: tuple[Any, ...], out: Tensor | None) -> Plan:
         logits = Logits.of(tensors[0])
-        find = Thresholds(on, logits, tensors[2] is not None)
+        find = Thresholds(on, logits, tensors[1] is not None, tensors[2] is not None)
         y_stride = logits.n if out is None else out.stride(0) if logits.rows > 1 else logits.n
         y_at = 0 if out is None else out.data_ptr()
         aligned = logits.aligned and not (y_at | y_stride) & 15
