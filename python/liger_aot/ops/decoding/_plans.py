@@ -345,7 +345,9 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
         numbers["box_keys"] == numbers["block_n"]
         and programs * (4 if call.paged else 1) <= on.multiprocessors
     )
-    most = on.multiprocessors // programs if one_wave else 1 if parts == 1 else MAX_SPLITS
+    most = on.multiprocessors // programs if one_wave else MAX_SPLITS
+    if parts and programs > places:
+        most = parts  # full tables would be best in up to 32, sequences of few keys not
     splits = max(call.splits(on, numbers, shape.kv_heads, most), parts)
     if splits == 1 and not asked and not parts and not suits_whole(on, call, numbers, programs):
         return None
