@@ -455,7 +455,9 @@ def decoding(gpus: Sequence[Gpu], start: Path) -> str:
         point = dict(key)
         sizes = [f"{point['heads']}/{point['kv_heads']}", point["dim"], point["tokens"], point["page"] or "-"]
         cells = [_cell(at, key, gpu, name, lambda r: f"{r['of_copy']:.2f}") for name in names]
-        rows.append([str(x) for x in (point["batch"], point["cached"], *sizes, gpu.name, *cells)])
+        shortest = point.get("shortest", 0)  # which earlier records have not
+        cached = f"{shortest} to {point['cached']}" if shortest else point["cached"]
+        rows.append([str(x) for x in (point["batch"], cached, *sizes, gpu.name, *cells)])
     header = ["batch", "cached", "heads", "dim", "tokens", "page", "GPU", *(LABELS[name] for name in names)]
     return "\n\n".join(
         [
@@ -943,7 +945,8 @@ def _decoding_figures(gpu: Gpu, batch: int, cached: int) -> list[Figures]:
         {
             "SDPA" if r["provider"] == "torch" else LABELS[r["provider"]]: r["gigabytes_per_second"]
             for r in one.data["results"]
-            if r["point"] == usual and not r["failed"] and r["provider"] != COPY
+            if r["point"].items() >= usual.items() and not r["point"].get("shortest") and not r["failed"]
+            if r["provider"] != COPY
         }
         for one in steps([gpu], "flash_decoding_points")
     ]

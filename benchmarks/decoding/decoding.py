@@ -1,13 +1,14 @@
 """Decoding on this machine's GPU: `python -m benchmarks.decoding.decoding`.
 
 What bounds it is reading the keys and values once, so figures are their bytes a second, beside a copy's (bytes read and
-written) in the same rounds. Caches are full; each call reads another set of them where the L2 cache could hold one. The
-peers are torch's scaled_dot_product_attention over the same contiguous cache. Before it is timed, a provider's result
+written) in the same rounds. Caches are full, or of mixed lengths; each call reads another set of them where the L2 cache
+could hold one. The peers are torch's scaled_dot_product_attention over the same full contiguous cache. Before it is timed, a provider's result
 is compared with fp64, for some sequences and heads.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ CHECKED = ((0, 0), (-1, -1))  # sequences and heads of keys
 
 @dataclass(frozen=True)
 class Point:
-    """``cached`` keys in each of ``batch`` sequences, bf16; ``page`` 0 is a contiguous cache."""
+    """``cached`` keys in each of ``batch`` sequences, bf16; ``page`` 0 is a contiguous cache. With ``shortest`` lengths
+    are from there to ``cached``, in steps of one size and no order."""
 
     batch: int
     cached: int
@@ -39,10 +41,18 @@ class Point:
     heads: int = 64
     kv_heads: int = 8
     tokens: int = 1
+    shortest: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        if not self.shortest:
+            return [self.cached] * self.batch
+        step = (self.cached - self.shortest) / (self.batch - 1)
+        return random.Random(0).sample([round(self.shortest + i * step) for i in range(self.batch)], self.batch)
 
     @property
     def bytes(self) -> int:
-        return 2 * 2 * self.batch * self.cached * self.kv_heads * self.dim
+        return 2 * 2 * sum(self.lengths) * self.kv_heads * self.dim
 
 
 POINTS = (
@@ -52,6 +62,7 @@ POINTS = (
     *(Point(*size, page=64, tokens=4) for size in ((1, 131072), (32, 32768))),
     *(Point(32, 32768, dim=dim) for dim in (64, 96, 192, 256)),
     Point(32, 32768, kv_heads=64),  # no head of keys is shared
+    *(Point(batch, 8192, page, heads=32, shortest=128) for batch in (32, 64) for page in (0, 16, 64)),
 )  # fmt: skip
 
 
@@ -93,7 +104,7 @@ def drawn(point: Point, device: torch.device, seed: int, dtype: torch.dtype = to
     if point.page:
         order = torch.randperm(pages, device=device, generator=generator)
         table = order.to(torch.int32).view(point.batch, -1)
-    lengths = torch.full((point.batch,), point.cached, dtype=torch.int32, device=device)
+    lengths = torch.tensor(point.lengths, dtype=torch.int32, device=device)
     q = normal(point.batch, point.tokens, point.heads, point.dim)
     return Inputs(q, normal(*shape), normal(*shape), lengths, table)
 
@@ -126,8 +137,8 @@ PROVIDERS: dict[str, Callable[[], Run]] = {
 
 
 def offers(provider: str, point: Point) -> bool:
-    """SDPA takes no block table, and its causal mask is aligned at the first key."""
-    return provider == "liger_aot" or not (point.page or point.tokens > 1)
+    """SDPA takes no block table and no lengths, and its causal mask is aligned at the first key."""
+    return provider == "liger_aot" or not (point.page or point.tokens > 1 or point.shortest)
 
 
 def error(point: Point, inputs: Inputs, result: Tensor) -> float:
@@ -145,7 +156,8 @@ def exact(point: Point, inputs: Inputs, sequence: int, head: int) -> Tensor:
     """That part in fp64."""
     from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 
-    k, v = (_cache_of(t, sequence, head, inputs.table).double() for t in (inputs.k, inputs.v))
+    length = point.lengths[sequence]
+    k, v = (_cache_of(t, sequence, head, inputs.table)[:, :length].double() for t in (inputs.k, inputs.v))
     q = checked(point, inputs.q, sequence, head).double()
     found: Tensor
     found, _ = FlashDecoding.reference(q, k, v, None, None, None, None, None, point.dim**-0.5, -1, 0, 0.0, 0)

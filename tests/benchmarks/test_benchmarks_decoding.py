@@ -16,7 +16,14 @@ SMALL = Point(batch=2, cached=96, dim=16, heads=6, kv_heads=2)
 
 
 @pytest.mark.parametrize(
-    "point", [SMALL, replace(SMALL, page=16), replace(SMALL, tokens=3, page=32), replace(SMALL, kv_heads=6)]
+    "point", [
+        SMALL,
+        replace(SMALL, page=16),
+        replace(SMALL, tokens=3, page=32),
+        replace(SMALL, kv_heads=6),
+        replace(SMALL, shortest=32),
+        replace(SMALL, batch=4, page=16, shortest=40),
+    ],
 )
 def test_providers_are_right_and_errors_are_seen(point: Point) -> None:
     inputs = decoding.drawn(point, CPU, 0)
@@ -34,6 +41,15 @@ def test_peers_have_what_they_can() -> None:
     assert decoding.offers("cudnn", SMALL)
     assert not decoding.offers("torch", replace(SMALL, page=16))
     assert not decoding.offers("flash_attention_2", replace(SMALL, tokens=2))
+    assert not decoding.offers("torch", replace(SMALL, shortest=32))
+
+
+def test_mixed_lengths() -> None:
+    """From the shortest to the longest, in no order; what they hold is what counts as read."""
+    point = Point(batch=8, cached=800, shortest=100)
+    assert sorted(point.lengths) == list(range(100, 801, 100)) != point.lengths
+    assert decoding.drawn(replace(point, dim=16), CPU, 0).lengths.tolist() == point.lengths
+    assert point.bytes == 4 * 3600 * 8 * 128
 
 
 def test_points() -> None:
