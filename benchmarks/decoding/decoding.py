@@ -1,9 +1,9 @@
 """Decoding on this machine's GPU: `python -m benchmarks.decoding.decoding`.
 
 What bounds it is reading the keys and values once, so figures are their bytes a second, beside a copy's (bytes read and
-written) in the same rounds. Caches are full, or of mixed lengths; each call reads another set of them where the L2 cache
-could hold one. The peers are torch's scaled_dot_product_attention over the same full contiguous cache. Before it is timed, a provider's result
-is compared with fp64, for some sequences and heads.
+written) in the same rounds. Caches are full, or of mixed lengths; each call reads another set of them where the L2
+cache could hold one. The peers are torch's scaled_dot_product_attention over the same contiguous cache, where it is
+full. Before it is timed, a provider's result is compared with fp64, for some sequences and heads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Point:
         if not self.shortest:
             return [self.cached] * self.batch
         step = (self.cached - self.shortest) / (self.batch - 1)
-        return random.Random(0).sample([round(self.shortest + i * step) for i in range(self.batch)], self.batch)
+        found = [round(self.shortest + i * step) for i in range(self.batch)]
+        return random.Random(0).sample(found, self.batch)
 
     @property
     def bytes(self) -> int:

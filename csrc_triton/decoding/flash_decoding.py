@@ -33,6 +33,7 @@ from csrc_triton.decoding.split_kv import (
     sink_of,
     split_range,
     token_of,
+    with_parts,
     workers_of,
 )
 from csrc_triton.decoding.split_kv_wgmma import split_and_combine, split_persistent  # noqa: F401
@@ -111,10 +112,14 @@ DECLARATION = {
             },
             "axes": {
                 "dtype": ["bf16", "fp16"], "head_dim": [64, 128],
-                "keys": ["contiguous", "pages", "large_pages", "whole"],
+                "keys": ["contiguous", "pages", "large_pages", "whole"], "block_m": [8, 16, 32],
             },
             # large_pages: of 64 keys and more; whole: sequences in pages of any size, none of which is split
-            "excluded": [{"head_dim": [64], "keys": ["large_pages", "whole"]}],
+            "excluded": [
+                {"head_dim": [64], "keys": ["large_pages", "whole"]},
+                {"head_dim": [64], "block_m": [16, 32]},
+                {"keys": ["pages", "whole"], "block_m": [16, 32]},
+            ],
             "gives": {
                 "keys": {
                     "contiguous": {"PAGED": False, "WHOLE": False},
@@ -349,12 +354,7 @@ def combine(
                 mask=valid[:, None] & in_cols[None, :],
                 other=0.0,
             )
-            new_m = tl.maximum(m, tl.max(lse, 0))
-            weight = tl.exp2(lse - new_m)
-            by = tl.exp2(m - new_m)
-            m = new_m
-            total = total * by + tl.sum(weight, 0)
-            acc = acc * by + tl.sum(values * weight[:, None], 0)
+            m, total, acc = with_parts(m, total, acc, lse, values)
         token = divide(row, ratio)
         head = kv_head * ratio + row - token * ratio
         heads = kv_heads * ratio

@@ -9,9 +9,9 @@ fewer: the others of q are zeros, which cost nothing where memory is the bound.
 ``split_and_combine`` is for calls so short that all but the loads counts: it splits each sequence, and the last program
 of a sequence's head to end combines the parts. q is loaded before anything is known, then the length, then the first
 STAGES blocks of K and V, with no division on the way. Products are transposed, K Q^T and V^T P^T: the 64 rows of wgmma
-are keys and columns of values, and its columns, of which there may be 8, are rows of q (BLOCK_M). So nothing is
-computed for rows that are not there. Programs count in COUNTERS who has ended; the last finds all parts in L2, combines
-them in their order, so that the bits do not depend on which one is last, and resets the counter.
+are keys and columns of values, and its columns are rows of q (BLOCK_M: 8, 16 or 32). So little is computed for rows
+that are not there. Programs count in COUNTERS who has ended; the last finds all parts in L2, combines them in their
+order, so that the bits do not depend on which one is last, and resets the counter.
 
 TMA loads whole blocks. Memory that no key was written to may hold anything, so values outside of a tile's keys are set
 to zero.

@@ -60,7 +60,8 @@ def persistent(p: Problem) -> Iterator[Row]:
 def fused(p: Problem) -> Iterator[Row]:
     """Split KV and combine in one launch."""
     keys = p.when["keys"][0]
-    common = {"form": "wgmma", "block_m": 8, "block_splits": 16, "startup_blocks": (2, 4), "num_warps": 4}
+    rows = p.when["block_m"][0]
+    common = {"form": "wgmma", "block_splits": 128 // rows, "startup_blocks": (2, 4), "num_warps": 4}
     if keys == "whole":
         for stages, programs in ((1, 5), (1, 6), (2, 3)):
             yield from grid(
@@ -83,7 +84,7 @@ def combine(p: Problem) -> Iterator[Row]:
 def calls(sizes: Sizes, p: Problem, n: int, *others: Any) -> Any:
     given = {axis: values[0] for axis, values in p.when.items()}
     paged = given.get("paged") or given.get("keys", "contiguous") != "contiguous"
-    page, tokens = 64 if paged else 0, 4 if given.get("wide") else 1
+    page, tokens = 64 if paged else 0, 4 if given.get("wide") else given.get("block_m", 8) // 8
     page = 16 if given.get("keys") == "pages" else page
     return workloads(p, given.get("head_dim", n), *others, sizes=sizes, page=page, tokens=tokens)
 
@@ -111,9 +112,10 @@ SPACES = {
     ),
     f"{OP}_fused": Space(
         tuple(
-            Problem(None, (dim,), when={"head_dim": (dim,), "keys": (keys,)})
-            for dim, kinds in ((64, KEYS[:2]), (128, KEYS))
+            Problem(None, (dim,), when={"head_dim": (dim,), "keys": (keys,), "block_m": (rows,)})
+            for dim, kinds, every in ((64, KEYS[:2], (8,)), (128, KEYS, (8,)), (128, KEYS[::2], (16, 32)))
             for keys in kinds
+            for rows in every
         ),
         fused,
         partial(calls, FEW),

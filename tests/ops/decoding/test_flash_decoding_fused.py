@@ -28,6 +28,9 @@ PROBLEMS = (
     Problem(6, 2, 2, 130, (130, 40), 80, page=32, causal=False, splits=2),
     Problem(3, 1, 1, 700, (700,), 128, full=True, splits=1),  # more blocks than stages
     Problem(1, 1, 2, 520, (520, 77), 64, page=16, window=(300, 0), splits=4),
+    Problem(12, 1, 1, 1300, (1300, 140, 0), 128, splits=9),  # combined 8 at a time
+    Problem(16, 2, 3, 640, (640, 2), 96, FP16, page=64, splits=5, window=(300, None)),  # 24 of 32
+    Problem(32, 1, 1, 400, (400, 129), 128, page=128, sinks=True, softcap=10.0, splits=2),
     # more programs than run at once: each sequence is one
     Problem(8, 2, 1, 256, (200, 0, 17), 128, FP16, page=64, splits=1),
     Problem(6, 2, 1, 208, (208, 65, 64, 1), 96, page=16, window=(70, None), softcap=10.0),
@@ -107,6 +110,10 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
         (Problem(2, 2, 1, 8192, (8192,), 128, splits=1), True),
         (Problem(2, 2, 1, 8192, (8192,), 128, window=(100, None)), True),
         (Problem(9, 1, 1, 256, (256,), 64), False),  # more rows than it has
+        (Problem(9, 1, 1, 256, (256,), 128), True),
+        (Problem(8, 1, 4, 256, (256,), 128, page=64), True),
+        (Problem(8, 1, 4, 256, (256,), 128, page=16), False),
+        (Problem(33, 1, 1, 256, (256,), 128), False),
         (Problem(8, 1, 1, 256, (256,), 192), False),  # no kernel for it
         (Problem(8, 1, 1, 256, (256,), 72), False),  # not aligned
         (Problem(8, 1, 1, 256, (256,), 64, shift=1), False),

@@ -32,6 +32,7 @@ ONE_SPLIT_WAVES, ONE_SPLIT_KEYS = 4, 2048  # from how many waves of programs, up
 WHOLE_DIM = 128  # for which the fused kernel takes sequences that it doesn't split: suits_whole
 # Parts of a sequence whose table has room for two and more of PART_KEYS: parts_of_room
 PART_KEYS, WAVES, FEW_PARTS, MORE_PARTS = 2048, 3, 4, 8
+FEWEST_ROWS = 8  # of q a head of keys that the fused kernel computes
 LARGE_PAGE = 64  # keys: the fused kernel loads them at once
 ONE_WAVE_KEYS = 4096  # up to which it leaves those of a contiguous cache whole: suits_whole
 PARTIAL_ELEMENTS = 1 << 31  # of a sequence: distances between parts are 32-bit numbers
@@ -326,17 +327,18 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
     """None where there is no kernel that combines its own parts for the call."""
     shape, asked = call.shape, call.settings.splits
     kernel = on.kernels.get(f"{NAME}_fused")
-    key = q.dtype, fused_head_dim(shape.dim), keys_of(call), True
-    if kernel is None or not kernel.serves(key) or not call.aligned or not call.mapped(on):
+    if kernel is None or not call.aligned or not call.mapped(on) or not 0 < shape.batch <= GRID_DEPTH:
+        return None
+    block_m = 1 << max(call.rows - 1, FEWEST_ROWS - 1).bit_length()
+    key = q.dtype, fused_head_dim(shape.dim), keys_of(call), block_m, True
+    if not call.rows or not kernel.serves(key):
         return None
     loaded = kernel(key, shape.dim)
     numbers = loaded.numbers
-    if not (0 < call.rows <= numbers["block_m"] and 0 < shape.batch <= GRID_DEPTH):
-        return None
     programs = shape.batch * shape.kv_heads
     places = numbers["programs_per_multiprocessor"] * on.multiprocessors
     parts = parts_of_room(on, call, numbers, programs)
-    whole = q.dtype, fused_head_dim(shape.dim), "whole", True
+    whole = q.dtype, fused_head_dim(shape.dim), "whole", block_m, True
     if call.paged and asked < 2 and not parts and programs > places and kernel.serves(whole):
         return FusedPlan(on, kernel(whole, shape.dim), call, q, k, 1)
     # A program that loads each block by one instruction can keep a multiprocessor busy: one wave of such, where there

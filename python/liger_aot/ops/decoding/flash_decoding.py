@@ -191,8 +191,11 @@ class FlashDecoding(ForwardOnlyOp):
         if same and padded_head_dim(dim) in (96, 128):
             kinds.append(("persistent", padded_head_dim(dim)))
         if same and fused_head_dim(dim) in (64, 128):
-            keys = ("contiguous", "pages", "large_pages", "whole")
-            kinds += [("fused", fused_head_dim(dim), of) for of in keys[: 2 if dim <= 64 else 4]]
+            forms = [("contiguous", 8), ("pages", 8)]
+            if dim > 64:
+                forms += [("large_pages", 8), ("whole", 8)]
+                forms += [(of, rows) for of in ("contiguous", "large_pages") for rows in (16, 32)]
+            kinds += [("fused", fused_head_dim(dim), *form) for form in forms]
         return tuple(Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, dim) for kind, *axes in kinds)
 
     @staticmethod
