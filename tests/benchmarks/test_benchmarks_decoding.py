@@ -16,7 +16,8 @@ SMALL = Point(batch=2, cached=96, dim=16, heads=6, kv_heads=2)
 
 
 @pytest.mark.parametrize(
-    "point", [
+    "point",
+    [
         SMALL,
         replace(SMALL, page=16),
         replace(SMALL, tokens=3, page=32),
