@@ -4,7 +4,7 @@
 writes the weighted values, divided by their sum, and the base-2 logarithm of that sum (OUT_PARTIAL, LSE_PARTIAL), and
 ``combine`` combines a row's parts. The host chooses the number of programs from shapes alone; which keys each one takes
 follows on the device from the lengths. Wide variants of ``split`` have taller tiles, for more rows than a tile of the
-others has. ``split_kv_wgmma`` has the kernels for GPUs with TMA and wgmma.
+others has. ``split_kv_wgmma`` has the kernel for GPUs with TMA and wgmma.
 
 The cache is contiguous (a "page" is a whole sequence) or paged: TABLE[batch, i] is the page of the keys from i * page
 size on. A page that is not there is not read: rows that would see it are NaN, and its number goes to FLAG, as does a
@@ -20,9 +20,9 @@ from csrc_triton.attention.forward import p_exponent
 from csrc_triton.common.fp8 import product_dtype, queries_in, widened
 from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.decoding.split_kv import (
-    BATCH_BLOCK,
     NO_SCORE,
     Sequences,
+    blocks_in,
     columns_of,
     divide,
     finalise,
@@ -34,11 +34,10 @@ from csrc_triton.decoding.split_kv import (
     split_range,
     token_of,
     with_parts,
-    workers_of,
 )
-from csrc_triton.decoding.split_kv_wgmma import split_and_combine, split_persistent  # noqa: F401
+from csrc_triton.decoding.split_kv_wgmma import split_and_combine  # noqa: F401
 
-# What the kernels of split_kv_wgmma take behind the tensor maps of keys and values.
+# What the kernel of split_kv_wgmma takes behind the tensor maps of keys and values.
 RESULTS = {
     "OUT": "*dtype", "LSE": "*fp32", "OUT_PARTIAL": "*fp32", "LSE_PARTIAL": "*fp32", "FLAG": "*i64",
 }  # fmt: skip
@@ -77,28 +76,6 @@ DECLARATION = {
                 }
             },
         },
-        "flash_decoding_persistent": {
-            "language": "gluon",
-            "optional": True,
-            "always_aligned": True,
-            "matrix": True,
-            "arguments": {
-                "K": "dtype[1, 1, BLOCK_N, BOX]", "V": "dtype[1, 1, BLOCK_N, BOX]", **RESULTS, "Q": "*dtype",
-                "LENGTHS": "*i32", "SINKS": "*fp32", **QUERIES, **SIZES, "batch": "i32", "capacity": "i32",
-                "tiles": "i32", "workers": "i32", "partial_rows": "i32", **BOUNDS,
-            },
-            "axes": {"dtype": ["bf16", "fp16"], "head_dim": [96, 128]},
-            "gives": {"head_dim": {96: {"D1": 64, "D2": 32, "BOX": 32}, 128: {"D1": 128, "D2": 0, "BOX": 64}}},
-            "host": ["min_blocks_per_multiprocessor", "max_rows"],
-            "aligned": ["OUT", "OUT_PARTIAL", "Q", "q_batch", "q_token", "q_head", "dim"],
-            "forms": {
-                "warp_specialized": {
-                    "function": "split_persistent",
-                    "constants": ["BLOCK_N", "D1", "D2", "BOX", "STAGES", "PDL"],
-                    "defaults": {"PDL": 0},
-                }
-            },
-        },
         "flash_decoding_fused": {
             "language": "gluon",
             "optional": True,
@@ -112,29 +89,27 @@ DECLARATION = {
             },
             "axes": {
                 "dtype": ["bf16", "fp16"], "head_dim": [64, 128],
-                "keys": ["contiguous", "pages", "large_pages", "whole"], "block_m": [8, 16, 32],
+                "keys": ["contiguous", "pages", "large_pages"], "many": [False, True],
+                "block_m": [8, 16, 32],
             },
-            # large_pages: of 64 keys and more; whole: sequences in pages of any size, none of which is split
+            # large_pages: of 64 keys and more; many: of sequences, in pages of any size
             "excluded": [
-                {"head_dim": [64], "keys": ["large_pages", "whole"]},
+                {"many": [True], "head_dim": [64]},
+                {"many": [True], "keys": ["large_pages"]},
+                {"many": [True], "block_m": [16, 32]},
                 {"head_dim": [64], "block_m": [16, 32]},
-                {"keys": ["pages", "whole"], "block_m": [16, 32]},
+                {"keys": ["pages"], "block_m": [16, 32]},
             ],
             "gives": {
-                "keys": {
-                    "contiguous": {"PAGED": False, "WHOLE": False},
-                    "pages": {"PAGED": True, "WHOLE": False},
-                    "large_pages": {"PAGED": True, "WHOLE": False},
-                    "whole": {"PAGED": True, "WHOLE": True},
-                }
+                "keys": {"contiguous": {"PAGED": False}, "pages": {"PAGED": True}, "large_pages": {"PAGED": True}}
             },
-            "host": ["startup_blocks"],
+            "host": ["startup_blocks", "parts", "part_keys"],
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "q_batch", "q_token", "q_head", "dim"],
             "forms": {
                 "wgmma": {
                     "function": "split_and_combine",
                     "constants": [
-                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "WHOLE", "PDL",
+                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "PDL",
                     ],
                     "defaults": {"PDL": 0},
                     "pdl": "PDL",
@@ -145,7 +120,7 @@ DECLARATION = {
             "arguments": {
                 "OUT": "*dtype", "LSE": "*fp32", "OUT_PARTIAL": "*fp32", "LSE_PARTIAL": "*fp32", "LENGTHS": "*i32",
                 "SINKS": "*fp32", "kv_heads": "i32", "ratio": "i32", "tokens": "i32", "dim": "i32", "batch": "i32",
-                "capacity": "i32", "tiles": "i32", "splits": "i32", "workers": "i32", "partial_rows": "i32",
+                "capacity": "i32", "tiles": "i32", "splits": "i32", "partial_rows": "i32",
                 "block_m": "i32", "block_n": "i32", **BOUNDS,
             },
             "axes": {"dtype": ["bf16", "fp16"]},
@@ -153,11 +128,11 @@ DECLARATION = {
             "forms": {
                 "tile": {
                     "function": "combine",
-                    "constants": ["BLOCK_SPLITS", "D", "PERSISTENT", "PDL"],
-                    "defaults": {"PERSISTENT": 0, "PDL": 0},
+                    "constants": ["BLOCK_SPLITS", "D", "PDL"],
+                    "defaults": {"PDL": 0},
                     "pdl": "PDL",
                     # LENGTHS, for which split, which is no dependent launch, has waited
-                    "loads_before_wait": 2,
+                    "loads_before_wait": 1,
                 }
             },
         },
@@ -310,8 +285,8 @@ def scale_of_head(SCALE, head, scale_head):
 @triton.jit
 def combine(
     OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, LENGTHS, SINKS, kv_heads, ratio, tokens, dim, batch, capacity, tiles, splits,
-    workers, partial_rows, block_m, block_n, left, right,
-    BLOCK_SPLITS: tl.constexpr, D: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+    partial_rows, block_m, block_n, left, right,
+    BLOCK_SPLITS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row from its parts, BLOCK_SPLITS of them at a time. block_m, block_n: those of ``split``."""
     at = tl.program_id(0)
@@ -319,10 +294,8 @@ def combine(
     row = at - batch_head * (tokens * ratio)
     b = divide(batch_head, kv_heads)
     kv_head = batch_head - b * kv_heads
-    offsets = tl.arange(0, BATCH_BLOCK)
-    n = block_n.to(tl.uint32)
     seqs = Sequences(LENGTHS, batch, tokens, capacity, left, right)
-    worker, parts = workers_of(offsets, b, splits, workers, seqs, n, PERSISTENT)
+    parts = tl.minimum(splits, blocks_in(b, seqs, block_n.to(tl.uint32)))
     if PDL:
         # Wait until ``split`` has ended and what it wrote is visible. Programs with nothing to combine wait, too: the
         # next kernel of the stream waits for this one alone, which must not end before ``split``. LENGTHS may be read
@@ -334,20 +307,15 @@ def combine(
         acc = tl.zeros([D], tl.float32)
         tile = divide(row, block_m)
         width = tiles * kv_heads
-        program = worker * width + kv_head * tiles + tile
-        slot_rows = partial_rows  # of a program, in one slot or two
-        if PERSISTENT:
-            slot_rows = partial_rows * tl.where(splits > 0, 1, 2)
-        first_row = program.to(tl.int64) * slot_rows + (row - tile * block_m)
-        step = width.to(tl.int64) * slot_rows
+        program = b * splits * width + kv_head * tiles + tile
+        first_row = program.to(tl.int64) * partial_rows + (row - tile * block_m)
+        step = width.to(tl.int64) * partial_rows
         m = NO_SCORE
         total = 0.0
         for first in range(0, parts, BLOCK_SPLITS):
             part = first + tl.arange(0, BLOCK_SPLITS)
             valid = part < parts
             to = first_row + part * step
-            if PERSISTENT:
-                to += tl.where(part == 0, slot_rows - partial_rows, 0)
             lse = tl.load(LSE_PARTIAL + to, mask=valid, other=float("-inf"))
             values = tl.load(
                 OUT_PARTIAL + to[:, None] * dim + cols[None, :],

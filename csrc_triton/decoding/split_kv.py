@@ -1,17 +1,13 @@
 """Split KV: which keys tokens see, how programs split the keys of all sequences, and how a row is finalised.
 
 A tile is a number of rows of one head of K: rows are the query heads that share it, token after token. A worker is one
-program for each tile; its programs take the same keys. There are two ways to split:
+program for each tile; its programs take the same keys. ``splits`` workers split the keys of each sequence, in equal
+numbers of blocks or one more.
 
-- By sequence: ``splits`` workers split the keys of each sequence.
-- Persistent (``splits`` is 0): ``workers`` split the blocks of all sequences evenly, one sequence after the other, in
-  equal numbers of blocks or one more.
+A part is what one worker takes. A sequence without keys counts as one block, so that its result is written. A part that
+is not all of its sequence leaves partial results in the worker's slot.
 
-A part is what one worker takes of one sequence. A sequence without keys counts as one block, so that its result is
-written. A part that is not all of its sequence leaves partial results in the worker's slot. By sequence a worker has
-one slot; persistent it has two, the second for the part that begins its sequence: it has at most one of each kind.
-
-The host sees to it that the blocks of all sequences times workers, and those of one times ``splits``, are below 2^31.
+The host sees to it that the blocks of a sequence times ``splits`` are below 2^31.
 """
 
 import triton
@@ -19,9 +15,6 @@ import triton.language as tl
 from triton.language.core import _aggregate as aggregate
 
 NO_SCORE = tl.constexpr(-1.0e30)  # the largest score of no key: finite, so that a difference of two is no NaN
-BATCH_BLOCK = tl.constexpr(
-    128
-)  # sequences that are looked at together; ``offsets`` is their range, in any layout
 
 
 @aggregate
@@ -113,10 +106,10 @@ def page_of(TABLE, keys, page_bits):
 
 @triton.jit
 def blocks_in(b, seqs, BLOCK_N):
-    """Blocks that sequences b count as; 0 past the last sequence."""
-    length, _, _ = length_of(seqs, tl.minimum(b, seqs.batch - 1))
+    """Blocks that sequence b counts as."""
+    length, _, _ = length_of(seqs, b)
     _, blocks = visible_blocks(length, seqs, BLOCK_N)
-    return tl.where(b < seqs.batch, tl.maximum(blocks, 1), 0)
+    return tl.maximum(blocks, 1)
 
 
 @triton.jit
@@ -126,76 +119,14 @@ def first_block(worker, blocks, workers):
 
 
 @triton.jit
-def worker_at(block, blocks, workers):
-    """The worker that has a block, of at most ``blocks`` workers."""
-    return divide((block + 1) * workers - 1, blocks)
-
-
-@triton.jit
-def blocks_of_all(offsets, until, seqs, BLOCK_N):
-    """(blocks of all sequences, of those before ``until``)"""
-    total = 0
-    before = 0
-    for first in range(0, seqs.batch, BATCH_BLOCK):
-        b = first + offsets
-        n = blocks_in(b, seqs, BLOCK_N)
-        total += tl.sum(n, 0)
-        before += tl.sum(tl.where(b < until, n, 0), 0)
-    return total, before
-
-
-@triton.jit
-def sequence_at(offsets, block, seqs, BLOCK_N):
-    """(the sequence that has this one of all blocks, blocks of the sequences before it)"""
-    found = 0
-    before = 0
-    upto = 0
-    for first in range(0, seqs.batch, BATCH_BLOCK):
-        b = first + offsets
-        n = blocks_in(b, seqs, BLOCK_N)
-        ends = upto + tl.cumsum(n, 0)
-        passed = (ends <= block) & (b < seqs.batch)
-        found += tl.sum(passed.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
-        upto = tl.max(ends, 0)
-    return found, before
-
-
-@triton.jit
 def split_range(worker, splits, seqs, BLOCK_N):
-    """By sequence, what a worker takes: (its sequence, the first block of it, how many)."""
+    """What a worker takes: (its sequence, the first block of it, how many)."""
     b = divide(worker, splits)
     split = worker - b * splits
     blocks = blocks_in(b, seqs, BLOCK_N)
     n = tl.minimum(splits, blocks)
     first = first_block(split, blocks, n)
     return b, first, tl.where(split < n, first_block(split + 1, blocks, n) - first, 0)
-
-
-@triton.jit
-def persistent_range(offsets, worker, workers, seqs, BLOCK_N):
-    """Persistent, what a worker takes: (its first sequence, the first block of that, how many of all)."""
-    total, _ = blocks_of_all(offsets, 0, seqs, BLOCK_N)
-    n = tl.minimum(workers, total)
-    first = first_block(worker, total, n)
-    blocks = tl.where(worker < n, first_block(worker + 1, total, n) - first, 0)
-    b, before = sequence_at(offsets, first, seqs, BLOCK_N)
-    return b, first - before, blocks
-
-
-@triton.jit
-def workers_of(offsets, b, splits, workers, seqs, BLOCK_N, PERSISTENT: tl.constexpr):
-    """(first worker that has a part of sequence b, how many have). Without PERSISTENT ``splits`` is not 0."""
-    blocks = blocks_in(b, seqs, BLOCK_N)
-    first = b * splits
-    count = tl.minimum(splits, blocks)
-    if PERSISTENT:  # noqa: SIM102 (the outer is the compiler's)
-        if splits == 0:
-            total, before = blocks_of_all(offsets, b, seqs, BLOCK_N)
-            n = tl.minimum(workers, total)
-            first = worker_at(before, total, n)
-            count = worker_at(before + blocks - 1, total, n) - first + 1
-    return first, count
 
 
 @triton.jit

@@ -1,17 +1,11 @@
-"""Split KV with TMA and wgmma (Gluon, Hopper): a persistent kernel for many sequences, one that combines its own parts.
+"""Split KV with TMA and wgmma (Gluon, Hopper), in one launch.
 
-``split_persistent`` is for many long sequences of a contiguous cache. It is warp-specialised: a producer warp loads one
-sequence after the other, a consumer warp group computes. The producer knows the next sequence's blocks before the
-consumers are done with the last, so that memory is busy from a program's first block to its last. Its first loads need
-the lengths alone: q and all that belongs to rows is the consumers'. wgmma multiplies 64 rows, of which a tile may have
-fewer: the others of q are zeros, which cost nothing where memory is the bound.
-
-``split_and_combine`` is for calls so short that all but the loads counts: it splits each sequence, and the last program
-of a sequence's head to end combines the parts. q is loaded before anything is known, then the length, then the first
-STAGES blocks of K and V, with no division on the way. Products are transposed, K Q^T and V^T P^T: the 64 rows of wgmma
-are keys and columns of values, and its columns are rows of q (BLOCK_M: 8, 16 or 32). So little is computed for rows
-that are not there. Programs count in COUNTERS who has ended; the last finds all parts in L2, combines them in their
-order, so that the bits do not depend on which one is last, and resets the counter.
+Each sequence is split, and the last program of a sequence's head to end combines the parts. In short calls all but the
+loads counts: q is loaded before anything is known, then the length, then the first STAGES blocks of K and V, with no
+division on the way. Products are transposed, K Q^T and V^T P^T: the 64 rows of wgmma are keys and columns of values,
+and its columns are rows of q (BLOCK_M: 8, 16 or 32). So little is computed for rows that are not there. Programs count
+in COUNTERS who has ended; the last finds all parts in L2, combines them in their order, so that the bits do not depend
+on which one is last, and resets the counter.
 
 TMA loads whole blocks. Memory that no key was written to may hold anything, so values outside of a tile's keys are set
 to zero.
@@ -28,30 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from csrc_triton.attention.online_softmax import (
-    issue_pv,
-    issue_qk,
-    mask_scores,
-    partial_row_sums,
-    scale_rows,
-    to_x2,
-    wait_pv,
-)
-from csrc_triton.attention.pipeline import Pipeline, Sizes, load_tile, mbarriers, pipeline_of
-from csrc_triton.common.pdl import launch_dependents
+from csrc_triton.attention.pipeline import mbarriers
 from csrc_triton.common.pdl_begin import begin
 from csrc_triton.decoding.split_kv import (
-    BATCH_BLOCK,
     NO_SCORE,
     Sequences,
-    divide,
     finalise,
     length_of,
-    part_of,
-    persistent_range,
     row_of,
     sink_of,
-    token_of,
     visible_blocks,
     visible_keys,
 )
@@ -59,10 +38,9 @@ from csrc_triton.decoding.split_kv import (
 
 @aggregate
 class Rows:
-    """A tile's rows of q, of one head of K."""
+    """The rows of q of a sequence and one head of K."""
 
     Q: gl.tensor
-    q_batch: gl.tensor
     q_token: gl.tensor
     q_head: gl.tensor
     dim: gl.tensor
@@ -70,31 +48,13 @@ class Rows:
     ratio: gl.tensor  # heads of q a head of K
     by_ratio: gl.tensor  # see ``token_of``
     head: gl.tensor  # of K
-    first_token: gl.tensor
-    last_token: gl.tensor
-    into: gl.tensor  # the first row's number among the heads of ``first_token``
     count: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        Q,
-        q_batch,
-        q_token,
-        q_head,
-        dim,
-        kv_heads,
-        ratio,
-        by_ratio,
-        head,
-        first_token,
-        last_token,
-        into,
-        count,
-    ):
-        self.Q, self.q_batch, self.q_token, self.q_head, self.dim = Q, q_batch, q_token, q_head, dim
-        self.kv_heads, self.ratio, self.by_ratio, self.head = kv_heads, ratio, by_ratio, head
-        self.first_token, self.last_token, self.into, self.count = first_token, last_token, into, count
+    def __init__(self, Q, q_token, q_head, dim, kv_heads, ratio, by_ratio, head, count):
+        self.Q, self.q_token, self.q_head, self.dim = Q, q_token, q_head, dim
+        self.kv_heads, self.ratio, self.by_ratio = kv_heads, ratio, by_ratio
+        self.head, self.count = head, count
 
 
 @aggregate
@@ -129,19 +89,10 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def zero_outside(values, key, start, stop):
-    """Set a block's rows to zero that hold no keys of [start, stop)."""
-    layout: gl.constexpr = vector_layout(values.shape[1])
-    keys = key + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
-    valid = gl.expand_dims((keys >= start) & (keys < stop), 1)
-    loaded = values.load(layout)
-    values.store(gl.where(valid, loaded, gl.zeros_like(loaded)))
-
-
-@gluon.jit
 def zero_rows_outside(tile, key, start, stop):
-    """``zero_outside`` of a tile as TMA leaves it, 16 rows at a time, for few registers. Rows are kept or zeroed, so
-    the order of their elements is free: of each 64 columns they are 128 bytes, BLOCK_N rows behind each other."""
+    """Set a block's rows to zero that hold no keys of [start, stop), 16 at a time, for few registers. Rows are kept or
+    zeroed, so the order of their elements is free: of each 64 columns they are 128 bytes, BLOCK_N rows behind each
+    other."""
     PLAIN: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     BLOCK_N: gl.constexpr = tile.shape[2]
     PANELS: gl.constexpr = tile.shape[3] // 64
@@ -155,208 +106,6 @@ def zero_rows_outside(tile, key, start, stop):
                 group = groups.index(c * (BLOCK_N // 16) + i)
                 loaded = group.load(PLAIN)
                 group.store(gl.where(valid, loaded, gl.zeros_like(loaded)))
-
-
-# ---- The persistent kernel ----
-
-
-@gluon.jit
-def range_of(worker, workers, seqs, z):
-    """``persistent_range`` by the warps of one partition: the other need not be waited for."""
-    offsets = gl.arange(0, BATCH_BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    return persistent_range(offsets, worker, workers, seqs, z.BLOCK_N)
-
-
-@gluon.jit
-def produce(z, K, V, k, v, head, first_token, last_token, worker, workers, seqs):
-    """The producer warp: loads the blocks that ``consume`` takes, in its order."""
-    b, begin, blocks = range_of(worker, workers, seqs, z)
-    stage = 0
-    phase = 1
-    while blocks > 0:
-        _, _, _, here, _, _, _, first, last = part_of(
-            b, begin, blocks, first_token, last_token, seqs, z.BLOCK_N
-        )
-        for j in range(first, last):
-            mbarrier.wait(k.empty.index(stage), phase)
-            load_tile(K, b, head, j * z.BLOCK_N, k, stage, z)
-            mbarrier.wait(v.empty.index(stage), phase)
-            load_tile(V, b, head, j * z.BLOCK_N, v, stage, z)
-            stage, phase = advance(stage, phase, z.STAGES)
-        blocks -= here
-        begin = 0
-        b += 1
-
-
-@gluon.jit
-def load_q_panel(to, column: gl.constexpr, Q, rows, into, count):
-    """Columns of a tile's rows from ``column`` on to shared memory, zeros where there are none."""
-    width: gl.constexpr = to.shape[1]
-    layout: gl.constexpr = vector_layout(width)
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    cols = column + gl.arange(0, width, gl.SliceLayout(0, layout))
-    token, query_head = row_of(row, rows.first_token, into, rows.head, rows.ratio, rows.by_ratio)
-    at = token.to(gl.int64) * rows.q_token + query_head.to(gl.int64) * rows.q_head
-    mask = gl.expand_dims(row < count, 1) & gl.expand_dims(cols < rows.dim, 0)
-    to.store(gl.load(Q + (gl.expand_dims(at, 1) + gl.expand_dims(cols, 0)), mask=mask, other=0.0))
-
-
-@gluon.jit
-def store_panel(TO, at, values, layout: gl.constexpr, column: gl.constexpr, count, dim):
-    """Store columns of a tile's results from ``column`` on at rows ``at``."""
-    cols = column + gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
-    at = gl.convert_layout(at, gl.SliceLayout(1, layout))
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    mask = gl.expand_dims(row < count, 1) & gl.expand_dims(cols < dim, 0)
-    gl.store(TO + (gl.expand_dims(at, 1) * dim + gl.expand_dims(cols, 0)), values, mask=mask)
-
-
-@gluon.jit
-def store_panels(TO, at, acc, acc2, by, dtype: gl.constexpr, count, dim, z):
-    """Scale and store both panels."""
-    store_panel(TO, at, scale_rows(acc, by).to(dtype), z.O1, 0, count, dim)
-    if z.D2 > 0:
-        store_panel(TO, at, scale_rows(acc2, by).to(dtype), z.O2, z.D1, count, dim)
-
-
-@gluon.jit
-def consume(z, q, k, v, rows, results, scale, cap, program, partial_rows, worker, workers, seqs):
-    """The consumer warp group: scores, softmax and values of a tile's rows, and their results."""
-    b, begin, blocks = range_of(worker, workers, seqs, z)
-    stage = 0
-    phase = 0
-    while blocks > 0:
-        length, wrong, given, here, whole, start, stop, first, last = part_of(
-            b, begin, blocks, rows.first_token, rows.last_token, seqs, z.BLOCK_N
-        )
-        # 0, but not to the compiler: what belongs to rows is recomputed for each sequence and takes no registers in
-        # between
-        zero = gl.where(length > seqs.capacity, 1, 0)
-        into = rows.into + zero
-        count = rows.count + zero
-        row = gl.arange(0, 64, z.ROW)
-        index = b.to(gl.int64)
-        of_batch = rows.Q + index * rows.q_batch
-        load_q_panel(q.first.index(0).reshape([64, z.D1]), 0, of_batch, rows, into, count)
-        if z.D2 > 0:
-            load_q_panel(q.second.index(0).reshape([64, z.D2]), z.D1, of_batch, rows, into, count)
-        fence_async_shared()
-        gl.store(results.FLAG, given.to(gl.int64), mask=wrong & (results.FLAG.to(gl.int64) != 0))
-        before = length - seqs.tokens
-        token, query_head = row_of(row, rows.first_token, into, rows.head, rows.ratio, rows.by_ratio)
-        low = before + token - seqs.left
-        high = gl.minimum(before + token + seqs.right, length)
-        inner_low = before + rows.last_token - seqs.left
-        inner_high = gl.minimum(before + rows.first_token + seqs.right, length)
-        m = gl.full([64], NO_SCORE, gl.float32, z.ROW)
-        sums = partial_row_sums(gl.zeros([64, z.BLOCK_N], gl.float32, z.S))
-        acc = gl.zeros([64, z.D1], gl.float32, z.O1)
-        acc2 = gl.zeros([64, z.D2 if z.D2 > 0 else 16], gl.float32, z.O2)
-        for j in range(first, last):
-            key = j * z.BLOCK_N
-            mbarrier.wait(k.full.index(stage), phase)
-            s = warpgroup_mma_wait(0, deps=(issue_qk(q, 0, k, stage, z),))
-            mbarrier.arrive(k.empty.index(stage), count=1)
-            if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
-                s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
-            if (key < inner_low) | (key + z.BLOCK_N > inner_high):
-                s = mask_scores(s, key, (low, high), True)
-            new_m = gl.maximum(m, gl.max(s, 1) * scale)
-            e = gl.exp2(s * scale - gl.expand_dims(new_m, 1))
-            by = gl.exp2(m - new_m)
-            m = new_m
-            sums = scale_rows(sums, by) + partial_row_sums(e)
-            acc = scale_rows(acc, by)
-            if z.D2 > 0:
-                acc2 = scale_rows(acc2, by)
-            mbarrier.wait(v.full.index(stage), phase)
-            if (key < start) | (key + z.BLOCK_N > stop):
-                zero_outside(v.first.index(stage).reshape([z.BLOCK_N, z.D1]), key, start, stop)
-                if z.D2 > 0:
-                    zero_outside(v.second.index(stage).reshape([z.BLOCK_N, z.D2]), key, start, stop)
-                fence_async_shared()
-            acc, acc2 = issue_pv(to_x2(e, v.first.dtype), v, stage, acc, acc2, z)
-            acc, acc2 = wait_pv(acc, acc2, z)
-            mbarrier.arrive(v.empty.index(stage), count=1)
-            stage, phase = advance(stage, phase, z.STAGES)
-        total = gl.convert_layout(gl.sum(sums, 1), z.ROW)
-        total = gl.where(wrong, float("nan"), total)
-        valid = row < count
-        if whole:
-            lse, by = finalise(m, total, sink_of(results.SINKS, query_head))
-            heads = rows.kv_heads * rows.ratio
-            at = (index * seqs.tokens + token) * heads + query_head
-            gl.store(results.LSE + (index * heads + query_head) * seqs.tokens + token, lse, mask=valid)
-            store_panels(results.OUT, at, acc, acc2, by, v.first.dtype, count, rows.dim, z)
-        else:
-            by = gl.where(total == 0.0, 0.0, 1.0 / total)
-            at = (2 * program + gl.where(begin == 0, 1, 0)).to(gl.int64) * partial_rows + row
-            gl.store(results.LSE_PARTIAL + at, m + gl.log2(total), mask=valid)
-            store_panels(results.OUT_PARTIAL, at, acc, acc2, by, gl.float32, count, rows.dim, z)
-        blocks -= here
-        begin = 0
-        b += 1
-
-
-@gluon.jit
-def split_persistent(
-    K, V, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, Q, LENGTHS, SINKS, q_batch, q_token, q_head, scale, cap,
-    kv_heads, ratio, by_ratio, tokens, dim, batch, capacity, tiles, workers, partial_rows, left, right,
-    BLOCK_N: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """Workers split all sequences evenly; tiles are of 64 rows. K and V are tensor maps over (batch, head, key, column)
-    with boxes of BLOCK_N keys and BOX columns. The other arguments are as in ``flash_decoding.split``."""
-    if PDL:  # noqa: SIM102 (as in split)
-        if partial_rows > 0:
-            launch_dependents()
-    z = Sizes(BLOCK_N, D1, D2, BOX, STAGES, 1, 0, 0)
-    program = gl.program_id(0)
-    width = tiles * kv_heads
-    worker = divide(program, width)
-    in_worker = program - worker * width
-    head = divide(in_worker, tiles)
-    tile = in_worker - head * tiles
-    first_token = divide(tile * 64, ratio)
-    into = tile * 64 - first_token * ratio
-    count = gl.minimum(tokens * ratio - tile * 64, 64)
-    last_token = first_token + token_of(into + count - 1, by_ratio)
-    k = pipeline_of(K, STAGES, 1, z)
-    v = pipeline_of(V, STAGES, 1, z)
-    q_first = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D1], K.layout)
-    q_second = q_first
-    if D2 > 0:
-        q_second = gl.allocate_shared_memory(K.dtype, [1, 1, 1, 64, D2], K.layout)
-    q = Pipeline(q_first, q_second, k.full, k.empty)
-    seqs = Sequences(LENGTHS, batch, tokens, capacity, left, right)
-    rows = Rows(
-        Q,
-        q_batch,
-        q_token,
-        q_head,
-        dim,
-        kv_heads,
-        ratio,
-        by_ratio,
-        head,
-        first_token,
-        last_token,
-        into,
-        count,
-    )
-    results = Results(OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, SINKS)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (consume, (z, q, k, v, rows, results, scale, cap, program, partial_rows, worker, workers, seqs)),
-            (produce, (z, K, V, k, v, head, first_token, last_token, worker, workers, seqs)),
-        ],
-        [1],
-        [24],
-    )
-
-
-# ---- The kernel that combines its own parts ----
 
 
 @aggregate
@@ -458,11 +207,10 @@ def split_and_combine(
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, splits, by_splits,
     left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, WHOLE: gl.constexpr,
-    PDL: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a sequence: its result where it is the whole sequence, else a part, and from the last of them the
-    result. WHOLE: all sequences are one split, without the code that combines. The grid is (heads of K, splits,
+    result. The grid is (heads of K, splits,
     sequences). Pages are loaded in boxes of BOX_KEYS keys, which page sizes are multiples of, and looked up a block
     ahead. The next keys are loaded while a block's values are multiplied: a stage has a barrier for each."""
     gl.static_assert(PAGED or BLOCK_N == BOX_KEYS)
@@ -479,22 +227,15 @@ def split_and_combine(
     seqs = Sequences(LENGTHS, gl.num_programs(2), tokens, capacity, left, right)
     TABLE += b * table_row
     length, wrong, given = length_of(seqs, sequence)
-    rows = Rows(
-        Q, q_batch, q_token, q_head, dim, kv_heads, ratio, by_ratio, head, 0 * head, tokens - 1, 0 * head,
-        tokens * ratio,
-    )  # fmt: skip
-    q = load_q(Q + b * q_batch, rows, BLOCK_M, D)
+    rows = Rows(Q + b * q_batch, q_token, q_head, dim, kv_heads, ratio, by_ratio, head, tokens * ratio)
+    q = load_q(rows, BLOCK_M, D)
     k_full = mbarriers(STAGES, 1)
     v_full = mbarriers(STAGES, 1)
     ks = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], K.layout)
     vs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], V.layout)
     fence_async_shared()
     before_blocks, all_blocks = visible_blocks(length, seqs, BLOCK_N)
-    blocks = gl.maximum(all_blocks, 1)
-    before = 0
-    used = 1
-    if not WHOLE:
-        before, blocks, used = split_blocks(split, splits, by_splits, blocks)
+    before, blocks, used = split_blocks(split, splits, by_splits, gl.maximum(all_blocks, 1))
     if blocks > 0:
         start, stop = visible_keys(length, 0, tokens - 1, seqs)
         cache = Cache(K, V, TABLE, sequence, head, start, stop, pages, page_bits)
@@ -579,7 +320,7 @@ def split_and_combine(
         total = gl.where(wrong, float("nan"), gl.sum(sums, 0))
         cols = gl.arange(0, D, gl.SliceLayout(1, T))
         results = Results(OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, SINKS)
-        if WHOLE or used == 1:
+        if used == 1:
             store_rows(results, rows, seqs, m, total, acc, cols, row, b, dtype)
         else:
             of_sequence = (b * splits * kv_heads + head) * BLOCK_M
@@ -599,7 +340,7 @@ def split_and_combine(
 
 
 @gluon.jit
-def load_q(Q, rows, BLOCK_M: gl.constexpr, D: gl.constexpr):
+def load_q(rows, BLOCK_M: gl.constexpr, D: gl.constexpr):
     """The rows of a head's queries, zeros where there are none."""
     layout: gl.constexpr = vector_layout(D)
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
@@ -607,7 +348,7 @@ def load_q(Q, rows, BLOCK_M: gl.constexpr, D: gl.constexpr):
     token, query_head = row_of(row, 0, 0, rows.head, rows.ratio, rows.by_ratio)
     at = token.to(gl.int64) * rows.q_token + query_head.to(gl.int64) * rows.q_head
     mask = gl.expand_dims(row < rows.count, 1) & gl.expand_dims(cols < rows.dim, 0)
-    return gl.load(Q + (gl.expand_dims(at, 1) + gl.expand_dims(cols, 0)), mask=mask, other=0.0)
+    return gl.load(rows.Q + (gl.expand_dims(at, 1) + gl.expand_dims(cols, 0)), mask=mask, other=0.0)
 
 
 @gluon.jit

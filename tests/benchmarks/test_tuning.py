@@ -210,7 +210,7 @@ OWN = [  # kernel, which of its problems
     ("flash_attention_forward", 0), ("flash_attention_forward", -1), ("flash_attention_backward_dkdv", 0),
     ("flash_attention_backward_warp_specialized", 2), ("flash_attention_backward_warp_specialized", -1),
     ("flash_attention_varlen_forward", -1), ("flash_attention_varlen_backward_warp_specialized", 1),
-    ("flash_decoding_split", 0), ("flash_decoding_split", -1), ("flash_decoding_persistent", 0),
+    ("flash_decoding_split", 0), ("flash_decoding_split", -1), ("flash_decoding_fused", 3),
     ("flash_decoding_fused", -1), ("rope", 0), ("rope", -1),
 ]  # fmt: skip
 

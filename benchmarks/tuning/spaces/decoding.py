@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.decoding.workloads import FEW, SIZES, STREAMED, Sizes, workloads
+from benchmarks.decoding.workloads import FEW, MANY, SIZES, Sizes, workloads
 from benchmarks.tuning.space import Problem, Row, Space, grid
 
 OP = "flash_decoding"
@@ -40,53 +40,50 @@ def split(p: Problem) -> Iterator[Row]:
                     )  # fmt: skip
 
 
-def persistent(p: Problem) -> Iterator[Row]:
-    """Persistent programs over a tensor map."""
-    for block_n, stages, programs in (
-        (128, 3, 1),
-        (64, 4, 1),
-        (64, 6, 1),
-        (32, 12, 1),
-        (64, 3, 2),
-        (64, 4, 2),
-        (32, 6, 2),
-    ):
-        yield from grid(
-            form="warp_specialized", block_n=block_n, stages=stages, num_warps=4, programs_per_multiprocessor=programs,
-            min_blocks_per_multiprocessor=200, max_rows=16, **({"maxnreg": 128} if programs > 1 else {}),
-        )  # fmt: skip
-
-
 def fused(p: Problem) -> Iterator[Row]:
     """Split KV and combine in one launch."""
-    keys = p.when["keys"][0]
-    rows = p.when["block_m"][0]
-    common = {"form": "wgmma", "block_splits": 128 // rows, "startup_blocks": (2, 4), "num_warps": 4}
-    if keys == "whole":
-        for stages, programs in ((1, 5), (1, 6), (2, 3)):
+    keys, rows, many = (p.when[axis][0] for axis in ("keys", "block_m", "many"))
+    common = {
+        "form": "wgmma",
+        "startup_blocks": (2, 4),
+        "parts": (2, 4),
+        "part_keys": (1024, 2048),
+        "num_warps": 4,
+    }
+    box_keys = {"contiguous": (64, 128), "pages": (16,), "large_pages": (64,)}[keys]
+    if many:
+        for registers, programs in ((80, 6), (96, 5), (168, 3)):
             yield from grid(
-                **common, block_n=64, box_keys=16, stages=stages, maxnreg=80, programs_per_multiprocessor=programs,
+                **common, block_n=64, box_keys=box_keys[0], stages=1, block_splits=4, maxnreg=registers,
+                programs_per_multiprocessor=programs,
             )  # fmt: skip
         return
-    for block_n, stages in ((64, (2, 3, 5)), (128, (2, 3))):
-        box_keys = {"contiguous": block_n, "pages": 16, "large_pages": 64}[keys]
-        programs = 1 if keys == "contiguous" else 2
+    for block_n, stages, programs in ((64, (2, 3, 5), 2), (64, (2, 3), 4), (128, (2, 3), 1), (128, 2, 3)):
         yield from grid(
-            **common, block_n=block_n, box_keys=box_keys, stages=stages, programs_per_multiprocessor=programs
-        )
+            **common, block_n=block_n, box_keys=block_n if keys == "contiguous" else box_keys[0], stages=stages,
+            block_splits=128 // rows, programs_per_multiprocessor=programs,
+            **({"maxnreg": 512 // programs // 8 * 8} if programs > 2 else {}),
+        )  # fmt: skip
 
 
 def combine(p: Problem) -> Iterator[Row]:
     """How many splits one step combines."""
-    yield from grid(form="tile", block_splits=(16, 32, 64), d=p.sizes[0], persistent=1, num_warps=(2, 4, 8))
+    yield from grid(form="tile", block_splits=(16, 32, 64), d=p.sizes[0], num_warps=(2, 4, 8))
 
 
-def calls(sizes: Sizes, p: Problem, n: int, *others: Any) -> Any:
+def calls(sizes: Sizes | None, p: Problem, n: int, *others: Any) -> Any:
     given = {axis: values[0] for axis, values in p.when.items()}
     paged = given.get("paged") or given.get("keys", "contiguous") != "contiguous"
     page, tokens = 64 if paged else 0, 4 if given.get("wide") else given.get("block_m", 8) // 8
     page = 16 if given.get("keys") == "pages" else page
-    return workloads(p, given.get("head_dim", n), *others, sizes=sizes, page=page, tokens=tokens)
+    return workloads(
+        p,
+        given.get("head_dim", n),
+        *others,
+        sizes=sizes or (MANY if given["many"] else FEW),
+        page=page,
+        tokens=tokens,
+    )
 
 
 def by_dim(**axes: Any) -> tuple[Problem, ...]:
@@ -95,31 +92,30 @@ def by_dim(**axes: Any) -> tuple[Problem, ...]:
 
 
 EITHER = (False, True)
-KEYS = ("contiguous", "pages", "large_pages", "whole")
-OTHERS = (f"{OP}_persistent", f"{OP}_fused")
+KEYS = ("contiguous", "pages", "large_pages")
 SPACES = {
     f"{OP}_split": Space(
         tuple(p for wide in EITHER for paged in EITHER for p in by_dim(wide=wide, paged=paged)),
         split,
         partial(calls, SIZES),
-        OTHERS,
-    ),
-    f"{OP}_persistent": Space(
-        tuple(Problem(None, (dim,), when={"head_dim": (dim,)}) for dim in (96, 128)),
-        persistent,
-        partial(calls, STREAMED),
-        OTHERS[1:],
+        (f"{OP}_fused",),
     ),
     f"{OP}_fused": Space(
         tuple(
-            Problem(None, (dim,), when={"head_dim": (dim,), "keys": (keys,), "block_m": (rows,)})
-            for dim, kinds, every in ((64, KEYS[:2], (8,)), (128, KEYS, (8,)), (128, KEYS[::2], (16, 32)))
+            Problem(
+                None, (dim,), when={"head_dim": (dim,), "keys": (keys,), "many": (many,), "block_m": (rows,)}
+            )
+            for dim, kinds, many, every in (
+                (64, KEYS, False, (8,)),
+                (128, KEYS, False, (8,)),
+                (128, KEYS[:2], True, (8,)),
+                (128, KEYS[::2], False, (16, 32)),
+            )
             for keys in kinds
             for rows in every
         ),
         fused,
-        partial(calls, FEW),
-        OTHERS[:1],
+        partial(calls, None),
     ),
-    f"{OP}_combine": Space(by_dim(), combine, partial(calls, FEW), OTHERS),
+    f"{OP}_combine": Space(by_dim(), combine, partial(calls, FEW), (f"{OP}_fused",)),
 }

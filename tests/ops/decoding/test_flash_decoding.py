@@ -15,8 +15,6 @@ from torch import Tensor
 
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.attention._operands import padded_head_dim
-from liger_aot.ops.decoding import _plans as plans
 from liger_aot.ops.decoding.flash_decoding import FlashDecoding
 from liger_aot.ops.torch_library import register
 from liger_aot.runtime.manifest import Variant
@@ -28,7 +26,6 @@ from tests.harness.drivers import EmulatorDriver, InterpreterDriver, bound_op
 from tests.harness.op_cases import form_of
 from tests.harness.planned_packs import tables_of
 from tests.harness.tolerances import REFERENCE
-from tests.harness.warp_group_interpreter import GroupsDriver
 from tests.ops.attention.attention_cases import GAPS
 from tests.ops.decoding.decoding_cases import (
     BF16,
@@ -329,38 +326,6 @@ def test_a_gpu_without_this_fp8() -> None:
             op(*problem.tensors(fp8=dtype)[:3])
 
 
-PERSISTENT = (  # by how many workers
-    (1, Problem(8, 1, 1, 200, (200, 137, 1, 0), 96)),
-    (3, Problem(8, 1, 1, 200, (200, 137, 1, 0), 96)),
-    (3, Problem(4, 2, 2, 300, (300, 3, 0, 211, 299), 128, FP16)),
-    (7, Problem(4, 2, 1, 300, (300, 3, 0, 211, 299), 128)),
-    (3, Problem(6, 2, 1, 300, (300, 3, 211), 96, window=(100, None), softcap=10.0, sinks=True)),
-    (3, Problem(40, 1, 2, 130, (130, 40), 80, causal=False)),  # two tiles
-    (5, Problem(2, 1, 1, 33, tuple(i % 34 for i in range(140)), 128)),  # more than are looked at at once
-    (7, Problem(3, 1, 1, 250, (250, 250), 128, full=True)),
-)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("case", range(len(PERSISTENT)))
-def test_the_persistent_kernel_on_the_interpreter(
-    case: int, monkeypatch: pytest.MonkeyPatch, poisoned: None
-) -> None:
-    """However few the keys are."""
-    workers, problem = PERSISTENT[case]
-    pack = built_pack("sm90")
-    op = bound_op(FlashDecoding, pack, GroupsDriver)
-    on = op._own.on(-1)
-    loaded = on.kernels["flash_decoding_persistent"](
-        (problem.dtype, padded_head_dim(problem.dim), True), problem.dim
-    )
-    loaded.numbers = {**loaded.numbers, "programs_per_multiprocessor": 1}
-    ratio = problem.heads // problem.kv_heads
-    on.multiprocessors = workers * problem.kv_heads * -(-problem.tokens * ratio // 64)
-    monkeypatch.setattr(plans, "persistent_for", lambda *arguments: loaded)
-    check(op, problem, dict(pack.tolerance))
-
-
 def binaries(which: str) -> Iterator[Variant]:
     """All of an architecture, or one of each of its kernels' forms."""
     arch, _, one_a_form = which.partition(" ")
@@ -397,7 +362,7 @@ def test_combine_waits_for_split_on_sm90(which: str) -> None:
 
 @pytest.mark.parametrize("which", ["sm90 forms", pytest.param("sm90", marks=pytest.mark.slow)])
 def test_where_combine_waits(which: str) -> None:
-    """On the way of every program, and after lengths alone have been asked for, a row's own and many at a time; split
+    """On the way of every program, and after a row's length alone has been asked for; split
     says that it may start first of all. The opcodes are what nvdisasm prints as ACQBULK, PREEXIT, EXIT and LDG."""
     wait, let_start, end, load = 0x02E, 0x02D, 0x14D, 0x181
     for variant in binaries(which):
@@ -408,11 +373,9 @@ def test_where_combine_waits(which: str) -> None:
         ]
         if "_combine" in variant.name:
             before, after = found[: found.index(wait)], found[found.index(wait) + 1 :]
-            assert end not in before and before.count(load) == 2 and load in after and let_start not in found
+            assert end not in before and before.count(load) == 1 and load in after and let_start not in found
         elif "_fused" in variant.name:
             assert (wait in found) == (let_start in found) == variant.pdl
-        elif "_persistent" in variant.name:  # the producer's code lies before
-            assert let_start in found and wait not in found
         else:
             assert end not in found[: found.index(let_start)] and load not in found[: found.index(let_start)]
 
@@ -422,7 +385,7 @@ def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
     choices = explain("flash_decoding", arch=arch, shape=(1, 1, 8, 96), dtype="bf16")
-    kinds = [*4 * ["split"], "combine"] + (["persistent", *8 * ["fused"]] if arch == "sm90" else [])
+    kinds = [*4 * ["split"], "combine"] + (12 * ["fused"] if arch == "sm90" else [])
     assert [c.kernel for c in choices] == [f"flash_decoding_{kind}" for kind in kinds]
     assert all(c.numbers["d"] == 128 for c in choices[:5]) and not any(c.local_bytes for c in choices)
     with pytest.raises(ArgumentError, match="1 to 256"):

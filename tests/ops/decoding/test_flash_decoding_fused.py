@@ -31,7 +31,10 @@ PROBLEMS = (
     Problem(12, 1, 1, 1300, (1300, 140, 0), 128, splits=9),  # combined 8 at a time
     Problem(16, 2, 3, 640, (640, 2), 96, FP16, page=64, splits=5, window=(300, None)),  # 24 of 32
     Problem(32, 1, 1, 400, (400, 129), 128, page=128, sinks=True, softcap=10.0, splits=2),
-    # more programs than run at once: each sequence is one
+    Problem(8, 1, 1, 640, (640, 77), 64, page=64, splits=3),
+    # by the rows of many programs
+    Problem(8, 2, 1, 700, (700, 700), 96, full=True, splits=5),
+    Problem(4, 1, 2, 1300, (1300, 1, 700, 0, 64), 128, FP16, page=16, splits=6),
     Problem(8, 2, 1, 256, (200, 0, 17), 128, FP16, page=64, splits=1),
     Problem(6, 2, 1, 208, (208, 65, 64, 1), 96, page=16, window=(70, None), softcap=10.0),
     Problem(3, 1, 2, 160, (160, 63, 0, 130, 2), 128, page=32, sinks=True, causal=False),
@@ -94,7 +97,8 @@ def test_pages_and_lengths_out_of_range() -> None:
 
 def planned(op: FlashDecoding, problem: Problem) -> Any:
     q, k, _, _, table = problem.tensors()[:5]
-    return plan_for(op._own.on(-1), q, k, table, 0, Settings(*problem.settings()), not problem.shift)
+    settings = Settings(*problem.settings())
+    return plan_for(op._own.on(-1), q, k, table, problem.full, 0, settings, not problem.shift)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +106,11 @@ def planned(op: FlashDecoding, problem: Problem) -> Any:
     [
         (Problem(8, 1, 1, 256, (256,), 128), True),
         (Problem(8, 1, 1, 4096, (4096,), 64, page=16), True),
-        (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16), False),  # paged, and nothing to split
-        (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16, splits=1), True),
+        (Problem(8, 8, 1, 64, (64,) * 9, 64, page=16), True),
         (Problem(8, 8, 1, 64, (64,) * 9, 128, page=16), True),
         (Problem(8, 8, 1, 64, (64,) * 9, 128), True),
-        (Problem(2, 2, 1, 8192, (8192,), 128), False),  # contiguous, long, and nothing to split
+        (Problem(2, 2, 1, 8192, (8192,), 128), True),
         (Problem(2, 2, 1, 8192, (8192,), 128, splits=1), True),
-        (Problem(2, 2, 1, 8192, (8192,), 128, window=(100, None)), True),
         (Problem(9, 1, 1, 256, (256,), 64), False),  # more rows than it has
         (Problem(9, 1, 1, 256, (256,), 128), True),
         (Problem(8, 1, 4, 256, (256,), 128, page=64), True),
@@ -133,45 +135,61 @@ def test_one_wave() -> None:
     assert planned(op, Problem(8, 8, 1, 4096, (4096,), 16, splits=3))._grid == (8, 3, 1)
 
 
+def plan_of(page: int, batch: int, room: int, dim: int = 128, full: bool = False) -> Any:
+    """8 heads of keys, on 132 multiprocessors."""
+    op = op_on_interpreter()
+    op._own.on(-1).multiprocessors = 132
+    like = torch.empty((), dtype=torch.bfloat16, device="meta")
+    q = like.new_empty(batch, 1, 64, dim)
+    k = like.new_empty(512, page, 8, dim) if page else like.new_empty(batch, room, 8, dim)
+    table = like.new_empty(batch, room // page, dtype=torch.int32) if page else None
+    return plan_for(op._own.on(-1), q, k, table, full, 0, Settings(1.0, -1, 0, 0.0, 0), True)
+
+
 @pytest.mark.parametrize(
-    ("page", "batch", "room", "grid", "keys"),
+    ("page", "batch", "room", "splits", "kind"),
     [
-        (64, 1, 8192, (8, 16, 1), "large_pages"),  # one wave
-        (256, 2, 8192, (8, 8, 2), "large_pages"),
-        (64, 8, 8192, (8, 4, 8), "large_pages"),  # two
-        (16, 1, 8192, (8, 32, 1), "pages"),
-        (64, 8, 32768, (8, 8, 8), "large_pages"),
-        (64, 33, 2048, (8, 1, 33), "large_pages"),
-        (16, 33, 8192, (8, 4, 33), "pages"),
-        (64, 34, 2048, (8, 1, 34), "whole"),
-        (16, 34, 2048, (8, 1, 34), "whole"),
-        (64, 34, 4032, (8, 1, 34), "whole"),
-        (16, 34, 4096, (8, 2, 34), "pages"),
-        (64, 34, 131072, (8, 4, 34), "large_pages"),
-        (64, 98, 32768, (8, 4, 98), "large_pages"),
-        (64, 99, 32768, (8, 1, 99), "large_pages"),  # three waves
+        # one: all of them are full
+        (64, 1, 8192, 16, "large_pages"),  # one wave
+        (16, 1, 8192, 32, "pages"),
+        # as many as two waves of programs
+        (256, 2, 131072, 32, "large_pages"),
+        (64, 8, 32768, 8, "large_pages"),
+        (64, 8, 4096, 4, "large_pages"),  # of too few keys
+        # at least
+        (64, 33, 8192, 4, "large_pages"),
+        (64, 34, 131072, 4, "large_pages"),
+        (16, 33, 8192, 4, "pages"),
+        (16, 34, 8192, 4, "pages-many"),  # more programs than run at once
+        (16, 206, 8192, 4, "pages-many"),
+        # so many that each is whole
+        (16, 207, 8192, 1, "pages-many"),
+        (64, 83, 8192, 1, "large_pages"),
+        # short ones
+        (64, 8, 1024, 4, "large_pages"),  # as if all were full
+        (64, 33, 2048, 1, "large_pages"),
+        (64, 34, 2048, 1, "pages-many"),
+        (16, 34, 4032, 1, "pages-many"),
+        # contiguous
+        (0, 8, 8192, 4, "contiguous"),
+        (0, 8, 4096, 2, "contiguous"),
+        (0, 41, 8192, 4, "contiguous"),
+        (0, 42, 8192, 1, "contiguous"),
     ],
 )
-def test_pages(page: int, batch: int, room: int, grid: tuple[int, ...], keys: str) -> None:
-    """Large pages are loaded at once. Where there are more programs than run at once, sequences are whole if tables are
-    short; sequences of long tables are split."""
-    op = op_on_interpreter()
-    op._own.on(-1).multiprocessors = 132
-    plan = planned(op, Problem(8, 8, 1, room, (1,) * batch, 128, page=page))
-    assert plan._grid == grid and f"-{keys}-" in plan._loaded.variant.name
+def test_sequences_of_different_lengths(page: int, batch: int, room: int, splits: int, kind: str) -> None:
+    plan = plan_of(page, batch, room)
+    assert plan._grid == (8, splits, batch) and f"-{kind}-8-" in plan._loaded.variant.name
 
 
-@pytest.mark.parametrize(("batch", "fused"), [(31, False), (32, True), (33, True), (34, False)])
-def test_two_full_waves(batch: int, fused: bool) -> None:
-    """Long sequences of a contiguous cache are whole where the second wave of programs is nearly full."""
-    op = op_on_interpreter()
-    op._own.on(-1).multiprocessors = 132
-    q = torch.empty(batch, 1, 64, 128, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(batch, 8192, 8, 128, dtype=torch.bfloat16, device="meta")
-    plan = plan_for(op._own.on(-1), q, k, None, 0, Settings(1.0, -1, 0, 0.0, 0), True)
-    assert isinstance(plan, FusedPlan) == fused
-    if isinstance(plan, FusedPlan):
-        assert plan._grid == (8, 1, batch)
+@pytest.mark.parametrize(
+    ("batch", "keys", "splits", "many"),
+    [(8, 8192, 2, False), (9, 8192, 5, True), (17, 8192, 2, True), (49, 8192, 1, True), (64, 8192, 1, False)],
+)
+def test_full_sequences(batch: int, keys: int, splits: int, many: bool) -> None:
+    """Of a contiguous cache: three programs a multiprocessor where one each would leave some idle at the end."""
+    plan = plan_of(0, batch, keys, full=True)
+    assert plan._grid == (8, splits, batch) and ("-many-" in plan._loaded.variant.name) == many
 
 
 def test_words_of_graphs() -> None:

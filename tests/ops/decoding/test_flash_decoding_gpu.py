@@ -49,10 +49,12 @@ LARGE = (
     *(Problem(64, 8, 1, 600, tuple(range(1, 597, 5)), 128, page=page) for page in (0, 16)),
     Problem(32, 8, 1, 2048, tuple(range(0, 2049, 17)), 128, page=64, softcap=20.0, sinks=True),
     Problem(16, 8, 2, 512, tuple(range(0, 513, 7)), 96, FP16, page=64, window=(100, None)),
-    # many long sequences, which the persistent kernel splits
+    # many long sequences
     Problem(64, 8, 1, 16384, tuple(range(0, 16385, 400)), 64, sinks=True),
     Problem(64, 8, 2, 8192, tuple(range(0, 8193, 200)), 96, FP16, window=(3000, None)),
     Problem(64, 8, 1, 8192, tuple(range(0, 8193, 200)), 128, softcap=20.0),
+    Problem(64, 8, 1, 8192, tuple(range(0, 8193, 200)), 128, page=16, softcap=20.0),
+    Problem(64, 8, 1, 4096, (4096,) * 17, 128, FP16, full=True),
 )
 # caches of codes
 CODES = (

@@ -70,7 +70,7 @@ def test_splits_are_two_launches(sm90: tuple[FlashDecoding, Recorder]) -> None:
     assert of_split[25:] == [2, 20, by_ratio, 1, 64, 2, 256, 11, 6, 1, 2, 20, 100, 1]
     assert of_combine[9] == tensors[3].data_ptr() and not of_combine[10]
     block = numbers["block_m"], numbers["block_n"]
-    assert of_combine[11:] == [2, 20, 1, 64, 2, 256, 1, 2, 4, 20, *block, 100, 1]
+    assert of_combine[11:] == [2, 20, 1, 64, 2, 256, 1, 2, 20, *block, 100, 1]
 
 
 @pytest.mark.parametrize("way", ["address", "stride", "dim"])
@@ -125,10 +125,8 @@ def test_the_small_problems_take_every_binary(arch: str) -> None:
         tensors = problem.tensors(fp8=fp8_of(op) if problem.fp8 else None)
         op(*tensors[:3], **problem.keywords(tensors))
     used = {variant.name for variant, *_ in driver.launches}
-    mapped = ("_persistent", "_fused")  # tensor maps, which the recorder has none of
-    assert used == {
-        v for v in tables_of(arch).op("flash_decoding").variants if not any(m in v for m in mapped)
-    }
+    # but those by tensor maps, which the recorder has none of
+    assert used == {v for v in tables_of(arch).op("flash_decoding").variants if "_fused" not in v}
 
 
 # ---- How many splits ----
@@ -191,39 +189,6 @@ def launches(problem: Problem, **keywords: Any) -> list[tuple[Any, ...]]:
     return made[0].launches
 
 
-LONG = Problem(16, 2, 1, 8192, (8192, 100, 0), 128)
-
-
-def test_many_sequences_are_split_evenly() -> None:
-    """3 sequences of 2 heads of keys and 128 blocks, on MULTIPROCESSORS that have room for 2 programs each."""
-    (persistent, *of_split), (_, *of_combine) = launches(LONG)
-    assert persistent.name.startswith("flash_decoding_persistent-")
-    workers = 2 * MULTIPROCESSORS // 2
-    assert of_split[2] == 2 * workers and of_combine[2] == 3 * 16
-    k_map, v_map = of_split[5:7]
-    assert k_map[1:] == v_map[1:] == ("bf16", (3, 2, 8192, 128), (8192 * 256, 128, 256, 1), *k_map[4:])
-    assert of_split[7:11] == of_combine[5:9] and of_split[10] == of_split[9] + 4 * 2 * 2 * workers * 8 * 128
-    assert of_split[-5:] == [1, workers, 8, MAX_SEQLEN, 1]
-    assert of_combine[-8:] == [1, 0, workers, 8, 64, persistent.numbers["block_n"], MAX_SEQLEN, 1]
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        LONG._replace(lengths=(8192,)),  # too few tiles
-        LONG._replace(capacity=1024, lengths=(1024, 100, 0)),  # too few blocks
-        LONG._replace(dim=64),  # no faster there
-        LONG._replace(dim=192),
-        LONG._replace(heads=34),  # more rows than its row says
-        LONG._replace(page=64),
-        LONG._replace(splits=2),
-        LONG._replace(shift=1),
-    ],
-)
-def test_others_are_not(problem: Problem) -> None:
-    assert not any("_persistent" in variant.name for variant, *_ in launches(problem))
-
-
 def of_many(count: int, capacity: int, page: int = 64, dim: int = 128) -> Problem:
     return Problem(8, 2, 1, capacity, (200,) * count, dim, page=page)
 
@@ -231,16 +196,16 @@ def of_many(count: int, capacity: int, page: int = 64, dim: int = 128) -> Proble
 @pytest.mark.parametrize(
     ("problem", "kernels"),
     [
-        (of_many(MULTIPROCESSORS, 1024), ["fused"]),  # its programs all run at once
-        (of_many(MULTIPROCESSORS, 1024, page=16), ["fused"]),
-        (of_many(MULTIPROCESSORS, 1024, dim=64), ["split"]),
-        (of_many(MULTIPROCESSORS + 1, 256), ["fused"]),  # more, none of which splits a sequence
+        (of_many(MULTIPROCESSORS, 1024), ["fused"]),
+        (of_many(MULTIPROCESSORS, 1024, dim=64), ["fused"]),
         (of_many(7 * MULTIPROCESSORS, 4096), ["fused"]),
-        # room for so many keys, of which most sequences have few
-        (of_many(8 * MULTIPROCESSORS + 1, 2048, dim=256), ["split"]),
-        (of_many(8 * MULTIPROCESSORS + 1, 4096, dim=256), ["split", "combine"]),
+        (of_many(7 * MULTIPROCESSORS, 4096, page=0), ["fused"]),
+        # room for so many keys, of which most sequences may have few: none is split
+        (of_many(5 * MULTIPROCESSORS, 1024, dim=256), ["split"]),
+        (of_many(5 * MULTIPROCESSORS, 4096, dim=256), ["split"]),
+        (of_many(3, 1 << 14, dim=256), ["split", "combine"]),
     ],
 )
-def test_many_sequences_of_a_paged_cache(problem: Problem, kernels: list[str]) -> None:
+def test_many_sequences(problem: Problem, kernels: list[str]) -> None:
     launched = [variant.name.split("-")[0] for variant, *_ in launches(problem)]
     assert launched == [f"flash_decoding_{kernel}" for kernel in kernels]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from liger_aot.ops.arguments import Allowed, Schema, check_flag
 from liger_aot.ops.attention._checks import SCALES, check_dim, settings_of
-from liger_aot.ops.attention._operands import padded_head_dim
 from liger_aot.ops.decoding._checks import check_arguments, check_values
 from liger_aot.ops.decoding._plans import (
     NAME,
@@ -54,7 +53,8 @@ class FlashDecoding(ForwardOnlyOp):
             kv_heads divide heads (grouped and multi-query attention). dim is up to 256; it runs at the speed of the
             next of 64, 128 and 256. Where addresses or strides are no multiples of 16 bytes and elements, or dim is no
             multiple of 16, a much slower kernel runs.
-        cache_seqlens: (batch,) int32: how many keys each sequence has. None: as many as its cache can hold.
+        cache_seqlens: (batch,) int32: how many keys each sequence has. None: as many as its cache can hold, which is
+            faster for many sequences than lengths that say so.
         block_table: (batch, most pages) int32, rows contiguous: where the pages of each sequence are. Entries past its
             last key, or before its window, are not looked at.
         scale: of the scores, above 0. Default 1 / sqrt(dim).
@@ -65,8 +65,7 @@ class FlashDecoding(ForwardOnlyOp):
             is 0.
         k_scale, v_scale: of an fp8 cache, float32, as many elements each: keys and values are code * scale. One
             element, or (kv_heads,). Each may be None, which is 1. ``write_kv_cache`` writes such caches.
-        splits: how many programs split a sequence's keys at most. None: chosen from the shapes and the profile; where
-            programs then split all sequences' keys evenly, a result's last bits depend on the other lengths, too.
+        splits: how many programs split a sequence's keys at most. None: chosen from the shapes and the profile.
         return_lse: also return the logarithm of each token's sum.
 
     Returns:
@@ -164,7 +163,9 @@ class FlashDecoding(ForwardOnlyOp):
         key = _key(tensors, settings)
         if key not in self._plans:
             by_head = scale_head(k_scale, v_scale)
-            plan = plan_for(on, q, k, block_table, by_head, Settings(*settings), addresses_aligned=key[0])
+            plan = plan_for(
+                on, q, k, block_table, cache_seqlens is None, by_head, Settings(*settings), addresses_aligned=key[0]
+            )  # fmt: skip
             remember(self._plans, key, plan)
         return self.run_forward(tensors, settings, keep, out)
 
@@ -179,7 +180,7 @@ class FlashDecoding(ForwardOnlyOp):
     ) -> tuple[Problem, ...]:
         """``shape`` is q's; ``dtypes`` may name that of the cache: ``k_cache``. Of a contiguous cache and of a paged
         one; wide variants are for many rows of q a head of k, ``fused`` for few where there is such a kernel
-        (``large_pages`` from 64 keys on, ``whole`` for many sequences), ``persistent`` for many long sequences."""
+        (``large_pages`` from 64 keys on; True: for many sequences)."""
         dim = shape[-1]
         check_dim(self.name, dim)
         aligned, cache = not dim % UNIT, (dtypes or {}).get("k_cache", dtype)
@@ -188,13 +189,11 @@ class FlashDecoding(ForwardOnlyOp):
         ]
         kinds.append(("combine",))
         same = aligned and cache == dtype
-        if same and padded_head_dim(dim) in (96, 128):
-            kinds.append(("persistent", padded_head_dim(dim)))
         if same and fused_head_dim(dim) in (64, 128):
-            forms = [("contiguous", 8), ("pages", 8)]
+            forms = [(of, False, 8) for of in ("contiguous", "pages", "large_pages")]
             if dim > 64:
-                forms += [("large_pages", 8), ("whole", 8)]
-                forms += [(of, rows) for of in ("contiguous", "large_pages") for rows in (16, 32)]
+                forms += [(of, True, 8) for of in ("contiguous", "pages")]
+                forms += [(of, False, rows) for of in ("contiguous", "large_pages") for rows in (16, 32)]
             kinds += [("fused", fused_head_dim(dim), *form) for form in forms]
         return tuple(Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, dim) for kind, *axes in kinds)
 
