@@ -72,7 +72,7 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    lengths: Tensor
+    lengths: Tensor | None  # None: a contiguous cache is full
     table: Tensor | None
 
 
@@ -105,7 +105,9 @@ def drawn(point: Point, device: torch.device, seed: int, dtype: torch.dtype = to
     if point.page:
         order = torch.randperm(pages, device=device, generator=generator)
         table = order.to(torch.int32).view(point.batch, -1)
-    lengths = torch.tensor(point.lengths, dtype=torch.int32, device=device)
+    lengths = None
+    if point.page or point.shortest:
+        lengths = torch.tensor(point.lengths, dtype=torch.int32, device=device)
     q = normal(point.batch, point.tokens, point.heads, point.dim)
     return Inputs(q, normal(*shape), normal(*shape), lengths, table)
 

@@ -14,7 +14,7 @@ from benchmarks.workload import Workload
 Sizes = tuple[tuple[int, int], ...]  # batch, cached keys
 FEW: Sizes = ((1, 8192), (1, 32768), (8, 32768))
 SIZES: Sizes = ((1, 32768), (8, 32768), (24, 16384), (128, 8192))
-STREAMED: Sizes = ((20, 16384), (32, 8192), (32, 32768), (128, 8192))
+MANY: Sizes = ((20, 16384), (32, 8192), (32, 32768), (128, 8192))
 
 
 def workloads(

@@ -165,11 +165,12 @@ def plan_of(page: int, batch: int, room: int, dim: int = 128, full: bool = False
         # so many that each is whole
         (16, 207, 8192, 1, "pages-many"),
         (64, 83, 8192, 1, "large_pages"),
-        # short ones
-        (64, 8, 1024, 4, "large_pages"),  # as if all were full
+        (64, 2, 8192, 8, "large_pages"),  # not a wave: as if all were full
+        # short ones, too
+        (64, 8, 1024, 4, "large_pages"),
         (64, 33, 2048, 1, "large_pages"),
-        (64, 34, 2048, 1, "pages-many"),
-        (16, 34, 4032, 1, "pages-many"),
+        (64, 34, 2048, 2, "pages-many"),
+        (16, 82, 4032, 1, "pages-many"),
         # contiguous
         (0, 8, 8192, 4, "contiguous"),
         (0, 8, 4096, 2, "contiguous"),

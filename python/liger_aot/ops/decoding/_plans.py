@@ -107,43 +107,38 @@ class Call:
             n * on.multiprocessors
             for n in (per_multiprocessor, numbers.get("ctas_to_saturate", per_multiprocessor))
         )
-        found = min(self.settings.splits, blocks) or self.unequal_parts(on, numbers, programs)
-        if found:
-            return found
-        # One wave of programs that load each block by one instruction, where there is one. Of few sequences in pages
+        parts = self.unequal_parts(numbers, programs, places)
+        if self.settings.splits or parts * programs >= places:
+            return min(self.settings.splits, blocks) or parts
+        # One wave of programs that load many keys by one instruction, where there is one. Of few sequences in pages
         # such a program can keep a multiprocessor busy: 1 x 8192 keys in 16 splits 12.6 us, in 32 13.8 us.
         most = MAX_SPLITS
-        if numbers.get("box_keys") == numbers["block_n"]:
+        if numbers.get("box_keys", 0) >= LARGE_PAGE:
             if not self.paged:
                 most = places // programs or most
             elif 4 * programs <= on.multiprocessors:
                 most = on.multiprocessors // programs
-        return best_splits(programs, blocks, places, saturating, numbers["startup_blocks"], most)
+        return max(parts, best_splits(programs, blocks, places, saturating, numbers["startup_blocks"], most))
 
     def keys(self, block_n: int) -> int:
         """Of a sequence, at most, in whole blocks."""
         return self.blocks(block_n) * block_n
 
-    def unequal_parts(self, on: OpOn, numbers: Mapping[str, int], programs: int) -> int:
+    def unequal_parts(self, numbers: Mapping[str, int], programs: int, places: int) -> int:
         """Into how many parts each of several sequences is split whose lengths the host does not know; 0: as if all
         were full. A long sequence that is one part may end long after all others, unless these are many: from
         WHOLE_WAVES waves of programs on each sequence is one part, as empty parts cost time, too. Of fewer, it is
-        ``parts``, or as many as two waves of programs, but none has room for less than ``part_keys``; short ones are
-        whole from two programs a multiprocessor on. NVIDIA H200, pages of 16, FlashAttention-3 in brackets: 128
-        sequences of 128 to 8192 keys in 4 parts 528 us, in one 555 (521); 4 of 4096 to 65536 in 16 144, in 8 193 (168);
-        256 of 96 keys with room for 8192 in one 33, in 4 47 (63)."""
+        ``parts``, or as many as two waves of programs, where there is room for ``part_keys`` in each. NVIDIA H200,
+        pages of 16, FlashAttention-3 in brackets: 128 sequences of 128 to 8192 keys in 4 parts 528 us, in one 555
+        (521); 4 of 4096 to 65536 in 16 144, in 8 193 (168); 256 of 96 keys with room for 8192 in one 33, in 4 47
+        (63)."""
         if self.full or self.shape.batch == 1:
             return 0
-        places = numbers["programs_per_multiprocessor"] * on.multiprocessors
         if programs >= WHOLE_WAVES * places:
             return 1
-        parts = numbers.get("parts")
-        if parts is None:
-            return 0
-        room = self.keys(numbers["block_n"]) // numbers["part_keys"]
-        if room >= parts:
-            return min(room, max(2 * places // programs, parts), MOST_PARTS)
-        return 1 if programs > 2 * on.multiprocessors else 0
+        parts = numbers.get("parts", MOST_PARTS)
+        room = self.keys(numbers["block_n"]) // numbers.get("part_keys", MAX_SEQLEN)
+        return min(room, max(2 * places // programs, parts), MOST_PARTS) if room >= parts else 0
 
     def mapped(self, on: OpOn) -> bool:
         """Whether there are tensor maps of keys and values."""
@@ -334,11 +329,11 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
 
 
 def takes_many(on: OpOn, call: Call, few: Mapping[str, int], many: Mapping[str, int]) -> bool:
-    """Whether the row of many programs is the faster: one block of keys on its way in each, but more of them at once.
-    Of a contiguous cache, all of whose keys are there: where by the other row more than half of the multiprocessors are
-    one wave, or leave the last one short (17 x 8192 keys 133 us, 143; 34 x 8192 257, 269), as long as all programs run
-    at once (64 x 8192: 548, 480). Of pages: where more programs than run at once by the other row load boxes of few
-    keys, or have short tables (256 x 96 keys in pages of 16: 33, 45; 34 x 8192: 275, 296). NVIDIA H200."""
+    """Whether the row of many programs is the faster: each has fewer keys on their way, but more of them run at once.
+    Of a contiguous cache that is full: where sequences would be split into one part in a wave of the other row, or into
+    more than are a wave, but are one of this row (17 x 8192 keys 133 us instead of 143, 34 x 8192 257 instead of 269;
+    64 x 8192 548 instead of 480). Of pages: where there are more than a wave of the other row, and its boxes are of few
+    keys (34 x 8192 in pages of 16: 275 instead of 296) or tables short (256 x 96: 33 instead of 45). NVIDIA H200."""
     programs = call.shape.batch * call.shape.kv_heads
     places, of_many = (n["programs_per_multiprocessor"] * on.multiprocessors for n in (few, many))
     if not call.paged:
