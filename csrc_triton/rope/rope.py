@@ -155,7 +155,9 @@ def rope_tokens(
         (k_out_slow_stride, k_out_mid_stride, k_out_fast_stride), (k_slow_stride, k_mid_stride, k_fast_stride),
     )  # fmt: skip
     if PERSISTENT:
-        for token in range(tl.program_id(0), divide(q_rows, q_fast_inverse, q_fast_shift), tl.num_programs(0)):
+        for token in range(
+            tl.program_id(0), divide(q_rows, q_fast_inverse, q_fast_shift), tl.num_programs(0)
+        ):
             rotate_token(
                 token, q, k, COS, SIN, IDS, index_slow, index_mid, id_words, n_table, cos_stride, sin_stride,
                 half_bytes, sign, HEADS, PASSES, BLOCK, PDL,
@@ -208,7 +210,9 @@ def rotate_heads(X, OUT, at, out_at, cos, sin, half, in_half, rows, first: tl.co
         x = beyond(X, head * rows.fast_stride)
         out = beyond(OUT, head * rows.out_fast_stride)
         heads = load_heads(x, at, half, in_half, rows.fast - head, rows.fast_stride, HEADS, 1)
-        store_heads(out, out_at, heads, cos, sin, half, in_half, rows.fast - head, rows.out_fast_stride, HEADS, 1)
+        store_heads(
+            out, out_at, heads, cos, sin, half, in_half, rows.fast - head, rows.out_fast_stride, HEADS, 1
+        )
 
 
 @triton.jit

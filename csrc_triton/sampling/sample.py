@@ -190,7 +190,9 @@ def choose(
         first = (program - at * blocks) * (BLOCK // 4)
         filtered = LAST.to(tl.int64) != 0
         if temperature > 0.0:
-            best = best_of_block(X, n, first, seed, position, scale, tau, limit, filtered, BLOCK, REPEATS, FAST)
+            best = best_of_block(
+                X, n, first, seed, position, scale, tau, limit, filtered, BLOCK, REPEATS, FAST
+            )
         else:
             best = greatest_of_block(X, n, first * 4, tau, filtered, BLOCK)
     tl.store(PART + program, best)
